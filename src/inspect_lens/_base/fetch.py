@@ -18,23 +18,14 @@ from urllib3.exceptions import HTTPError
 __all__ = ["HTTPError", "fetch_bytes"]
 
 CONNECTIONS = 64
-OTHER_PROCESS = 404
-ATTEMPTS = 256
-"""Of a server whose processes do not pass handles on to one another any one may answer."""
 
 
 def fetch_bytes(
     url: str, headers: Mapping[str, str], *, timeout_s: float | None
 ) -> tuple[int, bytes]:
-    """Get a URL, asking again over new connections while another process than its maker answers."""
+    """Get a URL: the status, and what came."""
     pool = _pool(urlsplit(url).scheme, urlsplit(url).hostname or "")
-    own: dict[str, str] = {}
-    for attempt in range(ATTEMPTS):
-        response = pool.request("GET", url, headers={**headers, **own}, timeout=timeout_s)
-        if response.status != OTHER_PROCESS or attempt + 1 == ATTEMPTS:
-            break
-        # A connection that is kept would go to the same process again.
-        own = {"Connection": "close"}
+    response = pool.request("GET", url, headers=headers, timeout=timeout_s)
     return response.status, response.data
 
 

@@ -159,6 +159,10 @@ class FrontEnd:
                 self.siblings = names.folder
             except OSError as error:
                 logger.warning("inspect_lens: API servers cannot share what they have: %s", error)
+                payloads.refusal = (
+                    "activations_transport: the API servers of this engine cannot share results "
+                    f"({error}), so that a handle may come to another one; set it to base64"
+                )
 
     def _learn(self, processor: Any, vllm_config: Any) -> EngineFacts:
         # Read again: one process can hold engines with different settings.

@@ -82,6 +82,8 @@ class PayloadStore:
         """Bytes that wait to be fetched."""
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
+        self.refusal: str | None = None
+        """Why no result can be fetched from this server."""
 
     @cached_property
     def max_bytes(self) -> int:
@@ -91,6 +93,8 @@ class PayloadStore:
     def admit(self, size: int) -> None:
         """Judge a request of the client that is served, before it costs anything."""
         client = CLIENT.get()
+        if self.refusal is not None:
+            raise UnsupportedError(self.refusal)
         with self._lock:
             self._drop(time.monotonic())
             self._tell()
@@ -317,8 +321,8 @@ def add_fetch_route(app: Any, payloads: PayloadStore, siblings: Callable[[], Pat
             traces.fetched(handle, began, 404, 0)
             return Response(
                 status_code=404,
-                content=f"handle {handle!r} is of another server process; ask again over a "
-                "new connection",
+                content=f"handle {handle!r} is not of this server; behind a load balancer, ask the "
+                "server that made it, or set activations_transport to base64",
             )
         if data is None:
             refused_as(410, "ExpiredHandle")

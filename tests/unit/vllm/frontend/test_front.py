@@ -211,9 +211,12 @@ def test_several_api_servers_without_a_folder_have_the_names_of_the_start(
     monkeypatch.setattr(state, "SharedNames", refused)
     monkeypatch.setattr(state, "install_when_serving", lambda front: None)
     monkeypatch.setattr(hosts, "_may_span_hosts", lambda config: False)
+    monkeypatch.setattr(state.payloads, "refusal", None)
     front = FrontEnd()
     front.registry.add("of-the-start", probe(8))
     front.learn(SimpleNamespace(), config(2))
+    with pytest.raises(UnsupportedError, match="cannot share results .*base64"):
+        state.payloads.admit(1)
     front.engines = [facts(8)]
     assert front.describe()["api_servers"] == 2
     assert front.registry.describe().keys() == {"of-the-start"}
