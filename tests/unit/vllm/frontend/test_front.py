@@ -215,7 +215,7 @@ def test_several_api_servers_without_a_folder_have_the_names_of_the_start(
     front = FrontEnd()
     front.registry.add("of-the-start", probe(8))
     front.learn(SimpleNamespace(), config(2))
-    with pytest.raises(UnsupportedError, match="cannot share results .*base64"):
+    with pytest.raises(UnsupportedError, match=r"cannot share results .*base64"):
         state.payloads.admit(1)
     front.engines = [facts(8)]
     assert front.describe()["api_servers"] == 2
