@@ -24,21 +24,21 @@ import msgspec
 import numpy as np
 import zmq
 from numpy.typing import NDArray
+from zmq.auth.thread import ThreadAuthenticator
 
 from inspect_lens._engine.hooks.results import SavedResults
 from inspect_lens._engine.protocol.frames import (
-    IN_FLIGHT,
     MOST_ASKED,
-    MOST_FRAME,
     Frame,
     FrameError,
     Hello,
     Kind,
-    Serial,
     client_public,
+    frame_of,
     make_server,
+    packed_frame,
 )
-from inspect_lens._engine.protocol.processes import Address, Links
+from inspect_lens._engine.protocol.processes import BEATS, Address, Links
 from inspect_lens._engine.protocol.shared_memory import (
     BOARD_COLUMNS,
     BOARD_SIZE,
@@ -116,10 +116,10 @@ class Mirror(ArenaReader):
         super().done(self._reader, seq)
         self._wake()
 
-    def cursor(self) -> int | None:
-        """What the worker has to be told of the cursor; None where it knows."""
+    def cursor(self, is_due: bool) -> int | None:
+        """What the worker has to be told of the cursor; None where it knows, and it is not due."""
         now = int(self.view.cursors[self._reader])
-        if now == self._told_cursor:
+        if now == self._told_cursor and not is_due:
             return None
         self._told_cursor = now
         return now
@@ -173,17 +173,24 @@ class _Worker:
     """A worker at the other end."""
 
     identity: bytes
-    heard: float
-    ours: Serial = field(default_factory=Serial)
-    theirs: Serial = field(default_factory=Serial)
-    mirror: Mirror | None = None
-    """None until it has said who it is."""
+    mirror: Mirror
     parts: list[bytes] = field(default_factory=list)
     """Of a message that goes on."""
     n_bytes: int = 0
-    beat: float = 0.0
-    cursor: int | None = None
-    """That it has to be told."""
+
+
+class _Secret:
+    """Lets those in who know the key."""
+
+    def __init__(self, key: str) -> None:
+        self._public = client_public(key)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether a client has the key pair that is made of the secret."""
+        is_known = hmac.compare_digest(key, self._public)
+        if not is_known:
+            logger.error("inspect_lens: somebody was refused who does not know the key of hosts")
+        return is_known
 
 
 def parse_bind(text: str) -> tuple[str, tuple[int, int]]:
@@ -219,20 +226,16 @@ class Listener:
         """A message that the collector's socket has no room for."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_closing = False
+        self._look_s, self._looks = links.timeout_s / BEATS, 0.0
+        """Between two looks who has gone, which a socket says when it is to send; and the next."""
         self._context = zmq.Context()
-        self._zap: Any = self._context.socket(zmq.REP)
-        self._zap.bind("inproc://zeromq.zap.01")
+        self._authenticator: Any = None
+        if links.key:
+            self._authenticator = ThreadAuthenticator(self._context)
+            self._authenticator.start()
+            self._authenticator.configure_curve_callback("*", _Secret(links.key))
         self._socket: Any = self._context.socket(zmq.ROUTER)
-        for option, value in (
-            (zmq.LINGER, 0),
-            (zmq.ROUTER_MANDATORY, 1),
-            (zmq.RCVHWM, IN_FLIGHT),
-            (zmq.MAXMSGSIZE, MOST_FRAME),
-            (zmq.IPV6, int("[" in links.address)),
-        ):
-            self._socket.setsockopt(option, value)
-        make_server(self._socket, links.key)
-        self._public = client_public(links.key) if links.key else b""
+        make_server(self._socket, links)
         self.address = self._bind()
         self._forward: Any = self._context.socket(zmq.PUSH)
         self._forward.setsockopt(zmq.LINGER, 0)
@@ -250,7 +253,7 @@ class Listener:
         self._is_closing = True
         self.wake()
         self._thread.join(timeout=2)
-        self._context.destroy(linger=200)
+        self._end(linger=200)
         if not self._thread.is_alive():
             os.close(self._wake)
 
@@ -259,6 +262,11 @@ class Listener:
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake, 1)
 
+    def _end(self, linger: int) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.destroy(linger=linger)
+
     def _bind(self) -> str:
         host, (first, last) = parse_bind(self._links.address)
         try:
@@ -266,7 +274,7 @@ class Listener:
                 f"tcp://{host}", min_port=first, max_port=last + 1, max_tries=200
             )
         except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
+            self._end(linger=0)
             raise CapacityError(
                 f"INSPECT_LENS_HOSTS_ADDRESS={self._links.address!r}: no port could be opened "
                 f"there: {error}; is it an address of this host, and are ports free?"
@@ -275,26 +283,23 @@ class Listener:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for source in (self._wake, self._zap):
-            poller.register(source, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
         while not self._is_closing:
             try:
                 self._turn(poller)
             except BaseException:  # the thread must outlive it: it serves all workers
                 logger.exception("inspect_lens: workers of other hosts could not be served")
         for worker in list(self._workers.values()):
-            self._send(worker, Kind.BYE, content=b"its process has ended")
+            self._send(worker.identity, Kind.BYE, content=b"its process has ended")
 
     def _turn(self, poller: zmq.Poller) -> None:
         if self._held is not None:
             self._pass_on(self._held)
         poller.register(self._socket, 0 if self._held is not None else zmq.POLLIN)
-        pause = 0.005 if self._held is not None else self._links.beat_s / 2
-        ready = dict(poller.poll(int(1000 * pause)))
+        pause = 0.005 if self._held is not None else self._look_s
+        poller.poll(int(1000 * pause))
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
-        if self._zap in ready:
-            self._judge()
         for _ in range(_BURST):
             if self._held is not None:
                 break
@@ -305,37 +310,22 @@ class Listener:
             self._take(identity.bytes, [part.buffer for part in parts])
         self._serve()
 
-    def _judge(self) -> None:
-        """Let those in who know the key: https://rfc.zeromq.org/spec/27/."""
-        version, request, *_, credentials = self._zap.recv_multipart()
-        is_known = hmac.compare_digest(credentials, self._public)
-        if not is_known:
-            logger.error("inspect_lens: somebody was refused who does not know the key of hosts")
-        status = (b"200", b"OK") if is_known else (b"400", b"wrong INSPECT_LENS_HOSTS_KEY")
-        self._zap.send_multipart([version, request, *status, b"", b""])
-
     def _take(self, identity: bytes, parts: list[memoryview]) -> None:
-        now = time.monotonic()
         worker = self._workers.get(identity)
-        if is_new := worker is None:
-            worker = _Worker(identity, now)
-        assert worker is not None
         try:
-            frame = worker.theirs.unpack(parts)
-            worker.heard = now
-            if is_new:
-                self._welcome(worker, frame)
+            frame = frame_of(parts)
+            if worker is None:
+                self._welcome(identity, frame)
             else:
                 self._accept(worker, frame)
         except (FrameError, msgspec.MsgspecError) as error:
             logger.error("inspect_lens: a worker of another host is not listened to: %s", error)
-            text = f"it has to begin anew: {error}" if is_new else str(error)
-            self._send(worker, Kind.BYE, content=text.encode()[:500])
-            self._drop(worker, f"it sent what it should not have: {error}")
+            self._send(identity, Kind.BYE, content=str(error).encode()[:500])
+            self._drop(identity, f"it sent what it should not have: {error}")
 
-    def _welcome(self, worker: _Worker, frame: Frame) -> None:
+    def _welcome(self, identity: bytes, frame: Frame) -> None:
         if frame.kind != Kind.HELLO:
-            raise FrameError("nothing is known of it")
+            raise FrameError("nothing is known of it, and it has to begin anew")
         hello = msgspec.msgpack.decode(frame.content, type=Hello)
         if not 0 <= hello.nbytes <= self._links.most_bytes or not 0 <= hello.reader < 256:
             raise FrameError(
@@ -343,34 +333,30 @@ class Listener:
                 f"{self._links.most_bytes} here"
             )
         for other in list(self._workers.values()):
-            if other.mirror is not None and other.mirror.name == hello.worker:
-                self._drop(other, "its link was made anew")
-        worker.mirror = self._mirrors[hello.worker] = Mirror(hello, self.wake)
-        self._workers[worker.identity] = worker
-        self._send(worker, Kind.WELCOME)
+            if other.mirror.name == hello.worker:
+                self._drop(other.identity, "its link was made anew")
+        mirror = self._mirrors[hello.worker] = Mirror(hello, self.wake)
+        self._workers[identity] = _Worker(identity, mirror)
         self._came()
 
     def _accept(self, worker: _Worker, frame: Frame) -> None:
         mirror = worker.mirror
-        assert mirror is not None
         match frame.kind:
             case Kind.DATA:
                 mirror.write(frame.number, frame.content)
             case Kind.PART | Kind.MESSAGE:
-                self._collect(worker, mirror, frame)
+                self._collect(worker, frame)
             case Kind.REVOKED:
                 mirror.revoke(frame.number)
             case Kind.BOARD:
                 mirror.note(frame.content)
                 self._told()
             case Kind.BYE:
-                self._drop(worker, str(bytes(frame.content[:500]), "utf-8", "replace"))
-            case Kind.BEAT:
-                pass
+                self._drop(worker.identity, str(bytes(frame.content[:500]), "utf-8", "replace"))
             case _:
                 raise FrameError(f"a worker sends no {frame.kind.name}")
 
-    def _collect(self, worker: _Worker, mirror: Mirror, frame: Frame) -> None:
+    def _collect(self, worker: _Worker, frame: Frame) -> None:
         worker.n_bytes += len(frame.content)
         if worker.n_bytes > self._links.most_message:
             raise FrameError(
@@ -380,7 +366,7 @@ class Listener:
         if frame.kind == Kind.MESSAGE:
             message = b"".join(worker.parts)
             worker.parts, worker.n_bytes = [], 0
-            mirror.land(frame.number)
+            worker.mirror.land(frame.number)
             self._pass_on(message)
 
     def _pass_on(self, message: bytes) -> None:
@@ -392,35 +378,33 @@ class Listener:
 
     def _serve(self) -> None:
         """Tell workers what they have to know, and see who has gone."""
-        now = time.monotonic()
+        is_due = (now := time.monotonic()) >= self._looks
         for worker in list(self._workers.values()):
-            mirror = worker.mirror
-            assert mirror is not None
-            if (cursor := mirror.cursor()) is not None:
-                self._send(worker, Kind.TAKEN, cursor)
-            while numbers := mirror.asked():
-                self._send(worker, Kind.ASK, content=numbers)
-            if now >= worker.beat:
-                worker.beat = now + self._links.beat_s
-                self._send(worker, Kind.BEAT)
-            # What waits here was not looked at: it counts as a sign of life.
-            if self._held is None and now - worker.heard > self._links.timeout_s:
-                seconds = f"{self._links.timeout_s:g}"
-                self._drop(worker, f"it was silent for {seconds} s (INSPECT_LENS_HOSTS_TIMEOUT_S)")
+            cursor = worker.mirror.cursor(is_due)
+            if cursor is not None:
+                self._send(worker.identity, Kind.TAKEN, cursor)
+            while numbers := worker.mirror.asked():
+                self._send(worker.identity, Kind.ASK, content=numbers)
+        if is_due:
+            self._looks = now + self._look_s
 
-    def _send(self, worker: _Worker, kind: Kind, number: int = 0, content: bytes = b"") -> None:
-        parts = [worker.identity, *worker.ours.pack(kind, number, content)]
+    def _send(self, identity: bytes, kind: Kind, number: int = 0, content: bytes = b"") -> None:
+        parts = [identity, *packed_frame(kind, number, content)]
         try:
             self._socket.send_multipart(parts, flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            # It is not connected any more, or takes nothing, of a thousand small frames.
-            self._drop(worker, f"its connection has ended: {error}")
+            # It takes nothing, of a thousand small frames, or is not connected any more.
+            seconds = f"{self._links.timeout_s:g}"
+            self._drop(
+                identity,
+                f"its connection has ended, or it was silent for {seconds} s "
+                f"(INSPECT_LENS_HOSTS_TIMEOUT_S): {error}",
+            )
 
-    def _drop(self, worker: _Worker, why: str) -> None:
-        if self._workers.pop(worker.identity, None) is None:
+    def _drop(self, identity: bytes, why: str) -> None:
+        if (worker := self._workers.pop(identity, None)) is None:
             return
         mirror = worker.mirror
-        assert mirror is not None
         mirror.lose()
         if self._mirrors.get(mirror.name) is mirror:
             del self._mirrors[mirror.name]

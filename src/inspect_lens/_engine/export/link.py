@@ -3,7 +3,7 @@
 The step loop only notes messages; rows lie in the worker's memory until the front-end has said that
 it took them, as they do for one that reads there itself. So room, waiting and revoking are those of
 `protocol/shared_memory.py`. The thread sends the bytes of a block, then the message that tells of
-them, and answers what the front-end asks of the board.
+them, and answers what the front-end asks of the board. It ends with its connection.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from inspect_lens._engine.protocol.frames import (
     CHUNK,
-    IN_FLIGHT,
     MOST_ASKED,
-    MOST_FRAME,
     Frame,
     FrameError,
     Hello,
     Kind,
-    Serial,
+    frame_of,
     make_client,
+    packed_frame,
 )
 from inspect_lens._engine.protocol.messages import Block, Message, unpacked
 from inspect_lens._engine.protocol.processes import Links, Peer, Process
@@ -114,6 +114,9 @@ _LOOK_S = 0.001
 """Between two looks whether they have."""
 _BURST = 64
 """Frames that are sent before it is looked what the other end says."""
+_IDLE_S = 5.0
+"""Between two looks where nothing wakes the thread."""
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "uint8": 1}
 
 
@@ -128,13 +131,11 @@ class Link:
         self._room = threading.Event()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_closing = self._is_lost = self._is_welcome = False
-        self._serial, self._theirs = Serial(), Serial()
         self._held: list[bytes] | None = None
         """A frame for which there was no room."""
         self._answers: deque[bytes] = deque()
         self._revoked = 0
         """As far as the front-end knows."""
-        self._heard = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="inspect-lens-link", daemon=True)
         self._thread.start()
 
@@ -176,8 +177,12 @@ class Link:
     def _run(self) -> None:
         socket: Any = zmq.Context.instance().socket(zmq.DEALER)
         try:
-            self._set_up(socket)
-            self._talk(socket)
+            make_client(socket, self._links, self._address)
+            monitor = socket.get_monitor_socket(_EVENTS, f"inproc://inspect-lens-link-{id(self)}")
+            socket.connect(self._address)
+            hello = Hello(self._arena.name, self._arena.nbytes, self._reader)
+            self._send(socket, Kind.HELLO, content=msgspec.msgpack.encode(hello))
+            self._talk(socket, monitor)
         except BaseException as error:
             logger.error("inspect_lens: the link to %s has ended: %s", self, error)
             logger.debug("inspect_lens: a link has ended", exc_info=error)
@@ -185,30 +190,18 @@ class Link:
             self._is_lost = True
             self._waiting.clear()
             self._room.set()
+            socket.disable_monitor()
             socket.close(linger=200 if self._is_closing else 0)
 
-    def _set_up(self, socket: Any) -> None:
-        socket.setsockopt(zmq.SNDHWM, IN_FLIGHT)
-        socket.setsockopt(zmq.MAXMSGSIZE, MOST_FRAME)
-        socket.setsockopt(zmq.IPV6, int("[" in self._address))
-        make_client(socket, self._links.key)
-        socket.connect(self._address)
-        hello = Hello(self._arena.name, self._arena.nbytes, self._reader)
-        self._send(socket, Kind.HELLO, content=msgspec.msgpack.encode(hello))
-
-    def _talk(self, socket: Any) -> None:
+    def _talk(self, socket: Any, monitor: Any) -> None:
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
+        poller.register(monitor, zmq.POLLIN)
         frames: Iterator[tuple[Kind, int, bytes] | None] = self._frames()
-        beat = 0.0
         while not self._is_closing:
             self._hear(socket)
-            now = time.monotonic()
-            if now - self._heard > self._links.timeout_s:
-                raise FrameError(self._silence())
-            if self._is_welcome and self._held is None and now >= beat:
-                self._send(socket, Kind.BEAT)
-                beat = now + self._links.beat_s
+            while monitor.poll(0):
+                self._note_event(recv_monitor_message(monitor)["event"])
             pause = self._ship(socket, frames)
             flags = zmq.POLLIN if self._held is None else zmq.POLLIN | zmq.POLLOUT
             poller.register(socket, flags)
@@ -218,13 +211,19 @@ class Link:
         if self._held is None:
             self._send(socket, Kind.BYE, content=b"its worker has ended")
 
-    def _silence(self) -> str:
+    def _note_event(self, event: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._is_welcome = True
+            return
         seconds = f"{self._links.timeout_s:g} s"
         if self._is_welcome:
-            return f"it was silent for {seconds} (INSPECT_LENS_HOSTS_TIMEOUT_S)"
-        return (
-            f"it did not answer within {seconds}; see whether this host can open connections to it,"
-            " and whether INSPECT_LENS_HOSTS_KEY is the same on all hosts"
+            raise FrameError(
+                f"its connection has ended, or it was silent for {seconds} "
+                "(INSPECT_LENS_HOSTS_TIMEOUT_S)"
+            )
+        raise FrameError(
+            f"it did not let this host in within {seconds}; see whether this host can open "
+            "connections to it, and whether INSPECT_LENS_HOSTS_KEY is the same on all hosts"
         )
 
     def _ship(self, socket: Any, frames: Iterator[tuple[Kind, int, bytes] | None]) -> float:
@@ -232,15 +231,15 @@ class Link:
         for _ in range(_BURST):
             if self._held is not None:
                 if not self._retry(socket):
-                    return self._links.beat_s
+                    return _IDLE_S
                 continue
             if not self._is_welcome:
-                return self._links.beat_s
+                return _IDLE_S
             if self._answers:
                 self._send(socket, Kind.BOARD, content=self._answers.popleft())
                 continue
             if (frame := next(frames)) is None:
-                return _LOOK_S if self._waiting else self._links.beat_s
+                return _LOOK_S if self._waiting else _IDLE_S
             self._send(socket, *frame)
         return 0.0
 
@@ -287,13 +286,10 @@ class Link:
                 parts = socket.recv_multipart(flags=zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._accept(self._theirs.unpack(parts))
-            self._heard = time.monotonic()
+            self._accept(frame_of(parts))
 
     def _accept(self, frame: Frame) -> None:
-        if frame.kind == Kind.WELCOME:
-            self._is_welcome = True
-        elif frame.kind == Kind.TAKEN:
+        if frame.kind == Kind.TAKEN:
             cursors = self._arena.view.cursors
             cursors[self._reader] = max(int(cursors[self._reader]), frame.number)
         elif frame.kind == Kind.ASK:
@@ -305,11 +301,11 @@ class Link:
             self._answers.append(both.astype("<i8").tobytes())
         elif frame.kind == Kind.BYE:
             raise FrameError(str(bytes(frame.content[:500]), "utf-8", "replace"))
-        elif frame.kind != Kind.BEAT:
+        else:
             raise FrameError(f"a front-end sends no {frame.kind.name}")
 
     def _send(self, socket: Any, kind: Kind, number: int = 0, content: bytes = b"") -> None:
-        self._send_parts(socket, self._serial.pack(kind, number, content))
+        self._send_parts(socket, packed_frame(kind, number, content))
 
     def _retry(self, socket: Any) -> bool:
         held, self._held = self._held, None

@@ -1,16 +1,15 @@
 """Frames between a worker and a front-end on another host, and who may send them.
 
-Each frame says what it is, which number it has among its sender's, and the sum of its bytes. So a
-frame that is lost, comes twice, or is damaged ends the link by name. With a shared secret, both
-ends prove that they know it, and all is encrypted: CurveZMQ (https://rfc.zeromq.org/spec/26/), with
-key pairs made of the secret.
+TCP keeps their order and ZeroMQ keeps them whole; a connection that ends, or is silent, is never
+made again, so that nothing can be missing in between. With a shared secret, both ends prove that
+they know it, and all is encrypted: CurveZMQ (https://rfc.zeromq.org/spec/26/), with key pairs made
+of the secret.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -19,6 +18,8 @@ from typing import Any
 import msgspec
 import zmq
 from zmq.utils import z85
+
+from .processes import BEATS, Links
 
 __all__ = [
     "CHUNK",
@@ -29,13 +30,13 @@ __all__ = [
     "FrameError",
     "Hello",
     "Kind",
-    "Serial",
     "client_public",
+    "frame_of",
     "make_client",
     "make_server",
+    "packed_frame",
 ]
 
-VERSION = 2
 CHUNK = 4 << 20
 """Bytes of a frame's content, at most."""
 MOST_FRAME = CHUNK + 1024
@@ -44,8 +45,7 @@ MOST_ASKED = 4096
 IN_FLIGHT = 8
 """Frames that wait in each socket, at most."""
 
-_HEAD = struct.Struct("<2sBBQqI")
-_MAGIC = b"il"
+_HEAD = struct.Struct("<Bq")
 
 
 class Kind(IntEnum):
@@ -53,25 +53,21 @@ class Kind(IntEnum):
 
     HELLO = 1
     """Of a worker, first: see `Hello`."""
-    WELCOME = 2
-    """Of a front-end: rows may come."""
-    BYE = 3
+    BYE = 2
     """Of either: it ends the link; the content says why."""
-    BEAT = 4
-    """Of either: it is still there."""
-    DATA = 5
+    DATA = 3
     """Of a worker: bytes of its memory; the number is their offset."""
-    PART = 6
+    PART = 4
     """Of a worker: a message goes on in the next frame."""
-    MESSAGE = 7
+    MESSAGE = 5
     """Of a worker: the end of a message; the number is that of the rows that are whole now."""
-    REVOKED = 8
+    REVOKED = 6
     """Of a worker: blocks up to the number hold something else by now."""
-    BOARD = 9
+    BOARD = 7
     """Of a worker: numbers of requests, and their records."""
-    TAKEN = 10
+    TAKEN = 8
     """Of a front-end: its cursor."""
-    ASK = 11
+    ASK = 9
     """Of a front-end: numbers of requests whose records it wants."""
 
 
@@ -99,37 +95,20 @@ class Frame:
     content: memoryview
 
 
-class Serial:
-    """Numbers the frames of one direction of a link, and checks those of the other."""
+def packed_frame(kind: Kind, number: int = 0, content: bytes = b"") -> list[bytes]:
+    """The parts of a frame."""
+    return [_HEAD.pack(kind, number), content]
 
-    def __init__(self) -> None:
-        self._sent = self._received = 0
 
-    def pack(self, kind: Kind, number: int = 0, content: bytes = b"") -> list[bytes]:
-        """The parts of the next frame."""
-        head = _HEAD.pack(_MAGIC, VERSION, kind, self._sent, number, 0)
-        self._sent += 1
-        check = zlib.crc32(content, zlib.crc32(head))
-        return [head[:-4] + struct.pack("<I", check), content]
-
-    def unpack(self, parts: Sequence[Any]) -> Frame:
-        """The frame in what came."""
-        if len(parts) != 2 or len(parts[0]) != _HEAD.size or len(parts[1]) > CHUNK:
-            raise FrameError(f"parts of {[len(part) for part in parts][:4]} bytes are no frame")
-        head = bytes(parts[0])
-        magic, version, kind, serial, number, check = _HEAD.unpack(head)
-        if magic != _MAGIC or version != VERSION:
-            raise FrameError("the other end speaks another version of this protocol")
-        if check != zlib.crc32(parts[1], zlib.crc32(head[:-4] + bytes(4))):
-            raise FrameError("a frame is damaged")
-        # Who knows nothing of a link can only end it.
-        if serial != self._received and kind != Kind.BYE:
-            raise FrameError(f"frame {serial} came in the place of frame {self._received}")
-        self._received += 1
-        try:
-            return Frame(Kind(kind), number, memoryview(parts[1]))
-        except ValueError:
-            raise FrameError(f"there are no frames of kind {kind}") from None
+def frame_of(parts: Sequence[Any]) -> Frame:
+    """The frame in what came."""
+    if len(parts) != 2 or len(parts[0]) != _HEAD.size or len(parts[1]) > CHUNK:
+        raise FrameError(f"parts of {[len(part) for part in parts][:4]} bytes are no frame")
+    kind, number = _HEAD.unpack(bytes(parts[0]))
+    try:
+        return Frame(Kind(kind), number, memoryview(parts[1]))
+    except ValueError:
+        raise FrameError(f"there are no frames of kind {kind}") from None
 
 
 def _pair(key: str, role: bytes) -> tuple[bytes, bytes]:
@@ -138,20 +117,40 @@ def _pair(key: str, role: bytes) -> tuple[bytes, bytes]:
     return zmq.curve_public(secret), secret
 
 
-def make_server(socket: Any, key: str) -> None:
-    """Have a socket speak only with those who know the shared secret."""
-    if key:
-        _, socket.curve_secretkey = _pair(key, b"front-end")
+def _prepare(socket: Any, links: Links, address: str) -> None:
+    timeout_ms = int(1000 * links.timeout_s)
+    for option, value in (
+        (zmq.LINGER, 0),
+        (zmq.MAXMSGSIZE, MOST_FRAME),
+        (zmq.IPV6, int("[" in address)),
+        (zmq.HANDSHAKE_IVL, timeout_ms),
+        (zmq.HEARTBEAT_IVL, timeout_ms // BEATS),
+        (zmq.HEARTBEAT_TIMEOUT, timeout_ms),
+    ):
+        socket.setsockopt(option, value)
+
+
+def make_server(socket: Any, links: Links) -> None:
+    """Have a socket speak only with those who know the shared secret, and are there."""
+    _prepare(socket, links, links.address)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.RCVHWM, IN_FLIGHT)
+    if links.key:
+        _, socket.curve_secretkey = _pair(links.key, b"front-end")
         socket.curve_server = True
 
 
-def make_client(socket: Any, key: str) -> None:
-    """Have a socket speak only with a server that knows the shared secret."""
-    if key:
-        socket.curve_serverkey, _ = _pair(key, b"front-end")
-        socket.curve_publickey, socket.curve_secretkey = _pair(key, b"worker")
+def make_client(socket: Any, links: Links, address: str) -> None:
+    """Have a socket speak only with a server that knows the shared secret, over one connection."""
+    _prepare(socket, links, address)
+    socket.setsockopt(zmq.SNDHWM, IN_FLIGHT)
+    socket.setsockopt(zmq.RECONNECT_IVL, -1)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, int(1000 * links.timeout_s))
+    if links.key:
+        socket.curve_serverkey, _ = _pair(links.key, b"front-end")
+        socket.curve_publickey, socket.curve_secretkey = _pair(links.key, b"worker")
 
 
 def client_public(key: str) -> bytes:
-    """Public key, in its 32 bytes, of all who know the shared secret."""
-    return bytes(z85.decode(_pair(key, b"worker")[0]))
+    """Public key of all who know the shared secret, in Z85."""
+    return _pair(key, b"worker")[0]

@@ -122,11 +122,6 @@ class Links:
         """Of this process."""
         return self.host or host_id()
 
-    @property
-    def beat_s(self) -> float:
-        """Seconds between two signs of life."""
-        return self.timeout_s / BEATS
-
 
 @dataclass(frozen=True)
 class Address:
