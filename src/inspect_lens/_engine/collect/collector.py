@@ -203,6 +203,7 @@ class Collector:
         if self._is_closing or os.getpid() != self._pid:
             return  # a forked child has neither the threads nor the right to clean up
         self._is_closing = True
+        atexit.unregister(self.close)
         self.far.close()
         self._thread.join(timeout=2)
         self._threads.shutdown(wait=False)
