@@ -11,7 +11,7 @@ import torch
 
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.export.device_copy import CpuCopier, StreamCopier
+from inspect_lens._engine.export.device_copy import Copier, StreamCopier
 from inspect_lens._engine.export.transport import Exporter
 from inspect_lens._engine.plan.step_plan import GroupBlock, Longs
 from inspect_lens._engine.protocol.envelope import seal
@@ -54,7 +54,7 @@ def run(
         device=target,
         sum_rows=sum_rows,
     )
-    copier = CpuCopier(arena) if device == "cpu" else StreamCopier(arena, target, state.parts)
+    copier = Copier(arena) if device == "cpu" else StreamCopier(arena, target, state.parts)
     stepper = Stepper(state, Exporter(arena, copier))
     request = LensRequest(capture=capture)
     envelope = seal(

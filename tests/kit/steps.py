@@ -10,7 +10,7 @@ import torch
 
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.export.device_copy import CpuCopier
+from inspect_lens._engine.export.device_copy import Copier
 from inspect_lens._engine.export.transport import Exporter
 from inspect_lens._engine.protocol.envelope import Envelope, seal
 from inspect_lens._engine.protocol.shared_memory import ArenaWriter
@@ -129,7 +129,7 @@ def rows(number: int, layer: int, first: int, count: int) -> torch.Tensor:
 
 def exporter(nbytes: int = 1 << 20) -> Exporter:
     arena = ArenaWriter(nbytes)
-    return Exporter(arena, CpuCopier(arena))
+    return Exporter(arena, Copier(arena))
 
 
 def sealed(collector: Collector, request: LensRequest, n_prompt: int, max_tokens: int) -> Envelope:

@@ -44,11 +44,10 @@ from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import TensorData
 
-from .collected import Collected
 from .inbox import Inbox, as_error, blamed
 from .listener import Far
 from .notifier import News
-from .pending import Pending, paths_of_all, told_of_edits
+from .pending import Collected, Pending, paths_of_all, told_of_edits
 from .placement import Worker
 from .result_memory import ResultMemory, memory_bytes
 from .row_writer import Placing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -16,15 +17,32 @@ from inspect_lens._engine.protocol.messages import Failure, Opening
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE
 from inspect_lens.spec import N_LATCHES, TensorData
 
-from .collected import Collected
 from .placement import Worker, paths_of
 from .stream import Stream
 
 __all__ = [
+    "Collected",
     "Pending",
     "paths_of_all",
     "told_of_edits",
 ]
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What arrived for one request."""
+
+    tensors: dict[int, TensorData]
+    """(rows of a token, or shares of workers, positions, width or columns) of each result."""
+    n_steered: int
+    """Tokens that the worker steered; one that was computed twice counts once."""
+    paths: tuple[str, ...]
+    fired: dict[int, int] = field(default_factory=dict)
+    """By gate that lasts, the position at which it fired."""
+    attention: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """By layer, what the pattern of its attention depends on."""
+    open_at: dict[int, int] = field(default_factory=dict)
+    """By running gate, its note; see `gate_history.open_among`."""
 
 
 class Pending:

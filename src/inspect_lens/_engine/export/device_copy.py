@@ -10,7 +10,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from inspect_lens._engine.protocol.shared_memory import ArenaWriter
 
-__all__ = ["Copier", "CpuCopier", "StreamCopier", "copier_for"]
+__all__ = ["Copier", "StreamCopier", "copier_for"]
 
 logger = logging.getLogger("vllm.inspect_lens")
 
@@ -30,89 +30,49 @@ _NUMBERS = 1 << 20
 """Sequence numbers that lie on the device: 8 MiB."""
 
 
-class Copier(Protocol):
-    """Copies what a step left in the ring."""
-
-    def wait_for(self, part: int) -> None:
-        """Order the step that is about to begin behind the last copies out of a part of the ring.
-
-        Args:
-            part: that was released.
-        """
-        ...
-
-    def select(self, rows: torch.Tensor, index: NDArray[np.int64]) -> torch.Tensor:
-        """Some tokens of (taps, tokens, width) rows."""
-        ...
-
-    def taps(self, rows: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
-        """Some taps of (taps, …) rows."""
-        ...
-
-    def apply(
-        self, readout: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor
-    ) -> torch.Tensor:
-        """What a readout makes of rows."""
-        ...
-
-    def copy(self, rows: torch.Tensor, offset: int, seq: int, dtype: torch.dtype) -> None:
-        """Copy rows to an offset of the shared memory as `dtype`, and then `seq` to `landed`."""
-        ...
-
-    def release(self, part: int) -> None:
-        """Note that all copies out of a part of the ring have been asked for."""
-        ...
-
-    def reachable(self, values: NDArray[Any]) -> torch.Tensor | None:
-        """A part of the shared memory for kernels to write to; None where they cannot."""
-        ...
-
-    def close(self) -> None:
-        """Let go of the shared memory, once the copies into it have been made."""
-        ...
-
-
-class CpuCopier:
-    """Copies at once."""
+class Copier:
+    """Copies what a step left in the ring: here at once, as for a CPU."""
 
     def __init__(self, arena: ArenaWriter) -> None:
         self._view = arena.view
 
     def wait_for(self, part: int) -> None:
-        """See `Copier.wait_for`; rows have left when `copy` returns."""
+        """Order the step that is about to begin behind the last copies out of a released part."""
 
     def select(self, rows: torch.Tensor, index: NDArray[np.int64]) -> torch.Tensor:
-        """See `Copier.select`."""
+        """Some tokens of (taps, tokens, width) rows."""
         return rows[:, torch.from_numpy(index)]
 
     def taps(self, rows: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
-        """See `Copier.taps`."""
-        return _some(rows, ranks)
+        """Some taps of (taps, …) rows."""
+        if ranks == tuple(range(ranks[0], ranks[0] + len(ranks))):
+            return rows[ranks[0] : ranks[0] + len(ranks)]
+        return torch.stack([rows[rank] for rank in ranks])
 
     def apply(
         self, readout: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor
     ) -> torch.Tensor:
-        """See `Copier.apply`."""
+        """What a readout makes of rows."""
         return readout(rows)
 
     def copy(self, rows: torch.Tensor, offset: int, seq: int, dtype: torch.dtype) -> None:
-        """See `Copier.copy`."""
+        """Copy rows to an offset of the shared memory as `dtype`, and then `seq` to `landed`."""
         source = rows.to(dtype).contiguous().view(torch.uint8).reshape(-1).numpy()
         self._view.data[offset : offset + len(source)] = source
         self._view.landed[0] = seq
 
     def release(self, part: int) -> None:
-        """See `Copier.release`."""
+        """Note that all copies out of a part of the ring have been asked for."""
 
     def reachable(self, values: NDArray[Any]) -> torch.Tensor | None:
-        """See `Copier.reachable`."""
+        """A part of the shared memory for kernels to write to; None where they cannot."""
         return torch.from_numpy(values)
 
     def close(self) -> None:
-        """See `Copier.close`."""
+        """Let go of the shared memory, once the copies into it have been made."""
 
 
-class StreamCopier:
+class StreamCopier(Copier):
     """Copies on a stream of its own, into shared memory that the driver has pinned.
 
     That stream has copies only. A kernel in it, however small, makes the kernels of the model's
@@ -121,6 +81,7 @@ class StreamCopier:
     """
 
     def __init__(self, arena: ArenaWriter, device: torch.device, parts: int) -> None:
+        super().__init__(arena)
         make_stream: Any = torch.cuda.Stream  # its constructor has no types
         self._stream = make_stream(device)
         self._filled = _EVENT()
@@ -152,27 +113,20 @@ class StreamCopier:
             )
 
     def wait_for(self, part: int) -> None:
-        """See `Copier.wait_for`: the main stream waits, the CPU does not."""
+        # The main stream waits, the CPU does not.
         torch.cuda.current_stream().wait_event(self._released[part])
 
     def select(self, rows: torch.Tensor, index: NDArray[np.int64]) -> torch.Tensor:
-        """See `Copier.select`."""
         where = torch.from_numpy(index).pin_memory().to(rows.device, non_blocking=True)
         return rows.index_select(1, where)
-
-    def taps(self, rows: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
-        """See `Copier.taps`."""
-        return _some(rows, ranks)
 
     def apply(
         self, readout: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor
     ) -> torch.Tensor:
-        """See `Copier.apply`."""
         with torch.inference_mode():
             return readout(rows)
 
     def copy(self, rows: torch.Tensor, offset: int, seq: int, dtype: torch.dtype) -> None:
-        """See `Copier.copy`."""
         source = rows.contiguous().reshape(-1)
         size = source.numel()
         if source.dtype != dtype and size * dtype.itemsize <= _PIECE:
@@ -192,15 +146,14 @@ class StreamCopier:
             self._landed.copy_(self._number(seq), non_blocking=True)
 
     def release(self, part: int) -> None:
-        """See `Copier.release`."""
         self._released[part].record(self._stream)
 
     def reachable(self, values: NDArray[Any]) -> torch.Tensor | None:
-        """See `Copier.reachable`: pinned memory has an address there, which Triton takes."""
+        # Pinned memory has an address there, which Triton takes.
         return torch.from_numpy(values) if self._is_pinned else None
 
     def close(self) -> None:
-        """See `Copier.close`. Pages that stay registered cannot be mapped and registered again."""
+        # Pages that stay registered cannot be mapped and registered again.
         self._unpin()
 
     def _number(self, seq: int) -> torch.Tensor:
@@ -217,14 +170,8 @@ def _unpin(cudart: Any, stream: Any, whole: torch.Tensor) -> None:
     cudart.cudaHostUnregister(whole.data_ptr())
 
 
-def _some(rows: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
-    if ranks == tuple(range(ranks[0], ranks[0] + len(ranks))):
-        return rows[ranks[0] : ranks[0] + len(ranks)]
-    return torch.stack([rows[rank] for rank in ranks])
-
-
 def copier_for(arena: ArenaWriter, device: torch.device, parts: int) -> Copier:
     """The copier for a device, of a ring of so many parts."""
     if device.type == "cuda":
         return StreamCopier(arena, device, parts)
-    return CpuCopier(arena)
+    return Copier(arena)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from inspect_lens._engine.protocol.processes import as_exception, ends_process
@@ -35,26 +36,17 @@ class HookedStepper(LensStepper):
             if key in self._live.by_key:
                 self._fail(key, UnsupportedError("hooks are off: see the log"))
             return
-        try:
+        with self._failing(key):
             # Also where the request has failed here: ranks take part in gathering alike.
             self.hooks.add(key, envelope)
-        except BaseException as error:  # the boundary: a fault fails its own request
-            if ends_process(error, in_user_code=True):
-                raise
-            if key in self._live.by_key:
-                self._fail(key, as_exception(error))
         if key not in self._live.by_key:
             self.hooks.drop(key)
 
     def remove(self, key: str) -> None:
         """See `Stepper.remove`."""
         if self.hooks is not None and key in self.hooks.live:
-            try:
+            with self._failing(key):
                 self.hooks.remove(key)
-            except BaseException as error:  # the boundary: a fault fails its own request
-                if ends_process(error, in_user_code=True):
-                    raise
-                self._fail(key, as_exception(error))
         super().remove(key)
 
     def flush(self, keys: Sequence[str]) -> None:
@@ -62,12 +54,19 @@ class HookedStepper(LensStepper):
         super().flush(keys)
         for key in keys:
             if self.hooks is not None and key in self.hooks.live:
-                try:
+                with self._failing(key):
                     self.hooks.flush(key)
-                except BaseException as error:  # the boundary: a fault fails its own request
-                    if ends_process(error, in_user_code=True):
-                        raise
-                    self._fail(key, as_exception(error))
+
+    @contextlib.contextmanager
+    def _failing(self, key: str) -> Iterator[None]:
+        """The boundary: a fault fails its own request."""
+        try:
+            yield
+        except BaseException as error:
+            if ends_process(error, in_user_code=True):
+                raise
+            if key in self._live.by_key:
+                self._fail(key, as_exception(error))
 
     def fail(self, key: str, error: Exception) -> None:
         """Fail one request."""

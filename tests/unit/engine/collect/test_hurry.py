@@ -11,7 +11,7 @@ import pytest
 
 from inspect_lens._engine.collect import inbox
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.export.device_copy import CpuCopier
+from inspect_lens._engine.export.device_copy import Copier
 from inspect_lens._engine.protocol.messages import ROWS, SCORES
 from inspect_lens.errors import CaptureError
 from tests.kit.steps import CAPTURE, Worker, begin, rows, sealed
@@ -23,9 +23,9 @@ COUNTS = {ROWS: 4, SCORES: 0}
 def landed(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Rows of the worker land when it is set; until then nobody looks for them by himself."""
     event = threading.Event()
-    copy = CpuCopier.copy
+    copy = Copier.copy
 
-    def late(self: CpuCopier, rows: object, offset: int, seq: int, dtype: object) -> None:
+    def late(self: Copier, rows: object, offset: int, seq: int, dtype: object) -> None:
         before = int(self._view.landed[0])
         copy(self, rows, offset, seq, dtype)  # type: ignore[arg-type]
         self._view.landed[0] = before
@@ -36,7 +36,7 @@ def landed(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
         threading.Thread(target=land, daemon=True).start()
 
-    monkeypatch.setattr(CpuCopier, "copy", late)
+    monkeypatch.setattr(Copier, "copy", late)
     monkeypatch.setattr(inbox, "_POLL_SHARE", 1e12)
     monkeypatch.setattr(inbox, "_POLL_MOST_S", 60.0)
     return event

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.export import send_queue
-from inspect_lens._engine.export.device_copy import CpuCopier
+from inspect_lens._engine.export.device_copy import Copier
 from inspect_lens._engine.export.transport import Exporter
 from inspect_lens._engine.protocol.envelope import seal
 from inspect_lens._engine.protocol.messages import ROWS, SCORES, Block
@@ -52,7 +52,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 def worker() -> Iterator[Worker]:
     """One whose ring need not be emptied for the next step."""
     arena = ArenaWriter(1 << 20)
-    made = Worker(Exporter(arena, CpuCopier(arena)), parts=32)
+    made = Worker(Exporter(arena, Copier(arena)), parts=32)
     yield made
     made.stepper.close()
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.export.capture_ring import Ring, Span
-from inspect_lens._engine.export.device_copy import CpuCopier
+from inspect_lens._engine.export.device_copy import Copier
 from inspect_lens._engine.export.transport import Exporter
 from inspect_lens._engine.protocol.messages import ROWS, SCORES
 from inspect_lens._engine.protocol.shared_memory import ArenaWriter
@@ -27,7 +27,7 @@ from tests.kit.steps import LAYERS, TAPS, Worker, begin, rows, sealed
 PARTS = [2, 4, 8, 32]
 
 
-class LateCopier(CpuCopier):
+class LateCopier(Copier):
     """Copies like a slow stream: in order, and only when somebody waits for it."""
 
     def __init__(self, arena: ArenaWriter) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.export.device_copy import CpuCopier
+from inspect_lens._engine.export.device_copy import Copier
 from inspect_lens._engine.protocol.envelope import Envelope, seal
 from inspect_lens._engine.protocol.messages import ROWS, SCORES
 from inspect_lens.errors import CapacityError, LensError
@@ -158,17 +158,17 @@ def test_rows_of_a_worker_are_taken_while_those_of_another_have_not_come(
 ) -> None:
     """As on a pipeline: the rows of one come when the other's step goes on, which needs room."""
     late, other = Worker(exporter(), layers=(0,)), Worker(exporter(2 * 4096), layers=(2, 5))
-    copy = CpuCopier.copy
+    copy = Copier.copy
     landing: list[int] = []
 
-    def slow(self: CpuCopier, tensor: Any, offset: int, seq: int, dtype: Any) -> None:
+    def slow(self: Copier, tensor: Any, offset: int, seq: int, dtype: Any) -> None:
         before = int(self._view.landed[0])
         copy(self, tensor, offset, seq, dtype)
         if self._view is late.stepper.arena.view:
             landing.append(seq)
             self._view.landed[0] = before
 
-    monkeypatch.setattr(CpuCopier, "copy", slow)
+    monkeypatch.setattr(Copier, "copy", slow)
     envelope = sealed(collector, ALL, N, 2)
     begin(late, collector, "k", envelope)
     other.stepper.add("k", dict(envelope.pack()))

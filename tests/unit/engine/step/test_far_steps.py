@@ -11,7 +11,7 @@ import pytest
 
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
 from inspect_lens._engine.collect.collector import Collected, Collector
-from inspect_lens._engine.export.device_copy import CpuCopier
+from inspect_lens._engine.export.device_copy import Copier
 from inspect_lens._engine.export.transport import COLUMN, Exporter
 from inspect_lens._engine.protocol.messages import ROWS, SCORES
 from inspect_lens._engine.protocol.processes import Address, Links
@@ -37,7 +37,7 @@ def far() -> Iterator[Collector]:
 def far_exporter(**changes: Any) -> Exporter:
     arena = ArenaWriter(1 << 20)
     links = Links(**{"key": LINKS.key, "timeout_s": 2.0, "host": "another", **changes})
-    return Exporter(arena, CpuCopier(arena), links)
+    return Exporter(arena, Copier(arena), links)
 
 
 @pytest.fixture

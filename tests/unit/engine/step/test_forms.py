@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.collect.stream import Merge, narrowed
-from inspect_lens._engine.export.device_copy import CpuCopier
+from inspect_lens._engine.export.device_copy import Copier
 from inspect_lens._engine.export.transport import Exporter
 from inspect_lens._engine.protocol.envelope import seal
 from inspect_lens._engine.protocol.messages import ROWS, SCORES
@@ -25,7 +25,7 @@ from tests.kit.cases import DTYPES, KEYS, Case, checked, compare, noise
 from tests.kit.steps import FACTS, HIDDEN, LAYERS, Worker, begin, exporter, sealed
 
 
-class Copied(CpuCopier):
+class Copied(Copier):
     """Counts the bytes that leave the device."""
 
     n_bytes = 0

@@ -16,7 +16,7 @@ from inspect_lens._engine.collect import collector as collecting
 from inspect_lens._engine.collect import result_memory
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.export import transport
-from inspect_lens._engine.export.device_copy import CpuCopier
+from inspect_lens._engine.export.device_copy import Copier
 from inspect_lens._engine.export.transport import Exporter, Rows
 from inspect_lens._engine.protocol.messages import ROWS, SCORES, Block, Failure
 from inspect_lens._engine.protocol.shared_memory import ArenaWriter
@@ -167,7 +167,7 @@ class BrokenExporter(Exporter):
 
     def __init__(self) -> None:
         arena = ArenaWriter(1 << 20)
-        super().__init__(arena, CpuCopier(arena))
+        super().__init__(arena, Copier(arena))
         self.failures: list[Failure] = []
 
     def send(self, reply: str, rows: Rows, path: str) -> bool:

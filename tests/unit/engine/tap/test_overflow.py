@@ -10,7 +10,7 @@ import torch
 
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.export.device_copy import CpuCopier
+from inspect_lens._engine.export.device_copy import Copier
 from inspect_lens._engine.protocol.messages import ROWS, SCORES
 from inspect_lens._engine.tap.buffers import TapState
 from inspect_lens._engine.tap.kernels.tap_reference import edit_rows, largest_norm
@@ -122,7 +122,7 @@ def test_where_the_device_cannot_write_to_the_host_the_note_is_fetched(
     collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where shared memory could not be pinned: slow, and still right."""
-    monkeypatch.setattr(CpuCopier, "reachable", lambda self, values: None)
+    monkeypatch.setattr(Copier, "reachable", lambda self, values: None)
     worker = Worker(exporter())
     try:
         begin(worker, collector, "apart", sealed(collector, overflowing(), 4, 6))

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from inspect_lens._engine.export.device_copy import CpuCopier
+from inspect_lens._engine.export.device_copy import Copier
 from inspect_lens._engine.export.transport import Exporter
 from inspect_lens._engine.hooks.stepper import HookedStepper
 from inspect_lens._engine.protocol.shared_memory import ArenaWriter
@@ -82,7 +82,7 @@ class Worker:
         self.runner = Runner(self.state, [self.state.new_ctl(i) for i in range(N_TAPS)])
         install(self.state)
         self.arena = ArenaWriter(1 << 16)
-        self.exporter = Exporter(self.arena, CpuCopier(self.arena))
+        self.exporter = Exporter(self.arena, Copier(self.arena))
         self.stepper = HookedStepper(self.state, self.exporter)
         self.runner._dummy_run = idle(self.stepper, self.runner._dummy_run)  # type: ignore[method-assign]
 

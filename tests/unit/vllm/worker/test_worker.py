@@ -11,7 +11,7 @@ from torch import nn
 
 pytest.importorskip("vllm")
 
-from inspect_lens._engine.export.device_copy import CpuCopier
+from inspect_lens._engine.export.device_copy import Copier
 from inspect_lens._engine.export.transport import Exporter
 from inspect_lens._engine.protocol.capture import LAG
 from inspect_lens._engine.protocol.shared_memory import ArenaWriter
@@ -167,7 +167,7 @@ def tapped() -> Iterator[tuple[Runner, Stepper]]:
     for i, layer in enumerate(layers):
         add_tap(layer, TAPS[i], state.new_ctl(i))
     arena = ArenaWriter(1 << 16)
-    stepper = Stepper(state, Exporter(arena, CpuCopier(arena)))
+    stepper = Stepper(state, Exporter(arena, Copier(arena)))
     yield Runner(layers), stepper
     stepper.close()
 
