@@ -13,7 +13,7 @@ from .spec import TensorData, decode_saved, encode_saved
 __all__ = ["SavedValues", "read_results"]
 
 
-class SavedValues(BaseModel):
+class SavedValues(Mapping[Any, Any], BaseModel):
     """Saved values by name, read like a dict; torch is imported when a tensor is read.
 
     Dumped, as in the log of an eval, it is the JSON that the server sent.
@@ -37,38 +37,11 @@ class SavedValues(BaseModel):
     def __getitem__(self, name: Any) -> Any:
         return _live(self._values[name])
 
-    def get(self, name: Any, default: Any = None) -> Any:
-        """The value, or `default` where there is none.
-
-        Args:
-            name: of the value.
-            default: returned where there is no such value.
-        """
-        return self[name] if name in self._values else default
-
-    def keys(self) -> tuple[Any, ...]:
-        """Names."""
-        return tuple(self._values)
-
-    def values(self) -> list[Any]:
-        """Values, in the order of the names."""
-        return [self[name] for name in self._values]
-
-    def items(self) -> list[tuple[Any, Any]]:
-        """Names and values."""
-        return [(name, self[name]) for name in self._values]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._values
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Any]:
         return iter(self._values)
 
     def __len__(self) -> int:
         return len(self._values)
-
-    def __bool__(self) -> bool:
-        return bool(self._values)
 
     def __repr__(self) -> str:
         return f"SavedValues({dict(self._values)!r})"

@@ -95,12 +95,21 @@ class ShardWriter:
                 )
         self._is_claimed = True
 
-    def write(self, number: int, samples: Sequence[Captured]) -> tuple[str, int]:
+    def write(
+        self,
+        number: int,
+        samples: Sequence[Captured],
+        *,
+        writer: str = "",
+        parts: Sequence[bytes | memoryview] = (),
+    ) -> tuple[str, int]:
         """Write a shard; the same number with the same samples may be written again.
 
         Args:
             number: of the shard.
             samples: what it holds.
+            writer: another one that has ended, and had numbered it.
+            parts: its content, where it is encoded already.
 
         Returns:
             Name of the file, and its bytes.
@@ -109,33 +118,10 @@ class ShardWriter:
             CaptureError: it could not be written.
             SpecError: see `claim`.
         """
-        return self.write_parts(self.writer, number, shard_parts(samples), samples)
-
-    def write_parts(
-        self,
-        writer: str,
-        number: int,
-        parts: Sequence[bytes | memoryview],
-        samples: Sequence[Captured],
-    ) -> tuple[str, int]:
-        """`write`, of a shard that is encoded already, perhaps by a writer that has ended.
-
-        Args:
-            writer: that has numbered it.
-            number: of the shard.
-            parts: its content.
-            samples: what it holds.
-
-        Returns:
-            As `write`.
-
-        Raises:
-            CaptureError: it could not be written.
-            SpecError: see `claim`.
-        """
         if not self._is_claimed:
             self.claim()
-        name = shard_name(writer, number)
+        name = shard_name(writer or self.writer, number)
+        parts = parts or shard_parts(samples)
         digest = hashlib.sha256()
         for part in parts:
             digest.update(part)

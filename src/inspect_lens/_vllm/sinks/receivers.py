@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from inspect_lens._intake import write_file
-from inspect_lens._shards import Captured, ShardWriter, shard_parts
+from inspect_lens._shards import Captured, ShardWriter
 from inspect_lens.errors import SpecError
 
 __all__ = [
@@ -67,7 +67,7 @@ class StoreReceiver:
 
     def give(self, writer: str, number: int, samples: Sequence[Captured], parts: Parts) -> Given:
         """Write a shard; the same one may be written again."""
-        name, _ = self._writer.write_parts(writer, number, parts or shard_parts(samples), samples)
+        name, _ = self._writer.write(number, samples, writer=writer, parts=parts)
         return Given(shard=name)
 
 
