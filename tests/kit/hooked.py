@@ -87,14 +87,13 @@ def begin(
         "own": [packed_hook(hook) for hook in hooks],
         "persistent": list(persistent),
     }
-    collector.open(key, envelope)
-    collector.saved.expect(key, len(layers | ({LAYERS[0]} if persistent else set())))
+    collector.open(key, envelope, len(layers | ({LAYERS[0]} if persistent else set())))
     for each in (worker, *workers):
         each.stepper.add(key, envelope.pack() | {EAGER_KEY: eager})
 
 
 def take(collector: Collector, key: str, n_fed: int) -> Any:
-    gathered = collector.saved.take(key, n_fed=n_fed, timeout_s=5)
+    gathered = collector.take_saved(key, n_fed=n_fed, timeout_s=5)
     if gathered is None:
         collector.take(key, counts={0: 0, 1: 0}, n_fed=n_fed, timeout_s=5)
     return gathered

@@ -25,13 +25,12 @@ from numpy.typing import NDArray
 
 from inspect_lens import errors
 from inspect_lens._engine.export.transport import overflow
-from inspect_lens._engine.hooks.results import SavedResults
+from inspect_lens._engine.hooks.results import Gathered, gather
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.messages import (
     ROWS,
     SCORES,
     Block,
-    Failure,
     Message,
     Opened,
     Saved,
@@ -75,8 +74,6 @@ class Collector:
         self._pending: dict[str, Pending] = {}
         self._workers: dict[str, Worker] = {}
         self.news = News()
-        self.saved = SavedResults(self.news.changed)
-        """What hooks of requests saved."""
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="inspect-lens-place")
         news, threads = self.news.changed, self._threads
         self._placing = Placing(self.memory, self._pending, news, threads, _THREADS)
@@ -88,15 +85,15 @@ class Collector:
         self._inbox = Inbox(self._handle, has_landed=self._has_landed, is_alive=self._is_alive)
         self._thread = threading.Thread(target=self._receive, name="inspect-lens", daemon=True)
         self._thread.start()
-        self.far = Far(self.address, links, self.news, self._pending, self.saved)
+        self.far = Far(self.address, links, self.news, self._pending)
         self.address = self.far.address
         atexit.register(self.close)
 
-    def open(self, key: str, envelope: Envelope) -> None:
+    def open(self, key: str, envelope: Envelope, n_hook_layers: int = 0) -> None:
         """Expect the results of a request."""
         # Without the lock, which the thread that takes openings up may hold: nobody looks for a
         # request before it is opened.
-        self._pending[key] = Pending(envelope)
+        self._pending[key] = Pending(envelope, n_hook_layers)
 
     def discard(self, key: str) -> None:
         """Forget a request; rows that still come for it are dropped."""
@@ -161,6 +158,22 @@ class Collector:
         n_steered, fired = pending.steered_tokens(n_fed), pending.fired(n_fed)
         return Collected(tensors, n_steered, paths, fired, pending.attention, pending.open_at())
 
+    def take_saved(self, key: str, *, n_fed: int, timeout_s: float) -> Gathered | None:
+        """Wait for what hooks of a finished request saved; None where it failed in a worker."""
+        with self.news.changed:
+            if (pending := self._pending.get(key)) is None:
+                raise CaptureError(f"request {key}: hook results were already taken")
+            self.news.wait_for(partial(pending.has_saved, n_fed), timeout_s, 0.1)
+            if pending.failure is not None:
+                return None
+            come = pending.saved(n_fed)
+            if not pending.has_saved(n_fed):
+                raise CaptureError(
+                    f"request {key}: {sum(one.n_layers for one in come)} of "
+                    f"{pending.n_hook_layers} layers with hooks reported within {timeout_s:g} s"
+                )
+        return gather(come)
+
     def is_ready(
         self, key: str, *, counts: Mapping[int, int], n_fed: int, settled: int | None
     ) -> bool:
@@ -210,7 +223,6 @@ class Collector:
         let_go(self.folder, self._lock)
 
     def _pop(self, key: str) -> Pending | None:
-        self.saved.drop(key)
         pending = self._pending.pop(key, None)
         if pending is not None:
             for opening, worker in pending.shares:
@@ -254,18 +266,18 @@ class Collector:
                 self._accept_openings(message)
             elif isinstance(message, Settled):
                 self._accept_settled(message)
+            elif (pending := self._pending.get(message.key)) is None:
+                return
             elif isinstance(message, Saved):
-                self.saved.accept(message)
-            elif isinstance(message, Failure) and message.key in self._pending:
-                self._pending[message.key].failure = message
-                self.saved.fail(message.key)
+                pending.accept(message)
+            else:
+                pending.failure = message
             self.news.tell()
 
     def _blame(self, message: Message, error: BaseException) -> None:
         with contextlib.suppress(Exception), self.news.changed:
             for failure in blamed(message, self._pending, self._workers, error):
                 self._pending[failure.key].failure = failure
-                self.saved.fail(failure.key)
             self.news.tell()
 
     def _has_landed(self, block: Block) -> bool:

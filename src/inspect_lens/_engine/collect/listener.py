@@ -26,7 +26,6 @@ import zmq
 from numpy.typing import NDArray
 from zmq.auth.thread import ThreadAuthenticator
 
-from inspect_lens._engine.hooks.results import SavedResults
 from inspect_lens._engine.protocol.frames import (
     MOST_ASKED,
     Frame,
@@ -421,10 +420,9 @@ class Far:
         links: Links | None,
         news: News,
         pending: Mapping[str, Pending],
-        saved: SavedResults,
     ) -> None:
         """Listen, if there are any."""
-        self._news, self._pending, self._saved = news, pending, saved
+        self._news, self._pending = news, pending
         self.ends: Callable[[Mapping[str, CaptureError]], None] = lambda failed: None
         """Called for running requests that have failed with their worker."""
         self.came: Callable[[], None] = lambda: None
@@ -461,7 +459,5 @@ class Far:
     def _lose(self, reader: ArenaReader, why: str) -> None:
         with self._news.changed:
             failed = lost(self._pending, reader, why)
-            for key in failed:
-                self._saved.fail(key)
             self._news.tell()
         self.ends(failed)

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from inspect_lens._engine.export.transport import COLUMN, LATCHES
+from inspect_lens._engine.hooks.results import unpack_saved
 from inspect_lens._engine.protocol.edits import EVERY
 from inspect_lens._engine.protocol.envelope import Envelope
-from inspect_lens._engine.protocol.messages import Failure, Opening
+from inspect_lens._engine.protocol.messages import Failure, Opening, Saved
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE
 from inspect_lens.spec import N_LATCHES, TensorData
 
@@ -48,9 +49,13 @@ class Collected:
 class Pending:
     """A request whose results are on their way."""
 
-    def __init__(self, envelope: Envelope) -> None:
+    def __init__(self, envelope: Envelope, n_hook_layers: int = 0) -> None:
         self._envelope, self._edited = envelope, envelope.edited
         self.n_steered = len(envelope.edited.taps)
+        self.n_hook_layers = n_hook_layers
+        """Layers where it runs hooks, over all stages of a pipeline."""
+        self._saved: dict[tuple[int, ...], Saved] = {}
+        """What hooks saved on each stage, by its layers."""
         self.shares: list[tuple[Opening, Worker]] = []
         self.failure: Failure | None = None
 
@@ -66,6 +71,19 @@ class Pending:
     def fail(self, key: str, error: Exception) -> None:
         """Take note that it has failed, for the first reason; the collector's lock is held."""
         self.failure = self.failure or Failure(key, type(error).__name__, str(error))
+
+    def accept(self, message: Saved) -> None:
+        """Take what hooks saved on a stage; what it sends again replaces what it sent before."""
+        self._saved[tuple(unpack_saved(message.data)["layers"])] = message
+
+    def saved(self, n_fed: int) -> list[Saved]:
+        """What came of the stages that have seen so many tokens."""
+        return [message for message in self._saved.values() if message.n_fed >= n_fed]
+
+    def has_saved(self, n_fed: int) -> bool:
+        """Whether all stages have sent what hooks saved, or the request has failed."""
+        come = sum(message.n_layers for message in self.saved(n_fed))
+        return self.failure is not None or come >= self.n_hook_layers
 
     def fed(self) -> tuple[int, int]:
         """First and one past the last position that all workers report to have steered."""

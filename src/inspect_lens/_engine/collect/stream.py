@@ -144,7 +144,8 @@ class Stream:
         """(taps, count); which of the first positions have come."""
         if self.slab is None:
             return np.zeros((self.taps, count), dtype=np.bool_)
-        return self._flags(self.slab, self.room)[:, :count] != 0
+        come: NDArray[np.bool_] = self._flags(self.slab, self.room)[:, :count] != 0
+        return come
 
     def _flags(self, slab: Slab, room: int) -> NDArray[np.uint8]:
         """(taps, positions for which there is room)."""

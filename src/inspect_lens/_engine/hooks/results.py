@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
@@ -16,7 +14,7 @@ from inspect_lens._engine.protocol.messages import Saved
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.spec import DType, TensorData
 
-__all__ = ["OWN", "PERSISTENT", "Gathered", "SavedResults", "pack_saved", "unpack_saved"]
+__all__ = ["OWN", "PERSISTENT", "Gathered", "gather", "pack_saved", "unpack_saved"]
 
 OWN, PERSISTENT = "own", "persistent"
 """Parts of what a worker sends, each by index of the hook."""
@@ -113,14 +111,6 @@ def _array(code: int, data: memoryview) -> TensorData:
     return TensorData(np.frombuffer(payload, _STORAGE[name]).reshape(shape), cast("DType", name))
 
 
-@dataclass
-class _Waiting:
-    n_layers: int
-    """Layers where the request runs hooks, over all stages."""
-    messages: dict[tuple[int, ...], Saved] = field(default_factory=dict)
-    has_failed: bool = False
-
-
 @dataclass(frozen=True)
 class Gathered:
     """What all workers sent of one request."""
@@ -131,59 +121,8 @@ class Gathered:
     n_edited: int
 
 
-class SavedResults:
-    """Waits for what the workers of a request saved; stages of a pipeline each send a part."""
-
-    def __init__(self, changed: threading.Condition) -> None:
-        """Share the collector's lock."""
-        self._changed = changed
-        self._waiting: dict[str, _Waiting] = {}
-
-    def expect(self, key: str, n_layers: int) -> None:
-        """Take note of a request before the engine sees it."""
-        with self._changed:
-            self._waiting[key] = _Waiting(n_layers)
-
-    def accept(self, message: Saved) -> None:
-        """Take what a worker sent; what a stage sends again replaces what it sent before."""
-        waiting = self._waiting.get(message.key)
-        if waiting is not None:
-            data = unpack_saved(message.data)
-            waiting.messages[tuple(data["layers"])] = message
-
-    def fail(self, key: str) -> None:
-        """Note that a worker failed a request."""
-        if (waiting := self._waiting.get(key)) is not None:
-            waiting.has_failed = True
-
-    def drop(self, key: str) -> None:
-        """Forget a request."""
-        self._waiting.pop(key, None)
-
-    def take(self, key: str, *, n_fed: int, timeout_s: float) -> Gathered | None:
-        """Wait for all stages and put their parts together."""
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
-            waiting = self._waiting.get(key)
-            if waiting is None:
-                raise CaptureError(f"request {key}: hook results were already taken")
-            while True:
-                if waiting.has_failed:
-                    return None
-                whole = [m for m in waiting.messages.values() if m.n_fed >= n_fed]
-                if sum(m.n_layers for m in whole) >= waiting.n_layers:
-                    break
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise CaptureError(
-                        f"request {key}: {sum(m.n_layers for m in whole)} of {waiting.n_layers} "
-                        f"layers with hooks reported within {timeout_s:g} s"
-                    )
-                self._changed.wait(min(left, 0.1))
-        return _gather(whole)
-
-
-def _gather(messages: list[Saved]) -> Gathered:
+def gather(messages: Sequence[Saved]) -> Gathered:
+    """Put together what the stages of a pipeline sent of a request."""
     stages = sorted((unpack_saved(m.data) for m in messages), key=lambda d: min(d["layers"]))
     parts: dict[str, Any] = {}
     for part in (OWN, PERSISTENT):

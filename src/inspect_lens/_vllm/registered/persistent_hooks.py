@@ -179,7 +179,7 @@ def take_eager(
     sealed = packed.get(EAGER_KEY)
     if sealed is None:
         return None
-    gathered = collector.saved.take(key, n_fed=n_fed, timeout_s=timeout_s)
+    gathered = collector.take_saved(key, n_fed=n_fed, timeout_s=timeout_s)
     if gathered is None:
         return None
     results = EagerResults(sealed, gathered)

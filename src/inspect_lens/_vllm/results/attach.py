@@ -100,9 +100,8 @@ class Results:
             expected.asked_by, expected.let_go = asked_by, let_go
             self._expected[key] = expected
             running(len(self._expected))
-        self.the_collector().open(key, envelope)
-        if EAGER_KEY in packed:
-            self.the_collector().saved.expect(key, packed[EAGER_KEY]["n_layers"])
+        n_hook_layers = packed[EAGER_KEY]["n_layers"] if EAGER_KEY in packed else 0
+        self.the_collector().open(key, envelope, n_hook_layers)
 
     def prepare(self, unprepared: deque[str]) -> None:
         """Do for a few requests what their results take that is known before these come.

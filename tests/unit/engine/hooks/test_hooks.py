@@ -132,7 +132,7 @@ def test_what_a_worker_sent_when_it_gave_a_request_up_is_not_the_result(
     worker.run([("a", 0, 4)])
     worker.stepper.remove("a")  # V2 forgets a pre-empted request
     with pytest.raises(CaptureError, match=r"0 of 1 layers .* within 0.2 s"):
-        collector.saved.take("a", n_fed=6, timeout_s=0.2)
+        collector.take_saved("a", n_fed=6, timeout_s=0.2)
     envelope = sealed(collector, LensRequest(hooks=(request[3],)), 8, 8)
     eager = {"own": [packed_hook(request[3])], "persistent": []}
     worker.stepper.add("a", envelope.pack() | {EAGER_KEY: eager})
