@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -38,13 +38,13 @@ from inspect_lens._engine.protocol.messages import (
     unpacked,
 )
 from inspect_lens._engine.protocol.messages import decode as decoded
-from inspect_lens._engine.protocol.processes import Links
-from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE
+from inspect_lens._engine.protocol.processes import Address, Links
+from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE, ArenaReader
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import TensorData
 
 from .inbox import Inbox, as_error, blamed
-from .listener import Far
+from .listener import Listener
 from .notifier import News
 from .pending import Collected, Pending, paths_of_all, told_of_edits
 from .placement import Worker
@@ -85,8 +85,21 @@ class Collector:
         self._inbox = Inbox(self._handle, has_landed=self._has_landed, is_alive=self._is_alive)
         self._thread = threading.Thread(target=self._receive, name="inspect-lens", daemon=True)
         self._thread.start()
-        self.far = Far(self.address, links, self.news, self._pending)
-        self.address = self.far.address
+        self.ends: Callable[[Mapping[str, CaptureError]], None] = lambda failed: None
+        """Called for running requests that have failed with their worker on another host."""
+        self.came: Callable[[], None] = lambda: None
+        """Called when such a worker has begun, or begun anew."""
+        self.listener: Listener | None = None
+        """Of workers on other hosts, where there may be any."""
+        if links is not None:
+            self.listener = Listener(
+                links,
+                self.address,
+                lost=self._lose,
+                told=self._tell,
+                came=lambda: self.came(),
+            )
+            self.address = Address(self.address, links.own_host, self.listener.address).pack()
         atexit.register(self.close)
 
     def open(self, key: str, envelope: Envelope, n_hook_layers: int = 0) -> None:
@@ -216,7 +229,8 @@ class Collector:
             return  # a forked child has neither the threads nor the right to clean up
         self._is_closing = True
         atexit.unregister(self.close)
-        self.far.close()
+        if self.listener is not None:
+            self.listener.close()
         self._thread.join(timeout=2)
         self._threads.shutdown(wait=False)
         self._context.destroy(linger=0)
@@ -295,7 +309,7 @@ class Collector:
             # Memory of engines that are gone is given back when another one begins.
             self._workers = {k: w for k, w in self._workers.items() if w.reader.is_alive}
             try:
-                worker = self._workers[message.worker] = Worker(self.far.reader(message.worker))
+                worker = self._workers[message.worker] = Worker(self._reader(message.worker))
             except OSError as error:
                 # Of an engine that has ended, mostly, when nobody waits for it. Else its requests
                 # time out.
@@ -308,6 +322,28 @@ class Collector:
             if pending is None or (opening, worker) in pending.shares:
                 continue
             self._placing.enter(pending, opening, worker)
+
+    def _reader(self, name: str) -> ArenaReader:
+        """The memory of a worker of this host or another one."""
+        mirror = None if self.listener is None else self.listener.mirror(name)
+        return mirror or ArenaReader(name)
+
+    def _tell(self) -> None:
+        with self.news.changed:
+            self.news.tell()
+
+    def _lose(self, reader: ArenaReader, why: str) -> None:
+        error = CaptureError(
+            f"a worker on another host has gone: {why}; nothing partial is returned"
+        )
+        failed: dict[str, CaptureError] = {}
+        with self.news.changed:
+            for key, pending in list(self._pending.items()):
+                if any(worker.reader is reader for _, worker in pending.shares):
+                    pending.fail(key, error)
+                    failed[key] = error
+            self.news.tell()
+        self.ends(failed)
 
     def _accept_settled(self, message: Settled) -> None:
         if (worker := self._workers.get(message.worker)) is None:

@@ -22,7 +22,6 @@ from inspect_lens._engine.protocol.messages import (
     Settled,
     unpacked,
 )
-from inspect_lens._engine.protocol.shared_memory import ArenaReader
 from inspect_lens.errors import CaptureError
 
 from .pending import Pending
@@ -32,7 +31,6 @@ __all__ = [
     "Inbox",
     "as_error",
     "blamed",
-    "lost",
 ]
 
 _WAIT_S = 60.0
@@ -151,14 +149,3 @@ def as_error(failure: Failure) -> errors.LensError:
     if not (isinstance(kind, type) and issubclass(kind, errors.LensError)):
         return CaptureError(f"the worker failed this request: {failure.kind}: {failure.message}")
     return kind(failure.message)
-
-
-def lost(pending: Mapping[str, Pending], reader: ArenaReader, why: str) -> dict[str, CaptureError]:
-    """Fail requests that need a worker which has gone; the collector's lock is held."""
-    error = CaptureError(f"a worker on another host has gone: {why}; nothing partial is returned")
-    failed: dict[str, CaptureError] = {}
-    for key, one in list(pending.items()):
-        if any(worker.reader is reader for _, worker in one.shares):
-            one.fail(key, error)
-            failed[key] = error
-    return failed

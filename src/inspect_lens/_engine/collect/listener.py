@@ -16,7 +16,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +37,7 @@ from inspect_lens._engine.protocol.frames import (
     make_server,
     packed_frame,
 )
-from inspect_lens._engine.protocol.processes import BEATS, Address, Links
+from inspect_lens._engine.protocol.processes import BEATS, Links
 from inspect_lens._engine.protocol.shared_memory import (
     BOARD_COLUMNS,
     BOARD_SIZE,
@@ -45,14 +45,9 @@ from inspect_lens._engine.protocol.shared_memory import (
     ArenaReader,
     View,
 )
-from inspect_lens.errors import CapacityError, CaptureError
-
-from .inbox import lost
-from .notifier import News
-from .pending import Pending
+from inspect_lens.errors import CapacityError
 
 __all__ = [
-    "Far",
     "Listener",
     "Mirror",
     "parse_bind",
@@ -409,55 +404,3 @@ class Listener:
             del self._mirrors[mirror.name]
         logger.error("inspect_lens: a worker of another host has gone: %s", why)
         self._lost(mirror, why)
-
-
-class Far:
-    """Whether there are any, and what is done when one of them has gone."""
-
-    def __init__(
-        self,
-        local: str,
-        links: Links | None,
-        news: News,
-        pending: Mapping[str, Pending],
-    ) -> None:
-        """Listen, if there are any."""
-        self._news, self._pending = news, pending
-        self.ends: Callable[[Mapping[str, CaptureError]], None] = lambda failed: None
-        """Called for running requests that have failed with their worker."""
-        self.came: Callable[[], None] = lambda: None
-        """Called when a worker has begun, or begun anew."""
-        self.address = local
-        """Where workers send results."""
-        self._listener: Listener | None = None
-        if links is not None:
-            self._listener = Listener(
-                links, local, lost=self._lose, told=self._tell, came=lambda: self.came()
-            )
-            far = self._listener.address
-            self.address = Address(local, links.own_host, far).pack()
-
-    @property
-    def is_listening(self) -> bool:
-        """Whether there are any."""
-        return self._listener is not None
-
-    def reader(self, name: str) -> ArenaReader:
-        """The memory of a worker of this host or another one."""
-        mirror = None if self._listener is None else self._listener.mirror(name)
-        return mirror or ArenaReader(name)
-
-    def close(self) -> None:
-        """Listen no more."""
-        if self._listener is not None:
-            self._listener.close()
-
-    def _tell(self) -> None:
-        with self._news.changed:
-            self._news.tell()
-
-    def _lose(self, reader: ArenaReader, why: str) -> None:
-        with self._news.changed:
-            failed = lost(self._pending, reader, why)
-            self._news.tell()
-        self.ends(failed)

@@ -63,7 +63,7 @@ class Results:
         with self._lock:
             if self._collector is None:
                 self._collector = Collector(n_processes=self.n_processes, links=self.links)
-                self.running.listen(self._collector.far)
+                self.running.listen(self._collector)
             return self._collector.address
 
     @property

@@ -9,7 +9,7 @@ import threading
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
-from inspect_lens._engine.collect.listener import Far
+from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._vllm import traces
 from inspect_lens._vllm.compat.features import busy
 from inspect_lens._vllm.metrics import failed
@@ -34,10 +34,10 @@ class Running:
         self._gone: dict[Any, LensError] = {}
         """Engines that have lost a worker, and how: vLLM may send them requests still."""
 
-    def listen(self, far: Far) -> None:
-        """Hear of workers that go, and of those that come back."""
-        far.ends, far.came = self.end, self._gone.clear
-        self._has_far_workers = far.is_listening
+    def listen(self, collector: Collector) -> None:
+        """Hear of workers on other hosts that go, and of those that come back."""
+        collector.ends, collector.came = self.end, self._gone.clear
+        self._has_far_workers = collector.listener is not None
 
     def watch(self, key: str, queue: Any) -> None:
         """Take note of a request that has begun; called in its event loop."""

@@ -105,7 +105,7 @@ def test_a_worker_that_goes_fails_what_it_has_under_way_and_nothing_else(far: Co
     request = LensRequest(capture=CAPTURE)
     first, second = Worker(far_exporter()), Worker(far_exporter())
     ended: dict[str, LensError] = {}
-    far.far.ends = ended.update
+    far.ends = ended.update
     for key, worker in (("lost", first), ("kept", second)):
         begin(worker, far, key, sealed(far, request, N, 2))
         worker.step([(key, 3, 0, 15)])
@@ -157,5 +157,5 @@ def test_requests_that_were_judged_by_other_facts_fail_by_name(far: Collector) -
 def test_processes_of_one_host_share_memory_also_where_others_are_far(far: Collector) -> None:
     worker = Worker(far_exporter(host=""))
     run(worker, far, "near", LensRequest(capture=CAPTURE))
-    assert not far.far._listener._workers  # type: ignore[union-attr]
+    assert not far.listener._workers  # type: ignore[union-attr]
     worker.stepper.close()
