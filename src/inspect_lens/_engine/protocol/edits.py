@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +39,10 @@ from .programs import (
     Program,
     Programs,
     content_of,
-    file_of,
     history_rows,
     made_once,
-    read_file,
+    received,
+    sent,
     unpack_programs,
 )
 
@@ -51,9 +50,9 @@ __all__ = [
     "EVERY",
     "EditEnvelope",
     "check_room",
-    "pack_edits",
+    "pack_edit",
     "seal_edits",
-    "unpack_edits",
+    "unpack_edit",
 ]
 
 EVERY = 1 << 62
@@ -254,53 +253,15 @@ def _gated(program: Program, gate: int) -> Program:
     )
 
 
-def pack_edits(edits: Sequence[EditEnvelope], folder: Path | None) -> dict[str, Any]:
-    """As msgpack-able data: each distinct row once, or all rows of an edit in a file."""
-    rows: dict[bytes, int] = {}
-
-    def sent(made: Programs) -> dict[str, Any]:
-        if (file := file_of(made.data, made, folder)) is not None:
-            return {"file": file, "rows": list(map(len, made.data))}
-        return {"file": None, "rows": [rows.setdefault(data, len(rows)) for data in made.data]}
-
-    packed = [
-        {
-            "site": edit.site,
-            "layers": list(edit.layers),
-            "positions": None if edit.positions is None else list(edit.positions),
-            "lo": edit.lo,
-            "hi": edit.hi,
-            "sha256": edit.sha256,
-            "room": edit.room,
-            "told": edit.told,
-            "programs": edit.made.packed,
-            **sent(edit.made),
-        }
-        for edit in edits
-    ]
-    return {"edits": packed, "rows": list(rows)}
+def pack_edit(edit: EditEnvelope, folder: Path | None) -> tuple[Any, ...]:
+    """As msgpack-able data."""
+    where = edit.site, edit.layers, edit.positions, edit.lo, edit.hi, edit.room, edit.told
+    return where, edit.sha256, edit.made.packed, sent(edit.made.data, edit.made, folder)
 
 
-def unpack_edits(value: Mapping[str, Any]) -> tuple[EditEnvelope, ...]:
-    """Read what `pack_edits` made."""
-    rows = value["rows"]
-
-    def data_of(edit: Mapping[str, Any]) -> tuple[bytes, ...]:
-        if edit["file"] is None:
-            return tuple([rows[i] for i in edit["rows"]])
-        whole, ends = read_file(edit["file"]), accumulate(edit["rows"])
-        return tuple([whole[end - n : end] for n, end in zip(edit["rows"], ends, strict=True)])
-
-    return tuple(
-        EditEnvelope(
-            edit["site"],
-            tuple(edit["layers"]),
-            unpack_programs(edit["sha256"], edit["programs"], partial(data_of, edit)),
-            None if edit["positions"] is None else tuple(edit["positions"]),
-            edit["lo"],
-            edit["hi"],
-            edit["room"],
-            edit["told"],
-        )
-        for edit in value["edits"]
-    )
+def unpack_edit(value: Sequence[Any]) -> EditEnvelope:
+    """Read what `pack_edit` made."""
+    (site, layers, positions, lo, hi, room, told), sha256, programs, parts = value
+    made = unpack_programs(sha256, programs, partial(received, parts))
+    positions = None if positions is None else tuple(positions)
+    return EditEnvelope(site, tuple(layers), made, positions, lo, hi, room, told)

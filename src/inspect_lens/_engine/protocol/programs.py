@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import count
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,6 +50,8 @@ __all__ = [
     "open_among",
     "read",
     "read_file",
+    "received",
+    "sent",
     "unpack_programs",
     "written",
 ]
@@ -253,6 +255,26 @@ def file_of(parts: Sequence[memoryview | bytes], owner: object, folder: Path | N
             weakref.finalize(owner, _remove, path, os.getpid()).atexit = False
             files[folder] = str(path)
         return files[folder]
+
+
+Parts = tuple[str | None, list[int], Sequence[memoryview | bytes]]
+"""Data as they are sent: a file or None, their sizes, and they themselves where there is none."""
+
+
+def sent(parts: Sequence[memoryview | bytes], owner: object, folder: Path | None) -> Parts:
+    """What is sent of some data; they live as long as their owner, see `file_of`."""
+    file = file_of(parts, owner, folder)
+    return file, [memoryview(part).nbytes for part in parts], parts if file is None else ()
+
+
+def received(parts: Parts) -> tuple[bytes, ...]:
+    """The data of which this was sent."""
+    file, sizes, data = parts
+    if file is None:
+        return tuple(map(bytes, data))
+    whole = memoryview(read_file(file))
+    ends = accumulate(sizes)
+    return tuple([bytes(whole[end - n : end]) for n, end in zip(sizes, ends, strict=True)])
 
 
 def read_file(path: str) -> bytes:

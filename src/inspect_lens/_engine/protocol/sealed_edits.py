@@ -25,7 +25,7 @@ from inspect_lens.spec import (
     TapPoint,
 )
 
-from .edits import EVERY, EditEnvelope, check_room, pack_edits, seal_edits, unpack_edits
+from .edits import EVERY, EditEnvelope, check_room, pack_edit, seal_edits, unpack_edit
 from .kept import Kept
 
 __all__ = [
@@ -110,13 +110,14 @@ class SealedEdits:
         if not self.edits:
             return None
         if folder not in self._packed:
-            self._packed[folder] = msgspec.msgpack.encode(pack_edits(self.edits, folder))
+            packed = [pack_edit(edit, folder) for edit in self.edits]
+            self._packed[folder] = msgspec.msgpack.encode(packed)
         return self._packed[folder]
 
     @classmethod
     def unpack(cls, data: bytes) -> SealedEdits:
         """Read what `pack` made."""
-        return cls(unpack_edits(msgspec.msgpack.decode(data)))
+        return cls(tuple(map(unpack_edit, msgspec.msgpack.decode(data))))
 
     @cached_property
     def content(self) -> str:

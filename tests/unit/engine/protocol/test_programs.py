@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from inspect_lens import LensRequest
 from inspect_lens._engine.protocol import programs as module
-from inspect_lens._engine.protocol.edits import EditEnvelope, pack_edits, seal_edits, unpack_edits
+from inspect_lens._engine.protocol.edits import EditEnvelope, pack_edit, seal_edits, unpack_edit
 from inspect_lens._engine.protocol.kept import Kept
 from inspect_lens.spec import (
     Ablate,
@@ -79,13 +79,14 @@ EDITS: dict[str, Any] = {
 @pytest.mark.parametrize("name", EDITS)
 def test_what_is_sent_is_read_as_it_was(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     here = sealed(EDITS[name](), EDITS["ablate"]())
-    wire = msgspec.msgpack.decode(msgspec.msgpack.encode(pack_edits(here, None)))
+    packed = [pack_edit(edit, None) for edit in here]
+    wire = msgspec.msgpack.decode(msgspec.msgpack.encode(packed))
     monkeypatch.setattr(module, "_UNPACKED", Kept(16))
-    for a, b in zip(here, unpack_edits(wire), strict=True):
+    for a, b in zip(here, map(unpack_edit, wire), strict=True):
         same(a, b)
     # The second time it is found, and is the same object.
-    again = unpack_edits(wire)
-    assert [e.made for e in again] == [e.made for e in unpack_edits(wire)]
+    again = list(map(unpack_edit, wire))
+    assert [e.made for e in again] == [unpack_edit(one).made for one in wire]
 
 
 @pytest.mark.parametrize("name", EDITS)
@@ -108,11 +109,3 @@ def test_edits_that_differ_in_anything_share_nothing(data: st.DataObject) -> Non
     other = sealed(Add(**{**base, changed: changes[changed]}))[-1]
     assert one.made is not other.made
     assert (one.sha256, one.layers, one.site) != (other.sha256, other.layers, other.site)
-
-
-def test_rows_are_sent_once_where_two_edits_have_them() -> None:
-    shared = direction(0)
-    packed = pack_edits(
-        sealed(Add(vector=shared, layers=[0]), Add(vector=shared, layers=[1], scale=3.0)), None
-    )
-    assert packed["rows"] == [shared.astype("<f4").tobytes()]
