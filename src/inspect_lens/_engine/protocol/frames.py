@@ -125,7 +125,8 @@ def _prepare(socket: Any, links: Links, address: str) -> None:
         (zmq.IPV6, int("[" in address)),
         (zmq.HANDSHAKE_IVL, timeout_ms),
         (zmq.HEARTBEAT_IVL, timeout_ms // BEATS),
-        (zmq.HEARTBEAT_TIMEOUT, timeout_ms),
+        # Counted from the first sign of life that is missing.
+        (zmq.HEARTBEAT_TIMEOUT, timeout_ms - timeout_ms // BEATS),
     ):
         socket.setsockopt(option, value)
 
