@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from typing import Any, Literal, NamedTuple, Self, cast
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 
@@ -111,19 +111,6 @@ class Readout:
         if self.positions is not None:
             return self.positions[: bisect_left(self.positions, n_fed)]
         return range(self.lo, max(self.lo, min(self.hi, n_fed)))
-
-    def pack(self) -> tuple[Any, ...]:
-        """As msgpack-able data."""
-        return tuple([getattr(self, name) for name in _names(type(self))])
-
-    @classmethod
-    def unpack(cls, values: Sequence[Any]) -> Self:
-        """Read what `pack` made, with tuples in the place of lists."""
-        return cls(**dict(zip(_names(cls), values, strict=True)))
-
-
-def _names(kind: type[Readout]) -> list[str]:
-    return [field.name for field in fields(kind)]
 
 
 def span_of(where: Sequence[int]) -> tuple[int, int, tuple[int, ...] | None]:

@@ -25,7 +25,6 @@ from inspect_lens.spec import (
 from .capture import CaptureEnvelope, Readout, seal_capture, seal_qk
 from .edits import EditEnvelope
 from .kept import Kept
-from .programs import read
 from .readouts import (
     LENS_KEY,
     READOUTS,
@@ -185,13 +184,7 @@ class Envelope:
                 HASH_KEY: self.steer_hash,
                 KEPT_KEY: self._kept,
                 LENS_KEY: None if self.lens is None else self.lens.lens,
-                "rows": msgspec.msgpack.encode(
-                    (
-                        self.n_prompt,
-                        self.is_speculative,
-                        *[None if part is None else part.pack() for part in self.results],
-                    )
-                ),
+                "rows": msgspec.msgpack.encode((self.n_prompt, self.is_speculative, *self.results)),
                 _EDITED_KEY: self.edited.pack(folder),
             }
         )
@@ -234,13 +227,13 @@ _SHARED_MOST = 2048
 """Bytes of what is remembered: more of them are mostly positions of one request."""
 
 
+_ROWS: Any = tuple[(int, bool, *[kind | None for kind in READOUTS.values()])]
+
+
 def _of_rows(reply: str, pid: int, rows: bytes) -> Envelope:
     """An unsteered request."""
-    n_prompt, is_speculative, *packed = read(rows)
-    results: dict[str, Any] = {
-        name: None if values is None else READOUTS[name].unpack(values)
-        for name, values in zip(READOUTS, packed, strict=True)
-    }
+    n_prompt, is_speculative, *found = msgspec.msgpack.decode(rows, type=_ROWS)
+    results = dict(zip(READOUTS, found, strict=True))
     return Envelope(
         reply=reply,
         pid=pid,

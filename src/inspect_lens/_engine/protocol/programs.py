@@ -48,7 +48,6 @@ __all__ = [
     "history_rows",
     "made_once",
     "open_among",
-    "read",
     "read_file",
     "received",
     "sent",
@@ -183,16 +182,6 @@ def unpack_programs(
 def written(values: tuple[Any, ...]) -> bytes:
     """Values that msgpack carries, as bytes: the same object for equal ones."""
     return msgspec.msgpack.encode(values)
-
-
-def read(data: bytes) -> tuple[Any, ...]:
-    """What was written, with tuples in the place of lists."""
-    values: tuple[Any, ...] = _tupled(msgspec.msgpack.decode(data))
-    return values
-
-
-def _tupled(value: Any) -> Any:
-    return tuple(map(_tupled, value)) if isinstance(value, list) else value
 
 
 FIRST, ROOM, AVERAGE, IS_OPEN, COUNT, RECENT = range(6)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, NamedTuple, Self
+from typing import Final, NamedTuple
 
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import (
@@ -63,11 +63,6 @@ class ProbesEnvelope(Readout):
     @cached_property
     def alike(self) -> bytes:
         return written((self.names, self.points, self.columns, self.is_live))
-
-    @classmethod
-    def unpack(cls, values: Sequence[Any]) -> Self:
-        made = super().unpack(values)
-        return replace(made, points=tuple([TapPoint(*point) for point in made.points]))
 
 
 @dataclass(frozen=True)
