@@ -15,7 +15,7 @@ from tests.kit.repository import ROOT
 
 SOURCE = ROOT / "src" / "inspect_lens"
 INSIDE = (
-    "_engine.collect.notifier:News.tell",
+    "_engine.collect.notifier:Notifier.tell",
     "_engine.hooks.runner:HookRunner.run",
     "_vllm.compat.guard:idle.run",
     "_vllm.engine_core.connector_guard:GuardedConnector._marked",
@@ -60,7 +60,7 @@ FINE = {
     "_vllm.worker.worker:stats": "reads numbers; vLLM tells its caller what it raises",
     "_vllm.worker.worker:exported_taps": "reads names, as above",
     "_vllm.results.ended:Running._end_if_gone": "looks up two tables and puts errors in queues",
-    "_vllm.results.event_loop:Arrivals._tell": "called by `News.tell`, which is a door",
+    "_vllm.results.event_loop:Arrivals._tell": "called by `Notifier.tell`, which is a door",
 }
 """What is entered and needs no guard, with the reason."""
 

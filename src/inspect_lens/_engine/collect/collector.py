@@ -45,7 +45,7 @@ from inspect_lens.spec import TensorData
 
 from .inbox import Inbox, as_error, blamed
 from .listener import Listener
-from .notifier import News
+from .notifier import Notifier
 from .pending import Collected, Pending, paths_of_all, told_of_edits
 from .placement import Worker
 from .result_memory import ResultMemory, memory_bytes
@@ -73,10 +73,10 @@ class Collector:
         self._pid = os.getpid()
         self._pending: dict[str, Pending] = {}
         self._workers: dict[str, Worker] = {}
-        self.news = News()
+        self.notifier = Notifier()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="inspect-lens-place")
-        news, threads = self.news.changed, self._threads
-        self._placing = Placing(self.memory, self._pending, news, threads, _THREADS)
+        changed, threads = self.notifier.changed, self._threads
+        self._placing = Placing(self.memory, self._pending, changed, threads, _THREADS)
         self._context = zmq.Context()
         self._socket: Any = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -110,7 +110,7 @@ class Collector:
 
     def discard(self, key: str) -> None:
         """Forget a request; rows that still come for it are dropped."""
-        with self.news.changed:
+        with self.notifier.changed:
             self._pop(key)
 
     @property
@@ -120,9 +120,9 @@ class Collector:
 
     def scores(self, key: str, since: int) -> NDArray[np.float32] | None:
         """Probe scores of a running request that have come without a gap."""
-        with self.news.changed:
+        with self.notifier.changed:
             # Who reads them as they come does so again: until somebody waits who does not.
-            self.news.hurry.set()
+            self.notifier.hurry.set()
             pending = self._pending.get(key)
             if pending is None or pending.failure is not None:
                 return None
@@ -139,9 +139,9 @@ class Collector:
         may_wait: bool = True,
     ) -> Collected:
         """Wait for the last rows of a finished request and put them together."""
-        with self.news.changed:
+        with self.notifier.changed:
             pending = self._pending.get(key)
-            is_ready = pending is None or self.news.wait_for(
+            is_ready = pending is None or self.notifier.wait_for(
                 partial(pending.is_ready, counts, n_fed, settled),
                 timeout_s if may_wait else 0.0,
                 # Rows are told of; the board is not, and is looked at again.
@@ -173,10 +173,10 @@ class Collector:
 
     def take_saved(self, key: str, *, n_fed: int, timeout_s: float) -> Gathered | None:
         """Wait for what hooks of a finished request saved; None where it failed in a worker."""
-        with self.news.changed:
+        with self.notifier.changed:
             if (pending := self._pending.get(key)) is None:
                 raise CaptureError(f"request {key}: hook results were already taken")
-            self.news.wait_for(partial(pending.has_saved, n_fed), timeout_s, 0.1)
+            self.notifier.wait_for(partial(pending.has_saved, n_fed), timeout_s, 0.1)
             if pending.failure is not None:
                 return None
             come = pending.saved(n_fed)
@@ -191,13 +191,13 @@ class Collector:
         self, key: str, *, counts: Mapping[int, int], n_fed: int, settled: int | None
     ) -> bool:
         """Whether `take` would not wait."""
-        with self.news.changed:
+        with self.notifier.changed:
             pending = self._pending.get(key)
             return pending is None or pending.is_ready(counts, n_fed, settled)
 
     def preview(self, key: str, counts: Mapping[int, int]) -> dict[int, TensorData] | None:
         """Arrays in which the results of a running request will lie if it runs to its end."""
-        with self.news.changed:
+        with self.notifier.changed:
             pending = self._pending.get(key)
             if pending is None or pending.failure is not None:
                 return None
@@ -205,19 +205,19 @@ class Collector:
 
     def take_whole(self, keys: Iterable[str]) -> dict[str, tuple[str, ...]]:
         """Take requests that ran to their end, and all of whose rows have come; wait for none."""
-        with self.news.changed:
+        with self.notifier.changed:
             found = {key: self._pending.get(key) for key in keys}
             whole = {k: p for k, p in found.items() if p is not None and p.is_whole}
             paths = dict(zip(whole, paths_of_all(list(whole.values())), strict=True))
             for key in whole:
                 self._pop(key)
             if whole:
-                self.news.calm()
+                self.notifier.calm()
         return paths
 
     def take_edited(self, n_fed: Mapping[str, int]) -> dict[str, Collected]:
         """Take requests with edits alone of which all has been told; see `told_of_edits`."""
-        with self.news.changed:
+        with self.notifier.changed:
             found = told_of_edits(self._pending, n_fed)
             for key in found:
                 self._pop(key)
@@ -258,7 +258,7 @@ class Collector:
                     with contextlib.suppress(zmq.Again):
                         self._accept(self._socket.recv(flags=zmq.NOBLOCK))
                 elif self._inbox and not came:
-                    self._inbox.pause(self.news.hurry)
+                    self._inbox.pause(self.notifier.hurry)
             except BaseException:  # the thread must outlive it: all results come by this one
                 logger.exception("inspect_lens: results could not be taken in")
 
@@ -275,7 +275,7 @@ class Collector:
     def _take_in(self, message: Message) -> None:
         if isinstance(message, Block):
             self._accept_block(message)
-        with self.news.changed:
+        with self.notifier.changed:
             if isinstance(message, Opened):
                 self._accept_openings(message)
             elif isinstance(message, Settled):
@@ -286,13 +286,13 @@ class Collector:
                 pending.accept(message)
             else:
                 pending.failure = message
-            self.news.tell()
+            self.notifier.tell()
 
     def _blame(self, message: Message, error: BaseException) -> None:
-        with contextlib.suppress(Exception), self.news.changed:
+        with contextlib.suppress(Exception), self.notifier.changed:
             for failure in blamed(message, self._pending, self._workers, error):
                 self._pending[failure.key].failure = failure
-            self.news.tell()
+            self.notifier.tell()
 
     def _has_landed(self, block: Block) -> bool:
         # Of a worker that is not known nobody waits for anything.
@@ -329,20 +329,20 @@ class Collector:
         return mirror or ArenaReader(name)
 
     def _tell(self) -> None:
-        with self.news.changed:
-            self.news.tell()
+        with self.notifier.changed:
+            self.notifier.tell()
 
     def _lose(self, reader: ArenaReader, why: str) -> None:
         error = CaptureError(
             f"a worker on another host has gone: {why}; nothing partial is returned"
         )
         failed: dict[str, CaptureError] = {}
-        with self.news.changed:
+        with self.notifier.changed:
             for key, pending in list(self._pending.items()):
                 if any(worker.reader is reader for _, worker in pending.shares):
                     pending.fail(key, error)
                     failed[key] = error
-            self.news.tell()
+            self.notifier.tell()
         self.ends(failed)
 
     def _accept_settled(self, message: Settled) -> None:

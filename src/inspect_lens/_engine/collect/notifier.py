@@ -7,12 +7,12 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["News"]
+__all__ = ["Notifier"]
 
 logger = logging.getLogger("vllm.inspect_lens")
 
 
-class News:
+class Notifier:
     """Threads wait on it, and others are called; while anybody does, rows are hurried."""
 
     def __init__(self) -> None:

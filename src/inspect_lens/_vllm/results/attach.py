@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.collect.notifier import News
+from inspect_lens._engine.collect.notifier import Notifier
 from inspect_lens._engine.hooks.runner import EAGER_KEY
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.processes import Links, as_exception, ends_process
@@ -261,14 +261,14 @@ class Results:
         )
 
     def tells_all(self, output: Any) -> bool:
-        """Whether `News` tells when `is_ready` becomes true; else it has to be asked again."""
+        """Whether `Notifier` tells when `is_ready` becomes true; else it has to be asked again."""
         envelopes = [expected.envelope for _, expected in self._open_choices(output)]
         return not any(envelope.edited.edits or envelope.is_speculative for envelope in envelopes)
 
     @property
-    def news(self) -> News:
+    def notifier(self) -> Notifier:
         """Of what has come."""
-        return self.the_collector().news
+        return self.the_collector().notifier
 
     def _open_choices(self, output: Any) -> Iterator[tuple[Ticket, Expected]]:
         """Finished choices of an output that wait for results, and have not been aborted."""

@@ -130,11 +130,11 @@ class Arrivals:
     def _watch(self, wanted: bool) -> None:
         if wanted and not self._is_watching:
             self._is_watching = True
-            self.results.news.watch(self._tell)
+            self.results.notifier.watch(self._tell)
             self._call()  # for what came before
         elif not wanted and self._is_watching:
             self._is_watching = False
-            self.results.news.unwatch(self._tell)
+            self.results.notifier.unwatch(self._tell)
 
     def _attach_soon(self) -> None:
         """See to those that have everything; however often others are told of, some at a time."""

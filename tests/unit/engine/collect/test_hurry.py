@@ -51,28 +51,28 @@ def test_rows_are_looked_for_at_once_while_somebody_waits(
         begin(worker, collector, key, sealed(collector, CAPTURE, 4, 2))
     worker.step([(key, i, 0, 4) for i, key in enumerate(keys)])
     time.sleep(0.1)  # the thread has found them announced, and sleeps
-    assert not collector.news.hurry.is_set()
+    assert not collector.notifier.hurry.is_set()
     began = time.monotonic()
     with ThreadPoolExecutor(waiters) as pool:
         found = [
             pool.submit(collector.take, key, counts=COUNTS, n_fed=4, timeout_s=40) for key in keys
         ]
-        while collector.news.n_waiting < waiters:
+        while collector.notifier.n_waiting < waiters:
             time.sleep(0.01)
-        assert collector.news.hurry.is_set()
+        assert collector.notifier.hurry.is_set()
         landed.set()
         for i, one in enumerate(found):
             tensor = one.result().tensors[ROWS]
             np.testing.assert_array_equal(tensor.storage[1], rows(i, 5, 0, 4).numpy())
     assert time.monotonic() - began < 20
-    assert not collector.news.hurry.is_set()
+    assert not collector.notifier.hurry.is_set()
 
 
 def test_whoever_waits_in_vain_leaves_nothing(worker: Worker, collector: Collector) -> None:
     begin(worker, collector, "k", sealed(collector, CAPTURE, 4, 2))
     with pytest.raises(CaptureError, match="did not arrive"):
         collector.take("k", counts=COUNTS, n_fed=4, timeout_s=0.05)
-    assert (collector.news.n_waiting, collector.news.hurry.is_set()) == (0, False)
+    assert (collector.notifier.n_waiting, collector.notifier.hurry.is_set()) == (0, False)
 
 
 def test_scores_that_are_read_as_they_come_are_looked_for(
@@ -81,7 +81,7 @@ def test_scores_that_are_read_as_they_come_are_looked_for(
     for key in "ab":
         begin(worker, collector, key, sealed(collector, CAPTURE, 4, 2))
     assert collector.scores("gone", 0) is None
-    assert collector.news.hurry.is_set()
+    assert collector.notifier.hurry.is_set()
     worker.step([("a", 1, 0, 4)])
     collector.take("a", counts=COUNTS, n_fed=4, timeout_s=5)
-    assert not collector.news.hurry.is_set(), "until somebody takes what he did not read"
+    assert not collector.notifier.hurry.is_set(), "until somebody takes what he did not read"

@@ -196,7 +196,7 @@ def test_who_cannot_be_told_of_results_keeps_nobody_else(
     told: list[bool] = []
     broken = raising(fault)
     for call in (broken, lambda: told.append(True)):
-        engine.collector.news.watch(call)
+        engine.collector.notifier.watch(call)
         if call is not broken:
             good = call
     keys = begun(engine, 1, "rows")
@@ -204,8 +204,8 @@ def test_who_cannot_be_told_of_results_keeps_nobody_else(
     assert engine.results.attach_each(ended(engine, keys)) == [None]
     removed(engine, keys)
     assert told
-    engine.collector.news.unwatch(broken)
-    engine.collector.news.unwatch(good)
+    engine.collector.notifier.unwatch(broken)
+    engine.collector.notifier.unwatch(good)
 
 
 @pytest.mark.parametrize("where", ["_watch", "_attach_soon", "_next"])

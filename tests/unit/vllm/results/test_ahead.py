@@ -210,11 +210,11 @@ def test_what_has_come_is_taken_together_and_waits_for_nobody(
         engine.run(some)
     engine.settle()
     waits.clear()
-    engine.collector.news.hurry.set()  # as somebody does who reads scores as they come
+    engine.collector.notifier.hurry.set()  # as somebody does who reads scores as they come
     outputs = engine.end(keys)
     assert not engine.errors
     assert not waits
-    assert not engine.collector.news.hurry.is_set(), "nobody waits any more"
+    assert not engine.collector.notifier.hurry.is_set(), "nobody waits any more"
     for number, one in enumerate(outputs):
         rows = one.activations["residual_stream"][0].numpy()
         truth = np.zeros((N_MAX, HIDDEN))
@@ -270,7 +270,7 @@ def test_rows_that_are_late_are_waited_for(engine: Engine, waits: list[str]) -> 
 
     engine.collector._accept = keep  # type: ignore[method-assign]
     engine.step(keys[1:], N_MAX - 1)
-    wait_for = engine.collector.news.wait_for
+    wait_for = engine.collector.notifier.wait_for
 
     def wait(*args: Any) -> bool:
         engine.collector._accept = accept  # type: ignore[method-assign]
@@ -278,7 +278,7 @@ def test_rows_that_are_late_are_waited_for(engine: Engine, waits: list[str]) -> 
             accept(late.pop(0))
         return wait_for(*args)
 
-    engine.collector.news.wait_for = wait  # type: ignore[method-assign]
+    engine.collector.notifier.wait_for = wait  # type: ignore[method-assign]
     first, second = engine.end(keys)
     assert not engine.errors
     assert waits == keys[1:]
@@ -306,7 +306,7 @@ def test_a_failure_is_told_of_what_was_prepared(engine: Engine) -> None:
     keys = engine.prepared(2, "both")
     engine.run(keys)
     engine.settle()
-    with engine.collector.news.changed:
+    with engine.collector.notifier.changed:
         engine.collector._pending[keys[0]].failure = Failure(keys[0], "SpecError", "so it is")
     failed, whole = engine.end(keys)
     (error,) = engine.errors
@@ -354,7 +354,7 @@ def test_what_drafts_or_other_workers_may_change_is_made_at_the_end(
     expected = engine.results._expected[key]
     object.__setattr__(expected.envelope, "is_speculative", is_speculative)
     name = engine.worker.stepper.arena.name
-    with engine.collector.news.changed:
+    with engine.collector.notifier.changed:
         opening = Opening(77, key, [(0, 0), (0, taps)], 0)
         engine.collector._accept_openings(Opened(name, [opening]))
     engine.results.prepare(deque([key]))

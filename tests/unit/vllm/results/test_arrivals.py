@@ -32,8 +32,8 @@ def engine() -> Iterator[Engine]:
     made = Engine()
     yield made
     assert made.results.n_open == made.collector.n_open == 0
-    assert made.collector.news.n_waiting == 0
-    assert not made.collector.news.hurry.is_set()
+    assert made.collector.notifier.n_waiting == 0
+    assert not made.collector.notifier.hurry.is_set()
     made.worker.stepper.close()
     made.collector.close()
 
@@ -91,7 +91,7 @@ def test_it_makes_no_difference_to_anything(engine: Engine, asked: str, is_late:
 
     async def late() -> None:
         await asyncio.sleep(0.05)
-        assert engine.collector.news.hurry.is_set() or "prompt" in asked
+        assert engine.collector.notifier.hurry.is_set() or "prompt" in asked
         last_step(engine, keys)
 
     keys = begun(engine, 3, asked)
@@ -231,7 +231,7 @@ def test_what_comes_before_it_is_watched_for_is_seen(
     monkeypatch.setattr(event_loop, "_EVERY_S", 1e6)
     keys = begun(engine, 1, "both")
     outputs = ended(engine, keys)
-    watch, news = engine.collector.news.watch, engine.collector.news
+    watch, notifier = engine.collector.notifier.watch, engine.collector.notifier
 
     def late(call: Any) -> None:
         last_step(engine, keys)
@@ -239,7 +239,7 @@ def test_what_comes_before_it_is_watched_for_is_seen(
             time.sleep(0.001)
         watch(call)
 
-    monkeypatch.setattr(news, "watch", late)
+    monkeypatch.setattr(notifier, "watch", late)
     assert attach(engine, outputs) == [None]
     removed(engine, keys)
 

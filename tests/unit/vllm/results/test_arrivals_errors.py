@@ -58,9 +58,9 @@ def test_a_failure_is_that_of_its_own_request(engine: Engine) -> None:
 
     async def fail() -> None:
         await asyncio.sleep(0.05)
-        with engine.collector.news.changed:
+        with engine.collector.notifier.changed:
             engine.collector._pending[keys[1]].failure = Failure(keys[1], "SpecError", "so it is")
-            engine.collector.news.tell()
+            engine.collector.notifier.tell()
         last_step(engine, [keys[0], keys[2]])
 
     one, error, other = attach(engine, outputs, fail())
@@ -108,7 +108,7 @@ def test_a_loop_that_was_closed_is_not_waited_for_any_more(engine: Engine) -> No
     mine = arrivals_of(loop, engine.results)
     waiting = loop.create_task(mine.attach(outputs[0]))
     loop.run_until_complete(asyncio.sleep(0.05))
-    assert engine.collector.news.n_waiting == 1
+    assert engine.collector.notifier.n_waiting == 1
     waiting.cancel()
     loop.close()  # without a turn for what was cancelled
     last_step(engine, keys)

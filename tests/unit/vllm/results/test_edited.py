@@ -52,7 +52,7 @@ class Batch:
             self.results.expect(self.keys[i], envelope.pack(), n_prompt=N_PROMPT, n_max=N_MAX)
             self.arena.view.board[1 + i, :3] = 1 + i, 0, last
             opening = Opening(1 + i, self.keys[i], [(0, 0)] * 4, len(envelope.edited.taps))
-            with collector.news.changed:
+            with collector.notifier.changed:
                 collector._accept_openings(Opened(self.arena.name, [opening]))
 
     def end(self, n_completion: int) -> tuple[list[Any], list[Any]]:

@@ -68,7 +68,7 @@ def test_what_was_kept_what_would_have_been_made(
         streams = collector._pending[key].streams
         shares = [(0, streams[i].taps) if i in streams else (0, 0) for i in (ROWS, SCORES)]
         opening = Opening(1 + is_prepared, key, shares, len(request.edits))
-        with collector.news.changed:
+        with collector.notifier.changed:
             collector._accept_openings(Opened(arena.name, [opening]))
         if is_prepared:
             results.prepare(deque([key]))

@@ -190,7 +190,7 @@ def test_who_is_interrupted_while_waiting_leaves_nothing(
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(results._collector.news, "wait_for", interrupted)
+    monkeypatch.setattr(results._collector.notifier, "wait_for", interrupted)
     one, other = completion(0, "e"), completion(1, "f")
     with pytest.raises(KeyboardInterrupt):
         results.attach_all([output(one), output(other)] if is_batch else [output(one, other)])
