@@ -66,7 +66,6 @@ class Collector:
     """Receives from all workers of this process's engines."""
 
     def __init__(self, n_processes: int = 1, links: Links | None = None) -> None:
-        """Open the socket and start the thread."""
         self.memory = ResultMemory(memory_bytes() // (4 * n_processes))
         self.folder, self._lock = new_folder()
         self.address = f"ipc://{self.folder / 'rows'}"

@@ -60,7 +60,6 @@ class Inbox:
         has_landed: Callable[[Block], bool],
         is_alive: Callable[[str], bool],
     ) -> None:
-        """Begin empty."""
         self._handle = handle
         self._has_landed, self._is_alive = has_landed, is_alive
         self._queues: dict[str, _Queue] = {}

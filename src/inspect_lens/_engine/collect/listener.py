@@ -65,7 +65,6 @@ class Mirror(ArenaReader):
     """
 
     def __init__(self, hello: Hello, wake: Callable[[], None]) -> None:
-        """Reserve addresses; memory is taken where something is written."""
         self.name, self.nbytes = hello.worker, hello.nbytes
         self.view = View(mmap.mmap(-1, HEAD_BYTES + hello.nbytes))
         self._reader, self._wake = hello.reader, wake
@@ -95,18 +94,15 @@ class Mirror(ArenaReader):
             return told
 
     def ask_again(self, number: int) -> None:
-        """See `ArenaReader.ask_again`."""
         with self._lock:
             if self._told.get(number):
                 del self._told[number]
 
     def forget(self, number: int) -> None:
-        """See `ArenaReader.forget`."""
         with self._lock:
             self._told.pop(number, None)
 
     def done(self, reader: int, seq: int) -> None:
-        """See `ArenaReader.done`."""
         super().done(self._reader, seq)
         self._wake()
 
@@ -212,7 +208,6 @@ class Listener:
         told: Callable[[], None],
         came: Callable[[], None],
     ) -> None:
-        """Listen."""
         self._links, self._lost, self._told, self._came = links, lost, told, came
         self._workers: dict[bytes, _Worker] = {}
         self._mirrors: dict[str, Mirror] = {}

@@ -226,7 +226,6 @@ class Pending:
 
     @property
     def until(self) -> int:
-        """See `SealedEdits.until`."""
         return self._edited.until
 
 

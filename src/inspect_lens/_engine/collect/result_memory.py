@@ -94,7 +94,6 @@ class ResultMemory:
     """Slabs of rows of any width. Any thread may take or drop one."""
 
     def __init__(self, most_bytes: int) -> None:
-        """Reserve addresses; up to so many bytes are kept for later, or in use without a care."""
         self.most_bytes = most_bytes
         self.used = 0
         """Bytes of the slabs in use, were they full."""

@@ -36,7 +36,6 @@ class Prefix:
     """The tokens of a request, and the hash of each block of them with all that is before it."""
 
     def __init__(self, kind: bytes, tokens: Sequence[int]) -> None:
-        """Begin with the tokens of a prompt."""
         self._last, self._hashes = kind, list[bytes]()
         self._tokens: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self.extend(tokens)
@@ -84,7 +83,6 @@ class RowCache:
         keeps_first: bool,
         on_change: Callable[[], None] | None = None,
     ) -> None:
-        """Begin empty."""
         self.most_bytes = most_bytes
         self._keeps_first = keeps_first
         self._on_change = on_change

@@ -34,7 +34,6 @@ class Ring:
     def __init__(
         self, parts: int, part_rows: int, copier: Copier, drain: Callable[[], None] = lambda: None
     ) -> None:
-        """Begin at the first part."""
         self._parts = parts
         self._part_rows = part_rows
         self._half = max(1, parts // 2)

@@ -27,7 +27,6 @@ class Numbers:
     """Gives each live request a number whose board record nobody else holds."""
 
     def __init__(self, board: NDArray[np.int64]) -> None:
-        """Start at one."""
         self._board = board
         self._away: OrderedDict[str, int] = OrderedDict()
         """Removed requests that are not over: a pre-empted one comes back under its key."""

@@ -78,7 +78,6 @@ class LocalChannel:
         """None where it has asked for nothing yet."""
 
     def put(self, data: bytes, message: Message) -> bool:
-        """See `Channel.put`."""
         try:
             self._socket.send(data, flags=zmq.DONTWAIT)
         except zmq.Again:
@@ -86,19 +85,15 @@ class LocalChannel:
         return True
 
     def wait(self, seconds: float) -> None:
-        """See `Channel.wait`."""
         self._socket.poll(1000 * seconds, zmq.POLLOUT)
 
     def is_alive(self) -> bool:
-        """See `Peer.is_alive`."""
         return self.process is None or self.process.is_alive()
 
     def is_stopped(self) -> bool:
-        """See `Peer.is_stopped`."""
         return self.process is not None and self.process.is_stopped()
 
     def close(self) -> None:
-        """See `Channel.close`."""
         self._socket.close(linger=0)
 
     def __str__(self) -> str:
@@ -124,7 +119,6 @@ class Link:
     """A front-end on another host; see `Channel`, and `Peer`."""
 
     def __init__(self, address: str, arena: ArenaWriter, reply: str, links: Links) -> None:
-        """Connect, in a thread."""
         self._address, self._arena, self._links = address, arena, links
         self._reader = arena.reader(reply, self)
         self._waiting: deque[tuple[bytes, Message]] = deque()
@@ -149,7 +143,6 @@ class Link:
         return True
 
     def wait(self, seconds: float) -> None:
-        """See `Channel.wait`."""
         self._room.wait(seconds)
 
     def is_alive(self) -> bool:

@@ -53,7 +53,6 @@ class Outbox:
         drop: Callable[[str], None],
         fail: Callable[[bytes, Exception], None],
     ) -> None:
-        """Start empty."""
         self._exporter = exporter
         self._ring = ring
         self._is_wanted = is_wanted

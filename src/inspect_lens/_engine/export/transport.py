@@ -88,7 +88,6 @@ class Exporter:
     """Sends what a step produced to the front-end processes that own the requests."""
 
     def __init__(self, arena: ArenaWriter, copier: Copier, links: Links | None = None) -> None:
-        """Begin without front-ends."""
         self.arena = arena
         self.copier = copier
         self.links = links or Links()
@@ -231,7 +230,6 @@ class Faults:
     """The worker's side of the notes."""
 
     def __init__(self, board: NDArray[np.int64], copier: Copier) -> None:
-        """Find memory for them."""
         self._column = board[:, COLUMN]
         self.fired = copier.reachable(board[:, LATCHES])
         """What gates that last write to; None where kernels cannot."""

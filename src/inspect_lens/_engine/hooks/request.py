@@ -38,7 +38,6 @@ class HookContext:
     __slots__ = ("_parameter", "layer_idx", "model", "position", "saved", "seq_len")
 
     def __init__(self, model: Any, parameter: Callable[[str], torch.Tensor]) -> None:
-        """Start empty."""
         self.saved: dict[Any, Any] = {}
         self.layer_idx = 0
         self.seq_len = 0

@@ -83,7 +83,6 @@ class HookRunner:
         parameter: Callable[..., torch.Tensor] | None = None,
         send: Callable[[str, int, Saved], None] | None = None,
     ) -> None:
-        """Store what hooks need."""
         self._layers = frozenset(layers)
         self._allowed = allowed
         self._most = most_bytes

@@ -27,7 +27,6 @@ class HookedStepper(LensStepper):
         return super().is_watching or (self.hooks is not None and bool(self.hooks.live))
 
     def add(self, key: str, envelope: Mapping[str, Any]) -> None:
-        """See `Stepper.add`."""
         super().add(key, envelope)
         if EAGER_KEY not in envelope:
             return
@@ -43,7 +42,6 @@ class HookedStepper(LensStepper):
             self.hooks.drop(key)
 
     def remove(self, key: str) -> None:
-        """See `Stepper.remove`."""
         if self.hooks is not None and key in self.hooks.live:
             with self._failing(key):
                 self.hooks.remove(key)

@@ -42,7 +42,6 @@ class Kept(Generic[Key, Value]):
     """Values by key; those that came first go when there is no more room. Threads may share it."""
 
     def __init__(self, most: int, budget: Budget = _PROCESS) -> None:
-        """Start empty."""
         self._most, self._budget, self._self = most, budget, ref(self)
         self.values: dict[Key, Value] = {}
 

@@ -68,11 +68,9 @@ class Process:
     pid: int
 
     def is_alive(self) -> bool:
-        """See `Peer.is_alive`."""
         return is_alive(self.pid)
 
     def is_stopped(self) -> bool:
-        """See `Peer.is_stopped`."""
         return is_stopped(self.pid)
 
     def __str__(self) -> str:

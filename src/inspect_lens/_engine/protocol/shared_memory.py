@@ -79,7 +79,6 @@ class ArenaWriter:
     """The worker's side."""
 
     def __init__(self, nbytes: int) -> None:
-        """Make the file."""
         self._fd = os.memfd_create("inspect-lens", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, _DATA + nbytes)
         self.view = View(mmap.mmap(self._fd, _DATA + nbytes))
@@ -219,7 +218,6 @@ class ArenaReader:
     """The front-end's side."""
 
     def __init__(self, name: str) -> None:
-        """Map a worker's file."""
         pid, number, mark = name.split("/")
         self.name = name
         self._path = f"/proc/{pid}/fd/{number}"
