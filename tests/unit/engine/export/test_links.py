@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 
 from inspect_lens._engine.collect.listener import Listener, Mirror, parse_bind
 from inspect_lens._engine.protocol.frames import (
-    CHUNK,
     MOST_FRAME,
     Frame,
     Hello,
@@ -377,8 +376,3 @@ def test_addresses(text: str, host: str, ports: tuple[int, int] | None) -> None:
 def test_addresses_that_are_none_are_named(text: str) -> None:
     with pytest.raises(ValueError, match="INSPECT_LENS_HOSTS_ADDRESS"):
         parse_bind(text)
-
-
-def test_frames_have_room_for_their_heads() -> None:
-    head, content = packed_frame(Kind.DATA, 0, bytes(CHUNK))
-    assert len(head) + len(content) <= MOST_FRAME

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.export.capture_ring import Ring, Span
+from inspect_lens._engine.export.capture_ring import Ring
 from inspect_lens._engine.export.device_copy import Copier
 from inspect_lens._engine.export.transport import Exporter
 from inspect_lens._engine.protocol.messages import ROWS, SCORES
 from inspect_lens._engine.protocol.shared_memory import ArenaWriter
 from inspect_lens._engine.tap.buffers import TapState
 from inspect_lens._engine.tap.upload import CudaMaps
-from tests.kit.steps import LAYERS, TAPS, Worker, begin, rows, sealed
+from tests.kit.steps import LAYERS, Worker, begin, rows, sealed
 
 PARTS = [2, 4, 8, 32]
 
@@ -118,21 +118,6 @@ def test_no_span_holds_rows_that_may_still_be_copied(
             ring.release(span)
 
 
-def test_the_ring_is_used_in_turn() -> None:
-    copier: Any = Noting()
-    ring = Ring(8, 10, copier)
-    taken = []
-    for n in (40, 1, 10, 11, 40, 5, 35, 40):
-        span = ring.take(n)
-        taken.append(list(span.parts))
-        ring.release(span)
-    half, other = [0, 1, 2, 3], [4, 5, 6, 7]
-    # The fifth does not fit behind the fourth, nor the seventh behind the sixth.
-    assert taken == [half, [4], [5], [6, 7], half, [4], half, other]
-    # For the one of its parts that was given back last.
-    assert copier.waited == [0, 4, 0, 4]
-
-
 def test_a_small_step_behind_a_large_one_does_not_wait_for_it() -> None:
     copier: Any = Noting()
     ring = Ring(32, 10, copier)
@@ -145,31 +130,6 @@ def test_a_small_step_behind_a_large_one_does_not_wait_for_it() -> None:
     assert not copier.waited
     ring.take(3)
     assert copier.waited == [0], "sixteen steps later"
-
-
-def test_a_step_without_rows_takes_nothing_and_one_with_too_many_is_refused() -> None:
-    copier: Any = Noting()
-    ring = Ring(4, 10, copier)
-    assert ring.take(0) == Span()
-    assert not Span().parts
-    assert ring.take(20).parts == range(2)
-    with pytest.raises(OverflowError, match="21 ring rows and may fill 20"):
-        ring.take(21)
-
-
-@pytest.mark.parametrize("ring_rows", [1, 7, 16, 96, 1000])
-@pytest.mark.parametrize("parts", [1, *PARTS])
-def test_a_step_may_fill_what_it_could_fill_without_parts(ring_rows: int, parts: int) -> None:
-    state = TapState.allocate(
-        taps=TAPS, hidden=4, dtype=torch.float32, max_tokens=8, max_groups=2, ring_rows=ring_rows,
-        bank_rows=1, device=torch.device("cpu"), parts=parts,
-    )  # fmt: skip
-    assert state.step_rows == ring_rows
-    span = Ring(parts, state.part_rows, Noting()).take(ring_rows)  # type: ignore[arg-type]
-    assert span.first_row + ring_rows <= len(state.ring)
-    halves = 1 if parts == 1 else 2
-    assert halves * ring_rows <= len(state.ring) < halves * ring_rows + parts
-    assert state.base.shape == (2, len(TAPS) + 1), "it does not grow with the parts"
 
 
 def cuda_maps(state: TapState) -> CudaMaps:

@@ -12,7 +12,7 @@ import pytest
 from inspect_lens import LensRequest, SteeringVector
 from inspect_lens._engine.protocol.edits import EVERY
 from inspect_lens._engine.protocol.envelope import Envelope, seal
-from inspect_lens._engine.protocol.sealed_edits import NO_EDITS, SealedEdits, seal_request_edits
+from inspect_lens._engine.protocol.sealed_edits import SealedEdits, seal_request_edits
 from inspect_lens.spec import Ablate, Add, Gate, TokenMatch
 from tests.kit.wide_edits import wide_facts
 
@@ -83,12 +83,6 @@ def test_facts_of_another_engine_are_asked_anew() -> None:
     request = ANY_PROMPT["an edit"]
     one = sealed(request, 5)
     assert seal_request_edits(request, replace(FACTS), 5, 9) is not one
-
-
-def test_a_request_without_edits_has_none() -> None:
-    none = sealed(LensRequest(), 5)
-    assert none is NO_EDITS
-    assert (none.until, none.layers, none.taps, len(none.named)) == (0, (), frozenset(), 0)
 
 
 @pytest.mark.parametrize("name", [*ANY_PROMPT, *ITS_OWN])

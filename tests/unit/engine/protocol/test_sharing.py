@@ -11,7 +11,6 @@ import torch
 
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.export.ids import Owners
 from inspect_lens._engine.protocol.envelope import seal
 from inspect_lens._engine.protocol.messages import ROWS, SCORES, Block, Failure, Message, Opened
 from inspect_lens.errors import CapacityError, CaptureError
@@ -41,19 +40,6 @@ def test_two_front_ends_get_their_own_rows_only(worker: Worker, collector: Colle
         np.testing.assert_array_equal(theirs.storage[1], rows(2, 5, 0, 6).numpy())
     finally:
         other.close()
-
-
-def test_owners_are_those_of_the_slots_as_they_stand() -> None:
-    owners = Owners()
-    owners.set(np.array([3]), "a")
-    owners.set(np.array([2, 700]), "b")
-    owners.set(np.array([5]), "a")
-    assert [owners.reply_of(slot) for slot in (3, 4, 5, 700)] == ["a", None, "a", "b"]
-    found = owners.of(np.array([3, 4, 5, 700]))
-    assert [owners.reply(i) if i >= 0 else None for i in found.tolist()] == ["a", None, "a", "b"]
-    owners.clear(3)
-    owners.set(np.array([5]), "b")
-    assert [owners.reply_of(slot) for slot in (3, 5)] == [None, "b"]
 
 
 @pytest.mark.parametrize("refused", [Opened, Block])
