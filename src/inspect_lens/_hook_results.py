@@ -37,7 +37,7 @@ class SavedValues(Mapping[Any, Any], BaseModel):
     def __getitem__(self, name: Any) -> Any:
         return _live(self._values[name])
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return iter(self._values)
 
     def __len__(self) -> int:

@@ -279,12 +279,8 @@ class Collector:
                 self._accept_openings(message)
             elif isinstance(message, Settled):
                 self._accept_settled(message)
-            elif (pending := self._pending.get(message.key)) is None:
-                return
-            elif isinstance(message, Saved):
+            elif not isinstance(message, Block) and (pending := self._pending.get(message.key)):
                 pending.accept(message)
-            else:
-                pending.failure = message
             self.notifier.tell()
 
     def _blame(self, message: Message, error: BaseException) -> None:

@@ -72,8 +72,11 @@ class Pending:
         """Take note that it has failed, for the first reason; the collector's lock is held."""
         self.failure = self.failure or Failure(key, type(error).__name__, str(error))
 
-    def accept(self, message: Saved) -> None:
-        """Take what hooks saved on a stage; what it sends again replaces what it sent before."""
+    def accept(self, message: Saved | Failure) -> None:
+        """Take what hooks saved on a stage, in the place of what it sent before; or its failure."""
+        if isinstance(message, Failure):
+            self.failure = message
+            return
         self._saved[tuple(unpack_saved(message.data)["layers"])] = message
 
     def saved(self, n_fed: int) -> list[Saved]:

@@ -227,7 +227,7 @@ _SHARED_MOST = 2048
 """Bytes of what is remembered: more of them are mostly positions of one request."""
 
 
-_ROWS: Any = tuple[(int, bool, *[kind | None for kind in READOUTS.values()])]
+_ROWS: Any = tuple.__class_getitem__((int, bool, *[kind | None for kind in READOUTS.values()]))
 
 
 def _of_rows(reply: str, pid: int, rows: bytes) -> Envelope:
