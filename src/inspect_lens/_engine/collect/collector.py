@@ -33,7 +33,6 @@ from inspect_lens._engine.protocol.messages import (
     Block,
     Message,
     Opened,
-    Saved,
     Settled,
     unpacked,
 )
