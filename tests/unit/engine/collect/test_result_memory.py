@@ -71,6 +71,7 @@ def test_living_slabs_never_overlap_and_are_counted(steps: Any, most: int) -> No
         patch.setattr(result_memory, "_LARGE", 2400)
         memory = ResultMemory(most)
         live: list[tuple[Slab, Any, int]] = []
+        slab = values = None
         now = time.monotonic()
         for number, (is_new, size, row_bytes, is_full) in enumerate(steps):
             if is_new or not live:
@@ -115,7 +116,8 @@ def test_what_was_dropped_is_taken_again_only_when_the_thread_that_places_says_s
     memory = ResultMemory(MIB)
     start = memory.take(8, 24).first_row
     gc.collect()
-    assert memory.take(8, 24).first_row != start
+    other = memory.take(8, 24)
+    assert other.first_row != start
     memory.take_back()
     assert memory.take(8, 24).first_row == start
 

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
+from inspect_lens._engine.collect.result_memory import ARRIVED
 from inspect_lens._engine.protocol.envelope import seal
 from inspect_lens._engine.protocol.messages import ROWS, SCORES, Opened, Opening
 from inspect_lens._engine.protocol.shared_memory import ArenaWriter
@@ -77,9 +78,10 @@ def test_what_was_kept_what_would_have_been_made(
             assert (made is None) == bool(request.edits), "how much was steered is known at the end"
         for stream in streams.values():
             assert stream.slab is not None
-            values = stream.slab.array(np.dtype(np.float32))
+            n = stream.taps * stream.room * stream.width
+            values = stream.slab.array(np.dtype(np.float32), (n,))
             values[:] = np.arange(len(values))
-            stream.slab.arrived[:] = True
+            stream.slab.flags[:] = ARRIVED
         choice = completion(0)
         choice.inspect_lens_ticket = Ticket(key, n_completion=n_completion)
         results.attach(output(choice))
