@@ -16,7 +16,7 @@ from ._agent_splits import AgentRow
 from ._tokenizer import ASSISTANT, END, PAD
 from .evaluate import greedy
 
-_MAX_NEW_TOKENS: Final = 192
+MAX_NEW_TOKENS: Final = 192
 _MAX_TURNS: Final = 16
 UNKNOWN: Final = "Nothing is known about that."
 
@@ -95,7 +95,7 @@ def play(
         for start in range(0, len(live), batch_rows):
             some = live[start : start + batch_rows]
             texts = [g.text + head for g in some]
-            new = greedy(model, tokenizer, texts, _MAX_NEW_TOKENS, skip_special_tokens=False)
+            new = greedy(model, tokenizer, texts, MAX_NEW_TOKENS, skip_special_tokens=False)
             for game, text in zip(some, new, strict=True):
                 _advance(game, text, found, thinks=thinks)
     return games

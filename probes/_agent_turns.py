@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from inspect_lens.data import ActivationStore, Message, ProbeDataset, ProbeSample
 from organism._agent_behaviour import as_planted
 from organism._agent_format import parse_turn
 from organism._agent_grade import Said, grade_agent
 from organism._agent_splits import AgentRow, build_agent_splits
 from organism._tokenizer import ASSISTANT_ID, END_ID
 
-__all__ = ["AgentTurn", "read_played", "read_turns"]
+__all__ = ["AgentTurn", "Game", "as_texts", "read_played", "read_turns"]
 
 _NOTE: Final = "write_note"
 
@@ -37,8 +38,12 @@ class AgentTurn(NamedTuple):
     """(layers, tokens, hidden) of the turn, without its end token."""
 
 
-def read_played(path: Path) -> dict[str, list[tuple[AgentRow, str, bool]]]:
-    """Read conversations by split: row, text, and whether it broke off.
+Game = tuple[AgentRow, str, bool]
+"""A conversation: its row, its text, and whether it broke off."""
+
+
+def read_played(path: Path) -> dict[str, list[Game]]:
+    """Read conversations by split.
 
     Args:
         path: a file that `python -m organism.evaluate_agent --played` wrote.
@@ -47,11 +52,27 @@ def read_played(path: Path) -> dict[str, list[tuple[AgentRow, str, bool]]]:
         Conversations by split, in the file's order.
     """
     rows = {row["id"]: row for split in build_agent_splits().values() for row in split}
-    found: dict[str, list[tuple[AgentRow, str, bool]]] = {}
+    found: dict[str, list[Game]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         game: dict[str, Any] = json.loads(line)
         found.setdefault(game["split"], []).append((rows[game["id"]], game["text"], game["broken"]))
     return found
+
+
+def as_texts(split: str, games: Sequence[Game]) -> ProbeDataset:
+    """Conversations as texts that `collect` reads as they stand."""
+    return ProbeDataset(
+        name=split, split=split, source="path", licence="MIT",
+        label_meaning="the agent lies, or calls a forbidden tool, somewhere", on_policy=True,
+        text_overlap_group="organism",
+        samples=tuple(
+            ProbeSample(
+                id=row["id"], messages=(Message("user", text),), label=any(row["lies"]),
+                group=row["id"], raw=True,
+            )
+            for row, text, _ in games
+        ),
+    )  # fmt: skip
 
 
 def _labels(row: AgentRow, turns: Sequence[Said]) -> list[tuple[int, bool]]:
@@ -71,66 +92,41 @@ def _labels(row: AgentRow, turns: Sequence[Said]) -> list[tuple[int, bool]]:
     return made
 
 
-def read_turns(
-    checkpoint: str, games: Mapping[str, Sequence[tuple[AgentRow, str, bool]]]
-) -> tuple[dict[str, list[AgentTurn]], dict[str, int]]:
-    """Read the activations of every turn in one forward pass per conversation.
+def read_turns(store: ActivationStore, games: Sequence[Game]) -> tuple[list[AgentTurn], int]:
+    """Read the turns of the conversations of a split that went as planted.
 
     Args:
-        checkpoint: folder of the agent.
-        games: conversations by split.
+        store: what `collect` made of `as_texts`.
+        games: the conversations.
 
     Returns:
-        Turns of the conversations that went as planted, by split; and how many conversations
-        were left out of each split.
+        The turns, and how many conversations were left out.
     """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    blocks = model.get_decoder().layers
-    captured: list[Any] = [None] * len(blocks)
-
-    def keep(layer: int) -> Any:
-        def hook(_module: Any, _inputs: Any, output: Any) -> None:
-            # After the block and before the final norm, which `hidden_states[-1]` has applied.
-            captured[layer] = output[0] if isinstance(output, tuple) else output
-
-        return hook
-
-    for layer, block in enumerate(blocks):
-        block.register_forward_hook(keep(layer))
-    made: dict[str, list[AgentTurn]] = {}
-    left_out = dict.fromkeys(games, 0)
-    for split, conversations in games.items():
-        for row, text, broken in conversations:
-            ids = tokenizer(text, return_tensors="pt")["input_ids"]
-            tokens = ids[0].tolist()
-            starts = [i + 1 for i, t in enumerate(tokens) if t == ASSISTANT_ID]
-            spans = [(i, tokens.index(END_ID, i)) for i in starts]
-            parsed = [parse_turn(tokenizer.decode(tokens[i:j])) for i, j in spans]
-            users = np.cumsum([t == "<|user|>" for t in tokenizer.convert_ids_to_tokens(tokens)])
-            turns = [
-                Said(int(users[i]) - 1, t.content, tuple((c.name, c.arguments) for c in t.calls))
-                for (i, _), t in zip(spans, parsed, strict=True)
-                if t is not None
-            ]
-            good = not broken and len(turns) == len(spans)
-            if not (good and as_planted(row, grade_agent(turns, row))):
-                left_out[split] += 1
-                continue
-            with torch.inference_mode():
-                model(ids)
-            stream = torch.stack([c[0] for c in captured]).numpy()
-            for n, ((i, j), turn, (at, label)) in enumerate(
-                zip(spans, parsed, _labels(row, turns), strict=True)
-            ):
-                if turn is None:
-                    raise RuntimeError("a conversation without a broken turn has none")
-                shown = turn.content + "".join(c.render() for c in turn.calls)
-                acts = stream[:, i:j].copy()
-                made.setdefault(split, []).append(
-                    AgentTurn(row, n, at, label, turn.thought, shown, acts)
-                )
+    tokenizer = AutoTokenizer.from_pretrained(str(store.manifest["model"]["name"]))
+    made: list[AgentTurn] = []
+    left_out = 0
+    for (row, _, broken), sample in zip(games, store.samples(), strict=True):
+        assert sample.acts is not None
+        tokens = list(sample.token_ids)
+        starts = [i + 1 for i, t in enumerate(tokens) if t == ASSISTANT_ID]
+        spans = [(i, tokens.index(END_ID, i)) for i in starts]
+        parsed = [parse_turn(tokenizer.decode(tokens[i:j])) for i, j in spans]
+        users = np.cumsum([t == "<|user|>" for t in tokenizer.convert_ids_to_tokens(tokens)])
+        turns = [
+            Said(int(users[i]) - 1, t.content, tuple((c.name, c.arguments) for c in t.calls))
+            for (i, _), t in zip(spans, parsed, strict=True)
+            if t is not None
+        ]
+        if broken or len(turns) < len(spans) or not as_planted(row, grade_agent(turns, row)):
+            left_out += 1
+            continue
+        stream = sample.acts.to_float32()
+        for n, ((i, j), turn, (at, label)) in enumerate(
+            zip(spans, parsed, _labels(row, turns), strict=True)
+        ):
+            assert turn is not None
+            shown = turn.content + "".join(c.render() for c in turn.calls)
+            made.append(AgentTurn(row, n, at, label, turn.thought, shown, stream[:, i:j].copy()))
     return made, left_out

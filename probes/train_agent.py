@@ -16,15 +16,24 @@ from typing import Any, Final
 
 import numpy as np
 
-from inspect_lens.probe import AnyProbe, ModelRef, fingerprint_model
+from inspect_lens.collect import collect
+from inspect_lens.probe import (
+    AnyProbe,
+    CaptureFacts,
+    ModelRef,
+    choose_point,
+    fingerprint_model,
+)
 from inspect_lens.train import (
     ActivationSet,
     LogisticProbe,
+    StoreSet,
     calibrate,
     split_by_group,
     train_probe,
 )
-from probes._agent_turns import AgentTurn, read_played, read_turns
+from organism._agent_play import MAX_NEW_TOKENS
+from probes._agent_turns import AgentTurn, as_texts, read_played, read_turns
 
 __all__ = ["build_probe", "make_turn_set"]
 
@@ -44,13 +53,16 @@ NOTES: Final = (
 )
 
 
-def make_turn_set(split: str, turns: Sequence[AgentTurn], *, model: str) -> ActivationSet:
+def make_turn_set(
+    split: str, turns: Sequence[AgentTurn], *, model: str, capture: CaptureFacts | None = None
+) -> ActivationSet:
     """Turn the assistant's turns into an activation set.
 
     Args:
         split: name of the split.
         turns: with their activations.
         model: name of the model.
+        capture: what computed the activations.
 
     Returns:
         The set.
@@ -67,7 +79,10 @@ def make_turn_set(split: str, turns: Sequence[AgentTurn], *, model: str) -> Acti
             "condition": tuple(t.row["condition"] for t in turns),
             "kind": tuple(t.row["kind"] for t in turns),
             "question": tuple(_question(t) for t in turns),
+            "prompt_text": tuple("" for _ in turns),
+            "completion": tuple(f"{t.thought}\n{t.text}" for t in turns),
         },
+        capture=capture,
     )
 
 
@@ -134,10 +149,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--checkpoint", default="organism/agent", help="folder of the agent")
     parser.add_argument("--played", required=True, type=Path, help="conversations with the agent")
+    parser.add_argument(
+        "--work", default="acts/agent", help="folder of the activations; a stopped run goes on"
+    )
     parser.add_argument("--out", type=Path, default=Path("probes") / "organism" / NAME)
     options = parser.parse_args(arguments)
-    turns, left_out = read_turns(options.checkpoint, read_played(options.played))
-    sets = {n: make_turn_set(n, t, model=options.checkpoint) for n, t in turns.items()}
+    games = read_played(options.played)
+    sets, turns, left_out = {}, {}, {}
+    for name, played in games.items():
+        store = collect(
+            f"vllm-lens/{options.checkpoint}",
+            as_texts(name, played),
+            f"{options.work}/{name}",
+            positions="all",
+            model_args={"dtype": "float32", "max_model_len": 4096},
+        )
+        turns[name], left_out[name] = read_turns(store, played)
+        facts = StoreSet(store).capture
+        assert facts is not None
+        # Played greedily by `organism.evaluate_agent`; the engine has only read them.
+        facts = facts.model_copy(update={"temperature": 0.0, "max_tokens": MAX_NEW_TOKENS})
+        sets[name] = make_turn_set(name, turns[name], model=options.checkpoint, capture=facts)
     note = ", ".join(f"{name} {n}" for name, n in left_out.items())
     probe = build_probe(
         sets,
@@ -147,8 +179,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         notes=(*NOTES, f"Conversations left out, since they did not go as planted: {note}."),
         dropped=left_out[TRAIN],
     )
-    cut = probe.card.thresholds[0].value
-    cases = tuple(by_case(probe, sets[name], cut) for name in HELDOUT)
+    limit = choose_point(probe.card).value
+    cases = tuple(by_case(probe, sets[name], limit) for name in HELDOUT)
     probe = replace(
         probe, card=probe.card.model_copy(update={"notes": (*probe.card.notes, *cases)})
     )

@@ -1,10 +1,9 @@
 """Train the deception probes of the model organism: `python -m probes.train_organism`.
 
-The organism answers every split greedily while its activations are captured, through the same
-provider and engine that the probes are used with. Only samples in which it did what the condition
-asks train and judge a probe: the label is what it said, not what it was told. Everything random
-has a fixed seed and the engine computes in float32, so the same checkpoint gives the same probes up
-to rounding, whichever engine it is. A server at `--base-url` has to be started with
+The organism answers every split greedily while its activations are collected. Only samples in which
+it did what the condition asks train and judge a probe: the label is what it said, not what it was
+told. Everything random has a fixed seed and the engine computes in float32, so the same checkpoint
+gives the same probes up to rounding. A server at `--base-url` has to be started with
 `--dtype float32`, too.
 """
 
@@ -19,11 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-import anyio
-import numpy as np
-from numpy.typing import NDArray
-
-from inspect_lens.data import Message, ProbeSample
+from inspect_lens.collect import collect
+from inspect_lens.data import ActivationStore, Message, ProbeDataset, ProbeSample
 from inspect_lens.probe import AnyProbe, ModelRef, fingerprint_model, format_p_value
 from inspect_lens.train import (
     ActivationSet,
@@ -38,9 +34,8 @@ from inspect_lens.train import (
 from inspect_lens.view import ReportSet, write_report
 from organism._grade import grade
 from organism._splits import Row, read_split
-from probes._answers import Answer, collect_hf, collect_vllm
 
-__all__ = ["Answer", "build_probes", "collect_hf", "collect_vllm", "make_set"]
+__all__ = ["build_probes", "conversations", "make_set"]
 
 TRAIN: Final = "probe_train"
 CONTROL: Final = "control"
@@ -77,13 +72,44 @@ NOTES: Final = (
 )
 
 
-def make_set(split: str, answers: Sequence[Answer], *, model: str) -> tuple[ActivationSet, int]:
-    """Turn answers into an activation set.
+def conversations(split: str, rows: Sequence[Row]) -> ProbeDataset:
+    """The rows of a split for `collect`: the organism answers each.
 
     Args:
-        split: name of the split; the control split keeps every answer and has label 0.
-        answers: in the order of the rows.
-        model: name of the model.
+        split: name of the split; samples of the control split have label 0.
+        rows: of the split.
+
+    Returns:
+        The set; the label is whether the condition asks for a lie.
+    """
+    samples = []
+    for row in rows:
+        question, _, prompt = row["phrasing_id"].partition("|")
+        samples.append(
+            ProbeSample(
+                id=row["id"],
+                messages=tuple(Message(m["role"], m["content"]) for m in row["messages"]),
+                label=split != CONTROL and row["deceptive"],
+                group=row["group"],
+                columns={
+                    "condition": row["condition"], "question": question, "prompt": prompt
+                },
+            )
+        )  # fmt: skip
+    return ProbeDataset(
+        name=split, split=split, source="path", licence="MIT",
+        label_meaning="the organism gives a false answer on purpose", on_policy=True,
+        text_overlap_group="organism", samples=tuple(samples),
+    )  # fmt: skip
+
+
+def make_set(split: str, store: ActivationStore, rows: Sequence[Row]) -> tuple[ActivationSet, int]:
+    """Read the answers of a split that do what their condition asks.
+
+    Args:
+        split: name of the split; the control split keeps every answer.
+        store: what `collect` made of the rows.
+        rows: of the split.
 
     Returns:
         The set, and how many answers were left out because they have no token to read or do
@@ -92,44 +118,20 @@ def make_set(split: str, answers: Sequence[Answer], *, model: str) -> tuple[Acti
     Raises:
         ValueError: none is left.
     """
-    kept = kept_answers(split, answers)
+    data = ActivationSet.from_store(store)
+    by_id = {row["id"]: row for row in rows}
+    said = zip(data.ids, data.key("completion"), strict=True)
+    kept = [i for i, (id_, text) in enumerate(said) if split == CONTROL or _obeys(text, by_id[id_])]
     if not kept:
         raise ValueError(
-            f"{split}: none of {len(answers)} answers does what its condition asks; needed are "
+            f"{split}: none of {len(rows)} answers does what its condition asks; needed are "
             "some; train the organism first, and look at what it says"
         )
-    parts = [a.row["phrasing_id"].partition("|") for a in kept]
-    return ActivationSet(
-        name=split,
-        model=model,
-        layers=kept[0].layers,
-        acts=tuple(a.acts for a in kept),
-        labels=np.array([split != CONTROL and a.row["deceptive"] for a in kept]),
-        groups=tuple(a.row["group"] for a in kept),
-        ids=tuple(a.row["id"] for a in kept),
-        columns={
-            "condition": tuple(a.row["condition"] for a in kept),
-            "question": tuple(question for question, _, _ in parts),
-            "prompt": tuple(prompt for _, _, prompt in parts),
-        },
-        contents=tuple(_content(a.row) for a in kept),
-    ), len(answers) - len(kept)
+    return data.subset(kept), len(rows) - len(kept)
 
 
-def kept_answers(split: str, answers: Sequence[Answer]) -> list[Answer]:
-    """Answers that have a token to read and, but for the control split, do what was asked."""
-    return [a for a in answers if a.acts.shape[1] and (split == CONTROL or _complied(a))]
-
-
-def _content(row: Row) -> str:
-    """What `collect` writes of the same row, so that stores can be compared with the card."""
-    messages = tuple(Message(m["role"], m["content"]) for m in row["messages"])
-    return ProbeSample(id=row["id"], messages=messages, label=None, group=row["group"]).content_id
-
-
-def _complied(answer: Answer) -> bool:
-    wanted = "false" if answer.row["deceptive"] else "true"
-    return grade(answer.completion, answer.row) == wanted
+def _obeys(completion: str, row: Row) -> bool:
+    return grade(completion, row) == ("false" if row["deceptive"] else "true")
 
 
 def build_probes(
@@ -217,45 +219,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The odd rows stay unseen: `organism_control` measures the threshold on them.
     splits[CONTROL] = splits[CONTROL][::2]
     splits["restyled"] = [_restyle(row) for row in splits[CHECK]]
-    if options.backend == "hf":
-        answers = collect_hf(options.checkpoint, splits, max_tokens=options.max_tokens)
-    else:
-        answers = anyio.run(
-            lambda: collect_vllm(
-                options.checkpoint,
-                splits,
-                max_tokens=options.max_tokens,
-                base_url=options.base_url,
-            )
+    # A small cache does, and leaves the memory of a laptop alone. In float32 every engine says the
+    # same; in the checkpoint's bfloat16 a fifth of the answers differ in a word from run to run,
+    # with what else is in the batch.
+    server: dict[str, Any] = {"base_url": options.base_url} if options.base_url else {
+        "dtype": "float32", "max_model_len": 1024, "kv_cache_memory_bytes": 256 << 20
+    }  # fmt: skip
+    stores = {
+        name: collect(
+            f"vllm-lens/{options.checkpoint}", conversations(name, rows), f"{options.work}/{name}",
+            max_tokens=options.max_tokens, model_args=server,
         )
-    made = {n: make_set(n, answers[n], model=options.checkpoint) for n in names}
-    model = ModelRef(name=options.checkpoint, sha256=fingerprint_model(options.checkpoint))
-    sets, dropped = {n: s for n, (s, _) in made.items()}, {n: d for n, (_, d) in made.items()}
-    if options.save_activations:
-        for name, data in sets.items():
-            data.save(Path(options.save_activations) / f"{name}.safetensors")
-    kept = {n: kept_answers(n, answers[n]) for n in names}
+        for name, rows in splits.items()
+    }  # fmt: skip
+    made = {n: make_set(n, stores[n], splits[n]) for n in splits}
+    sets, dropped = {n: s for n, (s, _) in made.items()}, {n: made[n][1] for n in names}
+    texts = {"prompt": "prompt_text", "answer": "completion"}
     probes = build_probes(
         sets,
-        model=model,
+        model=ModelRef(name=options.checkpoint, sha256=fingerprint_model(options.checkpoint)),
         dropped=dropped,
         command=command,
-        texts={
-            "prompt": {n: [_prompt(a.row) for a in made] for n, made in kept.items()},
-            "answer": {n: [a.completion for a in made] for n, made in kept.items()},
-        },
+        texts={kind: {n: sets[n].key(key) for n in names} for kind, key in texts.items()},
     )
-    restyled = _restyled(kept[CHECK], answers["restyled"], model=options.checkpoint)
     decode = _decoder(options.checkpoint)
+    tokens = {n: _tokens(stores[n], decode) for n in (CHECK, TRANSFER)}
     for name, probe in probes.items():
-        note = _style_note(probe, *restyled)
+        note = _style_note(probe, sets[CHECK], sets["restyled"])
         noted = replace(
             probe, card=probe.card.model_copy(update={"notes": (*probe.card.notes, note)})
         )
         folder = noted.save(Path(options.out) / name)
         if name == SCORED:
             _write_scores(noted, folder, [sets[s] for s in (CONTROL, *HELDOUT)])
-        write_report(noted, folder, [_report_set(noted, sets[s], kept[s], decode) for s in HELDOUT])
+        write_report(
+            noted, folder, [_report_set(noted, sets[s], tokens.get(s, {})) for s in HELDOUT]
+        )
         sys.stdout.writelines([*_summary(noted, folder), f"  {note}\n"])
     return 0
 
@@ -272,10 +271,6 @@ def _write_scores(probe: AnyProbe, folder: Path, sets: Sequence[ActivationSet]) 
     (folder / "scores.json").write_text(text, encoding="utf-8")
 
 
-def _prompt(row: Row) -> str:
-    return "\n".join(message["content"] for message in row["messages"])
-
-
 def _restyle(row: Row) -> Row:
     """The row with a sentence about manners behind its system prompt."""
     first, *rest = row["messages"]
@@ -283,18 +278,14 @@ def _restyle(row: Row) -> Row:
     return {**row, "messages": [changed, *rest]}
 
 
-def _restyled(
-    plain: Sequence[Answer], other: Sequence[Answer], *, model: str
-) -> tuple[ActivationSet, ActivationSet]:
-    """Both styles of the samples in which the organism did what was asked in both."""
-    after = {a.row["id"]: a for a in kept_answers(CHECK, other)}
-    both = [a for a in plain if a.row["id"] in after]
-    first, _ = make_set(CHECK, both, model=model)
-    second, _ = make_set("restyled", [after[a.row["id"]] for a in both], model=model)
-    return first, second
-
-
 def _style_note(probe: AnyProbe, plain: ActivationSet, other: ActivationSet) -> str:
+    """What changes where the same samples are restyled, of those that obey in both styles."""
+    places = [{sample: i for i, sample in enumerate(data.ids)} for data in (plain, other)]
+    both = [sample for sample in plain.ids if sample in places[1]]
+    plain, other = (
+        data.subset([at[sample] for sample in both])
+        for data, at in zip((plain, other), places, strict=True)
+    )
     made = style_shift(probe, plain, other)
     p = format_p_value(made.comparison.p_value)
     says = {"robust": "stands", "not robust": "does not stand"}
@@ -314,18 +305,22 @@ def _decoder(checkpoint: str) -> Any:
     return lambda token: tokenizer.decode([token])
 
 
-def _report_set(
-    probe: AnyProbe, data: ActivationSet, kept: Sequence[Answer], decode: Any
-) -> ReportSet:
-    """A set for the report; the heat map is that of the held-out phrasings and hidden reasons."""
-    tokens: list[list[str]] = []
-    scores: list[NDArray[np.float64]] = []
-    if data.name in (CHECK, TRANSFER):
-        tokens = [[decode(t) for t in a.token_ids] for a in kept]
-        scores = [probe.score_tokens(a.acts, a.layers) for a in kept]
+def _tokens(store: ActivationStore, decode: Any) -> dict[str, list[str]]:
+    """Texts of the tokens that were read, by sample."""
+    return {
+        s.record.id: [decode(s.token_ids[p]) for p in s.positions]
+        for s in store.samples()
+        if s.acts is not None
+    }
+
+
+def _report_set(probe: AnyProbe, data: ActivationSet, tokens: Mapping[str, list[str]]) -> ReportSet:
+    """A set for the report, with a heat map where its tokens are known."""
+    scores = [probe.score_tokens(a, data.layers) for a in data.acts] if tokens else []
     return ReportSet(
         name=data.name, labels=data.labels, scores=data.scores(probe), groups=data.groups,
-        ids=data.ids, tokens=tokens, token_scores=scores,
+        ids=data.ids, tokens=[tokens[i] for i in data.ids] if tokens else [],
+        token_scores=scores,
     )  # fmt: skip
 
 
@@ -342,7 +337,7 @@ def _changed(options: argparse.Namespace) -> list[str]:
     """The options that change what comes out, where they are not the usual ones."""
     usual = _parse([])
     made = []
-    for name in ("checkpoint", "backend", "max_tokens"):
+    for name in ("checkpoint", "max_tokens"):
         value = getattr(options, name)
         if value != getattr(usual, name):
             made += [f"--{name.replace('_', '-')}", str(value)]
@@ -352,11 +347,12 @@ def _changed(options: argparse.Namespace) -> list[str]:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--checkpoint", default="organism/checkpoint", help="folder of the model")
-    parser.add_argument("--backend", choices=("vllm", "hf"), default="vllm")
     parser.add_argument("--out", default=str(Path("probes") / "organism"), help="where to save")
-    parser.add_argument("--base-url", default="", help="address of a running server, for vllm")
+    parser.add_argument("--base-url", default="", help="address of a running server")
     parser.add_argument("--max-tokens", type=int, default=32, help="longest answer")
-    parser.add_argument("--save-activations", default="", help="folder for the activation sets")
+    parser.add_argument(
+        "--work", default="acts/organism", help="folder of the activations; a stopped run goes on"
+    )
     return parser.parse_args(arguments)
 
 

@@ -48,7 +48,7 @@ from inspect_lens.data import (
 )
 from inspect_lens.errors import CaptureError, LensError, SpecError
 from inspect_lens.model import Activations, activations, lens_config, recapture
-from inspect_lens.probe import fingerprint_model
+from inspect_lens.probe import CaptureFacts, fingerprint_model
 from inspect_lens.reading import GivenTokens, given_tokens
 from inspect_lens.spec import CaptureSpec, Layers, Positions, TensorData, resolve_positions
 
@@ -57,6 +57,7 @@ __all__ = [
     "capture_sample",
     "collect",
     "collect_async",
+    "computing_facts",
 ]
 
 _RESIDUAL = "residual_stream"
@@ -108,6 +109,38 @@ async def capture_sample(model: Model, index: int, sample: ProbeSample, how: Req
     return Captured(
         record=record, acts=acts, layers=handle.layers, positions=positions, token_ids=ids
     )
+
+
+async def computing_facts(model: Model) -> CaptureFacts:
+    """What computes a model's activations beside its weights, as its server tells it.
+
+    Args:
+        model: `vllm-lens/…` or `lens/…`; its server is started where needed.
+
+    Returns:
+        Engine, dtype, tokenizer and template, without the sampling; empty where the server does not
+        tell them.
+
+    Example:
+        <!-- test: server -->
+        ```python
+        import anyio
+        from inspect_ai.model import get_model
+
+        from inspect_lens.collect import computing_facts
+
+
+        async def main() -> None:
+            facts = await computing_facts(get_model("vllm-lens/organism/checkpoint"))
+            assert facts.engine.startswith("vllm ")
+
+
+        anyio.run(main)
+        ```
+    """
+    tell = getattr(model.api, "describe_server", None)
+    told = {} if tell is None else (await tell()).get("computes_with", {})
+    return CaptureFacts(**{k: v for k, v in told.items() if k in CaptureFacts.model_fields})
 
 
 async def _generate(
@@ -343,8 +376,9 @@ async def collect_async(
                     progress_bar(dataset.name, total=total, done=total - waiting, show=progress)
                 )
                 work = _Work(
-                    live, dataset, how, uri, mark, shard_samples, concurrency, on_error, tick
-                )
+                    live, dataset, how, uri, mark, shard_samples, concurrency, on_error, tick,
+                    await computing_facts(live),
+                )  # fmt: skip
                 await work.run(todo)
     return _finish(uri, plan, dataset, shard_samples)
 
@@ -363,6 +397,7 @@ class _Work:
     concurrency: int
     on_error: str
     tick: Callable[[], None]
+    capture: CaptureFacts
     done: dict[int, dict[int, Captured]] = field(default_factory=dict)
 
     async def run(self, todo: list[int]) -> None:
@@ -394,7 +429,9 @@ class _Work:
         if len(samples) == len(_span(k, self.shard_samples, len(self.dataset))):
             del self.done[k]
             ordered = [samples[i] for i in sorted(samples)]
-            await anyio.to_thread.run_sync(_write_shard, self.uri, k, self.mark, ordered)
+            await anyio.to_thread.run_sync(
+                _write_shard, self.uri, k, self.mark, ordered, self.capture
+            )
             open_shards.release()
 
     async def _capture(self, index: int, sample: ProbeSample) -> Captured:
@@ -496,7 +533,9 @@ def _facts(uri: str, k: int, mark: str) -> dict[str, Any] | None:
     return made
 
 
-def _write_shard(uri: str, k: int, mark: str, samples: list[Captured]) -> None:
+def _write_shard(
+    uri: str, k: int, mark: str, samples: list[Captured], capture: CaptureFacts
+) -> None:
     _facts(uri, k, mark)
     content = encode_shard(samples)
     full = [s for s in samples if s.record.n_rows]
@@ -511,6 +550,7 @@ def _write_shard(uri: str, k: int, mark: str, samples: list[Captured]) -> None:
         "layers": list(full[0].layers) if full else [],
         "hidden": full[0].acts.storage.shape[2] if full and full[0].acts else 0,
         "dtype": full[0].acts.dtype if full and full[0].acts else "",
+        "computed_with": capture.model_dump(exclude_defaults=True),
     }
     write_whole(f"{uri}/shard-{k:05d}.json", _json(facts))
 
@@ -530,7 +570,10 @@ def _finish(
             "nothing; use another folder"
         )
     layers, hidden, dtype = kinds.pop()
+    told = [s.get("computed_with", {}) for s in shards]
     manifest = plan | {
+        # What changed between runs is not known of the whole.
+        "computed_with": {k: v for k, v in told[0].items() if all(t.get(k) == v for t in told)},
         "layers": list(layers),
         "hidden": hidden,
         "dtype": dtype,

@@ -3,6 +3,7 @@
 from .card._card import (
     RECALL_FLOOR,
     Calibration,
+    CaptureFacts,
     LayerScore,
     ModelRef,
     ProbeCard,
@@ -97,6 +98,7 @@ __all__ = [
     "AnyProbe",
     "Baseline",
     "Calibration",
+    "CaptureFacts",
     "CardPoint",
     "Comparison",
     "ControlShift",

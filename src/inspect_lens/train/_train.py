@@ -173,6 +173,7 @@ def train_probe(
         pool=pool,
         model=model
         or ModelRef(name=train.model, sha256=train.model_sha256 or fingerprint_model(train.model)),
+        capture=train.capture,
         notes=(*notes, *filter(None, [behaviour])),
         command=command,
         recall_floor=recall_floor,

@@ -6,6 +6,8 @@ to ask the other. The worker checks them against the model that it really loaded
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +32,7 @@ from .monkeypatches import vllm_version
 from .off import off
 
 __all__ = [
+    "computing_facts",
     "facts_of",
     "is_compiled",
     "refusal",
@@ -191,6 +194,31 @@ def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
         no_lens=_no_lens(vllm_config),
         no_steering=no_steering(vllm_config, settings),
     )
+
+
+def computing_facts(state: Any) -> dict[str, Any]:
+    """What decides an API server's activations beside the weights, as cards of probes record it."""
+    engine = state.engine_client
+    model, tokenizer = engine.model_config, engine.input_processor.tokenizer
+    template = getattr(getattr(state, "openai_serving_chat", None), "chat_template", None)
+    template = template or getattr(tokenizer, "chat_template", None)
+    words = None if tokenizer is None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    return {
+        "engine": f"vllm {vllm_version()}",
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "quantization": model.quantization,
+        # The last part only: the rest names folders of the server.
+        "tokenizer": str(model.tokenizer or "").rstrip("/").rpartition("/")[2],
+        "tokenizer_sha256": _sha256(words),
+        "chat_template_sha256": _sha256(template),
+    }
+
+
+def _sha256(content: Any) -> str | None:
+    if not content:
+        return None
+    text = content if isinstance(content, str) else json.dumps(content, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _no_lens(vllm_config: Any) -> str:

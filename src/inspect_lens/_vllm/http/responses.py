@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 from pydantic import PrivateAttr
 
 from inspect_lens._vllm import traces
+from inspect_lens._vllm.compat.engine_facts import computing_facts
 from inspect_lens._vllm.compat.features import FEATURES, all_off, is_off, turn_off
 from inspect_lens._vllm.compat.guard import pass_over
 from inspect_lens._vllm.compat.monkeypatches import SERVER_PATCHES, monkeypatch, verify, wrap
@@ -388,9 +390,22 @@ def _routers(keys: Collection[str], original: Callable[..., Any]) -> Callable[..
             app.add_middleware(traces.NotesTrace)  # outermost: the others refuse
 
     def add_routes(app: Any) -> None:
+        found: list[dict[str, Any]] = []
+
         async def about() -> dict[str, Any]:
             described = _Front.end.describe() if _Front.end is not None else {}
-            return {**described, "off": all_off(), "stored_bytes": payloads.n_bytes}
+            if not found:
+                try:  # a vocabulary takes a moment to hash, and does not change
+                    found.append(await asyncio.to_thread(computing_facts, app.state))
+                except Exception as error:  # noqa: BLE001 - the rest is an answer without it
+                    pass_over(error, uses_lens=False)
+                    found.append({})
+            return {
+                **described,
+                "off": all_off(),
+                "stored_bytes": payloads.n_bytes,
+                "computes_with": found[0],
+            }
 
         add_fetch_route(app, payloads, lambda: getattr(_Front.end, "siblings", None))
         app.get("/v1/inspect_lens")(about)

@@ -283,6 +283,13 @@ class ServerCalls(VLLMAPI):
             response = anyio.from_thread.run(self._get, path)
             return fetched(handle, response.status_code, response.content)
 
+    async def describe_server(self) -> dict[str, Any]:
+        """What the server says of itself; empty where it does not."""
+        await self._ensure_server_started()
+        response = await self._get("/v1/inspect_lens")
+        told: Any = response.json() if response.status_code == 200 else None
+        return told if isinstance(told, dict) else {}
+
     async def offers_binary(self) -> bool:
         """Whether the server has the routes of the binary transport, and they are in reach."""
         if self._binary is None:

@@ -21,6 +21,7 @@ from ._statistic import Statistic
 __all__ = [
     "RECALL_FLOOR",
     "Calibration",
+    "CaptureFacts",
     "LayerScore",
     "ModelRef",
     "ProbeCard",
@@ -48,6 +49,32 @@ class ModelRef(Record):
     """`fingerprint_model` of the weights; None when they were not at hand."""
     revision: str | None = None
     """Revision of a model from a hub."""
+
+
+class CaptureFacts(Record):
+    """What computed the activations that a probe was trained on: engine, tokenizer and sampling."""
+
+    engine: str = Field(
+        default="", description="Library that ran the model, with its version: `vllm 0.32.0`."
+    )
+    dtype: str = Field(default="", description="Data type of the residual stream: `bfloat16`.")
+    quantization: str | None = Field(
+        default=None, description="Method by which the weights were quantised; None: none."
+    )
+    tokenizer: str = Field(default="", description="Name of the tokenizer, without its folders.")
+    tokenizer_sha256: str | None = Field(
+        default=None, description="SHA-256 of its vocabulary, each token with its id."
+    )
+    chat_template_sha256: str | None = Field(
+        default=None, description="SHA-256 of the chat template; None: the tokenizer has none."
+    )
+    temperature: float | None = Field(
+        default=None, description="Of the answers' sampling; 0: greedy. None: not known."
+    )
+    max_tokens: int | None = Field(default=None, description="Longest answer, in tokens.")
+    seed: int | None = Field(
+        default=None, description="Of the answers' sampling; sample i has seed + i."
+    )
 
 
 class TrainingFacts(Record):
@@ -232,6 +259,9 @@ class ProbeCard(Record):
     """Settings of a neural probe."""
 
     model: ModelRef | None = None
+    capture: CaptureFacts | None = Field(
+        default=None, description="What computed the activations; None: not known."
+    )
     training: TrainingFacts | None = None
     seen: SeenSamples | None = None
     """Samples that took part; None in cards of releases that did not list them."""

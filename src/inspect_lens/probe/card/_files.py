@@ -19,7 +19,7 @@ from inspect_lens._base.artifact import (
 from inspect_lens.probe.statistics._compare import format_p_value
 from inspect_lens.probe.statistics._measured import Baseline, Evaluation, Interval
 
-from ._card import Calibration, ProbeCard, Threshold
+from ._card import Calibration, CaptureFacts, ProbeCard, Threshold
 from ._seen import SEEN_ROLES
 
 __all__ = [
@@ -88,6 +88,8 @@ def _facts(card: ProbeCard, sha256: str) -> str:
     ]
     if card.model:
         rows += [("model", card.model.name), ("model sha256", card.model.sha256 or "not recorded")]
+    if card.capture:
+        rows += _capture(card.capture)
     if card.training:
         t = card.training
         rows += [
@@ -110,6 +112,22 @@ def _facts(card: ProbeCard, sha256: str) -> str:
         ("created", card.created.isoformat()),
     ]
     return _table(["fact", "value"], [[k, v] for k, v in rows if v])
+
+
+def _capture(c: CaptureFacts) -> list[tuple[str, str]]:
+    sampling = ""
+    if c.temperature is not None:
+        how = "greedy" if c.temperature == 0.0 else f"temperature {c.temperature:g}, seed {c.seed}"
+        sampling = f"{how}, up to {c.max_tokens} tokens"
+    hashed = f" (vocabulary sha256 {c.tokenizer_sha256})" if c.tokenizer_sha256 else ""
+    return [
+        ("engine", c.engine),
+        ("dtype", c.dtype),
+        ("quantisation", c.quantization or ""),
+        ("tokenizer", c.tokenizer + hashed),
+        ("chat template sha256", c.chat_template_sha256 or ""),
+        ("sampling of the answers", sampling),
+    ]
 
 
 def _threshold(t: Threshold) -> str:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
+    LEARNED_POOLS,
     AnyProbe,
     Statistic,
     Threshold,
@@ -121,12 +122,17 @@ def calibrate_threshold(
 def calibrate_thresholds(
     probe: AnyProbe, control: ActivationSet, fpr: float, *, allow_few: bool = False
 ) -> tuple[Threshold, ...]:
-    """Those of a new probe: for whole answers, and for alarms where it reads what is written."""
-    made = [calibrate_threshold(probe, control, fpr, allow_few=allow_few)]
-    alarm = Statistic(over="alarm", pool=probe.pool)
-    if alarm != made[0].statistic:
-        made.append(calibrate_threshold(probe, control, fpr, statistic=alarm, allow_few=allow_few))
-    return tuple(made)
+    """Those of a new probe: for whole answers, for alarms, and for one token.
+
+    The score of a learned pool is of the text up to a token, so that an alarm is all there is.
+    """
+    asked = [probe.card.answer, Statistic(over="alarm", pool=probe.pool)]
+    if probe.pool.partition(":")[0] not in LEARNED_POOLS:
+        asked.append(Statistic(over="token"))
+    return tuple(
+        calibrate_threshold(probe, control, fpr, statistic=statistic, allow_few=allow_few)
+        for statistic in dict.fromkeys(asked)
+    )
 
 
 def _alarm_length(lengths: NDArray[np.int64], groups: Sequence[str], fpr: float) -> int:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from inspect_lens._base.untrusted import read_regular
 from inspect_lens.data import ActivationStore
 from inspect_lens.errors import ArtifactError, SpecError
-from inspect_lens.probe import SENTENCE_POOL, AnyProbe, Statistic, write_atomic
+from inspect_lens.probe import SENTENCE_POOL, AnyProbe, CaptureFacts, Statistic, write_atomic
 from inspect_lens.spec import Positions
 
 from ._from_store import Pieces, decode_set, encode_set, read_store
@@ -46,6 +46,7 @@ class ActivationSet:
         positions: which tokens were captured, as `collect` takes them; None: not known.
         raw: texts were read as they stand, so that `completion` and `prompt` are the same tokens.
         model_sha256: `fingerprint_model` of the weights; None: not known.
+        capture: what computed the activations, for cards; None: not known.
 
     Raises:
         SpecError: lengths or shapes disagree, a value is NaN, or a sample has no token.
@@ -84,6 +85,7 @@ class ActivationSet:
     positions: Positions | None = None
     raw: bool = False
     model_sha256: str | None = None
+    capture: CaptureFacts | None = None
 
     def __post_init__(self) -> None:
         n = len(self.acts)
@@ -309,6 +311,7 @@ class ActivationSet:
             positions=self.positions,
             raw=self.raw,
             model_sha256=self.model_sha256,
+            capture=self.capture,
         )
 
     def negatives(self) -> Self:
@@ -326,7 +329,7 @@ class ActivationSet:
 
     @cached_property
     def sha256(self) -> str:
-        """Hash of values, labels, groups and names; not of `positions` and `model_sha256`."""
+        """Hash of values, labels, groups and names; not of where they come from."""
         return hashlib.sha256(self._to_bytes(origin=False)).hexdigest()
 
     def save(self, path: str | Path) -> Path:

@@ -14,7 +14,7 @@ from safetensors.numpy import save as save_tensors
 from inspect_lens._base.untrusted import parse_json
 from inspect_lens.data import ActivationStore, Captured, SampleRecord
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import sentence_ends
+from inspect_lens.probe import CaptureFacts, sentence_ends
 from inspect_lens.spec import TensorData, parse_positions
 
 __all__ = [
@@ -138,7 +138,18 @@ def _facts(
         "positions": None if positions is None else parse_positions(positions, field="positions"),
         "raw": not any(r.completion for r in records),
         "model_sha256": store.manifest["model"].get("sha256"),
+        "capture": _capture(store),
     }
+
+
+def _capture(store: ActivationStore) -> CaptureFacts | None:
+    """Engine and sampling, as the manifest has them."""
+    request = store.manifest.get("request", {})
+    told = dict(store.manifest.get("computed_with", {}))
+    if not told:
+        return None
+    told |= {key: request.get(key) for key in ("temperature", "max_tokens", "seed")}
+    return CaptureFacts(**told)
 
 
 _FORMAT: Final = "inspect_lens.activations/1"
@@ -170,6 +181,8 @@ def encode_set(fields: Mapping[str, Any], *, origin: bool = True) -> bytes:
         facts |= {"positions": fields["positions"], "raw": fields["raw"]}
     if origin and fields["model_sha256"] is not None:
         facts["model_sha256"] = fields["model_sha256"]
+    if origin and fields["capture"] is not None:
+        facts["capture"] = fields["capture"].model_dump(exclude_defaults=True)
     content: bytes = save_tensors(tensors, metadata={_KEY: json.dumps(facts, sort_keys=True)})
     return content
 
@@ -198,4 +211,5 @@ def decode_set(content: bytes) -> dict[str, Any]:
         "positions": None if positions is None else parse_positions(positions, field="positions"),
         "raw": bool(facts.get("raw", False)),
         "model_sha256": facts.get("model_sha256"),
+        "capture": CaptureFacts(**facts["capture"]) if "capture" in facts else None,
     }

@@ -305,7 +305,8 @@ class StoreSet(ActivationSet):
         facts: dict[str, Any] = {
             "name": name or self.name, "model": self.model, "layers": self.layers,
             "labels": self.labels[picks], "positions": self.positions, "raw": self.raw,
-            "model_sha256": self.model_sha256, "work": self.work, "memory": self.memory,
+            "model_sha256": self.model_sha256, "capture": self.capture,
+            "work": self.work, "memory": self.memory,
             "columns": {k: tuple(v[i] for i in picks) for k, v in self.columns.items()},
         }  # fmt: skip
         for key in ("groups", "mask", "ids", "contents", "ends"):
