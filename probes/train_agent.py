@@ -162,7 +162,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             as_texts(name, played),
             f"{options.work}/{name}",
             positions="all",
-            model_args={"dtype": "float32", "max_model_len": 4096},
+            # A small cache does, and leaves the memory of a laptop alone.
+            model_args={
+                "dtype": "float32",
+                "max_model_len": 2048,
+                "kv_cache_memory_bytes": 256 << 20,
+            },
         )
         turns[name], left_out[name] = read_turns(store, played)
         facts = StoreSet(store).capture

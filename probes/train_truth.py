@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from evals.organism_truth import claims
 from inspect_lens.collect import collect
@@ -89,7 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--base-url", default="", help="address of a running server")
     options = parser.parse_args(arguments)
     # In float32 every engine says the same; a server that runs has to be started so.
-    server = {"base_url": options.base_url} if options.base_url else {"dtype": "float32"}
+    server: dict[str, Any] = {"base_url": options.base_url} if options.base_url else {
+        "dtype": "float32", "max_model_len": 1024, "kv_cache_memory_bytes": 256 << 20
+    }  # fmt: skip
     sets = {}
     with tempfile.TemporaryDirectory() as work:
         for split in (TRAIN, CONTROL, *HELDOUT):

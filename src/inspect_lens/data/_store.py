@@ -217,7 +217,7 @@ class ActivationStore:
     def rows(
         self, layer: int, *, size: int = 8192
     ) -> Iterator[tuple[NDArray[np.float32], NDArray[np.bool_]]]:
-        """Rows of one layer with their labels, in pieces; for `train.fit_stream`.
+        """Rows of one layer with their labels, in pieces.
 
         Args:
             layer: one of `layers`.

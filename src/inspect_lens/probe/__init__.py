@@ -27,13 +27,18 @@ from .pooling._head import (
     pool_head,
     pool_heads,
 )
-from .pooling._pool import POOLS, SENTENCE_POOL, Pool, parse_pool, pool_scores, sentence_ends
-from .pooling._streaming import (
+from .pooling._pool import (
+    POOLS,
+    SENTENCE_POOL,
     AlarmDelays,
+    Pool,
     StreamingPool,
     alarm_delays,
     first_crossing,
+    parse_pool,
+    pool_scores,
     running_pool,
+    sentence_ends,
 )
 from .pooling._tokens import SELECTIONS, TokenText, select_tokens
 from .statistics._bootstrap import bootstrap_interval

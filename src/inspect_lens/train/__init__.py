@@ -38,7 +38,6 @@ from .families._sequence import SequenceEstimator
 from .families._torch_logistic import TorchLogisticProbe
 from .fitting._across import CarriedProbe, transfer_probe
 from .fitting._fit import fit_layers, fit_on
-from .fitting._stream import fit_stream
 from .fitting._thresholds import calibrate_threshold
 from .judging._baselines import (
     bag_of_words_scores,
@@ -145,7 +144,6 @@ __all__ = [
     "fit_jacobian_lens",
     "fit_layers",
     "fit_on",
-    "fit_stream",
     "fit_threshold",
     "fit_tuned_lens",
     "from_arrays",

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,20 @@ from sklearn.preprocessing import StandardScaler
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import ProbeCard, delong_interval
-from inspect_lens.train import DirectionEstimator, LogisticProbe, MeanDifferenceProbe
+from inspect_lens.train import (
+    AttentionProbe,
+    DirectionEstimator,
+    EnsembleProbe,
+    LATProbe,
+    LDAProbe,
+    LogisticProbe,
+    MassMeanProbe,
+    MeanDifferenceProbe,
+    PressureLogisticProbe,
+    SAEFeatureProbe,
+    SklearnProbe,
+    TorchLogisticProbe,
+)
 
 H = 24
 ESTIMATORS = [
@@ -143,3 +157,39 @@ def test_normalised_mean_difference_has_the_same_ranking() -> None:
     a, b = MeanDifferenceProbe().fit(x, y), MeanDifferenceProbe(normalize=True).fit(x, y)
     assert np.linalg.norm(b.coef_) == pytest.approx(1.0)
     assert roc_auc_score(y, a.decision_function(x)) == roc_auc_score(y, b.decision_function(x))
+
+
+WEIGHTED: list[Any] = [
+    *ESTIMATORS, MassMeanProbe(iid=True), LDAProbe(shrinkage="ridge"),
+    LDAProbe(shrinkage=None, equal_priors=False), PressureLogisticProbe(),
+    TorchLogisticProbe(epochs=20), SAEFeatureProbe(k=4), SAEFeatureProbe(raw=True),
+    AttentionProbe(optimizer="lbfgs", lr=1.0, steps=2, heads=2),
+    EnsembleProbe(base=MeanDifferenceProbe(), folds=2, stack="lr"),
+    SklearnProbe(LogisticRegression(tol=1e-9)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("estimator", WEIGHTED, ids=str)
+def test_a_weight_of_two_is_a_row_twice_and_of_none_no_row(estimator: Any) -> None:
+    # Few rows: heads hold none back, and an ensemble is calibrated on what it was fitted on.
+    x, y, _ = planted(15, 1.0)
+    counts = np.random.default_rng(0).integers(0, 3, len(y))
+    if isinstance(estimator, EnsembleProbe):
+        estimator = clone(estimator).set_params(folds=1)
+    ours = clone(estimator).fit(x, y, sample_weight=counts.astype(float))
+    again = clone(estimator).fit(np.repeat(x, counts, axis=0), np.repeat(y, counts))
+    plain = clone(estimator).fit(x, y)
+    a, b, c = (e.decision_function(x) for e in (ours, again, plain))
+    np.testing.assert_allclose(a, b, atol=2e-2 * np.abs(b).max())
+    assert np.abs(a - b).max() < 0.3 * np.abs(b - c).max()
+
+
+def test_weights_without_a_meaning_are_refused() -> None:
+    x, y, _ = planted(20, 1.0)
+    for estimator in (LATProbe(), LDAProbe(), EnsembleProbe(base=LATProbe(), folds=2)):
+        with pytest.raises(SpecError, match=r"sample_weight: .* allowed with weights are"):
+            estimator.fit(x, y, sample_weight=np.ones(40))
+    wrong = (np.ones(39), -np.ones(40), np.full(40, np.nan), np.zeros(40), np.ones((40, 2)))
+    for weight in wrong:
+        with pytest.raises(SpecError, match="sample_weight: "):
+            MeanDifferenceProbe().fit(x, y, sample_weight=weight)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from sklearn.base import clone
 
-from inspect_lens.errors import SpecError, UnsupportedError
+from inspect_lens.errors import SpecError
 from inspect_lens.probe import ProbeCard, auroc
 from inspect_lens.train import (
     LATProbe,
@@ -16,7 +16,6 @@ from inspect_lens.train import (
     LogisticProbe,
     MassMeanProbe,
     MeanDifferenceProbe,
-    fit_stream,
 )
 
 FAMILIES = [MeanDifferenceProbe(), MassMeanProbe(), LDAProbe(), LATProbe(n_pairs=400)]
@@ -60,20 +59,3 @@ def test_without_them_it_is_the_published_method(family: MeanDifferenceProbe) ->
     np.testing.assert_array_equal(ours.coef_, theirs.coef_)
     with pytest.raises(SpecError, match="'auto', 'robust' and 'none'"):
         clone(family).set_params(scaling="iqr").fit(x, y)
-
-
-def test_a_stream_says_what_it_cannot_scale() -> None:
-    x, y = planted(400, seed=0, huge=300.0)
-
-    def source() -> list[tuple[np.ndarray, np.ndarray]]:
-        return [(x[:200], y[:200]), (x[200:], y[200:])]
-
-    with pytest.warns(UserWarning, match="2 of 128 dimensions hold 100% of the variance"):
-        fit_stream(MeanDifferenceProbe(), source)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        fit_stream(MeanDifferenceProbe(scaling="none"), source)
-        x, y = planted(400, seed=0, huge=1.0)
-        fit_stream(MeanDifferenceProbe(), source)
-    with pytest.raises(UnsupportedError, match="medians of all rows"):
-        fit_stream(MeanDifferenceProbe(scaling="robust"), source)

@@ -19,6 +19,7 @@ from inspect_lens.train import (
     PressureLogisticProbe,
     RollingAttentionProbe,
     SAEFeatureProbe,
+    SequenceEstimator,
     TorchLogisticProbe,
 )
 
@@ -37,9 +38,29 @@ AT_NIGHT = [
 ]  # fmt: skip
 
 
+# Weights are not repeated rows where folds or batches are drawn, and where liblinear is; families
+# that have no meaning for weights refuse them.
+REPEATED = {"check_sample_weight_equivalence_on_dense_data": "rows are drawn"}
+REFUSED = REPEATED | dict.fromkeys(
+    (
+        "check_sample_weights_pandas_series", "check_sample_weights_not_an_array",
+        "check_sample_weights_list", "check_sample_weights_shape",
+        "check_sample_weights_not_overwritten",
+    ),
+    "weights are refused",
+)  # fmt: skip
+
+
+def expected(estimator: Any) -> dict[str, str]:
+    if isinstance(estimator, LATProbe) or getattr(estimator, "shrinkage", "") == "ledoit-wolf":
+        return REFUSED
+    drawn = isinstance(estimator, SequenceEstimator | EnsembleProbe | SAEFeatureProbe)
+    return REPEATED if drawn else {}
+
+
 @pytest.mark.parametrize("estimator", BY_DAY, ids=lambda e: type(e).__name__)
 def test_a_base_class_is_accepted(estimator: Any) -> None:
-    check_estimator(estimator)
+    check_estimator(estimator, expected_failed_checks=expected(estimator))
 
 
 @pytest.mark.nightly(
@@ -48,4 +69,4 @@ def test_a_base_class_is_accepted(estimator: Any) -> None:
 )
 @pytest.mark.parametrize("estimator", AT_NIGHT, ids=str)
 def test_a_family_is_accepted(estimator: Any) -> None:
-    check_estimator(estimator)
+    check_estimator(estimator, expected_failed_checks=expected(estimator))

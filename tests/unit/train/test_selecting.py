@@ -243,11 +243,39 @@ def copied_sets(kind: str, seed: int) -> tuple[ActivationSet, ActivationSet]:
     return made("fit", acts, texts), made("held", fresh, other)
 
 
+def templated(name: str, frames: range, *, shared: bool) -> ActivationSet:
+    """Questions in some frames about sixty entities, whose activations tell the entity."""
+    rng, fixed = np.random.default_rng(frames.start), np.random.default_rng(0)
+    entities = fixed.normal(size=(60, 24))
+    about = [(frame, entity) for frame in frames for entity in rng.permutation(60)[:6].tolist()]
+    return ActivationSet(
+        name=name, model="m", layers=(0,), labels=np.arange(len(about)) % 2,
+        acts=[(entities[e] + 0.3 * rng.normal(size=24))[None, None] for _, e in about],
+        groups=[f"{'' if shared else name}e{e}" for _, e in about],
+        ids=[f"{name}{i}" for i in range(len(about))],
+        columns={"question": [f"q{f}" for f, _ in about], "prompt_text": [""] * len(about),
+                 "completion": [f"frame{f} asks for town{e} here" for f, e in about]},
+    )  # fmt: skip
+
+
+def test_templates_that_share_their_entities_openly_are_no_copies() -> None:
+    """Each question of the first set is about other entities; the second asks of all again."""
+    every = templated("t", range(40), shared=True)
+    # One frame for each entity: none of its own has a counterpart, and each of the others has.
+    first = every.subset(np.unique(every.groups, return_index=True)[1])
+    probe = plain().fit(*first.rows(0)[:2]).to_probe(ProbeCard(name="t/p", layers=(0,), hidden=24))
+    again = templated("h", range(100, 140), shared=True)
+    by_question = {"h": "question"}
+    assert near_copies(probe, [first], [again], disjoint=by_question) == {}
+    hidden = templated("h", range(100, 140), shared=False)
+    assert near_copies(probe, [first], [hidden], disjoint=by_question)
+
+
 @pytest.mark.parametrize("kind", ["words", "jitter", "clean"])
 def test_altered_copies_are_found_by_their_number_and_nothing_else_is(kind: str) -> None:
     """Half of all words changed, or a jitter of .02 standard deviations: labels are random."""
     found = 0
-    for seed in range(2 if kind != "clean" else 20):
+    for seed in range(4 if kind != "clean" else 20):
         first, second = copied_sets(kind, seed)
         probe = (
             plain().fit(*first.rows(0)[:2]).to_probe(ProbeCard(name="t/p", layers=(0,), hidden=24))
@@ -261,4 +289,4 @@ def test_altered_copies_are_found_by_their_number_and_nothing_else_is(kind: str)
             )
             assert verdict.transfers is None
             assert "copies of training samples" in verdict.statement
-    assert found == (0 if kind == "clean" else 2)
+    assert found == (0 if kind == "clean" else 4)

@@ -106,14 +106,12 @@ def same(large: ActivationSet, small: ActivationSet) -> None:
             np.testing.assert_array_equal(ours, theirs)
         for kind in ("mean", "last"):
             np.testing.assert_array_equal(large.pooled(layer, kind), small.pooled(layer, kind))
-        pieces = list(large.source(layer))
+        pieces = list(large.passes([layer]))
         order = sorted(range(len(large)), key=lambda i: large.places[i])
         expected = np.concatenate([small.sequences(layer)[i] for i in order])
-        np.testing.assert_array_equal(np.concatenate([x for x, _ in pieces]), expected)
-        lengths = [int(small.mask[i].sum()) for i in order]
-        np.testing.assert_array_equal(
-            np.concatenate([y for _, y in pieces]), np.repeat(small.labels[order], lengths)
-        )
+        np.testing.assert_array_equal(np.concatenate([x for *_, x in pieces]), expected)
+        places = np.concatenate([index for _, index, _ in pieces])
+        np.testing.assert_array_equal(small.rows(layer)[0][places], expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -224,7 +222,7 @@ def test_a_sweep_goes_on_at_the_layer_where_it_was(
 def test_memory_is_that_of_a_shard_and_a_layer(tmp_path: Path) -> None:
     store = plant(tmp_path / "s", 600, seed=0, shard=20, tokens=40)
     layer = ActivationStore.open(store).n_rows * H * 4
-    large = StoreSet(store)
+    large = StoreSet(store, memory=0.0)
     probe = fit_on(MeanDifferenceProbe(), large, 4).to_probe(
         ProbeCard(name="m/p", layers=(4,), hidden=H)
     )

@@ -10,7 +10,7 @@ from pydantic import model_validator
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe.pooling._head import LEARNED_POOLS, parse_head_pool
-from inspect_lens.probe.pooling._streaming import running_pool
+from inspect_lens.probe.pooling._pool import running_pool
 from inspect_lens.probe.statistics._measured import Record
 
 __all__ = ["Over", "Statistic"]

@@ -16,8 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from inspect_lens.errors import SpecError
 
-from ._pool import POOLS, Pool, parse_pool, pool_scores
-from ._streaming import StreamingPool
+from ._pool import POOLS, Pool, StreamingPool, parse_pool, pool_scores
 
 __all__ = [
     "LEARNED_POOLS",

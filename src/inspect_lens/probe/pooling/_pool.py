@@ -1,89 +1,187 @@
 """Token aggregation: how the scores of many tokens become one number.
 
-Every rule here has a twin in `_streaming.py` that sees one token at a time and keeps a state of
-fixed size. Sums run in the order of the tokens (`cumsum`, not numpy's pairwise `sum`), so that
-both give the same bits. How a rule is written stands in `spec`, which judges requests by it.
+Each rule sees one token at a time and keeps a state of fixed size, so that a whole answer, a stream
+and a monitor after every token get the same bits. How a rule is written stands in `spec`, which
+judges requests by it.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable
-from typing import Final
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens.errors import SpecError
+from inspect_lens.probe.statistics._measured import Interval
+from inspect_lens.probe.statistics._metrics import clopper_pearson
 from inspect_lens.spec import POOLS, SENTENCE_POOL, Pool, parse_pool
 
 __all__ = [
     "POOLS",
     "SENTENCE_POOL",
+    "AlarmDelays",
     "Pool",
-    "check_scores",
+    "StreamingPool",
+    "alarm_delays",
+    "first_crossing",
     "parse_pool",
     "pool_scores",
+    "running_pool",
     "sentence_ends",
 ]
 
 _SENTENCE_END = re.compile(r"[.!?](?:[\"')\]]*)\s*$|\n\s*$")
 
 
-def ordered_mean(scores: NDArray[np.float64]) -> float:
-    """Mean summed from the first token to the last, as a stream does."""
-    return float(np.cumsum(scores)[-1]) / scores.size
+class _Rule:
+    """State of one rule; `add` takes a token, `value` needs one at least."""
+
+    def add(self, score: float, end: bool) -> None:
+        raise NotImplementedError
+
+    @property
+    def value(self) -> float:
+        raise NotImplementedError
 
 
-def _top_k_mean(scores: NDArray[np.float64], pool: Pool) -> float:
-    k = min(pool.width, scores.size)
-    return ordered_mean(np.sort(np.partition(scores, scores.size - k)[scores.size - k :])[::-1])
+class _Mean(_Rule):
+    def __init__(self, _: Pool) -> None:
+        self.total, self.n = 0.0, 0
+
+    def add(self, score: float, end: bool) -> None:
+        self.total += score
+        self.n += 1
+
+    @property
+    def value(self) -> float:
+        return self.total / self.n
 
 
-def _rolling_mean_max(scores: NDArray[np.float64], pool: Pool) -> float:
-    k = min(pool.width, scores.size)
-    windows = np.lib.stride_tricks.sliding_window_view(scores, k)
-    return float((np.cumsum(windows, axis=1)[:, -1] / k).max())
+class _Last(_Rule):
+    def __init__(self, _: Pool) -> None:
+        self.state = math.nan
+
+    def add(self, score: float, end: bool) -> None:
+        self.state = score
+
+    @property
+    def value(self) -> float:
+        return self.state
 
 
-def _softmax_mean(scores: NDArray[np.float64], pool: Pool) -> float:
-    top = float(scores.max())
-    # Weights of the distance to the largest, so that nothing overflows.
-    weights = np.exp(pool.rate * (scores - top))
-    return float(np.cumsum(scores * weights)[-1] / np.cumsum(weights)[-1])
+class _Max(_Last):
+    def __init__(self, _: Pool) -> None:
+        self.state = -math.inf
+
+    def add(self, score: float, end: bool) -> None:
+        self.state = max(self.state, score)
 
 
-def _averages(scores: NDArray[np.float64], pool: Pool) -> list[float]:
-    rate, values = pool.rate, scores.tolist()
-    state = values[0]
-    averages = [state]
-    for value in values[1:]:
-        state = rate * value + (1.0 - rate) * state
-        averages.append(state)
-    return averages
+class _TopK(_Rule):
+    def __init__(self, pool: Pool) -> None:
+        self.k, self.kept = pool.width, list[float]()
+
+    def add(self, score: float, end: bool) -> None:
+        insort(self.kept, score)
+        if len(self.kept) > self.k:
+            del self.kept[0]
+
+    @property
+    def value(self) -> float:
+        total = 0.0
+        for score in reversed(self.kept):
+            total += score
+        return total / len(self.kept)
 
 
-def _sentence_mean_max(scores: NDArray[np.float64], ends: NDArray[np.bool_]) -> float:
-    stops = [*(np.flatnonzero(ends) + 1).tolist(), scores.size]
-    starts = [0, *stops[:-1]]
-    return max(ordered_mean(scores[a:b]) for a, b in zip(starts, stops, strict=True) if b > a)
+class _RollingMax(_Rule):
+    def __init__(self, pool: Pool) -> None:
+        self.window: deque[float] = deque(maxlen=pool.width)
+        self.best = -math.inf
+
+    def add(self, score: float, end: bool) -> None:
+        self.window.append(score)
+        if len(self.window) == self.window.maxlen:
+            self.best = max(self.best, self._mean())
+
+    def _mean(self) -> float:
+        total = 0.0
+        for score in self.window:
+            total += score
+        return total / len(self.window)
+
+    @property
+    def value(self) -> float:
+        # Before the window is full, all there is makes the one window.
+        return self._mean() if len(self.window) != self.window.maxlen else self.best
 
 
-_PLAIN: Final[dict[str, Callable[[NDArray[np.float64]], float]]] = {
-    "mean": ordered_mean,
-    "last": lambda scores: float(scores[-1]),
-    "max": lambda scores: float(scores.max()),
+class _Softmax(_Rule):
+    def __init__(self, pool: Pool) -> None:
+        self.sharpness, self.top, self.total, self.weight = pool.rate, -math.inf, 0.0, 0.0
+
+    def add(self, score: float, end: bool) -> None:
+        if score > self.top:
+            shrink = math.exp(self.sharpness * (self.top - score))
+            self.top, self.total, self.weight = score, self.total * shrink, self.weight * shrink
+        weight = math.exp(self.sharpness * (score - self.top))
+        self.total += score * weight
+        self.weight += weight
+
+    @property
+    def value(self) -> float:
+        return self.total / self.weight
+
+
+class _Average(_Rule):
+    def __init__(self, pool: Pool) -> None:
+        self.rate, self.state, self.largest = pool.rate, math.nan, -math.inf
+        self.of_all = pool.name == "ema_max"
+
+    def add(self, score: float, end: bool) -> None:
+        first = math.isnan(self.state)
+        self.state = score if first else self.rate * score + (1.0 - self.rate) * self.state
+        self.largest = max(self.largest, self.state)
+
+    @property
+    def value(self) -> float:
+        return self.largest if self.of_all else self.state
+
+
+class _SentenceMax(_Rule):
+    def __init__(self, pool: Pool) -> None:
+        self.sentence, self.best = _Mean(pool), -math.inf
+
+    def add(self, score: float, end: bool) -> None:
+        self.sentence.add(score, end)
+        if end:
+            self.best, self.sentence = max(self.best, self.sentence.value), _Mean(Pool("mean"))
+
+    @property
+    def value(self) -> float:
+        return max(self.best, self.sentence.value) if self.sentence.n else self.best
+
+
+_RULES: Final[dict[str, Callable[[Pool], _Rule]]] = {
+    "mean": _Mean,
+    "last": _Last,
+    "max": _Max,
+    "top_k_mean": _TopK,
+    "rolling_mean_max": _RollingMax,
+    "softmax_mean": _Softmax,
+    "ema": _Average,
+    "ema_max": _Average,
+    SENTENCE_POOL: _SentenceMax,
 }
-_WIDE: Final[dict[str, Callable[[NDArray[np.float64], Pool], float]]] = {
-    "top_k_mean": _top_k_mean,
-    "rolling_mean_max": _rolling_mean_max,
-    "softmax_mean": _softmax_mean,
-    "ema": lambda scores, pool: _averages(scores, pool)[-1],
-    "ema_max": lambda scores, pool: max(_averages(scores, pool)),
-}
 
 
-def check_scores(scores: ArrayLike) -> NDArray[np.float64]:
+def _checked(scores: ArrayLike) -> NDArray[np.float64]:
     """Token scores as float64."""
     values = np.asarray(scores, dtype=np.float64)
     if values.ndim != 1 or values.size == 0:
@@ -97,6 +195,22 @@ def check_scores(scores: ArrayLike) -> NDArray[np.float64]:
             "numbers; the activations are damaged"
         )
     return values
+
+
+def _marked(
+    values: NDArray[np.float64], pool: Pool, ends: ArrayLike | None
+) -> list[tuple[float, bool]]:
+    """Each score, and whether a sentence ends with its token."""
+    if pool.name != SENTENCE_POOL:
+        return [(score, False) for score in values.tolist()]
+    marks = None if ends is None else np.asarray(ends, dtype=bool)
+    if marks is None or marks.shape != values.shape:
+        raise SpecError(
+            f"ends: {'not given' if marks is None else f'shape {marks.shape}'} for {values.size} "
+            f"tokens; {SENTENCE_POOL} allows one bool per token; make them with "
+            "sentence_ends(pieces)"
+        )
+    return list(zip(values.tolist(), marks.tolist(), strict=True))
 
 
 def pool_scores(
@@ -113,8 +227,7 @@ def pool_scores(
             needed by `sentence_mean_max` only.
 
     Returns:
-        One number, bit-equal to what `StreamingPool` makes of the same tokens (`softmax_mean`:
-        equal to 1e-12).
+        One number, bit-equal to what `StreamingPool` makes of the same tokens.
 
     Raises:
         SpecError: no token, a NaN, an unknown rule, or no sentence ends where they are needed.
@@ -128,24 +241,209 @@ def pool_scores(
         assert pool_scores([1.0, 2.0, 6.0], "top_k_mean:2") == 4.0
         ```
     """
-    values = check_scores(scores)
+    if np.size(scores) == 0:
+        _checked(scores)
+    return StreamingPool(pool).update(scores, ends=ends).value
+
+
+class StreamingPool:
+    """Pools token scores while tokens arrive; memory does not grow.
+
+    Args:
+        pool: the rule.
+
+    Raises:
+        SpecError: an unknown rule.
+
+    Example:
+        ```python
+        from inspect_lens.probe import StreamingPool, pool_scores
+
+        stream = StreamingPool("top_k_mean:2")
+        for score in (0.1, 2.0, -1.0, 1.0):
+            stream.update([score])
+        assert stream.value == pool_scores([0.1, 2.0, -1.0, 1.0], "top_k_mean:2") == 1.5
+        ```
+    """
+
+    def __init__(self, pool: str | Pool = "mean") -> None:
+        self.pool = pool if isinstance(pool, Pool) else parse_pool(pool)
+        self.n = 0
+        self._rule = _RULES[self.pool.name](self.pool)
+
+    def update(self, scores: ArrayLike, *, ends: ArrayLike | None = None) -> StreamingPool:
+        """Take the next tokens.
+
+        Args:
+            scores: (tokens,) float; any number of them, also none.
+            ends: (tokens,) bool, sentence ends; for `sentence_mean_max` only.
+
+        Returns:
+            self.
+
+        Raises:
+            SpecError: a NaN, or no sentence ends where they are needed.
+        """
+        if np.size(scores) == 0:
+            return self
+        values = _checked(scores)
+        for score, end in _marked(values, self.pool, ends):
+            self._rule.add(score, end)
+        self.n += values.size
+        return self
+
+    @property
+    def value(self) -> float:
+        """The pooled score of all tokens so far.
+
+        Raises:
+            SpecError: there was no token yet.
+        """
+        if self.n == 0:
+            raise SpecError(
+                "StreamingPool: no token yet; allowed is a value after at least one; call update "
+                "with scores first"
+            )
+        return self._rule.value
+
+
+def running_pool(
+    scores: ArrayLike, pool: str | Pool = "mean", *, ends: ArrayLike | None = None
+) -> NDArray[np.float64]:
+    """The pooled score after each token: what a monitor sees while the model writes.
+
+    Args:
+        scores: (tokens,) float.
+        pool: the rule; `last` gives the scores themselves.
+        ends: (tokens,) bool, sentence ends; for `sentence_mean_max` only.
+
+    Returns:
+        (tokens,) float64; its last entry is `pool_scores` of all.
+
+    Raises:
+        SpecError: as `pool_scores`.
+
+    Example:
+        ```python
+        from inspect_lens.probe import running_pool
+
+        assert running_pool([1.0, 3.0, 2.0], "mean").tolist() == [1.0, 2.0, 2.0]
+        assert running_pool([1.0, 3.0, 2.0], "max").tolist() == [1.0, 3.0, 3.0]
+        ```
+    """
+    values = _checked(scores)
     rule = pool if isinstance(pool, Pool) else parse_pool(pool)
-    if rule.name == SENTENCE_POOL:
-        return _sentence_mean_max(values, check_ends(ends, values.size))
-    if rule.name in _PLAIN:
-        return _PLAIN[rule.name](values)
-    return _WIDE[rule.name](values, rule)
+    state, made = _RULES[rule.name](rule), np.empty(values.size)
+    for i, (score, end) in enumerate(_marked(values, rule, ends)):
+        state.add(score, end)
+        made[i] = state.value
+    return made
 
 
-def check_ends(ends: ArrayLike | None, n: int) -> NDArray[np.bool_]:
-    """Sentence ends (n,) as bools, or SpecError when they are missing."""
-    marks = None if ends is None else np.asarray(ends, dtype=bool)
-    if marks is None or marks.shape != (n,):
+def first_crossing(
+    scores: ArrayLike, threshold: float, *, pool: str | Pool = "last", ends: ArrayLike | None = None
+) -> int | None:
+    """The token at which a monitor first raises the alarm.
+
+    Args:
+        scores: (tokens,) float.
+        threshold: the alarm is raised strictly above it.
+        pool: what the monitor compares: `last` the token's own score, `ema` a smoothed one,
+            or any other rule over the tokens so far.
+        ends: (tokens,) bool, sentence ends; for `sentence_mean_max` only.
+
+    Returns:
+        0-based index of the token, or None when there is no alarm.
+
+    Raises:
+        SpecError: as `pool_scores`.
+
+    Example:
+        ```python
+        from inspect_lens.probe import first_crossing
+
+        assert first_crossing([0.0, 0.4, 2.0, 0.1], threshold=1.0) == 2
+        assert first_crossing([0.0, 0.4, 2.0, 0.1], threshold=1.0, pool="mean") is None
+        ```
+    """
+    above = np.flatnonzero(running_pool(scores, pool, ends=ends) > threshold)
+    return int(above[0]) if above.size else None
+
+
+class AlarmDelays(NamedTuple):
+    """How many tokens after the onset a monitor raised its alarm, for a set of samples."""
+
+    tokens: NDArray[np.float64]
+    """(samples,) tokens from the onset to the alarm; NaN without an alarm."""
+    detected: float
+    """Share of samples with an alarm at or after the onset."""
+    interval: Interval
+    """Of that share."""
+    early: float
+    """Share of samples with an alarm before the onset: false alarms."""
+    median: float
+    """Of the delays of the detected; NaN when there are none."""
+
+
+def alarm_delays(
+    token_scores: Sequence[ArrayLike],
+    threshold: float,
+    *,
+    onsets: Sequence[int] | None = None,
+    pool: str | Pool = "last",
+) -> AlarmDelays:
+    """Count the tokens between the onset of the behaviour and the first alarm.
+
+    Args:
+        token_scores: per sample (tokens,) float, in the order of the tokens.
+        threshold: the alarm is raised strictly above it.
+        onsets: per sample, the token from which an alarm is right; 0 by default.
+        pool: what the monitor compares, as in `first_crossing`.
+
+    Returns:
+        Delays in tokens; 0 means at the onset itself.
+
+    Raises:
+        SpecError: no sample, a sample without tokens, or an onset that is outside its sample.
+
+    Example:
+        ```python
+        from inspect_lens.probe import alarm_delays
+
+        scores = [[0.0, 0.2, 0.9, 1.5], [0.0, 0.1, 0.0, 0.2]]
+        delays = alarm_delays(scores, threshold=0.5, onsets=[1, 1])
+        assert delays.detected == 0.5  # the first, one token behind its onset
+        ```
+    """
+    starts = [0] * len(token_scores) if onsets is None else list(onsets)
+    if len(starts) != len(token_scores) or not starts:
         raise SpecError(
-            f"ends: {'not given' if marks is None else f'shape {marks.shape}'} for {n} tokens; "
-            f"{SENTENCE_POOL} allows one bool per token; make them with sentence_ends(pieces)"
+            f"onsets: {len(starts)} for {len(token_scores)} samples; allowed is one each, and at "
+            "least one sample"
         )
-    return marks
+    delays = np.full(len(starts), math.nan)
+    early = 0
+    for i, (scores, onset) in enumerate(zip(token_scores, starts, strict=True)):
+        if not 0 <= onset < max(np.size(scores), 1):
+            raise SpecError(
+                f"onsets[{i}]={onset}; allowed is 0 to {np.size(scores) - 1}; an onset is a token "
+                "of its sample"
+            )
+        alarm = first_crossing(scores, threshold, pool=pool)
+        if alarm is None:
+            continue
+        if alarm >= onset:
+            delays[i] = alarm - onset
+        else:
+            early += 1
+    found = delays[~np.isnan(delays)]
+    return AlarmDelays(
+        tokens=delays,
+        detected=found.size / len(starts),
+        interval=clopper_pearson(found.size, len(starts)),
+        early=early / len(starts),
+        median=float(np.median(found)) if found.size else math.nan,
+    )
 
 
 def sentence_ends(pieces: list[str] | tuple[str, ...]) -> NDArray[np.bool_]:

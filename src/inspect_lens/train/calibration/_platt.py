@@ -28,18 +28,22 @@ Floats = NDArray[np.float64]
 _ISOTONIC_FROM: Final = 1000
 
 
-def fit_platt(scores: ArrayLike, positive: ArrayLike) -> tuple[float, float]:
+def fit_platt(
+    scores: ArrayLike, positive: ArrayLike, weight: ArrayLike | None = None
+) -> tuple[float, float]:
     """Slope and intercept of Platt's sigmoid."""
     s, y = np.asarray(scores, dtype=np.float64), np.asarray(positive, dtype=bool)
-    n, m = int(y.sum()), int((~y).sum())
+    each = np.ones(s.size) if weight is None else np.asarray(weight, dtype=np.float64)
+    n, m = float(each[y].sum()), float(each[~y].sum())
     target = np.where(y, (n + 1.0) / (n + 2.0), 1.0 / (m + 2.0))
     centre, spread = float(s.mean()), float(s.std()) or 1.0
     z = (s - centre) / spread
 
     def loss(p: Floats) -> tuple[float, Floats]:
         f = p[0] * z + p[1]
-        gap = expit(f) - target
-        return float((np.logaddexp(0.0, f) - target * f).sum()), np.array([gap @ z, gap.sum()])
+        gap = each * (expit(f) - target)
+        value = float((each * (np.logaddexp(0.0, f) - target * f)).sum())
+        return value, np.array([gap @ z, gap.sum()])
 
     start = np.array([0.0, math.log((n + 1.0) / (m + 1.0))])
     a, b = minimize(loss, start, jac=True, method="BFGS", options={"gtol": 1e-9}).x

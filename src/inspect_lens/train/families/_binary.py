@@ -23,8 +23,10 @@ __all__ = [
     "dominated",
     "find_scale",
     "rows_for_scale",
-    "scale_bytes",
+    "weighted",
 ]
+
+Floats = NDArray[np.float64]
 
 
 class BinaryEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
@@ -109,6 +111,28 @@ class BinaryEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return tags
 
 
+def weighted(
+    x: Any, labels: NDArray[Any], groups: ArrayLike | None, sample_weight: ArrayLike | None
+) -> tuple[Any, NDArray[Any], ArrayLike | None, Floats | None]:
+    """Rows, labels and groups that have a weight, and the weights; None where none were given."""
+    if sample_weight is None:
+        return x, labels, groups, None
+    weight = np.asarray(sample_weight, dtype=np.float64)
+    if weight.shape != labels.shape or not np.isfinite(weight).all() or (weight < 0.0).any():
+        raise SpecError(
+            f"sample_weight: shape {weight.shape} for {len(labels)} labels; allowed is one finite "
+            "number per row, none of them negative"
+        )
+    kept = weight > 0.0
+    if not kept.any():
+        raise SpecError("sample_weight: all weights are zero; allowed is a positive one at least")
+    if kept.all():
+        return x, labels, groups, weight
+    x = [row for row, keep in zip(x, kept, strict=True) if keep] if isinstance(x, list) else x[kept]
+    groups = None if groups is None else np.asarray(groups)[kept]
+    return x, labels[kept], groups, weight[kept]
+
+
 def _short(value: object) -> str:
     """A setting in few words: an array is its shape."""
     return f"array{value.shape}" if isinstance(value, np.ndarray) else str(value)
@@ -123,13 +147,14 @@ class TrainableProbe(Protocol):
 
     reads: Literal["tokens", "sequences"]
 
-    def fit(self, X: Any, y: Any, groups: Any = None) -> Self:
+    def fit(self, X: Any, y: Any, groups: Any = None, sample_weight: Any = None) -> Self:
         """Fit the classifier to activations and labels.
 
         Args:
             X: rows (rows, hidden), or sequences (tokens, hidden), as `reads` says.
             y: one of two classes for each.
             groups: what must not straddle a split of the family's own.
+            sample_weight: how much each counts; families without a meaning for it refuse it.
 
         Returns:
             self.
@@ -146,7 +171,6 @@ HUGE_SHARE: Final = 0.5
 _MAD: Final = 1.4826  # of a normal variable, its standard deviation over its median deviation
 _ROWS: Final = 20_000
 _COLUMNS: Final = 256
-Floats = NDArray[np.float64]
 
 
 def dominated(variance: Floats) -> tuple[int, float]:
@@ -193,12 +217,6 @@ def find_scale(
 def rows_for_scale(n: int) -> slice:
     """Which of n rows the medians are of: all of up to 40,000, else one in so many."""
     return slice(0, n, max(1, n // _ROWS))
-
-
-def scale_bytes(n: int, hidden: int) -> int:
-    """What `find_scale` takes for n rows as float32, with these rows."""
-    rows = len(range(n)[rows_for_scale(n)])
-    return rows * (4 * hidden + 40 * min(hidden, _COLUMNS))
 
 
 def _median_deviation(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -14,18 +15,21 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import Probe, ProbeCard
 
-from ._binary import BinaryEstimator, Scaling, find_scale
+from ._binary import BinaryEstimator, Scaling, find_scale, weighted
+from ._moments import ClassStatistics, Moments
 
 __all__ = [
     "DirectionEstimator",
+    "FormulaEstimator",
     "LATProbe",
     "LDAProbe",
     "MassMeanProbe",
     "MeanDifferenceProbe",
     "inverse_times",
     "make_pairs",
-    "within_covariance",
 ]
+
+Floats = NDArray[np.float64]
 
 
 class DirectionEstimator(BinaryEstimator):
@@ -63,7 +67,13 @@ class DirectionEstimator(BinaryEstimator):
     mean_: NDArray[np.floating[Any]]
     scale_: NDArray[np.floating[Any]]
 
-    def fit(self, X: ArrayLike, y: ArrayLike, groups: ArrayLike | None = None) -> Self:
+    def fit(
+        self,
+        X: ArrayLike,
+        y: ArrayLike,
+        groups: ArrayLike | None = None,
+        sample_weight: ArrayLike | None = None,
+    ) -> Self:
         """Find the direction.
 
         Args:
@@ -71,30 +81,35 @@ class DirectionEstimator(BinaryEstimator):
             y: (rows,) two classes; the larger label is the positive one.
             groups: (rows,) accepted by every estimator, so that those that pair rows within
                 a group can be swapped in; the others do not use it.
+            sample_weight: (rows,) how much each row counts; all the same by default.
 
         Returns:
             self.
 
         Raises:
             ValueError: not two classes, NaN, or shapes disagree.
+            SpecError: the method has no meaning for weights.
         """
         x, labels = validate_data(self, X, y, dtype=[np.float64, np.float32])
+        x, labels, groups, weight = weighted(x, labels, groups, sample_weight)
         positive = self._positive(labels)
         scale = find_scale(x, positive, self.scaling, family=type(self).__name__)
-        self._fit_groups(x if scale is None else x / scale, positive, groups)
-        if scale is not None:
-            self.mean_, self.scale_ = self.mean_ * scale, self.scale_ * scale
+        self._fit_rows(x if scale is None else x / scale, positive, groups, weight)
+        self.unscale(scale)
         return self
 
-    def _fit_groups(
+    def unscale(self, scale: Floats | None) -> None:
+        """Take back that rows were divided by a scale (hidden,) before the direction was found."""
+        if scale is not None:
+            self.mean_, self.scale_ = self.mean_ * scale, self.scale_ * scale
+
+    def _fit_rows(
         self,
         x: NDArray[np.floating[Any]],
         positive: NDArray[np.bool_],
         groups: ArrayLike | None,
+        weight: Floats | None,
     ) -> None:
-        self._fit_rows(x, positive)
-
-    def _fit_rows(self, x: NDArray[np.floating[Any]], positive: NDArray[np.bool_]) -> None:
         raise NotImplementedError
 
     def decision_function(self, X: ArrayLike) -> NDArray[np.floating[Any]]:
@@ -139,7 +154,39 @@ class DirectionEstimator(BinaryEstimator):
         )
 
 
-class MeanDifferenceProbe(DirectionEstimator):
+class FormulaEstimator(DirectionEstimator):
+    """Base of the families whose direction follows from class means and the pooled covariance."""
+
+    @property
+    def needs_covariance(self) -> bool:
+        """Whether the formula has the covariance in it."""
+        return False
+
+    def _fit_rows(
+        self,
+        x: NDArray[np.floating[Any]],
+        positive: NDArray[np.bool_],
+        groups: ArrayLike | None,
+        weight: Floats | None,
+    ) -> None:
+        made = Moments.of(x, positive, weight, covariance=self.needs_covariance)
+        self.solve(made.statistics())
+
+    def solve(self, found: ClassStatistics) -> None:
+        """Find the direction."""
+        self.coef_ = self._direction(found, found.high - found.low)
+        # The midpoint goes into the centre, not into the intercept: |mean| is often hundreds of
+        # times |difference|, and their product would lose the digits that decide.
+        self.mean_ = (found.high + found.low) / 2.0
+        self.scale_ = np.ones_like(self.mean_)
+        self.intercept_ = 0.0
+
+    def _direction(self, found: ClassStatistics, gap: Floats) -> Floats:
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class MeanDifferenceProbe(FormulaEstimator):
     """Difference of class means; a row at the midpoint scores 0.
 
     Args:
@@ -166,34 +213,12 @@ class MeanDifferenceProbe(DirectionEstimator):
     method = "difference of class means"
     source = "arXiv:2310.06824"
 
-    def __init__(self, *, normalize: bool = False, scaling: Scaling = "auto") -> None:
-        self.normalize = normalize
-        self.scaling = scaling
+    normalize: bool = False
+    scaling: Scaling = "auto"
 
-    def _fit_rows(self, x: NDArray[np.floating[Any]], positive: NDArray[np.bool_]) -> None:
-        high = x[positive].mean(axis=0, dtype=np.float64)
-        low = x[~positive].mean(axis=0, dtype=np.float64)
-        self.coef_ = high - low
-        norm = float(np.linalg.norm(self.coef_))
-        if self.normalize and norm > 0.0:
-            self.coef_ = self.coef_ / norm
-        # The midpoint goes into the centre, not into the intercept: |mean| is often hundreds of
-        # times |difference|, and their product would lose the digits that decide.
-        self.mean_ = (high + low) / 2.0
-        self.scale_ = np.ones_like(self.mean_)
-        self.intercept_ = 0.0
-
-
-Floats = NDArray[np.float64]
-
-
-def within_covariance(x: NDArray[np.floating[Any]], positive: NDArray[np.bool_]) -> Floats:
-    """Pooled covariance (hidden, hidden) of rows around their class mean; divides by rows."""
-    centred = np.asarray(x, dtype=np.float64).copy()
-    for side in (positive, ~positive):
-        centred[side] -= centred[side].mean(axis=0)
-    made: Floats = centred.T @ centred / len(centred)
-    return made
+    def _direction(self, found: ClassStatistics, gap: Floats) -> Floats:
+        norm = float(np.linalg.norm(gap))
+        return gap / norm if self.normalize and norm > 0.0 else gap
 
 
 def inverse_times(covariance: Floats, vector: Floats, *, atol: float) -> Floats:
@@ -217,7 +242,8 @@ def inverse_times(covariance: Floats, vector: Floats, *, atol: float) -> Floats:
     return made
 
 
-class MassMeanProbe(DirectionEstimator):
+@dataclass(kw_only=True, eq=False, repr=False)
+class MassMeanProbe(FormulaEstimator):
     """Mass-mean probe: the difference of means, for the IID form times the inverse covariance.
 
     The source centres the data in advance; here the midpoint of the class means is subtracted,
@@ -247,23 +273,21 @@ class MassMeanProbe(DirectionEstimator):
     method = "mass-mean"
     source = "arXiv:2310.06824"
 
-    def __init__(self, *, iid: bool = False, atol: float = 1e-3, scaling: Scaling = "auto") -> None:
-        self.iid = iid
-        self.atol = atol
-        self.scaling = scaling
+    iid: bool = False
+    atol: float = 1e-3
+    scaling: Scaling = "auto"
 
-    def _fit_rows(self, x: NDArray[np.floating[Any]], positive: NDArray[np.bool_]) -> None:
-        high = x[positive].mean(axis=0, dtype=np.float64)
-        low = x[~positive].mean(axis=0, dtype=np.float64)
-        theta: Floats = np.asarray(high - low, dtype=np.float64)
-        if self.iid:
-            theta = inverse_times(within_covariance(x, positive), theta, atol=self.atol)
-        self.coef_ = theta
-        self.mean_, self.scale_ = (high + low) / 2.0, np.ones_like(high)
-        self.intercept_ = 0.0
+    @property
+    def needs_covariance(self) -> bool:
+        """Whether the formula has the covariance in it."""
+        return self.iid
+
+    def _direction(self, found: ClassStatistics, gap: Floats) -> Floats:
+        return inverse_times(found.within, gap, atol=self.atol) if self.iid else gap
 
 
-class LDAProbe(DirectionEstimator):
+@dataclass(kw_only=True, eq=False, repr=False)
+class LDAProbe(FormulaEstimator):
     """Linear discriminant: (Sigma + lambda I)^-1 (mu+ - mu-), with the prior in the intercept.
 
     Args:
@@ -291,46 +315,68 @@ class LDAProbe(DirectionEstimator):
     method = "linear discriminant"
     source = "Fisher 1936; Ledoit and Wolf 2004"
 
-    def __init__(
+    shrinkage: str | float | None = "ledoit-wolf"
+    equal_priors: bool = True
+    scaling: Scaling = "auto"
+
+    @property
+    def needs_covariance(self) -> bool:
+        """Whether the formula has the covariance in it."""
+        return True
+
+    def _fit_rows(
         self,
-        *,
-        shrinkage: str | float | None = "ledoit-wolf",
-        equal_priors: bool = True,
-        scaling: Scaling = "auto",
+        x: NDArray[np.floating[Any]],
+        positive: NDArray[np.bool_],
+        groups: ArrayLike | None,
+        weight: Floats | None,
     ) -> None:
-        self.shrinkage = shrinkage
-        self.equal_priors = equal_priors
-        self.scaling = scaling
-
-    def _fit_rows(self, x: NDArray[np.floating[Any]], positive: NDArray[np.bool_]) -> None:
-        wide = np.asarray(x, dtype=np.float64)
-        high, low = wide[positive].mean(axis=0), wide[~positive].mean(axis=0)
-        if self.shrinkage == "ridge":
-            # scikit-learn's is the same (a shrinkage of 0.01 / 1.01), by singular values of the
-            # covariance: ten times the work, which tells at a width of thousands.
-            covariance = within_covariance(wide, positive)
-            ridge = 0.01 * float(np.trace(covariance)) / len(covariance)
-            self.coef_ = np.linalg.solve(
-                covariance + (ridge or 1.0) * np.eye(len(covariance)), high - low
-            )
-        else:
-            self.coef_ = self._sklearn_direction(wide, positive)
-        self.mean_, self.scale_ = (high + low) / 2.0, np.ones_like(high)
-        share = float(positive.mean())
-        self.intercept_ = 0.0 if self.equal_priors else float(np.log(share / (1.0 - share)))
-
-    def _sklearn_direction(self, x: Floats, positive: NDArray[np.bool_]) -> Floats:
-        known = self.shrinkage == "ledoit-wolf"
-        if isinstance(self.shrinkage, str) and not known:
+        self.check_shrinkage()
+        if self.shrinkage != "ledoit-wolf":
+            super()._fit_rows(x, positive, groups, weight)
+            return
+        if weight is not None:
             raise SpecError(
-                f"shrinkage={self.shrinkage!r}; allowed are 'ledoit-wolf', 'ridge', a number in "
-                "[0, 1] and None; correct the name"
+                "sample_weight: Ledoit and Wolf's shrinkage is of rows that count alike; allowed "
+                "with weights are shrinkage='ridge', a number and None"
             )
-        model = LinearDiscriminantAnalysis(
-            solver="lsqr", shrinkage="auto" if known else self.shrinkage
-        ).fit(x, positive)
-        direction: Floats = np.asarray(model.coef_[0], dtype=np.float64)
-        return direction
+        wide = np.asarray(x, dtype=np.float64)
+        model = LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto").fit(wide, positive)
+        self.solve(Moments.of(wide, positive).statistics())
+        self.coef_ = np.asarray(model.coef_[0], dtype=np.float64)
+
+    def check_shrinkage(self) -> None:
+        """Refuse a shrinkage that is none, before rows are read."""
+        value = self.shrinkage
+        if isinstance(value, str):
+            known = value in ("ridge", "ledoit-wolf")
+        else:
+            known = value is None or 0.0 <= value <= 1.0
+        if not known:
+            raise SpecError(
+                f"shrinkage={value!r}; allowed are 'ledoit-wolf', 'ridge', a number in [0, 1] and "
+                "None; correct the value"
+            )
+
+    def solve(self, found: ClassStatistics) -> None:
+        """Find the direction."""
+        super().solve(found)
+        if not self.equal_priors:
+            self.intercept_ = float(np.log(found.weight[1] / found.weight[0]))
+
+    def _direction(self, found: ClassStatistics, gap: Floats) -> Floats:
+        if not found.within.size:
+            return gap
+        covariance, diagonal = found.within, np.diag_indices_from(found.within)
+        level = float(np.trace(covariance)) / len(covariance)
+        if self.shrinkage == "ridge":
+            covariance[diagonal] += 0.01 * level or 1.0
+        elif self.shrinkage is not None:
+            covariance *= 1.0 - float(self.shrinkage)
+            covariance[diagonal] += float(self.shrinkage) * level
+        if not self.shrinkage:
+            return np.asarray(np.linalg.lstsq(covariance, gap, rcond=None)[0])
+        return np.asarray(np.linalg.solve(covariance, gap))
 
 
 def make_pairs(
@@ -360,6 +406,7 @@ def make_pairs(
     return np.array(first)[order], np.array(second)[order]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class LATProbe(DirectionEstimator):
     """First principal component of the differences of contrasting rows, sign by the labels.
 
@@ -392,21 +439,22 @@ class LATProbe(DirectionEstimator):
     method = "first principal component of differences"
     source = "arXiv:2310.01405"
 
-    explained_variance_ratio_: float
+    n_pairs: int = 512
+    random_state: int = 0
+    scaling: Scaling = "auto"
 
-    def __init__(
-        self, *, n_pairs: int = 512, random_state: int = 0, scaling: Scaling = "auto"
-    ) -> None:
-        self.n_pairs = n_pairs
-        self.random_state = random_state
-        self.scaling = scaling
-
-    def _fit_groups(
+    def _fit_rows(
         self,
         x: NDArray[np.floating[Any]],
         positive: NDArray[np.bool_],
         groups: ArrayLike | None,
+        weight: Floats | None,
     ) -> None:
+        if weight is not None:
+            raise SpecError(
+                "sample_weight: LAT compares pairs of rows, which count alike; allowed with "
+                "weights are families such as MeanDifferenceProbe; leave the weights out"
+            )
         wide = np.asarray(x, dtype=np.float64)
         first, second, signs = self.pairs(positive, groups)
         self.fit_pairs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple, Self
 
 import numpy as np
@@ -15,7 +16,7 @@ from inspect_lens.errors import SpecError
 from inspect_lens.probe import Probe, ProbeCard
 from inspect_lens.train.calibration._platt import fit_platt
 
-from ._binary import BinaryEstimator
+from ._binary import BinaryEstimator, weighted
 from ._direction import DirectionEstimator
 from ._logistic import LogisticProbe
 
@@ -95,6 +96,7 @@ def stack_weights(logits: ArrayLike, labels: ArrayLike, *, penalty: float = 1.0)
     return StackWeights(tuple(np.asarray(model.coef_[0]).tolist()), float(model.intercept_[0]))
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class EnsembleProbe(BinaryEstimator):
     """One direction per layer; their calibrated logits are averaged or stacked.
 
@@ -136,71 +138,57 @@ class EnsembleProbe(BinaryEstimator):
     method = "ensemble over layers of calibrated logits"
     source = "arXiv:2604.13386"
 
-    estimators_: list[DirectionEstimator]
-    slope_: NDArray[np.float64]
-    intercept_: float
+    estimators_: list[DirectionEstimator] = field(init=False)
+    slope_: NDArray[np.float64] = field(init=False)
+    intercept_: float = field(init=False)
 
-    def __init__(
+    base: DirectionEstimator | None = None
+    n_layers: int = 1
+    stack: Literal["mean", "lr"] = "mean"
+    folds: int = 5
+    random_state: int = 0
+
+    def fit(
         self,
-        *,
-        base: DirectionEstimator | None = None,
-        n_layers: int = 1,
-        stack: Literal["mean", "lr"] = "mean",
-        folds: int = 5,
-        random_state: int = 0,
-    ) -> None:
-        self.base = base
-        self.n_layers = n_layers
-        self.stack = stack
-        self.folds = folds
-        self.random_state = random_state
-
-    def fit(self, X: ArrayLike, y: ArrayLike, groups: ArrayLike | None = None) -> Self:
+        X: ArrayLike,
+        y: ArrayLike,
+        groups: ArrayLike | None = None,
+        sample_weight: ArrayLike | None = None,
+    ) -> Self:
         """Fit, calibrate and combine.
 
         Args:
             X: (rows, n_layers · hidden) float, layer after layer.
             y: (rows,) two classes; the larger label is the positive one.
             groups: (rows,) what must not straddle a fold.
+            sample_weight: (rows,) how much each row counts, where the base takes weights.
 
         Returns:
             self.
 
         Raises:
             ValueError: not two classes, NaN, or shapes disagree.
-        """
-        x, labels = validate_data(self, X, y, dtype=[np.float64, np.float32])
-        positive = self._positive(labels)
-        self.check_stack()
-        base = LogisticProbe() if self.base is None else self.base
-        blocks, folds = self._blocks(x), self.folds_of(positive, groups)
-        names = None if groups is None else np.asarray(groups)
-        outside = np.stack([_outside(base, b, positive, names, folds) for b in blocks], axis=1)
-        self.combine(outside, positive)
-        self.estimators_ = [clone(base).fit(b, positive, names) for b in blocks]
-        return self
-
-    def check_stack(self) -> None:
-        """Refuse an unknown way to stack, before anything is fitted.
-
-        Raises:
-            SpecError: it is none.
+            SpecError: the base takes no weights.
         """
         if self.stack not in ("mean", "lr"):
             raise SpecError(f"stack={self.stack!r}; allowed are 'mean' and 'lr'; correct the name")
+        x, labels = validate_data(self, X, y, dtype=[np.float64, np.float32])
+        x, labels, groups, weight = weighted(x, labels, groups, sample_weight)
+        rows = _Rows(self._positive(labels), None if groups is None else np.asarray(groups), weight)
+        base = LogisticProbe() if self.base is None else self.base
+        parts, folds = self._blocks(x), self._folds(rows)
+        outside = np.stack([_outside(base, b, rows, folds) for b in parts], axis=1)
+        self._combine(outside, rows)
+        self.estimators_ = [clone(base).fit(b, *rows) for b in parts]
+        return self
 
-    def combine(self, outside: NDArray[np.float64], positive: NDArray[np.bool_]) -> None:
-        """Set what makes one logit of the layers' scores.
-
-        Args:
-            outside: (rows, layers) scores by directions that did not see the row.
-            positive: (rows,) class of each row.
-        """
-        platt = [fit_platt(outside[:, i], positive) for i in range(self.n_layers)]
-        slopes = np.array([p[0] for p in platt])
-        offsets = np.array([p[1] for p in platt])
+    def _combine(self, outside: NDArray[np.float64], rows: _Rows) -> None:
+        """Set what makes one logit of scores (rows, layers) by directions that saw no such row."""
+        platt = np.array([fit_platt(s, rows.positive, rows.weight) for s in outside.T])
+        slopes, offsets = platt.T
         if self.stack == "lr":
-            model = LogisticRegression(C=1.0).fit(outside * slopes + offsets, positive)
+            logits = outside * slopes + offsets
+            model = LogisticRegression(C=1.0).fit(logits, rows.positive, sample_weight=rows.weight)
             weights, extra = np.asarray(model.coef_[0]), float(model.intercept_[0])
         else:
             weights, extra = np.full(self.n_layers, 1.0 / self.n_layers), 0.0
@@ -260,21 +248,10 @@ class EnsembleProbe(BinaryEstimator):
             )
         return np.split(x, self.n_layers, axis=1)
 
-    def folds_of(
-        self, positive: NDArray[np.bool_], groups: ArrayLike | None
-    ) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Folds of the calibration.
-
-        Args:
-            positive: (rows,) class of each row.
-            groups: (rows,) what must not straddle a fold.
-
-        Returns:
-            Rows to fit on, which are of both classes, and rows to score; none where a class is too
-            rare.
-        """
+    def _folds(self, rows: _Rows) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Rows to fit on, of both classes, and to score; none where a class is too rare."""
+        positive, names, _ = rows
         rare = int(min(positive.sum(), (~positive).sum()))
-        names = None if groups is None else np.asarray(groups)
         limits = [self.folds, rare, *([] if names is None else [len(np.unique(names))])]
         if min(limits) < 2:
             return []
@@ -284,11 +261,20 @@ class EnsembleProbe(BinaryEstimator):
         return [(a, b) for a, b in made if 0 < positive[a].sum() < len(a)]
 
 
+class _Rows(NamedTuple):
+    positive: NDArray[np.bool_]
+    groups: NDArray[Any] | None
+    weight: NDArray[np.float64] | None
+
+    def part(self, picks: NDArray[np.int64]) -> _Rows:
+        """Of some rows."""
+        return _Rows(*(None if v is None else v[picks] for v in self))  # type: ignore[arg-type]
+
+
 def _outside(
     base: DirectionEstimator,
     x: NDArray[np.floating[Any]],
-    positive: NDArray[np.bool_],
-    groups: NDArray[Any] | None,
+    rows: _Rows,
     folds: list[tuple[NDArray[np.int64], NDArray[np.int64]]],
 ) -> NDArray[np.float64]:
     """Scores (rows,) by directions that did not see the row.
@@ -297,9 +283,8 @@ def _outside(
     """
     scores = np.full(len(x), np.nan)
     for fit, held in folds:
-        inner = None if groups is None else groups[fit]
-        scores[held] = clone(base).fit(x[fit], positive[fit], inner).decision_function(x[held])
+        scores[held] = clone(base).fit(x[fit], *rows.part(fit)).decision_function(x[held])
     left = np.isnan(scores)
     if left.any():
-        scores[left] = clone(base).fit(x, positive, groups).decision_function(x[left])
+        scores[left] = clone(base).fit(x, *rows).decision_function(x[left])
     return scores

@@ -1,11 +1,11 @@
-"""The neural families: what each starts from, and how its source trains it."""
+"""The neural families: one head, with the settings of each source."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from inspect_lens.probe import HeadSpec
 
@@ -20,39 +20,14 @@ __all__ = [
     "RollingAttentionProbe",
 ]
 
-Weights = dict[str, NDArray[np.float32]]
 
-
-def _relu_layers(hidden: int, sizes: tuple[int, ...], rng: np.random.Generator) -> Weights:
-    made: Weights = {}
-    for i, size in enumerate(sizes):
-        bound = np.sqrt(6.0 / hidden)
-        made[f"w{i}"] = rng.uniform(-bound, bound, (size, hidden)).astype(np.float32)
-        made[f"b{i}"] = np.zeros(size, dtype=np.float32)
-        hidden = size
-    return made
-
-
-def _heads(width: int, heads: int, rng: np.random.Generator) -> NDArray[np.float32]:
-    return np.asarray(rng.normal(size=(heads, width)) / np.sqrt(width), dtype=np.float32)
-
-
-def _bias() -> NDArray[np.float32]:
-    return np.zeros(1, dtype=np.float32)
-
-
+@dataclass(kw_only=True, eq=False, repr=False)
 class MLPProbe(SequenceEstimator):
     """Two-layer ReLU network on single tokens; token scores are pooled afterwards.
 
     Args:
         hidden_size: width of the ReLU layer.
-        lr: learning rate of AdamW.
-        weight_decay: of AdamW.
-        steps: at most.
-        batch: tokens per step.
-        patience: looks without a better validation loss before it stops.
-        device: where torch computes.
-        random_state: of weights, batches and the split.
+        lr: this and what follows is the training, as `SequenceEstimator` names it.
 
     Source:
         arXiv:2601.11516.
@@ -71,35 +46,20 @@ class MLPProbe(SequenceEstimator):
 
     method = "two-layer ReLU network"
     source = "arXiv:2601.11516"
-    reads: Literal["tokens", "sequences"] = "tokens"
+    reads = "tokens"
     pool_ = "mean"
 
-    def __init__(
-        self,
-        *,
-        hidden_size: int = 128,
-        lr: float = 1e-3,
-        weight_decay: float = 1e-2,
-        steps: int = 2000,
-        batch: int = 256,
-        patience: int = 20,
-        device: str = "cpu",
-        random_state: int = 0,
-    ) -> None:
-        self.hidden_size = hidden_size
-        self.lr = lr
-        self.weight_decay = weight_decay
-        self.steps = steps
-        self.batch = batch
-        self.patience = patience
-        self.device = device
-        self.random_state = random_state
+    hidden_size: int = 128
+    weight_decay: float = 1e-2
+    steps: int = 2000
+    batch: int = 256
+    patience: int = 20
 
-    def _start(self, hidden: int, rng: np.random.Generator) -> Weights:
-        layers = _relu_layers(hidden, (self.hidden_size,), rng)
-        return layers | {"value": _heads(self.hidden_size, 1, rng), "bias": _bias()}
+    def _sizes(self) -> tuple[int, ...]:
+        return (self.hidden_size,)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class AttentionProbe(SequenceEstimator):
     """Heads that attend over the tokens, with a slope over their position; queries start at 0.
 
@@ -109,14 +69,8 @@ class AttentionProbe(SequenceEstimator):
         gate: pass values through tanh.
         mlp_size: width of a ReLU layer before the heads; 0 for none.
         dropout: share of attention weights dropped while training.
-        optimizer: `adamw`, or `lbfgs` on all samples at once.
-        lr: learning rate; 1.0 is usual for LBFGS.
-        weight_decay: of the optimiser.
-        steps: at most.
-        batch: samples per step.
-        patience: looks without a better validation loss before it stops.
-        device: where torch computes.
-        random_state: of weights, batches and the split.
+        optimizer: `adamw`, or `lbfgs` on all samples at once, for which `lr` is usually 1.0.
+        lr: this and what follows is the training, as `SequenceEstimator` names it.
 
     Source:
         EleutherAI's attention-probes: softmax(q · x + w · position), sum of a_t (v · x_t) + b.
@@ -134,65 +88,31 @@ class AttentionProbe(SequenceEstimator):
 
     method = "attention over tokens"
     source = "EleutherAI attention-probes"
+    starts = "zeros"
 
-    def __init__(
-        self,
-        *,
-        heads: int = 8,
-        position: bool = True,
-        gate: bool = False,
-        mlp_size: int = 0,
-        dropout: float = 0.0,
-        optimizer: Literal["adamw", "lbfgs"] = "adamw",
-        lr: float = 1e-4,
-        weight_decay: float = 0.0,
-        steps: int = 2000,
-        batch: int = 64,
-        patience: int = 100,
-        device: str = "cpu",
-        random_state: int = 0,
-    ) -> None:
-        self.heads = heads
-        self.position = position
-        self.gate = gate
-        self.mlp_size = mlp_size
-        self.dropout = dropout
-        self.optimizer = optimizer
-        self.lr = lr
-        self.weight_decay = weight_decay
-        self.steps = steps
-        self.batch = batch
-        self.patience = patience
-        self.device = device
-        self.random_state = random_state
+    heads: int = 8
+    position: bool = True
+    gate: bool = False
+    mlp_size: int = 0
+    dropout: float = 0.0
+    optimizer: Literal["adamw", "lbfgs"] = "adamw"
+    lr: float = 1e-4
+    steps: int = 2000
+    patience: int = 100
 
     def _spec(self, hidden: int) -> HeadSpec:
         return HeadSpec(gate=self.gate)
 
-    def _start(self, hidden: int, rng: np.random.Generator) -> Weights:
-        layers = _relu_layers(hidden, (self.mlp_size,) if self.mlp_size else (), rng)
-        width = self.mlp_size or hidden
-        made = layers | {
-            "query": np.zeros((self.heads, width), dtype=np.float32),
-            "value": _heads(width, self.heads, rng),
-            "bias": _bias(),
-        }
-        if self.position:
-            made["position"] = np.zeros(self.heads, dtype=np.float32)
-        return made
+    def _sizes(self) -> tuple[int, ...]:
+        return (self.mlp_size,) if self.mlp_size else ()
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class AttentionLiteProbe(SequenceEstimator):
     """One head of scaled attention, softmax(q · x / sqrt(hidden)), over one linear score.
 
     Args:
-        lr: learning rate of AdamW.
-        weight_decay: of AdamW.
-        steps: at most.
-        batch: samples per step.
-        patience: looks without a better validation loss before it stops.
-        device: where torch computes.
-        random_state: of weights, batches and the split.
+        lr: this and what follows is the training, as `SequenceEstimator` names it.
 
     Source:
         arXiv:2506.10805 (models-under-pressure).
@@ -210,48 +130,23 @@ class AttentionLiteProbe(SequenceEstimator):
 
     method = "one head of scaled attention"
     source = "arXiv:2506.10805"
+    starts = "random"
 
-    def __init__(
-        self,
-        *,
-        lr: float = 5e-3,
-        weight_decay: float = 1e-3,
-        steps: int = 1000,
-        batch: int = 64,
-        patience: int = 50,
-        device: str = "cpu",
-        random_state: int = 0,
-    ) -> None:
-        self.lr = lr
-        self.weight_decay = weight_decay
-        self.steps = steps
-        self.batch = batch
-        self.patience = patience
-        self.device = device
-        self.random_state = random_state
+    lr: float = 5e-3
+    weight_decay: float = 1e-3
 
     def _spec(self, hidden: int) -> HeadSpec:
         return HeadSpec(temperature=1.0 / float(np.sqrt(hidden)))
 
-    def _start(self, hidden: int, rng: np.random.Generator) -> Weights:
-        return {
-            "query": _heads(hidden, 1, rng), "value": _heads(hidden, 1, rng), "bias": _bias()
-        }  # fmt: skip
 
-
+@dataclass(kw_only=True, eq=False, repr=False)
 class GDMAttentionProbe(SequenceEstimator):
     """Two ReLU layers on each token, then heads that attend over the tokens.
 
     Args:
         heads: how many.
         mlp_sizes: widths of the ReLU layers.
-        lr: learning rate of AdamW.
-        weight_decay: of AdamW.
-        steps: at most.
-        batch: samples per step.
-        patience: looks without a better validation loss before it stops.
-        device: where torch computes.
-        random_state: of weights, batches and the split.
+        lr: this and what follows is the training, as `SequenceEstimator` names it.
 
     Source:
         arXiv:2601.11516: 10 heads, 2 layers of 100 ReLU, AdamW 1e-4 with decay 3e-3, 1000 steps.
@@ -269,39 +164,18 @@ class GDMAttentionProbe(SequenceEstimator):
 
     method = "attention over a ReLU network"
     source = "arXiv:2601.11516"
+    starts = "random"
 
-    def __init__(
-        self,
-        *,
-        heads: int = 10,
-        mlp_sizes: tuple[int, ...] = (100, 100),
-        lr: float = 1e-4,
-        weight_decay: float = 3e-3,
-        steps: int = 1000,
-        batch: int = 64,
-        patience: int = 50,
-        device: str = "cpu",
-        random_state: int = 0,
-    ) -> None:
-        self.heads = heads
-        self.mlp_sizes = mlp_sizes
-        self.lr = lr
-        self.weight_decay = weight_decay
-        self.steps = steps
-        self.batch = batch
-        self.patience = patience
-        self.device = device
-        self.random_state = random_state
+    heads: int = 10
+    mlp_sizes: tuple[int, ...] = (100, 100)
+    lr: float = 1e-4
+    weight_decay: float = 3e-3
 
-    def _start(self, hidden: int, rng: np.random.Generator) -> Weights:
-        width = self.mlp_sizes[-1] if self.mlp_sizes else hidden
-        made = _relu_layers(hidden, self.mlp_sizes, rng)
-        made |= {"value": _heads(width, self.heads, rng), "bias": _bias()}
-        return (
-            made if self.pool_ == "multimax" else made | {"query": _heads(width, self.heads, rng)}
-        )
+    def _sizes(self) -> tuple[int, ...]:
+        return self.mlp_sizes
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class MultiMaxProbe(GDMAttentionProbe):
     """Two ReLU layers on each token, then the largest value of each head.
 
@@ -310,13 +184,7 @@ class MultiMaxProbe(GDMAttentionProbe):
     Args:
         heads: how many.
         mlp_sizes: widths of the ReLU layers.
-        lr: learning rate of AdamW.
-        weight_decay: of AdamW.
-        steps: at most.
-        batch: samples per step.
-        patience: looks without a better validation loss before it stops.
-        device: where torch computes.
-        random_state: of weights, batches and the split.
+        lr: this and what follows is the training, as `SequenceEstimator` names it.
 
     Source:
         arXiv:2601.11516.
@@ -335,8 +203,10 @@ class MultiMaxProbe(GDMAttentionProbe):
 
     method = "largest value per head"
     pool_ = "multimax"
+    starts = ""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class RollingAttentionProbe(GDMAttentionProbe):
     """Two ReLU layers on each token, then the largest attention value of a window.
 
@@ -344,13 +214,7 @@ class RollingAttentionProbe(GDMAttentionProbe):
         window: tokens.
         heads: how many.
         mlp_sizes: widths of the ReLU layers.
-        lr: learning rate of AdamW.
-        weight_decay: of AdamW.
-        steps: at most.
-        batch: samples per step.
-        patience: looks without a better validation loss before it stops.
-        device: where torch computes.
-        random_state: of weights, batches and the split.
+        lr: this and what follows is the training, as `SequenceEstimator` names it.
 
     Source:
         arXiv:2601.11516: windows of 10 tokens.
@@ -371,25 +235,7 @@ class RollingAttentionProbe(GDMAttentionProbe):
     method = "largest attention value of a window"
     pool_ = "rolling_attention"
 
-    def __init__(
-        self,
-        *,
-        window: int = 10,
-        heads: int = 10,
-        mlp_sizes: tuple[int, ...] = (100, 100),
-        lr: float = 1e-4,
-        weight_decay: float = 3e-3,
-        steps: int = 1000,
-        batch: int = 64,
-        patience: int = 50,
-        device: str = "cpu",
-        random_state: int = 0,
-    ) -> None:
-        super().__init__(
-            heads=heads, mlp_sizes=mlp_sizes, lr=lr, weight_decay=weight_decay, steps=steps,
-            batch=batch, patience=patience, device=device, random_state=random_state,
-        )  # fmt: skip
-        self.window = window
+    window: int = 10
 
     def _pool(self) -> str:
         return f"rolling_attention:{self.window}"

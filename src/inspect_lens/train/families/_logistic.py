@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 import numpy as np
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class LogisticProbe(DirectionEstimator):
     """L2-regularised logistic regression on standardised rows, in the source one per token.
 
@@ -53,33 +55,32 @@ class LogisticProbe(DirectionEstimator):
     method = "logistic regression"
     source = "arXiv:2502.03407"
 
-    def __init__(
-        self,
-        *,
-        C: float = 0.1,
-        standardize: bool = True,
-        fit_intercept: bool = False,
-        max_iter: int = 1000,
-    ) -> None:
-        self.C = C
-        self.standardize = standardize
-        self.fit_intercept = fit_intercept
-        self.max_iter = max_iter
+    C: float = 0.1
+    standardize: bool = True
+    fit_intercept: bool = False
+    max_iter: int = 1000
 
-    def _fit_rows(self, x: NDArray[np.floating[Any]], positive: NDArray[np.bool_]) -> None:
+    def _fit_rows(
+        self,
+        x: NDArray[np.floating[Any]],
+        positive: NDArray[np.bool_],
+        groups: ArrayLike | None,
+        weight: NDArray[np.float64] | None,
+    ) -> None:
         if self.standardize:
-            scaler = StandardScaler().fit(x)
+            scaler = StandardScaler().fit(x, sample_weight=weight)
             self.mean_, self.scale_ = np.asarray(scaler.mean_), np.asarray(scaler.scale_)
         else:
             self.mean_, self.scale_ = np.zeros(x.shape[1]), np.ones(x.shape[1])
         model = LogisticRegression(
             C=self.C, fit_intercept=self.fit_intercept, max_iter=self.max_iter
-        ).fit((x - self.mean_) / self.scale_, positive)
+        ).fit((x - self.mean_) / self.scale_, positive, sample_weight=weight)
         self.coef_ = np.asarray(model.coef_[0])
         self.intercept_ = float(model.intercept_[0]) if self.fit_intercept else 0.0
         self.n_iter_ = int(model.n_iter_[0])
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class PressureLogisticProbe(LogisticProbe):
     """Logistic regression on the mean of a sample, as for high-stakes conversations.
 
@@ -109,23 +110,15 @@ class PressureLogisticProbe(LogisticProbe):
     source = "arXiv:2506.10805"
     default_rows = "mean"
 
-    def __init__(
-        self,
-        *,
-        C: float = 1e-3,
-        standardize: bool = True,
-        fit_intercept: bool = False,
-        max_iter: int = 10_000,
-    ) -> None:
-        super().__init__(
-            C=C, standardize=standardize, fit_intercept=fit_intercept, max_iter=max_iter
-        )
+    C: float = 1e-3
+    max_iter: int = 10_000
 
 
 _FOLDS: Final = 5
 _METHOD: Final = 400
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class SklearnProbe(BinaryEstimator):
     """A classifier of scikit-learn, fitted on each layer in turn and frozen into a `Probe`.
 
@@ -163,14 +156,10 @@ class SklearnProbe(BinaryEstimator):
     method = "scikit-learn"
     source = "scikit-learn"
 
-    estimator_: Any
-
-    def __init__(
-        self, estimator: Any = None, *, sample_weight: str = "", average_folds: bool = False
-    ) -> None:
-        self.estimator = estimator
-        self.sample_weight = sample_weight
-        self.average_folds = average_folds
+    estimator_: Any = field(init=False)
+    estimator: Any = field(default=None, kw_only=False)
+    sample_weight: str = ""
+    average_folds: bool = False
 
     def fit(
         self,

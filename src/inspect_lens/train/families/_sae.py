@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -17,7 +17,7 @@ from inspect_lens.probe import HeadSpec, NeuralProbe, ProbeCard
 from inspect_lens.sae import SparseEncoder, read_sae
 from inspect_lens.spec import RESID_POST
 
-from ._binary import BinaryEstimator
+from ._binary import BinaryEstimator, weighted
 
 __all__ = ["SAEFeatureProbe"]
 
@@ -34,6 +34,7 @@ def l1_settings(version: str) -> dict[str, Any]:
     return {"penalty": "l1"} if old else {"l1_ratio": 1.0}
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class SAEFeatureProbe(BinaryEstimator):
     """L1 logistic regression on the features that tell the classes apart best.
 
@@ -74,22 +75,14 @@ class SAEFeatureProbe(BinaryEstimator):
     method = "logistic regression on sparse autoencoder features"
     source = "arXiv:2502.16681"
 
-    features_: NDArray[np.int64]
-    coef_: NDArray[np.float64]
-    intercept_: float
+    features_: NDArray[np.int64] = field(init=False)
+    coef_: NDArray[np.float64] = field(init=False)
+    intercept_: float = field(init=False)
 
-    def __init__(
-        self,
-        *,
-        encoder: SparseEncoder | None = None,
-        k: int = 32,
-        C: float = 1.0,
-        raw: bool = False,
-    ) -> None:
-        self.encoder = encoder
-        self.k = k
-        self.C = C
-        self.raw = raw
+    encoder: SparseEncoder | None = None
+    k: int = 32
+    C: float = 1.0
+    raw: bool = False
 
     @classmethod
     def from_sae(
@@ -116,13 +109,20 @@ class SAEFeatureProbe(BinaryEstimator):
             )
         return cls(encoder=encoder, **settings)
 
-    def fit(self, X: ArrayLike, y: ArrayLike, groups: ArrayLike | None = None) -> Self:
+    def fit(
+        self,
+        X: ArrayLike,
+        y: ArrayLike,
+        groups: ArrayLike | None = None,
+        sample_weight: ArrayLike | None = None,
+    ) -> Self:
         """Choose features and weigh them.
 
         Args:
             X: (rows, hidden) float.
             y: (rows,) two classes; the larger label is the positive one.
             groups: not used.
+            sample_weight: (rows,) how much each row counts; all the same by default.
 
         Returns:
             self.
@@ -131,50 +131,34 @@ class SAEFeatureProbe(BinaryEstimator):
             ValueError: not two classes, NaN, or shapes disagree.
         """
         x, labels = validate_data(self, X, y, dtype=[np.float64, np.float32])
+        x, labels, _, weight = weighted(x, labels, groups, sample_weight)
         positive = self._positive(labels)
-        spread, gap = self._separation(x, positive)
-        self.choose(spread, gap)
-        self.weigh(self.kept(x), positive)
-        return self
-
-    def choose(self, spread: NDArray[np.float64], gap: NDArray[np.float64]) -> None:
-        """Keep the features that tell the classes apart best.
-
-        Args:
-            spread: (features,) standard deviations.
-            gap: (features,) differences of class means; 0 counts where nothing is spread.
-        """
+        spread, gap = self._separation(x, positive, weight)
         apart = np.abs(gap / np.where(spread > 0, spread, np.inf))
         self.features_ = np.argsort(-apart, kind="stable")[: 1 if self.raw else self.k]
         self.scale_ = np.where(spread > 0, spread, 1.0)[self.features_]
-
-    def weigh(self, kept: NDArray[np.float64], positive: NDArray[np.bool_]) -> None:
-        """Weigh the features that are kept.
-
-        Args:
-            kept: (rows, kept) their activations.
-            positive: (rows,) class of each row.
-        """
+        kept = self._activate(x, self.features_, self._cut(x))
         if self.raw:
-            high, low = kept[positive].mean(), kept[~positive].mean()
+            low, high = _class_means(kept, positive, weight)[:, 0]
             sign = 1.0 if high >= low else -1.0
             self.coef_, self.intercept_ = np.array([sign]), float(-sign * (high + low) / 2.0)
-            return
+            return self
         model = LogisticRegression(
             solver="liblinear",
             C=self.C,
             random_state=0,
             max_iter=10_000,
             **l1_settings(sklearn.__version__),
-        ).fit(kept / self.scale_, positive)
+        ).fit(kept / self.scale_, positive, sample_weight=weight)
         self.coef_ = np.asarray(model.coef_[0]) / self.scale_
         self.intercept_ = float(model.intercept_[0])
+        return self
 
     def decision_function(self, X: ArrayLike) -> NDArray[np.float64]:
         """Score rows (rows,); larger means more of the positive class."""
         check_is_fitted(self)
         x = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
-        scores: NDArray[np.float64] = self.kept(x) @ self.coef_
+        scores: NDArray[np.float64] = self._activate(x, self.features_, self._cut(x)) @ self.coef_
         return scores + self.intercept_
 
     def to_probe(self, card: ProbeCard) -> NeuralProbe:
@@ -225,33 +209,22 @@ class SAEFeatureProbe(BinaryEstimator):
         )
 
     def _separation(
-        self, x: NDArray[np.floating[Any]], positive: NDArray[np.bool_]
+        self,
+        x: NDArray[np.floating[Any]],
+        positive: NDArray[np.bool_],
+        weight: NDArray[np.float64] | None,
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Standard deviation of every feature, and the difference of its class means."""
         spreads, gaps = [], []
-        # Some features at a time: all of them for all rows are more than memory holds.
-        for z in self.latents(x):
-            spreads.append(z.std(axis=0))
-            gaps.append(z[positive].mean(axis=0) - z[~positive].mean(axis=0))
-        return np.concatenate(spreads), np.concatenate(gaps)
-
-    def latents(self, x: NDArray[np.floating[Any]]) -> Iterator[NDArray[np.float64]]:
-        """Activations (rows, some) of all features, some features at a time.
-
-        Args:
-            x: (rows, hidden).
-        """
         every, cut = np.arange(len(self._encoder().weight)), self._cut(x)
+        # Some features at a time: all of them for all rows are more than memory holds.
         for first in range(0, every.size, _FEATURES):
-            yield self._activate(x, every[first : first + _FEATURES], cut)
-
-    def kept(self, x: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
-        """Activations (rows, kept) of the features that are kept.
-
-        Args:
-            x: (rows, hidden).
-        """
-        return self._activate(x, self.features_, self._cut(x))
+            z = self._activate(x, every[first : first + _FEATURES], cut)
+            away = (z - np.average(z, axis=0, weights=weight)) ** 2
+            spreads.append(np.sqrt(np.average(away, axis=0, weights=weight)))
+            low, high = _class_means(z, positive, weight)
+            gaps.append(high - low)
+        return np.concatenate(spreads), np.concatenate(gaps)
 
     def _encoder(self) -> SparseEncoder:
         width = self.n_features_in_
@@ -280,3 +253,13 @@ class SAEFeatureProbe(BinaryEstimator):
             return sae.activations(x, features, cut=cut)
         weight, bias = (part[features].astype(np.float64) for part in (sae.weight, sae.bias))
         return np.asarray(x, dtype=np.float64) @ weight.T + bias
+
+
+def _class_means(
+    z: NDArray[np.float64], positive: NDArray[np.bool_], weight: NDArray[np.float64] | None
+) -> NDArray[np.float64]:
+    """Means (2, columns) of the negatives and the positives."""
+    sides = (~positive, positive)
+    each = [None if weight is None else weight[side] for side in sides]
+    parts = [np.average(z[s], axis=0, weights=w) for s, w in zip(sides, each, strict=True)]
+    return np.stack(parts)

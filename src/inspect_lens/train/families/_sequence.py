@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Final, Literal, Self
 
 import numpy as np
@@ -15,21 +14,30 @@ from inspect_lens.errors import SpecError
 from inspect_lens.probe import HeadSpec, NeuralProbe, ProbeCard, head_outputs, parse_head_pool
 from inspect_lens.probe import pool_head as score_outputs
 
-from ._binary import BinaryEstimator
-from ._torch_head import HeadData, HeadTraining, HeldRows, train_head
+from ._binary import BinaryEstimator, weighted
+from ._torch_head import HeadTraining, Labelled, train_head
 
 __all__ = ["SequenceEstimator"]
 
 Sequences = list[NDArray[np.floating[Any]]]
-_AT_ONCE: Final = (64, 512)  # samples, or tokens
 _VALIDATE_FROM: Final = 40  # fewer samples are all needed for the fit
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class SequenceEstimator(BinaryEstimator):
     """Base of estimators whose `X` is a list of sequences (tokens, hidden), one per sample.
 
     A 2-D `X` (rows, hidden) is read as sequences of one token, so that the estimator also
     works wherever scikit-learn expects rows.
+
+    Args:
+        lr: learning rate of the optimiser.
+        weight_decay: of the optimiser.
+        steps: at most.
+        batch: sequences per step.
+        patience: looks without a better validation loss before training stops.
+        device: where torch computes, such as `cpu` or `cuda`.
+        random_state: of weights, batches and the split for early stopping.
 
     Attributes:
         classes_: (2,) the two labels; the second is the positive one.
@@ -49,14 +57,29 @@ class SequenceEstimator(BinaryEstimator):
         ```
     """
 
-    reads: Literal["tokens", "sequences"] = "sequences"
+    reads = "sequences"
     pool_: ClassVar[str] = "attention"
+    starts: ClassVar[Literal["", "zeros", "random"]] = ""
+    """What the queries are at first; empty where there are none."""
 
-    random_state: int
-    tensors_: dict[str, NDArray[np.float32]]
-    losses_: list[float]
+    tensors_: dict[str, NDArray[np.float32]] = field(init=False)
+    losses_: list[float] = field(init=False)
 
-    def fit(self, X: Any, y: ArrayLike, groups: ArrayLike | None = None) -> Self:
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    steps: int = 1000
+    batch: int = 64
+    patience: int = 50
+    device: str = "cpu"
+    random_state: int = 0
+
+    def fit(
+        self,
+        X: Any,
+        y: ArrayLike,
+        groups: ArrayLike | None = None,
+        sample_weight: ArrayLike | None = None,
+    ) -> Self:
         """Train on sequences.
 
         A fifth of the samples (whole groups, if groups are given) is held back for early
@@ -67,6 +90,7 @@ class SequenceEstimator(BinaryEstimator):
                 (rows, hidden) for sequences of one token.
             y: (samples,) two classes; the larger label is the positive one.
             groups: (samples,) what must not straddle the split for early stopping.
+            sample_weight: (samples,) how much each counts in the loss; all the same by default.
 
         Returns:
             self.
@@ -76,46 +100,21 @@ class SequenceEstimator(BinaryEstimator):
             SpecError: training diverged.
         """
         sequences, labels = self._read_both(X, y)
-        return self.fit_data(HeadData(HeldRows(sequences)), labels, groups)
-
-    def fit_data(
-        self,
-        data: HeadData,
-        y: ArrayLike,
-        groups: ArrayLike | None = None,
-        *,
-        tick: Callable[[], None] = lambda: None,
-    ) -> Self:
-        """Train on sequences that need not be in memory; the same as `fit` on those that are.
-
-        Args:
-            data: the sequences, finite.
-            y: as in `fit`.
-            groups: as in `fit`.
-            tick: called after each step.
-
-        Returns:
-            self.
-
-        Raises:
-            ValueError: not two classes.
-            SpecError: training diverged.
-        """
-        positive = self._positive(y)
-        self.n_features_in_ = hidden = data.hidden
+        sequences, labels, groups, weight = weighted(sequences, labels, groups, sample_weight)
+        positive = self._positive(labels)
+        each = np.ones(len(labels)) if weight is None else weight / weight.mean()
+        data = Labelled(sequences, positive, each)
         scaler = _scaler(data)
         how = self._training()
         kept, held = _hold_back(positive, groups, seed=how.seed)
-        validation = (data.part(held).near(), positive[held]) if len(held) else None
         trained, self.losses_ = train_head(
-            self._start(hidden, np.random.default_rng(how.seed)),
-            self._spec(hidden),
+            self._start(self.n_features_in_, np.random.default_rng(how.seed)),
+            self._spec(self.n_features_in_),
             self._pool(),
-            (data.part(kept), positive[kept]),
-            validation,
+            data.part(kept),
+            data.part(held) if len(held) else None,
             how,
             scaler,
-            tick,
         )
         self.tensors_ = trained | scaler
         return self
@@ -174,7 +173,26 @@ class SequenceEstimator(BinaryEstimator):
         return HeadTraining(seed=self.random_state, **{n: getattr(self, n) for n in names})
 
     def _start(self, hidden: int, rng: np.random.Generator) -> dict[str, NDArray[np.float32]]:
-        raise NotImplementedError
+        """Weights before the first step: ReLU layers, then what heads read of the last of them."""
+        made: dict[str, NDArray[np.float32]] = {}
+        width = hidden
+        for i, size in enumerate(self._sizes()):
+            bound = np.sqrt(6.0 / width)
+            made[f"w{i}"] = rng.uniform(-bound, bound, (size, width)).astype(np.float32)
+            made[f"b{i}"] = np.zeros(size, dtype=np.float32)
+            width = size
+        shape = (int(getattr(self, "heads", 1)), width)
+        for name in ("value", "query")[: 1 + bool(self.starts)]:
+            made[name] = (rng.normal(size=shape) / np.sqrt(width)).astype(np.float32)
+        if self.starts == "zeros":
+            made["query"] = np.zeros(shape, dtype=np.float32)
+        if getattr(self, "position", False):
+            made["position"] = np.zeros(shape[0], dtype=np.float32)
+        return made | {"bias": np.zeros(1, dtype=np.float32)}
+
+    def _sizes(self) -> tuple[int, ...]:
+        """Widths of the ReLU layers."""
+        return ()
 
     def _spec(self, hidden: int) -> HeadSpec:
         return HeadSpec()
@@ -224,24 +242,17 @@ def _is_ragged(X: Any) -> bool:
     )
 
 
-def _scaler(data: HeadData) -> dict[str, NDArray[np.float32]]:
+def _scaler(data: Labelled) -> dict[str, NDArray[np.float32]]:
     """Mean and standard deviation of all tokens, (hidden,) each; 1 for a constant column."""
-    total, square, n = np.zeros(data.hidden), np.zeros(data.hidden), 0
-    for part in _in_order(data):
-        total = np.sum([total, *(s.sum(axis=0, dtype=np.float64) for s in part)], axis=0)
-        n += sum(map(len, part))
-    mean = total / n
-    for part in _in_order(data):
-        square = np.sum([square, *(((s - mean) ** 2).sum(axis=0) for s in part)], axis=0)
+    counted = list(zip(data.sequences, data.weight, strict=True))
+    n = sum(w * len(s) for s, w in counted)
+    mean = np.sum([w * s.sum(axis=0, dtype=np.float64) for s, w in counted], axis=0) / n
+    square = np.zeros(len(mean))
+    for s, w in counted:
+        square += w * ((s - mean) ** 2).sum(axis=0)
     spread = np.sqrt(square / n)
     scale = np.where(spread > 1e-12 * np.maximum(1.0, np.abs(mean)), spread, 1.0)
     return {"mean": mean.astype(np.float32), "scale": scale.astype(np.float32)}
-
-
-def _in_order(data: HeadData) -> Iterator[Sequences]:
-    size = _AT_ONCE[data.by_token]
-    for first in range(0, len(data), size):
-        yield data.take(np.arange(first, min(first + size, len(data))))
 
 
 def _hold_back(

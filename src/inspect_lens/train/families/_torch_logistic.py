@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch.nn import functional
 
 from ._direction import DirectionEstimator
@@ -14,6 +15,7 @@ from ._direction import DirectionEstimator
 __all__ = ["TorchLogisticProbe"]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class TorchLogisticProbe(DirectionEstimator):
     """sigmoid(w · x) without intercept, binary cross-entropy, AdamW over all rows at once.
 
@@ -43,55 +45,36 @@ class TorchLogisticProbe(DirectionEstimator):
     method = "logistic regression by AdamW"
     source = "arXiv:2310.06824"
 
-    def __init__(
-        self,
-        *,
-        lr: float = 1e-3,
-        weight_decay: float = 0.1,
-        epochs: int = 1000,
-        center: bool = True,
-        device: str = "cpu",
-        random_state: int = 0,
-    ) -> None:
-        self.lr = lr
-        self.weight_decay = weight_decay
-        self.epochs = epochs
-        self.center = center
-        self.device = device
-        self.random_state = random_state
+    lr: float = 1e-3
+    weight_decay: float = 0.1
+    epochs: int = 1000
+    center: bool = True
+    device: str = "cpu"
+    random_state: int = 0
 
-    def _fit_rows(self, x: NDArray[np.floating[Any]], positive: NDArray[np.bool_]) -> None:
+    def _fit_rows(
+        self,
+        x: NDArray[np.floating[Any]],
+        positive: NDArray[np.bool_],
+        groups: ArrayLike | None,
+        weight: NDArray[np.float64] | None,
+    ) -> None:
         wide = np.asarray(x, dtype=np.float64)
-        mean = wide.mean(axis=0) if self.center else np.zeros(wide.shape[1])
-        rows = torch.from_numpy(wide - mean).to(self.device)
-        target = torch.from_numpy(positive.astype(np.float64)).to(self.device)
-        weight, optimiser = self.begin(wide.shape[1])
+        each = np.ones(len(wide)) if weight is None else weight / weight.mean()
+        mean = np.average(wide, axis=0, weights=each) if self.center else np.zeros(wide.shape[1])
+        rows, counted, target = (
+            torch.from_numpy(part).to(self.device)
+            for part in (wide - mean, each, positive.astype(np.float64))
+        )
+        bound = 1.0 / np.sqrt(wide.shape[1])
+        start = np.random.default_rng(self.random_state).uniform(-bound, bound, wide.shape[1])
+        direction = torch.from_numpy(start).to(self.device).requires_grad_()
+        optimiser = torch.optim.AdamW([direction], lr=self.lr, weight_decay=self.weight_decay)
         for _ in range(self.epochs):
             optimiser.zero_grad()
-            loss = functional.binary_cross_entropy_with_logits(rows @ weight, target)
+            loss = functional.binary_cross_entropy_with_logits(rows @ direction, target, counted)
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
-        self.end(weight, mean, float(loss.detach()))
-
-    def begin(self, hidden: int) -> tuple[torch.Tensor, torch.optim.Optimizer]:
-        """Weights (hidden,) to start from, and what changes them.
-
-        Args:
-            hidden: width of a row.
-        """
-        bound = 1.0 / np.sqrt(hidden)
-        start = np.random.default_rng(self.random_state).uniform(-bound, bound, hidden)
-        weight = torch.from_numpy(start).to(self.device).requires_grad_()
-        return weight, torch.optim.AdamW([weight], lr=self.lr, weight_decay=self.weight_decay)
-
-    def end(self, weight: torch.Tensor, mean: NDArray[np.float64], loss: float) -> None:
-        """Set what was learnt.
-
-        Args:
-            weight: (hidden,).
-            mean: (hidden,) of all rows.
-            loss: before the last step.
-        """
-        self.coef_ = weight.detach().cpu().numpy()
+        self.coef_ = direction.detach().cpu().numpy()
         self.mean_, self.scale_ = mean, np.ones_like(mean)
-        self.intercept_, self.loss_ = 0.0, loss
+        self.intercept_, self.loss_ = 0.0, float(loss.detach())

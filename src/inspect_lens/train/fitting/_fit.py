@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
+import numpy as np
+from numpy.typing import NDArray
 from sklearn.base import clone
 
 from inspect_lens.errors import SpecError
 from inspect_lens.train.families._binary import Rows, TrainableProbe
-from inspect_lens.train.families._ensemble import EnsembleProbe
 from inspect_lens.train.sets._dataset import ActivationSet
 from inspect_lens.train.sets._store_set import StoreSet
 
-from ._held import fit_held
-from ._row_view import RowView
-from ._store_fits import fit_from_store, fit_jointly
+from ._store_fits import fits_in_memory, keep, restore, stream
 
 __all__ = ["fit_layers", "fit_on", "rows_of"]
 
@@ -66,14 +66,16 @@ def fit_on(
     first, *others = (layer,) if isinstance(layer, int) else tuple(layer)
     if estimator.reads == "sequences" and others:
         raise SpecError(f"layer={layer}: this family reads one layer; name one")
-    rows = rows_of(estimator, rows)
+    rows, layers = rows_of(estimator, rows), (first, *others)
     if not isinstance(data, StoreSet):
-        return fit_held(estimator, data, (first, *others), rows)
-    view = RowView(data, rows or "tokens")
-    if others or isinstance(estimator, EnsembleProbe):
-        fit_jointly(estimator, view, (first, *others))
+        return _fit_held(estimator, data, layers, rows)
+    if restore(estimator, data, layers, rows):
+        return estimator
+    if fits_in_memory(estimator, data, layers, rows):
+        _fit_held(estimator, data, layers, rows)
     else:
-        list(fit_from_store({first: estimator}, view))
+        stream(cast(Any, estimator), data, first)
+    keep(estimator, data, layers, rows)
     return estimator
 
 
@@ -84,28 +86,15 @@ def fit_layers(
     *,
     rows: Rows | None = None,
 ) -> Iterator[tuple[int, TrainableProbe]]:
-    """Fit a family at several layers, each on its own, in the memory that a `StoreSet` states.
+    """Fit a family at several layers, each on its own.
 
-    A `StoreSet` is not loaded:
-
-    - Families that end in a formula (difference of means, mass-mean, LDA, LAT) are fitted at as
-      many layers at once as the memory allows, from one pass over the shards. LDA with Ledoit
-      and Wolf's shrinkage takes two.
-    - Logistic regression, that of scikit-learn too (alone or behind a `StandardScaler`), reads a
-      layer after the other, about ten times. It holds matrices of hidden² numbers where these fit,
-      and reads more often where they do not.
-    - Neural heads are trained in memory where a layer fits, after one pass for as many layers as
-      do. Else each batch is read from disk. Batches and results are the same.
-    - `TorchLogisticProbe` and `SAEFeatureProbe` are fitted in memory where a layer and its copies
-      fit. Else they read it once per step, or twice.
-    - An `EnsembleProbe` is fitted in memory, or its members are, by the rules above.
-    - Other families, such as other classifiers of scikit-learn, need memory for a layer and its
-      copies, and say so before they read.
-
-    What a fit needs once per row, such as labels and scores, comes on top; so do pieces.
+    A layer of a `StoreSet` is fitted in memory where it fits, with the copies that the fit makes,
+    into the memory that the set states. Where it does not, difference of means, mass-mean, LDA
+    (without Ledoit and Wolf's shrinkage) and LAT read the layer once, and logistic regression about
+    ten times. They hold a few matrices of hidden² numbers. Other families refuse before they read.
 
     With a folder for fits (`StoreSet(work=)`), each layer that is done is kept, but for classifiers
-    of scikit-learn. A run that was stopped begins again with the layers of the pass that it was in.
+    of scikit-learn and ensembles. A run that was stopped goes on at the layer that it was in.
 
     Args:
         estimator: unfitted; it is cloned for each layer.
@@ -114,14 +103,10 @@ def fit_layers(
         rows: as in `fit_on`.
 
     Yields:
-        Layer and fitted estimator; layers that a run before has fitted come first.
+        Layer and fitted estimator.
 
     Raises:
         SpecError: as `fit_on`.
-
-    Warns:
-        UserWarning: a formula takes more memory for one layer than is stated, or a layer is read
-            from disk a thousand times.
 
     Example:
         ```python
@@ -133,11 +118,6 @@ def fit_layers(
         ```
     """
     _check_rows(rows)
-    if isinstance(data, StoreSet) and not isinstance(estimator, EnsembleProbe):
-        made = {layer: clone(estimator) for layer in layers}
-        view = RowView(data, rows_of(estimator, rows) or "tokens")
-        yield from ((layer, made[layer]) for layer in fit_from_store(made, view))
-        return
     for layer in layers:
         yield layer, fit_on(clone(estimator), data, layer, rows=rows)
 
@@ -145,3 +125,42 @@ def fit_layers(
 def _check_rows(rows: str | None) -> None:
     if rows not in (None, "tokens", "mean", "last"):
         raise SpecError(f"rows={rows!r}; allowed are 'tokens', 'mean' and 'last'")
+
+
+def _fit_held(
+    estimator: TrainableProbe, data: ActivationSet, layers: Sequence[int], rows: Rows | None
+) -> TrainableProbe:
+    """Fit with all rows of the layers in memory."""
+    groups = np.array(data.groups)
+    if estimator.reads == "sequences":
+        return estimator.fit(data.sequences(layers[0]), data.labels, groups)
+    weights, labels = _sample_weights(estimator, data), data.labels
+    if rows == "tokens":
+        x, labels, groups = data.rows(layers[0])
+        parts = [x, *(data.rows(at)[0] for at in layers[1:])]
+        if weights is not None:
+            weights = np.repeat(weights, [int(m.sum()) for m in data.mask])
+    else:
+        assert rows is not None
+        parts = [data.pooled(at, rows) for at in layers]
+    wide = np.hstack(parts) if len(parts) > 1 else parts[0]
+    extra = {} if weights is None else {"sample_weight": weights}
+    return estimator.fit(wide, labels, groups, **extra)
+
+
+def _sample_weights(estimator: TrainableProbe, data: ActivationSet) -> NDArray[np.float64] | None:
+    """Weights (samples,) of the column that an estimator names; None where it names none."""
+    column = getattr(estimator, "sample_weight", "")
+    if not column:
+        return None
+    values = data.key(column)
+    try:
+        weights = np.array([float(value) for value in values])
+    except ValueError:
+        weights = np.full(len(values), np.nan)
+    if not (np.isfinite(weights).all() and (weights >= 0).all() and weights.any()):
+        raise SpecError(
+            f"sample_weight={column!r}: {data.name} holds values that are no weights; allowed are "
+            "finite numbers, none negative and not all 0"
+        )
+    return weights

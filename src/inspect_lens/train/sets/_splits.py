@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import hypergeom
 from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.metrics import pairwise_distances_chunked
 from sklearn.model_selection import StratifiedGroupKFold
-from sklearn.neighbors import NearestNeighbors
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import AnyProbe, SeenSamples, required_negatives
@@ -245,7 +245,6 @@ _NEAR: Final = 0.02
 _SHARES: Final = (0.1, 0.25, 0.5)
 """Of the groups with the least ratios, which are counted."""
 _LEVEL: Final = 1e-3
-_NEIGHBOURS: Final = 8
 _FEWEST: Final = 20
 """Groups from which on there is something to compare with."""
 _SKETCH: Final = 32
@@ -285,8 +284,13 @@ def _too_near(probe: AnyProbe, known: ActivationSet, data: ActivationSet, key: s
     units, theirs = known.key(key), data.key(key)
     if set(units) & set(theirs) or len(set(units)) < _FEWEST:
         return ""  # something else keeps them apart, and nobody says what
+    shared = _shared_keys(known, data, key)
     for what, rows in (("words", _words(known, data)), ("activations", _rows(probe, known, data))):
-        if rows is not None and _counterparts(*rows, np.array(units), np.array(theirs)) < _LEVEL:
+        if rows is None:
+            continue
+        first = _Side(rows[0], np.array(units), [np.array(known.key(k)) for k in shared])
+        second = _Side(rows[1], np.array(theirs), [np.array(data.key(k)) for k in shared])
+        if _counterparts(first, second) < _LEVEL:
             return (
                 f"more groups of {data.name!r} (by {key!r}) than chance gives have one of "
                 f"{known.name!r} that is far nearer by its {what} than all others, as altered "
@@ -295,19 +299,46 @@ def _too_near(probe: AnyProbe, known: ActivationSet, data: ActivationSet, key: s
     return ""
 
 
-def _counterparts(known: Any, data: Any, units: Strings, theirs: Strings) -> float:
+def _shared_keys(known: ActivationSet, data: ActivationSet, key: str) -> list[str]:
+    """Other keys by which the two sets openly share values, such as the entity in a template.
+
+    Samples that share one are alike by design, so they are no counterparts. A key of few values,
+    such as a condition, makes nothing alike.
+    """
+    names = {"group", *known.columns} & {"group", *data.columns}
+    names -= {key, "prompt_text", "completion"}
+    found = []
+    for name in sorted(names):
+        values = set(known.key(name))
+        if len(values) >= _FEWEST and values & set(data.key(name)):
+            found.append(name)
+    return found
+
+
+class _Side(NamedTuple):
+    rows: Any
+    units: Strings
+    shared: list[Strings]
+    """Values (samples,) of the keys that both sets share."""
+
+    def part(self, where: NDArray[np.bool_]) -> _Side:
+        """Some samples."""
+        picks = np.flatnonzero(where)
+        return _Side(self.rows[picks], self.units[picks], [v[picks] for v in self.shared])
+
+
+def _counterparts(known: _Side, data: _Side) -> float:
     """P value that groups of a set have no closer counterpart in the other than its own have.
 
     Half of the groups are looked up in the other half, and so are those of the other set. Where
     all are alike, the least ratios are as often of one as of the other: a hypergeometric test.
     """
-    names = np.random.default_rng(0).permutation(np.unique(units))
+    names = np.random.default_rng(0).permutation(np.unique(known.units))
     least = 1.0
     for half in (names[::2], names[1::2]):
-        inside = np.isin(units, half)
-        rest = known[np.flatnonzero(~inside)]
-        own = _ratios(rest, units[~inside], known[np.flatnonzero(inside)], units[inside])
-        other = _ratios(rest, units[~inside], data, theirs)
+        inside = np.isin(known.units, half)
+        rest = known.part(~inside)
+        own, other = _ratios(rest, known.part(inside)), _ratios(rest, data)
         # Texts tie often; ties count for the set's own groups.
         lowest = np.argsort(np.concatenate([own, other]), kind="stable") >= len(own)
         for share in _SHARES:
@@ -317,15 +348,26 @@ def _counterparts(known: Any, data: Any, units: Strings, theirs: Strings) -> flo
     return min(1.0, 2 * len(_SHARES) * least)
 
 
-def _ratios(known: Any, units: Strings, data: Any, theirs: Strings) -> Floats:
+def _ratios(known: _Side, data: _Side) -> Floats:
     """For each group of a set, how far its nearest group is over how far the next one is."""
-    search = NearestNeighbors(n_neighbors=min(_NEIGHBOURS, known.shape[0]), algorithm="brute")
-    gaps, at = search.fit(known).kneighbors(data)
-    other = units[at] != units[at[:, :1]]
-    second = np.where(other.any(axis=1), other.argmax(axis=1), -1)
-    beyond = gaps[np.arange(len(gaps)), second]
-    ratio = np.divide(gaps[:, 0], beyond, out=np.ones(len(gaps)), where=beyond > 0.0)
-    return np.array([ratio[theirs == unit].min() for unit in np.unique(theirs)])
+    made: list[Floats] = []
+
+    def reduce(gaps: Floats, start: int) -> None:
+        part = slice(start, start + len(gaps))
+        for ours, theirs in zip(known.shared, data.shared, strict=True):
+            gaps[theirs[part, None] == ours] = np.inf
+        rows = np.arange(len(gaps))
+        nearest = gaps.argmin(axis=1)
+        first = gaps[rows, nearest]
+        gaps[known.units[nearest][:, None] == known.units] = np.inf
+        beyond = gaps.min(axis=1)
+        usable = (beyond > 0.0) & np.isfinite(beyond)
+        made.append(np.divide(first, beyond, out=np.ones(len(gaps)), where=usable))
+
+    for _ in pairwise_distances_chunked(data.rows, known.rows, reduce_func=reduce):
+        pass
+    ratio = np.concatenate(made)
+    return np.array([ratio[data.units == unit].min() for unit in np.unique(data.units)])
 
 
 def _words(known: ActivationSet, data: ActivationSet) -> tuple[Any, Any] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Self
@@ -14,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens._base.progress import progress_bar
-from inspect_lens._shards import LayerPlace, find_layers, read_layers, read_spans
+from inspect_lens._shards import read_layers
 from inspect_lens.data import ActivationStore, read_records
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import SENTENCE_POOL, AnyProbe
@@ -25,7 +24,6 @@ from ._from_store import Pieces, read_facts
 __all__ = [
     "MEMORY",
     "StoreSet",
-    "StoredRows",
 ]
 
 Floats = NDArray[np.float32]
@@ -52,11 +50,11 @@ class StoreSet(ActivationSet):
         name: of the set; that of the data set by default.
         layers: to use; all of the store by default.
         pieces: as in `ActivationSet.from_store`.
-        work: folder where fits of streamed families are kept, so that a run that was stopped goes
-            on at the layers where it was; None keeps none.
-        progress: show a bar for what is read and for each head that is trained, on a terminal.
-        memory: GB (1e9 bytes) that a fit may hold, beside the pieces it reads, a few numbers for
-            each row and, of a head, a batch (`fit_layers`).
+        work: folder where fits are kept, so that a run that was stopped goes on at the layer where
+            it was; None keeps none.
+        progress: show a bar for what is read, on a terminal.
+        memory: GB (1e9 bytes) that a fit may hold, beside the pieces it reads and a few numbers for
+            each row (`fit_layers`).
 
     Raises:
         ArtifactError: the store is incomplete or damaged.
@@ -146,18 +144,6 @@ class StoreSet(ActivationSet):
         used = [self.store.sha256, list(self.layers), list(self.ids), list(self.groups)]
         return hashlib.sha256(json.dumps(used).encode()).hexdigest()
 
-    def source(self, layer: int) -> Iterator[tuple[Floats, NDArray[np.bool_]]]:
-        """Rows (rows, hidden) of one layer with their labels, in pieces, for `fit_stream`.
-
-        Args:
-            layer: one of `layers`.
-
-        Yields:
-            At most 8192 rows, float32, and (rows,) bool.
-        """
-        for _, index, rows in self.passes([layer]):
-            yield rows, self.row_labels[index]
-
     def passes(self, layers: Sequence[int]) -> Iterator[tuple[int, NDArray[np.int64], Floats]]:
         """Rows of some layers, from one pass over the shards.
 
@@ -209,25 +195,11 @@ class StoreSet(ActivationSet):
 
     def sequences(self, layer: int) -> list[Floats]:
         """As in `ActivationSet`; takes the memory of the layer."""
-        return self.held([layer])[layer]
-
-    def held(self, layers: Sequence[int]) -> dict[int, list[Floats]]:
-        """Rows of each sample at some layers, from one pass over the shards; takes their memory.
-
-        Args:
-            layers: of `layers`.
-
-        Returns:
-            By layer, per sample (tokens, hidden) float32.
-
-        Raises:
-            SpecError: a value is not finite.
-        """
-        made = {layer: [np.zeros((0, 0), dtype=np.float32)] * len(self) for layer in layers}
-        for layer, i, rows in self.samples(layers):
+        made = [np.zeros((0, 0), dtype=np.float32)] * len(self)
+        for _, i, rows in self.samples([layer]):
             self.require_finite(i, layer, rows)
             # Copied: what is next to it in its piece is not held.
-            made[layer][i] = rows.copy()
+            made[i] = rows.copy()
         return made
 
     def require_finite(self, sample: int, layer: int, rows: Floats) -> None:
@@ -373,31 +345,3 @@ class StoreSet(ActivationSet):
                 known.setdefault(place[0], []).append(place)
             object.__setattr__(self, "_shards", known)
         return known
-
-
-class StoredRows:
-    """Rows of the samples of a store at one layer, on disk."""
-
-    def __init__(self, data: StoreSet, layer: int, *, spare: int) -> None:
-        self.lengths = np.array([n for _, _, n in data.places], dtype=np.int64)
-        self.hidden, self.spare = data.hidden, spare
-        self._data, self._layer = data, layer
-        self._places: dict[int, LayerPlace] = {}
-
-    def take(self, spans: Sequence[tuple[int, int, int]]) -> list[NDArray[np.float32]]:
-        """Rows (end - first, hidden) float32 of each span (sample, first token, end)."""
-        made: list[NDArray[np.float32]] = [np.zeros((0, 0), dtype=np.float32)] * len(spans)
-        where = []
-        for k, (sample, first, end) in enumerate(spans):
-            number, begin, _ = self._data.places[sample]
-            where.append((number, begin + first, begin + end, k))
-        for number, found in groupby(sorted(where), key=lambda w: w[0]):
-            asked = list(found)
-            uri = self._data.uri(number)
-            if number not in self._places:
-                self._places |= {number: find_layers(uri, [self._layer])[self._layer]}
-            read = read_spans(uri, self._places[number], [(a, b) for _, a, b, _ in asked])
-            for rows, (_, _, _, k) in zip(read, asked, strict=True):
-                self._data.require_finite(spans[k][0], self._layer, rows)
-                made[k] = rows
-        return made
