@@ -20,7 +20,6 @@ from inspect_lens.probe.pooling._head import (
     LEARNED_POOLS,
     HeadOutputs,
     HeadSpec,
-    StreamingHead,
     head_outputs,
     parse_head_pool,
     pool_head,
@@ -268,13 +267,14 @@ class NeuralProbe(CardProbe):
         self, acts: ArrayLike, layers: Sequence[int] | None = None
     ) -> NDArray[np.float64]:
         """Of a learned pool, the score of the text so far. Arguments are those of `CardProbe`."""
-        if parse_head_pool(self.pool).name not in LEARNED_POOLS:
+        rule = parse_head_pool(self.pool)
+        if rule.name not in LEARNED_POOLS:
             return self.score_tokens(acts, layers)
-        out, stream = self._outputs(acts, layers), self.stream()
-        one = (
-            HeadOutputs(out.query[i : i + 1], out.value[i : i + 1]) for i in range(len(out.value))
+        out = self._outputs(acts, layers)
+        beginnings = (
+            HeadOutputs(out.query[:n], out.value[:n]) for n in range(1, 1 + len(out.value))
         )
-        return np.array([stream.update(token).value for token in one])
+        return np.array([pool_head(b, rule, self._position, self._bias) for b in beginnings])
 
     def attention_weights(
         self, acts: ArrayLike, layers: Sequence[int] | None = None
@@ -330,32 +330,6 @@ class NeuralProbe(CardProbe):
             )
         rule = parse_head_pool(pool or self.pool)
         return pool_head(out, rule, self._position, self._bias, ends=ends)
-
-    def stream(self, *, pool: str | None = None) -> StreamingHead:
-        """A pool to feed with `outputs` of the next tokens while they come.
-
-        Args:
-            pool: another pool than the probe's own.
-
-        Returns:
-            An empty state.
-        """
-        return StreamingHead(parse_head_pool(pool or self.pool), self._position, self._bias)
-
-    def outputs(self, acts: ArrayLike, layers: Sequence[int] | None = None) -> HeadOutputs:
-        """Queries and values (tokens, heads) of tokens, for `stream`.
-
-        Args:
-            acts: as in `score_tokens`.
-            layers: as in `score_tokens`.
-
-        Returns:
-            Both arrays, float64.
-
-        Raises:
-            SpecError: as `score_tokens`.
-        """
-        return self._outputs(acts, layers)
 
     def to_bytes(self) -> bytes:
         """Content of `probe.safetensors`; equal probes give equal bytes."""

@@ -1,12 +1,11 @@
 """What a neural probe computes: per-token queries and values, then a learned pool.
 
 Written once, for numpy, which scores, and for torch, which trains: both have the functions that are
-used here, under the same names. `StreamingHead` computes the same from tokens in pieces.
+used here, under the same names.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -16,12 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from inspect_lens.errors import SpecError
 
-from ._pool import POOLS, Pool, StreamingPool, parse_pool, pool_scores
+from ._pool import POOLS, Pool, parse_pool, pool_scores
 
 __all__ = [
     "LEARNED_POOLS",
     "HeadSpec",
-    "StreamingHead",
     "head_outputs",
     "parse_head_pool",
     "pool_head",
@@ -183,7 +181,7 @@ def pool_heads(
     if pool.name == "mean":
         kept = xp.where(real, value, 0.0).sum(axis=-1).sum(axis=-1)
         return kept / mask.sum(axis=-1) + bias
-    query = xp.where(real, _with_position(out.query, position, 0), _NEVER)
+    query = xp.where(real, _with_position(out.query, position), _NEVER)
     if pool.name == "attention":
         return _attend(query, value, xp, drop).sum(axis=-1) + bias
     width = min(pool.width, value.shape[-2])
@@ -246,10 +244,10 @@ def _range(first: int, end: int, like: Any) -> Any:
     return made if isinstance(like, np.ndarray) else like.new_tensor(made)
 
 
-def _with_position(query: Any, position: Any | None, first: int) -> Any:
+def _with_position(query: Any, position: Any | None) -> Any:
     if position is None:
         return query
-    return query + _range(first, first + query.shape[-2], query)[:, None] * position
+    return query + _range(0, query.shape[-2], query)[:, None] * position
 
 
 def _attend(
@@ -259,103 +257,3 @@ def _attend(
     weights = xp.exp(query - xp.amax(query, axis=axis, keepdims=True))
     share = weights / weights.sum(axis=axis, keepdims=True)
     return ((share if drop is None else drop(share)) * value).sum(axis=axis)
-
-
-class StreamingHead:
-    """Pools the outputs of a neural probe while tokens arrive.
-
-    Args:
-        pool: the rule.
-        position: (heads,) slope over the token's index, or None.
-        bias: added in the end.
-
-    Example:
-        ```python
-        import numpy as np
-
-        from inspect_lens.probe import ProbeCard
-        from inspect_lens.train import ActivationSet, AttentionLiteProbe, fit_on
-
-        train = ActivationSet.load("acts/train.safetensors")
-        fitted = fit_on(AttentionLiteProbe(steps=20), train, 1)
-        probe = fitted.to_probe(ProbeCard(name="mine/lite", layers=(1,), hidden=32, kind="neural"))
-        acts = train.acts[0][1:2]  # (1, tokens, hidden)
-        stream = probe.stream()
-        for token in range(acts.shape[1]):  # as the text is written
-            stream.update(probe.outputs(acts[:, token : token + 1]))
-        assert np.isclose(stream.value, probe.score(acts))
-        ```
-    """
-
-    def __init__(self, pool: Pool, position: Floats | None, bias: float) -> None:
-        self.pool, self.position, self.bias, self.n = pool, position, bias, 0
-        self._top = self._weight = self._total = np.zeros(0)
-        self._best = -np.inf
-        self._window: deque[tuple[Floats, Floats]] = deque(maxlen=pool.width)
-        self._plain = None if pool.name in LEARNED_POOLS else StreamingPool(pool)
-
-    def update(self, out: HeadOutputs, *, ends: ArrayLike | None = None) -> StreamingHead:
-        """Take the outputs of the next tokens.
-
-        Args:
-            out: (tokens, heads) each; any number of tokens, also none.
-            ends: (tokens,) bool, sentence ends, where the pool needs them.
-
-        Returns:
-            self.
-        """
-        if self._plain is not None:
-            self._plain.update(out.value.sum(axis=1) + self.bias, ends=ends)
-        elif len(out.value):
-            query = _with_position(out.query, self.position, self.n)
-            getattr(self, f"_{self.pool.name}")(query, out.value)
-        self.n += len(out.value)
-        return self
-
-    @property
-    def value(self) -> float:
-        """The score of all tokens so far.
-
-        Raises:
-            SpecError: there was no token yet.
-        """
-        if self._plain is not None:
-            return self._plain.value
-        if self.n == 0:
-            raise SpecError(
-                "StreamingHead: no token yet; allowed is a value after at least one; call update "
-                "first"
-            )
-        if self.pool.name == "attention":
-            return float((self._total / self._weight).sum()) + self.bias
-        if self.pool.name == "multimax":
-            return float(self._top.sum()) + self.bias
-        full = len(self._window) == self._window.maxlen
-        return (self._best if full else self._window_value()) + self.bias
-
-    def _attention(self, query: Floats, value: Floats) -> None:
-        top = query.max(axis=0)
-        if self.n:
-            top = np.maximum(top, self._top)
-            shrink = np.exp(self._top - top)
-            self._weight, self._total = self._weight * shrink, self._total * shrink
-        else:
-            self._weight = self._total = np.zeros_like(top)
-        weights = np.exp(query - top)
-        self._top = top
-        self._weight = self._weight + weights.sum(axis=0)
-        self._total = self._total + (weights * value).sum(axis=0)
-
-    def _multimax(self, query: Floats, value: Floats) -> None:
-        top = value.max(axis=0)
-        self._top = np.maximum(top, self._top) if self.n else top
-
-    def _rolling_attention(self, query: Floats, value: Floats) -> None:
-        for q, v in zip(query, value, strict=True):
-            self._window.append((q, v))
-            if len(self._window) == self._window.maxlen:
-                self._best = max(self._best, self._window_value())
-
-    def _window_value(self) -> float:
-        query, value = (np.stack(side) for side in zip(*self._window, strict=True))
-        return float(_attend(query, value).sum())
