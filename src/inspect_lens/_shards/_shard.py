@@ -18,15 +18,12 @@ from inspect_lens.spec import DType, TensorData
 
 __all__ = [
     "Captured",
-    "LayerPlace",
     "SampleRecord",
     "decode_shard",
     "encode_shard",
-    "find_layers",
     "read_layer",
     "read_layers",
     "read_records",
-    "read_spans",
     "shard_parts",
 ]
 
@@ -258,7 +255,7 @@ Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerPlace:
+class _LayerPlace:
     """Where the rows of one layer lie in a shard."""
 
     begin: int
@@ -279,7 +276,7 @@ class LayerPlace:
         return TensorData(np.frombuffer(data, self.storage).reshape(-1, self.hidden), self.dtype)
 
 
-def find_layers(uri: str, layers: Sequence[int]) -> dict[int, LayerPlace]:
+def _find_layers(uri: str, layers: Sequence[int]) -> dict[int, _LayerPlace]:
     """Where layers lie in a shard; reads its header only."""
     start, header = _read_header(uri)
     try:
@@ -299,7 +296,7 @@ def find_layers(uri: str, layers: Sequence[int]) -> dict[int, LayerPlace]:
     size = rows * hidden * np.dtype(storage).itemsize
     begin = start + entry["data_offsets"][0]
     return {
-        layer: LayerPlace(begin=begin + place * size, rows=rows, hidden=hidden,
+        layer: _LayerPlace(begin=begin + place * size, rows=rows, hidden=hidden,
                           storage=storage, dtype=_DTYPES[entry["dtype"]])
         for place, layer in enumerate(held) if layer in layers
     }  # fmt: skip
@@ -340,7 +337,7 @@ def read_layers(
     uri: str, layers: Sequence[int], *, size: int
 ) -> Iterator[tuple[int, int, int, TensorData]]:
     """Rows of some layers of a shard, from one pass over the file, front to back."""
-    places = find_layers(uri, layers)
+    places = _find_layers(uri, layers)
     if not places:
         return
     with fsspec.open(uri, "rb") as file:
@@ -351,27 +348,7 @@ def read_layers(
                 yield layer, first, end, place.decode(_read(file, uri, (end - first), place))
 
 
-def read_spans(uri: str, place: LayerPlace, spans: Sequence[tuple[int, int]]) -> list[Floats]:
-    """Some rows of a layer; neighbours are read at once, and nothing else is."""
-    made: list[Floats] = []
-    try:
-        with fsspec.open(uri, "rb") as file:
-            at = 0
-            while at < len(spans):
-                stop = at + 1
-                while stop < len(spans) and spans[stop][0] == spans[stop - 1][1]:
-                    stop += 1
-                begin, end = spans[at][0], spans[stop - 1][1]
-                file.seek(place.begin + begin * place.row_bytes)
-                run = place.decode(_read(file, uri, end - begin, place)).to_float32()
-                made += [run[first - begin : last - begin] for first, last in spans[at:stop]]
-                at = stop
-    except OSError as error:
-        raise _damaged(uri, error) from None
-    return made
-
-
-def _read(file: fsspec.core.OpenFile, uri: str, rows: int, place: LayerPlace) -> bytes:
+def _read(file: fsspec.core.OpenFile, uri: str, rows: int, place: _LayerPlace) -> bytes:
     data: bytes = file.read(rows * place.row_bytes)
     if len(data) != rows * place.row_bytes:
         raise _damaged(uri, ValueError("it ends within the activations"))
