@@ -324,6 +324,7 @@ def test_a_threshold_is_calibrated_for_what_acts_on_it(run: Run) -> None:
     first = load_probe("p").card.thresholds
     assert [str(t.statistic) for t in first] == [
         "the mean of an answer", "the maximum of the running mean of an answer",
+        "the score of one token",
     ]  # fmt: skip
     again = ("probe", "calibrate", "p", "--control", "s/control", "--fpr", 0.1, "--out", "q")
     said, _ = run(*again, "--for", "alarm", "--length", 2, "--for", "token")

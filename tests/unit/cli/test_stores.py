@@ -100,7 +100,7 @@ def test_positive_samples_of_a_control_set_set_no_threshold() -> None:
     plant("s/mixed", [0, 1] * 100, seed=2, gap=3.0)
     plant("s/train", HALF, seed=1, gap=3.0)
     made = train(control="s/mixed", heldout=["s/held"])
-    threshold, alarm = made.probe.card.thresholds
+    threshold, alarm, token = made.probe.card.thresholds
     assert (alarm.statistic.over, alarm.n_control) == ("alarm", threshold.n_control)
     # A third of the negatives took part in choosing the layer, and sets no threshold.
     assert (threshold.n_control, threshold.n_left_out) == (67, 100)
@@ -113,9 +113,11 @@ def test_positive_samples_of_a_control_set_set_no_threshold() -> None:
         "p", out="q", control="s/again", labelled="", fpr=0.05, method="platt", allow_few=False,
         any_model=False, allow_seen=False, tokenizer="",
     )  # fmt: skip
-    threshold, kept = load_probe("q").card.thresholds
+    threshold, *kept = load_probe("q").card.thresholds
     assert (threshold.n_control, threshold.n_left_out) == (100, 50)
-    assert kept == alarm, "another statistic keeps its threshold, and what set it stays known"
+    assert kept == [alarm, token], (
+        "another statistic keeps its threshold, and what set it stays known"
+    )
     assert load_probe("q").card.seen.count("control") == 200
     plant("s/lies", [1] * 100, seed=8)
     with pytest.raises(SpecError, match="lies: all 100 samples are positive"):

@@ -189,11 +189,12 @@ def test_a_stopped_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_what_does_not_fit_is_said_before_anything_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    large, small = stores(tmp_path, memory=12_000 * GB)
+    large, small = stores(tmp_path, memory=20_000 * GB)
     with monkeypatch.context() as patch:
         patch.setattr(StoreSet, "_blocks", None)
         with pytest.raises(SpecError, match=r"rows='mean', .* state that much memory"):
             next(fit_layers(SklearnProbe(LinearSVC()), large, LAYERS))
+        object.__setattr__(large, "memory", 10_000 * GB)
         for family, layer in (
             (EnsembleProbe(n_layers=2), (2, 4)), (LDAProbe(), 4), (AttentionLiteProbe(), 4),
             (TorchLogisticProbe(), 4), (SAEFeatureProbe(), 4), (LogisticProbe(), (2, 4)),
@@ -205,6 +206,7 @@ def test_what_does_not_fit_is_said_before_anything_is_read(
         with pytest.raises(SpecError, match=r"shrinkage=1\.5"):
             fit_on(LDAProbe(shrinkage=1.5), large, 4)
     # As it says: one row per sample fits, and so do all in more memory.
+    object.__setattr__(large, "memory", 20_000 * GB)
     fit_on(SklearnProbe(LinearSVC()), large, 4, rows="mean")
     object.__setattr__(large, "memory", 1.0)
     ours: Any = fit_on(SklearnProbe(LinearSVC(random_state=0)), large, 4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any, Final, Literal, Protocol, Self
+from typing import Any, ClassVar, Final, Literal, Protocol, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -52,7 +52,7 @@ class BinaryEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     """How the probe is found, for the card."""
     source: str = ""
     """Where the method comes from, for the card."""
-    reads: Literal["tokens", "sequences"] = "tokens"
+    reads: ClassVar[Literal["tokens", "sequences"]] = "tokens"
     """Whether `fit` takes one row per token or one sequence per sample."""
     default_rows: Literal["tokens", "mean", "last"] = "tokens"
     """What one row is in the source, where `fit` takes rows: a token, or the mean or the last token
@@ -145,7 +145,7 @@ Rows = Literal["tokens", "mean", "last"]
 class TrainableProbe(Protocol):
     """Interface of every probe family: `fit`, and `to_probe`."""
 
-    reads: Literal["tokens", "sequences"]
+    reads: ClassVar[Literal["tokens", "sequences"]]
 
     def fit(self, X: Any, y: Any, groups: Any = None, sample_weight: Any = None) -> Self:
         """Fit the classifier to activations and labels.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -164,7 +164,7 @@ class GDMAttentionProbe(SequenceEstimator):
 
     method = "attention over a ReLU network"
     source = "arXiv:2601.11516"
-    starts = "random"
+    starts: ClassVar[Literal["", "zeros", "random"]] = "random"
 
     heads: int = 10
     mlp_sizes: tuple[int, ...] = (100, 100)

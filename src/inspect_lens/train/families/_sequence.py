@@ -57,7 +57,7 @@ class SequenceEstimator(BinaryEstimator):
         ```
     """
 
-    reads = "sequences"
+    reads: ClassVar[Literal["tokens", "sequences"]] = "sequences"
     pool_: ClassVar[str] = "attention"
     starts: ClassVar[Literal["", "zeros", "random"]] = ""
     """What the queries are at first; empty where there are none."""
