@@ -92,7 +92,7 @@ def conversations(split: str, rows: Sequence[Row]) -> ProbeDataset:
                 label=split != CONTROL and row["deceptive"],
                 group=row["group"],
                 columns={
-                    "condition": row["condition"], "question": question, "prompt": prompt
+                    "condition": row["condition"], "question": question, "prompt": prompt,
                 },
             )
         )  # fmt: skip
@@ -120,6 +120,9 @@ def make_set(split: str, store: ActivationStore, rows: Sequence[Row]) -> tuple[A
     """
     data = ActivationSet.from_store(store)
     by_id = {row["id"]: row for row in rows}
+    # What the templates fill in: answers about one entity are alike in every phrasing.
+    entity = tuple(by_id[sample]["entity"] for sample in data.ids)
+    data = replace(data, columns={**data.columns, "entity": entity})
     said = zip(data.ids, data.key("completion"), strict=True)
     kept = [i for i, (id_, text) in enumerate(said) if split == CONTROL or _obeys(text, by_id[id_])]
     if not kept:

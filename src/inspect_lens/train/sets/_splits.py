@@ -323,22 +323,33 @@ class _Side(NamedTuple):
 
     def part(self, where: NDArray[np.bool_]) -> _Side:
         """Some samples."""
-        picks = np.flatnonzero(where)
+        return self._at(np.flatnonzero(where))
+
+    def one_each(self, rng: np.random.Generator) -> _Side:
+        """One sample of each group."""
+        order = rng.permutation(len(self.units))
+        _, first = np.unique(self.units[order], return_index=True)
+        return self._at(order[first])
+
+    def _at(self, picks: NDArray[np.intp]) -> _Side:
         return _Side(self.rows[picks], self.units[picks], [v[picks] for v in self.shared])
 
 
 def _counterparts(known: _Side, data: _Side) -> float:
     """P value that groups of a set have no closer counterpart in the other than its own have.
 
-    Half of the groups are looked up in the other half, and so are those of the other set. Where
-    all are alike, the least ratios are as often of one as of the other: a hypergeometric test.
+    Half of the groups are looked up in the other half, and so are those of the other set, each by
+    one of its samples: of many, one is nearer to something. Where all are alike, the least ratios
+    are as often of one as of the other: a hypergeometric test.
     """
-    names = np.random.default_rng(0).permutation(np.unique(known.units))
+    rng = np.random.default_rng(0)
+    names = rng.permutation(np.unique(known.units))
+    data = data.one_each(rng)
     least = 1.0
     for half in (names[::2], names[1::2]):
         inside = np.isin(known.units, half)
         rest = known.part(~inside)
-        own, other = _ratios(rest, known.part(inside)), _ratios(rest, data)
+        own, other = _ratios(rest, known.part(inside).one_each(rng)), _ratios(rest, data)
         # Texts tie often; ties count for the set's own groups.
         lowest = np.argsort(np.concatenate([own, other]), kind="stable") >= len(own)
         for share in _SHARES:
@@ -349,7 +360,7 @@ def _counterparts(known: _Side, data: _Side) -> float:
 
 
 def _ratios(known: _Side, data: _Side) -> Floats:
-    """For each group of a set, how far its nearest group is over how far the next one is."""
+    """For each sample, how far its nearest group is over how far the next one is."""
     made: list[Floats] = []
 
     def reduce(gaps: Floats, start: int) -> None:
@@ -366,8 +377,7 @@ def _ratios(known: _Side, data: _Side) -> Floats:
 
     for _ in pairwise_distances_chunked(data.rows, known.rows, reduce_func=reduce):
         pass
-    ratio = np.concatenate(made)
-    return np.array([ratio[data.units == unit].min() for unit in np.unique(data.units)])
+    return np.concatenate(made)
 
 
 def _words(known: ActivationSet, data: ActivationSet) -> tuple[Any, Any] | None:
