@@ -82,6 +82,7 @@ class FakeLensServer:
         self.requests: list[JSON] = []
         self.paths, self.read = list[str](), list[str]()  # of POST, and of GET
         self.adapters: dict[str, str] = {}
+        self.computes_with: dict[str, str] = {}
         self.handles: dict[str, bytes] = {}
         self.probe_scores: dict[str, float] = {}  # what registered probes say of every answer
         self.registry: dict[str, EngineProbe] = {}
@@ -137,7 +138,7 @@ class FakeLensServer:
                 return 410, {"detail": "expired"}
             return 200, data
         if path == "/v1/inspect_lens" and self.dialect == "inspect_lens":
-            return 200, {"version": "0"}
+            return 200, {"version": "0", "computes_with": self.computes_with}
         return 404, {"detail": "Not Found"}
 
     def post(self, path: str, body: JSON) -> tuple[int, Any]:

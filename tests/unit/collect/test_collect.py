@@ -21,6 +21,9 @@ from inspect_lens.data import (
 )
 from inspect_lens.errors import ArtifactError, CaptureError, SpecError
 from inspect_lens.model.server import _server
+from inspect_lens.probe import ProbeCard
+from inspect_lens.probe.card._files import render_card
+from inspect_lens.train import ActivationSet, StoreSet
 from tests.kit.fake_server import FakeLensServer, residual, tokens_of
 from tests.kit.repository import ROOT
 
@@ -46,6 +49,27 @@ def run(server: FakeLensServer, data: ProbeDataset, out: Path | str, **options: 
     return collect(
         f"lens/{server.model}", data, out, model_args={"base_url": server.url}, **options
     )
+
+
+def test_what_computed_the_rows_reaches_the_set_and_the_card(tmp_path: Path) -> None:
+    told = {"engine": "vllm 9.9", "dtype": "bfloat16", "tokenizer": "tok", "newer": "unknown here"}
+    with FakeLensServer() as server:
+        server.computes_with = told
+        store = run(server, dataset(60), tmp_path / "out", temperature=0.5)
+        server.computes_with = {}
+        bare = run(server, dataset(), tmp_path / "bare")
+    capture = ActivationSet.from_store(store).capture
+    assert capture == StoreSet(store).subset([3, 1]).capture
+    assert capture is not None
+    assert (capture.engine, capture.dtype, capture.tokenizer) == ("vllm 9.9", "bfloat16", "tok")
+    assert (capture.temperature, capture.max_tokens, capture.seed) == (0.5, 3, 0)
+    assert ActivationSet.from_store(bare).capture is None
+    saved = ActivationSet.from_store(store).save(tmp_path / "s.safetensors")
+    assert ActivationSet.load(saved).capture == capture
+    card = ProbeCard(name="t/p", layers=(1,), hidden=8, capture=capture)
+    page = render_card(card, sha256="0" * 64)
+    assert "| engine | vllm 9.9 |" in page
+    assert "| sampling of the answers | temperature 0.5, seed 0, up to 3 tokens |" in page
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import anyio
 import numpy as np
 import pytest
 from inspect_ai import Task, eval, score
@@ -18,7 +17,6 @@ from inspect_lens.errors import SpecError
 from inspect_lens.probe import Probe, ProbeCard
 from inspect_lens.scorer import probe_score
 from inspect_lens.solver import with_capture
-from probes.train_organism import collect_vllm
 from tests.kit.fake_server import FakeLensServer, residual, tokens_of
 from tests.kit.mock_evals import answers
 
@@ -108,21 +106,3 @@ def test_with_capture_refuses_a_model_that_captures_nothing(tmp_path: Path) -> N
 def test_with_capture_refuses_a_wrong_spec_before_any_sample(layers: Any, positions: Any) -> None:
     with pytest.raises(SpecError):
         with_capture(layers, positions=positions)
-
-
-def test_the_organism_is_collected_through_the_provider(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rows: list[Any] = [
-        {"id": f"r{i}", "messages": [{"role": "user", "content": f"number {i} ?"}]}
-        for i in range(5)
-    ]
-    with FakeLensServer() as server:
-        monkeypatch.setenv("VLLM_BASE_URL", server.url)
-        answers = anyio.run(lambda: collect_vllm("org/tiny", {"demo": rows}, max_tokens=3))
-    assert [a.row["id"] for a in answers["demo"]] == [f"r{i}" for i in range(5)]
-    for answer in answers["demo"]:
-        assert answer.completion == "word00 word01 word02"
-        assert answer.layers == (0, 1, 2, 3)
-        assert answer.acts.shape == (4, COMPLETION - 1, H)
-        assert answer.acts.dtype == np.float32
