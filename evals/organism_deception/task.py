@@ -85,7 +85,7 @@ def organism_control(
         dataset=organism_dataset("control")[1::2],
         solver=_capturing(probe, layer),
         scorer=deception_probe(probe, layer=layer),
-        metrics=[at_threshold(interval=True), mean()],
+        metrics=[at_threshold(), mean()],
         config=GenerateConfig(temperature=0.0, max_tokens=max_tokens),
     )
 

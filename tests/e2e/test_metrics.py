@@ -42,7 +42,7 @@ METRICS = [
     auroc(interval=True),
     average_precision(),
     recall_at_fpr(0.1, allow_few=True),
-    at_threshold(interval=True),
+    at_threshold(),
     threshold_accuracy(interval=True),
     calibration_error(n_bins=BINS),
     length_auroc(),
@@ -157,5 +157,13 @@ def test_inspect_score_makes_the_same_metrics(log: EvalLog, tmp_path: Path) -> N
     )
     assert metrics(again) == metrics(log)
     np.testing.assert_array_equal(values(again), values(log))
-    kept = ("average_precision", "recall", "fpr")
+    kept = (
+        "average_precision",
+        "recall",
+        "recall_low",
+        "recall_high",
+        "fpr",
+        "fpr_low",
+        "fpr_high",
+    )
     assert metrics(alone) == {name: metrics(log)[name] for name in kept}

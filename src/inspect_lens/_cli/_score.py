@@ -105,16 +105,25 @@ def score(
     ]
     lines = [f"{target}: {len(scored.samples or [])} samples"]
     for one in found:
-        said = [
-            f"{name} {'unknown' if value is None else f'{value:.4f}'}"
-            for name, value in one["metrics"].items()
-        ]
+        said = _numbers(one["metrics"])
         said.append(f"{one['n_scored']} scored ({', '.join(one['sources'])})")
         if one["threshold"] is not None:
             said.append(f"{one['n_above']} above {one['threshold']:.4g}")
         lines.append(f"  {one['name']} ({one['scorer']}): {', '.join(said)}")
         lines += [f"    {one['means']}"] if one["means"] else []
     emit({"log": target, "scores": found}, lines, as_json=as_json)
+
+
+def _numbers(metrics: dict[str, float | None]) -> list[str]:
+    """Each metric with its interval, in words."""
+    said = {}
+    for name, value in metrics.items():
+        low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
+        said[name] = f"{name} {'unknown' if value is None else f'{value:.4f}'}"
+        if low is not None and high is not None:
+            said[name] += f" [{low:.4f}, {high:.4f}]"
+    ends = {f"{name}{end}" for name in metrics for end in ("_low", "_high")}
+    return [text for name, text in said.items() if name not in ends]
 
 
 def same_file(one: str, other: str) -> bool:

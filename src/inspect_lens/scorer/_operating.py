@@ -85,7 +85,7 @@ def at_threshold(
     threshold: float | None = None,
     label: str = "label",
     control: str | None = None,
-    interval: bool = False,
+    interval: bool = True,
     key: str | None = None,
     cluster: str | None = None,
 ) -> Metric:
@@ -100,7 +100,7 @@ def at_threshold(
         label: key of the sample metadata that holds 1 or true for positives.
         control: key of the sample metadata that marks control samples; only they count as
             negatives then.
-        interval: also give the exact (Clopper-Pearson) 95% intervals, as `recall_low`,
+        interval: give the exact (Clopper-Pearson) 95% intervals, too, as `recall_low`,
             `recall_high`, `fpr_low` and `fpr_high`.
         key: of a dict score, the one entry that is meant, with its threshold in
             `metadata["thresholds"]`.
@@ -118,7 +118,7 @@ def at_threshold(
 
         log = read_eval_log("logs/honesty.eval")
         probe = probe_score("organism/deception-lr")
-        log = score(log, probe, metrics=[at_threshold(interval=True)], action="overwrite")
+        log = score(log, probe, metrics=[at_threshold()], action="overwrite")
         found = log.results.scores[0].metrics
         assert found["fpr"].value == 0.0
         assert found["fpr_high"].value > 0.5  # four negatives show little

@@ -196,20 +196,23 @@ class TestThroughInspect:
     def test_recall_and_fpr_at_the_stored_threshold(self) -> None:
         data = [{"label": 0, "score": float(i), "threshold": 97.0} for i in range(100)]
         data += [{"label": 1, "score": s, "threshold": 97.0} for s in (97.0, 97.5, 98.0, 1.0)]
-        assert values(run(data, [at_threshold()])) == {"recall": 0.5, "fpr": 0.02}
-        got = values(run(data, [at_threshold(interval=True)]))
+        assert values(run(data, [at_threshold(interval=False)])) == {"recall": 0.5, "fpr": 0.02}
+        got = values(run(data, [at_threshold()]))
         found, alarms = clopper_pearson(2, 4), clopper_pearson(2, 100)
         assert got == {
             "recall": 0.5, "recall_low": found.low, "recall_high": found.high,
             "fpr": 0.02, "fpr_low": alarms.low, "fpr_high": alarms.high,
         }  # fmt: skip
-        assert values(run(data, [at_threshold(0.5)])) == {"recall": 1.0, "fpr": 0.99}
+        assert values(run(data, [at_threshold(0.5, interval=False)])) == {
+            "recall": 1.0,
+            "fpr": 0.99,
+        }
 
     def test_a_rate_that_cannot_be_known_is_left_out(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         harmless = [{"label": 0, "score": float(i), "threshold": 2.5} for i in range(5)]
-        assert values(run(harmless, [at_threshold()])) == {"fpr": 0.4}
+        assert values(run(harmless, [at_threshold(interval=False)])) == {"fpr": 0.4}
         assert "no threshold" not in caplog.text
         with caplog.at_level(logging.WARNING):
             assert values(run(rows(), [at_threshold()])) == {}
@@ -218,13 +221,16 @@ class TestThroughInspect:
     def test_control_samples_alone_make_the_rate(self) -> None:
         data: list[dict[str, Any]] = [{"control": True, "score": float(i)} for i in range(4)]
         data += [{"label": 0, "score": 99.0}, {"label": 1, "score": 99.0}]
-        got = values(run(data, [at_threshold(2.5, control="control")]))
+        got = values(run(data, [at_threshold(2.5, control="control", interval=False)]))
         assert got == {"recall": 1.0, "fpr": 0.25}
 
     def test_each_entry_of_a_dict_score_has_its_own_threshold(self) -> None:
         cuts = {"up": 1.0, "down": -1.0}
 
-        @scorer(metrics=[at_threshold(), at_threshold(key="down")], name="both")
+        @scorer(
+            metrics=[at_threshold(interval=False), at_threshold(key="down", interval=False)],
+            name="both",
+        )
         def both() -> Scorer:
             async def score(state: TaskState, target: Target) -> Score:
                 s = state.metadata["score"]
