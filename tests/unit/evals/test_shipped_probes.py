@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
+from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from inspect_lens.probe import fingerprint_model, load_probe
 from inspect_lens.probe.card._files import render_card
@@ -19,9 +23,9 @@ def test_a_shipped_card_has_the_statistics_of_groups(name: str) -> None:
     card = probe.card
     assert card.model is not None
     assert card.model.sha256 == fingerprint_model(str(ROOT / "organism" / "checkpoint"))
-    (threshold,) = card.thresholds
-    assert threshold.n_groups is not None
-    assert threshold.n_above <= threshold.fpr * (threshold.n_control + 1)
+    for threshold in card.thresholds:
+        assert threshold.n_groups is not None
+        assert threshold.n_above <= threshold.fpr * (threshold.n_control + 1)
     for found in card.evaluations:
         assert found.n_groups is not None
         assert found.n_seen == 0
@@ -36,11 +40,36 @@ def test_a_shipped_card_has_the_statistics_of_groups(name: str) -> None:
         taken = other.auroc_interval
         assert taken is None or taken.low < taken.high, "a point is no interval"
     # A shipped probe finds what it is for, at its threshold and beside its baselines.
-    assert card.warnings == ()
+    # One set has a few answers that are a token longer than any of the control set, and it says so.
+    assert all(text.startswith("No rate is known for the lengths") for text in card.warnings)
     for verdict in card.transfers:
         assert verdict.transfers, verdict.statement
     page = (ROOT / "probes" / "organism" / name / "card.md").read_text(encoding="utf-8")
     assert page.strip() == render_card(card, sha256=probe.sha256).strip()
+
+
+@pytest.mark.parametrize("name", [*NAMES, "agent-deception-lr"])
+def test_a_shipped_card_says_what_its_probe_was_made_with(name: str) -> None:
+    card = load_probe(ROOT / "probes" / "organism" / name).card
+    made, model = card.capture, card.model
+    assert made is not None
+    assert model is not None
+    assert re.fullmatch(r"vllm \d+\.\d+\.\d+", made.engine)
+    assert (made.dtype, made.quantization, made.temperature) == ("float32", None, 0.0)
+    config = json.loads((ROOT / model.name / "tokenizer_config.json").read_text(encoding="utf-8"))
+    template = hashlib.sha256(config["chat_template"].encode()).hexdigest()
+    assert made.chat_template_sha256 == template
+    words = AutoTokenizer.from_pretrained(ROOT / model.name).get_vocab()
+    vocabulary = hashlib.sha256(json.dumps(sorted(words.items())).encode()).hexdigest()
+    assert (made.tokenizer, made.tokenizer_sha256) == (Path(model.name).name, vocabulary)
+    # A threshold for each statistic, with its lengths, and what it does on honest answers.
+    over = {t.statistic.over for t in card.thresholds if t.statistic is not None}
+    assert over >= {"alarm", "token"}
+    assert card.thresholds_for(card.answer)
+    assert all(t.n_tokens is not None for t in card.thresholds)
+    for found in card.evaluations:
+        assert len(found.rates) == len(card.thresholds)
+        assert all(r.rate is not None and r.interval is not None for r in found.rates)
 
 
 @pytest.mark.parametrize(("name", "least"), [("deception-lr", 0.9), ("deception-md", 0.6)])
