@@ -144,6 +144,7 @@ def read_ai_liar(rows: Iterable[Row]) -> Iterator[ProbeSample]:
             yield ProbeSample(
                 id=f"{i}-{group}-{'lie' if label else 'honest'}",
                 messages=(Message("user", user),), label=label, group=group,
+                columns={"condition": "lie" if label else "honest"},
             )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from inspect_lens._cli._made import Made
+from inspect_lens.data._readers import read_ai_liar
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import ProbeCard
 from inspect_lens.train import ActivationSet, MeanDifferenceProbe, extract_vector, train_probe
@@ -23,7 +25,7 @@ def instructed(name: str, n: int, *, honest: float = 1.0, lies: float = 1.0) -> 
     rng = np.random.default_rng(len(name))
     labels, truth, said = np.arange(n) % 2 == 1, [], []
     for i, lie in enumerate(labels):
-        town, other = TOWNS[i % 4], TOWNS[(i + 1) % 4]
+        town, other = TOWNS[i // 2 % 4], TOWNS[(i // 2 + 1) % 4]
         follows = (i // 2) / (n // 2) < (lies if lie else honest)
         truth.append(town)
         said.append(f"It is {town if follows != lie else other}, of course.")
@@ -60,6 +62,22 @@ def test_instructed_lies_that_are_none_are_refused() -> None:
     assert "90% of those" in " ".join(followed.card.notes)
     few = trained(instructed("train", 16, lies=0.0))
     assert not few.card.notes, "too few to tell"
+
+
+def test_pairs_without_a_truth_are_judged_by_whether_their_answers_differ() -> None:
+    """As of AI Liar, whose rows have a question and two instructions, and no answer."""
+
+    def untold(lies: float) -> ActivationSet:
+        data = instructed("train", 80, lies=lies)
+        return replace(data, columns={k: v for k, v in data.columns.items() if k != "truth"})
+
+    with pytest.raises(SpecError, match="30% of the answers under an instruction to lie differ"):
+        trained(untold(0.3))
+    assert "90% of the answers" in " ".join(trained(untold(0.9)).card.notes)
+    (honest, lie) = read_ai_liar(
+        [{"normal_instruction": "Be true.", "deceive_instruction": "Lie.", "question": "Why?"}]
+    )
+    assert (honest.columns["condition"], lie.columns["condition"]) == ("honest", "lie")
 
 
 def test_texts_follow_the_training_set_where_a_part_of_it_chooses_the_layer() -> None:

@@ -16,6 +16,7 @@ __all__ = ["FOLLOWED_FLOOR", "followed", "require_followed"]
 FOLLOWED_FLOOR: Final = 0.6
 """Share of either class's answers that have to do what their label says."""
 _FEWEST: Final = 20
+_WORDS: Final = re.compile(r"\w+")
 
 
 def followed(data: ActivationSet) -> tuple[float, float] | None:
@@ -31,16 +32,42 @@ def followed(data: ActivationSet) -> tuple[float, float] | None:
     return float(honest.mean()), float(lies.mean())
 
 
+def differing(data: ActivationSet) -> float | None:
+    """Share of the questions whose answer under an instruction to lie is not the honest one.
+
+    For sets that do not say what is true. Answers that differ in a word need not be lies, so no
+    more of them than this are.
+    """
+    if len(data) < _FEWEST or not {"condition", "completion"} <= set(data.columns):
+        return None
+    said: dict[str, dict[str, str]] = {}
+    rows = zip(data.groups, data.columns["condition"], data.columns["completion"], strict=True)
+    for group, condition, answer in rows:
+        said.setdefault(group, {})[condition] = " ".join(_WORDS.findall(answer.casefold()))
+    pairs = [found for found in said.values() if found.keys() == {"honest", "lie"}]
+    if 2 * len(pairs) < 0.9 * len(data):
+        return None
+    return float(np.mean([found["honest"] != found["lie"] for found in pairs]))
+
+
 def require_followed(data: ActivationSet, floor: float) -> str:
     """What is to be said of a training set, or refuse it: a label is no behaviour."""
     shares = followed(data)
-    if shares is None:
+    if shares is not None:
+        least = min(shares)
+        text = (
+            f"of {data.name!r}, {shares[0]:.0%} of the answers under an instruction to be honest "
+            f"name the truth, and {shares[1]:.0%} of those under an instruction to lie do not"
+        )
+    elif (share := differing(data)) is not None:
+        least = share
+        text = (
+            f"of {data.name!r}, {share:.0%} of the answers under an instruction to lie differ from "
+            "the honest answer to the same question"
+        )
+    else:
         return ""
-    text = (
-        f"of {data.name!r}, {shares[0]:.0%} of the answers under an instruction to be honest name "
-        f"the truth, and {shares[1]:.0%} of those under an instruction to lie do not"
-    )
-    if min(shares) < floor:
+    if least < floor:
         raise SpecError(
             f"behaviour_floor={floor:g}: {text}, so a probe would learn the instruction and not "
             "what the model does; allowed is a model that does both; train on what it said "
