@@ -376,9 +376,8 @@ async def collect_async(
                     progress_bar(dataset.name, total=total, done=total - waiting, show=progress)
                 )
                 work = _Work(
-                    live, dataset, how, uri, mark, shard_samples, concurrency, on_error, tick,
-                    await computing_facts(live),
-                )  # fmt: skip
+                    live, dataset, how, uri, mark, shard_samples, concurrency, on_error, tick
+                )
                 await work.run(todo)
     return _finish(uri, plan, dataset, shard_samples)
 
@@ -397,7 +396,7 @@ class _Work:
     concurrency: int
     on_error: str
     tick: Callable[[], None]
-    capture: CaptureFacts
+    capture: CaptureFacts | None = None
     done: dict[int, dict[int, Captured]] = field(default_factory=dict)
 
     async def run(self, todo: list[int]) -> None:
@@ -429,10 +428,18 @@ class _Work:
         if len(samples) == len(_span(k, self.shard_samples, len(self.dataset))):
             del self.done[k]
             ordered = [samples[i] for i in sorted(samples)]
-            await anyio.to_thread.run_sync(
-                _write_shard, self.uri, k, self.mark, ordered, self.capture
-            )
+            capture = await self._computed_with()
+            await anyio.to_thread.run_sync(_write_shard, self.uri, k, self.mark, ordered, capture)
             open_shards.release()
+
+    async def _computed_with(self) -> CaptureFacts:
+        """Asked once, when the server has answered; a server that is gone tells nothing."""
+        if self.capture is None:
+            try:
+                self.capture = await computing_facts(self.model)
+            except LensError:
+                return CaptureFacts()
+        return self.capture
 
     async def _capture(self, index: int, sample: ProbeSample) -> Captured:
         try:

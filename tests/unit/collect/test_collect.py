@@ -121,8 +121,8 @@ def test_requests_overlap_and_memory_is_bounded(tmp_path: Path) -> None:
         most = max(most, len(alive))
         return made
 
-    def written(uri: str, k: int, mark: str, samples: list[Any]) -> None:
-        write(uri, k, mark, samples)
+    def written(uri: str, k: int, mark: str, samples: list[Any], capture: Any) -> None:
+        write(uri, k, mark, samples, capture)
         alive.difference_update(s.record.index for s in samples)
 
     write = _collect._write_shard
