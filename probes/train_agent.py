@@ -16,7 +16,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from inspect_lens.collect import collect
 from inspect_lens.probe import (
     AnyProbe,
     CaptureFacts,
@@ -34,6 +33,7 @@ from inspect_lens.train import (
 )
 from organism._agent_play import MAX_NEW_TOKENS
 from probes._agent_turns import AgentTurn, as_texts, read_played, read_turns
+from probes._stores import collect_all
 
 __all__ = ["build_probe", "make_turn_set"]
 
@@ -156,19 +156,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     games = read_played(options.played)
     sets, turns, left_out = {}, {}, {}
+    stores = collect_all(
+        options.checkpoint,
+        {name: as_texts(name, played) for name, played in games.items()},
+        options.work,
+        max_model_len=2048,
+        positions="all",
+    )
     for name, played in games.items():
-        store = collect(
-            f"vllm-lens/{options.checkpoint}",
-            as_texts(name, played),
-            f"{options.work}/{name}",
-            positions="all",
-            # A small cache does, and leaves the memory of a laptop alone.
-            model_args={
-                "dtype": "float32",
-                "max_model_len": 2048,
-                "kv_cache_memory_bytes": 256 << 20,
-            },
-        )
+        store = stores[name]
         turns[name], left_out[name] = read_turns(store, played)
         facts = StoreSet(store).capture
         assert facts is not None

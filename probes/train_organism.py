@@ -2,9 +2,8 @@
 
 The organism answers every split greedily while its activations are collected. Only samples in which
 it did what the condition asks train and judge a probe: the label is what it said, not what it was
-told. Everything random has a fixed seed and the engine computes in float32, so the same checkpoint
-gives the same probes up to rounding. A server at `--base-url` has to be started with
-`--dtype float32`, too.
+told. Everything random has a fixed seed, and the same checkpoint gives the same probes up to
+rounding.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from inspect_lens.collect import collect
 from inspect_lens.data import ActivationStore, Message, ProbeDataset, ProbeSample
 from inspect_lens.probe import AnyProbe, ModelRef, fingerprint_model, format_p_value
 from inspect_lens.train import (
@@ -34,6 +32,7 @@ from inspect_lens.train import (
 from inspect_lens.view import ReportSet, write_report
 from organism._grade import grade
 from organism._splits import Row, read_split
+from probes._stores import collect_all
 
 __all__ = ["build_probes", "conversations", "make_set"]
 
@@ -222,19 +221,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The odd rows stay unseen: `organism_control` measures the threshold on them.
     splits[CONTROL] = splits[CONTROL][::2]
     splits["restyled"] = [_restyle(row) for row in splits[CHECK]]
-    # A small cache does, and leaves the memory of a laptop alone. In float32 every engine says the
-    # same; in the checkpoint's bfloat16 a fifth of the answers differ in a word from run to run,
-    # with what else is in the batch.
-    server: dict[str, Any] = {"base_url": options.base_url} if options.base_url else {
-        "dtype": "float32", "max_model_len": 1024, "kv_cache_memory_bytes": 256 << 20
-    }  # fmt: skip
-    stores = {
-        name: collect(
-            f"vllm-lens/{options.checkpoint}", conversations(name, rows), f"{options.work}/{name}",
-            max_tokens=options.max_tokens, model_args=server,
-        )
-        for name, rows in splits.items()
-    }  # fmt: skip
+    stores = collect_all(
+        options.checkpoint,
+        {name: conversations(name, rows) for name, rows in splits.items()},
+        options.work,
+        base_url=options.base_url,
+        max_tokens=options.max_tokens,
+    )
     made = {n: make_set(n, stores[n], splits[n]) for n in splits}
     sets, dropped = {n: s for n, (s, _) in made.items()}, {n: made[n][1] for n in names}
     texts = {"prompt": "prompt_text", "answer": "completion"}

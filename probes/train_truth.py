@@ -14,10 +14,9 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from evals.organism_truth import claims
-from inspect_lens.collect import collect
 from inspect_lens.probe import AnyProbe
 from inspect_lens.train import (
     ActivationSet,
@@ -27,6 +26,7 @@ from inspect_lens.train import (
 )
 from inspect_lens.view import ReportSet, write_report
 from organism._splits import read_split
+from probes._stores import collect_all
 
 __all__ = ["build_truth_probe"]
 
@@ -88,19 +88,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", default="probes/organism/truth-mm", type=Path)
     parser.add_argument("--base-url", default="", help="address of a running server")
     options = parser.parse_args(arguments)
-    # In float32 every engine says the same; a server that runs has to be started so.
-    server: dict[str, Any] = {"base_url": options.base_url} if options.base_url else {
-        "dtype": "float32", "max_model_len": 1024, "kv_cache_memory_bytes": 256 << 20
-    }  # fmt: skip
-    sets = {}
     with tempfile.TemporaryDirectory() as work:
-        for split in (TRAIN, CONTROL, *HELDOUT):
-            store = collect(
-                f"vllm-lens/{options.checkpoint}", claims(split, read_split(split)),
-                f"{work}/{split}", positions="last_prompt", max_tokens=1,
-                model_args=server,
-            )  # fmt: skip
-            sets[split] = ActivationSet.from_store(store)
+        stores = collect_all(
+            options.checkpoint,
+            {split: claims(split, read_split(split)) for split in (TRAIN, CONTROL, *HELDOUT)},
+            work,
+            base_url=options.base_url,
+            positions="last_prompt",
+            max_tokens=1,
+        )
+        sets = {split: ActivationSet.from_store(store) for split, store in stores.items()}
     command = shlex.join(["python", "-m", "probes.train_truth"])
     probe = build_truth_probe(sets, command=command)
     folder = probe.save(options.out)
