@@ -10,7 +10,7 @@ import pytest
 from scipy.stats import norm
 from sklearn.metrics import roc_auc_score
 
-from inspect_lens.data import DATASETS, Message, load_dataset, planted_activations
+from inspect_lens.data import Message, load_dataset, planted_activations
 from inspect_lens.errors import ArtifactError, SpecError
 from tests.kit.published_rows import FILES, LONGER, STEPS, TURNS, WORDS, rollout, rollouts
 from tests.kit.repository import ROOT
@@ -33,10 +33,6 @@ def test_every_set_reads_its_schema_and_states_its_facts(loaded: tuple[str, Any]
     assert all(facts[k] for k in ("licence", "label_meaning", "text_overlap_group"))
     assert facts["on_policy"] <= all(s.reading == "generate" for s in data)
     assert data.take([0]).sha256 != data.sha256
-
-
-def test_a_set_without_a_test_does_not_exist() -> None:
-    assert set(DATASETS) == set(FILES) | {"instructed_pairs"}
 
 
 def read(name: str, tmp_path: Path, **options: Any) -> Any:
@@ -372,23 +368,14 @@ def test_rollouts_of_insider_trading_are_read(tmp_path: Path) -> None:
         load_dataset("apollo_insider_trading", path=one, double_down=True)
 
 
-def test_a_limit_draws_labels_alike_and_keeps_groups_together(tmp_path: Path) -> None:
+def test_a_limit_keeps_groups_together(tmp_path: Path) -> None:
     """The files of some sets are sorted by label, or by what they are about."""
     rows = [f"City {i} is{' not' * (not true)} in X.,{int(true)},c{i}"
             for true in (True, False) for i in range(40)]  # fmt: skip
     path = tmp_path / "cities.csv"
     path.write_text("statement,label,city\n" + "\n".join(rows))
-    whole = load_dataset("geometry_of_truth", path=str(path))
     some = load_dataset("geometry_of_truth", path=str(path), limit=20)
-    assert sum(bool(s.label) for s in some) == 10
     assert len({s.group for s in some}) == 10, "both statements about a city"
-    place = [whole.samples.index(s) for s in some]
-    assert place == sorted(place)
-    assert place[:10] != list(range(10))
-    again, other = (
-        load_dataset("geometry_of_truth", path=str(path), limit=20, limit_seed=s) for s in (0, 1)
-    )
-    assert again.sha256 == some.sha256 != other.sha256
     assert len(load_dataset("geometry_of_truth", path=str(path), limit=500)) == 80
 
 
