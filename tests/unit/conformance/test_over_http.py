@@ -65,7 +65,7 @@ def test_a_request_is_sent_in_the_words_of_the_protocol(engine: HttpEngine, serv
     assert json.loads(body["vllm_xargs"]["output_residual_stream"]) == [0, 3]
     (sent,) = json.loads(body["vllm_xargs"]["apply_steering_vectors"])
     read = SteeringVector.model_validate(sent)
-    assert (list(read.layer_indices), read.scale) == ([1], 2.0)
+    assert (list(read.layers), read.scale) == ([1], 2.0)
     assert answer.token_ids == (7, 9)
     assert answer.logprobs is not None
     assert answer.logprobs[0] == {7: -0.5, 3: -2.0}

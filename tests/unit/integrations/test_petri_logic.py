@@ -38,7 +38,7 @@ def test_none_and_zero_stop_steering(name: str, scale: float) -> None:
 def test_a_sample_may_name_vectors_of_its_own() -> None:
     own = {METADATA_KEY: {"b": VECTOR.model_dump()}}
     found = steering("b", 1.0, vectors={"a": VECTOR}, metadata=own, limit=10)
-    assert found.vectors[0].activations.sha256 == VECTOR.activations.sha256
+    assert found.vectors[0].vector.sha256 == VECTOR.vector.sha256
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_the_wire_form_is_the_one_of_vllm_lens() -> None:
         "position_indices",
     }
     assert set(wire["activations"]) >= {"data", "dtype", "original_dtype", "shape", "compression"}
-    assert SteeringVector.model_validate(wire).activations.sha256 == _vector().activations.sha256
+    assert SteeringVector.model_validate(wire).vector.sha256 == _vector().vector.sha256
 
 
 def test_inside_other_things_it_dumps_as_a_reference() -> None:

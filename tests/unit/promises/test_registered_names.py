@@ -26,11 +26,12 @@ from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens._vllm.registered.shared_names import SharedNames
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import (
+    Add,
+    EditBase,
     EngineEdits,
     EngineLens,
     EngineProbe,
     Registrable,
-    SteeringVector,
     Zero,
 )
 from tests.kit.promises import Promise
@@ -41,9 +42,7 @@ MAKE: dict[type, Callable[[int], Any]] = {
     EngineProbe: lambda i: EngineProbe(
         layers=(0,), tensors={"weight": np.full((1, HIDDEN), i + 1, np.float32)}
     ),
-    SteeringVector: lambda i: SteeringVector(
-        activations=np.full((1, HIDDEN), i + 1), layer_indices=[0]
-    ),
+    EditBase: lambda i: Add(vector=np.full(HIDDEN, i + 1), layers=[0]),
     EngineEdits: lambda i: EngineEdits(edits=[Zero(layers=[i])]),
     EngineLens: lambda i: EngineLens(
         kind="jacobian",
@@ -52,7 +51,7 @@ MAKE: dict[type, Callable[[int], Any]] = {
         tensors={"matrix": np.full((1, HIDDEN, HIDDEN), i + 1, np.float32)},
     ),
 }
-KEYS = {EngineProbe: "probe", SteeringVector: "vector", EngineEdits: "edits", EngineLens: "lens"}
+KEYS = {EngineProbe: "probe", EditBase: "edits", EngineEdits: "edits", EngineLens: "lens"}
 
 PROMISE = Promise(
     "a listed name is known to all workers",

@@ -77,7 +77,7 @@ def test_every_call_inside_is_steered_and_the_log_stays_small(
     for body in server.requests:
         (steer,) = sent(body).edits
         assert (steer.layers, steer.scale) == ((LAYER,), 3.0)
-        assert steer.activations.to_float32()[0].tolist() == vector.raw(LAYER).tolist()
+        assert steer.vector.to_float32()[0].tolist() == vector.raw(LAYER).tolist()
     # The task's own extra_body went along where nobody replaced it, and the agent's own did.
     kwargs = [body.get("chat_template_kwargs") for body in server.requests]
     assert kwargs.count({"x": 1}) == (0 if inner else 2)
@@ -165,7 +165,7 @@ def test_a_sweep_sends_each_cell_once_at_the_same_time() -> None:
     assert len(bodies) == 1 + 3 * 2 * 2
     vector = Vector.load("vectors/tiny/v")
     expected = {
-        (source.to_steering(layer).activations.sha256, layer, scale)
+        (source.to_steering(layer).vector.sha256, layer, scale)
         for source in (vector, vector.random_control(0), vector.orthogonal_control(0))
         for layer in (1, LAYER)
         for scale in (-1.0, 2.0)

@@ -106,7 +106,8 @@ class EngineEdits(WireModel):
     @model_validator(mode="before")
     @classmethod
     def _list(cls, value: Any) -> Any:
-        return {"edits": value} if isinstance(value, list | tuple) else value
+        is_one = isinstance(value, EditBase) or (isinstance(value, Mapping) and "op" in value)
+        return {"edits": value} if is_one or isinstance(value, list | tuple) else value
 
     @field_validator("edits", mode="before")
     @classmethod

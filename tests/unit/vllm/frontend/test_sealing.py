@@ -56,13 +56,13 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "skip_reading_prefix_cache=false",
     ),
     (extra(probes=[{"name": "p", "positions": [9]}]), {}, r"probes\[0\].positions"),
-    (steer(position_indices=[7], activations=np.ones((1, 1, 8))), {}, "position_indices"),
-    (steer(**ROWS), {}, r"steer\[0\].position_indices"),
-    (steer(position_indices=[0], phase="decode"), {}, "none of position_indices"),
+    (steer(position_indices=[7], activations=np.ones((1, 1, 8))), {}, r"edits\[0\].positions"),
+    (steer(**ROWS), {}, r"edits\[0\].positions"),
+    (steer(position_indices=[0], phase="decode"), {}, "selects no token"),
     (extra(capture={"positions": [4]}), {"trace_decode_token_ids": [1, 2]}, "outside"),
     (extra(capture={"layers": [9]}), {}, "layers 0 to 3"),
     (extra(probes=["q"]), {}, "no probe is registered as 'q'"),
-    (extra(edits_named=[{"name": "p"}]), {}, "no vector is registered as 'p'"),
+    (extra(edits_named=[{"name": "p"}]), {}, "no edits are registered as 'p'"),
 ]
 """What is asked, sampling parameters, and what is said."""
 
