@@ -42,7 +42,7 @@ def steer(**changes: Any) -> LensRequest | None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"position_indices": [False, True]}, "list of integers, and a mask"),
+        ({"position_indices": [False, True]}, "not an integer"),
         ({"position_indices": [0, 1.0]}, "not an integer"),
         ({"position_indices": True}, "list of integers"),
         ({"layer_indices": [True]}, "not an integer"),

@@ -154,10 +154,10 @@ def test_equal_vectors_share_rows(worker: Worker, collector: Collector) -> None:
     vector = SteeringVector(activations=np.ones((2, HIDDEN)), layer_indices=[0, 5], scale=2)
     for key in "ghi":
         begin(worker, collector, key, sealed(collector, LensRequest(edits=(vector,)), 4, 2))
-    assert worker.stepper.rows_in_use == 2
+    assert worker.stepper.rows_in_use == 1, "both layers add the same"
     for key in "gh":
         worker.stepper.remove(key)
-    assert worker.stepper.rows_in_use == 2
+    assert worker.stepper.rows_in_use == 1
     worker.stepper.remove("i")
     assert worker.stepper.rows_in_use == 0
 
@@ -214,7 +214,7 @@ def test_what_a_batch_is_steered_with_is_placed_once(
         begin(worker, collector, key, sealed(collector, request(1.0, "decode"), n_prompt, 4))
     worker.stepper.take_up()
     assert len(placed) == len(set(placed)) == 4
-    assert worker.stepper.rows_in_use == 2, "rows are shared by content all the same"
+    assert worker.stepper.rows_in_use == 1, "a direction is shared by all scales"
     for key in ("a", "c"):
         worker.stepper.remove(key)
     worker.step([("b", 7, 0, 4), ("d", 8, 0, 4), ("e", 9, 0, 4), ("f", 6, 0, 4)])
