@@ -71,7 +71,7 @@ def test_steering_and_positions(server: FakeLensServer) -> None:
     assert out.text.startswith("steered")
     assert out.activations is not None
     assert out.activations["residual_stream"].shape == (1, 1, 8)
-    assert json.loads(server.requests[-1]["vllm_xargs"]["inspect_lens"])["steer"]
+    assert json.loads(server.requests[-1]["vllm_xargs"]["inspect_lens"])["edits"]
     client.generate(PROMPT, steering_vectors=[vector.model_dump(mode="json")])
     (sent,) = json.loads(server.requests[-1]["vllm_xargs"]["apply_steering_vectors"])
     assert sent["scale"] == 2.0
@@ -89,8 +89,8 @@ def test_steering_and_probes_that_a_server_passes_over_are_an_error(
     edits = {"vllm_xargs": {"inspect_lens": json.dumps({"edits_named": ["e"]})}}
     both, one = (plain, peer), (plain,)  # what vllm-lens serves, too, is in order there
     asked: list[tuple[tuple[FakeLensServer, ...], dict[str, Any], str]] = [
-        (one, {"steering_vectors": [vector]}, "apply_steering_vectors: the server answered"),
-        (both, {"steering_vectors": [prompt_only]}, "apply_steering_vectors: the server"),
+        (one, {"steering_vectors": [vector]}, "steering vectors among them.: the server answered"),
+        (both, {"steering_vectors": [prompt_only]}, "steering vectors among them.: the server"),
         (both, named, r"edits_named \['v'\]: the server answered without steering"),
         (both, edits, r"edits_named \['e'\]: the server answered without steering"),
         (both, {"extra_args": {"inspect_lens": PROBES}}, r"probes \['lies'\]: the server"),

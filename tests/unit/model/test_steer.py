@@ -18,7 +18,14 @@ from inspect_ai.model import GenerateConfig, get_model
 from inspect_lens.errors import ArtifactError, CaptureError
 from inspect_lens.model import lens_config, receipt
 from inspect_lens.model.request._body import resolve_references
-from inspect_lens.spec import Add, SteeringVector, decode_tensor
+from inspect_lens.spec import (
+    Add,
+    LensRequest,
+    SteeringVector,
+    decode_tensor,
+    to_extra_args,
+    to_wire_args,
+)
 from tests.kit.fake_server import FakeLensServer
 
 from .conftest import GetModel, RunEval
@@ -41,7 +48,8 @@ def _log_text(log: EvalLog) -> str:
 
 
 def test_the_wire_form_is_the_one_of_vllm_lens() -> None:
-    wire = json.loads(json.dumps([_vector().model_dump(mode="json")]))[0]
+    args = to_wire_args(to_extra_args(LensRequest(edits=[_vector()])))
+    (wire,) = json.loads(args["apply_steering_vectors"])
     assert set(wire) == {
         "activations",
         "layer_indices",
@@ -173,7 +181,6 @@ def test_a_log_with_steering_scores_again_without_a_server(
         from inspect_ai.scorer import Score, mean, scorer
         from inspect_lens.model import read_activations
         from inspect_lens.model.request._body import resolve_references
-from inspect_lens.spec import Add
 
         @scorer(metrics=[mean()])
         def length():

@@ -57,7 +57,9 @@ def test_steering_vectors_read(name: str) -> None:
     np.testing.assert_array_equal(vector.vector.to_float32(), np.float32(entry["float32"]))
     assert vector.scale == fields["scale"]
     assert vector.norm_match == fields["norm_match"]
-    assert set(vector.model_dump(mode="json")) == set(fields)
+    args = to_wire_args(to_extra_args(LensRequest(edits=[vector])))
+    (again,) = json.loads(args["apply_steering_vectors"])
+    assert set(again) == set(fields)
 
 
 def test_a_whole_request_reads_and_is_written_with_the_same_keys() -> None:

@@ -118,7 +118,7 @@ def test_a_config_that_declines_all_vectors_is_refused(server: FakeLensServer) -
         server.requests.clear()
         log = run(server, solves, n=1, config=config, fails=True)
         assert log.error is not None
-        assert "declines these vectors" in log.error.message
+        assert "declines these edits" in log.error.message
         assert len(server.requests) == n_sent
 
 
