@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import matplotlib  # noqa: F401 - reports need it: missed here, before anything is fitted
+
 from inspect_lens.data import ActivationStore
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
