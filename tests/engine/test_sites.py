@@ -248,9 +248,9 @@ def test_edits_of_keys_and_values_fork_the_prefix_cache_by_their_heads(sited: En
     assert cached(Zero(layers=[1], site="z", heads=[1])) == 0
 
 
-def test_steering_vectors_need_a_site_as_wide_as_the_stream(sited: Engine) -> None:
-    vector = SteeringVector(activations=torch.ones(1, HIDDEN), layer_indices=[0], site="z")
-    with pytest.raises(ValueError, match=r"steer\[0\]\.site: z is not as wide as the residual"):
+def test_a_vector_is_as_wide_as_its_site(sited: Engine) -> None:
+    vector = SteeringVector(activations=torch.ones(1, HIDDEN + 1), layer_indices=[0], site="z")
+    with pytest.raises(ValueError, match=rf"edits\[0\]: its tensors are {HIDDEN + 1} wide; z of"):
         sited.run([tokens(5)], {"inspect_lens": {"edits": [vector.model_dump(mode="json")]}})
 
 

@@ -162,13 +162,12 @@ def check_shares(program: Sequence[Instruction], width: SiteWidth, field: str) -
 
 
 def check_writable(site: Site, field: str) -> None:
-    """Refuse a site for what is as wide as the stream: steering vectors, probes and gates."""
+    """Refuse a site for what is as wide as the stream: probes and gates."""
     if not SITE_TABLE[site].is_wide:
         others = ", ".join(name for name, info in SITE_TABLE.items() if info.is_wide)
         raise UnsupportedError(
-            f"{field}: {site} is not as wide as the residual stream: it can be captured and edited "
-            "(Add, Replace and other edits), and not steered by vectors or read by probes and "
-            f"gates; that can be {others}"
+            f"{field}: {site} is not as wide as the residual stream: it can be captured and edited, "
+            f"and not read by probes and gates; that can be {others}"
         )
 
 
