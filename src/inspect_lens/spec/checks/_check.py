@@ -166,8 +166,8 @@ def check_writable(site: Site, field: str) -> None:
     if not SITE_TABLE[site].is_wide:
         others = ", ".join(name for name, info in SITE_TABLE.items() if info.is_wide)
         raise UnsupportedError(
-            f"{field}: {site} is not as wide as the residual stream: it can be captured and edited, "
-            f"and not read by probes and gates; that can be {others}"
+            f"{field}: {site} is not as wide as the residual stream: it can be captured and "
+            f"edited, and not read by probes and gates; that can be {others}"
         )
 
 
