@@ -1,4 +1,4 @@
-"""What can be asked, one file for each: capture, steering, probes, lenses, hooks, sinks.
+"""What can be asked, one file for each: capture, probes, lenses, hooks, sinks.
 
 In: the value of one key. Out: a typed part of a request. Read `_capture.py` first.
 """
