@@ -348,7 +348,7 @@ def test_edits_that_lie_in_a_file_are_those_that_are_sent(
         return found
 
     monkeypatch.setattr(programs, "LARGE", 1)
-    monkeypatch.setattr("inspect_lens._engine.protocol.edits.file_of", noted)
+    monkeypatch.setattr("inspect_lens._engine.protocol.programs.file_of", noted)
     # Other programs, which the engine has not read before.
     other = [edits[0].model_copy(update={"scale": -1.0}), edits[1]]
     turned, again = engine.run([prompt] * 2, [ask(*other), ask(*edits)], max_tokens=6)
