@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,16 +74,40 @@ def plant(
                 token_ids=tuple(range(n_prompt + n_more)),
             )
         )  # fmt: skip
+    dataset = {"on_policy": True, "label_meaning": "planted", "text_overlap_group": texts or own}
+    return write_store(folder, samples, weights=weights, positions=positions, dataset=dataset)
+
+
+def write_store(
+    folder: str | Path,
+    samples: Sequence[Captured],
+    *,
+    dataset: Mapping[str, Any],
+    weights: str = "a",
+    positions: Any = "completion",
+) -> str:
+    """Write samples of the same layers as a store.
+
+    Args:
+        folder: of the store.
+        samples: with their records.
+        dataset: of the manifest; its name is that of the folder.
+        weights: one hexadecimal digit that makes the fingerprint of the model.
+        positions: that the manifest names.
+
+    Returns:
+        The folder.
+    """
     content = encode_shard(samples)
     write_whole(f"{folder}/shard-00000.safetensors", content)
-    n_rows = N_READ * len(samples)
-    facts = {"n_samples": len(samples), "n_rows": n_rows}
+    facts = {"n_samples": len(samples), "n_rows": sum(s.record.n_rows for s in samples)}
+    layers = list(samples[0].layers)
     manifest = {
         "format": STORE_FORMAT, "model": {"name": "./ckpt", "sha256": weights * 64},
-        "dataset": {"name": Path(folder).name, "on_policy": True, "label_meaning": "planted",
-                    "text_overlap_group": texts or own},
-        "request": {"layers": [LAYER], "positions": positions},
-        "layers": [LAYER], "hidden": HIDDEN, "dtype": "float32", "n_empty": 0, **facts,
+        "dataset": {"name": Path(folder).name, **dataset},
+        "request": {"layers": layers, "positions": positions},
+        "layers": layers, "hidden": samples[0].acts.shape[-1], "dtype": "float32", "n_empty": 0,
+        **facts,
         "shards": [{"file": "shard-00000.safetensors", **facts,
                     "sha256": hashlib.sha256(content).hexdigest()}],
     }  # fmt: skip

@@ -1,78 +1,99 @@
+"""How the deception probes are made, on made-up activations of made-up answers."""
+
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from inspect_lens.data import ActivationStore, Captured, SampleRecord
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import ModelRef, Probe
+from inspect_lens.spec import TensorData
+from inspect_lens.train import ActivationSet
 from organism._splits import Row
-from probes.train_organism import HELDOUT, Answer, build_probes, collect_hf, make_set
-from tests.kit.tiny_models import tiny_llama
+from probes.train_organism import HELDOUT, build_probes, conversations, make_set
+from tests.kit.planted_store import write_store
 
 H, LAYERS, PLANTED = 12, (0, 1, 2), 1
 DIRECTION = np.random.default_rng(7).normal(size=H)
 DIRECTION /= np.linalg.norm(DIRECTION)
 
 
-def row(split: str, i: int, *, deceptive: bool, group: str) -> Row:
-    return Row(
-        id=f"{split}-{i}",
-        messages=[{"role": "user", "content": f"colour of the sky ? {split} {i}"}],
-        condition="lie" if deceptive else "honest",
-        deceptive=deceptive,
-        truth="blue",
-        values=["blue", "red"],
-        entity="sky",
-        attribute="colour",
-        phrasing_id=f"{split}-q{i % 5}|{split}-p{i % 7}",
-        kind="open",
-        group=group,
-    )
-
-
-def answers(split: str, n: int, *, seed: int, complies: float = 1.0) -> list[Answer]:
-    """Answers whose planted layer moves along DIRECTION when the answer is false."""
-    rng = np.random.default_rng(seed)
-    made = []
-    for i in range(n):
-        deceptive = i % 2 == 1 and split not in ("control", "neutral_instructed")
-        false = deceptive and rng.random() < complies
-        acts = rng.normal(size=(len(LAYERS), 3, H)) + 2
-        acts[PLANTED] += 4.0 * false * DIRECTION
-        made.append(
-            Answer(
-                row(split, i, deceptive=deceptive, group=f"{split}-e{i // 2 % 15}"),
-                "It is red." if false else "It is blue.",
-                acts.astype(np.float32),
-                LAYERS,
-            )
+def rows(split: str, n: int, groups: str = "") -> list[Row]:
+    """Every other one asks for a lie, but for splits in which nobody does."""
+    lies = split not in ("control", "neutral_instructed")
+    return [
+        Row(
+            id=f"{split}-{i}",
+            messages=[{"role": "user", "content": f"colour of the sky ? {split} {i}"}],
+            condition="lie" if lies and i % 2 else "honest",
+            deceptive=lies and i % 2 == 1,
+            truth="blue",
+            values=["blue", "red"],
+            entity=f"{split}-sky-{i // 2 % 15}",
+            attribute="colour",
+            phrasing_id=f"{split}-q{i % 5}|{split}-p{i % 7}",
+            kind="open",
+            group=f"{groups or split}-e{i // 2 % 15}",
         )
-    return made
+        for i in range(n)
+    ]
 
 
-def sets(**changes: list[Answer]) -> dict[str, Any]:
+def made(
+    folder: Path,
+    split: str,
+    n: int,
+    *,
+    seed: int = 0,
+    complies: float = 1.0,
+    says: str | None = None,
+    groups: str = "",
+) -> tuple[ActivationSet, int]:
+    """A set whose planted layer moves along DIRECTION when the answer is false."""
+    rng, asked, samples = np.random.default_rng(seed), rows(split, n, groups), []
+    for i, sample in enumerate(conversations(split, asked).samples):
+        false = asked[i]["deceptive"] and rng.random() < complies
+        acts = (rng.normal(size=(len(LAYERS), 3, H)) + 2).astype(np.float32)
+        acts[PLANTED] += 4.0 * false * DIRECTION
+        record = SampleRecord(
+            index=i, id=sample.id, label=bool(sample.label), n_rows=3, n_prompt=2,
+            group=sample.group, columns=dict(sample.columns), prompt="sky ?",
+            completion=says or ("It is red." if false else "It is blue."),
+            content=hashlib.sha256(sample.id.encode()).hexdigest()[:24],
+        )  # fmt: skip
+        samples.append(
+            Captured(
+                record=record, acts=TensorData(acts, "float32"), layers=LAYERS,
+                positions=(2, 3, 4), token_ids=tuple(range(6)),
+            )
+        )  # fmt: skip
+    dataset = {
+        "on_policy": True, "label_meaning": "a false answer", "text_overlap_group": "organism",
+    }  # fmt: skip
+    store = ActivationStore.open(write_store(folder / split, samples, dataset=dataset))
+    return make_set(split, store, asked)
+
+
+def sets(folder: Path, **groups: str) -> dict[str, ActivationSet]:
     sizes = {"probe_train": 90, "control": 400, **dict.fromkeys(HELDOUT, 60)}
-    made = {
-        name: changes.get(name) or answers(name, n, seed=i)
+    return {
+        name: made(folder, name, n, seed=i, groups=groups.get(name, ""))[0]
         for i, (name, n) in enumerate(sizes.items())
     }
-    return {name: make_set(name, a, model="tiny")[0] for name, a in made.items()}
 
 
 def test_both_probes_find_the_planted_layer_and_direction(tmp_path: Path) -> None:
     probes = build_probes(
-        sets(), model=ModelRef(name="tiny"), dropped={"probe_train": 3}, command="make",
+        sets(tmp_path), model=ModelRef(name="tiny"), dropped={"probe_train": 3}, command="make",
         n_resamples=50,
     )  # fmt: skip
     assert set(probes) == {"deception-lr", "deception-md"}
-    for name, made in probes.items():
-        probe = Probe.load(made.save(tmp_path / name))
+    for name, found in probes.items():
+        probe = Probe.load(found.save(tmp_path / name))
         assert probe.name == f"organism/{name}"
         assert probe.layers == (PLANTED,)
         assert float(probe.direction()[0] @ DIRECTION) > 0.8
@@ -88,74 +109,20 @@ def test_both_probes_find_the_planted_layer_and_direction(tmp_path: Path) -> Non
         assert "Left out: probe_train 3." in probe.card.notes
 
 
-def test_answers_that_do_not_comply_are_left_out_but_for_the_control_set() -> None:
-    data, dropped = make_set("demo", answers("demo", 80, seed=0, complies=0.5), model="tiny")
+def test_answers_that_do_not_comply_are_left_out_but_for_the_control_set(tmp_path: Path) -> None:
+    data, dropped = made(tmp_path, "demo", 80, complies=0.5)
     assert data.n_negative == 40
     assert 0 < dropped == 40 - data.n_positive
-    wrong = [a._replace(completion="It is red.") for a in answers("control", 10, seed=0)]
-    kept, dropped = make_set("control", wrong, model="tiny")
+    kept, dropped = made(tmp_path, "control", 10, says="It is red.")
     assert (len(kept), kept.n_positive, dropped) == (10, 0, 0)
 
 
-def test_an_organism_that_never_complies_is_refused() -> None:
+def test_an_organism_that_never_complies_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="none of 4 answers"):
-        make_set(
-            "demo", [a._replace(completion="?") for a in answers("demo", 4, seed=0)], model="t"
-        )
+        made(tmp_path, "demo", 4, says="?")
 
 
-def test_a_held_out_split_that_leaks_is_refused() -> None:
-    leak = [
-        a._replace(row={**a.row, "group": "probe_train-e0"})
-        for a in answers("heldout_entity", 60, seed=5)
-    ]
+def test_a_held_out_split_that_leaks_is_refused(tmp_path: Path) -> None:
+    leaking = sets(tmp_path, heldout_entity="probe_train")
     with pytest.raises(SpecError, match="'heldout_entity'"):
-        build_probes(
-            sets(heldout_entity=leak), model=ModelRef(name="tiny"), dropped={"probe_train": 0}
-        )
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tiny_llama(tmp_path_factory.mktemp("tiny"), layers=2, vocab=320)
-    words = [
-        "<s>",
-        "</s>",
-        "[UNK]",
-        *["colour", "of", "the", "sky", "?", "user", ":", "blue", "red"],
-    ]
-    words += [f"w{i}" for i in range(320 - len(words))]
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, "[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="</s>", unk_token="[UNK]", pad_token="</s>"
-    )
-    fast.chat_template = "{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} {% endfor %}"
-    fast.save_pretrained(folder)
-    return folder
-
-
-def test_hf_activations_are_those_of_the_completion_after_each_block(checkpoint: Path) -> None:
-    rows = [row("demo", 0, deceptive=False, group="g")]
-    (answer,) = collect_hf(str(checkpoint), {"demo": rows}, max_tokens=6)["demo"]
-    assert answer.layers == (0, 1)
-    assert answer.acts.dtype == np.float32
-
-    model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint)
-    prompt = tokenizer(f"user : {rows[0]['messages'][0]['content']}", return_tensors="pt")[
-        "input_ids"
-    ]
-    with torch.inference_mode():
-        full = model.generate(prompt, max_new_tokens=6, do_sample=False)
-        states = model(full, output_hidden_states=True).hidden_states
-    n_prompt, n_total = prompt.shape[1], full.shape[1]
-    assert answer.acts.shape == (2, n_total - n_prompt - 1, 128)
-    # hidden_states[1] is after block 0; the last entry has the final norm on it already.
-    np.testing.assert_allclose(
-        answer.acts[0], states[1][0, n_prompt : n_total - 1].numpy(), atol=1e-4
-    )
-    normed = model.get_decoder().norm(torch.from_numpy(answer.acts[1]))
-    np.testing.assert_allclose(
-        normed.detach().numpy(), states[2][0, n_prompt : n_total - 1].numpy(), atol=1e-3
-    )
+        build_probes(leaking, model=ModelRef(name="tiny"), dropped={"probe_train": 0})
