@@ -147,8 +147,7 @@ def test_baselines_read_the_words_of_their_own_set() -> None:
 
 def test_a_large_store_is_read_from_disk_and_gives_the_same_probe(tmp_path: Path) -> None:
     small = train(out="small")
-    with pytest.warns(UserWarning, match=r"memory=0: .* state more memory"):
-        large = train(out="large", memory=0.0, work="fits")
+    large = train(out="large", memory=0.0, work="fits")
     assert large.probe.card.thresholds[0].n_above == small.probe.card.thresholds[0].n_above
     np.testing.assert_allclose(large.probe.weight, small.probe.weight, rtol=1e-4, atol=1e-6)
     assert list(Path("fits").glob("train-*.safetensors"))
@@ -163,12 +162,11 @@ def test_a_large_store_is_read_from_disk_and_gives_the_same_probe(tmp_path: Path
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        ("lr", {}), ("lr-pressure", {}), ("lr-got", {"epochs": 20}), ("lda", {}), ("sae", {"k": 3}),
-        ("ensemble", {}), ("attention-lite", {"steps": 20}),
+        ("lr", {}), ("lr-pressure", {}), ("mean-difference", {}), ("mass-mean-iid", {}),
+        ("lda-ridge", {}), ("lat", {}), ("attention-lite", {"steps": 20}),
     ],
 )  # fmt: skip
-@pytest.mark.filterwarnings("ignore:memory=")
-def test_every_method_trains_in_little_memory(family: str, settings: dict[str, Any]) -> None:
+def test_these_methods_train_in_little_memory(family: str, settings: dict[str, Any]) -> None:
     how = {"family": family, "settings": settings, "rows": "", "allow_few": True}
     # 20 kB, where one layer takes 8 and stores are held with four copies.
     made = [train(out=f"p{memory}", memory=memory, **how) for memory in (4.0, 2e-5)]
@@ -176,6 +174,11 @@ def test_every_method_trains_in_little_memory(family: str, settings: dict[str, A
     assert large.layers == small.layers
     scores = [ActivationSet.from_store("s/control").scores(probe) for probe in (small, large)]
     np.testing.assert_allclose(scores[1], scores[0], atol=5e-3 * np.abs(scores[0]).max())
+
+
+def test_another_method_says_how_much_memory_it_needs() -> None:
+    with pytest.raises(SpecError, match=r"LDAProbe is fitted on all 180 rows .* --memory"):
+        train(family="lda", rows="", memory=2e-5, allow_few=True)
 
 
 def test_a_saved_set_is_read_as_a_store_is() -> None:

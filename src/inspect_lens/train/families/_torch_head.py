@@ -125,7 +125,7 @@ def _stepper(weights: Weights, data: Labelled, how: HeadTraining, loss_of: Any) 
             decay = sum((w**2).sum() for name, w in weights.items() if name != "bias")
             total = loss_of(whole, True) + how.weight_decay * decay / 2
             total.backward()
-            return total
+            return total.detach()
 
         return lambda: float(optimiser.step(closure))
     optimiser = torch.optim.AdamW(list(weights.values()), lr=how.lr, weight_decay=how.weight_decay)
