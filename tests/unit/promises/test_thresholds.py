@@ -40,7 +40,9 @@ def _surfaces() -> Iterator[str]:
                 names = {a.arg for a in (*one.args.args, *one.args.kwonlyargs)}
                 asks = {"threshold", "alarm"} & names
                 if asks and (names & OWNERS or getattr(owner, "name", "") in CARRIERS):
-                    module = ".".join(("inspect_lens", *path.relative_to(SOURCE).parent.parts))
+                    parts = path.relative_to(SOURCE).with_suffix("").parts
+                    public = parts[:-1] if parts[-1].startswith("_") else parts
+                    module = ".".join(("inspect_lens", *public))
                     within = f"{owner.name}." if isinstance(owner, ast.ClassDef) else ""
                     yield f"{module}:{within}{one.name}"
     yield from (f"inspect_lens.spec:ProbeUse.{n}" for n in ProbeUse.model_fields if n == "alarm")
