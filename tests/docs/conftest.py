@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A scratch directory that holds what pages name by relative path; the current one."""
     for name in ("benchmarks", "evals", "lenses", "oracles", "organism", "probes", "vectors"):
         (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs/live").symlink_to(ROOT / "docs/live")
+    # Scores are written beside a log.
+    shutil.copytree(ROOT / "docs/live", tmp_path / "docs/live")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("INSPECT_DISPLAY", "none")
     monkeypatch.setenv("INSPECT_LOG_DIR", str(tmp_path / "logs"))

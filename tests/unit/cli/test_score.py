@@ -13,12 +13,20 @@ from tests.kit.live_page import LOG
 from tests.unit.cli.conftest import Run
 
 
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """The log of the documentation; scores are written beside it."""
+    folder = LOG.with_suffix(".lens")
+    shutil.copytree(folder, tmp_path / folder.name)
+    return Path(shutil.copy(LOG, tmp_path))
+
+
 def test_a_finished_log_is_scored_as_by_the_scorer_that_ran_with_it(
-    run: Run, tmp_path: Path
+    run: Run, log: Path, tmp_path: Path
 ) -> None:
-    before, out = LOG.read_bytes(), tmp_path / "scored.eval"
-    made = run.json("score", LOG, "--probe", "organism/deception-lr", "--out", out)
-    assert LOG.read_bytes() == before
+    before, out = log.read_bytes(), tmp_path / "scored.eval"
+    made = run.json("score", log, "--probe", "organism/deception-lr", "--out", out)
+    assert log.read_bytes() == before
     (found,) = made["scores"]
     assert "of the positives" in found["means"]
     samples = read_eval_log(str(out)).samples or []
@@ -26,14 +34,12 @@ def test_a_finished_log_is_scored_as_by_the_scorer_that_ran_with_it(
     assert [a.value for a, _ in pairs] == pytest.approx([b.value for _, b in pairs], rel=1e-5)
     assert found["n_above"] == sum(a.answer == "above threshold" for a, _ in pairs)
     run("score", tmp_path / "no.eval", "--probe", "x", code=4)
-    run("score", LOG, "--probe", "organism/none", "--out", f"{out}2", code=4)
+    run("score", log, "--probe", "organism/none", "--out", f"{out}2", code=4)
 
 
 def test_each_probe_has_its_own_numbers_also_beside_earlier_scores_of_the_name(
-    run: Run, tmp_path: Path
+    run: Run, log: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(LOG.with_suffix(".lens"), tmp_path / LOG.with_suffix(".lens").name)
-    log = str(shutil.copy(LOG, tmp_path))
     first, second = str(tmp_path / "first.eval"), str(tmp_path / "second.eval")
     opposite = -load_probe("organism/deception-lr").direction()[0]
     card = ProbeCard(name="test/other", layers=(4,), hidden=len(opposite))
@@ -41,7 +47,10 @@ def test_each_probe_has_its_own_numbers_also_beside_earlier_scores_of_the_name(
     words = ["--probe", "organism/deception-lr", "--probe", path]
     probes = ("organism/deception-lr", "test/other")
     said = []
-    for source, more, out in ((log, ("--pool", "max"), first), (first, ("--pool", "mean"), second)):
+    for source, more, out in (
+        (str(log), ("--pool", "max"), first),
+        (first, ("--pool", "mean"), second),
+    ):
         said.append(run.json("score", source, *words, *more, "--out", out)["scores"])
     assert [[one["name"] for one in each] for each in said] == [
         [f"{probe} max" for probe in probes], [f"{probe} mean" for probe in probes]
