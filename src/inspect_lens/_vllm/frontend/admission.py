@@ -117,18 +117,18 @@ def has_hooks(processor: Any) -> bool:
     return book is not None and bool(book.hooks)
 
 
-def judge_early(processor: Any, prompt: Any, params: Any) -> bool:
+def judge_early(processor: Any, prompt: Any, params: Any) -> int:
     """Judge all that can be judged before the engine is asked, where the prompt is known.
 
-    An HTTP response that streams has said 200 by the time a request is processed. Returns whether
-    each choice is to have results.
+    An HTTP response that streams has said 200 by the time a request is processed. Returns how
+    many choices are to have results.
     """
     sealed = (getattr(params, "extra_args", None) or {}).get(ENVELOPE_KEY)
     if isinstance(sealed, Packed) or (sealed is not None and hasattr(prompt, "sampling_params")):
-        return False
+        return 0
     compiled = compiled_of(processor, params)
     if compiled is None:
-        return False
+        return 0
     if isinstance(prompt, AsyncGenerator):
         raise resumable()
     is_known, ids = _prompt_tokens(prompt)
@@ -141,7 +141,8 @@ def judge_early(processor: Any, prompt: Any, params: Any) -> bool:
         if capture is not None and capture.transport == "binary" and is_serving():
             least = _least_tokens(params, most, may_stop=compiled.reads is not None)
             payloads.admit(params.n * capture.n_bytes((n_prompt or 0) + least - 1))
-    return compiled.asked != LensRequest()  # which has persistent hooks alone
+    # An empty one has persistent hooks alone.
+    return 0 if compiled.asked == LensRequest() else int(params.n)
 
 
 def seal_core(

@@ -378,8 +378,7 @@ def _async_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         missing = 0
         try:
             prompt = kwargs.get("prompt", args[0] if args else None)
-            if judge_early(self.input_processor, prompt, params):
-                missing = params.n
+            missing = judge_early(self.input_processor, prompt, params)
             front_end().results.running.routes = routes_of(self)
         except CapacityError as error:
             raise busy(str(refused(error))) from error

@@ -132,7 +132,7 @@ def test_outputs_that_cannot_be_merged_are_an_error_to_their_reader(
     plain, ours = output(completion(0)), output(completion(0))
     add(plain, output(completion(0)), True)
     add(ours, output(completion(0, "k")), True)
-    monkeypatch.setattr(wrappers, "judge_early", lambda *args: None)
+    monkeypatch.setattr(wrappers, "judge_early", lambda *args: 0)
 
     async def made(self: Any, one: Any) -> Any:
         yield one

@@ -323,7 +323,7 @@ def test_a_server_attaches_either_way(
     with ThreadPoolExecutor(2) as pool:
         front = SimpleNamespace(results=engine.results, waiting=pool)
         monkeypatch.setattr("inspect_lens._vllm.frontend.wrappers.front_end", lambda: front)
-        monkeypatch.setattr("inspect_lens._vllm.frontend.wrappers.judge_early", lambda *args: None)
+        monkeypatch.setattr("inspect_lens._vllm.frontend.wrappers.judge_early", lambda *args: 0)
 
         async def generated(self: Any, one: Any) -> Any:
             yield one
