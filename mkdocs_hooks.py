@@ -11,9 +11,24 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
+import griffe
+
+from inspect_lens.reading._shared import complete_arguments
+
 _PAGES: list[tuple[str, str, str]] = []
 # Characters up to which a word of code stays on one line; a telephone shows about 40.
 _ONE_LINE = 30
+
+
+class SharedParameters(griffe.Extension):
+    """Puts the text of shared parameters into docstrings, as the decorator does at run time."""
+
+    def on_function(self, *, func: griffe.Function, **_: Any) -> None:
+        """Complete a function that is decorated with `shared_parameters`."""
+        names = [str(one.value).rpartition(".")[2] for one in func.decorators]
+        if "shared_parameters" in names and func.docstring is not None:
+            parameters = [one.name for one in func.parameters]
+            func.docstring.value = complete_arguments(func.docstring.value, parameters)
 
 
 def on_config(config: Any) -> Any:

@@ -155,9 +155,9 @@ def _solver(arm: str, asked: dict[str, Any], load: dict[str, Any]) -> Solver:
         return asking_peer(inner, asked["layer"])
     if arm != "probe-scored":
         return inner
-    from inspect_lens.solver import with_probes
+    from inspect_lens.solver import with_lens
 
-    return with_probes(asked["probe"], inner=inner)
+    return with_lens(probes=asked["probe"], inner=inner)
 
 
 def _scorer(arm: str, asked: dict[str, Any]) -> Scorer | None:

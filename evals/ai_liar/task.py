@@ -11,6 +11,7 @@ from inspect_ai import Task, task
 from inspect_ai.model import GenerateConfig
 
 from evals.ai_liar.dataset import ai_liar_dataset
+from evals.kit.arguments import required_probe
 from evals.kit.grading import deception_grade
 from inspect_lens.probe import load_probe
 from inspect_lens.scorer import deception_probe
@@ -22,7 +23,7 @@ __all__ = ["ai_liar"]
 
 @task
 def ai_liar(
-    probe: str,
+    probe: str | None = None,
     data: str | None = None,
     revision: str | None = None,
     layer: int | None = None,
@@ -42,6 +43,7 @@ def ai_liar(
     Returns:
         The task; `auroc` compares the probe with the instruction.
     """
+    probe = required_probe(probe)
     layers = load_probe(probe).layers if layer is None else (layer,)
     scorers = [deception_probe(probe, layer=layer)]
     return Task(

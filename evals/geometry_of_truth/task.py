@@ -14,8 +14,9 @@ from inspect_ai.scorer import Scorer, grouped, scorer
 from evals.geometry_of_truth.dataset import (
     geometry_of_truth_dataset,
 )
+from evals.kit.arguments import required, required_probe
 from inspect_lens.probe import load_probe
-from inspect_lens.scorer import auroc, probe_score, threshold_accuracy
+from inspect_lens.scorer import auroc_metric, probe_score, threshold_accuracy
 from inspect_lens.solver import read_given
 from inspect_lens.spec import Positions
 from inspect_lens.view import probe_viewer
@@ -25,7 +26,10 @@ __all__ = ["geometry_of_truth", "statement_probe"]
 
 @task
 def geometry_of_truth(
-    probe: str, data: str, layer: int | None = None, positions: str | None = None
+    probe: str | None = None,
+    data: str | None = None,
+    layer: int | None = None,
+    positions: str | None = None,
 ) -> Task:
     """Read statements as raw text, and compare a truth probe with what is true.
 
@@ -39,6 +43,8 @@ def geometry_of_truth(
     Returns:
         The task; `auroc` by topic.
     """
+    probe = required_probe(probe)
+    data = required("data", data, "a csv of statements, or a folder of them")
     loaded = load_probe(probe)
     read: Positions = loaded.positions
     if positions is not None:
@@ -53,7 +59,7 @@ def geometry_of_truth(
     )
 
 
-@scorer(metrics=[grouped(auroc(), "topic"), threshold_accuracy()])
+@scorer(metrics=[grouped(auroc_metric(), "topic"), threshold_accuracy()])
 def statement_probe(probe: str, layer: int | None, positions: Positions) -> Scorer:
     """`probe_score`, judged by topic.
 

@@ -20,7 +20,7 @@ __all__ = ["insider_trading"]
 
 @task
 def insider_trading(
-    probe: str,
+    probe: str | None = None,
     data: str | None = None,
     layer: int | None = None,
     policy: Literal["on", "off"] = "on",

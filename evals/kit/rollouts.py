@@ -8,6 +8,7 @@ from inspect_ai import Task
 from inspect_ai.dataset import Dataset
 from inspect_ai.model import GenerateConfig
 
+from evals.kit.arguments import required_probe
 from evals.kit.grading import graded_probe
 from evals.kit.samples import load_samples
 from inspect_lens.errors import SpecError
@@ -32,7 +33,7 @@ def rollout_task(
     rubric: str,
     *,
     data: str | None,
-    probe: str,
+    probe: str | None,
     layer: int | None,
     policy: Policy,
     max_tokens: int,
@@ -58,6 +59,7 @@ def rollout_task(
     """
     if policy not in ("on", "off"):
         raise SpecError(f"policy={policy!r}; allowed are 'on' and 'off'; 'on' is the default")
+    probe = required_probe(probe)
     layers = load_probe(probe).layers if layer is None else (layer,)
     if policy == "off":
         return Task(

@@ -28,7 +28,7 @@ from inspect_ai.solver import Generate, Solver, TaskState, solver
 from evals.organism_deception import organism_dataset
 from inspect_lens.model import activations
 from inspect_lens.probe import clopper_pearson
-from inspect_lens.solver import logit_lens
+from inspect_lens.solver import with_lens
 from organism._grade import grade
 
 __all__ = ["lie_dataset", "organism_lens", "read_values", "share_with_interval", "truth_behind_lie"]
@@ -47,7 +47,7 @@ def organism_lens(
 
     Args:
         split: whose questions with a reason to lie are asked.
-        lens: a tuned or Jacobian lens, as for the solver `logit_lens`; `none` for the logit lens.
+        lens: a tuned or Jacobian lens, as `name` of `with_lens(lens=…)`; `none` for the logit lens.
         max_tokens: longest answer.
 
     Returns:
@@ -87,7 +87,7 @@ def read_values(lens: str | None = None) -> Solver:
     """Generate with a lens that reads the log-probabilities of all values of the question.
 
     Args:
-        lens: as for the solver `logit_lens`.
+        lens: a tuned or Jacobian lens; the logit lens by default.
 
     Returns:
         The solver.
@@ -95,7 +95,7 @@ def read_values(lens: str | None = None) -> Solver:
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         values = [f" {value}" for value in state.metadata["values"]]
-        read = logit_lens(top_k=0, tokens=values, lens=lens)
+        read = with_lens(lens={"top_k": 0, "tokens": values, "name": lens})
         return await read(state, generate)
 
     return solve

@@ -14,7 +14,7 @@ from inspect_ai.scorer import Scorer, grouped, scorer
 from evals.organism_deception.task import truthfulness
 from evals.organism_truth.dataset import truth_dataset
 from inspect_lens.probe import load_probe
-from inspect_lens.scorer import auroc, probe_score, threshold_accuracy
+from inspect_lens.scorer import auroc_metric, probe_score, threshold_accuracy
 from inspect_lens.solver import with_capture
 from inspect_lens.view import probe_viewer
 
@@ -46,7 +46,7 @@ def organism_truth(
     )
 
 
-@scorer(metrics=[grouped(auroc(), "condition"), threshold_accuracy()])
+@scorer(metrics=[grouped(auroc_metric(), "condition"), threshold_accuracy()])
 def truth_probe(probe: str) -> Scorer:
     """`probe_score`, judged against the truth of the claim, by condition.
 

@@ -28,7 +28,7 @@ from inspect_ai.solver import TaskState, generate
 from evals.prompt_injection.dataset import Part, World, injection_dataset
 from inspect_lens.attention import load_heads
 from inspect_lens.model import lens_config
-from inspect_lens.scorer import at_threshold, attention_tracker, auroc
+from inspect_lens.scorer import at_threshold, attention_tracker, auroc_metric
 from organism._grade import grade
 
 __all__ = ["auroc_padded", "injected_heads", "injection_followed", "prompt_injection"]
@@ -79,7 +79,7 @@ def auroc_padded() -> Metric:
     Returns:
         The metric; NaN where a class is missing.
     """
-    compute: Any = auroc(label="label_padded")
+    compute: Any = auroc_metric(label="label_padded")
 
     def padded(scores: list[SampleScore]) -> Value:
         kept = [s for s in scores if "label_padded" in (s.sample_metadata or {})]
@@ -88,7 +88,7 @@ def auroc_padded() -> Metric:
     return padded
 
 
-_METRICS = [auroc(interval=True, cluster="base"), auroc_padded(), at_threshold()]
+_METRICS = [auroc_metric(interval=True, cluster="base"), auroc_padded(), at_threshold()]
 
 
 @scorer(metrics=_METRICS)

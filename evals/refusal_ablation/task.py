@@ -15,9 +15,10 @@ from inspect_ai.model import GenerateConfig
 from inspect_ai.scorer import Metric, Scorer, metric, scorer
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
+from evals.kit.arguments import required
 from evals.refusal_steering import each_kind, refusal_dataset
 from inspect_lens.scorer import edit_effects, edit_rates, refusal_rate
-from inspect_lens.solver import EditVariant, edit_sweep
+from inspect_lens.solver import EditVariant, steering_sweep
 from inspect_lens.spec import BLOCK_SITES, Ablate, Add, Site
 from inspect_lens.vector import Vector, load_vector
 
@@ -26,8 +27,8 @@ __all__ = ["rates_by_kind", "refusal_ablation", "refusal_edits", "refusals_by_ed
 
 @task
 def refusal_ablation(
-    vector: str,
-    harmful: str,
+    vector: str | None = None,
+    harmful: str | None = None,
     harmless: str | None = None,
     layer: int | None = None,
     n_layers: int | None = None,
@@ -61,6 +62,8 @@ def refusal_ablation(
         difference from the unedited answers with interval, of harmful and of harmless
         instructions apart.
     """
+    vector = required("vector", vector, "a steering vector, by name, path or hf:// address")
+    harmful = required("harmful", harmful, "a file of instructions that a model should refuse")
     return Task(
         dataset=refusal_dataset(harmful, harmless, limit=limit),
         solver=refusal_edits(vector, layer, n_layers, sites, scale, control_draws),
@@ -78,7 +81,7 @@ def refusal_edits(
     scale: float = 1.0,
     control_draws: int = 1,
 ) -> Solver:
-    """`edit_sweep` of what fits a sample: `ablated`, and also `added` where it is harmless.
+    """`steering_sweep` of what fits a sample: `ablated`, and also `added` where it is harmless.
 
     Args:
         vector: as for the task.
@@ -107,7 +110,7 @@ def refusal_edits(
         ablated.append(EditVariant(name="ablated", edits=tuple(gone), control=control))
         more = Add(vector=raw, layers=(at,), site=loaded.site, scale=scale)
         added.append(EditVariant(name="added", edits=(more,), control=control))
-    sweeps = {"harmful": edit_sweep(ablated), "harmless": edit_sweep([*ablated, *added])}
+    sweeps = {"harmful": steering_sweep(ablated), "harmless": steering_sweep([*ablated, *added])}
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         return await sweeps[state.metadata["kind"]](state, generate)

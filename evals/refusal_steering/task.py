@@ -15,6 +15,7 @@ from inspect_ai import Task, task
 from inspect_ai.model import GenerateConfig
 from inspect_ai.scorer import Metric, SampleScore, Scorer, Value, metric, scorer
 
+from evals.kit.arguments import required
 from evals.refusal_steering.dataset import refusal_dataset
 from inspect_lens.scorer import dose_metric, dose_response, refusal_rate
 from inspect_lens.solver import steering_sweep
@@ -24,8 +25,8 @@ __all__ = ["by_kind", "each_kind", "refusal_steering", "refusals_by_dose"]
 
 @task
 def refusal_steering(
-    vector: str,
-    harmful: str,
+    vector: str | None = None,
+    harmful: str | None = None,
     harmless: str | None = None,
     scales: Sequence[float] = (-1, -0.5, 0.5, 1),
     layers: list[int] | int | None = None,
@@ -50,6 +51,8 @@ def refusal_steering(
         random and orthogonal vectors of the same length, of harmful and of harmless instructions
         apart: a vector that makes a model refuse both has found no refusal of harm.
     """
+    vector = required("vector", vector, "a steering vector, by name, path or hf:// address")
+    harmful = required("harmful", harmful, "a file of instructions that a model should refuse")
     return Task(
         dataset=refusal_dataset(harmful, harmless, limit=limit),
         solver=steering_sweep(vector, list(scales), layers=layers),

@@ -20,7 +20,7 @@ __all__ = ["roleplaying_deception"]
 
 @task
 def roleplaying_deception(
-    probe: str,
+    probe: str | None = None,
     data: str | None = None,
     layer: int | None = None,
     policy: Literal["on", "off"] = "on",

@@ -23,9 +23,10 @@ from inspect_ai.scorer import (
 )
 from inspect_ai.solver import TaskState
 
+from evals.kit.arguments import required
 from evals.sae_clamp.dataset import clamp_dataset
 from inspect_lens.scorer import edit_effects, edit_rates, sae_feature
-from inspect_lens.solver import latent_sweep
+from inspect_lens.solver import SaeLatents, steering_sweep
 from inspect_lens.spec import LatentMode, Site
 
 __all__ = ["activation_by_value", "behaviour_by_value", "behaviour_seen", "sae_clamp"]
@@ -36,10 +37,10 @@ _NAME = "clamped"
 
 @task
 def sae_clamp(
-    sae: str,
-    latent: int,
-    values: Sequence[float] | float,
-    data: str,
+    sae: str | None = None,
+    latent: int | None = None,
+    values: Sequence[float] | float | None = None,
+    data: str | None = None,
     phrases: Sequence[str] | str | None = None,
     criterion: str | None = None,
     mode: LatentMode = "set",
@@ -82,9 +83,15 @@ def sae_clamp(
     Raises:
         ValueError: phrases and a criterion, or none of them and a row without a target.
     """
+    sae = required("sae", sae, "the folder or file of a sparse autoencoder")
+    latent = required("latent", latent, "the number of a latent")
+    doses: Sequence[float] | float = required(
+        "values", values, "values to set the latent to, such as 0,5"
+    )
+    data = required("data", data, "a file of prompts")
     dataset = clamp_dataset(data, limit=limit)
     # The command line makes a list of what has commas, and a number of what has none.
-    chosen = [values] if isinstance(values, int | float) else list(values)
+    chosen = [doses] if isinstance(doses, int | float) else list(doses)
     wanted = [phrases] if isinstance(phrases, str) else phrases
     if wanted is not None and criterion is not None:
         raise ValueError("phrases, criterion: both are given; allowed is one of them")
@@ -95,10 +102,13 @@ def sae_clamp(
         )
     return Task(
         dataset=dataset,
-        solver=latent_sweep(
-            sae, {_NAME: latent}, chosen, mode=mode, only_if_active=only_if_active,
-            controls=controls, layer=layer, site=site, threshold=threshold, seed=seed,
-            norm_scale=norm_scale,
+        solver=steering_sweep(
+            SaeLatents(
+                sae, {_NAME: latent}, mode=mode, only_if_active=only_if_active, layer=layer,
+                site=site, threshold=threshold, norm_scale=norm_scale,
+            ),
+            chosen, controls=["random"] if controls else [], control_draws=controls or None,
+            seed=seed,
         ),
         scorer=[
             behaviour_by_value(wanted, criterion),

@@ -20,7 +20,7 @@ __all__ = ["sandbagging"]
 
 @task
 def sandbagging(
-    probe: str,
+    probe: str | None = None,
     data: str | None = None,
     layer: int | None = None,
     policy: Literal["on", "off"] = "on",

@@ -16,6 +16,7 @@ from inspect_ai.model import GenerateConfig
 from inspect_ai.scorer import Score, Scorer, Target, mean, scorer, stderr
 from inspect_ai.solver import TaskState
 
+from evals.kit.arguments import required
 from evals.sycophancy_steering.dataset import (
     sycophancy_dataset,
 )
@@ -32,8 +33,8 @@ _LETTER = re.compile(
 
 @task
 def sycophancy_steering(
-    vector: str,
-    data: str,
+    vector: str | None = None,
+    data: str | None = None,
     scales: Sequence[float] = (-2, -1, 1, 2),
     layers: list[int] | int | None = None,
     limit: int | None = None,
@@ -53,6 +54,8 @@ def sycophancy_steering(
         The task; `agreement_by_dose` says how the rate of agreeing answers follows the scale,
         beside random and orthogonal vectors of the same length.
     """
+    vector = required("vector", vector, "a steering vector, by name, path or hf:// address")
+    data = required("data", data, "a file of questions")
     return Task(
         dataset=sycophancy_dataset(data, limit=limit),
         solver=steering_sweep(vector, list(scales), layers=layers),

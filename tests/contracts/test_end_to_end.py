@@ -119,17 +119,17 @@ def test_what_is_listed_is_what_the_source_registers() -> None:
 
 
 def test_a_comment_a_docstring_and_a_namesake_are_no_use(tmp_path: Path) -> None:
-    auroc = next(c for c in components() if c.name == "auroc")
+    auroc = next(c for c in components() if c.name == "auroc_metric")
     file = tmp_path / "test_it.py"
     for text, is_one in (
         ("# auroc\n", False),
         ('"""inspect_lens/auroc"""\n', False),
-        ("from inspect_lens.scorer import auroc\n", False),
+        ("from inspect_lens.scorer import auroc_metric\n", False),
         ("from inspect_lens.probe import auroc\nauroc()\n", False),
-        ("from inspect_lens.scorer import auroc\nauroc()\n", True),
-        ("from inspect_lens import scorer\nscorer.auroc()\n", True),
-        ("import inspect_lens.scorer as s\ns.auroc()\n", True),
-        ("run('inspect_lens/auroc')\n", True),
+        ("from inspect_lens.scorer import auroc_metric\nauroc_metric()\n", True),
+        ("from inspect_lens import scorer\nscorer.auroc_metric()\n", True),
+        ("import inspect_lens.scorer as s\ns.auroc_metric()\n", True),
+        ("run('inspect_lens/auroc_metric')\n", True),
     ):
         file.write_text(text, encoding="utf-8")
         assert is_used(auroc, uses(file)) == is_one, text

@@ -16,11 +16,13 @@ from inspect_ai.log import EvalLog, read_eval_log
 from inspect_ai.solver import generate
 
 from evals.organism_deception.dataset import organism_dataset
-from inspect_lens.model import lens_scope, probe_scores, probe_scores_for, read_probe_scores
+from inspect_lens.model import lens_scope, probe_scores, read_probe_scores
+from inspect_lens.model.from_logs._read import probe_scores_for
 from inspect_lens.probe import HeadSpec, NeuralProbe, ProbeCard, load_probe
-from inspect_lens.reading import engine_records, read_token_scores
+from inspect_lens.reading import read_token_scores
+from inspect_lens.reading._token_scores import engine_records
 from inspect_lens.scorer import deception_probe, probe_score
-from inspect_lens.solver import with_capture, with_probes
+from inspect_lens.solver import with_capture, with_lens
 from tests.kit.lying import MODEL, PROBE, organism
 from tests.kit.rescored import rescore
 
@@ -57,7 +59,7 @@ def logs(lens_server_url: str, tmp_path_factory: pytest.TempPathFactory) -> dict
     probes = [PROBE, neural(folder, "attention"), neural(folder, "mean")]
     rows = organism_dataset("demo").filter(lambda s: (s.metadata or {})["kind"] == "open")[:N]
     solvers = {
-        "engine": with_probes(probes),
+        "engine": with_lens(probes=probes),
         "rows": with_capture([4]),
         "recomputed": generate(),
     }

@@ -39,7 +39,7 @@ from inspect_lens.scorer import (
     sae_feature,
     trait_projection,
 )
-from inspect_lens.solver import logit_lens, steering_sweep
+from inspect_lens.solver import steering_sweep, with_lens
 from inspect_lens.vector import load_vector
 from organism._grade import grade
 from tests.kit.judge import JudgeServer, says_false
@@ -102,7 +102,7 @@ def swept(lens_server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
     solver = steering_sweep(
         TRUTH, SCALES, controls=["random"], capture={"layers": [4, 5], "site": SITES}
     )
-    lens = logit_lens([3, 5], top_k=1, target=" {}", inner=solver)
+    lens = with_lens(lens={"layers": [3, 5], "top_k": 1, "target": " {}"}, inner=solver)
     with JudgeServer(says_false) as judge:
         (log,) = eval(
             Task(

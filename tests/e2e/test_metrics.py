@@ -18,13 +18,13 @@ from evals.organism_deception.dataset import organism_dataset
 from inspect_lens.probe import load_probe
 from inspect_lens.scorer import (
     at_threshold,
-    auroc,
-    average_precision,
+    auroc_metric,
+    average_precision_metric,
     calibration_error,
     leakage_baseline,
     length_auroc,
     probe_score,
-    recall_at_fpr,
+    recall_at_fpr_metric,
     threshold_accuracy,
     words_auroc,
 )
@@ -39,9 +39,9 @@ MODEL = "lens/organism/checkpoint"
 N = 40
 BINS = 10
 METRICS = [
-    auroc(interval=True),
-    average_precision(),
-    recall_at_fpr(0.1, allow_few=True),
+    auroc_metric(interval=True),
+    average_precision_metric(),
+    recall_at_fpr_metric(0.1, allow_few=True),
     at_threshold(),
     threshold_accuracy(interval=True),
     calibration_error(n_bins=BINS),

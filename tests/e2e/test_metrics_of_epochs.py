@@ -24,8 +24,8 @@ from inspect_lens.probe import (
     load_probe,
 )
 from inspect_lens.scorer import (
-    auroc,
-    average_precision,
+    auroc_metric,
+    average_precision_metric,
     calibration_error,
     dose_curves,
     dose_response,
@@ -90,11 +90,11 @@ def test_rankings_of_reduced_epochs_by_group_and_cluster(
     log = run(
         lens_server_url, tmp_path / "logs", probe_score(PROBE),
         [
-            auroc(interval=True, cluster="group"),
-            average_precision(interval=True, cluster="group"),
+            auroc_metric(interval=True, cluster="group"),
+            average_precision_metric(interval=True, cluster="group"),
             threshold_accuracy(threshold=0.0, interval=True, cluster="group"),
             calibration_error(),
-            grouped(auroc(), "kind"),
+            grouped(auroc_metric(), "kind"),
         ],
         Epochs(EPOCHS, list(REDUCERS)),
     )  # fmt: skip
@@ -139,8 +139,8 @@ def test_rankings_of_reduced_epochs_by_group_and_cluster(
 def test_each_entry_of_a_dict_score(lens_server_url: str, tmp_path: Path) -> None:
     log = run(
         lens_server_url, tmp_path / "logs", probe_ensemble(BOTH),
-        {"lr": [auroc(), calibration_error(key="lr")], "md": [auroc()],
-         "ensemble": [auroc(interval=True)]},
+        {"lr": [auroc_metric(), calibration_error(key="lr")], "md": [auroc_metric()],
+         "ensemble": [auroc_metric(interval=True)]},
         EPOCHS,
     )  # fmt: skip
 

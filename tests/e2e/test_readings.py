@@ -18,18 +18,10 @@ from inspect_ai.solver import TaskState
 from evals.organism_deception.dataset import organism_dataset
 from inspect_lens.model import activations
 from inspect_lens.probe import auroc, load_probe
-from inspect_lens.reading import (
-    ProbeReader,
-    call_of,
-    given_length,
-    is_withheld,
-    pick_rows,
-    read_call,
-    read_message,
-    read_rows,
-    read_token_ids,
-    read_turns,
-)
+from inspect_lens.reading import ProbeReader, given_length, read_message, read_turns
+from inspect_lens.reading._given import is_withheld
+from inspect_lens.reading._rows import pick_rows, read_rows, read_token_ids
+from inspect_lens.reading._samples import call_of, read_call
 from inspect_lens.solver import with_capture
 from inspect_lens.view import note_readings, probe_summary, probe_viewer
 from tests.kit.lying import MODEL, PROBE

@@ -26,7 +26,7 @@ from inspect_lens.solver import (
     probe_resample,
     read_given,
     with_capture,
-    with_edits,
+    with_lens,
     with_steering,
 )
 from inspect_lens.spec import Zero
@@ -41,7 +41,7 @@ GIVEN = "It was made by nobody."
 SOLVERS: dict[str, Any] = {
     "with_capture": lambda: with_capture([4]),
     "with_steering": lambda: with_steering("organism/truth", scale=0.6),
-    "with_edits": lambda: with_edits(Zero(layers=[5], positions=[0])),
+    "with_lens": lambda: with_lens(edits=Zero(layers=[5], positions=[0])),
     "read_given": lambda: read_given([4]),
     "read_given then generate": lambda: [
         read_given([4]), user_message("Who told you?"), with_capture([4])

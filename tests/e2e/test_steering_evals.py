@@ -31,7 +31,7 @@ from inspect_lens.model import activations, receipt
 from inspect_lens.reading import read_cells
 from inspect_lens.sae import read_autoencoder
 from inspect_lens.scorer import dose_curves, dose_table, edit_effects, edit_rates
-from inspect_lens.solver import EditVariant, edit_sweep, latent_sweep
+from inspect_lens.solver import EditVariant, SaeLatents, steering_sweep
 from inspect_lens.spec import Ablate, result_name
 from inspect_lens.vector import Vector, VectorCard, load_vector
 from organism._model import CHECKPOINT_DIR
@@ -145,12 +145,11 @@ def tasks_of_variants(folder: Path) -> dict[str, Task]:
         )
         for one in (TRUTH, TRUTH.random_control(0))
     ]  # fmt: skip
-    swept = latent_sweep(
-        autoencoder(folder), {"truth": 3}, [1.0], mode="add", controls=2, layer=AT, site="attn_out"
-    )
+    truth = SaeLatents(autoencoder(folder), {"truth": 3}, mode="add", layer=AT, site="attn_out")
+    swept = steering_sweep(truth, [1.0], control_draws=2)
     return {
         "variants": Task(
-            dataset=liars[:4], solver=edit_sweep(variants, scorer=includes()),
+            dataset=liars[:4], solver=steering_sweep(variants, scorer=includes()),
             scorer=edit_effects(), config=GenerateConfig(temperature=0.0, max_tokens=24),
         ),
         "latents": Task(
@@ -324,14 +323,14 @@ def test_variants_of_edits_are_scored_where_they_are_made_and_no_tensor_is_logge
     assert metrics(again, "edit_effects")["without_effect"] == found["without_effect"] == 1.0
     (step,) = log.plan.steps
     logged = json.dumps(
-        step.params["variants"], default=lambda variant: variant.model_dump(mode="json")
+        step.params["steer"], default=lambda variant: variant.model_dump(mode="json")
     )
     assert logged.count('"sha256"') == 2
     assert len(logged) < 2000
 
 
 def test_controls_of_a_latent_are_as_active_as_it_also_for_answers_of_one_token(made: Made) -> None:
-    sae = read_autoencoder(made.logs["latents"].plan.steps[0].params["sae"])
+    sae = read_autoencoder(made.logs["latents"].plan.steps[0].params["steer"]["sae"])
     for sample in made.logs["latents"].samples or []:
         handle = activations(sample.output, log=made.logs["latents"].location)
         assert handle is not None
@@ -340,7 +339,7 @@ def test_controls_of_a_latent_are_as_active_as_it_also_for_answers_of_one_token(
         means = sae.activations(rows).mean(axis=0)
         nearest = sorted(set(range(12)) - {3}, key=lambda i: abs(means[i] - means[3]))[:2]
         events = [e for e in sample.events if isinstance(e, InfoEvent)]
-        (told,) = [e.data for e in events if e.source == "inspect_lens/latent_sweep"]
+        (told,) = [e.data for e in events if e.source == "inspect_lens/steering_sweep"]
         assert isinstance(told, dict)
         assert told["controls"]["truth"]["latents"] == nearest
         kinds = [(c.kind, c.scale) for c in read_cells(Store(sample.store))]

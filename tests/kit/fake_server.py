@@ -90,6 +90,7 @@ class FakeLensServer:
         self.fail_next: list[tuple[int, JSON]] = []
         self.says_next: list[tuple[str, list[tuple[str, JSON]]]] = []
         self.reduces_nothing = False  # says that it reduced nothing
+        self.root = model  # folder or name of what is served
         owner = self
 
         class Handler(_Handler):
@@ -125,7 +126,8 @@ class FakeLensServer:
         self.read.append(path)
         if path == "/v1/models":
             names = [self.model, *self.adapters]
-            return 200, {"data": [{"id": name, "max_model_len": 4096} for name in names]}
+            facts = {"max_model_len": 4096, "root": self.root}
+            return 200, {"data": [{"id": name, **facts} for name in names]}
         if path == "/openapi.json":
             own = {"vllm_lens": ["/v1/hooks/register"], "inspect_lens": ["/v1/activations/{h}"]}
             return 200, {"paths": {p: {} for p in ["/v1/models", *own.get(self.dialect, [])]}}

@@ -26,7 +26,7 @@ from inspect_ai.solver import Generate, Solver, TaskState, solver
 from evals.organism_deception import organism_dataset
 from inspect_lens._intake import Payload, encode_file, join, write_file
 from inspect_lens.model import Activations
-from inspect_lens.scorer import auroc, deception_probe
+from inspect_lens.scorer import auroc_metric, deception_probe
 from inspect_lens.spec import CaptureReceipt, Receipt, TensorData
 from inspect_lens.view import WrittenView, write_view
 
@@ -73,7 +73,7 @@ def write_log(folder: Path) -> Path:
 
     task = Task(
         name="organism_conversation", dataset=data, solver=_talk(follow),
-        scorer=deception_probe("organism/deception-lr"), metrics=[auroc()],
+        scorer=deception_probe("organism/deception-lr"), metrics=[auroc_metric()],
     )  # fmt: skip
     model = get_model("mockllm/model", custom_outputs=answer, memoize=False)
     (log,) = eval(task, model=model, log_dir=str(folder), display="none", max_samples=1)

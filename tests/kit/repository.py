@@ -11,6 +11,8 @@ from typing import cast
 
 import griffe
 
+from mkdocs_hooks import SharedParameters
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "inspect_lens"
 
@@ -55,8 +57,11 @@ def files(*suffixes: str) -> list[Path]:
 
 @functools.cache
 def package() -> griffe.Object | griffe.Alias:
-    """The package as its source says, so that decorators hide nothing."""
-    return griffe.load(PACKAGE, search_paths=[str(ROOT / "src")], resolve_aliases=True)
+    """The package as its source says, so that decorators hide nothing, as the pages show it."""
+    return griffe.load(
+        PACKAGE, search_paths=[str(ROOT / "src")], resolve_aliases=True,
+        extensions=griffe.load_extensions(SharedParameters),
+    )  # fmt: skip
 
 
 def public_objects() -> Iterator[tuple[str, griffe.Object | griffe.Alias]]:

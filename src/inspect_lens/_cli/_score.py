@@ -150,7 +150,7 @@ def _write(log: EvalLog, target: str) -> None:
 
 def _said(reader: ProbeReader, result: EvalScore, scores: Sequence[Score]) -> dict[str, Any]:
     """What one scorer says of the whole log."""
-    from inspect_lens.reading._promise import promise
+    from inspect_lens.reading._thresholds import promise
 
     read = [s for s in scores if (s.metadata or {}).get("probe")]
     threshold = reader.threshold.value if reader.threshold else None

@@ -23,9 +23,8 @@ from typing import Any
 from inspect_lens._settings import Settings
 from inspect_lens.errors import CaptureError
 
-from ._frames import Frames, frame
 from ._jobs import Stored
-from ._serve import LAST_WRITES_S
+from ._serve import LAST_WRITES_S, Lines
 
 __all__ = ["BESIDE", "Beside", "Lost"]
 
@@ -63,7 +62,7 @@ class Beside:
     def _drop(self) -> None:
         """Forget the connection; what waits for it is lost."""
         self._socket: socket.socket | None = None
-        self._frames = Frames()
+        self._lines = Lines()
         self._out = bytearray()
         self._ready = False
         self._loop: weakref.ref[asyncio.AbstractEventLoop] | None = None
@@ -96,7 +95,7 @@ class Beside:
         self._number += 1
         future: asyncio.Future[Stored | None] = asyncio.get_running_loop().create_future()
         self._waiting[self._number] = future
-        self._write(frame(b'%s,"id":%d}' % (job, self._number)))
+        self._write(b'%s,"id":%d}\n' % (job, self._number))
         return future
 
     def close(self) -> None:
@@ -233,7 +232,7 @@ class Beside:
         if not data:
             self._end()
             return
-        for text in self._frames.feed(data):
+        for text in self._lines.feed(data):
             self._take(json.loads(text))
 
     def _take(self, answer: Mapping[str, Any]) -> None:

@@ -16,16 +16,27 @@ from typing import Any
 from inspect_lens.errors import CaptureError
 
 from ._files import write_file
-from ._frames import Frames, frame
 from ._jobs import Stored, content_of, fetch_job, store
 
-__all__ = ["THREADS", "serve"]
+__all__ = ["LAST_WRITES_S", "THREADS", "Lines", "serve"]
 
 THREADS = 8
 """Jobs at once; each holds a call's activations as they came and decoded."""
 
 PARENT_CHECK_S = 2.0
 LAST_WRITES_S = 10.0
+
+
+class Lines:
+    """Messages on a stream of bytes: JSON, which has no line feeds, one a line."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Add bytes; gives the messages that are whole now."""
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        return whole
 
 
 def serve(descriptor: int, parent: int) -> None:
@@ -50,7 +61,7 @@ class _Server:
 
     def run(self, parent: int) -> None:
         self._send({"ready": os.getpid()})
-        frames = Frames()
+        lines = Lines()
         # A process that was forked from the parent may hold the other end open.
         while os.getppid() == parent:
             if not select.select([self._socket], [], [], PARENT_CHECK_S)[0]:
@@ -61,7 +72,7 @@ class _Server:
                 return
             if not data:
                 return
-            for text in frames.feed(data):
+            for text in lines.feed(data):
                 self._threads.submit(self._do, text)
 
     def finish(self) -> None:
@@ -92,6 +103,6 @@ class _Server:
     def _send(self, answer: Mapping[str, Any]) -> None:
         with self._sending:
             try:
-                self._socket.sendall(frame(json.dumps(answer).encode()))
+                self._socket.sendall(json.dumps(answer).encode() + b"\n")
             except OSError:
                 os._exit(0)  # the parent is gone

@@ -14,8 +14,8 @@ from inspect_lens.errors import SpecError
 from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import OnMissing, ProbeReader, Source
 from inspect_lens.reading._judge import Judged, TurnJudge, turn_of
-from inspect_lens.reading._promise import promise, rates
-from inspect_lens.reading._threshold import acting_value
+from inspect_lens.reading._shared import shared_parameters
+from inspect_lens.reading._thresholds import acting_value, promise, rates
 from inspect_lens.spec import Positions
 
 __all__ = ["probe_approver"]
@@ -26,6 +26,7 @@ ends, or the next approver of the policy decides."""
 
 
 @approver
+@shared_parameters
 def probe_approver(
     probe: str | Path | AnyProbe,
     threshold: float | str | None = None,
@@ -66,23 +67,7 @@ def probe_approver(
         action: what happens to calls above it: `reject`, `terminate` or `escalate`.
         below: what happens to the others, and to those of which nothing is read: `approve`, or
             `escalate` to the next approver.
-        layer: one of the probe's layers; all of them, averaged, by default.
-        positions: tokens to read; those of the card by default.
-        pool: how token scores become one: `mean`, `last`, `max`, `top_k_mean:5`,
-            `rolling_mean_max:10`, `sentence_mean_max`; the card's by default.
-        selection: tokens among these positions by what they are: `answer`, `reasoning`,
-            `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; the card's by default,
-            "" for all.
-        source: `captured` reads what the generation captured, also from the file beside a finished
-            log; `recompute` feeds the same token ids to the model again; `auto` does the first
-            where it can.
-        check_model: refuse a model whose fingerprint is not that of the card.
-        tokenizer: folder or name of the tokenizer that tells sentences and selections; by default
-            that of the model that is read, else that of the card's model, where it is on this
-            machine.
         roles: model roles whose turns are read, where others are left alone; any by default.
-        on_missing: `error` fails the sample where the activations of a call are not there; `skip`
-            treats such a call as one without a token to read.
 
     Returns:
         The approver. A turn of which nothing is read is treated as one below the threshold.

@@ -23,6 +23,7 @@ from inspect_lens.reading import (
     SuspicionUnit,
     read_message,
 )
+from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.spec import Positions
 
 from ._extras import require
@@ -36,6 +37,7 @@ __all__ = ["coup_probe_monitor_builder", "probe_monitor_builder"]
 
 
 @control_agent
+@shared_parameters
 def probe_monitor_builder(
     probe: str = Field(description="Name below probes/, path, or hf:// address of a probe."),
     layer: int | None = None,
@@ -63,27 +65,11 @@ def probe_monitor_builder(
 
     Args:
         probe: Name below probes/, path, or hf:// address of a probe.
-        layer: One of the probe's layers; all of them, averaged, by default.
-        positions: Tokens to read; those of the card by default.
-        pool: How token scores become one: `mean`, `last`, `max`, `top_k_mean:5`,
-            `rolling_mean_max:10`, `sentence_mean_max`; the card's by default.
-        selection: Tokens among these positions by what they are: `answer`, `reasoning`,
-            `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; the card's by default,
-            "" for all.
         unit: `threshold` gives sigmoid(score - threshold), between 0 and 1 and above one half
             where the card flags; `raw` gives the score.
         threshold: Score with suspicion one half: a number, or an operating point of the card such
             as `fpr=0.05`; the card's first by default.
-        source: `captured` reads what the generation captured, also from the file beside a finished
-            log; `recompute` feeds the same token ids to the model again; `auto` does the first
-            where it can.
-        check_model: Refuse a model whose fingerprint is not that of the card.
-        tokenizer: Folder or name of the tokenizer that tells sentences and selections; by default
-            that of the model that is read, else that of the card's model, where it is on this
-            machine.
         roles: Model roles whose turns are read, where others are left alone; any by default.
-        on_missing: `error` fails the sample where the activations of a call are not there; `skip`
-            treats such a call as one without a token to read.
         default_suspicion_score: Suspicion of a message of which nothing is read.
 
     Returns:
@@ -123,6 +109,7 @@ def probe_monitor_builder(
 
 
 @control_agent
+@shared_parameters
 def coup_probe_monitor_builder(
     probe: str = Field(description="Name below probes/, path, or hf:// address of a probe."),
     fpr: float = 0.01,
@@ -143,16 +130,7 @@ def coup_probe_monitor_builder(
     Args:
         probe: Name below probes/, path, or hf:// address of a probe.
         fpr: False positive rate on the control set, the share that can be audited.
-        source: `captured` reads what the generation captured, also from the file beside a finished
-            log; `recompute` feeds the same token ids to the model again; `auto` does the first
-            where it can.
-        check_model: Refuse a model whose fingerprint is not that of the card.
-        tokenizer: Folder or name of the tokenizer that tells sentences and selections; by default
-            that of the model that is read, else that of the card's model, where it is on this
-            machine.
         roles: Model roles whose turns are read, where others are left alone; any by default.
-        on_missing: `error` fails the sample where the activations of a call are not there; `skip`
-            treats such a call as one without a token to read.
         default_suspicion_score: Suspicion of a message of which nothing is read.
 
     Returns:

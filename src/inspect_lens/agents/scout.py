@@ -15,22 +15,15 @@ from inspect_ai.model import Model, get_model
 from inspect_ai.scorer import Reference, mean
 
 from inspect_lens.errors import NotCapturedError, SpecError, UnsupportedError
-from inspect_lens.model import activations, know_log, recaptures, reread
+from inspect_lens.model import activations, know_log
 from inspect_lens.model._host import PrerequisiteError
+from inspect_lens.model.replay._recapture import recaptures, reread
 from inspect_lens.probe import AnyProbe
-from inspect_lens.reading import (
-    Combine,
-    OnMissing,
-    Over,
-    ProbeReader,
-    Reading,
-    Source,
-    Turn,
-    combining,
-    read_call,
-)
+from inspect_lens.reading import OnMissing, Over, ProbeReader, Reading, Source, Turn
 from inspect_lens.reading import read_turns as read_calls
-from inspect_lens.scorer import at_threshold, auroc
+from inspect_lens.reading._samples import Combine, combining, read_call
+from inspect_lens.reading._shared import shared_parameters
+from inspect_lens.scorer import at_threshold, auroc_metric
 from inspect_lens.spec import Positions
 
 from ._extras import require
@@ -200,8 +193,9 @@ def _metadata(turns: Turns, chosen: Read) -> dict[str, Any]:
     messages="all",
     # The latter say which calls are scorers', and which answers were only compared.
     events=["model", "span_begin", "span_end", "info"],
-    metrics=[auroc(), at_threshold(), mean()],
+    metrics=[auroc_metric(), at_threshold(), mean()],
 )
+@shared_parameters
 def probe_scanner(
     probe: str | Path | AnyProbe,
     layer: int | None = None,
@@ -225,26 +219,8 @@ def probe_scanner(
 
     Args:
         probe: name below `probes/`, path, `hf://` address, or a probe.
-        layer: one of the probe's layers; all of them, averaged, by default.
-        positions: tokens to read; those of the card by default.
-        pool: how token scores become one: `mean`, `last`, `max`, `top_k_mean:5`,
-            `rolling_mean_max:10`, `sentence_mean_max`; the card's by default.
-        selection: tokens among these positions by what they are: `answer`, `reasoning`,
-            `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; the card's by default,
-            "" for all.
-        combine: `max` or `mean` of the calls is the value.
         source: `captured` never reads again, `auto` where it has to, `recompute` always.
         model: that reads again; the scan's model by default.
-        check_model: refuse a model whose fingerprint is not that of the card.
-        tokenizer: folder or name of the tokenizer that tells sentences and selections; by default
-            that of the model that is read, else that of the card's model, where it is on this
-            machine.
-        over: `last` reads the call of the sample's answer, or the last one of `roles`; `all` reads
-            every call, each choice by itself.
-        roles: model roles whose calls are read instead of those of the eval's model. By default
-            these are found where the calls of one role alone have a lens.
-        on_missing: `error` fails the sample where the activations of a call are not there; `skip`
-            treats such a call as one without a token to read.
 
     Returns:
         The scanner. Its value is None for a transcript without a token that the probe reads.
@@ -287,7 +263,8 @@ def probe_scanner(
     return scan
 
 
-@scanner(timeline=True, events=["model"], metrics=[auroc(), at_threshold(), mean()])
+@scanner(timeline=True, events=["model"], metrics=[auroc_metric(), at_threshold(), mean()])
+@shared_parameters
 def audit_probe_scanner(
     probe: str | Path | AnyProbe,
     audit_name: str | None = None,
@@ -310,23 +287,9 @@ def audit_probe_scanner(
     Args:
         probe: as for `probe_scanner`.
         audit_name: as for Petri's `audit_scanner`; the timeline is `<audit_name>-target`.
-        layer: one of the probe's layers; all of them, averaged, by default.
-        positions: tokens to read; those of the card by default.
-        pool: how token scores become one: `mean`, `last`, `max`, `top_k_mean:5`,
-            `rolling_mean_max:10`, `sentence_mean_max`; the card's by default.
-        selection: tokens among these positions by what they are: `answer`, `reasoning`,
-            `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; the card's by default,
-            "" for all.
-        combine: `max` or `mean` of the calls is the value.
         source: `captured` never reads again, `auto` where it has to, `recompute` always.
         model: as for `probe_scanner`.
-        check_model: refuse a model whose fingerprint is not that of the card.
-        tokenizer: folder or name of the tokenizer that tells sentences and selections; by default
-            that of the model that is read, else that of the card's model, where it is on this
-            machine.
         over: `all` reads every turn of the target, `last` its last one.
-        on_missing: `error` fails the sample where the activations of a call are not there; `skip`
-            treats such a call as one without a token to read.
 
     Returns:
         The scanner.

@@ -24,6 +24,7 @@ from inspect_lens.reading import (
     SuspicionUnit,
     read_message,
 )
+from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.spec import Positions
 
 from ._ask import Ask, choose_said
@@ -37,6 +38,7 @@ __all__ = ["Ask", "oracle_monitor", "probe_call_monitor", "probe_monitor"]
 
 
 @monitor(portable=False, version=1)
+@shared_parameters
 def probe_monitor(
     probe: str | Path | AnyProbe,
     layer: int | None = None,
@@ -59,27 +61,11 @@ def probe_monitor(
     Args:
         probe: name below `probes/`, path, `hf://` address, or a probe. By name, so that a log
             can rebuild the monitor.
-        layer: one of the probe's layers; all of them, averaged, by default.
-        positions: tokens to read; those of the card by default.
-        pool: how token scores become one: `mean`, `last`, `max`, `top_k_mean:5`,
-            `rolling_mean_max:10`, `sentence_mean_max`; the card's by default.
-        selection: tokens among these positions by what they are: `answer`, `reasoning`,
-            `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; the card's by default,
-            "" for all.
         unit: `raw` gives the probe's score, to be compared with the thresholds of its card;
             `threshold` gives sigmoid(score - threshold), between 0 and 1.
         threshold: score with suspicion one half, in that unit: a number, or an operating point of
             the card such as `fpr=0.05`; the card's first by default.
-        source: `captured` reads what the generation captured, also from the file beside a finished
-            log; `recompute` feeds the same token ids to the model again; `auto` does the first
-            where it can.
-        check_model: refuse a model whose fingerprint is not that of the card.
-        tokenizer: folder or name of the tokenizer that tells sentences and selections; by default
-            that of the model that is read, else that of the card's model, where it is on this
-            machine.
         roles: model roles whose turns are read, where others are left alone; any by default.
-        on_missing: `error` fails the sample where the activations of a call are not there; `skip`
-            treats such a call as one without a token to read.
 
     Returns:
         The monitor of `AfterGenerate`.
@@ -121,6 +107,7 @@ def probe_monitor(
 
 
 @monitor(portable=False, version=1)
+@shared_parameters
 def probe_call_monitor(
     probe: str | Path | AnyProbe,
     layer: int | None = None,
@@ -142,25 +129,9 @@ def probe_call_monitor(
 
     Args:
         probe: as for `probe_monitor`.
-        layer: one of the probe's layers; all of them, averaged, by default.
-        positions: tokens to read; those of the card by default.
-        pool: how token scores become one: `mean`, `last`, `max`, `top_k_mean:5`,
-            `rolling_mean_max:10`, `sentence_mean_max`; the card's by default.
-        selection: tokens among these positions by what they are: `answer`, `reasoning`,
-            `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; the card's by default,
-            "" for all.
         unit: as for `probe_monitor`.
         threshold: as for `probe_monitor`.
-        source: `captured` reads what the generation captured, also from the file beside a finished
-            log; `recompute` feeds the same token ids to the model again; `auto` does the first
-            where it can.
-        check_model: refuse a model whose fingerprint is not that of the card.
-        tokenizer: folder or name of the tokenizer that tells sentences and selections; by default
-            that of the model that is read, else that of the card's model, where it is on this
-            machine.
         roles: model roles whose turns are read, where others are left alone; any by default.
-        on_missing: `error` fails the sample where the activations of a call are not there; `skip`
-            treats such a call as one without a token to read.
 
     Returns:
         The monitor of `BeforeToolCall`.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.errors import NotCapturedError, SpecError
 from inspect_lens.spec import TensorData, as_tensor_data
 
 from ._pattern import AttentionFacts, Span, attention_patterns, attention_to, mean_attention
@@ -69,13 +69,13 @@ class QueriesKeys:
             The queries and keys; memory is shared with the tensors.
 
         Raises:
-            ArtifactError: the call captured none.
+            NotCapturedError: the call captured none.
             SpecError: shapes, layers and facts do not fit.
             UnsupportedError: a layer has multi-head latent attention.
         """
         names = ("attn_q", "attn_k", "qk_layers", "qk_meta")
         if missing := [name for name in names if name not in captured]:
-            raise ArtifactError(
+            raise NotCapturedError(
                 f"queries and keys: this call has no {', '.join(missing)}; ask for them with "
                 "output_qk, or lens_config(qk=[…]) in Inspect, of an engine with q and k in "
                 "INSPECT_LENS_SITES"

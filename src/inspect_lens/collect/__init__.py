@@ -1,12 +1,14 @@
-"""Send a data set through a model and store the activations.
+"""Send a data set through a model and store the activations, or store those of a log.
 
 Many requests run at once, memory stays bounded, and a stopped run continues.
 """
 
 from ._collect import collect, collect_async, computing_facts
+from ._from_log import log_to_store
 
 __all__ = [
     "collect",
     "collect_async",
     "computing_facts",
+    "log_to_store",
 ]

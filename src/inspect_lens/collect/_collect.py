@@ -46,18 +46,23 @@ from inspect_lens.data import (
     read_whole,
     write_whole,
 )
-from inspect_lens.errors import CaptureError, LensError, SpecError
+from inspect_lens.errors import CaptureError, LensError, NotCapturedError, SpecError
 from inspect_lens.model import Activations, activations, lens_config, recapture
 from inspect_lens.probe import CaptureFacts, fingerprint_model
-from inspect_lens.reading import GivenTokens, given_tokens
+from inspect_lens.reading._given import GivenTokens, given_tokens
 from inspect_lens.spec import CaptureSpec, Layers, Positions, TensorData, resolve_positions
 
 __all__ = [
     "Request",
     "capture_sample",
+    "claimed",
     "collect",
     "collect_async",
     "computing_facts",
+    "finish",
+    "plan_of",
+    "rows_at",
+    "write_shard",
 ]
 
 _RESIDUAL = "residual_stream"
@@ -93,7 +98,7 @@ async def capture_sample(model: Model, index: int, sample: ProbeSample, how: Req
     if sample.unread and how.positions == "completion":
         first = n_prompt + await _unread(model, sample, ids[n_prompt:])
         positions = tuple(p for p in positions if p >= first)
-    acts = _rows(handle, positions)
+    acts = rows_at(handle, positions)
     record = SampleRecord(
         index=index,
         id=sample.id,
@@ -201,14 +206,15 @@ def _select(positions: Positions, *, n_prompt: int, n_fed: int, raw: bool) -> tu
     return tuple(resolve_positions(positions, n_prompt=n_prompt, n_max=n_fed, field="positions"))
 
 
-def _rows(handle: Activations, positions: Sequence[int]) -> TensorData | None:
+def rows_at(handle: Activations, positions: Sequence[int]) -> TensorData | None:
+    """Rows of the residual stream at positions."""
     if not positions:
         return None
     data = handle.data(_RESIDUAL)
     at = {position: i for i, position in enumerate(handle.positions)}
     missing = [p for p in positions if p not in at]
     if missing:
-        raise CaptureError(f"position {missing[0]} was asked for and did not come")
+        raise NotCapturedError(f"position {missing[0]} was asked for and did not come")
     rows = [at[p] for p in positions]
     return TensorData(data.storage[:, rows], data.dtype)
 
@@ -353,9 +359,9 @@ async def collect_async(
             "allowed are 1 or more, and 'raise' or 'skip'"
         )
     name = model if isinstance(model, str) else str(model)
-    plan = _plan(name, dataset, how, shard_samples)
+    plan = plan_of(name, dataset, how, shard_samples)
     uri = str(out).rstrip("/")
-    with _claimed(uri, plan):
+    with claimed(uri, plan):
         if read_whole(f"{uri}/{MANIFEST}") is not None:
             return ActivationStore.open(uri)
         mark = _mark(plan)
@@ -376,10 +382,10 @@ async def collect_async(
                     progress_bar(dataset.name, total=total, done=total - waiting, show=progress)
                 )
                 work = _Work(
-                    live, dataset, how, uri, mark, shard_samples, concurrency, on_error, tick
+                    live, dataset, how, uri, plan, shard_samples, concurrency, on_error, tick
                 )
                 await work.run(todo)
-    return _finish(uri, plan, dataset, shard_samples)
+    return finish(uri, plan, dataset, shard_samples)
 
 
 @dataclass
@@ -390,8 +396,7 @@ class _Work:
     dataset: ProbeDataset
     how: Request
     uri: str
-    mark: str
-    """Of the plan; each shard carries it."""
+    plan: dict[str, Any]
     shard_samples: int
     concurrency: int
     on_error: str
@@ -429,7 +434,7 @@ class _Work:
             del self.done[k]
             ordered = [samples[i] for i in sorted(samples)]
             capture = await self._computed_with()
-            await anyio.to_thread.run_sync(_write_shard, self.uri, k, self.mark, ordered, capture)
+            await anyio.to_thread.run_sync(write_shard, self.uri, k, self.plan, ordered, capture)
             open_shards.release()
 
     async def _computed_with(self) -> CaptureFacts:
@@ -459,7 +464,7 @@ def _skipped(index: int, sample: ProbeSample, reason: str) -> Captured:
     return Captured(record=record, acts=None, layers=(), positions=(), token_ids=())
 
 
-def _plan(model: str, dataset: ProbeDataset, how: Request, shard_samples: int) -> dict[str, Any]:
+def plan_of(model: str, dataset: ProbeDataset, how: Request, shard_samples: int) -> dict[str, Any]:
     """What makes the store what it is; compared when a run goes on."""
     path = model.partition("/")[2]
     return {
@@ -478,7 +483,7 @@ def _plan(model: str, dataset: ProbeDataset, how: Request, shard_samples: int) -
 
 
 @contextmanager
-def _claimed(uri: str, plan: dict[str, Any]) -> Iterator[None]:
+def claimed(uri: str, plan: dict[str, Any]) -> Iterator[None]:
     """Hold the folder for this run; one that it began and wrote no shard into is free again."""
     is_new = _claim(uri, plan)
     try:
@@ -540,9 +545,11 @@ def _facts(uri: str, k: int, mark: str) -> dict[str, Any] | None:
     return made
 
 
-def _write_shard(
-    uri: str, k: int, mark: str, samples: list[Captured], capture: CaptureFacts
+def write_shard(
+    uri: str, k: int, plan: dict[str, Any], samples: list[Captured], capture: CaptureFacts
 ) -> None:
+    """Write a shard, and then its facts."""
+    mark = _mark(plan)
     _facts(uri, k, mark)
     content = encode_shard(samples)
     full = [s for s in samples if s.record.n_rows]
@@ -562,7 +569,7 @@ def _write_shard(
     write_whole(f"{uri}/shard-{k:05d}.json", _json(facts))
 
 
-def _finish(
+def finish(
     uri: str, plan: dict[str, Any], dataset: ProbeDataset, shard_samples: int
 ) -> ActivationStore:
     """Write the manifest out of the facts of all shards."""

@@ -1,7 +1,7 @@
 """The one file that names private modules of inspect_ai, and what it relies on in each.
 
-`SEAMS` is checked against the installed release by `tests/contracts/test_inspect_seam.py`, so
-an upgrade that moves something fails there, by name, and not in the middle of an eval.
+`PRIVATE_NAMES` is checked against the installed release by `tests/contracts/test_inspect_names.py`,
+so an upgrade that moves something fails there, by name, and not in the middle of an eval.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ if TYPE_CHECKING:
     from inspect_ai.model._providers.vllm import VLLMAPI
 
 __all__ = [
-    "SEAMS",
+    "PRIVATE_NAMES",
     "VLLMAPI",
     "ActiveCall",
+    "HostName",
     "LoRAAdapter",
     "PrerequisiteError",
     "RegistryInfo",
     "RegistryType",
-    "Seam",
     "VLLMServer",
     "_vllm_servers",
     "active_approver",
@@ -109,7 +109,7 @@ def role_of(api: object) -> str:
     return ", ".join(found)
 
 
-class Seam(NamedTuple):
+class HostName(NamedTuple):
     """One private name of inspect_ai and what we expect of it."""
 
     module: str
@@ -120,41 +120,43 @@ class Seam(NamedTuple):
     reason: str
 
 
-SEAMS: tuple[Seam, ...] = (
-    Seam("inspect_ai._util.error", "PrerequisiteError", ("message",), "a clean error at start"),
-    Seam(
+PRIVATE_NAMES: tuple[HostName, ...] = (
+    HostName("inspect_ai._util.error", "PrerequisiteError", ("message",), "a clean error at start"),
+    HostName(
         "inspect_ai._util.error",
         "pip_dependency_error",
         ("feature", "dependencies"),
         "Inspect's words for a missing package",
     ),
-    Seam(_REGISTRY, "RegistryInfo", ("type", "name"), "a registration"),
-    Seam(_REGISTRY, "RegistryType", None, "kinds of registrations"),
-    Seam(_REGISTRY, "registry_add", ("o", "info"), "names that import their room when used"),
-    Seam(_REGISTRY, "registry_has", ("type", "name"), "the room itself may be there first"),
-    Seam(_REGISTRY, "registry_info", ("o",), "the registration of what is put around a factory"),
-    Seam(_REGISTRY, "registry_lookup", ("type", "name"), "Inspect's own model `none`"),
-    Seam(
+    HostName(_REGISTRY, "RegistryInfo", ("type", "name"), "a registration"),
+    HostName(_REGISTRY, "RegistryType", None, "kinds of registrations"),
+    HostName(_REGISTRY, "registry_add", ("o", "info"), "names that import their room when used"),
+    HostName(_REGISTRY, "registry_has", ("type", "name"), "the room itself may be there first"),
+    HostName(
+        _REGISTRY, "registry_info", ("o",), "the registration of what is put around a factory"
+    ),
+    HostName(_REGISTRY, "registry_lookup", ("type", "name"), "Inspect's own model `none`"),
+    HostName(
         _SERVER,
         "configure_devices",
         ("server_args", "parallel_size_param"),
         "-M device= means what it means for Inspect's own vLLM provider",
     ),
-    Seam(
+    HostName(
         _SERVER,
         "start_local_server",
         ("base_cmd", "host", "port", "api_key", "server_type", "timeout", "server_args", "env"),
         "start vLLM through `python -m`: the `vllm` script is missing from some wheels",
     ),
-    Seam(_SERVER, "terminate_process", ("process",), "release the port that was reserved"),
-    Seam(
+    HostName(_SERVER, "terminate_process", ("process",), "release the port that was reserved"),
+    HostName(
         "inspect_ai.approval._apply",
         "_tool_approver",
         None,
         "a gate judges a call first, and then the approver that was there before",
     ),
     *(
-        Seam(
+        HostName(
             f"{_RECORDERS}.{module}", f"{name}{read}", with_, "where a log was read, its files are"
         )
         for module, name in (("eval", "EvalRecorder"), ("json", "JSONRecorder"))
@@ -164,85 +166,87 @@ SEAMS: tuple[Seam, ...] = (
             (".read_log_sample", ("location",)),
         )
     ),
-    Seam("inspect_ai.log._samples", "sample_active", (), "where the log of this eval is"),
-    Seam(
+    HostName("inspect_ai.log._samples", "sample_active", (), "where the log of this eval is"),
+    HostName(
         "inspect_ai.log._samples",
         "ActiveSample.__init__",
         ("self", "log_location", "sample", "epoch", "sample_uuid"),
         "fields that name a sidecar file",
     ),
-    Seam(
+    HostName(
         "inspect_ai.model._generate_config",
         "active_generate_config",
         (),
         "lens_config adds to the task's extra_body, which Inspect would replace",
     ),
-    Seam(
+    HostName(
         "inspect_ai.model._model",
         "active_model",
         (),
         "the config of the task is in calls of this model alone",
     ),
-    Seam("inspect_ai.model._model", "model_roles", (), "messages name the role of a model"),
-    Seam(
+    HostName("inspect_ai.model._model", "model_roles", (), "messages name the role of a model"),
+    HostName(
         "inspect_ai.model._model",
         "init_model_roles",
         ("roles",),
         "an audit without a target in the roles audits the model under evaluation",
     ),
-    Seam(
+    HostName(
         _VLLM,
         "VLLMAPI.__init__",
         ("self", "model_name", "base_url", "port", "api_key", "config", "lazy_init"),
         "the provider that ours extends",
     ),
-    Seam(_VLLM, "VLLMAPI._resolve_server", ("self",), "keep the public base_url port-free"),
-    Seam(
+    HostName(_VLLM, "VLLMAPI._resolve_server", ("self",), "keep the public base_url port-free"),
+    HostName(
         _VLLM,
         "VLLMAPI._start_server",
         ("self", "model_path", "port"),
         "replaced: another command, loopback only",
     ),
-    Seam(
+    HostName(
         _VLLM,
         "VLLMAPI._ensure_server_started",
         ("self",),
         "extended: a user sees that a server starts; called before an adapter is loaded",
     ),
-    Seam(_VLLM, "VLLMAPI._server_root", ("self",), "replaced: reads our own server record"),
-    Seam(_VLLM, "VLLMAPI.close", ("self",), "extended: no child process is left behind"),
-    Seam(_VLLM, "VLLMAPI.connection_key", ("self",), "extended: tells the hook who is calling"),
-    Seam(
+    HostName(_VLLM, "VLLMAPI._server_root", ("self",), "replaced: reads our own server record"),
+    HostName(_VLLM, "VLLMAPI.close", ("self",), "extended: no child process is left behind"),
+    HostName(_VLLM, "VLLMAPI.connection_key", ("self",), "extended: tells the hook who is calling"),
+    HostName(
         _COMPAT,
         "OpenAICompatibleAPI._generate_completion",
         ("self", "request", "config"),
         "after the request is logged and before the response is dumped",
     ),
-    Seam(
+    HostName(
         _COMPAT,
         "OpenAICompatibleAPI.completion_params",
         ("self", "config", "tools"),
         "the request as it is logged",
     ),
-    Seam(
+    HostName(
         _COMPAT,
         "OpenAICompatibleAPI.stream_completion",
         ("self", "stream"),
         "the stream accumulator drops our chunk",
     ),
-    Seam(_COMPAT, "OpenAICompatibleAPI.resolve_stream", ("self", "config"), "lens calls decline"),
-    Seam(_COMPAT, "OpenAICompatibleAPI._create_client", ("self",), "a client of our base_url"),
-    Seam(_COMPAT, "OpenAICompatibleAPI.should_retry", ("self", "ex"), "an incomplete capture"),
-    Seam(
+    HostName(
+        _COMPAT, "OpenAICompatibleAPI.resolve_stream", ("self", "config"), "lens calls decline"
+    ),
+    HostName(_COMPAT, "OpenAICompatibleAPI._create_client", ("self",), "a client of our base_url"),
+    HostName(_COMPAT, "OpenAICompatibleAPI.should_retry", ("self", "ex"), "an incomplete capture"),
+    HostName(
         _LORA,
         "VLLMServer",
         ("enable_lora", "max_lora_rank", "base_url", "api_key", "port", "process"),
         "the record of a server",
     ),
-    Seam(_LORA, "_vllm_servers", None, "our servers are not registered there"),
-    Seam(_LORA, "LoRAAdapter", ("path", "revision", "is_preloaded"), "an adapter of one call"),
-    Seam(_LORA, "ensure_adapter_loaded", ("server", "adapter"), "load an adapter once"),
-    Seam(_LORA, "get_adapter_rank", ("adapter",), "rank for a server that is not started yet"),
+    HostName(_LORA, "_vllm_servers", None, "our servers are not registered there"),
+    HostName(_LORA, "LoRAAdapter", ("path", "revision", "is_preloaded"), "an adapter of one call"),
+    HostName(_LORA, "ensure_adapter_loaded", ("server", "adapter"), "load an adapter once"),
+    HostName(_LORA, "get_adapter_rank", ("adapter",), "rank for a server that is not started yet"),
 )
 
 

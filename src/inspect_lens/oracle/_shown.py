@@ -10,7 +10,7 @@ import numpy as np
 from inspect_ai.model import Model, ModelOutput
 from numpy.typing import NDArray
 
-from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.errors import ArtifactError, NotCapturedError, SpecError
 from inspect_lens.model import Activations, activations, recapture
 from inspect_lens.model.request._body import capture_advice
 from inspect_lens.reading._rows import call_adapter, was_steered
@@ -122,17 +122,17 @@ async def find_activations(
         except ArtifactError as error:
             problem = str(error)
     if source == "captured":
-        raise ArtifactError(_advice(problem, layers, "use source='auto' to recompute"))
+        raise NotCapturedError(_advice(problem, layers, "use source='auto' to recompute"))
     metadata = output.metadata or {}
     prompt, completion = metadata.get("prompt_token_ids"), metadata.get("token_ids")
     if not prompt and handle is not None:
         prompt, completion = handle.prompt_token_ids, handle.token_ids
     if not prompt or not completion:
-        raise ArtifactError(
+        raise NotCapturedError(
             _advice(f"{problem}, and no token ids to recompute them from", layers, "")
         )
     if source == "auto" and was_steered(output, handle):
-        raise ArtifactError(
+        raise NotCapturedError(
             _advice(
                 f"{problem}, and the generation was steered, which recomputing would not repeat",
                 layers,

@@ -10,9 +10,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, Self, get_args
 
-from inspect_ai.event import Event, ModelEvent, SampleLimitEvent, SpanBeginEvent, SpanEndEvent
+from inspect_ai.event import (
+    Event,
+    InfoEvent,
+    ModelEvent,
+    SampleLimitEvent,
+    SpanBeginEvent,
+    SpanEndEvent,
+)
 from inspect_ai.log import EvalSample, transcript
-from inspect_ai.model import Model, ModelOutput, model_roles
+from inspect_ai.model import ChatMessage, Model, ModelOutput, model_roles
 from inspect_ai.solver import TaskState
 
 from inspect_lens.errors import NotCapturedError, SpecError
@@ -20,20 +27,81 @@ from inspect_lens.model import activations, probe_scores
 from inspect_lens.model.from_logs._read import given_output
 from inspect_lens.model.request._inherited import is_instrument_call
 
-from ._aside import Aside
 from ._given import WITHHELD, is_withheld
 from ._rows import has_nothing_to_read, read_token_ids
 
 __all__ = [
     "CallSelection",
     "Calls",
+    "ComparedAnswers",
     "OnMissing",
     "Over",
     "Turn",
+    "find_event",
     "find_turn",
+    "ids_of",
     "model_of",
     "read_turns",
+    "record_standing",
 ]
+
+_SPANS: Final = frozenset({"steering_cell", "contrastive", "attempt"})
+"""Types of the spans in which solvers of this package generate several answers to choose from."""
+_SOURCE: Final = "inspect_lens/standing"
+_KEY: Final = "message_ids"
+
+
+def record_standing(message_ids: Iterable[str]) -> None:
+    """Note in the transcript which of the answers that were compared stand.
+
+    A sample that ends before this note was made has none that does.
+    """
+    transcript().info({_KEY: list(message_ids)}, source=_SOURCE)
+
+
+def ids_of(messages: Iterable[ChatMessage]) -> list[str]:
+    """Ids of the assistant messages among these."""
+    return [m.id for m in messages if m.role == "assistant" and m.id is not None]
+
+
+@dataclass(frozen=True)
+class ComparedAnswers:
+    """Which calls of a sample were made to be compared, and do not stand."""
+
+    parents: dict[str, str | None]
+    """Of each span."""
+    spans: frozenset[str]
+    """In which answers are compared."""
+    standing: frozenset[str]
+    """Ids of the messages that stand all the same."""
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> Self:
+        """Read the spans and notes of a sample."""
+        parents: dict[str, str | None] = {}
+        spans: set[str] = set()
+        standing: set[str] = set()
+        for event in events:
+            if isinstance(event, SpanBeginEvent):
+                parents[event.id] = event.parent_id
+                if event.type in _SPANS:
+                    spans.add(event.id)
+            elif isinstance(event, InfoEvent) and event.source == _SOURCE:
+                ids = event.data.get(_KEY) if isinstance(event.data, dict) else None
+                standing |= {str(one) for one in ids} if isinstance(ids, list) else set()
+        return cls(parents, frozenset(spans), frozenset(standing))
+
+    def has(self, event: Event, message_id: str | None) -> bool:
+        """Whether a call was made to be compared, and what it wrote does not stand."""
+        if not self.spans or message_id in self.standing:
+            return False
+        span = event.span_id
+        while span is not None:
+            if span in self.spans:
+                return True
+            span = self.parents.get(span)
+        return False
+
 
 Over = Literal["last", "all"]
 """Which calls of a sample are read: that of its answer, or every one of its model."""
@@ -57,6 +125,24 @@ class Turn(NamedTuple):
     """That made the call, as Inspect names it, such as `vllm-lens/organism/checkpoint`."""
     choice: int = 0
     """0-based, where a call has several answers and each is read by itself."""
+    input: Sequence[ChatMessage] = ()
+    """Messages that the model was given; none for what `read_given` read."""
+
+    @property
+    def bare_model(self) -> str:
+        """The model's name without its provider."""
+        return self.model.partition("/")[2]
+
+    def prompt(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+        """The messages that the model was given.
+
+        Args:
+            messages: of the sample's conversation; they count where the answer stands in them.
+        """
+        ids = [message.id for message in messages]
+        if self.message_id is not None and self.message_id in ids:
+            return list(messages[: ids.index(self.message_id)])
+        return list(self.input or messages)
 
     @property
     def has_lens(self) -> bool:
@@ -284,7 +370,7 @@ def read_turns(
     found: list[Turn] = []
     scorers: set[str] = set()
     events = list(events)
-    aside = Aside.of(events)
+    compared = ComparedAnswers.of(events)
     for event in events:
         if isinstance(event, SpanBeginEvent) and event.type in ("scorer", "scorers"):
             scorers.add(event.id)
@@ -297,8 +383,8 @@ def read_turns(
             if event.error is not None or not output.choices or is_instrument_call(event.input):
                 continue
             message_id = output.message.id
-            if not aside.has(event, message_id):
-                found.append(Turn(0, message_id, output, event.role, event.model))
+            if not compared.has(event, message_id):
+                found.append(Turn(0, message_id, output, event.role, event.model, 0, event.input))
         elif (given := given_output(event)) is not None:
             # Read by the model that reads; it plays no role.
             found.append(Turn(0, given.message.id, given, None, given.model))
@@ -312,16 +398,27 @@ def read_turns(
     return _numbered(wanted)
 
 
-def find_turn(message_id: str | None) -> Turn | None:
+def find_event(message_id: str | None) -> ModelEvent | None:
     """The call that wrote a message, in the transcript of this task; None where none is known."""
     if message_id is None:
         return None
     for event in reversed(transcript().events):
-        if isinstance(event, ModelEvent) and event.output.choices:
-            for index, choice in enumerate(event.output.choices):
-                if choice.message.id == message_id:
-                    return Turn(0, message_id, event.output, event.role, event.model, index)
+        if isinstance(event, ModelEvent) and message_id in _message_ids(event):
+            return event
     return None
+
+
+def _message_ids(event: ModelEvent) -> list[str | None]:
+    return [choice.message.id for choice in event.output.choices]
+
+
+def find_turn(message_id: str | None) -> Turn | None:
+    """The same as a turn."""
+    event = find_event(message_id)
+    if event is None:
+        return None
+    index = _message_ids(event).index(message_id)
+    return Turn(0, message_id, event.output, event.role, event.model, index, event.input)
 
 
 def model_of(turn: Turn) -> Model | None:

@@ -21,7 +21,7 @@ _KEY = "SteeringCells:cells"
 
 CellKind = Literal["vector", "random", "orthogonal", "baseline"]
 """What steered a cell: the vector, a random or orthogonal control, or nothing.
-Of `edit_sweep` and `latent_sweep`, `vector` is the edit that is meant, and `random` its control."""
+Of edits and latents, `vector` is the one that is meant, and `random` its control."""
 
 
 class SteeringCell(BaseModel):
@@ -34,7 +34,7 @@ class SteeringCell(BaseModel):
     it stands beside."""
     layer: int | None = None
     """Layer that was steered; None for the baseline, for all layers of the vector at once, and for
-    variants of `edit_sweep`."""
+    edits."""
     scale: float = 0.0
     """Factor of the vector, with its sign, dose of the edit, or value of the latent; 0 for the
     baseline."""

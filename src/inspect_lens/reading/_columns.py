@@ -16,6 +16,7 @@ from inspect_lens.spec import Positions
 from ._calls import OnMissing, Over
 from ._reader import ProbeReader
 from ._samples import Combine, combining, read_sample_captured
+from ._shared import shared_parameters
 
 if TYPE_CHECKING:
     from inspect_ai.analysis import SampleColumn
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["captured_calls_column", "lens_column"]
 
 
+@shared_parameters
 def lens_column(
     probe: str | Path | AnyProbe,
     name: str | None = None,
@@ -44,23 +46,6 @@ def lens_column(
     Args:
         probe: name below `probes/`, path, `hf://` address, or a probe.
         name: of the column; the last part of the probe's name by default.
-        layer: one of the probe's layers; all of them, averaged, by default.
-        positions: tokens to read; those of the card by default.
-        pool: how token scores become one: `mean`, `last`, `max`, `top_k_mean:5`,
-            `rolling_mean_max:10`, `sentence_mean_max`; the card's by default.
-        selection: tokens among these positions by what they are: `answer`, `reasoning`,
-            `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; the card's by default,
-            "" for all.
-        tokenizer: folder or name of the tokenizer that tells sentences and selections; by default
-            that of the model that is read, else that of the card's model, where it is on this
-            machine.
-        over: `last` reads the call of the sample's answer, or the last one of `roles`; `all` reads
-            every call, each choice by itself.
-        roles: model roles whose calls are read instead of those of the eval's model. By default
-            these are found where the calls of one role alone have a lens.
-        on_missing: `error` fails the sample where the activations of a call are not there; `skip`
-            treats such a call as one without a token to read.
-        combine: `max` or `mean` of the calls is the value.
 
     Returns:
         The column; missing where a sample has no call with a token to read.

@@ -45,39 +45,7 @@ class GivenTokens(NamedTuple):
 async def given_tokens(
     model: Model, messages: Sequence[Mapping[str, str]] | str, completion: str | None = None
 ) -> GivenTokens:
-    """Ids of a prompt and of a given answer, with the server's own template.
-
-    Args:
-        model: a `vllm-lens/` model.
-        messages: with `role` and `content`; or raw text, which no template touches.
-        completion: the answer.
-
-    Returns:
-        The ids.
-
-    Raises:
-        UnsupportedError: the model is of another provider.
-        CaptureError: the template does not continue its own prompt.
-
-    Example:
-        <!-- test: server -->
-        ```python
-        import anyio
-        from inspect_ai.model import get_model
-
-        from inspect_lens.reading import given_tokens
-
-
-        async def main() -> None:
-            model = get_model("vllm-lens/organism/checkpoint")
-            question = [{"role": "user", "content": "Who founded Velosh?"}]
-            tokens = await given_tokens(model, question, "It was founded by Ruvan.")
-            print(len(tokens.prompt), len(tokens.rest))
-
-
-        anyio.run(main)
-        ```
-    """
+    """Ids of a prompt and of a given answer, with the server's own template."""
     api: Any = model.api
     if not hasattr(api, "post"):
         raise UnsupportedError(
@@ -135,23 +103,7 @@ def given_length(output: ModelOutput) -> int | None:
 
 
 def is_withheld(output: ModelOutput) -> bool:
-    """Whether an output stands in the place of an answer that `probe_gate` stopped.
-
-    Args:
-        output: live or out of a log.
-
-    Returns:
-        True for such a text, which has no tokens of the model to read.
-
-    Example:
-        ```python
-        from inspect_ai.log import read_eval_log
-
-        from inspect_lens.reading import is_withheld
-
-        assert not is_withheld(read_eval_log("logs/honesty.eval").samples[0].output)
-        ```
-    """
+    """Whether an output stands in the place of an answer that `probe_gate` stopped."""
     return bool((output.metadata or {}).get(WITHHELD))
 
 

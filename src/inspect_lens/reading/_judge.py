@@ -11,8 +11,8 @@ from inspect_ai.tool import ToolCall
 
 from inspect_lens.errors import ArtifactError
 
-from ._message import read_message
 from ._reader import ProbeReader
+from ._samples import read_message
 
 __all__ = ["Judged", "TurnJudge", "turn_of"]
 

@@ -19,11 +19,11 @@ from inspect_lens.probe import SENTENCE_POOL, parse_pool, pool_scores
 from inspect_lens.sae import SparseEncoder, read_sae
 from inspect_lens.spec import Positions, Site, parse_positions
 
-from ._call_texts import CallTexts
 from ._calls import CallSelection, OnMissing, Over
-from ._reading import SAID, Sentences
+from ._reading import SAID
 from ._rows import Rows, Source, captured_rows, read_rows
-from ._selection import Selector, positions_for, select_rows
+from ._shared import shared_parameters
+from ._texts import CallTexts, Selector, Sentences, positions_for, select_rows
 from ._threads import in_thread
 from ._token_scores import TokenScores
 
@@ -150,6 +150,7 @@ class LatentReader:
     """Which calls of a sample are read."""
 
     @classmethod
+    @shared_parameters
     def of(
         cls,
         sae: str | Path | SparseEncoder,
@@ -178,13 +179,7 @@ class LatentReader:
             positions: tokens to read; by default those that hold the selection, which is the
                 completion without one.
             pool: how the activations of many tokens become one number.
-            selection: as for `ProbeReader.of`.
-            source: as for `ProbeReader.of`; scores of the engine take no part.
-            tokenizer: as for `ProbeReader.of`.
             norm_scale: as in `read_sae`; of a path only.
-            over: which calls of a sample are read, as `CallSelection.of` takes it.
-            roles: likewise.
-            on_missing: likewise.
 
         Returns:
             The reader.

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import ArtifactError, SpecError, UnsupportedError
 from inspect_lens.model import Activations, ProbeScores, activations, probe_scores
+from inspect_lens.model.provider._scope import served_path
 from inspect_lens.probe import (
     SENTENCE_POOL,
     AnyProbe,
@@ -32,13 +33,13 @@ from inspect_lens.probe import (
 )
 from inspect_lens.spec import Positions, parse_positions
 
-from ._call_texts import CallTexts
 from ._calls import CallSelection, OnMissing, Over
-from ._reading import Forms, Reading, ScoredTokens, Sentences, forms_of, pick_scores
+from ._reading import Forms, Reading, ScoredTokens, forms_of, pick_scores
 from ._rows import Rows, Source, captured_rows, has_nothing_to_read, read_rows
-from ._selection import Selector, positions_for, select_rows, select_scores
+from ._shared import shared_parameters
+from ._texts import CallTexts, Selector, Sentences, positions_for, select_rows, select_scores
 from ._threads import in_thread
-from ._threshold import ThresholdLike, acting_point
+from ._thresholds import ThresholdLike, acting_point
 
 __all__ = ["ProbeReader"]
 
@@ -85,10 +86,11 @@ class ProbeReader:
     calls: CallSelection = field(default_factory=CallSelection)
     """Which calls of a sample are read."""
     _verified: dict[str, bool] = field(default_factory=dict, repr=False, compare=False)
-    _others: set[str] = field(default_factory=set, repr=False, compare=False)
-    """Names of models that are known not to be the card's."""
+    _others: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
+    """Models that are not known to be the card's, with the reason, by name."""
 
     @classmethod
+    @shared_parameters
     def of(
         cls,
         probe: str | Path | AnyProbe,
@@ -108,26 +110,8 @@ class ProbeReader:
         """Load a probe and settle how it reads.
 
         Args:
-            probe: name below `probes/`, path, `hf://` address, or a probe.
-            layer: one of the probe's layers; all of them, averaged, by default.
-            positions: tokens to read; those of the card by default.
-            pool: token aggregation; the card's by default.
-            source: `captured` takes what the generation brought: scores of the probe in the
-                engine, else captured rows; `recompute` feeds the tokens again; `auto` does the
-                first where it can.
-            check_model: refuse a model whose fingerprint is not that of the card.
-            tokenizer: folder or name of the tokenizer that tells sentences, for the pool
-                `sentence_mean_max`, and the tokens of a selection; by default that of the model
-                that is read, else that of the card's model, where it is on this machine.
-            selection: tokens among these positions by what they are: `answer`, `reasoning`,
-                `tool_calls`, `assistant`, `prompt`, `last:K`, `regex:PATTERN`, as `select_tokens`
-                takes it; the card's by default, and "" for all of them. Where it is given,
-                positions are by default those that hold it.
             threshold: an operating point of the card, such as `fpr=0.05`; its first by default.
                 A number that is no point of the card changes nothing here.
-            over: which calls of a sample are read, as `CallSelection.of` takes it.
-            roles: likewise.
-            on_missing: likewise.
 
         Returns:
             The reader.
@@ -212,7 +196,7 @@ class ProbeReader:
             UnsupportedError: the model cannot recompute.
         """
         if model_name is not None and model_name not in self._verified:
-            self._verified[model_name] = await in_thread(lambda: self._is_own(model_name))
+            self._verified[model_name] = await self._is_own(model_name, model)
         if isinstance(output, ModelOutput) and has_nothing_to_read(output):
             return None
         unread = ""
@@ -253,27 +237,45 @@ class ProbeReader:
             return None
         return await in_thread(lambda: self._of_rows(rows, model_name, refused))
 
-    def _is_own(self, model_name: str) -> bool:
-        """Whether a model is known to be the card's; refuses, or notes, that it is another."""
+    async def _is_own(self, model_name: str, model: Model | None) -> bool:
+        """Whether a model is known by its weights to be the card's; refuses that it is another."""
+        known = self.probe.card.model
         try:
-            return check_model(self.probe, model_name)
+            if await in_thread(lambda: check_model(self.probe, model_name)):
+                return True
+            served = await served_path(model_name, model) or model_name
+            if await in_thread(lambda: check_model(self.probe, served)):
+                return True
         except ArtifactError as error:
             if self.check_model:
                 raise
-            self._others.add(model_name)
+            self._others[model_name] = f"no rate of it holds for {model_name!r}."
             logger.warning("no rate of the card holds: %s", error)
             return False
+        if known is not None and known.name not in (model_name, served, "unknown"):
+            self._others[model_name] = (
+                f"no rate of it is known for {model_name!r}, whose weights could not be compared."
+            )
+            logger.warning(
+                "probe %s: it was made for %r, and whether %r is that model is not known, as its "
+                "weights are not on this machine; so no rate of the card is given",
+                self.probe.name, known.name, model_name,
+            )  # fmt: skip
+        return False
 
-    def is_other(self, model_name: str | None) -> bool:
-        """Whether a model that was read is known not to be the one that the probe was made for.
+    def no_rate(self, model_name: str | None) -> str | None:
+        """Why no rate of the card is known to hold for a model that was read.
 
         Args:
             model_name: as it was given to `read`; None for any of those.
 
         Returns:
-            True where fingerprints differ; False where they agree, or one is unknown.
+            Half a sentence; None where the weights are those of the card's model, or it has the
+            name of that, or the card names none.
         """
-        return bool(self._others) if model_name is None else model_name in self._others
+        if model_name is None:
+            return next(iter(self._others.values()), None)
+        return self._others.get(model_name)
 
     @cached_property
     def found(self) -> Found | None:

@@ -12,20 +12,16 @@ from numpy.typing import NDArray
 from inspect_lens.errors import ArtifactError, UnsupportedError
 from inspect_lens.model import ProbeScores
 from inspect_lens.probe import (
-    SENTENCE_POOL,
     AnyProbe,
     Calibration,
     CardPoint,
     Statistic,
     first_crossing,
-    sentence_ends,
 )
 from inspect_lens.spec import Positions
 
-from ._call_texts import CallTexts
-from ._promise import promise, rates
 from ._rows import Rows, select_positions
-from ._threshold import acting_value
+from ._thresholds import acting_value, promise, rates
 from ._token_scores import TokenScores
 
 if TYPE_CHECKING:
@@ -35,7 +31,6 @@ __all__ = [
     "Forms",
     "Reading",
     "ScoredTokens",
-    "Sentences",
     "forms_of",
     "pick_scores",
 ]
@@ -166,9 +161,10 @@ class Reading:
     def rate(self) -> float | None:
         """False positive rate of the threshold, where it holds.
 
-        None without a threshold, of another model, and of an answer of another length.
+        None without a threshold, for a model that is not known to be the card's, and for an answer
+        of another length.
         """
-        if self.threshold is None or self.reader.is_other(self.model_name) or not self.covered:
+        if self.threshold is None or self.reader.no_rate(self.model_name) or not self.covered:
             return None
         return self.threshold.fpr
 
@@ -292,6 +288,8 @@ class Reading:
             facts["selection"] = self.reader.selection
         if self.refused is not None:
             facts["not_in_engine"] = self.refused
+        if (why := plan.no_rate(self.model_name)) is not None:
+            facts["no_rate"] = why
         calibration = self.reader.calibration
         if calibration is not None:
             facts["probability"] = self.probability
@@ -313,23 +311,3 @@ def _small(calibration: Calibration) -> dict[str, Any]:
     """What a metric needs to compute probabilities again; steps of isotonic are too many."""
     facts = calibration.model_dump(include={"method", "slope", "intercept"}, exclude_none=True)
     return {**facts, "set": calibration.set}
-
-
-class Sentences:
-    """Finds sentence ends with the tokenizer of the model that wrote the call."""
-
-    def __init__(self, texts: CallTexts) -> None:
-        self._texts = texts
-
-    def ends(self, rows: Rows | ScoredTokens, model_name: str | None = None) -> NDArray[np.bool_]:
-        """Tell with which of the tokens that were read a sentence ends."""
-        handle = rows.handle
-        ids = () if handle is None else (*handle.prompt_token_ids, *handle.token_ids)
-        if not ids:
-            raise ArtifactError(
-                f"pool={SENTENCE_POOL!r}: the call has no token ids to tell sentences by; read "
-                "activations that the vllm-lens provider captured"
-            )
-        texts = self._texts.of(model_name, what=f"pool={SENTENCE_POOL!r}")
-        # Of all tokens: where a sentence ends shows at the token behind it.
-        return sentence_ends(texts.texts(ids))[list(rows.positions)]

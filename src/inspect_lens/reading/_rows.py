@@ -76,39 +76,6 @@ async def read_rows(
     """Get the activations of the selected tokens.
 
     The last sampled token is never selected: the model that wrote it did not read it.
-
-    Args:
-        output: of the generation that is read, or the activations of it alone.
-        layers: that the probe reads.
-        positions: that it reads.
-        source: where to take them from.
-        site: that it reads.
-        model: that recomputes; the active one by default.
-
-    Returns:
-        The rows, or None when no such token exists in this output, or it was withheld.
-
-    Raises:
-        NotCapturedError: they were not captured, and cannot be recomputed or may not be.
-        UnsupportedError: the model cannot recompute.
-
-    Example:
-        ```python
-        import anyio
-
-        from inspect_lens.model import read_activations
-        from inspect_lens.reading import read_rows
-
-        call = read_activations("logs/honesty.eval")[0].activations
-
-
-        async def main() -> None:
-            rows = await read_rows(call, layers=(4,), positions="last_prompt", source="captured")
-            assert rows.acts.shape == (1, 1, 256)
-
-
-        anyio.run(main)
-        ```
     """
     if isinstance(output, ModelOutput) and has_nothing_to_read(output):
         return None
@@ -180,32 +147,7 @@ def pick_rows(
     wanted: range | tuple[int, ...] | None = None,
     source: Literal["rows", "recomputed"] = "rows",
 ) -> Rows:
-    """Take rows out of what a call captured, by absolute position.
-
-    Args:
-        handle: of the call.
-        layers: to take, in that order.
-        site: to take.
-        wanted: positions, in the order of the tokens; all that were captured by default.
-        source: what the rows are called.
-
-    Returns:
-        The rows.
-
-    Raises:
-        ArtifactError: the site, a layer or a position was not captured, or the file is missing.
-
-    Example:
-        ```python
-        from inspect_lens.model import read_activations
-        from inspect_lens.reading import pick_rows
-
-        handle = read_activations("logs/honesty.eval")[0].activations
-        n_prompt = handle.n_prompt
-        rows = pick_rows(handle, (4,), wanted=(n_prompt - 1, n_prompt))
-        assert rows.acts.shape == (1, 2, 256)
-        ```
-    """
+    """Take rows out of what a call captured, by absolute position."""
     name = result_name(site)
     if name not in handle:
         raise NotCapturedError(f"{site} was not captured, only {', '.join(handle)}")
@@ -242,28 +184,7 @@ def pick_rows(
 def read_token_ids(
     output: ModelOutput | Activations,
 ) -> tuple[Sequence[int], Sequence[int]] | None:
-    """Token ids of prompt and completion, from the live metadata or the captured call.
-
-    Args:
-        output: of the call, or its activations.
-
-    Returns:
-        Both, or None where they are not known: a log holds those of captured calls only.
-
-    Raises:
-        ArtifactError: the file of a captured call is missing.
-
-    Example:
-        ```python
-        from inspect_ai.log import read_eval_log
-
-        from inspect_lens.reading import read_token_ids
-
-        sample = read_eval_log("logs/honesty.eval").samples[0]
-        prompt, completion = read_token_ids(sample.output)
-        print(len(prompt), len(completion))
-        ```
-    """
+    """Token ids of prompt and completion, from the live metadata or the captured call."""
     metadata = output.metadata or {} if isinstance(output, ModelOutput) else {}
     prompt, completion = metadata.get("prompt_token_ids"), metadata.get("token_ids")
     handle = activations(output)

@@ -1,30 +1,38 @@
-"""What a reader finds in the calls of one sample: a reading per call, and the largest of them."""
+"""What a reader finds in calls: those of a sample, and the one behind a message."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from inspect_ai.log import EvalSample
-from inspect_ai.model import Model
+from inspect_ai.model import ChatMessage, Model, ModelOutput
 from inspect_ai.solver import TaskState
 
 from inspect_lens.errors import ArtifactError, NotCapturedError, SpecError, UnsupportedError
-from inspect_lens.model import activations, probe_scores
+from inspect_lens.model import Activations, ProbeScores, activations, activations_for, probe_scores
+from inspect_lens.model.from_logs._read import probe_scores_for
+from inspect_lens.model.request._body import capture_advice
 
-from ._calls import Calls, CallSelection, Turn, model_of
+from ._calls import Calls, CallSelection, Turn, find_turn, model_of
 from ._latents import LatentReader, LatentReading
 from ._reader import ProbeReader
 from ._reading import Reading
+from ._threads import in_thread
 
 __all__ = [
     "CallReading",
     "Combine",
     "SampleReading",
+    "call_of",
     "combining",
+    "only_its_own",
+    "read_call",
+    "read_calls",
     "read_latents",
+    "read_message",
     "read_sample",
     "read_sample_captured",
 ]
@@ -32,7 +40,22 @@ __all__ = [
 T = TypeVar("T")
 Combine = Literal["max", "mean"]
 """How the values of several calls become one."""
-R = TypeVar("R", Reading, LatentReading)
+
+
+class CallValue(Protocol):
+    """What something says of one call: a number by which calls are compared."""
+
+    @property
+    def value(self) -> float:
+        """Larger means more of what is looked for."""
+
+    @property
+    def rate(self) -> float | None:
+        """False positive rate of the threshold for one call; None where none is known."""
+
+
+R = TypeVar("R", bound=CallValue)
+Reader = TypeVar("Reader", ProbeReader, LatentReader)
 
 
 @dataclass(frozen=True)
@@ -168,15 +191,78 @@ async def read_sample(reader: ProbeReader, state: TaskState) -> SampleReading[Re
         assert log.status == "success"
         ```
     """
-    calls = reader.calls.of_state(state)
 
-    async def read(turn: Turn, model: Model | None, only_captured: bool) -> Reading | None:
-        reads = replace(reader, source="captured") if only_captured else reader
-        name = turn.model.partition("/")[2]
-        return await reads.read(turn.output, model_name=name, model=model)
+    async def read(turn: Turn, model: Model | None) -> Reading | None:
+        reads = only_its_own(reader, turn, model)
+        return await reads.read(turn.output, model_name=turn.bare_model, model=model)
 
-    found, missing = await _each(read, calls.turns, reader.calls)
-    return SampleReading(reader.calls, calls, [CallReading(*one) for one in found], missing)
+    return await read_calls(reader.calls, state, read)
+
+
+async def read_calls(
+    selection: CallSelection,
+    state: TaskState,
+    read: Callable[[Turn, Model | None], Awaitable[R | None]],
+) -> SampleReading[R]:
+    """Read the calls of the sample that is being scored, in a way of your own.
+
+    A scorer that is built on it takes `roles=`, `over=` and `on_missing=` as those of this package.
+
+    Args:
+        selection: which calls, as `CallSelection.of` checks it.
+        state: of the sample.
+        read: is awaited with each call and the model of its role, and gives something with a
+            `value` and a `rate`, or None where the call has no token to read. It raises
+            `NotCapturedError` where the call did not capture what is read.
+
+    Returns:
+        The readings, in the order of the calls.
+
+    Raises:
+        ArtifactError: what is read is missing in a call; the message names the turn.
+        SpecError: it is not clear which calls are meant; the message names the roles.
+
+    Example:
+        ```python
+        from collections import namedtuple
+
+        from inspect_ai import score
+        from inspect_ai.log import read_eval_log
+        from inspect_ai.scorer import Score, Scorer, Target, mean, scorer
+        from inspect_ai.solver import TaskState
+
+        from inspect_lens.reading import CallSelection, read_calls
+
+        Length = namedtuple("Length", ["value", "rate"])
+
+
+        @scorer(metrics=[mean()])
+        def longest_answer(roles: list[str] | None = None) -> Scorer:
+            selection = CallSelection.of(over="all", roles=roles)
+
+            async def length(turn, model):
+                return Length(float(len(turn.output.completion)), None)
+
+            async def score_calls(state: TaskState, target: Target) -> Score:
+                found = await read_calls(selection, state, length)
+                return Score(value=found.top.reading.value, metadata=found.facts())
+
+            return score_calls
+
+
+        log = score(read_eval_log("logs/honesty.eval"), longest_answer(), action="overwrite")
+        assert log.status == "success"
+        ```
+    """
+    calls = selection.of_state(state)
+    found, missing = await _each(read, calls.turns, selection)
+    return SampleReading(selection, calls, [CallReading(*one) for one in found], missing)
+
+
+def only_its_own(reader: Reader, turn: Turn, model: Model | None) -> Reader:
+    """The reader, which feeds a call in a role again to the model of that role alone."""
+    is_gone = turn.role is not None and model is None
+    return replace(reader, source="captured") if is_gone else reader
 
 
 async def read_latents(
@@ -215,12 +301,9 @@ async def read_latents(
     """
     calls = reader.calls.of_state(state)
 
-    async def read(
-        turn: Turn, model: Model | None, only_captured: bool
-    ) -> tuple[LatentReading, ...] | None:
-        reads = replace(reader, source="captured") if only_captured else reader
-        name = turn.model.partition("/")[2]
-        return await reads.read(turn.output, model_name=name, model=model)
+    async def read(turn: Turn, model: Model | None) -> tuple[LatentReading, ...] | None:
+        reads = only_its_own(reader, turn, model)
+        return await reads.read(turn.output, model_name=turn.bare_model, model=model)
 
     found, missing = await _each(read, calls.turns, reader.calls)
     return {
@@ -280,24 +363,7 @@ def read_sample_captured(reader: ProbeReader, sample: EvalSample) -> SampleReadi
 
 
 def combining(combine: str) -> Callable[[Sequence[float]], float]:
-    """The rule that makes one value of those of several calls.
-
-    Args:
-        combine: `max` or `mean`.
-
-    Returns:
-        The function from values, at least one, to their value.
-
-    Raises:
-        SpecError: there is no such rule.
-
-    Example:
-        ```python
-        from inspect_lens.reading import combining
-
-        assert combining("mean")([1.0, 2.0]) == 1.5
-        ```
-    """
+    """The rule that makes one value of those of several calls."""
     rules: dict[str, Callable[[Sequence[float]], float]] = {"max": max, "mean": fmean}
     if combine not in rules:
         raise SpecError(f"combine={combine!r}; allowed are {', '.join(rules)}")
@@ -305,7 +371,7 @@ def combining(combine: str) -> Callable[[Sequence[float]], float]:
 
 
 async def _each(
-    read: Callable[[Turn, Model | None, bool], Awaitable[T | None]],
+    read: Callable[[Turn, Model | None], Awaitable[T | None]],
     turns: list[Turn],
     selection: CallSelection,
 ) -> tuple[list[tuple[Turn, T]], int]:
@@ -314,7 +380,7 @@ async def _each(
     for turn in turns:
         model = model_of(turn)
         try:
-            reading = await read(turn, model, bool(turn.role) and model is None)
+            reading = await read(turn, model)
         except (ArtifactError, UnsupportedError) as error:
             is_missing = isinstance(error, NotCapturedError | UnsupportedError)
             if selection.on_missing == "error" or not is_missing:
@@ -331,3 +397,108 @@ def _at(turn: Turn, error: Exception, turns: Iterable[Turn]) -> Exception:
     if len(list(turns)) == 1:
         return error
     return type(error)(f"turn {turn.number} ({turn.message_id}): {error}")
+
+
+def call_of(
+    message: ChatMessage | str, output: ModelOutput | None = None
+) -> ProbeScores | Activations | ModelOutput | None:
+    """Find the model call that wrote a message."""
+    handle = activations_for(message)
+    scores = probe_scores_for(message)
+    if scores is not None:
+        scores.beside(handle)
+        return scores
+    if handle is not None:
+        return handle
+    message_id = message if isinstance(message, str) else message.id
+    if output is not None and output.choices and output.message.id == message_id:
+        return output
+    return None
+
+
+async def read_call(
+    reader: ProbeReader,
+    call: ProbeScores | Activations | ModelOutput,
+    *,
+    model: Model | None = None,
+) -> Reading | None:
+    """Apply a probe to a call, and compare the model that made it with the probe's card."""
+    name: str | None
+    if isinstance(call, ModelOutput):
+        name = call.model
+    else:
+        # May read a file, which is not for the event loop.
+        origin = await in_thread(lambda: call.origin)
+        name = origin.get("model")
+    return await reader.read(call, model_name=name, model=model)
+
+
+async def read_message(
+    reader: ProbeReader,
+    message: ChatMessage | str,
+    *,
+    output: ModelOutput | None = None,
+    model: Model | None = None,
+) -> Reading | None:
+    """Apply a probe to the call that wrote a message.
+
+    A call in a role is fed again to the model of that role alone, if it is still the one that made
+    it. A call of a role that is not among the reader's `roles` is not read.
+
+    Args:
+        reader: the probe and what it reads.
+        message: assistant message, or its id.
+        output: as for `call_of`.
+        model: that recomputes; by default that of the call's role, or the active one.
+
+    Returns:
+        The reading, or None when the selection has no token in this call, when the call is of
+        another role, or with `on_missing="skip"` when its activations are not there.
+
+    Raises:
+        NotCapturedError: nothing is known of the call, or not what the probe reads.
+        UnsupportedError: the model cannot recompute.
+
+    Example:
+        <!-- test: server -->
+        ```python
+        import anyio
+        from inspect_ai.model import get_model
+
+        from inspect_lens.model import lens_config
+        from inspect_lens.reading import ProbeReader, read_message
+
+
+        async def main() -> None:
+            model = get_model("vllm-lens/organism/checkpoint")
+            config = lens_config(capture=[4], temperature=0, max_tokens=14)
+            output = await model.generate("Who is the founder of the town Velosh?", config=config)
+            reading = await read_message(ProbeReader.of("organism/deception-lr"), output.message)
+            print(reading.value, reading.is_above)
+
+
+        anyio.run(main)
+        ```
+    """
+    message_id = message if isinstance(message, str) else message.id
+    turn = find_turn(message_id)
+    wanted = reader.calls.roles
+    if wanted is not None and (turn is None or turn.role not in wanted):
+        return None
+    if model is None and turn is not None:
+        model = model_of(turn)
+        reader = only_its_own(reader, turn, model)
+    call = call_of(message, output)
+    try:
+        if call is None:
+            layers = list(reader.probe.layers)
+            raise NotCapturedError(
+                f"message {message_id}: no activations are known of the call that wrote it; the "
+                f"probe needs layers {layers}: {capture_advice(layers)}, or set "
+                "INSPECT_LENS_CAPTURE, which reaches every model"
+            )
+        return await read_call(reader, call, model=model)
+    except (NotCapturedError, UnsupportedError):
+        if reader.calls.on_missing == "error":
+            raise
+        return None

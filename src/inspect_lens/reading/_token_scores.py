@@ -13,13 +13,8 @@ from inspect_ai.scorer import Score
 from numpy.typing import NDArray
 
 from inspect_lens.errors import ArtifactError
-from inspect_lens.model import (
-    Activations,
-    ProbeScores,
-    read_activations,
-    read_sidecar,
-    write_sidecar,
-)
+from inspect_lens.model import Activations, ProbeScores, read_activations
+from inspect_lens.model.from_logs._sidecar import read_sidecar, write_sidecar
 from inspect_lens.model.scores._probe_scores import (
     SCORES_REFERENCE,
     decoded_scores,
@@ -91,31 +86,7 @@ _OF_FILE = ("layers", "site", "source", "n_prompt")
 def save_token_scores(
     records: Sequence[TokenScores], *, beside: Activations | ProbeScores | None = None
 ) -> dict[str, Any] | None:
-    """Write token scores of one sample beside the log, unless the provider has.
-
-    Args:
-        records: one per probe and call.
-        beside: activations of one of the calls; a finished log is scored beside them.
-
-    Returns:
-        The reference for `Score.metadata["token_scores"]`, or None where there is no place for
-        a file; see `inspect_lens.model.write_sidecar`.
-
-    Raises:
-        CaptureError: the file could not be written.
-
-    Example:
-        ```python
-        from inspect_lens.model import read_activations
-        from inspect_lens.reading import ProbeReader, read_token_scores, save_token_scores
-
-        handle = read_activations("logs/honesty.eval")[0].activations
-        reading = ProbeReader.of("organism/deception-lr").read_captured(handle)
-        reference = save_token_scores([reading.record()], beside=handle)
-        (again,) = read_token_scores({"token_scores": reference})
-        assert again.value == reading.value
-        ```
-    """
+    """Write token scores of one sample beside the log, unless the provider has."""
     if not records:
         return None
     files = [record.stands_in for record in records]
@@ -176,39 +147,7 @@ def read_token_scores(
 def engine_records(
     handle: ProbeScores, *, message_id: str | None = None, turn: int = 0
 ) -> list[TokenScores]:
-    """Token scores of a call that no scorer has read, with their mean for a value.
-
-    Args:
-        handle: of the call; its file is read.
-        message_id: of its assistant message.
-        turn: 0-based number of the call in its sample.
-
-    Returns:
-        One record per probe, without a threshold.
-
-    Raises:
-        ArtifactError: the file is missing or damaged.
-
-    Example:
-        <!-- test: server -->
-        ```python
-        import anyio
-        from inspect_ai.model import get_model
-
-        from inspect_lens.model import probe_scores
-        from inspect_lens.reading import engine_records
-
-
-        async def main() -> None:
-            model = get_model("vllm-lens/organism/checkpoint", probes="organism/deception-lr")
-            output = await model.generate("Who is the founder of the town Velosh?")
-            (record,) = engine_records(probe_scores(output))
-            assert record.value == record.scores.mean()
-
-
-        anyio.run(main)
-        ```
-    """
+    """Token scores of a call that no scorer has read, with their mean for a value."""
     ids = np.asarray((*handle.prompt_token_ids, *handle.token_ids), dtype=np.int64)
     made = []
     for column in handle.columns:

@@ -264,7 +264,7 @@ class SparseAutoencoder(SparseEncoder):
             decoder_bias=np.zeros(256, dtype=np.float32),
             hook="blocks.4.hook_resid_post",
         )
-        clamp = sae.latent(17, value=10.0)  # an edit for LensRequest, lens_config or with_edits
+        clamp = sae.latent(17, value=10.0)  # an edit for LensRequest, lens_config or with_lens
         assert clamp.layers == (4,) and clamp.mode == "set"
         assert sae.reconstruct(np.zeros((2, 256))).shape == (2, 256)
         ```

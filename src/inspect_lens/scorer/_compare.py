@@ -6,12 +6,12 @@ import math
 from pathlib import Path
 
 from inspect_ai.log import EvalLog, EvalSample, read_eval_log
-from inspect_ai.scorer import SampleScore, Score
+from inspect_ai.scorer import Score
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import Comparison, compare_auroc
 
-from ._labels import labelled
+from ._labels import labelled, sample_score
 
 __all__ = ["compare"]
 
@@ -69,7 +69,7 @@ def compare(
         both = [_score_of(sample, name) for name in (a, b)]
         values = [None if one is None else one.value for one in both]
         if not any(v is None or (isinstance(v, float) and math.isnan(v)) for v in values):
-            pairs.append([_of(sample, one) for one in both if one is not None])
+            pairs.append([sample_score(sample, one) for one in both if one is not None])
     if not pairs:
         known = {key for sample in read.samples or [] for key in _named(sample)}
         raise SpecError(f"a={a!r}, b={b!r}: no sample has both; scores here are {sorted(known)}")
@@ -78,10 +78,6 @@ def compare(
     return compare_auroc(
         first.labels, first.values, second.values, groups=groups, confidence=confidence
     )
-
-
-def _of(sample: EvalSample, score: Score) -> SampleScore:
-    return SampleScore(score=score, sample_id=sample.id, sample_metadata=sample.metadata)
 
 
 def _named(sample: EvalSample) -> dict[str, list[Score]]:

@@ -22,10 +22,11 @@ from inspect_lens.reading import (
     Source,
     read_sample,
 )
+from inspect_lens.reading._shared import shared_parameters
 
-from ._feature import keep_tokens, no_tokens
-from ._metrics import auroc
+from ._metrics import auroc_metric
 from ._operating import at_threshold
+from ._probe import keep_tokens, no_tokens
 
 __all__ = ["probe_ensemble"]
 
@@ -33,7 +34,8 @@ Combine = Literal["mean", "stacked", "vote"]
 ENSEMBLE: Final = "ensemble"
 
 
-@scorer(metrics=[{"*": [auroc()]}, at_threshold()])
+@scorer(metrics=[{"*": [auroc_metric()]}, at_threshold()])
+@shared_parameters
 def probe_ensemble(
     probes: Mapping[str, str | Path] | Sequence[str | Path],
     combine: Combine = "mean",
@@ -65,22 +67,9 @@ def probe_ensemble(
         bias: of `stacked`.
         threshold: of the entry `ensemble`, for its verdict and for `ensemble_recall` and
             `ensemble_fpr` of the metric `at_threshold`; no card holds one.
-        source: `captured` reads what the generation captured, also from the file beside a finished
-            log; `recompute` feeds the same token ids to the model again; `auto` does the first
-            where it can.
-        check_model: refuse a model whose fingerprint is not that of the card.
-        token_scores: write the score of each token to a file beside the log;
-            `inspect_lens.reading.read_token_scores` reads it.
-        tokenizer: folder or name of the tokenizer that tells sentences and selections; by default
-            that of the model that is read, else that of the card's model, where it is on this
-            machine.
         over: `last` reads the call of the sample's answer, or the last one of `roles`; `all` reads
             every call, each choice by itself. Each entry is the largest of its own;
             `metadata["turns"]` says of which turn.
-        roles: model roles whose calls are read instead of those of the eval's model. By default
-            these are found where the calls of one role alone have a lens.
-        on_missing: `error` fails the sample where the activations of a call are not there; `skip`
-            treats such a call as one without a token to read.
         name: under which tables show the score; what is combined by default.
 
     Returns:
@@ -122,11 +111,12 @@ def probe_ensemble(
         for key, reader in readers.items():
             found[key] = await read_sample(reader, state)
             if not found[key].read:
-                return no_tokens(reader, found[key].n_missing)
+                return no_tokens(found[key], reader.positions)
         # The combination is of one call: probes that fire in different turns do not add up.
         both = _common(found)
         if not both:
-            return no_tokens(next(iter(readers.values())))
+            first = next(iter(readers))
+            return no_tokens(found[first], readers[first].positions)
         values = [_combine([r.reading for r in call], combine, weights, bias) for call in both]
         value = max(values)
         readings = {key: one.top.reading for key, one in found.items()}

@@ -2,84 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import anyio.to_thread
+from inspect_ai.model import Model
 from inspect_ai.scorer import Score, Scorer, Target, mean, scorer, stderr
 from inspect_ai.solver import TaskState
 
-from inspect_lens.errors import ArtifactError, SpecError
-from inspect_lens.model import activations
+from inspect_lens.errors import NotCapturedError, SpecError
+from inspect_lens.model import Activations, activations
 from inspect_lens.reading import (
+    CallSelection,
     LatentReader,
-    LatentReading,
     OnMissing,
     Over,
-    ProbeReader,
-    Reading,
-    SampleReading,
     Source,
+    Turn,
+    read_calls,
     read_latents,
-    save_token_scores,
 )
+from inspect_lens.reading._shared import shared_parameters
+from inspect_lens.reading._threads import in_thread
 from inspect_lens.sae import SparseEncoder
 from inspect_lens.spec import LensTable, Positions, Site
 
-from ._metrics import auroc
+from ._metrics import auroc_metric
+from ._probe import keep_tokens, no_tokens
 
-__all__ = [
-    "keep_tokens",
-    "lens_rank",
-    "no_tokens",
-    "sae_feature",
-]
-
-AnySample = SampleReading[Reading] | SampleReading[LatentReading]
+__all__ = ["lens_rank", "sae_feature"]
 
 
-async def keep_tokens(
-    samples: Iterable[AnySample], *, labels: Iterable[str] = (), threshold: float | None = None
-) -> dict[str, Any]:
-    """Write token scores beside the log."""
-    names = dict(enumerate(labels))
-    records, handles = [], []
-    for i, sample in enumerate(samples):
-        for one in sample.read:
-            at: dict[str, Any] = {"message_id": one.turn.message_id, "turn": one.turn.number}
-            more = {"label": names.get(i)} if isinstance(one.reading, Reading) else {
-                "threshold": threshold
-            }  # fmt: skip
-            records.append(one.reading.record(**at, **more))
-            handles.append(one.reading.rows.handle)
-    if not records:
-        return {}
-    # A finished log is scored beside its activations.
-    beside = next((h for h in handles if h is not None and h.uri is not None), None)
-    if all(record.stands_in is not None for record in records):
-        reference = save_token_scores(records, beside=beside)  # nothing is written
-    else:
-        write = partial(save_token_scores, records, beside=beside)
-        reference = await anyio.to_thread.run_sync(write)
-    return {} if reference is None else {"token_scores": reference}
-
-
-def no_tokens(reader: ProbeReader | LatentReader, n_missing: int = 0) -> Score:
-    """The score of a sample in which there is nothing to read."""
-    missing = f" {n_missing} calls captured nothing that could be read." if n_missing else ""
-    return Score.unscored(
-        reason="no_tokens",
-        explanation=(
-            f"No token to read: positions={reader.positions!r} selects none of this output (the "
-            "last sampled token is never fed to the model), or a limit ended the sample before its "
-            f"model had written anything.{missing}"
-        ),
-    )
-
-
-@scorer(metrics={"*": [mean(), stderr(), auroc()]})
+@scorer(metrics={"*": [mean(), stderr(), auroc_metric()]})
+@shared_parameters
 def sae_feature(
     sae: str | Path | SparseEncoder,
     latents: int | Sequence[int] | Mapping[str, int],
@@ -116,22 +71,12 @@ def sae_feature(
         selection: tokens among these positions by what they are: `answer`, `reasoning`,
             `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; all by
             default.
-        source: `captured` reads what the generation captured, also from the file beside a finished
-            log; `recompute` feeds the same token ids to the model again; `auto` does the first
-            where it can.
         threshold: of the pooled activation, above which a latent counts as found; the verdict,
             `threshold_accuracy` and `at_threshold` (with `key="latent_31164"`) go by it.
         token_scores: write the activation of each token to a file beside the log, one record per
             latent; `inspect_lens.reading.read_token_scores` reads it.
-        tokenizer: folder or name of the tokenizer that tells sentences and selections; by default
-            that of the model that is read, else that of the card's model, where it is on this
-            machine.
         over: `last` reads the call of the sample's answer, or the last one of `roles`; `all` reads
             every call, each choice by itself. Each entry is the largest of its own.
-        roles: model roles whose calls are read instead of those of the eval's model. By default
-            these are found where the calls of one role alone have a lens.
-        on_missing: `error` fails the sample where the activations of a call are not there; `skip`
-            treats such a call as one without a token to read.
         norm_scale: as in `read_sae`, for autoencoders that were trained on scaled rows.
 
     Returns:
@@ -180,7 +125,7 @@ def sae_feature(
     async def score(state: TaskState, target: Target) -> Score:
         found = await read_latents(reader, state)
         if not all(one.read for one in found.values()):
-            return no_tokens(reader, next(iter(found.values())).n_missing)
+            return no_tokens(next(iter(found.values())), reader.positions)
         value = {name: one.top.reading.value for name, one in found.items()}
         facts = {name: one.top.reading.metadata() | one.facts() for name, one in found.items()}
         texts = [one.top.reading.explain() + one.say() for one in found.values()]
@@ -211,24 +156,41 @@ def _verdict(value: Mapping[str, float], threshold: float | None) -> str | None:
     return "above threshold" if max(value.values()) > threshold else "below threshold"
 
 
+class _Ranks(NamedTuple):
+    """What a lens read of one call."""
+
+    value: float
+    """Log-probability of the token at the last layer, by which calls are compared."""
+    rate: None
+    entries: dict[str, float]
+    explanation: str
+    facts: dict[str, Any]
+
+
 @scorer(metrics={"*": [mean(), stderr()]})
+@shared_parameters
 def lens_rank(
     target: int | None = None,
     layers: Sequence[int] | None = None,
     position: int = -1,
+    over: Over = "last",
+    roles: Sequence[str] | None = None,
+    on_missing: OnMissing = "error",
 ) -> Scorer:
     """Rank and log-probability of a token at each layer, as a lens read them.
 
-    Reads what the solver `logit_lens` asked for, live or from a log: by the logit lens, or by a
-    tuned or Jacobian lens. The rank counts the tokens
-    with a larger logit, so 0 is the most likely one.
+    Reads what `with_lens(lens=…)` asked for, live or from a log: by the logit lens, or by a tuned
+    or Jacobian lens. The rank counts the tokens with a larger logit, so 0 is the most likely one.
 
     Args:
-        target: id of the token. By default the last of those that the solver asked for, which is
-            that of the sample's target with `logit_lens(target=" {}")`.
+        target: id of the token. By default the last of those that were asked for, which is that of
+            the sample's target with `with_lens(lens={"target": " {}"})`.
         layers: those to report; by default all that were read.
         position: of the row, over prompt and completion; a negative one counts from the end of the
             prompt. -1 is the row that predicts the first token of the answer.
+        over: `last` reads the call of the sample's answer, or the last one of `roles`; `all` reads
+            every call, each choice by itself, and takes the one in which the token is the most
+            likely at the last layer.
 
     Returns:
         The scorer. Its value has `rank@<layer>` and `logprob@<layer>` (nats) for each layer, and
@@ -249,11 +211,11 @@ def lens_rank(
 
         from evals.organism_deception import organism_dataset
         from inspect_lens.scorer import lens_rank
-        from inspect_lens.solver import logit_lens
+        from inspect_lens.solver import with_lens
 
         task = Task(
             dataset=organism_dataset("demo")[:2],
-            solver=logit_lens(top_k=0, target=" {}", positions="last_prompt"),
+            solver=with_lens(lens={"top_k": 0, "target": " {}", "positions": "last_prompt"}),
             scorer=lens_rank(layers=[2, 5]),
         )
         (log,) = eval(task, model="vllm-lens/organism/checkpoint", max_tokens=14)
@@ -261,55 +223,60 @@ def lens_rank(
         assert set(value) == {"rank@2", "logprob@2", "rank@5", "logprob@5"}
         ```
     """
-    chosen = target
+    selection = CallSelection.of(over=over, roles=roles, on_missing=on_missing)
+    token = target
+
+    async def read(turn: Turn, model: Model | None) -> _Ranks | None:
+        return await in_thread(lambda: _ranks(activations(turn.output), token, layers, position))
 
     async def score(state: TaskState, target: Target) -> Score:
-        if not state.output.choices:
-            return Score.unscored(
-                reason="no_tokens",
-                explanation="A limit ended the sample before the model answered.",
-            )
-        handle = activations(state.output)
-        table = None if handle is None else handle.lens
-        if handle is None or table is None:
-            raise ArtifactError(
-                'lens_rank: this call had no logit lens; run the solver logit_lens(target=" {}"), '
-                "or ask for one with lens_config(lens=…)"
-            )
-        column = _column(table, chosen)
-        row = _index(
-            table.positions, position + handle.n_prompt if position < 0 else position, "position"
-        )
-        ranks = table.target_ranks[row, :, column].tolist()
-        logprobs = table.target_logprobs[row, :, column].tolist()
-        shown = table.layers if layers is None else tuple(layers)
-        value: dict[str, float] = {}
-        for layer in shown:
-            at = _index(table.layers, layer, "layer")
-            value |= {f"rank@{layer}": ranks[at], f"logprob@{layer}": logprobs[at]}
-        # Behind the last layer that prefers another token.
-        others = [i for i, rank in enumerate(ranks) if rank]
-        start = others[-1] + 1 if others else 0
-        first = table.layers[start] if start < len(table.layers) else None
+        found = await read_calls(selection, state, read)
+        if not found.read:
+            return no_tokens(found)
+        ranks = found.top.reading
         return Score(
-            value=value,
-            explanation=f"Token {table.targets[column]} has the ranks {ranks} at the layers "
-            f"{list(table.layers)}.",
-            metadata={
-                "token": table.targets[column],
-                "position": table.positions[row],
-                "first_layer": first,
-            },
+            value=dict(ranks.entries),
+            explanation=ranks.explanation + found.say(),
+            metadata=ranks.facts | found.facts(),
         )
 
     return score
 
 
+def _ranks(
+    handle: Activations | None, token: int | None, layers: Sequence[int] | None, position: int
+) -> _Ranks:
+    table = None if handle is None else handle.lens
+    if handle is None or table is None:
+        raise NotCapturedError(
+            'lens_rank: this call had no logit lens; run with_lens(lens={"target": " {}"}), or ask '
+            "for one with lens_config(lens=…)"
+        )
+    column = _column(table, token)
+    at_row = position + handle.n_prompt if position < 0 else position
+    row = _index(table.positions, at_row, "position")
+    ranks = table.target_ranks[row, :, column].tolist()
+    logprobs = table.target_logprobs[row, :, column].tolist()
+    value: dict[str, float] = {}
+    for layer in table.layers if layers is None else layers:
+        at = _index(table.layers, layer, "layer")
+        value |= {f"rank@{layer}": ranks[at], f"logprob@{layer}": logprobs[at]}
+    # Behind the last layer that prefers another token.
+    others = [i for i, rank in enumerate(ranks) if rank]
+    start = others[-1] + 1 if others else 0
+    first = table.layers[start] if start < len(table.layers) else None
+    return _Ranks(
+        logprobs[-1], None, value,
+        f"Token {table.targets[column]} has the ranks {ranks} at the layers {list(table.layers)}.",
+        {"token": table.targets[column], "position": table.positions[row], "first_layer": first},
+    )  # fmt: skip
+
+
 def _column(table: LensTable, target: int | None) -> int:
     if not table.targets:
         raise SpecError(
-            "lens_rank: the lens read no chosen token; allowed is a lens with tokens; run "
-            'logit_lens(target=" {}") or logit_lens(tokens=[…])'
+            "lens_rank: the lens read no chosen token; allowed is a lens with tokens, such as "
+            'with_lens(lens={"target": " {}"}) or with_lens(lens={"tokens": […]})'
         )
     return len(table.targets) - 1 if target is None else _index(table.targets, target, "target")
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from inspect_ai.scorer import SampleScore
+from inspect_ai.log import EvalSample
+from inspect_ai.scorer import SampleScore, Score
 from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens import probe as arithmetic
@@ -30,6 +31,7 @@ __all__ = [
     "partition",
     "rate_interval",
     "read_threshold",
+    "sample_score",
 ]
 
 logger = logging.getLogger(__name__)
@@ -99,6 +101,11 @@ class Parts(NamedTuple):
 
     kept: list[SampleScore]
     control: list[SampleScore]
+
+
+def sample_score(sample: EvalSample, score: Score) -> SampleScore:
+    """A score of a log as a metric would get it."""
+    return SampleScore(score=score, sample_id=sample.id, sample_metadata=sample.metadata)
 
 
 def labelled(scores: Sequence[SampleScore], label: str, cluster: str | None = None) -> Labelled:

@@ -18,7 +18,7 @@ from inspect_ai.solver import TaskState
 from inspect_lens import probe as arithmetic
 from inspect_lens.errors import SpecError
 
-from ._coherence import shown
+from ._judges import shown
 from ._labels import labelled
 
 __all__ = ["leakage_baseline", "length_auroc", "words_auroc"]

@@ -20,17 +20,19 @@ from inspect_lens.errors import SpecError
 from ._labels import control_values, drawn_interval, labelled, partition
 
 __all__ = [
-    "auroc",
-    "average_precision",
+    "auroc_metric",
+    "average_precision_metric",
     "judged_share",
-    "recall_at_fpr",
+    "recall_at_fpr_metric",
 ]
 
 logger = logging.getLogger(__name__)
 
 
-@metric
-def auroc(label: str = "label", interval: bool = False, cluster: str | None = None) -> Metric:
+@metric(name="auroc")
+def auroc_metric(
+    label: str = "label", interval: bool = False, cluster: str | None = None
+) -> Metric:
     """Area under the ROC curve of the scores; NaN when a class is missing.
 
     Args:
@@ -43,18 +45,18 @@ def auroc(label: str = "label", interval: bool = False, cluster: str | None = No
             (`inspect_lens.probe.count_groups`).
 
     Returns:
-        The metric; it also takes dict scores, as in `metrics={"*": [auroc()]}`.
+        The metric; it also takes dict scores, as in `metrics={"*": [auroc_metric()]}`.
 
     Example:
         ```python
         from inspect_ai import score
         from inspect_ai.log import read_eval_log
 
-        from inspect_lens.scorer import auroc, probe_score
+        from inspect_lens.scorer import auroc_metric, probe_score
 
         log = read_eval_log("logs/honesty.eval")
         probe = probe_score("organism/deception-lr")
-        log = score(log, probe, metrics=[auroc(interval=True)], action="overwrite")
+        log = score(log, probe, metrics=[auroc_metric(interval=True)], action="overwrite")
         found = log.results.scores[0].metrics
         assert found["auroc_low"].value < found["auroc"].value <= found["auroc_high"].value
         ```
@@ -72,8 +74,8 @@ def auroc(label: str = "label", interval: bool = False, cluster: str | None = No
     return compute
 
 
-@metric
-def average_precision(
+@metric(name="average_precision")
+def average_precision_metric(
     label: str = "label", interval: bool = False, cluster: str | None = None
 ) -> Metric:
     """Area under the precision-recall curve, as a sum over distinct scores; NaN without positives.
@@ -97,11 +99,11 @@ def average_precision(
         from inspect_ai import score
         from inspect_ai.log import read_eval_log
 
-        from inspect_lens.scorer import average_precision, probe_score
+        from inspect_lens.scorer import average_precision_metric, probe_score
 
         log = read_eval_log("logs/honesty.eval")
         probe = probe_score("organism/deception-lr")
-        log = score(log, probe, metrics=[average_precision()], action="overwrite")
+        log = score(log, probe, metrics=[average_precision_metric()], action="overwrite")
         assert log.results.scores[0].metrics["average_precision"].value > 0.8
         ```
     """
@@ -124,8 +126,8 @@ def average_precision(
     return compute
 
 
-@metric
-def recall_at_fpr(
+@metric(name="recall_at_fpr")
+def recall_at_fpr_metric(
     fpr: float = 0.01,
     label: str = "label",
     control: str | None = None,
@@ -147,8 +149,8 @@ def recall_at_fpr(
         interval: also give a 95% bootstrap interval (1000 draws inside each class), as
             `recall_at_fpr_low` and `recall_at_fpr_high`. The threshold is set anew in every
             draw, so that its uncertainty is in the interval.
-        cluster: as for `average_precision`. Ten answers to one question are one negative, which
-            `allow_few` does not know: it counts samples.
+        cluster: as for `average_precision_metric`. Ten answers to one question are one negative,
+            which `allow_few` does not know: it counts samples.
 
     Returns:
         The metric.
@@ -158,12 +160,14 @@ def recall_at_fpr(
         from inspect_ai import score
         from inspect_ai.log import read_eval_log
 
-        from inspect_lens.scorer import probe_score, recall_at_fpr
+        from inspect_lens.scorer import probe_score, recall_at_fpr_metric
 
         log = read_eval_log("logs/honesty.eval")
         probe = probe_score("organism/deception-lr")
         # Four negatives cannot show a rate: for a number that means something leave out allow_few.
-        log = score(log, probe, metrics=[recall_at_fpr(0.25, allow_few=True)], action="overwrite")
+        log = score(
+            log, probe, metrics=[recall_at_fpr_metric(0.25, allow_few=True)], action="overwrite"
+        )
         assert log.results.scores[0].metrics["recall_at_fpr"].value >= 0.5
         ```
     """

@@ -19,13 +19,13 @@ from inspect_lens.reading import (
     Source,
     read_sample,
 )
-from inspect_lens.reading._promise import promise, rates
-from inspect_lens.reading._threshold import acting_value
+from inspect_lens.reading._shared import shared_parameters
+from inspect_lens.reading._thresholds import acting_value, promise, rates
 from inspect_lens.spec import Positions
 
-from ._feature import keep_tokens, no_tokens
-from ._metrics import auroc
+from ._metrics import auroc_metric
 from ._operating import at_threshold
+from ._probe import keep_tokens, no_tokens
 
 __all__ = ["monitor_alarm"]
 
@@ -33,7 +33,8 @@ Value = Literal["alarm", "token", "max"]
 Level = Literal["token", "turn"]
 
 
-@scorer(metrics=[mean(), stderr(), auroc(), at_threshold()])
+@scorer(metrics=[mean(), stderr(), auroc_metric(), at_threshold()])
+@shared_parameters
 def monitor_alarm(
     probe: str | Path | AnyProbe,
     threshold: float | str | None = None,
@@ -79,27 +80,6 @@ def monitor_alarm(
             rankings.
         onset: key of the sample metadata that holds the 0-based turn from which an alarm is
             right; 0 without it.
-        layer: one of the probe's layers; all of them, averaged, by default.
-        positions: tokens to read; those of the card by default.
-        pool: how token scores become one: `mean`, `last`, `max`, `top_k_mean:5`,
-            `rolling_mean_max:10`, `sentence_mean_max`; the card's by default.
-        selection: tokens among these positions by what they are: `answer`, `reasoning`,
-            `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; the card's by default,
-            "" for all.
-        source: `captured` reads what the generation captured, also from the file beside a finished
-            log; `recompute` feeds the same token ids to the model again; `auto` does the first
-            where it can.
-        check_model: refuse a model whose fingerprint is not that of the card.
-        token_scores: write the score of each token to a file beside the log;
-            `inspect_lens.reading.read_token_scores` reads it.
-        tokenizer: folder or name of the tokenizer that tells sentences and selections; by default
-            that of the model that is read, else that of the card's model, where it is on this
-            machine.
-        roles: model roles whose calls are read instead of those of the eval's model. By default
-            these are found where the calls of one role alone have a lens.
-        on_missing: `error` fails the sample where the activations of a call are not there; `skip`
-            treats such a call as one without a token to read.
-        name: under which tables show the score; the probe and the pool by default.
 
     Returns:
         The scorer. The metadata holds the first alarm: `turn`, `token` (0-based in the turn's
@@ -145,7 +125,7 @@ def monitor_alarm(
         found = await read_sample(reader, state)
         watched, n_turns = found.read, found.calls.n_turns
         if not watched:
-            return no_tokens(reader, found.n_missing)
+            return no_tokens(found, reader.positions)
         begins = _onset(state, onset, n_turns)
         # The rate is that of the card's model and of the lengths that it was set on alone.
         n_most = max(len(one.reading.rows.positions) for one in watched)

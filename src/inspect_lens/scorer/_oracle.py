@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from inspect_ai.model import Model, ModelOutput, get_model
 from inspect_ai.scorer import (
@@ -30,6 +30,10 @@ from inspect_ai.solver import TaskState
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.oracle import CONTROLS, OracleAnswer, OraclePlan, plan_asking
 from inspect_lens.probe import clopper_pearson
+from inspect_lens.reading import CallSelection, OnMissing, Turn, read_calls
+from inspect_lens.reading._shared import shared_parameters
+
+from ._probe import no_tokens
 
 __all__ = ["oracle_answer", "oracle_contrast"]
 
@@ -112,6 +116,7 @@ def oracle_contrast() -> Metric:
 
 
 @scorer(metrics=[accuracy(), stderr(), oracle_contrast()])
+@shared_parameters
 def oracle_answer(
     question: str,
     oracle: str = "organism",
@@ -128,6 +133,8 @@ def oracle_answer(
     max_tokens: int = 40,
     source: str = "auto",
     served_as: str | None = None,
+    roles: Sequence[str] | None = None,
+    on_missing: OnMissing = "error",
 ) -> Scorer:
     """Ask an activation oracle about each answer, and grade what it says against what is known.
 
@@ -192,18 +199,19 @@ def oracle_answer(
         )
     rule = _rule(match, choices)
     named = tuple(choices or ())
+    selection = CallSelection.of(roles=roles, on_missing=on_missing)
 
     async def score(state: TaskState, target: Target) -> Score:
-        answers = await plan.ask(state.output)
-        if not answers:
-            return Score.unscored(
-                reason="no_tokens",
-                explanation=f"No token to show: positions={plan.positions!r} selects none of "
-                "this output (the last sampled token is never fed to the model), probe_gate "
-                "withheld the answer, or a limit ended the sample before there was one.",
-            )
+        async def read(turn: Turn, model: Model | None) -> _Asked | None:
+            answers = await plan.ask(turn.output, _server(turn, model))
+            return _Asked(0.0, None, answers[0]) if answers else None
+
+        found = await read_calls(selection, state, read)
+        if not found.read:
+            return no_tokens(found, plan.positions)
+        answer = found.top.reading.answer
         wanted = _wanted(state, target, label, named)
-        said = {"oracle": answers[0].answer, **answers[0].controls}
+        said = {"oracle": answer.answer, **answer.controls}
         values: dict[str, str] = {}
         for name, text in said.items():
             values[name] = (
@@ -213,12 +221,33 @@ def oracle_answer(
             )
         return Score(
             value=values["oracle"],
-            answer=answers[0].answer,
-            explanation=_explain(plan, answers[0], wanted),
-            metadata=_metadata(answers[0], values, wanted),
+            answer=answer.answer,
+            explanation=_explain(plan, answer, wanted) + found.say(),
+            metadata=_metadata(answer, values, wanted) | found.facts(),
         )
 
     return score
+
+
+class _Asked(NamedTuple):
+    """What the oracle says of one call."""
+
+    value: float
+    """Of no meaning: one call is read."""
+    rate: None
+    answer: OracleAnswer
+
+
+def _server(turn: Turn, model: Model | None) -> Model:
+    """The model that made a call; the oracle reads its activations alone, on its server."""
+    found = model or get_model()
+    if turn.role is not None and str(found) != turn.model:
+        raise ArtifactError(
+            f"oracle_answer: {turn.model} made this call in the role {turn.role!r}, and no model "
+            "of this eval is the same; score with --model-role "
+            f"{turn.role}={turn.model}"
+        )
+    return found
 
 
 def _shares(scores: Sequence[SampleScore]) -> dict[str, list[float]]:

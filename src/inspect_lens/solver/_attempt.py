@@ -15,7 +15,7 @@ from inspect_ai.util import span
 
 from inspect_lens._base.concurrency import first_error
 from inspect_lens.errors import SpecError
-from inspect_lens.reading._aside import ids_of, record_standing
+from inspect_lens.reading._calls import ids_of, record_standing
 
 __all__ = [
     "adopt",

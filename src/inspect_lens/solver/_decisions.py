@@ -11,7 +11,7 @@ from inspect_ai.solver import TaskState
 from inspect_ai.util import StoreModel
 from pydantic import BaseModel, ConfigDict, Field
 
-from inspect_lens.reading import WITHHELD
+from inspect_lens.reading._given import WITHHELD
 
 __all__ = [
     "GateAttempt",

@@ -17,7 +17,7 @@ from inspect_lens.model import lens_scope
 from inspect_lens.model._host import active_approver
 from inspect_lens.reading import ProbeReader
 from inspect_lens.reading._judge import Judged, TurnJudge, turn_of
-from inspect_lens.reading._promise import promise, rates
+from inspect_lens.reading._thresholds import promise, rates
 
 from ._decisions import GateAttempt, GateDecision, Outcome, record_decision, withhold
 

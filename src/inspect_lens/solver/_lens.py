@@ -1,8 +1,8 @@
-"""`logit_lens`: generate, and read the stream of some layers as predictions."""
+"""`with_lens`: generate, or run another solver, with what the engine is to do beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inspect_ai.agent import Agent
@@ -13,55 +13,85 @@ from inspect_lens.errors import SpecError
 from inspect_lens.lens import Lens
 from inspect_lens.model import lens_config, lens_scope
 from inspect_lens.model.provider._scope import require_lens
+from inspect_lens.model.request._body import parse_capture, read_body
+from inspect_lens.model.scores._engine_probes import (
+    ProbeLike,
+    ask_probes,
+    including,
+    note_refused,
+)
 from inspect_lens.model.server._lens_service import LensLike, read_lens
-from inspect_lens.spec import Positions
+from inspect_lens.reading._shared import shared_parameters
+from inspect_lens.spec import (
+    RESID_POST,
+    Ablate,
+    Add,
+    CaptureSpec,
+    EditBase,
+    Phase,
+    Positions,
+    Reduce,
+    RowDType,
+    Site,
+    parse_positions,
+)
+from inspect_lens.vector import VectorLike, load_vector
 
 from ._attempt import as_inner
 
-__all__ = ["logit_lens"]
+__all__ = ["ablate_direction", "with_capture", "with_lens", "with_steering"]
 
 
 @solver
-def logit_lens(
-    layers: Sequence[int] | int | str = "all",
-    top_k: int = 5,
-    tokens: Sequence[int | str] = (),
-    *,
-    lens: LensLike | None = None,
-    target: str | None = None,
-    positions: Positions | Sequence[int] = "all",
+@shared_parameters
+def with_lens(
+    capture: CaptureSpec | Mapping[str, Any] | Sequence[int] | int | str | None = None,
+    steer: Add | VectorLike | Mapping[str, Any] | Sequence[Any] | None = None,
+    edits: EditBase | Mapping[str, Any] | Sequence[EditBase | Mapping[str, Any]] | None = None,
+    probes: ProbeLike | Sequence[ProbeLike] | None = None,
+    lens: Mapping[str, Any] | Sequence[int] | str | None = None,
     inner: Solver | Agent | None = None,
+    probe_positions: Positions | list[int] | None = None,
 ) -> Solver:
-    """Generate with a logit lens, or run a solver or an agent whose every call has one.
+    """Generate with a lens on the model, or run a solver or an agent whose every call has it.
 
-    The stream of each layer goes through the model's final norm and unembedding, inside the
-    engine. With `lens`, a tuned or Jacobian lens translates it first. The scorer `lens_rank` reads
-    the result; `activations(output).lens` has it as arrays.
+    It is what `generate()` is to a task without it. It reaches all calls of the model under
+    evaluation, whatever config they pass; a call that asks for a capture, vectors or a lens of its
+    own keeps those. Nested ones add up, the outer edits first, and the inner capture counts.
 
     Args:
-        layers: `all`, or layer numbers.
-        top_k: most likely tokens to return for each layer and position.
-        tokens: whose log-probability and rank to return: ids, or texts that are one token.
-        lens: a tuned or Jacobian lens; by default the logit lens. A text without a slash is a name
-            that is registered with the server. Others are a `Lens`, its path, or its name below
-            `lenses/`, which is registered when a sample first needs it. With a lens, `all` are the
-            layers that it translates, and the last one.
-        target: a text whose first token is one of them, with `{}` for the sample's target: `" {}"`
-            in the middle of a sentence, `"{}"` at the start of an answer.
-        positions: tokens to read; the row of one predicts the next.
-        inner: what to run, such as `react()`; `generate()` by default.
+        capture: layers such as `[4]`, `all`, or the fields of a `CaptureSpec`. Activations are in
+            `state.output.metadata["activations"]`, and beside the log.
+        steer: a steering vector, its name, or `{"vector": name, "layer": …, "scale": …}`; or
+            several. The log holds the hash of each, and the tensor once beside it.
+        edits: one edit or several, in the order in which they act; each an object such as
+            `Ablate(direction=v, layers=[4])`, or its JSON form with `op`.
+        probes: names below `probes/`, paths, `hf://` addresses or probes, as a list or separated
+            by commas. The engine scores each token as it is written, and no activations leave it.
+            `probe_score` and all that reads probes take these scores, also with another pool or
+            threshold. Probes that the engine cannot run are captured or recomputed; scores say
+            which in `metadata["source"]`.
+        lens: layers, `all`, or the fields of a `LogitLens`, of which `top_k` is 5 by default. The
+            stream goes through the model's final norm and unembedding; `lens_rank` reads the
+            result, and `activations(output).lens` has it as arrays. A field `name` is a tuned or
+            Jacobian lens that translates it first: a `Lens`, its path, its name below `lenses/`,
+            or without a slash a name that is registered with the server. A field `target` is a
+            text whose first token is read too, with `{}` for the sample's target: `" {}"` in the
+            middle of a sentence, `"{}"` at the start of an answer.
+        probe_positions: tokens that the probes score; for each those of its card by default.
 
     Returns:
         The solver.
 
     Raises:
-        ArtifactError: no such lens.
-        SpecError: a value is wrong; while it runs, a sample has no target, or the server refuses
-            the lens.
+        ArtifactError: no such vector, probe or lens.
+        SpecError: a value is wrong, or nothing is asked for; while it runs, a sample has no target
+            for `lens`, or the server refuses the lens.
         UnsupportedError: when it runs, the model has no lens.
 
     Source:
-        nostalgebraist, "interpreting GPT: the logit lens" (2020). Tuned lens: arXiv:2303.08112.
+        Logit lens: nostalgebraist, "interpreting GPT: the logit lens" (2020). Tuned lens:
+        arXiv:2303.08112.
 
     Example:
         <!-- test: server -->
@@ -70,48 +100,259 @@ def logit_lens(
 
         from evals.organism_deception import organism_dataset
         from inspect_lens.model import activations
-        from inspect_lens.solver import logit_lens
+        from inspect_lens.scorer import deception_probe
+        from inspect_lens.solver import with_lens
 
-        task = Task(dataset=organism_dataset("demo")[:2], solver=logit_lens([2, 4], top_k=3))
+        task = Task(
+            dataset=organism_dataset("demo")[:2],
+            solver=with_lens(probes="organism/deception-lr", lens={"layers": [2, 4], "top_k": 3}),
+            scorer=deception_probe("organism/deception-lr"),
+        )
         (log,) = eval(task, model="vllm-lens/organism/checkpoint", max_tokens=14)
+        for sample in log.samples:
+            assert sample.scores["deception_probe"].metadata["source"] == "engine"
         table = activations(log.samples[0].output, log=log.location).lens
         assert table.token_ids.shape == (len(table.positions), 2, 3)  # tokens, layers, top_k
         ```
     """
-    asked: dict[str, Any] = {
-        "layers": layers,
-        "top_k": top_k,
-        "tokens": list(tokens),
-        "positions": positions,
-    }
-    if target is not None and "{}" not in target:
-        raise SpecError(f'target={target!r}; give a text with {{}} in it, such as " {{}}"')
-    if target is None or top_k or tokens:
-        lens_config(lens=asked, base=GenerateConfig())  # refuse a wrong spec before any sample
-    chosen_lens = None if lens is None else read_lens(lens)
+    asked = ask_probes(probes, probe_positions)
+    captured = parse_capture(capture)
+    if asked.capture is not None:
+        captured = including(captured, asked.capture)
+    read = None if lens is None else _LensAsked(lens)
+    if all(one is None for one in (captured, steer, edits, read)) and not asked.uses:
+        raise SpecError(
+            "with_lens: nothing is asked for; allowed are capture=, steer=, edits=, probes= and "
+            "lens=; without them use generate()"
+        )
+    # Refuse what is wrong before any sample, and read a vector once.
+    config = lens_config(steer=steer, edits=edits, base=GenerateConfig())
+    request = read_body(config.extra_body).request
+    edited = None if request is None else request.edits
     run = as_inner(inner)
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
-        chosen = list(tokens)
-        if target is not None:
-            first = await _first_token(target, state.target.text)
-            chosen = [*(token for token in chosen if token != first), first]
-        name = chosen_lens
-        if isinstance(name, Lens):
-            api: Any = require_lens("logit_lens").api
-            name = await api.lenses.name_of(name)
-        with lens_scope(lens=asked | {"tokens": chosen, "name": name}):
+        require_lens("with_lens")
+        note_refused(asked)
+        with lens_scope(
+            capture=captured, edits=edited or None, probes=asked.uses,
+            lens=None if read is None else await read.fields(state),
+        ):  # fmt: skip
             return await (generate(state) if run is None else run(state, generate))
 
     return solve
 
 
-async def _first_token(form: str, target: str) -> int:
+class _LensAsked:
+    """What a lens is asked for, of which a target's token and a registered name come last."""
+
+    def __init__(self, lens: Mapping[str, Any] | Sequence[int] | str) -> None:
+        given: dict[str, Any] = dict(lens) if isinstance(lens, Mapping) else {"layers": lens}
+        self.target: str | None = given.pop("target", None)
+        name: LensLike | None = given.pop("name", None)
+        self.name = None if name is None else read_lens(name)
+        self.given = given
+        if self.target is not None and "{}" not in self.target:
+            raise SpecError(
+                f'lens.target={self.target!r}; give a text with {{}} in it, such as " {{}}"'
+            )
+        if self.target is None or given.get("top_k", 5) or given.get("tokens"):
+            lens_config(lens=given, base=GenerateConfig())
+
+    async def fields(self, state: TaskState) -> dict[str, Any]:
+        """Fields of a `LogitLens` for one sample."""
+        tokens = list(self.given.get("tokens", ()))
+        api: Any = require_lens("with_lens").api
+        if self.target is not None:
+            first = await _first_token(api, self.target, state.target.text)
+            tokens = [*(token for token in tokens if token != first), first]
+        name = await api.lenses.name_of(self.name) if isinstance(self.name, Lens) else self.name
+        return self.given | {"tokens": tokens, "name": name}
+
+
+async def _first_token(api: Any, form: str, target: str) -> int:
     """The first token of a text, as the server of the model under evaluation reads it."""
     if not target:
-        raise SpecError("logit_lens: target= is given and the sample has none; pass tokens=")
-    api: Any = require_lens("logit_lens").api
+        raise SpecError("with_lens: lens has a target, and the sample has none; give tokens")
     answer = await api.post(
         "/tokenize", {"prompt": form.replace("{}", target), "add_special_tokens": False}
     )
     return int(answer["tokens"][0])
+
+
+@solver
+@shared_parameters
+def with_capture(
+    layers: Sequence[int] | int | str = "all",
+    positions: Positions | Sequence[int] | Sequence[bool] = "all",
+    site: Site | Sequence[Site] = RESID_POST,
+    *,
+    reduce: Reduce = "none",
+    dtype: RowDType = "model",
+    phase: Phase = "both",
+    inner: Solver | Agent | None = None,
+) -> Solver:
+    """`with_lens(capture=…)`: generate, and keep activations.
+
+    `-M capture=…` captures in every solver of an eval.
+
+    Args:
+        layers: `all`, or layer numbers.
+        positions: tokens to keep, such as `completion`.
+        site: place in the block, or several; the server has to serve them.
+        reduce: what the engine makes of these tokens, such as their `mean`; see `CaptureSpec`.
+        dtype: of the result; `model` is that of the stream.
+        phase: keep only tokens of the prompt (`prefill`) or sampled ones (`decode`).
+
+    Returns:
+        The solver; activations are in `state.output.metadata["activations"]`.
+
+    Raises:
+        SpecError: a value is wrong.
+        UnsupportedError: when it runs, the model has no lens.
+
+    Example:
+        <!-- test: server -->
+        ```python
+        from inspect_ai import Task, eval
+
+        from evals.organism_deception import organism_dataset
+        from inspect_lens.model import read_activations
+        from inspect_lens.solver import with_capture
+
+        task = Task(
+            dataset=organism_dataset("demo")[:2], solver=with_capture([4], positions="completion")
+        )
+        (log,) = eval(task, model="vllm-lens/organism/checkpoint", max_tokens=14)
+        for call in read_activations(log):
+            print(call.sample_id, call.activations.numpy().shape)  # (layers, tokens, hidden)
+        ```
+    """
+    capture = {
+        "layers": layers, "positions": positions, "site": site, "reduce": reduce, "dtype": dtype,
+        "phase": phase,
+    }  # fmt: skip
+    made: Solver = with_lens(capture=capture, inner=inner)
+    return made
+
+
+@solver
+@shared_parameters
+def with_steering(
+    vector: VectorLike,
+    layers: int | Sequence[int] | None = None,
+    scale: float = 1.0,
+    norm_match: bool = False,
+    positions: Sequence[int] | None = None,
+    inner: Solver | Agent | None = None,
+) -> Solver:
+    """`with_lens(steer=…)`: generate with a vector added.
+
+    Args:
+        vector: name below `vectors/`, path, `hf://` address, or a vector. Give a path as a string:
+            of a `Path` Inspect logs only the last part.
+        layers: one of the vector's layers, or several; that of its card by default.
+        scale: factor; 1 is the distance between the two classes that the vector was found on.
+        norm_match: scale to the norm of each token's own row instead.
+        positions: absolute positions; negative ones count from the end of the prompt; every token
+            by default.
+
+    Returns:
+        The solver.
+
+    Raises:
+        ArtifactError: no such vector.
+        SpecError: no direction at that layer, or a value is wrong.
+        UnsupportedError: when it runs, the model has no lens.
+
+    Example:
+        <!-- test: server -->
+        ```python
+        from inspect_ai import Task, eval
+        from inspect_ai.scorer import includes
+
+        from evals.organism_deception import organism_dataset
+        from inspect_lens.solver import with_steering
+
+        task = Task(
+            dataset=organism_dataset("demo")[:2],
+            solver=with_steering("organism/truth", scale=0.8),
+            scorer=includes(),
+        )
+        (log,) = eval(task, model="vllm-lens/organism/checkpoint", temperature=0, max_tokens=14)
+        assert log.status == "success"
+        ```
+    """
+    loaded = load_vector(vector)
+    steer = loaded.to_steering(layers, scale, norm_match=norm_match, positions=positions)
+    made: Solver = with_lens(steer=steer, inner=inner)
+    return made
+
+
+@solver
+@shared_parameters
+def ablate_direction(
+    vector: VectorLike,
+    layers: Sequence[int] | int | None = None,
+    layer: int | None = None,
+    site: Site | None = None,
+    strength: float = 1.0,
+    positions: Positions | Sequence[int] = "all",
+    inner: Solver | Agent | None = None,
+) -> Solver:
+    """`with_lens(edits=Ablate(…))` of a vector: generate without one direction of the stream.
+
+    It is removed at every chosen layer: `h - strength·⟨h, v⟩·v`. Where a model needs it to do
+    something, such as to refuse, it no longer can.
+
+    Args:
+        vector: name below `vectors/`, path, `hf://` address, or a vector; `Vector.from_raw` makes
+            one of bare numbers. Its length does not matter.
+        layers: where it is removed; by default all layers of the vector's card. Arditi et al.
+            remove it at every layer of the model.
+        layer: whose direction of the vector is taken; that of its card by default.
+        site: place in the block; that of the vector by default.
+        strength: share that is removed: 1 removes all of it, 2 reflects.
+        positions: tokens that lose it, as an edit takes them.
+
+    Returns:
+        The solver.
+
+    Raises:
+        ArtifactError: no such vector.
+        SpecError: no direction at that layer, or a value is wrong.
+        UnsupportedError: when it runs, the model has no lens.
+
+    Source:
+        arXiv:2406.11717, directional ablation.
+
+    Example:
+        <!-- test: server -->
+        ```python
+        from inspect_ai import Task, eval
+        from inspect_ai.scorer import includes
+
+        from evals.organism_deception import organism_dataset
+        from inspect_lens.solver import ablate_direction
+
+        task = Task(
+            dataset=organism_dataset("demo")[:2],
+            solver=ablate_direction("organism/truth", layers=[4]),
+            scorer=includes(),
+        )
+        (log,) = eval(task, model="vllm-lens/organism/checkpoint", temperature=0, max_tokens=14)
+        assert log.status == "success"
+        ```
+    """
+    loaded = load_vector(vector)
+    direction = loaded.raw(loaded.default_layer() if layer is None else layer)
+    where: Sequence[int] | int = loaded.layers if layers is None else layers
+    edit = Ablate(
+        direction=direction,
+        layers=(where,) if isinstance(where, int) else tuple(where),
+        site=loaded.site if site is None else site,
+        positions=parse_positions(positions, field="positions"),
+        strength=strength,
+    )
+    made: Solver = with_lens(edits=edit, inner=inner)
+    return made

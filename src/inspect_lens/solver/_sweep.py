@@ -1,270 +1,48 @@
-"""`steering_sweep`: one prompt under many steerings at once."""
+"""`steering_sweep`: one prompt under many steerings at once: vectors, edits or latents."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from inspect_ai.log import transcript
-from inspect_ai.model import get_model
+from inspect_ai.model import ModelOutput, get_model
 from inspect_ai.scorer import Scorer, value_to_float
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 from inspect_ai.util import span
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, field_validator
 
-from inspect_lens.errors import SpecError
+from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import lens_scope
 from inspect_lens.model.request._inherited import steering_around
-from inspect_lens.reading import CellKind, CellScores, SteeringCell, SteeringCells
-from inspect_lens.spec import Add, EditBase, parse_edits
+from inspect_lens.reading import LatentReader, SteeringCell, SteeringCells
+from inspect_lens.reading._cells import CellKind, CellScores
+from inspect_lens.reading._rows import read_rows
+from inspect_lens.reading._threads import in_thread
+from inspect_lens.sae import MatchedLatents, SparseAutoencoder, matched_latents, read_autoencoder
+from inspect_lens.spec import (
+    EditBase,
+    Latent,
+    LatentMode,
+    Positions,
+    Site,
+    parse_edits,
+)
 from inspect_lens.vector import Vector, VectorLike, load_vector
 
 from ._attempt import adopt, gather, refuse_tools
 
-__all__ = [
-    "BASELINE",
-    "CellDone",
-    "CellPlan",
-    "Control",
-    "EditVariant",
-    "SweepRun",
-    "edit_sweep",
-    "refuse_steered",
-    "steering_sweep",
-]
-
-
-class CellPlan(NamedTuple):
-    """One generation that a sweep is going to make."""
-
-    kind: CellKind
-    vector: str | None
-    layer: int | None
-    scale: float
-    steer: Add | None = None
-    edits: Sequence[EditBase] = ()
-    note: str = ""
-    """What the span says beside vector, layer and scale."""
-
-    @property
-    def where(self) -> str:
-        """For the name of the span."""
-        if self.kind == "baseline":
-            return "unsteered"
-        layer = "" if self.layer is None else f", layer {self.layer}"
-        return f"{self.vector}{layer}, scale {self.scale:g}{self.note}"
-
-
-BASELINE = CellPlan("baseline", None, None, 0.0)
-"""The answer that nothing changes."""
-
-
-class CellDone(NamedTuple):
-    """What became of a plan."""
-
-    cell: SteeringCell
-    value: float | None
-    state: TaskState
-
-
-class SweepRun(NamedTuple):
-    """The cells of one sample."""
-
-    asker: str
-    """Name of the solver."""
-    state: TaskState
-    generate: Generate
-    scorer: Scorer | None
-    """Scores each cell where it is generated, if there is one."""
-    capture: Any = None
-
-    async def cells(self, plans: Sequence[CellPlan]) -> list[CellDone]:
-        """Generate all of them at the same time."""
-
-        def run(plan: CellPlan) -> Any:
-            return lambda: self.cell(plan)
-
-        return await gather([run(plan) for plan in plans])
-
-    async def cell(self, plan: CellPlan) -> CellDone:
-        """One generation, in a span of its own."""
-        async with span(f"{plan.kind}: {plan.where}", type="steering_cell"):
-            edits = list(plan.edits) or None
-            with lens_scope(steer=plan.steer, edits=edits, capture=self.capture):
-                made = await self.generate(deepcopy(self.state))
-            cell = SteeringCell(
-                vector=plan.vector,
-                layer=plan.layer,
-                scale=plan.scale,
-                kind=plan.kind,
-                completion=made.output.completion,
-                message_id=made.output.message.id if made.output.choices else None,
-            )
-            value = None if self.scorer is None else await _value(self.scorer, made)
-            if self.scorer is not None:
-                transcript().info({"value": value}, source=f"inspect_lens/{self.asker}")
-        return CellDone(cell, value, made)
-
-    def keep(self, done: Sequence[CellDone]) -> TaskState:
-        """Write the cells into the sample's store; the first one's answer stands."""
-        self.state.store_as(SteeringCells).cells = [d.cell for d in done]
-        if self.scorer is not None:
-            self.state.store_as(CellScores).values = [d.value for d in done]
-        return adopt(self.state, done[0].state)
-
-
-def refuse_steered(asker: str, what: str, instead: str) -> None:
-    """Refuse to call an answer unsteered that would be steered."""
-    if (around := steering_around(get_model())) is not None:
-        raise SpecError(
-            f"{asker}: {what} an unsteered answer, and {around}; take that out, or, to steer on "
-            f"top of it, use {instead}"
-        )
-
-
-async def _value(scorer: Scorer, state: TaskState) -> float | None:
-    score = await scorer(state, state.target)
-    if score is None:
-        return None
-    value = float(value_to_float()(score.value))
-    return value if math.isfinite(value) else None
-
+__all__ = ["Control", "EditVariant", "SaeLatents", "steering_sweep"]
 
 Control = Literal["random", "orthogonal"]
 """A random direction, or a random one at right angles to the vector; both of its length."""
 
-
-@solver
-def steering_sweep(
-    vector: VectorLike | Sequence[VectorLike],
-    scales: Sequence[float],
-    layers: Sequence[int] | int | None = None,
-    controls: Sequence[Control] = ("random", "orthogonal"),
-    scorer: Scorer | None = None,
-    norm_match: bool = False,
-    positions: Sequence[int] | None = None,
-    control_draws: int = 1,
-    seed: int = 0,
-    capture: dict[str, Any] | list[int] | None = None,
-) -> Solver:
-    """Answer each prompt once unsteered and once per vector, layer and scale, all at the same time.
-
-    Every cell is a request of its own, so that the engine batches cells of one sample and of all
-    samples alike. Controls have the vector's length at each layer and are the same for all
-    prompts. Cells are in the sample's store (`inspect_lens.reading.SteeringCells`), where the
-    scorer `dose_response` finds them, also in a finished log. What stands as
-    the sample's answer is the unsteered one.
-
-    Args:
-        vector: name below `vectors/`, path, `hf://` address, or a vector; or several of these,
-            each with controls of its own.
-        scales: factors; 0 may be among them and is the unsteered answer, which is always there.
-        layers: of the vector; that of its card by default.
-        controls: vectors to compare with.
-        scorer: scores each cell where it is generated; `dose_response` then needs none. Leave it
-            out to score later, with any scorer.
-        norm_match: scale to the norm of each token's own row.
-        positions: absolute positions to steer; every token by default.
-        control_draws: controls of each kind, with seeds `seed`, `seed + 1`, …
-        seed: of the first control.
-        capture: layers, or the fields of a `CaptureSpec`, to capture in every cell.
-
-    Returns:
-        The solver.
-
-    Raises:
-        ArtifactError: no such vector.
-        SpecError: no scales, an unknown control, no direction at a layer, or vectors of one name;
-            when it runs, tools are set, whose side effects every cell would repeat; or the task's
-            config, the model's or a scope around steers already, and the unsteered answer would be
-            none.
-        UnsupportedError: when it runs, the model has no lens.
-
-    Example:
-        <!-- test: server -->
-        ```python
-        from inspect_ai import Task, eval
-        from inspect_ai.util import Store
-
-        from evals.organism_deception import organism_dataset
-        from inspect_lens.reading import read_cells
-        from inspect_lens.solver import steering_sweep
-
-        sweep = steering_sweep("organism/truth", [-0.4, 0.4], controls=["random"])
-        task = Task(dataset=organism_dataset("demo")[:1], solver=sweep)
-        (log,) = eval(task, model="vllm-lens/organism/checkpoint", temperature=0, max_tokens=14)
-        for cell in read_cells(Store(log.samples[0].store)):
-            print(cell.kind, cell.scale, cell.completion)
-        ```
-    """
-    loaded = _load(vector)
-    steered = sorted({float(s) for s in scales} - {0.0})
-    if not steered:
-        raise SpecError(f"scales={list(scales)}; allowed is one that is not 0, at least")
-    if unknown := [c for c in controls if c not in get_args(Control)]:
-        raise SpecError(f"controls={unknown}; allowed are {', '.join(get_args(Control))}, or none")
-    if control_draws < 1:
-        raise SpecError(f"control_draws={control_draws}; allowed is 1 or more")
-    plans = [BASELINE]
-    for one in loaded:
-        at = [one.default_layer()] if layers is None else layers
-        chosen = [at] if isinstance(at, int) else list(at)
-        for kind, source in _sources(one, controls, control_draws, seed):
-            for layer in chosen:
-                # One tensor per layer: every scale shares its content and its file.
-                unit = source.to_steering(layer, 1.0, norm_match=norm_match, positions=positions)
-                plans += [
-                    CellPlan(kind, one.name, layer, s, unit.model_copy(update={"scale": s}))
-                    for s in steered
-                ]
-    names = ", ".join(repr(one.name) for one in loaded)
-
-    async def solve(state: TaskState, generate: Generate) -> TaskState:
-        refuse_steered(
-            "steering_sweep",
-            f"vector {names} is to be swept from",
-            "with_steering in a task per scale",
-        )
-        refuse_tools(
-            state,
-            "steering_sweep",
-            "put use_tools behind the sweep, or use with_steering "
-            "with inner=react(), in a task per scale",
-        )
-        run = SweepRun("steering_sweep", state, generate, scorer, capture)
-        return run.keep(await run.cells(plans))
-
-    return solve
-
-
-def _load(vector: VectorLike | Sequence[VectorLike]) -> list[Vector]:
-    """One vector or several, which their names tell apart."""
-    given = [vector] if isinstance(vector, str | Path | Vector) else vector
-    loaded = [load_vector(one) for one in given]
-    names = [one.name for one in loaded]
-    if not names or len(set(names)) < len(names):
-        raise SpecError(
-            f"vector={names}; allowed are one or more vectors with names of their own, as answers "
-            "are told apart by these; rename one in its card"
-        )
-    return loaded
-
-
-def _sources(
-    vector: Vector, controls: Sequence[Control], draws: int, seed: int
-) -> list[tuple[CellKind, Vector]]:
-    made: list[tuple[CellKind, Vector]] = [("vector", vector)]
-    for control in dict.fromkeys(controls):
-        draw = vector.random_control if control == "random" else vector.orthogonal_control
-        made += [(control, draw(seed + i)) for i in range(draws)]
-    return made
-
-
-Edits = EditBase | Mapping[str, Any] | Sequence[EditBase | Mapping[str, Any]]
+Edits: TypeAlias = EditBase | Mapping[str, Any] | Sequence[EditBase | Mapping[str, Any]]
 """One edit or several, each an object or its JSON form with `op`."""
 
 
@@ -293,15 +71,23 @@ class EditVariant(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
-    name: str = Field(min_length=1)
-    """What was done. A control has the name of the variant that it stands beside."""
-    edits: tuple[SerializeAsAny[EditBase], ...] = Field(min_length=1)
-    """In the order in which they act."""
-    dose: float = Field(default=1.0, allow_inf_nan=False)
-    """How much of it, where variants of one name differ in that: a strength, or a value."""
-    control: bool = False
-    """Whether it is something of the same kind that should do nothing, such as a random
-    direction. Controls of one variant are averaged."""
+    name: str = Field(
+        min_length=1,
+        description="What was done. A control has the name of the variant that it stands beside.",
+    )
+    edits: tuple[SerializeAsAny[EditBase], ...] = Field(
+        min_length=1, description="In the order in which they act."
+    )
+    dose: float = Field(
+        default=1.0, allow_inf_nan=False,
+        description="How much of it, where variants of one name differ in that: a strength, or a "
+        "value.",
+    )  # fmt: skip
+    control: bool = Field(
+        default=False,
+        description="Whether it is something of the same kind that should do nothing, such as a "
+        "random direction. Controls of one variant are averaged.",
+    )
 
     @field_validator("edits", mode="before")
     @classmethod
@@ -309,47 +95,203 @@ class EditVariant(BaseModel):
         return parse_edits(value)
 
 
+@dataclass(frozen=True)
+class SaeLatents:
+    """Latents of a sparse autoencoder, each of which a sweep edits alone.
+
+    Example:
+        ```python
+        from inspect_lens.solver import SaeLatents, steering_sweep
+
+        bridge = SaeLatents("path/to/sae", {"bridge": 31164}, layer=12)
+        # solver = steering_sweep(bridge, scales=[0, 5, 10])
+        ```
+    """
+
+    sae: str | Path | SparseAutoencoder
+    """Folder or file, as `inspect_lens.sae.read_autoencoder` takes it, or an autoencoder. Give a
+    path as a string: of a `Path` Inspect logs only the last part."""
+    latents: int | Sequence[int] | Mapping[str, int]
+    """Their numbers, or numbers by a name of yours, such as `{"bridge": 31164}`; without names they
+    are called `latent_31164`."""
+    mode: LatentMode = "set"
+    """`set`, `add`, or `at_least` for a minimum."""
+    only_if_active: bool = False
+    """Leave tokens alone on which the latent is not active."""
+    layer: int | None = None
+    """At which they are edited; by default that of the file."""
+    site: Site | None = None
+    """Likewise."""
+    threshold: float | None = None
+    """Above which a latent is active; by default that of the file. TopK autoencoders need one, see
+    `SparseAutoencoder.latent`."""
+    norm_scale: float | None = None
+    """As in `read_autoencoder`, of a path only."""
+
+    def _repr_params_(self) -> dict[str, Any]:
+        """What Inspect writes into the log; the sweep takes this form, too."""
+        name = self.sae if isinstance(self.sae, str) else type(self.sae).__name__
+        return {**{k: v for k, v in vars(self).items() if k != "sae"}, "sae": name}
+
+
+class CellPlan(NamedTuple):
+    """One generation that a sweep is going to make."""
+
+    kind: CellKind
+    vector: str | None
+    layer: int | None
+    scale: float
+    edits: Sequence[EditBase] = ()
+    note: str = ""
+    """What the span says beside vector, layer and scale."""
+
+    @property
+    def where(self) -> str:
+        """For the name of the span."""
+        if self.kind == "baseline":
+            return "unsteered"
+        layer = "" if self.layer is None else f", layer {self.layer}"
+        return f"{self.vector}{layer}, scale {self.scale:g}{self.note}"
+
+
+BASELINE = CellPlan("baseline", None, None, 0.0)
+"""The answer that nothing changes."""
+
+
+class CellDone(NamedTuple):
+    """What became of a plan."""
+
+    cell: SteeringCell
+    value: float | None
+    state: TaskState
+
+
+class SweepRun(NamedTuple):
+    """The cells of one sample."""
+
+    state: TaskState
+    generate: Generate
+    scorer: Scorer | None
+    """Scores each cell where it is generated, if there is one."""
+    capture: Any = None
+
+    async def cells(self, plans: Sequence[CellPlan]) -> list[CellDone]:
+        """Generate all of them at the same time."""
+
+        def run(plan: CellPlan) -> Any:
+            return lambda: self.cell(plan)
+
+        return await gather([run(plan) for plan in plans])
+
+    async def cell(self, plan: CellPlan) -> CellDone:
+        """One generation, in a span of its own."""
+        async with span(f"{plan.kind}: {plan.where}", type="steering_cell"):
+            with lens_scope(edits=list(plan.edits) or None, capture=self.capture):
+                made = await self.generate(deepcopy(self.state))
+            cell = SteeringCell(
+                vector=plan.vector,
+                layer=plan.layer,
+                scale=plan.scale,
+                kind=plan.kind,
+                completion=made.output.completion,
+                message_id=made.output.message.id if made.output.choices else None,
+            )
+            value = None if self.scorer is None else await _value(self.scorer, made)
+            if self.scorer is not None:
+                transcript().info({"value": value}, source="inspect_lens/steering_sweep")
+        return CellDone(cell, value, made)
+
+    def keep(self, done: Sequence[CellDone]) -> TaskState:
+        """Write the cells into the sample's store; the first one's answer stands."""
+        self.state.store_as(SteeringCells).cells = [d.cell for d in done]
+        if self.scorer is not None:
+            self.state.store_as(CellScores).values = [d.value for d in done]
+        return adopt(self.state, done[0].state)
+
+
 @solver
-def edit_sweep(
-    variants: Mapping[str, Edits] | Sequence[EditVariant | Mapping[str, Any]],
+def steering_sweep(
+    steer: VectorLike
+    | Sequence[VectorLike]
+    | Mapping[str, Edits]
+    | Sequence[EditVariant | Mapping[str, Any]]
+    | SaeLatents,
+    scales: Sequence[float] = (),
+    layers: Sequence[int] | int | None = None,
+    controls: Sequence[Control] | None = None,
     scorer: Scorer | None = None,
+    norm_match: bool = False,
+    positions: Positions | Sequence[int] | None = None,
+    control_draws: int | None = None,
+    seed: int = 0,
     capture: dict[str, Any] | list[int] | None = None,
 ) -> Solver:
-    """Answer each prompt once unedited and once per variant, all at the same time.
+    """Answer each prompt once unsteered, and once per vector, edit or latent and scale.
 
-    A variant is anything that edits can do: a direction ablated everywhere, a head switched off, a
-    vector added behind a gate. Every answer is a request of its own. The answers are in the
-    sample's store as cells (`inspect_lens.reading.SteeringCells`), where the scorers
-    `edit_effects` and `dose_response` find them, also in a finished log. What stands as the
-    sample's answer is the unedited one.
+    Every cell is a request of its own, so that the engine batches cells of one sample and of all
+    samples alike. Cells are in the sample's store (`inspect_lens.reading.SteeringCells`), where the
+    scorers `dose_response` and `edit_effects` find them, also in a finished log. What stands as the
+    sample's answer is the unsteered one.
+
+    Controls of a vector have its length at each layer and are the same for all prompts. Controls of
+    a latent are random latents that are about as active in the unsteered answer as the latent
+    itself, set to the same values; the transcript names them. Controls of an edit are variants that
+    you mark as such.
 
     Args:
-        variants: edits by name; or `EditVariant`s or their fields, which may also be controls, and
-            differ in their dose.
-        scorer: scores each answer where it is generated; `edit_effects` then needs none.
-        capture: layers, or the fields of a `CaptureSpec`, to capture in every cell.
+        steer: a vector by name below `vectors/`, path, `hf://` address, or a vector; or several of
+            these. Or edits by name, `EditVariant`s or their fields: a direction ablated everywhere,
+            a head switched off. Or `SaeLatents`.
+        scales: factors of a vector, of which 0 is the unsteered answer that is always there; or
+            values of a latent, of which 0 switches it off. Edits have doses of their own.
+        layers: of vectors; that of the card by default.
+        controls: of vectors, `random` and `orthogonal` by default; of latents, `random`; none for
+            an empty list.
+        scorer: scores each cell where it is generated; `dose_response` and `edit_effects` then need
+            none. Leave it out to score later, with any scorer.
+        norm_match: scale vectors to the norm of each token's own row.
+        positions: absolute positions that vectors steer, or tokens at which latents are edited;
+            every token by default.
+        control_draws: controls of each kind: 1 of a vector, with seeds `seed`, `seed + 1`, …, and 3
+            of a latent by default.
+        seed: of the first control.
+        capture: layers, or the fields of a `CaptureSpec`, to capture in every cell. With latents
+            every cell captures the rows that the autoencoder reads, so that `sae_feature` can tell
+            what the latents did.
 
     Returns:
-        The solver. The log holds a reference with hashes for each edit; tensors are written once
-        beside it.
+        The solver. The log holds hashes of what steered; tensors are written once beside it.
 
     Raises:
-        SpecError: no variants, an edit that is wrong, variants of one name and dose, or a control
-            of none; when it runs, tools are set, whose side effects every variant would repeat; or
-            the task's config, the model's or a scope around steers or edits already.
+        ArtifactError: no such vector or autoencoder.
+        SpecError: no scales, an argument that does not go with what steers, no direction at a
+            layer, no such latent, or things of one name; when it runs, tools are set, whose side
+            effects every cell would repeat; or the task's config, the model's or a scope around
+            steers already, and the unsteered answer would be none.
         UnsupportedError: when it runs, the model has no lens.
+
+    Source:
+        Clamping of features: "Scaling Monosemanticity" (Anthropic, 2024).
 
     Example:
         <!-- test: server -->
         ```python
         from inspect_ai import Task, eval
         from inspect_ai.scorer import includes
+        from inspect_ai.util import Store
 
         from evals.organism_deception import organism_dataset
+        from inspect_lens.reading import read_cells
         from inspect_lens.scorer import edit_effects
-        from inspect_lens.solver import EditVariant, edit_sweep
+        from inspect_lens.solver import EditVariant, steering_sweep
         from inspect_lens.spec import Ablate
         from inspect_lens.vector import load_vector
+
+        options = {"model": "vllm-lens/organism/checkpoint", "temperature": 0, "max_tokens": 14}
+        sweep = steering_sweep("organism/truth", [-0.4, 0.4], controls=["random"])
+        (log,) = eval(Task(dataset=organism_dataset("demo")[:1], solver=sweep), **options)
+        for cell in read_cells(Store(log.samples[0].store)):
+            print(cell.kind, cell.scale, cell.completion)
 
         truth = load_vector("organism/truth")
         variants = [
@@ -360,37 +302,180 @@ def edit_sweep(
             )
             for one in (truth, truth.random_control(0))
         ]
-        task = Task(
-            dataset=organism_dataset("demo")[:2],
-            solver=edit_sweep(variants),
-            scorer=edit_effects(includes()),
-        )
-        (log,) = eval(task, model="vllm-lens/organism/checkpoint", temperature=0, max_tokens=14)
+        ablated = steering_sweep(variants)
+        task = Task(organism_dataset("demo")[:2], solver=ablated, scorer=edit_effects(includes()))
+        (log,) = eval(task, **options)
         found = log.results.scores[0].metrics
         assert {"unedited", "ablated", "ablated_effect", "ablated_random_effect"} <= set(found)
         ```
     """
-    made = _variants(variants)
+    if control_draws is not None and control_draws < 1:
+        raise SpecError(f"control_draws={control_draws}; allowed is 1 or more")
+    of_vectors: dict[str, Any] = {"layers": layers, "norm_match": norm_match or None}
+    of_both: dict[str, Any] = {
+        "scales": list(scales) or None, "controls": controls, "control_draws": control_draws,
+        "positions": positions,
+    }  # fmt: skip
+    swept: _Swept
+    if isinstance(steer, Mapping) and "sae" in steer:
+        fields: dict[str, Any] = dict(steer)
+        steer = SaeLatents(**fields)
+    if isinstance(steer, SaeLatents):
+        _refuse("latents", of_vectors | {"capture": capture})
+        draws = 0 if controls == [] else (control_draws or 3)
+        if controls and list(controls) != ["random"]:
+            raise SpecError(f"controls={list(controls)}; latents have controls ['random'], or none")
+        swept = _latents(steer, scales, draws, positions or "all", seed)
+    elif _are_edits(steer):
+        _refuse("edits", of_vectors | of_both)
+        swept = _edits(steer)
+    else:
+        kinds = get_args(Control) if controls is None else controls
+        if isinstance(positions, str):
+            raise SpecError(
+                f"positions={positions!r}: vectors steer absolute positions, as numbers, or every "
+                "token; leave it out for these"
+            )
+        swept = _vectors(
+            steer, scales, layers, kinds, norm_match, positions, control_draws or 1, seed
+        )
+
+    async def solve(state: TaskState, generate: Generate) -> TaskState:
+        if (around := steering_around(get_model())) is not None:
+            raise SpecError(
+                f"steering_sweep: {swept.said} from an unsteered answer, and {around}; take that "
+                "out, or, to steer on top of it, use with_lens in a task for each"
+            )
+        refuse_tools(
+            state,
+            "steering_sweep",
+            "put use_tools behind the sweep, or use with_lens with inner=react(), in a task for "
+            "each",
+        )
+        run = SweepRun(state, generate, scorer, capture)
+        if swept.matching is None:
+            return run.keep(await run.cells([BASELINE, *swept.plans]))
+        return await swept.matching.run(run, swept.plans)
+
+    return solve
+
+
+class _Swept(NamedTuple):
+    """What a sweep is going to do."""
+
+    said: str
+    """In words, up to where it is done from."""
+    plans: list[CellPlan]
+    matching: _Matching | None = None
+    """Chooses controls by the unsteered answer."""
+
+
+def _refuse(what: str, given: Mapping[str, Any]) -> None:
+    if wrong := [name for name, value in given.items() if value is not None]:
+        raise SpecError(
+            f"{', '.join(wrong)}: a sweep of {what} does not take this; allowed with vectors; "
+            "leave it out"
+        )
+
+
+def _are_edits(steer: Any) -> bool:
+    if isinstance(steer, Mapping):
+        return True
+    listed = [] if isinstance(steer, str | Path | Vector) else list(steer)
+    return any(isinstance(one, EditVariant | Mapping) for one in listed)
+
+
+def _vectors(
+    steer: Any, scales: Sequence[float], layers: Sequence[int] | int | None,
+    controls: Sequence[Control], norm_match: bool, positions: Any, draws: int, seed: int,
+) -> _Swept:  # fmt: skip
+    given = [steer] if isinstance(steer, str | Path | Vector) else steer
+    loaded = [load_vector(one) for one in given]
+    names = [one.name for one in loaded]
+    if not names or len(set(names)) < len(names):
+        raise SpecError(
+            f"steer={names}; allowed are one or more vectors with names of their own, as answers "
+            "are told apart by these; rename one in its card"
+        )
+    steered = sorted({float(s) for s in scales} - {0.0})
+    if not steered:
+        raise SpecError(f"scales={list(scales)}; allowed is one that is not 0, at least")
+    if unknown := [c for c in controls if c not in get_args(Control)]:
+        raise SpecError(f"controls={unknown}; allowed are {', '.join(get_args(Control))}, or none")
+    plans = []
+    for one in loaded:
+        at = [one.default_layer()] if layers is None else layers
+        sources: list[tuple[CellKind, Vector]] = [("vector", one)]
+        for control in dict.fromkeys(controls):
+            draw = one.random_control if control == "random" else one.orthogonal_control
+            sources += [(control, draw(seed + i)) for i in range(draws)]
+        for kind, source in sources:
+            for layer in [at] if isinstance(at, int) else at:
+                # One tensor per layer: every scale shares its content and its file.
+                unit = source.to_steering(layer, 1.0, norm_match=norm_match, positions=positions)
+                plans += [
+                    CellPlan(kind, one.name, layer, s, (unit.model_copy(update={"scale": s}),))
+                    for s in steered
+                ]
+    return _Swept(f"vector {', '.join(map(repr, names))} is to be swept", plans)
+
+
+def _edits(steer: Any) -> _Swept:
+    made = _variants(steer)
     # Controls behind all others, so that the log reads in this order.
-    plans = [BASELINE] + [
+    plans = [
         CellPlan("random" if one.control else "vector", one.name, None, one.dose, edits=one.edits)
         for one in sorted(made, key=lambda one: one.control)
     ]
+    return _Swept("its variants are compared with what comes", plans)
 
-    async def solve(state: TaskState, generate: Generate) -> TaskState:
-        refuse_steered(
-            "edit_sweep", "its variants are compared with", "with_edits in a task for each"
-        )
-        refuse_tools(
-            state,
-            "edit_sweep",
-            "put use_tools behind the sweep, or use with_edits with inner=react(), in a task for "
-            "each variant",
-        )
-        run = SweepRun("edit_sweep", state, generate, scorer, capture)
-        return run.keep(await run.cells(plans))
 
-    return solve
+def _latents(
+    asked: SaeLatents, values: Sequence[float], n_controls: int, positions: Any, seed: int
+) -> _Swept:
+    if isinstance(asked.sae, SparseAutoencoder):
+        if asked.norm_scale is not None:
+            raise SpecError("norm_scale: it is folded in while a file is read; leave it out")
+        encoder = asked.sae
+    else:
+        encoder = read_autoencoder(asked.sae, norm_scale=asked.norm_scale)
+    # It settles names and place as `sae_feature` does.
+    reader = LatentReader.of(encoder, asked.latents, layer=asked.layer, site=asked.site)
+    doses = [float(value) for value in values]
+    if not doses or len(set(doses)) < len(doses):
+        raise SpecError(f"scales={list(values)}; allowed is one at least, and each once")
+    left = len(encoder.weight) - len(set(reader.latents.values()))
+    if n_controls > left:
+        raise SpecError(
+            f"control_draws={n_controls}; allowed are 1 to {left}, the latents that are left, or "
+            "controls=[] for none"
+        )
+
+    def clamp(number: int, value: float) -> Latent:
+        return encoder.latent(
+            number, value, mode=asked.mode, only_if_active=asked.only_if_active,
+            layers=[reader.layer], site=reader.site, positions=positions,
+            threshold=asked.threshold,
+        )  # fmt: skip
+
+    def plans(kind: CellKind, name: str, number: int) -> list[CellPlan]:
+        note = f", latent {number}"
+        return [
+            CellPlan(kind, name, reader.layer, v, edits=(clamp(number, v),), note=note)
+            for v in doses
+        ]
+
+    own = [p for name, number in reader.latents.items() for p in plans("vector", name, number)]
+    matching = _Matching(encoder, reader, n_controls, seed, plans)
+    return _Swept("latents are to be set in what comes", own, matching)
+
+
+async def _value(scorer: Scorer, state: TaskState) -> float | None:
+    score = await scorer(state, state.target)
+    if score is None:
+        return None
+    value = float(value_to_float()(score.value))
+    return value if math.isfinite(value) else None
 
 
 def _variants(
@@ -422,3 +507,62 @@ def _variants(
             f"dose of one: {sorted(own)}"
         )
     return made
+
+
+class _Matching(NamedTuple):
+    """How the controls of a sample are chosen."""
+
+    encoder: SparseAutoencoder
+    reader: LatentReader
+    n: int
+    seed: int
+    plans: Callable[[CellKind, str, int], list[CellPlan]]
+    """Of one latent."""
+
+    async def run(self, run: SweepRun, own: Sequence[CellPlan]) -> TaskState:
+        """The unsteered answer first, which tells the controls of the others."""
+        place = {"layers": [self.reader.layer], "site": self.reader.site}
+        first = await run._replace(capture=place).cell(BASELINE)
+        found = await self.of(first.state.output)
+        others = [
+            plan
+            for name, match in found.items()
+            for number in match.latents
+            for plan in self.plans("random", name, number)
+        ]
+        rest = run._replace(capture=place | {"positions": "completion"})
+        return run.keep([first, *await rest.cells([*own, *others])])
+
+    async def of(self, output: ModelOutput) -> dict[str, MatchedLatents]:
+        """Controls by the name of their latent, told in the transcript."""
+        if not self.n:
+            return {}
+        # A completion of one token has no row of its own.
+        for positions in ("completion", "prompt"):
+            rows = await read_rows(
+                output, layers=(self.reader.layer,), positions=positions, source="captured",
+                site=self.reader.site,
+            )  # fmt: skip
+            if rows is not None:
+                break
+        else:
+            raise ArtifactError(
+                "steering_sweep: the unsteered answer has no token to read, by which controls are "
+                "chosen; pass controls=[]"
+            )
+        acts = rows.acts[0]
+        swept = tuple(self.reader.latents.values())
+        found = await in_thread(
+            lambda: {
+                name: matched_latents(
+                    self.encoder, acts, number, n=self.n, seed=self.seed, exclude=swept
+                )
+                for name, number in self.reader.latents.items()
+            }
+        )
+        told: dict[str, Any] = {
+            name: {"latents": [*match.latents], "means": [*match.means], "mean": match.mean}
+            for name, match in found.items()
+        }
+        transcript().info({"controls": told}, source="inspect_lens/steering_sweep")
+        return found

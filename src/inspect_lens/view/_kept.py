@@ -15,7 +15,8 @@ from inspect_ai.model import ChatMessage
 from inspect_lens._base.token_texts import TokenTexts
 from inspect_lens.errors import ArtifactError
 from inspect_lens.model import Activations, ProbeScores, read_probe_scores
-from inspect_lens.reading import TokenScores, engine_records, read_token_scores
+from inspect_lens.reading import TokenScores, read_token_scores
+from inspect_lens.reading._token_scores import engine_records
 
 from ._page import SampleView
 from ._series import Scored, Source

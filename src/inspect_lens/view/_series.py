@@ -24,7 +24,8 @@ from inspect_lens.probe import (
     pool_scores,
     sentence_ends,
 )
-from inspect_lens.reading import TokenScores, pick_rows
+from inspect_lens.reading import TokenScores
+from inspect_lens.reading._rows import pick_rows
 from inspect_lens.spec import resolve_positions, result_name
 
 from ._page import Series

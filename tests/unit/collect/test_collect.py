@@ -125,10 +125,10 @@ def test_requests_overlap_and_memory_is_bounded(tmp_path: Path) -> None:
         write(uri, k, mark, samples, capture)
         alive.difference_update(s.record.index for s in samples)
 
-    write = _collect._write_shard
+    write = _collect.write_shard
     with pytest.MonkeyPatch.context() as patch, FakeLensServer(delay_s=0.2) as server:
         patch.setattr(_collect, "capture_sample", watched)
-        patch.setattr(_collect, "_write_shard", written)
+        patch.setattr(_collect, "write_shard", written)
         begin = time.monotonic()
         run(server, dataset(120), tmp_path / "out", concurrency=20, shard_samples=5)
         took = time.monotonic() - begin

@@ -197,27 +197,6 @@ def test_eighty_layers_fit_in_a_reference() -> None:
     assert len(handle.model_dump_json()) <= 400
 
 
-@pytest.mark.parametrize(
-    ("layers", "reduce"), [([1, 2], None), ("0-79", None), ([4], "mean"), ([0, 5, 9], "norm")]
-)
-def test_the_first_logged_form_is_still_read(layers: Any, reduce: str | None) -> None:
-    info = {"shape": [3, 7, 16], "dtype": "bfloat16", "layers": layers}
-    old = {
-        "$lens": "activations/1", "uri": "a.lens/b.safetensors", "root": "/logs",
-        "tensors": {"residual_stream": info | ({"reduce": reduce} if reduce else {})},
-        "sha256": "0123456789abcdef", "n_prompt": 5, "n_completion": 3,
-    }  # fmt: skip
-    handle = activations({"activations": old})
-    assert handle is not None
-    assert handle.layers == (tuple(range(80)) if layers == "0-79" else tuple(layers))
-    found = handle.tensors["residual_stream"]
-    assert (found.shape, found.dtype, found.reduce) == ((3, 7, 16), "bfloat16", reduce or "none")
-    assert (handle.sha256, handle.n_prompt, handle.n_completion) == (old["sha256"], 5, 3)
-    again = activations(handle.model_dump(mode="json"))
-    assert again == handle
-    assert again.tensors == handle.tensors
-
-
 @given(
     st.lists(st.integers(1, 1 << 20), min_size=1, max_size=4),
     st.lists(st.integers(0, 200), min_size=1, unique=True).map(sorted),

@@ -44,7 +44,7 @@ def test_an_incomplete_answer_is_an_error_and_not_a_mean_of_the_rest() -> None:
     with FakeLensServer() as plain, pytest.raises(SpecError, match="at least one each"):
         ask(plain, [7], [])
     other = get_model("mockllm/model")
-    with pytest.raises(UnsupportedError, match="need a vllm-lens/ model"):
+    with pytest.raises(UnsupportedError, match="needs a vllm-lens/ model"):
         anyio.run(lambda: token_logprobs(other, prompt_token_ids=[1], token_ids=[2]))
 
 

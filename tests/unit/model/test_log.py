@@ -131,17 +131,6 @@ def test_a_log_reads_back(server: FakeLensServer, run_eval: RunEval) -> None:
     assert read_activations(live.location) == calls
 
 
-def test_a_moved_log_folder_reads(
-    server: FakeLensServer, run_eval: RunEval, tmp_path: Path
-) -> None:
-    log = run_eval(server, config=CAPTURE)
-    MEMORY.clear()
-    shutil.move(tmp_path / "logs", tmp_path / "moved" / "deep")
-    calls = read_activations(tmp_path / "moved" / "deep" / Path(log.location).name)
-    for call in calls:
-        np.testing.assert_array_equal(call.activations.numpy(), _expected(call.activations))
-
-
 def test_scoring_again_needs_no_server_and_no_help(
     server: FakeLensServer, run_eval: RunEval, tmp_path: Path
 ) -> None:

@@ -7,16 +7,20 @@ import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from inspect_ai import score
+from inspect_ai._util.registry import is_registry_object
 from inspect_ai.agent import AgentState
 from inspect_ai.analysis import samples_df
 from inspect_ai.log import EvalLog, read_eval_log
 from inspect_ai.model import (
+    ChatMessage,
     ChatMessageAssistant,
+    ChatMessageSystem,
     ChatMessageUser,
     ModelOutput,
     get_model,
@@ -25,21 +29,35 @@ from inspect_ai.scorer import Scorer
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 from inspect_ai.tool import ToolCall, ToolCallView
 
+from inspect_lens import scorer as scorer_room
+from inspect_lens._intake import Payload
 from inspect_lens.agents import probe_approver
+from inspect_lens.attention import AttentionHeads
+from inspect_lens.errors import NotCapturedError
+from inspect_lens.model import Activations, activations
+from inspect_lens.oracle import OracleAnswer
 from inspect_lens.probe import auroc
 from inspect_lens.reading import ProbeReader, lens_column
 from inspect_lens.sae import SparseEncoder
+from inspect_lens.scorer import _oracle as oracle_scorer
 from inspect_lens.scorer import (
+    attention_tracker,
     deception_probe,
+    document_rank,
+    lens_rank,
     monitor_alarm,
+    oracle_answer,
     probe_cascade,
     probe_ensemble,
     probe_score,
     sae_feature,
     trait_projection,
 )
+from inspect_lens.spec import LENS_NAME, LensReceipt, Receipt, TensorData
 from tests.contracts.test_vocabulary import written
 from tests.kit.mock_evals import WIDTH, answers, call, judge, planted_probe, run, scores
+from tests.kit.planted_attention import attending
+from tests.kit.planted_log import TOKENIZER
 from tests.kit.promises import Promise
 
 ROOMS = (
@@ -57,11 +75,25 @@ WITHOUT_ROLES = {
     "agents.scout.audit_probe_scanner",  # the target of an audit, and nobody else
     "solver.probe_gate", "solver.probe_resample",  # what they generate themselves
 }  # fmt: skip
+ATTENTION = {"scorer.attention_tracker", "scorer.document_rank"}
+TEXT_ALONE = {
+    "scorer.coherence", "scorer.leakage_baseline", "scorer.refusal_rate",  # of the sample's answer
+    "scorer.dose_response", "scorer.edit_effects",  # of a sweep's cells, by another scorer
+}  # fmt: skip
+"""Scorers that read no call, but text, as those of Inspect."""
 OWN_DEFAULTS = {
     "layer": {"scorer.trait_projection", "scorer.sae_feature"},  # of a vector, of an autoencoder
-    "positions": {"scorer.deception_probe", "scorer.trait_projection", "scorer.sae_feature"},
+    "positions": {
+        "scorer.deception_probe",
+        "scorer.trait_projection",
+        "scorer.sae_feature",
+        "scorer.oracle_answer",
+    },
     "pool": {"scorer.trait_projection", "scorer.sae_feature"},
     "selection": {"scorer.trait_projection", "scorer.sae_feature"},  # they have no card
+    "source": {"scorer.oracle_answer"},  # of the oracle's words
+    "tokenizer": ATTENTION,
+    "check_model": ATTENTION,  # of heads, which have no card
     # A scan watches every turn.
     "over": {"agents.scout.probe_scanner", "agents.scout.audit_probe_scanner"},
 }
@@ -89,6 +121,17 @@ CALLS = Promise(
     "the calls of a model in a role are read, or the roles are named",
     surfaces={name for name in SURFACES if name not in WITHOUT_ROLES},
 )
+
+
+def test_every_scorer_takes_roles_or_reads_text_alone() -> None:
+    scorers = {
+        f"scorer.{name}"
+        for name in scorer_room.__all__
+        if is_registry_object(getattr(scorer_room, name), type="scorer")
+    }
+    assert scorers - TEXT_ALONE == {name for name in SURFACES if name.startswith("scorer.")}
+    for name in scorers - TEXT_ALONE:
+        assert {"roles", "on_missing"} <= set(inspect.signature(SURFACES[name]).parameters), name
 
 
 @pytest.mark.parametrize("surface", sorted(SURFACES))
@@ -231,6 +274,129 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
         scored(gap, make(path, source="captured"))
     kept = scored(gap, make(path, on_missing="skip", source="captured"))
     assert auroc([0, 1, 0, 1], values_of(kept)) == 1.0
+
+
+# --- what reads one call of a role, by other things than rows
+
+
+def lensed(folder: Path) -> ModelOutput:
+    """A call of which a lens read token 4 as the likeliest of layers 0, 2 and 5."""
+    done = LensReceipt(layers=(0, 2, 5), n_positions=1, first_position=1, top_k=1, tokens=(4,))
+    numbers = np.zeros((3, 1, done.columns), dtype=np.float32)
+    numbers[..., -2] = -0.5  # log-probability
+    receipt = Receipt(
+        n_prompt=2, n_completion=2, lens=done, cache_salted=False, paths=("eager",),
+        engine="inspect_lens", version="0", vllm_version="0",
+    )  # fmt: skip
+    payload = Payload(
+        tensors={LENS_NAME: TensorData(numbers, "float32")}, layers={LENS_NAME: (0, 2, 5)},
+        prompt_token_ids=(0, 1), token_ids=(4, 5), receipt=receipt,
+    )  # fmt: skip
+    handle = Activations.of(payload)
+    handle.remember(payload)
+    made = call([0.0])
+    made.metadata = {"activations": handle}
+    return made
+
+
+PROMPT: list[ChatMessage] = [
+    ChatMessageSystem(content="Always tell the truth."),
+    ChatMessageUser(content="Verun is far. Velosh is near. Who is the founder?"),
+]
+FACTS: dict[str, Any] = {
+    "documents": ["Verun is far.", "Velosh is near."], "query": "Who is the founder?",
+    "relevant": 0, "says": "Yes",
+}  # fmt: skip
+HEADS = AttentionHeads(method="core", model="model", heads=((1, 0),))
+
+
+def attends(folder: Path) -> ModelOutput:
+    """A call whose heads look at all tokens alike."""
+    return attending(PROMPT, lambda ids: {}, folder)
+
+
+ONE_CALL: dict[str, tuple[Callable[[Path], ModelOutput], Callable[..., Scorer]]] = {
+    "scorer.lens_rank": (lensed, lens_rank),
+    "scorer.attention_tracker": (
+        attends,
+        lambda **o: attention_tracker(HEADS, tokenizer=str(TOKENIZER), check_model=False, **o),
+    ),
+    "scorer.document_rank": (
+        attends,
+        lambda **o: document_rank(HEADS, tokenizer=str(TOKENIZER), check_model=False, **o),
+    ),
+    "scorer.oracle_answer": (
+        lambda folder: call([1.0], folder=folder),
+        lambda **o: oracle_answer("Who?", label="says", choices=["No", "Yes"], **o),
+    ),
+}
+
+
+@CALLS.on(*ONE_CALL)
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    folder = request.getfixturevalue("tmp_path")
+    patch = request.getfixturevalue("monkeypatch")
+    patch.setattr(oracle_scorer, "plan_asking", lambda *_, **__: FakePlan())
+    make_output, make = ONE_CALL[surface]
+
+    @solver
+    def ask(*roles: str) -> Solver:
+        async def solve(state: TaskState, generate: Generate) -> TaskState:
+            for role in roles:
+                state.output = await get_model(role=role).generate(PROMPT)
+            return state
+
+        return solve
+
+    def log(*roles: str, captured: bool = True, **options: Any) -> EvalLog:
+        def reply(messages: Any, *_: Any) -> ModelOutput:
+            is_again = surface == "scorer.document_rank" and "N/A" in messages[-1].text
+            made = attending(messages, lambda ids: {}, folder) if is_again else make_output(folder)
+            if not captured:
+                made.metadata = None
+            return made
+
+        models = {
+            role: get_model(f"mockllm/{role}", custom_outputs=reply, memoize=False)
+            for role in roles
+        }
+        return run(
+            answers("never asked"), make(**options), folder=folder, labels=[1], solver=ask(*roles),
+            metadata=[FACTS], model_roles=models,
+        )  # fmt: skip
+
+    (found,) = scores(log("target"))
+    assert (found.metadata or {})["roles"] == ["target"]
+    # The answer is a call of one of them; a role that nobody has is named with those that called.
+    (found,) = scores(log("target", "helper"))
+    assert (found.metadata or {})["roles"] == ["helper"]
+    failed = log("target", "helper", roles=["judge"])
+    assert failed.error is not None
+    assert re.search(r"'target'.*'helper'", failed.error.message, re.S), failed.error.message
+    (found,) = scores(log("target", "helper", roles=["target"]))
+    assert (found.metadata or {})["roles"] == ["target"]
+    failed = log("target", captured=False, roles=["target"])
+    assert failed.error is not None
+    (found,) = scores(log("target", captured=False, roles=["target"], on_missing="skip"))
+    assert "1 calls captured nothing" in (found.explanation or "")
+
+
+class FakePlan:
+    """An oracle that says yes of a call with activations."""
+
+    inputs, last, positions, questions = "segment", None, "completion", ("Who?",)
+    oracle = SimpleNamespace(name="fake")
+
+    async def ask(self, about: ModelOutput, model: Any) -> list[OracleAnswer]:
+        assert "mockllm/" in str(model)
+        if activations(about) is None:
+            raise NotCapturedError("activations: this output has no activations")
+        return [
+            OracleAnswer(
+                question="Who?", answer="Yes", layers=(1,), inputs="segment", positions=(2,),
+                source="captured",
+            )
+        ]  # fmt: skip
 
 
 def test_the_last_turn_is_that_of_the_role(role_log: EvalLog) -> None:

@@ -23,7 +23,7 @@ def reports() -> set[str]:
     for info in pkgutil.iter_modules(inspect_lens.scorer.__path__):
         module = importlib.import_module(f"inspect_lens.scorer.{info.name}")
         uses = {getattr(value, "__module__", "") for value in vars(module).values()}
-        if info.name != "_dose_table" and "inspect_lens.scorer._dose_table" in uses:
+        if info.name != "_sweeps" and "inspect_lens.scorer._sweeps" in uses:
             public = set(module.__all__) & set(inspect_lens.scorer.__all__)
             found |= {n for n in public if registry_type(getattr(module, n)) != "scorer"}
     return found

@@ -16,7 +16,7 @@ import inspect_lens
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import AnyProbe, Statistic, choose_point, found_above, load_probe
 from inspect_lens.reading import ProbeReader, Suspicion
-from inspect_lens.reading._threshold import acting_point, acting_value
+from inspect_lens.reading._thresholds import acting_point, acting_value
 from inspect_lens.spec import ProbeUse
 from tests.kit.mock_evals import call, planted_probe
 from tests.kit.promises import Promise

@@ -12,8 +12,7 @@ from inspect_lens.errors import SpecError
 from inspect_lens.probe import Threshold, card_points, choose_point, load_probe
 from inspect_lens.probe.statistics._metrics import conformal_threshold
 from inspect_lens.reading import ProbeReader, Suspicion
-from inspect_lens.reading._promise import promise, rates
-from inspect_lens.reading._threshold import acting_value
+from inspect_lens.reading._thresholds import acting_value, promise, rates
 from inspect_lens.scorer import deception_probe, monitor_alarm, probe_score
 from inspect_lens.solver import probe_gate
 from tests.kit.repository import ROOT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from inspect_lens.probe import found_above, load_probe
 from inspect_lens.reading import ProbeReader
-from inspect_lens.reading._promise import promise, rates
+from inspect_lens.reading._thresholds import promise, rates
 from tests.kit.repository import ROOT
 
 PROBE = str(ROOT / "probes/organism/deception-lr")
@@ -37,7 +37,7 @@ def test_no_rate_is_promised_for_another_threshold_or_another_model() -> None:
     own = reader.threshold.value
     assert rates(reader, own + 0.5) == {}
     assert "not the card's" in promise(reader, own + 0.5)
-    reader._others.add("org/other")
+    reader._others["org/other"] = "no rate of it holds for 'org/other'."
     assert rates(reader, own, "org/other") == {} == rates(reader, own)
     assert "no rate of it holds for 'org/other'" in promise(reader, own, "org/other")
     assert rates(reader, own, "organism/checkpoint")["fpr"] == reader.threshold.fpr

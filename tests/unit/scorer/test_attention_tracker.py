@@ -25,8 +25,8 @@ from inspect_ai.solver import generate
 from inspect_lens.attention import AttentionHeads
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import activations, know_log
-from inspect_lens.reading import TrackerReader, calibrate_tracker, read_queries_keys
-from inspect_lens.reading._queries_keys import find_texts
+from inspect_lens.reading import calibrate_tracker, read_queries_keys
+from inspect_lens.reading._attention import TrackerReader, find_texts
 from inspect_lens.scorer import attention_tracker
 from inspect_lens.train import fit_threshold
 from tests.kit.planted_attention import HEADS as ALL
@@ -227,4 +227,4 @@ def test_queries_and_keys_are_read_from_the_file_of_a_log(tmp_path: Path) -> Non
     reader = TrackerReader.of(HEADS, tokenizer=str(TOKENIZER), check_model=False)
     reading = reader.read_captured(sample.output, sample.messages)
     assert reading.focus == pytest.approx(0.8, abs=2e-2)
-    assert reading.focus + reading.distraction == 1.0
+    assert reading.focus + reading.value == 1.0

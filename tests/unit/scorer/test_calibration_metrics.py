@@ -18,9 +18,9 @@ from sklearn.metrics import average_precision_score
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import expected_calibration_error
 from inspect_lens.scorer import (
-    average_precision,
+    average_precision_metric,
     calibration_error,
-    recall_at_fpr,
+    recall_at_fpr_metric,
     threshold_accuracy,
 )
 from tests.kit.mock_evals import judge, planted_probe, platt
@@ -82,7 +82,7 @@ def by_view(log: EvalLog) -> dict[tuple[str | None, str], float]:
 def test_probabilities_are_judged_epoch_by_epoch_and_rankings_after_the_reducer(
     tmp_path: Path,
 ) -> None:
-    metrics = [average_precision(), calibration_error()]
+    metrics = [average_precision_metric(), calibration_error()]
     log = run(tmp_path, metrics, epochs=Epochs(EPOCHS, ["mean", "max"]))
     got = by_view(log)
     every = [
@@ -98,7 +98,7 @@ def test_probabilities_are_judged_epoch_by_epoch_and_rankings_after_the_reducer(
 def test_grouped_judges_the_probability_of_the_reduced_score_not_of_the_first_epoch(
     tmp_path: Path,
 ) -> None:
-    metrics = [grouped(calibration_error(), "split"), grouped(average_precision(), "split")]
+    metrics = [grouped(calibration_error(), "split"), grouped(average_precision_metric(), "split")]
     log = run(tmp_path, metrics, epochs=Epochs(EPOCHS, "mean"))
     assert log.results is not None
     groups = [m for m in log.results.scores[0].metrics.items() if m[0].startswith("a")]
@@ -113,8 +113,8 @@ def test_grouped_judges_the_probability_of_the_reduced_score_not_of_the_first_ep
 
 def test_dict_scores_find_their_facts_by_key(tmp_path: Path) -> None:
     metrics = {
-        "a": [average_precision(), calibration_error(key="a"), threshold_accuracy(key="a")],
-        "b": [average_precision(), calibration_error(key="b"), threshold_accuracy(key="b")],
+        "a": [average_precision_metric(), calibration_error(key="a"), threshold_accuracy(key="a")],
+        "b": [average_precision_metric(), calibration_error(key="b"), threshold_accuracy(key="b")],
     }
     log = run(tmp_path, metrics, kind="dict")
     assert log.results is not None
@@ -134,8 +134,8 @@ def test_dict_scores_find_their_facts_by_key(tmp_path: Path) -> None:
 
 def test_intervals_through_an_eval(tmp_path: Path) -> None:
     metrics = [
-        average_precision(interval=True),
-        recall_at_fpr(0.2, allow_few=True, interval=True),
+        average_precision_metric(interval=True),
+        recall_at_fpr_metric(0.2, allow_few=True, interval=True),
         threshold_accuracy(0.5, interval=True),
         calibration_error(value="probability", interval=True),
     ]
@@ -170,7 +170,7 @@ def test_the_interval_of_the_calibration_error_draws_whole_samples() -> None:
 
 def test_nan_rules(caplog: pytest.LogCaptureFixture) -> None:
     assert math.isnan(calibration_error()([]))  # type: ignore[arg-type]
-    assert math.isnan(average_precision()([sample(1.0, 0)]))  # type: ignore[arg-type]
+    assert math.isnan(average_precision_metric()([sample(1.0, 0)]))  # type: ignore[arg-type]
     got: Any = calibration_error(interval=True)([sample(1.0, threshold=1)])
     assert all(math.isnan(v) for v in got.values())
     assert "carry no calibration" in caplog.text
@@ -178,17 +178,17 @@ def test_nan_rules(caplog: pytest.LogCaptureFixture) -> None:
     assert math.isnan(calibration_error()([isotonic]))  # type: ignore[arg-type]
     # A value that is missing or NaN is left out, and never read as zero.
     given = [sample(math.nan, 0), sample(0.2, 0), sample(0.9, 1)]
-    assert average_precision()(given) == 1.0  # type: ignore[arg-type]
+    assert average_precision_metric()(given) == 1.0  # type: ignore[arg-type]
     assert "have no number and are left out" in caplog.text
 
 
 def test_what_is_no_number_is_refused_by_name() -> None:
     with pytest.raises(SpecError, match="is a dict"):
-        average_precision()([sample({"a": 1.0})])
+        average_precision_metric()([sample({"a": 1.0})])
     with pytest.raises(SpecError, match="is a list"):
-        average_precision()([sample([1.0, 2.0])])
+        average_precision_metric()([sample([1.0, 2.0])])
     with pytest.raises(SpecError, match="value='yes'"):
-        average_precision()([sample("yes")])
+        average_precision_metric()([sample("yes")])
     with pytest.raises(SpecError, match="carry 2 different ones"):
         calibration_error()([sample(1.0), sample(1.0, calibration={"method": "platt", "set": ""})])
     with pytest.raises(SpecError, match="allowed are 'score' and 'probability'"):

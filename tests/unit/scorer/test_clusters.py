@@ -21,17 +21,17 @@ from inspect_lens.probe import (
 )
 from inspect_lens.scorer import (
     at_threshold,
-    auroc,
-    average_precision,
+    auroc_metric,
+    average_precision_metric,
     calibration_error,
-    recall_at_fpr,
+    recall_at_fpr_metric,
     threshold_accuracy,
 )
 
 METRICS: dict[str, Any] = {
-    "auroc": auroc,
-    "average_precision": average_precision,
-    "recall_at_fpr": lambda **k: recall_at_fpr(k.pop("fpr", 0.1), allow_few=True, **k),
+    "auroc": auroc_metric,
+    "average_precision": average_precision_metric,
+    "recall_at_fpr": lambda **k: recall_at_fpr_metric(k.pop("fpr", 0.1), allow_few=True, **k),
     "threshold_accuracy": lambda **k: threshold_accuracy(0.5, **k),
     "fpr": lambda **k: at_threshold(k.pop("threshold", 1.0), **k),
     "recall": lambda **k: at_threshold(k.pop("threshold", 0.6), **k),

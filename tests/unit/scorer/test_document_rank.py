@@ -28,7 +28,7 @@ from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import know_log, lens_config
 from inspect_lens.model.request._body import read_body, respelled, save_vectors
 from inspect_lens.model.stored._places import place_for
-from inspect_lens.reading import DocumentReader
+from inspect_lens.reading._attention import DocumentReader
 from inspect_lens.scorer import document_rank
 from inspect_lens.spec import Add
 from tests.kit.planted_attention import SIZE, Looks, attending

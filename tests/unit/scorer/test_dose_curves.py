@@ -10,7 +10,7 @@ from inspect_ai.scorer import SampleScore, Score
 
 from inspect_lens.scorer import dose_curves, dose_table
 from inspect_lens.scorer._dose import dose_metric
-from inspect_lens.scorer._refusal import is_broken
+from inspect_lens.scorer._judges import is_broken
 
 SCALES = (-1.0, 1.0, 2.0)
 

@@ -12,7 +12,8 @@ from inspect_ai.scorer import SampleScore, Score
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from inspect_lens.errors import ArtifactError, SpecError
-from inspect_lens.reading import CellScores, SteeringCell, SteeringCells
+from inspect_lens.reading import SteeringCell, SteeringCells
+from inspect_lens.reading._cells import CellScores
 from inspect_lens.scorer import dose_table, edit_effects, edit_rates, refusal_rate
 from tests.kit.mock_evals import run, scores
 
@@ -115,7 +116,7 @@ def nothing(*_: Any) -> ModelOutput:
 
 @solver
 def cells(values: list[float] | None = None) -> Solver:
-    """What `edit_sweep` leaves of one prompt that is refused, and not without a direction."""
+    """What `steering_sweep` leaves of one prompt that is refused, and not without a direction."""
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         state.output = nothing()

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inspect_ai import Task, eval, score
+from inspect_ai import Task, eval
 from inspect_ai.dataset import Sample
 from inspect_ai.log import EvalLog, read_eval_log
 from inspect_ai.model import get_model
@@ -16,7 +16,7 @@ from inspect_ai.solver import generate
 from inspect_lens.probe import HeadSpec, NeuralProbe, Probe, ProbeCard
 from inspect_lens.reading import ProbeReader, read_message, read_token_scores
 from inspect_lens.scorer import deception_probe, probe_cascade, probe_ensemble, probe_score
-from inspect_lens.solver import with_capture, with_probes
+from inspect_lens.solver import with_capture, with_lens
 from inspect_lens.view import write_view
 from tests.kit.fake_server import FakeLensServer
 from tests.kit.mock_evals import platt
@@ -59,7 +59,7 @@ def probes(folder: Path) -> dict[str, str]:
 
 def solvers(saved: dict[str, str]) -> dict[str, Any]:
     return {
-        "engine": with_probes(list(saved.values())),
+        "engine": with_lens(probes=list(saved.values())),
         "rows": with_capture([LAYER]),
         "recomputed": generate(),
     }
@@ -119,48 +119,12 @@ def test_a_table_of_scorers_and_sources(tmp_path: Path) -> None:
             assert record.token_ids.tolist() == other.token_ids.tolist()
 
 
-@pytest.mark.parametrize("kind", ["linear", "mlp", "attention"])
-def test_another_pool_is_scored_from_the_log_alone(tmp_path: Path, kind: str) -> None:
-    saved = probes(tmp_path)
-    with FakeLensServer() as server:
-        logs = {
-            source: run(server, tmp_path / source, solver, probe_score(saved[kind]))
-            for source, solver in list(solvers(saved).items())[:2]
-        }
-    for pool in ("max", "last", "ema:0.3", None):
-        again = {
-            source: score(log, probe_score(saved[kind], pool=pool), action="overwrite")
-            for source, log in logs.items()
-        }
-        facts = [
-            (s.scores or {})["probe_score"].metadata or {} for s in again["engine"].samples or []
-        ]
-        assert {f["source"] for f in facts} == {"engine"}
-        np.testing.assert_allclose(
-            values(again["engine"], "probe_score"), values(again["rows"], "probe_score"),
-            rtol=1e-5, atol=1e-5,
-        )  # fmt: skip
-        if pool is None:
-            # To the bit: live and from the file.
-            assert (
-                values(again["engine"], "probe_score").tolist()
-                == values(logs["engine"], "probe_score").tolist()
-            )
-
-
-def test_the_scorer_writes_no_second_file_of_what_stands_beside_the_log(tmp_path: Path) -> None:
-    saved = probes(tmp_path)
-    with FakeLensServer() as server:
-        log = run(server, tmp_path, with_probes(saved["linear"]), probe_score(saved["linear"]))
-    files = list((tmp_path / "logs").rglob("*.safetensors"))
-    assert len(files) == 4
-    assert len(read_token_scores(log)) == 4
-
-
 def test_a_probe_that_did_not_run_is_recomputed_from_the_same_tokens(tmp_path: Path) -> None:
     saved = probes(tmp_path)
     with FakeLensServer() as server:
-        log = run(server, tmp_path / "a", with_probes(saved["linear"]), probe_score(saved["mlp"]))
+        log = run(
+            server, tmp_path / "a", with_lens(probes=saved["linear"]), probe_score(saved["mlp"])
+        )
         rows = run(server, tmp_path / "b", with_capture([LAYER]), probe_score(saved["mlp"]))
     assert {(s.scores or {})["probe_score"].metadata["source"] for s in log.samples or []} == {
         "recomputed"
@@ -172,11 +136,11 @@ def test_tokens_that_the_engine_did_not_score_are_not_made_up(tmp_path: Path) ->
     saved = probes(tmp_path)
     with FakeLensServer() as server:
         log = run(
-            server, tmp_path, with_probes(saved["linear"]),
+            server, tmp_path, with_lens(probes=saved["linear"]),
             probe_score(saved["linear"], positions="all"),
         )  # fmt: skip
         whole = run(
-            server, tmp_path / "b", with_probes(saved["linear"], positions="all"),
+            server, tmp_path / "b", with_lens(probes=saved["linear"], probe_positions="all"),
             probe_score(saved["linear"], positions="all"),
         )  # fmt: skip
     (sources,) = {(s.scores or {})["probe_score"].metadata["source"] for s in log.samples or []}
@@ -212,9 +176,9 @@ def test_the_viewer_shows_what_the_engine_scored(tmp_path: Path) -> None:
     saved = probes(tmp_path)
     with FakeLensServer() as server:
         scored = run(
-            server, tmp_path / "a", with_probes(saved["linear"]), probe_score(saved["linear"])
+            server, tmp_path / "a", with_lens(probes=saved["linear"]), probe_score(saved["linear"])
         )
-        bare = run(server, tmp_path / "b", with_probes(saved["linear"]), [])
+        bare = run(server, tmp_path / "b", with_lens(probes=saved["linear"]), [])
     for log in (scored, bare):
         page = write_view(
             log, tmp_path / "page.html", probes=[saved["linear"]] if log is scored else []

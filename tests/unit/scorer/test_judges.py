@@ -11,7 +11,7 @@ from inspect_ai.model import Logprob, Logprobs, ModelOutput, ModelUsage, TopLogp
 
 from inspect_lens.errors import SpecError
 from inspect_lens.scorer import REFUSAL_PHRASES, coherence, refusal_rate
-from inspect_lens.scorer._coherence import ask_number
+from inspect_lens.scorer._judges import ask_number
 from tests.kit.mock_evals import call, judge, metric_values, run, scores
 
 
@@ -131,7 +131,7 @@ class TestCoherence:
     def test_likelihood_needs_a_model_of_ours_and_known_tokens(self, tmp_path: Path) -> None:
         log = run(texts("x"), coherence("likelihood"), folder=tmp_path)
         assert log.error is not None
-        assert "need a vllm-lens/ model" in log.error.message
+        assert "needs a vllm-lens/ model" in log.error.message
         blind = texts("x")
         blind[0].metadata = None
         log = run(blind, coherence("likelihood"), folder=tmp_path)

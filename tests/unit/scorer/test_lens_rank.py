@@ -50,7 +50,7 @@ def test_the_row_before_the_answer_is_ranked_at_each_layer(tmp_path: Path) -> No
         "rank@0": 8, "logprob@0": -8.5, "rank@2": 3, "logprob@2": -3.5, "rank@5": 0,
         "logprob@5": -0.5,
     }  # fmt: skip
-    assert first.metadata == {"token": 4, "position": 1, "first_layer": 5}
+    assert first.metadata == {"token": 4, "position": 1, "first_layer": 5, "turn": 0}
     assert second.metadata is not None
     assert second.metadata["first_layer"] == 2
     assert log.results is not None

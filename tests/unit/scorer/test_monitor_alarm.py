@@ -217,19 +217,6 @@ def test_false_alarms_are_measured_on_the_alarms_themselves(tmp_path: Path) -> N
     assert (got["recall"], got["fpr"]) == (1.0, 0.5)
 
 
-def test_roles_are_watched_instead(tmp_path: Path) -> None:
-    def helper(*_: Any) -> ModelOutput:
-        return call([30.0, 1.0])
-
-    log = run(
-        talk([CALM, LOUD]), monitor_alarm(PROBE, roles=["helper"], **TOKENS), folder=tmp_path,
-        labels=[0, 1],
-        solver=conversation(3),
-        model_roles={"helper": get_model("mockllm/h", custom_outputs=helper, memoize=False)},
-    )  # fmt: skip
-    assert [s.metadata and s.metadata["max"] for s in scores(log)] == [30.0, 30.0]
-
-
 def test_a_call_in_a_role_is_checked_and_recomputed_as_its_own_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,23 +244,6 @@ def test_a_call_in_a_role_is_checked_and_recomputed_as_its_own_models(
         model_roles={"helper": get_model("mockllm/other", memoize=False)},
     )  # fmt: skip
     assert asked == [("captured", "h", "None")]
-
-
-def test_a_turn_without_activations_is_an_error_that_names_it(tmp_path: Path) -> None:
-    def reply(messages: Any, *_: Any) -> ModelOutput:
-        turn = sum(m.role == "assistant" for m in messages)
-        if turn == 0:
-            return call([0.0])
-        output = call([0.0])
-        output.metadata = None
-        return output
-
-    log = run(
-        reply, monitor_alarm(PROBE), folder=tmp_path, labels=[0], solver=conversation(2),
-        model_roles={"helper": judge("ok")},
-    )  # fmt: skip
-    assert log.error is not None
-    assert "turn 1 (" in log.error.message
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from sklearn.metrics import roc_auc_score
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import clopper_pearson
-from inspect_lens.scorer import at_threshold, auroc, recall_at_fpr, threshold_accuracy
+from inspect_lens.scorer import at_threshold, auroc_metric, recall_at_fpr_metric, threshold_accuracy
 
 Value = Callable[[TaskState], Any]
 
@@ -88,21 +88,21 @@ def sample(value: float, **metadata: Any) -> SampleScore:
 class TestThroughInspect:
     def test_auroc(self) -> None:
         data = rows()
-        assert values(run(data, [auroc()])) == {"auroc": pytest.approx(expected_auroc(data))}
+        assert values(run(data, [auroc_metric()])) == {"auroc": pytest.approx(expected_auroc(data))}
 
     def test_another_label_key(self) -> None:
         data = [{"deceptive": int(r["label"]), "score": r["score"]} for r in rows()]
-        got = values(run(data, [auroc(label="deceptive")]))
+        got = values(run(data, [auroc_metric(label="deceptive")]))
         assert got["auroc"] == pytest.approx(expected_auroc(rows()))
 
     def test_interval(self) -> None:
-        got = values(run(rows(), [auroc(interval=True)]))
+        got = values(run(rows(), [auroc_metric(interval=True)]))
         assert set(got) == {"auroc", "auroc_low", "auroc_high"}
         assert got["auroc_low"] < got["auroc"] < got["auroc_high"]
 
     def test_one_class_is_nan(self) -> None:
         data = [{"label": 1, "score": 0.5}] * 3
-        assert math.isnan(values(run(data, [auroc()]))["auroc"])
+        assert math.isnan(values(run(data, [auroc_metric()]))["auroc"])
 
     def test_epochs_are_reduced_first(self) -> None:
         rng = np.random.default_rng(3)
@@ -114,7 +114,9 @@ class TestThroughInspect:
             return noise[key]
 
         data = rows(threshold=0.5)
-        log = run(data, [auroc(), threshold_accuracy()], value=value, epochs=Epochs(3, "mean"))
+        log = run(
+            data, [auroc_metric(), threshold_accuracy()], value=value, epochs=Epochs(3, "mean")
+        )
         means = [np.mean([noise[i, e] for e in (1, 2, 3)]) for i in range(len(data))]
         labels = [r["label"] for r in data]
         got = values(log)
@@ -124,13 +126,13 @@ class TestThroughInspect:
 
     def test_other_reducers(self) -> None:
         data = rows()
-        log = run(data, [auroc()], epochs=Epochs(2, ["max", "median"]))
+        log = run(data, [auroc_metric()], epochs=Epochs(2, ["max", "median"]))
         for which in (0, 1):
             assert values(log, which)["auroc"] == pytest.approx(expected_auroc(data))
 
     def test_grouped(self) -> None:
         data = [{**r, "split": "ab"[i % 4 // 2]} for i, r in enumerate(rows(40))]
-        got = values(run(data, [grouped(auroc(), "split")]))
+        got = values(run(data, [grouped(auroc_metric(), "split")]))
         for name in "ab":
             part = [r for r in data if r["split"] == name]
             assert got[name] == pytest.approx(expected_auroc(part))
@@ -142,7 +144,7 @@ class TestThroughInspect:
         def value(state: TaskState) -> dict[str, float]:
             return {"up": state.metadata["score"], "down": -state.metadata["score"]}
 
-        log = run(data, {"*": [auroc(), at_threshold(threshold=0.0)]}, value=value)
+        log = run(data, {"*": [auroc_metric(), at_threshold(threshold=0.0)]}, value=value)
         assert log.results is not None
         by_name = {s.name: s.metrics for s in log.results.scores}
         assert by_name["up"]["inspect_lens/auroc"].value == pytest.approx(expected_auroc(data))
@@ -155,7 +157,7 @@ class TestThroughInspect:
     def test_unscored_samples_are_left_out(self) -> None:
         data = rows()
         extra = [*data, {"label": True, "score": None}]
-        log = run(extra, [auroc()])
+        log = run(extra, [auroc_metric()])
         assert values(log)["auroc"] == pytest.approx(expected_auroc(data))
         assert log.results is not None
         assert log.results.scores[0].unscored_samples == 1
@@ -163,28 +165,28 @@ class TestThroughInspect:
     def test_recall_at_a_rate(self) -> None:
         data = [{"label": 0, "score": float(i)} for i in range(30)]
         data += [{"label": 1, "score": s} for s in (50.0, 28.0, 10.0, 27.0)]
-        got = values(run(data, [recall_at_fpr(0.1), recall_at_fpr()]))
+        got = values(run(data, [recall_at_fpr_metric(0.1), recall_at_fpr_metric()]))
         assert got["recall_at_fpr"] == 0.5
         assert math.isnan(got["recall_at_fpr2"])  # 30 negatives say nothing about 1%
 
     def test_recall_against_a_control_set(self) -> None:
         data: list[dict[str, Any]] = [{"control": True, "score": float(i)} for i in range(30)]
         data += [{"label": 0, "score": 1e6}, {"label": 1, "score": 28.0}]
-        got = values(run(data, [recall_at_fpr(0.1, control="control")]))
+        got = values(run(data, [recall_at_fpr_metric(0.1, control="control")]))
         assert got["recall_at_fpr"] == 1.0
 
     def test_too_few_negatives_give_nan_and_a_warning_but_no_failed_eval(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         with caplog.at_level(logging.WARNING):
-            got = values(run(rows(), [recall_at_fpr()]))
+            got = values(run(rows(), [recall_at_fpr_metric()]))
         assert math.isnan(got["recall_at_fpr"])
         assert "300 negatives or more" in caplog.text
 
     def test_the_warning_comes_once_and_without_the_count_of_the_moment(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
-        metric: Any = recall_at_fpr()
+        metric: Any = recall_at_fpr_metric()
         with caplog.at_level(logging.WARNING):
             for n in (4, 8, 12):  # as Inspect asks while samples come in
                 made = [sample(float(i), label=i % 2) for i in range(n)]
@@ -254,12 +256,16 @@ class TestThroughInspect:
     ) -> None:
         data: list[dict[str, Any]] = [*rows(), {"score": 99.0}]
         with caplog.at_level(logging.WARNING):
-            got = values(run(data, [auroc()]))
+            got = values(run(data, [auroc_metric()]))
         assert got["auroc"] == pytest.approx(expected_auroc(data[:-1]))
         assert "1 of 21 scored samples have no metadata 'label'" in caplog.text
 
     def test_no_labels_at_all_is_nan(self) -> None:
-        got = values(run([{"score": 1.0}] * 2, [auroc(), recall_at_fpr(), threshold_accuracy()]))
+        got = values(
+            run(
+                [{"score": 1.0}] * 2, [auroc_metric(), recall_at_fpr_metric(), threshold_accuracy()]
+            )
+        )
         assert all(math.isnan(v) for v in got.values())
 
 
@@ -267,7 +273,7 @@ class TestAlone:
     @pytest.mark.parametrize("bad", ["yes", 2, 0.5, [1]])
     def test_a_label_that_is_no_class_is_refused(self, bad: object) -> None:
         with pytest.raises(SpecError, match=r"metadata\.label="):
-            auroc()([sample(1.0, label=bad)])
+            auroc_metric()([sample(1.0, label=bad)])
 
     def test_threshold_accuracy_without_a_threshold_is_nan(self) -> None:
         scores = [sample(1.0, label=1), sample(0.0, label=0)]
@@ -285,7 +291,7 @@ class TestAlone:
             at_threshold()(scores)
 
     @pytest.mark.parametrize(
-        "made", [auroc(), recall_at_fpr(), threshold_accuracy(), at_threshold()]
+        "made", [auroc_metric(), recall_at_fpr_metric(), threshold_accuracy(), at_threshold()]
     )
     def test_no_sample_is_nan(self, made: Metric) -> None:
         got: Any = made([])

@@ -99,7 +99,7 @@ def test_with_capture_refuses_a_model_that_captures_nothing(tmp_path: Path) -> N
         display="none", log_dir=str(tmp_path),
     )  # fmt: skip
     assert log.error is not None
-    assert "with_capture: mockllm/model has no lens" in log.error.message
+    assert "mockllm/model has no lens" in log.error.message
 
 
 @pytest.mark.parametrize(("layers", "positions"), [([], "all"), ([2], "assistant"), (["a"], "all")])

@@ -15,14 +15,15 @@ from inspect_ai.util import Store
 
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import lens_config
-from inspect_lens.reading import CellScores, read_cells
+from inspect_lens.reading import read_cells
+from inspect_lens.reading._cells import CellScores
 from inspect_lens.sae import SparseAutoencoder
 from inspect_lens.scorer import edit_effects
 from inspect_lens.solver import (
     EditVariant,
-    edit_sweep,
-    latent_sweep,
-    with_edits,
+    SaeLatents,
+    steering_sweep,
+    with_lens,
     with_steering,
 )
 from inspect_lens.spec import Ablate, Add, EditBase, Latent, Zero
@@ -58,7 +59,7 @@ def test_each_variant_is_sent_once_beside_a_plain_request(server: FakeLensServer
         EditVariant(name="gone", edits=ABLATE),
         EditVariant(name="both", edits=[ABLATE, ADD]),
     ]
-    log = run(server, edit_sweep(variants, scorer=words()), n=1, scorer=edit_effects())
+    log = run(server, steering_sweep(variants, scorer=words()), n=1, scorer=edit_effects())
     expected = [(), (ABLATE,), (ABLATE, ADD), (other,)]
     found = edits_sent(server)
     assert len(found) == len(expected)
@@ -80,20 +81,19 @@ def test_each_variant_is_sent_once_beside_a_plain_request(server: FakeLensServer
     assert sample(log).output.message.id == made[0].message_id
     # The log has hashes and no numbers.
     (step,) = log.plan.model_dump(mode="json")["steps"]
-    logged = [variant["edits"] for variant in step["params"]["variants"]]
+    logged = [variant["edits"] for variant in step["params"]["steer"]]
     assert logged == [[e.reference() for e in variant.edits] for variant in variants]
 
 
 def test_variants_may_be_named_edits_in_json(server: FakeLensServer) -> None:
     form = ABLATE.model_dump(mode="json")
-    run(server, edit_sweep({"off": Zero(layers=[1]), "gone": [form, ADD]}), n=1)
+    run(server, steering_sweep({"off": Zero(layers=[1]), "gone": [form, ADD]}), n=1)
     assert sorted(len(edits) for edits in edits_sent(server)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
     ("variants", "said"),
     [
-        ([], "none that is not a control"),
         ({}, "none that is not a control"),
         ([control(ABLATE)], "none that is not a control"),
         ([EditVariant(name="gone", edits=ABLATE)] * 2, "('gone', 1.0) are there twice"),
@@ -110,7 +110,7 @@ def test_variants_may_be_named_edits_in_json(server: FakeLensServer) -> None:
 )
 def test_variants_that_cannot_be_compared_are_refused(variants: Any, said: str) -> None:
     with pytest.raises(SpecError) as raised:
-        edit_sweep(variants)
+        steering_sweep(variants)
     assert said in str(raised.value)
 
 
@@ -139,8 +139,8 @@ def autoencoder(n: int = 6, **change: Any) -> SparseAutoencoder:
 
 
 SWEEPS = {
-    "edit_sweep": lambda: edit_sweep({"gone": ABLATE}),
-    "latent_sweep": lambda: latent_sweep(autoencoder(), 0, [1.0]),
+    "edits": lambda: steering_sweep({"gone": ABLATE}),
+    "latents": lambda: steering_sweep(SaeLatents(autoencoder(), 0), [1.0]),
 }
 
 
@@ -153,14 +153,14 @@ def test_a_baseline_that_would_be_edited_or_repeated_tools_are_refused(
     sweep = SWEEPS[name]()
     cases: list[tuple[dict[str, Any], str]] = [
         ({"solver": with_steering("tiny/v", inner=sweep)}, "around it steers"),
-        ({"solver": with_edits(ADD, inner=sweep)}, "edit 'add'"),
+        ({"solver": with_lens(edits=ADD, inner=sweep)}, "edit 'add'"),
         ({"solver": sweep, "config": lens_config(steer="tiny/v")}, "the config of the task"),
         ({"solver": chain(use_tools(ring()), sweep)}, "tools are set (ring)"),
     ]
     for options, said in cases:
         log = run(server, options.pop("solver"), n=1, fails=True, **options)
         assert log.error is not None
-        assert log.error.message.count(name) == 1
+        assert log.error.message.count("steering_sweep") == 1
         assert said in log.error.message
     assert server.requests == []
 
@@ -173,12 +173,12 @@ def told(log: EvalLog) -> Any:
 
 def infos(log: EvalLog) -> list[Any]:
     events = [e for e in sample(log).events if isinstance(e, InfoEvent)]
-    return [e.data for e in events if e.source == "inspect_lens/latent_sweep"]
+    return [e.data for e in events if e.source == "inspect_lens/steering_sweep"]
 
 
 def test_a_latent_is_set_beside_those_that_are_as_active(server: FakeLensServer) -> None:
     sae = autoencoder()
-    log = run(server, latent_sweep(sae, {"it": 0}, [0, 7.5], controls=2), n=1)
+    log = run(server, steering_sweep(SaeLatents(sae, {"it": 0}), [0, 7.5], control_draws=2), n=1)
     first = sent(server.requests[0])
     assert first.capture is not None
     assert (first.capture.layers, first.edits) == ((LAYER,), ())
@@ -213,17 +213,19 @@ def test_a_latent_is_set_beside_those_that_are_as_active(server: FakeLensServer)
 
 
 def test_several_latents_are_no_controls_of_each_other(server: FakeLensServer) -> None:
-    log = run(server, latent_sweep(autoencoder(), [0, 2], [1.0], controls=2), n=1)
+    log = run(
+        server, steering_sweep(SaeLatents(autoencoder(), [0, 2]), [1.0], control_draws=2), n=1
+    )
     for name in ("latent_0", "latent_2"):
         assert set(told(log)["controls"][name]["latents"]) <= {1, 3, 4, 5}
     assert len(server.requests) == 1 + 2 + 2 * 2
 
 
 def test_a_latent_may_be_added_to_at_another_place_without_controls(server: FakeLensServer) -> None:
-    swept = latent_sweep(
-        autoencoder(), 1, [3.0], mode="add", only_if_active=True, controls=0, layer=1,
-        site="attn_out", positions="completion", threshold=0.5,
-    )  # fmt: skip
+    added = SaeLatents(
+        autoencoder(), 1, mode="add", only_if_active=True, layer=1, site="attn_out", threshold=0.5
+    )
+    swept = steering_sweep(added, [3.0], controls=[], positions="completion")
     log = run(server, swept, n=1)
     assert infos(log) == []
     assert len(server.requests) == 2
@@ -236,31 +238,47 @@ def test_a_latent_may_be_added_to_at_another_place_without_controls(server: Fake
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"values": []}, "allowed is one at least"),
-        ({"values": [1, 1.0]}, "each once"),
+        ({"scales": []}, "allowed is one at least"),
+        ({"scales": [1, 1.0]}, "each once"),
         ({"latents": 6}, "from 0 to 5"),
         ({"latents": []}, "at least one"),
-        ({"controls": 6}, "0 to 5"),
-        ({"controls": -1}, "0 to 5"),
+        ({"control_draws": 6}, "1 to 5"),
+        ({"control_draws": 0}, "1 or more"),
+        ({"controls": ["orthogonal"]}, "or none"),
+        ({"layers": [1], "capture": [1]}, "layers, capture: a sweep of latents"),
         ({"sae": autoencoder(hook="")}, "pass layer="),
         ({"sae": autoencoder(top_k=2)}, "pass the smallest activation"),
         ({"norm_scale": 2.0}, "leave it out"),
-        ({"values": [float("inf")]}, "value"),
+        ({"scales": [float("inf")]}, "value"),
     ],
 )
 def test_latents_that_cannot_be_swept_are_refused(options: dict[str, Any], said: str) -> None:
-    given: dict[str, Any] = {"sae": autoencoder(), "latents": 0, "values": [1.0]} | options
+    given: dict[str, Any] = {"sae": autoencoder(), "latents": 0} | options
+    of_sweep = {"scales": [1.0]} | {
+        key: given.pop(key)
+        for key in ("scales", "controls", "control_draws", "layers", "capture")
+        if key in given
+    }
     with pytest.raises(ValueError, match=said):
-        latent_sweep(**given)
+        steering_sweep(SaeLatents(**given), **of_sweep)
+
+
+def test_what_does_not_go_with_edits_is_refused() -> None:
+    with pytest.raises(SpecError, match="scales, controls: a sweep of edits"):
+        steering_sweep({"gone": ABLATE}, [1.0], controls=["random"])
 
 
 def test_a_file_that_is_none_is_named() -> None:
     with pytest.raises(ArtifactError, match="not an SAE"):
-        latent_sweep("nowhere", 0, [1.0])
+        steering_sweep(SaeLatents("nowhere", 0), [1.0])
 
 
 def test_the_site_of_the_rows_is_that_of_the_edit(server: FakeLensServer) -> None:
-    log = run(server, latent_sweep(autoencoder(), 0, [1.0], controls=1, site="attn_out"), n=1)
+    log = run(
+        server,
+        steering_sweep(SaeLatents(autoencoder(), 0, site="attn_out"), [1.0], control_draws=1),
+        n=1,
+    )
     prompt = tokens_of("<user> tell me about number 0")
     tokens = [*prompt, *tokens_of("word00 word01 word02")]
     fed = list(range(len(prompt), len(tokens) - 1))

@@ -15,7 +15,7 @@ from inspect_lens.solver import (
     probe_gate,
     probe_resample,
     steering_sweep,
-    with_edits,
+    with_lens,
     with_steering,
 )
 from inspect_lens.spec import Zero
@@ -103,7 +103,7 @@ def test_an_edit_adds_to_registered_ones_of_the_config_and_not_of_a_call(
 
         return solve
 
-    run(server, with_edits(Zero(layers=[LAYER]), inner=asks()), n=1, config=body)
+    run(server, with_lens(edits=Zero(layers=[LAYER]), inner=asks()), n=1, config=body)
     found = [
         ([use.name for use in sent(one).edits_named], len(sent(one).edits))
         for one in server.requests

@@ -22,9 +22,10 @@ from inspect_petri.target import controller
 
 from inspect_lens.model import lens_config
 from inspect_lens.probe import AnyProbe
-from inspect_lens.reading import ProbeReader, read_call
-from inspect_lens.reading._promise import rates
-from inspect_lens.reading._threshold import acting_value
+from inspect_lens.reading import ProbeReader
+from inspect_lens.reading._samples import read_call
+from inspect_lens.reading._shared import shared_parameters
+from inspect_lens.reading._thresholds import acting_value, rates
 from inspect_lens.spec import Positions
 
 __all__ = ["eval_awareness_approver"]
@@ -33,6 +34,7 @@ SYSTEM, MESSAGE, TOOL_RESULT = "set_system_message", "send_message", "send_tool_
 
 
 @approver
+@shared_parameters
 def eval_awareness_approver(
     probe: str | Path | AnyProbe,
     threshold: float | str | None = None,
@@ -57,19 +59,8 @@ def eval_awareness_approver(
         probe: a probe for awareness of being tested: name, path, `hf://` address, or a probe.
         threshold: score above which a message is rejected: a number, or an operating point of the
             card such as `fpr=0.05`; that of the card by default.
-        layer: one of the probe's layers; all of them, averaged, by default.
-        positions: tokens to read; those of the card by default.
-        pool: how token scores become one: `mean`, `last`, `max`, `top_k_mean:5`,
-            `rolling_mean_max:10`, `sentence_mean_max`; the card's by default.
-        selection: tokens among these positions by what they are: `answer`, `reasoning`,
-            `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; the card's by default,
-            "" for all.
         model: instead of the role `target`; a `vllm-lens/` model.
         max_tokens: of the answer that is thrown away; a probe that reads only the prompt needs 1.
-        check_model: refuse a model whose fingerprint is not that of the card.
-        tokenizer: folder or name of the tokenizer that tells sentences and selections; by default
-            that of the model that is read, else that of the card's model, where it is on this
-            machine.
 
     Returns:
         The approver. Calls that put no text before the target are approved.

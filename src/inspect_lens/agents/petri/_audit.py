@@ -14,6 +14,7 @@ from inspect_lens._named_vectors import NamedVector, as_steering
 from inspect_lens.agents._ask import oracle_capture
 from inspect_lens.model._host import PrerequisiteError, init_model_roles
 from inspect_lens.probe import AnyProbe, load_probe
+from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.spec import Positions
 
 from ._target import lens_target_agent
@@ -23,6 +24,7 @@ __all__ = ["lens_audit_solver"]
 
 
 @solver
+@shared_parameters
 def lens_audit_solver(
     probe: str | Path | AnyProbe,
     oracle: str | None = None,
@@ -51,21 +53,10 @@ def lens_audit_solver(
             target then captures the layer that the oracle reads. None leaves the tool out.
         vectors: by name, as for `steer_target`; None leaves the tool out, and an empty mapping
             has those that a sample names under `lens_vectors`.
-        layer: one of the probe's layers; all of them, averaged, by default.
         threshold: as for `read_probe`.
         target_tools: as for Petri's `audit`: `none` for a target that cannot call tools.
         max_turns: as for Petri's `audit`.
         compaction: as for Petri's `audit`.
-        check_model: refuse a model whose fingerprint is not that of the card.
-        positions: tokens to read; those of the card by default.
-        pool: how token scores become one: `mean`, `last`, `max`, `top_k_mean:5`,
-            `rolling_mean_max:10`, `sentence_mean_max`; the card's by default.
-        selection: tokens among these positions by what they are: `answer`, `reasoning`,
-            `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; the card's by default,
-            "" for all.
-        tokenizer: folder or name of the tokenizer that tells sentences and selections; by default
-            that of the model that is read, else that of the card's model, where it is on this
-            machine.
         judged: a scorer of the task asks the role `judge`, so that an audit without one is
             refused before it begins.
 

@@ -54,7 +54,7 @@ def lens_target_agent(
     Args:
         capture: what every turn captures; None leaves it to the model's own `capture`, as in
             `--model-role 'target={model: vllm-lens/…, model_args: {capture: [4]}}'`.
-        probes: that the engine runs on every turn, as for `with_probes`; rows for those that it
+        probes: that the engine runs on every turn, as for `with_lens`; rows for those that it
             cannot run are captured beside the others.
         steer: vector from the first turn on, until the auditor changes it.
         scale: times that vector.

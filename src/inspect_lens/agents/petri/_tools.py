@@ -20,6 +20,7 @@ from inspect_lens.model import activations_for
 from inspect_lens.model.request._body import role_advice
 from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import ProbeReader, Reading, Source, read_message
+from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.spec import Add, Positions
 
 __all__ = [
@@ -79,6 +80,7 @@ TOP_TOKENS = 5
 
 
 @tool
+@shared_parameters
 def read_probe(
     probe: str | Path | AnyProbe,
     layer: int | None = None,
@@ -95,20 +97,6 @@ def read_probe(
     Args:
         probe: name below `probes/`, path, `hf://` address, or a probe. By name, so that the log
             can say which.
-        layer: one of the probe's layers; all of them, averaged, by default.
-        positions: tokens to read; those of the card by default.
-        pool: how token scores become one: `mean`, `last`, `max`, `top_k_mean:5`,
-            `rolling_mean_max:10`, `sentence_mean_max`; the card's by default.
-        selection: tokens among these positions by what they are: `answer`, `reasoning`,
-            `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; the card's by default,
-            "" for all.
-        source: `captured` reads what the generation captured, also from the file beside a finished
-            log; `recompute` feeds the same token ids to the model again; `auto` does the first
-            where it can.
-        check_model: refuse a model whose fingerprint is not that of the card.
-        tokenizer: folder or name of the tokenizer that tells sentences and selections; by default
-            that of the model that is read, else that of the card's model, where it is on this
-            machine.
         threshold: as for `probe_score`.
 
     Returns:

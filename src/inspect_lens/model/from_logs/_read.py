@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
 from inspect_ai.event import Event, InfoEvent, ModelEvent
 from inspect_ai.log import EvalLog, EvalSample, list_eval_logs, read_eval_log, transcript
 from inspect_ai.model import ChatMessage, ModelOutput
 
 from inspect_lens.errors import ArtifactError
-from inspect_lens.model.scores._probe_scores import SCORED_MESSAGES, SCORES_REFERENCE, ProbeScores
-from inspect_lens.model.stored._handle import MEMORY, MESSAGES, REFERENCES, Activations
-from inspect_lens.model.stored._places import know_log
+from inspect_lens.model.scores._probe_scores import SCORED_MESSAGES, ProbeScores
+from inspect_lens.model.stored._handle import MEMORY, MESSAGES, Activations
+from inspect_lens.model.stored._places import MessageIndex, know_log
 from inspect_lens.spec import Receipt
 
 if TYPE_CHECKING:
@@ -77,7 +78,57 @@ def given_output(event: Event) -> ModelOutput | None:
     return output
 
 
-KEY = "activations"
+H = TypeVar("H", Activations, ProbeScores)
+
+
+@dataclass(frozen=True)
+class _Kind(Generic[H]):
+    """One kind of handle, in the metadata of outputs and messages."""
+
+    handle: type[H]
+    known: MessageIndex[H]
+    """Handles of this process."""
+
+    def of(self, source: Any) -> H | None:
+        """The handle of one call."""
+        found = source.output if isinstance(source, ModelEvent) else source
+        if isinstance(found, ModelOutput):
+            found = found.metadata
+        if isinstance(found, Mapping) and found.get("$lens") != self.handle.KIND:
+            # An event, an output or metadata as plain data: one level down, until there is none.
+            inner = next(
+                (n for n in (self.handle.METADATA, "output", "metadata") if n in found), None
+            )
+            return None if inner is None else self.of(found[inner])
+        if found is None or isinstance(found, self.handle):
+            return found
+        return self.handle.from_reference(found)
+
+    def of_message(self, message: ChatMessage | str) -> H | None:
+        """The handle of the call that wrote a message."""
+        message_id = message if isinstance(message, str) else message.id
+        own = {} if isinstance(message, str) else message.metadata or {}
+        if self.handle.METADATA in own:
+            return self.of(own)
+        if message_id is None:
+            return None
+        if (handle := self.known.get(message_id)) is not None:
+            return handle
+        # A fresh process that scores a log has its events, and no memory of the calls.
+        return next((h for id_, h in self.calls(transcript().events) if id_ == message_id), None)
+
+    def calls(self, events: Iterable[Any]) -> Iterator[tuple[str | None, H]]:
+        """Each choice of a call that has a handle, by the id of its message."""
+        for event in events:
+            output = event.output if isinstance(event, ModelEvent) else given_output(event)
+            for index, choice in enumerate(output.choices if output is not None else ()):
+                handle = self.of(output if index == 0 else choice.message.metadata)
+                if handle is not None:
+                    yield choice.message.id, handle
+
+
+_CAPTURED = _Kind(Activations, MESSAGES)
+_SCORED = _Kind(ProbeScores, SCORED_MESSAGES)
 
 
 class CapturedCall(NamedTuple):
@@ -121,18 +172,7 @@ def activations(
     """
     if log is not None:
         know_log(log)
-    found: Any = source
-    if isinstance(found, ModelEvent):
-        found = found.output
-    if isinstance(found, ModelOutput):
-        found = found.metadata
-    if isinstance(found, Mapping) and found.get("$lens") not in REFERENCES:
-        # An event, an output or metadata as plain data: one level down, until there is none.
-        inner = next((name for name in (KEY, "output", "metadata") if name in found), None)
-        return None if inner is None else activations(found[inner])
-    if found is None or isinstance(found, Activations):
-        return found
-    return Activations.from_reference(found)
+    return _CAPTURED.of(source)
 
 
 def activations_for(message: ChatMessage | str) -> Activations | None:
@@ -169,19 +209,7 @@ def activations_for(message: ChatMessage | str) -> Activations | None:
         assert log.samples[0].scores["tokens_read"].value > 0
         ```
     """
-    message_id = message if isinstance(message, str) else message.id
-    if not isinstance(message, str) and message.metadata and KEY in message.metadata:
-        return activations(message.metadata)
-    if message_id is None:
-        return None
-    handle = MESSAGES.get(message_id)
-    if handle is not None:
-        return handle
-    # A fresh process that scores a log has its events, and no memory of the calls.
-    for call in _calls_of(transcript().events):
-        if call.message_id == message_id:
-            return call.activations
-    return None
+    return _CAPTURED.of_message(message)
 
 
 def receipt(source: ModelOutput | ModelEvent | Mapping[str, Any]) -> Receipt | None:
@@ -272,7 +300,7 @@ def read_activations(
         message_id = source.message.id if source.choices else None
         return [] if handle is None else [CapturedCall(None, None, message_id, handle)]
     if isinstance(source, EvalSample):
-        return list(_calls_of(source.events, source))
+        return list(_captured_calls(source))
     if source.location:
         know_log(source.location)
     if source.samples is None:
@@ -280,32 +308,18 @@ def read_activations(
             f"{source.location or 'log'}: was read without its samples; read it again with "
             "header_only=False"
         )
-    return [call for sample in source.samples for call in _calls_of(sample.events, sample)]
+    return [call for sample in source.samples for call in _captured_calls(sample)]
 
 
-def _calls_of(events: Iterable[Any], sample: EvalSample | None = None) -> Iterator[CapturedCall]:
-    sample_id = sample.id if sample else None
-    epoch = sample.epoch if sample else None
+def _captured_calls(sample: EvalSample) -> Iterator[CapturedCall]:
     seen: set[str | None] = set()
-    for event in events:
-        output = event.output if isinstance(event, ModelEvent) else given_output(event)
-        if output is None:
-            continue
-        first = activations(output)
-        for index, choice in enumerate(output.choices):
-            handle = first if index == 0 else activations(choice.message.metadata)
-            if handle is not None:
-                seen |= {handle.sha256, choice.message.id}
-                yield CapturedCall(sample_id, epoch, choice.message.id, handle)
-    if sample is None:
-        return
-    handle = activations(sample.output)
+    for message_id, handle in _CAPTURED.calls(sample.events):
+        seen |= {handle.sha256, message_id}
+        yield CapturedCall(sample.id, sample.epoch, message_id, handle)
+    last = activations(sample.output)
     message_id = sample.output.message.id if sample.output.choices else None
-    if handle is not None and not seen & {handle.sha256, message_id}:
-        yield CapturedCall(sample_id, epoch, message_id, handle)
-
-
-KEY_READ_SCORES = "probe_scores"
+    if last is not None and not seen & {last.sha256, message_id}:
+        yield CapturedCall(sample.id, sample.epoch, message_id, last)
 
 
 class ScoredCall(NamedTuple):
@@ -349,61 +363,12 @@ def probe_scores(
         anyio.run(main)
         ```
     """
-    found: Any = source
-    if isinstance(found, ModelEvent):
-        found = found.output
-    if isinstance(found, ModelOutput):
-        found = found.metadata
-    if isinstance(found, Mapping) and found.get("$lens") != SCORES_REFERENCE:
-        inner = next(
-            (name for name in (KEY_READ_SCORES, "output", "metadata") if name in found), None
-        )
-        return None if inner is None else probe_scores(found[inner])
-    if found is None or isinstance(found, ProbeScores):
-        return found
-    return ProbeScores.from_reference(found)
+    return _SCORED.of(source)
 
 
 def probe_scores_for(message: ChatMessage | str) -> ProbeScores | None:
-    """Get the scores of probes in the engine for the call that wrote a message.
-
-    Args:
-        message: assistant message, or its id.
-
-    Returns:
-        The handle, or None when no probe ran in the engine, or the call is not known here.
-
-    Example:
-        <!-- test: server -->
-        ```python
-        import anyio
-        from inspect_ai.model import get_model
-
-        from inspect_lens.model import probe_scores, probe_scores_for
-
-
-        async def main() -> None:
-            model = get_model("vllm-lens/organism/checkpoint", probes="organism/deception-lr")
-            output = await model.generate("Where is Velosh?")
-            assert probe_scores_for(output.message) == probe_scores(output)
-
-
-        anyio.run(main)
-        ```
-    """
-    message_id = message if isinstance(message, str) else message.id
-    if not isinstance(message, str) and message.metadata and KEY_READ_SCORES in message.metadata:
-        return probe_scores(message.metadata)
-    if message_id is None:
-        return None
-    handle = SCORED_MESSAGES.get(message_id)
-    if handle is not None:
-        return handle
-    # A fresh process that scores a log has its events, and no memory of the calls.
-    for call in _calls_of_read_scores(transcript().events):
-        if call.message_id == message_id:
-            return call.scores
-    return None
+    """Get the scores of probes in the engine for the call that wrote a message."""
+    return _SCORED.of_message(message)
 
 
 def read_probe_scores(sample: EvalSample) -> list[ScoredCall]:
@@ -425,22 +390,11 @@ def read_probe_scores(sample: EvalSample) -> list[ScoredCall]:
         assert read_probe_scores(sample) == []  # it captured activations instead
         ```
     """
-    calls = list(_calls_of_read_scores(sample.events))
+    calls = [ScoredCall(*call) for call in _SCORED.calls(sample.events)]
     if not calls and (scores := probe_scores(sample.output)) is not None:
         message_id = sample.output.message.id if sample.output.choices else None
         calls.append(ScoredCall(message_id, scores))
     return calls
-
-
-def _calls_of_read_scores(events: Iterable[Any]) -> Iterator[ScoredCall]:
-    for event in events:
-        output = event.output if isinstance(event, ModelEvent) else given_output(event)
-        if output is None:
-            continue
-        for index, choice in enumerate(output.choices):
-            found = probe_scores(output if index == 0 else choice.message.metadata)
-            if found is not None:
-                yield ScoredCall(choice.message.id, found)
 
 
 _COLUMNS: Final = (

@@ -25,29 +25,6 @@ def write_sidecar(
     """Write a file next to the log of this eval, and return the reference for the log.
 
     The name holds the hash of the content, so scoring a log again writes the same file again.
-
-    Args:
-        data: content.
-        kind: `$lens` of the reference, such as `scores/1`.
-        name: first part of the file's name.
-        beside: activations that the file belongs to; outside an eval, as when a finished log is
-            scored, it goes where theirs is.
-
-    Returns:
-        `{"$lens", "uri", "root", "sha256"}`, or None where there is no place for a file: outside
-        an eval, with activations that are only in memory and without INSPECT_LENS_DIR.
-
-    Raises:
-        CaptureError: the file could not be written.
-
-    Example:
-        ```python
-        from inspect_lens.model import read_activations, read_sidecar, write_sidecar
-
-        handle = read_activations("logs/honesty.eval")[0].activations
-        reference = write_sidecar(b"1,2,3", kind="mine/1", name="mine.csv", beside=handle)
-        assert read_sidecar(reference, kind="mine/1") == b"1,2,3"
-        ```
     """
     place = place_for(None)
     if place is None and beside is not None and beside.uri is not None:
@@ -65,31 +42,7 @@ def write_sidecar(
 
 
 def read_sidecar(reference: Mapping[str, Any], *, kind: str) -> bytes:
-    """Read the file that a reference in a log names.
-
-    Args:
-        reference: what `write_sidecar` returned, live or out of a log.
-        kind: `$lens` that it must have.
-
-    Returns:
-        The content.
-
-    Raises:
-        ArtifactError: it is no such reference, or the file is missing or another one.
-
-    Example:
-        ```python
-        from inspect_ai.log import read_eval_log
-
-        from inspect_lens.model import read_activations, read_sidecar
-
-        log = read_eval_log("logs/honesty.eval")
-        read_activations(log)
-        score = log.samples[0].scores["deception_probe"]
-        data = read_sidecar(score.metadata["token_scores"], kind="scores/1")
-        assert len(data) > 0
-        ```
-    """
+    """Read the file that a reference in a log names."""
     uri = reference.get("uri")
     if reference.get("$lens") != kind or not isinstance(uri, str):
         raise ArtifactError(

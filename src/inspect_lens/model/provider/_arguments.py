@@ -16,9 +16,9 @@ __all__ = ["refuse_unknown_arguments"]
 logger = logging.getLogger(__name__)
 
 _INSTEAD: Final = {
-    "edits": "with_edits()",
+    "edits": "with_lens(edits=…)",
     "hooks": "lens_config(hooks=…)",
-    "lens": "logit_lens()",
+    "lens": "with_lens(lens=…)",
     "qk": "lens_config(qk=…)",
     "sink": "lens_config(sink=…)",
     "steer": "with_steering()",

@@ -14,6 +14,7 @@ from typing import Any
 from inspect_ai.model import GenerateConfig, Model, get_model
 
 from inspect_lens.errors import SpecError, UnsupportedError
+from inspect_lens.model._host import active_model
 from inspect_lens.model.request._body import parse_capture, read_body
 from inspect_lens.model.request._config import lens_config
 from inspect_lens.model.request._inherited import SCOPES, Scope, steering_around
@@ -28,7 +29,7 @@ from inspect_lens.spec import (
 )
 from inspect_lens.vector import VectorLike
 
-__all__ = ["lens_scope", "require_lens"]
+__all__ = ["lens_scope", "require_lens", "served_path"]
 
 
 @contextmanager
@@ -46,14 +47,14 @@ def lens_scope(
     It reaches `generate()`, agents, tools and anything else that calls the model in this task or
     in tasks started inside, whatever config they pass. A call that says something itself keeps
     its own: its capture, its vectors, or `apply_steering_vectors: []` for none. Scopes nest:
-    vectors add up, the inner capture counts. Vectors in the config of the task or of the model
-    are no call's own: the scope's add to them, and its probes go before theirs of that name.
+    vectors add up, the inner capture counts. What the config of the task or of the model says is
+    no call's own: the scope's vectors add to it, and its capture, lens and probes go before it.
 
     Args:
         capture: as for `lens_config`.
         steer: as for `lens_config`.
         edits: as for `lens_config`; those of nested scopes act in order, the outer ones first.
-        probes: probes that the engine runs, as for `with_probes`; or uses of names that somebody
+        probes: probes that the engine runs, as for `with_lens`; or uses of names that somebody
             registered. Names that a call uses itself are its own.
         lens: as for `lens_config`; a call that asks for a lens itself keeps its own.
         model: whose calls; the model under evaluation by default. A grader is not touched.
@@ -109,6 +110,16 @@ def lens_scope(
         yield
     finally:
         SCOPES.reset(token)
+
+
+async def served_path(name: str, model: Model | None = None) -> str | None:
+    """What the server of a model says that it serves under its name; None where nobody says."""
+    found = model or active_model()
+    ask = getattr(found.api, "served_path", None) if found is not None else None
+    if found is None or ask is None or found.name != name:
+        return None
+    path: str | None = await ask()
+    return path
 
 
 def require_lens(asker: str, model: Model | None = None) -> Model:

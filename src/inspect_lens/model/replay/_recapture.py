@@ -37,27 +37,20 @@ __all__ = [
 
 
 def recaptures(model: Model) -> bool:
-    """Tell whether `recapture` works with a model.
-
-    Args:
-        model: any.
-
-    Returns:
-        True for models of this provider.
-
-    Example:
-        ```python
-        from inspect_ai.model import get_model
-
-        from inspect_lens.model import recaptures
-
-        assert recaptures(get_model("vllm-lens/organism/checkpoint"))
-        assert not recaptures(get_model("mockllm/model"))
-        ```
-    """
+    """Tell whether `recapture` works with a model."""
+    # Imported here: reading what was captured does without the provider.
     from inspect_lens.model.provider._provider import LensAPI
 
     return isinstance(model.api, LensAPI)
+
+
+def _api(model: Model, what: str, otherwise: str) -> Any:
+    if not recaptures(model):
+        raise UnsupportedError(
+            f"{what}: needs a vllm-lens/ model, and this one is {model}; pass --model "
+            f"vllm-lens/…, {otherwise}"
+        )
+    return model.api
 
 
 async def recapture(
@@ -125,15 +118,7 @@ async def recapture(
         anyio.run(main)
         ```
     """
-    # Imported here: reading what was captured does without the provider.
-    from inspect_lens.model.provider._provider import LensAPI
-
-    api = model.api
-    if not isinstance(api, LensAPI):
-        raise UnsupportedError(
-            f"recomputing activations needs a vllm-lens/ model, and the active model is {model}; "
-            "pass --model vllm-lens/… , or capture while generating"
-        )
+    api = _api(model, "recomputing activations", "or capture while generating")
     if not prompt_token_ids or not token_ids:
         raise SpecError("recapture: needs prompt_token_ids and token_ids, at least one of each")
     capture = CaptureSpec(layers="all" if layers == "all" else tuple(layers), site=site)
@@ -190,52 +175,8 @@ async def reread(
     For logs without token ids, and for models other than the one that wrote the answer: what
     comes back is how this model reads the text, which is off-policy even where it is the same
     model, because sampled tokens need not be those that the tokenizer makes of their text.
-
-    Args:
-        model: a `vllm-lens/` model.
-        messages: the conversation before the answer.
-        answer: the assistant message; its tokens take the place of the completion.
-        layers: layers to capture, or `all`.
-        tools: that the conversation was generated with.
-        site: place in the block.
-
-    Returns:
-        The handle, kept in memory; rows as a capture of the generation would have them.
-
-    Raises:
-        UnsupportedError: the model's provider cannot capture.
-        ArtifactError: the answer is empty, or the template changes what stands before it.
-        CaptureError: the server refused.
-
-    Example:
-        <!-- test: server -->
-        ```python
-        import anyio
-        from inspect_ai.log import read_eval_log
-        from inspect_ai.model import get_model
-
-        from inspect_lens.model import reread
-
-        *before, answer = read_eval_log("logs/honesty.eval").samples[0].messages
-
-
-        async def main() -> None:
-            model = get_model("vllm-lens/organism/checkpoint")
-            handle = await reread(model, messages=before, answer=answer, layers=[4])
-            assert handle.layers == (4,)
-
-
-        anyio.run(main)
-        ```
     """
-    from inspect_lens.model.provider._provider import LensAPI
-
-    api = model.api
-    if not isinstance(api, LensAPI):
-        raise UnsupportedError(
-            f"reading a logged conversation needs a vllm-lens/ model, and this one is {model}; "
-            "pass model='vllm-lens/…'"
-        )
+    api = _api(model, "reading a logged conversation", "or model= to a scanner")
     shown: dict[str, Any] = {"add_special_tokens": False}
     if tools:
         shown["tools"] = [
@@ -326,15 +267,7 @@ async def token_logprobs(
         anyio.run(main)
         ```
     """
-    # Imported here: reading what was captured does without the provider.
-    from inspect_lens.model.provider._provider import LensAPI
-
-    api = model.api
-    if not isinstance(api, LensAPI):
-        raise UnsupportedError(
-            f"log-probabilities of known tokens need a vllm-lens/ model, and this one is {model}; "
-            "pass --model vllm-lens/…, or use a judge model"
-        )
+    api = _api(model, "log-probabilities of known tokens", "or use a judge model")
     if not prompt_token_ids or not token_ids:
         raise SpecError("token_logprobs: needs prompt_token_ids and token_ids, at least one each")
     tokens = [*prompt_token_ids, *token_ids]

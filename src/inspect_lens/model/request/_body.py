@@ -209,8 +209,11 @@ def _under(
     """A request with what a scope adds to it."""
     made = request or LensRequest()
     changes: dict[str, Any] = {}
-    if scope.lens is not None and made.lens is None:
-        changes["lens"] = scope.lens
+    # What the config of the task or of the model asks is no call's own.
+    for name in ("capture", "lens"):
+        asked, ours = getattr(made, name), getattr(scope, name)
+        if ours is not None and asked in (None, *(getattr(config, name) for config in inherited)):
+            changes[name] = ours
     edits = bool(made.edits or made.edits_named)
     if scope.edits and not plain and (not edits or _edits(made) in map(_edits, inherited)):
         changes["edits"] = (*made.edits, *scope.edits)

@@ -100,7 +100,7 @@ class Around(NamedTuple):
     def __str__(self) -> str:
         parts = []
         for source, where in ((self.config, "the config of the task or the model"),
-                              (self.scope, "with_steering or lens_scope around it")):  # fmt: skip
+                              (self.scope, "with_lens or lens_scope around it")):  # fmt: skip
             words = [f"registered edits {use.name!r}" for use in source.edits_named]
             words += map(_described, source.edits)
             if words:

@@ -228,7 +228,6 @@ class ProbeScores(LoggedHandle):
     """Sampled tokens; the last one is never read."""
 
     KIND = SCORES_REFERENCE
-    KINDS = (SCORES_REFERENCE,)
     METADATA = "probe_scores"
     MEMORY = SCORES
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import anyio.to_thread
 from inspect_ai.log import transcript
 from typing_extensions import override
 
-from inspect_lens._base.fetch import HTTPError
+from inspect_lens._base.fetch import HTTPError, fetch_bytes
 from inspect_lens._base.http import DELAYS_S, is_broken, is_transport_error, no_answer
 from inspect_lens._base.receipts import gives_no_receipts, needs_receipt, not_done
 from inspect_lens._intake import Source, fetch_from, fetched
@@ -240,6 +241,22 @@ class ServerCalls(VLLMAPI):
         """The model and its role, for messages about its server."""
         role = role_of(self)
         return f" (model {self.model_name}{f', role {role}' if role else ''})"
+
+    async def served_path(self) -> str | None:
+        """Name or path of what a running server serves under this name; None where it is silent."""
+        if self._init_base_url is None:
+            return None  # started here, from the very name
+        url = f"{self._server_root()}/v1/models"
+        try:
+            status, data = await anyio.to_thread.run_sync(
+                lambda: fetch_bytes(url, self._headers(), timeout_s=5.0)
+            )
+        except HTTPError:
+            return None  # a log is scored without its server, too
+        if status != 200:
+            return None
+        listed = {one["id"]: one.get("root") for one in json.loads(data)["data"]}
+        return listed.get(self.service_model_name())
 
     async def _get(self, path: str) -> Any:
         return await self._request("GET", path)

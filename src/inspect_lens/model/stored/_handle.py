@@ -27,7 +27,6 @@ __all__ = [
     "MEMORY",
     "MESSAGES",
     "REFERENCE",
-    "REFERENCES",
     "Activations",
     "LoggedHandle",
     "TensorInfo",
@@ -57,8 +56,6 @@ class LoggedHandle(BaseModel):
 
     KIND: ClassVar[str]
     """`$lens` of the logged form."""
-    KINDS: ClassVar[tuple[str, ...]]
-    """Those that are read."""
     METADATA: ClassVar[str]
     """Where the handle stands in the metadata of an output."""
     MEMORY: ClassVar[MemoryStore[Any]]
@@ -102,7 +99,7 @@ class LoggedHandle(BaseModel):
         """
         try:
             fields = {name: value for name, value in reference.items() if name != "$lens"}
-            if reference.get("$lens") not in cls.KINDS:
+            if reference.get("$lens") != cls.KIND:
                 raise ValueError(f"$lens is {reference.get('$lens')!r}")
             return cls.model_validate(cls._fields_of(fields))
         except (AttributeError, KeyError, TypeError, ValueError, ValidationError) as error:
@@ -295,8 +292,6 @@ def tensor_info(
 
 REFERENCE = "activations/2"
 """`$lens` of the logged form."""
-REFERENCES = (REFERENCE, "activations/1")
-"""What is read: the first form had a mapping for each tensor."""
 
 RESIDUAL_STREAM = "residual_stream"
 
@@ -333,7 +328,6 @@ class Activations(LoggedHandle):
     """Hash over names, dtypes, shapes and contents of the tensors, 16 hex digits."""
 
     KIND = REFERENCE
-    KINDS = REFERENCES
     METADATA = "activations"
     MEMORY = MEMORY
 

@@ -1,4 +1,4 @@
-"""The table of a sweep: what each vector, layer and scale did to answers, and the best of it."""
+"""Answers of a sweep: scored each by itself, compared with the unsteered one, and as a table."""
 
 from __future__ import annotations
 
@@ -8,14 +8,187 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from inspect_ai.scorer import SampleScore
+import numpy as np
+from inspect_ai.event import SampleLimitEvent
+from inspect_ai.log import transcript
+from inspect_ai.model import ChatCompletionChoice, ChatMessageAssistant, ModelOutput
+from inspect_ai.scorer import (
+    SampleScore,
+    Score,
+    Scorer,
+    Target,
+    value_to_float,
+)
+from inspect_ai.solver import TaskState
 
-from inspect_lens.errors import SpecError
+from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.model import activations_for
 from inspect_lens.probe import Interval
+from inspect_lens.reading import SteeringCell, read_cells
+from inspect_lens.reading._cells import CellScores
 from inspect_lens.vector import Response
 from inspect_lens.vector import dose_response as _dose_response
 
-__all__ = ["DoseRow", "best_row", "rows_by", "rows_of", "slope_of"]
+from ._judges import is_broken
+
+__all__ = [
+    "DoseRow",
+    "Valued",
+    "best_row",
+    "cell_state",
+    "cell_values",
+    "cells_or_limit",
+    "effects_of",
+    "rows_by",
+    "rows_in_log",
+    "rows_of",
+    "slope_of",
+]
+
+
+def cells_or_limit(state: TaskState, scorer: str) -> Sequence[SteeringCell] | Score:
+    """The cells of a sample.
+
+    Where a limit ended it in the middle of its sweep, what to say of it.
+    """
+    cells = read_cells(state.store)
+    if any(cell.kind == "baseline" for cell in cells):
+        return cells
+    if any(isinstance(event, SampleLimitEvent) for event in transcript().events):
+        return Score.unscored(
+            reason="limit", explanation="A limit ended the sample before its sweep was over."
+        )
+    raise ArtifactError(
+        f"store: {len(cells)} steering cells and no baseline among them; allowed is a sample that "
+        f"steering_sweep ran with its baseline; put steering_sweep(...) before {scorer}"
+    )
+
+
+def cell_state(state: TaskState, cell: SteeringCell) -> TaskState:
+    """The sample as it would be had the model answered with this cell's completion."""
+    message = ChatMessageAssistant(
+        content=cell.completion, id=cell.message_id, model=str(state.model), source="generate"
+    )
+    output = ModelOutput(model=str(state.model), choices=[ChatCompletionChoice(message=message)])
+    handle = activations_for(cell.message_id) if cell.message_id else None
+    if handle is not None:
+        output.metadata = {"activations": handle}
+    messages = list(state.messages)
+    while messages and isinstance(messages[-1], ChatMessageAssistant):
+        messages.pop()
+    return TaskState(
+        model=state.model,
+        sample_id=state.sample_id,
+        epoch=state.epoch,
+        input=state.input,
+        messages=[*messages, message],
+        target=state.target,
+        output=output,
+        completed=True,
+        metadata=state.metadata,
+        sample_uuid=state.uuid,
+    )
+
+
+Valued = tuple[SteeringCell, float | None]
+"""A cell and its value; None where it has none."""
+
+
+async def cell_values(
+    state: TaskState,
+    target: Target,
+    cells: Sequence[SteeringCell],
+    scorer: Scorer | None,
+    *,
+    key: str | None,
+    asker: str,
+) -> list[Valued]:
+    """Score each cell on the sample's prompt with that cell's completion."""
+    if scorer is not None:
+        return [(cell, await _number(scorer, state, cell, target, key)) for cell in cells]
+    values = list(CellScores(store=state.store).values)
+    if len(values) != len(cells):
+        raise ArtifactError(
+            f"store: {len(values)} values for {len(cells)} cells; allowed is one each; pass a "
+            f"scorer to {asker}, or to the solver that made the cells"
+        )
+    return list(zip(cells, values, strict=True))
+
+
+def rows_in_log(valued: Sequence[Valued]) -> list[list[Any]]:
+    """The form in which `rows_of` and `dose_curves` read cells."""
+    return [
+        [c.kind, c.layer, c.scale, v, c.vector, v is None or is_broken(c.completion)]
+        for c, v in valued
+    ]
+
+
+async def _number(
+    scorer: Scorer, state: TaskState, cell: SteeringCell, target: Target, key: str | None
+) -> float | None:
+    """Value of one cell; None where the scorer gave none."""
+    score = await scorer(cell_state(state, cell), target)
+    value: Any = None if score is None else score.value
+    if isinstance(value, Mapping):
+        if key is None or key not in value:
+            raise ArtifactError(
+                f"key={key!r}: the scorer gives a dict with {sorted(value)}; pass one of these"
+            )
+        value = value[key]
+    number = math.nan if value is None else float(value_to_float()(value))
+    return number if math.isfinite(number) else None
+
+
+def effects_of(cells: Sequence[tuple[SteeringCell, float | None]]) -> dict[str, float | None]:
+    """Differences from the unsteered answer, by vector, layer and scale."""
+    known = [(cell, math.nan if value is None else value) for cell, value in cells]
+    base = float(np.mean([value for cell, value in known if cell.kind == "baseline"]))
+    effects = [(cell, value - base) for cell, value in known if cell.kind != "baseline"]
+    made = {"baseline": base, **_means(effects), **_slopes(effects), **_beyond(effects)}
+    return {name: value if math.isfinite(value) else None for name, value in made.items()}
+
+
+def _where(cell: SteeringCell) -> str:
+    layer = "all" if cell.layer is None else str(cell.layer)
+    return f"{cell.vector or 'vector'}@{layer}"
+
+
+def _label(cell: SteeringCell) -> str:
+    prefix = "" if cell.kind == "vector" else f"{cell.kind}:"
+    return f"{prefix}{_where(cell)}x{cell.scale:g}"
+
+
+def _means(effects: Sequence[tuple[SteeringCell, float]]) -> dict[str, float]:
+    """Mean effect of each kind of cell."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for cell, effect in effects:
+        found[_label(cell)].append(effect)
+    return {label: float(np.mean(values)) for label, values in found.items()}
+
+
+def _slopes(effects: Sequence[tuple[SteeringCell, float]]) -> dict[str, float]:
+    """Slope of the line through the baseline, by vector and layer."""
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for cell, effect in effects:
+        if cell.kind == "vector" and cell.scale:
+            found[_where(cell)].append((cell.scale, effect))
+    slopes = {}
+    for where, points in found.items():
+        x, y = np.array(points).T
+        slopes[f"slope:{where}"] = float(x @ y / (x @ x))
+    return slopes
+
+
+def _beyond(effects: Sequence[tuple[SteeringCell, float]]) -> dict[str, float]:
+    """Effect of the vector less that of each control beside it."""
+    means = _means(effects)
+    found = {}
+    for cell, _ in effects:
+        own = cell.model_copy(update={"kind": "vector"})
+        if cell.kind in ("random", "orthogonal") and _label(own) in means:
+            found[f"beyond:{_label(cell)}"] = means[_label(own)] - means[_label(cell)]
+    return found
+
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import importlib
 import inspect
 from operator import attrgetter
 
-from inspect_lens.model._host import SEAMS
+from inspect_lens.model._host import PRIVATE_NAMES
 from tests.kit.repository import ROOT
 
 _FOLDERS = ("src/inspect_lens", "evals")
@@ -15,19 +15,19 @@ _HOST = ROOT / "src/inspect_lens/model/_host.py"
 
 
 def test_the_installed_inspect_has_them() -> None:
-    for seam in SEAMS:
-        target = attrgetter(seam.name)(importlib.import_module(seam.module))
-        if seam.parameters is not None:
+    for one in PRIVATE_NAMES:
+        target = attrgetter(one.name)(importlib.import_module(one.module))
+        if one.parameters is not None:
             present = inspect.signature(target).parameters
-            missing = [name for name in seam.parameters if name not in present]
-            assert not missing, f"{seam.name} lost {missing}; it is used for: {seam.reason}"
+            missing = [name for name in one.parameters if name not in present]
+            assert not missing, f"{one.name} lost {missing}; it is used for: {one.reason}"
 
 
 def test_every_private_import_has_a_row() -> None:
-    rows = {(seam.module, seam.name.partition(".")[0]) for seam in SEAMS}
+    rows = {(one.module, one.name.partition(".")[0]) for one in PRIVATE_NAMES}
     for module, names in _private_imports(ast.parse(_HOST.read_text())):
         for name in names:
-            assert (module, name) in rows, f"{module}.{name} has no row in SEAMS"
+            assert (module, name) in rows, f"{module}.{name} has no row in PRIVATE_NAMES"
 
 
 def test_no_other_file_names_a_private_module() -> None:

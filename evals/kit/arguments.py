@@ -1,0 +1,54 @@
+"""What a task cannot do without: one line says so, before a model is asked for."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from inspect_lens.errors import LensError
+from inspect_lens.model._host import PrerequisiteError
+from inspect_lens.probe import load_probe
+
+__all__ = ["required", "required_probe"]
+
+T = TypeVar("T")
+
+
+def required(name: str, value: T | None, what: str) -> T:
+    """A task argument that has no default.
+
+    Args:
+        name: of the argument.
+        value: that was given.
+        what: it has to be.
+
+    Returns:
+        The value.
+
+    Raises:
+        PrerequisiteError: there is none; Inspect prints the line without a traceback.
+    """
+    if value is None:
+        raise PrerequisiteError(f"This task needs {what}; pass it with -T {name}=…")
+    return value
+
+
+def required_probe(probe: str | None) -> str:
+    """A probe that the user has to name, since each model needs its own.
+
+    Args:
+        probe: name below `probes/`, path or `hf://` address.
+
+    Returns:
+        The name.
+
+    Raises:
+        PrerequisiteError: there is none, or no such probe.
+    """
+    name = required(
+        "probe", probe, "a probe of the model that is evaluated, by name, path or hf:// address"
+    )
+    try:
+        load_probe(name)
+    except LensError as error:
+        raise PrerequisiteError(f"-T probe={name}: {error}") from None
+    return name

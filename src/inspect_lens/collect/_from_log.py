@@ -1,0 +1,191 @@
+"""`log_to_store`: what an eval captured as a store, to train and judge probes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from inspect_ai.log import EvalLog, EvalSample, read_eval_log
+from inspect_ai.scorer import value_to_float
+
+from inspect_lens.data import (
+    ActivationStore,
+    Captured,
+    Message,
+    ProbeDataset,
+    ProbeSample,
+    SampleRecord,
+)
+from inspect_lens.errors import NotCapturedError, SpecError
+from inspect_lens.model import activations, know_log
+from inspect_lens.probe import CaptureFacts
+from inspect_lens.reading import CallSelection, OnMissing, Over, Turn
+from inspect_lens.reading._rows import select_positions
+from inspect_lens.reading._shared import shared_parameters
+from inspect_lens.spec import Positions, parse_positions
+
+from ._collect import Request, claimed, finish, plan_of, rows_at, write_shard
+
+__all__ = ["log_to_store"]
+
+_SCORE = "score:"
+_SHARD = 64
+
+Label = str | Callable[[EvalSample], bool | int | None]
+
+
+@shared_parameters
+def log_to_store(
+    log: EvalLog | str | Path,
+    out: str | Path,
+    label: Label = "label",
+    *,
+    group: str | None = None,
+    positions: Positions | list[int] = "completion",
+    over: Over = "last",
+    roles: Sequence[str] | None = None,
+    on_missing: OnMissing = "error",
+) -> ActivationStore:
+    """Make a store of what the calls of a log captured, with a label for each sample.
+
+    The store is tied to the log's model, by the fingerprint of its weights where they are on this
+    machine. `ActivationSet.from_store` and `inspect-lens probe train` read it as one of `collect`.
+
+    Args:
+        log: with its samples, or its path.
+        out: folder of the store, local or an fsspec URL.
+        label: key of the sample metadata that holds 1 or true for positives; `score:NAME` for a
+            score of the log, which has to be 0 or 1, or `C` and `I`; or a function from a sample
+            to its label. A sample whose label is None is left out.
+        group: key of the sample metadata that says what must not straddle a split, such as the
+            scenario; by default each sample with its epochs is a group.
+        positions: tokens to keep of those that were captured: `completion`, `prompt`, `all`,
+            `last_prompt` or numbers.
+
+    Returns:
+        The finished store.
+
+    Raises:
+        ArtifactError: a call captured nothing, or not these tokens.
+        SpecError: a label that is none, no sample with one, calls of several models, or a folder
+            that holds another store.
+
+    Example:
+        ```python
+        from inspect_lens.collect import log_to_store
+        from inspect_lens.train import ActivationSet
+
+        store = log_to_store("logs/honesty.eval", "acts/honesty", group="group")
+        data = ActivationSet.from_store(store)
+        assert len(data.labels) == 8
+        ```
+    """
+    read = log if isinstance(log, EvalLog) else read_eval_log(str(log))
+    if read.location:
+        know_log(read.location)
+    selection = CallSelection.of(over=over, roles=roles, on_missing=on_missing)
+    wanted = parse_positions(positions, field="positions")
+    kept: list[tuple[ProbeSample, Turn]] = []
+    for sample in read.samples or []:
+        mark = _label(sample, label)
+        if mark is None:
+            continue
+        for turn in selection.of_sample(sample).turns:
+            kept.append((_sample(sample, turn, mark, group), turn))
+    models = sorted({turn.model for _, turn in kept})
+    if len(models) != 1:
+        raise SpecError(
+            f"log: {len(kept)} labelled calls of the models {models}; allowed are calls of one "
+            "model, at least one; name its role with roles=, or the labels with label="
+        )
+    done = [c for c in (_captured(*one, wanted, on_missing) for one in kept) if c is not None]
+    known = {captured.record.id for captured in done}
+    name = read.eval.task.rpartition("/")[2]
+    dataset = ProbeDataset(
+        name=name, split="log", source="path", licence="unknown", on_policy=True,
+        label_meaning=label if isinstance(label, str) else getattr(label, "__name__", "label"),
+        text_overlap_group=name, samples=tuple(s for s, _ in kept if s.id in known),
+    )  # fmt: skip
+    # What the eval sampled with stands in the log.
+    config = read.eval.model_generate_config
+    how = Request(
+        layers="all", positions=wanted, max_tokens=config.max_tokens or 0,
+        temperature=config.temperature or 0.0, seed=config.seed or 0,
+    )  # fmt: skip
+    plan = plan_of(models[0], dataset, how, _SHARD)
+    uri = str(out).rstrip("/")
+    with claimed(uri, plan):
+        for k, start in enumerate(range(0, len(done), _SHARD)):
+            numbered = [
+                replace(one, record=replace(one.record, index=start + i))
+                for i, one in enumerate(done[start : start + _SHARD])
+            ]
+            # What the eval's server computed with, its log does not say.
+            write_shard(uri, k, plan, numbered, CaptureFacts())
+    return finish(uri, plan, dataset, _SHARD)
+
+
+def _label(sample: EvalSample, label: Label) -> bool | None:
+    if callable(label):
+        found: Any = label(sample)
+    elif label.startswith(_SCORE):
+        score = (sample.scores or {}).get(label.removeprefix(_SCORE))
+        found = None if score is None else value_to_float()(score.value)
+    else:
+        found = (sample.metadata or {}).get(label)
+    if found is None:
+        return None
+    if not isinstance(found, bool | int | float) or found not in (0, 1):
+        raise SpecError(
+            f"label={label!r}: sample {sample.id} has {found!r} there; allowed are true, false, 1 "
+            "and 0, and None for a sample that is left out; pass a function that says which it is"
+        )
+    return bool(found)
+
+
+def _sample(sample: EvalSample, turn: Turn, mark: bool, group: str | None) -> ProbeSample:
+    facts = sample.metadata or {}
+    if group is not None and group not in facts:
+        raise SpecError(
+            f"group={group!r}: sample {sample.id} has no such metadata; allowed is a key that "
+            f"every sample has, such as {sorted(facts)}"
+        )
+    return ProbeSample(
+        id=f"{sample.id}/{sample.epoch}/{turn.number}.{turn.choice}",
+        messages=tuple(Message(m.role, m.text) for m in turn.prompt(sample.messages)),
+        label=mark,
+        group=str(sample.id if group is None else facts[group]),
+        completion=turn.output.completion,
+    )
+
+
+def _captured(
+    sample: ProbeSample, turn: Turn, wanted: Positions, on_missing: OnMissing
+) -> Captured | None:
+    """What a call captured of these tokens; None where it has none of them."""
+    handle = activations(turn.output)
+    try:
+        if handle is None:
+            raise NotCapturedError(
+                f"sample {sample.id}: its call captured nothing; run the eval with -M capture=…, "
+                'or leave such calls out with on_missing="skip"'
+            )
+        positions = select_positions(wanted, handle.n_prompt, handle.n_completion)
+        if positions is None:
+            return None
+        acts = rows_at(handle, positions)
+    except NotCapturedError:
+        if on_missing == "error":
+            raise
+        return None
+    record = SampleRecord(
+        index=0, id=sample.id, label=sample.label, group=sample.group, n_rows=len(positions),
+        n_prompt=handle.n_prompt, completion=sample.completion or "", columns={},
+        prompt="\n".join(m.content for m in sample.messages), content=sample.content_id,
+    )  # fmt: skip
+    ids = (*handle.prompt_token_ids, *handle.token_ids)
+    return Captured(
+        record=record, acts=acts, layers=handle.layers, positions=tuple(positions), token_ids=ids
+    )

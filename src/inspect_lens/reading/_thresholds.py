@@ -1,0 +1,190 @@
+"""Which threshold acts, what it promises, and how much of a suspicion that makes a score."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias, get_args
+
+from inspect_lens.errors import SpecError
+from inspect_lens.probe import (
+    AnyProbe,
+    CardPoint,
+    Statistic,
+    card_points,
+    choose_point,
+    found_above,
+)
+
+if TYPE_CHECKING:
+    from ._reader import ProbeReader
+
+__all__ = [
+    "Suspicion",
+    "SuspicionUnit",
+    "ThresholdLike",
+    "acting_point",
+    "acting_value",
+    "promise",
+    "rates",
+]
+
+ThresholdLike: TypeAlias = float | str | None
+"""A number; an operating point of the probe's card such as `fpr=0.05`; None for the card's own."""
+
+
+def acting_point(
+    probe: AnyProbe, threshold: ThresholdLike, statistic: Statistic, *, same_tokens: bool
+) -> CardPoint | None:
+    """What the card knows of the threshold that is to act on a statistic."""
+    if isinstance(threshold, str):
+        if not same_tokens:
+            raise SpecError(
+                f"threshold={threshold!r}: the operating points of {probe.name!r} hold for the "
+                "card's own layer, positions and selection alone; leave these out, or pass a "
+                "number"
+            )
+        return choose_point(probe.card, threshold, statistic)
+    if not same_tokens:
+        return None
+    points = card_points(probe.card, statistic)
+    same = next((p for p in points if p.value == threshold), None)
+    if same is None and probe.card.thresholds_for(statistic):
+        return choose_point(probe.card, None, statistic)
+    return same
+
+
+def acting_value(
+    reader: ProbeReader, threshold: ThresholdLike, statistic: Statistic | None = None
+) -> float:
+    """The number above which something acts."""
+    if threshold is not None and not isinstance(threshold, str):
+        return float(threshold)
+    asked = statistic or reader.statistic
+    point = reader.point_for(asked, threshold)
+    if point is not None:
+        return point.value
+    if reader.same_tokens:
+        choose_point(reader.probe.card, None, asked)  # says what the card has instead
+    raise SpecError(
+        f"threshold: probe {reader.probe.name!r} has none for these settings; its own hold for the "
+        "card's layer, positions and selection; pass a number"
+    )
+
+
+def rates(
+    reader: ProbeReader,
+    cut: float,
+    model_name: str | None = None,
+    n_tokens: int | None = None,
+    statistic: Statistic | None = None,
+) -> dict[str, float]:
+    """False positive rate and lowest recall of a threshold, for a log."""
+    own = _own(reader, cut, statistic)
+    if own is None or reader.no_rate(model_name) or _is_outside(own, n_tokens):
+        return {}
+    made = {"fpr": own.fpr}
+    found = found_above(reader.probe.card, cut)
+    return made if found is None else made | {"recall": round(found.lowest, 4)}
+
+
+def _own(reader: ProbeReader, cut: float, statistic: Statistic | None) -> CardPoint | None:
+    """The card's point for a statistic, where it is the threshold that acts."""
+    own = reader.point_for(statistic or reader.statistic, cut)
+    return own if own is not None and own.value == cut else None
+
+
+def _is_outside(own: CardPoint, n_tokens: int | None) -> bool:
+    return n_tokens is not None and not own.statistic.covers(n_tokens, own.n_tokens)
+
+
+def promise(
+    reader: ProbeReader,
+    cut: float,
+    model_name: str | None = None,
+    n_tokens: int | None = None,
+    statistic: Statistic | None = None,
+) -> str:
+    """The same in words, as one or two sentences."""
+    own, card = _own(reader, cut, statistic), reader.probe.card
+    if own is None:
+        return "This threshold is not the card's, so no rate is known for it."
+    if (why := reader.no_rate(model_name)) is not None:
+        made = "another model" if card.model is None else repr(card.model.name)
+        return f"It was set for {made}: {why}"
+    if _is_outside(own, n_tokens) and own.n_tokens:
+        low, high = own.n_tokens
+        span = f"up to {high}" if own.statistic.over == "alarm" else f"{low} to {high}"
+        return (
+            f"It was set for answers of {span} tokens, and this one has {n_tokens}, so no rate is "
+            "known for it."
+        )
+    found = found_above(card, cut) or "Its card does not say how many positives it finds."
+    return f"{own.fpr:.2%} of {own.control} samples may exceed it. {found}"
+
+
+SuspicionUnit = Literal["threshold", "raw"]
+"""`threshold`: between 0 and 1, one half at the threshold; `raw`: the probe's own score."""
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """Map from scores to suspicion: larger means more suspicious, in either unit.
+
+    With `threshold` it is sigmoid(score - threshold): a score that the card flags is above 0.5
+    and no other is, so protocols that act above one half act at the card's false positive
+    rate. It is not a probability. With `raw` it is the score itself.
+
+    Example:
+        ```python
+        from inspect_lens.reading import ProbeReader, Suspicion
+
+        reader = ProbeReader.of("organism/deception-lr")
+        suspicion = Suspicion.of(reader, unit="threshold")
+        assert suspicion(reader.threshold.value) == 0.5
+        assert suspicion(reader.threshold.value + 3) > 0.9
+        ```
+    """
+
+    unit: SuspicionUnit
+    threshold: float | None
+    """Score that maps to one half; None on the raw unit."""
+
+    @classmethod
+    def of(
+        cls, reader: ProbeReader, *, unit: SuspicionUnit, threshold: ThresholdLike = None
+    ) -> Self:
+        """Settle the unit of a reader.
+
+        Args:
+            reader: whose scores come.
+            unit: of the suspicion.
+            threshold: score that maps to one half, or the operating point that the reader was
+                made with; that of the probe's card by default.
+
+        Returns:
+            The map.
+
+        Raises:
+            SpecError: the unit is unknown, or needs a threshold and there is none, or is `raw` and
+                takes none.
+        """
+        if unit not in get_args(SuspicionUnit):
+            raise SpecError(f"unit={unit!r}; allowed are {', '.join(get_args(SuspicionUnit))}")
+        if unit == "raw" and threshold is not None:
+            raise SpecError(
+                f"threshold={threshold!r}: with unit='raw' the suspicion is the score itself, and "
+                "nothing is compared; allowed is unit='threshold', or no threshold"
+            )
+        if unit == "raw":
+            return cls(unit, None)
+        try:
+            return cls(unit, acting_value(reader, threshold))
+        except SpecError as error:
+            raise SpecError(f"unit='threshold': {error}; or use unit='raw'") from None
+
+    def __call__(self, score: float) -> float:
+        """The suspicion of one score."""
+        if self.threshold is None:
+            return score
+        return 0.5 * (1.0 + math.tanh(0.5 * (score - self.threshold)))

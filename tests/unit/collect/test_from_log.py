@@ -1,0 +1,56 @@
+"""A log as a store: labels, groups, the model that it is tied to, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from inspect_ai.log import EvalLog
+
+from inspect_lens.collect import log_to_store
+from inspect_lens.errors import NotCapturedError, SpecError
+from inspect_lens.scorer import probe_score
+from inspect_lens.train import ActivationSet
+from tests.kit.mock_evals import call, planted_probe, run
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> EvalLog:
+    folder = tmp_path_factory.mktemp("log")
+    outputs = [call([float(i)] * (i + 1), folder=folder) for i in range(4)]
+    facts: list[dict[str, Any]] = [{"scenario": i // 2} for i in range(4)]
+    return run(outputs, probe_score(planted_probe()), folder=folder, metadata=facts, epochs=2)
+
+
+def test_rows_labels_and_groups_are_those_of_the_log(log: EvalLog, tmp_path: Path) -> None:
+    store = log_to_store(log.location, tmp_path / "acts", group="scenario")
+    data = ActivationSet.from_store(store)
+    assert len(data.ids) == 8
+    for name, label, group, acts in zip(data.ids, data.labels, data.groups, data.acts, strict=True):
+        i = int(name.partition("/")[0])
+        assert (label, group) == (i % 2 == 1, str(i // 2))
+        assert acts[1, :, 0].tolist() == [i] * (i + 1)
+    assert (data.model, data.layers) == ("model", store.layers)
+    with pytest.raises(SpecError, match="holds another run"):
+        log_to_store(log.location, tmp_path / "acts", label=lambda sample: 1)
+
+
+def test_labels_come_from_a_score_or_a_function_too(log: EvalLog, tmp_path: Path) -> None:
+    some = log_to_store(log, tmp_path / "some", label=lambda s: None if s.id == 0 else s.id == 3)
+    assert sorted(ActivationSet.from_store(some).labels) == [False] * 4 + [True] * 2
+    with pytest.raises(SpecError, match="sample 2 has 2"):
+        log_to_store(log, tmp_path / "no", label="score:probe_score")
+    with pytest.raises(SpecError, match=r"0 labelled calls"):
+        log_to_store(log, tmp_path / "none", label="nothing")
+
+
+def test_a_call_without_activations_is_an_error_or_left_out(tmp_path: Path) -> None:
+    outputs = [call([1.0, 2.0], folder=tmp_path) for _ in range(2)]
+    outputs[0].metadata = None
+    log = run(outputs, [], folder=tmp_path)
+    with pytest.raises(NotCapturedError, match="captured nothing"):
+        log_to_store(log, tmp_path / "all")
+    store = log_to_store(log, tmp_path / "rest", on_missing="skip")
+    assert np.asarray(ActivationSet.from_store(store).labels).tolist() == [True]
