@@ -155,9 +155,9 @@ def test_a_probe_is_not_judged_on_its_own_samples(run: Run, tmp_path: Path) -> N
     assert "were in training" in error
     run(*again, "--labelled", "acts/probe_train", "--allow-seen")
     # Another control set is then the one that the threshold knows.
-    both = ("--for", "answer", "--for", "alarm", "--allow-few")
+    every = ("--for", "answer", "--for", "alarm", "--for", "token", "--allow-few")
     run("probe", "calibrate", "p", "--control", "acts/hidden_reason", "--fpr", 0.1, "--out", "q",
-        *both)  # fmt: skip
+        *every)  # fmt: skip
     run("probe", "evaluate", "q", "acts/control", "--resamples", 0)
     _, error = run("probe", "evaluate", "q", "acts/hidden_reason", "--resamples", 0, code=3)
     assert "20 of 40 samples set the threshold" in error
