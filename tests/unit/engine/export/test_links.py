@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -247,12 +250,41 @@ def test_a_worker_that_vanishes_is_known_to_have_gone_in_time(
         worker.close()
 
 
+def pump(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+
+
+def test_a_connection_that_breaks_is_not_made_again(front: FrontEnd, far: FarWorker) -> None:
+    """What was under way is lost, so what comes behind it must not be taken for the next."""
+    host, port = front.address.removeprefix("tcp://").rsplit(":", 1)
+    with socket.create_server((host, 0)) as server:
+        far.begin(f"tcp://{host}:{server.getsockname()[1]}", LINKS)
+        worker, _ = server.accept()
+        listener = socket.create_connection((host, int(port)))
+        for pair in ((worker, listener), (listener, worker)):
+            threading.Thread(target=pump, args=pair, daemon=True).start()
+        assert far.send([("message", 1, 10)]) == [True]
+        assert front.take()
+        for end in (worker, listener):
+            end.shutdown(socket.SHUT_RDWR)
+            end.close()
+        assert not far.ask("alive", LINKS.timeout_s / 2), "it need not be silent first"
+        assert until(lambda: front.lost)
+        assert far.send([("message", 2, 10)]) == [False]
+        server.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            server.accept()
+    far.ask("end")
+
+
 def listen(pipe: Connection) -> None:
     """A front-end that lets workers in and says nothing."""
-    socket: Any = zmq.Context().socket(zmq.ROUTER)
-    make_server(socket, LINKS)
-    pipe.send(socket.bind_to_random_port("tcp://127.0.0.1"))
-    assert socket.poll(5000)
+    router: Any = zmq.Context().socket(zmq.ROUTER)
+    make_server(router, LINKS)
+    pipe.send(router.bind_to_random_port("tcp://127.0.0.1"))
+    assert router.poll(5000)
     pipe.send(True)
     time.sleep(60)
 
