@@ -85,13 +85,11 @@ def sae_clamp(
     """
     sae = required("sae", sae, "the folder or file of a sparse autoencoder")
     latent = required("latent", latent, "the number of a latent")
-    doses: Sequence[float] | float = required(
-        "values", values, "values to set the latent to, such as 0,5"
-    )
+    # The command line makes a list of what has commas, and a number of what has none.
+    given: Sequence[float] | None = [values] if isinstance(values, int | float) else values
+    chosen = list(required("values", given, "values to set the latent to, such as 0,5"))
     data = required("data", data, "a file of prompts")
     dataset = clamp_dataset(data, limit=limit)
-    # The command line makes a list of what has commas, and a number of what has none.
-    chosen = [doses] if isinstance(doses, int | float) else list(doses)
     wanted = [phrases] if isinstance(phrases, str) else phrases
     if wanted is not None and criterion is not None:
         raise ValueError("phrases, criterion: both are given; allowed is one of them")
