@@ -79,8 +79,6 @@ def make_turn_set(
             "condition": tuple(t.row["condition"] for t in turns),
             "kind": tuple(t.row["kind"] for t in turns),
             "question": tuple(_question(t) for t in turns),
-            "prompt_text": tuple("" for _ in turns),
-            "completion": tuple(f"{t.thought}\n{t.text}" for t in turns),
         },
         capture=capture,
     )
