@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,18 +80,20 @@ RIGHT: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.fixture
-def processor(monkeypatch: pytest.MonkeyPatch) -> Any:
+def processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Of the second of two engines of a process."""
     front = FrontEnd()
     front.engines = [facts(5), facts(8)]
     front.register("p", probe(8))
     assert isinstance(front.registry.probes["p"], EngineProbe)
     monkeypatch.setattr(state._Holder, "front_end", front)
-    return SimpleNamespace(
+    yield SimpleNamespace(
         inspect_lens_facts=facts(8),
         inspect_lens_refusal=None,
         model_config=SimpleNamespace(max_model_len=64),
     )
+    # Its addresses are the process's, of which every test has to have some.
+    front.results.the_collector().close()
 
 
 def parameters(extra_args: dict[str, Any], changes: dict[str, Any]) -> Any:
