@@ -137,130 +137,8 @@ def _decided(start, position):
     return tl.where(found == found, found, 0.0)
 
 
-@triton.jit
-def _amounts(kind, x, norm, before, a, b, c, d):
-    """How much an instruction adds of its direction, and of the stream itself."""
-    z = x + a
-    activation = tl.where(z > b, z, 0.0)
-    is_left = ((d == 1) | (d == 3)) & (z <= b) | (d >= 2) & (activation >= c)
-    y = a * x + b
-    y = tl.where(kind == NORM, a * norm, y)
-    y = tl.where(kind == CLIP, a * (tl.minimum(tl.maximum(x, b), c) - x), y)
-    y = tl.where(kind == LATENT_SET, c - activation, y)
-    y = tl.where(kind == LATENT_ADD, c, y)
-    is_latent = (kind == LATENT_SET) | (kind == LATENT_ADD)
-    y = tl.where(is_latent & is_left, 0.0, y)
-    y = tl.where((kind == BLEND) | (kind == PART), a, y)
-    # These write no direction, and what they have for a may be infinite.
-    y = tl.where(kind >= RENORM, 0.0, y)
-    share = tl.where(kind == BLEND, -a, 0.0)
-    safe = tl.where(norm > 0, norm, 1.0)
-    share = tl.where((kind == RENORM) & (norm > 0), before / safe - 1.0, share)
-    return y, share
-
-
-@triton.jit
-def _set_gate(
-    kind, x, norm, direction, id_of_token, start, latch, note, gates, position, a, b, c, d
-):
-    """Decide what an instruction decides, for those behind it to read."""
-    is_cosine = (kind == COSINE_GATE) | (kind == COSINE_LATCH) | (kind == COSINE_RUNNING)
-    at_gate = tl.where(is_cosine, x / tl.where(norm > 0, norm, 1.0), x)
-    if kind >= RUNNING:
-        _decide(start, position, note, at_gate, a, b, c, d)
-    elif kind >= LATCH:
-        _fire(latch, note, position, at_gate > b)
-    elif kind >= GATE:
-        step = tl.where(at_gate > b, 1.0, 0.0)
-        smooth = 1.0 / (1.0 + tl.exp(-a * (at_gate - b)))
-        is_by_id = kind == TOKEN_GATE
-        fed_id = tl.load(id_of_token, mask=is_by_id, other=-1).to(tl.float32) + 1
-        # Zeros are no ids, and lie behind the end of the row, too.
-        named = tl.max(tl.where(direction == fed_id, 1.0, 0.0), axis=0)
-        value = tl.where(a > STEEPEST, step, smooth)
-        value = tl.where(is_by_id, tl.abs(named - a), value)
-        tl.store(gates, value)
-        # A later entry of this tap may read it.
-        tl.debug_barrier()
-
-
-@triton.jit
-def _read_gate(register, start, latch, gates, position):
-    """Factor of an instruction by the gate that it stands behind; 1 behind none."""
-    lasting = register - N_REGISTERS
-    gate = tl.load(gates, mask=(register >= 0) & (lasting < 0), other=1.0)
-    fired = tl.load(latch, mask=(lasting >= 0) & (lasting < N_LATCHES), other=-1)
-    gate = tl.where(fired < position, gate, 0.0)
-    if lasting >= N_LATCHES:
-        # Behind those blocks whose gates decide on the token they read.
-        gate = _decided(start, position - tl.where(lasting < 2 * N_LATCHES, 0, 1))
-    return gate
-
-
-@triton.jit
-def _edit(
-    entry,
-    instruction,
-    mine,
-    other,
-    offsets,
-    inside,
-    record,
-    position,
-    id_of_token,
-    registers,
-    vectors,
-    entries,
-    factors,
-    latches,
-    histories,
-    noted,
-    ROW: tl.constexpr,
-):
-    """What a chain of instructions, whose first is loaded already, adds to a row."""
-    code, read, write, a, b, c, d, link = instruction
-    seen = mine + other
-    before = tl.full((), -1.0, tl.float32)
-    delta = tl.zeros_like(mine)
-    while entry != 0:
-        vector = vectors + read.to(tl.int64) * ROW + offsets
-        direction = tl.load(vector, inside & (read != 0), other=0.0, eviction_policy="evict_last")
-        target = vectors + write.to(tl.int64) * ROW + offsets
-        is_other = (write != 0) & (write != read)
-        written = tl.load(target, inside & is_other, other=0.0, eviction_policy="evict_last")
-        written = tl.where(is_other | (write == 0), written, direction)
-        # Comes while this one is computed; entry 0, behind the last, does nothing.
-        coming = _instruction(entries, factors, link)
-        if (code & SEES_EDITS) != 0:
-            seen = mine + other + delta
-        squares, x = tl.reduce((seen * seen, direction * seen), 0, _add_both)
-        norm = tl.sqrt(squares)
-        before = tl.where(before < 0, norm, before)
-        kind = code & (SEES_EDITS - 1)
-        y, share = _amounts(kind, x, norm, before, a, b, c, d)
-        register = (code >> GATE_SHIFT) - 1
-        gates = registers + register
-        lasting = register - N_REGISTERS
-        lasts = lasting % N_LATCHES
-        latch = latches + record * N_LATCHES + lasts
-        note = noted + lasts
-        kept = tl.load(histories + record * N_LATCHES + lasts, mask=lasting >= N_LATCHES, other=0)
-        start = vectors + kept.to(tl.int64) * ROW
-        _set_gate(
-            kind, x, norm, direction, id_of_token, start, latch, note, gates, position, a, b, c, d
-        )
-        gate = _read_gate(register, start, latch, gates, position)
-        delta += written * (y * gate)
-        if (share != 0) | (kind == PART):
-            shares = tl.where(kind == PART, -a * direction, share)
-            delta += seen * (shares * gate)
-        entry = link
-        code, read, write, a, b, c, d, link = coming
-    return delta
-
-
 @triton.jit(do_not_specialize=["tap", "n_tokens"])
-def _tap(
+def _tap(  # noqa: C901, PLR0915
     hidden,
     residual,
     hidden_stride,
@@ -317,7 +195,7 @@ def _tap(
         slot = tl.where(first >= 0, origin + first + place, -1)
         if (row != 0) | (slot >= 0):
             # Before the loads of the stream: the loads of directions wait for these.
-            instruction = _instruction(entries, factors, row)
+            code, read, write, a, b, c, d, link = _instruction(entries, factors, row)
             at = hidden + token.to(tl.int64) * hidden_stride + offsets
             mine = tl.load(at, mask=inside, other=0.0).to(tl.float32)
             other = tl.zeros_like(mine)
@@ -325,27 +203,89 @@ def _tap(
                 there = residual + token.to(tl.int64) * residual_stride + offsets
                 other = tl.load(there, mask=inside, other=0.0).to(tl.float32)
             if row != 0:
+                seen = mine + other
+                before = tl.full((), -1.0, tl.float32)
+                delta = tl.zeros_like(mine)
                 record = _keep(numbers + 3).to(tl.int64)
                 position = _keep(numbers + 4) + _keep(header + 2)
-                delta = _edit(
-                    row,
-                    instruction,
-                    mine,
-                    other,
-                    offsets,
-                    inside,
-                    record,
-                    position,
-                    fed + token,
-                    registers + token.to(tl.int64) * N_REGISTERS,
-                    vectors,
-                    entries,
-                    factors,
-                    latches,
-                    histories,
-                    noted + record * noted_stride,
-                    ROW,
-                )
+                entry = row
+                while entry != 0:
+                    vector = vectors + read.to(tl.int64) * ROW + offsets
+                    direction = tl.load(
+                        vector, inside & (read != 0), other=0.0, eviction_policy="evict_last"
+                    )
+                    target = vectors + write.to(tl.int64) * ROW + offsets
+                    is_other = (write != 0) & (write != read)
+                    written = tl.load(
+                        target, inside & is_other, other=0.0, eviction_policy="evict_last"
+                    )
+                    written = tl.where(is_other | (write == 0), written, direction)
+                    # Comes while this one is computed; entry 0, behind the last, does nothing.
+                    coming = _instruction(entries, factors, link)
+                    if (code & SEES_EDITS) != 0:
+                        seen = mine + other + delta
+                    squares, x = tl.reduce((seen * seen, direction * seen), 0, _add_both)
+                    norm = tl.sqrt(squares)
+                    before = tl.where(before < 0, norm, before)
+                    kind = code & (SEES_EDITS - 1)
+                    register = (code >> GATE_SHIFT) - 1
+                    z = x + a
+                    activation = tl.where(z > b, z, 0.0)
+                    is_left = ((d == 1) | (d == 3)) & (z <= b) | (d >= 2) & (activation >= c)
+                    y = a * x + b
+                    y = tl.where(kind == NORM, a * norm, y)
+                    y = tl.where(kind == CLIP, a * (tl.minimum(tl.maximum(x, b), c) - x), y)
+                    y = tl.where(kind == LATENT_SET, c - activation, y)
+                    y = tl.where(kind == LATENT_ADD, c, y)
+                    is_latent = (kind == LATENT_SET) | (kind == LATENT_ADD)
+                    y = tl.where(is_latent & is_left, 0.0, y)
+                    y = tl.where((kind == BLEND) | (kind == PART), a, y)
+                    # These write no direction, and what they have for a may be infinite.
+                    y = tl.where(kind >= RENORM, 0.0, y)
+                    safe = tl.where(norm > 0, norm, 1.0)
+                    share = tl.where(kind == BLEND, -a, 0.0)
+                    share = tl.where((kind == RENORM) & (norm > 0), before / safe - 1.0, share)
+                    gates = registers + token.to(tl.int64) * N_REGISTERS + register
+                    lasting = register - N_REGISTERS
+                    lasts = lasting % N_LATCHES
+                    latch = latches + record * N_LATCHES + lasts
+                    note = noted + record * noted_stride + lasts
+                    is_cosine = (kind == COSINE_GATE) | (kind == COSINE_LATCH)
+                    is_cosine = is_cosine | (kind == COSINE_RUNNING)
+                    at_gate = tl.where(is_cosine, x / safe, x)
+                    kept = tl.load(
+                        histories + record * N_LATCHES + lasts, mask=lasting >= N_LATCHES, other=0
+                    )
+                    start = vectors + kept.to(tl.int64) * ROW
+                    if kind >= RUNNING:
+                        _decide(start, position, note, at_gate, a, b, c, d)
+                    elif kind >= LATCH:
+                        _fire(latch, note, position, at_gate > b)
+                    elif kind >= GATE:
+                        step = tl.where(at_gate > b, 1.0, 0.0)
+                        smooth = 1.0 / (1.0 + tl.exp(-a * (at_gate - b)))
+                        is_by_id = kind == TOKEN_GATE
+                        fed_id = tl.load(fed + token, mask=is_by_id, other=-1).to(tl.float32) + 1
+                        # Zeros are no ids, and lie behind the end of the row, too.
+                        named = tl.max(tl.where(direction == fed_id, 1.0, 0.0), axis=0)
+                        value = tl.where(a > STEEPEST, step, smooth)
+                        value = tl.where(is_by_id, tl.abs(named - a), value)
+                        tl.store(gates, value)
+                        # A later entry of this tap may read it.
+                        tl.debug_barrier()
+                    is_own = (register >= 0) & (lasting < 0)
+                    gate = tl.load(gates, mask=is_own, other=1.0)
+                    fired = tl.load(latch, mask=(lasting >= 0) & (lasting < N_LATCHES), other=-1)
+                    gate = tl.where(fired < position, gate, 0.0)
+                    if lasting >= N_LATCHES:
+                        # Behind those blocks whose gates decide on the token they read.
+                        gate = _decided(start, position - tl.where(lasting < 2 * N_LATCHES, 0, 1))
+                    delta += written * (y * gate)
+                    if (share != 0) | (kind == PART):
+                        shares = tl.where(kind == PART, -a * direction, share)
+                        delta += seen * (shares * gate)
+                    entry = link
+                    code, read, write, a, b, c, d, link = coming
                 edited = (mine + delta).to(hidden.dtype.element_ty)
                 after = edited.to(tl.float32)
                 stream = after + other
