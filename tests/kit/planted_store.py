@@ -101,12 +101,13 @@ def write_store(
     content = encode_shard(samples)
     write_whole(f"{folder}/shard-00000.safetensors", content)
     facts = {"n_samples": len(samples), "n_rows": sum(s.record.n_rows for s in samples)}
-    layers = list(samples[0].layers)
+    layers, acts = list(samples[0].layers), samples[0].acts
+    assert acts is not None
     manifest = {
         "format": STORE_FORMAT, "model": {"name": "./ckpt", "sha256": weights * 64},
         "dataset": {"name": Path(folder).name, **dataset},
         "request": {"layers": layers, "positions": positions},
-        "layers": layers, "hidden": samples[0].acts.shape[-1], "dtype": "float32", "n_empty": 0,
+        "layers": layers, "hidden": acts.shape[-1], "dtype": "float32", "n_empty": 0,
         **facts,
         "shards": [{"file": "shard-00000.safetensors", **facts,
                     "sha256": hashlib.sha256(content).hexdigest()}],
