@@ -15,7 +15,7 @@ import numpy as np
 from inspect_ai import eval
 from inspect_ai.event import ModelEvent
 from inspect_ai.log import write_eval_log
-from inspect_ai.model import ChatMessage, ModelOutput, ModelUsage, get_model
+from inspect_ai.model import ChatMessage, ModelOutput, ModelUsage
 
 from evals.organism_deception import organism_deception
 from inspect_lens._intake import Payload, encode_file, join, write_file
@@ -26,6 +26,7 @@ from inspect_lens.train import ActivationSet
 
 from .planted_log import TOKENIZER, encode
 from .reference import HuggingFace
+from .scripted import scripted_lens
 
 __all__ = ["LOG", "generate", "organism", "write_logs", "write_sets"]
 
@@ -72,7 +73,7 @@ def write_logs(folder: Path) -> None:
 
     task = organism_deception()
     task.dataset = task.dataset[:N_SAMPLES]
-    model = get_model("mockllm/model", custom_outputs=answer, memoize=False)
+    model = scripted_lens(answer)
     (log,) = eval(task, model=model, log_dir=str(folder), display="none", max_connections=1)
     assert log.status == "success", log.error and log.error.message
     made = Path(log.location.removeprefix("file://"))

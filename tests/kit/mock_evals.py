@@ -17,6 +17,7 @@ from inspect_ai.solver import generate
 from inspect_lens.probe import Calibration, Interval, Probe, ProbeCard, Threshold
 
 from .captured import captured
+from .scripted import scripted_lens
 
 __all__ = [
     "WIDTH",
@@ -119,7 +120,7 @@ def run(
         scorer=scorer,
         epochs=epochs,
     )
-    model = get_model("mockllm/model", custom_outputs=reply, memoize=False)
+    model = scripted_lens(reply)
     (log,) = eval(task, model=model, display="none", log_dir=str(folder), **options)
     return log
 

@@ -16,7 +16,7 @@ from inspect_ai.model import (
 )
 from inspect_ai.tool import ToolCall
 
-__all__ = ["calls", "scripted"]
+__all__ = ["calls", "scripted", "scripted_lens"]
 
 
 def calls(*made: tuple[str, dict[str, Any]], text: str = "") -> ModelOutput:
@@ -33,3 +33,19 @@ def scripted(outputs: Sequence[ModelOutput]) -> Model:
     usage = ModelUsage(input_tokens=1, output_tokens=1, total_tokens=2)
     made = [output.model_copy(update={"usage": usage}) for output in outputs]
     return get_model("mockllm/model", custom_outputs=made, memoize=False)
+
+
+def scripted_lens(outputs: Any) -> Model:
+    """A model that gives prepared outputs, and counts as one that has a lens.
+
+    Args:
+        outputs: as `mockllm` takes them; what they hold stands for what an engine returned.
+    """
+    from inspect_lens.model.provider._provider import LensAPI
+
+    model = get_model("mockllm/model", custom_outputs=outputs, memoize=False)
+    plain = type(model.api)
+    answers = type("ScriptedLens", (plain,), {})
+    LensAPI.register(answers)
+    model.api.__class__ = answers
+    return model

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from inspect_ai import Task, eval
 from inspect_ai.log import EvalLog
-from inspect_ai.model import GenerateConfig, ModelOutput, ModelUsage, get_model
+from inspect_ai.model import GenerateConfig, ModelOutput, ModelUsage
 
 from evals.organism_deception import organism_control, organism_dataset, organism_deception
 from evals.organism_deception.dataset import DATA_DIR
@@ -16,6 +16,7 @@ from inspect_lens._intake import Payload
 from inspect_lens.model import Activations
 from inspect_lens.probe import Interval, Probe, ProbeCard, Threshold, clopper_pearson
 from inspect_lens.spec import TensorData
+from tests.kit.scripted import scripted_lens
 
 H, LAYER = 8, 2
 TASK_FILE = "evals/organism_deception/task.py"
@@ -69,7 +70,7 @@ def handle(shift: float, seed: int) -> Activations:
 
 
 def run(task: Task | str, organism: Organism, folder: Path, **options: Any) -> EvalLog:
-    model = get_model("mockllm/model", custom_outputs=organism, memoize=False)
+    model = scripted_lens(organism)
     (log,) = eval(task, model=model, display="none", log_dir=str(folder), **options)
     assert log.status == "success", log.error
     return log

@@ -24,6 +24,7 @@ from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import Probe, ProbeCard
 from tests.kit.captured import captured
 from tests.kit.fake_server import FakeLensServer
+from tests.kit.scripted import scripted_lens
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -69,7 +70,7 @@ def judge(messages: Any, _t: Any, _c: Any, config: GenerateConfig) -> ModelOutpu
 def run(task: Task, folder: Path, model: Any, judged: Any = judge) -> EvalLog:
     grader = get_model("mockllm/grader", custom_outputs=judged, memoize=False)
     (log,) = eval(
-        task, model=get_model("mockllm/model", custom_outputs=model, memoize=False),
+        task, model=scripted_lens(model),
         model_roles={"grader": grader}, log_dir=str(folder), display="none", max_samples=1,
     )  # fmt: skip
     assert log.status == "success", log.error

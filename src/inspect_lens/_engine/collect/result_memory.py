@@ -40,8 +40,8 @@ __all__ = ["ARRIVED", "COVERED", "ResultMemory", "Slab", "memory_bytes"]
 ARRIVED, COVERED = 1, 3
 """Flags of a row: it has come; and a later row stands for it."""
 
-_RESERVE = 1 << 42
-"""Bytes of addresses, 4 TiB of the 128 that a process has; less where that many are refused."""
+_RESERVE = 1 << 41
+"""Bytes of addresses, 2 TiB of the 128 that a process has; less where that many are refused."""
 _LEAST_RESERVE = 1 << 28
 _SLABS = 1 << 10
 """A slab takes as many addresses, at most, as leave room for so many of them."""

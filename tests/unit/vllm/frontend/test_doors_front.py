@@ -168,7 +168,7 @@ def test_a_message_that_cannot_be_taken_in_fails_its_own_requests_at_once(
     engine.results.timeout_s = 20.0
     with monkeypatch.context() as patch:
         if where == "sweep":
-            patch.setattr(engine.collector._budget, "sweep", raising(fault))
+            patch.setattr(engine.collector.memory, "sweep", raising(fault))
             patch.setattr(collector, "_SWEEP_S", 0.0)
         else:
             owner = engine.collector._placing if where == "place" else engine.collector
