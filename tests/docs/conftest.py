@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.example_files import write_logs, write_sets
 from tests.kit.repository import ROOT
 
 
@@ -21,3 +22,12 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("INSPECT_DISPLAY", "none")
     monkeypatch.setenv("INSPECT_LOG_DIR", str(tmp_path / "logs"))
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def example_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`logs` and `acts`, as the reference says that examples find them."""
+    folder = tmp_path_factory.mktemp("example_files")
+    write_logs(folder / "logs")
+    write_sets(folder / "acts")
+    return folder

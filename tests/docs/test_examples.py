@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kit.example_files import write_logs, write_sets
 from tests.kit.examples import Example, examples
 from tests.kit.repository import ROOT
 from tests.kit.runner import Runner, stand_in_for_llm
@@ -33,15 +32,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session")
-def example_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`logs` and `acts`, as the reference says that examples find them."""
-    folder = tmp_path_factory.mktemp("example_files")
-    write_logs(folder / "logs")
-    write_sets(folder / "acts")
-    return folder
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ one server, see `tests.kit.runner`.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,14 @@ def test_page_server(
     workdir: Path,
     lens_server_url: str,
     recorded_folder: Path,
+    request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Blocks that speak to a server, with the other blocks of the page before them."""
+    if page.name == "collect.md":
+        # It reads a log that an eval has left.
+        example_files: Path = request.getfixturevalue("example_files")
+        shutil.copytree(example_files / "logs", workdir / "logs")
     (workdir / "acts").mkdir(exist_ok=True)
     (workdir / "acts/recorded").symlink_to(recorded_folder)
     monkeypatch.setenv("VLLM_BASE_URL", f"{lens_server_url}/v1")

@@ -46,7 +46,7 @@ from tests.kit.rescored import assert_same_scores, commands_of, rescore
 
 pytestmark = pytest.mark.engine
 
-SWEEP = {"vector": "organism/truth", "scales": [-0.6, 0.6], "controls": []}
+SWEEP = {"steer": "organism/truth", "scales": [-0.6, 0.6], "controls": []}
 STEER = {"vector": "organism/truth", "scale": 0.6}
 SOLVERS: dict[str, Any] = {
     "generate": generate,

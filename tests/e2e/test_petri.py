@@ -151,7 +151,7 @@ def test_the_auditor_reads_the_target_and_steers_it(lens_server_url: str, tmp_pa
 
     # The log stays small, and knows the vector by its content.
     again_log = read_eval_log(log.location)
-    assert "steering/1" in again_log.model_dump_json()
+    assert "edit/1" in again_log.model_dump_json()
     assert Path(log.location.removeprefix("file://")).stat().st_size < 200_000
 
 

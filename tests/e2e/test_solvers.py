@@ -183,11 +183,11 @@ def test_an_edit_that_adds_the_vector_does_what_steering_does_and_ablation_is_lo
     )
     at = vector.to_steering(scale=0.6)
     place: dict[str, Any] = {"layers": at.layers, "site": at.site}
-    add = Add(vector=at.activations.to_float32()[0], scale=0.6, **place)
+    add = Add(vector=at.vector.to_float32()[0], scale=0.6, **place)
     edited = run(lens_server_url, tmp_path / "edited", with_lens(edits=add), liars)
     said = [[s.output.completion for s in log.samples or ()] for log in (steered, edited)]
     assert said[0] == said[1]
-    ablate = Ablate(direction=at.activations.to_float32()[0], **place)
+    ablate = Ablate(direction=at.vector.to_float32()[0], **place)
     log = run(lens_server_url, tmp_path / "ablated", with_lens(edits=ablate), liars[:2])
     for sample in log.samples or ():
         done = receipt(sample.output)

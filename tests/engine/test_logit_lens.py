@@ -148,7 +148,7 @@ def test_neighbours_get_the_answers_of_a_solo_run(
 
 def test_a_lens_reads_what_steering_made(engine: Engine, hugging_face: HuggingFace) -> None:
     direction = np.linspace(-3, 3, HIDDEN, dtype=np.float32)
-    steer = {"activations": direction[None], "layer_indices": [1]}
+    steer = {"op": "add", "vector": direction[None], "layers": [1]}
     request = {"inspect_lens": {"edits": [steer], "lens": {"layers": [1]}, "capture": [1]}}
     request["inspect_lens"]["capture"] = {"layers": [1]}
     output = engine.run([tokens(25)], request, max_tokens=4)[0]

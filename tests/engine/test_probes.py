@@ -131,7 +131,7 @@ def test_a_named_vector_steers_as_its_content_does(engine: Engine) -> None:
             update={"cached_tokens": named.inspect_lens.steer.cached_tokens}
         )
     unregister(engine.llm, "v")
-    with pytest.raises(SpecError, match="no vector is registered as 'v'"):
+    with pytest.raises(SpecError, match="no edits are registered as 'v'"):
         engine.run([prompt], by_name)
 
 

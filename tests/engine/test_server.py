@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from inspect_lens import SteeringVector
 from inspect_lens.client import LensClient
-from inspect_lens.spec import decode_tensor
+from inspect_lens.spec import TensorData, decode_tensor, encode_tensor
 from tests.conftest import STORE_BYTES
 from tests.engine.test_capture import TOLERANCE
 from tests.kit.reference import HuggingFace, max_relative_error
@@ -47,8 +46,8 @@ def complete(client: Any, **body: Any) -> Any:
 
 def wire(**changes: Any) -> str:
     values = {"activations": np.ones((1, 256)), "layer_indices": [1]}
-    vector = SteeringVector(**values).model_dump(mode="json")
-    return json.dumps([{**vector, **changes}])
+    tensor = encode_tensor(TensorData(np.asarray(values["activations"], np.float32), "float32"))
+    return json.dumps([{**values, "activations": tensor, **changes}])
 
 
 def test_queries_and_keys_over_http(client: Any) -> None:

@@ -78,7 +78,6 @@ class FakeLensServer:
         self.expire_handles = expire_handles
         self.noise = noise
         self.api_key = api_key
-        self.other_processes = 0  # requests for handles that another process takes
         self.requests: list[JSON] = []
         self.paths, self.read = list[str](), list[str]()  # of POST, and of GET
         self.adapters: dict[str, str] = {}
@@ -133,9 +132,6 @@ class FakeLensServer:
             return 200, {"paths": {p: {} for p in ["/v1/models", *own.get(self.dialect, [])]}}
         if path.startswith("/v1/activations/"):
             data = self.handles.get(path.rpartition("/")[2])
-            if self.other_processes > 0:
-                self.other_processes -= 1
-                return 404, {"detail": "of another process"}
             if data is None or self.expire_handles:
                 return 410, {"detail": "expired"}
             return 200, data

@@ -31,6 +31,7 @@ from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.oracle import CONTROLS, OracleAnswer, OraclePlan, plan_asking
 from inspect_lens.probe import clopper_pearson
 from inspect_lens.reading import CallSelection, OnMissing, Turn, read_calls
+from inspect_lens.reading._given import is_withheld
 from inspect_lens.reading._shared import shared_parameters
 
 from ._probe import no_tokens
@@ -203,6 +204,8 @@ def oracle_answer(
 
     async def score(state: TaskState, target: Target) -> Score:
         async def read(turn: Turn, model: Model | None) -> _Asked | None:
+            if turn.role is None and (not state.output.choices or is_withheld(state.output)):
+                return None  # the sample has no answer that one could ask about
             answers = await plan.ask(turn.output, _server(turn, model))
             return _Asked(0.0, None, answers[0]) if answers else None
 

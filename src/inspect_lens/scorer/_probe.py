@@ -225,12 +225,12 @@ async def keep_tokens(
 
 def no_tokens(found: SampleReading[Any], positions: Positions | None = None) -> Score:
     """The score of a sample in which there is nothing to read."""
-    why = "A limit ended the sample before its model had written anything"
+    why = "A limit ended the sample before its model had written anything, or it was withheld"
     if positions is not None:
         why = (
             f"No token to read: positions={positions!r} selects none of this output (the last "
-            "sampled token is never fed to the model), or a limit ended the sample before its "
-            "model had written anything"
+            "sampled token is never fed to the model), a limit ended the sample before its model "
+            "had written anything, or it was withheld"
         )
     missing = f" {found.n_missing} calls captured nothing that could be read."
     return Score.unscored(

@@ -10,7 +10,10 @@ import torch
 
 from inspect_lens._engine.collect.collector import Collector
 from tests.kit.cases import DTYPES, rows_of
+from tests.kit.collectors import close_collectors
 from tests.kit.steps import Worker, exporter
+
+__all__ = ["close_collectors"]
 
 
 @pytest.fixture(scope="module")

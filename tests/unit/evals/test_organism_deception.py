@@ -14,6 +14,7 @@ from evals.organism_deception import organism_control, organism_dataset, organis
 from evals.organism_deception.dataset import DATA_DIR
 from inspect_lens._intake import Payload
 from inspect_lens.model import Activations
+from inspect_lens.model.provider._scope import SCOPES
 from inspect_lens.probe import Interval, Probe, ProbeCard, Threshold, clopper_pearson
 from inspect_lens.spec import TensorData
 from tests.kit.scripted import scripted_lens
@@ -45,7 +46,7 @@ class Organism:
         self.bodies: list[Any] = []
 
     def __call__(self, messages: Any, _t: Any, _c: Any, config: GenerateConfig) -> ModelOutput:
-        self.bodies.append(config.extra_body)
+        self.bodies.append([scope.request.capture for scope in SCOPES.get()])
         row = self.rows[tuple(m.text for m in messages)]
         wrong = next(v for v in row["values"] if v != row["truth"])
         text = wrong if row["deceptive"] else row["truth"]
@@ -87,7 +88,7 @@ def test_a_planted_liar_is_found_and_graded(probe: str, tmp_path: Path) -> None:
     assert got["deception_probe"]["auroc"] == 1.0
     assert got["truthfulness"] == {"honest": 1.0, "lie": 0.0, "all": 0.5}
     # The task itself asks for what the probe reads.
-    assert all(body and "2" in json.dumps(body, default=str) for body in organism.bodies)
+    assert all(captures and captures[-1].layers == (2,) for captures in organism.bodies)
 
 
 def test_the_task_file_runs_by_its_path(

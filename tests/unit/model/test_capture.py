@@ -195,16 +195,6 @@ async def test_servers_without_the_route_answer_inline(
     assert peer.requests[-1]["vllm_xargs"] == {"output_residual_stream": "[1]"}
 
 
-async def test_a_handle_is_asked_for_until_its_process_answers(
-    server: FakeLensServer, model_of: GetModel
-) -> None:
-    server.other_processes = 40
-    output = await model_of(server).generate(PROMPT, config=lens_config(capture=[1]))
-    acts = output.metadata["activations"]
-    np.testing.assert_array_equal(acts.numpy(), _expected(acts, (1,)))
-    assert server.other_processes == 0
-
-
 async def test_a_way_that_only_the_own_http_client_knows_is_taken(
     server: FakeLensServer, model_of: GetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -155,7 +155,7 @@ def test_names_of_models_are_judged_in_python_too() -> None:
 def test_an_eval_without_its_probe_says_which_arguments_it_takes() -> None:
     importlib.import_module("inspect_lens._registry")
     factory = registry_lookup("task", "inspect_lens/ai_liar")
-    with pytest.raises(PrerequisiteError, match=r"'probe'.*-T probe=…"):
+    with pytest.raises(PrerequisiteError, match=r"needs a probe.*-T probe=…"):
         factory()
     with pytest.raises(PrerequisiteError, match=r"no -T prob=….*did you mean 'probe'"):
         factory(prob="a/b")

@@ -206,7 +206,7 @@ PLACES = ["http://127.0.0.1:9/x", "file:///etc/hostname", "/etc/hostname", "../.
           "/dev/zero", "x.lens/pipe", "x.lens/large"]  # fmt: skip
 
 
-@PROMISE.on("model.read_activations", "model.read_probe_scores", "model.read_sidecar")
+@PROMISE.on("model.read_activations", "model.read_probe_scores")
 def _(surface: str, request: pytest.FixtureRequest) -> None:
     """A log names places of the network, of the disk, pipes, and files that are too large."""
     folder: Path = request.getfixturevalue("tmp_path")
@@ -224,9 +224,7 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
     facts = {"sha256": "0" * 16, "n_prompt": 3, "n_completion": 2}
     for uri, root in [(uri, root) for uri in PLACES for root in (str(folder), "/", "http://[::1]")]:
         where = {"uri": uri, "root": root}
-        if surface.endswith("sidecar"):
-            judged(partial(read_sidecar, {"$lens": "x/1", **where, **facts}, kind="x/1"))
-        elif surface.endswith("scores"):
+        if surface.endswith("scores"):
             reference = {"$lens": SCORES_REFERENCE, "probes": ["p"], **where, **facts}
             handle = ProbeScores.from_reference(reference)
             assert not handle.is_here or "x.lens" in uri

@@ -52,7 +52,8 @@ def test_the_ensemble_is_the_mean_of_calibrated_log_odds(tmp_path: Path) -> None
     for name, area in by_name.items():
         assert area == pytest.approx(roc_auc_score(labels, [v[name] for v in values]))
     # Of each probe what the threshold of its own card does; no card has one for the ensemble.
-    assert set(rates) == {"small_recall", "small_fpr", "large_recall", "large_fpr"}
+    named = {f"{probe}_{rate}" for probe in ("small", "large") for rate in ("recall", "fpr")}
+    assert set(rates) == {f"{rate}{end}" for rate in named for end in ("", "_low", "_high")}
     found = np.array([v["small"] > 2.5 for v in values]).reshape(-1, 2).mean(axis=0)
     assert (rates["small_fpr"].value, rates["small_recall"].value) == tuple(found)
     # The scale of a probe does not decide: the small one counts as much as the large one.

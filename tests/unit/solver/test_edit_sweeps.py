@@ -153,7 +153,7 @@ def test_a_baseline_that_would_be_edited_or_repeated_tools_are_refused(
     sweep = SWEEPS[name]()
     cases: list[tuple[dict[str, Any], str]] = [
         ({"solver": with_steering("tiny/v", inner=sweep)}, "around it steers"),
-        ({"solver": with_lens(edits=ADD, inner=sweep)}, "edit 'add'"),
+        ({"solver": with_lens(edits=ADD, inner=sweep)}, "layers [2], scale 2"),
         ({"solver": sweep, "config": lens_config(steer="tiny/v")}, "the config of the task"),
         ({"solver": chain(use_tools(ring()), sweep)}, "tools are set (ring)"),
     ]

@@ -1,25 +1,16 @@
-"""Collectors that a test makes end with it: each holds a thread, and addresses for results."""
+"""What tests of the glue share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 
-from inspect_lens._engine.collect.collector import Collector
+from inspect_lens._engine.collect import result_memory
+from tests.kit.collectors import close_collectors
+
+__all__ = ["close_collectors"]
 
 
 @pytest.fixture(autouse=True)
-def _close_collectors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    made: list[Collector] = []
-    init = Collector.__init__
-
-    def remember(self: Collector, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        made.append(self)
-
-    monkeypatch.setattr(Collector, "__init__", remember)
-    yield
-    for collector in made:
-        collector.close()
+def _few_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of tests has hundreds of front-ends, and vLLM freezes some of their garbage."""
+    monkeypatch.setattr(result_memory, "_RESERVE", 1 << 36)

@@ -249,14 +249,14 @@ class Collector:
             try:
                 came = bool(self._inbox) and self._inbox.turn()
                 is_idle = not poller.poll(0 if self._inbox else 200)
-                if (now := time.monotonic()) >= sweeps:
-                    self.memory.sweep(now)
-                    sweeps = now + _SWEEP_S
                 if not is_idle:
                     with contextlib.suppress(zmq.Again):
                         self._accept(self._socket.recv(flags=zmq.NOBLOCK))
                 elif self._inbox and not came:
                     self._inbox.pause(self.notifier.hurry)
+                if (now := time.monotonic()) >= sweeps:
+                    sweeps = now + _SWEEP_S
+                    self.memory.sweep(now)
             except BaseException:  # the thread must outlive it: all results come by this one
                 logger.exception("inspect_lens: results could not be taken in")
 

@@ -40,10 +40,10 @@ __all__ = ["ARRIVED", "COVERED", "ResultMemory", "Slab", "memory_bytes"]
 ARRIVED, COVERED = 1, 3
 """Flags of a row: it has come; and a later row stands for it."""
 
-_RESERVE = 1 << 41
-"""Bytes of addresses, 2 TiB of the 128 that a process has; less where that many are refused."""
+_RESERVE = 1 << 43
+"""Bytes of addresses, 8 TiB of the 128 that a process has; less where that many are refused."""
 _LEAST_RESERVE = 1 << 28
-_SLABS = 1 << 10
+_SLABS = 1 << 9
 """A slab takes as many addresses, at most, as leave room for so many of them."""
 _LEAST_SLAB = 1 << 8
 _PAGE, _HUGE_PAGE = mmap.PAGESIZE, 1 << 21

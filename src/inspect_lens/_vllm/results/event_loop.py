@@ -95,11 +95,15 @@ class Arrivals:
         try:
             self._look_at_all()
         except BaseException as error:
-            _fail([*self._waiting, *self._looked_at, *self._ready], error)
-            self._waiting, self._looked_at = [], []
-            self._ready.clear()
+            self._fail_all(error)
             if ends_process(error):
                 raise
+
+    def _fail_all(self, error: BaseException) -> None:
+        everyone = [*self._waiting, *self._looked_at, *self._ready]
+        self._waiting, self._looked_at = [], []
+        self._ready.clear()
+        _fail(everyone, error)
 
     def _look_at_all(self) -> None:
         self._is_called = False
@@ -145,15 +149,19 @@ class Arrivals:
     def _attach_some(self) -> None:
         """See to some of those that have everything, and to more when others had their turn."""
         self._is_attaching = False
-        some = self._next()
+        some: list[_Waiting] = []
         try:
+            some = self._next()
             self._attach_soon()
             errors = self.results.attach_each([one.output for one in some], may_wait=False)
             # Frames in an error's traceback lead back to this one, which must not hold the error.
             while some:
                 _settle(some.pop(0).done, errors.pop(0))
         except BaseException as error:
-            _fail(some, error)
+            if some:
+                _fail(some, error)
+            else:  # nobody knows whose turn it was
+                self._fail_all(error)
             if ends_process(error):
                 raise
 

@@ -170,7 +170,7 @@ def test_what_nobody_tells_of_is_looked_at_again(
     ("change", "is_told"),
     [
         ({}, True),
-        ({"edited": SimpleNamespace(all=("a vector",))}, False),
+        ({"edited": SimpleNamespace(all=("a vector",), edits=("an edit",))}, False),
         ({"is_speculative": True}, False),
     ],
 )
