@@ -190,7 +190,7 @@ def test_a_name_is_refused_when_it_is_registered(client: httpx.Client, name: Any
     assert set(client.get(REGISTRY).json()) >= {"p", "bare"}
 
 
-@pytest.mark.parametrize("word", ["capture", "edits", "probes", "lens", "_inspect_lens"])
+@pytest.mark.parametrize("word", ["capture", "edits", "steer", "probes", "lens", "_inspect_lens"])
 def test_other_routes_refuse_our_words(client: httpx.Client, word: str) -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     refused(client.post("/v1/messages", json={**body, word: {}}), word)

@@ -17,10 +17,9 @@ from collections.abc import Mapping
 from importlib import import_module, invalidate_caches
 from pathlib import Path
 
-from .repository import ROOT
-
 __all__ = ["run_python"]
 
+ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = (
     "inspect_ai._cli.main",
     "inspect_ai.model._openai_responses",
@@ -74,6 +73,7 @@ def _serve() -> None:
     os.dup2(2, 1)  # what an import prints is no answer
     for name in _PACKAGES:
         import_module(name)
+    assert "inspect_lens" not in sys.modules, "a package of others loads this one"
     for line in sys.stdin:
         if not (pid := os.fork()):
             _run(*json.loads(line))

@@ -39,9 +39,10 @@ PLACES = ("vllm_xargs", "extra_args")
 VLLM_KEYS = ("kv_transfer_params", "ec_transfer_params")
 
 _FIELDS = (
-    "capture", "edits_named", "probes", "hooks", "qk", "lens", "sink",
+    "capture", "edits", "edits_named", "probes", "hooks", "qk", "lens", "sink",
 )  # fmt: skip
 OWN_WORDS = {name: f'put it into {{"{NATIVE_KEY}": {{"{name}": ...}}}}' for name in _FIELDS} | {
+    "steer": "it is an argument of clients; the key is 'apply_steering_vectors'",
     "capture_layers": "it is an argument of clients; the key is 'output_residual_stream'",
     "steering_vectors": "it is an argument of clients; the key is 'apply_steering_vectors'",
     "capture_qk": "it is an argument of clients; the key is 'output_qk'",

@@ -66,11 +66,17 @@ CODE = """
 from vllm.plugins import load_general_plugins as load
 load(); load()
 from vllm import SamplingParams
-SamplingParams(extra_args={"output_residual_stream": [1]})
-try:
-    SamplingParams(extra_args={"inspect_lens": {"capture": {"layers": [0]}}})
-except Exception as error:
-    print("refused:", error)
+from vllm.v1.engine.input_processor import InputProcessor
+def ask(**extra_args):
+    try:
+        params = SamplingParams(extra_args=extra_args)
+        InputProcessor.process_inputs(None, "a", None, params, ())
+    except AttributeError:
+        print("came to vLLM:", *extra_args)
+    except Exception as error:
+        print("refused:", error)
+ask(output_residual_stream=[1])
+ask(inspect_lens={"capture": {"layers": [0]}})
 """
 
 
@@ -109,6 +115,7 @@ def test_vllm_starts_with_both_and_the_other_one_serves_its_keys(
     done = run()
     assert done.returncode == 0, done.stderr[-2000:]
     assert ("vLLM also loads vllm-lens" in done.stderr) == is_off
+    assert "came to vLLM: output_residual_stream" in done.stdout
     assert ("refused: " in done.stdout) == is_off
     if is_off:
         assert run(INSPECT_LENS_REQUIRED="1").returncode != 0
