@@ -237,7 +237,16 @@ class ProbeScores(LoggedHandle):
     def keep(
         cls, data: ScoreData, *, uri: str | None, root: str | None
     ) -> tuple[ProbeScores, bytes]:
-        """Make a handle, whose scores are in memory, and the contents of its file to be written."""
+        """Make a handle, whose scores are in memory.
+
+        Args:
+            data: the scores.
+            uri: where their file will lie; None where it is not known yet.
+            root: folder that a relative `uri` starts from.
+
+        Returns:
+            The handle, and the contents of its file, which the caller writes.
+        """
         content = data.encode()
         handle = cls.model_construct(
             _fields_set=_FIELDS,

@@ -23,7 +23,16 @@ Reduce = Literal["none", "mean", "last", "max", "norm"]
 
 
 class Reduction:
-    """One value of `reduce=`."""
+    """One value of `reduce=`: a subclass in this file adds one everywhere.
+
+    Example:
+        ```python
+        from inspect_lens.spec import REDUCTIONS
+
+        mean = REDUCTIONS["mean"]
+        print(mean.combine, mean.columns(256))
+        ```
+    """
 
     name: ClassVar[Reduce]
     summary: ClassVar[str]
@@ -47,19 +56,52 @@ class Reduction:
         return self.combine is None and not self.makes_numbers
 
     def columns(self, hidden: int) -> int:
-        """Numbers that `on_device` makes of a row of so many."""
+        """Numbers that `on_device` makes of a row.
+
+        Args:
+            hidden: numbers of the row.
+
+        Returns:
+            Their number.
+        """
         return self.width or hidden
 
     def on_device(self, torch: Any, rows: torch.Tensor) -> torch.Tensor:
-        """What is made of each row of (…, tokens, hidden), with the module `torch`."""
+        """Make the numbers of each row, on the worker's device.
+
+        Args:
+            torch: the module, which this package does not import.
+            rows: (…, tokens, hidden).
+
+        Returns:
+            (…, tokens, `columns(hidden)`).
+        """
         return rows
 
     def finish(self, combined: NDArray[Any], n: int) -> NDArray[Any]:
-        """The result, (width,), from what was combined of `n` tokens, in float64 for a sum."""
+        """Make the result of what was combined.
+
+        Args:
+            combined: (width,), in float64 for a sum.
+            n: tokens that it was combined of.
+
+        Returns:
+            (width,).
+        """
         return combined
 
     def join(self, parts: NDArray[np.float32]) -> NDArray[np.float32]:
-        """One row of parts, (layers, parts, tokens, `width`); of a reduction with a `width`."""
+        """Join what was made of parts of one wide row, for a reduction that has a `width`.
+
+        Args:
+            parts: (layers, parts, tokens, `width`).
+
+        Returns:
+            (layers, tokens, `width`).
+
+        Raises:
+            NotImplementedError: the reduction has no `width`.
+        """
         raise NotImplementedError
 
 

@@ -324,6 +324,10 @@ class EditBase(WireModel):
     def check_strength(self, dtype: str, field: str) -> None:
         """Refuse what is too large for a stream of some dtype whatever the model computes.
 
+        Args:
+            dtype: of the stream, such as `bfloat16`.
+            field: path of the edit in the request, for the message.
+
         Raises:
             SpecError: the edit is too strong.
         """

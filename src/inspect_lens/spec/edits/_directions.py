@@ -77,7 +77,15 @@ class Add(EditBase):
         return float(max(norms))
 
     def check_strength(self, dtype: str, field: str) -> None:
-        """Refuse a vector that would overflow the stream; see `EditBase.check_strength`."""
+        """Refuse a vector that would overflow the stream.
+
+        Args:
+            dtype: of the stream, such as `bfloat16`.
+            field: path of the edit in the request, for the message.
+
+        Raises:
+            SpecError: the vector is too long.
+        """
         most = LARGEST_NORM.get(dtype, LARGEST_NORM["float32"])
         most = math.sqrt(most) if self.norm_match else most
         found = abs(self.scale) * (1.0 if self.norm_match else self._norm)
