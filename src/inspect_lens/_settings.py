@@ -258,11 +258,13 @@ def _parse(name: str, raw: str, default: object) -> object:
             return {"1": True, "true": True, "0": False, "false": False, "": False}[raw.lower()]
         if isinstance(default, int):
             return int(raw)
-        if isinstance(default, float):
-            return float(raw)
+        value = float(raw) if isinstance(default, float) else raw
     except (KeyError, ValueError):
         raise SpecError(
             f"{name}={raw!r} is not a {type(default).__name__}; unset it or give a value "
             f"like {default!r}"
         ) from None
-    return raw
+    # Timers count milliseconds, in 32 bits.
+    if isinstance(value, float) and not 0.01 <= value <= 1e6:
+        raise SpecError(f"{name}={raw!r}; allowed are 0.01 to 1000000 seconds")
+    return value

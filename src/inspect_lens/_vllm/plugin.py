@@ -24,7 +24,8 @@ def register() -> None:
 
     Where the lens cannot be served, it is off, with one line in the log, and vLLM starts as ever:
     whoever starts it may not have asked for us. What one engine cannot have is found out later, see
-    `compat.off`; wrong settings are such a thing, too.
+    `compat.off`; wrong settings are such a thing, too, unless INSPECT_LENS_REQUIRED is set, which
+    has them read at once.
 
     Raises:
         Exception: what is wrong, where INSPECT_LENS_REQUIRED says not to start then.
@@ -36,9 +37,9 @@ def register() -> None:
             # The server; engines and workers, which it starts, are not that process's children.
             drop("parent")
             end_with(int(parent))
-        if flag("required", wrong=True):
-            Settings.load()  # or what is wrong with them, before anything is started
         if not flag("disable") and not _only_looks_at_a_model():
+            if flag("required", wrong=True):
+                Settings.load()  # or what is wrong with them, before anything is started
             _install()
     except Exception as error:
         if flag("required", wrong=True):

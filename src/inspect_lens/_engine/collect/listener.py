@@ -1,8 +1,9 @@
 """Takes what workers of other hosts send, and puts it where the collector reads.
 
-Bytes of rows go to a copy of the worker's memory (`mirror.py`), and messages to the collector's own
+Bytes of rows go to a copy of the worker's memory (`Mirror`), and messages to the collector's own
 socket, so that it need not know of hosts. One thread does that. While the collector's socket takes
-nothing, no frames are taken either: they wait at their sender, whose memory is bounded.
+nothing, no frames are taken either: they wait at their sender, whose memory is bounded, for the
+time-out at most. ZeroMQ then sees no sign of life of the other side, and ends the connection.
 """
 
 from __future__ import annotations
@@ -216,7 +217,8 @@ class Listener:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_closing = False
         self._look_s, self._looks = links.timeout_s / BEATS, 0.0
-        """Between two looks who has gone, which a socket says when it is to send; and the next."""
+        """Seconds between two sends to every worker, and the time of the next: a ROUTER says only
+        when it sends that a peer has gone."""
         self._context = zmq.Context()
         self._authenticator: Any = None
         if links.key:
@@ -252,7 +254,8 @@ class Listener:
             os.eventfd_write(self._wake, 1)
 
     def _end(self, linger: int) -> None:
-        if self._authenticator is not None:
+        # One whose thread has died would be waited for without end.
+        if self._authenticator is not None and self._authenticator.is_alive():
             self._authenticator.stop()
         self._context.destroy(linger=linger)
 
@@ -382,7 +385,7 @@ class Listener:
         try:
             self._socket.send_multipart(parts, flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            # It takes nothing, of a thousand small frames, or is not connected any more.
+            # It has taken none of the last thousand frames, or is no longer connected.
             seconds = f"{self._links.timeout_s:g}"
             self._drop(
                 identity,

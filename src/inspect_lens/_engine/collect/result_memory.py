@@ -139,8 +139,7 @@ class ResultMemory:
                 )
             start, nbytes = found
             self.used += nbytes
-            while self.kept > self._most_kept:
-                self._let_go()
+            self._let_go_of_most()
         slab = Slab(self, start, nbytes, rows, row_bytes)
         _clear(slab.flags)
         return slab
@@ -162,6 +161,7 @@ class ResultMemory:
                     self._warm[start] = nbytes, now
                 else:
                     free.appendleft(start)
+            self._let_go_of_most()
 
     def give_back(self, start: int, nbytes: int) -> None:
         """Drop a slab, in whichever thread let go of its last array.
@@ -213,11 +213,13 @@ class ResultMemory:
         self.kept -= self._warm.pop(start, (0, 0.0))[0]
         return start, nbytes
 
+    def _let_go_of_most(self) -> None:
+        """Keep no more than may be kept, of what `take_back` has seen; the lock is held."""
+        while self._warm and self.kept > self._most_kept:
+            self._let_go()
+
     def _let_go(self) -> None:
         """Give the memory of the slab to the system that was kept longest; the lock is held."""
-        if not self._warm:
-            # What was dropped just now is counted, and not here yet.
-            return
         start = next(iter(self._warm))
         nbytes, _ = self._warm.pop(start)
         self.kept -= nbytes

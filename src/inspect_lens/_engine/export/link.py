@@ -146,7 +146,7 @@ class Link:
         self._room.wait(seconds)
 
     def is_alive(self) -> bool:
-        """Whether the front-end has been heard of."""
+        """Whether the link has not ended."""
         return not self._is_lost
 
     def is_stopped(self) -> bool:
@@ -183,7 +183,8 @@ class Link:
             self._is_lost = True
             self._waiting.clear()
             self._room.set()
-            socket.disable_monitor()
+            with contextlib.suppress(zmq.ZMQError):  # the context may have ended
+                socket.disable_monitor()
             socket.close(linger=200 if self._is_closing else 0)
 
     def _talk(self, socket: Any, monitor: Any) -> None:
@@ -191,10 +192,15 @@ class Link:
         poller.register(self._wake, zmq.POLLIN)
         poller.register(monitor, zmq.POLLIN)
         frames: Iterator[tuple[Kind, int, bytes] | None] = self._frames()
+        # To connect and to be let in may take the time-out each. ZeroMQ tells of no event where it
+        # cannot open a socket.
+        until = time.monotonic() + 2 * self._links.timeout_s
         while not self._is_closing:
             self._hear(socket)
             while monitor.poll(0):
                 self._note_event(recv_monitor_message(monitor)["event"])
+            if not self._is_welcome and time.monotonic() > until:
+                raise _not_let_in()
             pause = self._ship(socket, frames)
             flags = zmq.POLLIN if self._held is None else zmq.POLLIN | zmq.POLLOUT
             poller.register(socket, flags)
@@ -208,16 +214,12 @@ class Link:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._is_welcome = True
             return
-        seconds = f"{self._links.timeout_s:g} s"
         if self._is_welcome:
             raise FrameError(
-                f"its connection has ended, or it was silent for {seconds} "
+                f"its connection has ended, or it was silent for {self._links.timeout_s:g} s "
                 "(INSPECT_LENS_HOSTS_TIMEOUT_S)"
             )
-        raise FrameError(
-            f"it did not let this host in within {seconds}; see whether this host can open "
-            "connections to it, and whether INSPECT_LENS_HOSTS_KEY is the same on all hosts"
-        )
+        raise _not_let_in()
 
     def _ship(self, socket: Any, frames: Iterator[tuple[Kind, int, bytes] | None]) -> float:
         """Send what can be sent; returns the seconds after which to look again."""
@@ -227,7 +229,7 @@ class Link:
                     return _IDLE_S
                 continue
             if not self._is_welcome:
-                return _IDLE_S
+                return min(_IDLE_S, self._links.timeout_s)
             if self._answers:
                 self._send(socket, Kind.BOARD, content=self._answers.popleft())
                 continue
@@ -312,3 +314,10 @@ class Link:
             socket.send_multipart(parts, flags=zmq.NOBLOCK)
         except zmq.Again:
             self._held = parts
+
+
+def _not_let_in() -> FrameError:
+    return FrameError(
+        "it did not let this host in; see whether this host can open connections to it, and "
+        "whether INSPECT_LENS_HOSTS_KEY is the same on all hosts"
+    )

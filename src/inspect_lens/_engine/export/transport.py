@@ -257,7 +257,7 @@ class Faults:
 def overflow() -> SpecError:
     """The error of a request whose steering left a row too large, or not finite."""
     return SpecError(
-        "steer: a steered row would have been too large for the dtype of the stream, or not "
+        "edits: a steered row would have been too large for the dtype of the stream, or not "
         "finite, and was left as it was, so that the output is not that of the steered model; "
         "nothing is returned; lower the scale"
     )

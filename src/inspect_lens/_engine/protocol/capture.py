@@ -266,8 +266,8 @@ def seal_capture(
     )
     is_folded = (
         (is_partial or is_last)
-        # What is kept is as wide as the stream.
-        and sealed.reduction.columns(facts.hidden) == facts.hidden
+        # What is kept are the rows themselves.
+        and not sealed.reduction.makes_numbers
         and len(sampled) > LAG + 1
         # Which of their rows count is known too late.
         and not (may_overrun or facts.is_speculative)

@@ -24,7 +24,7 @@ from inspect_lens._vllm.compat.features import require
 from inspect_lens._vllm.compat.monkeypatches import monkeypatch, wrap
 from inspect_lens._vllm.compat.off import not_served
 from inspect_lens._vllm.http.bodies import asked_of
-from inspect_lens._vllm.http.responses import is_serving, payloads, refuse_bodies
+from inspect_lens._vllm.http.responses import is_serving, payloads, refuse_bodies, refuse_params
 from inspect_lens._vllm.metrics import requested
 from inspect_lens._vllm.registered.persistent_hooks import HookBook, seal_eager
 from inspect_lens._vllm.registered.probe_scores import Reading
@@ -105,10 +105,10 @@ def seal_recorded(core: Any, processor: Any, rule: Rule) -> None:
         front_end().sinks.failed(rule, error)
 
 
-def has_lens_keys(params: Any) -> bool:
+def has_lens_keys(params: Any, keys: Collection[str] = (*LENS_KEYS, ENVELOPE_KEY)) -> bool:
     """Whether parameters ask for anything of ours, however badly."""
     extra = getattr(params, "extra_args", None)
-    return isinstance(extra, dict) and not extra.keys().isdisjoint((*LENS_KEYS, ENVELOPE_KEY))
+    return isinstance(extra, dict) and not extra.keys().isdisjoint(keys)
 
 
 def has_hooks(processor: Any) -> bool:
@@ -389,17 +389,22 @@ def said_by(detokenizer: Any) -> tuple[tuple[int, ...], str]:
 def refuse_requests(*, own_only: bool = False) -> None:
     """Wrap as little of vLLM as refusing takes, where nothing else of the lens can be installed."""
     keys = (NATIVE_KEY,) if own_only else LENS_KEYS
-    refuse_bodies(keys)
+
+    def refuse() -> None:
+        refuse_bodies(keys)
+        refuse_params(keys)
+
+    refuse()
     wrap(monkeypatch("process_inputs"), partial(_refusing, keys))
     # Which every front-end calls when its modules are there.
-    wrap(monkeypatch("input_processor_init"), partial(_then, partial(refuse_bodies, keys)))
+    wrap(monkeypatch("input_processor_init"), partial(_then, refuse))
 
 
 def _refusing(keys: Collection[str], original: Callable[..., Any]) -> Callable[..., Any]:
     def process_inputs(
         self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if not (getattr(params, "extra_args", None) or {}).keys().isdisjoint(keys):
+        if has_lens_keys(params, keys):
             require("lens")
         return original(self, request_id, prompt, params, *args, **kwargs)
 

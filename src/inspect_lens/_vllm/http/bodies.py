@@ -69,8 +69,8 @@ _SERVED = (
     TOKENS_PATH,
 )
 """Ends of paths whose handlers read lens keys."""
-_FINE = ("/v1/responses", "/render", "/tokenize", "/count_tokens")
-"""Ends of paths whose handlers refuse lens keys, or generate nothing."""
+_FINE = ("/render", "/tokenize", "/count_tokens")
+"""Ends of paths that generate nothing."""
 _OWN = ("/v1/inspect_lens", "/v1/hooks")
 """Of our own routes, which have bodies of their own."""
 _GENERATE = ("/v1/messages", TOKENS_PATH)
@@ -103,8 +103,8 @@ _held: ContextVar[_Body | None] = ContextVar("inspect_lens_body", default=None)
 class LensBodies:
     """ASGI middleware: what a body asks of the lens is parsed and judged before vLLM sees it.
 
-    A body that asks for something is refused where its route would pass over it, and everywhere
-    while the lens is off.
+    A JSON body that asks for something is refused where its route would pass over it, and
+    everywhere while the lens is off.
     """
 
     _threads = ThreadPoolExecutor(2, thread_name_prefix="inspect-lens-read")
@@ -135,14 +135,15 @@ class LensBodies:
         if not (has_keys or is_hidden or has_words):
             await self._app(scope, again, send)
             return
-        if path.endswith(_UNGUARDED) and lacks_key(scope):
-            await refuse(SpecError(_NO_KEY), send, status=401)
-            return
         held, n_bytes = _Body(None, is_read=False), 0
         try:
             front = self._front_end()
             facts: EngineFacts | None = getattr(front, "facts", None)
-            read = partial(read_body, path, body, facts, self._off(front))
+            off = self._off(front)
+            if path.endswith(_UNGUARDED) and lacks_key(scope) and _is_ours(off):
+                await refuse(SpecError(_NO_KEY), send, status=401)
+                return
+            read = partial(read_body, path, body, facts, off)
             if len(body) <= _SMALL and b"zstd" not in body and not is_hidden:
                 held = read()
             else:
@@ -176,14 +177,12 @@ class LensBodies:
             )
 
     def _off(self, front: Any) -> tuple[str, Collection[str]] | None:
-        """Why the lens is off in this process, and the keys that are refused; None while it is on.
-
-        An engine that is not served refuses all of them, whoever else is loaded.
-        """
+        """Why the lens is off in this process, with the keys that are refused then; or None."""
         for feature in ("lens", "http"):
             if (reason := is_off(feature)) is not None:
                 return f"{FEATURES[feature]}: off in this server: {reason}", self._keys
         refusal: str | None = getattr(front, "refusal", None)
+        # An engine that is not served refuses all of them, whoever else is loaded.
         return None if refusal is None else (str(not_served(refusal)), LENS_KEYS)
 
 
@@ -235,8 +234,12 @@ def read_body(
     is_tokens = path.endswith(TOKENS_PATH)
     params = fields.get("sampling_params") if is_tokens else fields
     params = cast("dict[str, Any]", params) if isinstance(params, dict) else {}
-    if off is not None and (_keys_in(fields, off[1]) or _keys_in(params, off[1])):
-        raise UnsupportedError(off[0])
+    if off is not None:
+        reason, keys = off
+        if _keys_in(fields, keys) or _keys_in(params, keys):
+            raise UnsupportedError(reason)
+        if not _is_ours(off):
+            return nothing  # the other keys are another plug-in's
     if is_tokens or not path.endswith(_SERVED):
         _refuse_lost(path, fields)
     if not path.endswith(_SERVED):
@@ -249,6 +252,11 @@ def read_body(
         for tensor in edit.tensors.values():
             tensor.sha256  # noqa: B018 - worked out here, and not on the event loop
     return _Body(request, is_read=True)
+
+
+def _is_ours(off: tuple[str, Collection[str]] | None) -> bool:
+    """Whether all lens keys are meant for this package."""
+    return off is None or set(off[1]) == set(LENS_KEYS)
 
 
 def _keys_in(fields: Mapping[str, Any], keys: Collection[str] = LENS_KEYS) -> list[str]:

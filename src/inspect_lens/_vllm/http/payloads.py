@@ -83,7 +83,7 @@ class PayloadStore:
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
         self.refusal: str | None = None
-        """Why no result can be fetched from this server."""
+        """Why handles of this server are not to be relied on; None where they are."""
 
     @cached_property
     def max_bytes(self) -> int:
@@ -102,6 +102,8 @@ class PayloadStore:
 
     def put(self, data: bytes | memoryview) -> str:
         """Keep a payload of the client that is served; returns its handle, which none can guess."""
+        if self.refusal is not None:
+            raise UnsupportedError(self.refusal)
         size, client = len(data), CLIENT.get()
         handle = f"{self.name}-{secrets.token_urlsafe(24)}"
         now = time.monotonic()

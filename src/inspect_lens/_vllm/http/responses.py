@@ -14,7 +14,7 @@ from pydantic import PrivateAttr
 
 from inspect_lens._vllm import traces
 from inspect_lens._vllm.compat.engine_facts import computing_facts
-from inspect_lens._vllm.compat.features import FEATURES, all_off, is_off, turn_off
+from inspect_lens._vllm.compat.features import FEATURES, all_off, is_off, require, turn_off
 from inspect_lens._vllm.compat.guard import pass_over
 from inspect_lens._vllm.compat.monkeypatches import SERVER_PATCHES, monkeypatch, verify, wrap
 from inspect_lens._vllm.compat.off import reason_of
@@ -111,7 +111,7 @@ def install_when_serving(front_end: Any = None) -> None:
         for name, make in _WRAPPERS.items():
             wrap(monkeypatch(name), make)
     except Exception as error:  # noqa: BLE001 - vLLM's start must not end here
-        # Bodies are refused from now on.
+        # Bodies are refused from now on, where `routers` could be wrapped.
         reason = reason_of(error)
         logger.warning("inspect_lens: %s: off: %s", FEATURES["http"], reason)
         turn_off("http", reason)
@@ -125,6 +125,29 @@ def refuse_bodies(keys: Collection[str] = LENS_KEYS) -> None:
         wrap(monkeypatch("routers"), partial(_routers, keys))
     except Exception as error:  # noqa: BLE001 - vLLM's start must not end here
         logger.error("inspect_lens: bodies with lens keys are passed over: %s", error)
+
+
+def refuse_params(keys: Collection[str]) -> None:
+    """Refuse bodies that come to vLLM's handlers by no route, as those of `vllm run-batch` do."""
+    if not is_serving():
+        return
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                if has_lens_words(self, keys):
+                    require("lens")
+            except BaseException as error:  # noqa: BLE001 - a door
+                pass_over(error, uses_lens=True)
+            return original(self, *args, **kwargs)
+
+        return to_sampling_params
+
+    try:
+        for name in ("chat_params", "completion_params"):
+            wrap(monkeypatch(name), make)
+    except Exception as error:  # noqa: BLE001 - vLLM's start must not end here
+        logger.error("inspect_lens: lens keys of batch files are passed over: %s", error)
 
 
 def as_json(completion: Any) -> dict[str, Any]:
@@ -378,16 +401,20 @@ def _refuse(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def _routers(keys: Collection[str], original: Callable[..., Any]) -> Callable[..., Any]:
-    def register(app: Any) -> None:
-        original(app)
+    def register(app: Any, *args: Any, **kwargs: Any) -> Any:
+        made = original(app, *args, **kwargs)
         try:
             if is_off("http") is None:
                 add_routes(app)
         except Exception as error:  # noqa: BLE001 - vLLM's start must not end here
             turn_off("http", reason_of(error))
-        app.add_middleware(LensBodies, front_end=lambda: _Front.end, keys=keys)
-        if traces.is_on():
-            app.add_middleware(traces.NotesTrace)  # outermost: the others refuse
+        try:
+            app.add_middleware(LensBodies, front_end=lambda: _Front.end, keys=keys)
+            if traces.is_on():
+                app.add_middleware(traces.NotesTrace)  # outermost: the others refuse
+        except Exception as error:  # noqa: BLE001 - nor here
+            logger.error("inspect_lens: bodies with lens keys are passed over: %s", error)
+        return made
 
     def add_routes(app: Any) -> None:
         found: list[dict[str, Any]] = []
@@ -399,12 +426,11 @@ def _routers(keys: Collection[str], original: Callable[..., Any]) -> Callable[..
                     found.append(await asyncio.to_thread(computing_facts, app.state))
                 except Exception as error:  # noqa: BLE001 - the rest is an answer without it
                     pass_over(error, uses_lens=False)
-                    found.append({})
             return {
                 **described,
                 "off": all_off(),
                 "stored_bytes": payloads.n_bytes,
-                "computes_with": found[0],
+                "computes_with": found[0] if found else {},
             }
 
         add_fetch_route(app, payloads, lambda: getattr(_Front.end, "siblings", None))

@@ -156,7 +156,8 @@ class Arrivals:
             errors = self.results.attach_each([one.output for one in some], may_wait=False)
             # Frames in an error's traceback lead back to this one, which must not hold the error.
             while some:
-                _settle(some.pop(0).done, errors.pop(0))
+                _settle(some[0].done, errors.pop(0))
+                del some[0]
         except BaseException as error:
             if some:
                 _fail(some, error)

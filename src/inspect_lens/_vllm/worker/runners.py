@@ -206,7 +206,7 @@ class RunnerV2(_Runner):
             elif stepper.is_armed:
                 guarded(stepper, stepper.disarm)
             if self.eager is not None and is_eager_step():
-                guarded(stepper, self.eager.begin, _parts(*_layout_v2(input_batch)))
+                guarded(stepper, self._begin_eager, input_batch)
             return result
 
         state.add_request = add_request
@@ -220,6 +220,10 @@ class RunnerV2(_Runner):
     def _begin(self, input_batch: Any) -> None:
         self._watch_graphs()
         self._stepper.begin(*_layout_v2(input_batch))
+
+    def _begin_eager(self, input_batch: Any) -> None:
+        assert self.eager is not None
+        self.eager.begin(_parts(*_layout_v2(input_batch)))
 
     def _wants_eager(self) -> bool:
         scheduled = self._scheduled.num_scheduled_tokens

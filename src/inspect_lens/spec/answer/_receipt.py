@@ -93,7 +93,8 @@ class SteerReceipt(BaseModel):
     cached_tokens: int = 0
     """Prompt tokens that came, steered, from this configuration's own prefix-cache entries."""
     vectors: tuple[str, ...]
-    """sha256 of each vector's dtype, shape and content."""
+    """Of each edit the sha256 of its tensor (dtype, shape and content), or of its program where it
+    has none or several."""
     gates: tuple[GateReceipt, ...] = ()
     """Gates of scope `next` or `rest`, or with `ema` or `closes_below`, in the order of the
     request."""

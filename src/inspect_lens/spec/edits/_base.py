@@ -95,7 +95,9 @@ class EditBase(WireModel):
         """Make an operation known by its name."""
         super().__pydantic_init_subclass__(**options)
         if "op" in cls.model_fields:
-            EDITS.setdefault(cls.model_fields["op"].default, cls)
+            op = cls.model_fields["op"].default
+            if EDITS.setdefault(op, cls).__qualname__ != cls.__qualname__:
+                raise TypeError(f"{cls.__qualname__}: another edit is called op={op!r}")
             TENSORS.update(cls.tensor_fields)
 
     @field_validator("layers", mode="before")

@@ -22,7 +22,7 @@ from inspect_lens.spec.values._words import (
 )
 
 from ._request import LensRequest
-from ._vllm_lens import STEER_KEY, to_vllm_lens, vector_form
+from ._vllm_lens import STEER_KEY, is_plain, to_vllm_lens, vector_form
 
 __all__ = [
     "BodyParts",
@@ -141,7 +141,7 @@ def to_wire_args(extra_args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any, key: str) -> Any:
-    if isinstance(value, Add) and key == STEER_KEY:
+    if key == STEER_KEY and isinstance(value, Add) and is_plain(value):
         return vector_form(value)
     if isinstance(value, Hook | LensRequest | EditBase):
         return value.model_dump(mode="json", exclude_none=True)

@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from pydantic import ValidationError
 
 from inspect_lens.errors import SpecError
@@ -23,7 +22,7 @@ from inspect_lens.spec.engine._facts import RESID_POST, Site
 from inspect_lens.spec.engine._limits import TensorLimits
 from inspect_lens.spec.values._counts import check_counts
 from inspect_lens.spec.values._strict import explain, integers, shown
-from inspect_lens.spec.values._tensor import TensorData, as_tensor_data, encode_tensor
+from inspect_lens.spec.values._tensor import as_tensor_data, encode_tensor
 from inspect_lens.spec.values._words import LENS_KEYS
 
 if TYPE_CHECKING:
@@ -83,6 +82,9 @@ class SteeringVector:
 
         Returns:
             The edit.
+
+        Raises:
+            ValueError: a value is wrong; a `SpecError` or pydantic's `ValidationError`.
         """
         return Add.model_validate(_spelled(dict(
             activations=activations, layer_indices=layer_indices, scale=scale,
@@ -98,6 +100,9 @@ class SteeringVector:
 
         Returns:
             The edit.
+
+        Raises:
+            ValueError: a value is wrong; a `SpecError` or pydantic's `ValidationError`.
         """
         return Add.model_validate(_spelled(value) if isinstance(value, Mapping) else value)
 
@@ -106,6 +111,11 @@ def _spelled(value: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a vector of vllm-lens, by the names that `Add` has."""
     if "op" in value or "activations" not in value:
         return dict(value)
+    if mixed := sorted(set(value) & set(_NAMES.values())):
+        raise SpecError(
+            f"{', '.join(mixed)} beside activations; give the names of vllm-lens "
+            f"({', '.join(_NAMES)}) or those of Add ({', '.join(_NAMES.values())}), not both"
+        )
     fields = {_NAMES.get(key, key): item for key, item in value.items()}
     if fields.get("positions") is None:
         fields.pop("positions", None)
@@ -116,9 +126,14 @@ def _spelled(value: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(shape, list | tuple) and len(shape) == 3 and type(shape[1]) is int:
             fields["positions"] = range(min(max(shape[1], 1), 1 << 20))
         return fields
-    listed = integers(fields["positions"])
+    try:
+        listed = integers(fields["positions"])
+    except ValueError as error:
+        raise SpecError(
+            f"position_indices: {error}; give the positions themselves, as in [0, 2]"
+        ) from None
     if not isinstance(listed, tuple):
-        raise ValueError(f"position_indices={shown(listed)}; it has to be a list of integers")
+        raise SpecError(f"position_indices={shown(listed)}; it has to be a list of integers")
     fields["positions"] = listed
     return fields
 
@@ -166,9 +181,12 @@ def _vector(value: Any, field: str, limits: TensorLimits | None) -> Add:
     try:
         return Add.model_validate(_spelled(value), context=context)
     except ValidationError as error:
+        names = (
+            " (vector, layers and positions are what activations, layer_indices and "
+            "position_indices give)"
+        )
         raise SpecError(
-            f"{explain(error, at=field)} (vector, layers and positions are what activations, "
-            "layer_indices and position_indices give)"
+            explain(error, at=field) + (names if "activations" in value else "")
         ) from None
     except ValueError as error:
         raise SpecError(f"{field}: {error}") from None
@@ -214,7 +232,7 @@ def to_vllm_lens(request: LensRequest) -> dict[str, Any] | None:
     """The request by the keys of vllm-lens, which either server reads; None where they cannot."""
     capture, qk = request.capture, request.qk
     if (
-        not all(_is_plain(edit) for edit in request.edits)
+        not all(is_plain(edit) for edit in request.edits)
         or (capture is not None and not capture.is_plain)
         or (capture is not None and qk is not None and capture.transport != qk.transport)
         or request.edits_named
@@ -238,10 +256,11 @@ def to_vllm_lens(request: LensRequest) -> dict[str, Any] | None:
     return args
 
 
-def _is_plain(edit: EditBase) -> bool:
+def is_plain(edit: EditBase) -> bool:
     """Whether it is a vector as vllm-lens has them."""
     return (
         isinstance(edit, Add)
+        and len(edit.vector.shape) > 1
         and edit.site == RESID_POST
         and edit.phase == "both"
         and edit.when is None
@@ -258,13 +277,9 @@ def _transport_key(transport: Transport) -> dict[str, str]:
 
 def vector_form(edit: Add) -> dict[str, Any]:
     """The JSON form that vllm-lens has of a vector that its key can say."""
-    tensor = edit.vector
-    if len(tensor.shape) == 1:
-        rows = np.broadcast_to(tensor.storage, (len(edit.layers), *tensor.shape))
-        tensor = TensorData(rows, tensor.dtype)
     positions = None if edit.positions == "all" else list(edit.positions)
     return {
-        "activations": encode_tensor(tensor),
+        "activations": encode_tensor(edit.vector),
         "layer_indices": list(edit.layers),
         "scale": edit.scale,
         "norm_match": edit.norm_match,

@@ -43,6 +43,7 @@ _FIELDS = (
 )  # fmt: skip
 OWN_WORDS = {name: f'put it into {{"{NATIVE_KEY}": {{"{name}": ...}}}}' for name in _FIELDS} | {
     "steer": "it is an argument of clients; the key is 'apply_steering_vectors'",
+    "steer_named": "the names of vectors stand in 'edits_named', as those of other edits do",
     "capture_layers": "it is an argument of clients; the key is 'output_residual_stream'",
     "steering_vectors": "it is an argument of clients; the key is 'apply_steering_vectors'",
     "capture_qk": "it is an argument of clients; the key is 'output_qk'",
@@ -74,6 +75,27 @@ def refuse_misspelled(
 
 @lru_cache(maxsize=1024)  # of short keys: clients send the same ones again and again
 def _nearest(key: str, known: tuple[str, ...], cutoff: float) -> str | None:
-    """The most similar of some keys."""
-    near = difflib.get_close_matches(key, known, n=1, cutoff=cutoff)
+    """The most similar of some keys; most are told apart by length and letters alone."""
+    text = key.encode(errors="replace")
+    alike = [
+        word
+        for word, letters, enough in _of_length(len(key), known, cutoff)
+        if len(text) - len(text.translate(None, letters)) >= enough and _shared(key, word) >= enough
+    ]
+    near = difflib.get_close_matches(key, alike, n=1, cutoff=cutoff) if alike else []
     return near[0] if near else None
+
+
+@lru_cache(maxsize=256)
+def _of_length(n: int, known: tuple[str, ...], cutoff: float) -> list[tuple[str, bytes, float]]:
+    """Keys that one of `n` letters may be meant for, their letters, and how many it has to have.
+
+    Of as many is made what difflib calls the ratio: twice the shared ones by all.
+    """
+    found = [(word, word.encode(), cutoff * (n + len(word)) / 2) for word in known]
+    return [item for item in found if min(n, len(item[0])) >= item[2]]
+
+
+def _shared(key: str, word: str) -> int:
+    """Letters that both have, each as often as the one that has it less often."""
+    return sum(min(key.count(letter), word.count(letter)) for letter in set(word))

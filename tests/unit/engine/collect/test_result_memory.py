@@ -266,3 +266,14 @@ def test_a_slab_that_is_dropped_while_the_lock_is_held_is_counted_later() -> Non
     assert memory.used >= 16 * MIB
     memory.take_back()
     assert (memory.used, memory.kept) == (0, 0)
+
+
+def test_what_was_just_dropped_and_is_not_taken_back_yet_keeps_nobody_waiting() -> None:
+    memory = ResultMemory(8 << 30)
+    slab = memory.take(3 << 20, 1024)
+    del slab
+    # More than may be kept beside it is counted, and none of it can be let go of yet.
+    large = memory.take(7 << 20, 1024)
+    memory.take_back()
+    assert memory.kept <= 1 << 30
+    del large

@@ -80,7 +80,7 @@ def test_such_a_request_fails_and_its_neighbour_does_not(
     worker.step([("bad", 1, 0, 4), ("good", 2, 0, 4)])
     for position in range(4, 7):
         worker.step([("bad", 1, position, 1), ("good", 2, position, 1)])
-    with pytest.raises(SpecError, match=r"steer: a steered row .*lower the scale"):
+    with pytest.raises(SpecError, match=r"edits: a steered row .*lower the scale"):
         collector.take("bad", counts={ROWS: 7, SCORES: 0}, n_fed=7, timeout_s=5)
     got = collector.take("good", counts={ROWS: 7, SCORES: 0}, n_fed=7, timeout_s=5)
     np.testing.assert_array_equal(got.tensors[ROWS].storage[1], rows(2, 5, 0, 7).numpy())

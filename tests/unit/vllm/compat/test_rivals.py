@@ -115,6 +115,10 @@ def test_vllm_starts_with_both_and_the_other_one_serves_its_keys(
     done = run()
     assert done.returncode == 0, done.stderr[-2000:]
     assert ("vLLM also loads vllm-lens" in done.stderr) == is_off
+    if environment == {"VLLM_PLUGINS": "inspect_lens"}:
+        # Both are ours, and no engine of ours has been made that could serve them.
+        assert done.stdout.count("inspect_lens_facts") == 2
+        return
     assert "came to vLLM: output_residual_stream" in done.stdout
     assert ("refused: " in done.stdout) == is_off
     if is_off:
