@@ -142,14 +142,18 @@ def test_what_does_not_fit_the_prompt_gets_400_before_a_stream_starts(
 
 
 @pytest.mark.parametrize(
-    ("path", "body"),
+    ("path", "body", "message"),
     [
-        ("/v1/responses", {"input": "hi"}),
-        ("/v1/completions", {"prompt": "hi", "use_beam_search": True, "n": 2}),
+        ("/v1/responses", {"input": "hi"}, "would pass over"),
+        (
+            "/v1/completions",
+            {"prompt": "hi", "use_beam_search": True, "n": 2},
+            "cannot be used with",
+        ),
     ],
 )
 def test_where_no_result_could_be_returned_the_request_is_refused(
-    client: Any, path: str, body: dict[str, Any]
+    client: Any, path: str, body: dict[str, Any], message: str
 ) -> None:
     for lens in (
         {"vllm_xargs": {"output_residual_stream": "[1]"}},
@@ -157,7 +161,7 @@ def test_where_no_result_could_be_returned_the_request_is_refused(
     ):
         answer = client.post(path, json={"model": MODEL, **body, **lens})
         assert answer.status_code == 400, answer.text
-        assert "cannot be used with" in answer.text
+        assert message in answer.text
     answer = client.post(path, json={"model": MODEL, **body, "output_residual_streem": [1]})
     assert answer.status_code == 400, answer.text
     assert "did you mean" in answer.text
@@ -306,7 +310,8 @@ def test_a_reduction_knows_where_an_answer_ends(client: Any, n: int, has_stop: b
 
 
 def test_steering_while_decoding_leaves_the_prompt_alone(client: Any) -> None:
-    lens = {"edits": json.loads(wire(phase="decode")), "capture": {"layers": [1]}}
+    vector = {"op": "add", "vector": [1.0] * 256, "layers": [1], "phase": "decode"}
+    lens = {"edits": [vector], "capture": {"layers": [1]}}
     plain = chat(client, inspect_lens={"capture": {"layers": [1]}}).json()
     answer = chat(client, inspect_lens=lens).json()
     n, done = answer["inspect_lens"]["n_prompt"], answer["inspect_lens"]["n_completion"]

@@ -130,8 +130,9 @@ def _approval(
     if not judged.is_above:
         said = f"{name} scores {value:.4g}, not above {judge.threshold:.4g}. {means}"
         return Approval(decision=below, explanation=said, metadata=facts)
+    done = "The next approver decides" if action == "escalate" else "The call was not carried out"
     said = (
         f"{name} scores {value:.4g} in the turn that makes this call, above "
-        f"{judge.threshold:.4g}. The call was not carried out. {means}"
+        f"{judge.threshold:.4g}. {done}. {means}"
     )
     return Approval(decision=action, explanation=said, metadata=facts)

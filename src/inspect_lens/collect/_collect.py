@@ -50,7 +50,14 @@ from inspect_lens.errors import CaptureError, LensError, NotCapturedError, SpecE
 from inspect_lens.model import Activations, activations, lens_config, recapture
 from inspect_lens.probe import CaptureFacts, fingerprint_model
 from inspect_lens.reading._given import GivenTokens, given_tokens
-from inspect_lens.spec import CaptureSpec, Layers, Positions, TensorData, resolve_positions
+from inspect_lens.spec import (
+    REDUCTIONS,
+    CaptureSpec,
+    Layers,
+    Positions,
+    TensorData,
+    resolve_positions,
+)
 
 __all__ = [
     "Request",
@@ -210,6 +217,10 @@ def rows_at(handle: Activations, positions: Sequence[int]) -> TensorData | None:
     """Rows of the residual stream at positions."""
     if not positions:
         return None
+    if _RESIDUAL not in handle:
+        raise NotCapturedError(f"the residual stream was not captured, only {', '.join(handle)}")
+    if not REDUCTIONS[reduced := handle.tensors[_RESIDUAL].reduce].has_rows:
+        raise NotCapturedError(f"only the {reduced} was captured, and not the tokens")
     data = handle.data(_RESIDUAL)
     at = {position: i for i, position in enumerate(handle.positions)}
     missing = [p for p in positions if p not in at]

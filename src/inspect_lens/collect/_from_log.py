@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from inspect_ai.log import EvalLog, EvalSample, read_eval_log
-from inspect_ai.scorer import value_to_float
 
 from inspect_lens.data import (
     ActivationStore,
@@ -29,6 +30,8 @@ from inspect_lens.spec import Positions, parse_positions
 from ._collect import Request, claimed, finish, plan_of, rows_at, write_shard
 
 __all__ = ["log_to_store"]
+
+logger = logging.getLogger(__name__)
 
 _SCORE = "score:"
 _SHARD = 64
@@ -88,9 +91,13 @@ def log_to_store(
     selection = CallSelection.of(over=over, roles=roles, on_missing=on_missing)
     wanted = parse_positions(positions, field="positions")
     kept: list[tuple[ProbeSample, Turn]] = []
-    for sample in read.samples or []:
+    if read.samples is None:
+        raise SpecError("log: it was read without its samples; read it with header_only=False")
+    n_unmarked = 0
+    for sample in read.samples:
         mark = _label(sample, label)
         if mark is None:
+            n_unmarked += 1
             continue
         for turn in selection.of_sample(sample).turns:
             kept.append((_sample(sample, turn, mark, group), turn))
@@ -102,6 +109,11 @@ def log_to_store(
         )
     done = [c for c in (_captured(*one, wanted, on_missing) for one in kept) if c is not None]
     known = {captured.record.id for captured in done}
+    if n_unmarked or len(done) < len(kept):
+        logger.warning(
+            "%d of %d samples have no label, and %d of %d calls no row that was asked for; they "
+            "are left out", n_unmarked, len(read.samples), len(kept) - len(done), len(kept),
+        )  # fmt: skip
     name = read.eval.task.rpartition("/")[2]
     dataset = ProbeDataset(
         name=name, split="log", source="path", licence="unknown", on_policy=True,
@@ -132,7 +144,11 @@ def _label(sample: EvalSample, label: Label) -> bool | None:
         found: Any = label(sample)
     elif label.startswith(_SCORE):
         score = (sample.scores or {}).get(label.removeprefix(_SCORE))
-        found = None if score is None else value_to_float()(score.value)
+        found = None if score is None else score.value
+        if isinstance(found, str):
+            found = {"C": 1, "I": 0}.get(found, found)
+        elif isinstance(found, float) and math.isnan(found):
+            found = None  # unscored
     else:
         found = (sample.metadata or {}).get(label)
     if found is None:

@@ -291,17 +291,20 @@ def calibrate_tracker(
         log: whose samples captured queries and keys of the layers that may hold them, such as
             all: `config=lens_config(qk=True, max_tokens=1)`.
         label: key of the sample metadata that is 1 or true for an attacked prompt.
-        n_std: as for `find_tracker_heads`.
-        instruction: as for `TrackerReader.of`.
-        data: as for `TrackerReader.of`.
-        tokenizer: as for `TrackerReader.of`.
+        n_std: standard deviations by which a head's attention has to fall; see
+            `find_tracker_heads`.
+        instruction: role of the messages that instruct, or `metadata:KEY` for a text that the
+            sample's metadata has.
+        data: the same of the messages that bring data, such as `tool`.
+        tokenizer: folder or name of the model's tokenizer; that of the log's model by default.
 
     Returns:
         The heads, without a threshold; set one on other normal prompts, with the values of the
         scorer `attention_tracker` and `inspect_lens.train.fit_threshold`.
 
     Raises:
-        ArtifactError: a sample captured nothing, or as for `TrackerReader.read`.
+        ArtifactError: a sample captured nothing, a text does not stand in the prompt, or no
+            tokenizer is on this machine.
         SpecError: a sample without label, layers that differ, too few prompts of a kind, or no
             head that falls by more than it varies.
 

@@ -448,7 +448,8 @@ async def read_message(
     Args:
         reader: the probe and what it reads.
         message: assistant message, or its id.
-        output: as for `call_of`.
+        output: an output that may be the message's own; it knows token ids where nothing was
+            captured.
         model: that recomputes; by default that of the call's role, or the active one.
 
     Returns:

@@ -5,6 +5,7 @@ And what a log says of it at every share of samples that the judge could read.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -35,6 +36,8 @@ from ._operating import at_threshold
 from ._probe import keep_tokens, no_tokens
 
 __all__ = ["CascadeRecord", "probe_cascade", "read_cascade"]
+
+logger = logging.getLogger(__name__)
 
 _PROMPT = """Read this conversation and the answer that ends it.
 
@@ -117,7 +120,7 @@ def probe_cascade(
     Example:
         ```python
         from inspect_ai import score
-        from inspect_ai.log import EvalLog, read_eval_log
+        from inspect_ai.log import read_eval_log
 
         from inspect_lens.scorer import probe_cascade
 
@@ -305,7 +308,7 @@ def read_cascade(
         import math
 
         from inspect_ai import score
-        from inspect_ai.log import EvalLog, read_eval_log
+        from inspect_ai.log import read_eval_log
         from inspect_ai.model import ModelOutput, ModelUsage, get_model
 
         from inspect_lens.scorer import probe_cascade, read_cascade
@@ -332,6 +335,11 @@ def read_cascade(
     scored = [(sample, (sample.scores or {}).get(name)) for sample in read.samples or []]
     made = [sample_score(sample, score) for sample, score in scored if score is not None]
     known = [one for one in made if "probe_value" in (one.score.metadata or {})]
+    if len(known) < len(made):
+        logger.warning(
+            "%d of %d scores have no number of the probe and are left out",
+            len(made) - len(known), len(made),
+        )  # fmt: skip
     for one in known:
         if not (one.score.metadata or {})["judged"]:
             raise SpecError(

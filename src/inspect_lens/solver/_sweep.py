@@ -130,7 +130,7 @@ class SaeLatents:
 
     def _repr_params_(self) -> dict[str, Any]:
         """What Inspect writes into the log; the sweep takes this form, too."""
-        name = self.sae if isinstance(self.sae, str) else type(self.sae).__name__
+        name = str(self.sae) if isinstance(self.sae, str | Path) else type(self.sae).__name__
         return {**{k: v for k, v in vars(self).items() if k != "sae"}, "sae": name}
 
 
@@ -317,17 +317,20 @@ def steering_sweep(
         "positions": positions,
     }  # fmt: skip
     swept: _Swept
-    if isinstance(steer, Mapping) and "sae" in steer:
+    if isinstance(steer, Mapping) and {"sae", "latents"} <= steer.keys():
         fields: dict[str, Any] = dict(steer)
-        steer = SaeLatents(**fields)
+        try:
+            steer = SaeLatents(**fields)
+        except TypeError as error:
+            raise SpecError(f"steering_sweep: {error}") from None
     if isinstance(steer, SaeLatents):
         _refuse("latents", of_vectors | {"capture": capture})
         draws = 0 if controls == [] else (control_draws or 3)
         if controls and list(controls) != ["random"]:
             raise SpecError(f"controls={list(controls)}; latents have controls ['random'], or none")
-        swept = _latents(steer, scales, draws, positions or "all", seed)
+        swept = _latents(steer, scales, draws, "all" if positions is None else positions, seed)
     elif _are_edits(steer):
-        _refuse("edits", of_vectors | of_both)
+        _refuse("edits", of_vectors | of_both | {"seed": seed or None})
         swept = _edits(steer)
     else:
         kinds = get_args(Control) if controls is None else controls

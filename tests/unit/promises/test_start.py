@@ -189,6 +189,8 @@ class Worker:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    # Classes that are made of the real one have to be there before another stands for it.
+    import vllm.model_executor.layers.attention
     import vllm.model_executor.models.utils  # noqa: F401
     from vllm.model_executor.layers import attention_layer_base
 

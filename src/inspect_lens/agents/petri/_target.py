@@ -19,7 +19,7 @@ from inspect_petri.target import TOOL_RESULT, ExitSignal, TargetContext
 
 from inspect_lens._named_vectors import NamedVector, as_steering
 from inspect_lens.model import lens_config, lens_scope
-from inspect_lens.model.request._body import parse_capture
+from inspect_lens.model.request._body import parse_capture, read_body
 from inspect_lens.model.scores._engine_probes import (
     Asked,
     ProbeLike,
@@ -162,6 +162,10 @@ def _turn_config(
     fields = {name: getattr(given, name) for name in given.model_fields_set}
     own_body = fields.pop("extra_body", None)
     under = lens_config(extra_body=target.config.extra_body)
+    asked = read_body(lens_config(base=under, extra_body=own_body).extra_body).request
+    # The auditor's vectors stand for those of the config; other edits of it go on.
+    others = [edit for edit in (asked.edits if asked else ()) if not isinstance(edit, Add)]
     return lens_config(
-        base=under, capture=capture, steer=list(vectors), extra_body=own_body, **fields
-    )
+        base=under, capture=capture, steer=list(vectors), edits=others or None,
+        extra_body=own_body, **fields,
+    )  # fmt: skip

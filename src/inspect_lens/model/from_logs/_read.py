@@ -94,7 +94,7 @@ class _Kind(Generic[H]):
         found = source.output if isinstance(source, ModelEvent) else source
         if isinstance(found, ModelOutput):
             found = found.metadata
-        if isinstance(found, Mapping) and found.get("$lens") != self.handle.KIND:
+        if isinstance(found, Mapping) and "$lens" not in found:
             # An event, an output or metadata as plain data: one level down, until there is none.
             inner = next(
                 (n for n in (self.handle.METADATA, "output", "metadata") if n in found), None

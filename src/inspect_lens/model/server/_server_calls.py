@@ -255,7 +255,10 @@ class ServerCalls(VLLMAPI):
             return None  # a log is scored without its server, too
         if status != 200:
             return None
-        listed = {one["id"]: one.get("root") for one in json.loads(data)["data"]}
+        try:
+            listed = {one["id"]: one.get("root") for one in json.loads(data)["data"]}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None  # a page of a proxy, and no list of models
         return listed.get(self.service_model_name())
 
     async def _get(self, path: str) -> Any:

@@ -52,6 +52,8 @@ class RowParallel(Linear):
 @pytest.fixture(autouse=True)
 def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     # Imported first: its own classes derive from the bases that are replaced here.
+    # Classes that are made of the real one have to be there before another stands for it.
+    import vllm.model_executor.layers.attention
     import vllm.model_executor.models.utils  # noqa: F401
     from vllm.model_executor.layers import attention_layer_base, linear
     from vllm.model_executor.layers.mamba import abstract

@@ -35,6 +35,8 @@ class Mixer(nn.Module):
 @pytest.fixture(autouse=True)
 def _mixers_count_as_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     # Imported first: its own classes derive from the base that is replaced here.
+    # Classes that are made of the real one have to be there before another stands for it.
+    import vllm.model_executor.layers.attention
     import vllm.model_executor.models.utils  # noqa: F401
     from vllm.model_executor.layers import attention_layer_base
 
