@@ -164,6 +164,12 @@ class Settings:
         "such as `10,20`, or a capture as JSON. Empty captures nothing; what a call or "
         "`-M capture` asks for goes first.",
     )
+    edits: str = _setting(  # type: ignore[assignment]
+        "",
+        "Edits of every call of a `vllm-lens/` model in any task, unchanged: edits and vectors as "
+        "JSON, or the path of a JSON or YAML file that has them. `-M edits` and `-M steer` stand "
+        "in for it; see [Steer](steer.md).",
+    )
     dir: str = _setting(  # type: ignore[assignment]
         "", "Directory or fsspec URL for activation sidecars; empty means next to the log."
     )

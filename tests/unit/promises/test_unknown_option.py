@@ -101,7 +101,7 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
         refused(lambda: model(captur=[4]), names="did you mean 'capture'?")
         refused(lambda: model(probe="a/b"), names="did you mean 'probes'?")
         refused(lambda: model(activation="drop"), names="did you mean 'activations'?")
-        refused(lambda: model(steer="a/b"), names="with_steering()")
+        refused(lambda: model(steer="a/b"), names="a/b")
         caplog: pytest.LogCaptureFixture = request.getfixturevalue("caplog")
         with caplog.at_level(logging.WARNING, logger=_arguments.__name__):
             model(max_model_len=9)
@@ -117,7 +117,7 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
 
     refused(lambda: model(captur=[4]), names="did you mean 'capture'?")
     refused(lambda: model(probe="a/b"), names="did you mean 'probes'?")
-    refused(lambda: model(steer="a/b"), names="with_steering()")
+    refused(lambda: model(steer="a/b"), names="a/b")
     model(max_model_len=9, stream_interval=2, enforce_eager=True)
 
 

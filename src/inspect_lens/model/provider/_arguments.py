@@ -16,13 +16,10 @@ __all__ = ["refuse_unknown_arguments"]
 logger = logging.getLogger(__name__)
 
 _INSTEAD: Final = {
-    "edits": "with_lens(edits=…)",
     "hooks": "lens_config(hooks=…)",
     "lens": "with_lens(lens=…)",
     "qk": "lens_config(qk=…)",
     "sink": "lens_config(sink=…)",
-    "steer": "with_steering()",
-    "steering": "with_steering()",
 }
 """What calls ask for and no argument says, and what does."""
 _OF_INSPECT: Final = frozenset(inspect.signature(VLLMAPI.__init__).parameters) - {

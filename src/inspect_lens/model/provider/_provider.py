@@ -46,6 +46,7 @@ from inspect_lens.model.request._body import (
     without_refusals,
 )
 from inspect_lens.model.request._capture_hook import LensCapture
+from inspect_lens.model.request._config import edits_of_every_call
 from inspect_lens.model.request._inherited import inherited_requests, scope_of
 from inspect_lens.model.response._attach import attach
 from inspect_lens.model.response._response import (
@@ -84,7 +85,7 @@ __all__ = [
 ]
 
 MAX_CONNECTIONS = 64
-_OWN = ("capture", "activations", "activations_dir", "probes", "stream")
+_OWN = ("capture", "edits", "steer", "activations", "activations_dir", "probes", "stream")
 """Arguments that the provider adds to those of Inspect's."""
 
 CALLER: ContextVar[LensAPI | None] = ContextVar("inspect_lens_caller", default=None)
@@ -126,6 +127,8 @@ class LensAPI(ServerCalls):
         config: GenerateConfig = GenerateConfig(),  # noqa: B008 Inspect's own signature
         *,
         capture: Any = None,
+        edits: Any = None,
+        steer: Any = None,
         activations: Mode | None = None,
         activations_dir: str | None = None,
         probes: ProbeLike | Sequence[ProbeLike] | None = None,
@@ -136,8 +139,10 @@ class LensAPI(ServerCalls):
         try:
             self._capture = parse_capture(capture)
             self._asked: Asked = ask_probes(probes)
+            self.edited = edits_of_every_call(edits, steer)
         except LensError as error:
-            raise PrerequisiteError(f"vllm-lens: -M {error}") from None
+            given = "" if str(error).startswith("INSPECT_LENS_") else "-M "
+            raise PrerequisiteError(f"vllm-lens: {given}{error}") from None
         try:
             # Said here and not by the hook that reads it: Inspect only warns about errors there.
             environment_capture()

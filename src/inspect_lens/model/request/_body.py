@@ -37,7 +37,7 @@ from inspect_lens.spec import (
     split_body,
     to_extra_args,
 )
-from inspect_lens.vector import steering_vector
+from inspect_lens.vector import load_vector, steering_vector
 
 __all__ = [
     "Body",
@@ -96,6 +96,10 @@ def resolve_references(value: Any) -> Any:
         return _tensor(value)
     if isinstance(value, Mapping) and "vector" in value and "op" not in value:
         return steering_vector(value)
+    if isinstance(value, Mapping) and isinstance(value.get("direction"), str):
+        named = load_vector(value["direction"])
+        of_card = {"layers": list(named.layers), "site": named.site}
+        return of_card | dict(value) | {"direction": named.raw(named.default_layer())}
     if isinstance(value, Mapping):
         return {key: resolve_references(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from inspect_ai.model import GenerateConfig
+from pydantic import ValidationError
 
-from inspect_lens.errors import SpecError
+from inspect_lens._settings import text, variable
+from inspect_lens.errors import LensError, SpecError
 from inspect_lens.model._host import active_generate_config
 from inspect_lens.spec import (
     LENS_KEYS,
@@ -29,7 +32,7 @@ from inspect_lens.vector import Vector, VectorLike, steering_vector
 
 from ._body import parse_capture, read_body, resolve_references
 
-__all__ = ["lens_config"]
+__all__ = ["edits_of_every_call", "lens_config"]
 
 
 def lens_config(
@@ -58,7 +61,8 @@ def lens_config(
             `hf://` address, which steers with scale 1 at the layer of its card; or a mapping
             `{"vector": name, "layer": 4, "scale": 0.5, "norm_match": false, "positions": null}`.
         edits: other edits of the stream, such as `Ablate(direction=v, layers=[4])`, in order and
-            behind the vectors.
+            behind the vectors. In JSON a `direction` may be the name of a vector: its direction at
+            the layer of its card, at the card's layers and site unless the edit says others.
         hooks: functions to run inside the server, which has to allow it, instead of those of
             `base`; an empty list removes them. What they save comes as
             `output.metadata["hook_results"]` and goes into the log, so it has to be small.
@@ -127,6 +131,39 @@ def lens_config(
     config = start.merge(GenerateConfig(**generate))
     config.extra_body = body or None
     return config
+
+
+def edits_of_every_call(edits: Any = None, steer: Any = None) -> LensRequest | None:
+    """What `-M edits=` and `-M steer=` do to each call; INSPECT_LENS_EDITS without them."""
+    field = "edits"
+    try:
+        if edits is None and steer is None:
+            if not (wanted := text("edits")):
+                return None
+            field, edits = variable("edits"), wanted
+        if isinstance(edits, str):
+            edits = _written(edits)
+        config = lens_config(steer=steer, edits=edits, base=GenerateConfig())
+    except (LensError, ValidationError) as error:
+        why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        raise SpecError(f"{field if steer is None else 'steer'}: {why}") from None
+    return read_body(config.extra_body).request
+
+
+def _written(edits: str) -> Any:
+    """Edits as text, or in a file."""
+    try:
+        inline = edits.lstrip()[:1] in ("[", "{")
+        read = yaml.safe_load(edits if inline else Path(edits).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        raise SpecError(
+            f"{edits[:200]!r} cannot be read ({error}); allowed are edits as JSON, such as "
+            '[{"op": "ablate", "direction": "organism/truth"}] or [{"vector": "organism/truth", '
+            '"scale": 0.8}], and the path of a JSON or YAML file that has them'
+        ) from None
+    if not isinstance(read, list | dict) or not read:
+        raise SpecError(f"{edits[:200]!r} has no edits; allowed are one object, or a list of them")
+    return read
 
 
 def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,11 +41,14 @@ class Scope(NamedTuple):
 
 
 SCOPES: ContextVar[tuple[Scope, ...]] = ContextVar("inspect_lens_scopes", default=())
+_of_instrument: ContextVar[bool] = ContextVar("inspect_lens_of_instrument", default=False)
 
 
 def scope_of(api: ModelAPI) -> LensRequest | None:
-    """What the scopes around this call ask of a provider's calls, or None."""
+    """What `-M` and the scopes around this call ask of a provider's calls, or None."""
     found: LensRequest | None = None
+    if not _of_instrument.get():
+        found = getattr(api, "edited", None)  # by `-M edits` or `-M steer`: the outermost scope
     for scope in SCOPES.get():
         if scope.model.api is not api:
             continue
@@ -65,12 +68,13 @@ def scope_of(api: ModelAPI) -> LensRequest | None:
 
 @contextmanager
 def outside_scopes() -> Iterator[None]:
-    """Calls inside the `with` are an instrument's own: no scope around them reaches them."""
-    token = SCOPES.set(())
+    """Calls inside the `with` are an instrument's own: no scope or `-M edits` reaches them."""
+    scopes, instrument = SCOPES.set(()), _of_instrument.set(True)
     try:
         yield
     finally:
-        SCOPES.reset(token)
+        SCOPES.reset(scopes)
+        _of_instrument.reset(instrument)
 
 
 def inherited_requests(api: ModelAPI) -> tuple[LensRequest, ...]:
@@ -99,8 +103,10 @@ class Around(NamedTuple):
 
     def __str__(self) -> str:
         parts = []
-        for source, where in ((self.config, "the config of the task or the model"),
-                              (self.scope, "with_lens or lens_scope around it")):  # fmt: skip
+        for source, where in (
+            (self.config, "the config of the task or the model"),
+            (self.scope, "-M edits, -M steer, or with_lens or lens_scope around it"),
+        ):
             words = [f"registered edits {use.name!r}" for use in source.edits_named]
             words += map(_described, source.edits)
             if words:
