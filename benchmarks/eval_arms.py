@@ -144,7 +144,7 @@ def _set_collector(arm: str) -> None:
     gc.collect()  # what an arm before has left
     if arm.startswith("plain") or arm == "peer":
         return
-    from inspect_lens.model.provider._garbage import collect_less
+    from inspect_lens.model._provider import collect_less
 
     collect_less()
 

@@ -11,7 +11,7 @@ from . import agents, scorer, solver  # noqa: F401 - their decorators register w
 from ._settings import is_set
 from .agents._extras import is_installed, register_evals, register_lazily
 from .model._host import RegistryType
-from .model.request._body import explain_none
+from .model._request import explain_none, register_capture_hook
 
 __all__ = ["lens", "vllm_lens"]
 
@@ -35,7 +35,7 @@ if is_installed("inspect_sentinel"):
 register_evals()
 explain_none()
 if is_set("capture"):
-    from .model.request import _capture_hook  # noqa: F401
+    register_capture_hook()
 
 if importlib.util.find_spec("vllm_lens") is not None:
     logging.getLogger(__name__).warning(
@@ -94,6 +94,6 @@ def _provider() -> type[ModelAPI]:
 
         # Inspect talks to vLLM through the OpenAI client, which it does not install by itself.
         raise pip_dependency_error("vllm-lens models", ["openai"])
-    from .model.provider._provider import LensAPI
+    from .model._provider import LensAPI
 
     return LensAPI

@@ -17,7 +17,7 @@ from inspect_ai.solver import generate
 
 from evals.organism_deception.dataset import organism_dataset
 from inspect_lens.model import lens_scope, probe_scores, read_probe_scores
-from inspect_lens.model.from_logs._read import probe_scores_for
+from inspect_lens.model._read import probe_scores_for
 from inspect_lens.probe import HeadSpec, NeuralProbe, ProbeCard, load_probe
 from inspect_lens.reading import read_token_scores
 from inspect_lens.reading._token_scores import engine_records

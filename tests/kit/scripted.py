@@ -41,7 +41,7 @@ def scripted_lens(outputs: Any) -> Model:
     Args:
         outputs: as `mockllm` takes them; what they hold stands for what an engine returned.
     """
-    from inspect_lens.model.provider._provider import LensAPI
+    from inspect_lens.model._provider import LensAPI
 
     model = get_model("mockllm/model", custom_outputs=outputs, memoize=False)
     plain = type(model.api)

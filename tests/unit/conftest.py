@@ -13,7 +13,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     """Nothing is written into the repository; cache and server records are this test's own."""
     from inspect_ai.util._concurrency import init_concurrency
 
-    from inspect_lens.model.server import _server
+    from inspect_lens.model import _server
 
     # A port may come back, and with it the record (and the lock, of another event loop).
     _server._servers.clear()

@@ -17,7 +17,8 @@ from inspect_ai.scorer import Reference, mean
 from inspect_lens.errors import NotCapturedError, SpecError, UnsupportedError
 from inspect_lens.model import activations, know_log
 from inspect_lens.model._host import PrerequisiteError
-from inspect_lens.model.replay._recapture import recaptures, reread
+from inspect_lens.model._recapture import reread
+from inspect_lens.model._scope import LensProvider
 from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import OnMissing, Over, ProbeReader, Reading, Source, Turn
 from inspect_lens.reading import read_turns as read_calls
@@ -60,7 +61,7 @@ def reading_model(name: str | None) -> Model | None:
         model = get_model(name) if name is not None else get_model()
     except ValueError:
         return None  # the scan was started without a model
-    if not recaptures(model):
+    if not isinstance(model.api, LensProvider):
         if name is not None:
             raise PrerequisiteError(
                 f"model={name!r} cannot be captured; give a vllm-lens/ model, or leave it out to "

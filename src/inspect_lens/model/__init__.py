@@ -3,7 +3,8 @@
 from inspect_lens._hook_results import SavedValues, read_results
 from inspect_lens._intake import read_vector
 
-from .from_logs._read import (
+from ._handle import Activations, TensorInfo
+from ._read import (
     CapturedCall,
     ScoredCall,
     activations,
@@ -16,11 +17,10 @@ from .from_logs._read import (
     receipt,
     resident_activation_bytes,
 )
-from .provider._scope import lens_scope
-from .replay._recapture import recapture, token_logprobs
-from .request._config import lens_config
-from .scores._probe_scores import ProbeScores
-from .stored._handle import Activations, TensorInfo
+from ._recapture import recapture, token_logprobs
+from ._request import lens_config
+from ._scope import lens_scope
+from ._scores import ProbeScores
 
 __all__ = [
     "Activations",

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, model_serializer
 from inspect_lens._base.concurrency import together
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import Activations, activations_for
-from inspect_lens.model.request._body import role_advice
+from inspect_lens.model._request import role_advice
 from inspect_lens.reading._rows import has_nothing_to_read
 from inspect_lens.spec import Positions
 

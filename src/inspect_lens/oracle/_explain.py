@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from inspect_lens._base.concurrency import together
 from inspect_lens.errors import SpecError
 from inspect_lens.model import Activations, activations
-from inspect_lens.model.request._inherited import instrument_message
+from inspect_lens.model._scope import instrument_message
 from inspect_lens.reading._rows import has_nothing_to_read
 from inspect_lens.spec import LensRequest, Positions, Replace
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import ArtifactError, CaptureError, SpecError, UnsupportedError
 from inspect_lens.model import lens_config, recapture, receipt
-from inspect_lens.model.request._inherited import instrument_message, outside_scopes
+from inspect_lens.model._scope import instrument_message, outside_scopes
 from inspect_lens.spec import Add, LensRequest, to_extra_args
 
 from ._load import Oracle, OracleConfig
@@ -409,7 +409,7 @@ async def tokenize_chat(
 
 def server_of(model: Model, what: str) -> Model:
     """The model, if its server can be asked to edit."""
-    from inspect_lens.model.provider._provider import LensAPI
+    from inspect_lens.model._provider import LensAPI
 
     if not isinstance(model.api, LensAPI):
         raise UnsupportedError(

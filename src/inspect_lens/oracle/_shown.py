@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import ArtifactError, NotCapturedError, SpecError
 from inspect_lens.model import Activations, activations, recapture
-from inspect_lens.model.request._body import capture_advice
+from inspect_lens.model._request import capture_advice
 from inspect_lens.reading._rows import call_adapter, was_steered
 from inspect_lens.spec import REDUCTIONS, Positions, parse_positions, resolve_positions
 

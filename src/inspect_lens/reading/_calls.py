@@ -24,8 +24,8 @@ from inspect_ai.solver import TaskState
 
 from inspect_lens.errors import NotCapturedError, SpecError
 from inspect_lens.model import activations, probe_scores
-from inspect_lens.model.from_logs._read import given_output
-from inspect_lens.model.request._inherited import is_instrument_call
+from inspect_lens.model._read import given_output
+from inspect_lens.model._scope import is_instrument_call
 
 from ._given import WITHHELD, is_withheld
 from ._rows import has_nothing_to_read, read_token_ids

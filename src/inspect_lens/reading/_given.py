@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from inspect_lens.errors import ArtifactError, CaptureError, UnsupportedError
 from inspect_lens.model import Activations, read_activations
-from inspect_lens.model.from_logs._read import GIVEN_TOKENS
+from inspect_lens.model._read import GIVEN_TOKENS
 
 __all__ = [
     "GIVEN_TOKENS",

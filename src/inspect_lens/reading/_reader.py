@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import ArtifactError, SpecError, UnsupportedError
 from inspect_lens.model import Activations, ProbeScores, activations, probe_scores
-from inspect_lens.model.provider._scope import served_path
+from inspect_lens.model._scope import served_path
 from inspect_lens.probe import (
     SENTENCE_POOL,
     AnyProbe,

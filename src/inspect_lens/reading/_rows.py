@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from inspect_lens import model as model_room
 from inspect_lens.errors import ArtifactError, NotCapturedError, SpecError, UnsupportedError
 from inspect_lens.model import Activations, activations, receipt
-from inspect_lens.model.request._body import capture_advice
+from inspect_lens.model._request import capture_advice
 from inspect_lens.spec import (
     REDUCTIONS,
     RESID_POST,

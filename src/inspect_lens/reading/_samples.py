@@ -13,8 +13,8 @@ from inspect_ai.solver import TaskState
 
 from inspect_lens.errors import ArtifactError, NotCapturedError, SpecError, UnsupportedError
 from inspect_lens.model import Activations, ProbeScores, activations, activations_for, probe_scores
-from inspect_lens.model.from_logs._read import probe_scores_for
-from inspect_lens.model.request._body import capture_advice
+from inspect_lens.model._read import probe_scores_for
+from inspect_lens.model._request import capture_advice
 
 from ._calls import Calls, CallSelection, Turn, find_turn, model_of
 from ._latents import LatentReader, LatentReading

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import ArtifactError
 from inspect_lens.model import Activations, ProbeScores, read_activations
-from inspect_lens.model.from_logs._sidecar import read_sidecar, write_sidecar
-from inspect_lens.model.scores._probe_scores import (
+from inspect_lens.model._read import read_sidecar, write_sidecar
+from inspect_lens.model._scores import (
     SCORES_REFERENCE,
     decoded_scores,
     encode_scores,

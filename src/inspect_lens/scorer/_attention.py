@@ -14,7 +14,7 @@ from inspect_ai.solver import TaskState
 from inspect_lens.attention import AttentionHeads
 from inspect_lens.errors import ArtifactError
 from inspect_lens.model import lens_config
-from inspect_lens.model.request._body import read_body, respelled
+from inspect_lens.model._request import read_body, respelled
 from inspect_lens.reading import CallSelection, OnMissing, Over, Turn, read_calls
 from inspect_lens.reading._attention import (
     DocumentReader,

@@ -12,15 +12,15 @@ from inspect_ai.solver import Generate, Solver, TaskState, solver
 from inspect_lens.errors import SpecError
 from inspect_lens.lens import Lens
 from inspect_lens.model import lens_config, lens_scope
-from inspect_lens.model.provider._scope import require_lens
-from inspect_lens.model.request._body import parse_capture, read_body
-from inspect_lens.model.scores._engine_probes import (
+from inspect_lens.model._request import parse_capture, read_body
+from inspect_lens.model._scope import require_lens
+from inspect_lens.model._scores import (
     ProbeLike,
     ask_probes,
     including,
     note_refused,
 )
-from inspect_lens.model.server._lens_service import LensLike, read_lens
+from inspect_lens.model._server import LensLike, read_lens
 from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.spec import (
     RESID_POST,

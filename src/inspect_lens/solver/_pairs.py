@@ -12,7 +12,7 @@ from inspect_ai.util import span
 
 from inspect_lens.errors import SpecError
 from inspect_lens.model import lens_scope, recapture
-from inspect_lens.model.from_logs._read import record_given
+from inspect_lens.model._read import record_given
 from inspect_lens.reading._given import ContrastiveAnswer, ContrastiveAnswers, given_tokens
 from inspect_lens.spec import RESID_POST, Positions, Site
 

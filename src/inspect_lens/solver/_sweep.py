@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, field_validat
 
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import lens_scope
-from inspect_lens.model.request._inherited import steering_around
+from inspect_lens.model._scope import steering_around
 from inspect_lens.reading import LatentReader, SteeringCell, SteeringCells
 from inspect_lens.reading._cells import CellKind, CellScores
 from inspect_lens.reading._rows import read_rows

@@ -7,35 +7,23 @@ here.
 import types as _types
 import typing as _typing
 
-from .answer._receipt import *
-from .answer._saved import *
-from .asks._capture import *
-from .asks._hook import *
-from .asks._lens import *
-from .asks._patterns import *
-from .asks._pools import *
-from .asks._positions import *
-from .asks._probe import *
-from .asks._reductions import *
-from .asks._sink import *
-from .checks._check import *
-from .edits._base import *
-from .edits._choice import *
-from .edits._directions import *
-from .edits._gate import *
-from .edits._instruction import *
-from .edits._latents import *
-from .edits._subspaces import *
-from .edits._union import *
-from .engine._facts import *
-from .engine._limits import *
-from .request._body import *
-from .request._request import *
-from .request._vllm_lens import *
-from .values._counts import *
-from .values._strict import *
-from .values._tensor import *
-from .values._words import *
+from ._capture import *
+from ._check import *
+from ._edit import *
+from ._edit_list import *
+from ._edits import *
+from ._engine import *
+from ._hook import *
+from ._instruction import *
+from ._latents import *
+from ._lens import *
+from ._positions import *
+from ._probe import *
+from ._receipt import *
+from ._request import *
+from ._tensor import *
+from ._values import *
+from ._vllm_lens import *
 
 _SHARED = frozenset(
     {

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from inspect_lens._base.token_texts import TokenTexts
 from inspect_lens.model import Activations, ProbeScores, activations
-from inspect_lens.model.from_logs._read import given_output
+from inspect_lens.model._read import given_output
 from inspect_lens.reading import TokenScores, given_length
 
 from ._kept import Kept, kept_call, lay_out, read_kept, shared_prefix, split_call

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import Activations
-from inspect_lens.model.stored._places import may_follow
+from inspect_lens.model._places import may_follow
 from inspect_lens.probe import (
     SENTENCE_POOL,
     AnyProbe,

@@ -15,7 +15,7 @@ from inspect_lens._base.progress import progress_bar
 from inspect_lens._base.token_texts import TokenTexts
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import know_log
-from inspect_lens.model.request._body import capture_advice
+from inspect_lens.model._request import capture_advice
 from inspect_lens.probe import AnyProbe, write_atomic
 
 from ._kept import origin_notes, read_kept

@@ -20,7 +20,7 @@ from inspect_lens.data import (
     ProbeSample,
 )
 from inspect_lens.errors import ArtifactError, CaptureError, SpecError
-from inspect_lens.model.server import _server
+from inspect_lens.model import _server
 from inspect_lens.probe import ProbeCard
 from inspect_lens.probe.card._files import render_card
 from inspect_lens.train import ActivationSet, StoreSet

@@ -14,7 +14,7 @@ from evals.organism_deception import organism_control, organism_dataset, organis
 from evals.organism_deception.dataset import DATA_DIR
 from inspect_lens._intake import Payload
 from inspect_lens.model import Activations
-from inspect_lens.model.provider._scope import SCOPES
+from inspect_lens.model._scope import SCOPES
 from inspect_lens.probe import Interval, Probe, ProbeCard, Threshold, clopper_pearson
 from inspect_lens.spec import TensorData
 from tests.kit.scripted import scripted_lens

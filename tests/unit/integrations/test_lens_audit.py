@@ -18,8 +18,7 @@ from evals.lens_audit.task import _vectors
 from inspect_lens.agents._ask import oracle_capture
 from inspect_lens.agents.petri import lens_audit_solver, steer_target
 from inspect_lens.errors import ArtifactError, SpecError
-from inspect_lens.model import activations
-from inspect_lens.model.server import _server
+from inspect_lens.model import _server, activations
 from inspect_lens.probe import HeadSpec, NeuralProbe, ProbeCard
 from inspect_lens.scorer import monitor_alarm
 from tests.kit.fake_server import FakeLensServer

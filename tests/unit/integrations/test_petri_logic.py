@@ -16,7 +16,7 @@ from inspect_lens.agents.petri import eval_awareness_approver
 from inspect_lens.agents.petri._approver import _with_pending
 from inspect_lens.agents.petri._tools import METADATA_KEY, steering
 from inspect_lens.errors import SpecError
-from inspect_lens.model.server import _server
+from inspect_lens.model import _server
 from inspect_lens.probe import Probe, ProbeCard
 from inspect_lens.spec import Site, SteeringVector
 from tests.kit.fake_server import FakeLensServer, at_site, residual, tokens_of

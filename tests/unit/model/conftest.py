@@ -12,8 +12,8 @@ from inspect_ai.log import EvalLog
 from inspect_ai.model import GenerateConfig, Model, get_model
 
 from inspect_lens._intake import Beside, _beside
-from inspect_lens.model.response import _response
-from inspect_lens.model.stored._handle import MEMORY
+from inspect_lens.model import _response
+from inspect_lens.model._handle import MEMORY
 from tests.kit.fake_server import FakeLensServer
 
 GetModel = Callable[..., Model]

@@ -22,12 +22,12 @@ from inspect_ai.solver import Generate, TaskState, solver
 from inspect_lens._intake import Beside, _beside, read_file
 from inspect_lens.errors import CaptureError
 from inspect_lens.model import (
+    _response,
     lens_config,
     read_activations,
     resident_activation_bytes,
 )
-from inspect_lens.model.response import _response
-from inspect_lens.model.stored._handle import MEMORY
+from inspect_lens.model._handle import MEMORY
 from tests.kit.fake_server import FakeLensServer, residual
 
 from .conftest import GetModel, ready

@@ -87,7 +87,7 @@ async def test_the_model_argument_is_in_the_key(server: FakeLensServer, model_of
 async def test_a_hit_brings_the_activations(
     server: FakeLensServer, model_of: GetModel, tmp_path: Any, mode: str
 ) -> None:
-    from inspect_lens.model.stored._handle import MEMORY
+    from inspect_lens.model._handle import MEMORY
 
     model = model_of(server, capture=[1], activations=mode, activations_dir=str(tmp_path / "d"))
     first = await model.generate(PROMPT, cache=True)

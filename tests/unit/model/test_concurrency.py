@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from inspect_lens.model import activations_for, lens_config
-from inspect_lens.model.provider._provider import LensAPI
-from inspect_lens.model.response._response import TAKERS
+from inspect_lens.model._provider import LensAPI
+from inspect_lens.model._response import TAKERS
 from tests.kit.fake_server import FakeLensServer, residual, tokens_of
 
 from .conftest import GetModel

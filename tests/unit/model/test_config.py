@@ -14,7 +14,7 @@ from inspect_ai.solver import TaskState
 
 from inspect_lens.errors import SpecError
 from inspect_lens.model import lens_config
-from inspect_lens.model.request._body import Settled, declines_steering, is_lens_call, read_body
+from inspect_lens.model._request import Settled, declines_steering, is_lens_call, read_body
 from inspect_lens.spec import (
     Ablate,
     CaptureSpec,

@@ -15,7 +15,7 @@ from inspect_ai.solver import Generate, Solver, TaskState, generate, solver
 
 from inspect_lens.model import lens_scope
 from inspect_lens.model._host import PrerequisiteError
-from inspect_lens.model.request._inherited import outside_scopes
+from inspect_lens.model._scope import outside_scopes
 from inspect_lens.solver import steering_sweep
 from inspect_lens.spec import Add, LensRequest, SteeringVector, parse_extra_args
 from inspect_lens.vector import load_vector

@@ -18,7 +18,7 @@ from inspect_ai.solver import generate
 from inspect_lens.errors import ArtifactError, CaptureError
 from inspect_lens.model import ProbeScores, activations, lens_scope, probe_scores, read_probe_scores
 from inspect_lens.model._host import PrerequisiteError
-from inspect_lens.model.from_logs._read import probe_scores_for
+from inspect_lens.model._read import probe_scores_for
 from inspect_lens.probe import HeadSpec, NeuralProbe, Probe, ProbeCard
 from inspect_lens.spec import ProbeUse, Site
 from tests.kit.fake_server import FakeLensServer, residual, tokens_of

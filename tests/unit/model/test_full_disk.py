@@ -15,9 +15,8 @@ import pytest
 
 from inspect_lens._intake import Beside, _beside
 from inspect_lens.errors import CaptureError
-from inspect_lens.model import lens_config
-from inspect_lens.model.response import _response
-from inspect_lens.model.stored._handle import MEMORY
+from inspect_lens.model import _response, lens_config
+from inspect_lens.model._handle import MEMORY
 from tests.kit.fake_server import FakeLensServer
 
 from .conftest import GetModel, RunEval

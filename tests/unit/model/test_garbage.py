@@ -19,7 +19,7 @@ import gc, json, weakref
 class Node: pass
 node = Node(); node.itself = node
 gone = weakref.ref(node); del node
-from inspect_lens.model.provider._garbage import collect_less
+from inspect_lens.model._provider import collect_less
 collect_less()
 lost = gone() is None
 later = Node(); later.itself = later

@@ -23,8 +23,8 @@ from pydantic_core import to_jsonable_python
 from inspect_lens._intake import Payload, Stored, decode_file, encode_file, read_file, write_file
 from inspect_lens.errors import ArtifactError, CaptureError
 from inspect_lens.model import Activations, activations, lens_config
-from inspect_lens.model.stored._handle import MEMORY
-from inspect_lens.model.stored._places import MemoryStore
+from inspect_lens.model._handle import MEMORY
+from inspect_lens.model._places import MemoryStore
 from inspect_lens.spec import Reduce, TensorData, as_tensor_data
 from tests.kit.fake_server import FakeLensServer
 

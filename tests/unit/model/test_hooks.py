@@ -78,7 +78,7 @@ async def test_a_log_has_no_code_and_gives_the_results_back(
 async def test_what_is_too_large_for_a_log_is_an_error(
     server: FakeLensServer, model_of: GetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("inspect_lens.model.response._attach.HOOK_RESULTS_BYTES", 10)
+    monkeypatch.setattr("inspect_lens.model._response.HOOK_RESULTS_BYTES", 10)
     with pytest.raises(CaptureError, match="a log takes 10"):
         await model_of(server).generate(PROMPT, config=lens_config(hooks=[HOOK]))
 

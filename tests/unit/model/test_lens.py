@@ -14,7 +14,7 @@ from inspect_lens._client_request import request_of
 from inspect_lens._intake import ChoiceFields, decode_payload
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.model import lens_config
-from inspect_lens.model.request._body import over_binary, read_body, wants_transport
+from inspect_lens.model._request import over_binary, read_body, wants_transport
 from inspect_lens.spec import (
     LensReceipt,
     LogitLens,

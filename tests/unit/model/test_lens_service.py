@@ -12,7 +12,7 @@ import pytest
 
 from inspect_lens.errors import ArtifactError, CaptureError, SpecError
 from inspect_lens.lens import Lens, LensCard
-from inspect_lens.model.server._lens_service import LensService, read_lens
+from inspect_lens.model._server import LensService, read_lens
 from inspect_lens.spec import EngineLens
 
 

@@ -25,7 +25,7 @@ from inspect_lens.model import (
     read_activations,
     receipt,
 )
-from inspect_lens.model.stored._handle import MEMORY
+from inspect_lens.model._handle import MEMORY
 from tests.kit.fake_server import FakeLensServer, residual
 
 from .conftest import GetModel, RunEval

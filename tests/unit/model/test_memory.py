@@ -11,6 +11,7 @@ from inspect_ai.log import read_eval_log
 from inspect_ai.model import ChatMessageUser, Model, get_model
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
+from inspect_lens.model import _handle as store
 from inspect_lens.model import (
     activations_df,
     activations_for,
@@ -18,7 +19,6 @@ from inspect_lens.model import (
     read_activations,
     resident_activation_bytes,
 )
-from inspect_lens.model.stored import _handle as store
 from tests.kit.fake_server import FakeLensServer, residual
 
 TURNS, HIDDEN, LAYER, LIMIT = 50, 256, 2, 256 << 10

@@ -14,9 +14,8 @@ from inspect_ai.log import edit_score, read_eval_log, read_eval_log_sample
 from inspect_ai.scorer import ScoreEdit
 
 from inspect_lens.errors import ArtifactError
-from inspect_lens.model import activations, know_log
-from inspect_lens.model.stored import _places
-from inspect_lens.model.stored._handle import MEMORY, MESSAGES
+from inspect_lens.model import _places, activations, know_log
+from inspect_lens.model._handle import MEMORY, MESSAGES
 from inspect_lens.reading import captured_calls_column, lens_column
 from inspect_lens.scorer import probe_score
 from tests.kit.mock_evals import call, metric_values, planted_probe, run, scores

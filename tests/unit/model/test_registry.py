@@ -11,7 +11,7 @@ import pytest
 from inspect_ai.model import get_model
 
 import inspect_lens._registry
-from inspect_lens.model.provider._provider import LensAPI
+from inspect_lens.model._provider import LensAPI
 from tests.kit.fake_server import FakeLensServer
 
 

@@ -10,7 +10,7 @@ import pytest
 from inspect_ai.log import list_eval_logs, read_eval_log
 
 from inspect_lens.model import read_activations
-from inspect_lens.model.request._body import capture_advice, role_advice
+from inspect_lens.model._request import capture_advice, role_advice
 from tests.kit.fake_server import FakeLensServer
 from tests.kit.forks import run_python
 

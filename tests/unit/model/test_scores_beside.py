@@ -13,8 +13,7 @@ import pytest
 
 from inspect_lens._intake import Beside
 from inspect_lens.errors import CaptureError
-from inspect_lens.model import ProbeScores, probe_scores
-from inspect_lens.model.response import _response
+from inspect_lens.model import ProbeScores, _response, probe_scores
 from inspect_lens.probe import Probe, ProbeCard
 from tests.kit.fake_server import FakeLensServer
 

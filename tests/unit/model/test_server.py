@@ -13,9 +13,8 @@ import psutil
 import pytest
 from inspect_ai.model import get_model
 
-from inspect_lens.model import lens_config
+from inspect_lens.model import _server, lens_config
 from inspect_lens.model._host import VLLMServer, _vllm_servers
-from inspect_lens.model.server import _server
 from tests.kit.fake_server import FakeLensServer
 from tests.kit.repository import ROOT
 
@@ -144,7 +143,7 @@ from inspect_ai import Task, eval
 from inspect_ai.dataset import Sample
 from inspect_ai.model import get_model
 from inspect_ai.scorer import Score, mean, scorer
-from inspect_lens.model.server import _server
+from inspect_lens.model import _server
 
 _server.COMMAND = ("-m", "tests.kit.stub_vllm")
 _server.GRACE_S = 0.2

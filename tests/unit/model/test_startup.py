@@ -5,8 +5,8 @@ import pytest
 from inspect_ai._display.textual.display import TextualDisplay
 from inspect_ai.model import get_model
 
+from inspect_lens.model import _server
 from inspect_lens.model._host import VLLMServer
-from inspect_lens.model.server import _server
 from tests.kit.fake_server import FakeLensServer
 
 

@@ -17,7 +17,7 @@ from inspect_ai.model import GenerateConfig, get_model
 
 from inspect_lens.errors import ArtifactError, CaptureError
 from inspect_lens.model import lens_config, receipt
-from inspect_lens.model.request._body import resolve_references
+from inspect_lens.model._request import resolve_references
 from inspect_lens.spec import (
     Add,
     LensRequest,
@@ -180,7 +180,7 @@ def test_a_log_with_steering_scores_again_without_a_server(
         from inspect_ai.log import read_eval_log
         from inspect_ai.scorer import Score, mean, scorer
         from inspect_lens.model import read_activations
-        from inspect_lens.model.request._body import resolve_references
+        from inspect_lens.model._request import resolve_references
 
         @scorer(metrics=[mean()])
         def length():

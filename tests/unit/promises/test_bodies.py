@@ -40,7 +40,7 @@ from inspect_lens.spec import (
     Zero,
     tap_points,
 )
-from inspect_lens.spec.values._counts import MOST_OF, TENSORS
+from inspect_lens.spec._values import MOST_OF, TENSORS
 from tests.kit.promises import Promise
 
 WIDTH = 4

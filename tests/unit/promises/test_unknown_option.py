@@ -23,9 +23,9 @@ from inspect_lens.client import LensClient
 from inspect_lens.collect import collect
 from inspect_lens.data import load_dataset
 from inspect_lens.errors import LensError
+from inspect_lens.model import _provider as _arguments
 from inspect_lens.model import lens_config
 from inspect_lens.model._host import PrerequisiteError
-from inspect_lens.model.provider import _arguments
 from inspect_lens.scorer import CascadeRecord
 from inspect_lens.train import (
     cascade_frontier,

@@ -37,11 +37,10 @@ from inspect_lens.data import (
 from inspect_lens.data._store import STORE_FORMAT
 from inspect_lens.errors import ArtifactError, LensError
 from inspect_lens.lens import load_lens
-from inspect_lens.model import activations, know_log, read_vector
-from inspect_lens.model.from_logs._sidecar import read_sidecar
-from inspect_lens.model.scores._probe_scores import SCORES_REFERENCE, ProbeScores
-from inspect_lens.model.stored import _places
-from inspect_lens.model.stored._handle import REFERENCE
+from inspect_lens.model import _places, activations, know_log, read_vector
+from inspect_lens.model._handle import REFERENCE
+from inspect_lens.model._read import read_sidecar
+from inspect_lens.model._scores import SCORES_REFERENCE, ProbeScores
 from inspect_lens.oracle import load_oracle, read_config
 from inspect_lens.probe import Probe, load_probe
 from inspect_lens.sae import read_autoencoder, read_sae

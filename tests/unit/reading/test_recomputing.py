@@ -13,8 +13,8 @@ from inspect_lens import model as model_room
 from inspect_lens._intake import Payload
 from inspect_lens.errors import ArtifactError
 from inspect_lens.model import Activations
-from inspect_lens.model.request._inherited import instrument_message
-from inspect_lens.model.response._attach import LensMetadata
+from inspect_lens.model._response import LensMetadata
+from inspect_lens.model._scope import instrument_message
 from inspect_lens.reading import read_turns
 from inspect_lens.reading._rows import read_rows
 from inspect_lens.spec import Receipt, SteerReceipt, TensorData

@@ -12,7 +12,7 @@ from inspect_ai.log import read_eval_log
 
 from inspect_lens.errors import ArtifactError
 from inspect_lens.model import Activations
-from inspect_lens.model.stored._places import know_root
+from inspect_lens.model._places import know_root
 from inspect_lens.reading import TokenScores, read_token_scores
 from inspect_lens.reading._token_scores import save_token_scores
 from inspect_lens.scorer import probe_score

@@ -26,8 +26,8 @@ from inspect_lens import LensRequest
 from inspect_lens.attention import AttentionHeads
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import know_log, lens_config
-from inspect_lens.model.request._body import read_body, respelled, save_vectors
-from inspect_lens.model.stored._places import place_for
+from inspect_lens.model._places import place_for
+from inspect_lens.model._request import read_body, respelled, save_vectors
 from inspect_lens.reading._attention import DocumentReader
 from inspect_lens.scorer import document_rank
 from inspect_lens.spec import Add

@@ -33,7 +33,7 @@ def sweep(cells: list[dict[str, Any]]) -> Solver:
                 state.output = output
                 state.messages.append(output.message)
                 output.message.metadata = dict(output.metadata or {})
-                from inspect_lens.model.stored._handle import MESSAGES
+                from inspect_lens.model._handle import MESSAGES
 
                 assert message_id is not None
                 MESSAGES.put(message_id, output.metadata["activations"])  # type: ignore[index]

@@ -136,8 +136,8 @@ def test_what_was_read_is_found_like_what_was_generated(server: ScoringServer) -
 def test_messages_of_a_finished_log_lead_to_what_was_read(
     server: ScoringServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from inspect_lens.model.from_logs import _read
-    from inspect_lens.model.stored._places import MessageIndex
+    from inspect_lens.model import _read
+    from inspect_lens.model._places import MessageIndex
 
     log = run(server)
     monkeypatch.setattr(_read, "MESSAGES", MessageIndex())  # as in another process
@@ -153,8 +153,8 @@ def test_messages_of_a_finished_log_lead_to_what_was_read(
 def test_what_was_read_stays_beside_what_is_generated_behind_it(
     server: ScoringServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: bool
 ) -> None:
-    from inspect_lens.model.from_logs import _read
-    from inspect_lens.model.stored._places import MessageIndex
+    from inspect_lens.model import _read
+    from inspect_lens.model._places import MessageIndex
 
     alarm = monitor_alarm(PROBE, threshold=1e6, value="max")
     log = run(server, with_capture([LAYER]), scorer=alarm)

@@ -23,7 +23,7 @@ from inspect_lens.spec import (
     forget_parsed,
     parse_extra_args,
 )
-from inspect_lens.spec.request._parsed import Parsed
+from inspect_lens.spec._request import Parsed
 
 LIMITS = {"model": "m", "hidden": 256, "n_layers": 4, "rows": 1000}
 
@@ -136,7 +136,7 @@ def test_what_is_kept_is_counted_and_of_a_refused_request_nothing_is() -> None:
         for v in vectors
     ]
     cache = Parsed(1 << 20)
-    from inspect_lens.spec.request import _request
+    from inspect_lens.spec import _request
 
     before, _request._PARSED = _request._PARSED, cache
     try:

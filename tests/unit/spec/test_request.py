@@ -13,13 +13,13 @@ from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec import (
     SITES,
     EngineFacts,
+    _request,
     check_request,
     parse_extra_args,
     resolve_positions,
     tap_points,
     to_extra_args,
 )
-from inspect_lens.spec.request import _request
 
 FACTS = EngineFacts(
     model="m",

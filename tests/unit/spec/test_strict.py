@@ -29,7 +29,7 @@ from inspect_lens.spec import (
     split_body,
     tap_points,
 )
-from inspect_lens.spec.values import _words
+from inspect_lens.spec import _values as _words
 
 TENSOR = encode_tensor(as_tensor_data(np.ones((1, 4), np.float32)))
 GOOD: dict[str, Any] = {"activations": TENSOR, "layer_indices": [1]}

@@ -19,8 +19,8 @@ from inspect_petri.target import TOOL_RESULT, ExitSignal, TargetContext
 
 from inspect_lens._named_vectors import NamedVector, as_steering
 from inspect_lens.model import lens_config, lens_scope
-from inspect_lens.model.request._body import parse_capture, read_body
-from inspect_lens.model.scores._engine_probes import (
+from inspect_lens.model._request import parse_capture, read_body
+from inspect_lens.model._scores import (
     Asked,
     ProbeLike,
     ask_probes,

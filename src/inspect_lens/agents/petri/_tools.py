@@ -17,7 +17,7 @@ from inspect_lens._named_vectors import NamedVector, as_steering
 from inspect_lens.agents._ask import Ask, choose_ask
 from inspect_lens.errors import LensError, SpecError
 from inspect_lens.model import activations_for
-from inspect_lens.model.request._body import role_advice
+from inspect_lens.model._request import role_advice
 from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import ProbeReader, Reading, Source, read_message
 from inspect_lens.reading._shared import shared_parameters

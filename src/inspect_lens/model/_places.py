@@ -1,0 +1,270 @@
+"""Where the files of a log go, and where they are looked for.
+
+A reference in a log names a file below the folder of the log (`uri`) and that folder as it was
+(`root`). Every surface resolves references with `find`, `is_there` and `place_of`, and these look
+in the folders of logs that this process wrote or read, wherever they were moved to.
+`may_follow` is the policy: a log may be a stranger's, so what it names elsewhere is left alone.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from inspect_lens._intake import absolute, has_file, join, parent, read_file, stem
+from inspect_lens._settings import Settings, text
+from inspect_lens.errors import ArtifactError
+
+from ._host import active_call, when_log_is_read
+
+__all__ = [
+    "MemoryStore",
+    "MessageIndex",
+    "Place",
+    "find",
+    "is_there",
+    "know_log",
+    "know_root",
+    "may_follow",
+    "place_for",
+    "place_of",
+]
+
+
+_roots: OrderedDict[str, None] = OrderedDict()
+"""Folders of logs that this process wrote or read, latest last."""
+_followed: set[str] = set()
+"""Places that somebody allowed."""
+
+
+class Place(NamedTuple):
+    """Where the files of one call go."""
+
+    root: str
+    """Folder of the log, or the one that was configured."""
+    folder: str
+    """Folder of this log's files, below the root."""
+
+
+def place_for(directory: str | None) -> Place | None:
+    """Choose the place for a call that happens now."""
+    call = active_call()
+    configured = directory or text("dir")
+    if call is None:
+        if not configured:
+            return None
+        know_root(absolute(configured))
+        return Place(absolute(configured), "calls.lens")
+    location = absolute(call.log_location)
+    root = absolute(configured) if configured else parent(location)
+    know_root(root)
+    return Place(root, f"{stem(location)}.lens")
+
+
+def know_root(root: str) -> None:
+    """Remember a folder in which references may resolve."""
+    _roots[root] = None
+    _roots.move_to_end(root)
+    while len(_roots) > 256:
+        _roots.popitem(last=False)
+
+
+def know_log(location: str, *, follow: str | Sequence[str] = ()) -> None:
+    """Tell where a log file is, so that activations next to it are found.
+
+    A log that Inspect reads in this process, once `inspect_lens` is imported, is known already.
+
+    Args:
+        location: path or fsspec URL of the log.
+        follow: folders and URLs below which files may be read, too, where the log names them, or
+            `all`. Else only files in the folder of a log are read, and those in INSPECT_LENS_DIR
+            and INSPECT_LENS_FOLLOW. It holds for this process.
+
+    Example:
+        ```python
+        from inspect_ai.log import read_eval_log
+
+        from inspect_lens.model import activations, know_log
+
+        know_log("logs/honesty.eval")
+        output = read_eval_log("logs/honesty.eval").samples[0].output
+        assert activations(output).numpy().shape[0] == 3
+        ```
+    """
+    know_root(parent(absolute(location)))
+    _followed.update([follow] if isinstance(follow, str) else follow)
+
+
+when_log_is_read(know_log)
+
+
+def may_follow(address: str) -> bool:
+    """Whether what a log names may be read.
+
+    It lies next to a log, or somebody allowed its place.
+    """
+    places = [*_followed, *filter(None, text("follow").split(","))]
+    return "all" in places or any(
+        _lies_in(address, place) for place in (*_known_folders(), *places)
+    )
+
+
+def _lies_in(address: str, place: str) -> bool:
+    folder = absolute(place).rstrip("/")
+    whole = absolute(address)
+    return ".." not in whole.split("/") and (whole == folder or whole.startswith(f"{folder}/"))
+
+
+def place_of(uri: str, root: str | None) -> str:
+    """The folder below which a file that was written earlier lies now."""
+    found = (folder for folder, where in _addresses(uri, root) if has_file(where))
+    return next(found, root or "")
+
+
+def is_there(uri: str, root: str | None) -> bool:
+    """Whether the file behind a reference can be found, without reading it."""
+    return any(has_file(where) for _, where in _addresses(uri, root))
+
+
+def find(uri: str, root: str | None, *, most: int | None = None) -> tuple[str, bytes]:
+    """Read the file that a reference in a log names."""
+    tried: list[str] = []
+    for _, where in _addresses(uri, root):
+        tried.append(where)
+        data = read_file(where, most=most)
+        if data is not None:
+            return where, data
+    named = join(root or "", uri)
+    if not may_follow(named):
+        raise ArtifactError(
+            f"{named}: the log names this file, which does not lie next to it, and looked for were "
+            f"{_list(tried)}; if you trust the log, allow the place with "
+            f"--follow {parent(named)} or INSPECT_LENS_FOLLOW"
+        )
+    missing = f"{uri}: the file of these activations is missing"
+    if absolute(uri) == uri:
+        raise ArtifactError(
+            f"{missing}. The answer came out of Inspect's cache, which has only the address of the "
+            "file that the first eval wrote; put the .lens folder of that eval back, or run the "
+            "eval with cache=False or behind `inspect cache clear`"
+        )
+    raise ArtifactError(
+        f"{missing}; looked for {_list(tried)}. Keep the .lens folder beside its log, call "
+        "read_activations(log) to say where the log is, or set INSPECT_LENS_DIR to the folder that "
+        "holds the .lens folder. A log of eval_retry or eval_set needs the .lens folders of the "
+        "logs before it, too"
+    )
+
+
+def _addresses(uri: str, root: str | None) -> Iterator[tuple[str, str]]:
+    """Where a file may be, each folder with the file's address, as far as the policy allows."""
+    seen = set()
+    # A copy of a log has its files next to it: the log that was read last comes first.
+    known = [*_known_folders()]
+    for folder in (*known[:1], *([root] if root else []), *known[1:], *([] if root else [""])):
+        where = join(folder, uri)
+        if where not in seen and may_follow(where):
+            seen.add(where)
+            yield folder, where
+
+
+def _known_folders() -> Iterator[str]:
+    """Folders that not only a log itself names."""
+    yield from reversed(_roots)
+    if (call := active_call()) is not None:
+        yield parent(absolute(call.log_location))
+    if configured := text("dir"):
+        yield absolute(configured)
+    # `inspect score logs/x.eval` tells a scorer nothing of the path, but the command line has it.
+    for argument in sys.argv[1:]:
+        if argument.endswith((".eval", ".json")):
+            yield parent(absolute(argument))
+
+
+def _list(tried: Sequence[str]) -> str:
+    more = len(tried) - 3
+    shown = ", ".join(tried[:3]) or "no others"
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+Held = TypeVar("Held", bound=_Sized)
+Handle = TypeVar("Handle")
+
+
+class MemoryStore(Generic[Held]):
+    """Payloads by key; the least recently used ones leave when bytes run out.
+
+    The newest payload stays whatever its size, so that what a call just returned can be read.
+    """
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self._limit_bytes = limit_bytes
+        self._items: OrderedDict[str, Held] = OrderedDict()
+        self._bytes = 0
+        # Put from worker threads, read from the event loop.
+        self._lock = threading.Lock()
+
+    @property
+    def limit_bytes(self) -> int:
+        """Bytes that may be held."""
+        if self._limit_bytes is None:
+            self._limit_bytes = Settings.load().memory_bytes
+        return self._limit_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held."""
+        return self._bytes
+
+    def put(self, key: str, payload: Held) -> None:
+        """Hold a payload."""
+        with self._lock:
+            old = self._items.pop(key, None)
+            self._bytes += payload.nbytes - (old.nbytes if old else 0)
+            self._items[key] = payload
+            while self._bytes > self.limit_bytes and len(self._items) > 1:
+                _, gone = self._items.popitem(last=False)
+                self._bytes -= gone.nbytes
+
+    def get(self, key: str) -> Held | None:
+        """The payload, if it is still here."""
+        with self._lock:
+            payload = self._items.get(key)
+            if payload is not None:
+                self._items.move_to_end(key)
+            return payload
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._items.clear()
+            self._bytes = 0
+
+
+class MessageIndex(Generic[Handle]):
+    """Handles by the id of the assistant message that they belong to."""
+
+    def __init__(self, limit: int = 1 << 16) -> None:
+        self._limit = limit
+        self._items: OrderedDict[str, Handle] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def put(self, message_id: str, handle: Handle) -> None:
+        """Remember a handle."""
+        with self._lock:
+            self._items[message_id] = handle
+            while len(self._items) > self._limit:
+                self._items.popitem(last=False)
+
+    def get(self, message_id: str) -> Handle | None:
+        """The handle, if this process made it."""
+        with self._lock:
+            return self._items.get(message_id)

@@ -1,0 +1,465 @@
+"""The provider `vllm-lens` (also `lens`): Inspect's vLLM provider that speaks lens.
+
+Order of one call: the hook `LensRequests` spells the config in one way (before the cache is
+asked), `generate` reads the request out of it, Inspect logs the request, and only then
+`_generate_completion` puts the tensors on the wire and takes the answer's out again.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import logging
+from collections.abc import AsyncIterable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from difflib import get_close_matches
+from subprocess import Popen
+from typing import Any, Final, cast, get_args
+
+import anyio.to_thread
+from inspect_ai.hooks import BeforeModelGenerate, Hooks, hooks
+from inspect_ai.model import ChatMessage, GenerateConfig, ModelCall, ModelOutput, RetryDecision
+from inspect_ai.tool import ToolChoice, ToolInfo
+from openai import (
+    APIConnectionError,
+    APIStatusError,
+    AsyncOpenAI,
+    AuthenticationError,
+    BadRequestError,
+)
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from typing_extensions import override
+
+from inspect_lens._base.http import no_answer, with_advice
+from inspect_lens._intake import Source
+from inspect_lens._settings import Settings
+from inspect_lens.errors import CaptureError, LensError, did_you_mean
+from inspect_lens.spec import CaptureSpec, LensRequest, to_wire_args
+
+from ._host import VLLMAPI, PrerequisiteError, VLLMServer, _vllm_servers
+from ._places import place_for
+from ._request import (
+    Body,
+    Settled,
+    edits_of_every_call,
+    environment_capture,
+    is_lens_call,
+    over_binary,
+    parse_capture,
+    read_body,
+    register_capture_hook,
+    respelled,
+    save_vectors,
+    wants_transport,
+    without_refusals,
+)
+from ._response import Keep, LensFields, Mode, StreamFields, attach, expect, take_fields
+from ._scope import LensProvider, inherited_requests, scope_of
+from ._scores import Asked, ProbeLike, ask_probes, including
+from ._server import (
+    FETCH_TIMEOUT_S,
+    UNKNOWN,
+    ServerCalls,
+    adapter_of,
+    children_of,
+    normalise_url,
+    reap,
+    server_for,
+    start_server,
+)
+
+__all__ = [
+    "CALLER",
+    "LensAPI",
+    "LensRequests",
+    "collect_less",
+    "refuse_unknown_arguments",
+]
+
+
+logger = logging.getLogger(__name__)
+
+_INSTEAD: Final = {
+    "hooks": "lens_config(hooks=…)",
+    "lens": "with_lens(lens=…)",
+    "qk": "lens_config(qk=…)",
+    "sink": "lens_config(sink=…)",
+}
+"""What calls ask for and no argument says, and what does."""
+_OF_INSPECT: Final = frozenset(inspect.signature(VLLMAPI.__init__).parameters) - {
+    "self", "model_name", "config", "server_args",
+}  # fmt: skip
+
+
+def refuse_unknown_arguments(
+    given: Mapping[str, Any], own: Collection[str], *, attached: str | None
+) -> None:
+    """Refuse arguments that no one reads.
+
+    A server that is started gets what is left over, and refuses what it does not know. One that
+    runs has its arguments already: a log that is scored again brings those of its own server, so
+    these are named in a warning.
+    """
+    for name, value in given.items():
+        if name in _OF_INSPECT or value is None:
+            continue
+        if (instead := _INSTEAD.get(name)) is not None:
+            why = f"is no argument of the model; put {instead} into the task's solver"
+        elif get_close_matches(name, own, n=1, cutoff=0.8):
+            why = f"is no argument of the model; {did_you_mean(name, own)}"
+        else:
+            if attached is not None:
+                logger.warning(
+                    "vllm-lens: -M %s has no effect: the server at %s is running already",
+                    name, attached,
+                )  # fmt: skip
+            continue
+        raise PrerequisiteError(f"vllm-lens: -M {name}={value}: {why}")
+
+
+def collect_less() -> None:
+    """Let garbage be collected less often in this process; a collector that is off stays off.
+
+    A threshold that somebody has set higher stays, too. `INSPECT_LENS_GARBAGE_THRESHOLD` is ours,
+    and 0 leaves the collector alone.
+    """
+    ours = Settings.load().garbage_threshold
+    first, *rest = gc.get_threshold()
+    # A threshold of 0 switches the collector off, too.
+    if not gc.isenabled() or first == 0 or first >= ours:
+        return
+    gc.collect()  # what is garbage by now would be kept for ever
+    gc.freeze()
+    gc.set_threshold(ours, *rest)
+
+
+MAX_CONNECTIONS = 64
+_OWN = ("capture", "edits", "steer", "activations", "activations_dir", "probes", "stream")
+"""Arguments that the provider adds to those of Inspect's."""
+
+CALLER: ContextVar[LensAPI | None] = ContextVar("inspect_lens_caller", default=None)
+"""The provider that this task is about to call; see `LensAPI.connection_key`."""
+
+
+@dataclass
+class _Call:
+    """One mutable box per `generate`, filled by `_generate_completion` below it."""
+
+    request: LensRequest | None
+    keep: Keep
+    fields: LensFields | None = None
+
+
+_call: ContextVar[_Call | None] = ContextVar("inspect_lens_call", default=None)
+
+
+class LensAPI(ServerCalls, LensProvider):
+    """Inspect's vLLM provider, with capture, steering and adapters per call.
+
+    ```text
+    inspect eval task.py --model vllm-lens/org/model -M capture=10,20
+    ```
+
+    ```python
+    model = get_model("vllm-lens/org/model")
+    output = await model.generate(messages, config=lens_config(capture=[10]))
+    output.metadata["activations"]["residual_stream"]  # torch, (1, tokens, hidden)
+    ```
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        base_url: str | None = None,
+        port: int | None = None,
+        api_key: str | None = None,
+        config: GenerateConfig = GenerateConfig(),  # noqa: B008 Inspect's own signature
+        *,
+        capture: Any = None,
+        edits: Any = None,
+        steer: Any = None,
+        activations: Mode | None = None,
+        activations_dir: str | None = None,
+        probes: ProbeLike | Sequence[ProbeLike] | None = None,
+        stream: bool | None = None,
+        lazy_init: bool = True,
+        **server_args: Any,
+    ) -> None:
+        try:
+            self._capture = parse_capture(capture)
+            self._asked: Asked = ask_probes(probes)
+            self.edited = edits_of_every_call(edits, steer)
+        except LensError as error:
+            given = "" if str(error).startswith("INSPECT_LENS_") else "-M "
+            raise PrerequisiteError(f"vllm-lens: {given}{error}") from None
+        try:
+            # Said here and not by the hook that reads it: Inspect only warns about errors there.
+            environment_capture()
+        except LensError as error:
+            raise PrerequisiteError(f"vllm-lens: {error}") from None
+        if activations is not None and activations not in get_args(Mode):
+            raise PrerequisiteError(
+                f"vllm-lens: -M activations={activations!r}; allowed are "
+                f"{', '.join(get_args(Mode))}; leave it out for files beside the log"
+            )
+        self._mode = activations
+        self._directory = activations_dir
+        self._forced_stream = stream
+        base = model_name.partition(":")[0]
+        shared = base in _vllm_servers
+        super().__init__(model_name, base_url, port, api_key, config, lazy_init=True, **server_args)
+        self._server = self._own_server(self._server, shared=shared)
+        refuse_unknown_arguments(server_args, _OWN, attached=self._init_base_url)
+        if not lazy_init:
+            self._resolve_server()
+        collect_less()
+
+    # -- server ----------------------------------------------------------------
+
+    def _own_server(self, theirs: VLLMServer, *, shared: bool) -> VLLMServer:
+        endpoint = super().connection_key()
+        if endpoint != self.base_model:
+            endpoint = self._init_base_url = normalise_url(endpoint)
+        server = server_for(self.base_model, endpoint)
+        if self.adapter:
+            server.enable_lora = True
+            server.max_lora_rank = max(server.max_lora_rank or 0, theirs.max_lora_rank or 0) or None
+        if not shared:
+            # Inspect's constructor made a record in its own table, which nobody uses.
+            _vllm_servers.pop(self.base_model, None)
+        self.base_url = self._init_base_url
+        return server
+
+    @override
+    def _resolve_server(self) -> None:
+        super()._resolve_server()
+        # Part of the cache key and of logged model roles: an explicit URL, or None for a server
+        # of ours, whose port is another one in each run.
+        self.base_url = self._init_base_url
+
+    @override
+    def _create_client(self) -> AsyncOpenAI:
+        self.base_url = self._server.base_url
+        try:
+            return super()._create_client()
+        finally:
+            self.base_url = self._init_base_url
+
+    @override
+    def _server_root(self) -> str:
+        return str(self._server.base_url).rstrip("/").removesuffix("/v1")
+
+    @override
+    def _start_server(
+        self, model_path: str, port: int | None = None
+    ) -> tuple[str, Popen[str], int]:
+        return start_server(
+            model_path,
+            port=port,
+            api_key=str(self.api_key),
+            server=self._server,
+            args=self.server_args,
+        )
+
+    @override
+    def close(self) -> None:
+        children = children_of(self._server.process)
+        super().close()
+        self._probes.forget()
+        self.lenses.forget()
+        reap(children)
+
+    @override
+    def connection_key(self) -> str:
+        # Inspect asks for this in the task of a call, right before the hooks of that call run;
+        # hooks are told the model's name only, and two models may share one.
+        CALLER.set(self)
+        return super().connection_key()
+
+    @override
+    def max_connections(self) -> int:
+        return MAX_CONNECTIONS
+
+    @override
+    def should_retry(self, ex: BaseException) -> bool | RetryDecision:
+        if isinstance(ex, APIStatusError) and CaptureError.__name__ in str(ex.body):
+            return RetryDecision.no()  # it would be incomplete again, and Inspect never gives up
+        return super().should_retry(ex)
+
+    # -- a call ----------------------------------------------------------------
+
+    @override
+    def typed_body(
+        self, config: GenerateConfig, last: CaptureSpec | None = None
+    ) -> dict[str, Any] | None:
+        """The config's `extra_body` with scopes and the default capture, spelled in one way."""
+        return self._read(config, last).extra_body or None
+
+    def _read(self, config: GenerateConfig, last: CaptureSpec | None = None) -> Body:
+        scope = scope_of(self)
+        said = config.extra_body and not isinstance(config.extra_body, Settled)
+        # Only of a call that says something it has to be known whether it says so itself.
+        inherited = inherited_requests(self) if scope is not None and said else ()
+        asked = self._asked
+        default = self._capture or last
+        if asked.capture is not None:
+            default = including(default, asked.capture)
+        body, request = read_body(config.extra_body, default, scope, inherited, asked.uses)
+        return Body(Settled(body), request)
+
+    @override
+    async def generate(
+        self,
+        input: list[ChatMessage],
+        tools: list[ToolInfo],
+        tool_choice: ToolChoice,
+        config: GenerateConfig,
+    ) -> ModelOutput | tuple[ModelOutput | Exception, ModelCall]:
+        body, request = self._read(config)
+        refused = dict(self._asked.refused)
+        if request is not None and request.probes:
+            request, more = await self._probes.serve(request)
+            if more:
+                refused |= more
+                body = Settled(respelled(body, request))
+        if not (isinstance(config.extra_body, Settled) and config.extra_body == body):
+            config = config.model_copy(update={"extra_body": body})
+        await self.load_adapter(body.get("lora_request"))
+        place = place_for(self._directory)
+        if request is not None and request.edits:
+            kept = place if self._mode in (None, "sidecar") else None
+            await anyio.to_thread.run_sync(save_vectors, request, kept)
+        call = _Call(request, Keep(self._mode, place))
+        token = _call.set(call)
+        try:
+            result = await super().generate(input, tools, tool_choice, config)
+        finally:
+            _call.reset(token)
+        output = result[0] if isinstance(result, tuple) else result
+        if isinstance(output, ModelOutput) and call.fields is not None and call.fields.choices:
+            await self._check_done(request, call.fields)
+            source = Source(self._server_root(), self._headers(), FETCH_TIMEOUT_S)
+            await attach(
+                output, call.fields, request, body, keep=call.keep, fetch=self.fetch, source=source
+            )
+            if refused and output.metadata is not None:
+                output.metadata["probes_refused"] = refused
+        return result
+
+    @override
+    def completion_params(self, config: GenerateConfig, tools: bool) -> dict[str, Any]:
+        params = super().completion_params(config, tools)
+        body = dict(params.get("extra_body") or {})
+        args = body.pop("extra_args", None)
+        if args:
+            # Typed, so that the logged request has references; text only on the wire.
+            body["vllm_xargs"] = args
+        adapter = adapter_of(body.pop("lora_request", None))
+        if adapter is not None:
+            params["model"] = adapter.name
+        return params | {"extra_body": body}
+
+    @override
+    async def _generate_completion(
+        self, request: dict[str, Any], config: GenerateConfig
+    ) -> ChatCompletion:
+        call = _call.get()
+        body: dict[str, Any] = {"return_token_ids": True, **(request.get("extra_body") or {})}
+        if "vllm_xargs" in body:
+            args = without_refusals(cast("dict[str, Any]", body.pop("vllm_xargs")))
+            if wants_transport(args) and await self.offers_binary():
+                args = over_binary(args)
+                if call is not None:
+                    expect(call.keep)
+            elif call is not None and call.request is not None and call.request.scores_tokens:
+                expect(call.keep)
+            if args:
+                asked = call.request if call is not None else None
+                if asked is not None and not (asked.edits or asked.hooks):
+                    body["vllm_xargs"] = to_wire_args(args)
+                else:
+                    # Compressing megabytes of vectors is not for the event loop.
+                    body["vllm_xargs"] = await anyio.to_thread.run_sync(to_wire_args, args)
+        asked_for = request | {"extra_body": body}
+        try:
+            with self._named_errors():
+                completion = await super()._generate_completion(asked_for, config)
+        except BadRequestError as error:
+            if call is None or call.request is None or UNKNOWN not in str(error.body):
+                raise
+            # Somebody removed a name, or the server was started again.
+            self._probes.forget()
+            await self._probes.serve(call.request)
+            completion = await super()._generate_completion(asked_for, config)
+        if isinstance(completion, ChatCompletion):
+            fields = take_fields(completion)
+            if call is not None:
+                call.fields = fields
+        return completion
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Say whose key is refused, and at which address nobody answers."""
+        try:
+            yield
+        except AuthenticationError as error:
+            raise self.refused_key() from error
+        except APIConnectionError as error:
+            # Of the same type, so that Inspect tries again as ever; OpenAI says "Connection error."
+            cause = error.__cause__ or error
+            error.args = (str(no_answer(self._server_root(), cause, self.told())),)
+            raise
+
+    @override
+    def handle_bad_request(self, ex: APIStatusError) -> ModelOutput | Exception:
+        found = super().handle_bad_request(ex)
+        if isinstance(found, ModelOutput) and found.stop_reason == "model_length":
+            content = with_advice(found.completion, self._server_root())
+            return ModelOutput.from_content(self.model_name, content, stop_reason="model_length")
+        return found
+
+    # -- streaming ---------------------------------------------------------------
+
+    @override
+    def resolve_stream(self, config: GenerateConfig) -> bool:
+        if self._forced_stream is not None:
+            return self._forced_stream
+        return super().resolve_stream(config)
+
+    @override
+    def auto_streamable(self, config: GenerateConfig) -> bool:
+        # Large results would arrive as one last chunk: nothing to show, and nothing to gain.
+        return not is_lens_call(config.extra_body) and super().auto_streamable(config)
+
+    @override
+    async def stream_completion(self, stream: AsyncIterable[ChatCompletionChunk]) -> ChatCompletion:
+        fields = StreamFields()
+        return fields.attach(await super().stream_completion(fields.strip(stream)))
+
+
+register_capture_hook()
+
+
+@hooks(
+    name="lens_requests",
+    description="Spells lens requests in one way before Inspect computes cache keys.",
+)
+class LensRequests(Hooks):
+    """Replaces the call's `extra_body` by its typed form.
+
+    Without it a raw tensor would be hashed by its abbreviated `repr`, a base64 vector from the
+    command line would be logged with every call, and `-M capture` would not be in cache keys.
+    """
+
+    async def on_before_model_generate(self, data: BeforeModelGenerate) -> None:
+        """Edit the config, which is a copy that belongs to this call."""
+        api = CALLER.get()
+        if api is None or api.qualified_model_name != data.model_name:
+            return
+        try:
+            data.config.extra_body = api.typed_body(data.config)
+        except LensError:
+            # Inspect only warns about errors in hooks; the provider raises this one again.
+            return

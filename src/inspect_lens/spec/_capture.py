@@ -1,0 +1,436 @@
+"""What activations a request wants back, what is made of them, and where else they go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from ._engine import RESID_POST, SITES, Site, in_site_order
+from ._positions import Phase, Positions, TokenMatch, is_mask, parse_positions
+from ._values import Flag, check_name, integers, shown
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "REDUCTIONS",
+    "CaptureSpec",
+    "Layers",
+    "QKReceipt",
+    "QKSpec",
+    "Reduce",
+    "Reduction",
+    "RowDType",
+    "SinkReceipt",
+    "SinkStatus",
+    "SinkUse",
+    "SiteChoice",
+]
+
+
+Reduce = Literal["none", "mean", "last", "max", "norm"]
+"""How the engine reduces the rows of the selected tokens before it returns them."""
+
+
+class Reduction:
+    """One value of `reduce=`: a subclass in this file adds one everywhere.
+
+    Example:
+        ```python
+        from inspect_lens.spec import REDUCTIONS
+
+        mean = REDUCTIONS["mean"]
+        print(mean.combine, mean.columns(256))
+        ```
+    """
+
+    name: ClassVar[Reduce]
+    summary: ClassVar[str]
+    """What it is, as a clause."""
+    combine: ClassVar[Literal["sum", "max"] | None] = None
+    """How the numbers of several tokens become one row: summed in float32 at least, or the largest
+    of each; None where each token keeps its own."""
+    picks_last: ClassVar[bool] = False
+    """Whether the result is that of the last token alone."""
+    width: ClassVar[int | None] = None
+    """Numbers of a row of the result; None for as many as the site has."""
+
+    @cached_property
+    def makes_numbers(self) -> bool:
+        """Whether other numbers are made of a row; else the result of a single row is this row."""
+        return type(self).on_device is not Reduction.on_device
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the result has rows of the stream as they are."""
+        return self.combine is None and not self.makes_numbers
+
+    def columns(self, hidden: int) -> int:
+        """Numbers that `on_device` makes of a row.
+
+        Args:
+            hidden: numbers of the row.
+
+        Returns:
+            Their number.
+        """
+        return self.width or hidden
+
+    def on_device(self, torch: Any, rows: torch.Tensor) -> torch.Tensor:
+        """Make the numbers of each row, on the worker's device.
+
+        Args:
+            torch: the module, which this package does not import.
+            rows: (…, tokens, hidden).
+
+        Returns:
+            (…, tokens, `columns(hidden)`).
+        """
+        return rows
+
+    def finish(self, combined: NDArray[Any], n: int) -> NDArray[Any]:
+        """Make the result of what was combined.
+
+        Args:
+            combined: (width,), in float64 for a sum.
+            n: tokens that it was combined of.
+
+        Returns:
+            (width,).
+        """
+        return combined
+
+    def join(self, parts: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Join what was made of parts of one wide row, for a reduction that has a `width`.
+
+        Args:
+            parts: (layers, parts, tokens, `width`).
+
+        Returns:
+            (layers, tokens, `width`).
+
+        Raises:
+            NotImplementedError: the reduction has no `width`.
+        """
+        raise NotImplementedError
+
+
+class _None(Reduction):
+    name = "none"
+    summary = "the rows as they are, (layers, tokens, hidden)"
+
+
+class _Mean(Reduction):
+    name = "mean"
+    summary = "their mean, summed in float32, (layers, 1, hidden)"
+    combine = "sum"
+
+    def finish(self, combined: NDArray[Any], n: int) -> NDArray[Any]:
+        return combined / n
+
+
+class _Last(Reduction):
+    name = "last"
+    summary = "the row of the last token, (layers, 1, hidden)"
+    picks_last = True
+
+
+class _Max(Reduction):
+    name = "max"
+    summary = "the largest value of each coordinate, (layers, 1, hidden)"
+    combine = "max"
+
+
+class _Norm(Reduction):
+    name = "norm"
+    summary = "the L2 norm of each row, computed in float32, (layers, tokens, 1)"
+    width = 1
+
+    def on_device(self, torch: Any, rows: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float32)  # type: ignore[no-any-return]
+
+    def join(self, parts: NDArray[np.float32]) -> NDArray[np.float32]:
+        norms: NDArray[np.float32] = np.linalg.norm(parts, axis=1)
+        return norms
+
+
+REDUCTIONS: Final = MappingProxyType(
+    {one.name: one for one in (_None(), _Mean(), _Last(), _Max(), _Norm())}
+)
+"""By name."""
+
+Layers = Literal["all"] | tuple[int, ...]
+"""`all`, or 0-based global layer numbers."""
+
+SiteChoice = Site | tuple[Site, ...]
+"""One site, or several in the order of `SITES`."""
+
+RowDType = Literal["model", "float32", "bfloat16", "float16"]
+"""dtype of a result; `model` is that of the residual stream in the engine."""
+
+Transport = Literal["auto", "inline", "binary"]
+"""How a result travels: in the response, or beside it."""
+
+
+def parse_layers(value: Any) -> Any:
+    """Layers as users write them: `all` or true, a number, or a list of numbers."""
+    if value is True:
+        return "all"
+    layers = integers(value)
+    if not isinstance(layers, tuple):
+        return value
+    if not layers:
+        raise ValueError("is empty; name at least one layer, or 'all'")
+    return tuple(sorted(set(layers)))
+
+
+class CaptureSpec(BaseModel):
+    """Capture of one or more sites at some layers for some tokens.
+
+    Example:
+        ```python
+        from inspect_lens import CaptureSpec, LensRequest
+
+        capture = CaptureSpec(layers=[4, 2], positions="completion", reduce="mean", dtype="float32")
+        assert capture.layers == (2, 4)
+        request = LensRequest(capture=capture)  # extra_args={"inspect_lens": request}
+        ```
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layers: Layers = "all"
+    """`all`, or layer numbers; results are stacked in ascending order."""
+
+    positions: Positions = "all"
+    """Tokens to keep. `all` means every token that is fed to the model: prompt plus
+    completion without the last sampled token. `last` is the last of these, `last_prompt` the
+    last token of the prompt. A list of booleans is a mask over the prompt, of its length; a list
+    of integers has absolute positions, negative ones counted from the end of the prompt. A
+    `TokenMatch` takes tokens of the prompt by their text or ids."""
+
+    phase: Phase = "both"
+    """Keep only those of the positions that are `prefill` (prompt tokens) or `decode` (sampled
+    tokens that are fed back)."""
+
+    reduce: Reduce = Field(
+        default="none",
+        description="What is made of the selected tokens' rows where they are: "
+        + "; ".join(f"`{one.name}`: {one.summary}" for one in REDUCTIONS.values())
+        + ". Of no token there is no row.",
+    )
+
+    dtype: RowDType = "model"
+    """dtype of the result; rounded to nearest even, behind the reduction. A value beyond the range
+    of `float16` becomes infinite."""
+
+    site: SiteChoice = RESID_POST
+    """Place in the block, or a list of places: the same layers and tokens are kept of each.
+    The result of `resid_post` is named `residual_stream`, the others as their site."""
+
+    transport: Transport = Field(default="auto")
+    """`inline`: base64 in the response; `binary`: a handle to fetch over HTTP. `auto` leaves it to
+    the client; to a server it is `inline`."""
+
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _layers(cls, value: Any) -> Any:
+        return parse_layers(value)
+
+    @field_validator("site", mode="before")
+    @classmethod
+    def _site(cls, value: Any) -> Any:
+        sites = [value] if isinstance(value, str) else value
+        if not isinstance(sites, list | tuple) or not sites:
+            raise ValueError(f"{shown(value)}; allowed are {', '.join(SITES)}, or a list of these")
+        for site in sites:
+            if not isinstance(site, str) or site not in SITES:
+                raise ValueError(f"{shown(site)}; allowed are {', '.join(SITES)}")
+        ordered = in_site_order(sites)
+        return ordered[0] if len(ordered) == 1 else ordered
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The sites as a tuple."""
+        return (self.site,) if isinstance(self.site, str) else self.site
+
+    @field_validator("positions", mode="before")
+    @classmethod
+    def _positions(cls, value: Any) -> Any:
+        found = parse_positions(value, field="positions", may_match=True)
+        if isinstance(found, TokenMatch) and found.among == "completion":
+            raise ValueError(
+                "among='completion' belongs to edits: how many rows a capture has is known before "
+                "tokens are sampled; capture 'completion', and take the rows of the ids you want"
+            )
+        return found
+
+    @model_validator(mode="after")
+    def _check_phase(self) -> Self:
+        is_matched = isinstance(self.positions, TokenMatch)
+        is_prompt = (
+            is_matched or self.positions in ("prompt", "last_prompt") or is_mask(self.positions)
+        )
+        if (self.phase == "decode" and is_prompt) or (
+            self.phase == "prefill" and self.positions == "completion"
+        ):
+            named = "a mask over the prompt" if is_mask(self.positions) else repr(self.positions)
+            named = "tokens of the prompt that match" if is_matched else named
+            raise ValueError(
+                f"phase={self.phase!r} beside positions={named} selects no token; leave one of "
+                "them out"
+            )
+        return self
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether vllm-lens has words for it: all tokens of `resid_post` as they are."""
+        return (self.positions, self.site, self.phase, self.reduce, self.dtype) == (
+            "all", RESID_POST, "both", "none", "model",
+        )  # fmt: skip
+
+
+class QKSpec(BaseModel):
+    """Queries and keys of some layers, for all tokens that are fed.
+
+    They are captured at the sites `q` and `k`, which the engine has to serve
+    (`INSPECT_LENS_SITES`).
+
+    They are those that the attention kernel gets: after the rotary embedding and any
+    normalisation. The result has `attn_q` (layers ascending, tokens, query heads, head size),
+    `attn_k` (layers ascending, tokens, key heads, head size), `qk_layers`, and `qk_meta`: per
+    layer what else the pattern depends on (`scale`, `logits_soft_cap`, `sliding_window` as
+    (left, right) with -1 for no limit, `attention_chunk_size`, `alibi_slopes`, `sinks`,
+    `num_heads`, `num_kv_heads`, `head_size`). `inspect_lens.attention` makes patterns of them.
+
+    Source:
+        Names and meaning are those of vllm-lens 1.3.0.
+
+    Example:
+        ```python
+        from inspect_lens import LensRequest
+        from inspect_lens.spec import QKSpec
+
+        request = LensRequest(qk=QKSpec(layers=[2]))
+        assert request.qk.layers == (2,)
+        ```
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layers: Layers = "all"
+    """`all` layers with softmax attention, or layer numbers."""
+
+    transport: Transport = Field(default="auto")
+    """As in `CaptureSpec`."""
+
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _layers(cls, value: Any) -> Any:
+        return parse_layers(value)
+
+
+class QKReceipt(BaseModel):
+    """Part of the receipt about captured queries and keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layers: tuple[int, ...]
+    """Layers, ascending."""
+    n_positions: int
+    """Tokens, from position 0."""
+    dtype: str
+
+
+SinkStatus = Literal["written", "queued", "spilled", "sampled_out", "dropped", "failed"]
+"""What became of a request's rows at a sink.
+
+`written`: a finished shard has them, or the function has returned. `queued`: in memory, in the
+next shard. `spilled`: on a disk of the server, and to be written later, also after a restart.
+`sampled_out` and `dropped`: the sink was slow, and they are gone. `failed`: it could not take them.
+"""
+
+_TEXT_MOST = 256
+_COLUMNS_MOST = 16
+
+
+class SinkUse(BaseModel):
+    """How one request uses a sink: a store or a function on the server's side.
+
+    The operator of the server says what a sink records (layers, site, tokens) and where to. A
+    request gives the sink's name, and what a training set has to know of the sample.
+
+    Example:
+        ```python
+        from inspect_lens import LensRequest
+
+        request = LensRequest(sink={"name": "recorded", "label": True, "group": "town-3"})
+        assert request.sink.wait
+        ```
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    """Name of the sink, as `GET /v1/inspect_lens` lists it."""
+    id: str | None = Field(default=None, min_length=1, max_length=_TEXT_MOST)
+    """Id of the sample; without it that of the request."""
+    label: Flag | None = None
+    """Label of the sample, for training."""
+    group: str | None = Field(default=None, min_length=1, max_length=_TEXT_MOST)
+    """Samples that belong together, such as those of one question; without it the id."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Further columns of the sample, at most 16."""
+    wait: Flag = True
+    """Answer when the rows are written or lost, so that the receipt says which. Otherwise the
+    answer comes at once, and rows that wait for the next shard are `queued`."""
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _name(cls, value: Any) -> str:
+        return check_name(value, field="sink.name")
+
+    @field_validator("columns", mode="before")
+    @classmethod
+    def _columns(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping) or len(value) > _COLUMNS_MOST:
+            raise ValueError(f"{shown(value)}; allowed is an object of at most {_COLUMNS_MOST}")
+        for key, text in value.items():
+            for part in (key, text):
+                if not isinstance(part, str) or len(part) > _TEXT_MOST or not _encodes(part):
+                    raise ValueError(
+                        f"{shown(part)}; allowed are names and texts of at most {_TEXT_MOST} "
+                        "characters"
+                    )
+        return dict(value)
+
+
+def _encodes(text: str) -> bool:
+    """Whether a file can hold a text: one with half of a surrogate pair it cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+class SinkReceipt(BaseModel):
+    """Part of the receipt about a sink: what became of the request's rows there."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    """Of the sink."""
+    status: SinkStatus
+    rows: int = 0
+    """Tokens that were handed over."""
+    shard: str | None = None
+    """File that has them, relative to the store; None where none has."""
+    reason: str | None = None
+    """Why they are not `written`."""

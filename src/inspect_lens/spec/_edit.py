@@ -1,0 +1,571 @@
+"""What all edits have in common: where they act, on which tokens, and behind which gate."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
+
+import numpy as np
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FieldSerializationInfo,
+    InstanceOf,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_serializer,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+
+from ._engine import RESID_POST, SITE_TABLE, Site, limits_of
+from ._instruction import (
+    CHOICES,
+    N_REGISTERS,
+    NEXT_TOKEN,
+    SAME_TOKEN,
+    Choice,
+    Chosen,
+    Instruction,
+    Kind,
+    Row,
+    choice_sites,
+    sampled_match,
+)
+from ._positions import Phase, Positions, is_mask, parse_positions
+from ._tensor import TensorData, WireModel, as_tensor_data, encode_tensor, freeze_tensor, is_wire
+from ._values import TENSORS, Flag, Integer, Number, integers, shown
+
+__all__ = [
+    "EDITS",
+    "EDIT_REFERENCE",
+    "TENSOR_REFERENCE",
+    "EditBase",
+    "Gate",
+]
+
+
+TENSOR_REFERENCE = "tensor/1"
+"""`$lens` of the short form in which a tensor of an edit stands in logs."""
+
+
+class Gate(WireModel):
+    """A probe that an edit is multiplied with.
+
+    The factor is `sigmoid(sharpness * (<s, direction> - threshold))`, or with `sharpness=None` 1
+    above the threshold and else 0. With `scope="token"` each token has its own, read at or before
+    the edit. With `scope="next"` it is that of the sampled token before, and with `scope="rest"`
+    the edit acts on every sampled token behind the first one that was above the threshold; these
+    may be read at any layer, also behind the edit.
+
+    `ema` averages the score over sampled tokens, `m = ema*x + (1 - ema)*m`, beginning with the
+    score of the first one. `closes_below` is hysteresis: a gate that has opened stays open until
+    the score, or its average, falls below it. Prompt tokens never enter: a cached one is not seen.
+
+    Source:
+        Conditional activation steering, arXiv:2409.05907 (`cosine=True` is its similarity).
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.spec import Ablate, Gate
+
+        lies = np.random.default_rng(0).standard_normal(256)
+        gate = Gate(direction=lies, layer=3, threshold=1.5)
+        edit = Ablate(direction=lies, layers=[4, 5], when=gate)
+        assert edit.when.layer == 3
+        ```
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    direction: InstanceOf[TensorData]
+    """(width,); what the stream is multiplied with."""
+    layer: Integer
+    """Layer at which the stream is read, 0-based."""
+    site: Site = RESID_POST
+    """Site at which it is read."""
+    threshold: Number = Field(default=0.0, allow_inf_nan=False)
+    """Above it the edit acts."""
+    sharpness: Number | None = Field(default=None, allow_inf_nan=False, gt=0)
+    """Steepness of the sigmoid; None is a step."""
+    cosine: Flag = False
+    """Whether the product is divided by the norm of the stream; the direction is then taken as
+    a unit vector."""
+    scope: Literal["token", "next", "rest"] = "token"
+    """Tokens it decides on: the one it reads, the sampled one behind that, or the rest of the
+    request behind that."""
+    ema: Number | None = Field(default=None, allow_inf_nan=False, gt=0, le=1)
+    """Weight of the newest score in its moving average over sampled tokens; None averages nothing,
+    and so does 1."""
+    closes_below: Number | None = Field(default=None, allow_inf_nan=False)
+    """Score below which a gate that has opened closes again, less than `threshold`; None is
+    `threshold` itself."""
+    reads: Literal["completion", "last_prompt"] | None = None
+    """With `scope="rest"`, the tokens that may open it: each sampled one (the default), or the last
+    one of the prompt alone, which makes it a condition on the prompt."""
+    shadow: Flag = False
+    """Whether the edits of a gate that `is_lasting` are left out: the receipt says when they would
+    have begun, and the answer is the plain one."""
+
+    @field_validator("direction", mode="before")
+    @classmethod
+    def _direction(cls, value: Any, info: ValidationInfo) -> TensorData:
+        limits = limits_of(info)
+        judge = None if limits is None else limits.judge_edit
+        return freeze_tensor(as_tensor_data(value, field="when.direction", judge=judge))
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        values = self.direction.to_float32()
+        if values.ndim != 1 or not values.size:
+            raise ValueError(
+                f"direction has shape {values.shape}; a gate reads one (width,) vector"
+            )
+        if not np.isfinite(values).all() or not values.any():
+            raise ValueError("direction holds NaN or infinity, or nothing but zeros")
+        if self.scope == "rest" and self.sharpness is not None:
+            raise ValueError(
+                "sharpness beside scope='rest': the gate opens at once and stays open; leave "
+                "sharpness out"
+            )
+        if self.scope != "rest" and self.reads is not None:
+            raise ValueError(f"reads beside scope={self.scope!r}: it belongs to scope='rest'")
+        if self.shadow and not self.is_lasting:
+            raise ValueError(
+                "shadow beside scope='token': no receipt tells of such a gate; use scope='next' or "
+                "'rest', ema or closes_below"
+            )
+        self._check_running()
+        return self
+
+    def _check_running(self) -> None:
+        if self.closes_below is not None:
+            if self.scope == "rest":
+                raise ValueError("closes_below beside scope='rest', whose gates stay open")
+            if self.sharpness is not None:
+                raise ValueError("closes_below beside sharpness: one is a step, and one is smooth")
+            if self.closes_below >= self.threshold:
+                raise ValueError(
+                    f"closes_below={self.closes_below:g} is not below threshold={self.threshold:g}"
+                )
+        if self.ema is not None and self.reads == "last_prompt":
+            raise ValueError(
+                "ema beside reads='last_prompt': that reads one token, and ema averages sampled "
+                "ones"
+            )
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its decision on a token is kept, or depends on the tokens before."""
+        return self.scope == "next" or self.ema is not None or self.closes_below is not None
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether it is read on sampled tokens as they come, and receipts tell of it."""
+        return self.scope != "token" or self.is_running
+
+    @property
+    def lasts_by(self) -> str:
+        """What makes it lasting, for messages."""
+        if self.scope != "token":
+            return f"scope={self.scope!r}"
+        return "closes_below" if self.ema is None else "ema"
+
+    @property
+    def first_register(self) -> int:
+        """Of the block of registers that it belongs to; see `N_LATCHES`."""
+        if not self.is_running:
+            return N_REGISTERS if self.is_lasting else 0
+        return SAME_TOKEN if self.scope == "token" else NEXT_TOKEN
+
+    @model_serializer(mode="wrap")
+    def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        form: dict[str, Any] = handler(self)
+        # What is not asked for is left out: the form that older servers know.
+        unused = [name for name in ("ema", "closes_below") if getattr(self, name) is None]
+        if not self.is_lasting:
+            unused += ["scope", "reads", "shadow"]
+        for name in unused:
+            form.pop(name, None)
+        return form
+
+    @field_serializer("direction")
+    def _dump_direction(self, value: TensorData, info: FieldSerializationInfo) -> dict[str, Any]:
+        return encode_tensor(value) if is_wire(info) else tensor_reference(value)
+
+    def instruction(self, register: int) -> Instruction:
+        """Make the instruction that computes the gate.
+
+        Args:
+            register: it goes to.
+
+        Returns:
+            The instruction, for the tap at `layer`.
+        """
+        read: Row = self.direction.to_float32()
+        if self.cosine:
+            read = (read / np.linalg.norm(read.astype(np.float64))).astype(np.float32)
+        steep = math.inf if self.sharpness is None else self.sharpness
+        closes, weight = 0.0, 0.0
+        if self.is_running:
+            kind = Kind.COSINE_RUNNING if self.cosine else Kind.RUNNING
+            # One that closes at its threshold is never held open by the rule for closing.
+            closes = math.inf if self.closes_below is None else self.closes_below
+            closes = -math.inf if self.scope == "rest" else closes
+            weight = 1.0 if self.ema is None else self.ema
+        elif self.scope == "rest":
+            kind = Kind.COSINE_LATCH if self.cosine else Kind.LATCH
+        else:
+            kind = Kind.COSINE_GATE if self.cosine else Kind.GATE
+        params = (steep, self.threshold, closes, weight)
+        return Instruction(kind, read, None, params, True, register)
+
+    @property
+    def content(self) -> tuple[object, ...]:
+        """What makes two gates the same."""
+        tensor = self.direction.sha256
+        how = self.threshold, self.sharpness, self.cosine, self.scope, self.reads or "completion"
+        return tensor, self.layer, self.site, *how, self.ema, self.closes_below
+
+
+def tensor_reference(tensor: TensorData) -> dict[str, Any]:
+    """The short form for logs of a tensor, which its hash stands for."""
+    return {
+        "$lens": TENSOR_REFERENCE,
+        "sha256": tensor.sha256,
+        "shape": list(tensor.shape),
+        "dtype": tensor.dtype,
+        "uri": f"lens-vectors/{tensor.sha256[:16]}.safetensors",
+    }
+
+
+EDIT_REFERENCE = "edit/1"
+"""`$lens` of the short form in which an edit stands in logs."""
+
+
+EDITS: dict[str, type[EditBase]] = {}
+"""Every operation by its name."""
+
+
+class EditBase(WireModel):
+    """Where and on which tokens an edit acts; the classes below it say what it does.
+
+    Tensors may be given as torch tensors, numpy arrays, lists, or the JSON tensor form. A tensor
+    with one dimension more than its field names has one entry per layer of `layers`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    if TYPE_CHECKING:
+        op: str
+
+    layers: tuple[int, ...]
+    """Decoder layers at which it acts, 0-based."""
+    site: Site = RESID_POST
+    """Where in those layers: see `Site`."""
+    positions: Positions = "all"
+    """Tokens it acts on: `all`, `prompt`, `completion`, `last_prompt`, a mask over the prompt,
+    absolute positions, negative ones counted from the end of the prompt, or a `TokenMatch`, also
+    of sampled tokens."""
+    phase: Phase = "both"
+    """Only those of the positions that are `prefill` or `decode` tokens."""
+    heads: tuple[int, ...] | None = None
+    """Heads that it acts on, 0-based, at `q`, `k`, `v` or `z`; None for the whole row. Its tensors
+    are then as wide as these heads together, in the order in which they are named."""
+    neurons: tuple[int, ...] | None = None
+    """The same of neurons, at `mlp_hidden`."""
+    experts: tuple[int, ...] | None = None
+    """The same of experts, at `router_logits`."""
+    when: Gate | None = None
+    """A gate that decides token by token; None always acts."""
+
+    tensor_fields: ClassVar[dict[str, int]] = {}
+    """Fields that hold tensors, and the number of dimensions that each has for one layer."""
+    number_fields: ClassVar[frozenset[str]] = frozenset({"bias"})
+    """Those of them that hold a number for each direction, and are not as wide as the stream."""
+    listed_fields: ClassVar[frozenset[str]] = frozenset()
+    """Those of them that may be (layers, positions, width), a row for each listed position."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        """Make an operation known by its name."""
+        super().__pydantic_init_subclass__(**options)
+        if "op" in cls.model_fields:
+            op = cls.model_fields["op"].default
+            if EDITS.setdefault(op, cls).__qualname__ != cls.__qualname__:
+                raise TypeError(f"{cls.__qualname__}: another edit is called op={op!r}")
+            TENSORS.update(cls.tensor_fields)
+
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _layers(cls, value: Any) -> Any:
+        value = integers(value)
+        if not isinstance(value, tuple) or not value:
+            raise ValueError(
+                f"{shown(value)}; name at least one layer, such as [12] or [10, 11, 12]"
+            )
+        if len(set(value)) != len(value):
+            raise ValueError(f"{value!r} names a layer twice")
+        return tuple(value)
+
+    @field_validator(*CHOICES, mode="before")
+    @classmethod
+    def _choice(cls, value: Any) -> Any:
+        if value is None:
+            return None
+        value = integers(value)
+        if not isinstance(value, tuple) or not value or len(set(value)) != len(value):
+            raise ValueError(f"{shown(value)}; name at least one, such as [3], and each once")
+        return value
+
+    @model_validator(mode="after")
+    def _check_choice(self) -> Self:
+        if len(self.choice) > 1:
+            raise ValueError(f"give one of {', '.join(self.choice)}")
+        for name in self.choice:
+            sites = choice_sites(name)
+            if self.site not in sites:
+                raise ValueError(
+                    f"{name} are parts of rows at {', '.join(sites)}, and site is {self.site}"
+                )
+            if self.uses_norm:
+                raise ValueError(
+                    f"the norm of a row is that of all its numbers; leave {name} out, or give "
+                    "a vector of the length that you want"
+                )
+        return self
+
+    @field_validator("positions", mode="before")
+    @classmethod
+    def _positions(cls, value: Any) -> Any:
+        found = parse_positions(value, field="positions", may_match=True)
+        if found == "last":
+            raise ValueError(
+                "positions='last' is the last token that is fed, which is known only afterwards; "
+                "use 'last_prompt', 'completion', or a number"
+            )
+        return found
+
+    @model_validator(mode="after")
+    def _check_sampled(self) -> Self:
+        if sampled_match(self.positions) is not None:
+            if self.phase == "prefill":
+                raise ValueError(
+                    "phase='prefill' beside positions among='completion' selects no token; leave "
+                    "one of them out"
+                )
+            if self.when is not None:
+                raise ValueError(
+                    "when beside positions among='completion': the id of a token is looked at by "
+                    "a gate, and an edit has one; leave one of them out"
+                )
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tensors(cls, values: Any, info: ValidationInfo) -> Any:
+        if not isinstance(values, dict):
+            return values
+        values = {key: value for key, value in values.items() if key != "$lens"}
+        found = {name for name in cls.tensor_fields if values.get(name) is not None}
+        limits = limits_of(info)
+
+        is_part = any(values.get(name) is not None for name in CHOICES)
+
+        def read(name: str) -> TensorData:
+            judge = None
+            if limits is not None and name not in cls.number_fields:
+                judge = limits.edit_judge(values.get("site"), is_part=is_part)
+            return freeze_tensor(as_tensor_data(values[name], field=name, judge=judge))
+
+        return values | {name: read(name) for name in found}
+
+    @model_validator(mode="after")
+    def _check_tensors(self) -> Self:
+        width = None
+        for name, tensor in self.tensors.items():
+            n, shape = self.tensor_fields[name], tensor.shape
+            self._check_shape(name, shape)
+            if not all(np.isfinite(values).all() for values in tensor.blocks()):
+                raise ValueError(f"{name} holds NaN or infinity; every value has to be finite")
+            if n and name not in self.number_fields:
+                if width not in (None, shape[-1]):
+                    raise ValueError(f"{name} is {shape[-1]} wide and another tensor {width}")
+                width = shape[-1]
+        is_wide = SITE_TABLE[self.site].is_wide
+        if self.when is not None and is_wide and width not in (None, self.when.direction.shape[0]):
+            raise ValueError("when.direction is not as wide as the edit's tensors")
+        if self.when is not None:
+            self._check_gate(self.when)
+        return self
+
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        n, may_list = self.tensor_fields[name], name in self.listed_fields
+        if not n <= len(shape) <= n + 1 + may_list or 0 in shape:
+            more = ", or two more for a row at each of the listed positions" if may_list else ""
+            raise ValueError(
+                f"{name} has shape {shape}; allowed are {n} dimensions for all layers alike, "
+                f"or one more for {len(self.layers)} layers{more}"
+            )
+        if len(shape) > n and shape[0] != len(self.layers):
+            raise ValueError(
+                f"{name} has {shape[0]} entries and layers names {len(self.layers)}; give "
+                "one entry per layer"
+            )
+        listed = len(self.positions) if isinstance(self.positions, tuple) else 0
+        if len(shape) == n + 2 and (is_mask(self.positions) or shape[1] != listed):
+            raise ValueError(
+                f"{name} has {shape[1]} positions and positions lists {listed}; list as many "
+                "numbers in positions, one for each row"
+            )
+
+    def _check_gate(self, gate: Gate) -> None:
+        is_sampled = self.positions == "completion" or self.phase == "decode"
+        if gate.is_lasting and not is_sampled:
+            raise ValueError(
+                f"when.{gate.lasts_by} decides on sampled tokens; set positions='completion', or "
+                "phase='decode' beside numbers"
+            )
+        if gate.scope == "token" and gate.layer > min(self.layers):
+            raise ValueError(
+                f"when.layer {gate.layer} comes after layer {min(self.layers)}, where the "
+                "edit acts first; a gate is read at or before its edit"
+            )
+
+    @field_serializer("*", mode="wrap")
+    def _dump_tensor(
+        self, value: Any, handler: SerializerFunctionWrapHandler, info: FieldSerializationInfo
+    ) -> Any:
+        if isinstance(value, TensorData):
+            return encode_tensor(value) if is_wire(info) else tensor_reference(value)
+        return handler(value)
+
+    @model_serializer(mode="wrap")
+    def _dump(
+        self, handler: SerializerFunctionWrapHandler, info: SerializationInfo
+    ) -> dict[str, Any]:
+        form: dict[str, Any] = handler(self)
+        for name in ("when", *CHOICES):
+            if getattr(self, name) is None:
+                form.pop(name, None)
+        return form if is_wire(info) else {"$lens": EDIT_REFERENCE, **form}
+
+    def reference(self) -> dict[str, Any]:
+        """The short form for logs: everything but the tensors, which their hashes stand for."""
+        return BaseModel.model_dump(self, mode="json")
+
+    @property
+    def tensors(self) -> dict[str, TensorData]:
+        """Tensors by field; those that are left out are not in it."""
+        found = {name: getattr(self, name) for name in self.tensor_fields}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    @property
+    def all_tensors(self) -> tuple[TensorData, ...]:
+        """Its tensors, that of its gate among them."""
+        gate = () if self.when is None else (self.when.direction,)
+        return (*self.tensors.values(), *gate)
+
+    @property
+    def sha256(self) -> str | None:
+        """Hash of its tensor, by which receipts name it; None where it has none or several."""
+        found = tuple(self.tensors.values())
+        return found[0].sha256 if len(found) == 1 else None
+
+    @property
+    def width(self) -> int | None:
+        """Width of its tensors; None where it has none."""
+        for name, tensor in self.tensors.items():
+            if self.tensor_fields[name] and name not in self.number_fields:
+                return tensor.shape[-1]
+        return None
+
+    @property
+    def choice(self) -> dict[Choice, tuple[int, ...]]:
+        """What it names of the row, by field: heads, neurons or experts; empty for all of it."""
+        found = {name: getattr(self, name) for name in CHOICES}
+        return {name: parts for name, parts in found.items() if parts is not None}
+
+    @property
+    def uses_norm(self) -> bool:
+        """Whether what it does depends on the norm of the row."""
+        return False
+
+    @property
+    def n_listed(self) -> int | None:
+        """Positions of which each has rows of its own; None where all tokens are edited alike."""
+        for name, tensor in self.tensors.items():
+            if len(tensor.shape) == self.tensor_fields[name] + 2:
+                return tensor.shape[1]
+        return None
+
+    def program(
+        self, index: int, listed: int | None = None, chosen: Chosen | None = None
+    ) -> tuple[Instruction, ...]:
+        """What the edit does at one of its layers, gates aside.
+
+        Args:
+            index: of the layer in `layers`.
+            listed: index of the token in `positions`, where each has rows of its own.
+            chosen: the numbers of the row that it acts on; None for all of them.
+
+        Returns:
+            The instructions, in order. The first one reads the stream as the edits before it
+            left it.
+        """
+        program = self._program(index, listed)
+        return program if chosen is None else chosen.widen(program)
+
+    def _program(self, index: int, listed: int | None) -> tuple[Instruction, ...]:
+        raise NotImplementedError
+
+    def check_strength(self, dtype: str, field: str) -> None:
+        """Refuse what is too large for a stream of some dtype whatever the model computes.
+
+        Args:
+            dtype: of the stream, such as `bfloat16`.
+            field: path of the edit in the request, for the message.
+
+        Raises:
+            SpecError: the edit is too strong.
+        """
+
+    def at(self, name: str, index: int, listed: int | None = None) -> Row:
+        """A tensor at one of the layers.
+
+        Args:
+            name: of the field.
+            index: of the layer in `layers`.
+            listed: index of the token in `positions`, where each has rows of its own.
+
+        Returns:
+            float32, with the number of dimensions that `tensor_fields` says.
+        """
+        tensor = cast("TensorData", getattr(self, name))
+        storage, n = tensor.storage, self.tensor_fields[name]
+        if storage.ndim > n:
+            storage = storage[index]
+        if storage.ndim > n and listed is not None:
+            storage = storage[listed]
+        return TensorData(storage, tensor.dtype).to_float32()
+
+    def check_directions(self, name: str) -> None:
+        """Refuse a zero vector where a direction is needed.
+
+        Raises:
+            ValueError: one of the vectors is zero.
+        """
+        values = cast("TensorData", getattr(self, name)).to_float32()
+        if not np.linalg.norm(values.astype(np.float64), axis=-1).all():
+            raise ValueError(f"{name} needs a direction, and one of its vectors is zero")
+
+
+def unit(row: Row) -> Row:
+    """A vector of norm 1 with the same direction."""
+    wide = row.astype(np.float64)
+    return (wide / np.linalg.norm(wide)).astype(np.float32)

@@ -1,0 +1,202 @@
+"""The one type for any edit, told apart by `op`, and how a user's list is read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, Union
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from inspect_lens.errors import SpecError
+
+from . import _edits, _latents  # noqa: F401 - each makes its operations known
+from ._edit import EDITS, EditBase
+from ._edits import Add
+from ._engine import TensorLimits, limits_of
+from ._positions import Phase, Positions, TokenMatch, check_patterns, parse_positions
+from ._tensor import WireModel
+from ._values import Flag, Number, check_name, explain, shown
+
+__all__ = [
+    "Edit",
+    "EditsUse",
+    "EngineEdits",
+    "parse_edits",
+]
+
+
+if not TYPE_CHECKING:
+    Edit = Annotated[Union[tuple(EDITS.values())], Field(discriminator="op")]  # noqa: UP007
+    """Any of the edits, such as `Ablate` or `Add`."""
+else:
+    Edit: TypeAlias = EditBase
+
+
+def parse_edits(
+    value: object, *, field: str = "edits", limits: TensorLimits | None = None
+) -> tuple[EditBase, ...]:
+    """Read edits as a user writes them.
+
+    Args:
+        value: an edit or a list of edits, each an object or its JSON form with `op`.
+        field: path of the field, for error messages.
+        limits: of the engine; tensors that it has no use for are not unpacked.
+
+    Returns:
+        The edits, in order.
+
+    Raises:
+        SpecError: an operation that does not exist, or fields that do not fit it.
+
+    Example:
+        ```python
+        from inspect_lens.spec import parse_edits
+
+        (edit,) = parse_edits({"op": "ablate", "direction": [0.0, 1.0], "layers": [2]})
+        assert edit.layers == (2,)
+        ```
+    """
+    items = value if isinstance(value, list | tuple) else [value]
+    return tuple(_parse(item, f"{field}[{i}]", limits) for i, item in enumerate(items))
+
+
+def _parse(item: object, field: str, limits: TensorLimits | None) -> EditBase:
+    if isinstance(item, EditBase):
+        return item
+    op = item.get("op") if isinstance(item, Mapping) else None
+    kind = EDITS.get(op) if isinstance(op, str) else None
+    if kind is None:
+        raise SpecError(f"{field}.op={shown(op)}; allowed are {', '.join(sorted(EDITS))}")
+    try:
+        return kind.model_validate(item, context=None if limits is None else limits.context)
+    except ValidationError as error:
+        raise SpecError(explain(error, at=field)) from None
+
+
+class EngineEdits(WireModel):
+    """Edits to register with an engine; requests name them.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.spec import Ablate, EngineEdits
+
+        edits = EngineEdits(edits=[Ablate(direction=np.ones(256), layers=range(4))])
+        assert edits.reference()["layers"] == [0, 1, 2, 3]
+        ```
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    edits: tuple[Edit, ...]
+    """One or more, in the order in which they act."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _list(cls, value: Any) -> Any:
+        is_one = isinstance(value, EditBase) or (isinstance(value, Mapping) and "op" in value)
+        return {"edits": value} if is_one or isinstance(value, list | tuple) else value
+
+    @field_validator("edits", mode="before")
+    @classmethod
+    def _edits(cls, value: Any, info: ValidationInfo) -> Any:
+        made = parse_edits(value, limits=limits_of(info))
+        if not made:
+            raise ValueError("no edit is in it; give one or more")
+        found = [edit.positions for edit in made]
+        check_patterns(one.pattern for one in found if isinstance(one, TokenMatch))
+        return made
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of all that the edits do, tensors included."""
+        forms = [edit.reference() for edit in self.edits]
+        return hashlib.sha256(json.dumps(forms, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(tensor.nbytes for edit in self.edits for tensor in edit.all_tensors)
+
+    def reference(self) -> dict[str, Any]:
+        """The short form for logs: what it is, without the tensors."""
+        form: dict[str, Any] = {
+            "kind": "edits",
+            "sha256": self.sha256,
+            "ops": [edit.op for edit in self.edits],
+            "layers": sorted({layer for edit in self.edits for layer in edit.layers}),
+        }
+        if len(self.edits) == 1 and isinstance(self.edits[0], Add):
+            form["scale"] = self.edits[0].scale
+        return form
+
+
+class EditsUse(BaseModel):
+    """How one request uses registered edits; what it says takes the place of their own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    """Name under which they were registered."""
+    scale: Number | None = Field(default=None, allow_inf_nan=False)
+    """Factor on the vector; for edits that have one, such as `Add`."""
+    norm_match: Flag | None = None
+    """Whether the vector is scaled to the norm of the stream; for `Add`."""
+    positions: Positions | None = None
+    """Tokens they act on."""
+    phase: Phase | None = None
+    """Only those of the positions that are `prefill` or `decode` tokens."""
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _name(cls, value: Any) -> str:
+        return check_name(value)
+
+    @field_validator("positions", mode="before")
+    @classmethod
+    def _positions(cls, value: Any) -> Any:
+        return None if value is None else parse_positions(value, field="positions", may_match=True)
+
+    def apply(self, edits: Sequence[EditBase]) -> tuple[EditBase, ...]:
+        """The registered edits as this request wants them.
+
+        Args:
+            edits: what stands under the name.
+
+        Returns:
+            The edits; the same ones where nothing is changed.
+
+        Raises:
+            SpecError: a change does not fit an edit.
+        """
+        changes = {
+            name: value
+            for name in type(self).model_fields
+            if name != "name" and (value := getattr(self, name)) is not None
+        }
+        return tuple(self._changed(edit, changes) for edit in edits) if changes else tuple(edits)
+
+    def _changed(self, edit: EditBase, changes: Mapping[str, Any]) -> EditBase:
+        kind = type(edit)
+        if unfit := sorted(set(changes) - set(kind.model_fields)):
+            raise SpecError(
+                f"{self.name!r}: {', '.join(unfit)}: {kind.__name__}, which is registered "
+                "under the name, has no such field"
+            )
+        fields = {name: getattr(edit, name) for name in kind.model_fields}
+        try:
+            return kind(**(fields | dict(changes)))
+        except ValidationError as error:
+            raise SpecError(explain(error, at=repr(self.name))) from None

@@ -1,0 +1,251 @@
+"""Edits of several latents of a sparse autoencoder, all of which read the same stream."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, Self
+
+import numpy as np
+from pydantic import Field, InstanceOf, model_validator
+
+from ._edit import EditBase
+from ._instruction import MOST_INSTRUCTIONS, Instruction, Kind
+from ._tensor import TensorData
+from ._values import Flag, Number
+
+__all__ = [
+    "MOST_LATENTS",
+    "Latent",
+    "LatentMode",
+    "Latents",
+    "Reconstruct",
+]
+
+
+LatentMode = Literal["set", "add", "at_least"]
+"""What becomes of an activation: a value, the value added, or the value where it is less."""
+
+
+class Latent(EditBase):
+    """Set, raise or add to a sparse autoencoder's latent, and leave the rest of the stream alone.
+
+    The latent's activation is `z = <encoder, h> + bias` where `z > threshold`, else 0: JumpReLU,
+    or ReLU with a threshold of 0. With `mode="set"` the stream becomes
+    `h + (value - activation) * decoder`, with `mode="add"` `h + value * decoder`. With
+    `mode="at_least"` it is set where the activation is below `value`; other tokens stay as they
+    are. What the autoencoder does not explain stays as it is.
+
+    A TopK autoencoder has no threshold of its own: whether a latent is among the k largest depends
+    on all others. Give the smallest activation that its latents have on your data (BatchTopK
+    autoencoders are published with that number).
+
+    Source:
+        Clamping of features: "Scaling Monosemanticity" (Anthropic, 2024); JumpReLU:
+        arXiv:2407.14435.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.spec import Latent
+
+        rng = np.random.default_rng(0)
+        bridge = Latent(
+            encoder=rng.standard_normal(256),
+            decoder=rng.standard_normal(256),
+            threshold=0.4,
+            value=10.0,
+            layers=[3],
+        )
+        assert bridge.mode == "set"
+        ```
+    """
+
+    op: Literal["latent"] = "latent"
+    encoder: InstanceOf[TensorData]
+    """(width,); the latent's column of the encoder."""
+    decoder: InstanceOf[TensorData]
+    """(width,); the latent's row of the decoder."""
+    bias: Number = Field(default=0.0, allow_inf_nan=False)
+    """The latent's bias. Where the autoencoder takes a bias off its input first, that is
+    `b_enc - <encoder, b_dec>`."""
+    threshold: Number = Field(default=0.0, allow_inf_nan=False, ge=0)
+    """The latent is active above it."""
+    value: Number = Field(allow_inf_nan=False)
+    """The activation afterwards, its minimum, or what is added to it."""
+    mode: LatentMode = "set"
+    """Whether `value` takes the place of the activation, is its minimum, or is added to it."""
+    only_if_active: Flag = False
+    """Leave tokens alone on which the latent is not active."""
+
+    tensor_fields: ClassVar[dict[str, int]] = {"encoder": 1, "decoder": 1}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.check_directions("encoder")
+        self.check_directions("decoder")
+        return self
+
+    def _program(self, index: int, listed: int | None) -> tuple[Instruction, ...]:
+        kind = Kind.LATENT_ADD if self.mode == "add" else Kind.LATENT_SET
+        left = float(self.only_if_active) + (2.0 if self.mode == "at_least" else 0.0)
+        params = (self.bias, self.threshold, self.value, left)
+        read = np.ascontiguousarray(self.at("encoder", index))
+        return (Instruction(kind, read, np.ascontiguousarray(self.at("decoder", index)), params),)
+
+
+MOST_LATENTS = MOST_INSTRUCTIONS - 1
+"""Latents of one edit: one instruction is left for its gate, or for the bias of the decoder."""
+
+
+class _Several(EditBase):
+    """What both have: the latents, and when each is active."""
+
+    encoder: InstanceOf[TensorData]
+    """(latents, width); the latents' columns of the encoder; 63 at most."""
+    decoder: InstanceOf[TensorData]
+    """(latents, width); the latents' rows of the decoder."""
+    bias: InstanceOf[TensorData] | None = None
+    """(latents,); the latents' biases, as for `Latent`; None for zeros."""
+    threshold: InstanceOf[TensorData] | None = None
+    """(latents,); a latent is active above it; None for zeros, which is ReLU."""
+
+    number_fields: ClassVar[frozenset[str]] = frozenset({"bias", "threshold", "value"})
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        n = self.encoder.shape[-2]
+        if n > MOST_LATENTS:
+            raise ValueError(f"encoder has {n} latents; {MOST_LATENTS} at most")
+        for name in {"decoder", *self.number_fields} & set(self.tensors):
+            found = self.tensors[name].shape[-1 if name in self.number_fields else -2]
+            if found != n:
+                raise ValueError(f"{name} has {found} latents and encoder {n}; give {n}")
+        self.check_directions("encoder")
+        self.check_directions("decoder")
+        if self.threshold is not None and (self.threshold.to_float32() < 0).any():
+            raise ValueError("threshold: one is below 0; an active latent is above 0")
+        return self
+
+    def _numbers(self, name: str, index: int) -> list[float]:
+        """One for each latent; zeros for what was left out."""
+        if getattr(self, name) is None:
+            return [0.0] * self.encoder.shape[-2]
+        return [float(number) for number in self.at(name, index)]
+
+
+class Latents(_Several):
+    """Set, raise or add to several latents at once, and leave the rest of the stream alone.
+
+    Their activations are those of one stream, the one in front of this edit:
+    `h - D^T a(h) + D^T value`, where `a` is what `Latent` describes and `D` has the rows of the
+    decoder. A list of `Latent` edits is something else: each reads what the one before has left,
+    and the encoder of one latent reads some of what the decoder of another writes.
+
+    Source:
+        As for `Latent`.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.spec import Latents
+
+        rng = np.random.default_rng(0)
+        some = Latents(
+            encoder=rng.standard_normal((3, 256)),
+            decoder=rng.standard_normal((3, 256)),
+            value=[0.0, 0.0, 4.0],
+            layers=[3],
+        )
+        assert len(some.program(0)) == 3
+        ```
+    """
+
+    op: Literal["latents"] = "latents"
+    value: InstanceOf[TensorData]
+    """(latents,); each activation afterwards, its minimum, or what is added to it."""
+    mode: LatentMode = "set"
+    """Whether a `value` takes the place of the activation, is its minimum, or is added to it."""
+    only_if_active: Flag = False
+    """Leave each latent alone on tokens on which it is not active."""
+
+    tensor_fields: ClassVar[dict[str, int]] = {
+        "encoder": 2, "decoder": 2, "bias": 1, "threshold": 1, "value": 1,
+    }  # fmt: skip
+
+    def _program(self, index: int, listed: int | None) -> tuple[Instruction, ...]:
+        kind = Kind.LATENT_ADD if self.mode == "add" else Kind.LATENT_SET
+        left = float(self.only_if_active) + (2.0 if self.mode == "at_least" else 0.0)
+        encoder, decoder = self.at("encoder", index), self.at("decoder", index)
+        rows = zip(
+            *(self._numbers(name, index) for name in ("bias", "threshold", "value")), strict=True
+        )
+        return tuple(
+            Instruction(
+                kind,
+                np.ascontiguousarray(encoder[i]),
+                np.ascontiguousarray(decoder[i]),
+                (*numbers, left),
+                sees_edits=i == 0,
+            )
+            for i, numbers in enumerate(rows)
+        )
+
+
+class Reconstruct(_Several):
+    """Put what some latents make of the stream in its place: `D^T a(h) + decoder_bias`.
+
+    What the other latents would have written goes, and so does what the autoencoder does not
+    explain. With `strength` below 1 it is mixed with the stream: `(1 - strength)*h + strength*r`.
+
+    Source:
+        Splicing an autoencoder into the forward pass, arXiv:2309.08600.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.spec import Reconstruct
+
+        rng = np.random.default_rng(0)
+        circuit = Reconstruct(
+            encoder=rng.standard_normal((40, 256)),
+            decoder=rng.standard_normal((40, 256)),
+            decoder_bias=np.zeros(256),
+            layers=[3],
+        )
+        assert len(circuit.program(0)) == 41
+        ```
+    """
+
+    op: Literal["reconstruct"] = "reconstruct"
+    decoder_bias: InstanceOf[TensorData] | None = None
+    """(width,); bias of the decoder; None for zeros."""
+    strength: Number = Field(default=1.0, allow_inf_nan=False)
+    """Share of the stream that the reconstruction takes the place of."""
+
+    tensor_fields: ClassVar[dict[str, int]] = {
+        "encoder": 2, "decoder": 2, "bias": 1, "threshold": 1, "decoder_bias": 1,
+    }  # fmt: skip
+
+    def _program(self, index: int, listed: int | None) -> tuple[Instruction, ...]:
+        base = None
+        if self.decoder_bias is not None:
+            base = np.ascontiguousarray(self.at("decoder_bias", index))
+        encoder = self.at("encoder", index)
+        # An instruction that sets a latent to 0 writes its activation, negated.
+        decoder = self.at("decoder", index) * np.float32(-self.strength)
+        rows = zip(self._numbers("bias", index), self._numbers("threshold", index), strict=True)
+        return (
+            Instruction(Kind.BLEND, None, base, (self.strength, 0.0, 0.0, 0.0)),
+            *(
+                Instruction(
+                    Kind.LATENT_SET,
+                    np.ascontiguousarray(encoder[i]),
+                    np.ascontiguousarray(decoder[i]),
+                    (bias, threshold, 0.0, 0.0),
+                    sees_edits=False,
+                )
+                for i, (bias, threshold) in enumerate(rows)
+            ),
+        )

@@ -1,0 +1,138 @@
+"""The receipt: what the engine really did for a request."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from ._capture import REDUCTIONS, QKReceipt, Reduce, SinkReceipt, SiteChoice
+from ._engine import RESID_POST, Site
+from ._hook import HookReceipt
+from ._lens import LensReceipt
+from ._probe import ProbeReceipt
+
+__all__ = [
+    "CaptureReceipt",
+    "EnginePath",
+    "GateReceipt",
+    "Receipt",
+    "SteerReceipt",
+]
+
+
+EnginePath = Literal["eager", "compiled", "piecewise", "graph"]
+"""How the forward passes of a request ran."""
+
+
+class CaptureReceipt(BaseModel):
+    """Part of the receipt about captured rows: layers, positions, dtype, number of rows."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    site: SiteChoice = RESID_POST
+    """The site, or the sites; each has a tensor."""
+    layers: tuple[int, ...]
+    """Layers, ascending: the first axis of each tensor."""
+    n_positions: int
+    """Tokens that the result is made of; see `n_rows`."""
+    first_position: int | None = None
+    """Position of the first token when they are consecutive."""
+    positions: tuple[int, ...] | None = None
+    """Positions of the tokens when they are not consecutive."""
+    reduce: Reduce = "none"
+    """What was made of the tokens' rows."""
+    dtype: str
+    """dtype of the tensor."""
+    rows: int
+    """Rows that the engine delivered for these positions: taps times tokens. The stream after
+    a block is the stream before the next one, so a row may stand in two tensors."""
+    cached_positions: int = 0
+    """How many of the first positions have rows that an earlier request with the same beginning
+    captured. The engine need not compute them: vLLM's prefix cache may have them."""
+
+    @property
+    def n_rows(self) -> int:
+        """The second axis of the tensor: 1 where `reduce` makes one row of all tokens."""
+        is_one = REDUCTIONS[self.reduce].combine is not None
+        return min(self.n_positions, 1) if is_one else self.n_positions
+
+
+class GateReceipt(BaseModel):
+    """Part of the receipt about a gate whose decisions last: when it fired, how long it acted."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layer: int
+    """Layer at which it was read."""
+    site: Site
+    """Site at which it was read."""
+    fired_at: int | None
+    """Position of the first token at which it opened; None where it never did."""
+    n_tokens: int | None
+    """Tokens that were fed with the gate open: with scope `rest` those behind `fired_at`, with
+    `next` those behind a token that opened it, and with `token` those that opened it. With
+    `sharpness`, those above the threshold count. In shadow mode nothing acted on them. None where
+    the engine went on for more than 16 tokens behind the end, so that it is not known."""
+    sha256: str
+    """Of the gate: direction, threshold, and what it reads."""
+
+
+class SteerReceipt(BaseModel):
+    """Part of the receipt about steering: vectors, layers, sites, tokens edited."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layers: tuple[int, ...]
+    """Layers that were edited, ascending."""
+    sites: tuple[Site, ...] = (RESID_POST,)
+    """Sites at which they were edited, in the order of a block."""
+    n_tokens: int
+    """Tokens that were edited at least at one layer, counted once each."""
+    cached_tokens: int = 0
+    """Prompt tokens that came, steered, from this configuration's own prefix-cache entries."""
+    vectors: tuple[str, ...]
+    """Of each edit the sha256 of its tensor (dtype, shape and content), or of its program where it
+    has none or several."""
+    gates: tuple[GateReceipt, ...] = ()
+    """Gates of scope `next` or `rest`, or with `ema` or `closes_below`, in the order of the
+    request."""
+
+
+class Receipt(BaseModel):
+    """What the engine did for one request; every response that used the lens has one.
+
+    Example:
+        ```python
+        from inspect_lens.model import read_activations
+
+        receipt = read_activations("logs/honesty.eval")[0].activations.receipt
+        assert receipt.capture.layers == (3, 4, 5)
+        assert receipt.capture.n_positions == receipt.n_prompt + receipt.n_completion - 1
+        ```
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    n_prompt: int
+    """Prompt tokens."""
+    n_completion: int
+    """Sampled tokens, the last of which is never fed to the model."""
+    capture: CaptureReceipt | None = None
+    steer: SteerReceipt | None = None
+    probes: tuple[ProbeReceipt, ...] = ()
+    """What each probe found, in the order of the request."""
+    hooks: HookReceipt | None = None
+    qk: QKReceipt | None = None
+    lens: LensReceipt | None = None
+    sink: SinkReceipt | None = None
+    """What became of the rows at a store or a function of the server."""
+    cache_salted: bool
+    """Whether the prefix cache was isolated for this request."""
+    paths: tuple[EnginePath, ...]
+    """Ways in which the steps of this request ran, sorted."""
+    engine: str
+    """`inspect_lens` or another backend's name."""
+    version: str
+    """Version of that backend."""
+    vllm_version: str

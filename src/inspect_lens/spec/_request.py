@@ -1,0 +1,536 @@
+"""One typed request: where it stands in a body, how it is read, and how it is spelled again."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Self, TypeAlias, cast
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from inspect_lens.errors import SpecError
+
+from ._capture import CaptureSpec, QKSpec, SinkUse
+from ._edit import EditBase
+from ._edit_list import Edit, EditsUse, EngineEdits, parse_edits
+from ._edits import Add
+from ._engine import TensorLimits, limits_of
+from ._hook import Hook, parse_hooks
+from ._lens import EngineLens, LogitLens
+from ._positions import TokenMatch, check_patterns
+from ._probe import EngineProbe, ProbeUse
+from ._tensor import WireModel
+from ._values import (
+    LENS_KEYS,
+    NATIVE_KEY,
+    PLACES,
+    VLLM_KEYS,
+    Flag,
+    check_counts,
+    explain,
+    judging,
+    refuse_misspelled,
+    refuse_own_word,
+    shown,
+)
+from ._vllm_lens import STEER_KEY, from_vllm_lens, is_plain, load_json, to_vllm_lens, vector_form
+
+__all__ = [
+    "BodyParts",
+    "LensRequest",
+    "Registrable",
+    "forget_parsed",
+    "lens_args",
+    "parse_extra_args",
+    "split_body",
+    "to_extra_args",
+    "to_wire_args",
+]
+
+
+Key = tuple[object, ...]
+
+_BYTES_BESIDE = 4096
+_BYTES_OF_A_PART = 96
+_PLAIN = frozenset({int, bool, str, type(None)})
+_MOST_PARTS = 1024
+_MOST_TEXT = 1 << 16
+_MOST_DEPTH = 16
+
+
+class Parsed:
+    """As many requests as have room, all that they hold counted: text, tensors and functions.
+
+    Equal requests are one object, and others know what they did for it by its identity.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        """Start empty."""
+        self._most = most_bytes
+        self._lock = threading.Lock()
+        self._known: OrderedDict[Key, tuple[list[object], LensRequest | None, int]] = OrderedDict()
+        self._keys: dict[int, Key] = {}
+        self.n_bytes = 0
+        """Of what is kept."""
+
+    def __len__(self) -> int:
+        """How many are kept."""
+        return len(self._known)
+
+    def get(self, key: Key) -> tuple[LensRequest | None] | None:
+        """A request that was parsed before, or None in a tuple where there was none in it."""
+        with self._lock:
+            known = self._known.get(key)
+            if known is None:
+                return None
+            self._known.move_to_end(key)
+            return (known[1],)
+
+    def keep(self, key: Key, kept: list[object], request: LensRequest | None) -> None:
+        """Keep a request, and let go of those that were not asked for the longest."""
+        size = _BYTES_BESIDE + sum(map(_part_bytes, key)) + _held_bytes(kept, request)
+        if size > self._most // 4:
+            return
+        with self._lock:
+            self._drop(key)
+            self._known[key] = kept, request, size
+            if request is not None:
+                self._keys[id(request)] = key
+            self.n_bytes += size
+            while self.n_bytes > self._most:
+                self._drop(next(iter(self._known)))
+
+    def forget(self, request: LensRequest) -> None:
+        """Keep nothing of a request that was refused."""
+        with self._lock:
+            if (key := self._keys.get(id(request))) is not None:
+                self._drop(key)
+
+    def _drop(self, key: Key) -> None:
+        known = self._known.pop(key, None)
+        if known is not None:
+            self._keys.pop(id(known[1]), None)
+            self.n_bytes -= known[2]
+
+
+def _part_bytes(part: object) -> int:
+    if isinstance(part, tuple):
+        return sum(map(_part_bytes, cast("tuple[object, ...]", part)))
+    return _BYTES_OF_A_PART + (len(part) if isinstance(part, str) else 0)
+
+
+def _held_bytes(kept: Iterable[object], request: LensRequest | None) -> int:
+    """Bytes of tensors and functions that a key and its request hold."""
+    holders: dict[int, int] = {}
+    for item in (*kept, request):
+        edits: Sequence[EditBase] = getattr(item, "edits", ())
+        hooks: Sequence[Hook] = getattr(item, "hooks", ())
+        for edit in (item, *edits):
+            if isinstance(edit, EditBase):
+                holders |= {id(tensor): tensor.nbytes for tensor in edit.all_tensors}
+        for hook in (item, *hooks):
+            if isinstance(hook, Hook):
+                holders[id(hook.fn)] = len(hook.fn.data)
+    return sum(holders.values())
+
+
+def fingerprint(
+    extra_args: Mapping[str, Any], shared: type[Any]
+) -> tuple[Key | None, list[object]]:
+    """Names the content of plain requests exactly; None where it is large, deep, or arrays.
+
+    With it come the objects that are named by their identity: whoever keeps the name has to
+    keep them, so that no other object can get it.
+    """
+    parts: list[object] = []
+    kept: list[object] = []
+    kinds = (EditBase, Hook, shared)
+    return (
+        (tuple(parts), kept) if _describe(dict(extra_args), parts, kept, kinds, 0) else (None, [])
+    )
+
+
+def _describe(
+    value: object,
+    parts: list[object],
+    kept: list[object],
+    frozen: tuple[type[Any], ...],
+    depth: int,
+) -> bool:
+    """Append the content of a value; False where it cannot be named in a few words."""
+    kind = type(value)
+    if len(parts) > _MOST_PARTS or depth > _MOST_DEPTH:
+        return False
+    if kind is str:
+        parts += kind, value
+        return len(cast("str", value)) <= _MOST_TEXT
+    if kind in _PLAIN:
+        parts += kind, value
+        return True
+    if kind is float:
+        parts += kind, repr(value)  # 0.0 is -0.0 to Python
+        return True
+    if kind in (list, tuple):
+        items = cast("Sequence[object]", value)
+        kinds = tuple(map(type, items))
+        if _PLAIN.issuperset(kinds):
+            parts += kind, kinds, tuple(items)
+            return (
+                len(items) <= _MOST_PARTS
+                and sum(len(item) for item in items if isinstance(item, str)) <= _MOST_TEXT
+            )
+        parts += kind, len(items)
+        return all(_describe(item, parts, kept, frozen, depth + 1) for item in items)
+    if kind is dict:
+        pairs = cast("dict[object, object]", value)
+        parts += kind, len(pairs)
+        return all(
+            _describe(key, parts, kept, frozen, depth + 1)
+            and _describe(item, parts, kept, frozen, depth + 1)
+            for key, item in pairs.items()
+        )
+    if isinstance(value, frozen):
+        parts += kind, id(value)  # they never change
+        kept.append(value)
+        return True
+    return False
+
+
+class LensRequest(WireModel):
+    """Everything a request can ask of the lens.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens import LensRequest, SteeringVector
+
+        request = LensRequest(
+            capture={"layers": [4], "positions": "last"},
+            edits=[SteeringVector(activations=np.ones((1, 256)), layer_indices=[3], scale=2.0)],
+            probes=[{"name": "deception"}],
+        )
+        assert request.capture.layers == (4,)
+        ```
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    capture: CaptureSpec | None = None
+    """Activations to return."""
+
+    edits: tuple[Edit, ...] = ()
+    """Edits of the stream, in this order: `Add`, which is a steering vector, and others."""
+
+    edits_named: tuple[EditsUse, ...] = ()
+    """Registered edits and vectors, which act before those of `edits`; names will do."""
+
+    probes: tuple[ProbeUse, ...] = ()
+    """Registered probes to apply to each token inside the engine; names will do."""
+
+    hooks: tuple[Hook, ...] = ()
+    """Functions of the client to run on rows of this request, where the engine allows it."""
+
+    qk: QKSpec | None = None
+    """Queries and keys to return."""
+
+    lens: LogitLens | None = None
+    """What the stream of some layers predicts; layers alone will do."""
+
+    sink: SinkUse | None = None
+    """Store or function of the server that gets the rows too; its name will do. Without `capture`
+    the response has none of them."""
+
+    skip_reading_prefix_cache: Flag | None = None
+    """Recompute the whole prompt. None means: where captured prompt tokens need it."""
+
+    @field_validator("edits_named", "probes", mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> Any:
+        if isinstance(value, str | Mapping | ProbeUse | EditsUse):
+            value = [value]
+        if isinstance(value, list | tuple):
+            return tuple({"name": v} if isinstance(v, str) else v for v in value)
+        return value
+
+    @field_validator("hooks", mode="before")
+    @classmethod
+    def _hooks(cls, value: Any) -> Any:
+        return parse_hooks(value, where="hooks")
+
+    @field_validator("edits", mode="before")
+    @classmethod
+    def _edits(cls, value: Any, info: ValidationInfo) -> Any:
+        return parse_edits(value, limits=limits_of(info))
+
+    @field_validator("qk", mode="before")
+    @classmethod
+    def _qk(cls, value: Any) -> Any:
+        return value if value is None or isinstance(value, Mapping | QKSpec) else {"layers": value}
+
+    @field_validator("lens", mode="before")
+    @classmethod
+    def _lens(cls, value: Any) -> Any:
+        return (
+            value if value is None or isinstance(value, Mapping | LogitLens) else {"layers": value}
+        )
+
+    @field_validator("sink", mode="before")
+    @classmethod
+    def _sink(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @property
+    def brings_tensors(self) -> bool:
+        """Whether its answer has tensors."""
+        return not (self.capture is None and self.qk is None and self.lens is None)
+
+    @property
+    def scores_tokens(self) -> bool:
+        """Whether its answer has the score of each token."""
+        return any(use.tokens for use in self.probes)
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of the tensors that it brings."""
+        return sum(tensor.nbytes for edit in self.edits for tensor in edit.all_tensors)
+
+    @model_validator(mode="after")
+    def _check_probes(self) -> Self:
+        names = [use.name for use in self.probes]
+        if len(set(names)) != len(names):
+            raise ValueError(f"probes: a name stands twice in {shown(names)}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_patterns(self) -> Self:
+        asked = (self.capture, *self.edits)
+        found = [part.positions for part in asked if part is not None]
+        check_patterns(one.pattern for one in found if isinstance(one, TokenMatch))
+        return self
+
+
+def parse_extra_args(
+    extra_args: Mapping[str, Any] | None, *, limits: TensorLimits | None = None
+) -> LensRequest | None:
+    """Read a lens request out of vLLM's `SamplingParams.extra_args` (or `vllm_xargs`).
+
+    Understood are the keys of vllm-lens (`output_residual_stream`,
+    `apply_steering_vectors`, `apply_hooks`, `output_qk`, `skip_reading_prefix_cache`,
+    `activations_transport`), each as Python objects or as JSON text, and `inspect_lens`, a
+    `LensRequest` as an object or JSON. `output_residual_stream` and `output_qk` are `true`,
+    `false` or a list of layers; a number alone is refused.
+
+    Args:
+        extra_args: the mapping, or None.
+        limits: of the engine that it is for; tensors that it has no use for are not unpacked.
+
+    Returns:
+        The request, or None when no key of the lens is there.
+
+    Raises:
+        SpecError: a value is wrong, a key is unknown next to lens keys, or a key looks like
+            a misspelled lens key.
+
+    Example:
+        ```python
+        from inspect_lens.spec import parse_extra_args
+
+        request = parse_extra_args({"output_residual_stream": [4]})
+        assert request.capture.layers == (4,)
+        assert parse_extra_args({"top_k": 5}) is None
+        ```
+    """
+    if not extra_args:
+        return None
+    # A batch gives one mapping to a thousand requests, and each is read three times.
+    key, kept = fingerprint(extra_args, LensRequest)
+    if key is not None and (known := _PARSED.get(key)) is not None:
+        return known[0]
+    with judging(NATIVE_KEY):
+        request = _parse(extra_args, limits)
+    if key is not None:
+        _PARSED.keep(key, kept, request)
+    return request
+
+
+_PARSED = Parsed(1 << 25)
+
+
+def forget_parsed(request: LensRequest) -> None:
+    """Forget a parsed request that an engine has refused."""
+    _PARSED.forget(request)
+
+
+def _parse(extra_args: Mapping[str, Any], limits: TensorLimits | None) -> LensRequest | None:
+    keys = [key for key in extra_args if key in LENS_KEYS]
+    _check_keys(extra_args, has_lens=bool(keys))
+    if not keys:
+        return None
+    values: dict[str, Any] = {}
+    if (native := extra_args.get(NATIVE_KEY)) is not None:
+        if len(keys) > 1:
+            raise SpecError(f"extra_args: give {NATIVE_KEY!r} or the keys of vllm-lens, not both")
+        loaded = load_json(NATIVE_KEY, native)
+        if isinstance(loaded, LensRequest):
+            return _none_if_empty(loaded)
+        if not isinstance(loaded, Mapping):
+            raise SpecError(f"{NATIVE_KEY}={shown(native)}; it has to be an object")
+        values = dict(cast("Mapping[str, Any]", loaded))
+    else:
+        values = from_vllm_lens(extra_args, limits)
+    check_counts(values)
+    context = None if limits is None else limits.context
+    try:
+        return _none_if_empty(LensRequest.model_validate(values, context=context))
+    except ValidationError as error:
+        raise SpecError(explain(error)) from None
+
+
+def _none_if_empty(request: LensRequest) -> LensRequest | None:
+    return request if request != LensRequest() else None
+
+
+def _check_keys(extra_args: Mapping[str, Any], *, has_lens: bool) -> None:
+    for key in extra_args:
+        if key in LENS_KEYS or key in VLLM_KEYS:
+            continue
+        refuse_own_word(key, "extra_args")
+        refuse_misspelled(key, "extra_args", known=LENS_KEYS, cutoff=0.75)
+        if has_lens:
+            raise SpecError(
+                f"extra_args: unknown key {shown(key)} beside lens keys; known are "
+                f"{', '.join(LENS_KEYS + VLLM_KEYS)}"
+            )
+
+
+Registrable: TypeAlias = EngineProbe | EditBase | EngineEdits | EngineLens
+"""A probe, a vector or edits, or a lens, as `inspect_lens.engine.register` takes it."""
+
+_DEPTH = 3
+"""Of mappings inside a body that are looked through for lens keys."""
+
+
+class BodyParts(NamedTuple):
+    """HTTP body of a request, split into lens keys and the rest."""
+
+    rest: dict[str, Any]
+    """What is the server's own."""
+    args: dict[str, Any]
+    """What stood in `extra_args` and `vllm_xargs`, and lens keys of the top level."""
+
+
+def split_body(body: Mapping[str, Any] | None, *, where: str = "extra_body") -> BodyParts:
+    """Take the lens keys out of a request body, from every place that may hold them.
+
+    vLLM passes over fields that it does not know. So a lens key is found at the top level as
+    well, and what looks like one, or is a word of ours, in a place that nobody reads is refused.
+    """
+    args = lens_args(body, where=where)
+    taken = (*PLACES, *LENS_KEYS)
+    rest = {key: value for key, value in (body or {}).items() if key not in taken}
+    for key, value in rest.items():
+        refuse_own_word(key, where)
+        refuse_misspelled(key, where)
+        if isinstance(value, Mapping) and (inside := _found(value)) is not None:
+            key_inside = inside.rpartition(".")[2]
+            raise SpecError(
+                f"{where}.{key}.{inside}: nobody reads it there; allowed are "
+                f"{where}.extra_args.{key_inside}, {where}.vllm_xargs.{key_inside} and "
+                f"{where}.{key_inside}"
+            )
+    return BodyParts(rest, args)
+
+
+def lens_args(body: Mapping[str, Any] | None, *, where: str = "the body") -> dict[str, Any]:
+    """Split a request body into lens options and the rest of `extra_args`."""
+    if not body:
+        return {}
+    found: list[tuple[str, Mapping[str, Any]]] = []
+    for name in PLACES:
+        part = body.get(name)
+        if part is not None and not isinstance(part, Mapping):
+            raise SpecError(
+                f"{where}.{name}={shown(part)}; it has to be a mapping such as "
+                '{"output_residual_stream": [10]}'
+            )
+        found.append((f"{where}.{name}", cast("Mapping[str, Any]", part or {})))
+    found.append((where, {key: body[key] for key in LENS_KEYS if key in body}))
+    args: dict[str, Any] = {}
+    at: dict[str, str] = {}
+    for place, part in found:
+        for key in part:
+            if key in LENS_KEYS and key in at:
+                raise SpecError(f"{key} stands in {at[key]} and in {place}; give it once")
+            at[key] = place
+        args |= part
+    return args
+
+
+def _found(value: Mapping[str, Any], depth: int = 1) -> str | None:
+    """Path of a lens key inside a mapping."""
+    for key in LENS_KEYS:
+        if key in value:
+            return key
+    if depth < _DEPTH:
+        for key, inner in value.items():
+            if isinstance(inner, Mapping) and (path := _found(inner, depth + 1)) is not None:
+                return f"{key}.{path}"
+    return None
+
+
+def to_extra_args(request: LensRequest | None) -> dict[str, Any]:
+    """Spell a request as `extra_args`; `parse_extra_args` reads it back.
+
+    The keys of vllm-lens are used for all that they can say, so that either server
+    understands; the rest needs the native key.
+    """
+    if request is None:
+        return {}
+    args = to_vllm_lens(request)
+    return {NATIVE_KEY: request} if args is None else args
+
+
+def to_wire_args(extra_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn `extra_args` into vLLM's `vllm_xargs`, whose values are text or numbers.
+
+    Args:
+        extra_args: what `to_extra_args` returned, and other keys.
+
+    Returns:
+        The same keys; everything but text and numbers as JSON text.
+
+    Example:
+        ```python
+        from inspect_lens.spec import to_wire_args
+
+        assert to_wire_args({"output_residual_stream": [4]}) == {"output_residual_stream": "[4]"}
+        ```
+    """
+    return {
+        key: value
+        if isinstance(value, str | int | float) and not isinstance(value, bool)
+        else json.dumps(_plain(value, key))
+        for key, value in extra_args.items()
+    }
+
+
+def _plain(value: Any, key: str) -> Any:
+    if key == STEER_KEY and isinstance(value, Add) and is_plain(value):
+        return vector_form(value)
+    if isinstance(value, Hook | LensRequest | EditBase):
+        return value.model_dump(mode="json", exclude_none=True)
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, list | tuple):
+        return [_plain(item, key) for item in value]
+    return value

@@ -1,0 +1,313 @@
+"""Values of a request as they are written: numbers, names, keys, and how many there may be.
+
+Pydantic takes `true` for 1 and `"2"` for 2. A request that is read so does something else than
+it says, without a word.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import operator
+import re
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Annotated, Any, Final, cast
+
+from pydantic import BeforeValidator, StrictBool, StrictFloat, ValidationError
+
+from inspect_lens.errors import LensError, SpecError
+
+__all__ = [
+    "ENVELOPE_KEY",
+    "LENS_KEYS",
+    "NATIVE_KEY",
+    "OWN_WORDS",
+    "PLACES",
+    "check_counts",
+    "check_function_name",
+    "check_name",
+    "check_size",
+    "explain",
+    "judging",
+    "refuse_misspelled",
+    "refuse_own_word",
+    "shown",
+]
+
+
+logger = logging.getLogger("vllm.inspect_lens")
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 80
+_short.maxlong = 40
+_short.maxlevel = 3
+
+
+def shown(value: object) -> str:
+    """A value for an error message; short, however large it is."""
+    try:
+        return _short.repr(value)
+    except ValueError:  # an integer that Python does not write out
+        return f"a number of more than {_short.maxlong} digits"
+
+
+def integer(value: object) -> int:
+    """An integer, also one of numpy; a boolean, a float and text are none."""
+    if isinstance(value, bool | str | float) or type(value).__name__ in ("bool", "bool_"):
+        raise ValueError(f"{shown(value)} is not an integer")
+    try:
+        return operator.index(cast("Any", value))
+    except TypeError:
+        raise ValueError(f"{shown(value)} is not an integer") from None
+
+
+def integers(value: object) -> object:
+    """One integer, or a list of them, as a tuple; what is neither stays as it is."""
+    if isinstance(value, str | bool | dict | None):
+        return value
+    if not isinstance(value, Iterable):
+        return (integer(value),)
+    return tuple(integer(item) for item in cast("Iterable[object]", value))
+
+
+def _flag(value: object) -> object:
+    if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
+        return bool(value)
+    return value
+
+
+Integer = Annotated[int, BeforeValidator(integer)]
+"""An integer that was written as one."""
+
+Number = StrictFloat
+"""A number that was written as one; booleans and text are refused."""
+
+Flag = Annotated[StrictBool, BeforeValidator(_flag)]
+"""`true` or `false`."""
+
+
+def explain(error: ValidationError, *, at: str = "") -> str:
+    """Put a pydantic error into a few lines."""
+    start = [at] if at else []
+    lines = [
+        f"{'.'.join([*start, *(str(part)[:80] for part in item['loc'])]) or 'inspect_lens'}: "
+        f"{item['msg'].removeprefix('Value error, ')[:1000]}"
+        for item in error.errors(include_url=False, include_input=False)[:_MOST_LINES]
+    ]
+    more = error.error_count() - len(lines)
+    lines += [f"and {more} more"] if more else []
+    # Text of the request may hold what no response can: half of a surrogate pair.
+    return "; ".join(lines).encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+@contextmanager
+def judging(field: str) -> Iterator[None]:
+    """While a request is judged, whatever is raised is an error of the request."""
+    try:
+        yield
+    except LensError:
+        raise
+    except ValidationError as error:
+        raise SpecError(explain(error, at=field)) from None
+    except Exception as error:
+        # It may be a fault of ours, whose place is to be found.
+        logger.warning("inspect_lens: %s cannot be read", field, exc_info=True)
+        raise SpecError(
+            f"{field}: cannot be read ({type(error).__name__}: {shown(str(error))})"
+        ) from None
+
+
+_MOST_LINES = 8
+
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_PART = r"(?:[^\W\d]\w*|<(?:locals|lambda|genexpr|listcomp|setcomp|dictcomp|module)>)"
+_FUNCTION = re.compile(rf"{_PART}(?:\.{_PART})*")
+_FUNCTION_MOST = 256
+
+
+def check_name(name: object, *, field: str = "name") -> str:
+    """Judge a name under which a probe or a vector is, or is to be, registered."""
+    if isinstance(name, str) and _NAME.fullmatch(name):
+        return name
+    raise SpecError(
+        f"{field}={shown(name)}; allowed are 1 to 128 letters (a-z, A-Z), digits, '.', '_' and "
+        "'-', with a letter or a digit first; choose another name"
+    )
+
+
+def check_function_name(name: object) -> str:
+    """Judge what a function of a client is called, as Python's `__qualname__` says it."""
+    if isinstance(name, str) and (not name or is_function_name(name)):
+        return name
+    raise SpecError(
+        f"name={shown(name)}; allowed is a function's name in Python, as in module.function, of "
+        f"at most {_FUNCTION_MOST} characters; leave it out"
+    )
+
+
+def is_function_name(name: str) -> bool:
+    """Whether Python calls a function so, and it is short enough to travel."""
+    return len(name) <= _FUNCTION_MOST and _FUNCTION.fullmatch(name) is not None
+
+
+MOST_OF: Final[dict[str, int]] = {
+    # What is asked.
+    "apply_steering_vectors": 256, "edits": 256, "edits_named": 256, "probes": 1024, "hooks": 256,
+    "apply_hooks": 256,
+    # Where: no model has so many layers, and no request so many tokens.
+    "layers": 1024, "layer_indices": 1024, "output_residual_stream": 1024, "output_qk": 1024,
+    "site": 64, "sites": 64, "positions": 1 << 19, "threshold_positions": 1 << 19,
+    "position_indices": 1 << 19,
+    "heads": 1024, "neurons": 1 << 16, "experts": 1024,
+    # Which tokens.
+    "token_ids": 4096, "tokens": 1024,
+    # Prompts of a sweep, in token ids or messages.
+    "clean": 1 << 19, "corrupted": 1 << 19,
+    # By name.
+    "tensors": 16, "columns": 256, "shape": 8, "prefetch_params": 4096, "params": 4096,
+}  # fmt: skip
+"""Entries of a list or mapping, by the name of its field."""
+
+TENSORS: Final = {
+    "activations", "direction", "weight", "bias", "w1", "b1", "w2", "b2", "query", "matrix",
+}  # fmt: skip
+"""Fields that may be lists of numbers: an engine knows how many it has a use for. Edits add theirs.
+"""
+
+MOST_ENTRIES: Final = 1 << 19
+"""Of all lists and mappings of a body together, tensors as lists included: more take Python half a
+second to parse, in which nobody else is served."""
+_MOST_OTHERS: Final = 1024
+"""Of a list or mapping whose name nobody knows."""
+_MOST_DEPTH: Final = 32
+
+
+def check_size(body: bytes) -> None:
+    """Refuse JSON that would hold the interpreter while it is parsed."""
+    # Commas of texts count too; a prompt that has a million is none.
+    if len(body) > MOST_ENTRIES and (n := body.count(b",")) > MOST_ENTRIES:
+        raise SpecError(
+            f"the body has {n} entries, and {MOST_ENTRIES} is the most; send tensors in their JSON "
+            "form (encode_tensor), not as lists of numbers, and prompts in several requests"
+        )
+
+
+def check_counts(value: object, *, field: str = "") -> None:
+    """Refuse lists with more entries than anybody can use, before one of them is read."""
+    total = 0
+    waiting: list[tuple[str, str, object, int]] = [(field, field.rpartition(".")[2], value, 0)]
+    while waiting:
+        path, name, item, depth = waiting.pop()
+        # Other containers are Python objects of a user's own.
+        if not isinstance(item, list | tuple | dict):
+            continue
+        if name in TENSORS and not isinstance(item, dict):
+            continue
+        total += len(item)
+        most = MOST_OF.get(name, _MOST_OTHERS)
+        if len(item) > most:
+            raise SpecError(f"{path or 'inspect_lens'}: has {len(item)} entries; {most} at most")
+        if total > MOST_ENTRIES:
+            raise SpecError(
+                f"{field or 'inspect_lens'}: has more than {MOST_ENTRIES} entries in all its lists"
+            )
+        if depth >= _MOST_DEPTH:
+            raise SpecError(f"{path[:200]}: is nested more than {_MOST_DEPTH} deep")
+        if isinstance(item, dict):
+            pairs = cast("Mapping[Any, object]", item).items()
+            waiting += [
+                (f"{path}.{key}" if path else str(key)[:80], str(key)[:80], inner, depth + 1)
+                for key, inner in pairs
+                if isinstance(inner, list | tuple | dict)
+            ]
+        elif not set(map(type, item)) <= {int, bool, float, str}:
+            waiting += [
+                (f"{path}[{i}]", name if isinstance(inner, list | tuple) else "", inner, depth + 1)
+                for i, inner in enumerate(item)
+                if isinstance(inner, list | tuple | dict) and inner
+            ]
+
+
+NATIVE_KEY = "inspect_lens"
+"""Key of `extra_args` that takes a whole `LensRequest`."""
+ENVELOPE_KEY = "_inspect_lens"
+"""Where the front-end puts what the worker reads; users may not set it."""
+LENS_KEYS = (
+    NATIVE_KEY,
+    "output_residual_stream",
+    "apply_steering_vectors",
+    "skip_reading_prefix_cache",
+    "activations_transport",
+    "apply_hooks",
+    "output_qk",
+)
+"""Keys of a request that belong to the lens."""
+PLACES = ("vllm_xargs", "extra_args")
+"""Fields of a request body that may hold lens keys, beside its top level."""
+VLLM_KEYS = ("kv_transfer_params", "ec_transfer_params")
+
+_FIELDS = (
+    "capture", "edits", "edits_named", "probes", "hooks", "qk", "lens", "sink",
+)  # fmt: skip
+OWN_WORDS = {name: f'put it into {{"{NATIVE_KEY}": {{"{name}": ...}}}}' for name in _FIELDS} | {
+    "steer": "it is an argument of clients; the key is 'apply_steering_vectors'",
+    "steer_named": "the names of vectors stand in 'edits_named', as those of other edits do",
+    "capture_layers": "it is an argument of clients; the key is 'output_residual_stream'",
+    "steering_vectors": "it is an argument of clients; the key is 'apply_steering_vectors'",
+    "capture_qk": "it is an argument of clients; the key is 'output_qk'",
+    "extra_body": "it is an argument of clients, which send its content at the top of the body",
+}
+"""Words that are no keys of a request, and what to use instead."""
+
+_LONGEST = 64
+
+
+def refuse_own_word(key: object, where: str) -> None:
+    """Raise an error for a lens key in a place where it has no effect."""
+    if key == ENVELOPE_KEY:
+        raise SpecError(f"{where}: {ENVELOPE_KEY!r} is reserved for the engine")
+    if isinstance(key, str) and key in OWN_WORDS:
+        raise SpecError(f"{where}.{key}: nobody reads it there; {OWN_WORDS[key]}")
+
+
+def refuse_misspelled(
+    key: str, where: str, *, known: Sequence[str] = (*LENS_KEYS, *PLACES), cutoff: float = 0.8
+) -> None:
+    """Raise an error for a key that looks like a misspelled lens key."""
+    if not isinstance(key, str) or len(key) > _LONGEST:
+        return
+    near = _nearest(key, tuple(known), cutoff)
+    if near is not None:
+        raise SpecError(f"{where}: unknown key {shown(key)}; did you mean {near!r}?")
+
+
+@lru_cache(maxsize=1024)  # of short keys: clients send the same ones again and again
+def _nearest(key: str, known: tuple[str, ...], cutoff: float) -> str | None:
+    """The most similar of some keys; most are told apart by length and letters alone."""
+    text = key.encode(errors="replace")
+    alike = [
+        word
+        for word, letters, enough in _of_length(len(key), known, cutoff)
+        if len(text) - len(text.translate(None, letters)) >= enough and _shared(key, word) >= enough
+    ]
+    near = difflib.get_close_matches(key, alike, n=1, cutoff=cutoff) if alike else []
+    return near[0] if near else None
+
+
+@lru_cache(maxsize=256)
+def _of_length(n: int, known: tuple[str, ...], cutoff: float) -> list[tuple[str, bytes, float]]:
+    """Keys that one of `n` letters may be meant for, their letters, and how many it has to have.
+
+    Of as many is made what difflib calls the ratio: twice the shared ones by all.
+    """
+    found = [(word, word.encode(), cutoff * (n + len(word)) / 2) for word in known]
+    return [item for item in found if min(n, len(item[0])) >= item[2]]
+
+
+def _shared(key: str, word: str) -> int:
+    """Letters that both have, each as often as the one that has it less often."""
+    return sum(min(key.count(letter), word.count(letter)) for letter in set(word))
