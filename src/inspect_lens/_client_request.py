@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from ._base.http import DELAYS_S, is_broken, no_answer, with_advice
-from .errors import LensError, SpecError
+from .errors import LensError, SpecError, UnsupportedError
 from .spec import (
     LENS_KEYS,
     NATIVE_KEY,
@@ -27,7 +27,15 @@ from .spec import (
     to_wire_args,
 )
 
-__all__ = ["answer_of", "json_of", "lines_of", "request_of", "with_request"]
+__all__ = [
+    "answer_of",
+    "json_of",
+    "lens_facts",
+    "lines_of",
+    "request_of",
+    "served_models",
+    "with_request",
+]
 
 _ARGUMENTS = (
     "capture_layers", "steering_vectors", "activations_transport", "capture", "hooks",
@@ -133,18 +141,60 @@ def _address(http: httpx.Client, path: str) -> str:
     return str(http.base_url.join(path))
 
 
+def served_models(http: httpx.Client) -> list[str]:
+    """Names of the models that a server has, the first its default."""
+    found = json_of(answer_of(http, "GET", "/v1/models"))
+    try:
+        names = [str(item["id"]) for item in found["data"]]
+    except (KeyError, TypeError):
+        names = []
+    if not names:
+        raise LensError(f"{http.base_url}: names no model at /v1/models; it is no vLLM server")
+    return names
+
+
+def lens_facts(http: httpx.Client) -> dict[str, Any]:
+    """What a server says of its engines; raises where it does not serve the lens, or no one."""
+    answer = answer_of(http, "GET", "/v1/inspect_lens")
+    base = str(http.base_url).rstrip("/")
+    if answer.status_code == httpx.codes.NOT_FOUND:
+        raise UnsupportedError(
+            f"{base}: serves models without inspect-lens, or without its HTTP routes; install "
+            "inspect-lens[vllm] beside vLLM there, and start it again"
+        )
+    found = json_of(answer)
+    engines = found.get("engines") if isinstance(found, dict) else None
+    if (
+        not isinstance(engines, list)
+        or not engines
+        or not all(isinstance(e, dict) for e in engines)
+    ):
+        raise LensError(f"{base}: its answer at /v1/inspect_lens names no engine; look at its log")
+    return found
+
+
 def json_of(response: httpx.Response) -> Any:
     """The JSON of a good answer; the server's words as an error otherwise."""
+    address = f"{response.url.scheme}://{response.url.netloc.decode()}"
     try:
         content = response.json()
     except ValueError:
-        content = {}
+        content = None
     error = content.get("error") if isinstance(content, dict) else None
     if response.is_success and error is None:
+        if content is None:
+            kind = response.headers.get("content-type", "no content type")
+            raise LensError(
+                f"{address}: answers with {kind} in the place of JSON, so it is no vLLM server; "
+                "pass the address of one as base_url="
+            )
         return content
     status = response.status_code
+    if status == httpx.codes.UNAUTHORIZED:
+        raise SpecError(
+            f"{address} refuses the key (HTTP 401); pass one of that server with api_key="
+        )
     message = error.get("message") if isinstance(error, Mapping) else error
     said = str(message or response.text[:500] or response.reason_phrase)
-    address = f"{response.url.scheme}://{response.url.netloc.decode()}"
     text = f"HTTP {status}: {with_advice(said, address)}"
     raise SpecError(text) if status in (400, 422) else LensError(text)

@@ -16,7 +16,7 @@ from ._base.fetch import HTTPError, fetch_bytes
 from ._base.http import server_address
 from ._base.receipts import gives_no_receipts, needs_receipt, not_done
 from ._base.to_torch import to_torch
-from ._client_request import answer_of, json_of, lines_of, request_of, with_request
+from ._client_request import answer_of, json_of, lines_of, request_of, served_models, with_request
 from ._hook_results import SavedValues, read_results
 from .errors import CaptureError, SpecError
 from .spec import (
@@ -143,7 +143,7 @@ class LensClient:
     def model(self) -> str:
         """Name of the model that is asked for."""
         if self._model is None:
-            self._model = str(json_of(answer_of(self._http, "GET", "/v1/models"))["data"][0]["id"])
+            self._model = served_models(self._http)[0]
         return self._model
 
     def generate(

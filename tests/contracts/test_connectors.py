@@ -15,9 +15,9 @@ import pytest
 pytest.importorskip("vllm")
 
 from inspect_lens._vllm.compat.connectors import CONNECTORS
-from tests.contracts.test_vllm_seam import SUPPORTED
+from tests.contracts.test_monkeypatches import SUPPORTED
 from tests.kit.connectors import read_connectors
-from tests.kit.seams import reader_of
+from tests.kit.vllm_names import reader_of
 
 RECORDS = sorted((Path(__file__).parent / "vllm" / "connectors").glob("*.json"))
 

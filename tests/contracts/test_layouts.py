@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts.test_vllm_seam import SUPPORTED
+from tests.contracts.test_monkeypatches import SUPPORTED
 from tests.kit.layouts import layouts_of, read_release
 
 FOLDER = Path(__file__).parent / "vllm" / "layouts"

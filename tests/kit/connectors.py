@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 
-from .seams import Read, reader_of
+from .vllm_names import Read, reader_of
 
 __all__ = ["WORDS", "read_connectors"]
 

@@ -63,8 +63,8 @@ def patches_markdown() -> str:
     """The table of vLLM's names that are wrapped."""
     rows = ["| name in vLLM | process | why |", "|---|---|---|"]
     rows += [
-        f"| `{seam.target.replace(':', '.')}` | {seam.process} | {seam.reason} |"
-        for seam in (*PATCHES, *SERVER_PATCHES, *EAGER_PATCHES)
+        f"| `{patch.target.replace(':', '.')}` | {patch.process} | {patch.reason} |"
+        for patch in (*PATCHES, *SERVER_PATCHES, *EAGER_PATCHES)
     ]
     return "\n".join(rows)
 
@@ -145,7 +145,7 @@ def generated_files() -> dict[str, str]:
         ("docs/benchmarks.md", "evals", plots.evals_markdown()),
         ("docs/benchmarks.md", "techniques", plots.techniques_markdown()),
         ("docs/how-to/settings.md", "settings", settings_markdown()),
-        ("docs/reference/compatibility.md", "seams", patches_markdown()),
+        ("docs/reference/compatibility.md", "monkeypatches", patches_markdown()),
         ("docs/how-to/serve.md", "metrics", metrics_markdown()),
         ("docs/how-to/serve.md", "traces", traces_markdown()),
         ("docs/evals.md", "evals", evals_markdown()),

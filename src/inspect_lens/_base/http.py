@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from inspect_lens.errors import CaptureError
+import httpx
+
+from inspect_lens.errors import CaptureError, SpecError
 
 __all__ = [
     "DELAYS_S",
@@ -66,5 +68,15 @@ def with_advice(message: str, url: str) -> str:
 
 def server_address(url: str) -> str:
     """Address of a server without `/v1`; `localhost:8000` is one by HTTP."""
-    bare = url.strip().rstrip("/").removesuffix("/v1")
-    return bare if "://" in bare else f"http://{bare}"
+    address = url.strip() if "://" in url else f"http://{url.strip()}"
+    try:
+        parsed = httpx.URL(address)
+        why = "" if parsed.scheme in ("http", "https") and parsed.host else "it names no host"
+    except httpx.InvalidURL as error:
+        why = str(error)
+    if why:
+        raise SpecError(
+            f"base_url={url!r}: is no address of a server ({why}); allowed is one such as "
+            "http://localhost:8000"
+        )
+    return address.rstrip("/").removesuffix("/v1")

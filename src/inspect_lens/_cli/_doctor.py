@@ -13,12 +13,13 @@ import httpx
 import psutil
 import typer
 
-from inspect_lens._base.http import no_answer, server_address
+from inspect_lens._base.http import server_address
 from inspect_lens._base.untrusted import parse_json, read_regular
+from inspect_lens._client_request import lens_facts
 from inspect_lens._settings import Settings, vllm_plugins
 from inspect_lens._vllm.compat.features import FEATURES, problems
 from inspect_lens._vllm.compat.rivals import rivals
-from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.errors import ArtifactError, SpecError, UnsupportedError
 
 from ._output import emit
 
@@ -33,16 +34,22 @@ def doctor(
         str, typer.Option("--model", help="Folder of a checkpoint: show its buffers, too.")
     ] = "",
     tokens: Annotated[
-        int, typer.Option("--max-num-batched-tokens", help="Value that vLLM gets, for the buffers.")
+        int,
+        typer.Option(
+            "--max-num-batched-tokens", min=1, help="Value that vLLM gets, for the buffers."
+        ),
     ] = 16384,
     sequences: Annotated[
-        int, typer.Option("--max-num-seqs", help="Value that vLLM gets, for the buffers.")
+        int, typer.Option("--max-num-seqs", min=1, help="Value that vLLM gets, for the buffers.")
     ] = 256,
     device: Annotated[
         Literal["cuda", "cpu"], typer.Option("--device", help="Device of the buffers.")
     ] = "cuda",
     base_url: Annotated[
         str, typer.Option("--base-url", help="Server that runs: show what its engine refused, too.")
+    ] = "",
+    api_key: Annotated[
+        str, typer.Option("--api-key", help="API key, if that server needs one.")
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object.")] = False,
 ) -> None:
@@ -51,8 +58,9 @@ def doctor(
     Exit code 0: all is served; 1: something is off.
     """
     found = examined(
-        model=model, tokens=tokens, sequences=sequences, device=device, base_url=base_url
-    )
+        model=model, tokens=tokens, sequences=sequences, device=device, base_url=base_url,
+        api_key=api_key,
+    )  # fmt: skip
     emit(found, _lines(found), as_json=as_json)
     raise typer.Exit(0 if found["ok"] else 1)
 
@@ -64,20 +72,9 @@ def examined(
     sequences: int = 256,
     device: str = "cuda",
     base_url: str = "",
+    api_key: str = "",
 ) -> dict[str, Any]:
-    """What `doctor` says, as plain data.
-
-    Args:
-        model: folder with a `config.json`; empty for none.
-        tokens: of a step of the engine, at most.
-        sequences: that the engine runs at once, at most.
-        device: `cuda` or `cpu`.
-        base_url: of a server that runs; empty for none.
-
-    Raises:
-        ArtifactError: the model's configuration cannot be read.
-        CaptureError: no server answers there.
-    """
+    """What `doctor` says, as plain data; raises where a model or a server cannot be read."""
     wrong = ""
     try:
         settings = Settings.load()
@@ -98,7 +95,7 @@ def examined(
         "ok": not any(feature["off"] for feature in features.values()),
     }
     if base_url:
-        found["server"] = _server(server_address(base_url))
+        found["server"] = _server(base_url, api_key)
         found["ok"] = found["ok"] and not found["server"]["off"]
     if model:
         found["buffers"] = _buffers(model, settings, (tokens, sequences), device)
@@ -133,12 +130,16 @@ def _machine() -> dict[str, Any]:
     why = "nvidia-smi is not installed"
     if (program := shutil.which("nvidia-smi")) is not None:
         keys = ("name", "driver_version", "memory.total", "memory.free")
-        asked = subprocess.run(
-            [program, f"--query-gpu={','.join(keys)}", "--format=csv,noheader"],
-            capture_output=True, text=True, timeout=20, check=False,
-        )  # fmt: skip
-        why = "" if asked.returncode == 0 else " ".join((asked.stdout + asked.stderr).split())[:200]
-        rows = asked.stdout.splitlines() if asked.returncode == 0 else []
+        try:
+            asked = subprocess.run(
+                [program, f"--query-gpu={','.join(keys)}", "--format=csv,noheader"],
+                capture_output=True, text=True, timeout=20, check=False,
+            )  # fmt: skip
+            said = "" if asked.returncode == 0 else asked.stdout + asked.stderr
+            rows = asked.stdout.splitlines() if asked.returncode == 0 else []
+        except (OSError, subprocess.TimeoutExpired) as error:
+            said, rows = str(error), []
+        why = " ".join(said.split())[:200]
         gpus = [dict(zip(keys, (c.strip() for c in row.split(",")), strict=False)) for row in rows]
     memory = psutil.virtual_memory()
     return {
@@ -148,18 +149,22 @@ def _machine() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _server(url: str) -> dict[str, Any]:
+def _server(base_url: str, api_key: str) -> dict[str, Any]:
     """What a running server says of its engines, and of what is off there."""
-    try:
-        answer = httpx.get(f"{url}/v1/inspect_lens", timeout=20)
-    except httpx.TransportError as error:
-        raise no_answer(url, error) from error
-    if answer.status_code != 200:
-        why = f"HTTP {answer.status_code}: no inspect-lens there, or its HTTP routes are off"
-        return {"url": url, "off": {"lens": why}, "engines": []}
-    said = answer.json()
-    refused = [e["not_served"] for e in said["engines"] if "not_served" in e]
-    off = {**said.get("off", {}), **({"lens": refused[0]} if refused else {})}
+    url = server_address(base_url)
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    with httpx.Client(base_url=url, headers=headers, timeout=20) as http:
+        try:
+            said = lens_facts(http)
+        except UnsupportedError as error:
+            return {"url": url, "off": {"lens": str(error)}, "engines": []}
+    reasons = [engine.get("not_served") for engine in said["engines"]]
+    refused = [
+        f"engine {i}: {why}" if len(reasons) > 1 else str(why)
+        for i, why in enumerate(reasons)
+        if why
+    ]
+    off = {**said.get("off", {}), **({"lens": "; ".join(refused)} if refused else {})}
     return {"url": url, "off": off, "engines": said["engines"]}
 
 
@@ -178,16 +183,16 @@ def _buffers(model: str, settings: Settings, step: tuple[int, int], device: str)
         whole = parse_json(read_regular(path))
         config = whole.get("text_config", whole)
         layers, hidden = int(config["num_hidden_layers"]), int(config["hidden_size"])
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+        heads = int(config.get("num_attention_heads") or 1)
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        head_size = int(config.get("head_dim") or hidden // heads)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArtifactError(
-            f"--model {model}: {path} gives no number of layers and width "
+            f"--model {model}: {path} gives no number of layers, heads and width "
             f"({type(error).__name__}: {error}); allowed is the folder of a model on this machine"
         ) from None
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     text = SimpleNamespace(**{**config, "num_hidden_layers": layers})
-    heads = int(config.get("num_attention_heads") or 1)
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    head_size = int(config.get("head_dim") or hidden // heads)
     tokens, sequences = step
     engine = SimpleNamespace(
         model_config=SimpleNamespace(

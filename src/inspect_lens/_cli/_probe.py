@@ -249,10 +249,10 @@ def calibrate(
     tokenizer: Tokenizer = "",
     as_json: Json = False,
 ) -> None:
-    """Set a threshold for what it acts on, fit probabilities on a labelled set, or both.
+    """Set thresholds on harmless samples, fit probabilities on a labelled set, or do both.
 
-    Recall and false positive rate on the card, which were those of the old threshold, are dropped;
-    `evaluate` measures them anew.
+    Recall and false positive rate on the card were measured at the old threshold, so they are
+    dropped; `evaluate` measures them again.
     """
     from ._jobs import calibrate_job
 

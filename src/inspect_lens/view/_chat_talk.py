@@ -15,10 +15,10 @@ from pydantic import BaseModel
 
 from inspect_lens._base.http import server_address
 from inspect_lens._base.token_texts import TokenTexts
-from inspect_lens._client_request import answer_of, json_of, lines_of
+from inspect_lens._client_request import answer_of, json_of, lens_facts, lines_of, served_models
 from inspect_lens.errors import CaptureError, LensError, SpecError
 from inspect_lens.lens import load_lens
-from inspect_lens.probe import Statistic, load_probe
+from inspect_lens.probe import load_probe
 from inspect_lens.spec import (
     LENS_NAME,
     LENS_REFERENCE,
@@ -28,6 +28,8 @@ from inspect_lens.spec import (
     decode_tensor,
 )
 from inspect_lens.vector import load_vector
+
+from ._page import OF_TOKENS
 
 __all__ = ["ChatSetup", "ChatTalk", "open_talk"]
 
@@ -273,14 +275,8 @@ def open_talk(
     base = server_address(base_url)
     http = httpx.Client(base_url=base, headers=headers, timeout=600)
     try:
-        served = [item["id"] for item in json_of(answer_of(http, "GET", "/v1/models"))["data"]]
-        answer = answer_of(http, "GET", "/v1/inspect_lens")
-        if answer.status_code == httpx.codes.NOT_FOUND:
-            raise LensError(
-                f"{base}: serves models without inspect-lens; install inspect-lens[vllm] beside "
-                "vLLM there, and start it again"
-            )
-        engine = json_of(answer)["engines"][0]
+        served = served_models(http)
+        engine = lens_facts(http)["engines"][0]
         if (reason := engine.get("not_served")) is not None:
             raise LensError(f"{base}: the lens does not serve this engine: {reason}")
         registered = json_of(answer_of(http, "GET", REGISTRY))
@@ -323,8 +319,7 @@ def _probe(
         return probe, registered[probe].get("threshold") if own else None
     loaded = load_probe(probe)
     form = loaded.for_engine()
-    asked = (Statistic(over="token"), Statistic(over="alarm", pool="last"))
-    points = [t for one in asked for t in loaded.card.thresholds_for(one)]
+    points = [t for one in OF_TOKENS for t in loaded.card.thresholds_for(one)]
     return _register(http, "probe", form.sha256, form), points[0].value if points else None
 
 

@@ -74,8 +74,8 @@ def to_png(figure: Figure) -> bytes:
 
 
 def _roc(card: ProbeCard, sets: Sequence[ReportSet], n_resamples: int) -> bytes:
-    own = card.thresholds_for(card.answer)
     """Recall over the false positive rate, whose axis is logarithmic: alarms are rare in use."""
+    own = card.thresholds_for(card.answer)
     figure, axes = _figure(6.2, 4.8)
     least = 0.5 / max(int((~s.labels).sum()) for s in sets)
     grid = np.geomspace(least, 1.0, 200)

@@ -7,13 +7,16 @@ import gzip
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from inspect_lens.probe import Statistic
+
 __all__ = [
     "LEVELS",
+    "OF_TOKENS",
     "CallView",
     "Origin",
     "Range",
@@ -24,6 +27,10 @@ __all__ = [
     "pack_sample",
     "ranges",
 ]
+
+OF_TOKENS: Final = (Statistic(over="token"), Statistic(over="alarm", pool="last"))
+"""Whose threshold single tokens may be compared with, the better one first: a maximum is a token.
+"""
 
 Origin = Literal["activations", "kept", "none"]
 """Computed here from activations; read from the files in which scorers kept them; or nowhere,

@@ -20,8 +20,9 @@ from inspect_ai.viewer import (
 from numpy.typing import ArrayLike
 
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import CardPoint, Statistic
-from inspect_lens.reading import ProbeReader, Reading
+from inspect_lens.reading import Reading
+
+from ._page import OF_TOKENS
 
 __all__ = [
     "note_readings",
@@ -181,7 +182,8 @@ def probe_summary(readings: Reading | Sequence[Reading | None]) -> str:
         if reading is None or tokens is None:
             lines.append(f"| {turn} | - | - | - | - | - | no token to read |")
             continue
-        cut, one = reading.threshold, _for_tokens(reading.reader)
+        cut = reading.threshold
+        one = next(filter(None, map(reading.reader.point_for, OF_TOKENS)), None)
         above = "-" if one is None else f"{int((tokens > one.value).sum())} of {tokens.size}"
         best = int(tokens.argmax())
         limit = "-" if cut is None else f"{'▲' if reading.is_above else '▽'} {cut.value:.4g}"
@@ -193,12 +195,6 @@ def probe_summary(readings: Reading | Sequence[Reading | None]) -> str:
     if known:
         lines += ["", f"Bars go from {low:.4g} to {high:.4g}; ▲ above the threshold, ▽ not."]
     return "\n".join(lines)
-
-
-def _for_tokens(reader: ProbeReader) -> CardPoint | None:
-    """The threshold that single tokens may be compared with; a maximum is one of them."""
-    token, largest = Statistic(over="token"), Statistic(over="alarm", pool="last")
-    return reader.point_for(token) or reader.point_for(largest)
 
 
 def note_readings(readings: Reading | Sequence[Reading | None]) -> None:

@@ -200,8 +200,7 @@ def test_what_is_refused_has_its_exit_code(run: Run, tmp_path: Path) -> None:
         # 60 samples cannot show a false positive rate of one percent.
         _, error = run(
             "probe", "train", "--behaviour-floor", 0,
-        "--train", "acts/demo", "--control", "acts/demo", "--out", "p",
-            code=3,
+            "--train", "acts/demo", "--control", "acts/demo", "--out", "p", code=3,
         )  # fmt: skip
         assert "text-overlap" in error
         for key, word in {
@@ -210,9 +209,8 @@ def test_what_is_refused_has_its_exit_code(run: Run, tmp_path: Path) -> None:
             "question": "id: ",
         }.items():
             _, error = run(
-                "probe", "train", "--behaviour-floor", 0,
-        "--train", "acts/demo", "--control", "acts/demo", "--out", "p",
-                "--disjoint", f"demo={key}", code=3,
+                "probe", "train", "--behaviour-floor", 0, "--train", "acts/demo",
+                "--control", "acts/demo", "--out", "p", "--disjoint", f"demo={key}", code=3,
             )  # fmt: skip
             assert word in error
         _, error = run(

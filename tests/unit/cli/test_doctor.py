@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -16,8 +19,11 @@ from inspect_lens._cli import _doctor
 from inspect_lens._cli._main import app
 from tests.kit.repository import ROOT
 
+if TYPE_CHECKING:
+    from .conftest import Run
 
-def run(*arguments: str) -> Any:
+
+def run_doctor(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["doctor", *arguments])
 
 
@@ -28,7 +34,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_that_this_vllm_has_is_served(capsys: pytest.CaptureFixture[str]) -> None:
-    done = run("--model", str(ROOT / "organism" / "checkpoint"), "--json", "--device", "cpu")
+    done = run_doctor("--model", str(ROOT / "organism" / "checkpoint"), "--json", "--device", "cpu")
     found = json.loads(done.stdout)
     assert done.exit_code == 0
     assert found["ok"]
@@ -37,13 +43,13 @@ def test_all_that_this_vllm_has_is_served(capsys: pytest.CaptureFixture[str]) ->
     assert buffers["taps"] == 7, "six layers, and the stream in front of the first"
     assert buffers["capture_rows"] == 7 * 16384
     assert buffers["capture_bytes"] == 7 * 16384 * 256 * 2
-    lines = run("--model", str(ROOT / "organism" / "checkpoint")).stdout.splitlines()
+    lines = run_doctor("--model", str(ROOT / "organism" / "checkpoint")).stdout.splitlines()
     assert len(lines) <= 24, "one screen"
 
 
 def test_wide_sites_take_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INSPECT_LENS_SITES", "k,mlp_hidden,resid_post")
-    done = run("--model", str(ROOT / "organism" / "checkpoint"), "--json", "--device", "cpu")
+    done = run_doctor("--model", str(ROOT / "organism" / "checkpoint"), "--json", "--device", "cpu")
     buffers = json.loads(done.stdout)["buffers"]
     assert buffers["sites"] == ["k", "mlp_hidden", "resid_post"]
     assert buffers["taps"] == 3 * 6
@@ -52,12 +58,12 @@ def test_wide_sites_take_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_off_has_its_reason_and_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_doctor, "problems", lambda: {"hooks": "this vLLM has no dispatcher"})
-    done = run("--json")
+    done = run_doctor("--json")
     found = json.loads(done.stdout)
     assert done.exit_code == 1
     assert found["features"]["hooks"]["off"] == "this vLLM has no dispatcher"
     assert found["features"]["lens"]["off"] is None
-    assert "off: this vLLM has no dispatcher" in run().stdout
+    assert "off: this vLLM has no dispatcher" in run_doctor().stdout
 
 
 @pytest.mark.parametrize(
@@ -71,22 +77,21 @@ def test_a_plug_in_that_vllm_does_not_load_is_told(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, reason: str
 ) -> None:
     monkeypatch.setenv(name, value)
-    done = run()
+    done = run_doctor()
     assert done.exit_code == 1
     assert reason in done.stdout
 
 
 def test_a_rival_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_doctor, "rivals", lambda allowed: [("activations", "vllm_lens.x")])
-    done = run()
+    done = run_doctor()
     assert done.exit_code == 1
     assert "VLLM_PLUGINS=inspect_lens" in done.stdout
 
 
-def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
-    done = run("--model", str(tmp_path))
-    assert done.exit_code != 0
-    assert "config.json" in str(done.exception)
+def test_a_model_that_is_not_there_is_named(run: Run, tmp_path: Path) -> None:
+    _, err = run("doctor", "--model", tmp_path, code=4)
+    assert "config.json" in err
 
 
 def test_one_cause_is_told_once_and_a_client_what_it_can_do(
@@ -94,27 +99,148 @@ def test_one_cause_is_told_once_and_a_client_what_it_can_do(
 ) -> None:
     monkeypatch.setattr(_doctor, "problems", lambda: {"lens": "vLLM is not installed"})
     monkeypatch.setattr(_doctor, "_version", {"inspect-lens": "0.1.0"}.get)
-    done = run()
+    done = run_doctor()
     assert done.exit_code == 1
     assert done.stdout.count("vLLM is not installed") == 1
     assert "lens/<model>" in done.stdout
 
 
+class Server(ThreadingHTTPServer):
+    """Answers every question in one way, where the key is right."""
+
+    daemon_threads = True
+
+    def __init__(self, status: int, content: str, kind: str = "application/json") -> None:
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.answer, self.asked = (status, content, kind), list[str]()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Answers(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        status, content, kind = self.server.answer
+        if status == 401 and self.headers.get("Authorization") == "Bearer sesame":
+            status = 200
+        self.server.asked.append(self.path)
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.end_headers()
+        self.wfile.write(content.encode())
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    made: list[Server] = []
+
+    def start(*answer: Any) -> Server:
+        made.append(Server(*answer))
+        return made[-1]
+
+    yield start
+    for server in made:
+        server.shutdown()
+        server.server_close()
+
+
+NO_GEMMA = {"not_served": "Gemma is refused"}
+NO_MAMBA = {"not_served": "Mamba is refused"}
+
+
 @pytest.mark.parametrize(
-    ("engine", "off", "line"),
+    ("engines", "off", "lines"),
     [
-        ({"not_served": "Gemma is refused"}, {}, "captures, steering and probes: off: Gemma"),
-        ({"model": "m"}, {"qk": "no such layer"}, "queries and keys: off: no such layer"),
-        ({"model": "m"}, {}, "serves the lens"),
+        ([NO_GEMMA], {}, ["captures, steering and probes: off: Gemma is refused"]),
+        ([{"model": "m"}], {"qk": "no such layer"}, ["queries and keys: off: no such layer"]),
+        ([NO_GEMMA, {"model": "m"}, NO_MAMBA], {},
+         ["engine 0: Gemma is refused", "engine 2: Mamba is refused"]),
+        ([{"model": "m"}], {}, ["serves the lens"]),
+    ],
+)  # fmt: skip
+def test_a_running_server_says_all_that_it_refused(
+    serve: Callable[..., Server], engines: list[Any], off: dict[str, str], lines: list[str]
+) -> None:
+    server = serve(200, json.dumps({"engines": engines, "off": off}))
+    done = run_doctor("--base-url", f"{server.url.removeprefix('http://')}/v1")
+    assert server.asked == ["/v1/inspect_lens"]
+    for line in lines:
+        assert line in next(x for x in done.stdout.splitlines() if x.startswith("server"))
+    assert done.exit_code == (0 if lines == ["serves the lens"] else 1)
+
+
+def test_a_server_with_a_key_is_asked_with_it(serve: Callable[..., Server], run: Run) -> None:
+    server = serve(401, json.dumps({"engines": [{"model": "m"}]}))
+    _, err = run("doctor", "--base-url", server.url, code=3)
+    assert err.count("\n") == 1
+    assert "--api-key" in err
+    out, _ = run("doctor", "--base-url", server.url, "--api-key", "sesame")
+    assert "serves the lens" in out
+
+
+@pytest.mark.parametrize("command", ["doctor", "chat"])
+@pytest.mark.parametrize("url", ["http://[::1", "http://", "localhost:port", "ftp://host", ""])
+def test_an_address_of_no_server_is_one_line(run: Run, command: str, url: str) -> None:
+    if command == "doctor" and not url:
+        return  # asks no server
+    _, err = run(command, "--base-url", url, code=3)
+    assert err.count("\n") == 1
+    assert "--base-url" in err
+    assert "http://localhost:8000" in err
+
+
+@pytest.mark.parametrize("command", ["doctor", "chat"])
+@pytest.mark.parametrize(
+    ("status", "content", "kind", "says"),
+    [
+        (200, "<html>welcome</html>", "text/html", "text/html in the place of JSON"),
+        (200, "{}", "application/json", ""),
+        (200, '{"engines": []}', "application/json", ""),
+        (200, '{"engines": ["m"]}', "application/json", ""),
+        (200, "[]", "application/json", ""),
+        (502, "<html>bad gateway</html>", "text/html", "HTTP 502"),
     ],
 )
-def test_a_running_server_says_what_it_refused(
-    monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any], off: dict[str, str], line: str
-) -> None:
-    answer = httpx.Response(200, json={"engines": [engine], "off": off})
-    asked: list[str] = []
-    monkeypatch.setattr(_doctor.httpx, "get", lambda url, **_: asked.append(url) or answer)
-    done = run("--base-url", "localhost:8000/v1")
-    assert asked == ["http://localhost:8000/v1/inspect_lens"]
-    assert f"http://localhost:8000: {line}" in done.stdout
-    assert done.exit_code == (0 if line == "serves the lens" else 1)
+def test_an_answer_of_another_server_is_one_line(
+    serve: Callable[..., Server], run: Run, command: str, status: int, content: str, kind: str,
+    says: str,
+) -> None:  # fmt: skip
+    server = serve(status, content, kind)
+    _, err = run(command, "--base-url", server.url, code=5)
+    assert err.count("\n") == 1
+    assert server.url in err or says
+    assert says in err
+
+
+def test_nobody_at_the_address_is_one_line(run: Run) -> None:
+    _, err = run("doctor", "--base-url", "http://127.0.0.1:9", code=5)
+    assert err.count("\n") == 1
+    assert "no server answers at http://127.0.0.1:9" in err
+
+
+def test_a_driver_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(*_: Any, **__: Any) -> Any:
+        raise subprocess.TimeoutExpired("nvidia-smi", 20)
+
+    monkeypatch.setattr(_doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(_doctor.subprocess, "run", hang)
+    assert "timed out after 20 seconds" in run_doctor().stdout
+
+
+@pytest.mark.parametrize(
+    "config",
+    ["[]", "{", '{"num_hidden_layers": null, "hidden_size": 8}',
+     '{"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": [1]}'],
+)  # fmt: skip
+def test_a_configuration_without_a_width_is_one_line(run: Run, tmp_path: Path, config: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    _, err = run("doctor", "--model", tmp_path, code=4)
+    assert err.count("\n") == 1
+    assert "config.json" in err

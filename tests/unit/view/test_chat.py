@@ -12,11 +12,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from inspect_lens.errors import CaptureError, LensError, SpecError
+from inspect_lens.spec import Add, EngineEdits
 from inspect_lens.view import ChatPage, open_talk
 from inspect_lens.view._chat_talk import ChatSetup, ChatTalk, _spread
+
+NORTH = Add(vector=np.ones(4, np.float32), layers=[3], scale=2.5)
 
 
 class Endless(ThreadingHTTPServer):
@@ -46,7 +50,7 @@ class Answers(BaseHTTPRequestHandler):
                 "lies": {"$lens": "probe/1", "threshold": 0.5, "aggregate": "last"},
                 "means": {"$lens": "probe/1", "threshold": 0.5, "aggregate": "mean"},
                 "tuned": {"$lens": "lens/1"},
-                "north": {"$lens": "steering/1", "scale": 2.5},
+                "north": EngineEdits(edits=(NORTH,)).reference(),
             },
         }
         answer = known.get(self.path)

@@ -1,6 +1,6 @@
 """Reads a vLLM release's source for the names that inspect_lens wraps, without importing it.
 
-`python -m tests.kit.seams WHEEL_OR_FOLDER > tests/contracts/vllm/VERSION.json` records one.
+`python -m tests.kit.vllm_names WHEEL_OR_FOLDER > tests/contracts/vllm/VERSION.json` records one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from inspect_lens._vllm.compat.monkeypatches import EAGER_PATCHES, PATCHES, SERVER_PATCHES
 
-__all__ = ["read_seams", "reader_of"]
+__all__ = ["read_names", "reader_of"]
 
 Read = Callable[[str], str | None]
 """Source of a path inside site-packages, or None."""
@@ -34,10 +34,10 @@ def reader_of(place: Path) -> Read:
     return read
 
 
-def read_seams(read: Read) -> dict[str, list[str] | None]:
-    """Parameters of every seam's target; None where the release does not have it."""
-    seams = PATCHES + SERVER_PATCHES + EAGER_PATCHES
-    return {seam.name: _parameters(read, seam.target) for seam in seams}
+def read_names(read: Read) -> dict[str, list[str] | None]:
+    """Parameters of every monkeypatch's target; None where the release does not have it."""
+    patches = PATCHES + SERVER_PATCHES + EAGER_PATCHES
+    return {patch.name: _parameters(read, patch.target) for patch in patches}
 
 
 def _parameters(read: Read, target: str) -> list[str] | None:
@@ -103,4 +103,4 @@ def _home(tree: ast.Module, module: str, name: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(read_seams(reader_of(Path(sys.argv[1]))), indent=1) + "\n")
+    sys.stdout.write(json.dumps(read_names(reader_of(Path(sys.argv[1]))), indent=1) + "\n")

