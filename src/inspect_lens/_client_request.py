@@ -170,7 +170,7 @@ def lens_facts(http: httpx.Client) -> dict[str, Any]:
         or not all(isinstance(e, dict) for e in engines)
     ):
         raise LensError(f"{base}: its answer at /v1/inspect_lens names no engine; look at its log")
-    return found
+    return facts
 
 
 def json_of(response: httpx.Response) -> Any:
