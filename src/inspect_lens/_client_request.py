@@ -163,12 +163,9 @@ def lens_facts(http: httpx.Client) -> dict[str, Any]:
             "inspect-lens[vllm] beside vLLM there, and start it again"
         )
     found = json_of(answer)
-    engines = found.get("engines") if isinstance(found, dict) else None
-    if (
-        not isinstance(engines, list)
-        or not engines
-        or not all(isinstance(e, dict) for e in engines)
-    ):
+    facts: dict[str, Any] = found if isinstance(found, dict) else {}
+    engines = facts.get("engines")
+    if not isinstance(engines, list) or not all(isinstance(e, dict) for e in engines or [None]):
         raise LensError(f"{base}: its answer at /v1/inspect_lens names no engine; look at its log")
     return facts
 
