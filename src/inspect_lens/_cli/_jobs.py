@@ -16,6 +16,7 @@ import matplotlib  # noqa: F401 - reports need it: missed here, before anything 
 from inspect_lens.data import ActivationStore
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
+    FOLLOWED_FLOOR,
     RECALL_FLOOR,
     SENTENCE_POOL,
     AnyProbe,
@@ -39,7 +40,6 @@ from inspect_lens.train import (
     train_probe,
     transfer_statement,
 )
-from inspect_lens.train.sets._behaviour import FOLLOWED_FLOOR
 from inspect_lens.train.sets._splits import near_copies
 from inspect_lens.view import ReportSet, write_report
 

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from inspect_lens.probe import FOLLOWED_FLOOR, RECALL_FLOOR
+
 from ._output import (
     Json,
     Layers,
@@ -152,14 +154,14 @@ def train(
     ] = "recall",
     recall_floor: Annotated[
         float, typer.Option(help="Recall at the threshold below which the card warns.")
-    ] = 0.5,
+    ] = RECALL_FLOOR,
     behaviour_floor: Annotated[
         float,
         typer.Option(
             help="Least share of answers that do what an instruction to be honest or to lie asks, "
             "where labels come from it; 0 asks for nothing."
         ),
-    ] = 0.6,
+    ] = FOLLOWED_FLOOR,
     allow_few: Annotated[bool, typer.Option(help="Accept a small control set.")] = False,
     resamples: Resamples = 10_000,
     seed: Annotated[int, typer.Option(help="Seed of the split and the bootstrap.")] = 0,

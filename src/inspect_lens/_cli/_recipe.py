@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.probe import FOLLOWED_FLOOR
 from inspect_lens.spec import Positions
 
 from ._jobs import train_job
@@ -59,7 +60,7 @@ class Recipe(_Part):
     """`all` to choose on the selection set, or what the source uses."""
     positions: Positions = "completion"
     family: str = "lr"
-    behaviour_floor: float = 0.6
+    behaviour_floor: float = FOLLOWED_FLOOR
     """Least share of answers that do what an instruction to be honest or to lie asks."""
     settings: dict[str, Any] = Field(default_factory=dict)
     rows: str = ""

@@ -11,7 +11,6 @@ from ._shard import (
     decode_shard,
     encode_shard,
     read_layer,
-    read_layers,
     read_records,
     shard_parts,
 )
@@ -27,7 +26,6 @@ __all__ = [
     "decode_shard",
     "encode_shard",
     "read_layer",
-    "read_layers",
     "read_records",
     "shard_parts",
 ]

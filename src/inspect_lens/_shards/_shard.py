@@ -22,7 +22,6 @@ __all__ = [
     "decode_shard",
     "encode_shard",
     "read_layer",
-    "read_layers",
     "read_records",
     "shard_parts",
 ]
@@ -276,8 +275,8 @@ class _LayerPlace:
         return TensorData(np.frombuffer(data, self.storage).reshape(-1, self.hidden), self.dtype)
 
 
-def _find_layers(uri: str, layers: Sequence[int]) -> dict[int, _LayerPlace]:
-    """Where layers lie in a shard; reads its header only."""
+def _find_layer(uri: str, layer: int) -> _LayerPlace | None:
+    """Where a layer lies in a shard, None where it has no rows; reads its header only."""
     start, header = _read_header(uri)
     try:
         facts, entry = _facts(header), header["acts"]
@@ -285,21 +284,18 @@ def _find_layers(uri: str, layers: Sequence[int]) -> dict[int, _LayerPlace]:
         raise _damaged(uri, error) from None
     _, rows, hidden = entry["shape"]
     if not rows:
-        return {}
+        return None
     held: list[int] = facts["layers"]
-    missing = [layer for layer in layers if layer not in held]
-    if missing:
+    if layer not in held:
         raise ArtifactError(
-            f"{uri}: layer {missing[0]} was not captured, only {held}; choose one of these"
+            f"{uri}: layer {layer} was not captured, only {held}; choose one of these"
         )
     storage = _STORAGE[entry["dtype"]]
     size = rows * hidden * np.dtype(storage).itemsize
-    begin = start + entry["data_offsets"][0]
-    return {
-        layer: _LayerPlace(begin=begin + place * size, rows=rows, hidden=hidden,
-                          storage=storage, dtype=_DTYPES[entry["dtype"]])
-        for place, layer in enumerate(held) if layer in layers
-    }  # fmt: skip
+    return _LayerPlace(
+        begin=start + entry["data_offsets"][0] + held.index(layer) * size, rows=rows, hidden=hidden,
+        storage=storage, dtype=_DTYPES[entry["dtype"]],
+    )  # fmt: skip
 
 
 def read_layer(uri: str, layer: int, *, size: int) -> Iterator[tuple[int, int, TensorData]]:
@@ -329,23 +325,14 @@ def read_layer(uri: str, layer: int, *, size: int) -> Iterator[tuple[int, int, T
             assert rows.to_float32().shape == (end - first, store.hidden)
         ```
     """
-    for _, first, end, rows in read_layers(uri, [layer], size=size):
-        yield first, end, rows
-
-
-def read_layers(
-    uri: str, layers: Sequence[int], *, size: int
-) -> Iterator[tuple[int, int, int, TensorData]]:
-    """Rows of some layers of a shard, from one pass over the file, front to back."""
-    places = _find_layers(uri, layers)
-    if not places:
+    place = _find_layer(uri, layer)
+    if place is None:
         return
     with fsspec.open(uri, "rb") as file:
-        for layer, place in places.items():
-            file.seek(place.begin)
-            for first in range(0, place.rows, size):
-                end = min(first + size, place.rows)
-                yield layer, first, end, place.decode(_read(file, uri, (end - first), place))
+        file.seek(place.begin)
+        for first in range(0, place.rows, size):
+            end = min(first + size, place.rows)
+            yield first, end, place.decode(_read(file, uri, (end - first), place))
 
 
 def _read(file: fsspec.core.OpenFile, uri: str, rows: int, place: _LayerPlace) -> bytes:

@@ -152,7 +152,7 @@ async def computing_facts(model: Model) -> CaptureFacts:
     """
     tell = getattr(model.api, "describe_server", None)
     told = {} if tell is None else (await tell()).get("computes_with", {})
-    return CaptureFacts(**{k: v for k, v in told.items() if k in CaptureFacts.model_fields})
+    return CaptureFacts.known(told)
 
 
 async def _generate(

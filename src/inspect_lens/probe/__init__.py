@@ -1,6 +1,7 @@
 """Apply trained probes to arrays, load and save them, and judge their scores."""
 
 from .card._card import (
+    FOLLOWED_FLOOR,
     RECALL_FLOOR,
     Calibration,
     CaptureFacts,
@@ -22,6 +23,7 @@ from .pooling._head import (
     HeadOutputs,
     HeadSpec,
     head_outputs,
+    is_learned,
     parse_head_pool,
     pool_head,
     pool_heads,
@@ -90,6 +92,7 @@ from .statistics._reliability import (
 from .statistics._words import cross_validated_words, hash_words
 
 __all__ = [
+    "FOLLOWED_FLOOR",
     "LEARNED_POOLS",
     "MIN_EFFECTIVE",
     "MIN_GROUPS",
@@ -152,6 +155,7 @@ __all__ = [
     "found_above",
     "hash_words",
     "head_outputs",
+    "is_learned",
     "load_probe",
     "paired_permutation_test",
     "parse_head_pool",

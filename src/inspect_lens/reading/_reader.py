@@ -281,7 +281,7 @@ class ProbeReader:
     def found(self) -> Found | None:
         """Recall of the threshold on held-out sets; None where there is none of either."""
         return None if self.threshold is None else found_above(
-            self.probe.card, self.threshold.value
+            self.probe.card, self.threshold.value, self.threshold.statistic
         )  # fmt: skip
 
     def read_captured(self, handle: Activations | ProbeScores) -> Reading | None:

@@ -84,7 +84,7 @@ def rates(
     if own is None or reader.no_rate(model_name) or _is_outside(own, n_tokens):
         return {}
     made = {"fpr": own.fpr}
-    found = found_above(reader.probe.card, cut)
+    found = found_above(reader.probe.card, cut, own.statistic)
     return made if found is None else made | {"recall": round(found.lowest, 4)}
 
 
@@ -119,7 +119,10 @@ def promise(
             f"It was set for answers of {span} tokens, and this one has {n_tokens}, so no rate is "
             "known for it."
         )
-    found = found_above(card, cut) or "Its card does not say how many positives it finds."
+    found = (
+        found_above(card, cut, own.statistic)
+        or "Its card does not say how many positives it finds."
+    )
     return f"{own.fpr:.2%} of {own.control} samples may exceed it. {found}"
 
 

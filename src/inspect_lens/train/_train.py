@@ -10,6 +10,7 @@ from sklearn.base import BaseEstimator
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
+    FOLLOWED_FLOOR,
     RECALL_FLOOR,
     AnyProbe,
     ModelRef,
@@ -26,7 +27,7 @@ from .fitting._thresholds import calibrate_thresholds
 from .judging._domains import transfer_statement
 from .judging._evaluate import evaluate_probe
 from .judging._select import SelectBy, select_layer
-from .sets._behaviour import FOLLOWED_FLOOR, require_followed
+from .sets._behaviour import require_followed
 from .sets._dataset import ActivationSet
 from .sets._splits import (
     list_seen,

@@ -38,6 +38,8 @@ def test_it_is_written_as_it_says() -> None:
     assert (
         fitted.with_calibration(None) == seen == SeenSamples(by="content", training=seen.training)
     )
+    with pytest.warns(UserWarning, match="not known by their content"):
+        assert seen.with_control([b"c"]).with_control(None, added=True).count("control") == 1
     card = ProbeCard(name="t/p", layers=(1,), hidden=2, seen=seen.with_control([b"c"]))
     assert "| samples listed | 2 training, 1 control, by content |" in render_card(card, sha256="")
 

@@ -9,7 +9,7 @@ from sklearn.linear_model import Ridge
 from sklearn.preprocessing import StandardScaler
 
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import NeuralProbe, Probe, ProbeCard, auroc
+from inspect_lens.probe import CaptureFacts, NeuralProbe, Probe, ProbeCard, auroc
 from inspect_lens.train import (
     ActivationSet,
     AttentionLiteProbe,
@@ -49,6 +49,7 @@ def read(
     return ActivationSet(
         name=name, model=MODELS[hidden], layers=(3, 7), acts=acts, labels=labels,
         groups=[f"{name}-{i // 2}" for i in range(len(z))],
+        capture=CaptureFacts(engine=f"engine of {MODELS[hidden]}"),
         ids=[f"{name}-{i}" for i in range(len(z))],
         contents=[f"{name} {i}" for i in range(len(z))],
     )  # fmt: skip
@@ -83,6 +84,7 @@ def test_it_finds_on_the_other_model_what_it_found(probe: Probe) -> None:
     assert found.fpr < 0.05
     card = made.probe.card
     assert (card.name, card.layers, card.hidden) == ("second/label", (7,), TARGET)
+    assert card.capture == CaptureFacts(engine="engine of org/second")
     assert card.model is not None
     assert card.model.name == "org/second"
     assert "Carried over from org/first/label of org/first" in card.notes[-1]

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,8 @@ from .test_store_set import LAYERS, H, plant
 
 GB = 1e-9
 """A memory of one byte."""
+# What is held beside the pieces is more than so little, and is warned of.
+pytestmark = pytest.mark.filterwarnings("ignore:memory=:UserWarning")
 
 
 def stores(
@@ -105,9 +107,9 @@ def test_huge_dimensions_are_scaled_as_in_memory(tmp_path: Path) -> None:
     original = StoreSet.passes
     factor = np.where(np.arange(H) == 3, 1000.0, 1.0).astype(np.float32)
 
-    def huge(self: StoreSet, layers: Sequence[int]) -> Iterator[Any]:
-        for layer, index, rows in original(self, layers):
-            yield layer, index, rows * factor
+    def huge(self: StoreSet, layer: int) -> Iterator[Any]:
+        for index, rows in original(self, layer):
+            yield index, rows * factor
 
     x, labels, groups = small.rows(4)
     for family in (MeanDifferenceProbe(), LDAProbe(shrinkage="ridge"), LATProbe()):
@@ -147,17 +149,25 @@ def test_the_size_of_the_pieces_and_weights_that_are_counts_do_not_matter(size: 
     np.testing.assert_allclose(made.within_variance(), (centred**2).mean(axis=0), rtol=1e-6)
 
 
+def test_sums_of_float32_rows_are_about_a_float32_number() -> None:
+    """The mean that was taken away was rounded, and another one added back."""
+    x = (np.random.default_rng(0).normal(size=(64, 3)) + 1e6 / 3).astype(np.float32)
+    made = Moments(3)
+    made.add(x, np.arange(64) % 2 == 0)
+    np.testing.assert_allclose(made.standard()[0], x.mean(axis=0, dtype=np.float64), rtol=1e-9)
+
+
 def test_a_stopped_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = plant(tmp_path / "train", 80, seed=0)
     test = ActivationSet.from_store(plant(tmp_path / "test", 80, seed=1))
     card = ProbeCard(name="m/p", layers=(2,), hidden=H)
     original, read, limit = StoreSet._blocks, [], -1
 
-    def counted(self: StoreSet, layers: Sequence[int]) -> Any:
-        read.append(list(layers))
+    def counted(self: StoreSet, layer: int) -> Any:
+        read.append(layer)
         if len(read) == limit:
             raise KeyboardInterrupt
-        return original(self, layers)
+        return original(self, layer)
 
     monkeypatch.setattr(StoreSet, "_blocks", counted)
     families: list[tuple[Any, float]] = [
@@ -178,7 +188,7 @@ def test_a_stopped_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             sweep(folder)
         limit, read[:] = -1, []
         again = sweep(folder)
-        assert {layer for layers in read for layer in layers} == {7}
+        assert set(read) == {7}
         assert again.sweep == whole.sweep
         assert again.probe.sha256 == whole.probe.sha256
         for file in folder.iterdir():
@@ -217,6 +227,33 @@ def test_what_does_not_fit_is_said_before_anything_is_read(
             StoreSet(tmp_path / "s", memory=memory)
 
 
+@pytest.mark.parametrize(
+    ("family", "what"),
+    [
+        (LDAProbe(shrinkage="ridge", scaling="none"), "matrices"),
+        (MassMeanProbe(iid=True, scaling="none"), "matrices"),
+        (LATProbe(scaling="none"), "pairs"),
+        (MeanDifferenceProbe(scaling="robust"), "rows for scales"),
+    ],
+    ids=str,
+)
+def test_a_fit_piece_by_piece_that_holds_more_than_is_stated_says_so(
+    family: Any, what: str, tmp_path: Path
+) -> None:
+    large, _ = stores(tmp_path, memory=0.0)
+    with pytest.warns(UserWarning, match=rf"memory=0: .* holds about .* GB beside them \({what}"):
+        fit_on(clone(family), large, 4)
+
+
+def test_several_layers_take_more_than_one(tmp_path: Path) -> None:
+    large, _ = stores(tmp_path)
+    one = 5 * 4 * len(large.row_labels) * H * GB
+    object.__setattr__(large, "memory", 1.5 * one)
+    fit_on(TorchLogisticProbe(epochs=1), large, 4)
+    with pytest.raises(SpecError, match="one layer of lr, mean-difference"):
+        fit_on(TorchLogisticProbe(epochs=1), large, (2, 4))
+
+
 def test_every_family_is_fitted_on_a_store(tmp_path: Path) -> None:
     large, _ = stores(tmp_path)
     few: dict[str, dict[str, Any]] = {"lr-got": {"epochs": 2},
@@ -232,9 +269,9 @@ def test_rows_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     large, _ = stores(tmp_path)
     original = StoreSet._blocks
 
-    def broken(self: StoreSet, layers: Sequence[int]) -> Iterator[Any]:
-        for number, layer, start, rows in original(self, layers):
-            yield number, layer, start, np.where(np.arange(H) == 2, np.nan, rows)
+    def broken(self: StoreSet, layer: int) -> Iterator[Any]:
+        for number, start, rows in original(self, layer):
+            yield number, start, np.where(np.arange(H) == 2, np.nan, rows)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StoreSet, "_blocks", broken)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import tracemalloc
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +105,11 @@ def same(large: ActivationSet, small: ActivationSet) -> None:
             np.testing.assert_array_equal(ours, theirs)
         for kind in ("mean", "last"):
             np.testing.assert_array_equal(large.pooled(layer, kind), small.pooled(layer, kind))
-        pieces = list(large.passes([layer]))
+        pieces = list(large.passes(layer))
         order = sorted(range(len(large)), key=lambda i: large.places[i])
         expected = np.concatenate([small.sequences(layer)[i] for i in order])
-        np.testing.assert_array_equal(np.concatenate([x for *_, x in pieces]), expected)
-        places = np.concatenate([index for _, index, _ in pieces])
+        np.testing.assert_array_equal(np.concatenate([x for _, x in pieces]), expected)
+        places = np.concatenate([index for index, _ in pieces])
         np.testing.assert_array_equal(small.rows(layer)[0][places], expected)
 
 
@@ -186,11 +185,11 @@ def test_a_sweep_goes_on_at_the_layer_where_it_was(
     read: list[int] = []
     original = StoreSet.passes
 
-    def counted(self: StoreSet, layers: Sequence[int]) -> Any:
-        read.extend(layer for layer in layers if layer not in read)  # once per step
+    def counted(self: StoreSet, layer: int) -> Any:
+        read.extend([layer] if layer not in read else [])  # once per step
         if len(read) == limit:
             raise KeyboardInterrupt
-        return original(self, layers)
+        return original(self, layer)
 
     monkeypatch.setattr(StoreSet, "passes", counted)
     limit = 3
@@ -234,6 +233,22 @@ def test_memory_is_that_of_a_shard_and_a_layer(tmp_path: Path) -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 0.6 * layer, (peak, layer)
+
+
+@pytest.mark.parametrize("on_policy", [True, False])
+def test_sampling_is_that_of_answers_the_model_wrote(on_policy: bool, tmp_path: Path) -> None:
+    folder = Path(plant(tmp_path / "s", 40, seed=0))
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["dataset"]["on_policy"] = on_policy
+    manifest["request"] |= {"temperature": 0.7, "max_tokens": 9, "seed": 3}
+    # Another release may tell more.
+    manifest["computed_with"] = {"engine": "vllm 1.0", "dtype": "bfloat16", "colour": "blue"}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    for made in (ActivationSet.from_store(folder), StoreSet(folder)):
+        assert made.capture is not None
+        assert (made.capture.engine, made.capture.dtype) == ("vllm 1.0", "bfloat16")
+        sampling = (made.capture.temperature, made.capture.max_tokens, made.capture.seed)
+        assert sampling == ((0.7, 9, 3) if on_policy else (None, None, None))
 
 
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:

@@ -7,16 +7,32 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from sklearn.base import clone
 
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import Probe, ProbeCard, Statistic, choose_point, running_pool
+from inspect_lens.probe import (
+    AnyProbe,
+    Probe,
+    ProbeCard,
+    Statistic,
+    choose_point,
+    found_above,
+    pool_scores,
+    running_pool,
+)
+from inspect_lens.probe.card._files import render_card
+from inspect_lens.reading import ProbeReader
 from inspect_lens.train import (
     ActivationSet,
+    AttentionProbe,
+    MultiMaxProbe,
+    RollingAttentionProbe,
     calibrate_threshold,
     evaluate_probe,
     fit_threshold,
     transfer_statement,
 )
+from tests.kit.captured import captured
 
 
 def probe(pool: str = "mean", **facts: object) -> Probe:
@@ -97,12 +113,121 @@ def test_an_alarm_can_be_for_fewer_tokens_and_for_no_more_than_there_are() -> No
         calibrate_threshold(made, control, 0.05, length=10)
 
 
+def test_an_alarm_is_for_no_length_that_too_few_groups_have() -> None:
+    """It said that it holds up to 400 tokens, which one answer of 300 had."""
+    made, rate = probe(), 0.05
+    control = both(answers(300, 30, name="control"), answers(5, 400, name="long"))
+    control = replace(control, labels=[0] * len(control))
+    with pytest.raises(SpecError, match=r"5 of 305 control groups .* needs 20, which allows 30"):
+        calibrate_threshold(made, control, rate, statistic="alarm:last", length=400)
+    few = calibrate_threshold(made, control, rate, statistic="alarm", length=400, allow_few=True)
+    assert few.n_tokens == (1, 400)
+    for n, expected in ((300, 30), (40, 30), (10, 5)):
+        some = both(answers(n, 30, name="control"), answers(5, 400, name="long"))
+        if n == 10:  # fewer groups than a quantile needs: what all of them have
+            some = both(some, answers(2, 5, name="short"))
+        some = replace(some, labels=[0] * len(some))
+        found = calibrate_threshold(made, some, 0.1, statistic="alarm:last", allow_few=True)
+        assert found.n_tokens == (1, expected if n != 10 else 30), n
+
+
 def test_tokens_of_an_answer_are_one_group() -> None:
     made, control = probe(), answers(400, 30, name="control")
     threshold = calibrate_threshold(made, control, 0.05, statistic="token")
     assert (threshold.n_control, threshold.n_groups) == (12_000, 400)
     scores = np.concatenate([a[0, :, 0] for a in control.acts])
     assert np.mean(scores > threshold.value) == pytest.approx(0.05, abs=0.005)
+    # And tokens are what its rates are shares of, wherever it is told.
+    assert "a new token of a new group that is exchangeable" in threshold.guarantee
+    card = made.card.model_copy(update={"thresholds": (threshold,)})
+    test = answers(200, 30, name="test", shift=3.0)
+    card = card.model_copy(
+        update={"evaluations": (evaluate_probe(replace(made, card=card), test, n_resamples=0),)}
+    )
+    assert "of the tokens of honest answers exceed the threshold" in card.warnings[0]
+    page = render_card(card, sha256="0")
+    assert f"of 12000 tokens of `{control.name}` lie above it" in page
+    assert "of tokens |" in page
+
+
+def test_what_is_missing_is_named_so_that_it_can_be_made() -> None:
+    """The advice for `alarm:last` was `--for alarm`, which makes another."""
+    card = probe(thresholds=(fit_threshold(np.arange(400.0), 0.05),)).card
+    for asked in ("alarm", "alarm:last", "alarm:ema:0.1", "token", "answer:top_k_mean:3"):
+        statistic = Statistic.parse(asked, card.pool)
+        with pytest.raises(SpecError, match="probe calibrate --for") as error:
+            choose_point(card, None, statistic)
+        advice = str(error.value).partition("--for ")[2].partition(" --fpr")[0]
+        assert Statistic.parse(advice, card.pool) == statistic
+    with pytest.raises(SpecError, match="pass the number of one that it has"):
+        choose_point(card, 0.5)
+    # Of two rates at one value, the stored one.
+    first = fit_threshold(np.arange(400.0), 0.05)
+    both_rates = (first, first.model_copy(update={"fpr": 0.01}))
+    assert choose_point(probe(thresholds=both_rates).card).fpr == 0.05
+
+
+def test_what_a_threshold_finds_is_of_its_own_statistic() -> None:
+    made, control = probe(), answers(400, 30, name="control")
+    thresholds = tuple(
+        calibrate_threshold(made, control, 0.05, statistic=s) for s in ("answer", "alarm:last")
+    )
+    card = made.card.model_copy(update={"thresholds": thresholds})
+    lies = answers(100, 30, name="lies", shift=1.0, positive=True)
+    test = both(answers(100, 30, name="test"), lies)
+    found = evaluate_probe(replace(made, card=card), test, n_resamples=0)
+    card = card.model_copy(update={"evaluations": (found,)})
+    assert [found_above(card, t.value, t.statistic).lowest for t in thresholds] == [  # type: ignore[union-attr]
+        r.recall for r in found.rates
+    ]
+    assert found_above(card, thresholds[1].value) is None
+
+
+LEARNED = {
+    "attention": AttentionProbe(lr=0.02, steps=20, heads=2),
+    "multimax": MultiMaxProbe(lr=0.02, steps=20, heads=2, mlp_sizes=(4,)),
+    "rolling_attention:3": RollingAttentionProbe(window=3, steps=20, heads=2, mlp_sizes=(4,)),
+}
+
+
+@pytest.mark.parametrize("over", ["answer", "alarm", "token"])
+@pytest.mark.parametrize("pool", ["mean", "last", "ema:0.3", "top_k_mean:2", "softmax_mean", "own"])
+@pytest.mark.parametrize("family", ["linear", *LEARNED])
+def test_what_is_calibrated_is_what_acts(family: str, pool: str, over: str) -> None:
+    """Tokens of an attention probe were calibrated on scores of prefixes."""
+    data = replace(answers(12, 7, name="data"), labels=[0, 1] * 6)
+    made: AnyProbe = probe()
+    if family in LEARNED:
+        fitted = clone(LEARNED[family]).fit(data.sequences(0), data.labels)
+        made = fitted.to_probe(ProbeCard(name="made/up", layers=(0,), hidden=2))
+    rule = made.pool if pool == "own" else pool
+    statistic = Statistic.model_validate({"over": over, "pool": rule})
+    calibrated = np.concatenate(data.statistic(made, statistic))
+    tokens = [made.score_tokens(a, data.layers) for a in data.acts]
+    if over == "token":
+        acted = np.concatenate(tokens)
+    elif over == "answer" and family in LEARNED and pool == "own":
+        acted = np.array([made.score(a) for a in data.acts])
+    elif over == "answer":
+        acted = np.array([pool_scores(t, rule) for t in tokens])
+    elif family in LEARNED and pool == "own":
+        acted = np.array([max(made.score(a[:, :n]) for n in range(1, 8)) for a in data.acts])
+    else:
+        acted = np.array([running_pool(t, rule).max() for t in tokens])
+    np.testing.assert_allclose(calibrated, acted, rtol=1e-12)
+    for acts, (value,) in (
+        zip(data.acts, data.statistic(made, statistic), strict=False)
+        if (over == "answer" and pool != "own")
+        else ()
+    ):
+        # What a scorer reads of the same call.
+        reader = ProbeReader.of(made, pool=rule, positions="all", source="captured")
+        rows = np.concatenate([np.zeros((1, 1, 2), np.float32), acts], axis=1)
+        handle = captured(rows, n_prompt=1, layers=(0,)).metadata
+        assert handle is not None
+        reading = replace(reader, positions=tuple(range(1, 8))).read_captured(handle["activations"])
+        assert reading is not None
+        assert reading.value == pytest.approx(value)
 
 
 def test_a_card_gives_a_threshold_for_its_statistic_alone() -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
-from inspect_lens.probe.pooling._head import LEARNED_POOLS, HeadSpec, parse_head_pool
+from inspect_lens.probe.pooling._head import HeadSpec, is_learned, parse_head_pool
 from inspect_lens.probe.statistics._measured import Baseline, Evaluation, Interval, Record, Transfer
 from inspect_lens.probe.statistics._metrics import required_negatives
 from inspect_lens.spec import RESID_POST, Positions, Site, parse_positions
@@ -19,6 +20,7 @@ from ._seen import SeenSamples
 from ._statistic import Statistic
 
 __all__ = [
+    "FOLLOWED_FLOOR",
     "RECALL_FLOOR",
     "Calibration",
     "CaptureFacts",
@@ -31,6 +33,9 @@ __all__ = [
 
 RECALL_FLOOR: Final = 0.5
 """Recall at the threshold below which a card warns, by default."""
+FOLLOWED_FLOOR: Final = 0.6
+"""Share of the answers to honest and to lying instructions that have to do what these ask, by
+default."""
 
 
 def _package_version() -> str:
@@ -75,6 +80,11 @@ class CaptureFacts(Record):
     seed: int | None = Field(
         default=None, description="Of the answers' sampling; sample i has seed + i."
     )
+
+    @classmethod
+    def known(cls, told: Mapping[str, Any]) -> Self:
+        """What is known of these facts; a server or store of another release may tell more."""
+        return cls(**{name: value for name, value in told.items() if name in cls.model_fields})
 
 
 class TrainingFacts(Record):
@@ -143,10 +153,11 @@ class Threshold(Record):
     """Name of the control set."""
     control_sha256: str | None = None
     n_control: int
+    """Control samples, or their tokens (`unit`)."""
     n_groups: int | None = None
     """Independent groups of the control samples; None where they were not counted."""
     n_above: int
-    """Control samples above the threshold."""
+    """Of these, above the threshold."""
     interval: Interval
     """Of the realised rate `n_above / n_control`; of independent samples, its upper bound is exact
     for new samples that are exchangeable with the control set."""
@@ -167,15 +178,22 @@ class Threshold(Record):
         return f"{self.statistic}{'' if self.statistic.over == 'token' else lengths}"
 
     @property
+    def unit(self) -> Literal["samples", "tokens"]:
+        """What `n_control` and `n_above` count, and the false positive rate is a share of."""
+        return "tokens" if self.statistic is not None and self.statistic.over == "token" else (
+            "samples"
+        )  # fmt: skip
+
+    @property
     def guarantee(self) -> str:
         """What the threshold promises, and what it does not, in a sentence."""
-        unit = "sample of a new group" if self.rule == "groups" else "sample"
+        unit = f"{self.unit[:-1]} of a new group" if self.rule == "groups" else self.unit[:-1]
         return (
             f"On average over control sets a new {unit} that is exchangeable with this one is "
             f"flagged with probability {self.fpr:g} at most; that is no promise for this very "
             f"threshold, whose true rate may be as high as {self.interval.high:.3f} "
             f"({self.interval.confidence:.0%} interval)"
-            + (", and the layer was chosen on the same samples." if self.selected_on else ".")
+            + (", and the layer was chosen on the same control set." if self.selected_on else ".")
         )
 
     @property
@@ -334,8 +352,7 @@ class ProbeCard(Record):
 
     @model_validator(mode="after")
     def _kind(self) -> ProbeCard:
-        learned = self.pool.partition(":")[0] in LEARNED_POOLS
-        if self.kind == "linear" and (learned or self.head is not None):
+        if self.kind == "linear" and (is_learned(self.pool) or self.head is not None):
             raise ValueError(
                 f"kind 'linear' with pool {self.pool!r}; a learned pool and a head belong to kind "
                 "'neural'"

@@ -17,7 +17,12 @@ from inspect_lens._base.artifact import (
     write_atomic,
 )
 from inspect_lens.probe.statistics._compare import format_p_value
-from inspect_lens.probe.statistics._measured import Baseline, Evaluation, Interval
+from inspect_lens.probe.statistics._measured import (
+    Baseline,
+    Evaluation,
+    Interval,
+    RealisedRate,
+)
 
 from ._card import Calibration, CaptureFacts, ProbeCard, Threshold
 from ._seen import SEEN_ROLES
@@ -131,10 +136,10 @@ def _capture(c: CaptureFacts) -> list[tuple[str, str]]:
 
 
 def _threshold(t: Threshold) -> str:
-    left_out = f" ({t.n_left_out} positive ones left out)" if t.n_left_out else ""
+    left_out = f" ({t.n_left_out} positive samples left out)" if t.n_left_out else ""
     return (
         f"- **{t.value:.6g}** for {t.holds_for}, at a false positive rate of {t.fpr:g}: "
-        f"{t.n_above} of {t.n_control} samples of `{t.control}`{left_out} lie above it "
+        f"{t.n_above} of {t.n_control} {t.unit} of `{t.control}`{left_out} lie above it "
         f"({_share(t.n_above / t.n_control, t.interval)}, {t.interval.method})."
         + (f" There are {t.few_groups}." if t.few_groups else "")
         + f" {t.guarantee}"
@@ -176,12 +181,17 @@ def _realised(evaluations: tuple[Evaluation, ...]) -> str:
     head = ["set", "threshold for", "set for", "honest answers above it", "positives above it",
             "tokens of an honest answer", "holds for"]  # fmt: skip
     rows = [
-        [e.name, r.statistic, f"{r.nominal:g}", _share(r.rate, r.interval),
-         _share(r.recall, r.recall_interval), _lengths(r.n_tokens), _lengths(r.holds_for)]
+        [e.name, r.statistic, f"{r.nominal:g}", _of(r, r.rate, r.interval),
+         _of(r, r.recall, r.recall_interval), _lengths(r.n_tokens), _lengths(r.holds_for)]
         for e in evaluations
         for r in e.rates
     ]  # fmt: skip
     return _table(head, rows) if rows else ""
+
+
+def _of(r: RealisedRate, value: float | None, interval: Interval | None) -> str:
+    """A share of answers, or of their tokens, which is said then."""
+    return _share(value, interval) + (" of tokens" if r.unit != "answers" and value else "")
 
 
 def _lengths(span: tuple[int, int] | None) -> str:

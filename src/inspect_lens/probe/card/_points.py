@@ -45,12 +45,15 @@ class Found(NamedTuple):
         return f"On {len(self.sets)} held-out sets it finds {span} of the positives."
 
 
-def found_above(card: ProbeCard, threshold: float) -> Found | None:
+def found_above(
+    card: ProbeCard, threshold: float, statistic: Statistic | None = None
+) -> Found | None:
     """Find the recall of a threshold on the held-out sets of a probe's card.
 
     Args:
         card: of the probe.
         threshold: one that the card has: a stored one, or that of an operating point.
+        statistic: that it is compared with; the card's own score of a whole answer by default.
 
     Returns:
         Recall on the sets that were measured at this threshold; None where none was.
@@ -65,11 +68,16 @@ def found_above(card: ProbeCard, threshold: float) -> Found | None:
         assert found.lowest < found.highest < 1
         ```
     """
+    asked = card.answer if statistic is None else statistic
     stored = next((t.value for t in card.thresholds_for(card.answer)), None)
     recalls: dict[str, float] = {}
     for measured in card.evaluations:
-        at = {point.threshold: point.recall for point in measured.recalls}
-        recall = measured.recall if threshold == stored else at.get(threshold)
+        at = {r.threshold: r.recall for r in measured.rates if r.statistic == str(asked)}
+        if asked == card.answer:
+            at |= {point.threshold: point.recall for point in measured.recalls}
+            if stored is not None and measured.recall is not None:
+                at[stored] = measured.recall
+        recall = at.get(threshold)
         if recall is not None:
             recalls[measured.name] = recall
     if not recalls:
@@ -186,13 +194,13 @@ def choose_point(
     points = card_points(card, asked)
     if threshold is None:
         if stored := card.thresholds_for(asked):
-            return next(p for p in points if p.value == stored[0].value)
+            return next(p for p in points if p.fpr == stored[0].fpr)
         raise _no_point(card, "threshold", asked)
     if not isinstance(threshold, str):
         for point in points:
             if point.value == threshold:
                 return point
-        raise _no_point(card, f"threshold={threshold:g}", asked)
+        raise _no_point(card, f"threshold={threshold:g}", asked, "the number of")
     matched = _NAME.fullmatch(threshold.replace(" ", ""))
     try:
         rate = float(matched[1]) if matched else math.nan
@@ -204,24 +212,26 @@ def choose_point(
     raise _no_point(card, f"threshold={threshold!r}", asked)
 
 
-def _no_point(card: ProbeCard, what: str, asked: Statistic) -> SpecError:
+def _no_point(card: ProbeCard, what: str, asked: Statistic, how: str = "") -> SpecError:
     """What was asked, what the card has, and how to make the one that is missing."""
     has = _listed(card, card_points(card, asked))
     said = f"{has} for {asked}" if has else f"no threshold for {asked}"
     others = sorted({str(t.statistic or card.answer) for t in card.thresholds} - {str(asked)})
     if others:
         said += f"; it has one for {' and one for '.join(others)}, which cannot stand in"
-    over = asked.over if asked.pool in (card.pool, "last") else f"{asked.over}:{asked.pool}"
+    own = asked.over == "token" or asked == Statistic(over=asked.over, pool=card.pool)
+    over = asked.over if own else f"{asked.over}:{asked.pool}"
+    do = f"pass {how} one that it has" if how else "name one that it has, pass a number of your own"
     return SpecError(
-        f"{what}: probe {card.name!r} has {said}; name one that it has, pass a number of your own, "
-        f"or calibrate it (inspect-lens probe calibrate --for {over} --fpr RATE)"
+        f"{what}: probe {card.name!r} has {said}; {do}, or calibrate it (inspect-lens probe "
+        f"calibrate --for {over} --fpr RATE)"
     )
 
 
 def _listed(card: ProbeCard, points: tuple[CardPoint, ...]) -> str:
     said = []
     for point in points:
-        found = found_above(card, point.value)
+        found = found_above(card, point.value, point.statistic)
         recall = f" (recall {found.lowest:.0%} or more)" if found else ""
         said.append(f"{point.name!r}{recall}")
     return ", ".join(said)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Final, Literal, Self
 
@@ -84,9 +85,21 @@ class SeenSamples(BaseModel):
         Args:
             control: as `of` takes it.
             added: keep what the record has, as thresholds that were set on it stay.
+
+        Warns:
+            UserWarning: nothing is known of the set that is added, so its samples are not listed.
         """
+        if control is None and added:
+            warnings.warn(
+                f"control: samples of this set are not known by their {self.by}, as those of the "
+                "card are, so the card cannot list them, and nobody is kept from judging the probe "
+                "on them",
+                UserWarning,
+                stacklevel=2,
+            )
+            return self
         if control is None:
-            return self if added else self.model_copy(update={"control": None})
+            return self.model_copy(update={"control": None})
         known = _read(self.control or "") if added else set()
         return self.model_copy(update={"control": _encode(known | {_hash(s) for s in control})})
 

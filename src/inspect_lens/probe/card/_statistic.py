@@ -9,9 +9,9 @@ from numpy.typing import ArrayLike
 from pydantic import model_validator
 
 from inspect_lens.errors import SpecError
-from inspect_lens.probe.pooling._head import LEARNED_POOLS, parse_head_pool
+from inspect_lens.probe.pooling._head import is_learned, parse_head_pool
 from inspect_lens.probe.pooling._pool import running_pool
-from inspect_lens.probe.statistics._measured import Record
+from inspect_lens.probe.statistics._measured import ONE_TOKEN, Record
 
 __all__ = ["Over", "Statistic"]
 
@@ -82,7 +82,7 @@ class Statistic(Record):
     def __str__(self) -> str:
         """In words, as messages name it."""
         if self.over == "token":
-            return "the score of one token"
+            return ONE_TOKEN
         if self.over == "answer":
             return f"the {self.pool} of an answer"
         if self.pool == "last":
@@ -104,8 +104,7 @@ class Statistic(Record):
         Raises:
             SpecError: as `running_pool`.
         """
-        learned = self.pool.partition(":")[0] in LEARNED_POOLS
-        running = running_pool(scores, "last" if learned else self.pool, ends=ends)
+        running = running_pool(scores, "last" if is_learned(self.pool) else self.pool, ends=ends)
         return float(running[-1] if self.over == "answer" else np.max(running))
 
     def covers(self, n_tokens: int, lengths: tuple[int, int] | None) -> bool:

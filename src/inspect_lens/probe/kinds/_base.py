@@ -59,16 +59,20 @@ class CardProbe:
         return next(iter(self.card.thresholds_for(self.card.answer)), None)
 
     def running_scores(
-        self, acts: ArrayLike, layers: Sequence[int] | None = None
+        self, acts: ArrayLike, layers: Sequence[int] | None = None, *, pool: str | None = None
     ) -> NDArray[np.float64]:
-        """What each token adds to a running score (tokens,), for `Statistic.of`.
+        """What `Statistic.of` makes its number of, for the pool of the statistic.
 
-        It is the score of the token itself, and of a pool that the probe has learned (attention)
-        the score of the text up to it.
+        It is the score of each token, and for a pool that a probe has learned, such as attention,
+        the score of the text up to each token.
 
         Args:
             acts: (layers, tokens, hidden) float, as `score_tokens` takes them.
             layers: of the first axis; the probe's own by default.
+            pool: of the statistic; the probe's own by default.
+
+        Returns:
+            (tokens,) float64.
         """
         return self.score_tokens(acts, layers)
 

@@ -17,10 +17,10 @@ from inspect_lens.probe.card._card import ProbeCard
 from inspect_lens.probe.card._files import encode_probe
 from inspect_lens.probe.card._statistic import Statistic
 from inspect_lens.probe.pooling._head import (
-    LEARNED_POOLS,
     HeadOutputs,
     HeadSpec,
     head_outputs,
+    is_learned,
     parse_head_pool,
     pool_head,
 )
@@ -264,11 +264,11 @@ class NeuralProbe(CardProbe):
         return total
 
     def running_scores(
-        self, acts: ArrayLike, layers: Sequence[int] | None = None
+        self, acts: ArrayLike, layers: Sequence[int] | None = None, *, pool: str | None = None
     ) -> NDArray[np.float64]:
         """Of a learned pool, the score of the text so far. Arguments are those of `CardProbe`."""
-        rule = parse_head_pool(self.pool)
-        if rule.name not in LEARNED_POOLS:
+        rule = parse_head_pool(pool or self.pool)
+        if not is_learned(rule):
             return self.score_tokens(acts, layers)
         out = self._outputs(acts, layers)
         beginnings = (

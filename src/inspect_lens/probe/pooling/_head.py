@@ -21,6 +21,7 @@ __all__ = [
     "LEARNED_POOLS",
     "HeadSpec",
     "head_outputs",
+    "is_learned",
     "parse_head_pool",
     "pool_head",
     "pool_heads",
@@ -32,6 +33,23 @@ LEARNED_POOLS: Final = ("attention", "multimax", "rolling_attention")
 _WINDOW: Final = 10
 _NEVER: Final = -1e9  # instead of -inf: a window may hold no token at all
 Floats = NDArray[np.float64]
+
+
+def is_learned(pool: str | Pool) -> bool:
+    """Whether a pool needs the queries and values of a neural probe.
+
+    Args:
+        pool: a rule, or how it is written.
+
+    Example:
+        ```python
+        from inspect_lens.probe import is_learned
+
+        assert is_learned("rolling_attention:10")
+        assert not is_learned("top_k_mean:3")
+        ```
+    """
+    return str(pool).partition(":")[0] in LEARNED_POOLS
 
 
 class HeadSpec(BaseModel):
@@ -224,7 +242,7 @@ def pool_head(
         assert pool_head(out, parse_head_pool("attention"), position=None, bias=0.5) == 2.5
         ```
     """
-    if pool.name not in LEARNED_POOLS:
+    if not is_learned(pool):
         return pool_scores(out.value.sum(axis=1) + bias, pool, ends=ends)
     whole = np.ones((1, len(out.value)), dtype=bool)
     one = HeadOutputs(out.query[None], out.value[None])

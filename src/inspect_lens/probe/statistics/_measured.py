@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,6 +16,7 @@ __all__ = [
     "MIN_EFFECTIVE",
     "MIN_GROUPS",
     "MIN_GROUPS_PER_CLASS",
+    "ONE_TOKEN",
     "Baseline",
     "ControlShift",
     "Evaluation",
@@ -35,6 +36,8 @@ MIN_GROUPS: Final = 8
 """Fewest groups for a test or an interval."""
 MIN_GROUPS_PER_CLASS: Final = 5
 """Fewest groups per class for a test or an interval."""
+ONE_TOKEN: Final = "the score of one token"
+"""`str` of the statistic whose thresholds count tokens, and not answers."""
 MIN_EFFECTIVE: Final = 3.0
 """Fewest effective groups (Kish) per class for a test or an interval."""
 
@@ -177,11 +180,12 @@ class RealisedRate(Record):
     nominal: float
     """False positive rate that the threshold was set for."""
     rate: float | None = None
-    """Share of the set's honest answers (its negatives) that exceed it; None without any."""
+    """Share of the set's honest answers (its negatives), or of their tokens (`unit`), that exceed
+    it; None without any."""
     interval: Interval | None = None
     """Clopper and Pearson's, or Korn and Graubard's where groups hold several samples."""
     recall: float | None = None
-    """Share of its positives that exceed it; None without any."""
+    """Share of its positives, or of their tokens, that exceed it; None without any."""
     recall_interval: Interval | None = None
     holds_for: tuple[int, int] | None = None
     """Tokens of the shortest and the longest answer that the threshold holds for; None: not known.
@@ -190,6 +194,11 @@ class RealisedRate(Record):
     """Tokens of the shortest and the longest honest answer of the set."""
     outside: float = 0.0
     """Share of the honest answers whose length it does not hold for."""
+
+    @property
+    def unit(self) -> Literal["answers", "tokens of answers"]:
+        """What `rate` and `recall` are shares of."""
+        return "tokens of answers" if self.statistic == ONE_TOKEN else "answers"
 
     @property
     def holds(self) -> bool | None:
@@ -202,9 +211,10 @@ class RealisedRate(Record):
         if self.rate is None or self.interval is None or self.holds:
             return ""
         lengths = self.longer and f"; {self.longer}"
+        of = self.unit.replace("answers", "honest answers")
         return (
-            f"{self.rate:.3f} [{self.interval.low:.3f}, {self.interval.high:.3f}] of the honest "
-            f"answers exceed the threshold for {self.statistic}, which was set for "
+            f"{self.rate:.3f} [{self.interval.low:.3f}, {self.interval.high:.3f}] of the {of} "
+            f"exceed the threshold for {self.statistic}, which was set for "
             f"{self.nominal:g}{lengths}"
         )
 

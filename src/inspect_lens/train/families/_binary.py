@@ -185,7 +185,12 @@ def dominated(variance: Floats) -> tuple[int, float]:
 
 
 def find_scale(
-    x: NDArray[np.floating[Any]], positive: NDArray[np.bool_], scaling: Scaling, *, family: str
+    x: NDArray[np.floating[Any]],
+    positive: NDArray[np.bool_],
+    scaling: Scaling,
+    *,
+    family: str,
+    weight: Floats | None = None,
 ) -> Floats | None:
     """What to divide each dimension by before a direction is looked for."""
     if scaling not in ("auto", "robust", "none"):
@@ -194,11 +199,12 @@ def find_scale(
         return None
     picked = rows_for_scale(len(x))
     rows, sides = x[picked], (positive[picked], ~positive[picked])
+    each = None if weight is None else weight[picked]
     spread, variance = np.empty(rows.shape[1]), np.empty(rows.shape[1])
     # A few columns at once: medians take several copies of what they are of.
     for first in range(0, rows.shape[1], _COLUMNS):
         part = slice(first, first + _COLUMNS)
-        spread[part], variance[part] = _median_deviation(rows[:, part], sides)
+        spread[part], variance[part] = _median_deviation(rows[:, part], sides, each)
     if scaling == "auto":
         n, share = dominated(variance)
         if share < HUGE_SHARE or rows.shape[1] < 8:
@@ -220,17 +226,31 @@ def rows_for_scale(n: int) -> slice:
 
 
 def _median_deviation(
-    part: NDArray[np.floating[Any]], sides: tuple[NDArray[np.bool_], NDArray[np.bool_]]
+    part: NDArray[np.floating[Any]],
+    sides: tuple[NDArray[np.bool_], NDArray[np.bool_]],
+    weight: Floats | None,
 ) -> tuple[Floats, Floats]:
     """Median deviation and variance of some columns within their classes."""
     rows = np.asarray(part, dtype=np.float64)
     away = np.empty_like(rows)
     for side in sides:
         if side.any():
-            away[side] = rows[side] - np.median(rows[side], axis=0)
-    made: Floats = _MAD * np.median(np.abs(away), axis=0)
+            away[side] = rows[side] - _median(rows[side], None if weight is None else weight[side])
+    made: Floats = _MAD * _median(np.abs(away), weight)
     # A dimension that is mostly one value has no median deviation.
     flat = made <= 1e-9 * (np.abs(rows).max(axis=0) + 1e-30)
     made[flat] = away[:, flat].std(axis=0)
     made[made <= 0.0] = 1.0
-    return made, (away**2).mean(axis=0)
+    return made, np.average(away**2, axis=0, weights=weight)
+
+
+def _median(rows: Floats, weight: Floats | None) -> Floats:
+    """Median of each column (columns,); with weights, that of rows repeated so often."""
+    if weight is None:
+        return np.asarray(np.median(rows, axis=0))
+    order = np.argsort(rows, axis=0)
+    below = np.cumsum(weight[order], axis=0)
+    half = below[-1] / 2.0
+    middle = ((below >= half * (1.0 - 1e-12)).argmax(axis=0), (below > half).argmax(axis=0))
+    columns = np.arange(rows.shape[1])
+    return np.asarray(sum(rows[order[at, columns], columns] for at in middle) / 2.0)

@@ -93,7 +93,7 @@ class DirectionEstimator(BinaryEstimator):
         x, labels = validate_data(self, X, y, dtype=[np.float64, np.float32])
         x, labels, groups, weight = weighted(x, labels, groups, sample_weight)
         positive = self._positive(labels)
-        scale = find_scale(x, positive, self.scaling, family=type(self).__name__)
+        scale = find_scale(x, positive, self.scaling, family=type(self).__name__, weight=weight)
         self._fit_rows(x if scale is None else x / scale, positive, groups, weight)
         self.unscale(scale)
         return self

@@ -65,7 +65,8 @@ class Moments:
             )
         if self._shift is None:
             # Squares of distances from about the mean: the stream is often far from 0.
-            self._shift = x.mean(axis=0, dtype=np.float64)
+            # A number of the rows' own kind, so that what is added back is what was taken away.
+            self._shift = x.mean(axis=0, dtype=np.float64).astype(x.dtype).astype(np.float64)
         z = x - self._shift.astype(x.dtype)
         each = np.ones(len(x)) if weight is None else weight
         # A product instead of rows picked by class: picking costs more than all the rest.

@@ -245,8 +245,11 @@ def _is_ragged(X: Any) -> bool:
 def _scaler(data: Labelled) -> dict[str, NDArray[np.float32]]:
     """Mean and standard deviation of all tokens, (hidden,) each; 1 for a constant column."""
     counted = list(zip(data.sequences, data.weight, strict=True))
+    mean = np.zeros(data.sequences[0].shape[1])
+    for s, w in counted:
+        mean += w * s.sum(axis=0, dtype=np.float64)
     n = sum(w * len(s) for s, w in counted)
-    mean = np.sum([w * s.sum(axis=0, dtype=np.float64) for s, w in counted], axis=0) / n
+    mean /= n
     square = np.zeros(len(mean))
     for s, w in counted:
         square += w * ((s - mean) ** 2).sum(axis=0)

@@ -214,6 +214,7 @@ def _probe(
         "hidden": target.hidden,
         "positions": target.positions or probe.card.positions,
         "model": ModelRef(name=target.model, sha256=target.model_sha256),
+        "capture": target.capture,
         # Rows of another model tell nothing about samples of this one; contents do.
         "seen": seen if seen is not None and seen.by == "content" else None,
         "sweep": (),

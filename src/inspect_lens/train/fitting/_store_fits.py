@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -131,7 +132,7 @@ def fits_in_memory(
     n = sum(n for _, _, n in data.places) if by_token else len(data)
     layer = 4 * n * data.hidden
     # Rows, scaled rows and what the fit makes of them; heads hold rows once, and a batch.
-    copies = 2 if isinstance(estimator, SequenceEstimator) else 5
+    copies = 2 if isinstance(estimator, SequenceEstimator) else 5 * len(layers)
     if isinstance(estimator, EnsembleProbe):
         copies = 2 * len(layers) + 6
     needed = copies * layer + _LATENTS * n * isinstance(estimator, SAEFeatureProbe)
@@ -141,6 +142,7 @@ def fits_in_memory(
     streamed = type(estimator) in (*_FORMULAS, *_LOGISTIC)
     streamed = streamed and getattr(estimator, "shrinkage", None) != "ledoit-wolf"
     if streamed and by_token and len(layers) == 1:
+        _warn_of(estimator, data, n)
         return False
     name = type(estimator.estimator if isinstance(estimator, SklearnProbe) else estimator).__name__
     pooled = 4e-9 * copies * len(data) * data.hidden
@@ -150,10 +152,33 @@ def fits_in_memory(
     raise SpecError(
         f"memory={data.memory:g}: {name} is fitted on all {n:,} rows at once, which take "
         f"{layer / 1e9:.2g} GB a layer and {needed / 1e9:.2g} GB with what the fit makes of them; "
-        f"allowed is what fits; {hint}state that much memory (memory=, --memory), or take a family "
-        "that reads rows piece by piece: lr, lr-pressure, mean-difference, mass-mean, lda-ridge "
-        "and lat"
+        f"allowed is what fits; {hint}state that much memory (memory=, --memory), or take what "
+        "reads rows piece by piece: one layer of lr, mean-difference, mass-mean, mass-mean-iid, "
+        "lda-ridge or lat, each token a row"
     )
+
+
+def _warn_of(estimator: DirectionEstimator, data: StoreSet, n: int) -> None:
+    """Say that a fit piece by piece holds more than is stated: its matrices, or rows it picks."""
+    held = {"matrices": 0, "rows for scales": 0, "pairs": 0}
+    if isinstance(estimator, FormulaEstimator) and estimator.needs_covariance:
+        held["matrices"] = _MATRICES * 8 * data.hidden**2
+    if estimator.scaling != "none":
+        picked = rows_for_scale(n)
+        held["rows for scales"] = 4 * data.hidden * len(range(n)[picked])
+    if isinstance(estimator, LATProbe):
+        held["pairs"] = 2 * min(estimator.n_pairs, n // 2) * data.hidden * (4 + 3 * 8)
+    # What is picked for scales is gone before pairs are.
+    most = max(held["matrices"] + held["rows for scales"], held["pairs"])
+    if most > data.memory * 1e9:
+        parts = ", ".join(f"{what} {size / 1e9:.2g} GB" for what, size in held.items() if size)
+        warnings.warn(
+            f"memory={data.memory:g}: {type(estimator).__name__} reads rows piece by piece and "
+            f"holds about {most / 1e9:.2g} GB beside them ({parts}); state that much memory "
+            "(memory=, --memory), or take a family that holds less, such as lr",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def stream(estimator: DirectionEstimator, data: StoreSet, layer: int) -> None:
@@ -163,7 +188,7 @@ def stream(estimator: DirectionEstimator, data: StoreSet, layer: int) -> None:
         whiten = 8 * _MATRICES * hidden**2 <= data.memory * 1e9
 
         def read() -> Iterator[Any]:
-            return ((rows, labels[at]) for _, at, rows in _ahead(data.passes([layer])))
+            return ((rows, labels[at]) for at, rows in _ahead(data.passes(layer)))
 
         fit_logistic(estimator, read, hidden, whiten=whiten)
         return
@@ -171,7 +196,7 @@ def stream(estimator: DirectionEstimator, data: StoreSet, layer: int) -> None:
         estimator.check_shrinkage()
     covariance = isinstance(estimator, FormulaEstimator) and estimator.needs_covariance
     moments = Moments(hidden, covariance=covariance)
-    for _, at, rows in _ahead(data.passes([layer])):
+    for at, rows in _ahead(data.passes(layer)):
         moments.add(rows, labels[at])
     scale = _scale(estimator, moments, data, layer)
     found = moments.statistics(scale)
@@ -213,7 +238,7 @@ def _rows_at(picks: NDArray[np.int64], data: StoreSet, layer: int) -> NDArray[np
     made = np.zeros((len(picks), data.hidden), dtype=np.float32)
     slot = np.full(len(data.row_labels), -1)
     slot[picks] = np.arange(len(picks))
-    for _, at, rows in _ahead(data.passes([layer])):
+    for at, rows in _ahead(data.passes(layer)):
         found = slot[at]
         made[found[found >= 0]] = rows[found >= 0]
     return made

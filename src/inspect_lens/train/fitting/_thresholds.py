@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
-    LEARNED_POOLS,
     AnyProbe,
     Statistic,
     Threshold,
-    count_groups,
+    is_learned,
     required_negatives,
 )
 from inspect_lens.train.calibration._calibrate import fit_threshold
@@ -47,16 +46,18 @@ def calibrate_threshold(
             `Threshold.n_left_out` counts them.
         fpr: false positive rate to allow.
         statistic: `answer`, `alarm` or `token`, or one with a pool, such as `alarm:ema:0.1`.
-        length: of `alarm`, tokens up to which it holds; by default the length that as many control
-            groups have as the rate needs, or that of the longest answer where none has so many.
-        allow_few: as in `fit_threshold`.
+        length: of `alarm`, tokens up to which it holds; by default the longest length that enough
+            control groups have to show the rate (`required_negatives`), else to have a quantile of
+            their own (1 / `fpr`), else that all groups have.
+        allow_few: as in `fit_threshold`, and for a `length` that fewer than 1 / `fpr` control
+            groups have.
 
     Returns:
         The threshold, with the lengths of answers that it holds for.
 
     Raises:
-        SpecError: as `fit_threshold`; no control answer is as long as `length`; or the statistic
-            takes none.
+        SpecError: as `fit_threshold`; too few control groups are as long as `length`, so that
+            nothing is known of such answers; or the statistic takes none.
 
     Source:
         Split conformal prediction as in `conformal_threshold`, of the supremum of a trajectory; the
@@ -99,18 +100,22 @@ def calibrate_threshold(
         span = (int(lengths.min()), int(lengths.max()))
         found = made(np.concatenate(values), groups=groups, n_tokens=span)
         return found.model_copy(update=left_out)
-    cut = _alarm_length(lengths, harmless.groups, fpr) if length is None else length
-    full = np.flatnonzero(lengths >= cut)
-    if not full.size:
+    ranked = _longest_first(lengths, harmless.groups)
+    need = round(1.0 / fpr)
+    cut = _alarm_length(ranked, fpr) if length is None else length
+    n_long = sum(n >= cut for n in ranked)
+    if length is not None and (not n_long or (n_long < need and not allow_few)):
+        most = f"{ranked[need - 1]} tokens" if len(ranked) >= need else "no length"
         raise SpecError(
-            f"length={length}: the longest of {len(harmless)} answers of {control.name!r} has "
-            f"{lengths.max()} tokens; allowed is up to that; collect longer control answers"
+            f"length={length}: {n_long} of {len(ranked)} control groups of {control.name!r} have "
+            f"an answer as long (the longest has {ranked[0]} tokens), and a rate of {fpr:g} needs "
+            f"{need}, which allows {most}; collect longer control answers, ask for a larger rate, "
+            "or pass allow_few=True (--allow-few) for up to the longest"
         )
+    full = np.flatnonzero(lengths >= cut)
     values = harmless.statistic(probe, asked, length=cut)
     every = made(np.concatenate(values), groups=harmless.groups, n_tokens=(1, cut))
-    if full.size < len(harmless) and count_groups(
-        np.zeros(full.size), [harmless.groups[i] for i in full]
-    ).total >= round(1.0 / fpr):
+    if full.size < len(harmless) and n_long >= need:
         longest = made(
             np.concatenate([values[i] for i in full]), n_tokens=(1, cut), allow_few=True,
             groups=[harmless.groups[i] for i in full],
@@ -127,7 +132,7 @@ def calibrate_thresholds(
     The score of a learned pool is of the text up to a token, so that an alarm is all there is.
     """
     asked = [probe.card.answer, Statistic(over="alarm", pool=probe.pool)]
-    if probe.pool.partition(":")[0] not in LEARNED_POOLS:
+    if not is_learned(probe.pool):
         asked.append(Statistic(over="token"))
     return tuple(
         calibrate_threshold(probe, control, fpr, statistic=statistic, allow_few=allow_few)
@@ -135,11 +140,15 @@ def calibrate_thresholds(
     )
 
 
-def _alarm_length(lengths: NDArray[np.int64], groups: Sequence[str], fpr: float) -> int:
-    """The longest length that enough control groups have to show the rate at it."""
+def _longest_first(lengths: NDArray[np.int64], groups: Sequence[str]) -> list[int]:
+    """The longest answer of each group, in tokens, the longest first."""
     of_group: dict[str, int] = {}
     for group, length in zip(groups, lengths.tolist(), strict=True):
         of_group[group] = max(of_group.get(group, 0), length)
-    ranked = sorted(of_group.values(), reverse=True)
-    need = required_negatives(fpr)
-    return ranked[need - 1] if len(ranked) >= need else ranked[0]
+    return sorted(of_group.values(), reverse=True)
+
+
+def _alarm_length(ranked: Sequence[int], fpr: float) -> int:
+    """The longest length that enough control groups have; that of all where groups are few."""
+    enough = (required_negatives(fpr), round(1.0 / fpr), len(ranked))
+    return next(ranked[need - 1] for need in enough if len(ranked) >= need)

@@ -14,7 +14,6 @@ from sklearn.pipeline import make_pipeline
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
-    LEARNED_POOLS,
     AnyProbe,
     Baseline,
     Probe,
@@ -23,6 +22,7 @@ from inspect_lens.probe import (
     cross_validated_words,
     delong_interval,
     hash_words,
+    is_learned,
 )
 from inspect_lens.train.sets._dataset import ActivationSet
 
@@ -160,8 +160,8 @@ def _random_direction(probe: AnyProbe, seed: int) -> Probe:
         mean, scale = probe.mean, probe.scale
     else:
         mean, scale = (probe.tensors[name][None] for name in ("mean", "scale"))
-        learned = card.pool.partition(":")[0] in LEARNED_POOLS
-        linear = {"kind": "linear", "head": None, "pool": "mean" if learned else card.pool}
+        pool = "mean" if is_learned(card.pool) else card.pool
+        linear = {"kind": "linear", "head": None, "pool": pool}
         card = card.model_copy(update=linear)
     return Probe(
         weight=(rng.normal(size=shape) / math.sqrt(probe.hidden)).astype(np.float32),

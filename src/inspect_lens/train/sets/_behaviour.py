@@ -11,10 +11,8 @@ from inspect_lens.errors import SpecError
 
 from ._dataset import ActivationSet
 
-__all__ = ["FOLLOWED_FLOOR", "followed", "require_followed"]
+__all__ = ["followed", "require_followed"]
 
-FOLLOWED_FLOOR: Final = 0.6
-"""Share of either class's answers that have to do what their label says."""
 _FEWEST: Final = 20
 _WORDS: Final = re.compile(r"\w+")
 
@@ -70,8 +68,8 @@ def require_followed(data: ActivationSet, floor: float) -> str:
     if least < floor:
         raise SpecError(
             f"behaviour_floor={floor:g}: {text}, so a probe would learn the instruction and not "
-            "what the model does; allowed is a model that does both; train on what it said "
-            "(labels by the answer), take a larger model, or lower the floor"
+            "what the model does; allowed is a model that follows both instructions; train on what "
+            "it said (labels by the answer), take a larger model, or lower the floor"
         )
     return text
 

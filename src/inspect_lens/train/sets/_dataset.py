@@ -248,7 +248,7 @@ class ActivationSet:
             raise no_ends(self.name, probe.name)
         made = [np.zeros(0)] * len(self)
         for i, acts in self.selected(probe.layers):
-            running = probe.running_scores(acts[:, :length], probe.layers)
+            running = probe.running_scores(acts[:, :length], probe.layers, pool=statistic.pool)
             ends = self.ends[i][self.mask[i]][:length] if self.ends else None
             one = running if statistic.over == "token" else [statistic.of(running, ends=ends)]
             made[i] = np.asarray(one, dtype=np.float64)

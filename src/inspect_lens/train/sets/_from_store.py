@@ -143,13 +143,14 @@ def _facts(
 
 
 def _capture(store: ActivationStore) -> CaptureFacts | None:
-    """Engine and sampling, as the manifest has them."""
-    request = store.manifest.get("request", {})
+    """Engine, and sampling where the model wrote the answers, as the manifest has them."""
     told = dict(store.manifest.get("computed_with", {}))
     if not told:
         return None
-    told |= {key: request.get(key) for key in ("temperature", "max_tokens", "seed")}
-    return CaptureFacts(**told)
+    if store.manifest["dataset"].get("on_policy", True):
+        request = store.manifest.get("request", {})
+        told |= {key: request.get(key) for key in ("temperature", "max_tokens", "seed")}
+    return CaptureFacts.known(told)
 
 
 _FORMAT: Final = "inspect_lens.activations/1"
@@ -211,5 +212,5 @@ def decode_set(content: bytes) -> dict[str, Any]:
         "positions": None if positions is None else parse_positions(positions, field="positions"),
         "raw": bool(facts.get("raw", False)),
         "model_sha256": facts.get("model_sha256"),
-        "capture": CaptureFacts(**facts["capture"]) if "capture" in facts else None,
+        "capture": CaptureFacts.known(facts["capture"]) if "capture" in facts else None,
     }

@@ -458,6 +458,6 @@ def _means(probe: AnyProbe, data: ActivationSet) -> Floats:
 def _samples(data: ActivationSet, layer: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
     """Place and rows of each sample; of a store one after the other, as it lies there."""
     if isinstance(data, StoreSet):
-        yield from ((i, rows) for _, i, rows in data.samples([layer]))
+        yield from data.samples(layer)
     else:
         yield from enumerate(data.sequences(layer))

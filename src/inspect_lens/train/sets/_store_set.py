@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens._base.progress import progress_bar
-from inspect_lens._shards import read_layers
-from inspect_lens.data import ActivationStore, read_records
+from inspect_lens.data import ActivationStore, read_layer, read_records
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import SENTENCE_POOL, AnyProbe
 
@@ -144,19 +143,19 @@ class StoreSet(ActivationSet):
         used = [self.store.sha256, list(self.layers), list(self.ids), list(self.groups)]
         return hashlib.sha256(json.dumps(used).encode()).hexdigest()
 
-    def passes(self, layers: Sequence[int]) -> Iterator[tuple[int, NDArray[np.int64], Floats]]:
-        """Rows of some layers, from one pass over the shards.
+    def passes(self, layer: int) -> Iterator[tuple[NDArray[np.int64], Floats]]:
+        """Rows of a layer, from one pass over the shards.
 
         Args:
-            layers: of `layers`.
+            layer: of `layers`.
 
         Yields:
-            Layer; (rows,) place of each row among `rows(layer)`; at most 8192 rows, float32.
+            (rows,) place of each row among `rows(layer)`; at most 8192 rows, float32.
         """
         lengths = np.array([n for _, _, n in self.places])
         starts = np.cumsum(lengths) - lengths
         at = {place: int(starts[i]) for i, place in enumerate(self.places)}
-        for number, layer, start, data in self._blocks(layers):
+        for number, start, data in self._blocks(layer):
             end = start + len(data)
             runs: list[list[int]] = []
             index = []
@@ -173,7 +172,7 @@ class StoreSet(ActivationSet):
             kept = [data[low - start : high - start] for low, high in runs]
             if kept:
                 whole = len(kept) == 1 and data.flags.writeable
-                yield layer, np.concatenate(index), kept[0] if whole else np.concatenate(kept)
+                yield np.concatenate(index), kept[0] if whole else np.concatenate(kept)
 
     @property
     def row_labels(self) -> NDArray[np.bool_]:
@@ -185,7 +184,7 @@ class StoreSet(ActivationSet):
         lengths = [n for _, _, n in self.places]
         x = np.empty((sum(lengths), self.hidden), dtype=np.float32)
         ends = np.cumsum(lengths)
-        for _, index, rows in self.passes([layer]):
+        for index, rows in self.passes(layer):
             wrong = index[~np.isfinite(rows).all(axis=1)]
             if wrong.size:
                 sample = int(np.searchsorted(ends, wrong[0], side="right"))
@@ -196,7 +195,7 @@ class StoreSet(ActivationSet):
     def sequences(self, layer: int) -> list[Floats]:
         """As in `ActivationSet`; takes the memory of the layer."""
         made = [np.zeros((0, 0), dtype=np.float32)] * len(self)
-        for _, i, rows in self.samples([layer]):
+        for i, rows in self.samples(layer):
             self.require_finite(i, layer, rows)
             # Copied: what is next to it in its piece is not held.
             made[i] = rows.copy()
@@ -222,7 +221,7 @@ class StoreSet(ActivationSet):
     def pooled(self, layer: int, rows: str) -> Floats:
         """Arguments are those of `ActivationSet`; takes the memory of a few pieces."""
         made = np.empty((len(self), self.hidden), dtype=np.float32)
-        for _, i, sample in self.samples([layer]):
+        for i, sample in self.samples(layer):
             made[i] = sample.mean(axis=0) if rows == "mean" else sample[-1]
         return made
 
@@ -252,8 +251,8 @@ class StoreSet(ActivationSet):
         """As in `ActivationSet`; takes the memory of a few pieces."""
         for layer in layers:
             self._index(layer)
-        for parts in zip(*(self.samples([layer]) for layer in layers), strict=True):
-            yield parts[0][1], np.stack([rows for *_, rows in parts])
+        for parts in zip(*(self.samples(layer) for layer in layers), strict=True):
+            yield parts[0][0], np.stack([rows for _, rows in parts])
 
     def shown(self, by: str, layers: Sequence[int]) -> list[bytes] | None:
         """Arguments are those of `ActivationSet`."""
@@ -288,21 +287,21 @@ class StoreSet(ActivationSet):
         made._begin(facts, self.store, [self.places[i] for i in picks], self.progress)
         return made
 
-    def samples(self, layers: Sequence[int]) -> Iterator[tuple[int, int, Floats]]:
-        """Rows of each sample at some layers, a shard after the other, in it layer after layer.
+    def samples(self, layer: int) -> Iterator[tuple[int, Floats]]:
+        """Rows of each sample at a layer, in the order of the store.
 
         Args:
-            layers: of `layers`.
+            layer: of `layers`.
 
         Yields:
-            Layer, place of the sample in the set, and its rows (tokens, hidden) float32.
+            Place of the sample in the set, and its rows (tokens, hidden) float32.
         """
         at = {place: i for i, place in enumerate(self.places)}
         waiting: list[Floats] = []
-        opened, begin = (-1, -1), 0
-        for number, layer, start, data in self._blocks(layers):
-            if (number, layer) != opened:
-                waiting, opened, begin = [], (number, layer), start
+        opened, begin = -1, 0
+        for number, start, data in self._blocks(layer):
+            if number != opened:
+                waiting, opened, begin = [], number, start
                 todo = list(self._in_shard(number))
             waiting.append(data)
             end = start + len(data)
@@ -310,23 +309,21 @@ class StoreSet(ActivationSet):
                 place = todo.pop(0)
                 whole = waiting[0] if len(waiting) == 1 else np.concatenate(waiting)
                 rows = whole[place[1] - begin : place[1] - begin + place[2]]
-                yield layer, at[place], np.ascontiguousarray(rows)
+                yield at[place], np.ascontiguousarray(rows)
                 # What lies before the next sample is done with.
                 waiting, begin = [whole[place[1] + place[2] - begin :]], place[1] + place[2]
 
-    def _blocks(self, layers: Sequence[int]) -> Iterator[tuple[int, int, int, Floats]]:
-        """Number of a shard, layer, first row there, and rows, piece by piece."""
-        for layer in layers:
-            self._index(layer)
+    def _blocks(self, layer: int) -> Iterator[tuple[int, int, Floats]]:
+        """Number of a shard, first row there, and rows, piece by piece."""
+        self._index(layer)
         used = sorted({number for number, _, _ in self.places})
-        some = ", ".join(map(str, layers)) if len(layers) < 4 else f"{len(layers)} layers"
-        title = f"{self.name}, {some}"
+        title = f"{self.name}, layer {layer}"
         size = max(1, min(_ROWS, _PIECE // (4 * self.hidden)))
         with progress_bar(title, total=len(used), done=0, show=self.progress) as tick:
             for number in used:
                 uri = self.uri(number)
-                for layer, start, _, data in read_layers(uri, layers, size=size):
-                    yield number, layer, start, data.to_float32()
+                for start, _, data in read_layer(uri, layer, size=size):
+                    yield number, start, data.to_float32()
                 tick()
 
     def uri(self, number: int) -> str:
