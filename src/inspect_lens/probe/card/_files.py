@@ -136,7 +136,7 @@ def _capture(c: CaptureFacts) -> list[tuple[str, str]]:
 
 
 def _threshold(t: Threshold) -> str:
-    left_out = f" ({t.n_left_out} positive samples left out)" if t.n_left_out else ""
+    left_out = f" ({t.n_left_out} positive ones left out)" if t.n_left_out else ""
     return (
         f"- **{t.value:.6g}** for {t.holds_for}, at a false positive rate of {t.fpr:g}: "
         f"{t.n_above} of {t.n_control} {t.unit} of `{t.control}`{left_out} lie above it "
