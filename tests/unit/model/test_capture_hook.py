@@ -110,7 +110,10 @@ def test_a_wrong_value_is_refused_at_the_start(
 def test_the_entry_point_registers_the_hook_only_when_it_is_on(
     value: str, registered: bool
 ) -> None:
-    code = "import inspect_lens._registry, sys;print('inspect_lens.model._request' in sys.modules)"
+    code = (
+        "import inspect_lens._registry; from inspect_ai._util.registry import registry_has as has;"
+        "print(has('hooks', 'inspect_lens/lens_capture') or has('hooks', 'lens_capture'))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {VARIABLE: value},

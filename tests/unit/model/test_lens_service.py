@@ -12,7 +12,8 @@ import pytest
 
 from inspect_lens.errors import ArtifactError, CaptureError, SpecError
 from inspect_lens.lens import Lens, LensCard
-from inspect_lens.model._server import LensService, read_lens
+from inspect_lens.model._request import read_lens
+from inspect_lens.model._server import ServerNames
 from inspect_lens.spec import EngineLens
 
 
@@ -47,7 +48,7 @@ def test_names_and_artefacts_are_told_apart(tmp_path: Path) -> None:
 
 def test_many_samples_register_a_lens_once() -> None:
     server = Server()
-    service = LensService(server)
+    service = ServerNames(server, "m")
     names: list[str] = []
 
     async def ask(lens: Lens) -> None:
@@ -78,7 +79,7 @@ def test_a_refusal_reaches_every_sample_and_is_tried_again(
     status: int, error: type[Exception], words: str
 ) -> None:
     server = Server(status)
-    service = LensService(server)
+    service = ServerNames(server, "m")
     for n in (1, 2):
         with pytest.raises(error, match=words):
             anyio.run(service.name_of, made())

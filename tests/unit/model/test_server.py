@@ -129,7 +129,7 @@ def test_a_server_on_cpus_asks_for_memory_that_is_free(
         return "http://localhost:1/v1", None, 1
 
     monkeypatch.setattr(_server, "start_local_server", start)
-    monkeypatch.setattr(_server, "_is_cpu_build", lambda: is_cpu)
+    monkeypatch.setattr(_server, "_is_for_cpus", lambda: is_cpu)
     free = SimpleNamespace(available=6 << 30, total=24 << 30)
     monkeypatch.setattr(_server.psutil, "virtual_memory", lambda: free)
     _server.start_server("org/tiny", port=None, api_key="k", server=VLLMServer(), args=chosen)
