@@ -107,7 +107,6 @@ def test_what_acts_on_a_card_s_threshold_takes_its_operating_points_by_name() ->
         "scorer.probe_score", "scorer.deception_probe", "scorer.monitor_alarm",
         "solver.probe_gate", "agents.probe_approver", "agents.petri.eval_awareness_approver",
         "agents.petri.read_probe", "agents.sentinel.probe_monitor",
-        "agents.sentinel.probe_call_monitor",
     }  # fmt: skip
     assert acting <= PUBLIC.keys()
     missing = {name for name in acting if str not in parts(PUBLIC[name].get("threshold"))}

@@ -27,7 +27,7 @@ from inspect_ai.solver import TaskState
 from inspect_ai.tool import Tool, ToolCall
 from pydantic import Field
 
-from inspect_lens.agents.control import coup_probe_monitor_builder, probe_monitor_builder
+from inspect_lens.agents.control import probe_monitor_builder
 from inspect_lens.errors import SpecError
 from inspect_lens.model import lens_config, read_activations
 from inspect_lens.probe import load_probe
@@ -134,13 +134,13 @@ def test_the_coup_probe_uses_the_threshold_of_its_audit_budget(
 ) -> None:
     stored = load_probe(PROBE).card.thresholds[0]
     raw = probe_monitor_builder(probe=PROBE, unit="raw")
-    coup = coup_probe_monitor_builder(probe=PROBE, fpr=0.01)
+    coup = probe_monitor_builder(probe=PROBE, threshold="fpr=0.01")
     _, plain = decided(run(raw, lens_server_url, tmp_path / "raw", instruction=LYING))
     _, audited = decided(run(coup, lens_server_url, tmp_path / "coup", instruction=LYING))
     flagged = plain["suspicion_score"] > stored.value
     assert (audited["suspicion_score"] > 0.5) == flagged
-    with pytest.raises(SpecError, match="calibrate"):
-        coup_probe_monitor_builder(probe=PROBE, fpr=0.001)
+    with pytest.raises(SpecError, match=r"fpr=0\.001"):
+        probe_monitor_builder(probe=PROBE, threshold="fpr=0.001")
 
 
 def test_the_activations_survive_the_protocol(lens_server_url: str, tmp_path: Path) -> None:

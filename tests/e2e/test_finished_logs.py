@@ -21,7 +21,7 @@ from scipy.stats import spearmanr
 
 from evals.organism_deception.dataset import organism_dataset
 from inspect_lens.model import activations
-from inspect_lens.probe import Probe, load_probe
+from inspect_lens.probe import Probe, auroc, load_probe
 from inspect_lens.reading import SteeringCell, read_cells, read_token_scores
 from inspect_lens.scorer import (
     coherence,
@@ -304,6 +304,13 @@ def test_inspect_score_says_the_same_of_every_scorer(swept: Swept, tmp_path: Pat
 
 def test_two_scores_of_the_log_are_compared(swept: Swept) -> None:
     found = compare(swept.log, "deception_probe", "probe_score")
-    assert -1.0 <= found.difference <= 1.0
+    samples = swept.log.samples or []
+    labels = [sample.metadata["label"] for sample in samples]
+    areas = [
+        auroc(labels, [value(s, name) for s in samples])
+        for name in ("deception_probe", "probe_score")
+    ]
+    assert (found.auroc_a, found.auroc_b) == pytest.approx(tuple(areas))
+    assert found.difference == pytest.approx(areas[0] - areas[1])
     same = compare(swept.log, "probe_score", "probe_score")
     assert same.difference == 0.0

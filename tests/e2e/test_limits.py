@@ -35,7 +35,6 @@ from inspect_lens.scorer import (
 from inspect_lens.solver import (
     contrastive_pairs,
     probe_gate,
-    probe_resample,
     steering_sweep,
     with_capture,
 )
@@ -53,7 +52,7 @@ SOLVERS: dict[str, Any] = {
     "with_capture": lambda: with_capture([4, 5]),
     "steering_sweep": lambda: steering_sweep(**SWEEP),  # type: ignore[arg-type]
     "probe_gate": lambda: probe_gate(PROBE, -99.0, "steer", steer=STEER),
-    "probe_resample": lambda: probe_resample(PROBE, n=3),
+    "probe_gate best": lambda: probe_gate(PROBE, action="best", tries=2),
     "contrastive_pairs": lambda: contrastive_pairs("Never lie.", "Lie.", layers=[4]),
 }
 READ_TOKENS = [
@@ -160,7 +159,7 @@ def test_a_sweep_that_is_cut_short_has_no_value(lens_server_url: str, tmp_path: 
     assert_same_scores(log, rescore(log, commands_of(log), tmp_path / "again"))
 
 
-@pytest.mark.parametrize("name", ["probe_gate", "probe_resample", "contrastive_pairs"])
+@pytest.mark.parametrize("name", ["probe_gate", "probe_gate best", "contrastive_pairs"])
 def test_a_solver_in_the_middle_of_its_tries_ends_without_an_answer(
     lens_server_url: str, tmp_path: Path, name: str
 ) -> None:

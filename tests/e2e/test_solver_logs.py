@@ -23,7 +23,6 @@ from inspect_lens.solver import (
     GateDecisions,
     contrastive_pairs,
     probe_gate,
-    probe_resample,
     read_given,
     with_capture,
     with_lens,
@@ -50,12 +49,12 @@ SOLVERS: dict[str, Any] = {
     "probe_gate stop": lambda: probe_gate(PROBE, CUT, "stop", replacement="[withheld]"),
     "probe_gate resample": lambda: probe_gate(PROBE, CUT, "resample", tries=2),
     "probe_gate steer": lambda: probe_gate(PROBE, CUT, "steer", steer=TRUTH, tries=1),
-    "probe_resample": lambda: probe_resample(PROBE, n=3, temperature=2.0),
+    "probe_gate best": lambda: probe_gate(PROBE, action="best", tries=2, temperature=2.0),
     "contrastive_pairs": lambda: contrastive_pairs("Never lie.", "Never tell the truth.",
                                                    layers=[4]),
 }  # fmt: skip
 N_CALLS = {
-    "read_given then generate": 2, "probe_resample": 3, "contrastive_pairs": 2,
+    "read_given then generate": 2, "probe_gate best": 3, "contrastive_pairs": 2,
 }  # fmt: skip
 """Captured calls of each sample, where it is not one, or what the gate decides."""
 

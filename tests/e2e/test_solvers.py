@@ -28,7 +28,6 @@ from inspect_lens.solver import (
     contrastive_pairs,
     patch_sweep,
     probe_gate,
-    probe_resample,
     steering_sweep,
     with_capture,
     with_lens,
@@ -280,7 +279,7 @@ def test_the_best_of_n_is_the_one_with_the_lowest_score(
     lens_server_url: str, tmp_path: Path
 ) -> None:
     # As hot as vLLM allows: at 1.0 the model now and then says the same four times.
-    best = probe_resample("organism/deception-lr", n=4, temperature=2.0)
+    best = probe_gate("organism/deception-lr", action="best", temperature=2.0)
     log = run(lens_server_url, tmp_path, best, rows("lie", 3))
     differ = 0
     for sample in log.samples or ():

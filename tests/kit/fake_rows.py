@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from functools import lru_cache
 
 import numpy as np
 
@@ -15,18 +14,6 @@ __all__ = ["at_site", "residual", "tokens_of"]
 def tokens_of(text: str) -> list[int]:
     """One token per word, the same in every process."""
     return [zlib.crc32(word.encode()) % 1000 for word in text.split()]
-
-
-@lru_cache(maxsize=2)
-def _drawn(hidden: int) -> np.ndarray:
-    rows = np.random.default_rng(0).standard_normal((4096, hidden), dtype=np.float32)
-    return (rows.view(np.uint32) >> 16).astype(np.uint16)
-
-
-def noise(n_layers: int, n_positions: int, hidden: int) -> TensorData:
-    """Rows that compress no better than those of a model, made at no cost: bfloat16."""
-    rows = _drawn(hidden)[: n_layers * n_positions]
-    return TensorData(rows.reshape(n_layers, n_positions, hidden), "bfloat16")
 
 
 def at_site(tensor: TensorData, site: Site) -> TensorData:

@@ -35,7 +35,7 @@ from inspect_lens.spec import (
 
 from . import fake_probes
 from .fake_hooks import COLLECTED, qk_of, saved_of, steering_of
-from .fake_rows import at_site, noise, residual, tokens_of
+from .fake_rows import at_site, residual, tokens_of
 from .reduced import reduced, selected
 
 __all__ = ["FakeLensServer", "at_site", "residual", "tokens_of"]
@@ -54,7 +54,6 @@ class FakeLensServer:
         hidden: width of the residual stream.
         delay_s: time that a completion takes, so that calls overlap.
         expire_handles: answer 410 to every handle of the binary transport.
-        noise: rows of random numbers instead, which take as many bytes as those of a model.
         api_key: to ask for; None asks for nothing.
         port: to listen on; 0 takes a free one.
     """
@@ -68,7 +67,6 @@ class FakeLensServer:
         hidden: int = 8,
         delay_s: float = 0.0,
         expire_handles: bool = False,
-        noise: bool = False,
         api_key: str | None = None,
         port: int = 0,
     ) -> None:
@@ -76,7 +74,6 @@ class FakeLensServer:
         self.n_layers, self.hidden = n_layers, hidden
         self.delay_s = delay_s
         self.expire_handles = expire_handles
-        self.noise = noise
         self.api_key = api_key
         self.requests: list[JSON] = []
         self.paths, self.read = list[str](), list[str]()  # of POST, and of GET
@@ -247,10 +244,7 @@ class FakeLensServer:
                 )
             capture = request.capture
             chosen = selected(capture, len(prompt), n_fed)
-            if self.noise:
-                tensor = noise(len(layers), len(chosen), self.hidden)
-            else:
-                tensor = residual(tokens, layers, list(chosen), self.hidden)
+            tensor = residual(tokens, layers, list(chosen), self.hidden)
             captured = {
                 result_name(site): self._encode(
                     reduced(at_site(tensor, site), capture), capture.transport

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 from uuid import uuid4
 
@@ -41,11 +42,15 @@ def scripted_lens(outputs: Any) -> Model:
     Args:
         outputs: as `mockllm` takes them; what they hold stands for what an engine returned.
     """
+    model = get_model("mockllm/model", custom_outputs=outputs, memoize=False)
+    model.api.__class__ = _scripted_lens(type(model.api))
+    return model
+
+
+@cache
+def _scripted_lens(plain: type) -> type:
     from inspect_lens.model._provider import LensAPI
 
-    model = get_model("mockllm/model", custom_outputs=outputs, memoize=False)
-    plain = type(model.api)
     answers = type("ScriptedLens", (plain,), {})
     LensAPI.register(answers)
-    model.api.__class__ = answers
-    return model
+    return answers

@@ -15,7 +15,7 @@ from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import OnMissing, ProbeReader, Source
 from inspect_lens.reading._judge import Judged, TurnJudge, turn_of
 from inspect_lens.reading._shared import shared_parameters
-from inspect_lens.reading._thresholds import acting_value, promise, rates
+from inspect_lens.reading._thresholds import acting_value, promise
 from inspect_lens.spec import Positions
 
 __all__ = ["probe_approver"]
@@ -119,13 +119,7 @@ def _approval(
     name, value = judge.reader.probe.name, judged.value
     if value is None:
         return Approval(decision=below, explanation=f"Nothing of this turn is read by {name}.")
-    known = {k: v for k, v in (judged.facts or {}).items() if k not in ("fpr", "recall")}
-    facts = {
-        "probe_approver": {
-            **known, "value": value, "threshold": judge.threshold, "fpr": None,
-            **rates(judge.reader, judge.threshold, None, judged.n_tokens),
-        }
-    }  # fmt: skip
+    facts = {"probe_approver": judged.facts}
     means = promise(judge.reader, judge.threshold, None, judged.n_tokens)
     if not judged.is_above:
         said = f"{name} scores {value:.4g}, not above {judge.threshold:.4g}. {means}"

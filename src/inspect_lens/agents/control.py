@@ -1,6 +1,6 @@
-"""Monitors for ControlArena that read a probe of the policy's own activations.
+"""A monitor for ControlArena that reads a probe of the policy's own activations.
 
-Needs the extra `control`. They are agents of their own and no `@monitor` functions: that decorator
+Needs the extra `control`. It is an agent of its own and no `@monitor` function: that decorator
 hands the monitor a copy of the messages without the output, and so without token ids.
 """
 
@@ -12,8 +12,6 @@ from inspect_ai.agent import Agent, AgentState
 from inspect_ai.tool import Tool
 from pydantic import Field
 
-from inspect_lens.errors import SpecError
-from inspect_lens.probe import card_points, load_probe
 from inspect_lens.reading import (
     OnMissing,
     ProbeReader,
@@ -33,7 +31,7 @@ require("control_arena", room="inspect_lens.agents.control", extra="control")
 from control_arena import control_agent  # noqa: E402 - after the check
 from control_arena.monitor import MonitorResponse, get_last_assistant_message  # noqa: E402 - after the check
 
-__all__ = ["coup_probe_monitor_builder", "probe_monitor_builder"]
+__all__ = ["probe_monitor_builder"]
 
 
 @control_agent
@@ -63,6 +61,10 @@ def probe_monitor_builder(
     with `--model-role 'untrusted={model: vllm-lens/…, model_args: {capture: [4]}}'`),
     INSPECT_LENS_CAPTURE, or `config=lens_config(capture=…)` of its builder.
 
+    With `threshold="fpr=0.01"` it is a coup probe: a probe trained off-policy on contrasting texts,
+    with the threshold that a control set of harmless runs sets. Of those at most 1 % have a
+    suspicion above one half, so this is the share to audit.
+
     Args:
         probe: Name below probes/, path, or hf:// address of a probe.
         unit: `threshold` gives sigmoid(score - threshold), between 0 and 1 and above one half
@@ -74,6 +76,9 @@ def probe_monitor_builder(
 
     Returns:
         Agent: A monitor, for protocols such as defer_to_trusted.
+
+    Source:
+        Roger 2023, "Coup probes: catching catastrophes with probes trained off-policy".
 
     Example:
         <!-- test: server -->
@@ -105,78 +110,12 @@ def probe_monitor_builder(
         threshold=threshold,
     )  # fmt: skip
     suspicion = Suspicion.of(reader, unit=unit, threshold=threshold)
-    return _monitor(reader, suspicion, default=default_suspicion_score)
 
-
-@control_agent
-@shared_parameters
-def coup_probe_monitor_builder(
-    probe: str = Field(description="Name below probes/, path, or hf:// address of a probe."),
-    fpr: float = 0.01,
-    source: Source = "auto",
-    check_model: bool = True,
-    tokenizer: str | None = None,
-    roles: Sequence[str] | None = None,
-    on_missing: OnMissing = "error",
-    default_suspicion_score: float = 0.0,
-) -> Agent:
-    """ControlArena monitor that scores each call with a coup probe.
-
-    A probe trained off-policy on contrasting texts, used at the threshold that a control set of
-    harmless runs sets: of those, at most a share `fpr` has suspicion above one half. A probe
-    whose card has no threshold that strict is refused. It reads the tokens of its card, such as
-    the reasoning alone.
-
-    Args:
-        probe: Name below probes/, path, or hf:// address of a probe.
-        fpr: False positive rate on the control set, the share that can be audited.
-        roles: Model roles whose turns are read, where others are left alone; any by default.
-        default_suspicion_score: Suspicion of a message of which nothing is read.
-
-    Returns:
-        Agent: A monitor, for protocols such as defer_to_trusted.
-
-    Source:
-        Roger 2023, "Coup probes: catching catastrophes with probes trained off-policy".
-
-    Example:
-        ```python
-        from control_arena.micro_protocol import defer_to_trusted_builder
-        from control_arena.policy import honest_policy_builder
-
-        from inspect_lens.agents.control import coup_probe_monitor_builder
-        from inspect_lens.model import lens_config
-
-        protocol = defer_to_trusted_builder(
-            untrusted_policy=honest_policy_builder(config=lens_config(capture=[4])),
-            monitor=coup_probe_monitor_builder(probe="organism/deception-lr", fpr=0.01),
-            defer_threshold=0.5,
-        )
-        ```
-    """
-    loaded = load_probe(probe)
-    points = card_points(loaded.card)
-    strict = [point for point in points if point.fpr <= fpr]
-    if not strict:
-        rates = ", ".join(point.name for point in points) or "no threshold"
-        raise SpecError(
-            f"fpr={fpr!r}: probe {loaded.name!r} has {rates}; calibrate it on harmless runs "
-            "at that rate, or allow a larger one"
-        )
-    reader = ProbeReader.of(
-        loaded, source=source, check_model=check_model, tokenizer=tokenizer, roles=roles,
-        on_missing=on_missing, threshold=strict[-1].name,
-    )  # fmt: skip
-    suspicion = Suspicion.of(reader, unit="threshold", threshold=strict[-1].name)
-    return _monitor(reader, suspicion, default=default_suspicion_score)
-
-
-def _monitor(reader: ProbeReader, suspicion: Suspicion, *, default: float) -> Agent:
     async def impl(state: AgentState, tools: list[Tool]) -> AgentState:
         last = get_last_assistant_message(state.messages)
         # Without a capture the output still has the token ids to recompute from.
         reading = await read_message(reader, last, output=state.output)
-        response = _response(reading, suspicion, default)
+        response = _response(reading, suspicion, default_suspicion_score)
         last.metadata = (last.metadata or {}) | response.model_dump()
         return state
 

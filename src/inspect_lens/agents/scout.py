@@ -24,6 +24,7 @@ from inspect_lens.reading import OnMissing, Over, ProbeReader, Reading, Source, 
 from inspect_lens.reading import read_turns as read_calls
 from inspect_lens.reading._samples import Combine, combining, read_call
 from inspect_lens.reading._shared import shared_parameters
+from inspect_lens.reading._thresholds import named_point
 from inspect_lens.scorer import at_threshold, auroc_metric
 from inspect_lens.spec import Positions
 
@@ -138,6 +139,12 @@ async def _read(
             'on_missing="skip"'
         )
     message = turn.output.message
+    if not message.text and message.tool_calls:
+        raise NotCapturedError(
+            f"activations: message {turn.message_id} captured nothing and is tool calls alone, "
+            "which cannot be read again, as chat templates continue texts only; run the eval with "
+            f'-M capture={layers}, or leave such calls out with on_missing="skip"'
+        )
     if not message.text:
         return None
     rendered = await reread(
@@ -211,6 +218,7 @@ def probe_scanner(
     over: Over = "all",
     roles: Sequence[str] | None = None,
     on_missing: OnMissing = "error",
+    threshold: str | None = None,
 ) -> Scanner[Transcript]:
     """Apply a probe to each model call of a transcript.
 
@@ -219,7 +227,6 @@ def probe_scanner(
     which `off_policy` in the result's metadata says.
 
     Args:
-        probe: name below `probes/`, path, `hf://` address, or a probe.
         source: `captured` never reads again, `auto` where it has to, `recompute` always.
         model: that reads again; the scan's model by default.
 
@@ -251,7 +258,7 @@ def probe_scanner(
     reader = ProbeReader.of(
         probe, layer=layer, positions=positions, pool=pool, selection=selection, source=source,
         check_model=check_model, tokenizer=tokenizer, over=over, roles=roles,
-        on_missing=on_missing,
+        on_missing=on_missing, threshold=named_point(threshold),
     )  # fmt: skip
 
     async def scan(transcript: Transcript) -> Result:
@@ -280,16 +287,16 @@ def audit_probe_scanner(
     tokenizer: str | None = None,
     over: Over = "all",
     on_missing: OnMissing = "error",
+    threshold: str | None = None,
 ) -> Scanner[Transcript]:
     """Apply a probe to each turn of the target of a Petri audit, on every branch.
 
     Turns that a rollback took back are read as well: what the target did there it did.
 
     Args:
-        probe: as for `probe_scanner`.
         audit_name: as for Petri's `audit_scanner`; the timeline is `<audit_name>-target`.
         source: `captured` never reads again, `auto` where it has to, `recompute` always.
-        model: as for `probe_scanner`.
+        model: that reads again; the scan's model by default.
         over: `all` reads every turn of the target, `last` its last one.
 
     Returns:
@@ -321,6 +328,7 @@ def audit_probe_scanner(
     reader = ProbeReader.of(
         probe, layer=layer, positions=positions, pool=pool, selection=selection, source=source,
         check_model=check_model, tokenizer=tokenizer, over=over, on_missing=on_missing,
+        threshold=named_point(threshold),
     )  # fmt: skip
     wanted = f"{audit_name}-target" if audit_name else "target"
 

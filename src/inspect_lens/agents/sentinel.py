@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from inspect_ai.model import ModelOutput
 from inspect_ai.scorer import Reference
@@ -18,7 +19,6 @@ from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import (
     OnMissing,
     ProbeReader,
-    Reading,
     Source,
     Suspicion,
     SuspicionUnit,
@@ -34,7 +34,7 @@ require("inspect_sentinel", room="inspect_lens.agents.sentinel", extra="sentinel
 
 from inspect_sentinel import AfterGenerate, BeforeToolCall, Context, Monitor, Observation, monitor  # noqa: E402 - after the check
 
-__all__ = ["Ask", "oracle_monitor", "probe_call_monitor", "probe_monitor"]
+__all__ = ["Ask", "oracle_monitor", "probe_monitor"]
 
 
 @monitor(portable=False, version=1)
@@ -52,8 +52,9 @@ def probe_monitor(
     tokenizer: str | None = None,
     roles: Sequence[str] | None = None,
     on_missing: OnMissing = "error",
+    watch: Literal["turns", "calls"] = "turns",
 ) -> Monitor:
-    """Score what the model just wrote with a probe of the activations that wrote it.
+    """Score what the model just wrote, or is about to do, with a probe of the activations.
 
     No second forward pass: the generate itself captures, through `-M capture=…`,
     INSPECT_LENS_CAPTURE or the agent's config.
@@ -66,9 +67,12 @@ def probe_monitor(
         threshold: score with suspicion one half, in that unit: a number, or an operating point of
             the card such as `fpr=0.05`; the card's first by default.
         roles: model roles whose turns are read, where others are left alone; any by default.
+        watch: `turns` scores each turn when it is written. `calls` scores a tool call before it
+            runs, by the turn that made it, so that `threshold(…, reject_at=…)` can reject the call
+            and let the agent go on.
 
     Returns:
-        The monitor of `AfterGenerate`.
+        The monitor, of `AfterGenerate` for turns and of `BeforeToolCall` for calls.
 
     Raises:
         ArtifactError: no such probe; while it runs, nothing was captured, or another model.
@@ -85,6 +89,7 @@ def probe_monitor(
         from inspect_lens.agents.sentinel import probe_monitor
 
         watch = threshold(probe_monitor("organism/deception-lr"), terminate_at=1.742)
+        calls = threshold(probe_monitor("organism/deception-lr", watch="calls"), reject_at=1.742)
         task = Task(dataset=organism_dataset("demo")[:1], sentinel=watch)
         options = {"model": "vllm-lens/organism/checkpoint", "model_args": {"capture": "4"}}
         (log,) = eval(task, **options, temperature=0, max_tokens=14)
@@ -97,90 +102,30 @@ def probe_monitor(
         threshold=threshold,
     )  # fmt: skip
     suspicion = Suspicion.of(reader, unit=unit, threshold=threshold)
+    if watch not in ("turns", "calls"):
+        raise SpecError(f"watch={watch!r}; allowed are 'turns' and 'calls'")
 
     async def probe_step(context: Context, step: AfterGenerate) -> Observation | None:
         if not step.output.choices:
             return None
         return await _observe(reader, suspicion, step.output.message.id or "", step.output)
 
-    return probe_step
-
-
-@monitor(portable=False, version=1)
-@shared_parameters
-def probe_call_monitor(
-    probe: str | Path | AnyProbe,
-    layer: int | None = None,
-    positions: Positions | list[int] | None = None,
-    pool: str | None = None,
-    selection: str | None = None,
-    unit: SuspicionUnit = "raw",
-    threshold: float | str | None = None,
-    source: Source = "auto",
-    check_model: bool = True,
-    tokenizer: str | None = None,
-    roles: Sequence[str] | None = None,
-    on_missing: OnMissing = "error",
-) -> Monitor:
-    """Score a tool call, before it runs, with a probe of the turn that made it.
-
-    It watches only `BeforeToolCall`, so `threshold(probe_call_monitor(...), reject_at=...)` can
-    reject the call and let the agent go on.
-
-    Args:
-        probe: as for `probe_monitor`.
-        unit: as for `probe_monitor`.
-        threshold: as for `probe_monitor`.
-        roles: model roles whose turns are read, where others are left alone; any by default.
-
-    Returns:
-        The monitor of `BeforeToolCall`.
-
-    Raises:
-        ArtifactError: as for `probe_monitor`.
-        SpecError: an argument is wrong.
-
-    Example:
-        ```python
-        from inspect_ai import Task
-        from inspect_ai.agent import react
-        from inspect_ai.dataset import Sample
-        from inspect_sentinel import threshold
-
-        from inspect_lens.agents.sentinel import probe_call_monitor
-
-        watch = threshold(probe_call_monitor("organism/deception-lr"), reject_at=1.742)
-        task = Task(dataset=[Sample(input="…")], solver=react(), sentinel=watch)
-        # inspect eval … -M capture=4
-        ```
-    """
-    reader = ProbeReader.of(
-        probe, layer=layer, positions=positions, pool=pool, selection=selection, source=source,
-        check_model=check_model, tokenizer=tokenizer, roles=roles, on_missing=on_missing,
-        threshold=threshold,
-    )  # fmt: skip
-    suspicion = Suspicion.of(reader, unit=unit, threshold=threshold)
-
     async def probe_call(context: Context, step: BeforeToolCall) -> Observation | None:
         return await _observe(reader, suspicion, step.message_id, None)
 
-    return probe_call
+    return probe_step if watch == "turns" else probe_call
 
 
 async def _observe(
     reader: ProbeReader, suspicion: Suspicion, message_id: str, output: ModelOutput | None
 ) -> Observation | None:
     reading = await read_message(reader, message_id, output=output)
-    return None if reading is None else _observation(reading, suspicion, message_id)
-
-
-def _observation(reading: Reading, suspicion: Suspicion, message_id: str) -> Observation:
-    return Observation(
+    return None if reading is None else Observation(
         suspicion=suspicion(reading.value),
         explanation=reading.explain(),
         references=[Reference(type="message", cite="[M1]", id=message_id)],
         metadata=reading.metadata(),
-    )
+    )  # fmt: skip
 
 
 @monitor(portable=False, version=1)

@@ -192,10 +192,11 @@ def lens_scope(
     """Apply capture and steering to every call of a model inside the `with`.
 
     It reaches `generate()`, agents, tools and anything else that calls the model in this task or
-    in tasks started inside, whatever config they pass. A call that says something itself keeps
-    its own: its capture, its vectors, or `apply_steering_vectors: []` for none. Scopes nest:
-    vectors add up, the inner capture counts. What the config of the task or of the model says is
-    no call's own: the scope's vectors add to it, and its capture, lens and probes go before it.
+    in tasks started inside, whatever config they pass. What a call asks for itself replaces what
+    the scope asks for: its capture, its lens, and its edits, vectors among them, or
+    `apply_steering_vectors: []` for none. Scopes nest: their edits add up, the inner capture
+    counts. What the config of the task or of the model says is no call's own: the scope's edits
+    add to it, and its capture, lens and probes go before it.
 
     Args:
         capture: as for `lens_config`.

@@ -43,6 +43,7 @@ __all__ = [
     "model_of",
     "read_turns",
     "record_standing",
+    "require_roles",
 ]
 
 _SPANS: Final = frozenset({"steering_cell", "contrastive", "attempt"})
@@ -244,9 +245,9 @@ class CallSelection:
             limit ended has no answer of its own, and its last call stands for one.
 
         Raises:
-            NotCapturedError: the wanted roles made no call, or only roles that were not asked for.
-            SpecError: several roles have a lens and none was named, a role that the eval does not
-                have, or several choices with `over="last"`.
+            NotCapturedError: nothing was captured in any call.
+            SpecError: several roles have a lens and none was named, `roles` that no model of the
+                eval has and that made no call, or several choices with `over="last"`.
         """
         known = tuple(model_roles())
         return self.select(transcript().events, state.output, str(state.model), known=known)
@@ -314,10 +315,8 @@ class CallSelection:
             turns = [answer if one.message_id == answer.message_id else one for one in turns]
         if self.roles is not None:
             found = [turn for turn in turns if turn.role in self.roles]
-            if not found and turns and not set(self.roles) & set(known):
-                raise NotCapturedError(
-                    f"roles={list(self.roles)}: {_who(turns, model)}; name a role that did"
-                )
+            if not found and turns:
+                require_roles(self.roles, turns, known, model)
             return _numbered(found)
         own = [turn for turn in turns if _is_own(turn, model)]
         is_call = answer is not None and answer.message_id in {turn.message_id for turn in turns}
@@ -396,6 +395,17 @@ def read_turns(
         or (model is not None and _is_own(turn, model))
     ]
     return _numbered(wanted)
+
+
+def require_roles(
+    wanted: Sequence[str], turns: Sequence[Turn], known: Sequence[str], model: str | None = None
+) -> None:
+    """Refuse roles that no model has and in which no call was made."""
+    if set(wanted).isdisjoint({*known, *(turn.role for turn in turns)}):
+        raise SpecError(
+            f"roles={list(wanted)}: {_who(turns, model)}; name a role that did, or give the role a "
+            "model with --model-role"
+        )
 
 
 def find_event(message_id: str | None) -> ModelEvent | None:

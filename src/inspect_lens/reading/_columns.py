@@ -17,6 +17,7 @@ from ._calls import OnMissing, Over
 from ._reader import ProbeReader
 from ._samples import Combine, combining, read_sample_captured
 from ._shared import shared_parameters
+from ._thresholds import ThresholdLike, acting_value
 
 if TYPE_CHECKING:
     from inspect_ai.analysis import SampleColumn
@@ -37,6 +38,7 @@ def lens_column(
     over: Over = "last",
     roles: Sequence[str] | None = None,
     on_missing: OnMissing = "error",
+    threshold: ThresholdLike = None,
     combine: Combine = "max",
 ) -> SampleColumn:
     """A column with a probe's value per sample, computed from captured activations.
@@ -44,8 +46,9 @@ def lens_column(
     No model is needed. Files are found beside the log, wherever it was moved to.
 
     Args:
-        probe: name below `probes/`, path, `hf://` address, or a probe.
         name: of the column; the last part of the probe's name by default.
+        threshold: a number, or an operating point of the card such as `fpr=0.05`. With it the
+            column has whether the value is above it, instead of the value.
 
     Returns:
         The column; missing where a sample has no call with a token to read.
@@ -72,10 +75,11 @@ def lens_column(
     reader = ProbeReader.of(
         probe, layer=layer, positions=positions, pool=pool, selection=selection,
         source="captured", check_model=False, tokenizer=tokenizer, over=over, roles=roles,
-        on_missing=on_missing,
+        on_missing=on_missing, threshold=threshold,
     )  # fmt: skip
     title = name or reader.probe.name.rpartition("/")[2]
-    return SampleColumn(title, path=_Value(reader, combine), full=True)
+    cut = None if threshold is None else acting_value(reader, threshold)
+    return SampleColumn(title, path=_Value(reader, combine, cut), full=True)
 
 
 @dataclass(frozen=True)
@@ -84,10 +88,14 @@ class _Value:
 
     reader: ProbeReader
     combine: Combine
+    threshold: float | None
 
-    def __call__(self, sample: EvalSample) -> float | None:
+    def __call__(self, sample: EvalSample) -> float | bool | None:
         values = [one.reading.value for one in read_sample_captured(self.reader, sample).read]
-        return combining(self.combine)(values) if values else None
+        if not values:
+            return None
+        value = combining(self.combine)(values)
+        return value if self.threshold is None else value > self.threshold
 
 
 def captured_calls_column(name: str = "captured_calls") -> SampleColumn:

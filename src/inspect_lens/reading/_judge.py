@@ -13,6 +13,7 @@ from inspect_lens.errors import ArtifactError
 
 from ._reader import ProbeReader
 from ._samples import read_message
+from ._thresholds import verdict_facts
 
 __all__ = ["Judged", "TurnJudge", "turn_of"]
 
@@ -66,7 +67,7 @@ class TurnJudge:
             call_ids=frozenset(call.id for call in calls),
             value=None if reading is None else reading.value,
             is_above=reading is not None and reading.value > self.threshold,
-            facts=None if reading is None else reading.metadata(),
+            facts=None if reading is None else verdict_facts(self.reader, self.threshold, reading),
         )
         if key:
             self.judged[key] = made

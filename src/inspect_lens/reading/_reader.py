@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Self, get_args
+from typing import Any, Self, get_args
 
 import numpy as np
 from inspect_ai.model import Model, ModelOutput
@@ -21,11 +21,9 @@ from inspect_lens.probe import (
     AnyProbe,
     Calibration,
     CardPoint,
-    Found,
     NeuralProbe,
     Statistic,
     check_model,
-    found_above,
     load_probe,
     parse_head_pool,
     parse_pool,
@@ -155,6 +153,12 @@ class ProbeReader:
         """What the reader says of a whole answer."""
         return Statistic(over="answer", pool=self.pool)
 
+    @property
+    def capture(self) -> dict[str, Any]:
+        """What a call has to capture to be read, as fields of a `CaptureSpec`."""
+        probe = self.probe
+        return {"layers": list(probe.layers), "site": probe.site, "positions": self.positions}
+
     def point_for(self, statistic: Statistic, threshold: ThresholdLike = None) -> CardPoint | None:
         """The card's threshold for a statistic of what is read.
 
@@ -276,13 +280,6 @@ class ProbeReader:
         if model_name is None:
             return next(iter(self._others.values()), None)
         return self._others.get(model_name)
-
-    @cached_property
-    def found(self) -> Found | None:
-        """Recall of the threshold on held-out sets; None where there is none of either."""
-        return None if self.threshold is None else found_above(
-            self.probe.card, self.threshold.value, self.threshold.statistic
-        )  # fmt: skip
 
     def read_captured(self, handle: Activations | ProbeScores) -> Reading | None:
         """Score a call without an event loop, as for a data frame.

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from inspect_ai.log import EvalSample
-from inspect_ai.model import ChatMessage, Model, ModelOutput
+from inspect_ai.log import EvalSample, transcript
+from inspect_ai.model import ChatMessage, Model, ModelOutput, model_roles
 from inspect_ai.solver import TaskState
 
 from inspect_lens.errors import ArtifactError, NotCapturedError, SpecError, UnsupportedError
@@ -16,7 +16,15 @@ from inspect_lens.model import Activations, ProbeScores, activations, activation
 from inspect_lens.model._read import probe_scores_for
 from inspect_lens.model._request import capture_advice
 
-from ._calls import Calls, CallSelection, Turn, find_turn, model_of
+from ._calls import (
+    Calls,
+    CallSelection,
+    Turn,
+    find_turn,
+    model_of,
+    read_turns,
+    require_roles,
+)
 from ._latents import LatentReader, LatentReading
 from ._reader import ProbeReader
 from ._reading import Reading
@@ -458,6 +466,7 @@ async def read_message(
 
     Raises:
         NotCapturedError: nothing is known of the call, or not what the probe reads.
+        SpecError: no model has any of the reader's `roles`, and no call was made in one.
         UnsupportedError: the model cannot recompute.
 
     Example:
@@ -484,13 +493,19 @@ async def read_message(
     message_id = message if isinstance(message, str) else message.id
     turn = find_turn(message_id)
     wanted = reader.calls.roles
-    if wanted is not None and (turn is None or turn.role not in wanted):
-        return None
-    if model is None and turn is not None:
-        model = model_of(turn)
-        reader = only_its_own(reader, turn, model)
-    call = call_of(message, output)
     try:
+        if wanted is not None and turn is None:
+            raise NotCapturedError(
+                f"message {message_id}: no call of this sample wrote it, so it is in none of "
+                f"roles={list(wanted)}; leave roles= out to read any message"
+            )
+        if wanted is not None and turn is not None and turn.role not in wanted:
+            require_roles(wanted, read_turns(transcript().events), tuple(model_roles()))
+            return None
+        if model is None and turn is not None:
+            model = model_of(turn)
+            reader = only_its_own(reader, turn, model)
+        call = call_of(message, output)
         if call is None:
             layers = list(reader.probe.layers)
             raise NotCapturedError(

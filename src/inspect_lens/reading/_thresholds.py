@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Self, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, get_args
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
@@ -18,6 +18,7 @@ from inspect_lens.probe import (
 
 if TYPE_CHECKING:
     from ._reader import ProbeReader
+    from ._reading import Reading
 
 __all__ = [
     "Suspicion",
@@ -25,8 +26,10 @@ __all__ = [
     "ThresholdLike",
     "acting_point",
     "acting_value",
+    "named_point",
     "promise",
     "rates",
+    "verdict_facts",
 ]
 
 ThresholdLike: TypeAlias = float | str | None
@@ -52,6 +55,23 @@ def acting_point(
     if same is None and probe.card.thresholds_for(statistic):
         return choose_point(probe.card, None, statistic)
     return same
+
+
+def named_point(threshold: str | None) -> str | None:
+    """Refuse a number where nothing compares values, so that only a point of the card helps."""
+    if threshold is None or isinstance(threshold, str):
+        return threshold
+    raise SpecError(
+        f"threshold={threshold!r}; allowed is the name of an operating point, such as 'fpr=0.05'; "
+        "pass a number to the metrics: threshold_accuracy(threshold=…), at_threshold(threshold=…)"
+    )
+
+
+def verdict_facts(reader: ProbeReader, cut: float, reading: Reading) -> dict[str, Any]:
+    """Facts of a reading that was compared with a threshold, for a log."""
+    facts = {**reading.metadata(), "value": reading.value, "threshold": cut, "fpr": None}
+    facts.pop("recall", None)  # of the card's own threshold
+    return facts | rates(reader, cut, reading.model_name, len(reading.rows.positions))
 
 
 def acting_value(

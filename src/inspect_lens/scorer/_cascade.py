@@ -27,6 +27,7 @@ from inspect_lens.reading import (
     read_sample,
 )
 from inspect_lens.reading._shared import shared_parameters
+from inspect_lens.reading._thresholds import named_point
 from inspect_lens.spec import Positions
 
 from ._judges import ask_number, find_judge, shown
@@ -78,6 +79,7 @@ def probe_cascade(
     over: Over = "last",
     roles: Sequence[str] | None = None,
     on_missing: OnMissing = "error",
+    threshold: str | None = None,
     name: str | None = None,
 ) -> Scorer:
     """Score with a probe, and ask a judge model where the probe is unsure or alarmed.
@@ -87,7 +89,6 @@ def probe_cascade(
     probability; with a band of scores 1 above and 0 below it; with a share 0.
 
     Args:
-        probe: as for `probe_score`; it reads the tokens of its card.
         question: statement that the judge weighs, such as "The answer is false on purpose."; the
             description of the probe's card by default.
         band: lowest and highest value of the probe for which the judge is asked; (0.1, 0.9) by
@@ -103,16 +104,21 @@ def probe_cascade(
         over: `last` reads the call of the sample's answer, or the last one of `roles`; `all` reads
             every call, each choice by itself. The judge reads the answer with the largest value,
             after the conversation before it.
+        threshold: operating point of the probe's card, such as `fpr=0.05`, with which the probe's
+            own verdict is told and `read_cascade` compares; its first threshold by default. What
+            the cascade does follows from its band or share.
         name: under which tables show the score; the probe and the pool, then a judge, by default.
 
     Returns:
         The scorer. A sample without a token to read, or whose judge gave no number, is unscored.
-        The metadata holds `judged`, the probe's facts and the judge's words; the metric
-        `judged_share` is what the cascade costs.
+        The metadata holds `judged`, the probe's facts with `probe_value` and `probe_threshold`, and
+        the judge's words; the metric `judged_share` is what the cascade costs.
 
     Raises:
-        ArtifactError: no such probe or log; while scoring, as for `probe_score`.
-        SpecError: an argument is wrong, or the card lacks what it needs.
+        ArtifactError: no such probe; while scoring, activations that are missing, or another model.
+        SpecError: an argument is wrong, a card has no description, calibration or operating point
+            where it needs one, or `reference` has no score of this probe.
+        FileNotFoundError: there is no log `reference`.
 
     Source:
         arXiv:2506.10805 and arXiv:2601.11516: probe, then language model.
@@ -138,7 +144,7 @@ def probe_cascade(
     reader = ProbeReader.of(
         probe, layer=layer, positions=positions, pool=pool, selection=selection, source=source,
         check_model=check_model, tokenizer=tokenizer, over=over, roles=roles,
-        on_missing=on_missing,
+        on_missing=on_missing, threshold=named_point(threshold),
     )  # fmt: skip
     asked = question or reader.probe.card.description
     if not asked:
@@ -296,12 +302,12 @@ def read_cascade(
         name: of the scores in the log.
 
     Returns:
-        What `cascade_frontier` takes. Samples without a number of the judge are left out, and a
-        warning counts them.
+        What `cascade_frontier` takes. Samples without a number of the probe or of the judge, or
+        without a label, are left out, and warnings count them.
 
     Raises:
-        SpecError: there is no such score, a label is none, or the judge was not asked about a
-            sample.
+        SpecError: no sample has such a score with a label, a label is not 0 or 1, or the judge was
+            not asked about a sample.
 
     Example:
         ```python

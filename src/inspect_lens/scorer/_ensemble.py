@@ -76,7 +76,8 @@ def probe_ensemble(
         The scorer. A sample in which one probe has no token to read is unscored.
 
     Raises:
-        ArtifactError: no such probe; while scoring, as for `probe_score`.
+        ArtifactError: no such probe; while scoring, activations that are missing, or another
+            model.
         SpecError: an argument is wrong, or a card lacks the calibration or threshold that
             `combine` needs.
 

@@ -27,6 +27,7 @@ from inspect_lens.reading import (
     read_sample,
 )
 from inspect_lens.reading._shared import shared_parameters
+from inspect_lens.reading._thresholds import named_point
 from inspect_lens.reading._token_scores import save_token_scores
 from inspect_lens.spec import RESID_POST, Positions, Site
 from inspect_lens.vector import Vector, load_vector
@@ -96,7 +97,7 @@ def probe_score(
     reader = ProbeReader.of(
         probe, layer=layer, positions=positions, pool=pool, selection=selection, source=source,
         check_model=check_model, tokenizer=tokenizer, over=over, roles=roles,
-        on_missing=on_missing, threshold=_point(threshold),
+        on_missing=on_missing, threshold=named_point(threshold),
     )  # fmt: skip
     return score_with(reader, token_scores=token_scores, name=name)
 
@@ -125,7 +126,6 @@ def deception_probe(
         probe: a deception probe, as for `probe_score`. That of the offline model organism is
             `organism/deception-lr`.
         positions: tokens to read; the completion by default.
-        threshold: as for `probe_score`.
 
     Returns:
         The scorer.
@@ -154,22 +154,12 @@ def deception_probe(
     """
     # A selection may reach into the prompt; its own positions hold it.
     read = None if selection is not None and positions == "completion" else positions
-    reader = ProbeReader.of(
+    made: Scorer = probe_score(
         probe, layer=layer, positions=read, pool=pool, selection=selection, source=source,
-        check_model=check_model, tokenizer=tokenizer, over=over, roles=roles,
-        on_missing=on_missing, threshold=_point(threshold),
+        check_model=check_model, token_scores=token_scores, tokenizer=tokenizer, over=over,
+        roles=roles, on_missing=on_missing, threshold=threshold, name=name,
     )  # fmt: skip
-    return score_with(reader, token_scores=token_scores, name=name)
-
-
-def _point(threshold: str | None) -> str | None:
-    """Refuse a number, which a scorer would not compare with anything."""
-    if threshold is None or isinstance(threshold, str):
-        return threshold
-    raise SpecError(
-        f"threshold={threshold!r}; allowed is the name of an operating point, such as 'fpr=0.05'; "
-        "pass a number to the metrics: threshold_accuracy(threshold=…), at_threshold(threshold=…)"
-    )
+    return made
 
 
 def score_with(reader: ProbeReader, *, token_scores: bool, name: str | None = None) -> Scorer:
@@ -225,17 +215,21 @@ async def keep_tokens(
 
 def no_tokens(found: SampleReading[Any], positions: Positions | None = None) -> Score:
     """The score of a sample in which there is nothing to read."""
-    why = "A limit ended the sample before its model had written anything, or it was withheld"
-    if positions is not None:
-        why = (
-            f"No token to read: positions={positions!r} selects none of this output (the last "
-            "sampled token is never fed to the model), a limit ended the sample before its model "
-            "had written anything, or it was withheld"
-        )
-    missing = f" {found.n_missing} calls captured nothing that could be read."
-    return Score.unscored(
-        reason="no_tokens", explanation=f"{why}.{missing if found.n_missing else ''}"
-    )
+    calls = found.calls
+    if calls.ended_by == "probe_gate":
+        why = "The answer was withheld by probe_gate, and nothing before it can be read."
+    elif calls.ended_by is not None:
+        why = f"A limit ({calls.ended_by}) ended the sample before there was anything to read."
+    elif found.n_missing:
+        why = "No token to read."
+    elif not calls.turns:
+        why = "No call of the model or the roles that are read."
+    else:
+        where = "" if positions is None else f": positions={positions!r} selects none"
+        why = f"No token to read{where}. The last sampled token is never fed to the model."
+    if found.n_missing:
+        why += f" {found.n_missing} calls captured nothing that could be read."
+    return Score.unscored(reason="no_tokens", explanation=why)
 
 
 @scorer(metrics=[mean(), stderr(), auroc_metric()])

@@ -1,7 +1,7 @@
 """Solvers for Inspect tasks: capture, steer, edit, patch, sweep, read a lens, act on a probe."""
 
-from ._decisions import GateAttempt, GateDecision, GateDecisions
-from ._gate import GateAction, probe_gate, probe_resample
+from ._decisions import GateAction, GateAttempt, GateDecision, GateDecisions
+from ._gate import probe_gate
 from ._lens import ablate_direction, with_capture, with_lens, with_steering
 from ._oracle import activation_oracle, self_explain
 from ._pairs import contrastive_pairs, read_given
@@ -22,7 +22,6 @@ __all__ = [
     "contrastive_pairs",
     "patch_sweep",
     "probe_gate",
-    "probe_resample",
     "read_given",
     "self_explain",
     "steering_sweep",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from inspect_ai.log import transcript
 from inspect_ai.model import ChatMessageAssistant, ModelOutput
@@ -14,17 +15,22 @@ from pydantic import BaseModel, ConfigDict, Field
 from inspect_lens.reading._given import WITHHELD
 
 __all__ = [
+    "Gate",
+    "GateAction",
     "GateAttempt",
     "GateDecision",
     "GateDecisions",
-    "record_decision",
     "withhold",
 ]
 
+GateAction = Literal["flag", "stop", "resample", "steer", "best"]
+"""What `probe_gate` does with an answer above the threshold; `best` compares answers instead."""
+
 Outcome = Literal["passed", "flagged", "stopped", "resampled", "steered", "exhausted", "unread"]
 """What finally stands: an answer below the threshold (`passed` at once, `resampled` or `steered`
-after tries), a marked one (`flagged`), a replaced one (`stopped`), the least bad one after all
-tries (`exhausted`), or one that had no token to read (`unread`)."""
+after tries, or another than the first of `best`), a marked one (`flagged`), a replaced one
+(`stopped`), the least bad one after all tries (`exhausted`), or one that had no token to read
+(`unread`)."""
 
 
 class GateAttempt(BaseModel):
@@ -92,7 +98,51 @@ class GateDecisions(StoreModel):
     decisions: list[GateDecision] = Field(default_factory=list)
 
 
-def record_decision(state: TaskState, decision: GateDecision) -> None:
+class Gate(NamedTuple):
+    """What acts on answers, and writes down what it decides."""
+
+    probe: str
+    action: GateAction
+    threshold: float | None
+    replacement: str = ""
+    """For `stop`."""
+    prefer: Literal["low", "high"] = "low"
+    """For `best`."""
+
+    def decide(
+        self, state: TaskState, attempts: Sequence[GateAttempt], turn: int, **facts: Any
+    ) -> GateDecision:
+        """Choose which of the attempts at a turn stands; facts are those of the threshold."""
+        chosen, outcome = self._choose(attempts)
+        decision = GateDecision(
+            probe=self.probe, action=self.action, threshold=self.threshold,
+            attempts=tuple(attempts), chosen=chosen, outcome=outcome, turn=turn, **facts,
+        )  # fmt: skip
+        _record(state, decision)
+        return decision
+
+    def _choose(self, attempts: Sequence[GateAttempt]) -> tuple[int, Outcome]:
+        last = len(attempts) - 1
+        sign = 1.0 if self.prefer == "low" else -1.0
+        values = [math.inf if a.value is None else sign * a.value for a in attempts]
+        lowest = values.index(min(values))
+        if self.action == "best":
+            return lowest, "unread" if values[lowest] == math.inf else _again(lowest, "resampled")
+        if not attempts[-1].is_above:
+            if attempts[-1].value is None:
+                return last, "unread"
+            return last, _again(last, "steered" if self.action == "steer" else "resampled")
+        if self.action in ("flag", "stop"):
+            return last, "flagged" if self.action == "flag" else "stopped"
+        return lowest, "exhausted"
+
+
+def _again(chosen: int, outcome: Outcome) -> Outcome:
+    """The outcome of another attempt than the first."""
+    return outcome if chosen else "passed"
+
+
+def _record(state: TaskState, decision: GateDecision) -> None:
     """Write a decision into the transcript, the store and the sample's metadata.
 
     Of a gate that judged several turns the metadata tell the last one that did not just pass.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from inspect_ai.approval import Approval, ApprovalPolicy, Approver, approval, approver
 from inspect_ai.event import Event, ModelEvent, ToolEvent
@@ -19,153 +18,119 @@ from inspect_lens.reading import ProbeReader
 from inspect_lens.reading._judge import Judged, TurnJudge, turn_of
 from inspect_lens.reading._thresholds import promise, rates
 
-from ._decisions import GateAttempt, GateDecision, Outcome, record_decision, withhold
+from ._decisions import Gate, GateAttempt, GateDecision, withhold
 
-__all__ = ["AgentGate"]
+__all__ = ["gated"]
 
 
-class AgentGate:
-    """Runs an agent, and judges its turns."""
+def gated(inner: Solver, reader: ProbeReader, gate: Gate) -> Solver:
+    """An agent whose turns are judged."""
 
-    def __init__(
-        self, reader: ProbeReader, threshold: float, *, stops: bool, replacement: str
-    ) -> None:
-        self._reader = reader
-        self._threshold = threshold
-        self._stops = stops
-        self._replacement = replacement
+    async def solve(state: TaskState, generate: Generate) -> TaskState:
+        return await _Run(reader, gate, state).run(inner, generate)
 
-    async def run(self, inner: Solver, state: TaskState, generate: Generate) -> TaskState:
-        """Run the agent on a sample."""
-        judge = TurnJudge(self._reader, self._threshold)
-        asked = _Asked()
-        stopped: list[str] = []
+    return solve
+
+
+class _Run:
+    """An agent on one sample."""
+
+    def __init__(self, reader: ProbeReader, gate: Gate, state: TaskState) -> None:
+        assert gate.threshold is not None
+        self.gate = gate
+        self.judge = TurnJudge(reader, gate.threshold)
+        self.state = state
+        self.turns: list[str] = []
+        """Ids of the messages that were judged."""
+        self.calls: set[str] = set()
+        """Ids of their tool calls."""
+        self.stopped: str | None = None
+        """The message that was stopped."""
+
+    async def run(self, inner: Solver, generate: Generate) -> TaskState:
+        """Run the agent, and judge the answer that it ends with."""
         before = len(transcript().events)
-        probe = self._reader.probe
-        capture = {
-            "layers": probe.layers, "site": probe.site, "positions": self._reader.positions
-        }  # fmt: skip
-        watch = _approver(judge, asked, stopped if self._stops else None, self._record(state))
+        policy = ApprovalPolicy(self._approver(), "*")
         try:
-            with lens_scope(capture=capture), approval([ApprovalPolicy(watch, "*")]):
-                state = await inner(state, generate)
+            with lens_scope(capture=self.judge.reader.capture), approval([policy]):
+                self.state = await inner(self.state, generate)
         except Exception:
             # Inspect ends a sample by an error of its own; ours is known by what was noted.
-            if not stopped:
+            if self.stopped is None:
                 raise
-        events = transcript().events[before:]
-        _require_seen(events, asked, str(state.model))
-        if stopped:
-            return withhold(state, self._replacement, message_id=stopped[0])
-        return await self._answer(state, asked)
-
-    def _record(self, state: TaskState) -> _Record:
-        return _Record(state, self._reader, self._threshold, stops=self._stops)
-
-    async def _answer(self, state: TaskState, asked: _Asked) -> TaskState:
-        """Judge the answer that the agent ended with, if it was no turn with tool calls."""
-        if not state.output.choices or state.output.message.id in asked.turns:
+        self._require_seen(transcript().events[before:])
+        state = self.state
+        if self.stopped is not None:
+            return withhold(state, self.gate.replacement, message_id=self.stopped)
+        if not state.output.choices or state.output.message.id in self.turns:
             return state
-        judge = TurnJudge(self._reader, self._threshold)
-        judged = await judge.judge(state.output.message, state.output)
-        self._record(state)(judged, turn=len(asked.turns))
-        if judged.is_above and self._stops:
-            return withhold(state, self._replacement)
-        return state
+        judged = await self.judge.judge(state.output.message, state.output)
+        decision = self._decide(judged)
+        is_stopped = decision.outcome == "stopped"
+        return withhold(state, self.gate.replacement) if is_stopped else state
 
-
-@dataclass
-class _Asked:
-    """What the gate was asked about in one run."""
-
-    turns: set[str] = field(default_factory=set)
-    """Ids of the messages."""
-    calls: set[str] = field(default_factory=set)
-    """Ids of their tool calls."""
-
-
-class _Record:
-    """Writes what was decided of a turn."""
-
-    def __init__(
-        self, state: TaskState, reader: ProbeReader, threshold: float, *, stops: bool
-    ) -> None:
-        self._state, self._reader, self._threshold, self._stops = state, reader, threshold, stops
-
-    def __call__(self, judged: Judged, turn: int) -> None:
-        outcome: Outcome = "passed"
-        if judged.value is None:
-            outcome = "unread"
-        elif judged.is_above:
-            outcome = "stopped" if self._stops else "flagged"
+    def _decide(self, judged: Judged) -> GateDecision:
         attempt = GateAttempt(
-            completion=judged.completion,
-            value=judged.value,
-            is_above=judged.is_above,
+            completion=judged.completion, value=judged.value, is_above=judged.is_above,
             tool_calls=judged.functions,
+        )  # fmt: skip
+        known = rates(self.judge.reader, self.judge.threshold, None, judged.n_tokens)
+        return self.gate.decide(self.state, [attempt], len(self.turns), **known)
+
+    def _approver(self) -> Approver:
+        """Judges turns, and then lets the approver decide that was there before."""
+        around = active_approver()
+
+        @approver(name="probe_gate")
+        def probe_gate() -> Approver:
+            async def approve(
+                message: str, call: ToolCall, view: ToolCallView, history: list[ChatMessage]
+            ) -> Approval:
+                refused = await self._judge(call, history)
+                if refused is not None:
+                    return refused
+                if around is not None:
+                    return await around(message, call, view, history)
+                return Approval(decision="approve")
+
+            return approve
+
+        return probe_gate()
+
+    async def _judge(self, call: ToolCall, history: list[ChatMessage]) -> Approval | None:
+        turn = turn_of(call, history)
+        judged = await self.judge.judge(turn)
+        self.calls |= judged.call_ids
+        if (key := turn.id or "") not in self.turns:
+            self._decide(judged)
+            self.turns.append(key)
+        if not judged.is_above or self.gate.action != "stop":
+            return None
+        self.stopped = self.stopped or key
+        reader, cut = self.judge.reader, self.judge.threshold
+        return Approval(
+            decision="terminate",
+            explanation=f"{reader.probe.name} scores {judged.value:.4g}, above {cut:.4g}; the "
+            "calls of this turn were not carried out. "
+            + promise(reader, cut, None, judged.n_tokens),
         )
-        decision = GateDecision(
-            probe=self._reader.probe.name,
-            action="stop" if self._stops else "flag",
-            threshold=self._threshold,
-            attempts=(attempt,),
-            chosen=0,
-            outcome=outcome,
-            turn=turn,
-            **rates(self._reader, self._threshold, None, judged.n_tokens),
-        )
-        record_decision(self._state, decision)
 
-
-def _approver(
-    judge: TurnJudge, asked: _Asked, stopped: list[str] | None, record: _Record
-) -> Approver:
-    """Judges turns, and then lets the approver decide that was there before."""
-    around = active_approver()
-
-    @approver(name="probe_gate")
-    def probe_gate() -> Approver:
-        async def approve(
-            message: str, call: ToolCall, view: ToolCallView, history: list[ChatMessage]
-        ) -> Approval:
-            turn = turn_of(call, history)
-            judged = await judge.judge(turn)
-            asked.calls |= judged.call_ids
-            if (key := turn.id or "") not in asked.turns:
-                asked.turns.add(key)
-                record(judged, turn=len(asked.turns) - 1)
-            if judged.is_above and stopped is not None:
-                stopped.append(key)
-                return Approval(
-                    decision="terminate",
-                    explanation=f"{judge.reader.probe.name} scores {judged.value:.4g}, above "
-                    f"{judge.threshold:.4g}; the calls of this turn were not carried out. "
-                    + promise(judge.reader, judge.threshold, None, judged.n_tokens),
-                )
-            if around is not None:
-                return await around(message, call, view, history)
-            return Approval(decision="approve")
-
-        return approve
-
-    return probe_gate()
-
-
-def _require_seen(events: Sequence[Event], asked: _Asked, model: str) -> None:
-    """Refuse a run in which tools ran that the gate was not asked about."""
-    shown = {e.id: e for e in events if isinstance(e, ToolEvent)}
-    turns = [
-        e for e in events if isinstance(e, ModelEvent) and e.model == model and e.output.choices
-    ]
-    for i, turn in enumerate(turns):
-        for call in turn.output.message.tool_calls or ():
-            tool = shown.get(call.id)
-            # Without an event an agent carried it out by itself, if it went on after it.
-            ran = tool.error is None if tool is not None else i + 1 < len(turns)
-            if ran and call.id not in asked.calls and call.parse_error is None:
-                raise CaptureError(
-                    f"probe_gate: the agent carried out a call of {call.function} that the gate "
-                    "was not asked about; allowed are agents that call tools through Inspect, "
-                    "without approval= of their own, which replaces the gate; give the policies "
-                    "to the task, and they apply behind the gate"
-                )
+    def _require_seen(self, events: Sequence[Event]) -> None:
+        """Refuse a run in which tools ran that the gate was not asked about."""
+        shown = {e.id: e for e in events if isinstance(e, ToolEvent)}
+        model = str(self.state.model)
+        turns = [
+            e for e in events if isinstance(e, ModelEvent) and e.model == model and e.output.choices
+        ]
+        for i, turn in enumerate(turns):
+            for call in turn.output.message.tool_calls or ():
+                tool = shown.get(call.id)
+                # Without an event an agent carried it out by itself, if it went on after it.
+                ran = tool.error is None if tool is not None else i + 1 < len(turns)
+                if ran and call.id not in self.calls and call.parse_error is None:
+                    raise CaptureError(
+                        f"probe_gate: the agent carried out a call of {call.function} that the "
+                        "gate was not asked about; allowed are agents that call tools through "
+                        "Inspect, without approval= of their own, which replaces the gate; give "
+                        "the policies to the task, and they apply behind the gate"
+                    )

@@ -15,6 +15,7 @@ from inspect_lens.model import lens_config, lens_scope
 from inspect_lens.model._request import LensLike, parse_capture, read_body, read_lens
 from inspect_lens.model._scope import require_lens
 from inspect_lens.model._scores import (
+    Asked,
     ProbeLike,
     ask_probes,
     including,
@@ -127,15 +128,28 @@ def with_lens(
     # Refuse what is wrong before any sample, and read a vector once.
     config = lens_config(steer=steer, edits=edits, base=GenerateConfig())
     request = read_body(config.extra_body).request
-    edited = None if request is None else request.edits
+    edited = () if request is None else request.edits
+    return _within("with_lens", inner, captured, edited, asked, read)
+
+
+def _within(
+    asker: str,
+    inner: Solver | Agent | None,
+    capture: CaptureSpec | None = None,
+    edits: Sequence[EditBase] = (),
+    probes: Asked | None = None,
+    lens: _LensAsked | None = None,
+) -> Solver:
+    """A solver in a scope; `asker` is what a user has called."""
     run = as_inner(inner)
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
-        require_lens("with_lens")
-        note_refused(asked)
+        require_lens(asker)
+        if probes is not None:
+            note_refused(probes)
         with lens_scope(
-            capture=captured, edits=edited or None, probes=asked.uses,
-            lens=None if read is None else await read.fields(state),
+            capture=capture, edits=edits or None, probes=probes.uses if probes else (),
+            lens=None if lens is None else await lens.fields(state),
         ):  # fmt: skip
             return await (generate(state) if run is None else run(state, generate))
 
@@ -231,8 +245,7 @@ def with_capture(
         "layers": layers, "positions": positions, "site": site, "reduce": reduce, "dtype": dtype,
         "phase": phase,
     }  # fmt: skip
-    made: Solver = with_lens(capture=capture, inner=inner)
-    return made
+    return _within("with_capture", inner, parse_capture(capture))
 
 
 @solver
@@ -284,8 +297,7 @@ def with_steering(
     """
     loaded = load_vector(vector)
     steer = loaded.to_steering(layers, scale, norm_match=norm_match, positions=positions)
-    made: Solver = with_lens(steer=steer, inner=inner)
-    return made
+    return _within("with_steering", inner, edits=(steer,))
 
 
 @solver
@@ -353,5 +365,4 @@ def ablate_direction(
         positions=parse_positions(positions, field="positions"),
         strength=strength,
     )
-    made: Solver = with_lens(edits=edit, inner=inner)
-    return made
+    return _within("ablate_direction", inner, edits=(edit,))

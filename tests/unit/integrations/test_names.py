@@ -69,7 +69,7 @@ def test_inspect_makes_them_by_name(kind: Any, name: str, params: dict[str, Any]
     assert registry_info(made).name.startswith("inspect_lens/")
 
 
-@pytest.mark.parametrize("name", ["probe_monitor", "probe_call_monitor", "oracle_monitor"])
+@pytest.mark.parametrize("name", ["probe_monitor", "oracle_monitor"])
 def test_sentinel_finds_the_monitors(name: str) -> None:
     factory = registry_lookup("monitor", f"inspect_lens/{name}")
     info = registry_info(factory)
@@ -80,10 +80,9 @@ def test_sentinel_finds_the_monitors(name: str) -> None:
 def test_control_arena_finds_the_monitors() -> None:
     from control_arena._control_agent import ControlAgent
 
-    from inspect_lens.agents.control import coup_probe_monitor_builder, probe_monitor_builder
+    from inspect_lens.agents.control import probe_monitor_builder
 
     assert ControlAgent.get("probe_monitor") is probe_monitor_builder
-    assert ControlAgent.get("coup_probe_monitor") is coup_probe_monitor_builder
     made = probe_monitor_builder(probe=PROBE, on_missing="skip")
     assert made.model_dump()["probe"] == PROBE
 

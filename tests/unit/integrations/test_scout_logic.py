@@ -10,11 +10,13 @@ from inspect_ai.event import Event, InfoEvent, ModelEvent, SpanBeginEvent
 from inspect_ai.model import GenerateConfig, get_model
 
 from inspect_lens.agents.scout import Turns, read_turns, reading_model, summarise
+from inspect_lens.errors import NotCapturedError
 from inspect_lens.model._host import PrerequisiteError
 from inspect_lens.reading import ProbeReader
 from inspect_lens.reading import read_turns as read_calls
 from tests.kit.mock_evals import call, planted_probe
 from tests.kit.repository import ROOT
+from tests.kit.scripted import calls
 
 READER = ProbeReader.of(ROOT / "probes/organism/deception-lr")
 
@@ -53,6 +55,25 @@ def test_nothing_read_is_no_value() -> None:
         summarise(Turns([], 2, 0), combine="max", reader=READER).explanation
     )
     assert summarise(Turns([], 0, 1), combine="max", reader=READER).value is None
+
+
+@pytest.mark.anyio
+async def test_tool_calls_that_captured_nothing_are_missing_and_not_empty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    again: Any = get_model("mockllm/model")
+    monkeypatch.setattr("inspect_lens.agents.scout.reading_model", lambda *_: again)
+    event = ModelEvent(
+        model="mockllm/model", input=[], tools=[], tool_choice="auto", config=GenerateConfig(),
+        output=calls(("send", {"text": "x"})),
+    )  # fmt: skip
+    strict = ProbeReader.of(planted_probe())
+    with pytest.raises(NotCapturedError, match="tool calls alone"):
+        await read_turns(strict, read_calls([event]), [event], model=None)
+    found = await read_turns(
+        ProbeReader.of(planted_probe(), on_missing="skip"), read_calls([event]), [event], model=None
+    )
+    assert (found.read, found.n_missing, found.n_without_tokens) == ([], 1, 0)
 
 
 @pytest.mark.anyio

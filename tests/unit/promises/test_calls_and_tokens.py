@@ -73,7 +73,7 @@ WITHOUT_ROLES = {
     "agents.petri.read_probe", "agents.petri.eval_awareness_approver",
     "agents.petri.lens_audit_solver",
     "agents.scout.audit_probe_scanner",  # the target of an audit, and nobody else
-    "solver.probe_gate", "solver.probe_resample",  # what they generate themselves
+    "solver.probe_gate",  # what it generates itself
 }  # fmt: skip
 ATTENTION = {"scorer.attention_tracker", "scorer.document_rank"}
 TEXT_ALONE = {
@@ -142,6 +142,39 @@ def test_what_is_shared_has_one_default_and_one_text(surface: str) -> None:
             assert parameter.default == defaults[name].default, name
             text = text_of(SURFACES[surface], name)
             assert any(text.startswith(known) for known in texts(name)), (name, text)
+
+
+WITHOUT = {
+    "pool": {
+        "scorer.probe_ensemble",  # of each card
+        "scorer.attention_tracker", "scorer.document_rank", "scorer.lens_rank",
+        "scorer.oracle_answer",  # no scores of tokens
+    },
+    "selection": {
+        "scorer.probe_ensemble", "scorer.attention_tracker", "scorer.document_rank",
+        "scorer.lens_rank", "scorer.oracle_answer",
+    },
+    "tokenizer": {"scorer.lens_rank", "scorer.oracle_answer"},  # nothing is told by texts
+    "threshold": {
+        "scorer.trait_projection", "scorer.document_rank", "scorer.lens_rank",
+        "scorer.oracle_answer",  # what they say has no threshold
+    },
+    "on_missing": {"agents.petri.eval_awareness_approver"},  # it generates what it reads
+    "over": {
+        "scorer.monitor_alarm",  # every turn
+        "scorer.document_rank", "scorer.oracle_answer",  # the one with documents, or the answer
+        "solver.probe_gate", "agents.probe_approver", "agents.control.probe_monitor_builder",
+        "agents.sentinel.probe_monitor", "agents.petri.read_probe",
+        "agents.petri.lens_audit_solver", "agents.petri.eval_awareness_approver",  # one turn
+    },
+}  # fmt: skip
+"""Where a parameter would say nothing."""
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT))
+def test_what_is_said_of_calls_can_be_said_everywhere(name: str) -> None:
+    lacking = {s for s, f in SURFACES.items() if name not in inspect.signature(f).parameters}
+    assert lacking == WITHOUT[name]
 
 
 def texts(name: str) -> set[str]:
@@ -272,6 +305,8 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
     gap = request.getfixturevalue("gap_log")
     with pytest.raises(ValueError, match="turn 0"):
         scored(gap, make(path, source="captured"))
+    with pytest.raises(ValueError, match=r"roles=\['tagret'\].*'target'"):
+        scored(gap, make(path, roles=["tagret"], on_missing="skip"))
     kept = scored(gap, make(path, on_missing="skip", source="captured"))
     assert auroc([0, 1, 0, 1], values_of(kept)) == 1.0
 
@@ -481,9 +516,23 @@ def messages(tmp_path: Path, make: Callable[..., Any], watch: Callable[..., Any]
     strict = make()
     with pytest.raises(AssertionError, match="no activations"):
         watching(tmp_path, lambda *a: watch(strict, *a))
+    # A role that no model has is an error; of a message that no call wrote `on_missing` decides.
+    for options in ({}, {"on_missing": "skip"}):
+        wrong = make(roles=["tagret"], **options)
+        with pytest.raises(AssertionError, match=r"(?s)tagret.*made no call.*target"):
+            watching(tmp_path, lambda *a: watch(wrong, *a))  # noqa: B023
+
+    async def unknown(monitor: Any, state: TaskState, output: ModelOutput) -> Any:
+        made = ModelOutput.from_content("mockllm/other", "written elsewhere")
+        return await watch(monitor, state, made)
+
+    with pytest.raises(AssertionError, match="no call of this sample wrote it"):
+        watching(tmp_path, lambda *a: unknown(only, *a))
+    skips = make(roles=["target"], on_missing="skip")
+    assert watching(tmp_path, lambda *a: unknown(skips, *a)) == [None] * 4
 
 
-@CALLS.on("agents.sentinel.probe_monitor", "agents.sentinel.probe_call_monitor")
+@CALLS.on("agents.sentinel.probe_monitor")
 def _(surface: str, request: pytest.FixtureRequest) -> None:
     from types import SimpleNamespace
 
@@ -496,13 +545,15 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
         seen = await monitor(None, step)
         return None if seen is None else seen.suspicion
 
-    make = getattr(sentinel, surface.rpartition(".")[2])
-    messages(
-        request.getfixturevalue("tmp_path"), lambda **o: make(path, source="captured", **o), watch
-    )
+    for what in ("turns", "calls"):
+        messages(
+            request.getfixturevalue("tmp_path"),
+            lambda **o: sentinel.probe_monitor(path, source="captured", watch=what, **o),  # noqa: B023
+            watch,
+        )
 
 
-@CALLS.on("agents.control.probe_monitor_builder", "agents.control.coup_probe_monitor_builder")
+@CALLS.on("agents.control.probe_monitor_builder")
 def _(surface: str, request: pytest.FixtureRequest) -> None:
     from inspect_lens.agents import control
 
@@ -515,10 +566,11 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
             return None
         return np.log(facts["suspicion_score"] / (1 - facts["suspicion_score"])) + 2.5
 
-    make = getattr(control, surface.rpartition(".")[2])
     messages(
         request.getfixturevalue("tmp_path"),
-        lambda **o: make(probe=path, source="captured", default_suspicion_score=-1.0, **o),
+        lambda **o: control.probe_monitor_builder(
+            probe=path, source="captured", default_suspicion_score=-1.0, **o
+        ),
         watch,
     )
 

@@ -67,11 +67,14 @@ def refused() -> Any:
     "inspect_lens.agents.petri:eval_awareness_approver",
     "inspect_lens.agents.petri:lens_audit_solver",
     "inspect_lens.agents.petri:read_probe",
+    "inspect_lens.agents.scout:audit_probe_scanner",
+    "inspect_lens.agents.scout:probe_scanner",
     "inspect_lens.reading:ProbeReader.of",
+    "inspect_lens.reading:lens_column",
     "inspect_lens.scorer:deception_probe",
     "inspect_lens.scorer:monitor_alarm",
+    "inspect_lens.scorer:probe_cascade",
     "inspect_lens.scorer:probe_score",
-    "inspect_lens.agents.sentinel:probe_call_monitor",
     "inspect_lens.agents.sentinel:probe_monitor",
     "inspect_lens.solver:probe_gate",
 )
@@ -84,6 +87,8 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
         make = getattr(make, part)
     if module.endswith("sentinel"):
         make = partial(make, unit="threshold")  # compares; the raw score is a number alone
+    if name == "probe_cascade":
+        make = partial(make, question="It is so.", band=(0.0, 1.0), unit="score")
     for statistic in (ANSWER, ALARM):
         only(statistic).save(folder / statistic.over)
     make(probe=str(folder / "answer"), threshold="fpr=0.01")

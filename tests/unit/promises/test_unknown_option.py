@@ -146,6 +146,10 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
     else:
         # An engine that nobody asked to be lensed starts, and says why it is not.
         assert hint in (refusal(SimpleNamespace()) or "")
+        started: list[str] = []
+        monkeypatch.setattr(plugin, "_install", lambda: started.append("wrapped"))
+        plugin.register()
+        assert started == ["wrapped"]
         monkeypatch.setenv("INSPECT_LENS_REQUIRED", "1")
         refused(plugin.register, names=hint)
     monkeypatch.delenv("INSPECT_LENS_CAPTUR")

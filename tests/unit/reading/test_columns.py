@@ -24,12 +24,16 @@ def test_values_and_counts_come_from_the_files(tmp_path: Path) -> None:
             *SampleSummary,
             lens_column(PROBE),
             lens_column(PROBE, "top", pool="max"),
+            lens_column(PROBE, "flagged", threshold="fpr=0.01"),
+            lens_column(PROBE, "above", pool="max", threshold=3.0),
             captured_calls_column(),
         ],
         quiet=True,
     )
     assert frame["axis"].tolist() == [2.5, 2.5]
     assert frame["top"].tolist() == [4.0, 4.0]
+    assert frame["flagged"].tolist() == [False, False]  # at its threshold, and not above it
+    assert frame["above"].tolist() == [True, True]
     assert frame["captured_calls"].tolist() == [1, 1]
     with pytest.raises(SpecError, match="allowed are last, all"):
         lens_column(PROBE, over="median")  # type: ignore[arg-type]

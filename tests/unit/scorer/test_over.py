@@ -162,6 +162,7 @@ def test_a_sample_that_was_ended_without_an_answer_stays_in_the_metrics(tmp_path
     # Where no call was made there is nothing to read.
     (none,) = scores(run([call([1.0])], probe_score(PROBE), folder=tmp_path, solver=turns(0)))
     assert none.reason == "no_tokens"
+    assert none.explanation == "No call of the model or the roles that are read."
 
 
 def metric(log: EvalLog, name: str) -> float:

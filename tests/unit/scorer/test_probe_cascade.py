@@ -76,6 +76,18 @@ def test_a_judge_without_a_number_leaves_the_sample_unscored(tmp_path: Path) -> 
     assert got[1].metadata["judged"] is True
 
 
+def test_the_threshold_of_the_probe_is_the_point_that_was_named(tmp_path: Path) -> None:
+    (held,) = PROBE.card.thresholds
+    lax = held.model_copy(update={"value": 0.25, "fpr": 0.05})
+    probe = planted_probe(calibration=platt(1.0), description="x", thresholds=(held, lax))
+    for point, value in ((None, 2.5), ("fpr=0.05", 0.25)):
+        cascade = probe_cascade(probe, threshold=point, judge=judge("0"))
+        got = scores(run(outputs(), cascade, folder=tmp_path))
+        assert {(s.metadata or {})["probe_threshold"] for s in got} == {value}
+    with pytest.raises(SpecError, match="name of an operating point"):
+        probe_cascade(probe, threshold=0.25)  # type: ignore[arg-type]
+
+
 def test_it_is_built_again_from_what_the_log_says(tmp_path: Path) -> None:
     path = str(PROBE.save(tmp_path / "p"))
     log = run(outputs(), probe_cascade(path, band=(0.0, 0.0)), folder=tmp_path)

@@ -225,6 +225,7 @@ def test_an_output_without_tokens_to_read_is_unscored_never_zero(tmp_path: Path)
     got = scores(log)[2]
     assert math.isnan(got.value)
     assert got.reason == "no_tokens"
+    assert "positions='completion' selects none" in (got.explanation or "")
     assert log.results is not None
     assert log.results.scores[0].unscored_samples == 1
 

@@ -23,7 +23,6 @@ from inspect_lens.scorer import monitor_alarm, probe_score
 from inspect_lens.solver import (
     contrastive_pairs,
     probe_gate,
-    probe_resample,
     steering_sweep,
     with_capture,
 )
@@ -130,7 +129,7 @@ def test_only_what_stands_is_carried_out(server: FakeLensServer, action: Any) ->
 
 def test_the_best_of_several_is_carried_out_alone(server: FakeLensServer) -> None:
     says(server, (LOUD, "bad"), (CALM, "good"), (LOUD, None), (CALM, None))
-    log = run(server, [use_tools(send()), probe_resample("tiny/p", n=2)], n=1)
+    log = run(server, [use_tools(send()), probe_gate("tiny/p", action="best", tries=1)], n=1)
     assert sent_by(log) == ["good"]
     assert [len(d.attempts) for d in decisions(log)] == [2, 2]
 

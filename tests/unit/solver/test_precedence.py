@@ -13,7 +13,6 @@ from inspect_lens.model import lens_config
 from inspect_lens.solver import (
     contrastive_pairs,
     probe_gate,
-    probe_resample,
     steering_sweep,
     with_lens,
     with_steering,
@@ -36,7 +35,7 @@ def test_solvers_that_capture_go_before_the_variable(
     monkeypatch.setenv("INSPECT_LENS_CAPTURE", "0")
     for layer, solves in (
         (LAYER, probe_gate("tiny/p", 1e6)),
-        (LAYER, probe_resample("tiny/p", 1, temperature=1.0)),
+        (LAYER, probe_gate("tiny/p", action="best", tries=1)),
         (LAYER, contrastive_pairs("be true", "lie", layers=[LAYER])),
         (LAYER, steering_sweep("tiny/v", [1], controls=(), capture=[LAYER])),
         (0, with_steering("tiny/v")),

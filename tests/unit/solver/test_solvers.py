@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from inspect_ai import Task, eval, score
+from inspect_ai._util.registry import registry_info
 from inspect_ai.agent import Agent, AgentState, agent
 from inspect_ai.dataset import Sample
 from inspect_ai.event import ModelEvent, SpanBeginEvent
@@ -32,10 +33,11 @@ from inspect_lens.scorer import (
     probe_score,
 )
 from inspect_lens.solver import (
+    ablate_direction,
     contrastive_pairs,
     probe_gate,
-    probe_resample,
     steering_sweep,
+    with_capture,
     with_steering,
 )
 from inspect_lens.spec import LensRequest
@@ -359,14 +361,30 @@ def test_gate_refuses_before_any_sample(arguments: dict[str, Any], message: str)
         probe_gate(**{"probe": "tiny/p", "threshold": 0.0, **arguments})
 
 
-def test_resample_lets_the_best_of_n_stand(server: FakeLensServer) -> None:
-    log = run(server, probe_resample("tiny/p", 3, temperature=1.0), n=1)
+@pytest.mark.parametrize(("prefer", "wanted"), [("low", min), ("high", max)])
+def test_the_best_of_several_stands(server: FakeLensServer, prefer: Any, wanted: Any) -> None:
+    gate = probe_gate("tiny/p", action="best", tries=2, prefer=prefer, temperature=1.0)
+    log = run(server, gate, n=1)
     (decision,) = decisions(log)
     assert len(decision.attempts) == len(server.requests) == 3
     values = [a.value for a in decision.attempts]
-    assert values[decision.chosen] == min(values)
-    with pytest.raises(SpecError, match="low"):
-        probe_resample("tiny/p", prefer="best")  # type: ignore[arg-type]
+    assert values[decision.chosen] == wanted(values)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: with_capture([1]),
+        lambda: with_steering("tiny/v"),
+        lambda: ablate_direction("tiny/v"),
+    ],
+)
+def test_a_model_without_a_lens_is_refused_by_the_solver_that_was_asked(make: Any) -> None:
+    task = Task(dataset=[Sample(input="x")], solver=make())
+    (log,) = eval(task, model="mockllm/model", display="none", log_format="json")
+    assert log.error is not None
+    name = registry_info(make()).name.removeprefix("inspect_lens/")
+    assert f"{name}: mockllm/model has no lens" in log.error.message
 
 
 def test_pairs_are_kept_with_their_activations(server: FakeLensServer) -> None:

@@ -25,7 +25,7 @@ from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import ProbeReader
 from inspect_lens.reading._samples import read_call
 from inspect_lens.reading._shared import shared_parameters
-from inspect_lens.reading._thresholds import acting_value, rates
+from inspect_lens.reading._thresholds import acting_value, verdict_facts
 from inspect_lens.spec import Positions
 
 __all__ = ["eval_awareness_approver"]
@@ -99,8 +99,7 @@ def eval_awareness_approver(
             return Approval(decision="approve", explanation="Nothing that the target reads.")
         target = get_model(model) if model is not None else get_model(role="target")
         under = lens_config(extra_body=target.config.extra_body)
-        capture = {"layers": list(reader.probe.layers), "site": reader.probe.site}
-        config = lens_config(base=under, capture=capture, steer=[], max_tokens=max_tokens)
+        config = lens_config(base=under, capture=reader.capture, steer=[], max_tokens=max_tokens)
         # An agent's span of its own, which the timelines of an audit leave out.
         async with span(name="eval_awareness", type="agent"):
             output = await target.generate(
@@ -110,9 +109,7 @@ def eval_awareness_approver(
         if reading is None:
             return Approval(decision="approve", explanation="The probe has no token to read.")
         # The auditor rewrites its message; how sure the probe is belongs into the log.
-        facts = {**reading.metadata(), "value": reading.value, "threshold": cut, "fpr": None}
-        facts.pop("recall", None)
-        metadata = {"eval_awareness": facts | rates(reader, cut, None, len(reading.rows.positions))}
+        metadata = {"eval_awareness": verdict_facts(reader, cut, reading)}
         if reading.value > cut:
             return Approval(
                 decision="reject",

@@ -14,6 +14,7 @@ from inspect_lens._named_vectors import NamedVector, as_steering
 from inspect_lens.agents._ask import oracle_capture
 from inspect_lens.model._host import PrerequisiteError, init_model_roles
 from inspect_lens.probe import AnyProbe, load_probe
+from inspect_lens.reading import OnMissing
 from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.spec import Positions
 
@@ -39,6 +40,7 @@ def lens_audit_solver(
     pool: str | None = None,
     selection: str | None = None,
     tokenizer: str | None = None,
+    on_missing: OnMissing = "error",
     judged: bool = False,
 ) -> Solver:
     """Run Petri's audit with an auditor that can read and steer the target's activations.
@@ -53,7 +55,6 @@ def lens_audit_solver(
             target then captures the layer that the oracle reads. None leaves the tool out.
         vectors: by name, as for `steer_target`; None leaves the tool out, and an empty mapping
             has those that a sample names under `lens_vectors`.
-        threshold: as for `read_probe`.
         target_tools: as for Petri's `audit`: `none` for a target that cannot call tools.
         max_turns: as for Petri's `audit`.
         compaction: as for Petri's `audit`.
@@ -91,7 +92,7 @@ def lens_audit_solver(
         as_steering(vector, 1.0)  # refuse a wrong name before any sample
     read = read_probe(
         probe, layer=layer, positions=positions, pool=pool, selection=selection,
-        check_model=check_model, tokenizer=tokenizer, threshold=threshold,
+        check_model=check_model, tokenizer=tokenizer, on_missing=on_missing, threshold=threshold,
     )  # fmt: skip
     tools = [read]
     if oracle is not None:

@@ -19,8 +19,9 @@ from inspect_lens.errors import LensError, SpecError
 from inspect_lens.model import activations_for
 from inspect_lens.model._request import role_advice
 from inspect_lens.probe import AnyProbe
-from inspect_lens.reading import ProbeReader, Reading, Source, read_message
+from inspect_lens.reading import OnMissing, ProbeReader, Reading, Source, read_message
 from inspect_lens.reading._shared import shared_parameters
+from inspect_lens.reading._thresholds import named_point
 from inspect_lens.spec import Add, Positions
 
 __all__ = [
@@ -90,6 +91,7 @@ def read_probe(
     source: Source = "auto",
     check_model: bool = True,
     tokenizer: str | None = None,
+    on_missing: OnMissing = "error",
     threshold: str | None = None,
 ) -> Tool:
     """Tool that tells a Petri auditor the probe score of a turn of the target.
@@ -97,7 +99,6 @@ def read_probe(
     Args:
         probe: name below `probes/`, path, `hf://` address, or a probe. By name, so that the log
             can say which.
-        threshold: as for `probe_score`.
 
     Returns:
         The tool. It reads what the target's turn captured; see `lens_target_agent`.
@@ -126,7 +127,8 @@ def read_probe(
     """
     reader = ProbeReader.of(
         probe, layer=layer, positions=positions, pool=pool, selection=selection, source=source,
-        check_model=check_model, tokenizer=tokenizer, threshold=threshold,
+        check_model=check_model, tokenizer=tokenizer, on_missing=on_missing,
+        threshold=named_point(threshold),
     )  # fmt: skip
 
     async def execute(message_id: str | None = None) -> str:
@@ -147,7 +149,7 @@ def read_probe(
         except LensError as error:
             raise ToolError(str(error)) from error
         if reading is None:
-            return f"The reply has no token that {reader.probe.name} reads."
+            return f"Nothing of the reply can be read by {reader.probe.name}."
         meaning = reader.probe.card.description
         return "\n".join(filter(None, (reading.explain(), meaning, _highest(reading))))
 
