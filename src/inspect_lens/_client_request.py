@@ -13,6 +13,7 @@ from .errors import LensError, SpecError, UnsupportedError
 from .spec import (
     LENS_KEYS,
     NATIVE_KEY,
+    STEER_KEY,
     Add,
     CaptureSpec,
     Edit,
@@ -65,7 +66,7 @@ def request_of(
         layers = capture_layers
         args["output_residual_stream"] = layers if isinstance(layers, bool) else list(layers)
     if steering_vectors is not None:
-        args["apply_steering_vectors"] = list(steering_vectors)
+        args[STEER_KEY] = list(steering_vectors)
     if transport is not None:
         args["activations_transport"] = transport
     request = parse_extra_args(args)

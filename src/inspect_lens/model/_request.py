@@ -21,8 +21,10 @@ from inspect_lens._settings import Settings, is_set, text, variable
 from inspect_lens.errors import ArtifactError, LensError, SpecError
 from inspect_lens.lens import Lens, load_lens
 from inspect_lens.spec import (
+    CAPTURE_KEY,
     LENS_KEYS,
     NATIVE_KEY,
+    STEER_KEY,
     TENSOR_REFERENCE,
     Add,
     CaptureSpec,
@@ -127,10 +129,6 @@ def resolve_references(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [resolve_references(item) for item in value]
     return value
-
-
-CAPTURE_KEY = "output_residual_stream"
-STEER_KEY = "apply_steering_vectors"
 
 
 class Settled(dict[str, Any]):
@@ -560,7 +558,7 @@ def _vectors(steer: Any) -> tuple[EditBase, ...]:
         steering_vector(v) if isinstance(v, Vector | str | Path) else resolve_references(v)
         for v in vectors
     ]
-    request = parse_extra_args({"apply_steering_vectors": resolved})
+    request = parse_extra_args({STEER_KEY: resolved})
     return request.edits if request else ()
 
 

@@ -75,6 +75,8 @@ def complete_arguments(doc: str, names: Sequence[str]) -> str:
             own[found[2]] = []
         own[list(own)[-1]].append(lines[stop])
         stop += 1
+    if unknown := set(own) - set(names):
+        raise TypeError(f"Args documents {sorted(unknown)}, and there is no such parameter")
     made: list[str] = []
     for name in names:
         made += own.get(name) or _entry(name, indent)

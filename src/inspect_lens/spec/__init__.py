@@ -1,7 +1,7 @@
 """The types of requests and answers: captures, edits, probes and receipts.
 
-The Inspect process and the vLLM processes share them. What a file lists in its `__all__` is public
-here.
+The Inspect process and the vLLM processes share them. A file's `__all__` is what it gives to other
+folders; of these names users have all but `_SHARED`. Read `_request.py` first.
 """
 
 import types as _types
@@ -27,19 +27,19 @@ from ._vllm_lens import *
 
 _SHARED = frozenset(
     {
+        "BodyParts",
+        "CAPTURE_KEY",
         "Chosen",
         "PatternBudget",
+        "STEER_KEY",
         "TensorLimits",
         "check_counts",
         "check_edits",
         "check_engine_lens",
-        "check_engine_pool",
-        "check_function_name",
         "check_hooks",
         "check_lens",
         "check_name",
         "check_probe",
-        "check_qk",
         "check_request",
         "check_size",
         "chosen_numbers",
@@ -49,7 +49,6 @@ _SHARED = frozenset(
         "encode_saved",
         "explain",
         "forget_parsed",
-        "freeze_tensor",
         "in_phase",
         "in_site_order",
         "is_mask",

@@ -18,6 +18,7 @@ from ._engine import (
     Site,
     SiteWidth,
     TapPoint,
+    full_table,
     rows_for,
     tap_order,
     tap_point,
@@ -45,7 +46,6 @@ __all__ = [
     "check_hooks",
     "check_lens",
     "check_probe",
-    "check_qk",
     "check_request",
 ]
 
@@ -68,7 +68,7 @@ def check_edits(edits: Sequence[EditBase], facts: EngineFacts) -> int:
             at_tap.update(tap_point(edit.site, layer) for layer in edit.layers)
             rows += len(edit.layers) * rows_for(width, facts.hidden)
         if edit.when is not None:
-            check_writable(edit.when.site, f"{field}.when.site")
+            check_wide(edit.when.site, f"{field}.when.site")
             check_layers((edit.when.layer,), edit.when.site, facts, f"{field}.when.layer")
             gate, at = tap_point(edit.when.site, edit.when.layer), min(edit.layers)
             is_late = tap_order(gate) > tap_order(tap_point(edit.site, at))
@@ -160,7 +160,7 @@ def check_shares(program: Sequence[Instruction], width: SiteWidth, field: str) -
             )
 
 
-def check_writable(site: Site, field: str) -> None:
+def check_wide(site: Site, field: str) -> None:
     """Refuse a site for what is as wide as the stream: probes and gates."""
     if not SITE_TABLE[site].is_wide:
         others = ", ".join(name for name, info in SITE_TABLE.items() if info.is_wide)
@@ -314,10 +314,7 @@ def check_request(
         )
     rows = check_edits(request.edits, facts)
     if rows > facts.bank_rows:
-        raise UnsupportedError(
-            f"edits: {rows} vectors and the steering table has {facts.bank_rows} rows; edit fewer "
-            "positions or layers, or raise INSPECT_LENS_BANK_BYTES"
-        )
+        raise UnsupportedError(f"edits: {full_table(rows, facts.bank_rows)}")
 
 
 def _captured(request: LensRequest, facts: EngineFacts) -> set[TapPoint]:
@@ -341,7 +338,7 @@ def _captured(request: LensRequest, facts: EngineFacts) -> set[TapPoint]:
 
 def check_probe(probe: EngineProbe, facts: EngineFacts, field: str = "probe") -> None:
     """Check a probe against the engine that will run it."""
-    check_writable(probe.site, f"{field}.site")
+    check_wide(probe.site, f"{field}.site")
     check_layers(probe.layers, probe.site, facts, f"{field}.layers")
     if probe.hidden != facts.hidden:
         raise SpecError(

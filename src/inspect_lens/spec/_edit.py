@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 
 import numpy as np
@@ -24,6 +25,7 @@ from pydantic import (
 from ._engine import RESID_POST, SITE_TABLE, Site, limits_of
 from ._instruction import (
     CHOICES,
+    MOST_INSTRUCTIONS,
     N_REGISTERS,
     NEXT_TOKEN,
     SAME_TOKEN,
@@ -36,7 +38,15 @@ from ._instruction import (
     sampled_match,
 )
 from ._positions import Phase, Positions, is_mask, parse_positions
-from ._tensor import TensorData, WireModel, as_tensor_data, encode_tensor, freeze_tensor, is_wire
+from ._tensor import (
+    JudgeShape,
+    TensorData,
+    WireModel,
+    as_tensor_data,
+    encode_tensor,
+    freeze_tensor,
+    is_wire,
+)
 from ._values import TENSORS, Flag, Integer, Number, integers, shown
 
 __all__ = [
@@ -378,8 +388,10 @@ class EditBase(WireModel):
         is_part = any(values.get(name) is not None for name in CHOICES)
 
         def read(name: str) -> TensorData:
-            judge = None
-            if limits is not None and name not in cls.number_fields:
+            judge: JudgeShape | None = None
+            if limits is not None and name in cls.number_fields:
+                judge = partial(limits.judge_numbers, most=MOST_INSTRUCTIONS)
+            elif limits is not None:
                 judge = limits.edit_judge(values.get("site"), is_part=is_part)
             return freeze_tensor(as_tensor_data(values[name], field=name, judge=judge))
 

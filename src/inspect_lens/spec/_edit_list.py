@@ -26,7 +26,7 @@ from ._edits import Add
 from ._engine import TensorLimits, limits_of
 from ._positions import Phase, Positions, TokenMatch, check_patterns, parse_positions
 from ._tensor import WireModel
-from ._values import Flag, Number, check_name, explain, shown
+from ._values import PEER_NAMES, STEER_KEY, Flag, Number, check_name, explain, shown
 
 __all__ = [
     "Edit",
@@ -74,10 +74,21 @@ def parse_edits(
 def _parse(item: object, field: str, limits: TensorLimits | None) -> EditBase:
     if isinstance(item, EditBase):
         return item
-    op = item.get("op") if isinstance(item, Mapping) else None
+    if not isinstance(item, Mapping):
+        raise SpecError(f"{field}={shown(item)}; it has to be an edit, or its JSON form with op")
+    op = item.get("op")
     kind = EDITS.get(op) if isinstance(op, str) else None
     if kind is None:
-        raise SpecError(f"{field}.op={shown(op)}; allowed are {', '.join(sorted(EDITS))}")
+        asked = f"{field}.op={shown(op)}"
+        if "op" not in item:
+            asked = f"{field} has no op, which says what it does"
+            if PEER_NAMES & set(item):
+                asked = (
+                    f"{field} has no op, and is spelled as vllm-lens spells a vector; that belongs "
+                    f'under {STEER_KEY!r}, and here it is {{"op": "add", "vector": …, '
+                    '"layers": …, "positions": …}'
+                )
+        raise SpecError(f"{asked}; allowed are {', '.join(sorted(EDITS))}")
     try:
         return kind.model_validate(item, context=None if limits is None else limits.context)
     except ValidationError as error:

@@ -97,6 +97,9 @@ class Add(EditBase):
     def check_strength(self, dtype: str, field: str) -> None:
         """Refuse a vector that would overflow the stream.
 
+        Each vector is judged alone. Where several at one place are too long together, nothing is
+        written there, and the request fails when that is found.
+
         Args:
             dtype: of the stream, such as `bfloat16`.
             field: path of the edit in the request, for the message.

@@ -180,8 +180,6 @@ class EngineFacts:
     `max_step_tokens`, so that it cannot be."""
     ring_row_bytes: int = 0
     """Bytes of INSPECT_LENS_RING_BYTES that a row of the capture buffer takes; 0: not known."""
-    max_positions: int = 0
-    """Tokens that a request can have, prompt and completion; 0: not known."""
     is_speculative: bool = False
     """Whether a step may feed draft tokens that are rejected afterwards."""
     allows_code: bool = False
@@ -277,10 +275,7 @@ class TensorLimits:
     def _count(self, rows: int) -> None:
         self._n_asked += rows
         if self._n_asked > self._rows:
-            raise UnsupportedError(
-                f"{self._n_asked} vectors and the steering table has {self._rows} rows; steer "
-                "fewer positions or layers, or raise INSPECT_LENS_BANK_BYTES"
-            )
+            raise full_table(self._n_asked, self._rows)
 
     def judge_edit(
         self, shape: tuple[int, ...], itemsize: int, *, site: object = None, is_part: bool = False
@@ -295,6 +290,11 @@ class TensorLimits:
                 f"width {found} in shape {shape}; {site} of {self._model} is {width} wide"
             )
         self._count(math.prod(shape[:-1]) * -(-width // self._hidden))
+
+    def judge_numbers(self, shape: tuple[int, ...], itemsize: int, *, most: int) -> None:
+        """Judge the declared shape of a tensor of an edit that has a number for each direction."""
+        if (n := math.prod(shape)) > most * self._n_layers:
+            raise SpecError(f"shape {shape} has {n} numbers; {most} at most for each layer")
 
     def edit_judge(self, site: object, *, is_part: bool) -> JudgeShape:
         """What judges the tensors of an edit; see `judge_edit`."""
@@ -333,6 +333,14 @@ class TensorLimits:
                 f"width {shape[-1] if shape else 0} in shape {shape}; the residual stream of "
                 f"{self._model} is {self._hidden} wide"
             )
+
+
+def full_table(n: int, rows: int) -> UnsupportedError:
+    """What is said where edits need more vectors than the steering table holds."""
+    return UnsupportedError(
+        f"{n} vectors and the steering table has {rows} rows; edit fewer positions or layers, or "
+        "raise INSPECT_LENS_BANK_BYTES"
+    )
 
 
 def limits_of(info: ValidationInfo) -> TensorLimits | None:

@@ -40,7 +40,6 @@ __all__ = [
     "Pool",
     "ProbeReceipt",
     "ProbeUse",
-    "check_engine_pool",
     "parse_pool",
 ]
 

@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from inspect_lens.errors import SpecError
+from inspect_lens.errors import SpecError, did_you_mean
 
 from ._capture import CaptureSpec, QKSpec, SinkUse
 from ._edit import EditBase
@@ -30,9 +30,11 @@ from ._positions import TokenMatch, check_patterns
 from ._probe import EngineProbe, ProbeUse
 from ._tensor import WireModel
 from ._values import (
+    FIELDS_INSTEAD,
     LENS_KEYS,
     NATIVE_KEY,
     PLACES,
+    STEER_KEY,
     VLLM_KEYS,
     Flag,
     check_counts,
@@ -42,7 +44,7 @@ from ._values import (
     refuse_own_word,
     shown,
 )
-from ._vllm_lens import STEER_KEY, from_vllm_lens, is_plain, load_json, to_vllm_lens, vector_form
+from ._vllm_lens import from_vllm_lens, is_plain, load_json, to_vllm_lens, vector_form
 
 __all__ = [
     "BodyParts",
@@ -252,6 +254,19 @@ class LensRequest(WireModel):
 
     skip_reading_prefix_cache: Flag | None = None
     """Recompute the whole prompt. None means: where captured prompt tokens need it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            for key in value:
+                if key not in cls.model_fields:
+                    instead = FIELDS_INSTEAD.get(key)
+                    way = did_you_mean(str(key)[:64], cls.model_fields)
+                    if instead is not None:
+                        way = f"{instead!r} says the same here"
+                    raise ValueError(f"{shown(key)} is no field of a request; {way}")
+        return value
 
     @field_validator("edits_named", "probes", mode="before")
     @classmethod

@@ -35,7 +35,6 @@ __all__ = [
     "encode_frame",
     "encode_saved",
     "encode_tensor",
-    "freeze_tensor",
 ]
 
 

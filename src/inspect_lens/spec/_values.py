@@ -21,13 +21,14 @@ from pydantic import BeforeValidator, StrictBool, StrictFloat, ValidationError
 from inspect_lens.errors import LensError, SpecError
 
 __all__ = [
+    "CAPTURE_KEY",
     "ENVELOPE_KEY",
     "LENS_KEYS",
     "NATIVE_KEY",
     "OWN_WORDS",
     "PLACES",
+    "STEER_KEY",
     "check_counts",
-    "check_function_name",
     "check_name",
     "check_size",
     "explain",
@@ -236,10 +237,12 @@ NATIVE_KEY = "inspect_lens"
 """Key of `extra_args` that takes a whole `LensRequest`."""
 ENVELOPE_KEY = "_inspect_lens"
 """Where the front-end puts what the worker reads; users may not set it."""
+CAPTURE_KEY = "output_residual_stream"
+STEER_KEY = "apply_steering_vectors"
 LENS_KEYS = (
     NATIVE_KEY,
-    "output_residual_stream",
-    "apply_steering_vectors",
+    CAPTURE_KEY,
+    STEER_KEY,
     "skip_reading_prefix_cache",
     "activations_transport",
     "apply_hooks",
@@ -262,6 +265,16 @@ OWN_WORDS = {name: f'put it into {{"{NATIVE_KEY}": {{"{name}": ...}}}}' for name
     "extra_body": "it is an argument of clients, which send its content at the top of the body",
 }
 """Words that are no keys of a request, and what to use instead."""
+
+FIELDS_INSTEAD = {
+    CAPTURE_KEY: "capture", "capture_layers": "capture", "activations_transport": "capture",
+    STEER_KEY: "edits", "steer": "edits", "steering_vectors": "edits", "vectors": "edits",
+    "steer_named": "edits_named", "capture_qk": "qk", "output_qk": "qk", "apply_hooks": "hooks",
+}  # fmt: skip
+"""Words that are no fields of a `LensRequest`, and the field that says the same."""
+
+PEER_NAMES = frozenset({"activations", "layer_indices", "position_indices"})
+"""Fields by which vllm-lens spells a vector."""
 
 _LONGEST = 64
 

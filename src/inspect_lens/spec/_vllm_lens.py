@@ -21,7 +21,7 @@ from ._engine import RESID_POST, Site, TensorLimits
 from ._hook import parse_hooks
 from ._positions import Phase, is_mask
 from ._tensor import as_tensor_data, encode_tensor
-from ._values import LENS_KEYS, check_counts, explain, integers, shown
+from ._values import LENS_KEYS, PEER_NAMES, STEER_KEY, check_counts, explain, integers, shown
 
 if TYPE_CHECKING:
     from ._request import LensRequest
@@ -31,7 +31,6 @@ __all__ = [
 ]
 
 
-STEER_KEY = "apply_steering_vectors"
 _NAMES = {"activations": "vector", "layer_indices": "layers", "position_indices": "positions"}
 
 
@@ -110,12 +109,18 @@ class SteeringVector:
 
 def _spelled(value: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a vector of vllm-lens, by the names that `Add` has."""
-    if "op" in value or "activations" not in value:
+    if "op" in value or not set(value) & PEER_NAMES:
         return dict(value)
     if mixed := sorted(set(value) & set(_NAMES.values())):
         raise SpecError(
-            f"{', '.join(mixed)} beside activations; give the names of vllm-lens "
-            f"({', '.join(_NAMES)}) or those of Add ({', '.join(_NAMES.values())}), not both"
+            f"{', '.join(mixed)} beside {', '.join(sorted(set(value) & PEER_NAMES))}; give the "
+            f"names of vllm-lens ({', '.join(_NAMES)}) or those of Add "
+            f"({', '.join(_NAMES.values())}), not both"
+        )
+    if missing := [name for name in ("activations", "layer_indices") if name not in value]:
+        raise SpecError(
+            f"{missing[0]} is missing; a vector has activations, which are (layers, hidden), and "
+            "layer_indices, which name the layer of each row"
         )
     fields = {_NAMES.get(key, key): item for key, item in value.items()}
     if fields.get("positions") is None:

@@ -8,6 +8,7 @@ from inspect_ai.analysis import SampleSummary, samples_df
 from inspect_lens.errors import SpecError
 from inspect_lens.model import activations_df
 from inspect_lens.reading import captured_calls_column, lens_column
+from inspect_lens.reading._shared import complete_arguments
 from inspect_lens.scorer import probe_score
 from tests.kit.mock_evals import call, planted_probe, run
 
@@ -60,3 +61,9 @@ def test_a_path_a_folder_and_several_logs_list_the_same_calls(tmp_path: Path) ->
         frame = activations_df(logs)  # type: ignore[arg-type]
         assert frame["sha256"].tolist() == activations_df(log)["sha256"].tolist()
     assert activations_df([]).columns.tolist()[:4] == ["log", "sample_id", "epoch", "message_id"]
+
+
+def test_what_a_docstring_tells_of_no_parameter_is_an_error() -> None:
+    doc = "Do.\n\n    Args:\n        layers: which.\n    "
+    with pytest.raises(TypeError, match=r"Args documents \['layers'\]"):
+        complete_arguments(doc, ["layer"])

@@ -162,7 +162,9 @@ def test_rows_of_their_own_for_each_layer_and_position() -> None:
     ("asked", "says"),
     [
         ({"op": "abl", "layers": [1]}, "allowed are ablate, add"),
-        ({"layers": [1]}, "op=None"),
+        ({"layers": [1]}, "has no op, which says what it does; allowed are ablate"),
+        ({"activations": [[1.0]], "layer_indices": [1]}, "belongs under 'apply_steering_vectors'"),
+        ("ablate", "its JSON form with op"),
         ({"op": "ablate", "layers": [1], "direction": [0.0, 0.0]}, "is zero"),
         ({"op": "ablate", "layers": [1], "direction": [math.nan, 1.0]}, "finite"),
         ({"op": "ablate", "layers": [], "direction": [1.0]}, "at least one layer"),

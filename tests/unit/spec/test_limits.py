@@ -82,6 +82,15 @@ def test_a_declared_shape_is_judged_before_anything_is_unpacked(
         assert seconds < 0.5
 
 
+@pytest.mark.parametrize("field", ["value", "bias", "threshold"])
+def test_a_tensor_of_numbers_is_judged_before_it_is_unpacked(field: str) -> None:
+    rows = {"encoder": zeros(1, 256), "decoder": zeros(1, 256), "value": [0.0], "layers": [1]}
+    asked = {"inspect_lens": {"edits": [{"op": "latents", **rows, field: zeros(1, 1 << 22)}]}}
+    _, peak, message = peak_of(asked, TensorLimits(**LIMITS))  # type: ignore[arg-type]
+    assert "has 4194304 numbers; 64 at most for each layer" in message
+    assert peak < 1 << 20
+
+
 def test_vectors_of_one_request_are_counted_together() -> None:
     vector = {"activations": zeros(1, 900, 256), "layer_indices": [0]}
     body = {"apply_steering_vectors": [vector, vector]}

@@ -184,7 +184,6 @@ def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
         ring_row_bytes=row_bytes,
         bank_rows=max(1, min(_MAX_BANK_ROWS, settings.bank_bytes // (hidden * 4))),
         vllm_version=vllm_version(),
-        max_positions=int(model.max_model_len),
         is_speculative=vllm_config.speculative_config is not None,
         allows_code=settings.allow_code,
         has_latent_attention=bool(getattr(model, "use_mla", False)),
