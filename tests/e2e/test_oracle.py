@@ -32,13 +32,8 @@ from torch.func import functional_call
 from evals.organism_deception.dataset import organism_dataset
 from inspect_lens import SteeringVector
 from inspect_lens.model import activations, lens_config
-from inspect_lens.oracle import (
-    ask_oracle,
-    find_placeholders,
-    injection,
-    load_oracle,
-    oracle_message,
-)
+from inspect_lens.oracle import ask_oracle, load_oracle
+from inspect_lens.oracle._send import find_placeholders, injection, oracle_message
 from inspect_lens.probe import clopper_pearson
 from inspect_lens.scorer import oracle_answer, oracle_contrast
 from inspect_lens.solver import (

@@ -27,7 +27,7 @@ from inspect_lens.reading import (
 from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.spec import Positions
 
-from ._ask import Ask, choose_said
+from ._ask import Ask, choose_ask
 from ._extras import require
 
 require("inspect_sentinel", room="inspect_lens.agents.sentinel", extra="sentinel")
@@ -180,7 +180,7 @@ def oracle_monitor(
             f"suspicious={suspicious!r} is no regular expression ({error}); give one that finds "
             "the answers to flag, such as '^yes'"
         ) from None
-    ask_about = choose_said(ask, oracle, layers=layers)
+    ask_about = choose_ask(ask, oracle, layers=layers)
 
     async def oracle_step(context: Context, step: AfterGenerate) -> Observation | None:
         if not step.output.choices:

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
 
 import anyio.to_thread
-import numpy as np
 from inspect_ai.model import (
     ChatMessage,
     Model,
     ModelOutput,
     get_model,
 )
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, model_serializer
 
 from inspect_lens._base.concurrency import together
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import Activations, activations_for
 from inspect_lens.model._request import role_advice
+from inspect_lens.reading import Source
 from inspect_lens.reading._rows import has_nothing_to_read
+from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.spec import Positions
 
 from ._load import Oracle, load_oracle
@@ -31,19 +30,18 @@ from ._send import (
     CONTROLS,
     Control,
     answer_prompt,
+    arms,
+    draw_of,
     oracle_message,
     parse_controls,
     placeholder_norms,
-    random_rows,
     render_prompt,
     server_of,
-    shuffled_rows,
 )
 from ._shown import (
     InputKind,
     LayerChoice,
     Shown,
-    Source,
     choose_layers,
     find_activations,
     n_layers_of,
@@ -153,11 +151,6 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def words(values: Mapping[str, str]) -> str:
-    """Controls in one line, for an explanation."""
-    return "; ".join(f"{name.replace('_', ' ')}: {value!r}" for name, value in values.items())
-
-
 class OraclePlan(NamedTuple):
     """Checked settings for asking an oracle."""
 
@@ -175,20 +168,7 @@ class OraclePlan(NamedTuple):
     async def ask(
         self, about: Activations | ModelOutput | ChatMessage, model: Model | None = None
     ) -> list[OracleAnswer]:
-        """Ask as planned.
-
-        Args:
-            about: as for `ask_oracle`.
-            model: as for `ask_oracle`.
-
-        Returns:
-            As for `ask_oracle`.
-
-        Raises:
-            ArtifactError: the activations or the tokenizer do not fit.
-            UnsupportedError: the model's provider cannot steer.
-            CaptureError: the server did not do what it was asked.
-        """
+        """Ask about a generation as planned."""
         return await _carry_out(
             self, about, server_of(model or get_model(), "an activation oracle")
         )
@@ -208,38 +188,7 @@ def plan_asking(
     source: str = "auto",
     served_as: str | None = None,
 ) -> OraclePlan:
-    """Check the arguments of `ask_oracle` before a model runs.
-
-    Args:
-        questions: as for `ask_oracle`.
-        oracle: as for `ask_oracle`.
-        layers: as for `ask_oracle`.
-        inputs: as for `ask_oracle`.
-        positions: as for `ask_oracle`.
-        last: as for `ask_oracle`.
-        controls: as for `ask_oracle`.
-        seed: as for `ask_oracle`.
-        max_tokens: as for `ask_oracle`.
-        source: as for `ask_oracle`.
-        served_as: as for `load_oracle`.
-
-    Returns:
-        The plan.
-
-    Raises:
-        SpecError: an argument is wrong.
-        ArtifactError: no such oracle, or its files are wrong.
-
-    Example:
-        ```python
-        from inspect_lens.oracle import plan_asking
-
-        plan = plan_asking("Is the speaker lying?", "organism", layers=4, controls=["text_only"])
-        assert plan.controls == ("text_only",)
-        assert plan.oracle.name == "organism"
-        # answers = await plan.ask(output, model=model)
-        ```
-    """
+    """Check the arguments of `ask_oracle` before a model runs."""
     loaded = load_oracle(oracle, served_as=served_as)
     asked = (questions,) if isinstance(questions, str) else tuple(questions)
     if not asked:
@@ -253,21 +202,13 @@ def plan_asking(
         raise SpecError(f"source={source!r}; allowed are {', '.join(get_args(Source))}")
     if max_tokens < 1:
         raise SpecError(f"max_tokens={max_tokens!r}; at least one token is needed to answer")
-    named = controls if isinstance(controls, bool | str) else list(controls)
     return OraclePlan(
-        loaded,
-        asked,
-        layers,
-        kind,
-        read,
-        cut,
-        parse_controls(named),
-        seed,
-        max_tokens,
+        loaded, asked, layers, kind, read, cut, parse_controls(controls), seed, max_tokens,
         cast("Source", source),
-    )
+    )  # fmt: skip
 
 
+@shared_parameters
 async def ask_oracle(
     about: Activations | ModelOutput | ChatMessage,
     questions: str | Sequence[str],
@@ -294,15 +235,7 @@ async def ask_oracle(
         questions: one question, or several about the same activations.
         oracle: name, path, or an `Oracle`.
         model: a `vllm-lens/` model; the active one by default.
-        layers: a layer, a share of the depth, a set of layers; the oracle's middle set by default.
-        inputs: `segment` shows the chosen tokens together, `tokens` each of them alone,
-            `full_seq` every token of prompt and completion.
         positions: tokens to choose from; the completion by default.
-        last: only so many of them, from the end; None for all.
-        controls: true for `text_only`, `shuffled` and `random`, or some of these by name.
-        seed: of the controls.
-        max_tokens: longest answer.
-        source: `captured` activations, `recompute` from the token ids, or `auto`.
 
     Returns:
         An answer for each question (for `tokens`, for each question and token); none where the
@@ -361,9 +294,7 @@ async def _carry_out(
             inputs=plan.inputs, positions=plan.positions, last=plan.last,
         )
     )  # fmt: skip
-    ids = np.asarray((*handle.prompt_token_ids, *handle.token_ids), dtype=np.int64)
-    # Draws differ between generations, and are the same whenever one is asked about again.
-    draw = (plan.seed, zlib.crc32(ids.tobytes()))
+    draw = draw_of(plan.seed, handle)
     # The first answer loads the adapter and fills the cache of prompts for the others.
     pairs = [(question, rows) for question in plan.questions for rows in shown]
     first = [await _answer(plan, target, *pair, draw, origin) for pair in pairs[:1]]
@@ -376,20 +307,14 @@ async def _answer(
 ) -> OracleAnswer:
     config = plan.oracle.config
     prompt = await render_prompt(plan.oracle, model, question, shown)
-    arms: dict[Control | None, NDArray[np.float32] | None] = {None: shown.rows}
-    for control in plan.controls:
-        if control == "text_only":
-            arms[control] = None
-        else:
-            make = shuffled_rows if control == "shuffled" else random_rows
-            arms[control] = make(shown.rows, seed=draw)
+    shows = arms(plan.controls, shown.rows, draw)
     outputs = await together(
         *(
             answer_prompt(plan.oracle, model, prompt, rows, max_tokens=plan.max_tokens)
-            for rows in arms.values()
+            for rows in shows.values()
         )
     )
-    said = dict(zip(arms, (o.completion.strip() for o in outputs), strict=True))
+    said = dict(zip(shows, (o.completion.strip() for o in outputs), strict=True))
     norms = await placeholder_norms(plan.oracle, model, prompt)
     facts: dict[str, Any] = {
         "oracle": plan.oracle.name,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Final, NamedTuple, cast, get_args
@@ -16,7 +15,9 @@ from inspect_lens._base.concurrency import together
 from inspect_lens.errors import SpecError
 from inspect_lens.model import Activations, activations
 from inspect_lens.model._scope import instrument_message
+from inspect_lens.reading import Source
 from inspect_lens.reading._rows import has_nothing_to_read
+from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.spec import LensRequest, Positions, Replace
 
 from ._ask import OracleAnswer
@@ -24,15 +25,15 @@ from ._send import (
     Control,
     Prompt,
     answer_edited,
+    arms,
+    draw_of,
     find_placeholders,
     parse_controls,
     placeholder_id,
-    random_rows,
     server_of,
-    shuffled_rows,
     tokenize_chat,
 )
-from ._shown import Shown, Source, find_activations, parse_inputs, select_rows
+from ._shown import Shown, find_activations, parse_inputs, select_rows
 
 __all__ = ["EXPLAIN", "ExplainPlan", "explain_rows", "plan_explaining"]
 
@@ -61,20 +62,7 @@ class ExplainPlan(NamedTuple):
     async def ask(
         self, about: Activations | ModelOutput, model: Model | None = None
     ) -> list[OracleAnswer]:
-        """Ask as planned.
-
-        Args:
-            about: the generation whose rows are explained: its output, or its activations.
-            model: a `vllm-lens/` model; the active one by default.
-
-        Returns:
-            As for `explain_rows`.
-
-        Raises:
-            ArtifactError: the activations, the placeholder or the prompt do not fit.
-            UnsupportedError: the model's provider cannot edit.
-            CaptureError: the server did not do what it was asked.
-        """
+        """Explain rows of a generation as planned."""
         return await _explain(self, about, server_of(model or get_model(), "self-explanation"))
 
 
@@ -93,38 +81,7 @@ def plan_explaining(
     max_tokens: int = 30,
     source: str = "auto",
 ) -> ExplainPlan:
-    """Check the arguments of `explain_rows` before a model runs.
-
-    Args:
-        prompt: as for `explain_rows`.
-        start: as for `explain_rows`.
-        placeholder: as for `explain_rows`.
-        repeat: as for `explain_rows`.
-        layers: as for `explain_rows`.
-        into: as for `explain_rows`.
-        positions: as for `explain_rows`.
-        last: as for `explain_rows`.
-        controls: as for `explain_rows`.
-        seed: as for `explain_rows`.
-        max_tokens: as for `explain_rows`.
-        source: as for `explain_rows`.
-
-    Returns:
-        The plan.
-
-    Raises:
-        SpecError: an argument is wrong.
-
-    Example:
-        ```python
-        from inspect_lens.oracle import plan_explaining
-
-        plan = plan_explaining("Repeat the word{}.", layers=4, into=1, repeat=3)
-        assert plan.layers == (4,)
-        assert plan.into == 1
-        # answers = await plan.ask(output, model=model)
-        ```
-    """
+    """Check the arguments of `explain_rows` before a model runs."""
     if prompt.count("{}") != 1:
         raise SpecError(
             f"prompt={prompt!r}; write {{}} once, where the placeholders of the rows go"
@@ -145,13 +102,13 @@ def plan_explaining(
     if source not in get_args(Source):
         raise SpecError(f"source={source!r}; allowed are {', '.join(get_args(Source))}")
     _, read, cut = parse_inputs("tokens", positions, last)
-    named = controls if isinstance(controls, bool | str) else list(controls)
     return ExplainPlan(
-        prompt, start, placeholder, repeat, chosen, into, read, cut, parse_controls(named), seed,
+        prompt, start, placeholder, repeat, chosen, into, read, cut, parse_controls(controls), seed,
         max_tokens, cast("Source", source),
     )  # fmt: skip
 
 
+@shared_parameters
 async def explain_rows(
     about: Activations | ModelOutput,
     prompt: str = EXPLAIN,
@@ -180,17 +137,8 @@ async def explain_rows(
         about: the generation: its output, or its activations.
         prompt: the user's message, with `{}` where the placeholders go.
         model: a `vllm-lens/` model; the active one by default.
-        start: how the answer begins, such as `Sure, it means`; the model goes on from there.
-        placeholder: a text of one token.
-        repeat: placeholders that get the same row.
         layers: whose rows are explained; by default the middle one of those captured.
-        into: layer at whose output the row is put in; the row's own layer by default.
         positions: tokens to choose from; the completion by default.
-        last: only so many of them, from the end; None for all.
-        controls: true for `text_only`, `shuffled` and `random`, or some of these by name.
-        seed: of the controls.
-        max_tokens: longest explanation.
-        source: `captured` activations, `recompute` from the token ids, or `auto`.
 
     Returns:
         An explanation for each layer and token, with its controls; none where the generation has
@@ -243,8 +191,7 @@ async def _explain(
     layers = _layers(plan, handle)
     prompt, messages = await _render(plan, model)
     shown = await anyio.to_thread.run_sync(partial(_select, plan, handle, layers))
-    ids = np.asarray((*handle.prompt_token_ids, *handle.token_ids), dtype=np.int64)
-    draw = (plan.seed, zlib.crc32(ids.tobytes()))
+    draw = draw_of(plan.seed, handle)
     # What it says without a row is the same for all of them.
     plain = None
     if "text_only" in plan.controls:
@@ -265,24 +212,16 @@ async def _one(
     origin: str,
 ) -> OracleAnswer:
     into = shown.layers[0] if plan.into is None else plan.into
-    arms: dict[str, NDArray[np.float32]] = {"": shown.rows}
-    for name, make in (("shuffled", shuffled_rows), ("random", random_rows)):
-        if name in plan.controls:
-            arms[name] = make(shown.rows, seed=draw)
-    said = dict(
-        zip(
-            arms,
-            await together(
-                *(_answer(plan, model, messages, prompt, row, into) for row in arms.values())
-            ),
-            strict=True,
-        )
+    shows = arms([name for name in plan.controls if name != "text_only"], shown.rows, draw)
+    texts = await together(
+        *(_answer(plan, model, messages, prompt, row, into) for row in shows.values())
     )
+    said = dict(zip(shows, texts, strict=True))
     if plain is not None:
         said["text_only"] = plain
     return OracleAnswer(
         question=plan.prompt,
-        answer=said[""],
+        answer=said[None],
         controls={name: said[name] for name in plan.controls},
         layers=shown.layers,
         inputs="tokens",

@@ -127,26 +127,7 @@ class OracleConfig(BaseModel):
 
 
 def read_config(folder: str | Path) -> OracleConfig:
-    """Read and check the `ao_config.json` of an oracle; missing fields raise an error.
-
-    Args:
-        folder: of the adapter, or the file itself.
-
-    Returns:
-        The format.
-
-    Raises:
-        ArtifactError: the file is missing, is not JSON, lacks a field, or a field is wrong.
-
-    Example:
-        ```python
-        from inspect_lens.oracle import read_config
-
-        config = read_config("oracles/organism")
-        assert config.hook_onto_layer == 1
-        assert config.prefix((4,), 2).splitlines() == ["Layer: 4", " ? ? "]
-        ```
-    """
+    """Read and check the `ao_config.json` of an oracle; missing fields raise an error."""
     path = Path(folder)
     path = path if path.name == CONFIG_FILE else path / CONFIG_FILE
     try:

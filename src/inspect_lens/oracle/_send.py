@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar, get_args
@@ -11,7 +12,7 @@ from inspect_ai.model import ChatMessage, GenerateConfig, Model, ModelOutput
 from numpy.typing import NDArray
 
 from inspect_lens.errors import ArtifactError, CaptureError, SpecError, UnsupportedError
-from inspect_lens.model import lens_config, recapture, receipt
+from inspect_lens.model import Activations, lens_config, recapture, receipt
 from inspect_lens.model._scope import instrument_message, outside_scopes
 from inspect_lens.spec import Add, LensRequest, to_extra_args
 
@@ -24,6 +25,8 @@ __all__ = [
     "Prompt",
     "answer_edited",
     "answer_prompt",
+    "arms",
+    "draw_of",
     "find_placeholders",
     "injection",
     "oracle_message",
@@ -46,34 +49,7 @@ CONTROLS: Final[tuple[Control, ...]] = get_args(Control)
 
 
 def injection(config: OracleConfig, rows: NDArray[np.float32], positions: tuple[int, ...]) -> Add:
-    """Make the edits that add rows at placeholders: `h + coefficient * ||h|| * v / ||v||`.
-
-    Only the prompt is touched: positions are those of placeholders, which are in it.
-
-    Args:
-        config: format of the oracle.
-        rows: (rows, hidden) float32, one for each placeholder in order; none of them zero.
-        positions: of the placeholders.
-
-    Returns:
-        One vector at the output of block `hook_onto_layer`.
-
-    Raises:
-        SpecError: rows and positions do not fit, or a row is zero or not finite.
-
-    Example:
-        ```python
-        import numpy as np
-
-        from inspect_lens.oracle import injection, read_config
-
-        rows = np.random.default_rng(0).standard_normal((3, 256)).astype(np.float32)
-        vector = injection(read_config("oracles/organism"), rows, (2, 3, 4))
-        assert vector.norm_match
-        assert vector.layers == (1,)
-        assert vector.positions == (2, 3, 4)
-        ```
-    """
+    """Make the edits that add rows at placeholders: `h + coefficient * ||h|| * v / ||v||`."""
     if rows.ndim != 2 or rows.shape[0] != len(positions):
         raise SpecError(
             f"oracle: rows have shape {rows.shape} for {len(positions)} placeholders; needed is "
@@ -93,52 +69,14 @@ def injection(config: OracleConfig, rows: NDArray[np.float32], positions: tuple[
 
 
 def shuffled_rows(rows: NDArray[np.float32], *, seed: int | tuple[int, ...]) -> NDArray[np.float32]:
-    """Permute the dimensions of all rows in the same way, as a control.
-
-    Norms, the values in each row and all angles between rows stay; what is lost is which
-    direction of the stream a value belongs to, and so all that the model wrote there. It needs
-    no other sample, so a log can be scored again one sample at a time.
-
-    Args:
-        rows: (rows, hidden).
-        seed: of the permutation.
-
-    Example:
-        ```python
-        import numpy as np
-
-        from inspect_lens.oracle import shuffled_rows
-
-        rows = np.random.default_rng(0).standard_normal((3, 256)).astype(np.float32)
-        control = shuffled_rows(rows, seed=1)
-        assert np.allclose(
-            control @ control.T, rows @ rows.T, rtol=1e-4
-        )  # all norms and angles stay
-        ```
-    """
+    """Permute the dimensions of all rows in the same way, as a control."""
     order = np.random.default_rng(seed).permutation(rows.shape[-1])
     made: NDArray[np.float32] = np.ascontiguousarray(rows[..., order])
     return made
 
 
 def random_rows(rows: NDArray[np.float32], *, seed: int | tuple[int, ...]) -> NDArray[np.float32]:
-    """Draw Gaussian rows with the norms of the given rows, as a control.
-
-    Args:
-        rows: (rows, hidden).
-        seed: of the draw.
-
-    Example:
-        ```python
-        import numpy as np
-
-        from inspect_lens.oracle import random_rows
-
-        rows = np.random.default_rng(0).standard_normal((3, 256)).astype(np.float32)
-        control = random_rows(rows, seed=1)
-        assert np.allclose(np.linalg.norm(control, axis=1), np.linalg.norm(rows, axis=1), rtol=1e-4)
-        ```
-    """
+    """Draw Gaussian rows with the norms of the given rows, as a control."""
     drawn = np.random.default_rng(seed).standard_normal(rows.shape)
     norms = np.linalg.norm(rows.astype(np.float64), axis=-1, keepdims=True)
     scaled = drawn / np.linalg.norm(drawn, axis=-1, keepdims=True) * norms
@@ -146,7 +84,28 @@ def random_rows(rows: NDArray[np.float32], *, seed: int | tuple[int, ...]) -> ND
     return made
 
 
-def parse_controls(controls: bool | str | list[str] | tuple[str, ...]) -> tuple[Control, ...]:
+def draw_of(seed: int, handle: Activations) -> tuple[int, ...]:
+    """Seed of the controls: it differs between generations, and stays for each of them."""
+    ids = np.asarray((*handle.prompt_token_ids, *handle.token_ids), dtype=np.int64)
+    return seed, zlib.crc32(ids.tobytes())
+
+
+def arms(
+    controls: Sequence[Control], rows: NDArray[np.float32], draw: tuple[int, ...]
+) -> dict[Control | None, NDArray[np.float32] | None]:
+    """What is put in for the question itself, under None, and for each of its controls."""
+    made: dict[Control | None, NDArray[np.float32] | None] = {None: rows}
+    for control in controls:
+        if control == "text_only":
+            made[control] = None
+        else:
+            made[control] = (shuffled_rows if control == "shuffled" else random_rows)(
+                rows, seed=draw
+            )
+    return made
+
+
+def parse_controls(controls: bool | str | Sequence[str]) -> tuple[Control, ...]:
     """Read controls as a user writes them: true for all, false for none, or names."""
     if isinstance(controls, bool):
         return CONTROLS if controls else ()
@@ -162,29 +121,7 @@ def parse_controls(controls: bool | str | list[str] | tuple[str, ...]) -> tuple[
 def oracle_message(
     config: OracleConfig, question: str, *, layers: tuple[int, ...], count: int
 ) -> str:
-    r"""The user message of the published format, `"Layer: 18\n ? ? ? \nIs it a lie?"`.
-
-    Args:
-        config: format of the oracle.
-        question: what is asked.
-        layers: whose activations are shown.
-        count: vectors per layer; positive.
-
-    Returns:
-        The text; with several layers there is a block of placeholders for each.
-
-    Raises:
-        SpecError: there is no vector or no question, or the question has the placeholder in it.
-
-    Example:
-        ```python
-        from inspect_lens.oracle import oracle_message, read_config
-
-        config = read_config("oracles/organism")
-        text = oracle_message(config, "Is it a lie?", layers=(4,), count=3)
-        assert text.splitlines() == ["Layer: 4", " ? ? ? ", "Is it a lie?"]
-        ```
-    """
+    r"""The user message of the published format, `"Layer: 18\n ? ? ? \nIs it a lie?"`."""
     if count < 1 or not layers:
         raise SpecError(f"oracle: {count} vectors of layers {list(layers)}; at least one is needed")
     if not question.strip():
@@ -210,29 +147,7 @@ def placeholder_id(token_ids: Sequence[int], placeholder: str) -> int:
 def find_placeholders(
     prompt_token_ids: Sequence[int], placeholder: int, *, n_layers: int, count: int
 ) -> tuple[int, ...]:
-    """Find the placeholders in the tokens of a rendered prompt.
-
-    Args:
-        prompt_token_ids: of the whole prompt, chat template included.
-        placeholder: their token.
-        n_layers: blocks of placeholders.
-        count: placeholders in each block.
-
-    Returns:
-        Their positions, ascending: block by block.
-
-    Raises:
-        ArtifactError: there are more or fewer than were written, or those of a block are not
-            consecutive; the tokenizer merges them with their neighbours.
-
-    Example:
-        ```python
-        from inspect_lens.oracle import find_placeholders
-
-        prompt = [1, 52, 9, 9, 9, 13, 77, 2]  # 9 is the placeholder
-        assert find_placeholders(prompt, 9, n_layers=1, count=3) == (2, 3, 4)
-        ```
-    """
+    """Find the placeholders in the tokens of a rendered prompt."""
     found = [i for i, token in enumerate(prompt_token_ids) if token == placeholder]
     wanted = n_layers * count
     if len(found) != wanted:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import anyio.to_thread
 import numpy as np
 from inspect_ai.model import Model, ModelOutput, get_model
 from numpy.typing import NDArray
 
-from inspect_lens import model as model_room
 from inspect_lens.errors import ArtifactError, NotCapturedError, SpecError, UnsupportedError
-from inspect_lens.model import Activations, activations, receipt
+from inspect_lens.model import Activations, activations, recapture, receipt
 from inspect_lens.model._request import capture_advice
 from inspect_lens.spec import (
     REDUCTIONS,
@@ -29,13 +28,13 @@ from ._given import is_withheld
 __all__ = [
     "Rows",
     "Source",
-    "call_adapter",
     "captured_rows",
     "has_nothing_to_read",
     "pick_rows",
     "read_rows",
     "read_token_ids",
     "select_positions",
+    "take_captured",
     "was_steered",
 ]
 
@@ -44,6 +43,8 @@ Source = Literal["auto", "captured", "recompute"]
 
 `captured`: of the generation, what probes in the engine said, else captured rows; `recompute`:
 from the token ids; `auto`: the first, else the second."""
+Origin = Literal["rows", "recomputed"]
+Taken = TypeVar("Taken")
 
 
 class Rows(NamedTuple):
@@ -54,7 +55,7 @@ class Rows(NamedTuple):
     layers: tuple[int, ...]
     positions: range | tuple[int, ...]
     """Absolute positions over prompt and completion, in the order of the tokens."""
-    source: Literal["rows", "recomputed"]
+    source: Origin
     """`rows` are those of the generation."""
     n_prompt: int = 0
     """Prompt tokens of the call."""
@@ -79,41 +80,76 @@ async def read_rows(
     """
     if isinstance(output, ModelOutput) and has_nothing_to_read(output):
         return None
+    ids = read_token_ids(output)
+    if ids is not None and select_positions(positions, len(ids[0]), len(ids[1])) is None:
+        return None  # before anything is fed again
+
+    def take(handle: Activations, origin: Origin) -> Rows | None:
+        wanted = select_positions(positions, handle.n_prompt, handle.n_completion)
+        return None if wanted is None else pick_rows(handle, layers, site, wanted, origin)
+
+    return await take_captured(output, take, layers=layers, source=source, site=site, model=model)
+
+
+async def take_captured(
+    output: ModelOutput | Activations,
+    take: Callable[[Activations, Origin], Taken],
+    *,
+    layers: tuple[int, ...],
+    source: Source,
+    site: Site = RESID_POST,
+    model: Model | None = None,
+    reader: str = "probe",
+) -> Taken:
+    """What `take` makes of the activations of a call, captured or of its tokens fed again.
+
+    It runs in a thread, and raises ArtifactError where it misses something in what was captured.
+    """
     handle = activations(output)
     problem = "this output has no activations"
     if handle is not None and source != "recompute":
-        wanted = select_positions(positions, handle.n_prompt, handle.n_completion)
-        if wanted is None:
-            return None
         try:
-            return await anyio.to_thread.run_sync(pick_rows, handle, layers, site, wanted, "rows")
+            return await anyio.to_thread.run_sync(take, handle, "rows")
         except ArtifactError as error:
             problem = str(error)
+
+    def advice(problem: str, otherwise: str) -> str:
+        return (
+            f"activations: {problem}; the {reader} needs layers {list(layers)} of every token it "
+            f"reads; {capture_advice(layers)}" + (f"; {otherwise}" if otherwise else "")
+        )
+
     if source == "captured":
         raise NotCapturedError(
-            _advice(
+            advice(
                 problem,
-                layers,
                 "to recompute on the model, use source='auto', or `inspect score` with "
                 "-S source=auto",
             )
         )
-    prompt, completion = _token_ids(output, problem, layers)
-    if source == "auto" and was_steered(output, handle):
+    ids = read_token_ids(output)
+    if ids is None:
         raise NotCapturedError(
-            _advice(
-                f"{problem}, and the generation was steered, which recomputing would not repeat",
-                layers,
-                "use source='recompute' to score the text on the plain model",
+            advice(
+                f"{problem}, and no token ids to recompute them from",
+                "text alone does not say which tokens the model saw",
             )
         )
-    wanted = select_positions(positions, len(prompt), len(completion))
-    if wanted is None:
-        return None
-    replayed = await _recapture(
-        model or get_model(), prompt, completion, layers, site, call_adapter(output), problem
-    )
-    return await anyio.to_thread.run_sync(pick_rows, replayed, layers, site, wanted, "recomputed")
+    if source == "auto" and was_steered(output, handle):
+        raise NotCapturedError(
+            advice(
+                f"{problem}, and the generation was steered, which recomputing would not repeat",
+                "use source='recompute' to read the text on the plain model",
+            )
+        )
+    try:
+        replayed = await recapture(
+            model or get_model(), prompt_token_ids=ids[0], token_ids=ids[1], layers=layers,
+            site=site, adapter=_adapter(output),
+        )  # fmt: skip
+    except UnsupportedError as error:
+        raise UnsupportedError(advice(f"{problem}; {error}", "")) from None
+    return await anyio.to_thread.run_sync(take, replayed, "recomputed")
 
 
 def captured_rows(
@@ -145,7 +181,7 @@ def pick_rows(
     layers: tuple[int, ...],
     site: Site = RESID_POST,
     wanted: range | tuple[int, ...] | None = None,
-    source: Literal["rows", "recomputed"] = "rows",
+    source: Origin = "rows",
 ) -> Rows:
     """Take rows out of what a call captured, by absolute position."""
     name = result_name(site)
@@ -204,21 +240,6 @@ def has_nothing_to_read(output: ModelOutput) -> bool:
     return activations(output) is None and read_token_ids(output) is None
 
 
-def _token_ids(
-    output: ModelOutput | Activations, problem: str, layers: tuple[int, ...]
-) -> tuple[Sequence[int], Sequence[int]]:
-    found = read_token_ids(output)
-    if found is None:
-        raise NotCapturedError(
-            _advice(
-                f"{problem}, and no token ids to recompute them from",
-                layers,
-                "text alone does not say which tokens the model saw",
-            )
-        )
-    return found
-
-
 def was_steered(output: ModelOutput | Activations, handle: Activations | None) -> bool:
     """Whether recomputing would not repeat the call."""
     if handle is not None:
@@ -227,34 +248,8 @@ def was_steered(output: ModelOutput | Activations, handle: Activations | None) -
     return done is not None and done.steer is not None
 
 
-def call_adapter(output: ModelOutput | Activations) -> Mapping[str, Any] | None:
+def _adapter(output: ModelOutput | Activations) -> Mapping[str, Any] | None:
     """The adapter that a call asked for itself: what it wrote has to be read with it too."""
     facts = output.metadata or {} if isinstance(output, ModelOutput) else output.origin
     found = facts.get("lora_request")
     return found if isinstance(found, Mapping) else None
-
-
-async def _recapture(
-    model: Model,
-    prompt_token_ids: Sequence[int],
-    token_ids: Sequence[int],
-    layers: tuple[int, ...],
-    site: Site,
-    adapter: Mapping[str, Any] | None,
-    problem: str,
-) -> Activations:
-    """Recompute, saying also why that was needed where it cannot be done."""
-    try:
-        return await model_room.recapture(
-            model, prompt_token_ids=prompt_token_ids, token_ids=token_ids, layers=layers, site=site,
-            adapter=adapter,
-        )  # fmt: skip
-    except UnsupportedError as error:
-        raise UnsupportedError(_advice(f"{problem}; {error}", layers, "")) from None
-
-
-def _advice(problem: str, layers: tuple[int, ...], otherwise: str) -> str:
-    return (
-        f"activations: {problem}; the probe needs layers {list(layers)} of every token it reads; "
-        f"{capture_advice(layers)}" + (f"; {otherwise}" if otherwise else "")
-    )

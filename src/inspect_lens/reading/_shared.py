@@ -45,8 +45,23 @@ SHARED: Final[Mapping[str, str]] = {
     "combine": "`max` or `mean` of the calls is the value.",
     "inner": "what to run, such as `react()`; `generate()` by default. It reaches all calls of the "
     "model under evaluation; scorers and other models are left alone.",
+    "oracle": "name below `oracles/`, path, `hf://owner/repository`, or an `Oracle`.",
+    "layers": "a layer, a share of the depth, or a set of layers; the oracle's middle one by "
+    "default.",
+    "inputs": "`segment` shows the chosen tokens together, `tokens` each of them alone, `full_seq` "
+    "every token of prompt and completion.",
+    "last": "only so many of them, from the end; None for all.",
+    "controls": "true for `text_only`, `shuffled` and `random`, false for none, or some by name.",
+    "seed": "of the controls.",
+    "max_tokens": "longest answer.",
+    "served_as": "name under which the server has the adapter already.",
+    "start": "how the answer begins, such as `Sure, it means`; the model goes on from there.",
+    "placeholder": "a text of one token.",
+    "repeat": "placeholders that get the same row.",
+    "into": "layer at whose output the row is put in; the row's own layer by default.",
 }
-"""Text by parameter. Where a surface says something else, its own docstring has it."""
+"""Text by parameter, the last ones of what is asked in words. Where a surface says something else,
+its own docstring has it."""
 
 _WIDTH: Final = 100
 _ARGUMENT: Final = re.compile(r"( *)\*{0,2}(\w+): ")

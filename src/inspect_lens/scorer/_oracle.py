@@ -28,7 +28,8 @@ from inspect_ai.scorer import (
 from inspect_ai.solver import TaskState
 
 from inspect_lens.errors import ArtifactError, SpecError
-from inspect_lens.oracle import CONTROLS, OracleAnswer, OraclePlan, plan_asking
+from inspect_lens.oracle import CONTROLS, OracleAnswer
+from inspect_lens.oracle._ask import OraclePlan, plan_asking
 from inspect_lens.probe import clopper_pearson
 from inspect_lens.reading import CallSelection, OnMissing, Turn, read_calls
 from inspect_lens.reading._given import is_withheld
@@ -145,22 +146,13 @@ def oracle_answer(
 
     Args:
         question: what is asked.
-        oracle: name below `oracles/`, path, or `hf://owner/repository`.
         label: key of the sample metadata with the right answer: text, or the number of the right
             choice, where false is the first of two. Without it the target is right.
         choices: answers among which is chosen, such as `["No", "Yes"]`.
         match: `choice` with choices and `exact` without them by default; `model` asks a grader.
         grader: model that grades; the model of the role `grader` by default.
-        layers: a layer, a share of the depth, or a set of layers; the oracle's middle one by
-            default.
         inputs: `segment` or `full_seq`; `tokens` with a single token.
         positions: tokens to show; those of the completion by default.
-        last: only so many of them, from the end; null for all.
-        controls: true for all three, false for none, or names.
-        seed: of the controls.
-        max_tokens: longest answer of the oracle.
-        source: `captured`, `recompute` or `auto`.
-        served_as: name under which the server has the adapter already.
 
     Returns:
         The scorer. A sample without a token to show is unscored, as one whose answer

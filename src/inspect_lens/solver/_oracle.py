@@ -7,7 +7,10 @@ from typing import Any
 from inspect_ai.log import transcript
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
-from inspect_lens.oracle import EXPLAIN, answer_table, plan_asking, plan_explaining
+from inspect_lens.oracle import EXPLAIN, OracleAnswer, answer_table
+from inspect_lens.oracle._ask import plan_asking
+from inspect_lens.oracle._explain import plan_explaining
+from inspect_lens.reading._shared import shared_parameters
 
 __all__ = [
     "activation_oracle",
@@ -16,6 +19,7 @@ __all__ = [
 
 
 @solver
+@shared_parameters
 def activation_oracle(
     question: str | list[str],
     oracle: str = "organism",
@@ -36,17 +40,7 @@ def activation_oracle(
 
     Args:
         question: one question, or several about the same answer.
-        oracle: name below `oracles/`, path, or `hf://owner/repository`.
-        layers: a layer, a share of the depth, or a set of layers; the oracle's middle one by
-            default.
-        inputs: `segment`, `tokens` or `full_seq`.
         positions: tokens to show; those of the completion by default.
-        last: only so many of them, from the end; null for all.
-        controls: true for all three, false for none, or names.
-        seed: of the controls.
-        max_tokens: longest answer of the oracle.
-        source: `captured`, `recompute` or `auto`.
-        served_as: name under which the server has the adapter already.
         key: where the answers go, as a list of plain data, in `state.metadata` and the store.
 
     Returns:
@@ -87,18 +81,23 @@ def activation_oracle(
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         answers = await plan.ask(state.output)
-        plain: list[dict[str, Any]] = [answer.model_dump() for answer in answers]
-        state.metadata[key] = plain
-        state.store.set(key, plain)
-        if len(plan.questions) > 1:
-            table = answer_table(answers) if answers else "No token to show the oracle."
-            transcript().info(table, source="inspect_lens")
-        return state
+        return _keep(state, answers, key, table=len(plan.questions) > 1)
 
     return solve
 
 
+def _keep(state: TaskState, answers: list[OracleAnswer], key: str, *, table: bool) -> TaskState:
+    plain: list[dict[str, Any]] = [answer.model_dump() for answer in answers]
+    state.metadata[key] = plain
+    state.store.set(key, plain)
+    if table:
+        said = answer_table(answers) if answers else "The answer has no token to ask about."
+        transcript().info(said, source="inspect_lens")
+    return state
+
+
 @solver
+@shared_parameters
 def self_explain(
     prompt: str = EXPLAIN,
     start: str = "",
@@ -121,17 +120,8 @@ def self_explain(
 
     Args:
         prompt: the user's message, with `{}` where the placeholders go.
-        start: how the answer begins; the model goes on from there.
-        placeholder: a text of one token.
-        repeat: placeholders that get the same row.
         layers: whose rows are explained; by default the middle one of those captured.
-        into: layer at whose output the row is put in; the row's own layer by default.
         positions: tokens to explain; those of the completion by default.
-        last: only so many of them, from the end; null for all.
-        controls: true for all three, false for none, or names.
-        seed: of the controls.
-        max_tokens: longest explanation.
-        source: `captured`, `recompute` or `auto`.
         key: where explanations go, as a list of plain data, in `state.metadata` and the store.
 
     Returns:
@@ -168,12 +158,6 @@ def self_explain(
     )  # fmt: skip
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
-        answers = await plan.ask(state.output)
-        plain: list[dict[str, Any]] = [answer.model_dump() for answer in answers]
-        state.metadata[key] = plain
-        state.store.set(key, plain)
-        table = answer_table(answers) if answers else "No row to explain."
-        transcript().info(table, source="inspect_lens")
-        return state
+        return _keep(state, await plan.ask(state.output), key, table=True)
 
     return solve

@@ -116,21 +116,18 @@ def test_tools_describe_themselves_to_the_auditor() -> None:
 
 
 def test_an_oracle_is_asked_through_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def ask_oracle(
-        about: Any, question: str, oracle: str, *, model: Any, layers: int
-    ) -> list[Any]:
-        return [
-            SimpleNamespace(answer=f"{oracle}: {about} at {layers}", controls={"random": "nothing"})
-        ]
+    def plan_asking(question: str, oracle: str, *, layers: int) -> Any:
+        async def ask(about: Any, model: Any) -> list[Any]:
+            answer = f"{oracle}: {about} at {layers}, {question}"
+            return [SimpleNamespace(answer=answer, controls={"random": "nothing"})]
 
-    room = SimpleNamespace(
-        load_oracle=lambda name: f"loaded {name}", ask_oracle=ask_oracle,
-        plan_asking=lambda *_, **__: None,
-    )  # fmt: skip
-    monkeypatch.setitem(sys.modules, "inspect_lens.oracle", room)
+        return SimpleNamespace(oracle=f"loaded {oracle}", ask=ask)
+
+    monkeypatch.setattr("inspect_lens.agents._ask.plan_asking", plan_asking)
     monkeypatch.setattr("inspect_lens.agents._ask.get_model", lambda **_: None)
-    said = anyio.run(choose_ask(None, "name", layers=4), "acts", "why?")
-    assert said.startswith("loaded name: acts at 4\n")
+    acts: Any = "acts"
+    said = anyio.run(choose_ask(None, "name", layers=4), acts, "why?").text()
+    assert said.startswith("loaded name: acts at 4, why?\n")
     assert "random: 'nothing'" in said
 
 
@@ -138,7 +135,6 @@ def test_exactly_one_of_oracle_and_function() -> None:
     async def ask(acts: Any, question: str) -> str:
         return ""
 
-    assert choose_ask(ask, None) is ask
     for given in ((None, None), (ask, "name")):
         with pytest.raises(SpecError, match="give one of them"):
             choose_ask(*given)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -30,13 +29,11 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the oracle answers; a test puts it there."""
     answers: list[Any] = []
 
-    async def ask_oracle(*_: Any, **__: Any) -> list[Any]:
+    async def ask(*_: Any) -> list[Any]:
         return answers
 
-    room = SimpleNamespace(
-        load_oracle=lambda name: name, ask_oracle=ask_oracle, plan_asking=lambda *_, **__: None
-    )
-    monkeypatch.setitem(sys.modules, "inspect_lens.oracle", room)
+    plan = SimpleNamespace(oracle="tiny", ask=ask)
+    monkeypatch.setattr("inspect_lens.agents._ask.plan_asking", lambda *_, **__: plan)
     monkeypatch.setattr("inspect_lens.agents._ask.get_model", lambda **_: None)
     return answers
 

@@ -13,7 +13,9 @@ from inspect_ai.model import ChatMessageUser, Model, ModelOutput
 
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import activations, lens_config
-from inspect_lens.oracle import explain_rows, plan_explaining, random_rows, shuffled_rows
+from inspect_lens.oracle import explain_rows
+from inspect_lens.oracle._explain import plan_explaining
+from inspect_lens.oracle._send import random_rows, shuffled_rows
 from inspect_lens.solver import self_explain, with_capture
 from inspect_lens.spec import LensRequest, Replace, parse_extra_args
 from tests.kit.fake_server import FakeLensServer

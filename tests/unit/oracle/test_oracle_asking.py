@@ -18,7 +18,8 @@ from inspect_ai.model import (
 
 from inspect_lens.errors import ArtifactError, CaptureError, SpecError, UnsupportedError
 from inspect_lens.model import activations, lens_config, lens_scope
-from inspect_lens.oracle import _ask, _send, ask_oracle, random_rows, shuffled_rows
+from inspect_lens.oracle import _ask, _send, ask_oracle
+from inspect_lens.oracle._send import random_rows, shuffled_rows
 from inspect_lens.scorer import oracle_answer
 from inspect_lens.solver import activation_oracle
 from inspect_lens.spec import LensRequest, SteeringVector, parse_extra_args

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from inspect_lens.errors import ArtifactError
-from inspect_lens.oracle import load_oracle, read_config
+from inspect_lens.oracle import load_oracle
+from inspect_lens.oracle._load import read_config
 
 PLAIN = "Layer: 2\n ? ? ? \n"
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from inspect_lens.errors import ArtifactError, SpecError
-from inspect_lens.oracle import OracleConfig, find_placeholders, oracle_message, read_config
-from inspect_lens.oracle._send import placeholder_id
+from inspect_lens.oracle import OracleConfig
+from inspect_lens.oracle._load import read_config
+from inspect_lens.oracle._send import find_placeholders, oracle_message, placeholder_id
 from organism._tokenizer import render
 from tests.kit.repository import ROOT
 

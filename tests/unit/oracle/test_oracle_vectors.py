@@ -10,8 +10,8 @@ from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.protocol.messages import ROWS, SCORES
 from inspect_lens.errors import SpecError
-from inspect_lens.oracle import OracleConfig, injection, random_rows, shuffled_rows
-from inspect_lens.oracle._send import CONTROLS, parse_controls
+from inspect_lens.oracle import CONTROLS, OracleConfig
+from inspect_lens.oracle._send import injection, parse_controls, random_rows, shuffled_rows
 from inspect_lens.spec import parse_extra_args, to_extra_args, to_wire_args
 from tests.kit.steps import HIDDEN, Worker, begin, exporter, rows, sealed
 

@@ -41,7 +41,8 @@ from inspect_lens.model import _places, activations, know_log, read_vector
 from inspect_lens.model._handle import REFERENCE
 from inspect_lens.model._read import read_sidecar
 from inspect_lens.model._scores import SCORES_REFERENCE, ProbeScores
-from inspect_lens.oracle import load_oracle, read_config
+from inspect_lens.oracle import load_oracle
+from inspect_lens.oracle._load import read_config
 from inspect_lens.probe import Probe, load_probe
 from inspect_lens.sae import read_autoencoder, read_sae
 from inspect_lens.train import ActivationSet

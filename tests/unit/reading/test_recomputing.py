@@ -9,7 +9,6 @@ import pytest
 from inspect_ai.event import ModelEvent
 from inspect_ai.model import ChatMessageUser, GenerateConfig, ModelOutput
 
-from inspect_lens import model as model_room
 from inspect_lens._intake import Payload
 from inspect_lens.errors import ArtifactError
 from inspect_lens.model import Activations
@@ -38,7 +37,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         handle: Activations = captured(ROWS, n_prompt=2).metadata["activations"]  # type: ignore[index]
         return handle
 
-    monkeypatch.setattr(model_room, "recapture", recapture)
+    monkeypatch.setattr("inspect_lens.reading._rows.recapture", recapture)
     monkeypatch.setattr("inspect_lens.reading._rows.get_model", lambda: "the active model")
     return calls
 

@@ -13,7 +13,6 @@ from inspect_ai.model import Model, ModelOutput, ModelUsage, get_model
 from inspect_ai.solver import generate
 from sklearn.metrics import roc_auc_score
 
-from inspect_lens import model as model_room
 from inspect_lens._intake import Payload, encode_file
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import Activations
@@ -287,7 +286,7 @@ class TestRecompute:
             made.append(request)
             return handle(payload(7.0))
 
-        monkeypatch.setattr(model_room, "recapture", recapture, raising=False)
+        monkeypatch.setattr("inspect_lens.reading._rows.recapture", recapture)
         return made
 
     def test_it_feeds_the_same_token_ids(self, tmp_path: Path, calls: list[Any]) -> None:

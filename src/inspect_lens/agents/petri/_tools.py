@@ -219,7 +219,7 @@ def ask_activation_oracle(
                 f"takes {role_advice()}"
             )
         try:
-            return await answer(acts, question)
+            return (await answer(acts, question)).text()
         except LensError as error:
             raise ToolError(str(error)) from error
 
