@@ -50,7 +50,6 @@ class EngineKind:
     options: Mapping[str, Any] = ()  # type: ignore[assignment]
     is_peer: bool = False
     is_hf: bool = False
-    has_lens: bool = False
 
 
 def vector(shape: Shape, seed: int) -> Vector:
@@ -137,10 +136,10 @@ ENGINES = {
     "eager": EngineKind(lambda shape: _OFF, options={"enforce_eager": True}),
     "vllm-lens": EngineKind(lambda shape: _OFF, is_peer=True),
     "hf": EngineKind(lambda shape: _OFF, is_hf=True),
-    "lens": EngineKind(has_lens=True),
-    "lens-4": EngineKind(_four_layers, has_lens=True),
-    "lens-sites": EngineKind(sites_environment, has_lens=True),
-    "lens-router": EngineKind(router_environment, has_lens=True),
+    "lens": EngineKind(),
+    "lens-4": EngineKind(_four_layers),
+    "lens-sites": EngineKind(sites_environment),
+    "lens-router": EngineKind(router_environment),
 }
 """`plain` and `lens` have vLLM's defaults; `lens` taps every layer, `lens-4` four of them,
 `lens-sites` places inside of attention at these, too, and `lens-router` routers of experts."""

@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["WAITS", "Key", "Results"]
+__all__ = ["Key", "Results"]
 
 Key = tuple[str, str, str]
 """Model, load, arm."""
-
-WAITS = {
-    "garbage_ms": "time that the client's garbage collector took",
-    "waited_ms": "time for which steps waited for room in shared memory",
-    "add_ms": "from the start until the client had handed the last request over",
-    "add_own_ms": "work of the client's thread in that time, whatever it waited for",
-    "first_steps_ms": "from there until the outputs of the first 16 steps had come",
-    "steps_ms": "from the last request until the outputs of the last step had come",
-    "idle_ms": "of these, time for which the client waited for outputs",
-    "end_ms": "from there to the end",
-    "end_own_ms": "work of the client's thread in that time",
-    "busy_ms": "time of all the machine's cores, whoever used them",
-    "server_own_ms": "work of the API server's process, without its engine's",
-    "stolen_ms": "time that the machine's host gave to others",
-}
-"""What is noted of each run beside its seconds, in milliseconds."""
 
 
 @dataclass
@@ -41,47 +24,16 @@ class Results:
     engines: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By model and kind of engine: seconds to start, options, shared memory."""
     skipped: dict[Key, str] = field(default_factory=dict)
-    steps: list[dict[str, Any]] = field(default_factory=list)
-    host: list[dict[str, Any]] = field(default_factory=list)
-    """What the lens took of the step loop's thread in a run that is not among the timed ones."""
-    waits: dict[Key, dict[str, list[float]]] = field(default_factory=dict)
-    """By name, of each run: what `WAITS` describes."""
+    server_own_ms: dict[Key, list[float]] = field(default_factory=dict)
+    """Work of the API server's process, without its engine's, in each run over HTTP."""
 
     def add(self, key: Key, run: dict[str, Any]) -> None:
         """Take one timed run."""
         self.seconds.setdefault(key, []).append(float(run["seconds"]))
         self.tokens[key] = int(run["tokens"])
         self.preemptions[key] = self.preemptions.get(key, 0) + int(run["preemptions"])
-        for name in WAITS:
-            if name in run:
-                values = self.waits.setdefault(key, {}).setdefault(name, [])
-                values.append(round(float(run[name]), 1))
-
-    @classmethod
-    def kept(cls, file: Mapping[str, Any], environment: Mapping[str, Any]) -> Results:
-        """What a file holds, to add the runs of another command to it.
-
-        Args:
-            file: of `to_json`.
-            environment: of the other command.
-        """
-        found = cls(dict(file["environment"]))
-        found.environment["command"] += f" && {environment['command']}"
-        found.environment["arms"] = {**found.environment["arms"], **environment["arms"]}
-        for run in file["runs"]:
-            key = run["model"], run["load"], run["arm"]
-            found.seconds[key] = list(run["seconds"])
-            found.tokens[key] = round(run["tokens_per_second"] * statistics.median(run["seconds"]))
-            found.preemptions[key] = run["preemptions"]
-        found.engines = dict(file["engines"])
-        for one in file["skipped"]:
-            found.skipped[one["model"], one["load"], one["arm"]] = one["reason"]
-        for name in ("steps", "host"):
-            setattr(found, name, list(file[name]))
-        for one in file["waits"]:
-            names = {k: v for k, v in one.items() if k not in ("model", "load", "arm")}
-            found.waits[one["model"], one["load"], one["arm"]] = names
-        return found
+        if "server_own_ms" in run:
+            self.server_own_ms.setdefault(key, []).append(round(float(run["server_own_ms"]), 1))
 
     def median(self, key: Key) -> float | None:
         """Median seconds; None where nothing was measured."""
@@ -117,11 +69,9 @@ class Results:
                 {"model": m, "load": load, "arm": arm, "reason": reason}
                 for (m, load, arm), reason in self.skipped.items()
             ],
-            "steps": self.steps,
-            "host": self.host,
             "waits": [
-                {"model": model, "load": load, "arm": arm, **waits}
-                for (model, load, arm), waits in self.waits.items()
+                {"model": model, "load": load, "arm": arm, "server_own_ms": took}
+                for (model, load, arm), took in self.server_own_ms.items()
             ],
         }
 

@@ -8,14 +8,11 @@ after every repetition, so that a run that is cut short leaves what it has.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +69,6 @@ class Bench:
     def start(self) -> list[str]:
         """Start every engine that an arm needs, one after the other; returns the arms to run."""
         runnable = []
-        if self.options.start_together:
-            self._start_together()
         for arm in self.options.arms:
             kind = ARMS[arm].engine
             if ARMS[arm].refusal:
@@ -91,16 +86,6 @@ class Bench:
             else:
                 runnable.append(arm)
         return runnable
-
-    def _start_together(self) -> None:
-        """Start all engines at once: sooner, where each leaves cores and memory to the others."""
-        arms = [ARMS[arm] for arm in self.options.arms if not ARMS[arm].refusal]
-        kinds = list(dict.fromkeys(arm.engine for arm in arms))
-        if self.options.served:
-            kinds = [kind for kind in kinds if not ENGINES[kind].is_hf]
-        with ThreadPoolExecutor(max_workers=max(1, len(kinds))) as pool:
-            for kind, about in zip(kinds, pool.map(self._start_engine, kinds), strict=True):
-                self.results.engines[f"{self.model}/{kind}"] = {**about, "started": "with others"}
 
     def _start_engine(self, kind: str) -> dict[str, Any]:
         if ENGINES[kind].is_peer and not self.options.peer_path:
@@ -122,7 +107,7 @@ class Bench:
             self._drop(kind)
             sys.stderr.write(f"{self.model} {kind}: not started: {reason[:3000]}\n")
             return {"refused": str(error)[:500], "options": shown}
-        self._note(about["environment"])
+        self.results.environment.update(about["environment"])
         self._pause(child)
         seconds = about["cold_start_seconds"]
         sys.stderr.write(f"{self.model} {kind}: started in {seconds:.1f} s\n")
@@ -133,16 +118,6 @@ class Bench:
             "options": shown,
             "peak_shared_bytes": 0,
         }
-
-    def _note(self, environment: dict[str, Any]) -> None:
-        """Take note of the machine, which a file has one of."""
-        known, gpu = self.results.environment, environment.get("gpu")
-        if gpu is not None and known.get("gpu", gpu) != gpu:
-            raise SystemExit(
-                f"--keep: {self.options.out} was measured on {known['gpu']}, and this is {gpu}; "
-                "write another file"
-            )
-        known.update(environment)
 
     def _pause(self, child: Child) -> None:
         if self.options.pause_waiting:
@@ -185,9 +160,6 @@ class Bench:
         cache = self.options.cache_root or str(self.work / "cache")
         own["VLLM_CACHE_ROOT"] = str(Path(cache) / f"{self.model}-{kind}")
         own.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        if self.options.steps or self.options.host:
-            # Functions of this repository, sent to the engine's own process.
-            own["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         return own
 
     def _engine_options(self, kind: str) -> dict[str, Any]:
@@ -223,10 +195,6 @@ class Bench:
                     self._turn(key, repetition)
             if repetition >= 0:
                 write_json(Path(self.options.out), self.results.to_json())
-        if self.options.steps:
-            self._once_more(arms, "steps", self.results.steps)
-        if self.options.host:
-            self._once_more(arms, "host", self.results.host)
         write_json(Path(self.options.out), self.results.to_json())
 
     def _turn(self, key: Key, repetition: int) -> None:
@@ -261,22 +229,6 @@ class Bench:
             self.results.add(key, run)
         sys.stderr.write(f"{self.model} {load} {arm} {repetition} {run['seconds']:.3f}\n")
 
-    def _once_more(self, arms: Sequence[str], what: str, into: list[dict[str, Any]]) -> None:
-        """One more run of each arm and load, in which something is looked at that takes time."""
-        for load in self.options.loads:
-            for arm in arms:
-                child = self.children.get(ARMS[arm].engine)
-                key = (self.model, load, arm)
-                if child is None or ENGINES[ARMS[arm].engine].is_hf or not self.results.median(key):
-                    continue
-                if self.left() < 2 * (self.results.median(key) or 0) + 2:
-                    return
-                asked = {"arm": arm, "load": load, "seed": 0, "limit_s": self.left()}
-                with contextlib.suppress(ChildError):
-                    found = self._ask(child, self.left(), do=what, **asked)[what]
-                    if found is not None:
-                        into.append({"model": self.model, "load": load, "arm": arm, **found})
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
@@ -288,16 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         + " ".join(Path(w).name if "/" in w else w for w in words),
         "arms": {name: ARMS[name].note for name in options.arms},
     }
-    out = Path(options.out)
     results = Results(environment)
-    if options.keep and out.exists():
-        results = Results.kept(json.loads(out.read_text("utf-8")), environment)
-        again = {model for model, _, _ in results.seconds}.intersection(options.models)
-        if again:
-            raise SystemExit(
-                f"--keep: {out} has runs of {', '.join(sorted(again))}; measure other models, or "
-                "write another file"
-            )
     options.deadline = time.monotonic() + options.time_limit
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as work:
         options.work = work
@@ -319,13 +262,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--out", required=True, help="JSON file")
-    add("--keep", action="store_true", help="add to what the file has, of other models")
     add("--models", nargs="+", default=["llama-8b"], choices=list(SHAPES))
     add("--loads", nargs="+", default=["8x256", "256x128"], choices=list(LOADS))
     add("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     add("--repetitions", type=int, default=5)
     add("--warm-ups", type=int, default=1, help="runs of each arm that are not recorded")
-    add("--start-together", action="store_true", help="start a model's engines at once")
     add("--time-limit", type=float, default=570.0, help="seconds after which to write and end")
     add("--run-limit", type=float, default=300.0, help="seconds of one run of one arm")
     add("--peer-path", default="", help="folder in which vllm-lens is unpacked")
@@ -340,18 +281,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--tensor-parallel", type=int, default=1, help="GPUs of each engine")
     add("--hf-batch", type=int, default=64, help="batch of the hf arm")
     add("--served", action="store_true", help="over HTTP, of vLLM's API server")
-    add("--steps", action="store_true", help="time each step of one more run per arm and load")
-    add("--host", action="store_true", help="time the lens's parts of the step loop in one more")
     add("--pause-waiting", action="store_true", help="stop an engine's processes between turns")
     add(
         "--lens-setting", action="append", default=[], metavar="NAME=VALUE",
         help="environment variable of the engines with the lens",
     )  # fmt: skip
-    options = parser.parse_args(arguments)
-    inside = [name for name in ("steps", "host") if getattr(options, name)]
-    if options.served and inside:
-        parser.error(f"--served: a server is not looked into; leave --{inside[0]} out")
-    return options
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

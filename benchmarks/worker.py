@@ -16,11 +16,8 @@ from tests.kit.child import requests_and_reply
 from tests.kit.process_tree import cpu_model, usage
 
 from .arms import ARMS, ENGINES, Vector
-from .host_clock import host_summary, start_host_clock, stop_host_clock
 from .loads import LOADS, requests
-from .phases import GarbageClock, Phases
 from .shapes import SHAPES, Shape
-from .step_clock import start_clock, stop_clock, summary
 
 __all__ = ["main"]
 
@@ -34,9 +31,6 @@ class Vllm:
         self._shape = shape
         self._set_up: set[str] = set()
         self._vectors: dict[Vector, Any] = {}
-        self._last: dict[str, float] = {}
-        """Phases of the last run."""
-        self._has_lens = ENGINES[kind].has_lens
         self.llm: Any = LLM(**options)
 
     def _extra_args(self, request: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -89,29 +83,18 @@ class Vllm:
             for (_, sampled), request in zip(drawn, asked, strict=True)
         ]
         self.llm.reset_prefix_cache()
-        before, waited = self._preemptions(), self._waited_ms()
-        with GarbageClock() as garbage, Phases(self.llm) as phases:
-            started = time.perf_counter()
-            outputs = self.llm.generate(prompts, params, use_tqdm=False)
-            seconds = time.perf_counter() - started
+        before = self._preemptions()
+        started = time.perf_counter()
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - started
         shared = usage(os.getpid()).shared_bytes
         self._check(outputs, asked, drawn)
-        self._last = {k: round(v, 1) for k, v in phases.report().items()}
         return {
             "seconds": seconds,
             "tokens": sum(sampled for _, sampled in drawn),
             "preemptions": self._preemptions() - before,
             "shared_bytes": shared,
-            "garbage_ms": 1e3 * garbage.seconds,
-            "waited_ms": self._waited_ms() - waited,
-            **phases.report(),
         }
-
-    def _waited_ms(self) -> float:
-        """Time for which steps have waited for room in shared memory."""
-        if not self._has_lens:
-            return 0.0
-        return max(float(s["waited_ms"]) for s in self.llm.collective_rpc("inspect_lens_stats"))
 
     def _preemptions(self) -> int:
         found = [m for m in self.llm.get_metrics() if m.name == "vllm:num_preemptions"]
@@ -146,30 +129,6 @@ class Vllm:
                 n_tokens = output.inspect_lens.steer.n_tokens
                 if n_tokens != len(prompt) + sampled - 1:
                     raise RuntimeError(f"{n_tokens} tokens were steered")
-
-    def steps(self, arm: str, load: str, seed: int, limit_s: float) -> dict[str, Any]:
-        """Median time of a decode step in one run that is not timed otherwise."""
-        steps = self._beside(start_clock, stop_clock, arm, load, seed, limit_s)
-        found = summary([tuple(s) for s in steps])
-        return {"steps": found and {**found, "client": self._last}}
-
-    def host(self, arm: str, load: str, seed: int, limit_s: float) -> dict[str, Any]:
-        """What the lens takes of the step loop's thread in one run that is not timed otherwise."""
-        if not self._has_lens:
-            return {"host": None}
-        steps = self._beside(start_host_clock, stop_host_clock, arm, load, seed, limit_s)
-        return {"host": host_summary([tuple(s) for s in steps])}
-
-    def _beside(
-        self, start: Any, stop: Any, arm: str, load: str, seed: int, limit_s: float
-    ) -> list[Any]:
-        """Run with an instrument of the first worker, and return what it noted."""
-        self.llm.collective_rpc(start)
-        try:
-            self.run(arm, load, seed, limit_s)
-        finally:
-            noted: list[Any] = self.llm.collective_rpc(stop)[0]
-        return noted
 
     def close(self) -> None:
         """End the engine's processes."""

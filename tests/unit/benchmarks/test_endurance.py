@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.endurance_judge import GPU_MIB, SETTLE_S, growth, judge
-from benchmarks.endurance_load import GONE, SHARES, Load, Seen, Target, draw, outcomes, percentiles
+from benchmarks.endurance_load import GONE, SHARES, Load, Target, draw, outcomes
 from benchmarks.shapes import SHAPES
 from tests.kit.fake_server import FakeLensServer
 
@@ -36,11 +36,6 @@ def test_growth_is_of_a_life_and_not_of_its_level(slope: float, levels: list[flo
     each = itertools.chain(*(samples(i, level, slope) for i, level in enumerate(levels)))
     found = growth(list(each), "own_mib")
     assert found == pytest.approx(slope, abs=1e-3)
-
-
-def test_too_short_a_life_tells_nothing() -> None:
-    assert growth(samples(1, 5.0, 1.0)[:20], "own_mib") is None
-    assert growth(samples(1, 5.0, 1.0)[2:20], "own_mib", settle_s=200.0) == pytest.approx(1.0)
 
 
 def part(**changes: Any) -> dict[str, Any]:
@@ -88,35 +83,6 @@ def test_both_servers_are_asked_the_same_at_the_same_times() -> None:
         assert sum(ask.kind == kind for ask in one) / 4000 == pytest.approx(share, abs=0.03)
     longest = max(len(ask.prompt) + ask.sampled for ask in one)
     assert longest <= TINY.max_model_len
-
-
-def test_percentiles_are_of_plain_requests_that_ended() -> None:
-    def seen(kind: Any, outcome: str, first: float) -> Seen:
-        return Seen(kind, 0.0, outcome, first_s=first, gaps_s=[first / 10])
-
-    many = [seen("plain", "done", i / 1000) for i in range(101)]
-    others = [seen("steer", "done", 9.0), seen("plain", "HTTP 500", 9.0)]
-    found = percentiles([*many, *others])
-    assert found["requests"] == 101
-    assert found["first_token_ms"] == {"p50": 50.0, "p95": 95.0, "p99": 99.0}
-    assert found["between_tokens_ms"]["p95"] == 9.5
-    assert outcomes([*many, *others]) == {
-        "plain": {"HTTP 500": 1, "done": 101}, "steer": {"done": 1},
-    }  # fmt: skip
-    assert percentiles(others) == {}
-
-
-def test_what_a_client_sees_of_a_server_that_is_down_has_a_name() -> None:
-    target = Target("http://127.0.0.1:9", with_lens=True)
-    load = Load(target, TINY)
-    asyncio.run(load.run(draw(0, 50.0, TINY.vocab), time.monotonic() + 0.2))
-    assert load.seen
-    assert all("Connect" in one.outcome for one in load.seen)
-    target.is_down = True
-    load = Load(target, TINY)
-    asyncio.run(load.run(draw(0, 50.0, TINY.vocab), time.monotonic() + 0.2))
-    assert {one.outcome for one in load.seen} == {"server down"}
-    assert not load.in_flight
 
 
 def test_an_answer_without_what_was_asked_for_is_no_success() -> None:

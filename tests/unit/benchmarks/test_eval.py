@@ -61,17 +61,6 @@ def test_ratios_are_of_medians_and_a_limit_that_is_missed_is_said() -> None:
     assert "| x | plain | 10.00 (9.00 to 99.00) | 1.000 | - |" in driver.table(summary)
 
 
-def test_servers_and_inspect_find_their_own_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", "/known")
-    options = driver.parse(["--out", "x", "--package-path", "/own", "--site-path", "/vllm"])
-    plain, lens = (driver.server_environment(options, kind) for kind in ("plain", "lens"))
-    assert plain["PYTHONPATH"] == lens["PYTHONPATH"] == "/own:/vllm"
-    assert plain["INSPECT_LENS_DISABLE"] == "1"
-    assert "INSPECT_LENS_DISABLE" not in lens
-    options = driver.parse(["--out", "x", "--package-path", "/own", "--peer-path", "/peer"])
-    assert driver.server_environment(options, "peer")["PYTHONPATH"] == "/peer:/known"
-
-
 def test_every_arm_runs_and_gets_what_it_asks_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,14 +110,3 @@ def test_an_arm_that_does_not_get_what_it_asks_for_ends_the_round(tmp_path: Path
 
     with pytest.raises(RuntimeError, match="capture"):
         eval_arms._check(Made(), "capture", 1)
-
-
-def test_runs_of_other_loads_are_kept_when_asked(tmp_path: Path) -> None:
-    file = tmp_path / "eval.json"
-    runs = [run("plain", 1.0, load="256 connections"), run("plain", 2.0, load="32 connections")]
-    file.write_text(json.dumps({"runs": runs, "options": {"runs": 6}}))
-    given = ["--out", str(file), "--connections", "32", "--turns", "1"]
-    nothing: tuple[list[Any], None] = ([], None)
-    assert driver.kept(driver.parse(given)) == nothing
-    assert driver.kept(driver.parse([*given, "--keep"])) == (runs[:1], {"options": {"runs": 6}})
-    assert driver.kept(driver.parse(["--out", str(tmp_path / "none.json"), "--keep"])) == nothing

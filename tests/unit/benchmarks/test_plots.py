@@ -113,20 +113,6 @@ def test_every_ratio_names_its_denominator() -> None:
             assert any(use.endswith(over) for over in overs), f"{page}: {use}"
 
 
-def test_peers_say_on_which_version_they_ran() -> None:
-    peers = [r for s in sections() for r in s.rows if "vllm-lens" in r.label]
-    assert len(peers) == 4
-    assert all("vllm-lens 1.3.0 on vLLM 0.26" in row.label for row in peers)
-
-
-def test_dark_is_dark_and_light_is_light() -> None:
-    for name, content in figure_files().items():
-        back = re.search(r'<rect [^>]*fill="#(\w{2})(\w{2})(\w{2})"', content)
-        assert back is not None
-        luminance = statistics.fmean(int(part, 16) for part in back.groups())
-        assert (luminance < 60) if "dark" in name else (luminance > 200)
-
-
 def test_a_dot_lies_at_its_ratio_on_the_axis() -> None:
     rows = (Row("one", (1.0,)), Row("ten", (10.0,)), Row("between", (math.sqrt(10.0),)))
     root = ElementTree.fromstring(draw((Section("made", "up", rows),), "light"))

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from benchmarks.soak import allowed_differences, judge
-from benchmarks.soak_plan import N_PROMPTS, draw_items, draw_prompts
 
 FLOOR: dict[str, Any] = {"requests": 200, "different": 0, "unsteady_prompts": []}
 KINDS = ("plain", "steered", "captured", "steered-captured", "aborted")
@@ -70,25 +69,3 @@ def test_what_batching_alone_does_is_allowed_for() -> None:
     for floor, own in ((noisy, FLOOR), (FLOOR, noisy)):
         assert judge(floor, few | {"floor": own}, "torch.float32") == []
         assert len(judge(floor, many | {"floor": own}, "torch.float32")) == 1
-
-
-def test_the_mix_is_fixed_by_its_seed_and_holds_every_kind() -> None:
-    items = draw_items(3, 600)
-    assert items == draw_items(3, 600)
-    assert items != draw_items(4, 600)
-    assert {item.kind for item in items} == set(KINDS)
-    for item in items:
-        assert 0 <= item.prompt < N_PROMPTS
-        assert (item.leave_after is not None) == (item.kind == "aborted")
-        if item.kind != "aborted":
-            assert (item.vector is not None) == ("steered" in item.kind)
-            assert item.is_captured == ("captured" in item.kind)
-
-
-def test_prompts_share_prefixes_and_fit_the_engine() -> None:
-    prompts = draw_prompts(0)
-    assert prompts == draw_prompts(0)
-    assert len(prompts) == N_PROMPTS
-    assert all(len(p.tokens) + p.max_tokens <= 256 for p in prompts)
-    heads = [p.tokens[:64] for p in prompts if len(p.tokens) >= 64]
-    assert len(heads) - len(set(heads)) == N_PROMPTS // 3
