@@ -7,29 +7,21 @@ from ._captured import Head, QueriesKeys
 from ._core import contrastive_scores, document_scores, find_core_heads
 from ._heads import AttentionHeads, HeadMethod, HeadsFound, import_heads, load_heads
 from ._pattern import (
-    BLOCK_BYTES,
     AttentionFacts,
-    PatternBlock,
     Span,
     attention_patterns,
-    attention_to,
-    iter_patterns,
-    mean_attention,
 )
 from ._tracker import find_tracker_heads, focus_score, instruction_shares
 
 __all__ = [
-    "BLOCK_BYTES",
     "AttentionFacts",
     "AttentionHeads",
     "Head",
     "HeadMethod",
     "HeadsFound",
-    "PatternBlock",
     "QueriesKeys",
     "Span",
     "attention_patterns",
-    "attention_to",
     "contrastive_scores",
     "document_scores",
     "find_core_heads",
@@ -37,7 +29,5 @@ __all__ = [
     "focus_score",
     "import_heads",
     "instruction_shares",
-    "iter_patterns",
     "load_heads",
-    "mean_attention",
 ]

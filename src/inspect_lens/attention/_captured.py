@@ -12,7 +12,14 @@ from numpy.typing import NDArray
 from inspect_lens.errors import NotCapturedError, SpecError
 from inspect_lens.spec import TensorData, as_tensor_data
 
-from ._pattern import AttentionFacts, Span, attention_patterns, attention_to, mean_attention
+from ._pattern import (
+    AttentionFacts,
+    Span,
+    attention_patterns,
+    check_span,
+    mean_over,
+    sums_over,
+)
 
 __all__ = ["Head", "QueriesKeys"]
 
@@ -135,10 +142,9 @@ class QueriesKeys:
         Raises:
             SpecError: a layer, head, position or range is not there.
         """
-        return self._of_heads(
-            heads,
-            lambda q, k, facts, own: attention_to(q, k, facts, spans, heads=own, queries=queries),
-        )
+        for span in spans:
+            check_span(span, self.n_tokens)
+        return self._of_heads(heads, lambda *layer: sums_over(*layer, queries, spans))
 
     def mean_attention(
         self, heads: Sequence[Head], *, queries: Sequence[int] | None = None
@@ -155,9 +161,7 @@ class QueriesKeys:
         Raises:
             SpecError: a layer, head or position is not there.
         """
-        return self._of_heads(
-            heads, lambda q, k, facts, own: mean_attention(q, k, facts, heads=own, queries=queries)
-        )
+        return self._of_heads(heads, lambda *layer: mean_over(*layer, queries))
 
     def all_heads(self) -> tuple[Head, ...]:
         """List every captured (layer, head), in order."""

@@ -13,14 +13,12 @@ from numpy.typing import NDArray
 from inspect_lens.errors import SpecError, UnsupportedError
 
 __all__ = [
-    "BLOCK_BYTES",
     "AttentionFacts",
-    "PatternBlock",
     "Span",
     "attention_patterns",
-    "attention_to",
-    "iter_patterns",
-    "mean_attention",
+    "check_span",
+    "mean_over",
+    "sums_over",
 ]
 
 _LATENT: Final = ("kv_lora_rank", "use_mla")
@@ -143,24 +141,13 @@ def _numbers(value: Sequence[float] | None) -> tuple[float, ...] | None:
     return None if value is None else tuple(float(n) for n in value)
 
 
-BLOCK_BYTES: Final = 64 << 20
-"""Bytes that one block of an attention pattern may take while it is computed."""
+_BLOCK_BYTES: Final = 64 << 20
+"""What one block of queries may take while it is computed; one query is computed in any case."""
 _CELL_BYTES: Final = 24
 """Of one query and key: logits, weights, distance, mask and a spare copy."""
 
 Span = tuple[int, int]
 """A range of tokens as (first, end); `end` is the token after the last."""
-
-
-class PatternBlock(NamedTuple):
-    """The pattern of one head for some queries."""
-
-    head: int
-    queries: NDArray[np.int64]
-    """Their positions."""
-    weights: NDArray[np.float32]
-    """(queries, keys) float32; 0 where a query sees no key. With sinks a row sums to less than 1.
-    """
 
 
 def attention_patterns(
@@ -170,7 +157,6 @@ def attention_patterns(
     *,
     heads: Sequence[int] | None = None,
     queries: Sequence[int] | None = None,
-    block_bytes: int = BLOCK_BYTES,
 ) -> NDArray[np.float32]:
     """Attention pattern of one layer, from its queries and keys after rotary embedding.
 
@@ -184,7 +170,6 @@ def attention_patterns(
         heads: query heads to compute; all by default.
         queries: positions whose rows to compute, negative ones from the end; all by default. The
             result grows with them, so name few in a long prompt.
-        block_bytes: memory for what is computed at a time, besides the result.
 
     Returns:
         (heads, queries, tokens) float32. Rows sum to 1, less what sinks take.
@@ -210,148 +195,42 @@ def attention_patterns(
     """
     asked = _asked(q, k, meta, heads, queries)
     found = np.zeros((len(asked.heads), len(asked.queries), len(k)), dtype=np.float32)
-    for i, start, block in _blocks(q, k, asked, block_bytes):
-        found[i, start : start + len(block.queries)] = block.weights
+    for i, rows, weights in _blocks(q, k, asked):
+        found[i, rows] = weights
     return found
 
 
-def iter_patterns(
+def sums_over(
     q: NDArray[np.floating[Any]],
     k: NDArray[np.floating[Any]],
-    meta: Mapping[str, Any] | AttentionFacts,
-    *,
-    heads: Sequence[int] | None = None,
-    queries: Sequence[int] | None = None,
-    block_bytes: int = BLOCK_BYTES,
-) -> Iterator[PatternBlock]:
-    """`attention_patterns` in blocks, so that a pattern larger than memory can be read.
-
-    Args:
-        q: as for `attention_patterns`.
-        k: as for `attention_patterns`.
-        meta: as for `attention_patterns`.
-        heads: as for `attention_patterns`.
-        queries: as for `attention_patterns`.
-        block_bytes: memory that a block may take; one query is computed in any case.
-
-    Returns:
-        Blocks, head by head, each head's queries in the order that was asked for.
-
-    Raises:
-        SpecError: as for `attention_patterns`.
-        UnsupportedError: as for `attention_patterns`.
-
-    Example:
-        ```python
-        import numpy as np
-
-        from inspect_lens.attention import iter_patterns
-
-        rng = np.random.default_rng(0)
-        q, k = (rng.standard_normal((50, 2, 8), dtype=np.float32) for _ in range(2))
-        meta = {"scale": 0.35, "num_heads": 2, "num_kv_heads": 2, "head_size": 8}
-        received = np.zeros(50)
-        for block in iter_patterns(q, k, meta, heads=[1], block_bytes=10_000):
-            received += block.weights.sum(axis=0)
-        assert np.isclose(received.sum(), 50)
-        ```
-    """
-    asked = _asked(q, k, meta, heads, queries)
-    return (block for _, _, block in _blocks(q, k, asked, block_bytes))
-
-
-def attention_to(
-    q: NDArray[np.floating[Any]],
-    k: NDArray[np.floating[Any]],
-    meta: Mapping[str, Any] | AttentionFacts,
+    facts: AttentionFacts,
+    heads: Sequence[int],
+    queries: Sequence[int] | None,
     spans: Sequence[Span],
-    *,
-    heads: Sequence[int] | None = None,
-    queries: Sequence[int] | None = None,
 ) -> NDArray[np.float32]:
-    """How much attention queries pay to ranges of tokens.
-
-    Args:
-        q: as for `attention_patterns`.
-        k: as for `attention_patterns`.
-        meta: as for `attention_patterns`.
-        spans: (first, behind the last) token of each range.
-        heads: as for `attention_patterns`.
-        queries: as for `attention_patterns`.
-
-    Returns:
-        (heads, queries, spans) float32: sums of the pattern over each range.
-
-    Raises:
-        SpecError: as for `attention_patterns`, or a range is empty or outside the tokens.
-        UnsupportedError: as for `attention_patterns`.
-
-    Example:
-        ```python
-        import numpy as np
-
-        from inspect_lens.attention import attention_to
-
-        rng = np.random.default_rng(0)
-        q, k = (rng.standard_normal((6, 1, 8), dtype=np.float32) for _ in range(2))
-        meta = {"scale": 0.35, "num_heads": 1, "num_kv_heads": 1, "head_size": 8}
-        ((to_start, to_rest),) = attention_to(q, k, meta, [(0, 2), (2, 6)], queries=[-1])[0]
-        assert np.isclose(to_start + to_rest, 1.0)
-        ```
-    """
-    asked = _asked(q, k, meta, heads, queries)
-    for span in spans:
-        check_span(span, len(k))
-    found = np.zeros((len(asked.heads), len(asked.queries), len(spans)), dtype=np.float32)
-    for i, start, block in _blocks(q, k, asked, BLOCK_BYTES):
-        rows = slice(start, start + len(block.queries))
+    """(heads, queries, spans) sums of the pattern over ranges of keys."""
+    asked = _asked(q, k, facts, heads, queries)
+    found = np.zeros((len(heads), len(asked.queries), len(spans)), dtype=np.float32)
+    for i, rows, weights in _blocks(q, k, asked):
         for j, (first, stop) in enumerate(spans):
-            found[i, rows, j] = block.weights[:, first:stop].sum(axis=1)
+            found[i, rows, j] = weights[:, first:stop].sum(axis=1)
     return found
 
 
-def mean_attention(
+def mean_over(
     q: NDArray[np.floating[Any]],
     k: NDArray[np.floating[Any]],
-    meta: Mapping[str, Any] | AttentionFacts,
-    *,
-    heads: Sequence[int] | None = None,
-    queries: Sequence[int] | None = None,
+    facts: AttentionFacts,
+    heads: Sequence[int],
+    queries: Sequence[int] | None,
 ) -> NDArray[np.float32]:
-    """How much attention each token gets, mean over queries.
-
-    Args:
-        q: as for `attention_patterns`.
-        k: as for `attention_patterns`.
-        meta: as for `attention_patterns`.
-        heads: as for `attention_patterns`.
-        queries: as for `attention_patterns`.
-
-    Returns:
-        (heads, tokens) float32.
-
-    Raises:
-        SpecError: as for `attention_patterns`, or there is no query.
-        UnsupportedError: as for `attention_patterns`.
-
-    Example:
-        ```python
-        import numpy as np
-
-        from inspect_lens.attention import mean_attention
-
-        rng = np.random.default_rng(0)
-        q, k = (rng.standard_normal((6, 1, 8), dtype=np.float32) for _ in range(2))
-        meta = {"scale": 0.35, "num_heads": 1, "num_kv_heads": 1, "head_size": 8}
-        assert mean_attention(q, k, meta, queries=[0])[0].tolist() == [1, 0, 0, 0, 0, 0]
-        ```
-    """
-    asked = _asked(q, k, meta, heads, queries)
+    """(heads, keys) mean of the pattern over queries."""
+    asked = _asked(q, k, facts, heads, queries)
     if not len(asked.queries):
         raise SpecError("queries: none; a mean needs one at least")
-    found = np.zeros((len(asked.heads), len(k)), dtype=np.float64)
-    for i, _, block in _blocks(q, k, asked, BLOCK_BYTES):
-        found[i] += block.weights.sum(axis=0, dtype=np.float64)
+    found = np.zeros((len(heads), len(k)), dtype=np.float64)
+    for i, _, weights in _blocks(q, k, asked):
+        found[i] += weights.sum(axis=0, dtype=np.float64)
     return (found / len(asked.queries)).astype(np.float32)
 
 
@@ -397,16 +276,15 @@ def _asked(
 
 
 def _blocks(
-    q: NDArray[Any], k: NDArray[Any], asked: _Asked, block_bytes: int
-) -> Iterator[tuple[int, int, PatternBlock]]:
-    """Index of the head, index of the first query, and block."""
-    if block_bytes < 1:
-        raise SpecError(f"block_bytes={block_bytes}; allowed is a positive number")
-    rows = max(1, block_bytes // (_CELL_BYTES * max(1, len(k))))
+    q: NDArray[Any], k: NDArray[Any], asked: _Asked
+) -> Iterator[tuple[int, slice, NDArray[np.float32]]]:
+    """Index of the head, which of the queries, and their rows: (queries, keys)."""
+    n = max(1, _BLOCK_BYTES // (_CELL_BYTES * max(1, len(k))))
     for i, head in enumerate(asked.heads):
         kv = asked.facts.kv_head(head)
-        for start in range(0, len(asked.queries), rows):
-            at = asked.queries[start : start + rows]
+        for start in range(0, len(asked.queries), n):
+            rows = slice(start, start + n)
+            at = asked.queries[rows]
             first, stop = _seen(at, asked.facts)
             weights = np.zeros((len(at), len(k)), dtype=np.float32)
             weights[:, first:stop] = _softmax(
@@ -417,7 +295,7 @@ def _blocks(
                 head,
                 asked.facts,
             )
-            yield i, start, PatternBlock(head, at, weights)
+            yield i, rows, weights
 
 
 def _seen(queries: NDArray[np.int64], facts: AttentionFacts) -> tuple[int, int]:

@@ -5,20 +5,14 @@ from __future__ import annotations
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inspect_lens.attention import (
-    AttentionFacts,
-    QueriesKeys,
-    attention_patterns,
-    attention_to,
-    iter_patterns,
-    mean_attention,
-)
+from inspect_lens.attention import AttentionFacts, QueriesKeys, _pattern, attention_patterns
 from inspect_lens.errors import ArtifactError, SpecError, UnsupportedError
 from inspect_lens.spec import TensorData
 from tests.kit.attention_twins import Twin, alibi_twin, eager_twin
@@ -53,7 +47,7 @@ def test_patterns_equal_transformers(what: str) -> None:
     for q, k, meta, wanted in zip(*twin, strict=True):
         found = attention_patterns(q, k, meta)
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
-        some = attention_patterns(q, k, meta, heads=[3, 0], queries=[-1, 2], block_bytes=1)
+        some = attention_patterns(q, k, meta, heads=[3, 0], queries=[-1, 2])
         np.testing.assert_allclose(some, wanted[[3, 0]][:, [-1, 2]], rtol=0, atol=1e-4)
     features = {name for meta in twin.metas for name, value in meta.items() if value}
     kinds = {
@@ -118,24 +112,28 @@ def test_patterns_equal_a_brute_force(
         "sinks": sinks,
     }  # fmt: skip
     wanted = brute_force(q, k, AttentionFacts.of(meta))
-    found = attention_patterns(q, k, meta, block_bytes=block)
+    call = QueriesKeys.of(
+        {"attn_q": q[None], "attn_k": k[None], "qk_layers": [5], "qk_meta": [meta]}
+    )
+    with mock.patch.object(_pattern, "_BLOCK_BYTES", block):
+        found = attention_patterns(q, k, meta)
+        means = call.mean_attention(call.all_heads())
+        sums = call.attention_to([(5, 2)], [(0, n), (n - 1, n)], queries=[-1])[0, 0]
     np.testing.assert_allclose(found, wanted, atol=2e-6)
-    np.testing.assert_allclose(mean_attention(q, k, meta), wanted.mean(axis=1), atol=2e-6)
-    spans = [(0, n), (n - 1, n)]
-    sums = attention_to(q, k, meta, spans, heads=[2], queries=[-1])[0, 0]
+    np.testing.assert_allclose(means, wanted.mean(axis=1), atol=2e-6)
     np.testing.assert_allclose(sums, [wanted[2, -1].sum(), wanted[2, -1, -1]], atol=2e-6)
 
 
-def test_a_pattern_larger_than_its_memory_is_read_in_blocks() -> None:
+def test_sums_of_a_pattern_larger_than_memory_are_read_in_blocks() -> None:
     n, meta = 6_000, {"scale": 0.2, "num_heads": 1, "num_kv_heads": 1, "head_size": 16}
     rng = np.random.default_rng(0)
-    q, k = (rng.standard_normal((n, 1, 16), dtype=np.float32) for _ in range(2))
-    tracemalloc.start()
-    total = 0.0
-    for block in iter_patterns(q, k, meta, block_bytes=4 << 20):
-        total += float(block.weights.sum(dtype=np.float64))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    q, k = (rng.standard_normal((1, n, 1, 16), dtype=np.float32) for _ in range(2))
+    call = QueriesKeys.of({"attn_q": q, "attn_k": k, "qk_layers": [0], "qk_meta": [meta]})
+    with mock.patch.object(_pattern, "_BLOCK_BYTES", 4 << 20):
+        tracemalloc.start()
+        total = float(call.mean_attention([(0, 0)]).sum(dtype=np.float64)) * n
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
     assert total == pytest.approx(n, rel=1e-5)
     assert peak < 8 << 20 < n * n * 4
 
@@ -202,11 +200,10 @@ def test_what_does_not_fit_is_refused() -> None:
         (lambda: attention_patterns(q[:3], k, META), "of one layer"),
         (lambda: attention_patterns(q, k, META, heads=[4]), "heads 0 to 3"),
         (lambda: attention_patterns(q, k, META, queries=[6]), "there are 6 tokens"),
-        (lambda: attention_to(q, k, META, [(2, 2)]), r"span=\(2, 2\)"),
-        (lambda: attention_to(q, k, META, [(0, 7)]), "there are 6 tokens"),
-        (lambda: mean_attention(q, k, META, queries=[]), "a mean needs one"),
-        (lambda: iter_patterns(q, k, META, heads=[-1]), "heads 0 to 3"),
-        (lambda: list(iter_patterns(q, k, META, block_bytes=0)), "block_bytes=0"),
+        (lambda: found.attention_to([(3, 0)], [(2, 2)]), r"span=\(2, 2\)"),
+        (lambda: found.attention_to([(3, 0)], [(0, 7)]), "there are 6 tokens"),
+        (lambda: found.mean_attention([(3, 0)], queries=[]), "a mean needs one"),
+        (lambda: found.mean_attention([(3, -1)]), "heads 0 to 3"),
         (lambda: found.patterns(4), r"layers \[3, 7\]"),
         (lambda: found.attention_to([], [(0, 1)]), "heads: none"),
         (lambda: AttentionFacts.of({"scale": 1.0}), "no num_heads, num_kv_heads, head_size"),
