@@ -15,12 +15,14 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
@@ -31,6 +33,7 @@ from inspect_lens.errors import ArtifactError
 
 __all__ = [
     "CARD_FILE",
+    "ArtifactCard",
     "ArtifactKind",
     "decode_tensors",
     "download",
@@ -38,6 +41,8 @@ __all__ = [
     "find_artifact",
     "folders_named",
     "is_artifact",
+    "markdown_table",
+    "package_version",
     "read_artifact",
     "write_artifact",
     "write_atomic",
@@ -65,6 +70,57 @@ class ArtifactKind(NamedTuple):
     """Who writes them, for error messages."""
     example: str
     """A full name, for error messages."""
+
+
+def package_version() -> str:
+    """Of this package; `unknown` where it is not installed."""
+    try:
+        return version("inspect-lens")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+class ArtifactCard(BaseModel):
+    """What cards of vectors and lenses have alike."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(min_length=1, description="`<model>/<name>`, its folder by custom.")
+    source: str = Field("", description="Paper or code that the method comes from.")
+    notes: tuple[str, ...] = Field((), description="What a reader should know besides.")
+    inspect_lens_version: str = Field(
+        default_factory=package_version, description="Version that wrote the card."
+    )
+    command: str = Field("", description="Command that made it.")
+    created: datetime = Field(
+        default_factory=lambda: datetime.now(UTC).replace(microsecond=0), description="When."
+    )
+
+    def render(
+        self, facts: Sequence[tuple[str, str]], sections: Sequence[str], *, digest: tuple[str, str]
+    ) -> str:
+        """The card as markdown: name, a table of facts with the origin, and what follows it."""
+        model: Any = getattr(self, "model", None)
+        known = [] if model is None else [
+            ("model", model.name), ("model sha256", model.sha256 or "not recorded"),
+        ]  # fmt: skip
+        rows = [
+            ("source", self.source), *facts, *known, digest,
+            ("inspect_lens", self.inspect_lens_version),
+            ("command", f"`{self.command}`" if self.command else ""),
+            ("created", self.created.isoformat()),
+        ]  # fmt: skip
+        table = markdown_table(["fact", "value"], [[k, v] for k, v in rows if v])
+        notes = "\n".join(f"- {note}" for note in self.notes)
+        parts = [f"# {self.name}", getattr(self, "description", ""), table, *sections]
+        parts += ["## Notes", notes] if notes else []
+        return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; bars within a text are escaped."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(c.replace("|", "\\|") for c in r) + " |" for r in lines)
 
 
 def write_atomic(path: Path, content: bytes) -> None:

@@ -144,7 +144,9 @@ class QueriesKeys:
         """
         for span in spans:
             check_span(span, self.n_tokens)
-        return self._of_heads(heads, lambda *layer: sums_over(*layer, queries, spans))
+        return self._of_heads(
+            heads, lambda q, k, facts, own: sums_over(q, k, facts, own, queries, spans)
+        )
 
     def mean_attention(
         self, heads: Sequence[Head], *, queries: Sequence[int] | None = None
@@ -161,7 +163,7 @@ class QueriesKeys:
         Raises:
             SpecError: a layer, head or position is not there.
         """
-        return self._of_heads(heads, lambda *layer: mean_over(*layer, queries))
+        return self._of_heads(heads, lambda q, k, facts, own: mean_over(q, k, facts, own, queries))
 
     def all_heads(self) -> tuple[Head, ...]:
         """List every captured (layer, head), in order."""

@@ -4,8 +4,6 @@
 """
 
 from ._files import LensCard, LensQuality, LensTraining
-from ._lens import Lens
-from ._load import is_lens, load_lens
-from ._swap import frozen_swap
+from ._lens import Lens, load_lens
 
-__all__ = ["Lens", "LensCard", "LensQuality", "LensTraining", "frozen_swap", "is_lens", "load_lens"]
+__all__ = ["Lens", "LensCard", "LensQuality", "LensTraining", "load_lens"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Final, Self
 
@@ -11,9 +9,11 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from inspect_lens._base.artifact import (
+    ArtifactCard,
     ArtifactKind,
     decode_tensors,
     encode_tensors,
+    markdown_table,
     read_artifact,
     write_artifact,
 )
@@ -28,13 +28,6 @@ __all__ = [
     "read_lens_files",
     "write_lens_files",
 ]
-
-
-def _package_version() -> str:
-    try:
-        return version("inspect-lens")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 class LensTraining(BaseModel):
@@ -71,13 +64,9 @@ class LensQuality(BaseModel):
     """The same of the logit lens."""
 
 
-class LensCard(BaseModel):
+class LensCard(ArtifactCard):
     """Facts about a lens; saved as `card.json`, rendered as `card.md`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str = Field(min_length=1)
-    """`<model>/<name>`, or any text."""
     kind: LensKind
     """`tuned`: `h + A h + b`; `jacobian`: `J h`."""
     n_layers: int = Field(gt=0)
@@ -86,19 +75,12 @@ class LensCard(BaseModel):
     """Layers that it translates, ascending, 0-based."""
     hidden: int = Field(gt=0)
     """Width of the residual stream."""
-    source: str = ""
-    """Paper or code that the method comes from."""
     model: ModelRef | None = None
     training: LensTraining | None = None
     quality: tuple[LensQuality, ...] = ()
     """On held-out texts, by layer."""
     n_held_out: int = 0
     """Rows of each layer that `quality` was measured on."""
-    notes: tuple[str, ...] = ()
-    inspect_lens_version: str = Field(default_factory=_package_version)
-    command: str = ""
-    """Command that made the lens."""
-    created: datetime = Field(default_factory=lambda: datetime.now(UTC).replace(microsecond=0))
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -152,23 +134,15 @@ def _header(card: LensCard) -> dict[str, Any]:
 
 
 def _render(card: LensCard, digest: str) -> str:
-    rows = [("kind", card.kind), ("source", card.source), ("hidden", str(card.hidden))]
-    if card.model:
-        rows += [("model", card.model.name), ("model sha256", card.model.sha256 or "not recorded")]
+    facts: list[tuple[str, str]] = [("kind", card.kind), ("hidden", str(card.hidden))]
     if card.training:
         t = card.training
-        rows += [
+        facts += [
             ("method", t.method),
             ("data", f"{t.dataset} ({t.n_prompts} prompts, {t.n_tokens} tokens)".strip()),
             ("settings", ", ".join(f"{k}={v}" for k, v in t.settings.items())),
         ]
-    rows += [
-        ("lens sha256", digest),
-        ("inspect_lens", card.inspect_lens_version),
-        ("command", f"`{card.command}`" if card.command else ""),
-        ("created", card.created.isoformat()),
-    ]
-    parts = [f"# {card.name}", _table(["fact", "value"], [[k, v] for k, v in rows if v])]
+    sections: list[str] = []
     if card.quality:
         head = ["layer", "KL (nats)", "logit lens", "same best token", "logit lens"]
         table = [
@@ -177,12 +151,5 @@ def _render(card: LensCard, digest: str) -> str:
             for q in card.quality
         ]  # fmt: skip
         told = f"Against the model's own predictions, on {card.n_held_out} held-out rows a layer."
-        parts += ["## Quality", told, _table(head, table)]
-    if card.notes:
-        parts += ["## Notes", "\n".join(f"- {note}" for note in card.notes)]
-    return "\n\n".join(parts) + "\n"
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(c.replace("|", "\\|") for c in r) + " |" for r in lines)
+        sections = ["## Quality", told, markdown_table(head, table)]
+    return card.render(facts, sections, digest=("lens sha256", digest))

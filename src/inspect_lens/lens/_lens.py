@@ -1,7 +1,8 @@
-"""`Lens`: one translation per layer, frozen."""
+"""`Lens`: one translation per layer, frozen; and how it is found by name."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from inspect_lens._base.artifact import find_artifact
 from inspect_lens.errors import SpecError
-from inspect_lens.spec import Add, EngineLens, as_tensor_data
+from inspect_lens.spec import Add, EngineLens, Swap, as_tensor_data
 
-from ._files import LensCard, write_lens_files
+from ._files import LENS, LensCard, read_lens_files, write_lens_files
 
-__all__ = ["Lens"]
+__all__ = ["Lens", "load_lens"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -160,6 +162,42 @@ class Lens:
             norm_match=norm_match,
         )
 
+    def token_swap(
+        self, unembedding: ArrayLike, layers: Sequence[int], *, strength: float = 1.0
+    ) -> Swap:
+        """Make an edit that exchanges two tokens: each gets the coordinate of the other.
+
+        Coordinates are along `token_direction` of both. Layers that come later read what earlier
+        ones have done, and exchange it back, so with several layers capture the rows of a clean
+        run and send `token_swap(…).frozen(rows, positions=…)`.
+
+        Args:
+            unembedding: (2, hidden); rows of the unembedding of the two tokens.
+            layers: where they are exchanged; the lens translates each.
+            strength: 1 exchanges the coordinates; 0 changes nothing.
+
+        Returns:
+            The edit.
+
+        Raises:
+            SpecError: shapes disagree, the lens lacks a layer, or the directions of both tokens
+                are parallel.
+
+        Source:
+            "Verbalizable Representations Form a Global Workspace in Language Models" (Anthropic
+            2026).
+        """
+        tokens = np.asarray(unembedding, dtype=np.float32)
+        if tokens.shape != (2, self.card.hidden):
+            raise SpecError(
+                f"unembedding: shape {tokens.shape}; allowed is {(2, self.card.hidden)}, the rows "
+                "of two tokens"
+            )
+        directions = np.stack([self.token_direction(tokens, layer) for layer in layers])
+        return Swap(
+            first=directions[:, 0], second=directions[:, 1], strength=strength, layers=tuple(layers)
+        )
+
     def for_engine(self) -> EngineLens:
         """The form that an engine registers; made once, as all of it is hashed."""
         return self._form
@@ -194,3 +232,32 @@ class Lens:
         if layer not in self.layers:
             raise SpecError(f"layer={layer}; the lens translates {list(self.layers)}")
         return self.layers.index(layer)
+
+
+def load_lens(lens: str | Path | Lens) -> Lens:
+    """Load a lens by name, by path or from the Hugging Face hub.
+
+    Names are found below `lenses/` as those of probes below `probes/`, see
+    `inspect_lens.probe.load_probe`.
+
+    Args:
+        lens: a folder, its `lens.safetensors`, a name, an `hf://` address, or a lens, which is
+            returned.
+
+    Returns:
+        The lens.
+
+    Raises:
+        ArtifactError: nothing is found, or the files are damaged or disagree.
+
+    Example:
+        ```python
+        from inspect_lens.lens import load_lens
+
+        assert load_lens("organism/jacobian").card.kind == "jacobian"
+        ```
+    """
+    if isinstance(lens, Lens):
+        return lens
+    folder, tensors, card = read_lens_files(find_artifact(LENS, lens))
+    return Lens(matrix=tensors["matrix"], bias=tensors.get("bias"), card=card, path=folder)

@@ -3,13 +3,11 @@
 `inspect_lens.train` finds them.
 """
 
-from ._dose import DosePoint, DoseResponse, Response, dose_response, spearman
+from ._dose import DosePoint, DoseResponse, Response, dose_response
 from ._export import export_vector
 from ._files import VectorCard, VectorTraining
 from ._foreign import VectorFormat, import_vector
-from ._load import load_vector, register_vector_dir
-from ._use import VectorLike, steering_vector
-from ._vector import Vector
+from ._vector import Vector, VectorLike, load_vector, steering_vector
 
 __all__ = [
     "DosePoint",
@@ -24,7 +22,5 @@ __all__ = [
     "export_vector",
     "import_vector",
     "load_vector",
-    "register_vector_dir",
-    "spearman",
     "steering_vector",
 ]

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import Interval
 
-__all__ = ["DosePoint", "DoseResponse", "Response", "dose_response", "spearman"]
+__all__ = ["DosePoint", "DoseResponse", "Response", "dose_response"]
 
 _METHOD = "bootstrap of prompts, percentile"
 _ALONE = "none: of a single prompt nothing is known of others"
@@ -55,38 +55,6 @@ class DoseResponse:
     """Share of steered answers whose value is not that of the unsteered answer."""
     flip_rate_interval: Interval
     n_prompts: int
-
-
-def spearman(x: ArrayLike, y: ArrayLike) -> float:
-    """Spearman's rank correlation; ties share the mean of their ranks.
-
-    Args:
-        x: (n,) float.
-        y: (n,) float.
-
-    Returns:
-        In [-1, 1]; NaN for fewer than two points or where one side is constant.
-
-    Raises:
-        SpecError: lengths disagree or a value is NaN.
-
-    Example:
-        ```python
-        from inspect_lens.vector import spearman
-
-        assert spearman([-1, 0, 1, 2], [0.1, 0.2, 0.2, 0.9]) > 0.9
-        assert spearman([-1, 0, 1], [3, 2, 1]) == -1.0
-        ```
-    """
-    a, b = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
-    if a.ndim != 1 or a.shape != b.shape or not (np.isfinite(a).all() and np.isfinite(b).all()):
-        raise SpecError(
-            f"spearman: shapes {a.shape} and {b.shape}; allowed are two equal lengths of finite "
-            "numbers"
-        )
-    if a.size < 2:
-        return math.nan
-    return float(_spearman_rows(a, b[None])[0])
 
 
 def dose_response(
@@ -164,7 +132,7 @@ def dose_response(
     )
     return DoseResponse(
         points=points,
-        spearman=spearman(scales, mean),
+        spearman=float(_spearman_rows(scales, mean[None])[0]),
         spearman_interval=interval(_spearman_rows(scales, curves)),
         effect=float(mean[-1] - mean[0]),
         effect_interval=interval(curves[:, -1] - curves[:, 0]),
@@ -206,20 +174,15 @@ def _table(
 
 def _spearman_rows(x: NDArray[np.float64], rows: NDArray[np.float64]) -> NDArray[np.float64]:
     """Spearman's correlation of x (n,) with each row of rows (m, n), (m,)."""
-    a = _midranks(x[None])[0]
+    # On use: whatever reads a log imports this folder, and scipy takes a second.
+    from scipy.stats import rankdata
+
+    a = rankdata(x)
     # Means of the same values in another order differ in the last bits, and are ties.
-    b = _midranks(rows.round(12))
+    b = rankdata(rows.round(12), axis=1)
     a = a - a.mean()
     b = b - b.mean(axis=1, keepdims=True)
     norm = np.sqrt((a @ a) * (b * b).sum(axis=1))
     with np.errstate(invalid="ignore", divide="ignore"):
         made: NDArray[np.float64] = np.where(norm > 0, (b @ a) / norm, math.nan)
     return made
-
-
-def _midranks(rows: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Ranks within each row of (m, n); equal values share the mean of their ranks."""
-    below = (rows[:, None, :] < rows[:, :, None]).sum(axis=2)
-    same = (rows[:, None, :] == rows[:, :, None]).sum(axis=2)
-    ranks: NDArray[np.float64] = below + (same + 1) / 2.0
-    return ranks

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Final, Self
 
@@ -13,9 +11,11 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from inspect_lens._base.artifact import (
+    ArtifactCard,
     ArtifactKind,
     decode_tensors,
     encode_tensors,
+    markdown_table,
     read_artifact,
     write_artifact,
 )
@@ -30,13 +30,6 @@ __all__ = [
     "read_vector_files",
     "write_vector_files",
 ]
-
-
-def _package_version() -> str:
-    try:
-        return version("inspect-lens")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 class VectorTraining(BaseModel):
@@ -55,19 +48,13 @@ class VectorTraining(BaseModel):
     """Whether the model itself wrote the text that was read."""
 
 
-class VectorCard(BaseModel):
+class VectorCard(ArtifactCard):
     """Facts about a vector; saved as `card.json`, rendered as `card.md`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str = Field(min_length=1)
-    """`<model>/<name>`, its folder below `vectors/`."""
     description: str = ""
     """What a positive scale does."""
     method: str = ""
     """How the direction was found, with its settings."""
-    source: str = ""
-    """Paper or code that the method comes from."""
 
     layers: Annotated[tuple[int, ...], Field(min_length=1)]
     """Layers that the vector has a direction for, ascending."""
@@ -88,12 +75,6 @@ class VectorCard(BaseModel):
     training: VectorTraining | None = None
     separation: tuple[float, ...] = ()
     """AUROC of the direction at each layer on samples that it was not found on."""
-
-    notes: tuple[str, ...] = ()
-    inspect_lens_version: str = Field(default_factory=_package_version)
-    command: str = ""
-    """Command that made the vector."""
-    created: datetime = Field(default_factory=lambda: datetime.now(UTC).replace(microsecond=0))
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -158,24 +139,16 @@ def _header(card: VectorCard) -> dict[str, Any]:
 
 
 def _render(card: VectorCard, digest: str, norms: Sequence[float]) -> str:
-    rows = [("method", card.method), ("source", card.source), ("site", card.site)]
-    rows += [("layer", "" if card.layer is None else str(card.layer)), ("hidden", str(card.hidden))]
-    rows += [("positions", card.positions)]
-    if card.model:
-        rows += [("model", card.model.name), ("model sha256", card.model.sha256 or "not recorded")]
+    facts = [("method", card.method), ("site", card.site), ("hidden", str(card.hidden))]
+    facts += [("layer", "" if card.layer is None else str(card.layer))]
+    facts += [("positions", card.positions)]
     if card.training:
         t = card.training
-        rows += [
+        facts += [
             ("data", f"{t.dataset}{f' (sha256 {t.sha256})' if t.sha256 else ''}"),
             ("rows", f"{t.n_positive} positive, {t.n_negative} negative, {t.n_groups} groups"),
             ("on-policy", "yes" if t.on_policy else "no"),
         ]
-    rows += [
-        ("vector sha256", digest),
-        ("inspect_lens", card.inspect_lens_version),
-        ("command", f"`{card.command}`" if card.command else ""),
-        ("created", card.created.isoformat()),
-    ]
     blank = [""] * len(card.layers)
     units = [f"{n:.4g}" for n in card.residual_norms] or blank
     areas = [f"{a:.4f}" for a in card.separation] or blank
@@ -183,20 +156,6 @@ def _render(card: VectorCard, digest: str, norms: Sequence[float]) -> str:
         [f"**{layer}**" if layer == card.layer else str(layer), f"{norm:.4g}", unit, area]
         for layer, norm, unit, area in zip(card.layers, norms, units, areas, strict=True)
     ]
-    parts = [
-        f"# {card.name}",
-        card.description,
-        _table(["fact", "value"], [[k, v] for k, v in rows if v]),
-        "## Layers",
-        _table(["layer", "length at scale 1", "mean norm of the rows", "held-out AUROC"], layers),
-    ]
-    if card.notes:
-        parts += ["## Notes", "\n".join(f"- {note}" for note in card.notes)]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in r) + " |" for r in lines
-    )
+    head = ["layer", "length at scale 1", "mean norm of the rows", "held-out AUROC"]
+    sections = ["## Layers", markdown_table(head, layers)]
+    return card.render(facts, sections, digest=("vector sha256", digest))

@@ -1,23 +1,25 @@
-"""`Vector`: one direction and one length per layer, frozen, with its controls."""
+"""`Vector`: one direction and one length per layer, with its controls; and how one is named."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from inspect_lens._base.artifact import find_artifact
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.spec import Add, Site
 
-from ._files import VectorCard, encode_vector, read_vector_files, write_vector_files
+from ._files import VECTOR, VectorCard, encode_vector, read_vector_files, write_vector_files
 
-__all__ = ["Vector"]
+__all__ = ["Vector", "VectorLike", "load_vector", "steering_vector"]
 
 _UNIT_TOLERANCE = 1e-4
 
@@ -318,3 +320,84 @@ class Vector:
                 "a direction of another layer means nothing there; choose one of these"
             )
         return self.layers.index(layer)
+
+
+def load_vector(vector: str | Path | Vector) -> Vector:
+    """Load a vector by name, by path or from the Hugging Face hub.
+
+    Names are found below `vectors/` as those of probes below `probes/`, see
+    `inspect_lens.probe.load_probe`.
+
+    Args:
+        vector: a folder, its `vector.safetensors`, a name such as `organism/truth`, an `hf://`
+            address, or a vector, which is returned.
+
+    Returns:
+        The vector.
+
+    Raises:
+        ArtifactError: nothing is found, a name is ambiguous, or the files are wrong.
+
+    Example:
+        ```python
+        from inspect_lens.vector import load_vector
+
+        truth = load_vector("organism/truth")
+        assert truth.default_layer() == 4
+        steering = truth.to_steering(scale=0.8)  # for a request
+        assert steering.layers == (4,)
+        ```
+    """
+    if isinstance(vector, Vector):
+        return vector
+    if not isinstance(vector, str | Path):
+        raise ArtifactError(
+            f"vector={reprlib.repr(vector)}: a {type(vector).__name__}; allowed are a name, a path "
+            "or a Vector; a log that shows this used a vector that was never saved: save it and "
+            "pass its path. lens_config and lens_scope take a SteeringVector"
+        )
+    return Vector.load(find_artifact(VECTOR, vector))
+
+
+VectorLike: TypeAlias = str | Path | Vector
+"""Name below `vectors/`, path, `hf://` address, or the vector itself."""
+
+_OPTIONS = ("layer", "scale", "norm_match", "positions")
+
+
+def steering_vector(value: VectorLike | Add | Mapping[str, Any]) -> Add:
+    """Read a steering vector as Python, JSON or the command line spells it.
+
+    Args:
+        value: a vector or its name, which steers with scale 1 at the layer of its card; a
+            mapping `{"vector": name, "layer": …, "scale": …, "norm_match": …, "positions": …}`,
+            all but the first optional; or a `SteeringVector`, which is returned.
+
+    Returns:
+        The steering vector.
+
+    Raises:
+        ArtifactError: no such vector.
+        SpecError: an unknown key or a wrong value.
+
+    Example:
+        ```python
+        from inspect_lens.vector import steering_vector
+
+        vector = steering_vector({"vector": "organism/truth", "layer": 3, "scale": -0.4})
+        assert vector.layers == (3,)
+        assert vector.scale < 0
+        ```
+    """
+    if isinstance(value, Add):
+        return value
+    if not isinstance(value, Mapping):
+        return load_vector(value).to_steering()
+    unknown = sorted(set(value) - {"vector", *_OPTIONS})
+    if unknown or "vector" not in value:
+        raise SpecError(
+            f"steer={dict(value)!r}: unknown keys {unknown}; allowed are vector (needed) and "
+            f"{', '.join(_OPTIONS)}"
+        )
+    options = {key: value[key] for key in _OPTIONS if value.get(key) is not None}
+    return load_vector(value["vector"]).to_steering(**options)
