@@ -9,7 +9,6 @@ from typing import Any
 
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.lens import load_lens
-from inspect_lens.lens._files import LENS
 from inspect_lens.probe import Probe, load_probe
 from inspect_lens.spec import (
     EditBase,
@@ -100,7 +99,7 @@ def start_items(setting: str) -> dict[str, Registrable]:
         if not equals:
             raise SpecError(f"INSPECT_LENS_REGISTER: {pair!r}; give name=path, comma-separated")
         try:
-            if Path(path).name == LENS.tensors or (Path(path) / LENS.tensors).is_file():
+            if (Path(path) / "lens.safetensors").is_file() or path.endswith("lens.safetensors"):
                 items[name] = load_lens(path).for_engine()
             elif Path(path).is_dir():
                 probe = load_probe(path)
