@@ -14,7 +14,7 @@ from .calibration._platt import (
     TemperatureCalibrator,
     calibrate,
 )
-from .families._binary import BinaryEstimator, TrainableProbe
+from .families._binary import BinaryEstimator
 from .families._direction import (
     DirectionEstimator,
     LATProbe,
@@ -24,17 +24,9 @@ from .families._direction import (
 )
 from .families._ensemble import DEPTHS, EnsembleProbe, StackWeights, layers_at, stack_weights
 from .families._families import FAMILIES, make_estimator
-from .families._heads import (
-    AttentionLiteProbe,
-    AttentionProbe,
-    GDMAttentionProbe,
-    MLPProbe,
-    MultiMaxProbe,
-    RollingAttentionProbe,
-)
+from .families._head import HeadProbe
 from .families._logistic import LogisticProbe, PressureLogisticProbe, SklearnProbe, as_family
 from .families._sae import SAEFeatureProbe
-from .families._sequence import SequenceEstimator
 from .families._torch_logistic import TorchLogisticProbe
 from .fitting._across import CarriedProbe, transfer_probe
 from .fitting._fit import fit_layers, fit_on
@@ -89,8 +81,6 @@ __all__ = [
     "DEPTHS",
     "FAMILIES",
     "ActivationSet",
-    "AttentionLiteProbe",
-    "AttentionProbe",
     "BinaryEstimator",
     "CarriedProbe",
     "CascadePoint",
@@ -98,25 +88,21 @@ __all__ = [
     "DirectionEstimator",
     "DomainScore",
     "EnsembleProbe",
-    "GDMAttentionProbe",
+    "HeadProbe",
     "IsotonicCalibrator",
     "LATProbe",
     "LDAProbe",
     "LayerChoice",
     "LogisticProbe",
-    "MLPProbe",
     "MassMeanProbe",
     "MeanDifferenceProbe",
-    "MultiMaxProbe",
     "PlattCalibrator",
     "PressureLogisticProbe",
     "RefusalCandidate",
     "RefusalChoice",
     "RefusalMeter",
     "RefusalScores",
-    "RollingAttentionProbe",
     "SAEFeatureProbe",
-    "SequenceEstimator",
     "SklearnProbe",
     "SparseEncoder",
     "StackWeights",
@@ -124,7 +110,6 @@ __all__ = [
     "StyleShift",
     "TemperatureCalibrator",
     "TorchLogisticProbe",
-    "TrainableProbe",
     "VectorMethod",
     "VectorRows",
     "VectorScore",

@@ -20,7 +20,7 @@ from inspect_lens.probe import (
 )
 from inspect_lens.spec import Positions
 
-from .families._binary import Rows, TrainableProbe
+from .families._binary import BinaryEstimator, Rows
 from .families._logistic import as_family
 from .fitting._fit import rows_of
 from .fitting._thresholds import calibrate_thresholds
@@ -43,7 +43,7 @@ __all__ = ["train_probe"]
 
 
 def train_probe(
-    estimator: TrainableProbe | BaseEstimator,
+    estimator: BinaryEstimator | BaseEstimator,
     train: ActivationSet,
     *,
     name: str,

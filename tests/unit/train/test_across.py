@@ -12,10 +12,10 @@ from inspect_lens.errors import SpecError
 from inspect_lens.probe import CaptureFacts, NeuralProbe, Probe, ProbeCard, auroc
 from inspect_lens.train import (
     ActivationSet,
-    AttentionLiteProbe,
     LogisticProbe,
     evaluate_probe,
     fit_on,
+    make_estimator,
     train_probe,
     transfer_probe,
 )
@@ -130,7 +130,7 @@ def test_what_does_not_pair_is_refused(probe: Probe) -> None:
         transfer_probe(probe, source, target, layer=7, control=read(HARMLESS, SOURCE))
     with pytest.raises(SpecError, match="are in 'pairs' and in 'pairs'"):
         transfer_probe(probe, source, target, layer=7, control=target)
-    neural = fit_on(AttentionLiteProbe(steps=2), source, 7).to_probe(
+    neural = fit_on(make_estimator("attention-lite", steps=2), source, 7).to_probe(
         ProbeCard(name="a/b", layers=(7,), hidden=SOURCE)
     )
     assert isinstance(neural, NeuralProbe)

@@ -22,7 +22,6 @@ from inspect_lens.probe import (
 from inspect_lens.train import (
     FAMILIES,
     ActivationSet,
-    AttentionLiteProbe,
     LogisticProbe,
     MeanDifferenceProbe,
     bag_of_words_scores,
@@ -241,7 +240,7 @@ def test_an_ensemble_by_name_reads_several_layers(rows: str) -> None:
     two = select_layer(make_estimator("ensemble"), train, selection, layers=[0, 1], **options)
     assert two.probe.layers == (0, 1)
     with pytest.raises(SpecError, match="reads one layer"):
-        fit_on(AttentionLiteProbe(), train, (0, 1))
+        fit_on(make_estimator("attention-lite"), train, (0, 1))
 
 
 def test_every_family_by_name_trains_on_a_set() -> None:
@@ -267,4 +266,6 @@ def test_every_family_by_name_trains_on_a_set() -> None:
         make_estimator("lr", depth=3)
     with pytest.raises(SpecError, match="rows='first'"):
         fit_on(LogisticProbe(), train, 1, rows="first")  # type: ignore[arg-type]
-    assert fit_on(AttentionLiteProbe(steps=2), train, 1, rows="mean").n_features_in_ == H
+    assert (
+        fit_on(make_estimator("attention-lite", steps=2), train, 1, rows="mean").n_features_in_ == H
+    )

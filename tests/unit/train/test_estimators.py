@@ -15,7 +15,6 @@ from sklearn.preprocessing import StandardScaler
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import ProbeCard, delong_interval
 from inspect_lens.train import (
-    AttentionProbe,
     DirectionEstimator,
     EnsembleProbe,
     LATProbe,
@@ -27,6 +26,7 @@ from inspect_lens.train import (
     SAEFeatureProbe,
     SklearnProbe,
     TorchLogisticProbe,
+    make_estimator,
 )
 
 H = 24
@@ -163,7 +163,7 @@ WEIGHTED: list[Any] = [
     *ESTIMATORS, MassMeanProbe(iid=True), LDAProbe(shrinkage="ridge"),
     LDAProbe(shrinkage=None, equal_priors=False), PressureLogisticProbe(),
     TorchLogisticProbe(epochs=20), SAEFeatureProbe(k=4), SAEFeatureProbe(raw=True),
-    AttentionProbe(optimizer="lbfgs", lr=1.0, steps=2, heads=2),
+    make_estimator("attention", optimizer="lbfgs", lr=1.0, steps=2, heads=2),
     EnsembleProbe(base=MeanDifferenceProbe(), folds=2, stack="lr"),
     SklearnProbe(LogisticRegression(tol=1e-9)),
 ]  # fmt: skip

@@ -26,21 +26,16 @@ from inspect_lens.probe import (
     pool_heads,
 )
 from inspect_lens.train import (
-    AttentionLiteProbe,
-    AttentionProbe,
     EnsembleProbe,
-    GDMAttentionProbe,
+    HeadProbe,
     LATProbe,
     LDAProbe,
     LogisticProbe,
     MassMeanProbe,
     MeanDifferenceProbe,
-    MLPProbe,
-    MultiMaxProbe,
-    RollingAttentionProbe,
-    SequenceEstimator,
     TorchLogisticProbe,
     layers_at,
+    make_estimator,
 )
 
 H = 24
@@ -194,21 +189,31 @@ def needle(x: np.ndarray, label: int) -> None:
 
 
 NEURAL: list[Any] = [
-    AttentionProbe(heads=2, lr=0.02, steps=250), AttentionLiteProbe(lr=0.02, steps=250),
-    AttentionProbe(heads=2, gate=True, mlp_size=8, dropout=0.1, lr=0.02, steps=250),
-    AttentionProbe(heads=1, optimizer="lbfgs", lr=1.0, steps=5, weight_decay=1e-3),
-    GDMAttentionProbe(heads=2, mlp_sizes=(16, 16), lr=3e-3, steps=250),
-    MultiMaxProbe(heads=2, mlp_sizes=(16,), lr=5e-3, steps=250),
-    RollingAttentionProbe(window=3, heads=2, mlp_sizes=(16,), lr=5e-3, steps=250),
-]  # fmt: skip
+    make_estimator("attention", heads=2, lr=0.02, steps=250),
+    make_estimator("attention-lite", lr=0.02, steps=250),
+    make_estimator(
+        "attention", heads=2, gate=True, mlp_sizes=(8,), dropout=0.1, lr=0.02, steps=250
+    ),
+    make_estimator("attention", heads=1, optimizer="lbfgs", lr=1.0, steps=5, weight_decay=1e-3),
+    make_estimator("attention-gdm", heads=2, mlp_sizes=(16, 16), lr=3e-3, steps=250),
+    make_estimator("multimax", heads=2, mlp_sizes=(16,), lr=5e-3, steps=250),
+    make_estimator(
+        "rolling-attention",
+        pool="rolling_attention:3",
+        heads=2,
+        mlp_sizes=(16,),
+        lr=5e-3,
+        steps=250,
+    ),
+]
 
 
 @pytest.mark.parametrize(
     "estimator",
     NEURAL,
-    ids=lambda e: f"{type(e).__name__}-{e.optimizer if hasattr(e, 'optimizer') else ''}",
+    ids=str,
 )
-def test_neural_families_find_a_needle(estimator: SequenceEstimator) -> None:
+def test_neural_families_find_a_needle(estimator: HeadProbe) -> None:
     x, y = ragged(240, seed=1, marker=needle)
     fresh, labels = ragged(200, seed=2, marker=needle)
     fitted = clone(estimator).fit(x, y, np.arange(240) // 2)
@@ -292,7 +297,7 @@ def test_an_mlp_learns_what_no_direction_can() -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(1500, 4))
     y = (x[:, 0] * x[:, 1] > 0).astype(int)
-    mlp = MLPProbe(hidden_size=32, lr=0.01, steps=600).fit(x[:1000], y[:1000])
+    mlp = make_estimator("mlp", mlp_sizes=(32,), lr=0.01, steps=600).fit(x[:1000], y[:1000])
     assert mlp.score(x[1000:], y[1000:]) > 0.9
     assert LogisticProbe().fit(x[:1000], y[:1000]).score(x[1000:], y[1000:]) < 0.6
     probe = mlp.to_probe(card(hidden=4, pool="max"))
@@ -304,10 +309,10 @@ def test_an_mlp_learns_what_no_direction_can() -> None:
 def test_sequences_that_do_not_fit_are_refused() -> None:
     x, y = ragged(20, seed=0, marker=needle)
     with pytest.raises(SpecError, match="at least one token"):
-        AttentionLiteProbe(steps=2).fit([*x[:-1], np.zeros((0, 8))], y)
+        make_estimator("attention-lite", steps=2).fit([*x[:-1], np.zeros((0, 8))], y)
     with pytest.raises(SpecError, match="NaN"):
-        AttentionLiteProbe(steps=2).fit([*x[:-1], np.full((2, 8), np.nan)], y)
-    fitted = AttentionLiteProbe(steps=2).fit(x, y)
+        make_estimator("attention-lite", steps=2).fit([*x[:-1], np.full((2, 8), np.nan)], y)
+    fitted = make_estimator("attention-lite", steps=2).fit(x, y)
     with pytest.raises(SpecError, match="expecting 8 features"):
         fitted.decision_function([np.zeros((2, 9))])
     with pytest.raises(SpecError, match="width 8"):

@@ -6,14 +6,9 @@ import torch
 
 from inspect_lens.errors import SpecError
 from inspect_lens.train import (
-    AttentionLiteProbe,
-    AttentionProbe,
     EnsembleProbe,
     MeanDifferenceProbe,
-    MLPProbe,
-    MultiMaxProbe,
-    RollingAttentionProbe,
-    SequenceEstimator,
+    make_estimator,
 )
 
 
@@ -21,24 +16,12 @@ def test_training_that_diverges_is_no_probe_and_leaves_the_random_numbers_alone(
     rng, y = np.random.default_rng(0), np.arange(60) % 2
     x = [rng.normal(size=(int(rng.integers(5, 14)), 8)).astype(np.float32) + k for k in y]
     with pytest.raises(SpecError, match="training diverged"):
-        AttentionProbe(lr=3e37, steps=30).fit(x, y)
+        make_estimator("attention", lr=3e37, steps=30).fit(x, y)
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    AttentionProbe(steps=2, dropout=0.5).fit(x, y)
+    make_estimator("attention", steps=2, dropout=0.5).fit(x, y)
     assert torch.equal(torch.rand(3), expected)
-
-
-@pytest.mark.parametrize("kind", [MLPProbe, AttentionProbe, AttentionLiteProbe, MultiMaxProbe,
-                                  RollingAttentionProbe])  # fmt: skip
-def test_every_setting_of_a_training_reaches_it(kind: type[SequenceEstimator]) -> None:
-    changed = {"lr": 0.5, "weight_decay": 0.25, "steps": 7, "batch": 3, "patience": 2}
-    how = kind(**changed, random_state=9)._training()
-    assert {k: getattr(how, k) for k in changed} == changed
-    assert how.seed == 9
-    if kind is AttentionProbe:
-        how = AttentionProbe(dropout=0.3, optimizer="lbfgs")._training()
-        assert (how.dropout, how.optimizer) == (0.3, "lbfgs")
 
 
 def test_an_ensemble_is_calibrated_on_groups_it_did_not_see() -> None:

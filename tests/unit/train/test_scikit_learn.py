@@ -8,34 +8,45 @@ import pytest
 from sklearn.utils.estimator_checks import check_estimator
 
 from inspect_lens.train import (
-    AttentionLiteProbe,
     EnsembleProbe,
+    HeadProbe,
     LATProbe,
     LDAProbe,
     LogisticProbe,
     MassMeanProbe,
     MeanDifferenceProbe,
-    MLPProbe,
     PressureLogisticProbe,
-    RollingAttentionProbe,
     SAEFeatureProbe,
-    SequenceEstimator,
     TorchLogisticProbe,
+    make_estimator,
 )
 
 BY_DAY = [
     MeanDifferenceProbe(),  # DirectionEstimator
-    MLPProbe(hidden_size=8, lr=0.1, steps=12, batch=512),  # SequenceEstimator
+    make_estimator("mlp", mlp_sizes=(8,), lr=0.1, steps=12, batch=512),  # HeadProbe
     EnsembleProbe(base=MeanDifferenceProbe(), folds=2),  # BinaryEstimator
     SAEFeatureProbe(),  # the same, and rows become sparse
 ]
 AT_NIGHT = [
-    LogisticProbe(), MassMeanProbe(), MassMeanProbe(iid=True), LDAProbe(),
-    LDAProbe(shrinkage="ridge"), LATProbe(), PressureLogisticProbe(),
+    LogisticProbe(),
+    MassMeanProbe(),
+    MassMeanProbe(iid=True),
+    LDAProbe(),
+    LDAProbe(shrinkage="ridge"),
+    LATProbe(),
+    PressureLogisticProbe(),
     TorchLogisticProbe(lr=0.1, epochs=20, weight_decay=0.01),
-    AttentionLiteProbe(lr=0.2, steps=12, batch=512),
-    RollingAttentionProbe(window=2, heads=2, mlp_sizes=(8,), lr=0.1, steps=12, batch=512),
-]  # fmt: skip
+    make_estimator("attention-lite", lr=0.2, steps=12, batch=512),
+    make_estimator(
+        "rolling-attention",
+        pool="rolling_attention:2",
+        heads=2,
+        mlp_sizes=(8,),
+        lr=0.1,
+        steps=12,
+        batch=512,
+    ),
+]
 
 
 # Weights are not repeated rows where folds or batches are drawn, and where liblinear is; families
@@ -54,7 +65,7 @@ REFUSED = REPEATED | dict.fromkeys(
 def expected(estimator: Any) -> dict[str, str]:
     if isinstance(estimator, LATProbe) or getattr(estimator, "shrinkage", "") == "ledoit-wolf":
         return REFUSED
-    drawn = isinstance(estimator, SequenceEstimator | EnsembleProbe | SAEFeatureProbe)
+    drawn = isinstance(estimator, HeadProbe | EnsembleProbe | SAEFeatureProbe)
     return REPEATED if drawn else {}
 
 

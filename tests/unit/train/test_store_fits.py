@@ -22,7 +22,6 @@ from inspect_lens.probe import ProbeCard
 from inspect_lens.train import (
     FAMILIES,
     ActivationSet,
-    AttentionLiteProbe,
     EnsembleProbe,
     LATProbe,
     LDAProbe,
@@ -171,7 +170,8 @@ def test_a_stopped_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(StoreSet, "_blocks", counted)
     families: list[tuple[Any, float]] = [
-        (AttentionLiteProbe(steps=15, batch=16), 4.0), (LATProbe(), 0.0), (LDAProbe(), 4.0),
+        (make_estimator("attention-lite", steps=15, batch=16), 4.0),
+        (LATProbe(), 0.0), (LDAProbe(), 4.0),
         (TorchLogisticProbe(epochs=3), 4.0), (SAEFeatureProbe(k=2), 4.0),
     ]  # fmt: skip
     for i, (family, memory) in enumerate(families):
@@ -206,7 +206,8 @@ def test_what_does_not_fit_is_said_before_anything_is_read(
             next(fit_layers(SklearnProbe(LinearSVC()), large, LAYERS))
         object.__setattr__(large, "memory", 10_000 * GB)
         for family, layer in (
-            (EnsembleProbe(n_layers=2), (2, 4)), (LDAProbe(), 4), (AttentionLiteProbe(), 4),
+            (EnsembleProbe(n_layers=2), (2, 4)), (LDAProbe(), 4),
+            (make_estimator("attention-lite"), 4),
             (TorchLogisticProbe(), 4), (SAEFeatureProbe(), 4), (LogisticProbe(), (2, 4)),
         ):  # fmt: skip
             with pytest.raises(SpecError, match=r"is fitted on all [\d,]+ rows at once"):
@@ -276,7 +277,7 @@ def test_rows_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StoreSet, "_blocks", broken)
         with pytest.raises(SpecError, match="holds NaN or infinity at layer 4"):
-            fit_on(AttentionLiteProbe(steps=2), large, 4)
+            fit_on(make_estimator("attention-lite", steps=2), large, 4)
         object.__setattr__(large, "memory", 0.0)
         with pytest.raises(SpecError, match="hold NaN or infinity"):
             fit_on(MeanDifferenceProbe(), large, 4)

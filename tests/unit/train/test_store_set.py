@@ -26,7 +26,6 @@ from inspect_lens.probe import Probe, ProbeCard
 from inspect_lens.spec import TensorData
 from inspect_lens.train import (
     ActivationSet,
-    AttentionLiteProbe,
     EnsembleProbe,
     LATProbe,
     LDAProbe,
@@ -34,6 +33,7 @@ from inspect_lens.train import (
     MeanDifferenceProbe,
     StoreSet,
     fit_on,
+    make_estimator,
     select_layer,
     split_by_group,
     train_probe,
@@ -171,7 +171,7 @@ def test_a_probe_is_trained_from_disk_alone(tmp_path: Path) -> None:
     assert ours.layers == (4,)
     assert ours.card.evaluations[0].auroc == theirs.card.evaluations[0].auroc
     assert ours.card.seen == theirs.card.seen
-    head = fit_on(AttentionLiteProbe(steps=20), StoreSet(stores["train"]), 4)
+    head = fit_on(make_estimator("attention-lite", steps=20), StoreSet(stores["train"]), 4)
     assert len(StoreSet(stores["test"]).scores(head.to_probe(
         ProbeCard(name="m/h", layers=(4,), hidden=H))))  # fmt: skip
 

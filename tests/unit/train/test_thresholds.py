@@ -24,12 +24,10 @@ from inspect_lens.probe.card._files import render_card
 from inspect_lens.reading import ProbeReader
 from inspect_lens.train import (
     ActivationSet,
-    AttentionProbe,
-    MultiMaxProbe,
-    RollingAttentionProbe,
     calibrate_threshold,
     evaluate_probe,
     fit_threshold,
+    make_estimator,
     transfer_statement,
 )
 from tests.kit.captured import captured
@@ -184,9 +182,11 @@ def test_what_a_threshold_finds_is_of_its_own_statistic() -> None:
 
 
 LEARNED = {
-    "attention": AttentionProbe(lr=0.02, steps=20, heads=2),
-    "multimax": MultiMaxProbe(lr=0.02, steps=20, heads=2, mlp_sizes=(4,)),
-    "rolling_attention:3": RollingAttentionProbe(window=3, steps=20, heads=2, mlp_sizes=(4,)),
+    "attention": make_estimator("attention", lr=0.02, steps=20, heads=2),
+    "multimax": make_estimator("multimax", lr=0.02, steps=20, heads=2, mlp_sizes=(4,)),
+    "rolling_attention:3": make_estimator(
+        "rolling-attention", pool="rolling_attention:3", steps=20, heads=2, mlp_sizes=(4,)
+    ),
 }
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any, ClassVar, Final, Literal, Protocol, Self
+from typing import Any, Final, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import AnyProbe, ProbeCard
@@ -19,7 +20,7 @@ __all__ = [
     "BinaryEstimator",
     "Rows",
     "Scaling",
-    "TrainableProbe",
+    "Targets",
     "dominated",
     "find_scale",
     "rows_for_scale",
@@ -29,12 +30,27 @@ __all__ = [
 Floats = NDArray[np.float64]
 
 
+class Targets(NamedTuple):
+    """The class of each row or sequence, and what else is known of it."""
+
+    positive: NDArray[np.bool_]
+    groups: NDArray[Any] | None
+    weight: Floats | None
+
+    def part(self, picks: NDArray[np.int64]) -> Targets:
+        """Of some rows."""
+        return Targets(*(None if v is None else v[picks] for v in self))  # type: ignore[arg-type]
+
+
 class BinaryEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
-    """Base of all families: `fit`, `decision_function`, `predict`, `predict_proba`.
+    """Base of all families, with scikit-learn's methods and `to_probe`.
+
+    A family sets what it learns in `_fit`, scores with it in `_decide`, and makes a probe of it in
+    `_freeze`.
 
     Attributes:
         classes_: (2,) the two labels; the second is the positive one.
-        n_features_in_: hidden.
+        n_features_in_: hidden; of several layers in a row, that times their number.
 
     Example:
         ```python
@@ -52,14 +68,96 @@ class BinaryEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     """How the probe is found, for the card."""
     source: str = ""
     """Where the method comes from, for the card."""
-    reads: ClassVar[Literal["tokens", "sequences"]] = "tokens"
+    reads: Literal["tokens", "sequences"] = "tokens"
     """Whether `fit` takes one row per token or one sequence per sample."""
     default_rows: Literal["tokens", "mean", "last"] = "tokens"
     """What one row is in the source, where `fit` takes rows: a token, or the mean or the last token
     of a sample."""
+    n_layers: int = 1
+    """Layers in a row of `X`, one after the other."""
 
     classes_: NDArray[Any]
     n_features_in_: int
+
+    def fit(
+        self,
+        X: Any,
+        y: ArrayLike,
+        groups: ArrayLike | None = None,
+        sample_weight: ArrayLike | None = None,
+    ) -> Self:
+        """Fit to activations and labels.
+
+        Args:
+            X: (rows, hidden) float, where a row is a token or a pooled sample. Neural families take
+                sequences: a list of (tokens, hidden) arrays, one per sample, or (samples, tokens,
+                hidden); rows are sequences of one token.
+            y: (rows,) two classes; the larger label is the positive one.
+            groups: (rows,) what belongs together, such as the scenario: pairs are made within a
+                group, and folds and held-back samples do not divide one. Families without either
+                do not use it.
+            sample_weight: (rows,) how much each counts; all the same by default.
+
+        Returns:
+            self.
+
+        Raises:
+            ValueError: not two classes, NaN, or shapes disagree.
+            SpecError: the family has no meaning for weights, a setting is wrong, or a training
+                diverged.
+        """
+        x, labels = self._read_both(X, y)
+        x, labels, groups, weight = weighted(x, labels, groups, sample_weight)
+        groups = None if groups is None else np.asarray(groups)
+        self._fit(x, Targets(self._positive(labels), groups, weight))
+        return self
+
+    def decision_function(self, X: Any) -> NDArray[np.floating[Any]]:
+        """Score rows or sequences (rows,); larger means more of the positive class."""
+        check_is_fitted(self)
+        return self._decide(self._read(X))
+
+    def to_probe(self, card: ProbeCard) -> AnyProbe:
+        """Freeze what was learnt.
+
+        Args:
+            card: of as many layers as a row has, and of their width. An empty `method` or `source`
+                is filled in. A family that pools by itself puts its pool in.
+
+        Returns:
+            The probe; it scores as `decision_function` does, up to float32 rounding.
+
+        Raises:
+            SpecError: the card names other layers or another width.
+            sklearn.exceptions.NotFittedError: `fit` was not called.
+        """
+        check_is_fitted(self)
+        n, width = self.n_layers, self.n_features_in_ // self.n_layers
+        if (len(card.layers), card.hidden) != (n, width):
+            raise SpecError(
+                f"card: layers {card.layers} of width {card.hidden}; allowed is "
+                f"{'one layer' if n == 1 else f'{n} layers'} of width {width}, as in the fit"
+            )
+        filled = {"method": card.method or self.describe(), "source": card.source or self.source}
+        return self._freeze(card.model_copy(update=filled))
+
+    def _fit(self, x: Any, target: Targets) -> None:
+        raise NotImplementedError
+
+    def _decide(self, x: Any) -> NDArray[np.floating[Any]]:
+        raise NotImplementedError
+
+    def _freeze(self, card: ProbeCard) -> AnyProbe:
+        raise NotImplementedError
+
+    def _read(self, X: Any) -> Any:
+        """What was fitted on, of the same width."""
+        return validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
+
+    def _read_both(self, X: Any, y: ArrayLike) -> tuple[Any, NDArray[Any]]:
+        """Rows and labels to fit on; sets the width."""
+        x, labels = validate_data(self, X, y, dtype=[np.float64, np.float32])
+        return x, labels
 
     def _positive(self, y: ArrayLike) -> NDArray[np.bool_]:
         """Whether each label is the larger one; sets `classes_`."""
@@ -74,10 +172,6 @@ class BinaryEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             )
         positive: NDArray[np.bool_] = labels == self.classes_[1]
         return positive
-
-    def decision_function(self, X: ArrayLike) -> NDArray[np.floating[Any]]:
-        """Scores; larger means more of the positive class, above 0 means that class."""
-        raise NotImplementedError
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:
         """Class of each row or sequence: the positive one where the decision is above 0."""
@@ -142,28 +236,6 @@ Rows = Literal["tokens", "mean", "last"]
 """What one row of a fit is: a token, or the mean or the last token of a sample."""
 
 
-class TrainableProbe(Protocol):
-    """Interface of every probe family: `fit`, and `to_probe`."""
-
-    reads: ClassVar[Literal["tokens", "sequences"]]
-
-    def fit(self, X: Any, y: Any, groups: Any = None, sample_weight: Any = None) -> Self:
-        """Fit the classifier to activations and labels.
-
-        Args:
-            X: rows (rows, hidden), or sequences (tokens, hidden), as `reads` says.
-            y: one of two classes for each.
-            groups: what must not straddle a split of the family's own.
-            sample_weight: how much each counts; families without a meaning for it refuse it.
-
-        Returns:
-            self.
-        """
-
-    def to_probe(self, card: ProbeCard) -> AnyProbe:
-        """Make a `Probe` of the fitted weights."""
-
-
 Scaling = Literal["auto", "robust", "none"]
 """How a family scales dimensions before it looks for a direction."""
 HUGE_SHARE: Final = 0.5
@@ -185,12 +257,7 @@ def dominated(variance: Floats) -> tuple[int, float]:
 
 
 def find_scale(
-    x: NDArray[np.floating[Any]],
-    positive: NDArray[np.bool_],
-    scaling: Scaling,
-    *,
-    family: str,
-    weight: Floats | None = None,
+    x: NDArray[np.floating[Any]], target: Targets, scaling: Scaling, *, family: str
 ) -> Floats | None:
     """What to divide each dimension by before a direction is looked for."""
     if scaling not in ("auto", "robust", "none"):
@@ -198,6 +265,7 @@ def find_scale(
     if scaling == "none" or len(x) < 4:
         return None
     picked = rows_for_scale(len(x))
+    positive, _, weight = target
     rows, sides = x[picked], (positive[picked], ~positive[picked])
     each = None if weight is None else weight[picked]
     spread, variance = np.empty(rows.shape[1]), np.empty(rows.shape[1])
@@ -215,7 +283,7 @@ def find_scale(
             "method, which these few dimensions decide, and scaling='robust' does without this "
             "warning",
             UserWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
     return spread
 

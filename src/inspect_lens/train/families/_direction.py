@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from sklearn.decomposition import PCA
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
-from sklearn.utils.validation import check_is_fitted, validate_data
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import Probe, ProbeCard
 
-from ._binary import BinaryEstimator, Scaling, find_scale, weighted
+from ._binary import BinaryEstimator, Scaling, Targets, find_scale
 from ._moments import ClassStatistics, Moments
 
 __all__ = [
@@ -38,8 +37,6 @@ class DirectionEstimator(BinaryEstimator):
     Subclasses set `coef_`, `intercept_`, `mean_` and `scale_` in `_fit_rows`.
 
     Attributes:
-        classes_: (2,) the two labels; the second is the positive one.
-        n_features_in_: hidden.
         coef_: (hidden,).
         intercept_: a number.
         mean_: (hidden,) what is subtracted before the direction is applied.
@@ -67,90 +64,41 @@ class DirectionEstimator(BinaryEstimator):
     mean_: NDArray[np.floating[Any]]
     scale_: NDArray[np.floating[Any]]
 
-    def fit(
-        self,
-        X: ArrayLike,
-        y: ArrayLike,
-        groups: ArrayLike | None = None,
-        sample_weight: ArrayLike | None = None,
-    ) -> Self:
-        """Find the direction.
-
-        Args:
-            X: (rows, hidden) float; a row is a token or a pooled sample.
-            y: (rows,) two classes; the larger label is the positive one.
-            groups: (rows,) accepted by every estimator, so that those that pair rows within
-                a group can be swapped in; the others do not use it.
-            sample_weight: (rows,) how much each row counts; all the same by default.
-
-        Returns:
-            self.
-
-        Raises:
-            ValueError: not two classes, NaN, or shapes disagree.
-            SpecError: the method has no meaning for weights.
-        """
-        x, labels = validate_data(self, X, y, dtype=[np.float64, np.float32])
-        x, labels, groups, weight = weighted(x, labels, groups, sample_weight)
-        positive = self._positive(labels)
-        scale = find_scale(x, positive, self.scaling, family=type(self).__name__, weight=weight)
-        self._fit_rows(x if scale is None else x / scale, positive, groups, weight)
+    def _fit(self, x: NDArray[np.floating[Any]], target: Targets) -> None:
+        scale = find_scale(x, target, self.scaling, family=type(self).__name__)
+        self._fit_rows(x if scale is None else x / scale, target)
         self.unscale(scale)
-        return self
 
     def unscale(self, scale: Floats | None) -> None:
         """Take back that rows were divided by a scale (hidden,) before the direction was found."""
         if scale is not None:
             self.mean_, self.scale_ = self.mean_ * scale, self.scale_ * scale
 
-    def _fit_rows(
-        self,
-        x: NDArray[np.floating[Any]],
-        positive: NDArray[np.bool_],
-        groups: ArrayLike | None,
-        weight: Floats | None,
-    ) -> None:
+    def _fit_rows(self, x: NDArray[np.floating[Any]], target: Targets) -> None:
         raise NotImplementedError
 
-    def decision_function(self, X: ArrayLike) -> NDArray[np.floating[Any]]:
-        """Score rows (rows, hidden); larger means more of the positive class."""
-        check_is_fitted(self)
-        x = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
+    def _decide(self, x: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
         scores: NDArray[np.floating[Any]] = ((x - self.mean_) / self.scale_) @ self.coef_
         return scores + self.intercept_
 
-    def to_probe(self, card: ProbeCard) -> Probe:
-        """Freeze the fitted direction.
+    def describe(self) -> str:
+        """Method and settings, for the card."""
+        said = super().describe()
+        if self.scaling == "none" or not hasattr(self, "scale_"):
+            return said
+        # Dividing is no part of the published methods, and `auto` decides by the data.
+        divided = not np.allclose(self.scale_, 1.0)
+        return said + (
+            "; dimensions divided by their median deviation" if divided else "; unscaled"
+        )
 
-        Args:
-            card: of one layer; its width has to be that of the training rows. An empty
-                `method` or `source` is filled in.
-
-        Returns:
-            The probe; it scores rows as `decision_function` does, up to float32 rounding.
-
-        Raises:
-            SpecError: the card names several layers or another width.
-            sklearn.exceptions.NotFittedError: `fit` was not called.
-        """
-        check_is_fitted(self)
-        if len(card.layers) != 1 or card.hidden != self.n_features_in_:
-            raise SpecError(
-                f"card: layers {card.layers} of width {card.hidden}; allowed is one layer of width "
-                f"{self.n_features_in_}; an estimator learns the direction of one layer"
-            )
-        method = self.describe()
-        if self.scaling != "none":
-            # Dividing is no part of the published methods, and `auto` decides by the data.
-            divided = not np.allclose(self.scale_, 1.0)
-            method += "; dimensions divided by their median deviation" if divided else "; unscaled"
-        filled = {"method": card.method or method, "source": card.source or self.source}
+    def _freeze(self, card: ProbeCard) -> Probe:
         return Probe(
             weight=np.asarray(self.coef_, dtype=np.float32)[None],
             bias=np.array([self.intercept_], dtype=np.float32),
             mean=np.asarray(self.mean_, dtype=np.float32)[None],
             scale=np.asarray(self.scale_, dtype=np.float32)[None],
-            card=card.model_copy(update=filled),
+            card=card,
         )
 
 
@@ -162,14 +110,8 @@ class FormulaEstimator(DirectionEstimator):
         """Whether the formula has the covariance in it."""
         return False
 
-    def _fit_rows(
-        self,
-        x: NDArray[np.floating[Any]],
-        positive: NDArray[np.bool_],
-        groups: ArrayLike | None,
-        weight: Floats | None,
-    ) -> None:
-        made = Moments.of(x, positive, weight, covariance=self.needs_covariance)
+    def _fit_rows(self, x: NDArray[np.floating[Any]], target: Targets) -> None:
+        made = Moments.of(x, target.positive, target.weight, covariance=self.needs_covariance)
         self.solve(made.statistics())
 
     def solve(self, found: ClassStatistics) -> None:
@@ -324,25 +266,20 @@ class LDAProbe(FormulaEstimator):
         """Whether the formula has the covariance in it."""
         return True
 
-    def _fit_rows(
-        self,
-        x: NDArray[np.floating[Any]],
-        positive: NDArray[np.bool_],
-        groups: ArrayLike | None,
-        weight: Floats | None,
-    ) -> None:
+    def _fit_rows(self, x: NDArray[np.floating[Any]], target: Targets) -> None:
         self.check_shrinkage()
         if self.shrinkage != "ledoit-wolf":
-            super()._fit_rows(x, positive, groups, weight)
+            super()._fit_rows(x, target)
             return
-        if weight is not None:
+        if target.weight is not None:
             raise SpecError(
                 "sample_weight: Ledoit and Wolf's shrinkage is of rows that count alike; allowed "
                 "with weights are shrinkage='ridge', a number and None"
             )
         wide = np.asarray(x, dtype=np.float64)
-        model = LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto").fit(wide, positive)
-        self.solve(Moments.of(wide, positive).statistics())
+        model = LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto")
+        model.fit(wide, target.positive)
+        self.solve(Moments.of(wide, target.positive).statistics())
         self.coef_ = np.asarray(model.coef_[0], dtype=np.float64)
 
     def check_shrinkage(self) -> None:
@@ -443,20 +380,14 @@ class LATProbe(DirectionEstimator):
     random_state: int = 0
     scaling: Scaling = "auto"
 
-    def _fit_rows(
-        self,
-        x: NDArray[np.floating[Any]],
-        positive: NDArray[np.bool_],
-        groups: ArrayLike | None,
-        weight: Floats | None,
-    ) -> None:
-        if weight is not None:
+    def _fit_rows(self, x: NDArray[np.floating[Any]], target: Targets) -> None:
+        if target.weight is not None:
             raise SpecError(
                 "sample_weight: LAT compares pairs of rows, which count alike; allowed with "
                 "weights are families such as MeanDifferenceProbe; leave the weights out"
             )
-        wide = np.asarray(x, dtype=np.float64)
-        first, second, signs = self.pairs(positive, groups)
+        wide, positive = np.asarray(x, dtype=np.float64), target.positive
+        first, second, signs = self.pairs(positive, target.groups)
         self.fit_pairs(
             (wide[first] - wide[second]) * signs[:, None],
             wide[~positive].mean(axis=0),

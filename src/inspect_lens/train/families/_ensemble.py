@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NamedTuple, Self
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from sklearn.base import clone
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
-from sklearn.utils.validation import check_is_fitted, validate_data
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import Probe, ProbeCard
 from inspect_lens.train.calibration._platt import fit_platt
 
-from ._binary import BinaryEstimator, weighted
+from ._binary import BinaryEstimator, Targets
 from ._direction import DirectionEstimator
 from ._logistic import LogisticProbe
 
@@ -148,96 +147,47 @@ class EnsembleProbe(BinaryEstimator):
     folds: int = 5
     random_state: int = 0
 
-    def fit(
-        self,
-        X: ArrayLike,
-        y: ArrayLike,
-        groups: ArrayLike | None = None,
-        sample_weight: ArrayLike | None = None,
-    ) -> Self:
-        """Fit, calibrate and combine.
-
-        Args:
-            X: (rows, n_layers · hidden) float, layer after layer.
-            y: (rows,) two classes; the larger label is the positive one.
-            groups: (rows,) what must not straddle a fold.
-            sample_weight: (rows,) how much each row counts, where the base takes weights.
-
-        Returns:
-            self.
-
-        Raises:
-            ValueError: not two classes, NaN, or shapes disagree.
-            SpecError: the base takes no weights.
-        """
+    def _fit(self, x: NDArray[np.floating[Any]], target: Targets) -> None:
         if self.stack not in ("mean", "lr"):
             raise SpecError(f"stack={self.stack!r}; allowed are 'mean' and 'lr'; correct the name")
-        x, labels = validate_data(self, X, y, dtype=[np.float64, np.float32])
-        x, labels, groups, weight = weighted(x, labels, groups, sample_weight)
-        rows = _Rows(self._positive(labels), None if groups is None else np.asarray(groups), weight)
         base = LogisticProbe() if self.base is None else self.base
-        parts, folds = self._blocks(x), self._folds(rows)
-        outside = np.stack([_outside(base, b, rows, folds) for b in parts], axis=1)
-        self._combine(outside, rows)
-        self.estimators_ = [clone(base).fit(b, *rows) for b in parts]
-        return self
+        parts, folds = self._blocks(x), self._folds(target)
+        outside = np.stack([_outside(base, b, target, folds) for b in parts], axis=1)
+        self._combine(outside, target)
+        self.estimators_ = [clone(base).fit(b, *target) for b in parts]
 
-    def _combine(self, outside: NDArray[np.float64], rows: _Rows) -> None:
+    def _combine(self, outside: NDArray[np.float64], target: Targets) -> None:
         """Set what makes one logit of scores (rows, layers) by directions that saw no such row."""
-        platt = np.array([fit_platt(s, rows.positive, rows.weight) for s in outside.T])
+        platt = np.array([fit_platt(s, target.positive, target.weight) for s in outside.T])
         slopes, offsets = platt.T
         if self.stack == "lr":
             logits = outside * slopes + offsets
-            model = LogisticRegression(C=1.0).fit(logits, rows.positive, sample_weight=rows.weight)
+            model = LogisticRegression(C=1.0)
+            model.fit(logits, target.positive, sample_weight=target.weight)
             weights, extra = np.asarray(model.coef_[0]), float(model.intercept_[0])
         else:
             weights, extra = np.full(self.n_layers, 1.0 / self.n_layers), 0.0
         self.slope_ = weights * slopes
         self.intercept_ = float(weights @ offsets) + extra
 
-    def decision_function(self, X: ArrayLike) -> NDArray[np.float64]:
-        """Score rows (rows, n_layers · hidden); a logit of the positive class."""
-        check_is_fitted(self)
-        x = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
+    def _decide(self, x: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
         scores = np.stack(
             [e.decision_function(b) for e, b in zip(self.estimators_, self._blocks(x), strict=True)]
         )
         combined: NDArray[np.float64] = self.slope_ @ scores.astype(np.float64)
         return combined + self.intercept_
 
-    def to_probe(self, card: ProbeCard) -> Probe:
-        """Freeze the ensemble as a linear probe that reads several layers.
-
-        Args:
-            card: its layers, ascending, are those of the rows.
-
-        Returns:
-            The probe; it scores tokens as `decision_function` does, up to float32 rounding.
-
-        Raises:
-            SpecError: another number of layers, or another width.
-            sklearn.exceptions.NotFittedError: `fit` was not called.
-        """
-        check_is_fitted(self)
-        if (len(card.layers), card.hidden * self.n_layers) != (
-            self.n_layers,
-            self.n_features_in_,
-        ):
-            raise SpecError(
-                f"card: layers {card.layers} of width {card.hidden}; allowed are {self.n_layers} "
-                f"layers of width {self.n_features_in_ // self.n_layers}; give those of the rows"
-            )
+    def _freeze(self, card: ProbeCard) -> Probe:
         n, parts = self.n_layers, self.estimators_
         # A probe averages over its layers, so each part is multiplied by their number.
         factor = n * self.slope_
         bias = factor * np.array([float(e.intercept_) for e in parts]) + self.intercept_
-        update = {"method": card.method or self.describe(), "source": card.source or self.source}
         return Probe(
             weight=np.stack([f * e.coef_ for f, e in zip(factor, parts, strict=True)]),
             bias=bias,
             mean=np.stack([e.mean_ for e in parts]),
             scale=np.stack([e.scale_ for e in parts]),
-            card=card.model_copy(update=update),
+            card=card,
         )
 
     def _blocks(self, x: NDArray[np.floating[Any]]) -> list[NDArray[np.floating[Any]]]:
@@ -248,9 +198,9 @@ class EnsembleProbe(BinaryEstimator):
             )
         return np.split(x, self.n_layers, axis=1)
 
-    def _folds(self, rows: _Rows) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    def _folds(self, target: Targets) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """Rows to fit on, of both classes, and to score; none where a class is too rare."""
-        positive, names, _ = rows
+        positive, names, _ = target
         rare = int(min(positive.sum(), (~positive).sum()))
         limits = [self.folds, rare, *([] if names is None else [len(np.unique(names))])]
         if min(limits) < 2:
@@ -261,20 +211,10 @@ class EnsembleProbe(BinaryEstimator):
         return [(a, b) for a, b in made if 0 < positive[a].sum() < len(a)]
 
 
-class _Rows(NamedTuple):
-    positive: NDArray[np.bool_]
-    groups: NDArray[Any] | None
-    weight: NDArray[np.float64] | None
-
-    def part(self, picks: NDArray[np.int64]) -> _Rows:
-        """Of some rows."""
-        return _Rows(*(None if v is None else v[picks] for v in self))  # type: ignore[arg-type]
-
-
 def _outside(
     base: DirectionEstimator,
     x: NDArray[np.floating[Any]],
-    rows: _Rows,
+    target: Targets,
     folds: list[tuple[NDArray[np.int64], NDArray[np.int64]]],
 ) -> NDArray[np.float64]:
     """Scores (rows,) by directions that did not see the row.
@@ -283,8 +223,8 @@ def _outside(
     """
     scores = np.full(len(x), np.nan)
     for fit, held in folds:
-        scores[held] = clone(base).fit(x[fit], *rows.part(fit)).decision_function(x[held])
+        scores[held] = clone(base).fit(x[fit], *target.part(fit)).decision_function(x[held])
     left = np.isnan(scores)
     if left.any():
-        scores[left] = clone(base).fit(x, *rows).decision_function(x[left])
+        scores[left] = clone(base).fit(x, *target).decision_function(x[left])
     return scores

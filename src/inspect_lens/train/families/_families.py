@@ -7,22 +7,18 @@ from typing import Any, Final
 
 from inspect_lens.errors import SpecError
 
-from ._binary import TrainableProbe
+from ._binary import BinaryEstimator
 from ._direction import LATProbe, LDAProbe, MassMeanProbe, MeanDifferenceProbe
 from ._ensemble import EnsembleProbe
-from ._heads import (
-    AttentionLiteProbe,
-    AttentionProbe,
-    GDMAttentionProbe,
-    MLPProbe,
-    MultiMaxProbe,
-    RollingAttentionProbe,
-)
+from ._head import HeadProbe
 from ._logistic import LogisticProbe, PressureLogisticProbe
 from ._sae import SAEFeatureProbe
 from ._torch_logistic import TorchLogisticProbe
 
 __all__ = ["FAMILIES", "make_estimator"]
+
+_GDM: Final[dict[str, Any]] = {"heads": 10, "mlp_sizes": (100, 100), "lr": 1e-4,
+                               "weight_decay": 3e-3, "origin": "arXiv:2601.11516"}  # fmt: skip
 
 FAMILIES: Final[dict[str, tuple[Callable[..., Any], dict[str, Any]]]] = {
     "lr": (LogisticProbe, {}),
@@ -34,19 +30,23 @@ FAMILIES: Final[dict[str, tuple[Callable[..., Any], dict[str, Any]]]] = {
     "lda": (LDAProbe, {}),
     "lda-ridge": (LDAProbe, {"shrinkage": "ridge"}),
     "lat": (LATProbe, {}),
-    "mlp": (MLPProbe, {}),
-    "attention": (AttentionProbe, {}),
-    "attention-lite": (AttentionLiteProbe, {}),
-    "attention-gdm": (GDMAttentionProbe, {}),
-    "multimax": (MultiMaxProbe, {}),
-    "rolling-attention": (RollingAttentionProbe, {}),
+    "mlp": (HeadProbe, {"pool": "", "mlp_sizes": (128,), "weight_decay": 1e-2, "steps": 2000,
+                        "batch": 256, "patience": 20, "origin": "arXiv:2601.11516"}),
+    "attention": (HeadProbe, {"heads": 8, "queries": "zeros", "position": True, "lr": 1e-4,
+                              "steps": 2000, "patience": 100,
+                              "origin": "EleutherAI attention-probes"}),
+    "attention-lite": (HeadProbe, {"scaled": True, "lr": 5e-3, "weight_decay": 1e-3,
+                                   "origin": "arXiv:2506.10805"}),
+    "attention-gdm": (HeadProbe, _GDM),
+    "multimax": (HeadProbe, _GDM | {"pool": "multimax"}),
+    "rolling-attention": (HeadProbe, _GDM | {"pool": "rolling_attention:10"}),
     "sae": (SAEFeatureProbe, {}),
     "ensemble": (EnsembleProbe, {}),
-}
+}  # fmt: skip
 """Probe families by name, each with its class and settings."""
 
 
-def make_estimator(name: str, **settings: Any) -> TrainableProbe:
+def make_estimator(name: str, **settings: Any) -> BinaryEstimator:
     """Make an unfitted estimator by the name of its family.
 
     Args:
@@ -77,7 +77,7 @@ def make_estimator(name: str, **settings: Any) -> TrainableProbe:
         kind = SAEFeatureProbe.from_sae
         settings["path"] = settings.pop("folder")
     try:
-        made: TrainableProbe = kind(**{**defaults, **settings})
+        made: BinaryEstimator = kind(**{**defaults, **settings})
     except TypeError as error:
         raise SpecError(
             f"family={name!r}: {error}; allowed are the settings of {FAMILIES[name][0].__name__}"

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from sklearn.base import BaseEstimator, clone
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import StratifiedGroupKFold
 from sklearn.preprocessing import StandardScaler
-from sklearn.utils.validation import check_is_fitted
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import Probe, ProbeCard
 
-from ._binary import BinaryEstimator, TrainableProbe
+from ._binary import BinaryEstimator, Targets
 from ._direction import DirectionEstimator
 
 __all__ = [
@@ -60,13 +59,8 @@ class LogisticProbe(DirectionEstimator):
     fit_intercept: bool = False
     max_iter: int = 1000
 
-    def _fit_rows(
-        self,
-        x: NDArray[np.floating[Any]],
-        positive: NDArray[np.bool_],
-        groups: ArrayLike | None,
-        weight: NDArray[np.float64] | None,
-    ) -> None:
+    def _fit_rows(self, x: NDArray[np.floating[Any]], target: Targets) -> None:
+        positive, _, weight = target
         if self.standardize:
             scaler = StandardScaler().fit(x, sample_weight=weight)
             self.mean_, self.scale_ = np.asarray(scaler.mean_), np.asarray(scaler.scale_)
@@ -161,36 +155,11 @@ class SklearnProbe(BinaryEstimator):
     sample_weight: str = ""
     average_folds: bool = False
 
-    def fit(
-        self,
-        X: ArrayLike,
-        y: ArrayLike,
-        groups: ArrayLike | None = None,
-        sample_weight: ArrayLike | None = None,
-    ) -> Self:
-        """Fit a clone of the classifier.
-
-        Args:
-            X: (rows, hidden) float.
-            y: (rows,) two classes; the larger label is the positive one.
-            groups: (rows,) what folds of the classifier's own must not split.
-            sample_weight: (rows,) weights.
-
-        Returns:
-            self.
-
-        Raises:
-            SpecError: the classifier takes no weights.
-            ValueError: what the classifier raises.
-        """
-        x, labels = np.asarray(X), np.asarray(y)
-        self._positive(labels)
-        self.n_features_in_ = int(x.shape[1])
-        made = clone(self.estimator)
-        _keep_groups(made, x, labels, groups)
-        weights: dict[str, Any] = {}
-        if sample_weight is not None:
-            weights[_weight_name(made)] = np.asarray(sample_weight, dtype=np.float64)
+    def _fit(self, x: NDArray[np.floating[Any]], target: Targets) -> None:
+        made, labels, weights = clone(self.estimator), target.positive, {}
+        _keep_groups(made, x, target)
+        if target.weight is not None:
+            weights[_weight_name(made)] = target.weight
         try:
             self.estimator_ = made.fit(x, labels, **weights)
         except TypeError as error:
@@ -200,12 +169,8 @@ class SklearnProbe(BinaryEstimator):
                 f"sample_weight={self.sample_weight!r}: {type(made).__name__} takes none "
                 f"({error}); allowed are classifiers whose fit has sample_weight; leave it out"
             ) from None
-        return self
 
-    def decision_function(self, X: ArrayLike) -> NDArray[np.floating[Any]]:
-        """Score rows (rows,), as the probe will; larger means more of the positive class."""
-        check_is_fitted(self)
-        x = np.asarray(X)
+    def _decide(self, x: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
         card = ProbeCard(name="any/any", layers=(0,), hidden=self.n_features_in_)
         return self.to_probe(card).score_tokens(x)
 
@@ -215,27 +180,13 @@ class SklearnProbe(BinaryEstimator):
         text = " ".join(repr(self.estimator).split())[:_METHOD]
         return f"{self.method}: {text}{f', best {best}' if best else ''}"
 
-    def to_probe(self, card: ProbeCard) -> Probe:
-        """Freeze the fitted classifier.
-
-        Args:
-            card: of one layer and the width of the training rows.
-
-        Returns:
-            The probe, as `Probe.from_sklearn` makes it.
-
-        Raises:
-            SpecError: the classifier is not linear, or the card does not fit.
-            sklearn.exceptions.NotFittedError: `fit` was not called.
-        """
-        check_is_fitted(self)
+    def _freeze(self, card: ProbeCard) -> Probe:
         # The card of a sweep is reused from layer to layer: what it says of another fit goes.
-        method = card.method or self.describe()
-        bare = card.model_copy(update={"calibration": None, "method": method})
+        bare = card.model_copy(update={"calibration": None})
         return Probe.from_sklearn(self.estimator_, card=bare, average_folds=self.average_folds)
 
 
-def as_family(estimator: Any) -> TrainableProbe:
+def as_family(estimator: Any) -> BinaryEstimator:
     """Make a trainable family of an estimator; scikit-learn classifiers are wrapped.
 
     Args:
@@ -255,29 +206,24 @@ def as_family(estimator: Any) -> TrainableProbe:
         assert as_family(family) is family
         ```
     """
-    if hasattr(estimator, "to_probe"):
-        family: TrainableProbe = estimator
-        return family
+    if isinstance(estimator, BinaryEstimator):
+        return estimator
     if isinstance(estimator, BaseEstimator) and hasattr(estimator, "fit"):
-        wrapped: TrainableProbe = SklearnProbe(estimator)
-        return wrapped
+        return SklearnProbe(estimator)
     raise SpecError(
-        f"estimator={type(estimator).__name__}: has no to_probe, and is no estimator of "
-        "scikit-learn; allowed are families such as LogisticProbe(), and unfitted classifiers of "
-        "scikit-learn"
+        f"estimator={type(estimator).__name__}: is no family, and no estimator of scikit-learn; "
+        "allowed are families such as LogisticProbe(), and unfitted classifiers of scikit-learn"
     )
 
 
-def _keep_groups(
-    made: Any, x: NDArray[Any], labels: NDArray[Any], groups: ArrayLike | None
-) -> None:
+def _keep_groups(made: Any, x: NDArray[Any], target: Targets) -> None:
     """Replace folds by number with folds of whole groups."""
-    folds = getattr(made, "cv", ()) if groups is not None else ()
+    folds = () if target.groups is None else getattr(made, "cv", ())
     if folds is not None and (not isinstance(folds, int) or isinstance(folds, bool)):
         return
-    n = _FOLDS if folds is None else folds
-    kept = np.asarray(groups)
-    smallest = min(np.unique(kept[labels == c]).size for c in np.unique(labels))
+    n, labels, kept = _FOLDS if folds is None else folds, target.positive, target.groups
+    assert kept is not None
+    smallest = min(np.unique(kept[labels == c]).size for c in (False, True))
     if smallest < n:
         raise SpecError(
             f"cv={n}: a class has {smallest} groups only; allowed are as many folds as groups; "

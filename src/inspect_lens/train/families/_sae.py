@@ -8,16 +8,15 @@ from typing import Any, Final, Self
 
 import numpy as np
 import sklearn
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from sklearn.linear_model import LogisticRegression
-from sklearn.utils.validation import check_is_fitted, validate_data
 
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import HeadSpec, NeuralProbe, ProbeCard
 from inspect_lens.sae import SparseEncoder, read_sae
 from inspect_lens.spec import RESID_POST
 
-from ._binary import BinaryEstimator, weighted
+from ._binary import BinaryEstimator, Targets
 
 __all__ = ["SAEFeatureProbe"]
 
@@ -109,30 +108,8 @@ class SAEFeatureProbe(BinaryEstimator):
             )
         return cls(encoder=encoder, **settings)
 
-    def fit(
-        self,
-        X: ArrayLike,
-        y: ArrayLike,
-        groups: ArrayLike | None = None,
-        sample_weight: ArrayLike | None = None,
-    ) -> Self:
-        """Choose features and weigh them.
-
-        Args:
-            X: (rows, hidden) float.
-            y: (rows,) two classes; the larger label is the positive one.
-            groups: not used.
-            sample_weight: (rows,) how much each row counts; all the same by default.
-
-        Returns:
-            self.
-
-        Raises:
-            ValueError: not two classes, NaN, or shapes disagree.
-        """
-        x, labels = validate_data(self, X, y, dtype=[np.float64, np.float32])
-        x, labels, _, weight = weighted(x, labels, groups, sample_weight)
-        positive = self._positive(labels)
+    def _fit(self, x: NDArray[np.floating[Any]], target: Targets) -> None:
+        positive, _, weight = target
         spread, gap = self._separation(x, positive, weight)
         apart = np.abs(gap / np.where(spread > 0, spread, np.inf))
         self.features_ = np.argsort(-apart, kind="stable")[: 1 if self.raw else self.k]
@@ -142,7 +119,7 @@ class SAEFeatureProbe(BinaryEstimator):
             low, high = _class_means(kept, positive, weight)[:, 0]
             sign = 1.0 if high >= low else -1.0
             self.coef_, self.intercept_ = np.array([sign]), float(-sign * (high + low) / 2.0)
-            return self
+            return
         model = LogisticRegression(
             solver="liblinear",
             C=self.C,
@@ -152,34 +129,12 @@ class SAEFeatureProbe(BinaryEstimator):
         ).fit(kept / self.scale_, positive, sample_weight=weight)
         self.coef_ = np.asarray(model.coef_[0]) / self.scale_
         self.intercept_ = float(model.intercept_[0])
-        return self
 
-    def decision_function(self, X: ArrayLike) -> NDArray[np.float64]:
-        """Score rows (rows,); larger means more of the positive class."""
-        check_is_fitted(self)
-        x = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
+    def _decide(self, x: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
         scores: NDArray[np.float64] = self._activate(x, self.features_, self._cut(x)) @ self.coef_
         return scores + self.intercept_
 
-    def to_probe(self, card: ProbeCard) -> NeuralProbe:
-        """Freeze the chosen features and weights.
-
-        Args:
-            card: of one layer and the width of the training rows.
-
-        Returns:
-            The probe; it scores tokens as `decision_function` does.
-
-        Raises:
-            SpecError: the card names several layers or another width.
-            sklearn.exceptions.NotFittedError: `fit` was not called.
-        """
-        check_is_fitted(self)
-        if len(card.layers) != 1 or card.hidden != self.n_features_in_:
-            raise SpecError(
-                f"card: layers {card.layers} of width {card.hidden}; allowed is one layer of width "
-                f"{self.n_features_in_}; an SAE belongs to one layer"
-            )
+    def _freeze(self, card: ProbeCard) -> NeuralProbe:
         sae = self._encoder()
         tensors: dict[str, NDArray[Any]] = {
             "mean": np.zeros(card.hidden), "scale": np.ones(card.hidden)
@@ -199,13 +154,9 @@ class SAEFeatureProbe(BinaryEstimator):
             if sae.threshold is not None:
                 tensors["t0"] = sae.threshold[kept]
             head = HeadSpec(top_k=sae.top_k)
-        update = {
-            "method": card.method or self.describe(), "source": card.source or self.source,
-            "kind": "neural", "head": head,
-        }  # fmt: skip
         return NeuralProbe(
             tensors={k: v.astype(np.float32) for k, v in tensors.items()},
-            card=card.model_copy(update=update),
+            card=card.model_copy(update={"kind": "neural", "head": head}),
         )
 
     def _separation(

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from torch.nn import functional
 
+from ._binary import Targets
 from ._direction import DirectionEstimator
 
 __all__ = ["TorchLogisticProbe"]
@@ -52,17 +53,12 @@ class TorchLogisticProbe(DirectionEstimator):
     device: str = "cpu"
     random_state: int = 0
 
-    def _fit_rows(
-        self,
-        x: NDArray[np.floating[Any]],
-        positive: NDArray[np.bool_],
-        groups: ArrayLike | None,
-        weight: NDArray[np.float64] | None,
-    ) -> None:
+    def _fit_rows(self, x: NDArray[np.floating[Any]], target: Targets) -> None:
+        positive, _, weight = target
         wide = np.asarray(x, dtype=np.float64)
         each = np.ones(len(wide)) if weight is None else weight / weight.mean()
         mean = np.average(wide, axis=0, weights=each) if self.center else np.zeros(wide.shape[1])
-        rows, counted, target = (
+        rows, counted, labels = (
             torch.from_numpy(part).to(self.device)
             for part in (wide - mean, each, positive.astype(np.float64))
         )
@@ -72,7 +68,7 @@ class TorchLogisticProbe(DirectionEstimator):
         optimiser = torch.optim.AdamW([direction], lr=self.lr, weight_decay=self.weight_decay)
         for _ in range(self.epochs):
             optimiser.zero_grad()
-            loss = functional.binary_cross_entropy_with_logits(rows @ direction, target, counted)
+            loss = functional.binary_cross_entropy_with_logits(rows @ direction, labels, counted)
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
         self.coef_ = direction.detach().cpu().numpy()

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from sklearn.base import clone
 
 from inspect_lens.errors import SpecError
-from inspect_lens.train.families._binary import Rows, TrainableProbe
+from inspect_lens.train.families._binary import BinaryEstimator, Rows
 from inspect_lens.train.sets._dataset import ActivationSet
 from inspect_lens.train.sets._store_set import StoreSet
 
@@ -19,7 +19,7 @@ from ._store_fits import fits_in_memory, keep, restore, stream
 __all__ = ["fit_layers", "fit_on", "rows_of"]
 
 
-def rows_of(estimator: TrainableProbe, rows: Rows | None) -> Rows | None:
+def rows_of(estimator: BinaryEstimator, rows: Rows | None) -> Rows | None:
     """What one row of a fit is; None for families that read sequences."""
     if estimator.reads == "sequences":
         return None
@@ -29,12 +29,12 @@ def rows_of(estimator: TrainableProbe, rows: Rows | None) -> Rows | None:
 
 
 def fit_on(
-    estimator: TrainableProbe,
+    estimator: BinaryEstimator,
     data: ActivationSet,
     layer: int | Sequence[int],
     *,
     rows: Rows | None = None,
-) -> TrainableProbe:
+) -> BinaryEstimator:
     """Fit a family on the selected tokens of a set.
 
     Args:
@@ -80,12 +80,12 @@ def fit_on(
 
 
 def fit_layers(
-    estimator: TrainableProbe,
+    estimator: BinaryEstimator,
     data: ActivationSet,
     layers: Sequence[int],
     *,
     rows: Rows | None = None,
-) -> Iterator[tuple[int, TrainableProbe]]:
+) -> Iterator[tuple[int, BinaryEstimator]]:
     """Fit a family at several layers, each on its own.
 
     A layer of a `StoreSet` is fitted in memory where it fits, with the copies that the fit makes,
@@ -128,8 +128,8 @@ def _check_rows(rows: str | None) -> None:
 
 
 def _fit_held(
-    estimator: TrainableProbe, data: ActivationSet, layers: Sequence[int], rows: Rows | None
-) -> TrainableProbe:
+    estimator: BinaryEstimator, data: ActivationSet, layers: Sequence[int], rows: Rows | None
+) -> BinaryEstimator:
     """Fit with all rows of the layers in memory."""
     groups = np.array(data.groups)
     if estimator.reads == "sequences":
@@ -148,7 +148,7 @@ def _fit_held(
     return estimator.fit(wide, labels, groups, **extra)
 
 
-def _sample_weights(estimator: TrainableProbe, data: ActivationSet) -> NDArray[np.float64] | None:
+def _sample_weights(estimator: BinaryEstimator, data: ActivationSet) -> NDArray[np.float64] | None:
     """Weights (samples,) of the column that an estimator names; None where it names none."""
     column = getattr(estimator, "sample_weight", "")
     if not column:

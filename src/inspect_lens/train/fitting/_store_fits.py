@@ -21,6 +21,7 @@ from inspect_lens.probe import write_atomic
 from inspect_lens.train.families._binary import (
     BinaryEstimator,
     Rows,
+    Targets,
     dominated,
     find_scale,
     rows_for_scale,
@@ -34,6 +35,7 @@ from inspect_lens.train.families._direction import (
     MeanDifferenceProbe,
 )
 from inspect_lens.train.families._ensemble import EnsembleProbe
+from inspect_lens.train.families._head import HeadProbe
 from inspect_lens.train.families._logistic import (
     LogisticProbe,
     PressureLogisticProbe,
@@ -41,7 +43,6 @@ from inspect_lens.train.families._logistic import (
 )
 from inspect_lens.train.families._moments import Moments
 from inspect_lens.train.families._sae import SAEFeatureProbe
-from inspect_lens.train.families._sequence import SequenceEstimator
 from inspect_lens.train.sets._store_set import StoreSet
 
 from ._logistic_stream import fit_logistic
@@ -68,12 +69,12 @@ def restore(estimator: Any, data: StoreSet, layers: Sequence[int], rows: Rows | 
         return False
     try:
         learnt = load(file.read_bytes())
-        if isinstance(estimator, SequenceEstimator):
+        if isinstance(estimator, HeadProbe):
             estimator.losses_ = learnt.pop("losses_").tolist()
             estimator.tensors_ = learnt
     except (OSError, SafetensorError, KeyError):
         return False
-    if not isinstance(estimator, SequenceEstimator):
+    if not isinstance(estimator, HeadProbe):
         if not learnt or not all(name.endswith("_") for name in learnt):
             return False
         for name, value in learnt.items():
@@ -101,7 +102,7 @@ def _file(estimator: Any, data: StoreSet, layers: Sequence[int], rows: Rows | No
 
 def _learnt(estimator: Any) -> dict[str, NDArray[Any]]:
     """What ends in an underscore, as scikit-learn names what is learnt."""
-    if isinstance(estimator, SequenceEstimator):
+    if isinstance(estimator, HeadProbe):
         return {**estimator.tensors_, "losses_": np.array(estimator.losses_)}
     made = {}
     for name, value in vars(estimator).items():
@@ -132,7 +133,7 @@ def fits_in_memory(
     n = sum(n for _, _, n in data.places) if by_token else len(data)
     layer = 4 * n * data.hidden
     # Rows, scaled rows and what the fit makes of them; heads hold rows once, and a batch.
-    copies = 2 if isinstance(estimator, SequenceEstimator) else 5 * len(layers)
+    copies = 2 if isinstance(estimator, HeadProbe) else 5 * len(layers)
     if isinstance(estimator, EnsembleProbe):
         copies = 2 * len(layers) + 6
     needed = copies * layer + _LATENTS * n * isinstance(estimator, SAEFeatureProbe)
@@ -147,7 +148,7 @@ def fits_in_memory(
     name = type(estimator.estimator if isinstance(estimator, SklearnProbe) else estimator).__name__
     pooled = 4e-9 * copies * len(data) * data.hidden
     hint = ""
-    if by_token and pooled <= data.memory and not isinstance(estimator, SequenceEstimator):
+    if by_token and pooled <= data.memory and not isinstance(estimator, HeadProbe):
         hint = f"fit one row per sample (rows='mean', {pooled:.2g} GB), "
     raise SpecError(
         f"memory={data.memory:g}: {name} is fitted on all {n:,} rows at once, which take "
@@ -229,8 +230,9 @@ def _scale(
     if way == "auto" and dominated(moments.within_variance())[1] < _MAYBE_HUGE:
         return None
     picks = np.arange(n)[rows_for_scale(n)]
-    rows, positive = _rows_at(picks, data, layer), data.row_labels[picks]
-    return find_scale(rows, positive, way, family=type(estimator).__name__)
+    target = Targets(data.row_labels[picks], None, None)
+    rows = _rows_at(picks, data, layer)
+    return find_scale(rows, target, way, family=type(estimator).__name__)
 
 
 def _rows_at(picks: NDArray[np.int64], data: StoreSet, layer: int) -> NDArray[np.float32]:

@@ -23,7 +23,7 @@ from inspect_lens.probe import (
     compare_auroc,
     delong_interval,
 )
-from inspect_lens.train.families._binary import Rows, TrainableProbe
+from inspect_lens.train.families._binary import BinaryEstimator, Rows
 from inspect_lens.train.families._logistic import as_family
 from inspect_lens.train.fitting._fit import fit_on
 from inspect_lens.train.sets._dataset import ActivationSet
@@ -56,7 +56,7 @@ class DomainScore(NamedTuple):
 
 
 def leave_one_domain_out(
-    estimator: TrainableProbe | BaseEstimator,
+    estimator: BinaryEstimator | BaseEstimator,
     data: ActivationSet,
     domains: str | Sequence[str],
     *,

@@ -15,7 +15,7 @@ from sklearn.base import BaseEstimator, clone
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import AnyProbe, LayerScore, ProbeCard, auroc, delong_interval
 from inspect_lens.train.calibration._calibrate import recall_draws
-from inspect_lens.train.families._binary import Rows, TrainableProbe
+from inspect_lens.train.families._binary import BinaryEstimator, Rows
 from inspect_lens.train.families._ensemble import EnsembleProbe, layers_at
 from inspect_lens.train.families._logistic import LogisticProbe, as_family
 from inspect_lens.train.fitting._fit import fit_layers, fit_on
@@ -45,7 +45,7 @@ class LayerChoice(NamedTuple):
 
 
 def select_layer(
-    estimator: TrainableProbe | BaseEstimator,
+    estimator: BinaryEstimator | BaseEstimator,
     train: ActivationSet,
     selection: ActivationSet,
     *,
@@ -127,7 +127,7 @@ def select_layer(
     tried = tuple(train.layers if layers is None else sorted(set(layers)))
     if not tried:
         raise SpecError("layers=(): nothing to try; allowed are layers of the set; name one")
-    single: TrainableProbe = estimator
+    single: BinaryEstimator = estimator
     if isinstance(estimator, EnsembleProbe):
         single = LogisticProbe() if estimator.base is None else estimator.base
     pooled = tuple(dict.fromkeys(pools or (card.pool,)))

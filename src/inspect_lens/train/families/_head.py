@@ -1,0 +1,395 @@
+"""The neural family: one head over tokens, whose settings make the probes of several sources.
+
+What a head computes is in `probe/pooling/_head.py`, for numpy and torch alike; here it is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from sklearn.model_selection import GroupShuffleSplit, StratifiedShuffleSplit
+from sklearn.utils.validation import check_X_y
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+
+from inspect_lens.errors import SpecError
+from inspect_lens.probe import (
+    HeadSpec,
+    NeuralProbe,
+    ProbeCard,
+    head_outputs,
+    parse_head_pool,
+    pool_head,
+    pool_heads,
+)
+
+from ._binary import BinaryEstimator, Targets
+
+__all__ = ["HeadProbe"]
+
+Sequences = Sequence[NDArray[np.floating[Any]]]
+Tensors = dict[str, NDArray[np.float32]]
+_VALIDATE_FROM: Final = 40  # fewer samples are all needed for the fit
+_SHARPNESS: Final = 1.0  # of the smooth maximum that stands for MultiMax while training
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class HeadProbe(BinaryEstimator):
+    """Small network on the tokens of a sample, trained by torch: ReLU layers, heads, a pool.
+
+    `make_estimator` makes one with the settings of a source, by name:
+
+    | name | what it is | source |
+    |---|---|---|
+    | `mlp` | a ReLU layer on single tokens, whose scores are pooled afterwards | arXiv:2601.11516 |
+    | `attention` | heads that attend, with a slope over positions | EleutherAI attention-probes |
+    | `attention-lite` | one head of scaled attention over one linear score | arXiv:2506.10805 |
+    | `attention-gdm` | two ReLU layers of 100, then 10 heads that attend | arXiv:2601.11516 |
+    | `multimax` | the same, then the largest value of each head | arXiv:2601.11516 |
+    | `rolling-attention` | the same, then the largest value of 10 tokens | arXiv:2601.11516 |
+
+    `fit` takes sequences, and a 2-D `X` (rows, hidden) as sequences of one token. It holds a fifth
+    of 40 or more samples back for early stopping, whole groups where groups are given.
+
+    Args:
+        pool: `attention`, `multimax` or `rolling_attention:10`; empty learns single tokens, whose
+            scores the pool of the card puts together.
+        mlp_sizes: widths of ReLU layers before the heads.
+        heads: how many; their values are summed.
+        queries: what the queries of attention are at first, `zeros` or `random`.
+        scaled: divide the logits of attention by the root of the width.
+        position: learn a slope of the attention logits over the token's index.
+        gate: pass values through tanh.
+        dropout: share of attention weights dropped while training.
+        optimizer: `adamw`, or `lbfgs` on all samples at once, for which `lr` is usually 1.0.
+        lr: learning rate.
+        weight_decay: of the optimiser.
+        steps: at most.
+        batch: sequences per step; `lbfgs` takes all.
+        patience: looks without a better validation loss before training stops.
+        device: where torch computes, such as `cpu` or `cuda`.
+        random_state: of weights, batches and the split for early stopping.
+        origin: paper or code, for the card.
+
+    Attributes:
+        tensors_: weights, as of a `NeuralProbe`.
+        losses_: that early stopping looked at.
+
+    Example:
+        ```python
+        from inspect_lens.train import ActivationSet, HeadProbe, make_estimator
+
+        train, test = (ActivationSet.load(f"acts/{name}.safetensors") for name in ("train", "test"))
+        estimator = make_estimator("attention", lr=1e-2, steps=100)  # few steps, to be quick
+        estimator.fit(train.sequences(1), train.labels)  # per sample (tokens, hidden)
+        assert estimator.score(test.sequences(1), test.labels) > 0.8
+
+        own = HeadProbe(pool="multimax", heads=4, mlp_sizes=(16,), lr=3e-3, steps=150)
+        own.fit(train.sequences(1), train.labels)
+        assert own.decision_function(test.sequences(1)).shape == (len(test),)
+        ```
+    """
+
+    tensors_: Tensors = field(init=False)
+    losses_: list[float] = field(init=False)
+
+    pool: str = "attention"
+    mlp_sizes: tuple[int, ...] = ()
+    heads: int = 1
+    queries: Literal["zeros", "random"] = "random"
+    scaled: bool = False
+    position: bool = False
+    gate: bool = False
+    dropout: float = 0.0
+    optimizer: Literal["adamw", "lbfgs"] = "adamw"
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    steps: int = 1000
+    batch: int = 64
+    patience: int = 50
+    device: str = "cpu"
+    random_state: int = 0
+    origin: str = ""
+
+    @property
+    def reads(self) -> Literal["tokens", "sequences"]:  # type: ignore[override]
+        """Whether `fit` takes one row per token or one sequence per sample."""
+        return "sequences" if self.pool else "tokens"
+
+    @property
+    def source(self) -> str:  # type: ignore[override]
+        """Where the method comes from, for the card."""
+        return self.origin
+
+    @property
+    def method(self) -> str:  # type: ignore[override]
+        """How the probe is found, for the card."""
+        heads = f"{self.heads} heads" if self.heads > 1 else "one head"
+        before = f" on {len(self.mlp_sizes)} ReLU layers" if self.mlp_sizes else ""
+        return f"{heads}{before}, pooled by {self.pool}" if self.pool else f"network{before}"
+
+    def _fit(self, x: Sequences, target: Targets) -> None:
+        positive, groups, weight = target
+        each = np.ones(len(positive)) if weight is None else weight / weight.mean()
+        data = _Labelled(x, positive, each)
+        scaler = _scaler(data)
+        kept, held = _hold_back(positive, groups, seed=self.random_state)
+        trained, self.losses_ = _train(
+            self, data.part(kept), data.part(held) if len(held) else None, scaler
+        )
+        self.tensors_ = trained | scaler
+
+    def _decide(self, x: Sequences) -> NDArray[np.float64]:
+        wide = {name: t.astype(np.float64) for name, t in self.tensors_.items()}
+        spec, rule = self.spec, parse_head_pool(self.pool or "mean")
+        position, bias = wide.get("position"), float(wide["bias"][0])
+        if all(len(s) == 1 for s in x):
+            # One-token sequences, all in one product; every pool of one token is its value.
+            out = head_outputs(wide, spec, np.concatenate(x).astype(np.float64))
+            return np.asarray(out.value.sum(axis=1) + bias)
+        return np.array(
+            [
+                pool_head(head_outputs(wide, spec, s.astype(np.float64)), rule, position, bias)
+                for s in x
+            ]
+        )
+
+    def _freeze(self, card: ProbeCard) -> NeuralProbe:
+        facts = {"kind": "neural", "head": self.spec, "pool": self.pool or card.pool}
+        return NeuralProbe(tensors=self.tensors_, card=card.model_copy(update=facts))
+
+    @property
+    def spec(self) -> HeadSpec:
+        """Settings of the probe apart from weights and pool, once the width is known."""
+        temperature = 1.0 / float(np.sqrt(self.n_features_in_)) if self.scaled else 1.0
+        return HeadSpec(temperature=temperature, gate=self.gate)
+
+    def start(self) -> Tensors:
+        """Weights before the first step: ReLU layers, then what heads read of the last of them."""
+        rng, width = np.random.default_rng(self.random_state), self.n_features_in_
+        made: Tensors = {}
+        for i, size in enumerate(self.mlp_sizes):
+            bound = np.sqrt(6.0 / width)
+            made[f"w{i}"] = rng.uniform(-bound, bound, (size, width)).astype(np.float32)
+            made[f"b{i}"] = np.zeros(size, dtype=np.float32)
+            width = size
+        attends = "attention" in self.pool
+        for name in ("value", "query")[: 1 + attends]:
+            made[name] = (rng.normal(size=(self.heads, width)) / np.sqrt(width)).astype(np.float32)
+        if attends and self.queries == "zeros":
+            made["query"] = np.zeros_like(made["query"])
+        if attends and self.position:
+            made["position"] = np.zeros(self.heads, dtype=np.float32)
+        return made | {"bias": np.zeros(1, dtype=np.float32)}
+
+    def describe(self) -> str:
+        """Method and settings, for the card."""
+        return super().describe().replace(f"origin={self.origin}, ", "")
+
+    def _read(self, X: Any) -> Sequences:
+        if not _is_ragged(X):
+            return [row[None] for row in super()._read(X)]
+        sequences = _sequences(X)
+        width = sequences[0].shape[1]
+        if width != self.n_features_in_:
+            raise SpecError(
+                f"X has {width} features, but {type(self).__name__} is expecting "
+                f"{self.n_features_in_} features as input"
+            )
+        return sequences
+
+    def _read_both(self, X: Any, y: ArrayLike) -> tuple[Sequences, NDArray[Any]]:
+        if not _is_ragged(X):
+            rows, labels = super()._read_both(X, y)
+            return [row[None] for row in rows.astype(np.float32)], labels
+        sequences = _sequences(X)
+        self.n_features_in_ = sequences[0].shape[1]
+        _, labels = check_X_y(np.zeros((len(sequences), 1)), y)
+        return sequences, labels
+
+
+def _is_ragged(X: Any) -> bool:
+    if getattr(X, "ndim", None) == 3:
+        return True
+    return (
+        isinstance(X, list | tuple)
+        and len(X) > 0
+        and all(isinstance(s, np.ndarray) and s.ndim == 2 for s in X)
+    )
+
+
+def _sequences(X: Any) -> Sequences:
+    sequences = [np.asarray(s, dtype=np.float32) for s in X]
+    widths = {s.shape[1:] for s in sequences}
+    if len(widths) != 1 or any(s.ndim != 2 or not len(s) for s in sequences):
+        raise SpecError(
+            f"X: sequences of shapes {sorted({s.shape for s in sequences})[:5]}; allowed is "
+            "(tokens, hidden) with one width and at least one token each; leave out samples "
+            "without tokens"
+        )
+    if not all(np.isfinite(s).all() for s in sequences):
+        raise SpecError("X: holds NaN or infinity; allowed are finite numbers; leave them out")
+    return sequences
+
+
+class _Labelled(NamedTuple):
+    """Sequences (tokens, hidden), and for each its class and how much it counts."""
+
+    sequences: Sequences
+    positive: NDArray[np.bool_]
+    weight: NDArray[np.float64]
+
+    def part(self, picks: NDArray[np.int64]) -> _Labelled:
+        return _Labelled(
+            [self.sequences[i] for i in picks], self.positive[picks], self.weight[picks]
+        )
+
+
+def _scaler(data: _Labelled) -> Tensors:
+    """Mean and standard deviation of all tokens, (hidden,) each; 1 for a constant column."""
+    counted = list(zip(data.sequences, data.weight, strict=True))
+    mean = np.zeros(data.sequences[0].shape[1])
+    for s, w in counted:
+        mean += w * s.sum(axis=0, dtype=np.float64)
+    n = sum(w * len(s) for s, w in counted)
+    mean /= n
+    square = np.zeros(len(mean))
+    for s, w in counted:
+        square += w * ((s - mean) ** 2).sum(axis=0)
+    spread = np.sqrt(square / n)
+    scale = np.where(spread > 1e-12 * np.maximum(1.0, np.abs(mean)), spread, 1.0)
+    return {"mean": mean.astype(np.float32), "scale": scale.astype(np.float32)}
+
+
+def _hold_back(
+    positive: NDArray[np.bool_], groups: NDArray[Any] | None, *, seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Indices to fit and to stop by; none of the latter when samples or groups are few."""
+    n = positive.size
+    everything = np.arange(n), np.arange(0)
+    if n < _VALIDATE_FROM or min(positive.sum(), n - positive.sum()) < 5:
+        return everything
+    if groups is not None and len(set(groups.tolist())) < 5:
+        return everything
+    kind = StratifiedShuffleSplit if groups is None else GroupShuffleSplit
+    splitter = kind(n_splits=1, test_size=0.2, random_state=seed)
+    kept, held = next(splitter.split(np.zeros(n), positive, groups))
+    both = all(0 < positive[side].sum() < len(side) for side in (kept, held))
+    return (kept, held) if both else everything
+
+
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Loss = Callable[[Batch, bool], Any]
+
+
+def _train(
+    how: HeadProbe, data: _Labelled, validation: _Labelled | None, scaler: Tensors
+) -> tuple[Tensors, list[float]]:
+    """Weights that did best on the validation set, and the losses there."""
+    spec, rule = how.spec, parse_head_pool(how.pool or "mean")
+    fixed = {k: torch.from_numpy(v.copy()).to(how.device) for k, v in scaler.items()}
+    weights = {
+        k: torch.from_numpy(v.copy()).to(how.device).requires_grad_()
+        for k, v in how.start().items()
+    }
+
+    def drop(share: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(share, how.dropout)
+
+    def loss_of(batch: Batch, train: bool) -> Any:
+        x, mask, target, weight = batch
+        logits = pool_heads(
+            head_outputs(weights | fixed, spec, x, xp=torch), rule, weights.get("position"),
+            weights["bias"], mask, xp=torch, sharpness=_SHARPNESS if train else None,
+            drop=drop if train and how.dropout else None,
+        )  # fmt: skip
+        return functional.binary_cross_entropy_with_logits(logits, target, weight)
+
+    step = _stepper(weights, data, how, loss_of)
+    look = max(1, min(how.steps // 50, 10)) if how.optimizer == "adamw" else 1
+    best, kept, since, losses = np.inf, {k: v.detach().clone() for k, v in weights.items()}, 0, []
+    with torch.random.fork_rng():  # the caller's numbers stay the caller's
+        torch.manual_seed(how.random_state)  # dropout only; all else draws from numpy
+        for number in range(how.steps):
+            train_loss = step()
+            if number % look and number != how.steps - 1:
+                continue
+            with torch.no_grad():
+                loss = float(_mean_loss(validation, how, loss_of)) if validation else train_loss
+            losses.append(loss)
+            if loss < best - 1e-6 or validation is None:
+                best, since = loss, 0
+                kept = {k: v.detach().clone() for k, v in weights.items()}
+            else:
+                since += 1
+                if since >= how.patience:
+                    break
+    if not np.isfinite(best):
+        raise SpecError(
+            f"lr={how.lr:g}: training diverged (loss {losses[-1]}); allowed is a rate at which the "
+            "loss stays finite; use a smaller lr, or look for outliers in the activations"
+        )
+    return {k: v.cpu().numpy() for k, v in kept.items()}, losses
+
+
+def _stepper(
+    weights: dict[str, torch.Tensor], data: _Labelled, how: HeadProbe, loss_of: Loss
+) -> Callable[[], float]:
+    """A function that takes one optimiser step and returns the loss."""
+    if how.optimizer == "lbfgs":
+        optimiser: Any = torch.optim.LBFGS(
+            list(weights.values()), lr=how.lr, max_iter=20, line_search_fn="strong_wolfe"
+        )
+        (whole,) = _batches(data, np.arange(len(data.sequences)), len(data.sequences), how.device)
+
+        def closure() -> Any:
+            optimiser.zero_grad()
+            decay = sum((w**2).sum() for name, w in weights.items() if name != "bias")
+            total = loss_of(whole, True) + how.weight_decay * decay / 2
+            total.backward()
+            return total.detach()
+
+        return lambda: float(optimiser.step(closure))
+    optimiser = torch.optim.AdamW(list(weights.values()), lr=how.lr, weight_decay=how.weight_decay)
+    endless = _passes(data, how)
+
+    def step() -> float:
+        optimiser.zero_grad()
+        loss = loss_of(next(endless), True)
+        loss.backward()
+        optimiser.step()
+        return float(loss.detach())
+
+    return step
+
+
+def _passes(data: _Labelled, how: HeadProbe) -> Iterator[Batch]:
+    """Random batches without end; each pass shows every sequence once."""
+    rng = np.random.default_rng(how.random_state)
+    while True:
+        yield from _batches(data, rng.permutation(len(data.sequences)), how.batch, how.device)
+
+
+def _batches(data: _Labelled, order: NDArray[np.int64], size: int, device: str) -> Iterator[Batch]:
+    """Sequences in an order: padded rows, which of them are tokens, class and weight."""
+    for first in range(0, len(order), size):
+        part = data.part(order[first : first + size])
+        rows = pad_sequence([torch.tensor(s) for s in part.sequences], batch_first=True)
+        lengths = torch.tensor([len(s) for s in part.sequences])
+        mask = torch.arange(rows.shape[1]) < lengths[:, None]
+        target, weight = (
+            torch.from_numpy(v.astype(np.float32)) for v in (part.positive, part.weight)
+        )
+        yield rows.to(device), mask.to(device), target.to(device), weight.to(device)
+
+
+def _mean_loss(data: _Labelled, how: HeadProbe, loss_of: Loss) -> torch.Tensor:
+    total = torch.zeros(())
+    for batch in _batches(data, np.arange(len(data.sequences)), how.batch, how.device):
+        total = total + loss_of(batch, False).cpu() * len(batch[0])
+    return total / len(data.sequences)
