@@ -138,7 +138,8 @@ class BinaryEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 f"card: layers {card.layers} of width {card.hidden}; allowed is "
                 f"{'one layer' if n == 1 else f'{n} layers'} of width {width}, as in the fit"
             )
-        filled = {"method": card.method or self.describe(), "source": card.source or self.source}
+        method = card.method or self.describe() + self._found()
+        filled = {"method": method, "source": card.source or self.source}
         return self._freeze(card.model_copy(update=filled))
 
     def _fit(self, x: Any, target: Targets) -> None:
@@ -149,6 +150,10 @@ class BinaryEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _freeze(self, card: ProbeCard) -> AnyProbe:
         raise NotImplementedError
+
+    def _found(self) -> str:
+        """What a card says of the fit beside method and settings."""
+        return ""
 
     def _read(self, X: Any) -> Any:
         """What was fitted on, of the same width."""

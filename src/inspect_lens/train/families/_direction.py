@@ -81,16 +81,12 @@ class DirectionEstimator(BinaryEstimator):
         scores: NDArray[np.floating[Any]] = ((x - self.mean_) / self.scale_) @ self.coef_
         return scores + self.intercept_
 
-    def describe(self) -> str:
-        """Method and settings, for the card."""
-        said = super().describe()
-        if self.scaling == "none" or not hasattr(self, "scale_"):
-            return said
+    def _found(self) -> str:
         # Dividing is no part of the published methods, and `auto` decides by the data.
+        if self.scaling == "none":
+            return ""
         divided = not np.allclose(self.scale_, 1.0)
-        return said + (
-            "; dimensions divided by their median deviation" if divided else "; unscaled"
-        )
+        return "; dimensions divided by their median deviation" if divided else "; unscaled"
 
     def _freeze(self, card: ProbeCard) -> Probe:
         return Probe(
