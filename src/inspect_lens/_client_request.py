@@ -99,8 +99,7 @@ def with_request(
     body: Mapping[str, Any], request: LensRequest | None
 ) -> tuple[dict[str, Any], LensRequest | None]:
     """Put a request into the body of a call."""
-    for key in body:
-        refuse_misspelled(key, "arguments", known=_ARGUMENTS)
+    refuse_misspelled(body, "arguments", known=_ARGUMENTS)
     # A server with the plug-in reads lens keys elsewhere, too; in one place any server may
     # understand them.
     rest, given = split_body(body, where="body")

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ._engine import RESID_POST, SITES, Site, in_site_order
 from ._positions import Phase, Positions, TokenMatch, is_mask, parse_positions
-from ._values import Flag, check_name, integers, shown
+from ._values import Flag, Name, Value, integers, shown
 
 if TYPE_CHECKING:
     import torch
@@ -165,9 +165,6 @@ REDUCTIONS: Final = MappingProxyType(
 )
 """By name."""
 
-Layers = Literal["all"] | tuple[int, ...]
-"""`all`, or 0-based global layer numbers."""
-
 SiteChoice = Site | tuple[Site, ...]
 """One site, or several in the order of `SITES`."""
 
@@ -178,7 +175,7 @@ Transport = Literal["auto", "inline", "binary"]
 """How a result travels: in the response, or beside it."""
 
 
-def parse_layers(value: Any) -> Any:
+def _parse_layers(value: Any) -> Any:
     """Layers as users write them: `all` or true, a number, or a list of numbers."""
     if value is True:
         return "all"
@@ -190,7 +187,11 @@ def parse_layers(value: Any) -> Any:
     return tuple(sorted(set(layers)))
 
 
-class CaptureSpec(BaseModel):
+Layers = Annotated[Literal["all"] | tuple[int, ...], BeforeValidator(_parse_layers)]
+"""`all`, or 0-based global layer numbers."""
+
+
+class CaptureSpec(Value):
     """Capture of one or more sites at some layers for some tokens.
 
     Example:
@@ -202,8 +203,6 @@ class CaptureSpec(BaseModel):
         request = LensRequest(capture=capture)  # extra_args={"inspect_lens": request}
         ```
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     layers: Layers = "all"
     """`all`, or layer numbers; results are stacked in ascending order."""
@@ -237,11 +236,6 @@ class CaptureSpec(BaseModel):
     transport: Transport = Field(default="auto")
     """`inline`: base64 in the response; `binary`: a handle to fetch over HTTP. `auto` leaves it to
     the client; to a server it is `inline`."""
-
-    @field_validator("layers", mode="before")
-    @classmethod
-    def _layers(cls, value: Any) -> Any:
-        return parse_layers(value)
 
     @field_validator("site", mode="before")
     @classmethod
@@ -296,7 +290,7 @@ class CaptureSpec(BaseModel):
         )  # fmt: skip
 
 
-class QKSpec(BaseModel):
+class QKSpec(Value):
     """Queries and keys of some layers, for all tokens that are fed.
 
     They are captured at the sites `q` and `k`, which the engine has to serve
@@ -322,24 +316,15 @@ class QKSpec(BaseModel):
         ```
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     layers: Layers = "all"
     """`all` layers with softmax attention, or layer numbers."""
 
     transport: Transport = Field(default="auto")
     """As in `CaptureSpec`."""
 
-    @field_validator("layers", mode="before")
-    @classmethod
-    def _layers(cls, value: Any) -> Any:
-        return parse_layers(value)
 
-
-class QKReceipt(BaseModel):
+class QKReceipt(Value):
     """Part of the receipt about captured queries and keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     layers: tuple[int, ...]
     """Layers, ascending."""
@@ -360,7 +345,7 @@ _TEXT_MOST = 256
 _COLUMNS_MOST = 16
 
 
-class SinkUse(BaseModel):
+class SinkUse(Value):
     """How one request uses a sink: a store or a function on the server's side.
 
     The operator of the server says what a sink records (layers, site, tokens) and where to. A
@@ -375,9 +360,7 @@ class SinkUse(BaseModel):
         ```
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str
+    name: Name
     """Name of the sink, as `GET /v1/inspect_lens` lists it."""
     id: str | None = Field(default=None, min_length=1, max_length=_TEXT_MOST)
     """Id of the sample; without it that of the request."""
@@ -390,11 +373,6 @@ class SinkUse(BaseModel):
     wait: Flag = True
     """Answer when the rows are written or lost, so that the receipt says which. Otherwise the
     answer comes at once, and rows that wait for the next shard are `queued`."""
-
-    @field_validator("name", mode="before")
-    @classmethod
-    def _name(cls, value: Any) -> str:
-        return check_name(value, field="sink.name")
 
     @field_validator("columns", mode="before")
     @classmethod
@@ -420,10 +398,8 @@ def _encodes(text: str) -> bool:
     return True
 
 
-class SinkReceipt(BaseModel):
+class SinkReceipt(Value):
     """Part of the receipt about a sink: what became of the request's rows there."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     """Of the sink."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 import numpy as np
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Field,
     FieldSerializationInfo,
     InstanceOf,
@@ -90,8 +89,6 @@ class Gate(WireModel):
         assert edit.when.layer == 3
         ```
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
     direction: InstanceOf[TensorData]
     """(width,); what the stream is multiplied with."""
@@ -269,8 +266,6 @@ class EditBase(WireModel):
     with one dimension more than its field names has one entry per layer of `layers`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
-
     if TYPE_CHECKING:
         op: str
 
@@ -298,6 +293,8 @@ class EditBase(WireModel):
     """Fields that hold tensors, and the number of dimensions that each has for one layer."""
     number_fields: ClassVar[frozenset[str]] = frozenset({"bias"})
     """Those of them that hold a number for each direction, and are not as wide as the stream."""
+    direction_fields: ClassVar[frozenset[str]] = frozenset({"direction"})
+    """Those of them of which no vector may be zero."""
     listed_fields: ClassVar[frozenset[str]] = frozenset()
     """Those of them that may be (layers, positions, width), a row for each listed position."""
 
@@ -405,6 +402,8 @@ class EditBase(WireModel):
             self._check_shape(name, shape)
             if not all(np.isfinite(values).all() for values in tensor.blocks()):
                 raise ValueError(f"{name} holds NaN or infinity; every value has to be finite")
+            if name in self.direction_fields:
+                self.check_directions(name)
             if n and name not in self.number_fields:
                 if width not in (None, shape[-1]):
                     raise ValueError(f"{name} is {shape[-1]} wide and another tensor {width}")

@@ -9,10 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, Union
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
-    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -26,7 +23,7 @@ from ._edits import Add
 from ._engine import TensorLimits, limits_of
 from ._positions import Phase, Positions, TokenMatch, check_patterns, parse_positions
 from ._tensor import WireModel
-from ._values import PEER_NAMES, STEER_KEY, Flag, Number, check_name, explain, shown
+from ._values import PEER_NAMES, STEER_KEY, Flag, Name, Number, Value, read_as, shown
 
 __all__ = [
     "Edit",
@@ -89,10 +86,7 @@ def _parse(item: object, field: str, limits: TensorLimits | None) -> EditBase:
                     '"layers": …, "positions": …}'
                 )
         raise SpecError(f"{asked}; allowed are {', '.join(sorted(EDITS))}")
-    try:
-        return kind.model_validate(item, context=None if limits is None else limits.context)
-    except ValidationError as error:
-        raise SpecError(explain(error, at=field)) from None
+    return read_as(kind, item, at=field, context=None if limits is None else limits.context)
 
 
 class EngineEdits(WireModel):
@@ -108,8 +102,6 @@ class EngineEdits(WireModel):
         assert edits.reference()["layers"] == [0, 1, 2, 3]
         ```
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     edits: tuple[Edit, ...]
     """One or more, in the order in which they act."""
@@ -154,12 +146,10 @@ class EngineEdits(WireModel):
         return form
 
 
-class EditsUse(BaseModel):
+class EditsUse(Value):
     """How one request uses registered edits; what it says takes the place of their own."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str
+    name: Name
     """Name under which they were registered."""
     scale: Number | None = Field(default=None, allow_inf_nan=False)
     """Factor on the vector; for edits that have one, such as `Add`."""
@@ -169,11 +159,6 @@ class EditsUse(BaseModel):
     """Tokens they act on."""
     phase: Phase | None = None
     """Only those of the positions that are `prefill` or `decode` tokens."""
-
-    @field_validator("name", mode="before")
-    @classmethod
-    def _name(cls, value: Any) -> str:
-        return check_name(value)
 
     @field_validator("positions", mode="before")
     @classmethod
@@ -207,7 +192,4 @@ class EditsUse(BaseModel):
                 "under the name, has no such field"
             )
         fields = {name: getattr(edit, name) for name in kind.model_fields}
-        try:
-            return kind(**(fields | dict(changes)))
-        except ValidationError as error:
-            raise SpecError(explain(error, at=repr(self.name))) from None
+        return read_as(kind, fields | dict(changes), at=repr(self.name))

@@ -150,11 +150,6 @@ class Ablate(EditBase):
 
     tensor_fields: ClassVar[dict[str, int]] = {"direction": 1}
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        self.check_directions("direction")
-        return self
-
     def _program(self, index: int, listed: int | None) -> tuple[Instruction, ...]:
         v = unit(self.at("direction", index))
         return (Instruction(Kind.LINEAR, v, v, (-self.strength, 0.0, 0.0, 0.0)),)
@@ -195,7 +190,6 @@ class Clamp(EditBase):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        self.check_directions("direction")
         if (self.value is None) == (self.min is None and self.max is None):
             raise ValueError("give min, max or both; or value alone")
         if self.min is not None and self.max is not None and self.min > self.max:
@@ -236,11 +230,6 @@ class Set(EditBase):
 
     tensor_fields: ClassVar[dict[str, int]] = {"direction": 1}
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        self.check_directions("direction")
-        return self
-
     def _program(self, index: int, listed: int | None) -> tuple[Instruction, ...]:
         v = unit(self.at("direction", index))
         params = (-self.strength, self.strength * self.value, 0.0, 0.0)
@@ -274,12 +263,6 @@ class Scale(EditBase):
     """0 removes the part along the direction, 1 changes nothing."""
 
     tensor_fields: ClassVar[dict[str, int]] = {"direction": 1}
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.direction is not None:
-            self.check_directions("direction")
-        return self
 
     def _program(self, index: int, listed: int | None) -> tuple[Instruction, ...]:
         if self.direction is None:
@@ -395,11 +378,7 @@ class Insert(EditBase):
     """Share that is replaced."""
 
     tensor_fields: ClassVar[dict[str, int]] = {"concept": 1, "instead_of": 1}
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        self.check_directions("instead_of")
-        return self
+    direction_fields: ClassVar[frozenset[str]] = frozenset({"instead_of"})
 
     def _program(self, index: int, listed: int | None) -> tuple[Instruction, ...]:
         out = self.at("instead_of", index).astype(np.float64)

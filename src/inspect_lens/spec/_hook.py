@@ -18,8 +18,6 @@ from types import ModuleType
 from typing import Any, cast
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     InstanceOf,
     SerializationInfo,
     SerializerFunctionWrapHandler,
@@ -31,7 +29,7 @@ from pydantic import (
 from inspect_lens.errors import SpecError
 
 from ._tensor import WireModel, is_wire
-from ._values import Flag, check_function_name, integers, is_function_name, shown
+from ._values import Flag, Value, check_function_name, integers, is_function_name, read_as, shown
 
 __all__ = [
     "HOOK_REFERENCE",
@@ -156,8 +154,6 @@ class Hook(WireModel):
         ```
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
-
     fn: InstanceOf[FunctionCode]
     """The function. Give a callable, or the form `{"cloudpickle": base64}`."""
 
@@ -258,26 +254,11 @@ def _one(value: Any, where: str) -> Hook:
         if not all(hasattr(value, name) for name in names):
             raise SpecError(f"{where}: {type(value).__name__}; give a Hook or its JSON form")
         value = {name: getattr(value, name) for name in names}
-    try:
-        return Hook.model_validate(value)
-    except ValueError as error:
-        raise SpecError(f"{where}: {_text(error)}") from None
+    return read_as(Hook, value, at=where)
 
 
-def _text(error: ValueError) -> str:
-    items: Any = getattr(error, "errors", None)
-    if items is None:
-        return str(error)
-    return "; ".join(
-        f"{'.'.join(map(str, item['loc']))}: {item['msg'].removeprefix('Value error, ')}"
-        for item in items(include_url=False, include_input=False)
-    )
-
-
-class HookReceipt(BaseModel):
+class HookReceipt(Value):
     """Part of the receipt about hooks: which ran, at which layers, on how many tokens."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     functions: tuple[str, ...]
     """sha256 of the code of each hook of the request, in order."""

@@ -78,12 +78,7 @@ class Latent(EditBase):
     """Leave tokens alone on which the latent is not active."""
 
     tensor_fields: ClassVar[dict[str, int]] = {"encoder": 1, "decoder": 1}
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        self.check_directions("encoder")
-        self.check_directions("decoder")
-        return self
+    direction_fields: ClassVar[frozenset[str]] = frozenset({"encoder", "decoder"})
 
     def _program(self, index: int, listed: int | None) -> tuple[Instruction, ...]:
         kind = Kind.LATENT_ADD if self.mode == "add" else Kind.LATENT_SET
@@ -110,6 +105,7 @@ class _Several(EditBase):
     """(latents,); a latent is active above it; None for zeros, which is ReLU."""
 
     number_fields: ClassVar[frozenset[str]] = frozenset({"bias", "threshold", "value"})
+    direction_fields: ClassVar[frozenset[str]] = frozenset({"encoder", "decoder"})
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -120,8 +116,6 @@ class _Several(EditBase):
             found = self.tensors[name].shape[-1 if name in self.number_fields else -2]
             if found != n:
                 raise ValueError(f"{name} has {found} latents and encoder {n}; give {n}")
-        self.check_directions("encoder")
-        self.check_directions("decoder")
         if self.threshold is not None and (self.threshold.to_float32() < 0).any():
             raise ValueError("threshold: one is below 0; an active latent is above 0")
         return self

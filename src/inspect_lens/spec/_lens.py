@@ -8,16 +8,16 @@ from typing import Any, ClassVar, Final, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, InstanceOf, field_validator, model_validator
+from pydantic import Field, InstanceOf, field_validator, model_validator
 
 from inspect_lens.errors import SpecError, UnsupportedError
 
-from ._capture import Layers, Transport, parse_layers
+from ._capture import Layers, Transport
 from ._engine import EngineFacts
 from ._positions import Positions, parse_positions
 from ._probe import Weights
 from ._tensor import TensorData
-from ._values import Integer, check_name, integer, shown
+from ._values import Integer, Name, Value, integer, shown
 
 __all__ = [
     "LENS_NAME",
@@ -45,7 +45,7 @@ MOST_TOKENS: Final = 64
 """Tokens whose log-probability and rank a request may ask for."""
 
 
-class LogitLens(BaseModel):
+class LogitLens(Value):
     """Read the stream of some layers as a prediction of the next token.
 
     The residual stream behind a layer goes through the model's own final norm and unembedding,
@@ -66,9 +66,7 @@ class LogitLens(BaseModel):
         ```
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str | None = None
+    name: Name | None = None
     """Registered tuned or Jacobian lens that translates each row before the final norm; None reads
     rows as they are, which is the logit lens."""
 
@@ -88,16 +86,6 @@ class LogitLens(BaseModel):
 
     transport: Transport = Field(default="auto")
     """As in `CaptureSpec`."""
-
-    @field_validator("name", mode="before")
-    @classmethod
-    def _name(cls, value: Any) -> str | None:
-        return None if value is None else check_name(value)
-
-    @field_validator("layers", mode="before")
-    @classmethod
-    def _layers(cls, value: Any) -> Any:
-        return parse_layers(value)
 
     @field_validator("top_k", mode="before")
     @classmethod
@@ -173,10 +161,8 @@ class LensTable:
     """(tokens, layers, targets); tokens with a larger logit, so 0 for the most likely one."""
 
 
-class LensReceipt(BaseModel):
+class LensReceipt(Value):
     """What a logit lens read, and how to read its tensor."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["logit", "tuned", "jacobian"] = "logit"
     """Which lens it was."""
@@ -255,10 +241,8 @@ LensKind = Literal["tuned", "jacobian"]
 """What a lens does to a row `h`: tuned adds `A h + b`, and Jacobian multiplies with `J`."""
 
 
-class LensEntry(BaseModel):
+class LensEntry(Value):
     """A registered lens without its tensors, which the workers hold."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: LensKind
     """What it does to a row."""

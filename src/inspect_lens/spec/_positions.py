@@ -7,11 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, Self, TypeAlias, cast, get_args
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     SerializerFunctionWrapHandler,
     StrictBool,
-    ValidationError,
     field_validator,
     model_serializer,
     model_validator,
@@ -19,7 +16,7 @@ from pydantic import (
 
 from inspect_lens.errors import SpecError
 
-from ._values import explain, integers, shown
+from ._values import Value, integers, read_as, shown
 
 __all__ = [
     "PatternBudget",
@@ -139,7 +136,7 @@ class PatternBudget:
 Which = Literal["all", "first", "last"]
 
 
-class TokenMatch(BaseModel):
+class TokenMatch(Value):
     """Tokens of the prompt that match a regular expression, or tokens that have one of some ids.
 
     Give it as `positions` of a capture or of an edit. The server finds the tokens in the prompt as
@@ -158,8 +155,6 @@ class TokenMatch(BaseModel):
         request = LensRequest(capture=CaptureSpec(layers=[4], positions=town))
         ```
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     pattern: str | None = None
     """Regular expression over the text of the prompt, at most 1000 characters, in the
@@ -261,14 +256,6 @@ class TokenMatch(BaseModel):
         return sorted(chosen)
 
 
-def parse_match(value: Mapping[str, object], *, field: str) -> TokenMatch:
-    """Read a match as it comes over HTTP."""
-    try:
-        return TokenMatch.model_validate(value)
-    except ValidationError as error:
-        raise SpecError(explain(error, at=field)) from None
-
-
 PositionName = Literal["all", "prompt", "completion", "last", "last_prompt"]
 """Names for ranges of tokens."""
 Positions: TypeAlias = PositionName | tuple[StrictBool, ...] | tuple[int, ...] | TokenMatch
@@ -301,7 +288,7 @@ def parse_positions(value: object, *, field: str, may_match: bool = False) -> Po
                 f"{field}={shown(value)}: tokens are matched for captures and edits, by the server "
                 "that has the prompt; give a name, a list of integers, or one of booleans"
             )
-        return parse_match(value, field=field) if isinstance(value, Mapping) else value
+        return read_as(TokenMatch, value, at=field) if isinstance(value, Mapping) else value
     if isinstance(value, Iterable):
         items = list(cast("Iterable[object]", value))
         if items and all(isinstance(i, bool) for i in items):

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple, Self
 
 import numpy as np
 from pydantic import (
-    BaseModel,
     ConfigDict,
     Field,
     InstanceOf,
@@ -30,7 +29,7 @@ from inspect_lens.errors import SpecError
 from ._engine import RESID_POST, Site, TapPoint, tap_points, weights_judge
 from ._positions import Positions, parse_positions
 from ._tensor import TensorData, WireModel, as_tensor_data, encode_tensor, freeze_tensor, is_wire
-from ._values import Flag, Number, check_name, integers, shown
+from ._values import Flag, Name, Number, Value, integers, shown
 
 __all__ = [
     "POOLS",
@@ -46,8 +45,6 @@ __all__ = [
 
 class Weights(WireModel):
     """Tensors of a kind, which are encoded on the wire and stand in logs as a reference."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
     kind: str
     layers: tuple[int, ...]
@@ -417,12 +414,10 @@ class EngineProbe(Weights):
         }
 
 
-class ProbeUse(BaseModel):
+class ProbeUse(Value):
     """How one request uses a registered probe."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str
+    name: Name
     """Name under which the probe was registered."""
     positions: Positions = "completion"
     """Tokens that it reads."""
@@ -436,11 +431,6 @@ class ProbeUse(BaseModel):
     threshold: Number | None = Field(default=None, allow_inf_nan=False)
     """Instead of the probe's own; a number that you answer for. Without it the alarm is refused
     unless the probe has a threshold for the same running score and tokens."""
-
-    @field_validator("name", mode="before")
-    @classmethod
-    def _name(cls, value: Any) -> str:
-        return check_name(value)
 
     @field_validator("aggregate")
     @classmethod

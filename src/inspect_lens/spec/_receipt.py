@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from ._capture import REDUCTIONS, QKReceipt, Reduce, SinkReceipt, SiteChoice
 from ._engine import RESID_POST, Site
 from ._hook import HookReceipt
 from ._lens import LensReceipt
 from ._probe import ProbeReceipt
+from ._values import Value
 
 __all__ = [
     "CaptureReceipt",
@@ -25,10 +24,8 @@ EnginePath = Literal["eager", "compiled", "piecewise", "graph"]
 """How the forward passes of a request ran."""
 
 
-class CaptureReceipt(BaseModel):
+class CaptureReceipt(Value):
     """Part of the receipt about captured rows: layers, positions, dtype, number of rows."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     site: SiteChoice = RESID_POST
     """The site, or the sites; each has a tensor."""
@@ -58,10 +55,8 @@ class CaptureReceipt(BaseModel):
         return min(self.n_positions, 1) if is_one else self.n_positions
 
 
-class GateReceipt(BaseModel):
+class GateReceipt(Value):
     """Part of the receipt about a gate whose decisions last: when it fired, how long it acted."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     layer: int
     """Layer at which it was read."""
@@ -78,10 +73,8 @@ class GateReceipt(BaseModel):
     """Of the gate: direction, threshold, and what it reads."""
 
 
-class SteerReceipt(BaseModel):
+class SteerReceipt(Value):
     """Part of the receipt about steering: vectors, layers, sites, tokens edited."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     layers: tuple[int, ...]
     """Layers that were edited, ascending."""
@@ -99,7 +92,7 @@ class SteerReceipt(BaseModel):
     request."""
 
 
-class Receipt(BaseModel):
+class Receipt(Value):
     """What the engine did for one request; every response that used the lens has one.
 
     Example:
@@ -111,8 +104,6 @@ class Receipt(BaseModel):
         assert receipt.capture.n_positions == receipt.n_prompt + receipt.n_completion - 1
         ```
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     n_prompt: int
     """Prompt tokens."""

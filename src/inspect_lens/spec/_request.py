@@ -10,8 +10,6 @@ from typing import Any, NamedTuple, Self, TypeAlias, cast
 
 from pydantic import (
     BaseModel,
-    ConfigDict,
-    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -38,8 +36,8 @@ from ._values import (
     VLLM_KEYS,
     Flag,
     check_counts,
-    explain,
     judging,
+    read_as,
     refuse_misspelled,
     refuse_own_word,
     shown,
@@ -225,8 +223,6 @@ class LensRequest(WireModel):
         ```
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     capture: CaptureSpec | None = None
     """Activations to return."""
 
@@ -405,10 +401,7 @@ def _parse(extra_args: Mapping[str, Any], limits: TensorLimits | None) -> LensRe
         values = from_vllm_lens(extra_args, limits)
     check_counts(values)
     context = None if limits is None else limits.context
-    try:
-        return _none_if_empty(LensRequest.model_validate(values, context=context))
-    except ValidationError as error:
-        raise SpecError(explain(error)) from None
+    return _none_if_empty(read_as(LensRequest, values, context=context))
 
 
 def _none_if_empty(request: LensRequest) -> LensRequest | None:
@@ -416,16 +409,15 @@ def _none_if_empty(request: LensRequest) -> LensRequest | None:
 
 
 def _check_keys(extra_args: Mapping[str, Any], *, has_lens: bool) -> None:
-    for key in extra_args:
-        if key in LENS_KEYS or key in VLLM_KEYS:
-            continue
+    others = [key for key in extra_args if key not in LENS_KEYS and key not in VLLM_KEYS]
+    for key in others:
         refuse_own_word(key, "extra_args")
-        refuse_misspelled(key, "extra_args", known=LENS_KEYS, cutoff=0.75)
-        if has_lens:
-            raise SpecError(
-                f"extra_args: unknown key {shown(key)} beside lens keys; known are "
-                f"{', '.join(LENS_KEYS + VLLM_KEYS)}"
-            )
+    refuse_misspelled(others, "extra_args", known=LENS_KEYS, cutoff=0.75)
+    if has_lens and others:
+        raise SpecError(
+            f"extra_args: unknown key {shown(others[0])} beside lens keys; known are "
+            f"{', '.join(LENS_KEYS + VLLM_KEYS)}"
+        )
 
 
 Registrable: TypeAlias = EngineProbe | EditBase | EngineEdits | EngineLens
@@ -453,9 +445,10 @@ def split_body(body: Mapping[str, Any] | None, *, where: str = "extra_body") -> 
     args = lens_args(body, where=where)
     taken = (*PLACES, *LENS_KEYS)
     rest = {key: value for key, value in (body or {}).items() if key not in taken}
-    for key, value in rest.items():
+    for key in rest:
         refuse_own_word(key, where)
-        refuse_misspelled(key, where)
+    refuse_misspelled(rest, where)
+    for key, value in rest.items():
         if isinstance(value, Mapping) and (inside := _found(value)) is not None:
             key_inside = inside.rpartition(".")[2]
             raise SpecError(

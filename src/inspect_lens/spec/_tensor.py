@@ -20,11 +20,11 @@ from typing import Any, Literal, cast, get_args
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
-from pydantic import BaseModel, SerializationInfo
+from pydantic import SerializationInfo
 
 from inspect_lens.errors import SpecError
 
-from ._values import shown
+from ._values import Value, shown
 
 __all__ = [
     "DType",
@@ -377,7 +377,7 @@ def _from_torch(tensor: Any, field: str) -> TensorData:
 _WIRE_KEY = "inspect_lens_wire"
 
 
-class WireModel(BaseModel):
+class WireModel(Value):
     """A model whose own `model_dump` is the wire form.
 
     Inspect dumps whatever it finds in a config into each model event and into cache keys, with

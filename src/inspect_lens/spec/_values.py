@@ -11,12 +11,19 @@ import logging
 import operator
 import re
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Annotated, Any, Final, cast
+from typing import Annotated, Any, Final, TypeVar, cast
 
-from pydantic import BeforeValidator, StrictBool, StrictFloat, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    StrictBool,
+    StrictFloat,
+    ValidationError,
+)
 
 from inspect_lens.errors import LensError, SpecError
 
@@ -80,6 +87,12 @@ def _flag(value: object) -> object:
     return value
 
 
+class Value(BaseModel):
+    """A value that never changes; fields that it does not have are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
 Integer = Annotated[int, BeforeValidator(integer)]
 """An integer that was written as one."""
 
@@ -88,6 +101,9 @@ Number = StrictFloat
 
 Flag = Annotated[StrictBool, BeforeValidator(_flag)]
 """`true` or `false`."""
+
+
+Read = TypeVar("Read", bound=BaseModel)
 
 
 def explain(error: ValidationError, *, at: str = "") -> str:
@@ -102,6 +118,16 @@ def explain(error: ValidationError, *, at: str = "") -> str:
     lines += [f"and {more} more"] if more else []
     # Text of the request may hold what no response can: half of a surrogate pair.
     return "; ".join(lines).encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def read_as(
+    kind: type[Read], value: object, *, at: str = "", context: Mapping[str, Any] | None = None
+) -> Read:
+    """Read a value as a model says; what does not fit is a `SpecError`."""
+    try:
+        return kind.model_validate(value, context=context)
+    except ValidationError as error:
+        raise SpecError(explain(error, at=at)) from None
 
 
 @contextmanager
@@ -140,6 +166,10 @@ def check_name(name: object, *, field: str = "name") -> str:
     )
 
 
+Name = Annotated[str, BeforeValidator(check_name)]
+"""A name under which something is registered."""
+
+
 def check_function_name(name: object) -> str:
     """Judge what a function of a client is called, as Python's `__qualname__` says it."""
     if isinstance(name, str) and (not name or is_function_name(name)):
@@ -156,22 +186,16 @@ def is_function_name(name: str) -> bool:
 
 
 MOST_OF: Final[dict[str, int]] = {
-    # What is asked.
-    "apply_steering_vectors": 256, "edits": 256, "edits_named": 256, "probes": 1024, "hooks": 256,
-    "apply_hooks": 256,
-    # Where: no model has so many layers, and no request so many tokens.
-    "layers": 1024, "layer_indices": 1024, "output_residual_stream": 1024, "output_qk": 1024,
-    "site": 64, "sites": 64, "positions": 1 << 19, "threshold_positions": 1 << 19,
-    "position_indices": 1 << 19,
-    "heads": 1024, "neurons": 1 << 16, "experts": 1024,
-    # Which tokens.
-    "token_ids": 4096, "tokens": 1024,
+    "apply_steering_vectors": 256, "edits": 256, "edits_named": 256, "hooks": 256,
+    "apply_hooks": 256, "probes": 1024, "layers": 1024, "layer_indices": 1024, "heads": 1024,
+    "experts": 1024, "neurons": 1 << 16, "site": 64, "sites": 64, "positions": 1 << 19,
+    "threshold_positions": 1 << 19, "position_indices": 1 << 19, "token_ids": 4096, "tokens": 1024,
+    "prefetch_params": 4096, "params": 4096,
     # Prompts of a sweep, in token ids or messages.
     "clean": 1 << 19, "corrupted": 1 << 19,
-    # By name.
-    "tensors": 16, "columns": 256, "shape": 8, "prefetch_params": 4096, "params": 4096,
+    "tensors": 16, "columns": 256, "shape": 8,
 }  # fmt: skip
-"""Entries of a list or mapping, by the name of its field."""
+"""Entries of a list or mapping, by the name of its field; `_MOST_OTHERS` of any other."""
 
 TENSORS: Final = {
     "activations", "direction", "weight", "bias", "w1", "b1", "w2", "b2", "query", "matrix",
@@ -183,7 +207,6 @@ MOST_ENTRIES: Final = 1 << 19
 """Of all lists and mappings of a body together, tensors as lists included: more take Python half a
 second to parse, in which nobody else is served."""
 _MOST_OTHERS: Final = 1024
-"""Of a list or mapping whose name nobody knows."""
 _MOST_DEPTH: Final = 32
 
 
@@ -288,39 +311,22 @@ def refuse_own_word(key: object, where: str) -> None:
 
 
 def refuse_misspelled(
-    key: str, where: str, *, known: Sequence[str] = (*LENS_KEYS, *PLACES), cutoff: float = 0.8
+    keys: Collection[object],
+    where: str,
+    *,
+    known: Sequence[str] = (*LENS_KEYS, *PLACES),
+    cutoff: float = 0.8,
 ) -> None:
     """Raise an error for a key that looks like a misspelled lens key."""
-    if not isinstance(key, str) or len(key) > _LONGEST:
-        return
-    near = _nearest(key, tuple(known), cutoff)
-    if near is not None:
-        raise SpecError(f"{where}: unknown key {shown(key)}; did you mean {near!r}?")
+    if len(keys) > _MOST_OTHERS:
+        raise SpecError(f"{where}: has {len(keys)} keys; {_MOST_OTHERS} at most")
+    for key in keys:
+        if not isinstance(key, str) or len(key) > _LONGEST:
+            continue
+        if near := _nearest(key, tuple(known), cutoff):
+            raise SpecError(f"{where}: unknown key {shown(key)}; did you mean {near[0]!r}?")
 
 
 @lru_cache(maxsize=1024)  # of short keys: clients send the same ones again and again
-def _nearest(key: str, known: tuple[str, ...], cutoff: float) -> str | None:
-    """The most similar of some keys; most are told apart by length and letters alone."""
-    text = key.encode(errors="replace")
-    alike = [
-        word
-        for word, letters, enough in _of_length(len(key), known, cutoff)
-        if len(text) - len(text.translate(None, letters)) >= enough and _shared(key, word) >= enough
-    ]
-    near = difflib.get_close_matches(key, alike, n=1, cutoff=cutoff) if alike else []
-    return near[0] if near else None
-
-
-@lru_cache(maxsize=256)
-def _of_length(n: int, known: tuple[str, ...], cutoff: float) -> list[tuple[str, bytes, float]]:
-    """Keys that one of `n` letters may be meant for, their letters, and how many it has to have.
-
-    Of as many is made what difflib calls the ratio: twice the shared ones by all.
-    """
-    found = [(word, word.encode(), cutoff * (n + len(word)) / 2) for word in known]
-    return [item for item in found if min(n, len(item[0])) >= item[2]]
-
-
-def _shared(key: str, word: str) -> int:
-    """Letters that both have, each as often as the one that has it less often."""
-    return sum(min(key.count(letter), word.count(letter)) for letter in set(word))
+def _nearest(key: str, known: tuple[str, ...], cutoff: float) -> list[str]:
+    return difflib.get_close_matches(key, known, n=1, cutoff=cutoff)
