@@ -17,7 +17,7 @@ from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from evals.kit.arguments import required
 from evals.refusal_steering import each_kind, refusal_dataset
-from inspect_lens.scorer import edit_effects, edit_rates, refusal_rate
+from inspect_lens.scorer import dose_metric, dose_response, refusal_rate
 from inspect_lens.solver import EditVariant, steering_sweep
 from inspect_lens.spec import BLOCK_SITES, Ablate, Add, Site
 from inspect_lens.vector import Vector, load_vector
@@ -118,20 +118,20 @@ def refusal_edits(
     return solve
 
 
-@metric(scores="unreduced")  # as edit_rates: every epoch is an answer of its own
+@metric(scores="unreduced")  # as dose_metric: every epoch is an answer of its own
 def rates_by_kind() -> Metric:
-    """`edit_rates` of harmful and of harmless instructions, each under its own names.
+    """`dose_metric` of variants of harmful and of harmless instructions, each under its own names.
 
     Returns:
         The metric; `harmful_ablated` is the rate of refusals of harmful instructions without the
         direction, and so on. A kind that the task has no sample of has no values.
     """
-    return each_kind(edit_rates())
+    return each_kind(dose_metric(by="variant"))
 
 
 @scorer(metrics=[rates_by_kind()])
 def refusals_by_edit(role: str | None = None) -> Scorer:
-    """`edit_effects` of refusals, with harmful and harmless instructions apart.
+    """`dose_response` of refusals, with harmful and harmless instructions apart.
 
     Args:
         role: model role that judges refusals; phrases decide by default.
@@ -139,7 +139,7 @@ def refusals_by_edit(role: str | None = None) -> Scorer:
     Returns:
         The scorer.
     """
-    return edit_effects(refusal_rate(role=role))
+    return dose_response(refusal_rate(role=role))
 
 
 def _n_layers(vector: Vector) -> int:

@@ -25,7 +25,7 @@ from inspect_ai.solver import TaskState
 
 from evals.kit.arguments import required
 from evals.sae_clamp.dataset import clamp_dataset
-from inspect_lens.scorer import edit_effects, edit_rates, sae_feature
+from inspect_lens.scorer import dose_metric, dose_response, sae_feature
 from inspect_lens.solver import SaeLatents, steering_sweep
 from inspect_lens.spec import LatentMode, Site
 
@@ -118,11 +118,11 @@ def sae_clamp(
 
 # Of names of their own in this file, where `inspect score` finds them: a log names a scorer inside
 # another one without its file.
-@scorer(metrics=[edit_rates()])
+@scorer(metrics=[dose_metric(by="variant")])
 def behaviour_by_value(
     phrases: Sequence[str] | None = None, criterion: str | None = None
 ) -> Scorer:
-    """`edit_effects` of the behaviour.
+    """`dose_response` of the behaviour.
 
     Args:
         phrases: as for the task.
@@ -131,10 +131,10 @@ def behaviour_by_value(
     Returns:
         The scorer.
     """
-    return edit_effects(behaviour_seen(phrases, criterion))
+    return dose_response(behaviour_seen(phrases, criterion))
 
 
-@scorer(metrics=[edit_rates()])
+@scorer(metrics=[dose_metric(by="variant")])
 def activation_by_value(
     sae: str,
     latent: int,
@@ -142,7 +142,7 @@ def activation_by_value(
     site: Site | None = None,
     norm_scale: float | None = None,
 ) -> Scorer:
-    """`edit_effects` of `sae_feature`: how active the latent is, averaged over each answer.
+    """`dose_response` of `sae_feature`: how active the latent is, averaged over each answer.
 
     Args:
         sae: as for the task.
@@ -158,7 +158,7 @@ def activation_by_value(
         sae, {_NAME: latent}, layer=layer, site=site, pool="mean", token_scores=False,
         norm_scale=norm_scale,
     )  # fmt: skip
-    return edit_effects(feature, key=_NAME)
+    return dose_response(feature, key=_NAME)
 
 
 @scorer(metrics=[mean(), stderr()])

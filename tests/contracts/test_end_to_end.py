@@ -69,10 +69,9 @@ RESCORED_ELSEWHERE = {
     "oracle_answer": "test_oracle.py",
     "attention_tracker": "test_evals.py",
     "document_rank": "test_document_rank.py",
-    "edit_effects": "test_steering_evals.py",
 }
 """Two ask a server while they score, so they cannot be scored again without one; one reads queries
-and keys, which a steering sweep does not capture; and one reads variants of edits."""
+and keys, which a steering sweep does not capture."""
 
 
 def test_inspect_score_says_the_same_again() -> None:

@@ -30,7 +30,7 @@ from evals.sycophancy_steering import sycophancy_steering
 from inspect_lens.model import activations, receipt
 from inspect_lens.reading import read_cells
 from inspect_lens.sae import read_autoencoder
-from inspect_lens.scorer import dose_curves, dose_table, edit_effects, edit_rates
+from inspect_lens.scorer import dose_curves, dose_metric, dose_response, dose_table
 from inspect_lens.solver import EditVariant, SaeLatents, steering_sweep
 from inspect_lens.spec import Ablate, result_name
 from inspect_lens.vector import Vector, VectorCard, load_vector
@@ -150,10 +150,10 @@ def tasks_of_variants(folder: Path) -> dict[str, Task]:
     return {
         "variants": Task(
             dataset=liars[:4], solver=steering_sweep(variants, scorer=includes()),
-            scorer=edit_effects(), config=GenerateConfig(temperature=0.0, max_tokens=24),
+            scorer=dose_response(), config=GenerateConfig(temperature=0.0, max_tokens=24),
         ),
         "latents": Task(
-            dataset=liars[:2], solver=swept, scorer=edit_effects(includes()),
+            dataset=liars[:2], solver=swept, scorer=dose_response(includes()),
             config=GenerateConfig(temperature=0.0, max_tokens=1),
         ),
     }  # fmt: skip
@@ -311,16 +311,16 @@ def test_variants_of_edits_are_scored_where_they_are_made_and_no_tensor_is_logge
     made: Made,
 ) -> None:
     log = made.logs["variants"]
-    found = metrics(log, "edit_effects")
+    found = metrics(log, "dose_response")
     assert (found["unedited"], found["without"], found["without_random_effect"]) == (0.0, 1.0, 0.0)
     again = score(
         log,
-        edit_effects(),
-        metrics=[edit_rates(n_resamples=50)],
+        dose_response(),
+        metrics=[dose_metric(by="variant", n_resamples=50)],
         action="overwrite",
         display="none",
     )
-    assert metrics(again, "edit_effects")["without_effect"] == found["without_effect"] == 1.0
+    assert metrics(again, "dose_response")["without_effect"] == found["without_effect"] == 1.0
     (step,) = log.plan.steps
     logged = json.dumps(
         step.params["steer"], default=lambda variant: variant.model_dump(mode="json")

@@ -3,7 +3,7 @@
 from ._attention import attention_tracker, document_rank
 from ._cascade import CascadeRecord, probe_cascade, read_cascade
 from ._compare import compare
-from ._dose import dose_curves, dose_metric, dose_response, dose_table, edit_effects, edit_rates
+from ._dose import dose_curves, dose_metric, dose_response, dose_table
 from ._ensemble import probe_ensemble
 from ._feature import lens_rank, sae_feature
 from ._judges import REFUSAL_PHRASES, coherence, refusal_rate
@@ -32,8 +32,6 @@ __all__ = [
     "dose_metric",
     "dose_response",
     "dose_table",
-    "edit_effects",
-    "edit_rates",
     "judged_share",
     "leakage_baseline",
     "length_auroc",

@@ -31,7 +31,7 @@ from inspect_lens.reading._thresholds import named_point
 from inspect_lens.spec import Positions
 
 from ._judges import ask_number, find_judge, shown
-from ._labels import labelled, sample_score
+from ._labels import labelled, logged_scores
 from ._metrics import auroc_metric, judged_share
 from ._operating import at_threshold
 from ._probe import keep_tokens, no_tokens
@@ -287,7 +287,7 @@ def read_cascade(
     *,
     label: str = "label",
     cluster: str | None = None,
-    name: str = "probe_cascade",
+    name: str | None = None,
 ) -> CascadeRecord:
     """Read a log in which `probe_cascade` asked the judge about every sample.
 
@@ -299,13 +299,15 @@ def read_cascade(
         log: the log, or its path.
         label: key of the sample metadata that holds 1 or true for positives.
         cluster: key of the sample metadata that says which samples are not independent.
-        name: of the scores in the log.
+        name: of the scores in the log; by default `probe_cascade`, or else the first that a
+            cascade wrote.
 
     Returns:
         What `cascade_frontier` takes. Samples without a number of the probe or of the judge, or
         without a label, are left out, and warnings count them.
 
     Raises:
+        ArtifactError: the log has no such scores.
         SpecError: no sample has such a score with a label, a label is not 0 or 1, or the judge was
             not asked about a sample.
 
@@ -337,9 +339,10 @@ def read_cascade(
         print(alone.recall, alone.recall_interval, judged.recall)
         ```
     """
-    read = log if isinstance(log, EvalLog) else read_eval_log(str(log))
-    scored = [(sample, (sample.scores or {}).get(name)) for sample in read.samples or []]
-    made = [sample_score(sample, score) for sample, score in scored if score is not None]
+    made = logged_scores(
+        log, name, default="probe_cascade", make="probe_cascade(...)",
+        is_one=lambda _, score: "judged" in (score.metadata or {}),
+    )  # fmt: skip
     known = [one for one in made if "probe_value" in (one.score.metadata or {})]
     if len(known) < len(made):
         logger.warning(
@@ -356,7 +359,7 @@ def read_cascade(
     found = labelled(known, label, cluster)
     if not found.labels:
         raise SpecError(
-            f"log: {len(made)} scores {name!r}, none of them with a number and a label "
+            f"log: {len(made)} scores of a cascade, none of them with a number and a label "
             f"metadata.{label}; allowed is a log that probe_cascade scored, with a judge that "
             "answers with numbers"
         )

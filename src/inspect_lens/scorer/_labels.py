@@ -10,15 +10,16 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from inspect_ai.log import EvalSample
+from inspect_ai.log import EvalLog, EvalSample, read_eval_log
 from inspect_ai.scorer import SampleScore, Score
 from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens import probe as arithmetic
-from inspect_lens.errors import SpecError
+from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import Interval
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "control_values",
     "drawn_interval",
     "labelled",
+    "logged_scores",
     "partition",
     "rate_interval",
     "read_threshold",
@@ -106,6 +108,38 @@ class Parts(NamedTuple):
 def sample_score(sample: EvalSample, score: Score) -> SampleScore:
     """A score of a log as a metric would get it."""
     return SampleScore(score=score, sample_id=sample.id, sample_metadata=sample.metadata)
+
+
+def logged_scores(
+    log: EvalLog | str | Path,
+    name: str | None,
+    *,
+    default: str,
+    is_one: Callable[[str, Score], bool],
+    make: str,
+) -> list[SampleScore]:
+    """The scores of a log that have a name, as a metric would get them.
+
+    Without a name it is `default`, or else the first of those that `is_one` knows.
+    """
+    found = log if isinstance(log, EvalLog) else read_eval_log(str(log))
+    samples = found.samples or []
+    every = [(key, score) for sample in samples for key, score in (sample.scores or {}).items()]
+    if name is None:
+        names = [key for key, score in every if is_one(key, score)]
+        name = default if default in names or not names else names[0]
+    made = [
+        sample_score(sample, sample.scores[name])
+        for sample in samples
+        if sample.scores and name in sample.scores
+    ]
+    if not made:
+        there = ", ".join(sorted({key for key, _ in every})) or "none"
+        raise ArtifactError(
+            f"{found.location or 'log'}: has no score {name!r}, only {there}; score it with "
+            f"{make}, or name another"
+        )
+    return made
 
 
 def labelled(scores: Sequence[SampleScore], label: str, cluster: str | None = None) -> Labelled:

@@ -6,7 +6,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from inspect_ai.event import SampleLimitEvent
@@ -33,6 +33,7 @@ from ._judges import is_broken
 
 __all__ = [
     "DoseRow",
+    "Swept",
     "Valued",
     "best_row",
     "cell_state",
@@ -46,7 +47,7 @@ __all__ = [
 ]
 
 
-def cells_or_limit(state: TaskState, scorer: str) -> Sequence[SteeringCell] | Score:
+def cells_or_limit(state: TaskState) -> Sequence[SteeringCell] | Score:
     """The cells of a sample.
 
     Where a limit ended it in the middle of its sweep, what to say of it.
@@ -60,7 +61,8 @@ def cells_or_limit(state: TaskState, scorer: str) -> Sequence[SteeringCell] | Sc
         )
     raise ArtifactError(
         f"store: {len(cells)} steering cells and no baseline among them; allowed is a sample that "
-        f"steering_sweep ran with its baseline; put steering_sweep(...) before {scorer}"
+        f"steering_sweep ran with its baseline; put steering_sweep(...) before "
+        "dose_response"
     )
 
 
@@ -101,7 +103,6 @@ async def cell_values(
     scorer: Scorer | None,
     *,
     key: str | None,
-    asker: str,
 ) -> list[Valued]:
     """Score each cell on the sample's prompt with that cell's completion."""
     if scorer is not None:
@@ -110,7 +111,7 @@ async def cell_values(
     if len(values) != len(cells):
         raise ArtifactError(
             f"store: {len(values)} values for {len(cells)} cells; allowed is one each; pass a "
-            f"scorer to {asker}, or to the solver that made the cells"
+            "scorer to dose_response, or to the solver that made the cells"
         )
     return list(zip(cells, values, strict=True))
 
@@ -233,40 +234,71 @@ class DoseRow(NamedTuple):
         return self.vector, self.layer
 
 
-def rows_of(
-    scores: Sequence[SampleScore], *, n_resamples: int = 2000, seed: int = 0
-) -> list[DoseRow]:
+class SweptCell(NamedTuple):
+    """One steered answer, as the log has it."""
+
+    prompt: str
+    kind: str
+    vector: str | None
+    layer: int | None
+    scale: float
+    value: float | None
+    broken: bool
+
+
+class Swept(NamedTuple):
+    """The answers of a sweep."""
+
+    cells: list[SweptCell]
+    baseline: dict[str, float]
+    """Value of the unsteered answer, by prompt."""
+    coherence: float
+    """Share of the unsteered answers that did not fall apart."""
+    samples: dict[str, str]
+    """Of which sample a prompt is an epoch."""
+
+    @classmethod
+    def of(cls, scores: Sequence[SampleScore]) -> Self:
+        """Read what `rows_in_log` wrote; a sample that a limit ended has none."""
+        cells: list[SweptCell] = []
+        baseline: dict[str, float] = {}
+        whole: list[bool] = []
+        samples: dict[str, str] = {}
+        for i, sample in enumerate(scores):
+            prompt = f"{sample.sample_id}#{i}"
+            if sample.sample_id is not None:
+                samples[prompt] = repr(sample.sample_id)
+            rows = (sample.score.metadata or {}).get("cells") or ()
+            for kind, layer, scale, value, vector, broken in rows:
+                number = None if value is None else float(value)
+                if kind != "baseline":
+                    cells.append(
+                        SweptCell(prompt, kind, vector, layer, float(scale), number, broken)
+                    )
+                    continue
+                whole.append(not broken)
+                if number is not None:
+                    baseline[prompt] = number
+        share = sum(whole) / len(whole) if whole else 0.0
+        return cls(cells, baseline, share, samples)
+
+
+def rows_of(swept: Swept, *, n_resamples: int = 2000, seed: int = 0) -> list[DoseRow]:
     """Every row, as `dose_table` gives them; a warning names those that can show no effect."""
-    baseline: dict[str, float] = {}
-    held: list[bool] = []
-    cells: dict[Any, list[tuple[str, float | None, bool]]] = defaultdict(list)
-    samples: dict[str, str] = {}
-    for i, sample in enumerate(scores):
-        prompt = f"{sample.sample_id}#{i}"
-        if sample.sample_id is not None:
-            samples[prompt] = repr(sample.sample_id)
-        # A sample that a limit ended has none.
-        rows = (sample.score.metadata or {}).get("cells") or ()
-        for kind, layer, scale, value, vector, broken in rows:
-            if kind != "baseline":
-                cells[kind, vector, layer, float(scale)].append((prompt, value, broken))
-                continue
-            held.append(not broken)
-            if value is not None:
-                baseline[prompt] = float(value)
-    least = _USABLE * (sum(held) / len(held)) if held else 0.0
+    cells: dict[Any, list[SweptCell]] = defaultdict(list)
     # A scale or a control that changes nothing says something where the vector changes answers.
-    own: dict[Any, list[tuple[str, float | None, bool]]] = defaultdict(list)
-    for (kind, vector, layer, _), answers in cells.items():
-        if kind == "vector":
-            own[vector, layer] += answers
-    blind = {place: _unseen(answers, baseline) for place, answers in own.items()}
+    own: dict[Any, list[SweptCell]] = defaultdict(list)
+    for cell in swept.cells:
+        cells[cell.kind, cell.vector, cell.layer, cell.scale].append(cell)
+        if cell.kind == "vector":
+            own[cell.vector, cell.layer].append(cell)
+    blind = {place: _unseen(answers, swept.baseline) for place, answers in own.items()}
     for (vector, layer), why in blind.items():
         if why:
             at = "" if layer is None else f" at layer {layer}"
             logger.warning("%s%s: %s", vector or "vector", at, why)
     return [
-        _row(key, answers, baseline, samples, least, blind.get(key[1:3], ""), n_resamples, seed)
+        _row(answers, swept, blind.get(key[1:3], ""), n_resamples, seed)
         for key, answers in cells.items()
     ]
 
@@ -287,49 +319,47 @@ def rows_by(
     return [
         row._replace(of=value)
         for value, part in parts.items()
-        for row in rows_of(part, n_resamples=n_resamples, seed=seed)
+        for row in rows_of(Swept.of(part), n_resamples=n_resamples, seed=seed)
     ]
 
 
 def _row(
-    key: tuple[str, str | None, int | None, float],
-    answers: Sequence[tuple[str, float | None, bool]],
-    baseline: Mapping[str, float],
-    samples: Mapping[str, str],
-    least: float,
-    unseen: str,
-    n_resamples: int,
-    seed: int,
+    answers: Sequence[SweptCell], swept: Swept, unseen: str, n_resamples: int, seed: int
 ) -> DoseRow:
-    kind, vector, layer, scale = key
+    _, kind, vector, layer, scale, *_ = answers[0]
     # Its effect is that of two points, 0 and 1, whatever the scale is: a latent clamped to 0 has
     # an effect, too.
-    found = [Response(p, 1.0, float(v)) for p, v, _ in answers if v is not None and p in baseline]
+    found = [
+        Response(a.prompt, 1.0, a.value)
+        for a in answers
+        if a.value is not None and a.prompt in swept.baseline
+    ]
     effect, mean, interval, prompts = math.nan, math.nan, None, 0
     if found:
-        curve = _dose_response(found, baseline, groups=samples, n_resamples=n_resamples, seed=seed)
+        curve = _dose_response(
+            found, swept.baseline, groups=swept.samples, n_resamples=n_resamples, seed=seed
+        )
         mean, prompts = curve.points[-1].mean, curve.n_prompts
         if not unseen:
             effect = curve.effect
             interval = curve.effect_interval if prompts > 1 else None
-    broken = sum(gone for _, _, gone in answers)
+    broken = sum(a.broken for a in answers)
     share = 1.0 - broken / len(answers)
+    usable = share >= _USABLE * swept.coherence and share > 0.0 and not unseen
     return DoseRow(
-        kind, vector, layer, scale, prompts, effect, interval, share, broken,
-        share >= least and share > 0.0 and not unseen, mean, unseen,
-    )  # fmt: skip
+        kind, vector, layer, scale, prompts, effect, interval, share, broken, usable, mean, unseen
+    )
 
 
-def _unseen(
-    answers: Sequence[tuple[str, float | None, bool]], baseline: Mapping[str, float]
-) -> str:
+def _unseen(answers: Sequence[SweptCell], baseline: Mapping[str, float]) -> str:
     """Why these show no effect: they and the unedited ones have one value, which may be a bound."""
-    values = [(v, baseline[p]) for p, v, _ in answers if v is not None and p in baseline]
-    if len({value for pair in values for value in pair}) != 1:
+    known = [a for a in answers if a.value is not None and a.prompt in baseline]
+    values = {value for a in known for value in (a.value, baseline[a.prompt])}
+    if len(values) != 1:
         return ""
-    n = len({prompt for prompt, *_ in answers})
+    n = len({a.prompt for a in answers})
     return (
-        f"all unedited answers to {n} prompts have the value {values[0][0]:g}, and so have all "
+        f"all unedited answers to {n} prompts have the value {values.pop():g}, and so have all "
         "edited ones, so an effect would not be seen at this floor or ceiling; ask for what the "
         "model does sometimes"
     )

@@ -230,8 +230,8 @@ def steering_sweep(
 
     Every cell is a request of its own, so that the engine batches cells of one sample and of all
     samples alike. Cells are in the sample's store (`inspect_lens.reading.SteeringCells`), where the
-    scorers `dose_response` and `edit_effects` find them, also in a finished log. What stands as the
-    sample's answer is the unsteered one.
+    scorer `dose_response` finds them, also in a finished log. What stands as the sample's answer is
+    the unsteered one.
 
     Controls of a vector have its length at each layer and are the same for all prompts. Controls of
     a latent are random latents that are about as active in the unsteered answer as the latent
@@ -247,8 +247,8 @@ def steering_sweep(
         layers: of vectors; that of the card by default.
         controls: of vectors, `random` and `orthogonal` by default; of latents, `random`; none for
             an empty list.
-        scorer: scores each cell where it is generated; `dose_response` and `edit_effects` then need
-            none. Leave it out to score later, with any scorer.
+        scorer: scores each cell where it is generated; `dose_response` then needs none. Leave it
+            out to score later, with any scorer.
         norm_match: scale vectors to the norm of each token's own row.
         positions: absolute positions that vectors steer, or tokens at which latents are edited;
             every token by default.
@@ -282,7 +282,7 @@ def steering_sweep(
 
         from evals.organism_deception import organism_dataset
         from inspect_lens.reading import read_cells
-        from inspect_lens.scorer import edit_effects
+        from inspect_lens.scorer import dose_response
         from inspect_lens.solver import EditVariant, steering_sweep
         from inspect_lens.spec import Ablate
         from inspect_lens.vector import load_vector
@@ -303,7 +303,7 @@ def steering_sweep(
             for one in (truth, truth.random_control(0))
         ]
         ablated = steering_sweep(variants)
-        task = Task(organism_dataset("demo")[:2], solver=ablated, scorer=edit_effects(includes()))
+        task = Task(organism_dataset("demo")[:2], solver=ablated, scorer=dose_response(includes()))
         (log,) = eval(task, **options)
         found = log.results.scores[0].metrics
         assert {"unedited", "ablated", "ablated_effect", "ablated_random_effect"} <= set(found)
@@ -346,7 +346,7 @@ def steering_sweep(
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         if (around := steering_around(get_model())) is not None:
             raise SpecError(
-                f"steering_sweep: {swept.said} from an unsteered answer, and {around}; take that "
+                f"steering_sweep: {swept.said} an unsteered answer, and {around}; take that "
                 "out, or, to steer on top of it, use with_lens in a task for each"
             )
         refuse_tools(
@@ -367,7 +367,7 @@ class _Swept(NamedTuple):
     """What a sweep is going to do."""
 
     said: str
-    """In words, up to where it is done from."""
+    """What is compared, in words: `vector 'a' is compared with`."""
     plans: list[CellPlan]
     matching: _Matching | None = None
     """Chooses controls by the unsteered answer."""
@@ -420,7 +420,7 @@ def _vectors(
                     CellPlan(kind, one.name, layer, s, (unit.model_copy(update={"scale": s}),))
                     for s in steered
                 ]
-    return _Swept(f"vector {', '.join(map(repr, names))} is to be swept", plans)
+    return _Swept(f"answers with {', '.join(map(repr, names))} are compared with", plans)
 
 
 def _edits(steer: Any) -> _Swept:
@@ -430,7 +430,7 @@ def _edits(steer: Any) -> _Swept:
         CellPlan("random" if one.control else "vector", one.name, None, one.dose, edits=one.edits)
         for one in sorted(made, key=lambda one: one.control)
     ]
-    return _Swept("its variants are compared with what comes", plans)
+    return _Swept("answers with edits are compared with", plans)
 
 
 def _latents(
@@ -470,7 +470,7 @@ def _latents(
 
     own = [p for name, number in reader.latents.items() for p in plans("vector", name, number)]
     matching = _Matching(encoder, reader, n_controls, seed, plans)
-    return _Swept("latents are to be set in what comes", own, matching)
+    return _Swept("answers with latents set are compared with", own, matching)
 
 
 async def _value(scorer: Scorer, state: TaskState) -> float | None:

@@ -78,7 +78,7 @@ WITHOUT_ROLES = {
 ATTENTION = {"scorer.attention_tracker", "scorer.document_rank"}
 TEXT_ALONE = {
     "scorer.coherence", "scorer.leakage_baseline", "scorer.refusal_rate",  # of the sample's answer
-    "scorer.dose_response", "scorer.edit_effects",  # of a sweep's cells, by another scorer
+    "scorer.dose_response",  # of a sweep's cells, by another scorer
 }  # fmt: skip
 """Scorers that read no call, but text, as those of Inspect."""
 OWN_DEFAULTS = {

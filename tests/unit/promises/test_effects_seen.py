@@ -12,8 +12,7 @@ from inspect_ai.scorer import SampleScore, Score
 from inspect_ai.util import registry_info
 
 import inspect_lens.scorer
-from inspect_lens.scorer import dose_curves, dose_table, edit_rates
-from inspect_lens.scorer._dose import dose_metric
+from inspect_lens.scorer import dose_curves, dose_metric, dose_table
 from tests.kit.promises import Promise
 
 
@@ -46,11 +45,12 @@ def swept(rate: float) -> list[SampleScore]:
     return [SampleScore(score=score, sample_id=str(i)) for i in range(12)]
 
 
-@PROMISE.on("edit_rates", "dose_metric")
+@PROMISE.on("dose_metric")
 def _(surface: str, request: pytest.FixtureRequest) -> None:
-    compute: Any = {"edit_rates": edit_rates, "dose_metric": dose_metric}[surface](n_resamples=50)
-    for rate in (0.0, 1.0):
-        assert not any("effect" in name for name in compute(swept(rate)))
+    for by in ("best", "variant"):
+        compute: Any = dose_metric(by=by, n_resamples=50)  # type: ignore[arg-type]
+        for rate in (0.0, 1.0):
+            assert not any("effect" in name for name in compute(swept(rate)))
 
 
 @PROMISE.on("dose_table")

@@ -14,7 +14,7 @@ from inspect_ai.solver import Generate, Solver, TaskState, solver
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.reading import SteeringCell, SteeringCells
 from inspect_lens.reading._cells import CellScores
-from inspect_lens.scorer import dose_table, edit_effects, edit_rates, refusal_rate
+from inspect_lens.scorer import dose_metric, dose_response, dose_table, refusal_rate
 from tests.kit.mock_evals import run, scores
 
 Row = tuple[str, str | None, float, float | None]
@@ -29,7 +29,7 @@ def sample(name: str, *rows: Row) -> SampleScore:
 
 
 def rates(*samples: SampleScore) -> dict[str, float]:
-    compute: Any = edit_rates(n_resamples=400)
+    compute: Any = dose_metric(n_resamples=400)
     found = compute(list(samples))
     assert isinstance(found, dict)
     return found
@@ -76,7 +76,7 @@ def test_answers_without_a_value_are_left_out_with_their_prompt() -> None:
         "unedited", "ablated_coherence", "ablated_random_effect", "ablated_random_effect_low",
         "ablated_random_effect_high",
     }  # fmt: skip
-    assert rates() == {}
+    assert rates() == {"broken": 0.0}
 
 
 def test_doses_are_told_apart_and_a_latent_that_is_off_has_an_effect() -> None:
@@ -134,7 +134,7 @@ def cells(values: list[float] | None = None) -> Solver:
 
 
 def test_a_sample_has_the_value_of_its_unedited_answer(tmp_path: Path) -> None:
-    log = run(nothing, edit_effects(refusal_rate()), folder=tmp_path, labels=[0], solver=cells())
+    log = run(nothing, dose_response(refusal_rate()), folder=tmp_path, labels=[0], solver=cells())
     (got,) = scores(log)
     assert (got.value, got.answer) == (1.0, "I cannot do that.")
     effects = (got.metadata or {})["effects"]
@@ -145,28 +145,28 @@ def test_a_sample_has_the_value_of_its_unedited_answer(tmp_path: Path) -> None:
 
 def test_values_of_the_sweep_itself_are_taken_or_missed(tmp_path: Path) -> None:
     given = cells([0.5, 0.25, 0.75])
-    (got,) = scores(run(nothing, edit_effects(), folder=tmp_path, labels=[0], solver=given))
+    (got,) = scores(run(nothing, dose_response(), folder=tmp_path, labels=[0], solver=given))
     assert got.value == 0.5
     assert (got.metadata or {})["effects"]["random:ablated@allx1"] == 0.25
-    log = run(nothing, edit_effects(), folder=tmp_path, labels=[0], solver=cells())
+    log = run(nothing, dose_response(), folder=tmp_path, labels=[0], solver=cells())
     assert log.error is not None
     assert "0 values for 3 cells" in log.error.message
-    assert "pass a scorer to edit_effects" in log.error.message
+    assert "pass a scorer to dose_response" in log.error.message
 
 
 def test_without_a_value_of_the_unedited_answer_there_is_no_score(tmp_path: Path) -> None:
     nan = float("nan")
     given = cells([nan, 1.0, 0.0])
-    log = run(nothing, edit_effects(), folder=tmp_path, labels=[0], solver=given)
+    log = run(nothing, dose_response(), folder=tmp_path, labels=[0], solver=given)
     (got,) = scores(log)
     assert got.reason == "no_values"
 
 
 def test_a_sample_without_cells_is_refused(tmp_path: Path) -> None:
-    log = run(nothing, edit_effects(refusal_rate()), folder=tmp_path, labels=[0])
+    log = run(nothing, dose_response(refusal_rate()), folder=tmp_path, labels=[0])
     assert log.error is not None
     assert ArtifactError.__name__ in log.error.traceback
-    assert "edit_effects" in log.error.message
+    assert "put steering_sweep(...) before dose_response" in log.error.message
 
 
 def test_no_effect_is_reported_at_a_floor_or_a_ceiling(caplog: pytest.LogCaptureFixture) -> None:

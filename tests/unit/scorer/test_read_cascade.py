@@ -11,7 +11,7 @@ import pytest
 from inspect_ai.log import EvalLog
 from inspect_ai.model import ModelOutput, ModelUsage, get_model
 
-from inspect_lens.errors import SpecError
+from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.scorer import probe_cascade, read_cascade
 from inspect_lens.train import cascade_frontier
 from tests.kit.mock_evals import call, judge, planted_probe, run
@@ -80,11 +80,11 @@ def test_samples_without_a_number_are_left_out_and_counted(
         (lambda f: whole(f, judge("50"), band=(0.0, 1.0)), {}, "the judge was not asked"),
         (lambda f: whole(f, judge("50")), {"label": "lie"}, "label metadata.lie"),
         (lambda f: whole(f, judge("50")), {"cluster": "scene"}, "cluster='scene'"),
-        (lambda f: whole(f, judge("50")), {"name": "other"}, "0 scores 'other'"),
+        (lambda f: whole(f, judge("50")), {"name": "other"}, "no score 'other'"),
     ],
 )
 def test_logs_that_cannot_tell_are_refused(
     tmp_path: Path, made: Callable[[Path], EvalLog], options: dict[str, Any], match: str
 ) -> None:
-    with pytest.raises(SpecError, match=match):
+    with pytest.raises((ArtifactError, SpecError), match=match):
         read_cascade(made(tmp_path), **options)

@@ -18,7 +18,7 @@ from inspect_lens.model import lens_config
 from inspect_lens.reading import read_cells
 from inspect_lens.reading._cells import CellScores
 from inspect_lens.sae import SparseAutoencoder
-from inspect_lens.scorer import edit_effects
+from inspect_lens.scorer import dose_response
 from inspect_lens.solver import (
     EditVariant,
     SaeLatents,
@@ -59,7 +59,7 @@ def test_each_variant_is_sent_once_beside_a_plain_request(server: FakeLensServer
         EditVariant(name="gone", edits=ABLATE),
         EditVariant(name="both", edits=[ABLATE, ADD]),
     ]
-    log = run(server, steering_sweep(variants, scorer=words()), n=1, scorer=edit_effects())
+    log = run(server, steering_sweep(variants, scorer=words()), n=1, scorer=dose_response())
     expected = [(), (ABLATE,), (ABLATE, ADD), (other,)]
     found = edits_sent(server)
     assert len(found) == len(expected)

@@ -141,7 +141,7 @@ def test_a_sweep_whose_baseline_would_be_steered_is_refused(
     solves = given.pop("solver", sweep)
     log = run(server, solves, n=1, fails=True, **given)
     assert log.error is not None
-    assert "vector 'tiny/v' is to be swept" in log.error.message
+    assert "answers with 'tiny/v' are compared with an unsteered" in log.error.message
     assert said in log.error.message
     assert server.requests == []
 
