@@ -6,22 +6,26 @@ here. safetensors files need no more: their library refuses ranges that overlap 
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import math
 import os
 import stat
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from inspect_lens.errors import ArtifactError, LensError
+
 __all__ = [
     "judge_archive",
     "judge_total",
+    "load_torch",
     "parse_json",
     "read_npz",
     "read_regular",
@@ -91,3 +95,39 @@ def read_npz(path: Path) -> dict[str, NDArray[np.float32]]:
                 raise ValueError(f"{entry.filename} is {shape} of {dtype} in {entry.file_size} B")
     with np.load(path, allow_pickle=False) as arrays:
         return {key: np.asarray(arrays[key], dtype=np.float32) for key in arrays}
+
+
+def load_torch(content: bytes, where: str, *, plain: Iterable[str] = ()) -> Any:
+    """What a `.pt` file holds: tensors and plain values, and never code.
+
+    Classes named in `plain`, such as enumerations of text, are read as the text itself.
+    """
+    try:
+        torch: Any = importlib.import_module("torch")
+    except ImportError:
+        raise LensError(f"{where}: a .pt file needs torch; install inspect-lens[train]") from None
+    try:
+        if content.startswith(b"PK"):
+            judge_archive(content, len(content))
+        with torch.serialization.safe_globals([(str, name) for name in plain]):
+            loaded = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        # A view may repeat few numbers as many, and tensors may share them.
+        judge_total((t.numel() * t.element_size() for t in _tensors(loaded)), len(content))
+        return loaded
+    except Exception as error:  # noqa: BLE001 (torch raises errors of many kinds)
+        reason = " ".join(str(error).split())[:200]
+        raise ArtifactError(
+            f"{where}: holds more than tensors and plain values, or is damaged ({reason}); to run "
+            "code from a file is not allowed; load it where you trust it, and save the tensors"
+        ) from None
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    """The tensors in what a `.pt` file holds."""
+    if hasattr(value, "element_size"):
+        if str(value.layout) != "torch.strided":
+            raise ValueError(f"a tensor of layout {value.layout}; allowed are dense ones")
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(part)

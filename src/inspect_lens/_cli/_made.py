@@ -74,7 +74,7 @@ class Made:
             few = f", {t.few_groups}" if t.few_groups else ""
             rest = f" ({t.n_left_out} positive ones left out)" if t.n_left_out else ""
             of = "tokens of " if t.unit == "tokens" else ""
-            above = f"{t.n_above} of {t.n_control} {of}{t.control}{rest} above it"
+            above = t.claim or f"{t.n_above} of {t.n_control} {of}{t.control}{rest} above it"
             yield f"  threshold {t.value:.5g} for {t.holds_for}: {above}{few}"
         for e in self.evaluations:
             yield from self._of_set(e)

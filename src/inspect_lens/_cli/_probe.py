@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -21,7 +21,7 @@ from ._output import (
 __all__ = ["probe_app"]
 
 probe_app = typer.Typer(
-    help="Collect activations, train probes on them, and measure how good they are.",
+    help="Collect activations, train probes on them, measure how good they are, import others.",
     no_args_is_help=True,
 )
 
@@ -318,3 +318,53 @@ def report(
         n_resamples=resamples,
     )  # fmt: skip
     emit(made.result(), made.lines(), as_json=as_json)
+
+
+@probe_app.command(name="import")
+def import_(
+    path: Annotated[
+        str, typer.Argument(help="A .pt file, a folder that has one, or an hf:// address.")
+    ],
+    out: Annotated[str, typer.Option(help="Folder to write the probe to.")],
+    name: Annotated[str, typer.Option(help="Name on the card: <model>/<name>.")],
+    kind: Annotated[
+        str,
+        typer.Option(
+            help="apollo, targeted, did-you-lie, were-you-honest or were-you-truthful; by default "
+            "what the README beside the file says."
+        ),
+    ] = "",
+    layer: Annotated[int, typer.Option(help="Block (from 0), if the file names none.")] = -1,
+    question: Annotated[
+        str, typer.Option(help="Follow-up question; the one quoted in the README by default.")
+    ] = "",
+    model: Annotated[
+        str, typer.Option(help="Model that it reads; that of the README by default.")
+    ] = "",
+    checkpoint: Annotated[
+        str, typer.Option(help="File to read in the folder or the repository.")
+    ] = "probe.pt",
+    as_json: Json = False,
+) -> None:
+    """Read a probe that was published for AISI's package lie-detectors."""
+    from inspect_lens.probe import import_probe
+
+    probe = import_probe(
+        path, name=name, kind=cast("Any", kind or None), layer=None if layer < 0 else layer,
+        question=question or None, model=model or None, checkpoint=checkpoint,
+    )  # fmt: skip
+    folder, card = str(probe.save(out)), probe.card
+    (threshold,) = card.thresholds
+    lines = [
+        f"{card.name}: {card.method}, layer {card.layers[0]}, {folder}",
+        f"  threshold {threshold.value:.5g} for a rate of {threshold.fpr:g}, {threshold.claim}",
+    ]
+    if card.follow_up is not None:
+        lines.append(f"  reads the reply to: {card.follow_up.question}")
+    lines += [f"  {note}" for note in card.notes]
+    result = {
+        "probe": card.name, "folder": folder, "sha256": probe.sha256, "layers": list(card.layers),
+        "threshold": threshold.value, "notes": list(card.notes),
+        "follow_up": None if card.follow_up is None else card.follow_up.model_dump(),
+    }  # fmt: skip
+    emit(result, lines, as_json=as_json)

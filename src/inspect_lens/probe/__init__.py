@@ -5,6 +5,7 @@ from .card._card import (
     RECALL_FLOOR,
     Calibration,
     CaptureFacts,
+    FollowUp,
     LayerScore,
     ModelRef,
     ProbeCard,
@@ -15,6 +16,7 @@ from .card._files import write_atomic
 from .card._points import CardPoint, Found, card_points, choose_point, found_above
 from .card._seen import SeenSamples
 from .card._statistic import Statistic
+from .kinds._lie_detectors import LIE_DETECTORS, LieDetector, import_probe
 from .kinds._linear import Probe
 from .kinds._load import AnyProbe, check_model, fingerprint_model, load_probe, register_probe_dir
 from .kinds._neural import NeuralProbe
@@ -94,6 +96,7 @@ from .statistics._words import cross_validated_words, hash_words
 __all__ = [
     "FOLLOWED_FLOOR",
     "LEARNED_POOLS",
+    "LIE_DETECTORS",
     "MIN_EFFECTIVE",
     "MIN_GROUPS",
     "MIN_GROUPS_PER_CLASS",
@@ -110,12 +113,14 @@ __all__ = [
     "Comparison",
     "ControlShift",
     "Evaluation",
+    "FollowUp",
     "Found",
     "GroupCounts",
     "HeadOutputs",
     "HeadSpec",
     "Interval",
     "LayerScore",
+    "LieDetector",
     "ModelRef",
     "NeuralProbe",
     "OperatingPoint",
@@ -155,6 +160,7 @@ __all__ = [
     "found_above",
     "hash_words",
     "head_outputs",
+    "import_probe",
     "is_learned",
     "load_probe",
     "paired_permutation_test",

@@ -16,12 +16,10 @@ A layer of ours is a block, counted from 0, whose output is steered. Some count 
 
 from __future__ import annotations
 
-import importlib
-import io
 import math
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, get_args
 
@@ -30,8 +28,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load as load_safetensors
 
-from inspect_lens._base.untrusted import judge_archive, judge_total, parse_json, read_regular
-from inspect_lens.errors import ArtifactError, LensError, SpecError
+from inspect_lens._base.untrusted import judge_total, load_torch, parse_json, read_regular
+from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import ModelRef
 
 from ._files import VectorCard
@@ -43,7 +41,6 @@ __all__ = [
     "decode_gguf",
     "encode_gguf",
     "import_vector",
-    "load_torch",
 ]
 
 _MAGIC: Final = b"GGUF"
@@ -285,38 +282,6 @@ def import_vector(
         notes=read.notes,
     )
     return Vector.from_raw(np.stack(list(kept.values())), card=card)
-
-
-def load_torch(content: bytes, where: str) -> Any:
-    """What a `.pt` file holds: tensors and plain values, and never code."""
-    try:
-        torch: Any = importlib.import_module("torch")
-    except ImportError:
-        raise LensError(f"{where}: a .pt file needs torch; install inspect-lens[train]") from None
-    try:
-        if content.startswith(b"PK"):
-            judge_archive(content, len(content))
-        loaded = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        # A view may repeat few numbers as many, and tensors may share them.
-        judge_total((t.numel() * t.element_size() for t in _tensors(loaded)), len(content))
-        return loaded
-    except Exception as error:  # noqa: BLE001 (torch raises errors of many kinds)
-        reason = " ".join(str(error).split())[:200]
-        raise ArtifactError(
-            f"{where}: holds more than tensors and plain values, or is damaged ({reason}); to run "
-            "code from a file is not allowed; load it where you trust it, and save the tensors"
-        ) from None
-
-
-def _tensors(value: Any) -> Iterator[Any]:
-    """The tensors in what a `.pt` file holds."""
-    if hasattr(value, "element_size"):
-        if str(value.layout) != "torch.strided":
-            raise ValueError(f"a tensor of layout {value.layout}; allowed are dense ones")
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(part)
 
 
 def _open(file: Path, content: bytes, format: VectorFormat | None) -> tuple[str, Any]:

@@ -107,11 +107,11 @@ def _summary(card: ProbeCard) -> str:
     layers = ", ".join(map(str, card.layers))
     text = f"Layer {layers}, {card.pool} over {card.positions} tokens, {card.method}."
     for t in card.thresholds_for(card.answer)[:1]:
-        share = _share(t.n_above / t.n_control, t.interval)
-        text += (
-            f" Threshold {t.value:.4g} for a false positive rate of {t.fpr:g}, set on "
-            f"{t.n_control} samples of {t.control}: {share} of them lie above it."
+        said = t.claim or (
+            f"set on {t.n_control} samples of {t.control}: "
+            f"{_share(t.n_above / t.n_control, t.interval)} of them lie above it"
         )
+        text += f" Threshold {t.value:.4g} for a false positive rate of {t.fpr:g}, {said}."
         text += f" There are {t.few_groups}." if t.few_groups else ""
         text += f" {t.guarantee}"
     return text

@@ -24,6 +24,7 @@ __all__ = [
     "RECALL_FLOOR",
     "Calibration",
     "CaptureFacts",
+    "FollowUp",
     "LayerScore",
     "ModelRef",
     "ProbeCard",
@@ -167,6 +168,10 @@ class Threshold(Record):
     """What the conformal quantile counts: samples, or groups with equal weight."""
     selected_on: bool = False
     """The same control samples took part in choosing the layer, too."""
+    claimed_by: str = Field(
+        default="",
+        description="Who states the rate of a threshold that was not set here; the counts are 0.",
+    )
 
     @property
     def holds_for(self) -> str:
@@ -187,6 +192,12 @@ class Threshold(Record):
     @property
     def guarantee(self) -> str:
         """What the threshold promises, and what it does not, in a sentence."""
+        if self.claimed_by:
+            return (
+                "The rate is a statement of others and was not measured here; other prompts, "
+                "another dtype or engine can change it, and a control set of your own shows it "
+                "(`inspect-lens probe calibrate`)."
+            )
         unit = f"{self.unit[:-1]} of a new group" if self.rule == "groups" else self.unit[:-1]
         return (
             f"On average over control sets a new {unit} that is exchangeable with this one is "
@@ -197,12 +208,26 @@ class Threshold(Record):
         )
 
     @property
+    def claim(self) -> str:
+        """Whose statement the rate is, in words; empty where it was measured here."""
+        return f"as {self.claimed_by} states of {self.control}" if self.claimed_by else ""
+
+    @property
     def few_groups(self) -> str:
         """That too few groups hold the control samples to show the rate; empty where they do."""
         need = required_negatives(self.fpr)
         if self.n_groups is None or self.n_groups >= min(need, self.n_control):
             return ""
         return f"only {self.n_groups} independent groups, and {need} show a rate of {self.fpr:g}"
+
+
+class FollowUp(Record):
+    """A question about its own answer that the model was asked; the probe reads the reply to it."""
+
+    question: str = Field(min_length=1, description="What the user asks after the answer.")
+    lie: Literal["yes", "no"] = Field(
+        default="yes", description="The reply that admits a lie: `yes` of `Did you lie?`."
+    )
 
 
 class Calibration(Record):
@@ -271,6 +296,10 @@ class ProbeCard(Record):
     """How token scores become one score."""
     selection: str = ""
     """Tokens among `positions` that were read, as `select_tokens` takes it; empty means all."""
+    follow_up: FollowUp | None = Field(
+        default=None,
+        description="Question whose reply the probe reads; None: it reads the answer itself.",
+    )
     kind: Literal["linear", "neural"] = "linear"
     """Which class the tensors belong to: `Probe` or `NeuralProbe`."""
     head: HeadSpec | None = None

@@ -89,6 +89,8 @@ def _facts(card: ProbeCard, sha256: str) -> str:
         ("site", card.site),
         ("positions", str(card.positions)),
         ("pool", card.pool),
+        ("selection", f"`{card.selection}`" if card.selection else ""),
+        ("follow-up question", card.follow_up.question if card.follow_up else ""),
         ("hidden", str(card.hidden)),
     ]
     if card.model:
@@ -137,10 +139,12 @@ def _capture(c: CaptureFacts) -> list[tuple[str, str]]:
 
 def _threshold(t: Threshold) -> str:
     left_out = f" ({t.n_left_out} positive ones left out)" if t.n_left_out else ""
-    return (
-        f"- **{t.value:.6g}** for {t.holds_for}, at a false positive rate of {t.fpr:g}: "
+    counted = t.claim or (
         f"{t.n_above} of {t.n_control} {t.unit} of `{t.control}`{left_out} lie above it "
-        f"({_share(t.n_above / t.n_control, t.interval)}, {t.interval.method})."
+        f"({_share(t.n_above / t.n_control, t.interval)}, {t.interval.method})"
+    )
+    return (
+        f"- **{t.value:.6g}** for {t.holds_for}, at a false positive rate of {t.fpr:g}: {counted}."
         + (f" There are {t.few_groups}." if t.few_groups else "")
         + f" {t.guarantee}"
     )
@@ -317,4 +321,6 @@ def _header(card: ProbeCard) -> dict[str, Any]:
     header["thresholds"] = [[t.fpr, t.value] for t in card.thresholds]
     if card.kind != "linear" or card.selection:
         header |= {key: card_json[key] for key in ("kind", "head", "selection")}
+    if card.follow_up is not None:
+        header["follow_up"] = card_json["follow_up"]
     return header
