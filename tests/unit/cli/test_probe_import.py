@@ -6,14 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from typer.testing import CliRunner
 
 from inspect_lens._cli._main import app
 from inspect_lens.probe import load_probe
 from tests.kit.lie_detectors import FOLDER, LAYER
-
-pytest.importorskip("torch")
 
 
 def run(*args: str) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import (
@@ -21,7 +22,6 @@ from inspect_lens.probe import (
 )
 from tests.kit.lie_detectors import ARCHITECTURES, FOLDER, HIDDEN, LAYER, write_probes
 
-torch: Any = pytest.importorskip("torch")
 NAN = float("nan") * torch.ones(4)
 
 
