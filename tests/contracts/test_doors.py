@@ -30,6 +30,8 @@ INSIDE = (
 """What is entered by way of others, and guarded for them."""
 
 FINE = {
+    "_vllm.cache_salt:_block_keys.generate_block_hash_extra_keys": "matches a text; a block that "
+    "lost its key were found by others",
     "_vllm.worker.worker:wrap_load_model.load_model": "start: refuses what it cannot serve",
     "_vllm.worker.worker:add_tap.before": "traced by the compiler, which takes no handler",
     "_vllm.worker.worker:add_tap.after": "as above",
@@ -133,7 +135,7 @@ def wrappers() -> Iterator[str]:
     """What takes the place of a name of vLLM's."""
     for file in (
         *("frontend.wrappers", "frontend.state", "http.responses"),
-        *("engine_core.cache_hits", "engine_core.connector_guard"),
+        *("cache_salt", "engine_core.cache_hits", "engine_core.connector_guard"),
         *("worker.eager_steps", "worker.worker"),
     ):
         path = SOURCE / "_vllm" / f"{file.replace('.', '/')}.py"

@@ -67,6 +67,7 @@ def _install() -> None:
             "lens requests. Start without VLLM_USE_RUST_FRONTEND"
         )
         return
+    from .cache_salt import SALT_WRAPPERS
     from .compat.rivals import refuse_rivals
     from .engine_core.cache_hits import CACHE_WRAPPERS
     from .engine_core.connector_guard import CONNECTOR_WRAPPERS
@@ -95,6 +96,7 @@ def _install() -> None:
     wrappers = (
         SCHEDULER_WRAPPERS
         | CACHE_WRAPPERS
+        | SALT_WRAPPERS
         | CONNECTOR_WRAPPERS
         | FRONT_END_WRAPPERS
         | RESET_WRAPPERS

@@ -83,7 +83,8 @@ class SteerReceipt(Value):
     n_tokens: int
     """Tokens that were edited at least at one layer, counted once each."""
     cached_tokens: int = 0
-    """Prompt tokens that came, steered, from this configuration's own prefix-cache entries."""
+    """Prompt tokens from the first edited one on that came, steered, from this configuration's own
+    prefix-cache entries. What lies in front of it is shared with plain requests."""
     vectors: tuple[str, ...]
     """Of each edit the sha256 of its tensor (dtype, shape and content), or of its program where it
     has none or several."""

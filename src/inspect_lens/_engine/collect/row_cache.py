@@ -35,8 +35,12 @@ _SEEN_MOST = 1 << 17
 class Prefix:
     """The tokens of a request, and the hash of each block of them with all that is before it."""
 
-    def __init__(self, kind: bytes, tokens: Sequence[int]) -> None:
+    def __init__(
+        self, kind: bytes, tokens: Sequence[int], *, apart: tuple[int, bytes] | None = None
+    ) -> None:
+        """Rows from the position of `apart` on are of a kind of their own."""
         self._last, self._hashes = kind, list[bytes]()
+        self._apart_at, self._apart = (-1, b"") if apart is None else apart
         self._tokens: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self.extend(tokens)
 
@@ -49,6 +53,8 @@ class Prefix:
         yield from self._hashes
         for i in range(len(self._hashes), len(self._tokens) // BLOCK):
             block = self._tokens[i * BLOCK : (i + 1) * BLOCK].tobytes()
+            if i == self._apart_at // BLOCK:
+                block += self._apart
             self._last = hashlib.blake2b(self._last + block, digest_size=16).digest()
             self._hashes.append(self._last)
             yield self._last

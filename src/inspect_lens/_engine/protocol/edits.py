@@ -85,6 +85,13 @@ class EditEnvelope:
         return tuple(tap_point(self.site, layer) for layer in self.layers)
 
     @property
+    def since(self) -> int:
+        """The first position that is edited, or read by a gate."""
+        if self.positions is None:
+            return self.lo
+        return min((p for p in self.positions if self.lo <= p < self.hi), default=self.lo)
+
+    @property
     def until(self) -> int:
         """One past the last position that is edited; `EVERY` where there is no last one."""
         if self.positions is None:

@@ -132,6 +132,11 @@ class Envelope:
         """What changes the stream, in order."""
         return self.edited.edits
 
+    @property
+    def edited_from(self) -> int:
+        """The first position that anything edits, or that a gate reads; 0 without edits."""
+        return min((edit.since for edit in self.edits), default=0)
+
     @cached_property
     def alike(self) -> tuple[bytes | None, ...]:
         """What the requests of a batch have in common, of each result."""

@@ -71,11 +71,6 @@ class SealedEdits:
         return tuple(s.told for s in self.edits if s.told)
 
     @cached_property
-    def begins_with_prompt(self) -> bool:
-        """Whether tokens of the prompt may be edited."""
-        return any(s.lo == 0 for s in self.edits)
-
-    @cached_property
     def has_latches(self) -> bool:
         """Whether it has gates whose decisions last."""
         return any(edit.latch is not None for edit in self.edits)

@@ -83,6 +83,13 @@ PATCHES: tuple[Monkeypatch, ...] = (
         "a captured prompt reads the prefix cache as far as its rows are known from before",
     ),
     Monkeypatch(
+        "block_keys",
+        "vllm.v1.core.kv_cache_utils:generate_block_hash_extra_keys",
+        ("request", "start_token_idx", "end_token_idx", "start_mm_idx"),
+        "engine",
+        "steering has blocks of its own from the first edited token on, and not before",
+    ),
+    Monkeypatch(
         "input_processor_init",
         "vllm.v1.engine.input_processor:InputProcessor.__init__",
         ("self", "vllm_config"),

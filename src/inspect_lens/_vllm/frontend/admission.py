@@ -18,6 +18,7 @@ from inspect_lens._engine.collect.row_cache import RowCache
 from inspect_lens._engine.hooks.runner import EAGER_KEY
 from inspect_lens._engine.protocol.envelope import CACHED_KEY, Envelope, Packed, seal
 from inspect_lens._engine.protocol.processes import ends_process
+from inspect_lens._vllm.cache_salt import salted
 from inspect_lens._vllm.clients import TENANT
 from inspect_lens._vllm.compat.cpu_lora import CpuAdapters
 from inspect_lens._vllm.compat.features import require
@@ -168,9 +169,9 @@ def seal_core(
         core.cache_salt = f"{core.cache_salt or ''}|inspect_lens_hooks:{eager['hash']}"
     if envelope.steer_hash is not None:
         # Equal steering of one tenant shares blocks, and its receipt tells of how many tokens;
-        # nobody else reads them.
-        salt = f"inspect_lens:{TENANT.get()}:{envelope.steer_hash}"
-        core.cache_salt = f"{core.cache_salt or ''}|{salt}"
+        # nobody else reads them, from the first edited token on.
+        own = f"{TENANT.get()}:{envelope.steer_hash}"
+        core.cache_salt = salted(core.cache_salt, envelope.edited_from, own)
     if request.skip_reading_prefix_cache:
         sampling.skip_reading_prefix_cache = True
     if _needs_whole_prompt(envelope):

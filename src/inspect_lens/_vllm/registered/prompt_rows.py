@@ -17,6 +17,7 @@ from inspect_lens._engine.collect.row_cache import CachedRows, Prefix, RowCache
 from inspect_lens._engine.protocol.capture import CaptureEnvelope
 from inspect_lens._engine.protocol.envelope import CACHED_KEY, Envelope, Packed
 from inspect_lens._settings import Settings
+from inspect_lens._vllm.cache_salt import salt_of
 from inspect_lens._vllm.clients import TENANT
 from inspect_lens._vllm.compat.connectors import transfers_by_request
 from inspect_lens._vllm.compat.monkeypatches import is_engine_apart
@@ -85,12 +86,18 @@ def with_known_rows(packed: Packed, core: Any, cache: RowCache) -> Packed:
     asked = envelope.capture
     if asked is None or not _is_kept(envelope, core):
         return packed
+    salt = salt_of(core.cache_salt or "")
+    callers = core.cache_salt if salt is None else salt.callers
     kind = (
         # What a tenant has captured, and that it has, is nobody else's to know.
-        *(TENANT.get(), core.cache_salt, asked.sites, asked.layers, asked.widths, asked.ranks),
+        *(TENANT.get(), callers, asked.sites, asked.layers, asked.widths, asked.ranks),
         *(asked.hidden, asked.reduce, asked.wire),
     )
-    prefix = Prefix(hashlib.blake2b(repr(kind).encode()).digest(), core.prompt_token_ids)
+    prefix = Prefix(
+        hashlib.blake2b(repr(kind).encode()).digest(),
+        core.prompt_token_ids,
+        apart=None if salt is None else (salt.first, salt.own.encode()),
+    )
     epoch = cache.epoch
     # The last token of a prompt is computed in any case, and one row has to come.
     end = min(envelope.n_prompt, asked.hi)

@@ -176,8 +176,8 @@ def fill(
             layers=edited.layers,
             sites=in_site_order(edited.sites),
             n_tokens=collected.n_steered,
-            # With steering of sampled tokens alone, those of the prompt came as they are.
-            cached_tokens=cached_tokens if edited.begins_with_prompt else 0,
+            # What lies in front of the first edited token came as it is.
+            cached_tokens=max(cached_tokens - expected.envelope.edited_from, 0),
             vectors=edited.hashes,
             gates=_gate_receipts(expected.envelope, collected, n_fed),
         )
