@@ -88,7 +88,7 @@ class Settings:
         "",
         "Probes, vectors, edits and lenses to register at start: `name=path`, comma-separated; a "
         "path is the folder of a trained probe or of a fitted lens, or a JSON file with `probe`, "
-        "`edits` (vectors too) or `lens`.",
+        "`edits` (of which a vector is one) or `lens`.",
     )
     registry_names: int = _setting(  # type: ignore[assignment]
         1024, "Names of probes, vectors, edits and lenses that clients may register, together."

@@ -95,7 +95,7 @@ def test_an_alarm_stops_each_of_several_choices(client: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"name": "x"}, "'probe', 'edits' (vectors too) and 'lens'"),
+        ({"name": "x"}, "'probe', 'edits' (of which a vector is one) and 'lens'"),
         ({"name": "x", "edits": []}, "one or more"),
         ({"name": "x", "edits": [{"op": "ablate", "direction": [1.0], "layers": [0]}]}, "256"),
         ({"name": "x", "edits": [{"op": "forget"}]}, "forget"),

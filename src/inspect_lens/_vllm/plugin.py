@@ -74,7 +74,7 @@ def _install() -> None:
     from .engine_core.step_rows import SCHEDULER_WRAPPERS
     from .frontend.state import RESET_WRAPPERS
     from .frontend.wrappers import FRONT_END_WRAPPERS
-    from .http.responses import install_when_serving
+    from .http.server import install_when_serving
     from .worker.rpc import manage_hooks
     from .worker.start import refusal_here
     from .worker.worker import exported_taps, stats, wrap_load_model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,9 @@ from inspect_lens.errors import UnsupportedError
 from .runner import EAGER_KEY, HookRunner
 
 __all__ = ["HookedStepper"]
+
+
+logger = logging.getLogger("vllm.inspect_lens")
 
 
 class HookedStepper(LensStepper):
@@ -65,6 +69,8 @@ class HookedStepper(LensStepper):
                 raise
             if key in self._live.by_key:
                 self._fail(key, as_exception(error))
+            else:  # its request has failed before, and heard why
+                logger.exception("inspect_lens: hooks of request %s, which has failed before", key)
 
     def fail(self, key: str, error: Exception) -> None:
         """Fail one request."""

@@ -168,131 +168,36 @@ PATCHES: tuple[Monkeypatch, ...] = (
     ),
 )
 
+_OPENAI = "vllm.entrypoints.openai"
+_SPEECH = "vllm.entrypoints.speech_to_text"
+_READING = {
+    "chat": f"{_OPENAI}.chat_completion.protocol:ChatCompletionRequest",
+    "completion": f"{_OPENAI}.completion.protocol:CompletionRequest",
+    "responses": f"{_OPENAI}.responses.protocol:ResponsesRequest",
+    "transcription": f"{_SPEECH}.transcription.protocol:TranscriptionRequest",
+    "translation": f"{_SPEECH}.translation.protocol:TranslationRequest",
+}
+_METHODS = {"params": "to_sampling_params", "beam": "to_beam_search_params"}
+
 SERVER_PATCHES: tuple[Monkeypatch, ...] = (
-    Monkeypatch(
-        "chat_full",
-        "vllm.entrypoints.openai.chat_completion.serving:"
-        "OpenAIServingChat.chat_completion_full_generator",
-        ("self", "request", "result_generator"),
-        "api-server",
-        "puts activations and receipt into a chat response",
-    ),
-    Monkeypatch(
-        "chat_stream",
-        "vllm.entrypoints.openai.chat_completion.serving:"
-        "OpenAIServingChat.chat_completion_stream_generator",
-        ("self", "request", "result_generator"),
-        "api-server",
-        "sends activations and receipt before [DONE]",
-    ),
-    Monkeypatch(
-        "completion_full",
-        "vllm.entrypoints.openai.completion.serving:"
-        "OpenAIServingCompletion.request_output_to_completion_response",
-        ("self", "final_res_batch"),
-        "api-server",
-        "puts activations and receipt into a completion response",
-    ),
-    Monkeypatch(
-        "completion_stream",
-        "vllm.entrypoints.openai.completion.serving:"
-        "OpenAIServingCompletion.completion_stream_generator",
-        ("self", "request", "engine_inputs", "result_generator"),
-        "api-server",
-        "sends activations and receipt before [DONE]",
-    ),
-    Monkeypatch(
-        "chat_batch",
-        "vllm.entrypoints.openai.chat_completion.batch_serving:"
-        "OpenAIServingChatBatch.chat_completion_full_generator_batch",
-        ("self", "request", "generators"),
-        "api-server",
-        "puts activations and receipts into a batched chat response",
-    ),
-    Monkeypatch(
-        "chat_params",
-        "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest.to_sampling_params",
-        ("self",),
-        "api-server",
-        "reads lens requests that stand in the body and not in vllm_xargs",
-    ),
-    Monkeypatch(
-        "completion_params",
-        "vllm.entrypoints.openai.completion.protocol:CompletionRequest.to_sampling_params",
-        ("self",),
-        "api-server",
-        "reads lens requests that stand in the body and not in vllm_xargs",
-    ),
-    Monkeypatch(
-        "chat_beam",
-        "vllm.entrypoints.openai.chat_completion.protocol:"
-        "ChatCompletionRequest.to_beam_search_params",
-        ("self",),
-        "api-server",
-        "beam search drops extra arguments; a lens request must be refused there",
-    ),
-    Monkeypatch(
-        "completion_beam",
-        "vllm.entrypoints.openai.completion.protocol:CompletionRequest.to_beam_search_params",
-        ("self",),
-        "api-server",
-        "beam search drops extra arguments; a lens request must be refused there",
-    ),
-    Monkeypatch(
-        "responses_params",
-        "vllm.entrypoints.openai.responses.protocol:ResponsesRequest.to_sampling_params",
-        ("self",),
-        "api-server",
-        "responses there have no place for results; a lens request must be refused",
-    ),
-    Monkeypatch(
-        "transcription_params",
-        "vllm.entrypoints.speech_to_text.transcription.protocol:TranscriptionRequest.to_sampling_params",
-        ("self",),
-        "api-server",
-        "answers there have no place for results; a lens request must be refused",
-    ),
-    Monkeypatch(
-        "transcription_beam",
-        "vllm.entrypoints.speech_to_text.transcription.protocol:TranscriptionRequest.to_beam_search_params",
-        ("self",),
-        "api-server",
-        "answers there have no place for results; a lens request must be refused",
-    ),
-    Monkeypatch(
-        "translation_params",
-        "vllm.entrypoints.speech_to_text.translation.protocol:TranslationRequest.to_sampling_params",
-        ("self",),
-        "api-server",
-        "answers there have no place for results; a lens request must be refused",
-    ),
-    Monkeypatch(
-        "translation_beam",
-        "vllm.entrypoints.speech_to_text.translation.protocol:TranslationRequest.to_beam_search_params",
-        ("self",),
-        "api-server",
-        "answers there have no place for results; a lens request must be refused",
-    ),
-    Monkeypatch(
-        "tokens_full",
-        "vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens.serve_tokens_full_generator",
-        ("self", "request", "result_generator"),
-        "api-server",
-        "puts activations and receipt into a response of tokens",
-    ),
-    Monkeypatch(
-        "tokens_stream",
-        "vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens.serve_tokens_stream_generator",
-        ("self", "request", "result_generator"),
-        "api-server",
-        "sends activations and receipt before [DONE]",
-    ),
     Monkeypatch(
         "routers",
         "vllm.entrypoints.serve:register_vllm_serve_api_routers",
         ("app",),
         "api-server",
-        "adds the route that serves binary activations",
+        "adds our routes, and what reads bodies and puts results into answers",
+    ),
+    *(
+        Monkeypatch(
+            f"{kind}_{name}",
+            f"{target}.{method}",
+            ("self",),
+            "api-server",
+            "refuses lens requests that come by no route that returns results",
+        )
+        for kind, target in _READING.items()
+        for name, method in _METHODS.items()
+        if (kind, name) != ("responses", "beam")
     ),
 )
 

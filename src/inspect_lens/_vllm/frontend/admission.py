@@ -24,8 +24,8 @@ from inspect_lens._vllm.compat.cpu_lora import CpuAdapters
 from inspect_lens._vllm.compat.features import require
 from inspect_lens._vllm.compat.monkeypatches import monkeypatch, wrap
 from inspect_lens._vllm.compat.off import not_served
-from inspect_lens._vllm.http.bodies import asked_of
-from inspect_lens._vllm.http.responses import is_serving, payloads, refuse_bodies, refuse_params
+from inspect_lens._vllm.http.responses import payloads
+from inspect_lens._vllm.http.server import install_when_serving, is_serving
 from inspect_lens._vllm.metrics import requested
 from inspect_lens._vllm.registered.persistent_hooks import HookBook, seal_eager
 from inspect_lens._vllm.registered.probe_scores import Reading
@@ -39,7 +39,9 @@ from inspect_lens.spec import (
     NATIVE_KEY,
     EngineFacts,
     LensRequest,
+    TensorLimits,
     forget_parsed,
+    parse_extra_args,
 )
 
 from .matched_tokens import with_positions, with_token_ids
@@ -68,7 +70,8 @@ def compiled_of(processor: Any, params: Any) -> Compiled | None:
     if adapters is not None:
         adapters.check(params)
     facts: EngineFacts | None = processor.inspect_lens_facts
-    request = asked_of(getattr(params, "extra_args", None), facts)
+    limits = None if facts is None else TensorLimits.of(facts)
+    request = parse_extra_args(getattr(params, "extra_args", None), limits=limits)
     book: HookBook | None = getattr(processor, "inspect_lens_book", None)
     if request is None and book is not None and book.hooks and hasattr(params, "n"):
         # Persistent hooks run on every request, which may then fail, and is kept apart.
@@ -390,26 +393,25 @@ def said_by(detokenizer: Any) -> tuple[tuple[int, ...], str]:
 def refuse_requests(*, own_only: bool = False) -> None:
     """Wrap as little of vLLM as refusing takes, where nothing else of the lens can be installed."""
     keys = (NATIVE_KEY,) if own_only else LENS_KEYS
-
-    def refuse() -> None:
-        refuse_bodies(keys)
-        refuse_params(keys)
-
-    refuse()
-    wrap(monkeypatch("process_inputs"), partial(_refusing, keys))
+    install = partial(install_when_serving, keys=keys)
+    install()
+    # Text comes by the first, and requests that somebody has made by the second alone.
+    wrap(monkeypatch("process_inputs"), partial(_refusing, keys, 2))
+    wrap(monkeypatch("add_request"), partial(_refusing, keys, 0))
     # Which every front-end calls when its modules are there.
-    wrap(monkeypatch("input_processor_init"), partial(_then, refuse))
+    wrap(monkeypatch("input_processor_init"), partial(_then, install))
 
 
-def _refusing(keys: Collection[str], original: Callable[..., Any]) -> Callable[..., Any]:
-    def process_inputs(
-        self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if has_lens_keys(params, keys):
+def _refusing(
+    keys: Collection[str], index: int, original: Callable[..., Any]
+) -> Callable[..., Any]:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = args[index] if len(args) > index else kwargs.get("params", kwargs.get("request"))
+        if has_lens_keys(getattr(given, "sampling_params", given), (*keys, ENVELOPE_KEY)):
             require("lens")
-        return original(self, request_id, prompt, params, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
-    return process_inputs
+    return run
 
 
 def _then(further: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,9 +25,10 @@ from inspect_lens._vllm.compat.engine_facts import facts_of, refusal
 from inspect_lens._vllm.compat.features import require
 from inspect_lens._vllm.compat.hosts import facts_mark, links_of
 from inspect_lens._vllm.compat.off import not_served, off, reason_of, turn_off, when_off
-from inspect_lens._vllm.http.payloads import open_door
-from inspect_lens._vllm.http.responses import install_when_serving, is_serving, payloads
-from inspect_lens._vllm.registered.items import parse_shared, start_items
+from inspect_lens._vllm.http.payloads import serve_siblings
+from inspect_lens._vllm.http.responses import payloads
+from inspect_lens._vllm.http.server import install_when_serving, is_serving
+from inspect_lens._vllm.registered.items import kept_of, parse_shared, start_items
 from inspect_lens._vllm.registered.persistent_hooks import HookBook
 from inspect_lens._vllm.registered.probe_scores import Reads
 from inspect_lens._vllm.registered.prompt_rows import is_harmless, keeps_rows
@@ -155,7 +156,7 @@ class FrontEnd:
             try:
                 names = SharedNames(folder_of_siblings(), parse_shared)
                 self.registry.share(names)
-                open_door(names.folder, payloads)
+                serve_siblings(names.folder, payloads)
                 self.siblings = names.folder
             except OSError as error:
                 logger.warning("inspect_lens: API servers cannot share what they have: %s", error)
@@ -253,8 +254,9 @@ class FrontEnd:
                 elif isinstance(item, EngineLens):
                     check_engine_lens(item, facts, f"lens {name!r}")
                 else:
-                    edits = item.edits if isinstance(item, EngineEdits) else (item,)
-                    check_request(LensRequest(edits=edits), facts)
+                    edits = kept_of(item)
+                    assert isinstance(edits, EngineEdits)
+                    check_request(LensRequest(edits=edits.edits), facts)
                 return
             except LensError as error:
                 problem = error

@@ -20,7 +20,7 @@ from inspect_lens._vllm.compat.features import busy
 from inspect_lens._vllm.compat.guard import fault_of, pass_over
 from inspect_lens._vllm.compat.hosts import routes_of
 from inspect_lens._vllm.compat.monkeypatches import is_in_process
-from inspect_lens._vllm.http.responses import as_json, is_serving
+from inspect_lens._vllm.http.responses import SERVED, Body, as_json
 from inspect_lens._vllm.metrics import refused
 from inspect_lens._vllm.registered.contents import at_once, forget_unused, tell_through
 from inspect_lens._vllm.registered.persistent_hooks import raise_first
@@ -38,8 +38,8 @@ from inspect_lens._vllm.results.expected import (
 )
 from inspect_lens._vllm.results.ticket import Ticket
 from inspect_lens._vllm.sinks.process import is_by_rule, offers, settle, settle_now
-from inspect_lens.errors import CapacityError, CaptureError, LensError
-from inspect_lens.spec import ENVELOPE_KEY
+from inspect_lens.errors import CapacityError, CaptureError, LensError, UnsupportedError
+from inspect_lens.spec import ENVELOPE_KEY, LENS_KEYS
 
 from .admission import (
     compiled_of,
@@ -64,12 +64,12 @@ __all__ = [
 ]
 
 
-async def attached_for_http(output: Any) -> int:
-    """Attach results, encoded where this process serves HTTP."""
+async def attached_for_http(output: Any, body: Body | None) -> int:
+    """Attach results, as JSON where a body has asked for them; how many choices have theirs."""
     before = attached(output)
     try:
         with traces.ends(ticket_keys(output)):
-            await _attach(output)
+            await _attach(output, body)
     except CapacityError as error:
         raise busy(str(error)) from error
     except CaptureError as error:
@@ -85,31 +85,30 @@ async def attached_for_http(output: Any) -> int:
     return attached(output) - before
 
 
-async def _attach(output: Any) -> None:
+async def _attach(output: Any, body: Body | None) -> None:
     loop, front = asyncio.get_running_loop(), front_end()
-    if front.results.is_light(output, encodes=is_serving()):
+    if front.results.is_light(output, encodes=body is not None):
         await arrivals_of(loop, front.results).attach(output)
-        _encode(output)
+        _encode(output, body)
         return
     # It copies or compresses much, for which no other response has to wait.
     own = contextvars.copy_context()  # whose request this is
-    await loop.run_in_executor(front.waiting, own.run, _attach_and_encode, output)
+    await loop.run_in_executor(front.waiting, own.run, _attach_and_encode, output, body)
     if offers([output]):
         await settle(output, front.results.timeout_s)
-        await loop.run_in_executor(front.waiting, own.run, _encode, output)
+        await loop.run_in_executor(front.waiting, own.run, _encode, output, body)
 
 
-def _attach_and_encode(output: Any) -> None:
+def _attach_and_encode(output: Any, body: Body | None) -> None:
     front_end().results.attach(output)
     if not offers([output]):
-        _encode(output)
+        _encode(output, body)
 
 
-def _encode(output: Any) -> None:
-    if is_serving():
-        for completion in output.outputs:
-            if hasattr(completion, "inspect_lens") and not hasattr(completion, "inspect_lens_json"):
-                completion.inspect_lens_json = as_json(completion)
+def _encode(output: Any, body: Body | None) -> None:
+    for completion in output.outputs if body is not None else ():
+        if hasattr(completion, "inspect_lens") and not hasattr(completion, "inspect_lens_json"):
+            completion.inspect_lens_json = as_json(completion)
     traces.delivered([output])
 
 
@@ -136,7 +135,7 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
                 adapters.note(kwargs.get("lora_request"), uses_lens=found is not None)
             if found is None:
                 rule = rule_of(self, request_id, params, kwargs.get("resumable"))
-        except BaseException as error:  # noqa: BLE001 - a door
+        except BaseException as error:  # noqa: BLE001 - the loop is everybody's
             pass_over(error, uses_lens=has_lens_keys(params) or has_hooks(self))
         if rule is not None:
             core = original(self, request_id, prompt, without_lens_keys(params), *args, **kwargs)
@@ -152,7 +151,7 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
             book = getattr(self, "inspect_lens_book", None)
             found = with_positions_of(found, core.prompt_token_ids, self)
             seal_core(core, found, book, getattr(self, "inspect_lens_rows", None))
-        except BaseException as error:  # noqa: BLE001 - a door
+        except BaseException as error:  # noqa: BLE001 - the loop is everybody's
             pass_over(error, uses_lens=True)
         return core
 
@@ -165,13 +164,20 @@ def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         params = getattr(request, "sampling_params", None)
         extra = params.extra_args if params is not None else None
+        if has_lens_keys(params, LENS_KEYS):
+            raise refused(
+                UnsupportedError(
+                    "an EngineCoreRequest that somebody has made asks for the lens, and nothing has "
+                    "judged it; give the engine the prompt with its sampling parameters"
+                )
+            )
         if params is None or not extra or ENVELOPE_KEY not in extra:
             return original(self, request, prompt, parent_req, *args, **kwargs)
         results, key = front_end().results, request.request_id
         is_recorded = is_by_rule(extra[ENVELOPE_KEY])
         try:
             reading = expect(front_end(), request, params, extra[ENVELOPE_KEY], prompt, parent_req)
-        except BaseException as error:  # noqa: BLE001 - a door
+        except BaseException as error:  # noqa: BLE001 - the loop is everybody's
             results.abandon([key])
             pass_over(error, uses_lens=not is_recorded)
             params.extra_args = {k: v for k, v in extra.items() if k != ENVELOPE_KEY} or None
@@ -356,7 +362,7 @@ def _run_engine(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _async_generate(original: Callable[..., Any]) -> Callable[..., Any]:
     async def outputs_of(
-        missing: int, self: Any, *args: Any, **kwargs: Any
+        body: Body | None, first: int, missing: int, self: Any, *args: Any, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
         # With n > 1 and streaming, choices finish in different outputs of one request.
         async with contextlib.aclosing(named(original(self, *args, **kwargs))) as outputs:
@@ -364,27 +370,31 @@ def _async_generate(original: Callable[..., Any]) -> Callable[..., Any]:
                 if (fault := getattr(output, "inspect_lens_fault", None)) is not None:
                     raise fault
                 if has_tickets(output):
-                    missing -= await attached_for_http(output)
+                    missing -= await attached_for_http(output, body)
                 if output.finished and missing > 0:
                     raise CaptureError(
                         f"{CaptureError.__name__}: {missing} choices of this request finished "
                         "without their results; nothing partial is returned"
                     )
+                if body is not None:
+                    body.take(output, first)
                 yield output
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         # When it is called, and not when it is iterated: a server still has its status to choose.
         params = kwargs.get("sampling_params", args[1] if len(args) > 1 else None)
-        missing = 0
+        body, first, missing = SERVED.get(), 0, 0
         try:
+            if body is not None:
+                first = body.begin(params)
             prompt = kwargs.get("prompt", args[0] if args else None)
             missing = judge_early(self.input_processor, prompt, params)
             front_end().results.running.routes = routes_of(self)
         except CapacityError as error:
             raise busy(str(refused(error))) from error
-        except BaseException as error:  # noqa: BLE001 - a door
+        except BaseException as error:  # noqa: BLE001 - the loop is everybody's
             pass_over(error, uses_lens=has_lens_keys(params) or has_hooks(self.input_processor))
-        return outputs_of(missing, self, *args, **kwargs)
+        return outputs_of(body, first, missing, self, *args, **kwargs)
 
     return generate
 

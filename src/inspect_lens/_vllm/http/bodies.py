@@ -7,58 +7,48 @@ everybody, and makes 1 of a `true` in `vllm_xargs` before.
 from __future__ import annotations
 
 import asyncio
-import json
 import re
-from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
 from pydantic_core import from_json
 
 from inspect_lens._vllm.compat.api_server import lacks_key
-from inspect_lens._vllm.compat.features import FEATURES, is_off
+from inspect_lens._vllm.compat.features import FEATURES, is_off, require
 from inspect_lens._vllm.compat.guard import pass_over
 from inspect_lens._vllm.compat.off import not_served
 from inspect_lens.errors import CapacityError, LensError, SpecError, UnsupportedError
 from inspect_lens.spec import (
     ENVELOPE_KEY,
     LENS_KEYS,
-    NATIVE_KEY,
     OWN_WORDS,
     PLACES,
     EngineFacts,
-    LensRequest,
     PatternBudget,
     TensorLimits,
     check_size,
     judging,
-    lens_args,
     parse_extra_args,
     refuse_own_word,
     split_body,
 )
 
-from .refusals import refusal
+from .refusals import Message, Send, refuse
+from .responses import SERVED, Answer, Body
 
 __all__ = [
     "TOKENS_PATH",
     "LensBodies",
-    "asked_of",
+    "check_unread",
     "has_lens_words",
     "pattern_budget",
     "read_body",
-    "refuse",
-    "typed",
     "whole_body",
-    "xargs_of",
 ]
 
-Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 TOKENS_PATH = "/inference/v1/generate"
 _SERVED = (
@@ -86,18 +76,8 @@ _WORDS = tuple(f'"{word}"'.encode() for word in (ENVELOPE_KEY, *OWN_WORDS))
 _ESCAPED = re.compile(rb"\\u00[4-7]")
 """A letter that no encoder of JSON escapes: a key may be hidden."""
 _SMALL = 1 << 16
-MOST_TABLES = 8
+_MOST_TABLES = 8
 """Times the table of steering rows: what vectors of requests under way may take together."""
-
-
-@dataclass
-class _Body:
-    request: LensRequest | None
-    is_read: bool
-    patterns: PatternBudget = field(default_factory=PatternBudget)
-
-
-_held: ContextVar[_Body | None] = ContextVar("inspect_lens_body", default=None)
 
 
 class LensBodies:
@@ -135,7 +115,8 @@ class LensBodies:
         if not (has_keys or is_hidden or has_words):
             await self._app(scope, again, send)
             return
-        held, n_bytes = _Body(None, is_read=False), 0
+        asked: Body | None = None
+        n_bytes = 0
         try:
             front = self._front_end()
             facts: EngineFacts | None = getattr(front, "facts", None)
@@ -145,30 +126,33 @@ class LensBodies:
                 return
             read = partial(read_body, path, body, facts, off)
             if len(body) <= _SMALL and b"zstd" not in body and not is_hidden:
-                held = read()
+                asked = read()
             else:
-                held = await asyncio.get_running_loop().run_in_executor(self._threads, read)
-            n_bytes = 0 if held.request is None else held.request.tensor_bytes
+                asked = await asyncio.get_running_loop().run_in_executor(self._threads, read)
+            if asked is not None and asked.request is not None:
+                n_bytes = asked.request.tensor_bytes
             self._admit(n_bytes, facts)
         except LensError as error:
             await refuse(error, send)
             return
-        except BaseException as error:  # noqa: BLE001 - a door
+        except BaseException as error:  # noqa: BLE001 - the loop is everybody's
             pass_over(error, uses_lens=has_keys)
-        self._n_bytes += n_bytes
-        token = _held.set(held)
-        try:
+        if asked is None:
             await self._app(scope, again, send)
+            return
+        self._n_bytes += n_bytes
+        token = SERVED.set(asked)
+        try:
+            await self._app(scope, again, Answer(send, asked))
         finally:
-            _held.reset(token)
-            # Tasks that outlive the request were started with its context.
-            held.request, held.patterns = None, PatternBudget()
+            SERVED.reset(token)
+            asked.forget()
             self._n_bytes -= n_bytes
 
     def _admit(self, n_bytes: int, facts: EngineFacts | None) -> None:
         if facts is None or not n_bytes or not self._n_bytes:
             return
-        most = MOST_TABLES * facts.bank_rows * facts.hidden * 4
+        most = _MOST_TABLES * facts.bank_rows * facts.hidden * 4
         if self._n_bytes + n_bytes > most:
             raise CapacityError(
                 f"steering vectors of requests under way take {self._n_bytes} bytes, and together "
@@ -218,19 +202,10 @@ def read_body(
     body: bytes,
     facts: EngineFacts | None,
     off: tuple[str, Collection[str]] | None = None,
-) -> _Body:
-    """Parse what a body asks of the lens."""
-    nothing = _Body(None, is_read=False)
-    check_size(body)
-    try:
-        fields = from_json(body)
-    except ValueError as error:
-        if "recursion" in str(error):
-            raise SpecError("the body is nested too deep") from None
-        return nothing  # vLLM has words for it
-    if not isinstance(fields, dict):
-        return nothing
-    fields = cast("dict[str, Any]", fields)
+) -> Body | None:
+    """Parse what a body asks of the lens; None where its route serves no results."""
+    if (fields := _fields(body)) is None:
+        return None  # vLLM has words for it
     is_tokens = path.endswith(TOKENS_PATH)
     params = fields.get("sampling_params") if is_tokens else fields
     params = cast("dict[str, Any]", params) if isinstance(params, dict) else {}
@@ -239,19 +214,36 @@ def read_body(
         if _keys_in(fields, keys) or _keys_in(params, keys):
             raise UnsupportedError(reason)
         if not _is_ours(off):
-            return nothing  # the other keys are another plug-in's
+            return None  # the other keys are another plug-in's
     if is_tokens or not path.endswith(_SERVED):
         _refuse_lost(path, fields)
     if not path.endswith(_SERVED):
-        return nothing
-    args = params.get("extra_args") if is_tokens else lens_args(fields)
+        return None
+    args = params.get("extra_args") if is_tokens else split_body(fields, where="the body").args
     if not isinstance(args, dict):
-        return nothing
+        return None
     request = parse_extra_args(args, limits=None if facts is None else TensorLimits.of(facts))
+    if request is not None and fields.get("use_beam_search"):
+        raise UnsupportedError(
+            f"use_beam_search cannot be used with {', '.join(_keys_in(fields))}: beams have no "
+            "results; leave one of them out"
+        )
     for edit in () if request is None else request.edits:
         for tensor in edit.tensors.values():
             tensor.sha256  # noqa: B018 - worked out here, and not on the event loop
-    return _Body(request, is_read=True)
+    chunks = "chat.completion.chunk" if "messages" in fields else "text_completion"
+    return Body(request, "inference.generate.chunk" if is_tokens else chunks)
+
+
+def _fields(body: bytes) -> dict[str, Any] | None:
+    check_size(body)
+    try:
+        fields = from_json(body)
+    except ValueError as error:
+        if "recursion" in str(error):
+            raise SpecError("the body is nested too deep") from None
+        return None
+    return cast("dict[str, Any]", fields) if isinstance(fields, dict) else None
 
 
 def _is_ours(off: tuple[str, Collection[str]] | None) -> bool:
@@ -284,65 +276,39 @@ def _refuse_lost(path: str, fields: dict[str, Any]) -> None:
             refuse_own_word(key, "the body")
 
 
-def asked_of(
-    extra_args: Mapping[str, Any] | None, facts: EngineFacts | None = None
-) -> LensRequest | None:
-    """What parameters ask of the lens: as their body said it, where one was read."""
-    held = _held.get()
-    if held is not None and held.is_read and _is_raw(extra_args):
-        return held.request
-    return parse_extra_args(extra_args, limits=None if facts is None else TensorLimits.of(facts))
-
-
 def pattern_budget() -> PatternBudget:
     """That of the body that is served, which may have many prompts; a new one elsewhere."""
-    held = _held.get()
-    return PatternBudget() if held is None else held.patterns
+    body = SERVED.get()
+    return PatternBudget() if body is None else body.patterns
 
 
-def xargs_of(request: Any, facts: EngineFacts | None) -> dict[str, Any] | None:
-    """What a body of vLLM asks of the lens, and its other extra arguments.
+def check_unread(request: Any, keys: Collection[str] = LENS_KEYS) -> None:
+    """Refuse what a body of vLLM asks of the lens where `LensBodies` has not read it.
 
     vLLM passes over fields that it does not know: what is meant for the lens there must not be
     lost in silence, nor what almost is.
     """
+    if SERVED.get() is not None:
+        return
+    found = has_lens_words(request, keys)
+    if found:
+        require("lens")
+    elif is_off("lens") is not None:
+        return  # the other keys may be another plug-in's
     unknown: dict[str, Any] = request.model_extra or {}
     xargs: dict[str, Any] = getattr(request, "vllm_xargs", None) or {}
-    if not unknown and not xargs:
-        return None
-    if isinstance(xargs.get(NATIVE_KEY), LensRequest):
-        return xargs  # read before: the body is one of several prompts
-    body = {**unknown, **({"vllm_xargs": xargs} if xargs else {})}
-    args = split_body(body, where="the body").args
-    return typed(args, asked_of(args, facts))
+    if unknown or xargs:
+        split_body({**unknown, **({"vllm_xargs": xargs} if xargs else {})}, where="the body")
+    if found:
+        raise UnsupportedError(
+            f"{type(request).__name__}: nothing here returns what {found} asks for; send it to "
+            "/v1/chat/completions, /v1/completions or /inference/v1/generate of a server"
+        )
 
 
-def has_lens_words(request: Any, keys: Collection[str] = LENS_KEYS) -> bool:
-    """Whether a body has anything of ours in it, wherever it stands."""
+def has_lens_words(request: Any, keys: Collection[str] = LENS_KEYS) -> str:
+    """A key of ours that a body of vLLM has, wherever it stands; empty for none."""
     places = [getattr(request, "vllm_xargs", None), getattr(request, "model_extra", None)]
     found = [place for place in places if isinstance(place, dict)]
     inner = [place[name] for place in found for name in PLACES if isinstance(place.get(name), dict)]
-    return any(key in place for place in (*found, *inner) for key in keys)
-
-
-def typed(args: Mapping[str, Any], request: LensRequest | None) -> dict[str, Any] | None:
-    """Arguments with the request in the place of its spelling; None where nothing is left."""
-    others = {key: value for key, value in args.items() if key not in LENS_KEYS}
-    if request is not None:
-        others[NATIVE_KEY] = request
-    return others or None
-
-
-def _is_raw(extra_args: Mapping[str, Any] | None) -> bool:
-    """Whether lens keys are there as a client spelled them."""
-    asked = extra_args or {}
-    return not isinstance(asked.get(NATIVE_KEY), LensRequest) and any(k in asked for k in LENS_KEYS)
-
-
-async def refuse(error: LensError, send: Send, *, status: int | None = None) -> None:
-    """Answer with an error, in the form of vLLM's own; `status` in the place of the error's."""
-    status = status or error.status
-    body = json.dumps(refusal(error, status=status)).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    return next((key for place in (*found, *inner) for key in keys if key in place), "")

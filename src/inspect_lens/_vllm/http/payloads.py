@@ -27,9 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from inspect_lens._settings import Settings
-from inspect_lens._vllm import traces
-from inspect_lens._vllm.clients import CLIENT, NotesClient
-from inspect_lens._vllm.metrics import refused_as
+from inspect_lens._vllm.clients import CLIENT
 from inspect_lens._vllm.sinks.sink import own_memory
 from inspect_lens.errors import CapacityError, LensError, UnsupportedError
 from inspect_lens.spec import TensorData, encode_frame, encode_tensor
@@ -38,12 +36,11 @@ __all__ = [
     "TTL_S",
     "Entries",
     "PayloadStore",
-    "add_fetch_route",
     "ask_sibling",
     "fetch_payload",
     "handle_entries",
     "inline_entries",
-    "open_door",
+    "serve_siblings",
     "takes_any_buffer",
 ]
 
@@ -215,7 +212,7 @@ _LONGEST = 256
 _TIMEOUT_S = 60.0
 
 
-def open_door(folder: Path, payloads: PayloadStore) -> None:
+def serve_siblings(folder: Path, payloads: PayloadStore) -> None:
     """Hand payloads of this process to whoever asks in a folder, for the life of the process."""
 
     class Handler(socketserver.StreamRequestHandler):
@@ -236,7 +233,7 @@ def open_door(folder: Path, payloads: PayloadStore) -> None:
 
     with _short(folder) as short:
         server = Server(f"{short}/{payloads.name}.sock", Handler)
-    threading.Thread(target=server.serve_forever, name="inspect-lens-door", daemon=True).start()
+    threading.Thread(target=server.serve_forever, name="inspect-lens-siblings", daemon=True).start()
 
 
 async def fetch_payload(
@@ -255,15 +252,15 @@ def ask_sibling(folder: Path, handle: str) -> bytes | None:
     maker = handle.partition("-")[0]
     if not maker.isalnum() or not handle.isascii() or len(handle) >= _LONGEST:
         raise LookupError(handle)
-    with socket.socket(socket.AF_UNIX) as door:
-        door.settimeout(_TIMEOUT_S)
+    with socket.socket(socket.AF_UNIX) as sibling:
+        sibling.settimeout(_TIMEOUT_S)
         try:
             with _short(folder) as short:
-                door.connect(f"{short}/{maker}.sock")
+                sibling.connect(f"{short}/{maker}.sock")
         except OSError:
             raise LookupError(handle) from None
-        door.sendall(f"{handle}\n".encode())
-        with door.makefile("rb") as answer:
+        sibling.sendall(f"{handle}\n".encode())
+        with sibling.makefile("rb") as answer:
             (size,) = _SIZE.unpack(answer.read(_SIZE.size))
             if size == _GONE:
                 return None
@@ -308,42 +305,6 @@ def handle_entries(tensors: Mapping[str, TensorData], payloads: PayloadStore) ->
 
 _PASSING = {"fastapi", "inspect_lens", "prometheus_fastapi_instrumentator", "starlette", "vllm"}
 """Packages whose middleware passes bodies on as they are, but for what is made of a function."""
-
-
-def add_fetch_route(app: Any, payloads: PayloadStore, siblings: Callable[[], Path | None]) -> None:
-    """Add `GET /v1/activations/{handle}` to a server."""
-    from fastapi import Request, Response
-
-    async def fetch_activations(handle: str, request: Any) -> Any:
-        began = time.time_ns()
-        try:
-            data = await fetch_payload(handle, payloads, siblings())
-        except LookupError:
-            refused_as(404, "UnknownHandle")
-            traces.fetched(handle, began, 404, 0)
-            return Response(
-                status_code=404,
-                content=f"handle {handle!r} is not of this server; behind a load balancer, ask the "
-                "server that made it, or set activations_transport to base64",
-            )
-        if data is None:
-            refused_as(410, "ExpiredHandle")
-            traces.fetched(handle, began, 410, 0)
-            return Response(
-                status_code=410,
-                content=f"handle {handle!r} has expired {TTL_S:g} s after its result came, or was "
-                "fetched before",
-            )
-        traces.fetched(handle, began, 200, len(data))
-        if not takes_any_buffer(request.app):
-            data = bytes(data)
-        return Response(content=data, media_type="application/octet-stream")
-
-    # FastAPI reads annotations at run time, and those of this module are text; so would a return
-    # type be, of which it cannot make a schema.
-    fetch_activations.__annotations__["request"] = Request
-    app.get("/v1/activations/{handle}", response_class=Response)(fetch_activations)
-    app.add_middleware(NotesClient)
 
 
 def takes_any_buffer(app: Any) -> bool:

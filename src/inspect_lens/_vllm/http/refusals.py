@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final
 
 from inspect_lens._vllm.compat.api_server import status_of
@@ -10,7 +12,10 @@ from inspect_lens._vllm.metrics import refused, refused_as
 from inspect_lens.errors import LensError, SpecError
 from inspect_lens.spec import check_counts, check_size
 
-__all__ = ["json_body", "parse_json", "refusal"]
+__all__ = ["Message", "Send", "json_body", "parse_json", "refusal", "refuse"]
+
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
 
 MOST_BYTES: Final = 2 << 30
 """Of a body of our routes: a lens of the largest size, in base64."""
@@ -32,6 +37,15 @@ def refusal(error: BaseException, *, status: int | None = None) -> dict[str, Any
         message = f"{message[:half]} … {message[-half:]}"
     about = {"message": message, "type": type(error).__name__, "param": None, "code": code}
     return {"error": about}
+
+
+async def refuse(error: LensError, send: Send, *, status: int | None = None) -> None:
+    """Answer with an error; `status` in the place of the error's."""
+    status = status or error.status
+    body = json.dumps(refusal(error, status=status)).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 def parse_json(body: bytes) -> Any:

@@ -51,7 +51,7 @@ __all__ = [
     "SWEEP_PATH",
     "Ask",
     "ServerRuns",
-    "add_sweep_route",
+    "Sweeps",
 ]
 
 T = TypeVar("T")
@@ -68,12 +68,12 @@ class ServerRuns:
         self._texts = TokenTexts.from_tokenizer(engine.input_processor.tokenizer)
         self._lock = threading.Lock()
         self._open: set[Future[Any]] = set()
-        self._is_stopped = False
+        self.is_stopped = False
 
     def stop(self) -> None:
         """Abort what runs, and start nothing more: the thread gets `CancelledError`."""
         with self._lock:
-            self._is_stopped = True
+            self.is_stopped = True
             running = list(self._open)
         for future in running:
             future.cancel()
@@ -160,7 +160,7 @@ class ServerRuns:
 
     def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         with self._lock:
-            if self._is_stopped:
+            if self.is_stopped:
                 work.close()
                 raise CancelledError
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -191,21 +191,22 @@ MOST_SWEEPS: Final = 4
 """At once: each holds the rows of its prompts, and has a thread."""
 MOST_OF_CLIENT: Final = 2
 """Of them, of one address and key."""
-MOST_UNREAD: Final = 1024
-"""Lines that wait for a client; then the sweep waits, too."""
 UNREAD_S: Final = 30.0
-"""How long; then it ends, and its place is free."""
+"""How long a line may wait for its client; then the sweep ends, and its place is free."""
 
 
-def add_sweep_route(app: Any, front_end: Callable[[], Any]) -> None:
-    """Add `POST /v1/inspect_lens/patch_sweep` to a server."""
-    from fastapi import Request, Response
-    from fastapi.responses import JSONResponse, StreamingResponse
+class Sweeps:
+    """`POST /v1/inspect_lens/patch_sweep`: a line for each event, made when it is read."""
 
-    running: set[_Sweep] = set()
+    def __init__(self, front_end: Callable[[], Any]) -> None:
+        self._front_end = front_end
+        self._running: dict[ServerRuns, str] = {}
+        """Whose each of them is."""
 
-    async def patch_sweep(request: Request) -> Any:
-        made: _Sweep | None = None
+    async def run(self, request: Any) -> Any:
+        """Answer a request."""
+        from fastapi.responses import JSONResponse, StreamingResponse
+
         try:
             require("http")
             require("sweeps")
@@ -213,110 +214,76 @@ def add_sweep_route(app: Any, front_end: Callable[[], Any]) -> None:
             model, specs = await asyncio.to_thread(specs_of, await json_body(request))
             ask = _asks(request)
             await _check_model(model, ask)
-            _judge(specs, front_end())
-            _admit([sweep.client for sweep in running])
+            _judge(specs, self._front_end())
+            self._admit(CLIENT.get())
             runs = ServerRuns(request.app.state.engine_client, ask, asyncio.get_running_loop())
-            made = _Sweep(runs, specs, running.discard)
-            running.add(made)
-            made.start()
-            first = await _first(made, request)
+            lines = self._lines(runs, specs, CLIENT.get())
+            first = await anext(lines)
         except Exception as error:  # noqa: BLE001 - whatever vLLM raises is an answer, too
-            if made is not None:
-                made.stop()
             body = refusal(error)
             return JSONResponse(body, status_code=body["error"]["code"])
-        except BaseException:
-            if made is not None:
-                made.stop()
-            raise
-        if first is None:
-            return Response(status_code=499)  # nobody is there to read it
-        return StreamingResponse(made.lines(first), media_type="application/x-ndjson")
 
-    # FastAPI reads annotations at run time, and those of this module are text.
-    patch_sweep.__annotations__["request"] = Request
-    app.post(SWEEP_PATH)(patch_sweep)
+        async def answer() -> AsyncGenerator[str, None]:
+            async with contextlib.aclosing(lines):
+                yield first
+                async for line in lines:
+                    yield line
 
+        return StreamingResponse(answer(), media_type="application/x-ndjson")
 
-class _Sweep:
-    """A thread that runs sweeps, and the lines that it has made."""
-
-    def __init__(
-        self, runs: ServerRuns, specs: Sequence[SweepSpec], on_end: Callable[[_Sweep], None]
-    ) -> None:
-        self._runs, self._specs, self._on_end = runs, specs, on_end
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[dict[str, Any] | Exception | None] = asyncio.Queue()
-        self._room = threading.Semaphore(MOST_UNREAD)
-        self.client = CLIENT.get()
-        """Whose it is."""
-
-    def start(self) -> None:
-        """Begin."""
-        threading.Thread(target=self._work, name="inspect-lens-sweep", daemon=True).start()
-
-    def stop(self) -> None:
-        """Abort what runs; the thread ends soon."""
-        self._runs.stop()
-        self._room.release()
-
-    async def next(self) -> dict[str, Any] | None:
-        """The next line; None behind the last."""
-        item = await self._queue.get()
-        self._room.release()
-        if isinstance(item, Exception):
-            raise item
-        return item
-
-    async def lines(self, first: dict[str, Any]) -> AsyncGenerator[str, None]:
-        """All lines as text; whoever closes it ends the sweep."""
-        line: dict[str, Any] | None = first
-        try:
-            while line is not None:
-                yield json.dumps(line, allow_nan=False) + "\n"
-                line = await self.next()
-        except Exception as error:  # noqa: BLE001 - the status is sent; the stream has to say it
-            yield json.dumps(refusal(error)) + "\n"
-        finally:
-            self.stop()
-
-    def _work(self) -> None:
-        lines = EventLines()
-        try:
-            for spec in self._specs:
-                for event in sweep(self._runs, spec):
-                    self._put_line(lines.line(event))
-                self._put_line(lines.end())
-            self._put(None)
-        except BaseException as error:  # noqa: BLE001 - raised again where it can be answered
-            # A SystemExit in a task ends the event loop, and with it the server.
-            self._put(as_exception(error))
-        finally:
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._on_end, self)
-
-    def _put_line(self, line: dict[str, Any]) -> None:
-        if not self._room.acquire(timeout=UNREAD_S):
+    def _admit(self, client: str) -> None:
+        n, own = len(self._running), list(self._running.values()).count(client)
+        if n >= MOST_SWEEPS or own >= MOST_OF_CLIENT:
             raise CapacityError(
-                f"patch sweep: {MOST_UNREAD} lines wait, and nobody has read one for "
-                f"{UNREAD_S:g} s, so it has ended; read the answer as it comes, or sweep fewer "
-                "cells"
+                f"patch sweeps: {n} run in this server, {own} of them yours; the "
+                f"most at once are {MOST_SWEEPS}, and {MOST_OF_CLIENT} of one client; try again "
+                "when one has ended"
             )
-        self._put(line)
 
-    def _put(self, item: dict[str, Any] | Exception | None) -> None:
-        with contextlib.suppress(RuntimeError):  # the server has ended
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+    async def _lines(
+        self, runs: ServerRuns, specs: Sequence[SweepSpec], client: str
+    ) -> AsyncGenerator[str, None]:
+        """All lines as text; whoever closes it ends the sweep. The first one may raise."""
+        found, n = _found(runs, specs), 0
+        loop = asyncio.get_running_loop()
+        self._running[runs] = client
+
+        def end() -> None:
+            runs.stop()
+            self._running.pop(runs, None)
+
+        try:
+            while (line := await asyncio.to_thread(_next, found)) is not None:
+                unread = loop.call_later(UNREAD_S, end)
+                yield json.dumps(line, allow_nan=False) + "\n"
+                unread.cancel()
+                n += 1
+                if runs.is_stopped:
+                    raise CapacityError(
+                        f"patch sweep: nobody has read a line for {UNREAD_S:g} s, so it has ended; "
+                        "read the answer as it comes, or sweep fewer cells"
+                    )
+        except Exception as error:
+            if not n:
+                raise
+            yield json.dumps(refusal(error)) + "\n"  # the status is sent
+        finally:
+            end()
 
 
-def _admit(clients: Sequence[str]) -> None:
-    own = clients.count(CLIENT.get())
-    if len(clients) >= MOST_SWEEPS or own >= MOST_OF_CLIENT:
-        raise CapacityError(
-            f"patch sweeps: {len(clients)} run in this server, {own} of them yours; the most at "
-            f"once are {MOST_SWEEPS}, and {MOST_OF_CLIENT} of one client; try again when one has "
-            "ended"
-        )
+def _found(runs: ServerRuns, specs: Sequence[SweepSpec]) -> Iterator[dict[str, Any]]:
+    lines = EventLines()
+    for spec in specs:
+        for event in sweep(runs, spec):
+            yield lines.line(event)
+        yield lines.end()
+
+
+def _next(found: Iterator[dict[str, Any]]) -> dict[str, Any] | None:
+    try:
+        return next(found, None)
+    except BaseException as error:  # noqa: BLE001 - a SystemExit in a task ends the loop
+        raise as_exception(error) from None
 
 
 def _asks(request: Any) -> Ask:
@@ -366,23 +333,3 @@ def _judge(specs: Sequence[SweepSpec], front: Any) -> None:
         row = np.zeros(facts.width_of(spec.site).width, dtype=np.float32)
         edit = Replace(rows=row, layers=(layer,), site=spec.site, alpha=spec.alpha)
         front.compile(LensRequest(edits=(edit,)), facts)
-
-
-async def _first(made: _Sweep, request: Any) -> dict[str, Any] | None:
-    """The first line; None where the client has gone before."""
-    first = asyncio.ensure_future(made.next())
-    gone = asyncio.ensure_future(_gone(request))
-    try:
-        await asyncio.wait({first, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if first.done():
-            return first.result()
-        made.stop()
-        return None
-    finally:
-        for task in (first, gone):
-            task.cancel()
-
-
-async def _gone(request: Any) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -74,7 +74,7 @@ def parse_item(
     if len(given) != 1 or set(body) - {"name", *kinds}:
         raise SpecError(
             f"the body has {shown(sorted(map(str, body)))}; it has to have 'name', and one "
-            "of 'probe', 'edits' (vectors too) and 'lens'"
+            "of 'probe', 'edits' (of which a vector is one) and 'lens'"
         )
     name = check_name(body.get("name"))
     context = None if limits is None else limits.context

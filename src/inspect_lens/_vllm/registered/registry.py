@@ -18,7 +18,6 @@ from inspect_lens.spec import (
     EngineProbe,
     LensEntry,
     LensRequest,
-    ProbeUse,
     Registrable,
     check_name,
 )
@@ -237,10 +236,6 @@ class Registry:
         changes = {"edits": (*found, *request.edits), "edits_named": ()}
         return request.model_copy(update=changes)
 
-    def reads(self, uses: Sequence[ProbeUse]) -> Reads:
-        """How uses of registered probes are read."""
-        return Reads(uses, self.probes)
-
     def reads_of(self, packed: Mapping[str, Any]) -> Reads:
         """How the probes of a sealed request are read; they may have been removed since."""
         if (known := getattr(packed, "reads", None)) is not None:
@@ -253,7 +248,7 @@ class Registry:
         sealed = Envelope.unpack(packed).probes
         if sealed is None or hashes != list(sealed.names):
             raise SpecError("probes: a probe was removed while the request was on its way")
-        return self.reads(uses)
+        return Reads(uses, self.probes)
 
     def _changed(self) -> None:
         self.probes = {n: i for n, i in self._items.items() if isinstance(i, EngineProbe)}
