@@ -21,8 +21,7 @@ INSIDE = (
     "_vllm.engine_core.connector_guard:GuardedConnector._marked",
     "_vllm.frontend.wrappers:attached_for_http",
     "_vllm.http.bodies:LensBodies.__call__",
-    "_vllm.http.responses:_collect",
-    "_vllm.http.responses:decorate",
+    "_vllm.http.responses:Answer._send_whole",
     "_vllm.worker.runners:RunnerV2.attach.wants_eager",
     "_vllm.worker.eager_steps:LayerHooks._after",
     "_vllm.worker.eager_steps:LayerHooks._before",
@@ -37,7 +36,7 @@ FINE = {
     "_vllm.worker.worker:add_tap.after": "as above",
     "_vllm.worker.eager_steps:_forward_context.create_forward_context": "sets one attribute",
     "_vllm.worker.eager_steps:_dispatch_v1.determine": "sets one argument",
-    "_vllm.worker.eager_steps:_dispatch_v2.dispatch": "asks `wants_eager`, which is a door",
+    "_vllm.worker.eager_steps:_dispatch_v2.dispatch": "asks `wants_eager`, which is guarded",
     "_vllm.frontend.wrappers:_input_processor_init.init": "start",
     "_vllm.engine_core.connector_guard:_scheduler_init.init": "start",
     "_vllm.engine_core.connector_guard:GuardedConnector.update_state_after_alloc": "looks in a set",
@@ -50,19 +49,12 @@ FINE = {
     "_vllm.frontend.wrappers:_run_engine.run_engine": "a call of the user's own process",
     "_vllm.frontend.state:_call_utility.call_utility": "a call of the operator's own",
     "_vllm.frontend.state:_call_utility_async.call_utility": "as above",
-    "_vllm.http.responses:_chat_full.full": "passes on to `decorate`",
-    "_vllm.http.responses:_chat_batch.batch": "passes on to `decorate`",
-    "_vllm.http.responses:_completion_full.full": "passes on to `decorate`",
-    "_vllm.http.responses:_chat_stream.stream": "passes on to `_collect`",
-    "_vllm.http.responses:_completion_stream.stream": "passes on to `_collect`",
-    "_vllm.http.responses:_tokens_stream.stream": "passes on to `_collect`",
-    "_vllm.http.sweep_route:_Sweep._work": "the thread of one sweep, which hands on what it raises",
     "_vllm.http.server_lifetime:_end_with": "a thread of its own, which nobody shares",
     "_vllm.worker.start:refusal_here": "reads a field; vLLM tells its caller what it raises",
     "_vllm.worker.worker:stats": "reads numbers; vLLM tells its caller what it raises",
     "_vllm.worker.worker:exported_taps": "reads names, as above",
     "_vllm.results.ended:Running._end_if_gone": "looks up two tables and puts errors in queues",
-    "_vllm.results.event_loop:Arrivals._tell": "called by `Notifier.tell`, which is a door",
+    "_vllm.results.event_loop:Arrivals._tell": "called by `Notifier.tell`, which is guarded",
 }
 """What is entered and needs no guard, with the reason."""
 
@@ -134,7 +126,7 @@ def entered(path: Path) -> Iterator[str]:
 def wrappers() -> Iterator[str]:
     """What takes the place of a name of vLLM's."""
     for file in (
-        *("frontend.wrappers", "frontend.state", "http.responses"),
+        *("frontend.wrappers", "frontend.state", "http.server"),
         *("cache_salt", "engine_core.cache_hits", "engine_core.connector_guard"),
         *("worker.eager_steps", "worker.worker"),
     ):
@@ -143,9 +135,7 @@ def wrappers() -> Iterator[str]:
             arguments = getattr(node, "args", None)
             if arguments is not None and [a.arg for a in arguments.args][:1] == ["original"]:
                 inner = [n for n in functions(path) if n.startswith(f"{name}.")]
-                inner = [
-                    n for n in inner if not n.endswith((".outputs_of", ".about", ".add_routes"))
-                ]
+                inner = [n for n in inner if not n.endswith(".outputs_of")]
                 assert inner, f"{file}:{name} makes nothing"
                 yield f"_vllm.{file}:{inner[-1]}"
 

@@ -23,9 +23,8 @@ from fastapi.testclient import TestClient
 from inspect_lens._patching._sweep import _Body
 from inspect_lens._vllm.http import bodies
 from inspect_lens._vllm.http.bodies import TOKENS_PATH, LensBodies
-from inspect_lens._vllm.http.payloads import PayloadStore, add_fetch_route
-from inspect_lens._vllm.http.registry_routes import add_hook_routes, add_registry_routes
-from inspect_lens._vllm.http.sweep_route import add_sweep_route
+from inspect_lens._vllm.http.payloads import PayloadStore
+from inspect_lens._vllm.http.routes import add_routes
 from inspect_lens._vllm.registered.persistent_hooks import HookBook
 from inspect_lens.errors import UnsupportedError
 from inspect_lens.spec import (
@@ -96,10 +95,7 @@ class Accepting:
 def _app() -> FastAPI:
     app = FastAPI()
     app.state.engine_client = Accepting()
-    add_registry_routes(app, Accepting)
-    add_hook_routes(app)
-    add_sweep_route(app, Accepting)
-    add_fetch_route(app, PayloadStore(), lambda: None)
+    add_routes(app, Accepting, PayloadStore())
     return app
 
 

@@ -19,7 +19,8 @@ from fastapi import FastAPI
 
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.frontend.state import FrontEnd
-from inspect_lens._vllm.http.registry_routes import add_registry_routes
+from inspect_lens._vllm.http.payloads import PayloadStore
+from inspect_lens._vllm.http.routes import add_routes
 from inspect_lens._vllm.registered.contents import Kept, hash_at_workers
 from inspect_lens._vllm.registered.items import parse_item, parse_shared
 from inspect_lens._vllm.registered.registry import Registry
@@ -105,7 +106,7 @@ def served(engine: Engine, registry: Registry | None = None) -> tuple[httpx.Asyn
     front, app = FrontEnd(), FastAPI()
     front.registry = registry or front.registry
     app.state.engine_client = engine
-    add_registry_routes(app, lambda: front)
+    add_routes(app, lambda: front, PayloadStore())
     transport = httpx.ASGITransport(app)
     return httpx.AsyncClient(transport=transport, base_url="http://server"), front
 

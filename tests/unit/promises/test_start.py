@@ -26,7 +26,7 @@ from inspect_lens._vllm.compat import features
 from inspect_lens._vllm.compat.off import off
 from inspect_lens._vllm.engine_core import connector_guard
 from inspect_lens._vllm.frontend import state
-from inspect_lens._vllm.http import responses
+from inspect_lens._vllm.http import server
 from inspect_lens._vllm.worker import worker as worker_module
 from inspect_lens._vllm.worker.start import refusal_here
 from inspect_lens.errors import LensError, UnsupportedError
@@ -91,7 +91,7 @@ def surfaces() -> dict[str, tuple[str, str]]:
             *called(front._learn, state),
         ],
         "engine core": [*called(connector_guard._guard, connector_guard), "refusal"],
-        "api server": [n for n in called(responses._routers, responses) if n.startswith("add_")],
+        "api server": [n for n in called(server._routers, server) if n.startswith("add_")],
         "plug-in": sorted(imported(plugin._install)),
         "pass": ["determine_available_memory", "compiled", "check_taps"],
         "setting": wrong_settings(),
@@ -267,7 +267,7 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
     monkeypatch.setattr(state, "is_serving", lambda: name == "_servers_of")
     monkeypatch.setattr(state, "is_traced", lambda config: name == "parent_of")
     engine = config()
-    if name in ("SharedNames", "open_door", "folder_of_siblings"):
+    if name in ("SharedNames", "serve_siblings", "folder_of_siblings"):
         engine.parallel_config._api_process_count = 2
     if name == "HookBook":
         monkeypatch.setenv("INSPECT_LENS_ALLOW_CODE", "1")
@@ -307,7 +307,7 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
 @PROMISE.on(*of("api server"))
 def _(surface: str, request: pytest.FixtureRequest) -> None:
     monkeypatch, name = request.getfixturevalue("monkeypatch"), SURFACES[surface][1]
-    monkeypatch.setattr(responses, name, planted)
+    monkeypatch.setattr(server, name, planted)
     apps: list[Any] = []
     app = SimpleNamespace(
         get=lambda path, **options: lambda route: route,
@@ -315,7 +315,7 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
         delete=lambda path, **options: lambda route: route,
         add_middleware=lambda *args, **options: None,
     )
-    responses._routers((), apps.append)(app)
+    server._routers((), apps.append)(app)
     assert apps == [app]
     assert "planted" in (features.is_off("http") or "")
 

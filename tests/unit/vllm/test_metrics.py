@@ -29,9 +29,9 @@ from inspect_lens._vllm.compat.guard import pass_over
 from inspect_lens._vllm.frontend import state, wrappers
 from inspect_lens._vllm.frontend.state import FrontEnd
 from inspect_lens._vllm.http import responses
-from inspect_lens._vllm.http.bodies import refuse
-from inspect_lens._vllm.http.payloads import PayloadStore, add_fetch_route
-from inspect_lens._vllm.http.registry_routes import may_write
+from inspect_lens._vllm.http.payloads import PayloadStore
+from inspect_lens._vllm.http.refusals import refuse
+from inspect_lens._vllm.http.routes import add_routes, may_write
 from inspect_lens._vllm.registered.prompt_rows import reuse_of, with_known_rows
 from inspect_lens._vllm.results.ended import Running
 from inspect_lens.errors import CapacityError, CaptureError, HookError, LensError, SpecError
@@ -273,7 +273,7 @@ def test_the_store_shows_what_waits_and_what_nobody_fetched(read: Read) -> None:
 
 def test_handles_without_a_result_count_by_status(read: Read) -> None:
     app, store = FastAPI(), PayloadStore(ttl_s=0.0)
-    add_fetch_route(app, store, lambda: None)
+    add_routes(app, lambda: None, store)
     with TestClient(app) as client:
         assert client.get(f"/v1/activations/{store.put(b'x')}").status_code == 410
         assert client.get("/v1/activations/unknown").status_code == 404

@@ -28,11 +28,12 @@ from inspect_lens._vllm.compat.api_server import parent_of
 from inspect_lens._vllm.compat.guard import pass_over
 from inspect_lens._vllm.frontend import wrappers
 from inspect_lens._vllm.frontend.wrappers import FRONT_END_WRAPPERS
-from inspect_lens._vllm.http import responses
+from inspect_lens._vllm.http import responses, server
 from inspect_lens._vllm.http.bodies import LensBodies
-from inspect_lens._vllm.http.payloads import PayloadStore, add_fetch_route
+from inspect_lens._vllm.http.payloads import PayloadStore
+from inspect_lens._vllm.http.routes import add_routes
 from inspect_lens.errors import CaptureError, SpecError
-from inspect_lens.spec import ENVELOPE_KEY, ProbeUse
+from inspect_lens.spec import ENVELOPE_KEY, LENS_KEYS, ProbeUse
 from tests.kit.steps import HIDDEN
 from tests.unit.vllm.frontend.test_doors_front import state_of
 from tests.unit.vllm.results.test_ahead import N_MAX, N_PROMPT, Engine
@@ -285,7 +286,7 @@ def test_a_result_that_cannot_be_encoded_is_a_failure(
 
 def app_with(store: PayloadStore) -> TestClient:
     app = FastAPI()
-    add_fetch_route(app, store, lambda: None)
+    add_routes(app, lambda: None, store)
 
     @app.post("/refuses")
     def refuses() -> None:
@@ -311,9 +312,8 @@ def test_what_middleware_refuses_is_in_the_trace_too(
     sent: Sent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = FastAPI()
-    monkeypatch.setattr(responses._Front, "end", SimpleNamespace(facts=None))
-    register = responses._WRAPPERS["routers"](lambda app: None)
-    register(app)
+    monkeypatch.setattr(server._Front, "end", SimpleNamespace(facts=None))
+    server._routers(LENS_KEYS, lambda app: None)(app)
     wrong = {"prompt": "a", "max_tokens": 1, "inspect_lens": {"capture": {"layer": 1}}}
     with TestClient(app) as client:
         answer = client.post("/v1/completions", json=wrong, headers=CLIENT)

@@ -167,8 +167,8 @@ def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
         if has_lens_keys(params, LENS_KEYS):
             raise refused(
                 UnsupportedError(
-                    "an EngineCoreRequest that somebody has made asks for the lens, and nothing has "
-                    "judged it; give the engine the prompt with its sampling parameters"
+                    "an EngineCoreRequest that somebody has made asks for the lens, and nobody "
+                    "has judged it; give the engine the prompt with its sampling parameters"
                 )
             )
         if params is None or not extra or ENVELOPE_KEY not in extra:

@@ -179,3 +179,19 @@ def test_ranks_meet_at_hooks_that_may_ask_and_at_no_others(
         # Without code of its own, it may do anything.
         5: Needs(post=True, asks_post=True),
     }
+
+
+def test_a_fault_of_a_request_that_has_failed_before_is_logged(
+    worker: Worker, collector: Collector, caplog: pytest.LogCaptureFixture
+) -> None:
+    def remove(key: str) -> None:
+        raise KeyError("what it saved is gone")
+
+    begin(worker, collector, "a", hook(note, 2))
+    assert worker.stepper.hooks is not None
+    worker.stepper._live.by_key.pop("a")
+    worker.stepper.hooks.remove = remove  # type: ignore[method-assign]
+    worker.stepper.remove("a")
+    assert "hooks of request a" in caplog.text
+    assert "what it saved is gone" in caplog.text
+    collector.discard("a")

@@ -21,7 +21,7 @@ from inspect_lens._vllm.compat import features
 from inspect_lens._vllm.compat.features import USED_NAMES, busy, has, problems
 from inspect_lens._vllm.compat.monkeypatches import EAGER_PATCHES, PATCHES, SERVER_PATCHES
 from inspect_lens._vllm.frontend import admission
-from inspect_lens._vllm.http import responses
+from inspect_lens._vllm.http import server
 from inspect_lens.errors import CompatError, UnsupportedError
 
 ALL = [*((s.target, s.parameters) for s in PATCHES + SERVER_PATCHES + EAGER_PATCHES)]
@@ -97,17 +97,21 @@ def test_without_what_all_needs_vllm_runs_and_lens_requests_get_the_reason(
     wrapped: dict[str, Any] = {}
     monkeypatch.delenv("INSPECT_LENS_REQUIRED", raising=False)
     monkeypatch.setattr("inspect_lens._vllm.compat.monkeypatches.verify", broken)
-    for module in (admission, responses):
+    for module in (admission, server):
         monkeypatch.setattr(module, "wrap", lambda item, make: wrapped.update({item.name: make}))
     serving: list[bool] = []
-    monkeypatch.setattr(responses, "is_serving", lambda: bool(serving))
+    monkeypatch.setattr(server, "is_serving", lambda: bool(serving))
     plugin.register()
-    assert wrapped.keys() == {"process_inputs", "input_processor_init"}
+    assert wrapped.keys() == {"process_inputs", "add_request", "input_processor_init"}
     process = wrapped["process_inputs"](lambda self, key, prompt, params: params)
     for fine in ({"kv_hint": 1}, None):
         assert process(None, "r", "x", SimpleNamespace(extra_args=fine)).extra_args is fine
     with pytest.raises(UnsupportedError, match=str(error).strip("'")):
         process(None, "r", "x", SimpleNamespace(extra_args={"output_residual_stream": [1]}))
+    # A request that somebody has made himself does not come by `process_inputs`.
+    made = SimpleNamespace(sampling_params=SimpleNamespace(extra_args={"output_qk": [1]}))
+    with pytest.raises(UnsupportedError, match=str(error).strip("'")):
+        wrapped["add_request"](lambda *args: None)(None, made, "x", None, 0, None)
     # The server's modules may be there only when it has an engine.
     serving.append(True)
     wrapped["input_processor_init"](lambda self: None)(None)

@@ -24,7 +24,7 @@ from inspect_lens._vllm.frontend.wrappers import FRONT_END_WRAPPERS
 from inspect_lens._vllm.results import attach as attaching
 from inspect_lens._vllm.results import event_loop
 from inspect_lens._vllm.results.alarms import stop_at_alarm
-from inspect_lens.errors import CaptureError, LensError
+from inspect_lens.errors import CaptureError, LensError, UnsupportedError
 from inspect_lens.spec import ENVELOPE_KEY
 from tests.unit.vllm.results.test_ahead import N_PROMPT, REQUESTS, Engine
 from tests.unit.vllm.results.test_arrivals import (
@@ -64,6 +64,17 @@ def outputs_of(keys: list[str], *, finished: bool = True) -> list[Any]:
     make = FRONT_END_WRAPPERS["new_completion_output"](lambda *args: completion(0))
     reason = "length" if finished else None
     return [output(make(state_of(key), [1], reason, None)) for key in keys]
+
+
+def test_a_request_that_somebody_has_made_is_not_passed_over() -> None:
+    """vLLM hands an `EngineCoreRequest` on without the processor that judges requests."""
+    params = SimpleNamespace(extra_args={"inspect_lens": {"capture": {"layers": [0]}}})
+    made = SimpleNamespace(request_id="r", sampling_params=params)
+    came: list[Any] = []
+    add = FRONT_END_WRAPPERS["add_request"](lambda self, request, *rest: came.append(request))
+    with pytest.raises(UnsupportedError, match="nobody has judged it"):
+        add(None, made, "a prompt")
+    assert not came
 
 
 @pytest.mark.parametrize("where", ["Ticket", "streams_tokens", "take_new_scores"])

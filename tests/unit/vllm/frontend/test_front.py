@@ -20,7 +20,7 @@ from inspect_lens._engine.protocol.sealed_edits import NO_EDITS
 from inspect_lens._vllm.compat import hosts
 from inspect_lens._vllm.frontend import state
 from inspect_lens._vllm.frontend.state import FrontEnd
-from inspect_lens._vllm.registered.probe_scores import Reading
+from inspect_lens._vllm.registered.probe_scores import Reading, Reads
 from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec import (
@@ -148,7 +148,7 @@ def test_reads_are_those_of_the_names_as_they_stand() -> None:
     request = LensRequest(probes=["a"])
     first, second = probe(8), EngineProbe(layers=(2,), tensors={"weight": np.ones((1, 8))})
     registry.add("a", first)
-    reads = registry.reads(request.probes)
+    reads = Reads(request.probes, registry.probes)
     assert reads.probes == (first,)
 
     def packed(item: EngineProbe) -> Packed:
@@ -164,7 +164,7 @@ def test_reads_are_those_of_the_names_as_they_stand() -> None:
     with pytest.raises(SpecError, match="was removed"):
         registry.reads_of(copied)
     registry.add("a", second)
-    assert registry.reads(request.probes).probes == (second,)
+    assert Reads(request.probes, registry.probes).probes == (second,)
     with pytest.raises(SpecError, match="was removed"):
         registry.reads_of(copied)
     copied |= packed(second)
@@ -180,7 +180,7 @@ def test_names_of_equal_weights_keep_what_is_their_own() -> None:
     registry.add("low", low)
     registry.add("high", high)
     uses = [{"name": name, "alarm": "flag"} for name in ("low", "high")]
-    reads = registry.reads(LensRequest(probes=uses).probes)
+    reads = Reads(LensRequest(probes=uses).probes, registry.probes)
     reading = Reading(reads, lo=3, n_prompt=3, n_max=6)
     reading.feed(np.asarray([[[1.0, 1.0], [5.0, 5.0]]], dtype=np.float32))
     mine, theirs = reading.receipts()

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._vllm.frontend.matched_tokens import spans_of, with_positions
-from inspect_lens._vllm.http.bodies import _Body, _held
+from inspect_lens._vllm.http.responses import SERVED, Body
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec import (
     Add,
@@ -204,7 +204,7 @@ def test_no_pattern_takes_long_to_judge_or_to_run(attack: str) -> None:
         return
     assert request is not None
     processor = SimpleNamespace(tokenizer=OneByteEach())
-    token = _held.set(_Body(request, is_read=True))
+    token = SERVED.set(Body(request))
     began = time.perf_counter()
     try:
         for i in range(32):
@@ -212,20 +212,20 @@ def test_no_pattern_takes_long_to_judge_or_to_run(attack: str) -> None:
             with contextlib.suppress(SpecError):
                 with_positions(request, ids, processor)
     finally:
-        _held.reset(token)
+        SERVED.reset(token)
     # Making the texts apart, which is the tokenizer's.
     assert time.perf_counter() - began < 0.25 + 0.5 + 32 * PREPARED_S
 
 
 def test_prompts_of_a_body_are_matched_once() -> None:
     request = LensRequest(capture=CaptureSpec(positions=TokenMatch(pattern="Velosh")))
-    token = _held.set(_Body(request, is_read=True))
+    token = SERVED.set(Body(request))
     try:
         processor = SimpleNamespace(tokenizer=ORGANISM)
         first = with_positions(request, IDS, processor)
         assert with_positions(request, IDS, SimpleNamespace(tokenizer=None)) == first
     finally:
-        _held.reset(token)
+        SERVED.reset(token)
 
 
 def test_many_patterns_are_refused_together() -> None:

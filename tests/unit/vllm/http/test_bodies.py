@@ -17,7 +17,8 @@ import pytest
 
 from inspect_lens._vllm.compat import features
 from inspect_lens._vllm.http import bodies
-from inspect_lens._vllm.http.bodies import LensBodies, asked_of, read_body, typed
+from inspect_lens._vllm.http.bodies import LensBodies, read_body
+from inspect_lens._vllm.http.responses import SERVED
 from inspect_lens.spec import (
     EngineFacts,
     LensRequest,
@@ -87,11 +88,9 @@ class Server:
         body, again = await bodies.whole_body(receive)
         self.bodies.append(body)
         assert (await again())["type"] == "http.request"
-        fields = json.loads(body)
-        # Read wherever vLLM makes, judges and seals parameters.
-        found = [asked_of(fields.get("extra_args"), FACTS) for _ in range(3)]
-        assert all(one is found[0] for one in found)
-        self.asked.append(found[0])
+        json.loads(body)
+        served = SERVED.get()
+        self.asked.append(None if served is None else served.request)
         head = {"type": "http.response.start", "status": 200, "headers": []}
         await send(head)
         await send({"type": "http.response.body", "body": b"{}"})
@@ -147,11 +146,13 @@ def test_what_is_wrong_is_answered_before_the_application_sees_it() -> None:
 
 def test_what_vllm_would_coerce_is_read_as_it_was_written() -> None:
     held = read_body(PATH, b'{"vllm_xargs": {"output_residual_stream": true}}', FACTS)
+    assert held is not None
     assert held.request is not None
     assert held.request.capture is not None
     assert held.request.capture.layers == "all"
     params = b'{"sampling_params": {"extra_args": {"output_qk": [1]}}}'
     held = read_body("/inference/v1/generate", params, FACTS)
+    assert held is not None
     assert held.request is not None
     assert held.request.qk is not None
 
@@ -164,11 +165,11 @@ def test_a_request_is_let_go_with_its_connection() -> None:
     gc.collect()
     assert tensor() is None
     assert server.app._n_bytes == 0
-    assert asked_of({"output_residual_stream": [1]}) == LensRequest(capture={"layers": [1]})  # type: ignore[arg-type]
+    assert SERVED.get() is None
 
 
 def test_vectors_under_way_have_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "MOST_TABLES", 1)
+    monkeypatch.setattr(bodies, "_MOST_TABLES", 1)
     server = Server()
     asked = [{"extra_args": {"inspect_lens": {"edits": [vector(3000, seed)]}}} for seed in (1, 2)]
     statuses: list[int] = []
@@ -236,13 +237,6 @@ def test_the_loop_goes_on_while_a_large_body_is_unpacked(monkeypatch: pytest.Mon
 
     asyncio.run(run())
     assert turns >= 10
-
-
-def test_the_typed_request_takes_the_place_of_its_spelling() -> None:
-    request = LensRequest(capture={"layers": [1]})  # type: ignore[arg-type]
-    args = {"output_residual_stream": [1], "kv_transfer_params": {}}
-    assert typed(args, request) == {"inspect_lens": request, "kv_transfer_params": {}}
-    assert typed({"output_residual_stream": False}, None) is None
 
 
 @pytest.mark.parametrize("word", ["capture", "lens", "_inspect_lens", "steering_vectors"])

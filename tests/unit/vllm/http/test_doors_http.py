@@ -13,57 +13,20 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("fastapi")
 
-from inspect_lens._vllm.http import bodies, responses
+from inspect_lens._vllm.http import bodies, server
 from inspect_lens.errors import CaptureError
-from tests.unit.vllm.results.test_results import completion, output
+from inspect_lens.spec import LENS_KEYS
 from tests.unit.vllm.worker.test_doors_worker import fault, raising  # noqa: F401
 
 OURS: dict[str, Any] = {"output_residual_stream": [0]}
 
 
-def test_responses_and_streams_without_the_lens_go_out(
-    monkeypatch: pytest.MonkeyPatch,
-    fault: BaseException,
-) -> None:
-    plain, ours = completion(0), completion(0)
-    ours.inspect_lens_json = {"inspect_lens": {}}
-    response = SimpleNamespace(choices=[1])
-
-    async def stream(one: Any) -> Any:
-        yield output(one)
-
-    async def passed(one: Any) -> int:
-        seen = responses._Seen()
-        return len([item async for item in responses._collect(stream(one), seen, 1)])
-
-    async def of_vllm(self: Any, request: Any, outputs: Any) -> Any:
-        async for _ in outputs:
-            pass
-        return response
-
-    tokens = responses._WRAPPERS["tokens_full"](of_vllm)
-    monkeypatch.setattr(responses, "results_of", raising(fault))
-    monkeypatch.setattr(responses._Seen, "take", raising(fault))
-    assert responses.decorate(response, [output(plain)]) is response
-    assert asyncio.run(passed(plain)) == 1
-    assert asyncio.run(tokens(None, None, stream(plain))) is response
-    for work in (
-        lambda: responses.decorate(response, [output(ours)]),
-        lambda: asyncio.run(passed(ours)),
-        lambda: asyncio.run(tokens(None, None, stream(ours))),
-    ):
-        with pytest.raises(CaptureError, match=type(fault).__name__):
-            work()
-
-
-@pytest.mark.parametrize("door", ["chat_params", "responses_params"])
 def test_bodies_without_the_lens_are_read(
     monkeypatch: pytest.MonkeyPatch,
     fault: BaseException,
-    door: str,
 ) -> None:
-    monkeypatch.setattr(responses, "xargs_of", raising(fault))
-    read = responses._WRAPPERS[door](lambda self: "vLLM's own")
+    monkeypatch.setattr(server, "check_unread", raising(fault))
+    read = server._reading(LENS_KEYS, lambda self: "vLLM's own")
     assert read(SimpleNamespace(vllm_xargs=None, model_extra={"x": 1})) == "vLLM's own"
     for asked in ({"extra_args": OURS}, OURS):
         with pytest.raises(CaptureError, match=type(fault).__name__):

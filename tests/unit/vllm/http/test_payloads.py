@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from inspect_lens._vllm.clients import CLIENT
-from inspect_lens._vllm.http.payloads import PayloadStore, add_fetch_route
+from inspect_lens._vllm.clients import CLIENT, NotesClient
+from inspect_lens._vllm.http.payloads import PayloadStore
 from inspect_lens.errors import CapacityError, UnsupportedError
 
 
@@ -113,8 +113,10 @@ def test_nothing_is_held_though_nobody_asks_again() -> None:
 def test_clients_are_told_apart_by_their_address_and_key() -> None:
     fastapi = pytest.importorskip("fastapi")
     testclient = pytest.importorskip("fastapi.testclient")
+    routes = pytest.importorskip("inspect_lens._vllm.http.routes")
     app, store = fastapi.FastAPI(), PayloadStore(max_bytes=40)
-    add_fetch_route(app, store, lambda: None)
+    routes.add_routes(app, lambda: None, store)
+    app.add_middleware(NotesClient)
 
     @app.post("/capture")
     async def capture() -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +15,8 @@ pytest.importorskip("fastapi")
 from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
-from inspect_lens._vllm.http.bodies import LensBodies
-from inspect_lens._vllm.http.responses import _WRAPPERS
+from inspect_lens._vllm.http.bodies import LensBodies, check_unread, read_body
+from inspect_lens._vllm.http.responses import SERVED, Body
 from inspect_lens.errors import SpecError, UnsupportedError
 
 
@@ -75,87 +74,120 @@ def test_other_bodies_reach_their_routes_whole(client: TestClient, path: str, bo
     assert answer.json() == {"got": body}
 
 
-@pytest.mark.parametrize(
-    "name", ["transcription_params", "transcription_beam", "translation_params", "translation_beam"]
-)
-def test_audio_routes_refuse_lens_requests(name: str) -> None:
-    made = _WRAPPERS[name](lambda self: "vLLM's own")
+def unread(xargs: Any, **beside: Any) -> None:
+    check_unread(SimpleNamespace(vllm_xargs=xargs, model_extra=beside))
 
-    def asked(xargs: Any, **beside: Any) -> Any:
-        return made(SimpleNamespace(vllm_xargs=xargs, model_extra=beside))
 
-    assert asked(None) == asked({"top_k": 5}) == "vLLM's own"
-    assert made(SimpleNamespace(model_extra=None)) == "vLLM's own"  # releases without vllm_xargs
-    with pytest.raises(UnsupportedError, match="/v1/audio/trans"):
-        asked({"output_residual_stream": "[1]"})
-    with pytest.raises(UnsupportedError, match="/v1/audio/trans"):
-        asked(None, inspect_lens='{"capture": {}}')
+def test_bodies_that_no_route_has_read_are_refused_where_they_ask() -> None:
+    """As `vllm run-batch` has them, and forms with audio."""
+    unread(None)
+    unread({"top_k": 5})
+    check_unread(SimpleNamespace(model_extra=None))  # releases without vllm_xargs
+    with pytest.raises(UnsupportedError, match="output_residual_stream"):
+        unread({"output_residual_stream": "[1]"})
+    with pytest.raises(UnsupportedError, match="/v1/chat/completions"):
+        unread(None, inspect_lens='{"capture": {}}')
     with pytest.raises(SpecError, match="did you mean"):
-        asked(None, output_residual_streem="[1]")
+        unread(None, output_residual_streem="[1]")
+    served = SERVED.set(Body())
+    try:
+        unread({"output_residual_stream": "[1]"})
+    finally:
+        SERVED.reset(served)
 
 
-def outputs_of(*results: dict[str, Any]) -> AsyncIterator[Any]:
-    async def outputs() -> AsyncIterator[Any]:
+CAPTURE = {"inspect_lens": {"capture": {"layers": [0]}}}
+
+
+def answer(
+    kind: bytes, parts: list[bytes], results: list[dict[str, Any]], *, status: int = 200
+) -> list[Any]:
+    """What a client gets where an application sends some parts, and has results."""
+    sent: list[Any] = []
+
+    async def keep(message: Any) -> None:
+        sent.append(message)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        body = SERVED.get()
+        assert body is not None
+        params = SimpleNamespace(extra_args={"output_qk": [1], "kv": 1}, n=len(results) or 1)
+        first = body.begin(params)
+        assert params.extra_args == {"kv": 1, "inspect_lens": body.request}
+        await send({"type": "http.response.start", "status": status, "headers": [
+            (b"content-type", kind), (b"content-length", b"%d" % len(b"".join(parts))),
+        ]})  # fmt: skip
         choices = [
-            SimpleNamespace(index=i, **({"inspect_lens_json": result} if result else {}))
+            SimpleNamespace(index=i, inspect_lens_json=result, inspect_lens_scores={"p": [0.5]})
             for i, result in enumerate(results)
         ]
-        yield SimpleNamespace(outputs=choices)
+        for i, part in enumerate(parts):
+            if i == len(parts) - 1:
+                body.take(SimpleNamespace(outputs=choices), first)
+            more = i + 1 < len(parts)
+            await send({"type": "http.response.body", "body": part, "more_body": more})
 
-    return outputs()
+    async def receive() -> Any:
+        return {"type": "http.request", "body": json.dumps({"prompt": "x", **CAPTURE}).encode()}
 
-
-def tokens_response(n: int) -> Any:
-    from vllm.entrypoints.scale_out.token_in_token_out import protocol
-
-    return protocol.GenerateTokensResponse(
-        request_id="r",
-        choices=[protocol.GenerateTokensChoice(index=i, token_ids=[1, 2]) for i in range(n)],
-    )
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    asyncio.run(LensBodies(app, front_end=lambda: None)(scope, receive, keep))
+    assert SERVED.get() is None
+    return sent
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_response_of_tokens_carries_results(n: int) -> None:
-    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateTokensResponse
-
-    async def vllms(self: Any, request: Any, generator: Any) -> Any:
-        assert [output async for output in generator]
-        return tokens_response(n)
-
-    full = _WRAPPERS["tokens_full"](vllms)
-    found = [{"inspect_lens": {"choice": i}, "activations": {"a": i}} for i in range(n)]
-    answer = asyncio.run(full(None, None, outputs_of(*found)))
-    assert isinstance(answer, GenerateTokensResponse), "the route looks at its type"
-    body = json.loads(json.dumps(answer.model_dump()))
-    plain = tokens_response(n).model_dump()
-    assert body["inspect_lens"] == {"choice": 0}
-    assert {k: v for k, v in body.items() if k in plain and k not in ("created", "choices")} == {
-        k: v for k, v in plain.items() if k not in ("created", "choices")
-    }
+def test_a_response_carries_results(n: int) -> None:
+    results = [{"inspect_lens": {"choice": i}, "activations": {"a": i}} for i in range(n)]
+    plain = {"id": "r", "choices": [{"index": i, "text": "é"} for i in range(n)]}
+    data = json.dumps(plain).encode()
+    start, message = answer(b"application/json", [data[:9], data[9:]], results)
+    assert dict(start["headers"])[b"content-length"] == b"%d" % len(message["body"])
+    body = json.loads(message["body"])
+    assert (body["id"], body["inspect_lens"], body["activations"]) == ("r", {"choice": 0}, {"a": 0})
     for i, choice in enumerate(body["choices"]):
-        assert choice["token_ids"] == [1, 2]
+        assert choice["text"] == "é"
         assert ("activations" in choice) == (n > 1)
         assert n == 1 or choice["activations"] == {"a": i}
-    untouched = asyncio.run(full(None, None, outputs_of(*[{}] * n)))
-    assert type(untouched) is GenerateTokensResponse
 
 
-def test_a_stream_of_tokens_ends_with_results() -> None:
-    async def vllms(self: Any, request: Any, generator: Any) -> AsyncIterator[str]:
-        async for _ in generator:
-            yield 'data: {"choices": []}\n\n'
-        yield "data: [DONE]\n\n"
+@pytest.mark.parametrize("status", [200, 400])
+def test_an_answer_without_results_is_vllms_own(status: int) -> None:
+    data = b'{"error":  {"code": 400}}'
+    results = [] if status == 200 else [{"inspect_lens": {}}]
+    start, *parts = answer(b"application/json", [data], results, status=status)
+    assert start["status"] == status
+    assert b"".join(part["body"] for part in parts) == data
 
-    async def run() -> list[str]:
-        stream = _WRAPPERS["tokens_stream"](vllms)
-        results = outputs_of({"inspect_lens": {"n": 1}}, {"inspect_lens": {"n": 2}})
-        return [chunk async for chunk in stream(None, None, results)]
 
-    *_, last, done = asyncio.run(run())
-    assert done == "data: [DONE]\n\n"
-    event = json.loads(last.removeprefix("data: "))
-    assert event["inspect_lens"] == {"n": 1}
+def test_a_stream_ends_with_results_and_has_scores_behind_their_tokens() -> None:
+    parts = [b'data: {"choices": []}\n\n', b"data: 1\n\n", b"data: [DONE]\n\n"]
+    results = [{"inspect_lens": {"n": 1}}, {"inspect_lens": {"n": 2}}]
+    _, *events, last, done = answer(b"text/event-stream; charset=utf-8", parts, results)
+    assert [event["body"] for event in events] == parts[:2]
+    assert (done["body"], done["more_body"]) == (parts[-1], False)
+    event = json.loads(last["body"].removeprefix(b"data: "))
+    assert (event["object"], event["inspect_lens"]) == ("text_completion", {"n": 1})
     assert [c["inspect_lens"]["n"] for c in event["inspect_lens_choices"]] == [1, 2]
+    _, *events = answer(b"text/event-stream", parts[:2], [{}])
+    scores = json.loads(events[-1]["body"].removeprefix(b"data: "))["inspect_lens_scores"]
+    assert scores == [{"index": 0, "probes": {"p": [0.5]}}]
+
+
+def test_a_response_that_cannot_have_its_results_is_an_error() -> None:
+    start, message = answer(b"application/json", [b"[1]"], [{"inspect_lens": {}}])
+    assert start["status"] == 500
+    assert "a fault of inspect_lens" in json.loads(message["body"])["error"]["message"]
+
+
+def test_beams_have_no_results() -> None:
+    body = json.dumps({"prompt": "x", "use_beam_search": True, **CAPTURE}).encode()
+    with pytest.raises(UnsupportedError, match=r"use_beam_search cannot be used with inspect_lens"):
+        read_body("/v1/completions", body, None)
+    plain = b'{"prompt": "\\u0041", "use_beam_search": true}'
+    found = read_body("/v1/completions", plain, None)
+    assert found is not None
+    assert found.request is None
 
 
 @pytest.mark.parametrize("keys", [[], ["first", "second"]], ids=["open", "keys"])

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from inspect_lens._engine.collect.result_memory import ResultMemory
-from inspect_lens._vllm.http import responses
+from inspect_lens._vllm.http import responses, server
 from inspect_lens._vllm.http.payloads import fetch_payload, takes_any_buffer
 from inspect_lens.spec import TensorData, decode_tensor
 
@@ -85,7 +85,7 @@ def test_a_route_gives_out_the_bytes_themselves(memory: ResultMemory) -> None:
     from fastapi.testclient import TestClient
 
     app = FastAPI()
-    responses._WRAPPERS["routers"](lambda app: None)(app)
+    server._routers((), lambda app: None)(app)
     tensor = in_slab(memory, MOST)
     entry = entry_of(tensor, "binary")
     found = asyncio.run(fetch_payload(entry["handle"], responses.payloads, None))
@@ -106,7 +106,7 @@ def test_middleware_that_looks_into_bodies_sees_bytes(memory: ResultMemory, kind
     from fastapi.testclient import TestClient
 
     app = FastAPI()
-    responses._WRAPPERS["routers"](lambda app: None)(app)
+    server._routers((), lambda app: None)(app)
     seen: list[type] = []
     if kind == "function":
 

@@ -18,8 +18,8 @@ pytest.importorskip("fastapi")
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from inspect_lens._vllm.http import responses
-from inspect_lens._vllm.http.payloads import PayloadStore, ask_sibling, open_door
+from inspect_lens._vllm.http import responses, server
+from inspect_lens._vllm.http.payloads import PayloadStore, ask_sibling, serve_siblings
 
 SIZE = 3_000_000
 
@@ -27,9 +27,9 @@ SIBLING = f"""
 import sys
 from pathlib import Path
 from inspect_lens._vllm.http.payloads import PayloadStore
-from inspect_lens._vllm.http.payloads import open_door
+from inspect_lens._vllm.http.payloads import serve_siblings
 store = PayloadStore(ttl_s=float(sys.argv[2]))
-open_door(Path(sys.argv[1]), store)
+serve_siblings(Path(sys.argv[1]), store)
 print(store.put(bytes(range(250)) * {SIZE // 250}), flush=True)
 sys.stdin.read()
 """
@@ -54,9 +54,9 @@ def sibling(folder: Path, ttl_s: float) -> Any:
 
 @pytest.fixture
 def client(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
-    monkeypatch.setattr(responses._Front, "end", SimpleNamespace(siblings=folder))
+    monkeypatch.setattr(server._Front, "end", SimpleNamespace(siblings=folder))
     app = FastAPI()
-    responses._WRAPPERS["routers"](lambda app: None)(app)
+    server._routers((), lambda app: None)(app)
     with TestClient(app) as made:
         yield made
 
@@ -84,7 +84,7 @@ def test_a_handle_that_nobody_made_gets_404(client: TestClient, handle: str) -> 
 
 
 def test_a_server_alone_asks_nobody(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(responses._Front, "end", SimpleNamespace(siblings=None))
+    monkeypatch.setattr(server._Front, "end", SimpleNamespace(siblings=None))
     assert client.get("/v1/activations/ab12-x").status_code == 404
     handle = responses.payloads.put(b"mine")
     assert client.get(f"/v1/activations/{handle}").content == b"mine"
@@ -92,6 +92,6 @@ def test_a_server_alone_asks_nobody(client: TestClient, monkeypatch: pytest.Monk
 
 def test_a_large_payload_arrives_whole(folder: Path) -> None:
     store = PayloadStore()
-    open_door(folder, store)
+    serve_siblings(folder, store)
     data = os.urandom(40_000_000)
     assert ask_sibling(folder, store.put(data)) == data

@@ -35,7 +35,7 @@ def test_a_run_without_what_was_asked_is_refused(
 
 
 def test_a_sweep_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits when as many lines as there is room for are unread, and then gives up its place."""
+    """It makes a line when one is read, and gives up its place when nobody reads for a while."""
     made: list[int] = []
 
     def endless(runs: Any, spec: Any) -> Any:
@@ -49,17 +49,17 @@ def test_a_sweep_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(sweep_route, "UNREAD_S", 0.2)
 
     async def run() -> list[dict[str, Any]]:
-        ended = asyncio.Event()
-        runs: Any = SimpleNamespace(stop=lambda: None)
-        sweep = sweep_route._Sweep(runs, [cast("Any", None)], lambda _: ended.set())
-        sweep.start()
-        await asyncio.wait_for(ended.wait(), 30)
-        first = await sweep.next()
-        assert first is not None
-        return [json.loads(line) async for line in sweep.lines(first)]
+        sweeps = sweep_route.Sweeps(lambda: None)
+        engine: Any = SimpleNamespace(input_processor=SimpleNamespace(tokenizer=None))
+        runs = sweep_route.ServerRuns(engine, cast("Any", None), asyncio.get_running_loop())
+        found = sweeps._lines(runs, [cast("Any", None)], "me")
+        read = [json.loads(await anext(found)) for _ in range(3)]
+        assert list(sweeps._running.values()) == ["me"]
+        await asyncio.sleep(0.5)
+        assert not sweeps._running
+        return [*read, *[json.loads(line) async for line in found]]
 
     found = asyncio.run(run())
-    assert len(made) == sweep_route.MOST_UNREAD + 1
-    assert [line["event"] for line in found[:-1]] == made[:-1]
-    assert "nobody has read one" in found[-1]["error"]["message"]
+    assert [line["event"] for line in found[:-1]] == made == [0, 1, 2]
+    assert "nobody has read a line" in found[-1]["error"]["message"]
     assert found[-1]["error"]["code"] == 429

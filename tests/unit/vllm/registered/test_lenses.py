@@ -67,7 +67,7 @@ def test_the_devices_have_room_for_so_many() -> None:
 def test_bodies_of_http() -> None:
     name, item = parse_item({"name": "j", "lens": lens().model_dump(mode="json")})
     assert (name, item.reference()) == ("j", lens().reference())
-    with pytest.raises(SpecError, match=r"'probe', 'edits' \(of which a vector is one\) and 'lens'"):
+    with pytest.raises(SpecError, match="of which a vector is one"):
         parse_item({"name": "j", "entry": lens().entry.model_dump()})
 
 

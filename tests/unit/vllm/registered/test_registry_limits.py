@@ -17,8 +17,8 @@ from fastapi.testclient import TestClient
 
 from inspect_lens._engine.readout.readers import ProbeStore
 from inspect_lens._settings import Settings
-from inspect_lens._vllm.http import registry_routes
-from inspect_lens._vllm.http.registry_routes import add_registry_routes
+from inspect_lens._vllm.http.payloads import PayloadStore
+from inspect_lens._vllm.http.routes import add_routes
 from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens.errors import CapacityError, LensError, SpecError, UnsupportedError
 from inspect_lens.spec import EngineProbe, SteeringVector
@@ -92,8 +92,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> tuple[TestClient, list[Any]]:
     )
     app = FastAPI()
     app.state.engine_client = Engine()
-    add_registry_routes(app, lambda: front)
-    registry_routes.add_hook_routes(app)
+    add_routes(app, lambda: front, PayloadStore())
     return TestClient(app), told
 
 

@@ -17,7 +17,7 @@ from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.hooks.runner import EAGER_KEY
 from inspect_lens._engine.protocol.envelope import seal
 from inspect_lens._engine.protocol.messages import Failure, Opened, Opening
-from inspect_lens._vllm.registered.probe_scores import Reading
+from inspect_lens._vllm.registered.probe_scores import Reading, Reads
 from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens._vllm.results.attach import Results
 from inspect_lens._vllm.results.ticket import Choice, Ticket
@@ -58,7 +58,7 @@ class Engine:
         key = next(KEYS)
         # Equal requests share their uses, as those that vLLM is given do, and are read together.
         uses = self.uses.setdefault(str(request.probes), request.probes)
-        reads = self.registry.reads(uses) if uses else None
+        reads = Reads(uses, self.registry.probes) if uses else None
         envelope = seal(
             request,
             FACTS,

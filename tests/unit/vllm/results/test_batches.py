@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 from inspect_lens import LensRequest
 from inspect_lens._engine.collect.row_writer import Placing
-from inspect_lens._vllm.registered.probe_scores import Reading, feed_together
+from inspect_lens._vllm.registered.probe_scores import Reading, Reads, feed_together
 from inspect_lens._vllm.results.ticket import Ticket
 from inspect_lens.probe import pool_scores
 from tests.unit.vllm.results.test_ahead import (
@@ -66,7 +66,7 @@ def test_means_of_a_batch_are_to_the_bit_what_the_library_makes(
     engine: Engine, names: str, at_once: int
 ) -> None:
     """Over so many tokens that another order of the sum would show."""
-    reads = engine.registry.reads(LensRequest(probes=list(names)).probes)
+    reads = Reads(LensRequest(probes=list(names)).probes, engine.registry.probes)
     rng, n = np.random.default_rng(1), 1000
     # Of different sizes: what float64 adds of 24 bits each is exact else, in whatever order.
     sizes = 10 ** rng.uniform(-6, 6, size=(33, 1, n, len(names)))
@@ -83,7 +83,7 @@ def test_means_of_a_batch_are_to_the_bit_what_the_library_makes(
 
 
 def test_shares_of_workers_are_added_before_they_are_read(engine: Engine) -> None:
-    reads = engine.registry.reads(LensRequest(probes=["p"]).probes)
+    reads = Reads(LensRequest(probes=["p"]).probes, engine.registry.probes)
     reading = Reading(reads, lo=0, n_prompt=0, n_max=4)
     assert reading.whole(np.ones((2, 4, 1), dtype=np.float32)) is None
 

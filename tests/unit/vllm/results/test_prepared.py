@@ -18,7 +18,7 @@ from inspect_lens._engine.protocol.messages import ROWS, SCORES, Opened, Opening
 from inspect_lens._engine.protocol.shared_memory import ArenaWriter
 from inspect_lens._vllm.frontend import wrappers
 from inspect_lens._vllm.frontend.wrappers import FRONT_END_WRAPPERS
-from inspect_lens._vllm.registered.probe_scores import Reading
+from inspect_lens._vllm.registered.probe_scores import Reading, Reads
 from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens._vllm.results.attach import Results
 from inspect_lens._vllm.results.ticket import Ticket
@@ -57,7 +57,7 @@ def test_what_was_kept_what_would_have_been_made(
     found, tensors, arena = [], list[Any](), ArenaWriter(1 << 16)
     for is_prepared in (False, True):
         key = f"k{is_prepared}"
-        reads = registry.reads(request.probes) if request.probes else None
+        reads = Reads(request.probes, registry.probes) if request.probes else None
         envelope = seal(
             request, FACTS, reply=results.address, n_prompt=3, max_tokens=4,
             probes=None if reads is None else reads.asked,

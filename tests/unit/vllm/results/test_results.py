@@ -19,7 +19,7 @@ from inspect_lens import CaptureSpec, LensRequest, SteeringVector
 from inspect_lens._engine.collect.collector import SCORES, Collected
 from inspect_lens._engine.protocol.envelope import seal
 from inspect_lens._vllm.frontend.wrappers import FRONT_END_WRAPPERS
-from inspect_lens._vllm.registered.probe_scores import Reading
+from inspect_lens._vllm.registered.probe_scores import Reading, Reads
 from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens._vllm.results.attach import Results
 from inspect_lens._vllm.results.expected import has_tickets
@@ -346,7 +346,7 @@ def test_scores_of_tokens_behind_the_end_are_not_read(results: Results, alarm: s
         uses, FACTS, reply=results.address, n_prompt=3, max_tokens=9, probes=registry.probes
     )
     reading = Reading(
-        registry.reads(uses.probes), lo=envelope.probes.lo if envelope.probes else 0,
+        Reads(uses.probes, registry.probes), lo=envelope.probes.lo if envelope.probes else 0,
         n_prompt=3, n_max=11,
     )  # fmt: skip
     results.expect("k", envelope.pack(), n_prompt=3, reading=reading)
