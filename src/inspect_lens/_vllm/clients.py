@@ -7,10 +7,9 @@ tenants apart, as it does in vLLM's prefix cache.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
-
-__all__ = ["CLIENT", "TENANT", "NotesClient"]
 
 CLIENT: ContextVar[str] = ContextVar("inspect_lens_client", default="")
 """An address and the key that it shows."""
@@ -19,8 +18,13 @@ TENANT: ContextVar[str] = ContextVar("inspect_lens_tenant", default="")
 """The hash of the key; empty without one, and in an engine of one's own process."""
 
 
+TRACE: ContextVar[Mapping[str, str] | None] = ContextVar("inspect_lens_trace", default=None)
+"""Trace headers of a request, as W3C Trace Context has them."""
+_TRACE = (b"traceparent", b"tracestate")
+
+
 class NotesClient:
-    """ASGI middleware that notes whose request is served."""
+    """ASGI middleware that notes whose request is served, and of which trace it is a part."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -32,4 +36,6 @@ class NotesClient:
             tenant = hashlib.sha256(key).hexdigest()[:16] if key else ""
             TENANT.set(tenant)
             CLIENT.set(f"{(scope.get('client') or ('',))[0]} {tenant}")
+            found = {k.decode(): v.decode("latin-1") for k, v in scope["headers"] if k in _TRACE}
+            TRACE.set(found or None)
         await self._app(scope, receive, send)

@@ -19,29 +19,10 @@ from inspect_lens.errors import LensError
 from inspect_lens.spec import LensRequest
 
 from . import traces
-from .noting import KINDS, Holder
+from .traces import KINDS, Holder
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
-
-__all__ = [
-    "KINDS",
-    "METRICS",
-    "Metric",
-    "begin",
-    "delivered",
-    "failed",
-    "keeps",
-    "looked_up",
-    "refused",
-    "refused_as",
-    "requested",
-    "running",
-    "sink_holds",
-    "stored",
-    "sunk",
-    "waited",
-]
 
 logger = logging.getLogger("vllm.inspect_lens")
 
@@ -173,7 +154,20 @@ E = TypeVar("E", bound=BaseException)
 
 
 @_holder.guarded
-def requested(made: dict[str, Any], request: LensRequest, has_hooks: bool) -> None:
+def add(made: dict[str, Any], name: str, amount: float = 1, *labels: str) -> None:
+    """Add to a counter."""
+    metric = made[name]
+    (metric.labels(*labels) if labels else metric).inc(amount)
+
+
+@_holder.guarded
+def note(made: dict[str, Any], name: str, value: float, *labels: str) -> None:
+    """Set a gauge."""
+    metric = made[name]
+    (metric.labels(*labels) if labels else metric).set(value)
+
+
+def requested(request: LensRequest, has_hooks: bool) -> None:
     """Count a request that is handed to the engine."""
     asked = (
         request.capture is not None,
@@ -185,19 +179,12 @@ def requested(made: dict[str, Any], request: LensRequest, has_hooks: bool) -> No
     )
     for kind, is_asked in zip(KINDS, asked, strict=True):
         if is_asked:
-            made["inspect_lens_requests_total"].labels(kind).inc()
+            add("inspect_lens_requests_total", 1, kind)
 
 
-@_holder.guarded
-def running(made: dict[str, Any], n: int) -> None:
-    """Note how many choices are under way."""
-    made["inspect_lens_running"].set(n)
-
-
-@_holder.guarded
-def refused_as(made: dict[str, Any], status: int, error: str) -> None:
+def refused_as(status: int, error: str) -> None:
     """Count a refusal by its HTTP status and the name of its error."""
-    made["inspect_lens_refusals_total"].labels(str(status), error).inc()
+    add("inspect_lens_refusals_total", 1, str(status), error)
 
 
 def refused(error: E) -> E:
@@ -211,28 +198,22 @@ def refused(error: E) -> E:
     return error
 
 
-@_holder.guarded
-def _failed(made: dict[str, Any], error: BaseException) -> None:
-    # Classes of others are many; a metric has one series for each value of a label.
-    name = type(error).__name__ if isinstance(error, LensError) else "Fault"
-    made["inspect_lens_failures_total"].labels(name).inc()
-
-
 def failed(error: E) -> E:
     """Count a request that ends without its results, and return its error."""
-    _failed(error)
+    # Classes of others are many; a metric has one series for each value of a label.
+    name = type(error).__name__ if isinstance(error, LensError) else "Fault"
+    add("inspect_lens_failures_total", 1, name)
     return error
 
 
-@_holder.guarded
-def delivered(made: dict[str, Any], completion: Any) -> None:
+def delivered(completion: Any) -> None:
     """Count what a choice's response has."""
     if not completion.inspect_lens_tensors:
         return
     if (capture := completion.inspect_lens.capture) is not None:
-        made["inspect_lens_rows_total"].inc(capture.rows)
+        add("inspect_lens_rows_total", capture.rows)
     n_bytes = sum(tensor.nbytes for tensor in completion.inspect_lens_tensors.values())
-    made["inspect_lens_bytes_total"].inc(n_bytes)
+    add("inspect_lens_bytes_total", n_bytes)
 
 
 @_holder.guarded
@@ -250,38 +231,9 @@ def waited() -> Iterator[None]:
         _waited(time.perf_counter() - began)
 
 
-@_holder.guarded
-def stored(made: dict[str, Any], waiting: int, n_bytes: int, most: int, expired: int) -> None:
+def stored(waiting: int, n_bytes: int, most: int, expired: int) -> None:
     """Note what the store of results holds."""
-    made["inspect_lens_store_results"].set(waiting)
-    made["inspect_lens_store_bytes"].set(n_bytes)
-    made["inspect_lens_store_limit_bytes"].set(most)
-    made["inspect_lens_store_expired_total"].inc(expired)
-
-
-@_holder.guarded
-def keeps(made: dict[str, Any], n_bytes: int) -> None:
-    """Note bytes of rows that are kept for later prompts."""
-    made["inspect_lens_row_cache_bytes"].set(n_bytes)
-
-
-@_holder.guarded
-def looked_up(made: dict[str, Any], asked: int, found: int) -> None:
-    """Count prompt positions whose rows were looked up, and those whose rows were there."""
-    made["inspect_lens_row_cache_queries_total"].inc(asked)
-    made["inspect_lens_row_cache_hits_total"].inc(found)
-
-
-@_holder.guarded
-def sunk(made: dict[str, Any], sink: str, status: str, rows: int, n_bytes: int) -> None:
-    """Count a result at a sink."""
-    made["inspect_lens_sink_results_total"].labels(sink, status).inc()
-    made["inspect_lens_sink_rows_total"].labels(sink).inc(rows)
-    made["inspect_lens_sink_bytes_total"].labels(sink).inc(n_bytes)
-
-
-@_holder.guarded
-def sink_holds(made: dict[str, Any], sink: str, queued: int, spilled: int) -> None:
-    """Note bytes that wait for a sink, in memory and on a disk."""
-    made["inspect_lens_sink_queue_bytes"].labels(sink).set(queued)
-    made["inspect_lens_sink_spilled_bytes"].labels(sink).set(spilled)
+    note("inspect_lens_store_results", waiting)
+    note("inspect_lens_store_bytes", n_bytes)
+    note("inspect_lens_store_limit_bytes", most)
+    add("inspect_lens_store_expired_total", expired)

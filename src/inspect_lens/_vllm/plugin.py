@@ -11,8 +11,6 @@ from inspect_lens.errors import CompatError
 
 from .compat.rivals import RivalError
 
-__all__ = ["register"]
-
 logger = logging.getLogger("vllm.inspect_lens")
 
 

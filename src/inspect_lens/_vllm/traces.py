@@ -11,40 +11,54 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import inspect_lens
 from inspect_lens._engine.hooks.runner import EAGER_KEY
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens.errors import LensError
 
-from .noting import KINDS, Holder
-
-__all__ = [
-    "ATTRIBUTES",
-    "FETCH",
-    "REFUSAL",
-    "REQUEST",
-    "NotesTrace",
-    "begin",
-    "delivered",
-    "ends",
-    "failed",
-    "fetched",
-    "is_on",
-    "left",
-    "refused",
-    "requested",
-    "text_ended",
-]
+from .clients import TRACE
 
 logger = logging.getLogger("vllm.inspect_lens")
+
+KINDS = ("capture", "edit", "probe", "lens", "qk", "hook")
+"""What a request may ask for, each the value of a label."""
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class Holder(Generic[T]):
+    """Holds what notes things in this process, once there is somebody to read them."""
+
+    def __init__(self, what: str) -> None:
+        """Begin with nothing."""
+        self._what = what
+        self.made: T | None = None
+
+    def guarded(self, note: Callable[Concatenate[T, P], None]) -> Callable[P, None]:
+        """Make a function do nothing where nothing is held, and never raise."""
+
+        @functools.wraps(note)
+        def run(*args: P.args, **kwargs: P.kwargs) -> None:
+            if (made := self.made) is None:
+                return
+            try:
+                note(made, *args, **kwargs)
+            except Exception:
+                # Once: what fails for one request would for all.
+                self.made = None
+                logger.exception("inspect_lens: %s are off from now on", self._what)
+
+        return run
+
 
 REQUEST, REFUSAL, FETCH = (
     "inspect_lens_request",
@@ -71,8 +85,6 @@ ATTRIBUTES: dict[str, str] = {
 }
 """Attributes of spans, and what they say."""
 
-_HEADERS: ContextVar[Mapping[str, str] | None] = ContextVar("inspect_lens_trace", default=None)
-"""Trace headers of the HTTP request that is served."""
 _HANDLES = 4096
 """As many results are remembered with the span of their request."""
 _LONGEST = 500
@@ -251,7 +263,7 @@ def _set_error(span: Any, error: BaseException) -> None:
 @_holder.guarded
 def refused(spans: _Spans, error: BaseException) -> None:
     """Send a span of a request that is refused before it costs anything."""
-    span = spans.tracer.start_span(REFUSAL, context=spans.parent_of(_HEADERS.get()))
+    span = spans.tracer.start_span(REFUSAL, context=spans.parent_of(TRACE.get()))
     _set_error(span, error)
     span.end()
 
@@ -262,7 +274,7 @@ def fetched(spans: _Spans, handle: str, began: int, status: int, n_bytes: int) -
     from opentelemetry.trace import Link, NonRecordingSpan, Status, StatusCode
     from opentelemetry.trace.propagation import set_span_in_context
 
-    headers, request = _HEADERS.get(), spans.handles.get(handle)
+    headers, request = TRACE.get(), spans.handles.get(handle)
     parent = spans.parent_of(headers)
     if not headers and request is not None:
         parent = set_span_in_context(NonRecordingSpan(request))
@@ -276,18 +288,3 @@ def fetched(spans: _Spans, handle: str, began: int, status: int, n_bytes: int) -
     if status >= 400:
         span.set_status(Status(StatusCode.ERROR))
     span.end()
-
-
-class NotesTrace:
-    """ASGI middleware that notes the trace that a request is part of; added where spans are on."""
-
-    def __init__(self, app: Any) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve a request."""
-        if scope["type"] == "http":
-            wanted = (b"traceparent", b"tracestate")
-            found = {k.decode(): v.decode("latin-1") for k, v in scope["headers"] if k in wanted}
-            _HEADERS.set(found or None)
-        await self._app(scope, receive, send)

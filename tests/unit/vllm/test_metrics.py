@@ -334,12 +334,13 @@ def test_metrics_that_cannot_be_registered_are_off(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     metrics.begin()
     assert metrics._holder.made is None
-    metrics.running(3)
+    metrics.note("inspect_lens_running", 3)
 
 
 def test_several_api_servers_show_their_sum(tmp_path: Any) -> None:
     code = (
-        "from inspect_lens._vllm import metrics; metrics.begin(); metrics.running(2); "
+        "from inspect_lens._vllm import metrics; metrics.begin(); "
+        "metrics.note('inspect_lens_running', 2); "
         "metrics.stored(1, 10, 100, 0); metrics.refused_as(400, 'SpecError'); "
         "input('made\\n')"
     )

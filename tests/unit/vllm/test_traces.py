@@ -24,6 +24,7 @@ from vllm.tracing import extract_trace_context, instrument_manual
 
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
 from inspect_lens._vllm import traces
+from inspect_lens._vllm.clients import NotesClient
 from inspect_lens._vllm.compat.api_server import parent_of
 from inspect_lens._vllm.compat.guard import pass_over
 from inspect_lens._vllm.frontend import wrappers
@@ -292,7 +293,7 @@ def app_with(store: PayloadStore) -> TestClient:
     def refuses() -> None:
         pass_over(SpecError("layers 0 to 5"), uses_lens=True)
 
-    app.add_middleware(traces.NotesTrace)
+    app.add_middleware(NotesClient)
     return TestClient(app, raise_server_exceptions=False)
 
 
@@ -318,7 +319,7 @@ def test_what_middleware_refuses_is_in_the_trace_too(
     with TestClient(app) as client:
         answer = client.post("/v1/completions", json=wrong, headers=CLIENT)
     assert answer.status_code == 400
-    assert app.user_middleware[0].cls is traces.NotesTrace
+    assert app.user_middleware[0].cls is NotesClient
     assert LensBodies in [item.cls for item in app.user_middleware]
     span = sent.one(traces.REFUSAL)
     assert f"{span.parent.span_id:016x}" == PARENT

@@ -7,8 +7,6 @@ from typing import Any
 
 from .features import is_off
 
-__all__ = ["is_traced", "lacks_key", "one_token", "parent_of", "status_of"]
-
 
 def lacks_key(scope: Mapping[str, Any]) -> bool:
     """Whether a server has keys (`--api-key`), and a request shows none of them."""

@@ -15,18 +15,6 @@ from inspect_lens.errors import SpecError
 
 from .features import is_off
 
-__all__ = [
-    "CONNECTORS",
-    "Behaviour",
-    "behaviours_of",
-    "connector_refusals",
-    "has_connector",
-    "is_vllms_own",
-    "loads_again",
-    "no_steering",
-    "transfers_by_request",
-]
-
 Behaviour = Literal["blocks", "tokens", "request"]
 """What blocks are found by: vLLM's hash of a block, token ids, or the request that they are of."""
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from inspect_lens.errors import UnsupportedError
 
-__all__ = ["CpuAdapters"]
-
 logger = logging.getLogger("vllm.inspect_lens")
 
 

@@ -31,14 +31,6 @@ from .hosts import hosts_refusals
 from .monkeypatches import vllm_version
 from .off import off
 
-__all__ = [
-    "computing_facts",
-    "facts_of",
-    "is_compiled",
-    "refusal",
-    "width_of",
-]
-
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _NEURONS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
 

@@ -19,19 +19,6 @@ from inspect_lens.errors import UnsupportedError
 
 from .monkeypatches import EAGER_PATCHES, PATCHES, SERVER_PATCHES, Monkeypatch
 
-__all__ = [
-    "FEATURES",
-    "USED_NAMES",
-    "Feature",
-    "UsedName",
-    "all_off",
-    "busy",
-    "is_off",
-    "problems",
-    "require",
-    "turn_off",
-]
-
 Feature = Literal[
     "lens", "http", "hooks", "qk", "logits", "parameters", "busy", "sweeps", "connectors", "traces"
 ]

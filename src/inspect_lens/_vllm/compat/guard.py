@@ -17,8 +17,6 @@ from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._vllm.metrics import refused
 from inspect_lens.errors import CaptureError, LensError
 
-__all__ = ["fault_of", "guarded", "idle", "pass_over"]
-
 logger = logging.getLogger("vllm.inspect_lens")
 
 

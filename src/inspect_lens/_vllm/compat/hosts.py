@@ -18,16 +18,6 @@ from inspect_lens._engine.protocol.processes import Links
 from inspect_lens._settings import Settings
 from inspect_lens.spec import EngineFacts
 
-__all__ = [
-    "facts_mark",
-    "has_remote_engines",
-    "hosts_refusals",
-    "links_of",
-    "may_have_remote_ranks",
-    "routes_of",
-    "worker_links",
-]
-
 _LEAST_KEY = 16
 _MESSAGE_ROOM = 64 << 20
 """Bytes of a message, at most, beside what hooks saved."""

@@ -14,22 +14,6 @@ from typing import Any, Literal
 
 from inspect_lens.errors import CompatError
 
-__all__ = [
-    "EAGER_PATCHES",
-    "PATCHES",
-    "SERVER_PATCHES",
-    "Monkeypatch",
-    "Process",
-    "allowed_plugins",
-    "is_engine_apart",
-    "is_in_process",
-    "monkeypatch",
-    "resolve",
-    "verify",
-    "vllm_version",
-    "wrap",
-]
-
 Process = Literal["front-end", "engine", "worker", "api-server"]
 _SCHED = "vllm.v1.core.sched.scheduler:Scheduler"
 _MANY = "from here on it may feed many tokens in a step"

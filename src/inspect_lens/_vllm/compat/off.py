@@ -14,8 +14,6 @@ from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens._settings import flag
 from inspect_lens.errors import CompatError, LensError, UnsupportedError
 
-__all__ = ["is_required", "not_served", "off", "reason_of", "turn_off", "when_off"]
-
 logger = logging.getLogger("vllm.inspect_lens")
 
 _KEY = "inspect_lens_off"

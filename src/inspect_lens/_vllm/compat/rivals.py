@@ -7,8 +7,6 @@ from importlib.metadata import entry_points
 
 from inspect_lens.errors import CompatError
 
-__all__ = ["RivalError", "refuse_rivals", "rivals"]
-
 
 class RivalError(CompatError):
     """Another plug-in takes the same keys: to go on would answer requests wrongly."""

@@ -14,8 +14,6 @@ from inspect_lens._engine.protocol.envelope import CACHED_KEY
 from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens.spec import ENVELOPE_KEY
 
-__all__ = ["CACHE_WRAPPERS"]
-
 logger = logging.getLogger("vllm.inspect_lens")
 
 

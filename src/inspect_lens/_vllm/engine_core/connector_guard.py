@@ -29,8 +29,6 @@ from inspect_lens._vllm.compat.off import reason_of, turn_off
 from inspect_lens._vllm.http.server_lifetime import end_engine_with_parent
 from inspect_lens.spec import ENVELOPE_KEY
 
-__all__ = ["CONNECTOR_WRAPPERS", "MARK_KEY", "ConnectorGuard", "without_requests"]
-
 logger = logging.getLogger("vllm.inspect_lens")
 
 MARK_KEY = "inspect_lens"

@@ -21,8 +21,6 @@ from inspect_lens._settings import Settings
 from inspect_lens._vllm.compat.engine_facts import facts_of, refusal
 from inspect_lens.spec import ENVELOPE_KEY
 
-__all__ = ["SCHEDULER_WRAPPERS", "StepRows"]
-
 logger = logging.getLogger("vllm.inspect_lens")
 
 _ATTRIBUTE = "inspect_lens_rows"

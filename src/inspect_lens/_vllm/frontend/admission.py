@@ -47,22 +47,6 @@ from inspect_lens.spec import (
 from .matched_tokens import with_positions, with_token_ids
 from .state import Compiled, FrontEnd, front_end
 
-__all__ = [
-    "compiled_of",
-    "expect",
-    "has_hooks",
-    "has_lens_keys",
-    "judge_early",
-    "refuse_requests",
-    "resumable",
-    "rule_of",
-    "said_by",
-    "seal_core",
-    "seal_recorded",
-    "with_positions_of",
-    "without_lens_keys",
-]
-
 
 def compiled_of(processor: Any, params: Any) -> Compiled | None:
     """What a request asks of an engine, judged as far as its parameters tell."""

@@ -19,13 +19,6 @@ from inspect_lens.spec import (
     shown,
 )
 
-__all__ = [
-    "needs_prompt",
-    "spans_of",
-    "with_positions",
-    "with_token_ids",
-]
-
 
 def needs_prompt(request: LensRequest) -> bool:
     """Whether a request names tokens of its prompt by what they are."""

@@ -50,13 +50,6 @@ from inspect_lens.spec import (
     forget_parsed,
 )
 
-__all__ = [
-    "RESET_WRAPPERS",
-    "Compiled",
-    "FrontEnd",
-    "front_end",
-]
-
 logger = logging.getLogger("vllm.inspect_lens")
 
 _KNOWN_MOST = 2048
@@ -193,7 +186,8 @@ class FrontEnd:
         return facts
 
     def _note_rows(self) -> None:
-        metrics.keeps(sum(cache.n_bytes for cache in tuple(self.row_caches)))
+        n_bytes = sum(cache.n_bytes for cache in tuple(self.row_caches))
+        metrics.note("inspect_lens_row_cache_bytes", n_bytes)
 
     def reply_for(self, facts: EngineFacts) -> str:
         """Where workers of an engine send results."""

@@ -24,7 +24,7 @@ from inspect_lens._vllm.http.responses import SERVED, Body, as_json
 from inspect_lens._vllm.metrics import refused
 from inspect_lens._vllm.registered.contents import at_once, forget_unused, tell_through
 from inspect_lens._vllm.registered.persistent_hooks import raise_first
-from inspect_lens._vllm.results.alarms import stop_at_alarm
+from inspect_lens._vllm.results.attach import stop_at_alarm
 from inspect_lens._vllm.results.ended import named
 from inspect_lens._vllm.results.event_loop import arrivals_of
 from inspect_lens._vllm.results.expected import (
@@ -56,12 +56,6 @@ from .admission import (
     without_lens_keys,
 )
 from .state import front_end
-
-__all__ = [
-    "FRONT_END_WRAPPERS",
-    "attached_for_http",
-    "front_end",
-]
 
 
 async def attached_for_http(output: Any, body: Body | None) -> int:

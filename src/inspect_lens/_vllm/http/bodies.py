@@ -38,16 +38,6 @@ from inspect_lens.spec import (
 from .refusals import Message, Send, refuse
 from .responses import SERVED, Answer, Body
 
-__all__ = [
-    "TOKENS_PATH",
-    "LensBodies",
-    "check_unread",
-    "has_lens_words",
-    "pattern_budget",
-    "read_body",
-    "whole_body",
-]
-
 Receive = Callable[[], Awaitable[Message]]
 
 TOKENS_PATH = "/inference/v1/generate"

@@ -32,18 +32,6 @@ from inspect_lens._vllm.sinks.sink import own_memory
 from inspect_lens.errors import CapacityError, LensError, UnsupportedError
 from inspect_lens.spec import TensorData, encode_frame, encode_tensor
 
-__all__ = [
-    "TTL_S",
-    "Entries",
-    "PayloadStore",
-    "ask_sibling",
-    "fetch_payload",
-    "handle_entries",
-    "inline_entries",
-    "serve_siblings",
-    "takes_any_buffer",
-]
-
 TTL_S = 300.0
 _LOOK_S = 30.0
 """Between two looks at what has expired."""

@@ -12,8 +12,6 @@ from inspect_lens._vllm.metrics import refused, refused_as
 from inspect_lens.errors import LensError, SpecError
 from inspect_lens.spec import check_counts, check_size
 
-__all__ = ["Message", "Send", "json_body", "parse_json", "refusal", "refuse"]
-
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 

@@ -29,8 +29,6 @@ from inspect_lens.spec import (
 from .payloads import PayloadStore, handle_entries, inline_entries
 from .refusals import Message, Send, refuse
 
-__all__ = ["SERVED", "Answer", "Body", "as_json", "payloads"]
-
 payloads = PayloadStore(on_change=stored)
 """The store of this process; a handle is valid at the process that made it."""
 

@@ -32,8 +32,6 @@ from .payloads import TTL_S, PayloadStore, fetch_payload, takes_any_buffer
 from .refusals import json_body, refusal
 from .sweep_route import SWEEP_PATH, Sweeps
 
-__all__ = ["UNAUTHORIZED", "add_routes", "may_write"]
-
 FrontEnd = Callable[[], Any]
 Handler = Callable[[Any], Awaitable[Any]]
 

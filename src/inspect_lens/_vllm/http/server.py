@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
-from inspect_lens._vllm import traces
 from inspect_lens._vllm.clients import NotesClient
 from inspect_lens._vllm.compat.features import FEATURES, is_off, turn_off
 from inspect_lens._vllm.compat.guard import pass_over
@@ -19,8 +18,6 @@ from inspect_lens.spec import LENS_KEYS
 from .bodies import LensBodies, check_unread, has_lens_words
 from .responses import payloads
 from .routes import add_routes
-
-__all__ = ["install_when_serving", "is_serving"]
 
 logger = logging.getLogger("vllm.inspect_lens")
 
@@ -85,13 +82,11 @@ def _routers(keys: Collection[str], original: Callable[..., Any]) -> Callable[..
         try:
             if is_off("http") is None:
                 add_routes(app, lambda: _Front.end, payloads)
-                app.add_middleware(NotesClient)
         except Exception as error:  # noqa: BLE001 - vLLM's start must not end here
             turn_off("http", reason_of(error))
         try:
             app.add_middleware(LensBodies, front_end=lambda: _Front.end, keys=keys)
-            if traces.is_on():
-                app.add_middleware(traces.NotesTrace)  # outermost: the others refuse
+            app.add_middleware(NotesClient)  # the outer one: the other refuses
         except Exception as error:  # noqa: BLE001 - nor here
             logger.error("inspect_lens: bodies with lens keys are passed over: %s", error)
         return made

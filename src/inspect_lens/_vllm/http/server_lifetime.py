@@ -21,8 +21,6 @@ import psutil
 
 from inspect_lens._engine.collect.temp_dirs import sweep
 
-__all__ = ["end_engine_with_parent", "end_with"]
-
 logger = logging.getLogger("vllm.inspect_lens")
 
 _POLL_S = 1.0

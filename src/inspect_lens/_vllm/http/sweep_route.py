@@ -47,13 +47,6 @@ from inspect_lens.spec import (
 
 from .refusals import json_body, refusal
 
-__all__ = [
-    "SWEEP_PATH",
-    "Ask",
-    "ServerRuns",
-    "Sweeps",
-]
-
 T = TypeVar("T")
 
 Ask = Callable[[str, str, Any], Awaitable[tuple[int, Any]]]

@@ -14,23 +14,6 @@ from inspect_lens.spec import Site
 
 from .residual_layout import Layout
 
-__all__ = [
-    "BlockInput",
-    "as_rows",
-    "block_module",
-    "check_reduced",
-    "decoder_attention",
-    "decoder_layers",
-    "describe",
-    "has_mixer",
-    "input_of",
-    "is_linear",
-    "module_output",
-    "projections",
-    "split_output",
-    "written_argument",
-]
-
 _HINT = "set INSPECT_LENS_DISABLE=1 to run this model without the lens"
 
 

@@ -16,8 +16,6 @@ from inspect_lens.errors import LensError, UnsupportedError
 
 from .ranks import MOST_BYTES, Ranks
 
-__all__ = ["Parameters"]
-
 logger = logging.getLogger("vllm.inspect_lens")
 
 

@@ -16,8 +16,6 @@ import torch
 from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens.errors import LensError
 
-__all__ = ["MOST_BYTES", "Ranks"]
-
 MOST_BYTES = 512
 """Of what a rank says at once: as fast as one byte, and longer than names of parameters."""
 

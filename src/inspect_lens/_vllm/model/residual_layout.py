@@ -24,8 +24,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Layout", "forward_of", "layout_of", "layout_of_forward", "terms_of"]
-
 Layout = Literal["fused", "plain", "pair_with_none", "stale", "unknown"]
 Form = frozenset[str]
 Value = Form | tuple["Value", ...] | None

@@ -35,14 +35,6 @@ from .find_layers import (
 )
 from .residual_layout import forward_of, layout_of, terms_of
 
-__all__ = [
-    "LOCATORS",
-    "Place",
-    "attention_facts",
-    "ctl_name",
-    "middle_of_forward",
-]
-
 Rows = tuple[torch.Tensor, torch.Tensor | None]
 """What a tap gets: rows, and the other half of the stream where it has two."""
 

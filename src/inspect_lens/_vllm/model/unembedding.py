@@ -13,8 +13,6 @@ from inspect_lens.errors import UnsupportedError
 
 from .ranks import Ranks
 
-__all__ = ["VocabHead", "final_norm", "logits_processor"]
-
 _NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "final_norm")
 """Names of the norm behind the last layer, in the module that has the layers."""
 

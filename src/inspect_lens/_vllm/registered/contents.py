@@ -24,20 +24,6 @@ from .items import Item
 if TYPE_CHECKING:
     from .registry import Registry
 
-__all__ = [
-    "N_COUNTS",
-    "Kept",
-    "Tell",
-    "Uses",
-    "at_once",
-    "forget_unused",
-    "give_name",
-    "hash_at_workers",
-    "start_reference",
-    "take_name",
-    "tell_through",
-]
-
 N_COUNTS = 1024
 """Counters of a process; contents that share one are kept a little longer."""
 

@@ -24,16 +24,6 @@ from inspect_lens.spec import (
     shown,
 )
 
-__all__ = [
-    "WORDS",
-    "Item",
-    "kept_of",
-    "nbytes_of",
-    "parse_item",
-    "parse_shared",
-    "start_items",
-]
-
 Item = EngineProbe | EngineEdits | LensEntry
 """What a front-end keeps; of a lens, the workers have the tensors."""
 

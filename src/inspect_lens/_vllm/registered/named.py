@@ -16,8 +16,6 @@ from inspect_lens._engine.protocol.readouts import LensEnvelope
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import LENS_NAME, Site, TensorData, result_name, rows_for, tap_point
 
-__all__ = ["put_lens", "put_qk", "tensors_by_name"]
-
 
 def tensors_by_name(rows: TensorData, capture: CaptureEnvelope) -> dict[str, TensorData]:
     """Split what was collected into one tensor per site.

@@ -23,16 +23,6 @@ from inspect_lens.spec import (
     check_hooks,
 )
 
-__all__ = [
-    "EagerResults",
-    "HookBook",
-    "packed_hook",
-    "put_eager",
-    "raise_first",
-    "seal_eager",
-    "take_eager",
-]
-
 _numbers = itertools.count(1)
 
 

@@ -26,18 +26,6 @@ from inspect_lens.spec import (
     resolve_positions,
 )
 
-__all__ = [
-    "Floats",
-    "Means",
-    "Plain",
-    "Reading",
-    "Reads",
-    "Whole",
-    "feed_together",
-    "no_number",
-    "take_together",
-]
-
 Floats = NDArray[np.float64]
 
 _PUT: dict[str, Callable[[ProbeReceipt, object], None]] = {

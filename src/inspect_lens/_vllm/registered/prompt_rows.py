@@ -21,10 +21,8 @@ from inspect_lens._vllm.cache_salt import salt_of
 from inspect_lens._vllm.clients import TENANT
 from inspect_lens._vllm.compat.connectors import transfers_by_request
 from inspect_lens._vllm.compat.monkeypatches import is_engine_apart
-from inspect_lens._vllm.metrics import looked_up
+from inspect_lens._vllm.metrics import add
 from inspect_lens.spec import TensorData
-
-__all__ = ["HARMLESS", "Reuse", "is_harmless", "keeps_rows", "reuse_of", "with_known_rows"]
 
 HARMLESS = frozenset(
     {
@@ -108,7 +106,8 @@ def with_known_rows(packed: Packed, core: Any, cache: RowCache) -> Packed:
     if known is not None:
         n_known = known.n_tokens
         envelope = replace(envelope, capture=replace(asked, lo=n_known))
-    looked_up(end - asked.lo, max(n_known - asked.lo, 0))
+    add("inspect_lens_row_cache_queries_total", end - asked.lo)
+    add("inspect_lens_row_cache_hits_total", max(n_known - asked.lo, 0))
     if n_known:
         packed = packed.of(envelope)
     made = packed.beside(CACHED_KEY, n_known)

@@ -27,8 +27,6 @@ from .items import WORDS, Item, kept_of, nbytes_of
 from .probe_scores import Reads
 from .shared_names import SharedNames
 
-__all__ = ["Registry"]
-
 
 class Registry:
     """What one front-end process knows by name, or several together."""

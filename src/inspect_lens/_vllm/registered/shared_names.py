@@ -29,8 +29,6 @@ from inspect_lens.spec import EngineEdits, EngineProbe, LensEntry
 from .contents import N_COUNTS, Uses
 from .items import Item
 
-__all__ = ["SharedNames", "folder_of_siblings"]
-
 _KINDS: Final[Mapping[type, str]] = {
     EngineProbe: "probe",
     EngineEdits: "edits",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import secrets
 import threading
@@ -17,7 +18,7 @@ from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.processes import Links, as_exception, ends_process
 from inspect_lens._vllm import traces
 from inspect_lens._vllm.compat.guard import fault_of
-from inspect_lens._vllm.metrics import failed, running, waited
+from inspect_lens._vllm.metrics import failed, note, waited
 from inspect_lens._vllm.registered.probe_scores import Reading, feed_together
 from inspect_lens.errors import CaptureError, LensError
 
@@ -25,8 +26,6 @@ from .ended import Running
 from .expected import AskedBy, Expected
 from .recorded import Recorded
 from .ticket import Choice, Job, Ticket, is_light, is_ready, prepare, take_whole
-
-__all__ = ["Results"]
 
 logger = logging.getLogger("vllm.inspect_lens")
 
@@ -99,7 +98,7 @@ class Results:
             expected = Expected(envelope, n_prompt, reading, packed, owner, n_max)
             expected.asked_by, expected.let_go = asked_by, let_go
             self._expected[key] = expected
-            running(len(self._expected))
+            note("inspect_lens_running", len(self._expected))
         n_hook_layers = packed[EAGER_KEY]["n_layers"] if EAGER_KEY in packed else 0
         self.the_collector().open(key, envelope, n_hook_layers)
 
@@ -198,7 +197,7 @@ class Results:
                 expected.let_go()
             self._spoiled.pop(key, None)
             self.running.forget(key)
-            running(len(self._expected))
+            note("inspect_lens_running", len(self._expected))
             if expected is not None and (choices := self._choices.get(expected.request)):
                 choices.discard(key)
                 if not choices:
@@ -347,3 +346,28 @@ class Results:
 def _ours(errors: list[Exception]) -> list[LensError]:
     """The errors as ours: one that is none must not end a batch, whose others go on."""
     return [fault_of(error) for error in errors]
+
+
+def stop_at_alarm(state: Any, results: Results) -> None:
+    """End a request as a stop string would, once an alarm is raised.
+
+    vLLM then finishes it with the reason `stop`, and tells the engine to give it up.
+    """
+    detokenizer, key = state.detokenizer, state.request_id
+    update = detokenizer.update
+
+    @functools.wraps(update)
+    def update_or_stop(*args: Any, **kwargs: Any) -> Any:
+        stop = update(*args, **kwargs)
+        if stop is not None:
+            return stop
+        try:
+            name = results.alarm(key, detokenizer.num_output_tokens())
+        except BaseException as error:
+            if ends_process(error):
+                raise
+            results.spoil(key, error)
+            return "inspect_lens:fault"  # its text is nobody's any more
+        return None if name is None else f"inspect_lens:alarm:{name}"
+
+    detokenizer.update = update_or_stop

@@ -15,8 +15,6 @@ from inspect_lens._vllm.compat.features import busy
 from inspect_lens._vllm.metrics import failed
 from inspect_lens.errors import CapacityError, CaptureError, LensError
 
-__all__ = ["Running", "named"]
-
 logger = logging.getLogger("vllm.inspect_lens")
 
 _CHOSEN_S = 1.0

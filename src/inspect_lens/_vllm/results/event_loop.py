@@ -19,8 +19,6 @@ from inspect_lens._vllm.metrics import failed, waited
 
 from .attach import Results
 
-__all__ = ["Arrivals", "arrivals_of"]
-
 logger = logging.getLogger("vllm.inspect_lens")
 
 _AT_ONCE = 32

@@ -28,22 +28,6 @@ from inspect_lens.spec import (
     in_site_order,
 )
 
-__all__ = [
-    "AskedBy",
-    "Expected",
-    "Prepared",
-    "attached",
-    "choices_of",
-    "fill",
-    "has_fields",
-    "has_tickets",
-    "keep_scores",
-    "keep_tickets",
-    "receipt_of",
-    "shorten",
-    "ticket_keys",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class AskedBy:

@@ -19,8 +19,6 @@ from .ticket import Choice, Ticket, is_ready
 if TYPE_CHECKING:
     from .attach import Results
 
-__all__ = ["Recorded"]
-
 logger = logging.getLogger("vllm.inspect_lens")
 
 _EVERY_S = 0.005

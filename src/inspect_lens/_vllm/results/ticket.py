@@ -23,8 +23,6 @@ from inspect_lens.spec import TensorData
 
 from .expected import Expected, Prepared, fill, receipt_of, shorten
 
-__all__ = ["Choice", "Job", "Ticket", "is_light", "is_ready", "prepare", "take_whole"]
-
 logger = logging.getLogger("vllm.inspect_lens")
 
 _LIGHT_BYTES = 1 << 18

@@ -28,18 +28,6 @@ from .receivers import FunctionReceiver, Receiver, StoreReceiver, find_function
 from .recorder import Offered, Recorder, new_writer
 from .sink import Done, SinkConfig, lot, read_sinks
 
-__all__ = [
-    "SINK_KEY",
-    "Rule",
-    "SinkTask",
-    "Sinks",
-    "is_by_rule",
-    "offers",
-    "settle",
-    "settle_now",
-    "task_of",
-]
-
 logger = logging.getLogger("vllm.inspect_lens")
 
 SINK_KEY = "sink"

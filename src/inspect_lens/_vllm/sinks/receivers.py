@@ -18,17 +18,6 @@ from inspect_lens._intake import write_file
 from inspect_lens._shards import Captured, ShardWriter
 from inspect_lens.errors import SpecError
 
-__all__ = [
-    "GROUP",
-    "FunctionReceiver",
-    "Given",
-    "Receiver",
-    "SpillFolder",
-    "Spilled",
-    "StoreReceiver",
-    "find_function",
-]
-
 GROUP = "inspect_lens.sinks"
 """Entry points of functions."""
 

@@ -17,20 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from inspect_lens._shards import Captured, decode_shard, shard_parts
-from inspect_lens._vllm.metrics import sink_holds, sunk
+from inspect_lens._vllm.metrics import add, note
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import SinkReceipt, SinkStatus
 
 from .receivers import Given, Receiver, Spilled, SpillFolder
 from .sink import Done, SinkConfig, lot
-
-__all__ = [
-    "Item",
-    "Offered",
-    "Recorder",
-    "Waiting",
-    "new_writer",
-]
 
 _BESIDE = 1024
 """Bytes, about, that a sample takes beside rows, ids and texts."""
@@ -221,7 +213,9 @@ class Recorder:
         """Count what became of a result."""
         with self._lock:
             self.counts[status] += 1
-        sunk(self.name, status, rows, n_bytes)
+        add("inspect_lens_sink_results_total", 1, self.name, status)
+        add("inspect_lens_sink_rows_total", rows, self.name)
+        add("inspect_lens_sink_bytes_total", n_bytes, self.name)
 
     def failed(self, error: BaseException) -> None:
         """Count a result that never came here; the first failure is logged."""
@@ -368,7 +362,8 @@ class Recorder:
 
     def _tell_held(self) -> None:
         spilled = 0 if self._spill is None else self._spill.n_bytes
-        sink_holds(self.name, self._waiting.n_bytes, spilled)
+        note("inspect_lens_sink_queue_bytes", self._waiting.n_bytes, self.name)
+        note("inspect_lens_sink_spilled_bytes", spilled, self.name)
 
     # -- spilling ----------------------------------------------------------------------
 

@@ -28,16 +28,6 @@ from inspect_lens.spec import (
     shown,
 )
 
-__all__ = [
-    "HIDDEN",
-    "Done",
-    "Said",
-    "SinkConfig",
-    "lot",
-    "own_memory",
-    "read_sinks",
-]
-
 HIDDEN = "sink"
 """Transport of a capture that is for a sink alone: the response has none of its rows."""
 

@@ -28,20 +28,6 @@ from inspect_lens._engine.tap.upload import CAPTURE
 from inspect_lens.errors import CompatError, UnsupportedError
 from inspect_lens.spec import SITE_TABLE, Add, DType, EngineFacts
 
-__all__ = [
-    "KEYS",
-    "Exported",
-    "Inbox",
-    "check_taps",
-    "envelope",
-    "is_same_bits",
-    "marker_of",
-    "own_rows",
-    "scale_for",
-    "signs",
-    "steered_row",
-]
-
 KEYS = ("inspect_lens_check_plain", "inspect_lens_check_steered")
 """How the names of the two requests begin; each run has its own."""
 _WAIT_S = 10.0

@@ -28,17 +28,6 @@ from inspect_lens._vllm.model.residual_layout import layout_of
 from inspect_lens._vllm.model.sites import ctl_name
 from inspect_lens.errors import CaptureError
 
-__all__ = [
-    "Eager",
-    "LayerHooks",
-    "ask_for_eager",
-    "checked_steps",
-    "is_eager_step",
-    "note",
-    "patch_eager_steps",
-    "set_eager",
-]
-
 Edits = Sequence[tuple[int, int, torch.Tensor]]
 
 

@@ -21,8 +21,6 @@ from inspect_lens.spec import EngineFacts
 from .eager_steps import Eager, LayerHooks, patch_eager_steps
 from .runners import RunnerV1, RunnerV2
 
-__all__ = ["attach_hooks", "manage_hooks"]
-
 logger = logging.getLogger("vllm.inspect_lens")
 
 

@@ -17,8 +17,6 @@ from inspect_lens.spec import ENVELOPE_KEY, EnginePath
 
 from .eager_steps import Eager, ask_for_eager, is_eager_step, set_eager
 
-__all__ = ["RunnerV1", "RunnerV2", "adapter_of"]
-
 
 class _Runner:
     """What both have in common. Dummy runs are nobody's steps: the taps are idle in them."""

@@ -54,8 +54,6 @@ from .check_requests import (
 )
 from .eager_steps import checked_steps
 
-__all__ = ["check_steps"]
-
 logger = logging.getLogger("vllm.inspect_lens")
 
 _MIXED = 5

@@ -15,8 +15,6 @@ from typing import Any
 
 from inspect_lens._vllm.compat.off import off, reason_of, turn_off
 
-__all__ = ["Start", "agree", "refusal_here"]
-
 logger = logging.getLogger("vllm.inspect_lens")
 
 _WAIT_S = 300.0

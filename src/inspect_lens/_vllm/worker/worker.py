@@ -50,8 +50,6 @@ from .runners import RunnerV1, RunnerV2, adapter_of
 from .self_check import check_steps
 from .start import Start
 
-__all__ = ["exported_taps", "register", "stats", "wrap_load_model"]
-
 logger = logging.getLogger("vllm.inspect_lens")
 
 ABI = 3

@@ -23,7 +23,7 @@ from inspect_lens._vllm.frontend import admission, wrappers
 from inspect_lens._vllm.frontend.wrappers import FRONT_END_WRAPPERS
 from inspect_lens._vllm.results import attach as attaching
 from inspect_lens._vllm.results import event_loop
-from inspect_lens._vllm.results.alarms import stop_at_alarm
+from inspect_lens._vllm.results.attach import stop_at_alarm
 from inspect_lens.errors import CaptureError, LensError, UnsupportedError
 from inspect_lens.spec import ENVELOPE_KEY
 from tests.unit.vllm.results.test_ahead import N_PROMPT, REQUESTS, Engine

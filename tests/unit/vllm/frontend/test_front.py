@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +12,6 @@ import pytest
 pytest.importorskip("vllm")
 
 from inspect_lens._engine.collect import collector
-from inspect_lens._engine.protocol.envelope import Envelope, Packed
-from inspect_lens._engine.protocol.readouts import ProbesEnvelope
-from inspect_lens._engine.protocol.sealed_edits import NO_EDITS
 from inspect_lens._vllm.compat import hosts
 from inspect_lens._vllm.frontend import state
 from inspect_lens._vllm.frontend.state import FrontEnd
@@ -125,50 +120,6 @@ def test_a_verdict_holds_for_its_engine_until_a_name_changes() -> None:
     front.register("a", probe(16))
     with pytest.raises(SpecError, match="m8"):
         front.compile(request, ours)
-
-
-def test_little_is_kept_of_what_requests_bring(monkeypatch: pytest.MonkeyPatch) -> None:
-    front = FrontEnd()
-    vector = SteeringVector(activations=np.ones((1, 8)), layer_indices=[0])
-    request = LensRequest(edits=(vector,))
-    ours = facts(8)
-    assert front.compile(request, ours) is front.compile(request, ours)
-    assert len(front.known) == 1
-    wide = SteeringVector(activations=np.ones((300, 8192)), layer_indices=range(300))
-    large = replace(facts(8192, n_layers=300), bank_rows=300)
-    front.compile(LensRequest(edits=(wide,)), large)
-    assert len(front.known) == 1, "large vectors are not kept"
-    for _ in range(2 * state._KNOWN_MOST):
-        front.compile(LensRequest(capture=CaptureSpec(layers=(0,))), facts(8))
-    assert len(front.known) <= state._KNOWN_MOST
-
-
-def test_reads_are_those_of_the_names_as_they_stand() -> None:
-    registry = Registry()
-    request = LensRequest(probes=["a"])
-    first, second = probe(8), EngineProbe(layers=(2,), tensors={"weight": np.ones((1, 8))})
-    registry.add("a", first)
-    reads = Reads(request.probes, registry.probes)
-    assert reads.probes == (first,)
-
-    def packed(item: EngineProbe) -> Packed:
-        probes = ProbesEnvelope(names=(item.sha256,), points=item.taps, columns=1, lo=3, hi=9)
-        return Envelope("", 1, None, NO_EDITS, probes, 4, False, None).pack()
-
-    sealed = packed(first)
-    sealed.uses, sealed.reads = reads.wire, reads
-    registry.remove("a")
-    assert registry.reads_of(sealed) is reads, "it was sealed before"
-    copied = copy.deepcopy(sealed)
-    assert type(copied) is dict
-    with pytest.raises(SpecError, match="was removed"):
-        registry.reads_of(copied)
-    registry.add("a", second)
-    assert Reads(request.probes, registry.probes).probes == (second,)
-    with pytest.raises(SpecError, match="was removed"):
-        registry.reads_of(copied)
-    copied |= packed(second)
-    assert registry.reads_of(copied).probes == (second,)
 
 
 def test_names_of_equal_weights_keep_what_is_their_own() -> None:

@@ -352,22 +352,6 @@ def test_a_name_that_stands_for_another_probe_is_sealed_anew(processor: Any) -> 
     assert registry.reads_of(other).probes == (registry.probes["p"],)
 
 
-def test_few_envelopes_are_kept(processor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state.front_end(), "known", Kept(64))
-    for n in range(1, 100):
-        sealed(processor, extra(capture={"layers": [1]}), max_tokens=n)
-    assert len(state.front_end().known) == 64
-
-
-def test_envelopes_of_many_positions_are_not_kept(processor: Any) -> None:
-    mask = [True] * (1 << 15)
-    processor.model_config.max_model_len = 1 << 16
-    one = sealed(processor, extra(capture={"layers": [1], "positions": mask}), len(mask))
-    assert len(Envelope.unpack(one).capture.positions) == len(mask)
-    sealed(processor, extra(probes=[{"name": "p", "positions": mask}]), len(mask))
-    assert len(state.front_end().known) == 2, "what does not depend on the prompt"
-
-
 @pytest.mark.parametrize(
     "error",
     [SpecError("gone"), UnsupportedError("no"), CaptureError("lost"), CapacityError("full")],

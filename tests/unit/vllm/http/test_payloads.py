@@ -31,14 +31,6 @@ def test_of_many_who_fetch_at_once_one_gets_it() -> None:
     assert sum(data is not None for data in got) == len(handles)
 
 
-def test_handles_tell_their_store() -> None:
-    store, other = PayloadStore(), PayloadStore()
-    handle = store.put(b"abc")
-    assert store.made(handle)
-    assert not other.made(handle)
-    assert other.get(handle) is None
-
-
 def put(store: PayloadStore, client: str, data: bytes) -> str:
     """Of a client's request."""
     context = contextvars.copy_context()

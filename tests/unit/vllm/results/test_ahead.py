@@ -14,7 +14,6 @@ pytest.importorskip("vllm")
 
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.hooks.runner import EAGER_KEY
 from inspect_lens._engine.protocol.envelope import seal
 from inspect_lens._engine.protocol.messages import Failure, Opened, Opening
 from inspect_lens._vllm.registered.probe_scores import Reading, Reads
@@ -228,33 +227,6 @@ def test_what_has_come_is_taken_together_and_waits_for_nobody(
                 truth[:, 1] = layer
                 scores += truth[N_PROMPT:] @ mine
             assert receipt.score == pytest.approx(pool_scores(scores, "mean"), rel=1e-5)
-
-
-def test_what_hooks_save_is_taken_at_the_end(engine: Engine) -> None:
-    (key,) = keys = [engine.start(LensRequest(**REQUESTS["both"]))]
-    engine.step(keys, 0, N_PROMPT)
-    engine.settle()
-    expected = engine.results._expected[key]
-    expected.packed = {**expected.packed, EAGER_KEY: {}}
-    engine.results.prepare(deque(keys))
-    assert expected.prepared is None
-    engine.results.abandon(keys)
-    engine.worker.stepper.remove(key)
-
-
-def test_requests_that_wait_for_the_engine_keep_nobody_from_being_prepared(
-    engine: Engine,
-) -> None:
-    means = LensRequest(**REQUESTS["means"])
-    keys = [engine.start(means, is_waiting=i % 2 == 0) for i in range(6)]
-    running = keys[1::2]
-    engine.step(running, 0, N_PROMPT)
-    engine.settle()
-    queue = deque(keys)
-    engine.results.prepare(queue)
-    assert list(queue) == keys[::2]
-    assert all(engine.results._expected[key].prepared is not None for key in running)
-    engine.results.abandon(keys)
 
 
 def test_rows_that_are_late_are_waited_for(engine: Engine, waits: list[str]) -> None:

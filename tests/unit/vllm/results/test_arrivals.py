@@ -14,13 +14,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from inspect_lens import CaptureSpec, LensRequest
+from inspect_lens import LensRequest
 from inspect_lens._vllm.frontend.wrappers import FRONT_END_WRAPPERS
 from inspect_lens._vllm.results import event_loop
-from inspect_lens._vllm.results.event_loop import Arrivals, arrivals_of
+from inspect_lens._vllm.results.event_loop import arrivals_of
 from inspect_lens._vllm.results.ticket import Choice, Ticket
 from inspect_lens.errors import CaptureError
-from tests.kit.steps import HIDDEN
 from tests.unit.vllm.results.test_ahead import N_MAX, N_PROMPT, REQUESTS, Engine, results_of
 from tests.unit.vllm.results.test_results import completion, output
 
@@ -166,25 +165,6 @@ def test_what_nobody_tells_of_is_looked_at_again(
     assert looks == 6
 
 
-@pytest.mark.parametrize(
-    ("change", "is_told"),
-    [
-        ({}, True),
-        ({"edited": SimpleNamespace(all=("a vector",), edits=("an edit",))}, False),
-        ({"is_speculative": True}, False),
-    ],
-)
-def test_what_is_told_of(engine: Engine, change: dict[str, Any], is_told: bool) -> None:
-    keys = begun(engine, 1, "both")
-    (one,) = ended(engine, keys)
-    envelope = engine.results._expected[keys[0]].envelope
-    for name, value in change.items():
-        object.__setattr__(envelope, name, value)
-    assert engine.results.tells_all(one) is is_told
-    engine.results.forget(one)
-    removed(engine, keys)
-
-
 def test_few_are_seen_to_at_a_time_however_often_others_are_told_of(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,80 +205,8 @@ def test_few_are_seen_to_at_a_time_however_often_others_are_told_of(
     assert sum(steps) == 23
 
 
-def test_what_comes_before_it_is_watched_for_is_seen(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(event_loop, "_EVERY_S", 1e6)
-    keys = begun(engine, 1, "both")
-    outputs = ended(engine, keys)
-    watch, notifier = engine.collector.notifier.watch, engine.collector.notifier
-
-    def late(call: Any) -> None:
-        last_step(engine, keys)
-        while not engine.results.is_ready(outputs[0]):
-            time.sleep(0.001)
-        watch(call)
-
-    monkeypatch.setattr(notifier, "watch", late)
-    assert attach(engine, outputs) == [None]
-    removed(engine, keys)
-
-
-@pytest.mark.parametrize(
-    ("probes", "n_prompt", "is_light"),
-    [
-        (["p", "q"], 1 << 15, True),
-        ([{"name": "p", "aggregate": "max"}], N_PROMPT, True),
-        ([{"name": "p", "aggregate": "max"}], 1 << 15, False),
-        ([{"name": "p", "alarm": "flag"}], 1 << 15, False),
-    ],
-)
-def test_probes_that_are_read_token_by_token_are_read_in_a_thread(
-    engine: Engine, probes: list[Any], n_prompt: int, is_light: bool
-) -> None:
-    asked = [{"name": p} if isinstance(p, str) else p for p in probes]
-    key = engine.start(LensRequest(probes=[{"positions": "all", **p} for p in asked]))
-    (one,) = ended(engine, [key])
-    expected = engine.results._expected[key]
-    expected.n_prompt = n_prompt
-    object.__setattr__(expected.envelope.probes, "hi", n_prompt + N_COMPLETION)
-    assert engine.results.is_light(one, encodes=True) is is_light
-    engine.results.forget(one)
-    removed(engine, [key])
-
-
 WIDE = 1 << 14
 """Times the width of a row, for sizes that matter."""
-
-
-@pytest.mark.parametrize(
-    ("asked", "n_completion", "is_light"),
-    [
-        ({"layers": (0,), "transport": "binary"}, N_COMPLETION, True),
-        # Rows that fill most of what they lie in stay there; others are copied.
-        ({"layers": (0,), "transport": "binary"}, N_COMPLETION - 1, True),
-        ({"layers": (0,), "transport": "binary"}, N_COMPLETION - 2, False),
-        ({"layers": (0, 5), "transport": "binary"}, N_COMPLETION, True),
-        ({"layers": (0, 5), "transport": "binary"}, N_COMPLETION - 1, False),
-        ({"layers": (0,), "transport": "binary", "reduce": "mean"}, N_COMPLETION, False),
-        ({"layers": (0,), "transport": "binary", "reduce": "last"}, N_COMPLETION, False),
-        # Compressed, and made text.
-        ({"layers": (0,), "transport": "inline"}, N_COMPLETION, False),
-    ],
-)
-def test_what_is_done_in_the_loop(
-    engine: Engine, asked: dict[str, Any], n_completion: int, is_light: bool
-) -> None:
-    key = engine.start(LensRequest(capture=CaptureSpec(**asked)))
-    (one,) = ended(engine, [key])
-    one.outputs[0].inspect_lens_ticket = Ticket(key, n_completion=n_completion)
-    is_text = asked["transport"] != "binary"
-    assert engine.results.is_light(one, encodes=True) is not is_text, "eight numbers a row"
-    assert engine.results.is_light(one, encodes=False)
-    object.__setattr__(engine.results._expected[key].envelope.capture, "hidden", HIDDEN * WIDE)
-    assert engine.results.is_light(one, encodes=True) is is_light
-    engine.results.forget(one)
-    removed(engine, [key])
 
 
 @pytest.mark.parametrize("is_light", [False, True])
@@ -344,32 +252,3 @@ def test_a_server_attaches_either_way(
     assert found == outputs[1:]
     assert found[0].inspect_lens.n_completion == N_COMPLETION
     assert threads == [is_light]
-
-
-def test_arrivals_are_one_for_each_loop(engine: Engine) -> None:
-    async def mine() -> Arrivals:
-        return arrivals_of(asyncio.get_running_loop(), engine.results)
-
-    def in_a_loop_of_its_own() -> Arrivals:
-        # Not `asyncio.run`: Inspect may have patched it to run in one loop always.
-        loop = asyncio.new_event_loop()
-        try:
-            return loop.run_until_complete(mine())
-        finally:
-            loop.close()
-
-    assert in_a_loop_of_its_own() is not in_a_loop_of_its_own()
-
-
-def test_results_of_others_are_not_looked_for(engine: Engine) -> None:
-    other = Engine()
-
-    async def both() -> list[Arrivals]:
-        loop = asyncio.get_running_loop()
-        return [arrivals_of(loop, one.results) for one in (engine, other, engine)]
-
-    found = asyncio.run(both())
-    assert [one.results for one in found] == [engine.results, other.results, engine.results]
-    assert engine.collector is not other.collector
-    other.worker.stepper.close()
-    other.collector.close()

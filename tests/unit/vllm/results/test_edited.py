@@ -124,14 +124,3 @@ def test_a_record_of_another_request_says_nothing() -> None:
     batch.arena.view.board[1, 0] = 77
     _, errors = batch.end(4)
     assert isinstance(errors[0], CaptureError)
-
-
-def test_a_fault_of_taking_them_together_ends_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> Any:
-        raise RuntimeError("broken")
-
-    batch = Batch([ASKED["a vector"], ASKED["two layers"]])
-    monkeypatch.setattr(module, "told_of_edits", broken)
-    outputs, errors = batch.end(4)
-    assert errors == [None, None]
-    assert [one.inspect_lens.steer.n_tokens for one in outputs] == [N_MAX, N_MAX]
