@@ -325,15 +325,6 @@ def test_edits_fork_the_prefix_cache(engine: Engine) -> None:
     assert same_answer(first, engine.run([prompt], max_tokens=4)[0])
 
 
-def test_what_does_not_fit_is_refused_before_it_runs(engine: Engine) -> None:
-    with pytest.raises(ValueError, match=r"edits\[0\]"):
-        engine.run([tokens(8)], ask(Ablate(direction=np.ones(7), layers=[0])))
-    with pytest.raises(ValueError, match="layers 0 to 3"):
-        engine.run([tokens(8)], ask(Ablate(direction=np.ones(HIDDEN), layers=[4])))
-    with pytest.raises(ValueError, match="op="):
-        engine.run([tokens(8)], {"inspect_lens": {"edits": [{"op": "melt"}]}})
-
-
 def test_edits_that_lie_in_a_file_are_those_that_are_sent(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

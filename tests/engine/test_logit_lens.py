@@ -10,7 +10,7 @@ import torch
 
 from inspect_lens import SteeringVector
 from inspect_lens.engine import register, registered, unregister
-from inspect_lens.errors import CapacityError, SpecError, UnsupportedError
+from inspect_lens.errors import SpecError
 from inspect_lens.lens import Lens, LensCard
 from inspect_lens.spec import LensTable
 from tests.engine.test_capture import fed
@@ -21,7 +21,6 @@ from .conftest import HIDDEN, LAYERS, Engine, tokens
 pytestmark = pytest.mark.engine
 
 TOLERANCE = 1e-4
-VOCAB = 320
 CHOSEN = [7, 300, 0]
 
 
@@ -159,23 +158,6 @@ def test_a_lens_reads_what_steering_made(engine: Engine, hugging_face: HuggingFa
     np.testing.assert_allclose(table(output).logprobs, best.numpy(), atol=TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    ("lens", "error", "words"),
-    [
-        ({"layers": [LAYERS]}, SpecError, "has layers 0 to 3"),
-        ({"tokens": [VOCAB]}, SpecError, "has ids 0 to 319"),
-        ({"top_k": 101}, SpecError, "allowed are 0 to 100"),
-        ({"positions": [900]}, SpecError, "outside this request"),
-        ({"tokens": [" Paris"]}, UnsupportedError, "without a tokenizer"),
-    ],
-)
-def test_wrong_requests_are_refused(
-    engine: Engine, lens: dict[str, Any], error: type[Exception], words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        engine.run([tokens(5)], ask(**lens))
-
-
 def random_lens(kind: Any, seed: int, layers: tuple[int, ...] = (0, 2)) -> Lens:
     """A lens whose rows are about as long as those of the stream."""
     rng = np.random.default_rng(seed)
@@ -224,22 +206,3 @@ def test_registered_lenses_equal_hugging_face_and_their_formula(
             unregister(engine.llm, name)
     assert not set(lenses) & set(registered())
     assert set(engine.stats().values()) == {0}
-
-
-def test_a_lens_of_another_model_is_refused(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = LensCard(name="m/l", kind="jacobian", n_layers=LAYERS, layers=(0,), hidden=4)
-    narrow = Lens(matrix=np.eye(4, dtype=np.float32)[None], card=other)
-    deep = random_lens("tuned", 1).for_engine().model_copy(update={"n_layers": 9})
-    for item, words in ((narrow.for_engine(), "width 4"), (deep, "9 layers")):
-        with pytest.raises(SpecError, match=words):
-            register(engine.llm, "bad", item)
-    large = random_lens("jacobian", 3, tuple(range(LAYERS))).for_engine()
-    from inspect_lens._vllm.frontend.state import front_end
-
-    small = type(front_end().settings)(lens_bytes=1 << 10)
-    monkeypatch.setattr(front_end().registry, "_settings", small)
-    with pytest.raises(CapacityError, match="INSPECT_LENS_LENS_BYTES"):
-        register(engine.llm, "large", large)
-    assert not {"bad", "large"} & set(registered())

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from inspect_lens import CaptureSpec, SteeringVector
-from inspect_lens.errors import SpecError
 from inspect_lens.spec import as_tensor_data
 from tests.engine.conftest import HIDDEN, LAYERS, Engine, tokens
 from tests.engine.test_capture import TOLERANCE, fed
@@ -128,11 +127,6 @@ def test_of_no_token_there_is_no_row(engine: Engine, reduce: str) -> None:
     output = engine.run([tokens(9)], request(reduce=reduce, phase="decode"), max_tokens=1)[0]
     assert output.activations["residual_stream"].shape == (LAYERS, 0, HIDDEN)
     assert output.inspect_lens.capture.n_positions == 0
-
-
-def test_a_mask_of_another_length_is_refused(engine: Engine) -> None:
-    with pytest.raises(SpecError, match="mask has 3 booleans and the prompt has 9 tokens"):
-        engine.run([tokens(9)], request(positions=[True, False, True]))
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])

@@ -36,23 +36,3 @@ def test_a_logit_lens_over_http(client: Any, lens_server_url: str) -> None:
         assert found[-1].token_ids[n_prompt - 1 :, 1, 0].tolist() == output.token_ids
     for field in ("token_ids", "logprobs", "target_logprobs", "target_ranks"):
         np.testing.assert_array_equal(getattr(found[0], field), getattr(found[1], field))
-
-
-@pytest.mark.parametrize(
-    ("lens", "words"),
-    [
-        ({"layers": [6]}, "has layers 0 to 5"),
-        ({"top_k": 101}, "allowed are 0 to 100"),
-        ({"tokens": [10**6]}, "has ids 0 to"),
-        ({"tokens": ["two words and more"]}, "tokens of this model"),
-        ({"layer": 1}, "lens.layer"),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_wrong_lens_is_a_bad_request(
-    client: Any, lens: dict[str, Any], words: str, stream: bool
-) -> None:
-    asked = json.dumps({"lens": lens})
-    answer = chat(client, vllm_xargs={"inspect_lens": asked}, stream=stream)
-    assert answer.status_code == 400
-    assert words in answer.text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 
 from inspect_lens.client import LensClient
 from inspect_lens.spec import Add, CaptureSpec, TokenMatch
-from tests.engine.test_server import MESSAGES, chat, client
+from tests.engine.test_server import MESSAGES, client
 
 __all__ = ["client"]
 
@@ -48,23 +47,3 @@ def test_rows_and_edits_are_those_of_the_positions(client: Any, lens_server_url:
     unedited = plain.activations["residual_stream"].numpy()[:, list(where)]
     np.testing.assert_allclose(rows[0], unedited[0], atol=1e-4)  # layer 1 comes before the edit
     assert np.abs(rows[1] - unedited[1]).max() > 0.05
-
-
-@pytest.mark.parametrize(
-    ("positions", "words"),
-    [
-        ({"pattern": "Nowhere to be found"}, "no token of the prompt"),
-        ({"pattern": "(", "tokens": "last"}, "no regular expression"),
-        ({"pattern": "(?<=§)a"}, "no look-around"),
-        ({"pattern": "(?:a{3000}){3000}|Vel"}, "invalid repetition size"),
-        ({"pattern": WORD, "token_ids": [1]}, "either a pattern or token_ids"),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-def test_what_means_no_token_is_a_bad_request(
-    client: Any, positions: dict[str, Any], words: str, stream: bool
-) -> None:
-    asked = json.dumps({"capture": {"layers": [1], "positions": positions}})
-    answer = chat(client, vllm_xargs={"inspect_lens": asked}, stream=stream)
-    assert answer.status_code == 400, answer.text
-    assert words in answer.text

@@ -92,27 +92,6 @@ def test_an_alarm_stops_each_of_several_choices(client: httpx.Client) -> None:
         assert choice["inspect_lens"]["n_completion"] < 200
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({"name": "x"}, "'probe', 'edits' (of which a vector is one) and 'lens'"),
-        ({"name": "x", "edits": []}, "one or more"),
-        ({"name": "x", "edits": [{"op": "ablate", "direction": [1.0], "layers": [0]}]}, "256"),
-        ({"name": "x", "edits": [{"op": "forget"}]}, "forget"),
-        ({"name": "", "edits": [{"op": "add", "vector": [0.0] * 256, "layers": [0]}]}, "name="),
-        ({"name": "x", "edits": [{"op": "add", "vector": [1.0] * 5, "layers": [0]}]}, "256 wide"),
-        ({"name": "x", "probe": {"layers": [1], "tensors": {"wait": [[1.0]]}}}, "wait"),
-        ([1], "object"),
-    ],
-)
-def test_what_cannot_be_registered_gets_400(client: httpx.Client, body: Any, message: str) -> None:
-    answer = client.post(REGISTRY, json=body)
-    assert answer.status_code == 400
-    assert message in answer.json()["error"]["message"]
-    assert client.delete(f"{REGISTRY}/unknown").status_code == 400
-    assert client.post("/v1/chat/completions", json=ask()).status_code == 200
-
-
 def test_an_unknown_name_gets_400_also_as_a_stream(client: httpx.Client) -> None:
     for uses in ({"probes": ["nope"]}, {"edits_named": ["deception"]}):
         for stream in (False, True):

@@ -179,31 +179,6 @@ def test_a_function_that_fails_harms_no_request(recording: Engine) -> None:
     assert sinks()["fails"]["counts"] == {"failed": 1}
 
 
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        (asking("nowhere"), "known are every, fails, noted, some"),
-        (asking("ruled"), "records what its operator's rule chooses"),
-        (asking("../some"), "letters"),
-        (asking("/tmp/x"), "letters"),
-        (asking("s3://bucket"), "letters"),
-        (asking({"store": "/tmp/x"}), "sink.name|sink.store"),
-        (asking({"name": "some", "url": "file:///tmp"}), "sink.url"),
-        (asking({"name": "some", "id": "x" * 300}), "sink.id"),
-        (asking({"name": "some", "columns": {str(i): "" for i in range(17)}}), "at most 16"),
-        (asking({"name": "some", "columns": {"a": 1}}), "names and texts"),
-        (asking({"name": "some", "id": "\ud800"}), "sink.id: .*unicode"),
-        (asking({"name": "some", "label": "yes"}), "sink.label"),
-        (asking(["some"]), "sink"),
-        (asking("some", capture={"layers": [0]}), r"layers=\(0,\), positions='all'"),
-        (asking("some", capture={"layers": [1, 3], "reduce": "mean"}), "reduce='mean'"),
-    ],
-)
-def test_wrong_sinks_are_refused(recording: Engine, request_: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        recording.run([tokens(5)], request_)
-
-
 def settled(uri: Path, at_least: int) -> list[Captured]:
     """Samples of a recording by rule, whose clients wait for nothing."""
     deadline = time.monotonic() + 30

@@ -248,12 +248,6 @@ def test_edits_of_keys_and_values_fork_the_prefix_cache_by_their_heads(sited: En
     assert cached(Zero(layers=[1], site="z", heads=[1])) == 0
 
 
-def test_a_vector_is_as_wide_as_its_site(sited: Engine) -> None:
-    vector = SteeringVector(activations=torch.ones(1, HIDDEN + 1), layer_indices=[0], site="z")
-    with pytest.raises(ValueError, match=rf"width {HIDDEN + 1} in shape"):
-        sited.run([tokens(5)], {"inspect_lens": {"edits": [vector.model_dump(mode="json")]}})
-
-
 def test_queries_and_keys_make_the_pattern_of_the_model(
     sited: Engine, hugging_face: HuggingFace
 ) -> None:

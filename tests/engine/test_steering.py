@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -154,25 +153,3 @@ def test_a_plain_request_after_a_steered_one_equals_a_fresh_engine_bit_for_bit(
     plain = answer(engine, fresh.prompt)
     assert plain.token_ids == fresh.token_ids
     assert plain.logprobs == fresh.logprobs
-
-
-def test_another_scale_does_not_read_the_first_ones_cache(engine: Engine) -> None:
-    prompt = tokens(128, seed=21)
-    v = random_vectors(1, seed=3)
-    one, two = (
-        SteeringVector(activations=v, layer_indices=[1], scale=scale) for scale in (1.0, 2.0)
-    )
-    engine.run([prompt], steer(one))
-    assert engine.run([prompt], steer(two))[0].num_cached_tokens == 0
-    assert engine.run([prompt], steer(one))[0].num_cached_tokens > 0
-
-
-def test_the_json_form_is_the_same_request(engine: Engine) -> None:
-    vector = SteeringVector(
-        activations=random_vectors(1, seed=4).bfloat16(), layer_indices=[3], scale=2.0
-    )
-    text = {"apply_steering_vectors": json.dumps([vector.model_dump(mode="json")])}
-    a = engine.run([tokens(20)], steer(vector, **ALL))[0]
-    b = engine.run([tokens(20)], {**text, "output_residual_stream": "true"})[0]
-    assert torch.equal(a.activations["residual_stream"], b.activations["residual_stream"])
-    assert a.inspect_lens.steer.vectors == b.inspect_lens.steer.vectors

@@ -23,7 +23,7 @@ from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry, multiprocess
 
 from inspect_lens import CaptureSpec, LensRequest
-from inspect_lens._engine.collect.row_cache import BLOCK, Prefix, RowCache
+from inspect_lens._engine.collect.row_cache import BLOCK, RowCache
 from inspect_lens._vllm import metrics
 from inspect_lens._vllm.compat.guard import pass_over
 from inspect_lens._vllm.frontend import state, wrappers
@@ -33,16 +33,12 @@ from inspect_lens._vllm.http.payloads import PayloadStore
 from inspect_lens._vllm.http.refusals import refuse
 from inspect_lens._vllm.http.routes import add_routes, may_write
 from inspect_lens._vllm.registered.prompt_rows import reuse_of, with_known_rows
-from inspect_lens._vllm.results.ended import Running
-from inspect_lens.errors import CapacityError, CaptureError, HookError, LensError, SpecError
-from inspect_lens.spec import ENVELOPE_KEY, Ablate, TensorData
+from inspect_lens.errors import CapacityError, CaptureError, LensError, SpecError
+from inspect_lens.spec import ENVELOPE_KEY, TensorData
 from tests.kit.repository import ROOT
-from tests.kit.steps import HIDDEN
 from tests.unit.vllm.frontend.test_front import facts, probe
 from tests.unit.vllm.frontend.test_sealing import IDS, call, extra, parameters, process, steer
 from tests.unit.vllm.results.test_ahead import N_PROMPT, Engine
-from tests.unit.vllm.results.test_arrivals import attach
-from tests.unit.vllm.results.test_results import completion, output
 
 
 class Read:
@@ -112,22 +108,6 @@ def test_a_request_counts_once_for_each_kind_when_it_is_sealed(read: Read, proce
     assert found == dict.fromkeys(metrics.KINDS, 0) | {"capture": 1, "probe": 1, "edit": 1}
 
 
-@pytest.mark.parametrize(
-    ("asked", "kind"),
-    [
-        (LensRequest(lens={"top_k": 1}), "lens"),
-        (LensRequest(qk={}), "qk"),
-        (LensRequest(edits=[Ablate(direction=np.ones(8), layers=(0,))]), "edit"),
-    ],
-    ids=["lens", "qk", "edit"],
-)
-def test_other_kinds(read: Read, asked: LensRequest, kind: str) -> None:
-    metrics.requested(asked, False)
-    assert {k for k in metrics.KINDS if read("requests_total", kind=k)} == {kind}
-    metrics.requested(LensRequest(), True)
-    assert read("requests_total", kind="hook") == 1
-
-
 @pytest.mark.parametrize("edge", [call, process])
 def test_a_refusal_counts_once_by_status_and_error(read: Read, processor: Any, edge: Any) -> None:
     with pytest.raises(SpecError):
@@ -175,72 +155,6 @@ def captured(engine: Engine, n_fed: int = N_PROMPT) -> str:
     return key
 
 
-def test_what_a_response_has_is_counted_and_the_wait_for_it(read: Read, engine: Engine) -> None:
-    keys = [captured(engine) for _ in range(3)]
-    assert read("running") == 3
-    outputs = engine.end(keys[:2], n_completion=1)
-    assert engine.errors == []
-    assert read("running") == 1
-    # A row is one token at one layer, of float32.
-    for one in outputs:
-        responses.as_json(one.outputs[0])
-    assert read("rows_total") == 2 * N_PROMPT
-    assert read("bytes_total") == 2 * N_PROMPT * HIDDEN * 4
-    engine.results.abandon(keys[2:])
-    assert read("running") == 0
-    assert read("failures_total", error="CaptureError") is None
-
-
-@pytest.mark.parametrize("in_loop", [True, False])
-def test_the_wait_for_the_last_rows_is_measured(read: Read, engine: Engine, in_loop: bool) -> None:
-    engine.results.timeout_s = 0.3
-    key = captured(engine, n_fed=0)
-    choice = completion(0, key)
-    if in_loop:
-        (error,) = attach(engine, [output(choice)])
-        assert isinstance(error, CaptureError)
-    else:
-        with pytest.raises(CaptureError):
-            engine.results.attach(output(choice))
-    assert read("wait_seconds_count") == 1
-    assert 0.3 <= (read("wait_seconds_sum") or 0) < 5
-    assert read("failures_total", error="CaptureError") == 1
-    assert read("running") == 0
-
-
-def test_a_fault_in_the_event_loop_fails_each_that_waits(
-    read: Read, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*args: Any, **kwargs: Any) -> None:
-        raise KeyError("x")
-
-    keys = [captured(engine) for _ in range(2)]
-    monkeypatch.setattr(engine.results, "attach_each", broken)
-    errors = attach(engine, [output(completion(0, key)) for key in keys])
-    assert [type(error) for error in errors] == [CaptureError] * 2
-    assert read("failures_total", error="CaptureError") == 2
-    engine.results.abandon(keys)
-
-
-def test_a_worker_that_has_gone_fails_each_of_its_requests(read: Read) -> None:
-    async def lose() -> None:
-        running = Running()
-        running._has_far_workers = True
-        for key in "ab":
-            running.watch(key, SimpleNamespace(put=lambda error: None))
-        error = HookError("gone")
-        running.end({"a": error, "b": error, "over": error})
-
-    asyncio.run(lose())
-    assert read("failures_total", error="HookError") == 2
-
-
-def test_errors_of_others_are_one_series(read: Read) -> None:
-    for error in (KeyError(), ValueError(), OSError()):
-        assert metrics.failed(error) is error
-    assert read("failures_total", error="Fault") == 3
-
-
 def test_a_result_that_the_store_cannot_take_is_a_failure(
     read: Read, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,17 +193,6 @@ def test_handles_without_a_result_count_by_status(read: Read) -> None:
         assert client.get("/v1/activations/unknown").status_code == 404
     assert read("refusals_total", status="410", error="ExpiredHandle") == 1
     assert read("refusals_total", status="404", error="UnknownHandle") == 1
-
-
-def test_rows_of_earlier_prompts(read: Read) -> None:
-    front = FrontEnd()
-    engines = [RowCache(1 << 20, keeps_first=True, on_change=front._note_rows) for _ in range(2)]
-    for n, made in zip((2, 3), engines, strict=True):
-        front.row_caches.add(made)
-        made.keep(Prefix(b"", range(n * BLOCK)), np.ones((1, n * BLOCK, 4), np.float32), 0, 0)
-    assert read("row_cache_bytes") == 5 * BLOCK * 16
-    front.forget_rows()
-    assert read("row_cache_bytes") == 0
 
 
 def test_positions_whose_rows_are_known_are_hits(read: Read, processor: Any) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
@@ -22,7 +21,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 from vllm.tracing import extract_trace_context, instrument_manual
 
-from inspect_lens import CaptureSpec, LensRequest, SteeringVector
+from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._vllm import traces
 from inspect_lens._vllm.clients import NotesClient
 from inspect_lens._vllm.compat.api_server import parent_of
@@ -34,7 +33,7 @@ from inspect_lens._vllm.http.bodies import LensBodies
 from inspect_lens._vllm.http.payloads import PayloadStore
 from inspect_lens._vllm.http.routes import add_routes
 from inspect_lens.errors import CaptureError, SpecError
-from inspect_lens.spec import ENVELOPE_KEY, LENS_KEYS, ProbeUse
+from inspect_lens.spec import ENVELOPE_KEY, LENS_KEYS
 from tests.kit.steps import HIDDEN
 from tests.unit.vllm.frontend.test_doors_front import state_of
 from tests.unit.vllm.results.test_ahead import N_MAX, N_PROMPT, Engine
@@ -183,24 +182,6 @@ def test_a_span_stands_between_the_clients_and_vllms(
     assert ours.status.status_code is StatusCode.UNSET
     assert traces._holder.made is not None
     assert not traces._holder.made.open
-
-
-def test_probes_and_steering_are_named(
-    engine: Engine, sent: Sent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    vector = SteeringVector(activations=np.ones((1, HIDDEN)), layer_indices=[2])
-    uses = (
-        ProbeUse(name="p", alarm="flag", threshold=-1e6),
-        ProbeUse(name="q", alarm="flag", threshold=1e6),
-    )
-    one = answered(engine, begun(engine, monkeypatch, None, edits=(vector,), probes=uses))
-    found = sent.one(traces.REQUEST).attributes
-    assert found["inspect_lens.asked"] == ("edit", "probe")
-    assert found["inspect_lens.steered_layers"] == (2,)
-    assert found["inspect_lens.steered_tokens"] == one.outputs[0].inspect_lens.steer.n_tokens > 0
-    assert found["inspect_lens.probes"] == ("p", "q")
-    assert found["inspect_lens.alarms"] == ("p",)
-    assert set(found) <= set(traces.ATTRIBUTES)
 
 
 def test_an_unsampled_trace_stays_unsampled_and_keeps_its_parent(
@@ -356,18 +337,6 @@ def test_a_fetch_without_a_result_is_an_error(sent: Sent) -> None:
     found = sent(traces.FETCH)
     assert [span.attributes["http.response.status_code"] for span in found] == [410, 404]
     assert all(span.status.status_code is StatusCode.ERROR for span in found)
-
-
-def test_handles_that_are_remembered_have_an_end(
-    engine: Engine, sent: Sent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(traces, "_HANDLES", 3)
-    spans = traces._holder.made
-    assert spans is not None
-    for i in range(9):
-        choice = SimpleNamespace(inspect_lens_json={"activations": {"x": {"handle": str(i)}}})
-        spans.remember(choice, None)
-    assert list(spans.handles) == ["6", "7", "8"]
 
 
 def test_a_fault_turns_spans_off_and_hurts_nobody(

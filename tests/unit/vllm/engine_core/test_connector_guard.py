@@ -135,15 +135,6 @@ def test_a_request_that_is_over_is_forgotten_after_the_step_that_says_so() -> No
     assert guard.take_finished(set()) == frozenset()
 
 
-@pytest.mark.parametrize("behaviour", ["blocks", "request"])
-def test_who_tells_steered_blocks_apart_hears_all(behaviour: Any) -> None:
-    store, steered = guarded(behaviour), request(STEERED)
-    store.on_new_request(steered)
-    assert store.get_num_new_matched_tokens(steered, 0) == (96, True)
-    store.request_finished(steered, [])
-    assert store.heard == [("new", "r"), ("finished", "r")]
-
-
 @pytest.mark.parametrize("first", [None, PLAIN, STEERED, HOOKED, {HASH_KEY: "nonce:0:other"}])
 @pytest.mark.parametrize("second", [None, PLAIN, {HASH_KEY: "another:7:abc"}, HOOKED])
 def test_blocks_of_another_engine_are_taken_if_both_requests_are_steered_alike(

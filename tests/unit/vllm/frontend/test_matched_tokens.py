@@ -88,10 +88,6 @@ TEXT = "Velosh is in Arda . Is Velosh in Sund ? Say true ."
 IDS = ids_of(TEXT)
 
 
-def words_at(positions: tuple[int, ...]) -> list[str]:
-    return [ORGANISM.decode([IDS[p]]).strip() for p in positions]
-
-
 @pytest.mark.parametrize("tokenizer", [ORGANISM, OneByOne(ORGANISM)], ids=["offsets", "decode"])
 def test_a_pattern_finds_the_tokens_of_its_matches(tokenizer: Any) -> None:
     everything = found(TokenMatch(pattern="Velosh"), IDS, tokenizer)

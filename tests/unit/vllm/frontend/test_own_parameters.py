@@ -100,17 +100,3 @@ def test_vllm_makes_its_copy_of_what_holds_more_than_plain_values(
 ) -> None:
     given = SamplingParams(**{"max_tokens": 5, "extra_args": dict(LENS), **changes()})
     assert not admission.without_lens_keys(given).skip_clone
-
-
-def test_what_a_route_has_made_for_one_request_is_neither_copied_nor_checked_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    given = SamplingParams(max_tokens=5, stop_token_ids=[7], extra_args={**LENS, **KEPT})
-    given.skip_clone = True
-    monkeypatch.setattr(SamplingParams, "__post_init__", lambda _: pytest.fail("checked again"))
-    plain = admission.without_lens_keys(given)
-    assert plain.skip_clone
-    assert plain.extra_args == KEPT
-    assert given.extra_args == {**LENS, **KEPT}
-    # As in vLLM's own copy of such parameters.
-    assert plain.stop_token_ids is given.stop_token_ids is given.clone().stop_token_ids

@@ -17,7 +17,7 @@ import pytest
 
 from inspect_lens._vllm.compat import features
 from inspect_lens._vllm.http import bodies
-from inspect_lens._vllm.http.bodies import LensBodies, read_body
+from inspect_lens._vllm.http.bodies import LensBodies
 from inspect_lens._vllm.http.responses import SERVED
 from inspect_lens.spec import (
     EngineFacts,
@@ -142,19 +142,6 @@ def test_what_is_wrong_is_answered_before_the_application_sees_it() -> None:
     assert not server.asked
     with pytest.raises(json.JSONDecodeError):  # is vLLM's to refuse
         send(server.app, b'{"inspect_lens": ')
-
-
-def test_what_vllm_would_coerce_is_read_as_it_was_written() -> None:
-    held = read_body(PATH, b'{"vllm_xargs": {"output_residual_stream": true}}', FACTS)
-    assert held is not None
-    assert held.request is not None
-    assert held.request.capture is not None
-    assert held.request.capture.layers == "all"
-    params = b'{"sampling_params": {"extra_args": {"output_qk": [1]}}}'
-    held = read_body("/inference/v1/generate", params, FACTS)
-    assert held is not None
-    assert held.request is not None
-    assert held.request.qk is not None
 
 
 def test_a_request_is_let_go_with_its_connection() -> None:

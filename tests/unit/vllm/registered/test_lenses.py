@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 from inspect_lens import LensRequest
 from inspect_lens._settings import Settings
-from inspect_lens._vllm.registered.items import parse_item, parse_shared, start_items
+from inspect_lens._vllm.registered.items import parse_shared, start_items
 from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens._vllm.registered.shared_names import SharedNames
 from inspect_lens.errors import CapacityError, SpecError
@@ -37,20 +37,6 @@ def probe() -> EngineProbe:
     return EngineProbe(layers=(0,), tensors={"weight": np.ones((1, HIDDEN), np.float32)})
 
 
-def test_a_request_that_names_a_lens_gets_what_is_registered() -> None:
-    registry = Registry({"j": lens(), "p": probe()})
-    resolved = registry.resolve(LensRequest(lens={"name": "j"}))
-    assert isinstance(resolved.lens, ResolvedLens)
-    assert (resolved.lens.entry, resolved.lens.layers) == (lens().entry, (0, 2, 5))
-    plain = LensRequest(lens=[1])
-    assert registry.resolve(plain) is plain
-    for name in ("k", "p"):
-        with pytest.raises(SpecError, match=rf"no lens is registered as '{name}'.*\['j'\]"):
-            registry.resolve(LensRequest(lens={"name": name}))
-    with pytest.raises(SpecError, match="no probe is registered as 'j'"):
-        registry.resolve(LensRequest(probes=["j"]))
-
-
 def test_the_devices_have_room_for_so_many() -> None:
     registry = Registry({}, Settings(lens_bytes=2 * NBYTES, registry_bytes=1))
     registry.add("a", lens(1))
@@ -62,13 +48,6 @@ def test_the_devices_have_room_for_so_many() -> None:
             registry.add("b" if replace else "c", lens(3), replace=replace)
     registry.remove("b")
     registry.add("c", lens(3))
-
-
-def test_bodies_of_http() -> None:
-    name, item = parse_item({"name": "j", "lens": lens().model_dump(mode="json")})
-    assert (name, item.reference()) == ("j", lens().reference())
-    with pytest.raises(SpecError, match="of which a vector is one"):
-        parse_item({"name": "j", "entry": lens().entry.model_dump()})
 
 
 def test_lenses_are_registered_at_start(tmp_path: Path) -> None:

@@ -8,21 +8,17 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
 
-from inspect_lens._vllm.frontend import state
-from inspect_lens._vllm.frontend.state import FrontEnd
 from inspect_lens._vllm.registered.items import parse_item
 from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens._vllm.registered.shared_names import SharedNames, folder_of_siblings
 from inspect_lens.errors import CapacityError, SpecError
-from inspect_lens.spec import Ablate, EngineEdits, EngineProbe, LensRequest, SteeringVector, Zero
-from tests.unit.vllm.frontend.test_front import config, facts
+from inspect_lens.spec import EngineProbe, LensRequest, SteeringVector
 
 
 def probe(value: float) -> EngineProbe:
@@ -65,43 +61,6 @@ def test_what_one_server_takes_the_other_knows_whole(two: tuple[Registry, Regist
         with pytest.raises(SpecError, match="other content"):
             registry.add("p", probe(2.0))
         registry.add("p", probe(1.0))  # the same content is fine
-
-
-def test_edits_are_known_whole_too(two: tuple[Registry, Registry]) -> None:
-    edits = EngineEdits(edits=[Ablate(direction=np.arange(8.0), layers=[0, 2])])
-    two[0].add("e", edits)
-    own = Zero(layers=[1])
-    for registry in two:
-        assert registry.describe()["e"] == edits.reference()
-        made = registry.resolve(LensRequest(edits_named="e", edits=[own]))
-        assert [edit.reference() for edit in made.edits] == [
-            edit.reference() for edit in (*edits.edits, own)
-        ]
-        assert made.edits_named == ()
-        with pytest.raises(SpecError, match="no edits are registered as 'n'"):
-            registry.resolve(LensRequest(edits_named=["n"]))
-        with pytest.raises(SpecError, match="no probe is registered as 'e'"):
-            registry.resolve(LensRequest(probes=["e"]))
-    other = EngineEdits(edits=[Ablate(direction=np.arange(8.0) + 1, layers=[0, 2])])
-    with pytest.raises(SpecError, match="other content"):
-        two[1].add("e", other)
-
-
-def test_a_name_that_is_removed_is_free_everywhere(two: tuple[Registry, Registry]) -> None:
-    first, second = two
-    for i in range(5):
-        one, other = (first, second) if i % 2 else (second, first)
-        one.add("p", probe(float(i)))
-        before = other.version
-        assert other.version == before, "nobody has changed anything"
-        other.remove("p")
-        assert [sha256 for _, sha256 in other.take_unused()] == [probe(float(i)).sha256]
-        assert one.version != before
-        assert "p" not in one.probes
-        with pytest.raises(SpecError, match="no probe is registered as 'p'"):
-            one.resolve(LensRequest(probes=["p"]))
-    second.remove("start")
-    assert first.describe() == {}
 
 
 def test_a_server_that_comes_late_knows_what_the_first_ones_know(
@@ -189,26 +148,3 @@ def test_a_disk_that_is_full_leaves_a_name_free(two: tuple[Registry, Registry]) 
     second.add("v", large, replace=True)
     assert first.describe()["v"] == second.describe()["v"] == first.describe()["p"]
     assert len(list(first._shared.folder.iterdir())) == 4, "what was replaced is gone"
-
-
-def test_a_front_end_beside_others_registers_for_all(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(state, "install_when_serving", lambda front: None)
-    monkeypatch.setattr(state, "folder_of_siblings", lambda: folder)
-    monkeypatch.setattr(state, "open_door", lambda folder, payloads: None)
-    monkeypatch.setattr(state, "refusal", lambda config: "not for this test")
-    fronts = []
-    for _ in range(2):
-        fronts.append(FrontEnd())
-        fronts[-1].learn(SimpleNamespace(), config(2))
-        fronts[-1].engines = [facts(8)]
-    one, other = fronts
-    one.register("p", probe(1.0))
-    assert other.compile(LensRequest(probes=["p"]), facts(8)).request.probes[0].name == "p"
-    other.unregister("p")
-    with pytest.raises(SpecError, match="no probe is registered as 'p'"):
-        one.compile(LensRequest(probes=["p"]), facts(8))
-    for front in fronts:
-        assert front.registry._shared is not None
-        front.registry._shared.close()

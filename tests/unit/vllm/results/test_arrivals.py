@@ -205,10 +205,6 @@ def test_few_are_seen_to_at_a_time_however_often_others_are_told_of(
     assert sum(steps) == 23
 
 
-WIDE = 1 << 14
-"""Times the width of a row, for sizes that matter."""
-
-
 @pytest.mark.parametrize("is_light", [False, True])
 def test_a_server_attaches_either_way(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, is_light: bool

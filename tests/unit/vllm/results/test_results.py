@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import inspect
 import time
 import weakref
 from types import SimpleNamespace
@@ -113,32 +112,6 @@ def test_only_an_engine_that_waits_for_its_caller_is_asked_for_what_is_kept(
     assert attached == done[:2]
     flush = ("inspect_lens_hooks", ("flush", ["k", "plain"]))
     assert asked == ([flush] if is_in_process else [])
-
-
-def test_outputs_of_an_engine_that_pools_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-    from vllm.outputs import EmbeddingRequestOutput, PoolingOutput, PoolingRequestOutput
-
-    attached: list[Any] = []
-    kept = SimpleNamespace(take_unflushed=list)
-    fake = SimpleNamespace(attach_all=attached.extend, recorded=kept)
-    monkeypatch.setattr(
-        "inspect_lens._vllm.frontend.wrappers.front_end",
-        lambda: SimpleNamespace(results=fake, registry=Registry()),
-    )
-    pooled: Any = PoolingRequestOutput("r", PoolingOutput(torch.ones(4)), [1, 2], 0, finished=True)
-    done = [pooled, EmbeddingRequestOutput.from_base(pooled)]
-    engine = SimpleNamespace(model_executor=None)
-    assert FRONT_END_WRAPPERS["engine_step"](lambda self: done)(engine) is done
-    assert not attached
-
-
-def test_vllm_gives_an_engine_its_executor_where_it_steps_in_process() -> None:
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    source = inspect.getsource(LLMEngine.__init__)
-    assert "if not multiprocess_mode:" in source
-    assert "self.model_executor =" in source
 
 
 @pytest.fixture

@@ -18,27 +18,18 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
-from inspect_lens import LensRequest
-from inspect_lens._base.receipts import not_done
 from inspect_lens._vllm.sinks.process import (
-    SINK_KEY,
     Sinks,
-    is_by_rule,
     settle,
     settle_now,
-    task_of,
 )
 from inspect_lens._vllm.sinks.recorder import Offered
 from inspect_lens._vllm.sinks.sink import lot
-from inspect_lens.errors import SpecError, UnsupportedError
+from inspect_lens.errors import SpecError
 from inspect_lens.spec import (
     EngineFacts,
     SinkReceipt,
-    SinkUse,
-    parse_extra_args,
     tap_points,
-    to_extra_args,
-    to_wire_args,
 )
 
 FACTS = EngineFacts(
@@ -63,28 +54,6 @@ def sinks(**named: Any) -> Sinks:
         json.dumps({n: {"store": f"memory://{uuid.uuid4().hex}"} | f for n, f in named.items()}),
     )
     return made
-
-
-def test_what_a_request_gives_and_what_it_gets() -> None:
-    made = sinks(a={"layers": [1, 2]}, b={"layers": [0], "requests": False, "share": 0.5})
-    plain = LensRequest(capture={"layers": [0]})
-    assert made.resolve(plain, FACTS) is plain
-    resolved = made.resolve(LensRequest(sink="a"), FACTS)
-    assert resolved.capture is not None
-    assert (resolved.capture.layers, resolved.capture.positions) == ((1, 2), "completion")
-    assert resolved.capture.transport == "sink"
-    same = LensRequest(sink="a", capture={"layers": [1, 2], "positions": "completion"})
-    assert made.resolve(same, FACTS) is same
-    with pytest.raises(SpecError, match="known are a; the operator"):
-        made.resolve(LensRequest(sink="c"), FACTS)
-    with pytest.raises(UnsupportedError, match="known for those are a"):
-        made.resolve(LensRequest(sink="b"), FACTS)
-    with pytest.raises(SpecError, match="known are none"):
-        Sinks().resolve(LensRequest(sink="a"), FACTS)
-    task = task_of({SINK_KEY: (made.key_of(SinkUse(name="a"), FACTS), {"name": "a"})})
-    assert task is not None
-    assert task.recorder.name == "a"
-    assert task_of({}) is None
 
 
 @pytest.mark.parametrize(
@@ -127,19 +96,6 @@ def test_a_rule_depends_on_the_id_alone_and_has_its_share(seed: str, share: floa
     assert abs(sum(chosen) - 2000 * share) <= 5 * sqrt(2000 * share * (1 - share)) + 1
 
 
-def test_rules_are_asked_in_order() -> None:
-    made = sinks(a={"layers": [1], "share": 0.3, "seed": "x"}, b={"layers": [2], "share": 1.0})
-    found = [made.rule_for(FACTS, str(i)) for i in range(500)]
-    assert all(found)
-    keys = [rule.key for rule in found if rule is not None]
-    first = made.key_of(SinkUse(name="a"), FACTS)
-    wanted = [lot("x", "a", str(i)) < 0.3 for i in range(500)]
-    assert [key == first for key in keys] == wanted
-    assert is_by_rule({SINK_KEY: (first, None)})
-    assert not is_by_rule({SINK_KEY: (first, {"name": "a"})})
-    assert sinks(a={"layers": [1]}).rule_for(FACTS, "1") is None
-
-
 def output(*offered: Offered | None) -> Any:
     choices = []
     for one in offered:
@@ -167,18 +123,6 @@ def test_who_waits_too_long_is_told_so(is_async: bool) -> None:
     assert [t and t.status for t in told] == ["written", "queued", None, None]
     assert "still waits for the sink after 0.1 s" in told[1].reason
     never.set_result(queued)  # whoever settles it later harms nobody
-
-
-def test_a_request_travels_whole() -> None:
-    use = SinkUse(name="a", id="i", label=False, group="g", columns={"k": "v"}, wait=False)
-    request = LensRequest(sink=use)
-    assert parse_extra_args(to_extra_args(request)) == request
-    assert parse_extra_args(to_wire_args(to_extra_args(request))) == request
-    assert parse_extra_args({"inspect_lens": {"sink": "a"}}) == LensRequest(sink={"name": "a"})
-    assert not_done(request, {"sink": {"name": "a"}}) is None
-    assert "answered without recording" in str(not_done(request, None))
-    with pytest.raises(SpecError, match="nobody reads it there"):
-        parse_extra_args({"sink": "a"})
 
 
 def test_rows_are_copied_where_they_would_hold_much_more() -> None:

@@ -11,7 +11,7 @@ import threading
 import time
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,13 @@ import pytest
 
 from inspect_lens._shards import Captured, ShardWriter
 from inspect_lens._vllm.sinks.receivers import (
-    FunctionReceiver,
     Given,
     StoreReceiver,
     find_function,
 )
 from inspect_lens._vllm.sinks.recorder import Recorder, new_writer
 from inspect_lens._vllm.sinks.sink import Done, Said, SinkConfig
-from inspect_lens.data import ActivationStore, Recording
+from inspect_lens.data import Recording
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import SinkReceipt, SinkUse, TensorData
 from tests.kit.repository import ROOT
@@ -91,49 +90,6 @@ def store_of(uri: str) -> Callable[..., Recorder]:
 
 def statuses(recorder: Recorder) -> dict[str, int]:
     return dict(recorder.counts)
-
-
-@pytest.mark.parametrize("kind", ["memory", "local"])
-def test_rows_in_the_store_are_those_that_were_taken(kind: str, tmp_path: Path) -> None:
-    uri = f"memory://sink-{time.monotonic_ns()}" if kind == "memory" else str(tmp_path / "a")
-    recorder = store_of(uri)(shard_bytes=3000)
-    use = SinkUse(name="live", id="mine", label=True, group="g", columns={"town": "Ruvan"})
-    sent = [done(f"r{i}") for i in range(20)] + [done("r20", use=use), done("r21", rows=0)]
-    told = [recorder.take(one) for one in sent]
-    assert {one.receipt.status for one in told} == {"queued"}
-    assert recorder.flush(20)
-    assert statuses(recorder) == {"written": 22}
-    store = ActivationStore.open(uri)
-    store.verify()
-    found = {sample.record.id: sample for sample in store.samples()}
-    assert len(found) == 22
-    assert len(store.manifest["shards"]) > 3
-    for one in sent:
-        assert one.said is not None
-        key = one.said.key if one.use is None else "mine"
-        sample = found[key]
-        if one.tensors[NAME].shape[1]:
-            assert sample.acts is not None
-            np.testing.assert_array_equal(sample.acts.storage, one.tensors[NAME].storage)
-        assert sample.token_ids == (*one.said.prompt_ids, 7)
-        assert sample.positions == one.positions
-        assert sample.record.prompt == f"prompt of {one.said.key}"
-    mine = found["mine"].record
-    assert (mine.label, mine.group, mine.columns) == (True, "g", {"town": "Ruvan"})
-    assert store.manifest["n_empty"] == 1
-
-
-def test_who_waits_is_told_the_shard_soon(tmp_path: Path) -> None:
-    recorder = store_of(str(tmp_path))(shard_s=1000.0)
-    began = time.monotonic()
-    together = [recorder.take(done(f"r{i}"), waits=True) for i in range(5)]
-    receipts = [one.future.result(20) for one in together if one.future is not None]
-    assert time.monotonic() - began < 10
-    assert {r.status for r in receipts} == {"written"}
-    assert len({r.shard for r in receipts}) == 1, "they wait for one shard"
-    assert receipts[0].shard is not None
-    assert (tmp_path / receipts[0].shard).is_file()
-    assert receipts[0].rows == ROWS
 
 
 def test_a_slow_sink_drops_what_its_memory_cannot_hold_and_counts_it() -> None:
@@ -298,28 +254,6 @@ def test_a_broken_store_fails_its_results_and_is_logged_once(
     assert offered.future is not None
     assert offered.future.result(20).status == "written"
     assert receiver.given == [(0, ["r4"])], "no number is left out, which readers would note"
-
-
-def test_a_function_gets_every_result_and_its_errors_are_its_own(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    seen: list[str] = []
-
-    def function(sample: Captured, about: Mapping[str, Any]) -> None:
-        assert about["layers"] == [3]
-        assert sample.acts is not None
-        if sample.record.id in ("r1", "r3"):
-            raise SystemExit(1) if sample.record.id == "r1" else ValueError("no")
-        seen.append(sample.record.id)
-
-    made = SinkConfig(callback="mine", layers=(3,))
-    recorder = Recorder("mine", made, FunctionReceiver(function, ABOUT), NAME)
-    told = [recorder.take(done(f"r{i}"), waits=True) for i in range(5)]
-    found = [t.future.result(20).status for t in told if t.future is not None]
-    assert found == ["written", "failed", "written", "failed", "written"]
-    assert seen == ["r0", "r2", "r4"]
-    assert statuses(recorder) == {"written": 3, "failed": 2}
-    assert len([r for r in caplog.records if r.name == "vllm.inspect_lens"]) == 1
 
 
 def test_functions_are_found_by_entry_point(

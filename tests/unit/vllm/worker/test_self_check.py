@@ -345,29 +345,3 @@ def test_a_rank_that_sends_nothing_runs_the_same_passes(
     assert silent.runner.ran == worker.runner.ran
     assert silent.is_clean()
     silent.stepper.close()
-
-
-def test_a_way_that_vllm_cannot_run_is_passed_over(
-    worker: Worker, caplog: pytest.LogCaptureFixture
-) -> None:
-    def hurt(i: int, mode: str, x: torch.Tensor) -> torch.Tensor:
-        assert mode != "FULL", "no such graph"
-        return x
-
-    worker.runner.hurt = hurt
-    with caplog.at_level(logging.INFO, "vllm.inspect_lens"):
-        worker.check()
-    assert "could not run decodes: AssertionError: no such graph" in caplog.text
-    assert "in these ways: piecewise (mixed lengths);" in caplog.messages[-1]
-    assert worker.is_clean()
-
-
-@pytest.mark.parametrize(("bank_rows", "sequences"), [(1, 4), (8, 1)])
-def test_small_buffers_are_enough(bank_rows: int, sequences: int) -> None:
-    made = Worker(bank_rows=bank_rows)
-    made.runner.vllm_config.scheduler_config.max_num_seqs = sequences
-    try:
-        made.check()
-        assert made.is_clean()
-    finally:
-        made.stepper.close()
