@@ -39,7 +39,6 @@ class Holder(Generic[T]):
     """Holds what notes things in this process, once there is somebody to read them."""
 
     def __init__(self, what: str) -> None:
-        """Begin with nothing."""
         self._what = what
         self.made: T | None = None
 

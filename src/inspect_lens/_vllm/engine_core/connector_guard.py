@@ -39,7 +39,6 @@ class ConnectorGuard:
     """Which requests of a scheduler may use its connector, and for how much."""
 
     def __init__(self, behaviours: Collection[Behaviour | None], *, loads_again: bool) -> None:
-        """Begin without requests."""
         self._keeps_apart = any(one not in ("blocks", "request") for one in behaviours)
         self._is_by_request = any(one in ("request", None) for one in behaviours)
         self._loads_again = loads_again
@@ -127,7 +126,6 @@ class GuardedConnector:
     """Stands between a scheduler and its connector."""
 
     def __init__(self, connector: Any, guard: ConnectorGuard) -> None:
-        """Take the place of a connector's methods."""
         self._guard = guard
         self._add, self._match = connector.on_new_request, connector.get_num_new_matched_tokens
         self._update, self._build = (

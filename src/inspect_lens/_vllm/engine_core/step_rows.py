@@ -30,7 +30,6 @@ class StepRows:
     """How many tokens the next step may have, of one scheduler."""
 
     def __init__(self, *, rows: int, taps: int, most: int, least: int) -> None:
-        """Begin without requests."""
         self._rows, self._taps, self._most, self._least = rows, taps, most, least
         # What those may fill that feed one token, and drafts.
         self._free = rows - least * taps

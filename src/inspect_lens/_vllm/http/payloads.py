@@ -54,7 +54,6 @@ class PayloadStore:
         ttl_s: float = TTL_S,
         on_change: Callable[[int, int, int, int], None] | None = None,
     ) -> None:
-        """Begin empty."""
         self._given_bytes = max_bytes
         self._ttl_s = ttl_s
         self._on_change = on_change

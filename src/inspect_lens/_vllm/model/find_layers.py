@@ -215,7 +215,6 @@ class BlockInput:
     """Reads the residual stream from the arguments of a block's forward, by their names."""
 
     def __init__(self, block: nn.Module) -> None:
-        """Look the arguments up."""
         self._block = type(block).__name__
         self._names = list(inspect.signature(block.forward).parameters)
         if "hidden_states" not in self._names:

@@ -24,7 +24,6 @@ class Ranks:
     """The tensor-parallel group of this worker."""
 
     def __init__(self, group: Any) -> None:
-        """Store the group."""
         self.group = group
 
     @classmethod

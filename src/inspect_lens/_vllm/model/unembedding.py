@@ -24,7 +24,6 @@ class VocabHead:
     """Applies final norm and unembedding to rows, with soft cap and scale as the model does."""
 
     def __init__(self, model: Any, layers: list[nn.Module | None]) -> None:
-        """Find what is needed."""
         self._norm = final_norm(model, layers)
         self._processor = logits_processor(model)
         # With LoRA another module stands around it, which adds what adapters make of a step's rows.

@@ -36,7 +36,6 @@ class HookBook:
     """By number, which sealed requests carry; an engine keeps its own, and what stands in it."""
 
     def __init__(self, facts: EngineFacts, *, most_bytes: int, n_processes: int = 1) -> None:
-        """Start empty."""
         self._facts = facts
         self._most = most_bytes
         self._n_processes = n_processes
@@ -141,7 +140,6 @@ class EagerResults:
     """What hooks saved for one finished request."""
 
     def __init__(self, sealed: Mapping[str, Any], gathered: Gathered) -> None:
-        """Put the parts together."""
         self.saved: dict[str, Any] | None = gathered.parts[OWN] if sealed["own"] else None
         """By index of the hook; None where the request brought none."""
         if self.saved is not None:

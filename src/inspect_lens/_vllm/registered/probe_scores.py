@@ -177,7 +177,6 @@ class _Receipts:
     """
 
     def __init__(self, plain: Plain, n: int, first: int | None) -> None:
-        """Make them."""
         self._made = tuple(map(object.__new__, repeat(ProbeReceipt, len(plain.names))))
         self._n, self._first = n, first
         columns: dict[str, Iterable[object]] = {"name": plain.names, "sha256": plain.hashes}
@@ -215,7 +214,6 @@ class Reads:
     """Uses of probes, and what reading them takes that is the same for all requests with them."""
 
     def __init__(self, uses: Sequence[ProbeUse], registered: Mapping[str, EngineProbe]) -> None:
-        """Sort the uses."""
         self.asked = AskedProbes.of(uses, registered)
         """What sealing takes of them."""
         self.uses = tuple(uses)
@@ -243,14 +241,7 @@ class Reading:
     """The probes of one request, fed with their numbers as these arrive."""
 
     def __init__(self, reads: Reads, *, lo: int, n_prompt: int, n_max: int) -> None:
-        """Take note of a request; nothing else, since the engine does not have it yet.
-
-        Args:
-            reads: the uses.
-            lo: position of the first number.
-            n_prompt: tokens of the prompt.
-            n_max: tokens that are fed at most.
-        """
+        # Nothing else is done here, since the engine does not have the request yet.
         self._reads = reads
         self._lo, self._n_prompt, self._n_max = lo, n_prompt, n_max
         self.n_seen = 0
@@ -300,14 +291,7 @@ class Reading:
             means.prepare()
 
     def feed(self, numbers: NDArray[np.float32]) -> dict[str, list[float]]:
-        """Take the next positions.
-
-        Args:
-            numbers: (shares, positions, columns), without a gap behind what was fed before.
-
-        Returns:
-            Token scores by name, of the uses that asked for them and read some of these.
-        """
+        """Take the next positions, (shares, positions, columns); new token scores by name."""
         first = self._lo + self.n_seen
         self.n_seen += numbers.shape[1]
         if not numbers.shape[1]:
@@ -329,13 +313,9 @@ class Reading:
         return new
 
     def whole(self, numbers: NDArray[np.float32]) -> Whole | None:
-        """What `feed_together` takes at once of a request that was fed nothing before.
+        """All numbers for `feed_together`, which may be still to come.
 
-        Args:
-            numbers: (shares, positions, columns); all of them. They may be still to come.
-
-        Returns:
-            None where something else is wanted than means over the same tokens.
+        None where something else is wanted than means over the same tokens.
         """
         if self._reads.others or self.n_seen or len(numbers) != 1 or len(self._plain) != 1:
             return None

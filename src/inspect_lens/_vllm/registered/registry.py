@@ -34,7 +34,6 @@ class Registry:
     def __init__(
         self, items: Mapping[str, Registrable] | None = None, settings: Settings | None = None
     ) -> None:
-        """Know some names from the start."""
         self._settings = settings or Settings()
         self._items: dict[str, Item] = {}
         self._references: dict[str, str] = {}

@@ -52,7 +52,6 @@ class SharedNames:
     def __init__(
         self, folder: Path, parse: Callable[[Mapping[str, Any]], tuple[str, Item]]
     ) -> None:
-        """Open the folder, or make it."""
         sweep()
         self._parse = parse
         self._lock: int | None

@@ -42,7 +42,6 @@ class Arrivals:
     """The outputs of one event loop that wait for results."""
 
     def __init__(self, results: Results, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin with nothing."""
         # Weak: it is kept by what the loop is looked up in, which must not keep the loop.
         self.results, self._loop = results, weakref.proxy(loop)
         self._waiting: list[_Waiting] = []

@@ -122,7 +122,6 @@ class SpillFolder:
     """
 
     def __init__(self, folder: Path, most_bytes: int, writer: str) -> None:
-        """Open the folder, or make it."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder, self._most = folder, most_bytes
         self._lock = threading.Lock()

@@ -57,7 +57,6 @@ class Waiting:
     """Samples in the order in which they came; all methods may be called from any thread."""
 
     def __init__(self, config: SinkConfig, *, is_eager: bool) -> None:
-        """Begin empty."""
         self.changed = threading.Condition()
         """Notified when something has come, has gone, or is wanted at once."""
         self._config, self._is_eager = config, is_eager
@@ -161,7 +160,6 @@ class Recorder:
     def __init__(
         self, name: str, config: SinkConfig, receiver: Receiver, tensor: str, writer: str = ""
     ) -> None:
-        """Begin empty; threads begin with the first result."""
         self.name, self.config = name, config
         self._receiver, self._tensor = receiver, tensor
         self._writer = writer or new_writer()

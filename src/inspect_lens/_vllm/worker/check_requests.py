@@ -124,7 +124,6 @@ class Inbox:
     """Takes rows as a front-end does: messages from a socket, rows from shared memory."""
 
     def __init__(self, exporter: Exporter) -> None:
-        """Open the socket."""
         self._exporter = exporter
         self.address = f"inproc://inspect-lens-check-{id(self):x}"
         self._socket: Any = zmq.Context.instance().socket(zmq.PULL)

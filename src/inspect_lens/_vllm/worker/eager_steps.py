@@ -41,7 +41,6 @@ class LayerHooks:
         state: TapState,
         together: Callable[[bool], AbstractContextManager[None]],
     ) -> None:
-        """Store what steps need."""
         self._together = together
         self._blocks = blocks
         self._hooks = hooks
@@ -253,7 +252,6 @@ class Eager:
     """What runners do around an eager step."""
 
     def __init__(self, stepper: HookedStepper, layers: LayerHooks, ranks: Ranks) -> None:
-        """Store what steps need."""
         assert stepper.hooks is not None
         self._stepper = stepper
         self._hooks: HookRunner = stepper.hooks

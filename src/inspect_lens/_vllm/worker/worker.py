@@ -85,16 +85,10 @@ def stats(worker: Any) -> dict[str, int]:
 
 
 def register(worker: Any, reference: str, item: dict[str, Any] | None) -> bool | str:
-    """Keep a probe or a lens for a reference to it; called on all workers by name.
+    """Keep a probe or a lens for a reference, see `registered/contents.py`; None to give it up.
 
-    Args:
-        worker: vLLM's.
-        reference: see `registered/contents.py`.
-        item: wire form of an `EngineProbe` or an `EngineLens`; None to give the reference up.
-
-    Returns:
-        Whether the lens is active in this worker; as text, what went wrong: an exception here would
-        be one of the engine's.
+    Called on all workers by name. Whether the lens is active here, or as text what went wrong: an
+    exception would be one of the engine's.
     """
     stepper: LensStepper | None = getattr(worker.model_runner, "inspect_lens", None)
     try:

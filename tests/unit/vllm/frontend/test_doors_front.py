@@ -257,7 +257,7 @@ def test_a_fault_where_results_are_attached_is_an_error_of_the_request(
     monkeypatch.setattr(engine.results, "is_light", lambda one, encodes: is_light)
     monkeypatch.setattr(wrappers, "_encode", raising(fault))
     with pytest.raises(CaptureError, match=type(fault).__name__):
-        asyncio.run(wrappers.attached_for_http(one))
+        asyncio.run(wrappers.attached_for_http(one, None))
     removed(engine, keys)
 
 
@@ -316,7 +316,7 @@ def test_a_request_without_the_lens_is_not_touched_by_its_faults(
     extra: dict[str, Any] | None,
 ) -> None:
     broken = raising(fault)
-    monkeypatch.setattr(admission, "asked_of", broken)
+    monkeypatch.setattr(admission, "parse_extra_args", broken)
     wrapped = FRONT_END_WRAPPERS[door](lambda *args, **kw: "done")
     params = SimpleNamespace(extra_args=extra, n=1)
     processor = SimpleNamespace(inspect_lens_facts=None)

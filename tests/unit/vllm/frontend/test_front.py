@@ -207,7 +207,7 @@ def test_api_servers_that_were_asked_for_and_not_started_are_named(
     monkeypatch.setattr(state, "install_when_serving", lambda front: None)
     monkeypatch.setattr(state, "refusal", lambda config: "not for this test")
     monkeypatch.setattr(state, "SharedNames", lambda *args: SimpleNamespace(folder=Path("x")))
-    monkeypatch.setattr(state, "open_door", lambda *args: None)
+    monkeypatch.setattr(state, "serve_siblings", lambda *args: None)
     monkeypatch.setattr(state.logger, "warning", lambda *args: told.append(args))
     monkeypatch.setattr(state.sys, "argv", ["api_server", *words])
     front = FrontEnd()
@@ -222,7 +222,7 @@ def test_api_servers_share_the_memory_that_is_kept_of_results(
 ) -> None:
     monkeypatch.setattr(state, "install_when_serving", lambda front: None)
     monkeypatch.setattr(state, "SharedNames", lambda *args: SimpleNamespace(folder=Path("x")))
-    monkeypatch.setattr(state, "open_door", lambda *args: None)
+    monkeypatch.setattr(state, "serve_siblings", lambda *args: None)
     monkeypatch.setattr(hosts, "_may_span_hosts", lambda config: False)
     monkeypatch.setattr(collector, "memory_bytes", lambda: 64 << 30)
     front = FrontEnd()
