@@ -270,7 +270,8 @@ def test_several_api_servers_show_their_sum(tmp_path: Any) -> None:
 
 
 def test_a_process_that_serves_nothing_imports_nothing() -> None:
-    code = "import sys, inspect_lens._vllm.metrics as m; m.note('inspect_lens_running', 1); print(*sys.modules)"
+    note = "m.note('inspect_lens_running', 1)"
+    code = f"import sys, inspect_lens._vllm.metrics as m; {note}; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "prometheus_client" not in run.stdout.split()
 
