@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, cast
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from inspect_lens.errors import SpecError
 from inspect_lens.probe import FOLLOWED_FLOOR, RECALL_FLOOR
 
 from ._output import (
@@ -17,6 +21,10 @@ from ._output import (
     parse_model_args,
     parse_settings,
 )
+
+if TYPE_CHECKING:
+    from inspect_lens.probe import ProbeCard, Threshold
+    from inspect_lens.train import ActivationSet
 
 __all__ = ["probe_app"]
 
@@ -213,11 +221,36 @@ def evaluate(
     A store with samples that trained the probe, chose its layer, set its threshold or fitted its
     probabilities is refused.
     """
-    from ._jobs import evaluate_job
+    from inspect_lens.probe import Transfer, load_probe
+    from inspect_lens.train import evaluate_probe, transfer_statement
+    from inspect_lens.train.sets._splits import near_copies
 
-    made = evaluate_job(
-        probe, store, any_model=any_model, allow_seen=allow_seen, tokenizer=tokenizer,
-        n_resamples=resamples, seed=seed, control=control, train=train_store,
+    from ._made import Made
+    from ._stores import judged_set
+
+    loaded, found = load_probe(probe), []
+    read = partial(judged_set, loaded, any_model=any_model, tokenizer=tokenizer)
+    harmless = read(control) if control else None
+    fit = read(train_store) if train_store else None
+    judged = [read(uri) for uri in store]
+    for data in judged:
+        one = evaluate_probe(
+            loaded, data, control=harmless, train=fit, allow_seen=allow_seen,
+            n_resamples=resamples, seed=seed,
+        )  # fmt: skip
+        known = "content" if one.n_seen == 0 else "not checked"
+        found.append(one.model_copy(update={"disjoint_by": known}))
+    verdicts: tuple[Transfer, ...] = ()
+    if fit is not None:
+        copies = near_copies(loaded, [fit], judged)
+        verdicts = tuple(
+            transfer_statement(fit.name, e, copies=copies.get(e.name, ()))
+            for e in found
+            if e.auroc is not None
+        )
+    made = Made(
+        probe=loaded, folder=str(loaded.path or probe), evaluations=tuple(found),
+        transfers=verdicts,
     )  # fmt: skip
     emit(made.result(), made.lines(), as_json=as_json)
 
@@ -256,14 +289,71 @@ def calibrate(
     Recall and false positive rate on the card were measured at the old threshold, so they are
     dropped; `evaluate` measures them again.
     """
-    from ._jobs import calibrate_job
+    from inspect_lens.probe import load_probe
+    from inspect_lens.train import calibrate as fit_probabilities
+    from inspect_lens.train import calibrate_threshold, refuse_seen
 
-    made = calibrate_job(
-        probe, out=out, control=control, labelled=labelled, fpr=fpr, method=method,
-        statistics=statistic or ["answer"], length=length,
-        allow_few=allow_few, any_model=any_model, allow_seen=allow_seen, tokenizer=tokenizer,
-    )  # fmt: skip
+    from ._made import Made
+    from ._stores import judged_set
+
+    loaded, statistics = load_probe(probe), statistic or ["answer"]
+    if not (control or labelled):
+        raise SpecError("nothing to do; allowed are --control, --labelled, or both")
+    is_alarm = {one: one.partition(":")[0] == "alarm" for one in statistics}
+    if length and not any(is_alarm.values()):
+        raise SpecError(
+            f"--length {length}: only an alarm has a length up to which it holds; add --for "
+            "alarm, or leave --length out"
+        )
+
+    def unseen(uri: str) -> ActivationSet:
+        data = judged_set(loaded, uri, any_model=any_model, tokenizer=tokenizer)
+        if not allow_seen:
+            # Scores of samples that shaped the probe are not those of new ones.
+            refuse_seen(loaded, data, roles=("training", "selection"))
+        return data
+
+    card = loaded.card
+    if control:
+        data = unseen(control)
+        new = [
+            calibrate_threshold(
+                loaded, data, fpr, statistic=one, allow_few=allow_few,
+                length=length or None if is_alarm[one] else None,
+            )
+            for one in statistics
+        ]  # fmt: skip
+        card = _with_thresholds(card, new)
+        if card.seen is not None:
+            shown = data.negatives().shown(card.seen.by, loaded.layers)
+            seen = card.seen.with_control(shown, added=len(card.thresholds) > len(new))
+            card = card.model_copy(update={"seen": seen})
+    if labelled:
+        data = unseen(labelled)
+        fitted = fit_probabilities(data.scores(loaded), data.labels, method=method, name=data.name)
+        card = card.model_copy(update={"calibration": fitted})
+        if card.seen is not None:
+            seen = card.seen.with_calibration(data.shown(card.seen.by, loaded.layers))
+            card = card.model_copy(update={"seen": seen})
+    anew = replace(loaded, card=card, path=None)
+    made = Made(probe=anew, folder=str(anew.save(out)), evaluations=())
     emit(made.result(), made.lines(), as_json=as_json)
+
+
+def _with_thresholds(card: ProbeCard, new: Sequence[Threshold]) -> ProbeCard:
+    """A card with new thresholds beside those for other statistics; what the old ones did goes."""
+    anew = {t.statistic for t in new}
+    kept = [t for t in card.thresholds if (t.statistic or card.answer) not in anew]
+    gone: dict[str, Any] = {}
+    if card.answer in anew:
+        names = ("recall", "recall_interval", "fpr", "fpr_interval", "balanced_accuracy")
+        gone = dict.fromkeys(names)
+    stay = {str(t.statistic or card.answer) for t in kept}
+    evaluations = tuple(
+        e.model_copy(update=gone | {"rates": tuple(r for r in e.rates if r.statistic in stay)})
+        for e in card.evaluations
+    )
+    return card.model_copy(update={"thresholds": (*new, *kept), "evaluations": evaluations})
 
 
 @probe_app.command()
@@ -287,13 +377,53 @@ def sweep(
     as_json: Json = False,
 ) -> None:
     """Compare layers and families on a selection set."""
-    from ._jobs import sweep_job
+    from inspect_lens.probe import ProbeCard, auroc
+    from inspect_lens.train import make_estimator, select_layer, split_by_group
 
-    result, lines = sweep_job(
-        train_store, selection, family or ["lr"], layers=parse_layers(layers), rows=rows,
-        pool=pool, seed=seed, tokenizer=tokenizer, control=control, fpr=fpr, memory=memory,
-        work=resume,
-    )  # fmt: skip
+    from ._made import CHOSEN_HERE
+    from ._stores import read_set
+
+    every = [uri for uri in (train_store, control, selection) if uri]
+    read = partial(
+        read_set, pool=pool, tokenizer=tokenizer, memory=memory, work=resume, beside=every
+    )
+    fit = read(train_store, "train")
+    if selection:
+        chosen = read(selection, "selection")
+    else:
+        fit, chosen = split_by_group(fit, seed=seed)
+    harmless = read(control, "control") if control else None
+    card = ProbeCard(name="sweep/any", layers=fit.layers[:1], hidden=fit.hidden, pool=pool)
+    table: list[dict[str, Any]] = []
+    lines = [f"{'family':18s} {'layer':>5s} {'AUROC':>7s} {'separation':>11s}"]
+    if control:
+        lines[0] += f" {f'recall at {fpr:g}':>22s}"
+    picked = None if layers == "all" else parse_layers(layers)
+    for one in family or ["lr"]:
+        choice = select_layer(
+            make_estimator(one), fit, chosen, card=card, rows=rows or None,
+            layers=picked, control=harmless, fpr=fpr, seed=seed,
+        )  # fmt: skip
+        together = len(choice.probe.layers) > 1
+        if together:
+            area = auroc(chosen.labels, chosen.scores(choice.probe))
+            joint = list(choice.probe.layers)
+            table.append({"family": one, "chosen": True, "layers": joint, "auroc": area})
+            lines.append(f"{one:18s} {','.join(map(str, joint)):>5s} {area:7.4f} *")
+        for score in choice.sweep:
+            best = score.layer in choice.probe.layers and not together
+            table.append({"family": one, "chosen": best, **score.model_dump()})
+            mark = " *" if best else ""
+            recall = ""
+            if score.recall is not None and score.recall_interval is not None:
+                low, high = score.recall_interval.low, score.recall_interval.high
+                recall = f" {f'{score.recall:.3f} [{low:.3f}, {high:.3f}]':>22s}"
+            lines.append(
+                f"{one:18s} {score.layer:5d} {score.auroc:7.4f} {score.separation:11.2f}"
+                f"{recall}{mark}"
+            )
+    lines.append(CHOSEN_HERE)
+    result = {"selection": chosen.name, "n": len(chosen), "sweep": table}
     emit(result, lines, as_json=as_json)
 
 
@@ -311,12 +441,27 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Write report.html with figures of the card and of the stores you name."""
-    from ._jobs import report_job
+    from inspect_lens.probe import load_probe
+    from inspect_lens.train import refuse_seen
+    from inspect_lens.view import write_report
 
-    made = report_job(
-        probe, store, out=out, tokenizer=tokenizer, any_model=any_model, allow_seen=allow_seen,
-        n_resamples=resamples,
-    )  # fmt: skip
+    from ._jobs import report_row, report_set
+    from ._made import Made
+    from ._stores import judged_set
+
+    loaded = load_probe(probe)
+    sets, rows, asked = [], list(loaded.card.evaluations), []
+    for uri in store:
+        data = judged_set(loaded, uri, any_model=any_model, tokenizer=tokenizer)
+        if not allow_seen:
+            refuse_seen(loaded, data)
+        found = report_row(loaded, data, rows, n_resamples=resamples)
+        asked.append(found)
+        sets.append(report_set(loaded, data, store=uri, tokenizer=tokenizer, n_seen=found.n_seen))
+    shown = replace(loaded, card=loaded.card.model_copy(update={"evaluations": tuple(rows)}))
+    path = write_report(shown, out, sets, n_resamples=resamples)
+    folder = str(loaded.path or probe)
+    made = Made(probe=loaded, folder=folder, evaluations=tuple(asked), report=str(path))
     emit(made.result(), made.lines(), as_json=as_json)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
-from inspect_lens._cli._jobs import calibrate_job, evaluate_job, sweep_job, train_job
+from inspect_lens._cli import app
+from inspect_lens._cli._jobs import train_job
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import load_probe
 from inspect_lens.train import ActivationSet, MeanDifferenceProbe, measure_baselines
@@ -27,17 +30,20 @@ def train(**change: Any) -> Any:
     return train_job(**{**how, **change})
 
 
-def evaluate(store: str, *, any_model: bool = False) -> Any:
-    return evaluate_job(
-        "p", [store], any_model=any_model, allow_seen=False, tokenizer="", n_resamples=0, seed=0
-    )
+def command(*words: object) -> Any:
+    """What a command says as JSON, or its error."""
+    done = CliRunner().invoke(app, ["probe", *map(str, words), "--json"])
+    if done.exception is not None:
+        raise done.exception
+    return json.loads(done.stdout)
+
+
+def evaluate(store: str, *words: str) -> Any:
+    return command("evaluate", "p", store, "--resamples", 0, *words)["evaluations"][0]
 
 
 def sweep(selection: str) -> Any:
-    return sweep_job(
-        "s/train", selection, ["lda"], layers="all", rows="tokens", pool="mean", seed=0,
-        tokenizer="",
-    )  # fmt: skip
+    return command("sweep", "--train", "s/train", "--selection", selection, "--family", "lda")
 
 
 @pytest.fixture(autouse=True)
@@ -66,17 +72,17 @@ def test_stores_of_other_tokens_or_weights_are_not_mixed(change: Any, match: str
 def test_a_probe_is_judged_on_the_tokens_that_it_reads() -> None:
     train()
     plant("s/same", HALF, seed=3)
-    assert evaluate("s/same").evaluations[0].auroc > 0.9
+    assert evaluate("s/same")["auroc"] > 0.9
     plant("s/all", HALF, seed=3, positions="all")
     with pytest.raises(ArtifactError, match="positions 'all'; probe 't/p' reads 'completion'"):
         evaluate("s/all")
     plant("s/other", HALF, seed=3, weights="b")
     with pytest.raises(ArtifactError, match="--any-model"):
         evaluate("s/other")
-    assert evaluate("s/other", any_model=True).evaluations[0].auroc > 0.9
+    assert evaluate("s/other", "--any-model")["auroc"] > 0.9
     plant("s/both", HALF, seed=3, weights="b", positions="all")
     with pytest.raises(ArtifactError, match="positions 'all'"):
-        evaluate("s/both", any_model=True)
+        evaluate("s/both", "--any-model")
 
 
 def test_a_text_is_prompt_and_completion_at_once() -> None:
@@ -86,7 +92,7 @@ def test_a_text_is_prompt_and_completion_at_once() -> None:
     made = train(train="s/text", heldout=["s/prompt"])
     assert made.probe.card.positions == "completion"
     plant("s/more", HALF, seed=5, raw=True, positions="prompt")
-    assert evaluate("s/more").evaluations[0].auroc > 0.9
+    assert evaluate("s/more")["auroc"] > 0.9
     with pytest.raises(ArtifactError, match="positions 'prompt'"):
         evaluate("s/prompt")
     plant("s/last", HALF, seed=6, raw=True, positions="last_prompt")
@@ -109,10 +115,7 @@ def test_positive_samples_of_a_control_set_set_no_threshold() -> None:
     assert "(100 positive ones left out)" in Path("p/card.md").read_text()
     assert made.probe.card.seen.count("control") == 100
     plant("s/again", [0, 0, 1] * 50, seed=7, gap=3.0)
-    calibrate_job(
-        "p", out="q", control="s/again", labelled="", fpr=0.05, method="platt", allow_few=False,
-        any_model=False, allow_seen=False, tokenizer="",
-    )  # fmt: skip
+    command("calibrate", "p", "--out", "q", "--control", "s/again", "--fpr", 0.05)
     threshold, *kept = load_probe("q").card.thresholds
     assert (threshold.n_control, threshold.n_left_out) == (100, 50)
     assert kept == [alarm, token], (
@@ -147,15 +150,11 @@ def test_baselines_read_the_words_of_their_own_set() -> None:
 
 def test_a_large_store_is_read_from_disk_and_gives_the_same_probe(tmp_path: Path) -> None:
     small = train(out="small")
-    large = train(out="large", memory=0.0, work="fits")
+    large = train(out="large", memory=2e-5, work="fits")
     assert large.probe.card.thresholds[0].n_above == small.probe.card.thresholds[0].n_above
     np.testing.assert_allclose(large.probe.weight, small.probe.weight, rtol=1e-4, atol=1e-6)
     assert list(Path("fits").glob("train-*.safetensors"))
-    found = [
-        sweep_job("s/train", "", ["lr"], layers="all", rows="", pool="mean", seed=0, tokenizer="",
-                  memory=memory)[0]["sweep"]
-        for memory in (4.0, 0.0)
-    ]  # fmt: skip
+    found = [command("sweep", "--train", "s/train", "--memory", gb)["sweep"] for gb in (4.0, 2e-5)]
     assert [row["auroc"] for row in found[0]] == pytest.approx([r["auroc"] for r in found[1]])
 
 
@@ -193,6 +192,6 @@ def test_a_saved_set_is_read_as_a_store_is() -> None:
     assert saved.probe.threshold.value == stores.probe.threshold.value
     assert [e.name for e in saved.evaluations] == ["test"]
     assert saved.probe.card.model == stores.probe.card.model
-    assert evaluate(files["test"]).evaluations[0].auroc == stores.evaluations[0].auroc
+    assert evaluate(files["test"])["auroc"] == stores.evaluations[0].auroc
     with pytest.raises(SpecError, match="layer 77 is not in it"):
         train(out="r", train=files["train"], layers=[77])
