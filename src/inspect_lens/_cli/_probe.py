@@ -401,7 +401,7 @@ def sweep(
     picked = None if layers == "all" else parse_layers(layers)
     for one in family or ["lr"]:
         choice = select_layer(
-            make_estimator(one), fit, chosen, card=card, rows=rows or None,
+            make_estimator(one), fit, chosen, card=card, rows=cast("Any", rows or None),
             layers=picked, control=harmless, fpr=fpr, seed=seed,
         )  # fmt: skip
         together = len(choice.probe.layers) > 1

@@ -333,7 +333,7 @@ def test_a_threshold_is_calibrated_for_what_acts_on_it(run: Run) -> None:
     assert "for the maximum of the running mean of an answer" in said
     for wrong, message in (
         (("--length", 2), "add --for alarm"),
-        (("--for", "alarm", "--length", 999), "length=999: the longest"),
+        (("--for", "alarm", "--length", 999), "--length=999: 0 of 100 control groups"),
         (("--for", "turn"), "allowed are 'answer', 'alarm' and 'token'"),
     ):
         _, error = run(*again, *wrong, code=3)

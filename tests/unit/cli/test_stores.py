@@ -165,6 +165,7 @@ def test_a_large_store_is_read_from_disk_and_gives_the_same_probe(tmp_path: Path
         ("lda-ridge", {}), ("lat", {}), ("attention-lite", {"steps": 20}),
     ],
 )  # fmt: skip
+@pytest.mark.filterwarnings("ignore:memory=.*reads rows piece by piece:UserWarning")
 def test_these_methods_train_in_little_memory(family: str, settings: dict[str, Any]) -> None:
     how = {"family": family, "settings": settings, "rows": "", "allow_few": True}
     # 20 kB, where one layer takes 8 and stores are held with four copies.
