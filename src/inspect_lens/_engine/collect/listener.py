@@ -2,8 +2,7 @@
 
 Bytes of rows go to a copy of the worker's memory (`Mirror`), and messages to the collector's own
 socket, so that it need not know of hosts. One thread does that. While the collector's socket takes
-nothing, no frames are taken either: they wait at their sender, whose memory is bounded, for the
-time-out at most. ZeroMQ then sees no sign of life of the other side, and ends the connection.
+nothing, nor does this thread, and workers keep what they have: see `IN_FLIGHT` of `frames.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import logging
+import math
 import mmap
 import os
 import re
@@ -26,6 +26,7 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import recv_monitor_message
 
 from inspect_lens._engine.protocol.frames import (
     MOST_ASKED,
@@ -155,6 +156,14 @@ _BURST = 64
 """Frames that are taken in before workers are answered."""
 _FORWARDED = 64
 """Messages that wait for the collector, at most, beside those in its own socket."""
+_REFUSALS = (
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    # Where the other end saw first that it does not fit.
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+_REFUSALS_S = 60.0
+"""Between two lines about those who were refused."""
 _BIND = re.compile(r"(?P<host>\[[\da-fA-F:]+\]|[^:\[\]]+)(:(?P<first>\d+)(-(?P<last>\d+))?)?")
 _PORTS = (49152, 65535)
 
@@ -168,20 +177,21 @@ class _Worker:
     parts: list[bytes] = field(default_factory=list)
     """Of a message that goes on."""
     n_bytes: int = 0
+    n_taken: int = 0
+    """Frames."""
+    n_credited: int = 0
+    """Of these, those that the worker knows of."""
 
 
 class _Secret:
-    """Lets those in who know the key."""
+    """Lets those in who have the key pair that is made of the secret."""
 
     def __init__(self, key: str) -> None:
         self._public = client_public(key)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a client has the key pair that is made of the secret."""
-        is_known = hmac.compare_digest(key, self._public)
-        if not is_known:
-            logger.error("inspect_lens: somebody was refused who does not know the key of hosts")
-        return is_known
+        """As pyzmq asks for it."""
+        return hmac.compare_digest(key, self._public)
 
 
 def parse_bind(text: str) -> tuple[str, tuple[int, int]]:
@@ -212,8 +222,6 @@ class Listener:
         self._links, self._lost, self._told, self._came = links, lost, told, came
         self._workers: dict[bytes, _Worker] = {}
         self._mirrors: dict[str, Mirror] = {}
-        self._held: bytes | None = None
-        """A message that the collector's socket has no room for."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_closing = False
         self._look_s, self._looks = links.timeout_s / BEATS, 0.0
@@ -227,10 +235,13 @@ class Listener:
             self._authenticator.configure_curve_callback("*", _Secret(links.key))
         self._socket: Any = self._context.socket(zmq.ROUTER)
         make_server(self._socket, links)
+        self._refusals: Any = self._socket.get_monitor_socket(_REFUSALS)
+        self._told_of_refusals = -math.inf
         self.address = self._bind()
         self._forward: Any = self._context.socket(zmq.PUSH)
         self._forward.setsockopt(zmq.LINGER, 0)
         self._forward.setsockopt(zmq.SNDHWM, _FORWARDED)
+        self._forward.setsockopt(zmq.SNDTIMEO, 100)
         self._forward.connect(forward)
         self._thread = threading.Thread(target=self._run, name="inspect-lens-hosts", daemon=True)
         self._thread.start()
@@ -275,32 +286,39 @@ class Listener:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._wake, zmq.POLLIN)
+        for one in (self._wake, self._refusals, self._socket):
+            poller.register(one, zmq.POLLIN)
         while not self._is_closing:
             try:
-                self._turn(poller)
+                poller.poll(int(1000 * self._look_s))
+                self._turn()
             except BaseException:  # the thread must outlive it: it serves all workers
                 logger.exception("inspect_lens: workers of other hosts could not be served")
         for worker in list(self._workers.values()):
             self._send(worker.identity, Kind.BYE, content=b"its process has ended")
 
-    def _turn(self, poller: zmq.Poller) -> None:
-        if self._held is not None:
-            self._pass_on(self._held)
-        poller.register(self._socket, 0 if self._held is not None else zmq.POLLIN)
-        pause = 0.005 if self._held is not None else self._look_s
-        poller.poll(int(1000 * pause))
+    def _turn(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
+        while self._refusals.poll(0):
+            recv_monitor_message(self._refusals)
+            self._tell_of_refusal()
         for _ in range(_BURST):
-            if self._held is not None:
-                break
             try:
                 identity, *parts = self._socket.recv_multipart(flags=zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
             self._take(identity.bytes, [part.buffer for part in parts])
         self._serve()
+
+    def _tell_of_refusal(self) -> None:
+        if (now := time.monotonic()) > self._told_of_refusals + _REFUSALS_S:
+            self._told_of_refusals = now
+            logger.error(
+                "inspect_lens: somebody who connected to %s was refused: it is no worker of this "
+                "release, or its INSPECT_LENS_HOSTS_KEY is another one",
+                self.address,
+            )
 
     def _take(self, identity: bytes, parts: list[memoryview]) -> None:
         worker = self._workers.get(identity)
@@ -309,6 +327,7 @@ class Listener:
             if worker is None:
                 self._welcome(identity, frame)
             else:
+                worker.n_taken += 1
                 self._accept(worker, frame)
         except (FrameError, msgspec.MsgspecError) as error:
             logger.error("inspect_lens: a worker of another host is not listened to: %s", error)
@@ -328,7 +347,7 @@ class Listener:
             if other.mirror.name == hello.worker:
                 self._drop(other.identity, "its link was made anew")
         mirror = self._mirrors[hello.worker] = Mirror(hello, self.wake)
-        self._workers[identity] = _Worker(identity, mirror)
+        self._workers[identity] = _Worker(identity, mirror, n_taken=1)
         self._came()
 
     def _accept(self, worker: _Worker, frame: Frame) -> None:
@@ -362,11 +381,10 @@ class Listener:
             self._pass_on(message)
 
     def _pass_on(self, message: bytes) -> None:
-        try:
-            self._forward.send(message, flags=zmq.NOBLOCK)
-            self._held = None
-        except zmq.Again:
-            self._held = message
+        while not self._is_closing:
+            with contextlib.suppress(zmq.Again):
+                self._forward.send(message)
+                return
 
     def _serve(self) -> None:
         """Tell workers what they have to know, and see who has gone."""
@@ -375,6 +393,9 @@ class Listener:
             cursor = worker.mirror.cursor(is_due)
             if cursor is not None:
                 self._send(worker.identity, Kind.TAKEN, cursor)
+            if worker.n_taken > worker.n_credited:
+                worker.n_credited = worker.n_taken
+                self._send(worker.identity, Kind.CREDIT, worker.n_taken)
             while numbers := worker.mirror.asked():
                 self._send(worker.identity, Kind.ASK, content=numbers)
         if is_due:

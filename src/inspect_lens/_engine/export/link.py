@@ -25,6 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from inspect_lens._engine.protocol.frames import (
     CHUNK,
+    IN_FLIGHT,
     MOST_ASKED,
     Frame,
     FrameError,
@@ -108,7 +109,7 @@ _LANDING_S = 60.0
 _LOOK_S = 0.001
 """Between two looks whether they have."""
 _BURST = 64
-"""Frames that are sent before it is looked what the other end says."""
+"""Frames of the other end that are taken in before anything is sent."""
 _IDLE_S = 5.0
 """Between two looks where nothing wakes the thread."""
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
@@ -125,8 +126,8 @@ class Link:
         self._room = threading.Event()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_closing = self._is_lost = self._is_welcome = False
-        self._held: list[bytes] | None = None
-        """A frame for which there was no room."""
+        self._n_sent = self._n_taken = 0
+        """Frames, and how many of them the front-end says that it has taken."""
         self._answers: deque[bytes] = deque()
         self._revoked = 0
         """As far as the front-end knows."""
@@ -191,6 +192,7 @@ class Link:
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
         poller.register(monitor, zmq.POLLIN)
+        poller.register(socket, zmq.POLLIN)
         frames: Iterator[tuple[Kind, int, bytes] | None] = self._frames()
         # To connect and to be let in may take the time-out each. ZeroMQ tells of no event where it
         # cannot open a socket.
@@ -201,14 +203,10 @@ class Link:
                 self._note_event(recv_monitor_message(monitor)["event"])
             if not self._is_welcome and time.monotonic() > until:
                 raise _not_let_in()
-            pause = self._ship(socket, frames)
-            flags = zmq.POLLIN if self._held is None else zmq.POLLIN | zmq.POLLOUT
-            poller.register(socket, flags)
-            poller.poll(int(1000 * pause))
+            poller.poll(int(1000 * self._ship(socket, frames)))
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
-        if self._held is None:
-            self._send(socket, Kind.BYE, content=b"its worker has ended")
+        self._send(socket, Kind.BYE, content=b"its worker has ended")
 
     def _note_event(self, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -223,20 +221,16 @@ class Link:
 
     def _ship(self, socket: Any, frames: Iterator[tuple[Kind, int, bytes] | None]) -> float:
         """Send what can be sent; returns the seconds after which to look again."""
-        for _ in range(_BURST):
-            if self._held is not None:
-                if not self._retry(socket):
-                    return _IDLE_S
-                continue
-            if not self._is_welcome:
-                return min(_IDLE_S, self._links.timeout_s)
+        if not self._is_welcome:
+            return min(_IDLE_S, self._links.timeout_s)
+        while self._n_sent < self._n_taken + IN_FLIGHT:
             if self._answers:
                 self._send(socket, Kind.BOARD, content=self._answers.popleft())
                 continue
             if (frame := next(frames)) is None:
                 return _LOOK_S if self._waiting else _IDLE_S
             self._send(socket, *frame)
-        return 0.0
+        return _IDLE_S
 
     def _frames(self) -> Iterator[tuple[Kind, int, bytes] | None]:
         """What to send, for ever; None where there is nothing yet."""
@@ -287,6 +281,8 @@ class Link:
         if frame.kind == Kind.TAKEN:
             cursors = self._arena.view.cursors
             cursors[self._reader] = max(int(cursors[self._reader]), frame.number)
+        elif frame.kind == Kind.CREDIT:
+            self._n_taken = min(frame.number, self._n_sent)
         elif frame.kind == Kind.ASK:
             numbers = unpacked(bytes(frame.content))
             if len(numbers) > MOST_ASKED:
@@ -300,20 +296,10 @@ class Link:
             raise FrameError(f"a front-end sends no {frame.kind.name}")
 
     def _send(self, socket: Any, kind: Kind, number: int = 0, content: bytes = b"") -> None:
-        self._send_parts(socket, packed_frame(kind, number, content))
-
-    def _retry(self, socket: Any) -> bool:
-        held, self._held = self._held, None
-        assert held is not None
-        self._send_parts(socket, held)
-        return self._held is None
-
-    def _send_parts(self, socket: Any, parts: list[bytes]) -> None:
-        assert self._held is None
-        try:
-            socket.send_multipart(parts, flags=zmq.NOBLOCK)
-        except zmq.Again:
-            self._held = parts
+        self._n_sent += 1
+        # Where its connection has ended there is no room, and the monitor tells of it next.
+        with contextlib.suppress(zmq.Again):
+            socket.send_multipart(packed_frame(kind, number, content), flags=zmq.NOBLOCK)
 
 
 def _not_let_in() -> FrameError:

@@ -1,7 +1,9 @@
 """Frames between a worker and a front-end on another host, and who may send them.
 
 TCP keeps their order and ZeroMQ keeps them whole; a connection that ends, or is silent, is never
-made again, so that nothing can be missing in between. With a shared secret, both ends prove that
+made again, so that nothing can be missing in between. A worker sends `IN_FLIGHT` frames ahead of
+what the front-end says that it has taken, and no more. So ZeroMQ's own thread always reads on, and
+answers heartbeats also while the interpreter is busy. With a shared secret, both ends prove that
 they know it, and all is encrypted: CurveZMQ (https://rfc.zeromq.org/spec/26/), with key pairs made
 of the secret.
 """
@@ -40,10 +42,11 @@ __all__ = [
 CHUNK = 4 << 20
 """Bytes of a frame's content, at most."""
 MOST_FRAME = CHUNK + 1024
+"""Bytes of one that is taken in, at most."""
 MOST_ASKED = 4096
 """Requests whose records are asked for at once."""
-IN_FLIGHT = 8
-"""Frames that wait in each socket, at most."""
+IN_FLIGHT = 16
+"""Frames of a worker that are under way, at most."""
 
 _HEAD = struct.Struct("<Bq")
 
@@ -69,6 +72,8 @@ class Kind(IntEnum):
     """Of a front-end: its cursor."""
     ASK = 9
     """Of a front-end: numbers of requests whose records it wants."""
+    CREDIT = 10
+    """Of a front-end: how many of the worker's frames it has taken so far."""
 
 
 class FrameError(Exception):
@@ -135,7 +140,8 @@ def make_server(socket: Any, links: Links) -> None:
     """Have a socket speak only with those who know the shared secret, and are there."""
     _prepare(socket, links, links.address)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    socket.setsockopt(zmq.RCVHWM, IN_FLIGHT)
+    # ZeroMQ counts what was taken in halves of this.
+    socket.setsockopt(zmq.RCVHWM, 2 * IN_FLIGHT)
     if links.key:
         _, socket.curve_secretkey = _pair(links.key, b"front-end")
         socket.curve_server = True
@@ -144,7 +150,6 @@ def make_server(socket: Any, links: Links) -> None:
 def make_client(socket: Any, links: Links, address: str) -> None:
     """Have a socket speak only with a server that knows the shared secret, over one connection."""
     _prepare(socket, links, address)
-    socket.setsockopt(zmq.SNDHWM, IN_FLIGHT)
     socket.setsockopt(zmq.RECONNECT_IVL, -1)
     socket.setsockopt(zmq.CONNECT_TIMEOUT, int(1000 * links.timeout_s))
     if links.key:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -135,11 +136,12 @@ def test_what_is_sent_arrives_once_in_order_and_whole(
 
 @pytest.mark.parametrize("key", ["", "another secret of hosts"], ids=["no", "another"])
 def test_who_does_not_know_the_secret_is_not_listened_to(
-    front: FrontEnd, far: FarWorker, key: str
+    front: FrontEnd, far: FarWorker, key: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = far.begin(front.address, replace(LINKS, key=key))
     far.send([("block", 1, 10)])
     assert front.take(0.3) is None
+    assert until(lambda: "INSPECT_LENS_HOSTS_KEY is another one" in caplog.text)
     assert front.listener.mirror(name) is None
     assert not far.ask("alive", 3 * LINKS.timeout_s), "it must be told, as the time-out says"
     far.ask("end")
@@ -173,7 +175,7 @@ class Raw:
         return frame_of(self.socket.recv_multipart())
 
     def farewell(self) -> str:
-        while (frame := self.hear()).kind == Kind.TAKEN:
+        while (frame := self.hear()).kind in (Kind.TAKEN, Kind.CREDIT):
             pass
         assert frame.kind == Kind.BYE
         return bytes(frame.content).decode()
@@ -248,6 +250,27 @@ def test_a_worker_that_vanishes_is_known_to_have_gone_in_time(
         assert front.listener.mirror(name) is None
     finally:
         worker.close()
+
+
+def test_a_front_end_whose_interpreter_is_busy_keeps_its_links(
+    front: FrontEnd, far: FarWorker
+) -> None:
+    """ZeroMQ's thread answers for it, as long as no frame waits in front of a heartbeat."""
+    name = far.begin(front.address, LINKS)
+    assert until(lambda: front.listener.mirror(name))
+    every, busy_until = sys.getswitchinterval(), time.monotonic() + 2.5 * LINKS.timeout_s
+    far.tell("send", [("message", seed, 50_000) for seed in range(100)])
+    sys.setswitchinterval(1000)
+    try:
+        while time.monotonic() < busy_until:
+            pass
+    finally:
+        sys.setswitchinterval(every)
+    assert [front.take().key for _ in range(100)] == [str(seed) for seed in range(100)]  # type: ignore[union-attr]
+    assert far.pipe.recv() == [True] * 100
+    assert far.ask("alive", 0.1)
+    assert not front.lost
+    far.ask("end")
 
 
 def pump(source: socket.socket, target: socket.socket) -> None:
