@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from inspect_lens._engine.readout.readers import Readout, warm_up_readout
+from inspect_lens._engine.readout.readers import ProbeReader, warm_up_readout
 from inspect_lens.spec import EngineProbe, TapPoint
 
 pytestmark = [
@@ -43,7 +43,7 @@ def test_scores_are_as_exact_as_float32(
     scratch = torch.full((1 << 20,), torch.nan, device=device) if has_scratch else None
     probes = [_linear(rng, width) for _ in range(columns)]
     taps = [TapPoint("resid_post", layer) for layer in LAYERS]
-    readout = Readout(probes, taps, device, scratch=scratch)
+    readout = ProbeReader(probes, taps, device, scratch=scratch)
     # A round of a group with six taps, between rows of others.
     ring = torch.randn(6 * steps * tokens + steps * 11 + 64, width, device=device).to(dtype)
     apart = 6 * tokens + 11
@@ -68,8 +68,8 @@ def test_an_mlp_and_a_linear_probe_of_some_steps() -> None:
     probes = [_mlp(rng, 256), _linear(rng, 256)]
     taps = [TapPoint("resid_post", layer) for layer in LAYERS]
     rows = torch.randn(3, 4, 50, 256, device=device).bfloat16()
-    found = Readout(probes, taps, device)(rows)
-    expected = Readout(probes, taps, torch.device("cpu"))(rows.cpu())
+    found = ProbeReader(probes, taps, device)(rows)
+    expected = ProbeReader(probes, taps, torch.device("cpu"))(rows.cpu())
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-3)
 
 
@@ -77,7 +77,7 @@ def test_an_infinite_row_is_no_number_of_another() -> None:
     device, rng = torch.device("cuda"), np.random.default_rng(0)
     probe = _linear(rng, 256)
     rows = torch.randn(3, 70, 256, device=device).bfloat16()
-    readout = Readout([probe], [TapPoint("resid_post", layer) for layer in LAYERS], device)
+    readout = ProbeReader([probe], [TapPoint("resid_post", layer) for layer in LAYERS], device)
     before = readout(rows)[0, :, 0].clone()
     rows[1, 5, 9], rows[0, 66, 3] = torch.inf, torch.nan
     after = readout(rows)[0, :, 0]
@@ -103,7 +103,7 @@ def test_nothing_is_compiled_while_requests_run() -> None:
     for columns in (1, 2, 16, 17, 64, 65, 100):
         for steps, tokens in ((1, 1), (1, 16), (8, 3), (2, 512)):
             probes = [_linear(rng, width) for _ in range(columns)]
-            readout = Readout(probes, [TapPoint("resid_post", n) for n in LAYERS], device)
+            readout = ProbeReader(probes, [TapPoint("resid_post", n) for n in LAYERS], device)
             apart = 3 * tokens + 1
             readout(
                 ring.as_strided(

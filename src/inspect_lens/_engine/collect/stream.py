@@ -81,8 +81,7 @@ def merge_of(asked: CaptureEnvelope) -> Merge | None:
     """How the rows of a capture become its result; None where they are it."""
     if not asked.is_last and asked.combine is None:
         return None
-    width = asked.reduction.width or asked.hidden
-    return Merge(asked.reduction, asked.is_last, asked.wire, asked.dtype, width)
+    return Merge(asked.reduction, asked.is_last, asked.wire, asked.dtype, asked.shape[1])
 
 
 def narrowed(values: Floats, dtype: DType) -> TensorData:

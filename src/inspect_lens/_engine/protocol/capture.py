@@ -207,7 +207,7 @@ class CaptureEnvelope(Readout):
         if self.is_last or self.combine is not None:
             rows = min(rows, 1)
         itemsize = 2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize
-        wide = sum(self.reduction.width or self.width_of(site).width for site in self.sites)
+        wide = sum(self.reduction.columns(self.width_of(site).width) for site in self.sites)
         return wide * len(self.layers) * rows * itemsize
 
     @cached_property

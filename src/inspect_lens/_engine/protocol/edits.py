@@ -76,8 +76,8 @@ class EditEnvelope:
     """The span: only positions of [lo, hi) are edited."""
     room: int = 0
     """Sampled tokens of which a running gate keeps its decision, at most."""
-    told: str = ""
-    """sha256 by which receipts name the edit; empty for a gate."""
+    receipt_sha256: str = ""
+    """By which receipts name the edit; empty for a gate."""
 
     @property
     def taps(self) -> tuple[TapPoint, ...]:
@@ -182,8 +182,8 @@ def seal_edits(
         chosen = chosen_numbers(edit.choice, width_of(edit.site), f"edits[{i}]")
         same = content_of(edit, width_of(edit.site), gate)
         made = made_once(same, partial(_programs, edit, chosen, gate))
-        told = edit.sha256 or made.sha256
-        sealed.append(EditEnvelope(edit.site, edit.layers, made, *where, told=told))
+        named = edit.sha256 or made.sha256
+        sealed.append(EditEnvelope(edit.site, edit.layers, made, *where, receipt_sha256=named))
     return tuple(sealed)
 
 
@@ -262,13 +262,18 @@ def _gated(program: Program, gate: int) -> Program:
 
 def pack_edit(edit: EditEnvelope, folder: Path | None) -> tuple[Any, ...]:
     """As msgpack-able data."""
-    where = edit.site, edit.layers, edit.positions, edit.lo, edit.hi, edit.room, edit.told
-    return where, edit.sha256, edit.made.packed, sent(edit.made.data, edit.made, folder)
+    where = edit.site, edit.layers, edit.positions, edit.lo, edit.hi, edit.room
+    return (
+        (*where, edit.receipt_sha256),
+        edit.sha256,
+        edit.made.packed,
+        sent(edit.made.data, edit.made, folder),
+    )
 
 
 def unpack_edit(value: Sequence[Any]) -> EditEnvelope:
     """Read what `pack_edit` made."""
-    (site, layers, positions, lo, hi, room, told), sha256, programs, parts = value
+    (site, layers, positions, lo, hi, room, named), sha256, programs, parts = value
     made = unpack_programs(sha256, programs, partial(received, parts))
     positions = None if positions is None else tuple(positions)
-    return EditEnvelope(site, tuple(layers), made, positions, lo, hi, room, told)
+    return EditEnvelope(site, tuple(layers), made, positions, lo, hi, room, named)

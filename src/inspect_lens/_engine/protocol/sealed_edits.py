@@ -67,8 +67,8 @@ class SealedEdits:
 
     @cached_property
     def hashes(self) -> tuple[str, ...]:
-        """sha256 of what each does, gates aside: see `EditEnvelope.told`."""
-        return tuple(s.told for s in self.edits if s.told)
+        """sha256 of what each does, gates aside: for receipts."""
+        return tuple(s.receipt_sha256 for s in self.edits if s.receipt_sha256)
 
     @cached_property
     def has_latches(self) -> bool:

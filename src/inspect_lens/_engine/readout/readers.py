@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from inspect_lens.errors import CapacityError, SpecError, UnsupportedError
 from inspect_lens.spec import EngineProbe, TapPoint
 
-__all__ = ["READOUT_BYTES", "ProbeStore", "Readout", "warm_up_readout"]
+__all__ = ["READOUT_BYTES", "ProbeReader", "ProbeStore", "warm_up_readout"]
 
 READOUT_BYTES: Final = 32 << 20
 """Of what lies between rows and the numbers that are made of them."""
@@ -37,7 +37,7 @@ _INDICES = 8
 """Choices of taps whose indices are kept on the device."""
 
 
-class Readout:
+class ProbeReader:
     """Applies some probes to blocks of rows.
 
     A number per token and column comes out: the share of these taps in a linear score, or in the
@@ -209,8 +209,8 @@ class ProbeStore:
         self._device = device
         self._scratch = scratch
         self._probes: dict[str, EngineProbe] = {}
-        self._used: WeakValueDictionary[_Key, Readout] = WeakValueDictionary()
-        self._kept: OrderedDict[_Key, Readout] = OrderedDict()
+        self._used: WeakValueDictionary[_Key, ProbeReader] = WeakValueDictionary()
+        self._kept: OrderedDict[_Key, ProbeReader] = OrderedDict()
         self._kept_bytes = kept_bytes
 
     def add(self, probe: EngineProbe) -> None:
@@ -228,7 +228,7 @@ class ProbeStore:
         """Of weights on the device, in use or kept."""
         return sum(readout.nbytes for readout in self._used.values())
 
-    def readout(self, names: tuple[str, ...], taps: tuple[TapPoint, ...]) -> Readout:
+    def readout(self, names: tuple[str, ...], taps: tuple[TapPoint, ...]) -> ProbeReader:
         """The readout of some probes at some taps of this worker."""
         missing = [name for name in names if name not in self._probes]
         if missing:
@@ -241,7 +241,7 @@ class ProbeStore:
         if made is None:
             probes = [self._probes[name] for name in names]
             self._make_room(sum(probe.columns for probe in probes), probes, taps)
-            made = Readout(probes, taps, self._device, scratch=self._scratch)
+            made = ProbeReader(probes, taps, self._device, scratch=self._scratch)
             self._used[key] = made
         self._keep(key, made)
         return made
@@ -266,7 +266,7 @@ class ProbeStore:
                 "try again later, or raise INSPECT_LENS_PROBE_BYTES"
             )
 
-    def _keep(self, key: _Key, readout: Readout) -> None:
+    def _keep(self, key: _Key, readout: ProbeReader) -> None:
         self._kept[key] = readout
         self._kept.move_to_end(key)
         size = sum(kept.nbytes for kept in self._kept.values())

@@ -13,7 +13,7 @@ from inspect_lens._engine.protocol.capture import CaptureEnvelope
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.messages import LENS, QK, ROWS, SCORES
 from inspect_lens._engine.protocol.readouts import READOUTS, LensForm
-from inspect_lens._engine.readout.readers import ProbeStore, Readout
+from inspect_lens._engine.readout.readers import ProbeReader, ProbeStore
 from inspect_lens._engine.readout.reduce import Form
 from inspect_lens.spec import TapPoint
 
@@ -47,7 +47,7 @@ class Result:
     """Of the ring rows of a token those that it reads."""
     form: Form | None = None
     """What is made of captured rows."""
-    readout: Readout | None = None
+    readout: ProbeReader | None = None
     """What probes make of rows."""
     lens: LensForm | None = None
     """What a logit lens makes of rows."""

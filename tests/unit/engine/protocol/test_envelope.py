@@ -52,11 +52,11 @@ def test_an_envelope_arrives_as_it_was_sent(request_: LensRequest) -> None:
         for name in ("reply", "pid", "capture", "probes", "n_prompt", "steer_hash"):
             assert getattr(come, name) == getattr(sent, name), name
         for mine, theirs in zip(come.edits, sent.edits, strict=True):
-            assert (mine.taps, mine.positions, mine.until, mine.told, mine.sha256) == (
+            assert (mine.taps, mine.positions, mine.until, mine.receipt_sha256, mine.sha256) == (
                 theirs.taps,
                 theirs.positions,
                 theirs.until,
-                theirs.told,
+                theirs.receipt_sha256,
                 theirs.sha256,
             )
             assert mine.made.data == theirs.made.data

@@ -13,7 +13,7 @@ from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.protocol.envelope import Envelope, seal
 from inspect_lens._engine.protocol.messages import ROWS, SCORES
-from inspect_lens._engine.readout.readers import Readout
+from inspect_lens._engine.readout.readers import ProbeReader
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec import EngineProbe, ProbeUse, TapPoint
 from tests.kit.steps import FACTS, HIDDEN, LAYERS, Worker, exporter, rows
@@ -46,7 +46,7 @@ def test_a_readout_is_the_formula_of_each_kind(dtype: torch.dtype) -> None:
     taps = tuple(TapPoint("resid_post", i) for i in LAYERS)
     probes = [linear(0, 5), mlp(2, 5), attention(2), linear(2)]
     x = torch.randn(3, 3000, HIDDEN).to(dtype)
-    out = Readout(probes, taps, torch.device("cpu"))(x).numpy().sum(axis=0)
+    out = ProbeReader(probes, taps, torch.device("cpu"))(x).numpy().sum(axis=0)
     wide = x.double().numpy()
     expected = weights(probes[0], "weight")
     np.testing.assert_allclose(
@@ -69,7 +69,7 @@ def test_a_readout_is_the_formula_of_each_kind(dtype: torch.dtype) -> None:
 
 def test_an_mlp_over_two_pipeline_stages_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="one pipeline stage"):
-        Readout([mlp(0, 5)], [TapPoint("resid_post", 0)], torch.device("cpu"))
+        ProbeReader([mlp(0, 5)], [TapPoint("resid_post", 0)], torch.device("cpu"))
 
 
 def begin(

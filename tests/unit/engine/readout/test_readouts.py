@@ -14,7 +14,7 @@ from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.protocol.envelope import seal
 from inspect_lens._engine.protocol.messages import ROWS, SCORES
 from inspect_lens._engine.readout import readers
-from inspect_lens._engine.readout.readers import ProbeStore, Readout
+from inspect_lens._engine.readout.readers import ProbeReader, ProbeStore
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import EngineProbe, TapPoint
 from tests.kit.steps import FACTS, HIDDEN, Worker, begin
@@ -149,13 +149,13 @@ def test_the_memory_of_a_readout_is_bounded_in_bytes(
     hidden = 64
     x = torch.randn(3 if ranks is None else 6, 15_000, hidden).bfloat16()
     probes = [linear(0, 2, 5, hidden=hidden), mlp(0, 5, hidden=hidden)]
-    readout = Readout(probes, taps(0, 2, 5), CPU)
+    readout = ProbeReader(probes, taps(0, 2, 5), CPU)
     with Largest() as largest:
         found = readout(x, ranks)
     assert found.shape == (1, 15_000, 2)
     assert largest.nbytes <= max(bound, found.nbytes), "as bfloat16 the rows of a tap are 2 MB"
     part = x if ranks is None else x[list(ranks)]
-    expected = Readout(probes, taps(0, 2, 5), CPU)(part.float())
+    expected = ProbeReader(probes, taps(0, 2, 5), CPU)(part.float())
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -164,9 +164,9 @@ def test_some_steps_are_read_as_each_of_them_is(chunk: int) -> None:
     """In parts of a step, in steps, and in unequal shares of six; as views of a longer round."""
     x = torch.randn(3, 8, 5, HIDDEN)[:, 1:7]
     probes = [linear(0, 5), mlp(0, 2)]
-    whole = Readout(probes, taps(0, 2, 5), CPU)
+    whole = ProbeReader(probes, taps(0, 2, 5), CPU)
     expected = torch.cat([whole(x[:, step].contiguous()) for step in range(6)], dim=1)
-    readout = Readout(probes, taps(0, 2, 5), CPU)
+    readout = ProbeReader(probes, taps(0, 2, 5), CPU)
     readout.chunk = chunk
     found = readout(x)
     assert found.shape == (1, 30, 2)
@@ -176,7 +176,7 @@ def test_some_steps_are_read_as_each_of_them_is(chunk: int) -> None:
 def test_rows_of_any_width_are_read() -> None:
     """64 tokens of a very wide tap are more than the bound."""
     probe = linear(*range(4), hidden=1 << 18)
-    readout = Readout([probe], taps(*range(4)), CPU)
+    readout = ProbeReader([probe], taps(*range(4)), CPU)
     assert readout.chunk == 64
     x = torch.randn(4, 66, 1 << 18)
     weight = torch.from_numpy(probe.tensors["weight"].to_float32().copy()).double()
