@@ -5,7 +5,6 @@ interpreter to the event loop. May import `_base`, `spec`, `errors`; keeps out I
 other process starts in half a second.
 """
 
-from ._beside import BESIDE, Beside, Lost
 from ._decode import ChoiceFields, FetchBytes, decode_payload, fetch_payload, qk_values
 from ._files import (
     absolute,
@@ -20,6 +19,7 @@ from ._files import (
 )
 from ._jobs import Source, Stored, fetch_from, fetched, file_job, write_job
 from ._payload import Payload, decode_file, encode_file, read_vector
+from ._process import BESIDE, Beside, Lost
 
 __all__ = [
     "BESIDE",

@@ -11,7 +11,7 @@ from inspect_ai.dataset import Sample
 from inspect_ai.log import EvalLog
 from inspect_ai.model import GenerateConfig, Model, get_model
 
-from inspect_lens._intake import Beside, _beside
+from inspect_lens._intake import Beside, _process
 from inspect_lens.model import _response
 from inspect_lens.model._handle import MEMORY
 from tests.kit.fake_server import FakeLensServer
@@ -72,22 +72,14 @@ def run_eval(model_of: GetModel, tmp_path: Path) -> RunEval:
     return run
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[Beside]:
-    """One process for these tests."""
-    made = Beside()
-    yield made
-    made.close()
-
-
 @pytest.fixture
-def beside(running: Beside, monkeypatch: pytest.MonkeyPatch) -> Beside:
+def beside(monkeypatch: pytest.MonkeyPatch) -> Beside:
     """It starts at the first capture."""
-    monkeypatch.setattr(_beside, "STARTS_AFTER", 0)
-    monkeypatch.setattr(_beside, "STARTS", 100)
-    monkeypatch.setattr(_response, "BESIDE", running)
+    made = Beside()
+    monkeypatch.setattr(_process, "STARTS_AFTER", 0)
+    monkeypatch.setattr(_response, "BESIDE", made)
     MEMORY.clear()
-    return running
+    return made
 
 
 async def ready(beside: Beside) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import anyio
 import pytest
 
-from inspect_lens._intake import Beside, _beside
+from inspect_lens._intake import Beside, _process
 from inspect_lens.errors import CaptureError
 from inspect_lens.model import _response, lens_config
 from inspect_lens.model._handle import MEMORY
@@ -61,7 +61,7 @@ async def test_a_call_fails_and_the_next_one_with_room_does_not(
     beside = Beside()
     monkeypatch.setattr(_response, "BESIDE", beside)
     if is_beside:
-        monkeypatch.setattr(_beside, "STARTS_AFTER", 0)
+        monkeypatch.setattr(_process, "STARTS_AFTER", 0)
         beside.prepare()
         with anyio.fail_after(60):
             while not beside.is_ready:
@@ -71,17 +71,14 @@ async def test_a_call_fails_and_the_next_one_with_room_does_not(
     folder = tmp_path / "acts"
     model = model_of(server, activations_dir=str(folder))
     config = lens_config(capture="all")
-    try:
-        with full(pid):
-            with pytest.raises(CaptureError, match=NO_ROOM):
-                await model.generate(PROMPT, config=config)
-            assert not files(folder)
-        output = await model.generate(PROMPT, config=config)
-        (kept,) = [path for path in files(folder) if path.suffix == ".safetensors"]
-        assert kept.stat().st_size > ROOM
-        assert output.metadata["activations"].numpy().shape[0] == server.n_layers
-    finally:
-        beside.close()
+    with full(pid):
+        with pytest.raises(CaptureError, match=NO_ROOM):
+            await model.generate(PROMPT, config=config)
+        assert not files(folder)
+    output = await model.generate(PROMPT, config=config)
+    (kept,) = [path for path in files(folder) if path.suffix == ".safetensors"]
+    assert kept.stat().st_size > ROOM
+    assert output.metadata["activations"].numpy().shape[0] == server.n_layers
 
 
 def test_an_eval_says_so_in_its_log(
