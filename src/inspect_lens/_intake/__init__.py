@@ -20,9 +20,12 @@ from ._files import (
 from ._jobs import Source, Stored, fetch_from, fetched, file_job, write_job
 from ._payload import Payload, decode_file, encode_file, read_vector
 from ._process import BESIDE, Beside, Lost
+from ._safetensors import DTYPES, STORAGE, encode_tensors, read_tensors
 
 __all__ = [
     "BESIDE",
+    "DTYPES",
+    "STORAGE",
     "Beside",
     "ChoiceFields",
     "FetchBytes",
@@ -34,6 +37,7 @@ __all__ = [
     "decode_file",
     "decode_payload",
     "encode_file",
+    "encode_tensors",
     "fetch_from",
     "fetch_payload",
     "fetched",
@@ -44,6 +48,7 @@ __all__ = [
     "parent",
     "qk_values",
     "read_file",
+    "read_tensors",
     "read_vector",
     "stamp_of",
     "stem",

@@ -1,30 +1,25 @@
-"""What one call captured, and its file: safetensors with the receipt in the header.
-
-The safetensors layout (8-byte length, JSON header, data) is written and read here directly,
-because its numpy front-end has no bfloat16 and this way nothing is copied.
-"""
+"""What one call captured, and its file: safetensors with the receipt in the header."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from inspect_lens._base.untrusted import judge_total, parse_json
+from inspect_lens._base.untrusted import parse_json
 from inspect_lens.errors import ArtifactError
 from inspect_lens.spec import DType, Receipt, TensorData
+
+from ._safetensors import encode_tensors, read_tensors
 
 __all__ = ["Payload", "decode_file", "encode_file", "read_vector"]
 
 FORMAT = "activations/1"
-_NAMES: dict[DType, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_STORAGE = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<i4"}
 _PROMPT, _COMPLETION = "prompt_token_ids", "token_ids"
 
 
@@ -64,40 +59,34 @@ class Payload:
 
 def encode_file(payload: Payload) -> list[bytes | memoryview]:
     """Lay a payload out as a safetensors file."""
-    parts: list[tuple[str, str, NDArray[Any]]] = [
-        (name, _NAMES[tensor.dtype], tensor.storage) for name, tensor in payload.tensors.items()
-    ]
+    tensors: dict[str, tuple[str, NDArray[Any]]] = {
+        name: (tensor.dtype, tensor.storage) for name, tensor in payload.tensors.items()
+    }
     for name, ids in ((_PROMPT, payload.prompt_token_ids), (_COMPLETION, payload.token_ids)):
-        parts.append((name, "I32", np.asarray(ids, dtype=np.int32)))
-    header: dict[str, Any] = {"__metadata__": {"inspect_lens": json.dumps(_meta(payload))}}
-    offset = 0
-    for name, dtype, array in parts:
-        end = offset + array.nbytes
-        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header).encode()
-    # safetensors wants the data to begin at a multiple of 8.
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
-    return [
-        head,
-        *(np.ascontiguousarray(array).data.cast("B") for _, _, array in parts if array.size),
-    ]
+        tensors[name] = "int32", np.asarray(ids, dtype=np.int32)
+    receipt = payload.receipt
+    meta = {
+        "format": FORMAT,
+        "layers": {name: list(layers) for name, layers in payload.layers.items()},
+        "receipt": None if receipt is None else receipt.model_dump(mode="json", exclude_none=True),
+        "origin": dict(payload.origin),
+    }
+    return encode_tensors(tensors, {"inspect_lens": json.dumps(meta)})
 
 
 def decode_file(data: bytes, *, where: str) -> Payload:
     """Read what `encode_file` laid out."""
-    arrays, metadata = _read_tensors(data, where=where)
+    tensors, metadata = _read(data, where)
     try:
         meta = parse_json(metadata["inspect_lens"])
         if meta["format"] != FORMAT:
             raise ValueError(f"format {meta['format']!r}")
         receipt = meta.get("receipt")
         return Payload(
-            tensors={name: _as_tensor(*arrays[name]) for name in meta["layers"]},
+            tensors={name: _as_tensor(*tensors[name]) for name in meta["layers"]},
             layers={name: tuple(layers) for name, layers in meta["layers"].items()},
-            prompt_token_ids=tuple(arrays[_PROMPT][0].tolist()),
-            token_ids=tuple(arrays[_COMPLETION][0].tolist()),
+            prompt_token_ids=tuple(tensors[_PROMPT][1].tolist()),
+            token_ids=tuple(tensors[_COMPLETION][1].tolist()),
             receipt=None if receipt is None else Receipt.model_validate(receipt),
             origin=meta.get("origin") or {},
         )
@@ -132,48 +121,18 @@ def read_vector(data: bytes, *, where: str) -> TensorData:
         assert read_vector(data, where="mine.safetensors").shape == (1, 256)
         ```
     """
-    arrays, _ = _read_tensors(data, where=where)
-    if "activations" not in arrays:
-        raise ArtifactError(f"{where}: holds {sorted(arrays)}; wanted is the tensor 'activations'")
-    return _as_tensor(*arrays["activations"])
+    tensors, _ = _read(data, where)
+    if "activations" not in tensors:
+        raise ArtifactError(f"{where}: holds {sorted(tensors)}; wanted is the tensor 'activations'")
+    return _as_tensor(*tensors["activations"])
 
 
-def _read_tensors(
-    data: bytes, *, where: str
-) -> tuple[dict[str, tuple[NDArray[Any], str]], dict[str, str]]:
-    """Arrays with their safetensors dtype name, and the metadata; bfloat16 comes as `uint16`."""
+def _read(data: bytes, where: str) -> tuple[dict[str, tuple[str, NDArray[Any]]], dict[str, str]]:
     try:
-        start = 8 + int.from_bytes(data[:8], "little")
-        header = parse_json(data[8:start])
-        metadata = header.pop("__metadata__", {})
-        spans = (entry["data_offsets"] for entry in header.values())
-        judge_total((end - begin for begin, end in spans), len(data) - start)
-        arrays = {}
-        for name, entry in header.items():
-            dtype = np.dtype(_STORAGE[entry["dtype"]])
-            begin, end = entry["data_offsets"]
-            count = math.prod(entry["shape"])
-            if end - begin != count * dtype.itemsize or start + end > len(data):
-                raise ValueError(f"{name} is cut short")
-            array = np.frombuffer(data, dtype, count=count, offset=start + begin)
-            arrays[name] = (array.reshape(entry["shape"]), entry["dtype"])
-        return arrays, metadata
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ArtifactError(
-            f"{where}: not a safetensors file, or damaged ({type(error).__name__}: {error})"
-        ) from None
+        return read_tensors(data)
+    except ValueError as error:
+        raise ArtifactError(f"{where}: not a safetensors file, or damaged ({error})") from None
 
 
-def _as_tensor(array: NDArray[Any], dtype: str) -> TensorData:
-    names = {value: key for key, value in _NAMES.items()}
-    return TensorData(array, names[dtype])
-
-
-def _meta(payload: Payload) -> dict[str, Any]:
-    receipt = payload.receipt
-    return {
-        "format": FORMAT,
-        "layers": {name: list(layers) for name, layers in payload.layers.items()},
-        "receipt": None if receipt is None else receipt.model_dump(mode="json", exclude_none=True),
-        "origin": dict(payload.origin),
-    }
+def _as_tensor(dtype: str, array: NDArray[Any]) -> TensorData:
+    return TensorData(array, cast("DType", dtype))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import fsspec
 import numpy as np
 from numpy.typing import NDArray
 
 from inspect_lens._base.untrusted import parse_json, refuse_irregular
-from inspect_lens._intake import absolute, is_local
+from inspect_lens._intake import DTYPES, STORAGE, absolute, encode_tensors, is_local, read_tensors
 from inspect_lens.errors import ArtifactError, CaptureError
 from inspect_lens.spec import DType, TensorData
 
@@ -29,8 +29,6 @@ __all__ = [
 _FORMAT: Final = "inspect_lens.shard/1"
 _KEY: Final = "inspect_lens"
 _HEADER_LIMIT: Final = 100_000_000
-_DTYPES: Final[dict[str, DType]] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_STORAGE: Final[dict[str, str]] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<i4"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,23 +133,7 @@ def shard_parts(samples: Sequence[Captured]) -> list[bytes | memoryview]:
         "dtype": dtype,
         "samples": [asdict(s.record) for s in samples],
     }
-    return _layout(arrays, json.dumps(facts, sort_keys=True))
-
-
-def _layout(arrays: Mapping[str, tuple[str, NDArray[Any]]], facts: str) -> list[bytes | memoryview]:
-    """A safetensors file by its specification; its numpy front-end knows no bfloat16."""
-    names = {dtype: name for name, dtype in _DTYPES.items()} | {"int32": "I32"}
-    header: dict[str, Any] = {"__metadata__": {_KEY: facts}}
-    offset = 0
-    for name, (kind, array) in arrays.items():
-        span = [offset, offset + array.nbytes]
-        header[name] = {"dtype": names[kind], "shape": list(array.shape), "data_offsets": span}
-        offset = span[1]
-    text = json.dumps(header).encode()
-    # The data begin at a multiple of 8.
-    text += b" " * (-len(text) % 8)
-    parts = [np.ascontiguousarray(array).data for _, array in arrays.values() if array.size]
-    return [len(text).to_bytes(8, "little") + text, *(part.cast("B") for part in parts)]
+    return encode_tensors(arrays, {_KEY: json.dumps(facts, sort_keys=True)})
 
 
 def _int32(values: Any) -> NDArray[np.int32]:
@@ -161,15 +143,9 @@ def _int32(values: Any) -> NDArray[np.int32]:
 def decode_shard(content: bytes, *, where: str) -> list[Captured]:
     """Read what `encode_shard` made."""
     try:
-        start = 8 + int.from_bytes(content[:8], "little")
-        header = parse_json(content[8:start])
-        facts, tensors = _facts(header), {}
-        for name in ("acts", "positions", "token_ids", "n_tokens"):
-            begin, end = header[name]["data_offsets"]
-            # A view: a shard is large, and a slice of bytes would be a second one.
-            part = memoryview(content)[start + begin : start + end]
-            flat = np.frombuffer(part, _STORAGE[header[name]["dtype"]])
-            tensors[name] = flat.reshape(header[name]["shape"])
+        # Views: a shard is large, and a slice of bytes would be a second one.
+        found, metadata = read_tensors(content)
+        facts, tensors = _facts(metadata), {name: array for name, (_, array) in found.items()}
         records = [SampleRecord(**r) for r in facts["samples"]]
         rows = np.cumsum([0, *(r.n_rows for r in records)])
         tokens = np.cumsum([0, *tensors["n_tokens"].tolist()])
@@ -216,7 +192,7 @@ def read_records(uri: str) -> list[SampleRecord]:
     """
     _, header = _read_header(uri)
     try:
-        return [SampleRecord(**r) for r in _facts(header)["samples"]]
+        return [SampleRecord(**r) for r in _facts(header["__metadata__"])["samples"]]
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(uri, error) from None
 
@@ -236,8 +212,8 @@ def _read_header(uri: str) -> tuple[int, dict[str, Any]]:
         raise _damaged(uri, error) from None
 
 
-def _facts(header: Mapping[str, Any]) -> dict[str, Any]:
-    facts: dict[str, Any] = parse_json(header["__metadata__"][_KEY])
+def _facts(metadata: Mapping[str, str]) -> dict[str, Any]:
+    facts: dict[str, Any] = parse_json(metadata[_KEY])
     if facts["format"] != _FORMAT:
         raise ValueError(f"format {facts['format']!r}, this release reads {_FORMAT!r}")
     return facts
@@ -248,54 +224,6 @@ def _damaged(where: str, error: Exception) -> ArtifactError:
         f"{where}: not a shard of activations ({type(error).__name__}: {error}); delete it and run "
         "collect again, which makes it anew"
     )
-
-
-Floats = NDArray[np.float32]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _LayerPlace:
-    """Where the rows of one layer lie in a shard."""
-
-    begin: int
-    """First byte."""
-    rows: int
-    hidden: int
-    storage: str
-    """As numpy names it."""
-    dtype: DType
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row."""
-        return self.hidden * np.dtype(self.storage).itemsize
-
-    def decode(self, data: bytes) -> TensorData:
-        """Rows (n, hidden) from their bytes."""
-        return TensorData(np.frombuffer(data, self.storage).reshape(-1, self.hidden), self.dtype)
-
-
-def _find_layer(uri: str, layer: int) -> _LayerPlace | None:
-    """Where a layer lies in a shard, None where it has no rows; reads its header only."""
-    start, header = _read_header(uri)
-    try:
-        facts, entry = _facts(header), header["acts"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(uri, error) from None
-    _, rows, hidden = entry["shape"]
-    if not rows:
-        return None
-    held: list[int] = facts["layers"]
-    if layer not in held:
-        raise ArtifactError(
-            f"{uri}: layer {layer} was not captured, only {held}; choose one of these"
-        )
-    storage = _STORAGE[entry["dtype"]]
-    size = rows * hidden * np.dtype(storage).itemsize
-    return _LayerPlace(
-        begin=start + entry["data_offsets"][0] + held.index(layer) * size, rows=rows, hidden=hidden,
-        storage=storage, dtype=_DTYPES[entry["dtype"]],
-    )  # fmt: skip
 
 
 def read_layer(uri: str, layer: int, *, size: int) -> Iterator[tuple[int, int, TensorData]]:
@@ -325,18 +253,26 @@ def read_layer(uri: str, layer: int, *, size: int) -> Iterator[tuple[int, int, T
             assert rows.to_float32().shape == (end - first, store.hidden)
         ```
     """
-    place = _find_layer(uri, layer)
-    if place is None:
+    start, header = _read_header(uri)
+    try:
+        held, entry = _facts(header["__metadata__"])["layers"], header["acts"]
+        dtype, storage = DTYPES[entry["dtype"]], np.dtype(STORAGE[entry["dtype"]])
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(uri, error) from None
+    _, rows, hidden = entry["shape"]
+    if not rows:
         return
+    if layer not in held:
+        raise ArtifactError(
+            f"{uri}: layer {layer} was not captured, only {held}; choose one of these"
+        )
+    row_bytes = hidden * storage.itemsize
     with fsspec.open(uri, "rb") as file:
-        file.seek(place.begin)
-        for first in range(0, place.rows, size):
-            end = min(first + size, place.rows)
-            yield first, end, place.decode(_read(file, uri, (end - first), place))
-
-
-def _read(file: fsspec.core.OpenFile, uri: str, rows: int, place: _LayerPlace) -> bytes:
-    data: bytes = file.read(rows * place.row_bytes)
-    if len(data) != rows * place.row_bytes:
-        raise _damaged(uri, ValueError("it ends within the activations"))
-    return data
+        file.seek(start + entry["data_offsets"][0] + held.index(layer) * rows * row_bytes)
+        for first in range(0, rows, size):
+            end = min(first + size, rows)
+            data = file.read((end - first) * row_bytes)
+            if len(data) != (end - first) * row_bytes:
+                raise _damaged(uri, ValueError("it ends within the activations"))
+            values = np.frombuffer(data, storage).reshape(-1, hidden)
+            yield first, end, TensorData(values, cast("DType", dtype))
