@@ -28,7 +28,6 @@ from inspect_lens._engine.export.transport import overflow
 from inspect_lens._engine.hooks.results import Gathered, gather
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.messages import (
-    ROWS,
     SCORES,
     Block,
     Message,
@@ -49,10 +48,7 @@ from .pending import Collected, Pending, paths_of_all, told_of_edits
 from .placement import Worker
 from .result_memory import ResultMemory, memory_bytes
 from .row_writer import Placing
-from .stream import STORAGE
 from .temp_dirs import let_go, new_folder
-
-__all__ = ["ROWS", "SCORES", "STORAGE", "Collected", "Collector"]
 
 logger = logging.getLogger("vllm.inspect_lens")
 

@@ -27,12 +27,6 @@ from inspect_lens.errors import CaptureError
 from .pending import Pending
 from .placement import Worker
 
-__all__ = [
-    "Inbox",
-    "as_error",
-    "blamed",
-]
-
 _WAIT_S = 60.0
 _POLL_LEAST_S, _POLL_MOST_S = 0.001, 0.004
 _POLL_SHARE = 0.125

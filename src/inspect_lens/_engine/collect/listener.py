@@ -49,12 +49,6 @@ from inspect_lens._engine.protocol.shared_memory import (
 )
 from inspect_lens.errors import CapacityError
 
-__all__ = [
-    "Listener",
-    "Mirror",
-    "parse_bind",
-]
-
 _COLUMNS = 1 + BOARD_COLUMNS
 """Of what is told of the board: the request, and its record."""
 

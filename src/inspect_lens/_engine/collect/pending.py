@@ -21,13 +21,6 @@ from inspect_lens.spec import N_LATCHES, TensorData
 from .placement import Worker, paths_of
 from .stream import Stream
 
-__all__ = [
-    "Collected",
-    "Pending",
-    "paths_of_all",
-    "told_of_edits",
-]
-
 
 @dataclass(frozen=True)
 class Collected:

@@ -15,8 +15,6 @@ from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE, ArenaReader
 
 from .stream import Stream
 
-__all__ = ["Worker", "paths_of"]
-
 _STREAMS = len(READOUTS)
 
 

@@ -35,8 +35,6 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import CapacityError
 
-__all__ = ["ARRIVED", "COVERED", "ResultMemory", "Slab", "memory_bytes"]
-
 ARRIVED, COVERED = 1, 3
 """Flags of a row: it has come; and a later row stands for it."""
 

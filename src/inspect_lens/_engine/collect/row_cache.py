@@ -20,8 +20,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BLOCK", "CachedRows", "Prefix", "RowCache"]
-
 logger = logging.getLogger("vllm.inspect_lens")
 
 BLOCK = 16

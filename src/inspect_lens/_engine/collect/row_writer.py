@@ -19,8 +19,6 @@ from .placement import Worker
 from .result_memory import ARRIVED, COVERED, ResultMemory
 from .stream import SHARE_BYTES, STORAGE
 
-__all__ = ["Placing"]
-
 
 class Placing:
     """Memory of this process's results. One thread calls it."""

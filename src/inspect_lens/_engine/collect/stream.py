@@ -4,97 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from inspect_lens._engine.protocol.capture import CaptureEnvelope, Readout
-from inspect_lens._engine.protocol.readouts import ProbesEnvelope
-from inspect_lens.spec import DType, Reduction, TensorData
+from inspect_lens._engine.protocol.readouts import Readout
+from inspect_lens.spec import TensorData
 
 from .result_memory import ARRIVED, COVERED, ResultMemory, Slab
 
-__all__ = [
-    "SHARE_BYTES",
-    "STORAGE",
-    "Merge",
-    "Stream",
-    "merge_of",
-    "narrowed",
-]
-
-Floats = NDArray[np.float32]
-
 SHARE_BYTES = 4 << 20
 """Rows of more bytes are copied, or merged, by several threads."""
-
-
-@dataclass(frozen=True)
-class Merge:
-    """How the rows of a request become its result."""
-
-    reduction: Reduction
-    is_last: bool
-    wire: DType
-    dtype: DType
-    width: int
-    """Numbers of a row of the result."""
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether a row may stand for several tokens."""
-        return not self.is_last
-
-    def __call__(
-        self,
-        rows: NDArray[Any] | None,
-        covered: NDArray[np.bool_] | None,
-        taps: int,
-        threads: ThreadPoolExecutor,
-    ) -> TensorData:
-        """Merge."""
-        if rows is None:
-            none = np.zeros((taps, 0, self.width), dtype=np.float32)
-            return narrowed(none, self.dtype)
-        reduction, n_tokens = self.reduction, rows.shape[1]
-        if self.is_last:
-            rows, covered, n_tokens = rows[:, -1:], None, 1
-        if reduction.combine is None:
-            return TensorData(np.ascontiguousarray(rows), self.dtype)
-        out = np.empty((taps, 1, self.width), dtype=np.float32)
-
-        def merge(tap: int) -> None:
-            own = rows[tap] if covered is None else rows[tap][~covered[tap]]
-            wide = TensorData(own, self.wire).to_float32()
-            is_sum = reduction.combine == "sum"
-            found = wide.sum(axis=0, dtype=np.float64) if is_sum else wide.max(axis=0)
-            out[tap, 0] = reduction.finish(found, n_tokens)
-
-        run: Callable[..., Any] = threads.map if rows.nbytes > SHARE_BYTES else map
-        list(run(merge, range(taps)))
-        return narrowed(out, self.dtype)
-
-
-def merge_of(asked: CaptureEnvelope) -> Merge | None:
-    """How the rows of a capture become its result; None where they are it."""
-    if not asked.is_last and asked.combine is None:
-        return None
-    return Merge(asked.reduction, asked.is_last, asked.wire, asked.dtype, asked.shape[1])
-
-
-def narrowed(values: Floats, dtype: DType) -> TensorData:
-    """Numbers in another dtype, rounded to nearest, ties to even."""
-    if dtype == "float32":
-        return TensorData(values, dtype)
-    if dtype == "float16":
-        with np.errstate(over="ignore"):
-            return TensorData(values.astype(np.float16), dtype)
-    bits = np.ascontiguousarray(values).view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    kept = np.where(np.isnan(values), np.uint32(0x7FC0), rounded)
-    return TensorData(kept.astype(np.uint16), dtype)
 
 
 STORAGE: dict[str, str] = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
@@ -106,6 +27,7 @@ class Stream:
 
     def __init__(self, asked: Readout, n_prompt: int) -> None:
         self.taps, self.width = asked.shape
+        self._asked = asked
         self.dtype, self.lo = asked.wire, asked.lo
         self.listed = None
         self.most = asked.hi - asked.lo
@@ -117,22 +39,15 @@ class Stream:
         """Positions for which there is room. Most requests end long before they have to: there is
         room for all positions only where that does not take too many addresses."""
         self.slab: Slab | None = None
-        self._parts: list[int] | None = [] if isinstance(asked, ProbesEnvelope) else None
+        self._parts: list[int] | None = [] if asked.is_summed else None
         """First tap of each worker's share, where that is sent as one sum; None where all are."""
-        self.merge = merge_of(asked) if isinstance(asked, CaptureEnvelope) else None
-        """What is made of the rows that came; None where they are the result."""
         # Positions of the prompt.
         n_known = min(max(n_prompt - asked.lo, 0), self.most)
         if self.listed is not None:
             n_known = int(self.listed.searchsorted(n_prompt))
-        self._is_full = self.merge is None and 2 * n_known >= self.most
+        self._is_full = not asked.is_merged and 2 * n_known >= self.most
         """Whether most of the rows come in any case."""
-        self.n_head = 0
-        """Positions at the front of which rows may come that stand for several."""
-        if isinstance(asked, CaptureEnvelope) and asked.is_folded:
-            self.n_head = self.most
-        elif self.merge is not None and self.merge.is_partial:
-            self.n_head = n_known
+        self.n_head = asked.n_partial(n_known, self.most)
 
     @property
     def row_bytes(self) -> int:
@@ -217,7 +132,7 @@ class Stream:
     @property
     def is_plain(self) -> bool:
         """Whether the rows that come are the result."""
-        return self.merge is None and not self.n_head
+        return not (self._asked.is_merged or self.n_head)
 
     def restart(self, first_tap: int, n_taps: int) -> None:
         """Expect the share of a worker.
@@ -246,13 +161,14 @@ class Stream:
         All positions of a plain result lie where their rows do, whether or not these have come.
         Of probe scores there is a share of each worker in the place of taps.
         """
-        if self.merge is not None:
+        if self._asked.is_merged:
             whole = covered = None
             if self.slab is not None and count:
                 whole = self._whole(self.slab)[:, :count]
             if self.slab is not None and self.n_head:
                 covered = self._flags(self.slab, self.room)[:, :count] == COVERED
-            return self.merge(whole, covered, self.taps, threads)
+            is_large = whole is not None and whole.nbytes > SHARE_BYTES
+            return self._asked.merge(whole, covered, threads.map if is_large else map)
         if self.slab is None:
             rows = np.zeros((self.taps, count, self.width), dtype=_DTYPES[self.dtype])
         else:

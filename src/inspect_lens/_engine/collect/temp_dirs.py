@@ -15,8 +15,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["PREFIX", "held", "let_go", "new_folder", "sweep"]
-
 PREFIX = ".inspect-lens-tmp-"
 """Nobody names a folder of results like this."""
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from .device_copy import Copier
 
-__all__ = ["Ring", "Span"]
-
 
 @dataclass(frozen=True, slots=True)
 class Span:

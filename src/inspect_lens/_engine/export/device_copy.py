@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 from inspect_lens._engine.protocol.shared_memory import ArenaWriter
 
-__all__ = ["Copier", "StreamCopier", "copier_for"]
-
 logger = logging.getLogger("vllm.inspect_lens")
 
 _EVENT: Any = torch.cuda.Event  # its constructor has no types

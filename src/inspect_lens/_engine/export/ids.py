@@ -13,11 +13,6 @@ from inspect_lens._engine.protocol.messages import PATHS, unpacked
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE
 from inspect_lens.spec import EnginePath
 
-__all__ = [
-    "Numbers",
-    "Owners",
-]
-
 _MOST_AWAY = BOARD_SIZE // 2
 """Removed requests whose number is kept. That is far more than an engine can have pre-empted at
 once; only those of whose end no worker was told could be so many."""

@@ -39,13 +39,6 @@ from inspect_lens._engine.protocol.messages import Block, Message, unpacked
 from inspect_lens._engine.protocol.processes import Links, Peer, Process
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE, ArenaWriter
 
-__all__ = [
-    "SEND_QUEUE",
-    "Channel",
-    "Link",
-    "LocalChannel",
-]
-
 SEND_QUEUE = 8192
 """Messages that may wait for a front-end before the step loop does."""
 

@@ -19,8 +19,6 @@ from inspect_lens.spec import EnginePath
 
 from .transport import Exporter, Rows
 
-__all__ = ["Outbox"]
-
 _AT_ONCE = 32 << 20
 """Bytes that are sent with their step: two thirds of a millisecond."""
 _PIECE = 128 << 20

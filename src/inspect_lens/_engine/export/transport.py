@@ -29,15 +29,6 @@ from inspect_lens.spec import N_LATCHES
 from .device_copy import Copier
 from .link import Channel, Link, LocalChannel
 
-__all__ = [
-    "COLUMN",
-    "LATCHES",
-    "Exporter",
-    "Faults",
-    "Rows",
-    "overflow",
-]
-
 _SEND_TIMEOUT_S = STALLED_S
 _BLOCK_BYTES = 512 << 20
 """Bytes of rows that one message tells of. A front-end places the rows of a long step while others

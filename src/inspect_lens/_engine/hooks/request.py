@@ -11,17 +11,6 @@ import torch
 from inspect_lens._engine.tap.kernels.tap_reference import largest_norm
 from inspect_lens.errors import HookError, LensError
 
-__all__ = [
-    "HookContext",
-    "HookedRequest",
-    "LoadedHook",
-    "Place",
-    "finite",
-    "is_known_to_be_fine",
-    "not_finite",
-    "side",
-]
-
 
 class HookContext:
     """One per hook and request; lives as long as the request.

@@ -14,8 +14,6 @@ from inspect_lens._engine.protocol.messages import Saved
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.spec import DType, TensorData
 
-__all__ = ["OWN", "PERSISTENT", "Gathered", "gather", "pack_saved", "unpack_saved"]
-
 OWN, PERSISTENT = "own", "persistent"
 """Parts of what a worker sends, each by index of the hook."""
 

@@ -38,8 +38,6 @@ from .request import (
 from .results import OWN, PERSISTENT, pack_saved
 from .unpickle import load_function
 
-__all__ = ["EAGER_KEY", "HookRunner", "Needs", "Part"]
-
 logger = logging.getLogger("vllm.inspect_lens")
 
 EAGER_KEY = "eager"

@@ -13,9 +13,6 @@ from inspect_lens.errors import UnsupportedError
 
 from .runner import EAGER_KEY, HookRunner
 
-__all__ = ["HookedStepper"]
-
-
 logger = logging.getLogger("vllm.inspect_lens")
 
 

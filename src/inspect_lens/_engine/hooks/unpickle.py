@@ -15,8 +15,6 @@ from inspect_lens.errors import SpecError
 
 from .request import HookContext
 
-__all__ = ["load_function"]
-
 
 class _Unpickler(pickle.Unpickler):
     """Reads functions that were written beside another package."""

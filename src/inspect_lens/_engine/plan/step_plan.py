@@ -19,19 +19,6 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "Batch",
-    "Drafts",
-    "GroupBlock",
-    "Longs",
-    "Named",
-    "Repeat",
-    "RequestTable",
-    "StepPlan",
-    "grown",
-    "plan_step",
-]
-
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 Bools = NDArray[np.bool_]

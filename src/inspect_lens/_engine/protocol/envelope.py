@@ -22,29 +22,21 @@ from inspect_lens.spec import (
     LensRequest,
 )
 
-from .capture import CaptureEnvelope, Readout, seal_capture, seal_qk
-from .edits import EditEnvelope
+from .edits import NO_EDITS, EditEnvelope, SealedEdits, seal_request_edits
 from .kept import Kept
 from .readouts import (
     LENS_KEY,
     READOUTS,
     AskedProbes,
+    CaptureEnvelope,
     LensEnvelope,
     ProbesEnvelope,
+    Readout,
+    seal_capture,
     seal_lens,
     seal_probes,
+    seal_qk,
 )
-from .sealed_edits import NO_EDITS, SealedEdits, seal_request_edits
-
-__all__ = [
-    "CACHED_KEY",
-    "HASH_KEY",
-    "KEPT_KEY",
-    "Envelope",
-    "Packed",
-    "seal",
-    "uses_of",
-]
 
 VERSION = 16
 

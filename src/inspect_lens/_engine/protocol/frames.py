@@ -23,22 +23,6 @@ from zmq.utils import z85
 
 from .processes import BEATS, Links
 
-__all__ = [
-    "CHUNK",
-    "IN_FLIGHT",
-    "MOST_ASKED",
-    "MOST_FRAME",
-    "Frame",
-    "FrameError",
-    "Hello",
-    "Kind",
-    "client_public",
-    "frame_of",
-    "make_client",
-    "make_server",
-    "packed_frame",
-]
-
 CHUNK = 4 << 20
 """Bytes of a frame's content, at most."""
 MOST_FRAME = CHUNK + 1024

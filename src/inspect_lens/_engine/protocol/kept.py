@@ -7,8 +7,6 @@ from collections.abc import Hashable
 from typing import Any, Final, Generic, TypeVar
 from weakref import ref
 
-__all__ = ["BYTES_BESIDE", "Budget", "Kept"]
-
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 

@@ -10,25 +10,6 @@ from numpy.typing import NDArray
 
 from inspect_lens.spec import EnginePath
 
-__all__ = [
-    "LENS",
-    "PATHS",
-    "QK",
-    "ROWS",
-    "SCORES",
-    "Block",
-    "Failure",
-    "Message",
-    "Opened",
-    "Opening",
-    "Saved",
-    "Settled",
-    "decode",
-    "encode",
-    "packed",
-    "unpacked",
-]
-
 ROWS, SCORES, QK, LENS = 0, 1, 2, 3
 """Results that a request may have: captured rows, what probes made of rows, queries and keys, and
 what rows predict."""

@@ -13,21 +13,6 @@ from typing import Protocol
 
 from inspect_lens.errors import CaptureError
 
-__all__ = [
-    "BEATS",
-    "STALLED_S",
-    "STOPPED_S",
-    "Address",
-    "Links",
-    "Peer",
-    "Process",
-    "as_exception",
-    "ends_process",
-    "host_id",
-    "is_alive",
-    "is_stopped",
-]
-
 STOPPED_S = 0.5
 """Seconds that others wait for a process that is stopped; one that is looked at is, for less."""
 STALLED_S = 10.0

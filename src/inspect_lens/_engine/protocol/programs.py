@@ -27,34 +27,6 @@ from inspect_lens.spec import EditBase, Instruction, Kind, SiteWidth, TensorData
 
 from .kept import Kept
 
-__all__ = [
-    "AVERAGE",
-    "COUNT",
-    "COUNT_SHIFT",
-    "FIRST",
-    "HEAD",
-    "IS_OPEN",
-    "LARGE",
-    "LAST_SHIFT",
-    "MOST",
-    "MOST_POSITIONS",
-    "RECENT",
-    "RECENT_BITS",
-    "ROOM",
-    "Program",
-    "Programs",
-    "content_of",
-    "file_of",
-    "history_rows",
-    "made_once",
-    "open_among",
-    "read_file",
-    "received",
-    "sent",
-    "unpack_programs",
-    "written",
-]
-
 Program = tuple[Instruction, ...]
 
 _MOST = 1 << 14

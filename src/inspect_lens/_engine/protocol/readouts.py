@@ -1,41 +1,409 @@
-"""The kinds of results that a request may have, and what is known of its probes and its lens."""
+"""The kinds of results that a request may have, each as one class of `Readout`.
+
+A `seal_…` function resolves what was asked against a prompt, in the front-end. A worker reads from
+the result which rows of which taps it keeps and what it makes of them (`rows`, `made_of_rows`), and
+the front-end what comes (`shape`, `wire`) and what it makes of that (`merge`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Final, NamedTuple
+import secrets
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
+from typing import Any, Final, Literal, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import (
+    REDUCTIONS,
     RESID_POST,
+    CaptureSpec,
+    DType,
     EngineFacts,
     EngineProbe,
     LogitLens,
     Positions,
     ProbeUse,
+    QKSpec,
+    Reduce,
+    Reduction,
     ResolvedLens,
+    Site,
+    SiteWidth,
     TapPoint,
+    TensorData,
+    in_phase,
     is_mask,
     resolve_positions,
+    rows_for,
     tap_order,
     tap_points,
 )
 
-from .capture import CaptureEnvelope, Readout, span_of
 from .programs import written
 
-__all__ = [
-    "LENS_KEY",
-    "READOUTS",
-    "AskedProbes",
-    "LensEnvelope",
-    "LensForm",
-    "ProbesEnvelope",
-    "seal_lens",
-    "seal_probes",
-]
+Combine = Literal["sum", "max"]
+"""See `Reduction.combine`."""
+
+Fold = Literal["sum", "max", "last"]
+"""What grows in a worker, of sampled tokens, until a request is over."""
+
+LAG = 2
+"""Rows at the end of a request that stay apart from it: an engine may run ahead of the last."""
+
+
+class RowPart(NamedTuple):
+    """One row, as wide as the stream, of those that a token has at some taps.
+
+    Workers send rows of one width. A wider row is cut into parts, and one of which ranks have
+    shares comes from each of them. Those of a rank lie behind each other, so that it has one range.
+    """
+
+    rank: int
+    """Tensor-parallel rank that sends it."""
+    tap: TapPoint
+    part: int
+    """Of that rank's share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Readout:
+    """One kind of result of a request; see `READOUTS`."""
+
+    lo: int
+    """First position of the range; with `positions`, the smallest of them."""
+    hi: int
+    """End of the range, exclusive; with `positions`, one past the largest."""
+    positions: tuple[int, ...] | None = None
+    """Sorted explicit positions, or None for the whole range."""
+
+    @property
+    def taps(self) -> tuple[TapPoint, ...]:
+        """The taps whose rows are read, in tap order."""
+        raise NotImplementedError
+
+    @property
+    def rows(self) -> tuple[RowPart, ...]:
+        """Rows of a token that workers read, in their order; see `RowPart`."""
+        return tuple(RowPart(0, tap, 0) for tap in self.taps)
+
+    @property
+    def is_read_by_all_ranks(self) -> bool:
+        """Whether all ranks read the rows together, and the first one sends."""
+        return False
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether a worker sends one row for those that it has at all its taps."""
+        return False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows of a token, and their width, of what workers send."""
+        raise NotImplementedError
+
+    @property
+    def wire(self) -> DType:
+        """Dtype of what workers send; ids and ranks of a lens are exact in float32."""
+        return "float32"
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether a result is made of the rows that come by `merge`; else they are it."""
+        return False
+
+    def merge(
+        self, rows: NDArray[Any] | None, covered: NDArray[np.bool_] | None, run: Callable[..., Any]
+    ) -> TensorData:
+        """Make the result of rows, (taps, positions, width), with a `map` of some threads."""
+        raise NotImplementedError
+
+    def n_partial(self, n_known: int, most: int) -> int:
+        """Positions at the front of which rows may come that stand for several.
+
+        Of `most` positions, `n_known` are the prompt's.
+        """
+        return 0
+
+    @property
+    def alike(self) -> bytes:
+        """What the requests of a batch have in common."""
+        raise NotImplementedError
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether two ends say which tokens it has, and each row stands for one of them."""
+        return self.positions is None
+
+    def fed(self, n_fed: int) -> Sequence[int]:
+        """Positions read, ascending, of a request that fed `n_fed` tokens to the model."""
+        if self.positions is not None:
+            return self.positions[: bisect_left(self.positions, n_fed)]
+        return range(self.lo, max(self.lo, min(self.hi, n_fed)))
+
+
+def span_of(where: Sequence[int]) -> tuple[int, int, tuple[int, ...] | None]:
+    """`lo`, `hi` and `positions` of a readout."""
+    if isinstance(where, range):
+        return where.start, max(where.start, where.stop), None
+    listed = tuple(sorted(where))
+    return (listed[0], listed[-1] + 1, listed) if listed else (0, 0, listed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureEnvelope(Readout):
+    """Rows to send back."""
+
+    sites: tuple[Site, ...]
+    """Sites asked for."""
+    layers: tuple[int, ...]
+    """Global layer numbers asked for at each site, ascending."""
+    hidden: int
+    """Width of the stream."""
+    dtype: DType
+    """dtype of the result."""
+    transport: str
+    """How the response carries the tensor; the worker does not care."""
+    reduce: Reduce = "none"
+    """What was asked to be made of the rows."""
+    is_last: bool = False
+    """Whether the result is that of the last of the positions that were fed. Which one that is is
+    known at the end, so all that may be it are sent."""
+    token: int = 0
+    """Tells this request from another one under its key; 0 where no row stands for several."""
+    is_folded: bool = False
+    """Whether rows of sampled tokens stay in the worker, where it has room, until the request is
+    over."""
+    widths: tuple[tuple[int, int], ...] = ()
+    """Of each site, numbers of a row and `SiteWidth.shards`; none where all are the stream's."""
+    ranks: int = 1
+    """Tensor-parallel ranks."""
+
+    def width_of(self, site: Site) -> SiteWidth:
+        """How wide the rows of one of the sites are."""
+        if not self.widths:
+            return SiteWidth(site, self.hidden)
+        return SiteWidth(site, *self.widths[self.sites.index(site)])
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether the rows that come are the one tensor that was asked for."""
+        return len(self.sites) == 1 and self.width_of(self.sites[0])[1:3] == (self.hidden, 1)
+
+    @property
+    def rows(self) -> tuple[RowPart, ...]:
+        return _rows_of(self.sites, self.layers, self.widths, self.hidden, self.ranks)
+
+    @property
+    def taps(self) -> tuple[TapPoint, ...]:
+        return _taps_of(self.sites, self.layers)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.rows), self.reduction.columns(self.hidden)
+
+    @property
+    def reduction(self) -> Reduction:
+        """What is made of the rows."""
+        made = REDUCTIONS[self.reduce]
+        return REDUCTIONS["last"] if self.is_last and not made.makes_numbers else made
+
+    @property
+    def combine(self) -> Combine | None:
+        """How rows of several tokens become one; None where they do not."""
+        return None if self.is_last else self.reduction.combine
+
+    @property
+    def fold(self) -> Fold | None:
+        """What is made of sampled tokens in the worker; None where their rows are sent."""
+        if not self.is_folded:
+            return None
+        return "last" if self.is_last else self.combine
+
+    @property
+    def wire(self) -> DType:
+        # Sums are rounded when they are complete.
+        return "float32" if self.reduction.combine == "sum" else self.dtype
+
+    @property
+    def is_plain(self) -> bool:
+        return super().is_plain and not self.token
+
+    @property
+    def is_merged(self) -> bool:
+        return self.is_last or self.combine is not None
+
+    def merge(
+        self, rows: NDArray[Any] | None, covered: NDArray[np.bool_] | None, run: Callable[..., Any]
+    ) -> TensorData:
+        taps, width = self.shape
+        if rows is None:
+            return narrowed(np.zeros((taps, 0, width), dtype=np.float32), self.dtype)
+        reduction, n_tokens = self.reduction, rows.shape[1]
+        if self.is_last:
+            rows, covered, n_tokens = rows[:, -1:], None, 1
+        if reduction.combine is None:
+            return TensorData(np.ascontiguousarray(rows), self.dtype)
+        out = np.empty((taps, 1, width), dtype=np.float32)
+
+        def merge(tap: int) -> None:
+            own = rows[tap] if covered is None else rows[tap][~covered[tap]]
+            wide = TensorData(own, self.wire).to_float32()
+            is_sum = reduction.combine == "sum"
+            found = wide.sum(axis=0, dtype=np.float64) if is_sum else wide.max(axis=0)
+            out[tap, 0] = reduction.finish(found, n_tokens)
+
+        list(run(merge, range(taps)))
+        return narrowed(out, self.dtype)
+
+    def n_partial(self, n_known: int, most: int) -> int:
+        if self.is_folded:
+            return most
+        return n_known if self.combine is not None else 0
+
+    def n_bytes(self, n_fed: int) -> int:
+        """Size of the results of a request that fed `n_fed` tokens to the model."""
+        rows = len(self.fed(n_fed))
+        if self.is_merged:
+            rows = min(rows, 1)
+        itemsize = 2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize
+        wide = sum(self.reduction.columns(self.width_of(site).width) for site in self.sites)
+        return wide * len(self.layers) * rows * itemsize
+
+    @cached_property
+    def alike(self) -> bytes:
+        return written(tuple([getattr(self, name) for name in _ALIKE]))
+
+
+_ALIKE = tuple(
+    field.name
+    for field in fields(CaptureEnvelope)
+    if field.name not in ("lo", "hi", "positions", "token")
+)
+"""Fields of a capture that the requests of a batch have in common."""
+
+
+def seal_capture(
+    capture: CaptureSpec | None,
+    facts: EngineFacts,
+    n_prompt: int,
+    n_max: int,
+    *,
+    may_overrun: bool = False,
+) -> CaptureEnvelope | None:
+    """Resolve a judged capture against its prompt."""
+    if capture is None:
+        return None
+    is_last = REDUCTIONS[capture.reduce].picks_last or capture.positions == "last"
+    named = "all" if capture.positions == "last" else capture.positions
+    where = resolve_positions(named, n_prompt=n_prompt, n_max=n_max, field="capture.positions")
+    where = in_phase(where, capture.phase, n_prompt=n_prompt, n_max=n_max)
+    if not isinstance(where, range) and not where:
+        raise SpecError(
+            f"capture.phase={capture.phase!r} and none of capture.positions belongs to it, with a "
+            f"prompt of {n_prompt} tokens; leave one of them out"
+        )
+    if is_last:
+        where = _possible_last(where, n_prompt)
+    lo, hi, listed = span_of(where)
+    sealed = CaptureEnvelope(
+        sites=capture.sites,
+        layers=tuple(range(facts.n_layers)) if capture.layers == "all" else capture.layers,
+        lo=lo,
+        hi=hi,
+        positions=listed,
+        hidden=facts.hidden,
+        dtype=cast("DType", facts.dtype if capture.dtype == "model" else capture.dtype),
+        transport=capture.transport,
+        reduce=capture.reduce,
+        is_last=is_last,
+        widths=tuple([facts.width_of(site)[1:3] for site in capture.sites]) if facts.widths else (),
+        ranks=facts.ranks,
+    )
+    is_partial = sealed.combine is not None
+    sampled = (
+        range(max(lo, n_prompt), hi) if listed is None else [p for p in listed if p >= n_prompt]
+    )
+    is_folded = (
+        (is_partial or is_last)
+        # What is kept are the rows themselves.
+        and not sealed.reduction.makes_numbers
+        and len(sampled) > LAG + 1
+        # Which of their rows count is known too late.
+        and not (may_overrun or facts.is_speculative)
+    )
+    if not is_partial and not is_folded:
+        return sealed
+    return replace(sealed, token=secrets.randbits(62), is_folded=is_folded)
+
+
+def seal_qk(
+    qk: QKSpec | None, facts: EngineFacts, n_prompt: int, n_max: int
+) -> CaptureEnvelope | None:
+    """Queries and keys as the capture that they are: of `all` layers, those that are served."""
+    if qk is None:
+        return None
+    layers = facts.layers if qk.layers == "all" else qk.layers
+    asked = CaptureSpec(layers=layers, site=("q", "k"), transport=qk.transport)
+    return seal_capture(asked, facts, n_prompt, n_max)
+
+
+def _possible_last(where: range | tuple[int, ...], n_prompt: int) -> range | tuple[int, ...]:
+    """Positions that may be the last one that is fed: one of the prompt, and all behind it."""
+    if isinstance(where, range):
+        return range(max(where.start, min(where.stop, n_prompt) - 1), where.stop)
+    first = max((p for p in where if p < n_prompt), default=n_prompt)
+    return tuple(p for p in where if p >= first)
+
+
+@lru_cache(maxsize=1024)
+def _rows_of(
+    sites: tuple[Site, ...],
+    layers: tuple[int, ...],
+    widths: tuple[tuple[int, int], ...],
+    hidden: int,
+    ranks: int,
+) -> tuple[RowPart, ...]:
+    known = {s: SiteWidth(s, *width) for s, width in zip(sites, widths, strict=False)}
+    found = []
+    for tap in tap_points(sites, layers):
+        width = known.get(tap.site) or SiteWidth(tap.site, hidden)
+        n = rows_for(width, hidden)
+        found += [RowPart(r, tap, p) for r in owners(width, ranks) for p in range(n)]
+    return tuple(sorted(found, key=lambda row: (row.rank, tap_order(row.tap), row.part)))
+
+
+def owners(width: SiteWidth, ranks: int) -> range:
+    """Ranks that send the shares of a site's rows, in order."""
+    return range(0, ranks if width.shards > 1 else 1, ranks // width.shards)
+
+
+def share_of(width: SiteWidth, ranks: int, rank: int) -> tuple[int, int]:
+    """The numbers of a site's rows that a rank has."""
+    own = width.width // width.shards
+    return rank * width.shards // ranks * own, own
+
+
+@lru_cache(maxsize=1024)
+def _taps_of(sites: tuple[Site, ...], layers: tuple[int, ...]) -> tuple[TapPoint, ...]:
+    return tap_points(sites, layers)
+
+
+def narrowed(values: NDArray[np.float32], dtype: DType) -> TensorData:
+    """Numbers in another dtype, rounded to nearest, ties to even."""
+    if dtype == "float32":
+        return TensorData(values, dtype)
+    if dtype == "float16":
+        with np.errstate(over="ignore"):
+            return TensorData(values.astype(np.float16), dtype)
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    kept = np.where(np.isnan(values), np.uint32(0x7FC0), rounded)
+    return TensorData(kept.astype(np.uint16), dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +424,11 @@ class ProbesEnvelope(Readout):
         return self.points
 
     @property
+    def is_summed(self) -> bool:
+        return True
+
+    @property
     def shape(self) -> tuple[int, int]:
-        # Each worker sends one row for all its taps.
         return len(self.points), self.columns
 
     @cached_property
@@ -178,6 +549,10 @@ class LensEnvelope(Readout):
     @property
     def taps(self) -> tuple[TapPoint, ...]:
         return self.form.taps
+
+    @property
+    def is_read_by_all_ranks(self) -> bool:
+        return True
 
     @property
     def shape(self) -> tuple[int, int]:

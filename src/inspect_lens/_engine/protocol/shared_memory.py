@@ -32,8 +32,6 @@ from inspect_lens.spec import N_LATCHES
 
 from .processes import STALLED_S, STOPPED_S, Peer
 
-__all__ = ["BOARD_COLUMNS", "BOARD_SIZE", "HEAD_BYTES", "ArenaReader", "ArenaWriter", "View"]
-
 logger = logging.getLogger("vllm.inspect_lens")
 
 BOARD_SIZE = 1 << 15

@@ -12,16 +12,6 @@ from inspect_lens._engine.protocol.readouts import LensForm
 from inspect_lens.errors import CapacityError, SpecError
 from inspect_lens.spec import EngineLens
 
-__all__ = [
-    "LOGIT_BYTES",
-    "LensStore",
-    "Span",
-    "Translator",
-    "read_logits",
-    "rows_at_once",
-    "warm_up_lens",
-]
-
 LOGIT_BYTES: Final = 512 << 20
 """Of the logits of rows read at once, were they float32. More pieces read the matrix more often."""
 _TILE: Final = 128

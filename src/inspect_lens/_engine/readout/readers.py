@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from inspect_lens.errors import CapacityError, SpecError, UnsupportedError
 from inspect_lens.spec import EngineProbe, TapPoint
 
-__all__ = ["READOUT_BYTES", "ProbeReader", "ProbeStore", "warm_up_readout"]
-
 READOUT_BYTES: Final = 32 << 20
 """Of what lies between rows and the numbers that are made of them."""
 

@@ -21,18 +21,10 @@ from inspect_lens._engine.export.device_copy import Copier
 from inspect_lens._engine.export.ids import Numbers
 from inspect_lens._engine.export.transport import Rows
 from inspect_lens._engine.plan.step_plan import Longs, grown
-from inspect_lens._engine.protocol.capture import LAG, CaptureEnvelope, Combine, Fold
 from inspect_lens._engine.protocol.envelope import Envelope
+from inspect_lens._engine.protocol.readouts import LAG, CaptureEnvelope, Combine, Fold
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE
 from inspect_lens.spec import Reduction
-
-__all__ = [
-    "Form",
-    "Part",
-    "Reducer",
-    "SumRows",
-    "SumTable",
-]
 
 Piece = tuple[int, int, int]
 """Rows [a, b) of a block, and where they go; more than one row of the block becomes one."""

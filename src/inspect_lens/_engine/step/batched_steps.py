@@ -18,8 +18,6 @@ from inspect_lens.spec import EnginePath
 
 from .exporter import Sender
 
-__all__ = ["Rounds"]
-
 _MOST_STEPS = 8
 _MOST_BYTES = 16 << 20
 """Of rows that wait: as much as is copied in a third of a millisecond. See `Outbox`: what a step

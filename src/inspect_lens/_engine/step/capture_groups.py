@@ -2,40 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from inspect_lens._engine.plan.step_plan import GroupBlock, Longs, RequestTable, grown
-from inspect_lens._engine.protocol.capture import CaptureEnvelope
 from inspect_lens._engine.protocol.envelope import Envelope
-from inspect_lens._engine.protocol.messages import LENS, QK, ROWS, SCORES
-from inspect_lens._engine.protocol.readouts import READOUTS, LensForm
+from inspect_lens._engine.protocol.messages import LENS, ROWS, SCORES
+from inspect_lens._engine.protocol.readouts import (
+    READOUTS,
+    CaptureEnvelope,
+    LensEnvelope,
+    LensForm,
+    ProbesEnvelope,
+    Readout,
+)
 from inspect_lens._engine.readout.readers import ProbeReader, ProbeStore
 from inspect_lens._engine.readout.reduce import Form
 from inspect_lens.spec import TapPoint
 
-__all__ = ["Group", "Groups"]
-
-
 _Rows = tuple[int, ...]
-_Key = tuple[_Rows, _Rows, tuple[str, ...] | None, _Rows, Form | None, bool, LensForm | None]
-"""Taps, those of a token's rows at all taps that are captured, names of probes, those that have
-queries and keys, what is made of captured rows, whether scores are looked at as they come, and what
-a logit lens makes of rows."""
+_Key = tuple[tuple[_Rows, Hashable] | None, ...]
+"""Of each result the rows that it reads, of a token's at all taps, and what is made of them."""
 
 _KNOWN_MOST = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
+class _Wanted(NamedTuple):
     """What requests that are alike want of this worker."""
 
     key: _Key | None
     """Of their group; None where there is nothing here."""
-    probe_taps: tuple[TapPoint, ...]
     shares: list[tuple[int, int]]
 
 
@@ -51,6 +51,8 @@ class Result:
     """What probes make of rows."""
     lens: LensForm | None = None
     """What a logit lens makes of rows."""
+    is_live: bool = False
+    """Whether it is looked at as it comes."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Group:
     n_rows: int
     """Ring rows of a token there."""
     is_live: bool
-    """Whether scores are looked at as they come."""
+    """Whether one of its results is looked at as it comes."""
     results: dict[int, Result]
     """By kind; see `READOUTS`."""
 
@@ -185,28 +187,23 @@ class Groups:
 
     def take(self, envelope: Envelope, n: int = 1) -> int | None:
         """The group of some requests, which belong to it until `give`."""
-        wanted = self._wanted(envelope)
-        key, probe_taps = wanted.key, wanted.probe_taps
+        key = self._wanted(envelope).key
         if key is None:
             return None
         number = self._number.get(key)
         if number is None:
-            taps, rows, names, qk, form, is_live, lens = key
-            here = np.asarray(taps, dtype=np.int64)
-            counts, starts = self._tap_rows[here], self._starts[here]
+            wanted = [row for part in key if part is not None for row in part[0]]
+            taps = np.unique(self._starts.searchsorted(wanted, side="right") - 1)
+            counts, starts = self._tap_rows[taps], self._starts[taps]
             of_each = [range(s, s + n) for s, n in zip(starts, counts, strict=True)]
             rank = {row: i for i, row in enumerate(chain.from_iterable(of_each))}
-            results: dict[int, Result] = {}
-            if rows:
-                results[ROWS] = Result(tuple(rank[row] for row in rows), form=form)
-            if names is not None:
-                read = tuple(rank[self._start(t)] for t in probe_taps)
-                results[SCORES] = Result(read, readout=self._probes.readout(names, probe_taps))
-            if qk:
-                results[QK] = Result(tuple(rank[row] for row in qk))
-            if lens:
-                results[LENS] = Result(tuple(rank[self._start(t)] for t in lens.taps), lens=lens)
-            number = self._place(key, Group(here, int(counts.sum()), is_live, results))
+            results = {
+                stream: self._result(stream, tuple(rank[row] for row in part[0]), part[1])
+                for stream, part in enumerate(key)
+                if part is not None
+            }
+            is_live = any(result.is_live for result in results.values())
+            number = self._place(key, Group(taps, int(counts.sum()), is_live, results))
         self._users[number] += n
         return number
 
@@ -216,45 +213,32 @@ class Groups:
 
     def _wanted(self, envelope: Envelope) -> _Wanted:
         """What a request wants of this worker; requests of a batch want the same."""
-        capture, probes = envelope.capture, envelope.probes
         alike = envelope.alike
         if (known := self._known.get(alike)) is not None:
             return known
-        here = self._tap_index
-        mine, rows, taps = self._captured(capture)
-        mine_qk, qk, taps_qk = self._captured(envelope.qk)
-        probed = () if probes is None else probes.taps
-        read = [i for i, t in enumerate(probed) if t in here and not self._rank]
-        probe_taps = tuple(probed[i] for i in read)
-        taps |= taps_qk | {here[t] for t in probe_taps}
-        names = probes.names if probes is not None and probe_taps else None
-        form = Form.of(capture) if capture is not None and rows else None
-        is_live = probes is not None and probes.is_live
-        # All ranks read the rows, each with its part of the vocabulary, and the first sends.
-        lens = None if envelope.lens is None else envelope.lens.form
-        seen = () if lens is None else lens.taps
-        taps |= {here[t] for t in seen}
-        told = () if self._rank else range(len(seen))
-        made = _Wanted(
-            (tuple(sorted(taps)), rows, names, qk, form, is_live, lens) if taps else None,
-            probe_taps,
-            [_share(mine), _share(read), _share(mine_qk), _share(told)],
-        )
+        key: list[tuple[_Rows, Hashable] | None] = []
+        shares: list[tuple[int, int]] = []
+        for stream, asked in enumerate(envelope.results):
+            rows = () if asked is None else asked.rows
+            here = [i for i, row in enumerate(rows) if row.tap in self._tap_index]
+            mine = [i for i in here if rows[i].rank == self._rank]
+            shares.append((mine[0] if mine else 0, len(mine)))
+            read = here if asked is not None and asked.is_read_by_all_ranks else mine
+            starts = [int(self._starts[self._tap_index[rows[i].tap]]) for i in read]
+            own = tuple(start + rows[i].part for start, i in zip(starts, read, strict=True))
+            made = _made(stream, asked, tuple(rows[i].tap for i in read))
+            key.append((own, made) if own else None)
+        wanted = _Wanted(tuple(key) if any(key) else None, shares)
         if len(self._known) >= _KNOWN_MOST:
             self._known.clear()
-        self._known[alike] = made
-        return made
+        self._known[alike] = wanted
+        return wanted
 
-    def _captured(self, asked: CaptureEnvelope | None) -> tuple[list[int], _Rows, set[int]]:
-        """Which rows of a capture this worker sends, which of its own these are, and their taps."""
-        here, rows = self._tap_index, () if asked is None else asked.rows
-        mine = [i for i, r in enumerate(rows) if r.rank == self._rank and r.tap in here]
-        own = tuple(int(self._starts[here[rows[i].tap]]) + rows[i].part for i in mine)
-        return mine, own, {here[rows[i].tap] for i in mine}
-
-    def _start(self, tap: TapPoint) -> int:
-        """The first of a token's rows at a tap."""
-        return int(self._starts[self._tap_index[tap]])
+    def _result(self, stream: int, ranks: _Rows, made: Any) -> Result:
+        if stream == SCORES:
+            names, taps, is_live = made
+            return Result(ranks, readout=self._probes.readout(names, taps), is_live=is_live)
+        return Result(ranks, lens=made) if stream == LENS else Result(ranks, form=made)
 
     def give(self, number: int) -> None:
         """Take note that a request has gone."""
@@ -277,6 +261,11 @@ class Groups:
         return number
 
 
-def _share(at: Sequence[int]) -> tuple[int, int]:
-    """First of what this worker has, and how many it has."""
-    return (at[0] if at else 0), len(at)
+def _made(stream: int, asked: Readout | None, taps: tuple[TapPoint, ...]) -> Hashable:
+    """What a worker makes of the rows of a result: what tells groups apart beside the rows."""
+    if isinstance(asked, ProbesEnvelope):
+        return asked.names, taps, asked.is_live
+    if isinstance(asked, LensEnvelope):
+        return asked.form
+    # Queries and keys are sent as they are.
+    return Form.of(asked) if stream == ROWS and isinstance(asked, CaptureEnvelope) else None

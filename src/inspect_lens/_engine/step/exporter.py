@@ -21,8 +21,6 @@ from inspect_lens.spec import EnginePath
 
 from .capture_groups import Groups
 
-__all__ = ["Sender"]
-
 
 class Sender:
     """Sends blocks, and how far drafts are settled."""

@@ -35,8 +35,6 @@ from inspect_lens.spec import EnginePath
 
 from .stepper import Stepper
 
-__all__ = ["LensStepper", "Unembedding"]
-
 
 class Unembedding(Protocol):
     """The model's final norm and unembedding."""

@@ -23,8 +23,6 @@ from inspect_lens.spec import TapPoint
 from .capture_groups import Groups
 from .exporter import Sender
 
-__all__ = ["LiveRequests", "Request"]
-
 
 @dataclass(slots=True)
 class Request:

@@ -16,8 +16,8 @@ from inspect_lens._engine.export.capture_ring import Ring
 from inspect_lens._engine.export.ids import Numbers, Owners
 from inspect_lens._engine.export.transport import Exporter, Faults, overflow
 from inspect_lens._engine.plan.step_plan import Batch, Longs, Repeat, StepPlan, plan_step
-from inspect_lens._engine.protocol.capture import LAG
 from inspect_lens._engine.protocol.messages import Failure, unpacked
+from inspect_lens._engine.protocol.readouts import LAG
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE, ArenaWriter
 from inspect_lens._engine.readout.readers import ProbeStore
 from inspect_lens._engine.readout.reduce import SumTable
@@ -32,8 +32,6 @@ from .batched_steps import Rounds
 from .capture_groups import Groups
 from .exporter import Sender
 from .live_requests import LiveRequests
-
-__all__ = ["Stepper"]
 
 logger = logging.getLogger("vllm.inspect_lens")
 

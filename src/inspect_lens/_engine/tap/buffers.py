@@ -16,15 +16,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from inspect_lens._engine.protocol.capture import LAG
+from inspect_lens._engine.protocol.readouts import LAG
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE
 from inspect_lens.errors import LensError
 from inspect_lens.spec import TapPoint
 
 from .edit_table import BankTensors
 from .table_entries import Share
-
-__all__ = ["HEAD", "TapState", "find", "install", "uninstall"]
 
 HEAD = 3
 """Numbers of the header before the flags: tokens described, ring row at which the step begins, and

@@ -31,9 +31,6 @@ from inspect_lens.spec import N_REGISTERS, Kind, TapPoint
 from .histories import Fed, Latches
 from .table_entries import Held, Placing, Programs, Row, Share, Shared
 
-__all__ = ["Bank", "BankTensors", "Steering"]
-
-
 _NO_HISTORY: tuple[tuple[Any, ...], list[int]] = ((), [])
 
 

@@ -29,14 +29,6 @@ from inspect_lens._engine.protocol.programs import (
 from inspect_lens.errors import UnsupportedError
 from inspect_lens.spec import N_LATCHES, N_REGISTERS, NEXT_TOKEN, SAME_TOKEN
 
-__all__ = [
-    "NEVER",
-    "Fed",
-    "Latches",
-    "decide",
-    "factors",
-]
-
 NEVER = (1 << 31) - 1
 """Position of a gate that has not fired."""
 

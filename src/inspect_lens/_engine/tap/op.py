@@ -17,8 +17,6 @@ import torch
 from . import buffers
 from .kernels.tap_reference import capture_rows, edit_rows, ring_rows
 
-__all__ = ["tap", "warm_up"]
-
 _LIBRARY: Any = torch.library.Library(  # type: ignore[no-untyped-call]
     "inspect_lens", "FRAGMENT"
 )

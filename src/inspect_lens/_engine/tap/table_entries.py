@@ -12,17 +12,6 @@ from inspect_lens._engine.protocol.edits import EditEnvelope
 from inspect_lens.errors import CapacityError
 from inspect_lens.spec import Instruction, TapPoint
 
-__all__ = [
-    "GATE_SHIFT",
-    "SEES_EDITS",
-    "Held",
-    "Placing",
-    "Programs",
-    "Row",
-    "Share",
-    "Shared",
-]
-
 Row = NDArray[np.float32]
 Share = tuple[int, int]
 """The numbers of a row that a rank has: where they begin, and how many they are."""

@@ -11,8 +11,6 @@ from inspect_lens._engine.plan.step_plan import StepPlan
 
 from .buffers import HEAD, TapState
 
-__all__ = ["CAPTURE", "STEER", "CudaMaps", "Maps", "maps_for"]
-
 _EVENT: Any = torch.cuda.Event  # its constructor has no types
 
 STEER, CAPTURE = 1, 2

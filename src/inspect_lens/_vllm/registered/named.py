@@ -9,10 +9,14 @@ from numpy.typing import NDArray
 
 from inspect_lens._base.to_torch import to_torch
 from inspect_lens._engine.collect.collector import Collected
-from inspect_lens._engine.collect.stream import narrowed
-from inspect_lens._engine.protocol.capture import CaptureEnvelope, RowPart, owners
 from inspect_lens._engine.protocol.messages import LENS, QK
-from inspect_lens._engine.protocol.readouts import LensEnvelope
+from inspect_lens._engine.protocol.readouts import (
+    CaptureEnvelope,
+    LensEnvelope,
+    RowPart,
+    narrowed,
+    owners,
+)
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import LENS_NAME, Site, TensorData, result_name, rows_for, tap_point
 

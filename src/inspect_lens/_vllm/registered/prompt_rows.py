@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from inspect_lens._engine.collect.row_cache import CachedRows, Prefix, RowCache
-from inspect_lens._engine.protocol.capture import CaptureEnvelope
 from inspect_lens._engine.protocol.envelope import CACHED_KEY, Envelope, Packed
+from inspect_lens._engine.protocol.readouts import CaptureEnvelope
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.cache_salt import salt_of
 from inspect_lens._vllm.clients import TENANT

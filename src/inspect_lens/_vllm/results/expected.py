@@ -8,10 +8,9 @@ from typing import Any, cast
 
 import inspect_lens
 from inspect_lens._engine.collect.collector import Collected
-from inspect_lens._engine.protocol.capture import CaptureEnvelope
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.programs import open_among
-from inspect_lens._engine.protocol.readouts import LensEnvelope
+from inspect_lens._engine.protocol.readouts import CaptureEnvelope, LensEnvelope
 from inspect_lens._vllm.compat.monkeypatches import vllm_version
 from inspect_lens._vllm.registered.persistent_hooks import EagerResults
 from inspect_lens._vllm.registered.probe_scores import Reading, Whole

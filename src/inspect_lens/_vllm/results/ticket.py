@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 
 from inspect_lens._base.to_torch import to_torch
-from inspect_lens._engine.collect.collector import ROWS, SCORES, STORAGE, Collected, Collector
+from inspect_lens._engine.collect.collector import Collected, Collector
+from inspect_lens._engine.collect.stream import STORAGE
 from inspect_lens._engine.hooks.runner import EAGER_KEY
-from inspect_lens._engine.protocol.capture import CaptureEnvelope
+from inspect_lens._engine.protocol.messages import ROWS, SCORES
 from inspect_lens._engine.protocol.processes import ends_process
+from inspect_lens._engine.protocol.readouts import CaptureEnvelope
 from inspect_lens._vllm.registered.named import put_lens, put_qk, tensors_by_name
 from inspect_lens._vllm.registered.persistent_hooks import EagerResults, put_eager, take_eager
 from inspect_lens._vllm.registered.probe_scores import Whole

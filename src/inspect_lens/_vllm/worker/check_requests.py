@@ -16,11 +16,10 @@ import zmq
 from numpy.typing import NDArray
 
 from inspect_lens._engine.export.transport import COLUMN, Exporter, overflow
-from inspect_lens._engine.protocol.capture import CaptureEnvelope, RowPart
-from inspect_lens._engine.protocol.edits import EditEnvelope, seal_edits
+from inspect_lens._engine.protocol.edits import EditEnvelope, SealedEdits, seal_edits
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.messages import Block, Failure, Opened, decode, unpacked
-from inspect_lens._engine.protocol.sealed_edits import SealedEdits
+from inspect_lens._engine.protocol.readouts import CaptureEnvelope, RowPart
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE, ArenaReader
 from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._engine.tap.buffers import HEAD, TapState, install

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from inspect_lens import LensRequest, SteeringVector
-from inspect_lens._engine.protocol.edits import EVERY
+from inspect_lens._engine.protocol.edits import EVERY, SealedEdits, seal_request_edits
 from inspect_lens._engine.protocol.envelope import Envelope, seal
-from inspect_lens._engine.protocol.sealed_edits import SealedEdits, seal_request_edits
 from inspect_lens.spec import Ablate, Add, Gate, TokenMatch
 from tests.kit.wide_edits import wide_facts
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -13,14 +12,14 @@ from hypothesis import strategies as st
 
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.collect.stream import Merge, narrowed
 from inspect_lens._engine.export.device_copy import Copier
 from inspect_lens._engine.export.transport import Exporter
 from inspect_lens._engine.protocol.envelope import seal
 from inspect_lens._engine.protocol.messages import ROWS, SCORES
+from inspect_lens._engine.protocol.readouts import narrowed, seal_capture
 from inspect_lens._engine.protocol.shared_memory import ArenaWriter
 from inspect_lens.errors import CaptureError, SpecError
-from inspect_lens.spec import REDUCTIONS, EngineProbe, ProbeUse
+from inspect_lens.spec import EngineProbe, ProbeUse
 from tests.kit.cases import DTYPES, KEYS, Case, checked, compare, noise
 from tests.kit.steps import FACTS, HIDDEN, LAYERS, Worker, begin, exporter, sealed
 
@@ -168,11 +167,11 @@ def test_numbers_are_rounded_as_torch_rounds_them(values: list[float], dtype: An
 
 
 def test_a_long_sum_does_not_lose_its_small_terms() -> None:
-    rows = np.full((1, 1 << 17, 1), 1e-3, dtype=np.float32)
+    rows = np.full((1, 1 << 17, HIDDEN), 1e-3, dtype=np.float32)
     rows[0, 0] = 4096.0
-    with ThreadPoolExecutor(1) as threads:
-        merge = Merge(REDUCTIONS["mean"], False, "float32", "float32", 1)
-        found = merge(rows, None, 1, threads).storage[0, 0, 0]
+    asked = seal_capture(CaptureSpec(layers=(0,), reduce="mean"), FACTS, 4, 8)
+    assert asked is not None
+    found = asked.merge(rows, None, map).storage[0, 0, 0]
     exact = rows.astype(np.float64).mean()
     assert abs(found - exact) <= np.spacing(np.float32(exact))
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from inspect_lens import CaptureSpec, LensRequest
-from inspect_lens._engine.collect.collector import ROWS, SCORES, Collector
+from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.protocol.envelope import seal
-from inspect_lens._engine.protocol.messages import QK
+from inspect_lens._engine.protocol.messages import QK, ROWS, SCORES
 from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._engine.tap import buffers
 from inspect_lens._engine.tap.buffers import TapState, install

@@ -12,8 +12,8 @@ import torch
 
 pytest.importorskip("vllm")
 
-from inspect_lens._engine.protocol.capture import CaptureEnvelope
 from inspect_lens._engine.protocol.messages import QK
+from inspect_lens._engine.protocol.readouts import CaptureEnvelope
 from inspect_lens._vllm.registered.named import put_qk, tensors_by_name
 from inspect_lens.spec import Site, TensorData, decode_tensor, encode_tensor
 

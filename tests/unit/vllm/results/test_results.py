@@ -15,8 +15,9 @@ import pytest
 pytest.importorskip("vllm")
 
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
-from inspect_lens._engine.collect.collector import SCORES, Collected
+from inspect_lens._engine.collect.collector import Collected
 from inspect_lens._engine.protocol.envelope import seal
+from inspect_lens._engine.protocol.messages import SCORES
 from inspect_lens._vllm.frontend.wrappers import FRONT_END_WRAPPERS
 from inspect_lens._vllm.registered.probe_scores import Reading, Reads
 from inspect_lens._vllm.registered.registry import Registry

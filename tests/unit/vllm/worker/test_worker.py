@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 
 from inspect_lens._engine.export.device_copy import Copier
 from inspect_lens._engine.export.transport import Exporter
-from inspect_lens._engine.protocol.capture import LAG
+from inspect_lens._engine.protocol.readouts import LAG
 from inspect_lens._engine.protocol.shared_memory import ArenaWriter
 from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._engine.tap.buffers import TapState

@@ -15,8 +15,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["launch"]
-
 _BLOCK: Final = 4096
 _SHARES: Final = 8
 """Of a row, each read by a program of its own: a few rows fill no GPU."""

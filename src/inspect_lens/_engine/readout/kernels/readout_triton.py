@@ -15,8 +15,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["WIDE", "launch"]
-
 _TOKENS: Final = 64
 _INNER: Final = 64
 _NARROW, WIDE = 16, 64

@@ -11,8 +11,6 @@ from inspect_lens._engine.tap.histories import decide, factors
 from inspect_lens._engine.tap.table_entries import GATE_SHIFT, SEES_EDITS
 from inspect_lens.spec import LARGEST_NORM, N_REGISTERS, SAME_TOKEN, Kind
 
-__all__ = ["capture_rows", "edit_rows", "largest_norm", "ring_rows", "vectors_at"]
-
 
 def largest_norm(dtype: torch.dtype) -> float:
     """Norm of an edited stream of a dtype that is still written; see `spec.LARGEST_NORM`."""

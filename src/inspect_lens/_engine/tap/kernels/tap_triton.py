@@ -24,8 +24,6 @@ from inspect_lens.spec import Kind
 
 from .tap_reference import largest_norm
 
-__all__ = ["launch"]
-
 SEES_EDITS = tl.constexpr(table.SEES_EDITS)
 GATE_SHIFT = tl.constexpr(table.GATE_SHIFT)
 N_REGISTERS = tl.constexpr(spec.N_REGISTERS)
