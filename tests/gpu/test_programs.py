@@ -8,7 +8,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from inspect_lens._engine.tap.table_entries import GATE_SHIFT, SEES_EDITS
+from inspect_lens._engine.tap.edit_table import GATE_SHIFT, SEES_EDITS
 from inspect_lens.spec import N_REGISTERS, Instruction, Kind, run_program
 from tests.kit.edit_cases import random_rows
 from tests.kit.edit_table import make_state

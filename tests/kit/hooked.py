@@ -10,8 +10,7 @@ import torch
 
 from inspect_lens import Hook, LensRequest
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.hooks.runner import EAGER_KEY, HookRunner, Part
-from inspect_lens._engine.hooks.stepper import HookedStepper
+from inspect_lens._engine.hooks.runner import EAGER_KEY, HookedStepper, HookRunner, Part
 from inspect_lens._vllm.registered.persistent_hooks import packed_hook
 from tests.kit.steps import HIDDEN, LAYERS, exporter, sealed
 from tests.kit.steps import Worker as PlainWorker

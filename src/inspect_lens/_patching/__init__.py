@@ -5,7 +5,6 @@ Read `_sweep.py` first; `_runs.py` says what it asks an engine for.
 """
 
 from ._align import Align, Alignment, align_tokens, choose_positions, find_subject
-from ._lines import EventLines, events_of
 from ._result import CausalTrace, PatchCell, PatchSweep, RunScore, Source
 from ._runs import (
     Prompt,
@@ -21,12 +20,14 @@ from ._runs import (
 from ._sweep import (
     IN_FLIGHT,
     CellDone,
+    EventLines,
     FloorFound,
     Stored,
     SweepEvent,
     SweepSpec,
     SweepStarted,
     check_site,
+    events_of,
     gather,
     patches,
     specs_of,

@@ -41,13 +41,10 @@ from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE, ArenaReader
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import TensorData
 
-from .inbox import Inbox, as_error, blamed
+from .inbox import Inbox, Notifier, as_error, blamed
 from .listener import Listener
-from .notifier import Notifier
-from .pending import Collected, Pending, paths_of_all, told_of_edits
-from .placement import Worker
+from .placement import Collected, Pending, Placing, Worker, paths_of_all, told_of_edits
 from .result_memory import ResultMemory, memory_bytes
-from .row_writer import Placing
 from .temp_dirs import let_go, new_folder
 
 logger = logging.getLogger("vllm.inspect_lens")

@@ -18,8 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from inspect_lens._engine.export.device_copy import Copier
-from inspect_lens._engine.export.ids import Numbers
-from inspect_lens._engine.export.transport import Rows
+from inspect_lens._engine.export.transport import Numbers, Rows
 from inspect_lens._engine.plan.step_plan import Longs, grown
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.readouts import LAG, CaptureEnvelope, Combine, Fold

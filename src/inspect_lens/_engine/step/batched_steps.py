@@ -8,11 +8,13 @@ are sent before anything else changes: when somebody comes or goes, or a step is
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from inspect_lens._engine.export.capture_ring import Ring, Span
+from inspect_lens._engine.export.device_copy import Copier
 from inspect_lens._engine.plan.step_plan import GroupBlock, StepPlan
 from inspect_lens.spec import EnginePath
 
@@ -146,3 +148,68 @@ def _repeated(block: GroupBlock, done: int, steps: int) -> GroupBlock:
         (later[:, None] + block.first).reshape(-1),
         {},
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive parts of the ring that a step or a few fill; none where no rows are kept."""
+
+    first_row: int = 0
+    parts: range = range(0)
+
+
+_NONE = Span()
+
+
+class Ring:
+    """Hands out spans in turn, and has the device wait for the copies out of them."""
+
+    def __init__(
+        self, parts: int, part_rows: int, copier: Copier, drain: Callable[[], None] = lambda: None
+    ) -> None:
+        self._parts = parts
+        self._part_rows = part_rows
+        self._half = max(1, parts // 2)
+        self._copier = copier
+        self._drain = drain
+        self._taken: set[int] = set()
+        """Parts that were not given back."""
+        self._next = 0
+        self._released = [0] * parts
+        """By part: the number of the span that gave it back last, or 0."""
+        self._spans = 0
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest span."""
+        return self._half * self._part_rows
+
+    def take(self, rows: int) -> Span:
+        """A span for a step or a few, from the next part on, or the next half where it has to."""
+        if not rows:
+            return _NONE
+        n = -(-rows // self._part_rows)
+        if n > self._half:
+            raise OverflowError(f"a step fills {rows} ring rows and may fill {self.most_rows}")
+        first = self._next
+        if first % self._half + n > self._half:
+            first = (first // self._half + 1) * self._half % self._parts
+        self._next = (first + n) % self._parts
+        parts = range(first, first + n)
+        if not self._taken.isdisjoint(parts):
+            self._drain()
+        self._taken.update(parts)
+        # Copies are made in order: behind those of the part that was given back last there are
+        # none out of the others. Of one that never was, there are none at all.
+        last = max(parts, key=self._released.__getitem__)
+        if self._released[last]:
+            self._copier.wait_for(last)
+        return Span(first * self._part_rows, parts)
+
+    def release(self, span: Span) -> None:
+        """Take a span back when all copies out of it have been asked for."""
+        self._spans += 1
+        self._taken.difference_update(span.parts)
+        for part in span.parts:
+            self._copier.release(part)
+            self._released[part] = self._spans

@@ -9,9 +9,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from inspect_lens._engine.export.ids import Numbers, Owners
 from inspect_lens._engine.export.send_queue import Outbox
-from inspect_lens._engine.export.transport import Exporter, Rows
+from inspect_lens._engine.export.transport import Exporter, Numbers, Owners, Rows
 from inspect_lens._engine.plan.step_plan import GroupBlock, Longs
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.messages import LENS, ROWS, Opening, packed

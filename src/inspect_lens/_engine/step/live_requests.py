@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from inspect_lens._engine.export.ids import Numbers, Owners
+from inspect_lens._engine.export.transport import Numbers, Owners
 from inspect_lens._engine.plan.step_plan import Batch, Drafts, RequestTable
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.messages import Opening

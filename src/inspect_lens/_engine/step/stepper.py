@@ -12,19 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from inspect_lens._engine.export.capture_ring import Ring
-from inspect_lens._engine.export.ids import Numbers, Owners
-from inspect_lens._engine.export.transport import Exporter, Faults, overflow
+from inspect_lens._engine.export.transport import Exporter, Faults, Numbers, Owners, overflow
 from inspect_lens._engine.plan.step_plan import Batch, Longs, Repeat, StepPlan, plan_step
 from inspect_lens._engine.protocol.messages import Failure, unpacked
 from inspect_lens._engine.protocol.readouts import LAG
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE, ArenaWriter
 from inspect_lens._engine.readout.readers import ProbeStore
 from inspect_lens._engine.readout.reduce import SumTable
+from inspect_lens._engine.step.batched_steps import Ring
 from inspect_lens._engine.tap import buffers
-from inspect_lens._engine.tap.buffers import TapState
+from inspect_lens._engine.tap.buffers import TapState, maps_for
 from inspect_lens._engine.tap.edit_table import Bank
-from inspect_lens._engine.tap.upload import maps_for
 from inspect_lens.errors import CapacityError, CaptureError
 from inspect_lens.spec import EnginePath
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inspect_lens._base.to_torch import to_torch
-from inspect_lens._engine.collect.collector import Collected
+from inspect_lens._engine.collect.placement import Collected
 from inspect_lens._engine.protocol.messages import LENS, QK
 from inspect_lens._engine.protocol.readouts import (
     CaptureEnvelope,

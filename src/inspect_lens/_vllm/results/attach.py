@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.collect.notifier import Notifier
+from inspect_lens._engine.collect.inbox import Notifier
 from inspect_lens._engine.hooks.runner import EAGER_KEY
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.processes import Links, as_exception, ends_process

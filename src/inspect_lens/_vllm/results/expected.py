@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import inspect_lens
-from inspect_lens._engine.collect.collector import Collected
+from inspect_lens._engine.collect.placement import Collected
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.programs import open_among
 from inspect_lens._engine.protocol.readouts import CaptureEnvelope, LensEnvelope

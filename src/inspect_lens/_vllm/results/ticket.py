@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from inspect_lens._base.to_torch import to_torch
-from inspect_lens._engine.collect.collector import Collected, Collector
+from inspect_lens._engine.collect.collector import Collector
+from inspect_lens._engine.collect.placement import Collected
 from inspect_lens._engine.collect.stream import STORAGE
 from inspect_lens._engine.hooks.runner import EAGER_KEY
 from inspect_lens._engine.protocol.messages import ROWS, SCORES

@@ -22,8 +22,7 @@ from inspect_lens._engine.protocol.messages import Block, Failure, Opened, decod
 from inspect_lens._engine.protocol.readouts import CaptureEnvelope, RowPart
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE, ArenaReader
 from inspect_lens._engine.step.stepper import Stepper
-from inspect_lens._engine.tap.buffers import HEAD, TapState, install
-from inspect_lens._engine.tap.upload import CAPTURE
+from inspect_lens._engine.tap.buffers import CAPTURE, HEAD, TapState, install
 from inspect_lens.errors import CompatError, UnsupportedError
 from inspect_lens.spec import SITE_TABLE, Add, DType, EngineFacts
 

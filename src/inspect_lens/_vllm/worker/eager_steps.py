@@ -15,12 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from inspect_lens._engine.hooks.runner import HookRunner, Needs, Part
-from inspect_lens._engine.hooks.stepper import HookedStepper
+from inspect_lens._engine.hooks.runner import HookedStepper, HookRunner, Needs, Part
 from inspect_lens._engine.protocol.processes import ends_process
-from inspect_lens._engine.tap.buffers import TapState
+from inspect_lens._engine.tap.buffers import CAPTURE, TapState
 from inspect_lens._engine.tap.op import tap
-from inspect_lens._engine.tap.upload import CAPTURE
 from inspect_lens._vllm.compat.monkeypatches import EAGER_PATCHES, monkeypatch, verify, wrap
 from inspect_lens._vllm.model.find_layers import BlockInput, as_rows, split_output
 from inspect_lens._vllm.model.ranks import Ranks

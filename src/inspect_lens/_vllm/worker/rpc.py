@@ -9,8 +9,7 @@ from typing import Any
 from torch import nn
 
 from inspect_lens._engine.export.transport import Exporter
-from inspect_lens._engine.hooks.runner import HookRunner
-from inspect_lens._engine.hooks.stepper import HookedStepper
+from inspect_lens._engine.hooks.runner import HookedStepper, HookRunner
 from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.model.parameters import Parameters

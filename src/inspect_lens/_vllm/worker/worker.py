@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from inspect_lens._engine.export.device_copy import copier_for
 from inspect_lens._engine.export.transport import Exporter
-from inspect_lens._engine.hooks.stepper import HookedStepper
+from inspect_lens._engine.hooks.runner import HookedStepper
 from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens._engine.protocol.readouts import LAG, share_of
 from inspect_lens._engine.protocol.shared_memory import ArenaWriter

@@ -11,7 +11,7 @@ import pytest
 
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.collect.row_writer import Placing
+from inspect_lens._engine.collect.placement import Placing
 from inspect_lens._engine.protocol.messages import ROWS, SCORES
 from tests.kit.steps import FACTS, Worker, begin, exporter, rows, sealed
 

@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.export.capture_ring import Ring
 from inspect_lens._engine.export.device_copy import Copier
 from inspect_lens._engine.export.transport import Exporter
 from inspect_lens._engine.protocol.messages import ROWS, SCORES
 from inspect_lens._engine.protocol.shared_memory import ArenaWriter
-from inspect_lens._engine.tap.buffers import TapState
-from inspect_lens._engine.tap.upload import CudaMaps
+from inspect_lens._engine.step.batched_steps import Ring
+from inspect_lens._engine.tap.buffers import CudaMaps, TapState
 from tests.kit.steps import LAYERS, Worker, begin, rows, sealed
 
 PARTS = [2, 4, 8, 32]
@@ -135,7 +134,7 @@ def test_a_small_step_behind_a_large_one_does_not_wait_for_it() -> None:
 def cuda_maps(state: TapState) -> CudaMaps:
     """What fills the maps of a GPU, here those of a CPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("inspect_lens._engine.tap.upload._EVENT", Event)
+        patch.setattr("inspect_lens._engine.tap.buffers._EVENT", Event)
         patch.setattr(torch.Tensor, "pin_memory", lambda self: self)
         return CudaMaps(state)
 

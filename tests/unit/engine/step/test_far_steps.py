@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
-from inspect_lens._engine.collect.collector import Collected, Collector
+from inspect_lens._engine.collect.collector import Collector
+from inspect_lens._engine.collect.placement import Collected
 from inspect_lens._engine.export.device_copy import Copier
 from inspect_lens._engine.export.transport import COLUMN, Exporter
 from inspect_lens._engine.protocol.messages import ROWS, SCORES

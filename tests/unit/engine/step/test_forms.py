@@ -67,7 +67,7 @@ def test_only_what_was_asked_for_leaves_the_device(
 def test_a_worker_that_forgot_a_request_reduces_it_again_from_the_start(
     collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("inspect_lens._engine.export.ids._MOST_AWAY", 0)
+    monkeypatch.setattr("inspect_lens._engine.export.transport._MOST_AWAY", 0)
     worker = Worker(exporter(), make=noise)
     case = Case({"reduce": "mean", "positions": "prompt"}, 10, 1, [5], [], 0, 0)
     envelope = sealed(collector, checked(case) or LensRequest(), 10, 1)

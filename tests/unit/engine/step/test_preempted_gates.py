@@ -8,7 +8,7 @@ import torch
 
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.export.ids import Numbers
+from inspect_lens._engine.export.transport import Numbers
 from inspect_lens._engine.protocol.messages import ROWS
 from inspect_lens._engine.protocol.messages import SCORES as TOKEN_SCORES
 from inspect_lens._engine.protocol.programs import open_among

@@ -11,8 +11,7 @@ import torch
 from inspect_lens import LensRequest, SteeringVector
 from inspect_lens._engine.protocol.envelope import Envelope, seal
 from inspect_lens._engine.tap import edit_table
-from inspect_lens._engine.tap.edit_table import Bank, BankTensors
-from inspect_lens._engine.tap.table_entries import SEES_EDITS
+from inspect_lens._engine.tap.edit_table import SEES_EDITS, Bank, BankTensors
 from inspect_lens.errors import CapacityError
 from inspect_lens.spec import Kind
 from tests.kit.steps import FACTS, HIDDEN, LAYERS, TAPS

@@ -12,8 +12,7 @@ from torch import nn
 pytest.importorskip("vllm")
 
 from inspect_lens._engine.tap import buffers
-from inspect_lens._engine.tap.buffers import TapState
-from inspect_lens._engine.tap.upload import CAPTURE
+from inspect_lens._engine.tap.buffers import CAPTURE, TapState
 from inspect_lens._vllm.model.find_layers import (
     BlockInput,
     block_module,

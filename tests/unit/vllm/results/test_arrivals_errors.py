@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from inspect_lens._engine.collect.pending import Pending
+from inspect_lens._engine.collect.placement import Pending
 from inspect_lens._engine.protocol.messages import Failure
 from inspect_lens._vllm.results import attach as attaching
 from inspect_lens._vllm.results.event_loop import arrivals_of

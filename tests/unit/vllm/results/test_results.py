@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
-from inspect_lens._engine.collect.collector import Collected
+from inspect_lens._engine.collect.placement import Collected
 from inspect_lens._engine.protocol.envelope import seal
 from inspect_lens._engine.protocol.messages import SCORES
 from inspect_lens._vllm.frontend.wrappers import FRONT_END_WRAPPERS

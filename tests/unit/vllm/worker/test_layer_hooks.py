@@ -16,8 +16,7 @@ pytest.importorskip("vllm")
 from inspect_lens import Hook
 from inspect_lens._engine.hooks.runner import EAGER_KEY, HookRunner, Part
 from inspect_lens._engine.tap import buffers
-from inspect_lens._engine.tap.buffers import TapState
-from inspect_lens._engine.tap.upload import CAPTURE
+from inspect_lens._engine.tap.buffers import CAPTURE, TapState
 from inspect_lens._vllm.model import parameters
 from inspect_lens._vllm.model.parameters import Parameters
 from inspect_lens._vllm.model.ranks import Ranks

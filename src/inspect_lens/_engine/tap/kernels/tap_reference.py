@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from inspect_lens._engine.tap.edit_table import BankTensors
+from inspect_lens._engine.tap.edit_table import GATE_SHIFT, SEES_EDITS, BankTensors
 from inspect_lens._engine.tap.histories import decide, factors
-from inspect_lens._engine.tap.table_entries import GATE_SHIFT, SEES_EDITS
 from inspect_lens.spec import LARGEST_NORM, N_REGISTERS, SAME_TOKEN, Kind
 
 

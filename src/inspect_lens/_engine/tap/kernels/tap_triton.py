@@ -18,7 +18,7 @@ import triton.language as tl
 
 from inspect_lens import spec
 from inspect_lens._engine.protocol import programs as history
-from inspect_lens._engine.tap import table_entries as table
+from inspect_lens._engine.tap import edit_table as table
 from inspect_lens._engine.tap.buffers import HEAD, TapState
 from inspect_lens.spec import Kind
 
