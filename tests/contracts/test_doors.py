@@ -15,7 +15,7 @@ from tests.kit.repository import ROOT
 
 SOURCE = ROOT / "src" / "inspect_lens"
 INSIDE = (
-    "_engine.collect.notifier:Notifier.tell",
+    "_engine.collect.inbox:Notifier.tell",
     "_engine.hooks.runner:HookRunner.run",
     "_vllm.compat.guard:idle.run",
     "_vllm.engine_core.connector_guard:GuardedConnector._marked",
