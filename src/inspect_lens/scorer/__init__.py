@@ -6,6 +6,7 @@ from ._compare import compare
 from ._dose import dose_curves, dose_metric, dose_response, dose_table
 from ._ensemble import probe_ensemble
 from ._feature import lens_rank, sae_feature
+from ._follow_up import follow_up_score
 from ._judges import REFUSAL_PHRASES, coherence, refusal_rate
 from ._leakage import leakage_baseline, length_auroc, words_auroc
 from ._metrics import auroc_metric, average_precision_metric, judged_share, recall_at_fpr_metric
@@ -32,6 +33,7 @@ __all__ = [
     "dose_metric",
     "dose_response",
     "dose_table",
+    "follow_up_score",
     "judged_share",
     "leakage_baseline",
     "length_auroc",

@@ -1,6 +1,7 @@
 """Solvers for Inspect tasks: capture, steer, edit, patch, sweep, read a lens, act on a probe."""
 
 from ._decisions import GateAction, GateAttempt, GateDecision, GateDecisions
+from ._follow_up import follow_up
 from ._gate import probe_gate
 from ._lens import ablate_direction, with_capture, with_lens, with_steering
 from ._oracle import activation_oracle, self_explain
@@ -20,6 +21,7 @@ __all__ = [
     "activation_oracle",
     "causal_trace",
     "contrastive_pairs",
+    "follow_up",
     "patch_sweep",
     "probe_gate",
     "read_given",

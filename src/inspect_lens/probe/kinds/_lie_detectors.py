@@ -87,7 +87,8 @@ def import_probe(
 
     The file is a pickle, of which only tensors and plain values are read; that package itself is
     not needed. The probe scores rows as theirs does, and its card lists what the files say and what
-    nobody says. Kinds with a follow-up question read the reply to that question.
+    nobody says. Kinds with a follow-up question read the reply to that question, which
+    `inspect_lens.scorer.follow_up_score` asks.
 
     Args:
         path: a `.pt` file, a folder that has one, or `hf://owner/repository[@revision]`.
@@ -232,7 +233,8 @@ def _kind(file: Path, kind: str | None, readme: _Readme) -> str:
     if found == "unrelated":
         raise SpecError(
             f"{file}: a probe of unrelated questions reads the log-odds of yes and no of a list of "
-            "questions that is not published with it, and no activations; allowed are the others"
+            "questions that is not published with it, and no activations; the solver follow_up "
+            "asks questions of yours and keeps the log-odds, which a classifier can read"
         )
     return found
 
