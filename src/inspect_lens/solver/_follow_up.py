@@ -68,7 +68,7 @@ def follow_up(
     asked = [choose_follow_up(one, lie, max_tokens) for one in given]
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
-        plain: list[dict[str, Any]] = []
+        plain: list[Any] = []
         if state.output.choices and not has_nothing_to_read(state.output):
             for one in asked:
                 reply = await ask_follow_up(get_model(), state.messages, one, max_tokens=max_tokens)
