@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cache
+from itertools import pairwise
 
 from .errors import SpecError, did_you_mean
 
@@ -13,190 +16,122 @@ __all__ = ["Settings", "flag", "is_set", "settings_table", "text"]
 _PREFIX = "INSPECT_LENS_"
 
 
-def _setting(default: object, doc: str) -> object:
-    return field(default=default, metadata={"doc": doc})
-
-
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What can be configured from the environment; `Settings.load()` reads it."""
 
-    disable: bool = _setting(  # type: ignore[assignment]
-        False, "Make the vLLM plug-in a complete no-op in this process."
-    )
-    required: bool = _setting(  # type: ignore[assignment]
-        False,
-        "Refuse to start where anything of the lens cannot be served: a model, a setting, a vLLM "
-        "that lacks a name, a start-up check that fails. Otherwise vLLM starts as without it, the "
-        "log has one line, and requests for the lens get a 400 with the reason.",
-    )
-    layers: str = _setting(  # type: ignore[assignment]
-        "all",
-        "Layers that get a tap, as `all` or a comma-separated list such as `10,20`. "
-        "Requests for other layers are refused.",
-    )
-    sites: str = _setting(  # type: ignore[assignment]
-        "resid_pre,resid_post",
-        "Sites that get a tap in those layers, comma-separated: `resid_pre`, `q`, `k`, `v`, `z`, "
-        "`attn_out`, `resid_mid`, `router_logits`, `mlp_hidden`, `mlp_out`, `resid_post`. `all` "
-        "stands for `resid_pre,attn_out,mlp_out,resid_post`. Requests for other sites are "
-        "refused.",
-    )
-    ring_bytes: int = _setting(  # type: ignore[assignment]
-        1 << 30,
-        "Bytes, at most, of the buffer that captured rows are written to. It always fits "
-        "one token of each sequence (`max_num_seqs`) at all taps; while a step's rows could be too "
-        "many for it, prompts are fed in smaller chunks.",
-    )
-    shm_bytes: int = _setting(  # type: ignore[assignment]
-        1 << 30,
-        "Bytes of memory that a worker shares with front-ends for rows on their way. On a GPU "
-        "it is pinned at start-up.",
-    )
-    bank_bytes: int = _setting(  # type: ignore[assignment]
-        128 << 20, "Upper bound, in bytes, of the table of steering rows."
-    )
-    sum_bytes: int = _setting(  # type: ignore[assignment]
-        256 << 20,
-        "Upper bound, in bytes, of the table in which `mean`, `max` and `last` of sampled tokens "
-        "grow inside the engine; rows of requests that do not fit there are sent one by one. In "
-        "16 bits a request takes 8 bytes per layer and number of the width. 0 sends all.",
-    )
-    result_timeout_s: float = _setting(  # type: ignore[assignment]
-        60.0,
-        "Seconds the front-end waits for the last captured rows of a finished request "
-        "before the request fails.",
-    )
-    cached_rows_bytes: int = _setting(  # type: ignore[assignment]
-        1 << 30,
-        "Bytes of captured rows that a front-end keeps, by block of tokens. A prompt that begins "
-        "like an earlier one, whose rows were captured too, is then read from vLLM's prefix cache "
-        "and not computed again. 0 keeps none.",
-    )
-    store_bytes: int = _setting(  # type: ignore[assignment]
-        8 << 30,
-        "Bytes of results that wait in an API server to be fetched (`transport: binary`). One "
-        "client has at most half of them, and gets 429 beyond that. Results that wait stay.",
-    )
-    sinks: str = _setting(  # type: ignore[assignment]
-        "",
-        "Stores and functions that get rows of requests too, by name: JSON, or the path of a file "
-        "that has it. Requests may name them, and a rule may record a share of all others; see "
-        "[Record what a server computes](record.md).",
-    )
-    register: str = _setting(  # type: ignore[assignment]
-        "",
-        "Probes, vectors, edits and lenses to register at start: `name=path`, comma-separated; a "
-        "path is the folder of a trained probe or of a fitted lens, or a JSON file with `probe`, "
-        "`edits` (of which a vector is one) or `lens`.",
-    )
-    registry_names: int = _setting(  # type: ignore[assignment]
-        1024, "Names of probes, vectors, edits and lenses that clients may register, together."
-    )
-    registry_bytes: int = _setting(  # type: ignore[assignment]
-        1 << 30, "Bytes of probes and vectors that clients may register, together."
-    )
-    probe_columns: int = _setting(  # type: ignore[assignment]
-        4096, "Numbers per token that one registered probe may make."
-    )
-    probe_bytes: int = _setting(  # type: ignore[assignment]
-        1 << 30,
-        "Bytes of probe weights on each device, of all requests that run. A request beyond it gets "
-        "a 429, one that alone is larger a 400.",
-    )
-    lens_bytes: int = _setting(  # type: ignore[assignment]
-        1 << 30,
-        "Bytes of tuned and Jacobian lenses on each device, of all that are registered. Each "
-        "tensor-parallel rank has them whole.",
-    )
-    registry_key: str = _setting(  # type: ignore[assignment]
-        "",
-        "Key that routes which register, replace or remove names and hooks ask for, as "
-        "`Authorization: Bearer KEY`. With vLLM's `--api-key`, give it there as one of the keys, "
-        "too. Empty asks for none.",
-    )
-    allow_code: bool = _setting(  # type: ignore[assignment]
-        False,
-        "Run functions that requests bring along (custom hooks). Everybody who can send this "
-        "engine requests may then run any code in it.",
-    )
-    hook_bytes: int = _setting(  # type: ignore[assignment]
-        1 << 30,
-        "Upper bound, in bytes, of what the hooks of one request may save, and of all that "
-        "persistent hooks saved and nobody has cleared.",
-    )
-    self_check: bool = _setting(  # type: ignore[assignment]
-        True,
-        "Prove at start-up that every tap fires, and that rows of two requests, one of them "
-        "steered, leave each worker as in an eager pass, however steps run; the lens is off where "
-        "that is not so.",
-    )
-    hosts_address: str = _setting(  # type: ignore[assignment]
-        "",
-        "Of an engine over several hosts: IP address at which a front-end takes rows of other "
-        "hosts, with ports where a firewall needs them, as `10.0.0.1` or `10.0.0.1:7000-7010`. "
-        "Empty means `VLLM_HOST_IP`, or the address that vLLM's `--master-addr` or "
-        "`--data-parallel-address` says, and any free port.",
-    )
-    hosts_key: str = _setting(  # type: ignore[assignment]
-        "",
-        "Secret, at least 16 characters, that all hosts of an engine share. Both ends of a "
-        "connection prove that they know it, and all that they send is encrypted.",
-    )
-    hosts_open: bool = _setting(  # type: ignore[assignment]
-        False,
-        "Take rows of other hosts without a secret. Everybody who can reach the port may then "
-        "send some, and read what is sent.",
-    )
-    hosts_timeout_s: float = _setting(  # type: ignore[assignment]
-        15.0,
-        "Seconds after which a host that is silent counts as gone. Requests that need it fail.",
-    )
-    kv_connectors: str = _setting(  # type: ignore[assignment]
-        "",
-        "What KV connectors of others find cache blocks by: `NAME=blocks` (vLLM's block hashes), "
-        "`NAME=tokens` (token ids) or `NAME=request`, comma-separated. With one that is not known, "
-        "steered requests are refused; see [Deploy](deploy.md).",
-    )
-    capture: str = _setting(  # type: ignore[assignment]
-        "",
-        "What every call of a `vllm-lens/` model captures in any task, unchanged: `all`, layers "
-        "such as `10,20`, or a capture as JSON. Empty captures nothing; what a call or "
-        "`-M capture` asks for goes first.",
-    )
-    edits: str = _setting(  # type: ignore[assignment]
-        "",
-        "Edits of every call of a `vllm-lens/` model in any task, unchanged: edits and vectors as "
-        "JSON, or the path of a JSON or YAML file that has them. `-M edits` and `-M steer` stand "
-        "in for it; see [Steer](steer.md).",
-    )
-    dir: str = _setting(  # type: ignore[assignment]
-        "", "Directory or fsspec URL for activation sidecars; empty means next to the log."
-    )
-    follow: str = _setting(  # type: ignore[assignment]
-        "",
-        "Folders and URLs, comma-separated, below which files may be read where a log names them, "
-        "or `all`. Else only files next to a log are read, since the log may be a stranger's.",
-    )
-    memory_bytes: int = _setting(  # type: ignore[assignment]
-        4 << 30, "Bytes of activations that the Inspect process keeps in memory."
-    )
-    intake_process: bool = _setting(  # type: ignore[assignment]
-        True,
-        "Receive, hash and write captured activations in a process of its own, not in the Inspect "
-        "process, if there is more than a handful. Otherwise threads of the Inspect process do it.",
-    )
-    garbage_threshold: int = _setting(  # type: ignore[assignment]
-        200_000,
-        "Objects that Python makes before it looks for garbage, in a process that runs evals "
-        "(`gc.set_threshold`; Python's own 700 costs a fifth of an eval's time). 0 leaves Python's "
-        "collector as it is.",
-    )
-    parent: int = _setting(  # type: ignore[assignment]
-        0,
-        "Process with which a vLLM server ends, as a number; the provider sets it for the servers "
-        "that it starts. 0: none.",
-    )
+    disable: bool = False
+    """Make the vLLM plug-in a complete no-op in this process."""
+    required: bool = False
+    """Refuse to start where anything of the lens cannot be served: a model, a setting, a vLLM that
+    lacks a name, a start-up check that fails. Otherwise vLLM starts as without it, the log has one
+    line, and requests for the lens get a 400 with the reason."""
+    layers: str = "all"
+    """Layers that get a tap, as `all` or a comma-separated list such as `10,20`. Requests for other
+    layers are refused."""
+    sites: str = "resid_pre,resid_post"
+    """Sites that get a tap in those layers, comma-separated: `resid_pre`, `q`, `k`, `v`, `z`,
+    `attn_out`, `resid_mid`, `router_logits`, `mlp_hidden`, `mlp_out`, `resid_post`. `all` stands
+    for `resid_pre,attn_out,mlp_out,resid_post`. Requests for other sites are refused."""
+    ring_bytes: int = 1 << 30
+    """Bytes, at most, of the buffer that captured rows are written to. It always fits one token of
+    each sequence (`max_num_seqs`) at all taps; while a step's rows could be too many for it,
+    prompts are fed in smaller chunks."""
+    shm_bytes: int = 1 << 30
+    """Bytes of memory that a worker shares with front-ends for rows on their way. On a GPU it is
+    pinned at start-up."""
+    bank_bytes: int = 128 << 20
+    """Upper bound, in bytes, of the table of steering rows."""
+    sum_bytes: int = 256 << 20
+    """Upper bound, in bytes, of the table in which `mean`, `max` and `last` of sampled tokens grow
+    inside the engine; rows of requests that do not fit there are sent one by one. In 16 bits a
+    request takes 8 bytes per layer and number of the width. 0 sends all."""
+    result_timeout_s: float = 60.0
+    """Seconds the front-end waits for the last captured rows of a finished request before the
+    request fails."""
+    cached_rows_bytes: int = 1 << 30
+    """Bytes of captured rows that a front-end keeps, by block of tokens. A prompt that begins like
+    an earlier one, whose rows were captured too, is then read from vLLM's prefix cache and not
+    computed again. 0 keeps none."""
+    store_bytes: int = 8 << 30
+    """Bytes of results that wait in an API server to be fetched (`transport: binary`). One client
+    has at most half of them, and gets 429 beyond that. Results that wait stay."""
+    sinks: str = ""
+    """Stores and functions that get rows of requests too, by name: JSON, or the path of a file that
+    has it. Requests may name them, and a rule may record a share of all others; see [Record what a
+    server computes](record.md)."""
+    register: str = ""
+    """Probes, vectors, edits and lenses to register at start: `name=path`, comma-separated; a path
+    is the folder of a trained probe or of a fitted lens, or a JSON file with `probe`, `edits` (of
+    which a vector is one) or `lens`."""
+    registry_names: int = 1024
+    """Names of probes, vectors, edits and lenses that clients may register, together."""
+    registry_bytes: int = 1 << 30
+    """Bytes of probes and vectors that clients may register, together."""
+    probe_columns: int = 4096
+    """Numbers per token that one registered probe may make."""
+    probe_bytes: int = 1 << 30
+    """Bytes of probe weights on each device, of all requests that run. A request beyond it gets a
+    429, one that alone is larger a 400."""
+    lens_bytes: int = 1 << 30
+    """Bytes of tuned and Jacobian lenses on each device, of all that are registered. Each
+    tensor-parallel rank has them whole."""
+    registry_key: str = ""
+    """Key that routes which register, replace or remove names and hooks ask for, as `Authorization:
+    Bearer KEY`. With vLLM's `--api-key`, give it there as one of the keys, too. Empty asks for
+    none."""
+    allow_code: bool = False
+    """Run functions that requests bring along (custom hooks). Everybody who can send this engine
+    requests may then run any code in it."""
+    hook_bytes: int = 1 << 30
+    """Upper bound, in bytes, of what the hooks of one request may save, and of all that persistent
+    hooks saved and nobody has cleared."""
+    self_check: bool = True
+    """Prove at start-up that every tap fires, and that rows of two requests, one of them steered,
+    leave each worker as in an eager pass, however steps run; the lens is off where that is not
+    so."""
+    hosts_address: str = ""
+    """Of an engine over several hosts: IP address at which a front-end takes rows of other hosts,
+    with ports where a firewall needs them, as `10.0.0.1` or `10.0.0.1:7000-7010`. Empty means
+    `VLLM_HOST_IP`, or the address that vLLM's `--master-addr` or `--data-parallel-address` says,
+    and any free port."""
+    hosts_key: str = ""
+    """Secret, at least 16 characters, that all hosts of an engine share. Both ends of a connection
+    prove that they know it, and all that they send is encrypted."""
+    hosts_open: bool = False
+    """Take rows of other hosts without a secret. Everybody who can reach the port may then send
+    some, and read what is sent."""
+    hosts_timeout_s: float = 15.0
+    """Seconds after which a host that is silent counts as gone. Requests that need it fail."""
+    kv_connectors: str = ""
+    """What KV connectors of others find cache blocks by: `NAME=blocks` (vLLM's block hashes),
+    `NAME=tokens` (token ids) or `NAME=request`, comma-separated. With one that is not known,
+    steered requests are refused; see [Deploy](deploy.md)."""
+    capture: str = ""
+    """What every call of a `vllm-lens/` model captures in any task, unchanged: `all`, layers such
+    as `10,20`, or a capture as JSON. Empty captures nothing; what a call or `-M capture` asks for
+    goes first."""
+    edits: str = ""
+    """Edits of every call of a `vllm-lens/` model in any task, unchanged: edits and vectors as
+    JSON, or the path of a JSON or YAML file that has them. `-M edits` and `-M steer` stand in for
+    it; see [Steer](steer.md)."""
+    dir: str = ""
+    """Directory or fsspec URL for activation sidecars; empty means next to the log."""
+    follow: str = ""
+    """Folders and URLs, comma-separated, below which files may be read where a log names them, or
+    `all`. Else only files next to a log are read, since the log may be a stranger's."""
+    memory_bytes: int = 4 << 30
+    """Bytes of activations that the Inspect process keeps in memory."""
+    intake_process: bool = True
+    """Receive, hash and write captured activations in a process of its own, not in the Inspect
+    process, if there is more than a handful. Otherwise threads of the Inspect process do it."""
+    garbage_threshold: int = 200_000
+    """Objects that Python makes before it looks for garbage, in a process that runs evals
+    (`gc.set_threshold`; Python's own 700 costs a fifth of an eval's time). 0 leaves Python's
+    collector as it is."""
+    parent: int = 0
+    """Process with which a vLLM server ends, as a number; the provider sets it for the servers that
+    it starts. 0: none."""
 
     @classmethod
     def load(cls) -> Settings:
@@ -252,8 +187,14 @@ def is_set(field_name: str) -> bool:
 
 def settings_table() -> list[tuple[str, str, str, str]]:
     """Rows of (variable, type, default, meaning) for the documentation."""
+    body = ast.parse(inspect.getsource(Settings)).body[0]
+    meanings = {
+        ast.unparse(item.target): inspect.cleandoc(text.value.value).replace("\n", " ")
+        for item, text in pairwise(body.body)  # type: ignore[attr-defined]
+        if isinstance(item, ast.AnnAssign)
+    }
     return [
-        (variable(f.name), type(f.default).__name__, repr(f.default), f.metadata["doc"])
+        (variable(f.name), type(f.default).__name__, repr(f.default), meanings[f.name])
         for f in fields(Settings)
     ]
 

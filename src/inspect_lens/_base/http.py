@@ -1,4 +1,4 @@
-"""What every client of a server does alike: which failures are tried again, and how they are told.
+"""What every client of a server does alike: failures that are tried again, bytes, and receipts.
 
 Inspect's client is of `httpx` or of `httpx2`, by the version of the OpenAI client, and their errors
 are not each other's. So errors are known by their names.
@@ -6,20 +6,34 @@ are not each other's. So errors are known by their names.
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from functools import lru_cache
+from ssl import SSLContext
+from typing import Any, Final
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import httpx
+import urllib3
+from urllib3.exceptions import HTTPError
 
 from inspect_lens.errors import CaptureError, SpecError
+from inspect_lens.spec import NATIVE_KEY, LensRequest, to_extra_args
 
 __all__ = [
     "DELAYS_S",
+    "HTTPError",
+    "fetch_bytes",
+    "gives_no_receipts",
     "is_broken",
     "is_transport_error",
+    "needs_receipt",
     "no_answer",
+    "not_done",
     "server_address",
     "with_advice",
 ]
+
 
 DELAYS_S: Final = (0.1, 0.5, 2.0)
 """Before each further attempt over a connection that broke."""
@@ -80,3 +94,70 @@ def server_address(url: str) -> str:
             "http://localhost:8000"
         )
     return address.rstrip("/").removesuffix("/v1")
+
+
+CONNECTIONS = 64
+
+
+def fetch_bytes(
+    url: str, headers: Mapping[str, str], *, timeout_s: float | None
+) -> tuple[int, bytes]:
+    """Get a URL: the status, and what came."""
+    pool = _pool(urlsplit(url).scheme, urlsplit(url).hostname or "")
+    response = pool.request("GET", url, headers=headers, timeout=timeout_s)
+    return response.status, response.data
+
+
+@lru_cache(maxsize=32)
+def _pool(scheme: str, host: str) -> urllib3.PoolManager:
+    """Connections to a host, by the proxy and the certificates that httpx would use."""
+    proxies = getproxies()
+    proxy = None if proxy_bypass(host) else proxies.get(scheme) or proxies.get("all")
+    context = _tls() if scheme == "https" else None
+    if proxy is not None:
+        return urllib3.ProxyManager(proxy, maxsize=CONNECTIONS, ssl_context=context)
+    return urllib3.PoolManager(maxsize=CONNECTIONS, ssl_context=context)
+
+
+def _tls() -> SSLContext:
+    # Half a second for a process that does nothing else with it.
+    import httpx
+
+    return httpx.create_ssl_context()
+
+
+def not_done(request: LensRequest | None, receipt: Mapping[str, Any] | None) -> str | None:
+    """Say which steering, probes, lens and sink of a request a receipt lacks."""
+    if request is None:
+        return None
+    done = receipt or {}
+    parts = []
+    if not done.get("steer"):
+        keys = ["edits (steering vectors among them)"] if request.edits else []
+        if request.edits_named:
+            keys.append(f"edits_named {[use.name for use in request.edits_named]}")
+        if keys:
+            parts.append(f"{', '.join(keys)}: the server answered without steering")
+    ran = {probe.get("name") for probe in done.get("probes") or ()}
+    if missing := [use.name for use in request.probes if use.name not in ran]:
+        parts.append(f"probes {missing}: the server answered without running them")
+    if request.lens is not None and not done.get("lens"):
+        parts.append("lens: the server answered without reading the stream")
+    if request.sink is not None and not done.get("sink"):
+        parts.append(f"sink {request.sink.name!r}: the server answered without recording")
+    if not parts:
+        return None
+    return (
+        f"{'; '.join(parts)}; it runs without the inspect-lens plug-in (install inspect-lens in "
+        "the server's environment, and see that VLLM_PLUGINS and INSPECT_LENS_DISABLE allow it)"
+    )
+
+
+def needs_receipt(request: LensRequest) -> bool:
+    """Whether a request says something that vllm-lens, which gives no receipts, does not know."""
+    return NATIVE_KEY in to_extra_args(request)
+
+
+def gives_no_receipts(status: int, openapi: str) -> bool:
+    """Tell vllm-lens from plain vLLM, which ignores what it is asked for, by its routes."""
+    return status != 200 or "/v1/hooks/" in openapi

@@ -1,20 +1,26 @@
-"""The one door to torch for client code: imported when a tensor is read, never before."""
+"""Tensors for client code: torch is imported when one is read, and never before."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, PrivateAttr, model_serializer
 
 from inspect_lens.errors import LensError
-from inspect_lens.spec import TensorData
+from inspect_lens.spec import TensorData, decode_saved, encode_saved
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["to_torch"]
+__all__ = [
+    "SavedValues",
+    "read_results",
+    "to_torch",
+]
 
 
 def to_torch(tensor: TensorData, *, copy: bool = True) -> torch.Tensor:
@@ -37,3 +43,94 @@ def _torch() -> Any:
             "reading activations as torch tensors needs torch; install it, or use "
             "`.numpy(name)` for float32 arrays"
         ) from None
+
+
+class SavedValues(Mapping[Any, Any], BaseModel):
+    """Saved values by name, read like a dict; torch is imported when a tensor is read.
+
+    Dumped, as in the log of an eval, it is the JSON that the server sent.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    _values: Mapping[Any, Any] = PrivateAttr(default_factory=dict)
+
+    @classmethod
+    def of(cls, values: Mapping[Any, Any]) -> SavedValues:
+        """Make the mapping from values by name.
+
+        Args:
+            values: as `decode_saved` gives them.
+        """
+        made = cls()
+        made._values = values
+        return made
+
+    def __getitem__(self, name: Any) -> Any:
+        return _live(self._values[name])
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"SavedValues({dict(self._values)!r})"
+
+    __str__ = __repr__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SavedValues) and self._dump() == other._dump()
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._values))
+
+    def __copy__(self) -> SavedValues:
+        return self
+
+    def __deepcopy__(self, memo: object = None) -> SavedValues:
+        """Read-only, so a deep copy (Inspect makes many) is the same object."""
+        return self
+
+    @model_serializer(mode="plain")
+    def _dump(self) -> dict[str, Any]:
+        dumped: dict[str, Any] = encode_saved(self._values)
+        return dumped
+
+
+def read_results(value: Any, *, field: str = "hook_results") -> SavedValues | None:
+    """Read the `hook_results` of a response or of a log.
+
+    Args:
+        value: its JSON, what this returned before, or None.
+        field: name of the field, for error messages.
+
+    Returns:
+        What `ctx.saved` held, by index of the hook as text; None without the field.
+
+    Raises:
+        SpecError: it cannot be read, or holds pickled values.
+
+    Example:
+        ```python
+        from inspect_lens.model import read_results
+
+        # `hook_results` of a server's JSON: what ctx.saved held, by index of the hook.
+        saved = read_results({"0": {"norm": 3.5}})
+        assert saved["0"]["norm"] == 3.5
+        ```
+    """
+    if value is None or isinstance(value, SavedValues):
+        return value
+    return SavedValues.of(decode_saved(value, field=field))
+
+
+def _live(value: Any) -> Any:
+    if isinstance(value, TensorData):
+        return to_torch(value)
+    if isinstance(value, Mapping):
+        return SavedValues.of(value)
+    if isinstance(value, list):
+        return [_live(item) for item in value]
+    return value

@@ -15,10 +15,10 @@ import typer
 
 from inspect_lens._base.http import server_address
 from inspect_lens._base.untrusted import parse_json, read_regular
-from inspect_lens._client_request import lens_facts
 from inspect_lens._settings import Settings, vllm_plugins
 from inspect_lens._vllm.compat.features import FEATURES, problems
 from inspect_lens._vllm.compat.rivals import rivals
+from inspect_lens.client import lens_facts
 from inspect_lens.errors import ArtifactError, SpecError, UnsupportedError
 
 from ._output import emit

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from pydantic_core import to_json
 
-from inspect_lens._base.fetch import fetch_bytes
+from inspect_lens._base.http import fetch_bytes
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import CaptureSpec, LensRequest, LogitLens, QKSpec, Reduce
 

@@ -1,6 +1,6 @@
 """The Inspect providers, the configuration of a call, and its results."""
 
-from inspect_lens._hook_results import SavedValues, read_results
+from inspect_lens._base.to_torch import SavedValues, read_results
 from inspect_lens._intake import read_vector
 
 from ._handle import Activations, TensorInfo

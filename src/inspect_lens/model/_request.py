@@ -60,7 +60,9 @@ __all__ = [
     "Body",
     "LensCapture",
     "LensLike",
+    "NamedVector",
     "Settled",
+    "as_steering",
     "capture_advice",
     "declines_steering",
     "edits_of_every_call",
@@ -560,6 +562,17 @@ def _vectors(steer: Any) -> tuple[EditBase, ...]:
     ]
     request = parse_extra_args({STEER_KEY: resolved})
     return request.edits if request else ()
+
+
+NamedVector = Add | Mapping[str, Any] | str
+"""A vector, its JSON form, a name or path to load it from, or such a name with options, as
+`{"vector": name, "layer": …, "scale": …}`."""
+
+
+def as_steering(vector: NamedVector, scale: float) -> tuple[Add, ...]:
+    """A vector as a request takes it, `scale` times as strong."""
+    found = (edit for edit in _vectors(vector) if isinstance(edit, Add))
+    return tuple(edit.model_copy(update={"scale": edit.scale * scale}) for edit in found)
 
 
 def _lora(lora: str | Mapping[str, Any]) -> dict[str, Any]:

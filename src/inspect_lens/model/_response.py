@@ -18,7 +18,7 @@ from anyio.lowlevel import RunVar
 from inspect_ai.model import ChatMessage, ModelOutput
 from pydantic import BaseModel
 
-from inspect_lens._hook_results import SavedValues, read_results
+from inspect_lens._base.to_torch import SavedValues, read_results
 from inspect_lens._intake import (
     BESIDE,
     ChoiceFields,

@@ -26,15 +26,18 @@ import psutil
 from inspect_ai.util import display_counter
 from typing_extensions import override
 
-from inspect_lens._base.fetch import HTTPError, fetch_bytes
 from inspect_lens._base.http import (
     DELAYS_S,
+    HTTPError,
+    fetch_bytes,
+    gives_no_receipts,
     is_broken,
     is_transport_error,
+    needs_receipt,
     no_answer,
+    not_done,
     server_address,
 )
-from inspect_lens._base.receipts import gives_no_receipts, needs_receipt, not_done
 from inspect_lens._base.shipped import SERVER_ARGS, model_path, served_name
 from inspect_lens._intake import Source, fetch_from, fetched
 from inspect_lens._settings import variable

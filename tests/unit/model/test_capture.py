@@ -8,7 +8,7 @@ import torch
 from inspect_ai.model import ChatMessageUser, GenerateConfig
 from pydantic import BaseModel
 
-from inspect_lens._base.fetch import HTTPError
+from inspect_lens._base.http import HTTPError
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.model import Activations, activations_for, lens_config, recapture
 from inspect_lens.spec import CaptureSpec

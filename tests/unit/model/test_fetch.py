@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from inspect_lens._base.fetch import HTTPError, _pool, fetch_bytes
+from inspect_lens._base.http import HTTPError, _pool, fetch_bytes
 
 
 class Answers(BaseHTTPRequestHandler):

@@ -9,9 +9,9 @@ import pytest
 from inspect_ai.model import GenerateConfig
 
 from inspect_lens import LensRequest
-from inspect_lens._base.receipts import not_done
-from inspect_lens._client_request import request_of
+from inspect_lens._base.http import not_done
 from inspect_lens._intake import ChoiceFields, decode_payload
+from inspect_lens.client import request_of
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.model import lens_config
 from inspect_lens.model._request import over_binary, read_body, wants_transport

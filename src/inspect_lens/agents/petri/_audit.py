@@ -10,9 +10,9 @@ from inspect_ai.model import get_model, model_roles
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 from inspect_petri import audit_solver, auditor_agent, auditor_tools
 
-from inspect_lens._named_vectors import NamedVector, as_steering
 from inspect_lens.agents._ask import oracle_capture
 from inspect_lens.model._host import PrerequisiteError, init_model_roles
+from inspect_lens.model._request import NamedVector, as_steering
 from inspect_lens.probe import AnyProbe, load_probe
 from inspect_lens.reading import OnMissing
 from inspect_lens.reading._shared import shared_parameters

@@ -17,9 +17,8 @@ from inspect_ai.model import (
 )
 from inspect_petri.target import TOOL_RESULT, ExitSignal, TargetContext
 
-from inspect_lens._named_vectors import NamedVector, as_steering
 from inspect_lens.model import lens_config, lens_scope
-from inspect_lens.model._request import parse_capture, read_body
+from inspect_lens.model._request import NamedVector, as_steering, parse_capture, read_body
 from inspect_lens.model._scores import (
     Asked,
     ProbeLike,

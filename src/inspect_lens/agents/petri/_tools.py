@@ -13,11 +13,10 @@ from inspect_ai.model import ChatMessageAssistant, get_model
 from inspect_ai.tool import Tool, ToolDef, ToolError, tool
 from inspect_petri.target import Slot, controller
 
-from inspect_lens._named_vectors import NamedVector, as_steering
 from inspect_lens.agents._ask import Ask, choose_ask
 from inspect_lens.errors import LensError, SpecError
 from inspect_lens.model import activations_for
-from inspect_lens.model._request import role_advice
+from inspect_lens.model._request import NamedVector, as_steering, role_advice
 from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import OnMissing, ProbeReader, Reading, Source, read_message
 from inspect_lens.reading._shared import shared_parameters
