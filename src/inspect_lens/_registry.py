@@ -8,10 +8,9 @@ import logging
 from inspect_ai.model import ModelAPI, modelapi
 
 from . import agents, scorer, solver  # noqa: F401 - their decorators register what they hold
-from ._settings import is_set
 from .agents._extras import is_installed, register_evals, register_lazily
 from .model._host import RegistryType
-from .model._request import explain_none, register_capture_hook
+from .model._request import explain_none
 
 __all__ = ["lens", "vllm_lens"]
 
@@ -34,8 +33,6 @@ if is_installed("inspect_sentinel"):
     from .agents import sentinel as _sentinel  # noqa: F401
 register_evals()
 explain_none()
-if is_set("capture"):
-    register_capture_hook()
 
 if importlib.util.find_spec("vllm_lens") is not None:
     logging.getLogger(__name__).warning(

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from .errors import SpecError, did_you_mean
 
-__all__ = ["Settings", "flag", "is_set", "settings_table", "text"]
+__all__ = ["Settings", "flag", "settings_table", "text"]
 
 _PREFIX = "INSPECT_LENS_"
 
@@ -178,11 +178,6 @@ def vllm_plugins() -> list[str] | None:
 def drop(field_name: str) -> None:
     """Remove a setting, so that processes that are started from now on do not have it."""
     os.environ.pop(variable(field_name), None)
-
-
-def is_set(field_name: str) -> bool:
-    """Whether the variable behind a field has a value, without reading any other."""
-    return bool(os.environ.get(variable(field_name)))
 
 
 def settings_table() -> list[tuple[str, str, str, str]]:

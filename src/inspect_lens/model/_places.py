@@ -12,7 +12,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from inspect_lens._intake import absolute, has_file, join, parent, read_file, stem
 from inspect_lens._settings import Settings, text
@@ -190,12 +190,7 @@ def _list(tried: Sequence[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-class _Sized(Protocol):
-    @property
-    def nbytes(self) -> int: ...
-
-
-Held = TypeVar("Held", bound=_Sized)
+Held = TypeVar("Held")
 Handle = TypeVar("Handle")
 
 
@@ -228,11 +223,11 @@ class MemoryStore(Generic[Held]):
         """Hold a payload."""
         with self._lock:
             old = self._items.pop(key, None)
-            self._bytes += payload.nbytes - (old.nbytes if old else 0)
+            self._bytes += self._size(payload) - (0 if old is None else self._size(old))
             self._items[key] = payload
             while self._bytes > self.limit_bytes and len(self._items) > 1:
                 _, gone = self._items.popitem(last=False)
-                self._bytes -= gone.nbytes
+                self._bytes -= self._size(gone)
 
     def get(self, key: str) -> Held | None:
         """The payload, if it is still here."""
@@ -242,6 +237,10 @@ class MemoryStore(Generic[Held]):
                 self._items.move_to_end(key)
             return payload
 
+    def _size(self, item: Held) -> int:
+        nbytes: int = cast("Any", item).nbytes
+        return nbytes
+
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:
@@ -249,22 +248,11 @@ class MemoryStore(Generic[Held]):
             self._bytes = 0
 
 
-class MessageIndex(Generic[Handle]):
+class MessageIndex(MemoryStore[Handle]):
     """Handles by the id of the assistant message that they belong to."""
 
     def __init__(self, limit: int = 1 << 16) -> None:
-        self._limit = limit
-        self._items: OrderedDict[str, Handle] = OrderedDict()
-        self._lock = threading.Lock()
+        super().__init__(limit)
 
-    def put(self, message_id: str, handle: Handle) -> None:
-        """Remember a handle."""
-        with self._lock:
-            self._items[message_id] = handle
-            while len(self._items) > self._limit:
-                self._items.popitem(last=False)
-
-    def get(self, message_id: str) -> Handle | None:
-        """The handle, if this process made it."""
-        with self._lock:
-            return self._items.get(message_id)
+    def _size(self, item: Handle) -> int:
+        return 1

@@ -36,7 +36,7 @@ from inspect_lens._base.http import no_answer, with_advice
 from inspect_lens._intake import Source
 from inspect_lens._settings import Settings
 from inspect_lens.errors import CaptureError, LensError, did_you_mean
-from inspect_lens.spec import CaptureSpec, LensRequest, to_wire_args
+from inspect_lens.spec import LensRequest, to_wire_args
 
 from ._host import VLLMAPI, PrerequisiteError, VLLMServer, _vllm_servers
 from ._places import place_for
@@ -49,7 +49,6 @@ from ._request import (
     over_binary,
     parse_capture,
     read_body,
-    register_capture_hook,
     respelled,
     save_vectors,
     wants_transport,
@@ -195,7 +194,7 @@ class LensAPI(ServerCalls, LensProvider):
             given = "" if str(error).startswith("INSPECT_LENS_") else "-M "
             raise PrerequisiteError(f"vllm-lens: {given}{error}") from None
         try:
-            # Said here and not by the hook that reads it: Inspect only warns about errors there.
+            Settings.load()
             environment_capture()
         except LensError as error:
             raise PrerequisiteError(f"vllm-lens: {error}") from None
@@ -290,19 +289,17 @@ class LensAPI(ServerCalls, LensProvider):
     # -- a call ----------------------------------------------------------------
 
     @override
-    def typed_body(
-        self, config: GenerateConfig, last: CaptureSpec | None = None
-    ) -> dict[str, Any] | None:
+    def typed_body(self, config: GenerateConfig) -> dict[str, Any] | None:
         """The config's `extra_body` with scopes and the default capture, spelled in one way."""
-        return self._read(config, last).extra_body or None
+        return self._read(config).extra_body or None
 
-    def _read(self, config: GenerateConfig, last: CaptureSpec | None = None) -> Body:
+    def _read(self, config: GenerateConfig) -> Body:
         scope = scope_of(self)
         said = config.extra_body and not isinstance(config.extra_body, Settled)
         # Only of a call that says something it has to be known whether it says so itself.
         inherited = inherited_requests(self) if scope is not None and said else ()
         asked = self._asked
-        default = self._capture or last
+        default = self._capture or environment_capture()
         if asked.capture is not None:
             default = including(default, asked.capture)
         body, request = read_body(config.extra_body, default, scope, inherited, asked.uses)
@@ -436,9 +433,6 @@ class LensAPI(ServerCalls, LensProvider):
     async def stream_completion(self, stream: AsyncIterable[ChatCompletionChunk]) -> ChatCompletion:
         fields = StreamFields()
         return fields.attach(await super().stream_completion(fields.strip(stream)))
-
-
-register_capture_hook()
 
 
 @hooks(

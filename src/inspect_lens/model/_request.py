@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import yaml
-from inspect_ai.hooks import BeforeModelGenerate, Hooks, hooks
 from inspect_ai.model import GenerateConfig
 from pydantic import ValidationError
 
 from inspect_lens._intake import Payload, encode_file, join, read_vector, write_file
-from inspect_lens._settings import Settings, is_set, text, variable
+from inspect_lens._settings import text, variable
 from inspect_lens.errors import ArtifactError, LensError, SpecError
 from inspect_lens.lens import Lens, load_lens
 from inspect_lens.spec import (
@@ -58,7 +56,6 @@ from ._places import Place, find
 
 __all__ = [
     "Body",
-    "LensCapture",
     "LensLike",
     "NamedVector",
     "Settled",
@@ -74,7 +71,6 @@ __all__ = [
     "parse_capture",
     "read_body",
     "read_lens",
-    "register_capture_hook",
     "resolve_references",
     "respelled",
     "role_advice",
@@ -308,7 +304,7 @@ def parse_capture(value: Any, *, field: str = "capture") -> CaptureSpec | None:
 
 def environment_capture() -> CaptureSpec | None:
     """What INSPECT_LENS_CAPTURE asks every call to capture."""
-    return parse_capture(Settings.load().capture, field=variable("capture"))
+    return parse_capture(text("capture"), field=variable("capture"))
 
 
 _ALLOWED = (
@@ -587,39 +583,3 @@ def _lora(lora: str | Mapping[str, Any]) -> dict[str, Any]:
     if "/" in lora or Path(lora).exists():
         request["lora_path"] = lora
     return request
-
-
-class LensCapture(Hooks):
-    """Adds what INSPECT_LENS_CAPTURE asks for to calls that do not capture by themselves.
-
-    The rest of `extra_body` stays. `output_residual_stream: false` in a call says no; the scopes
-    around the call and `-M capture` go first.
-    """
-
-    def enabled(self) -> bool:
-        """Whether the variable is set."""
-        return is_set("capture")
-
-    async def on_before_model_generate(self, data: BeforeModelGenerate) -> None:
-        """Edit the config, which is a copy that belongs to this call."""
-        # Where the provider was never loaded, no model of ours can be calling.
-        provider = sys.modules.get("inspect_lens.model._provider")
-        api = None if provider is None else provider.CALLER.get()
-        if api is None or api.qualified_model_name != data.model_name:
-            return
-        try:
-            # With all that goes first: what is written here would look like the call's own.
-            data.config.extra_body = api.typed_body(data.config, environment_capture())
-        except LensError:
-            # Inspect only warns about errors in hooks; the provider raises this one again.
-            return
-
-
-@cache
-def register_capture_hook() -> None:
-    """Register the hook; Inspect prints a line about hooks as soon as one is, enabled or not."""
-    register = hooks(
-        name="lens_capture",
-        description="Captures in every call of a vllm-lens/ model (INSPECT_LENS_CAPTURE).",
-    )
-    register(LensCapture)

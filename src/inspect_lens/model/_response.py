@@ -434,10 +434,7 @@ async def attach(
         for index, (message, handle) in enumerate(zip(messages, handles, strict=True)):
             if message.id:
                 MESSAGES.put(message.id, handle)
-            if index == 0:
-                metadata["activations"] = handle
-            else:
-                message.metadata = {**(message.metadata or {}), "activations": handle}
+            _put(output, index, "activations", handle)
     elif first.receipt is not None:
         # With a capture the receipt is in its file, and the log stays small.
         metadata["inspect_lens"] = _said(first.receipt)
@@ -448,13 +445,18 @@ async def attach(
             "apply_hooks: the server answered without results of hooks; it runs without the "
             "inspect-lens plug-in (see that VLLM_PLUGINS and INSPECT_LENS_DISABLE allow it)"
         )
-    for received, made in zip(fields.choices, output.choices, strict=False):
-        if (saved := _saved(received)) is None:
-            continue
-        if received is first:
-            metadata["hook_results"] = saved
-        else:
-            made.message.metadata = {**(made.message.metadata or {}), "hook_results": saved}
+    for index, received in enumerate(fields.choices[: len(output.choices)]):
+        if (saved := _saved(received)) is not None:
+            _put(output, index, "hook_results", saved)
+
+
+def _put(output: ModelOutput, index: int, key: str, value: object) -> None:
+    """What the first choice has is in the metadata of the output, that of others in their own."""
+    if index == 0 and output.metadata is not None:
+        output.metadata[key] = value
+    else:
+        message = output.choices[index].message
+        message.metadata = {**(message.metadata or {}), key: value}
 
 
 Scored = list[tuple[ChatMessage, ScoreData]]
@@ -498,10 +500,7 @@ async def _keep_scores(output: ModelOutput, made: Scored, *, keep: Keep) -> None
         handle.beside(captured)
         if message.id:
             SCORED_MESSAGES.put(message.id, handle)
-        if index == 0 and output.metadata is not None:
-            output.metadata["probe_scores"] = handle
-        else:
-            message.metadata = {**(message.metadata or {}), "probe_scores": handle}
+        _put(output, index, "probe_scores", handle)
 
 
 def _activations_in(metadata: Mapping[str, Any] | None) -> Activations | None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from copy import deepcopy
 from typing import Any
 
@@ -104,21 +101,3 @@ def test_a_wrong_value_is_refused_at_the_start(
     monkeypatch.setenv(VARIABLE, "three")
     with pytest.raises(PrerequisiteError, match=r"INSPECT_LENS_CAPTURE='three'"):
         model_of(server)
-
-
-@pytest.mark.parametrize(("value", "registered"), [("", False), ("all", True)])
-def test_the_entry_point_registers_the_hook_only_when_it_is_on(
-    value: str, registered: bool
-) -> None:
-    code = (
-        "import inspect_lens._registry; from inspect_ai._util.registry import registry_has as has;"
-        "print(has('hooks', 'inspect_lens/lens_capture') or has('hooks', 'lens_capture'))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {VARIABLE: value},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.split()[-1] == str(registered)
