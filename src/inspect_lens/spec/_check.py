@@ -175,10 +175,7 @@ def check_layers(
 ) -> None:
     """Refuse layers that a model does not have, or that have no tap for a site."""
     for layer in layers:
-        if not 0 <= layer < facts.n_layers:
-            raise SpecError(
-                f"{field}: layer {layer}; {facts.model} has layers 0 to {facts.n_layers - 1}"
-            )
+        _check_layer(layer, facts, field)
         if not facts.has_tap(tap_point(site, layer)):
             raise UnsupportedError(
                 f"{field}: {what} {layer} has no tap for {site} in this engine, which serves "
@@ -244,7 +241,7 @@ def check_qk(qk: QKSpec, facts: EngineFacts) -> None:
             "Start it with INSPECT_LENS_SITES=q,k and what else you need"
         )
     if qk.layers != "all":
-        _check_layers(qk.layers, facts, "output_qk")
+        _check_served(qk.layers, facts, "output_qk")
 
 
 def check_hooks(hooks: tuple[Hook, ...], facts: EngineFacts, field: str) -> None:
@@ -256,7 +253,7 @@ def check_hooks(hooks: tuple[Hook, ...], facts: EngineFacts, field: str) -> None
             "which lets everybody who can send it requests run any code there"
         )
     for i, hook in enumerate(hooks):
-        _check_layers(hook.layer_indices, facts, f"{field}[{i}].layer_indices")
+        _check_served(hook.layer_indices, facts, f"{field}[{i}].layer_indices")
         made = hook.fn.python
         if made is not None and made != code_python():
             raise UnsupportedError(
@@ -265,17 +262,22 @@ def check_hooks(hooks: tuple[Hook, ...], facts: EngineFacts, field: str) -> None
             )
 
 
-def _check_layers(layers: tuple[int, ...], facts: EngineFacts, field: str) -> None:
+def _check_served(layers: tuple[int, ...], facts: EngineFacts, field: str) -> None:
+    """Refuse layers that a model does not have, or that are not served."""
     for layer in layers:
-        if not 0 <= layer < facts.n_layers:
-            raise SpecError(
-                f"{field}: layer {layer}; {facts.model} has layers 0 to {facts.n_layers - 1}"
-            )
+        _check_layer(layer, facts, field)
         if layer not in facts.layers:
             raise UnsupportedError(
                 f"{field}: layer {layer} is not served by this engine, which serves "
                 f"{list(facts.layers)} (INSPECT_LENS_LAYERS)"
             )
+
+
+def _check_layer(layer: int, facts: EngineFacts, field: str) -> None:
+    if not 0 <= layer < facts.n_layers:
+        raise SpecError(
+            f"{field}: layer {layer}; {facts.model} has layers 0 to {facts.n_layers - 1}"
+        )
 
 
 def check_request(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Self, TypeAlias, cast
 
 from pydantic import (
@@ -62,7 +62,7 @@ Key = tuple[object, ...]
 _BYTES_BESIDE = 4096
 _BYTES_OF_A_PART = 96
 _PLAIN = frozenset({int, bool, str, type(None)})
-_MOST_PARTS = 1024
+_MOST_PARTS = 4096
 _MOST_TEXT = 1 << 16
 _MOST_DEPTH = 16
 
@@ -74,16 +74,13 @@ class Parsed:
     """
 
     def __init__(self, most_bytes: int) -> None:
-        """Start empty."""
         self._most = most_bytes
         self._lock = threading.Lock()
         self._known: OrderedDict[Key, tuple[list[object], LensRequest | None, int]] = OrderedDict()
-        self._keys: dict[int, Key] = {}
         self.n_bytes = 0
         """Of what is kept."""
 
     def __len__(self) -> int:
-        """How many are kept."""
         return len(self._known)
 
     def get(self, key: Key) -> tuple[LensRequest | None] | None:
@@ -103,49 +100,43 @@ class Parsed:
         with self._lock:
             self._drop(key)
             self._known[key] = kept, request, size
-            if request is not None:
-                self._keys[id(request)] = key
             self.n_bytes += size
             while self.n_bytes > self._most:
                 self._drop(next(iter(self._known)))
 
     def forget(self, request: LensRequest) -> None:
-        """Keep nothing of a request that was refused."""
+        """Keep nothing of a request that was refused, which is mostly one of the latest."""
         with self._lock:
-            if (key := self._keys.get(id(request))) is not None:
-                self._drop(key)
+            for key in reversed(self._known):
+                if self._known[key][1] is request:
+                    return self._drop(key)
 
     def _drop(self, key: Key) -> None:
         known = self._known.pop(key, None)
         if known is not None:
-            self._keys.pop(id(known[1]), None)
             self.n_bytes -= known[2]
 
 
 def _part_bytes(part: object) -> int:
-    if isinstance(part, tuple):
-        return sum(map(_part_bytes, cast("tuple[object, ...]", part)))
     return _BYTES_OF_A_PART + (len(part) if isinstance(part, str) else 0)
 
 
 def _held_bytes(kept: Iterable[object], request: LensRequest | None) -> int:
     """Bytes of tensors and functions that a key and its request hold."""
     holders: dict[int, int] = {}
-    for item in (*kept, request):
-        edits: Sequence[EditBase] = getattr(item, "edits", ())
-        hooks: Sequence[Hook] = getattr(item, "hooks", ())
-        for edit in (item, *edits):
-            if isinstance(edit, EditBase):
-                holders |= {id(tensor): tensor.nbytes for tensor in edit.all_tensors}
-        for hook in (item, *hooks):
-            if isinstance(hook, Hook):
-                holders[id(hook.fn)] = len(hook.fn.data)
+    for item in (part for one in (*kept, request) for part in _parts(one)):
+        if isinstance(item, EditBase):
+            holders |= {id(tensor): tensor.nbytes for tensor in item.all_tensors}
+        elif isinstance(item, Hook):
+            holders[id(item.fn)] = len(item.fn.data)
     return sum(holders.values())
 
 
-def fingerprint(
-    extra_args: Mapping[str, Any], shared: type[Any]
-) -> tuple[Key | None, list[object]]:
+def _parts(item: object) -> tuple[object, ...]:
+    return (*item.edits, *item.hooks) if isinstance(item, LensRequest) else (item,)
+
+
+def fingerprint(extra_args: Mapping[str, Any]) -> tuple[Key | None, list[object]]:
     """Names the content of plain requests exactly; None where it is large, deep, or arrays.
 
     With it come the objects that are named by their identity: whoever keeps the name has to
@@ -153,56 +144,30 @@ def fingerprint(
     """
     parts: list[object] = []
     kept: list[object] = []
-    kinds = (EditBase, Hook, shared)
-    return (
-        (tuple(parts), kept) if _describe(dict(extra_args), parts, kept, kinds, 0) else (None, [])
-    )
+    return (tuple(parts), kept) if _describe(dict(extra_args), parts, kept, 0) else (None, [])
 
 
-def _describe(
-    value: object,
-    parts: list[object],
-    kept: list[object],
-    frozen: tuple[type[Any], ...],
-    depth: int,
-) -> bool:
+def _describe(value: Any, parts: list[object], kept: list[object], depth: int) -> bool:
     """Append the content of a value; False where it cannot be named in a few words."""
     kind = type(value)
     if len(parts) > _MOST_PARTS or depth > _MOST_DEPTH:
         return False
-    if kind is str:
-        parts += kind, value
-        return len(cast("str", value)) <= _MOST_TEXT
-    if kind in _PLAIN:
-        parts += kind, value
-        return True
-    if kind is float:
-        parts += kind, repr(value)  # 0.0 is -0.0 to Python
-        return True
     if kind in (list, tuple):
-        items = cast("Sequence[object]", value)
-        kinds = tuple(map(type, items))
-        if _PLAIN.issuperset(kinds):
-            parts += kind, kinds, tuple(items)
-            return (
-                len(items) <= _MOST_PARTS
-                and sum(len(item) for item in items if isinstance(item, str)) <= _MOST_TEXT
-            )
-        parts += kind, len(items)
-        return all(_describe(item, parts, kept, frozen, depth + 1) for item in items)
+        parts += kind, len(value)
+        return all(_describe(item, parts, kept, depth + 1) for item in value)
     if kind is dict:
-        pairs = cast("dict[object, object]", value)
-        parts += kind, len(pairs)
-        return all(
-            _describe(key, parts, kept, frozen, depth + 1)
-            and _describe(item, parts, kept, frozen, depth + 1)
-            for key, item in pairs.items()
-        )
-    if isinstance(value, frozen):
-        parts += kind, id(value)  # they never change
+        parts += kind, len(value)
+        pairs = (part for pair in value.items() for part in pair)
+        return all(_describe(part, parts, kept, depth + 1) for part in pairs)
+    if isinstance(value, EditBase | Hook | LensRequest):
         kept.append(value)
-        return True
-    return False
+        value = id(value)  # they never change
+    elif kind is float:
+        value = repr(value)  # 0.0 is -0.0 to Python
+    elif kind not in _PLAIN or (kind is str and len(value) > _MOST_TEXT):
+        return False
+    parts += kind, value
+    return True
 
 
 class LensRequest(WireModel):
@@ -364,7 +329,7 @@ def parse_extra_args(
     if not extra_args:
         return None
     # A batch gives one mapping to a thousand requests, and each is read three times.
-    key, kept = fingerprint(extra_args, LensRequest)
+    key, kept = fingerprint(extra_args)
     if key is not None and (known := _PARSED.get(key)) is not None:
         return known[0]
     with judging(NATIVE_KEY):

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
@@ -164,7 +165,7 @@ def _bytes_of(tensor: TensorData) -> memoryview:
 
 def _entry(tensor: TensorData) -> dict[str, Any]:
     return {
-        "dtype": _WIRE_STORAGE[tensor.dtype],
+        "dtype": _WIRE_STORAGE.get(tensor.dtype, tensor.dtype),
         "original_dtype": f"torch.{tensor.dtype}",
         "shape": list(tensor.shape),
     }
@@ -176,6 +177,7 @@ def decode_tensor(
     field: str = "tensor",
     raw: bytes | memoryview | None = None,
     judge: JudgeShape | None = None,
+    others: Mapping[str, np.dtype[Any]] = MappingProxyType({}),
 ) -> TensorData:
     """Decode the JSON form of a tensor.
 
@@ -186,6 +188,7 @@ def decode_tensor(
         raw: the payload, when it came beside the JSON (binary transport).
         judge: gets the declared shape and bytes of one value before anything is unpacked, and
             raises where they do not fit.
+        others: storage of dtypes that are allowed beside `DType`.
 
     Returns:
         The tensor.
@@ -206,7 +209,7 @@ def decode_tensor(
     if missing := [key for key in ("dtype", "shape") if key not in value]:
         raise _no_tensor(field, f"without {' and '.join(missing)}")
     shape = _shape(value["shape"], field)
-    dtype, storage = _dtypes(value["dtype"], value.get("original_dtype"), field)
+    dtype, storage = _dtypes(value["dtype"], value.get("original_dtype"), field, others)
     size = math.prod(shape) * storage.itemsize
     if size > MAX_TENSOR_BYTES:
         raise SpecError(f"{field}: shape {shape} is out of range")
@@ -239,10 +242,14 @@ def _shape(value: object, field: str) -> tuple[int, ...]:
     return shape
 
 
-def _dtypes(stored: object, original: object, field: str) -> tuple[DType, np.dtype[Any]]:
+def _dtypes(
+    stored: object, original: object, field: str, others: Mapping[str, np.dtype[Any]]
+) -> tuple[DType, np.dtype[Any]]:
     """What a tensor is, and as what its bytes are to be read."""
     name = stored if original is None else original
     name = name.removeprefix("torch.") if isinstance(name, str) else name
+    if isinstance(name, str) and name in others:
+        return cast("DType", name), others[name]
     if name not in get_args(DType):
         raise SpecError(f"{field}: dtype {shown(name)}; allowed are {', '.join(get_args(DType))}")
     dtype = cast("DType", name)
@@ -402,17 +409,17 @@ def _with_wire(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "context": {_WIRE_KEY: True, **(options.get("context") or {})}}
 
 
-_FLOATS = ("float32", "float16", "bfloat16")
 _OTHERS = {
     name: np.dtype(name).newbyteorder("<")
     for name in ("float64", "int64", "int32", "int16", "int8", "uint8", "bool")
 }
+"""dtypes that only hooks save."""
 
 
 def encode_saved(value: Any) -> Any:
     """Encode a value that a hook saved as JSON."""
     if isinstance(value, TensorData):
-        return {"__type__": "tensor", **_encode(value)}
+        return {"__type__": "tensor", **encode_tensor(value)}
     if isinstance(value, float) and not math.isfinite(value):
         return {"__type__": "float", "value": repr(value)}
     if isinstance(value, Mapping):
@@ -430,7 +437,7 @@ def decode_saved(value: Any, *, field: str = "hook_results") -> Any:
         return value
     kind = value.get("__type__")
     if kind == "tensor":
-        return _decode(cast("Mapping[str, Any]", value), field)
+        return decode_tensor(value, field=field, others=_OTHERS)
     if kind == "float":
         return float(value["value"])
     if kind == "cloudpickle":
@@ -439,40 +446,3 @@ def decode_saved(value: Any, *, field: str = "hook_results") -> Any:
             "code. Let the hook save tensors, numbers, text, and lists and dicts of them"
         )
     return {key: decode_saved(item, field=f"{field}.{key}") for key, item in value.items()}
-
-
-def _encode(tensor: TensorData) -> dict[str, Any]:
-    if tensor.dtype in _FLOATS:
-        return encode_tensor(tensor)
-    storage = np.ascontiguousarray(tensor.storage)
-    frame = zstandard.ZstdCompressor(level=1).compress(storage.tobytes())
-    return {
-        "data": base64.b64encode(frame).decode("ascii"),
-        "dtype": str(tensor.dtype),
-        "original_dtype": f"torch.{tensor.dtype}",
-        "shape": list(tensor.shape),
-        "compression": "zstd",
-    }
-
-
-def _decode(value: Mapping[str, Any], field: str) -> TensorData:
-    name = str(value.get("dtype"))
-    original = str(value.get("original_dtype") or name).removeprefix("torch.")
-    if original not in _OTHERS:
-        return decode_tensor(value, field=field)
-    try:
-        shape = tuple(int(n) for n in value["shape"])
-        size = math.prod(shape) * _OTHERS[original].itemsize
-        if min(shape, default=0) < 0 or size > MAX_TENSOR_BYTES:
-            raise ValueError(f"shape {shape} is out of range")
-        data = base64.b64decode(value["data"], validate=True)
-        if value.get("compression") == "zstd":
-            if zstandard.frame_content_size(data) not in (-1, size):
-                raise ValueError(f"the frame is not of {size} bytes")
-            data = zstandard.ZstdDecompressor().decompress(data, max_output_size=size)
-        if len(data) != size:
-            raise ValueError(f"{len(data)} bytes for shape {shape} of {original}")
-        array: NDArray[Any] = np.frombuffer(data, dtype=_OTHERS[original]).reshape(shape)
-    except (KeyError, TypeError, ValueError, binascii.Error, zstandard.ZstdError) as error:
-        raise SpecError(f"{field}: not the JSON form of a tensor ({error})") from None
-    return TensorData(array, cast("DType", original))
