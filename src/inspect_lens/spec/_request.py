@@ -150,24 +150,26 @@ def fingerprint(extra_args: Mapping[str, Any]) -> tuple[Key | None, list[object]
 def _describe(value: Any, parts: list[object], kept: list[object], depth: int) -> bool:
     """Append the content of a value; False where it cannot be named in a few words."""
     kind = type(value)
+    if kind in _PLAIN:
+        parts += kind, value
+        return kind is not str or len(value) <= _MOST_TEXT
     if len(parts) > _MOST_PARTS or depth > _MOST_DEPTH:
         return False
+    if kind is dict:
+        parts += kind, len(value)
+        for key, item in value.items():
+            if not (_describe(key, parts, kept, depth) and _describe(item, parts, kept, depth + 1)):
+                return False
+        return True
     if kind in (list, tuple):
         parts += kind, len(value)
         return all(_describe(item, parts, kept, depth + 1) for item in value)
-    if kind is dict:
-        parts += kind, len(value)
-        pairs = (part for pair in value.items() for part in pair)
-        return all(_describe(part, parts, kept, depth + 1) for part in pairs)
     if isinstance(value, EditBase | Hook | LensRequest):
         kept.append(value)
-        value = id(value)  # they never change
-    elif kind is float:
-        value = repr(value)  # 0.0 is -0.0 to Python
-    elif kind not in _PLAIN or (kind is str and len(value) > _MOST_TEXT):
-        return False
-    parts += kind, value
-    return True
+        parts += kind, id(value)  # they never change
+        return True
+    parts += kind, repr(value) if kind is float else None  # 0.0 is -0.0 to Python
+    return kind is float
 
 
 class LensRequest(WireModel):
