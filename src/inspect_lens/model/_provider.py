@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from difflib import get_close_matches
 from subprocess import Popen
-from typing import Any, Final, cast, get_args
+from typing import Any, Final, get_args
 
 import anyio.to_thread
 from inspect_ai.hooks import BeforeModelGenerate, Hooks, hooks
@@ -36,7 +36,7 @@ from inspect_lens._base.http import no_answer, with_advice
 from inspect_lens._intake import Source
 from inspect_lens._settings import Settings
 from inspect_lens.errors import CaptureError, LensError, did_you_mean
-from inspect_lens.spec import LensRequest, to_wire_args
+from inspect_lens.spec import LENS_KEYS, LensRequest, to_extra_args, to_wire_args
 
 from ._host import VLLMAPI, PrerequisiteError, VLLMServer, _vllm_servers
 from ._places import place_for
@@ -46,13 +46,12 @@ from ._request import (
     edits_of_every_call,
     environment_capture,
     is_lens_call,
+    leaves_transport,
     over_binary,
     parse_capture,
     read_body,
     respelled,
     save_vectors,
-    wants_transport,
-    without_refusals,
 )
 from ._response import Keep, LensFields, Mode, StreamFields, attach, expect, take_fields
 from ._scope import LensProvider, inherited_requests, scope_of
@@ -363,21 +362,20 @@ class LensAPI(ServerCalls, LensProvider):
     ) -> ChatCompletion:
         call = _call.get()
         body: dict[str, Any] = {"return_token_ids": True, **(request.get("extra_body") or {})}
-        if "vllm_xargs" in body:
-            args = without_refusals(cast("dict[str, Any]", body.pop("vllm_xargs")))
-            if wants_transport(args) and await self.offers_binary():
-                args = over_binary(args)
-                if call is not None:
-                    expect(call.keep)
-            elif call is not None and call.request is not None and call.request.scores_tokens:
+        given = body.pop("vllm_xargs", None) or {}
+        args = {key: value for key, value in given.items() if key not in LENS_KEYS}
+        if call is not None and (asked := call.request) is not None:
+            if leaves_transport(asked) and await self.offers_binary():
+                asked = over_binary(asked)
                 expect(call.keep)
-            if args:
-                asked = call.request if call is not None else None
-                if asked is not None and not (asked.edits or asked.hooks):
-                    body["vllm_xargs"] = to_wire_args(args)
-                else:
-                    # Compressing megabytes of vectors is not for the event loop.
-                    body["vllm_xargs"] = await anyio.to_thread.run_sync(to_wire_args, args)
+            elif asked.scores_tokens:
+                expect(call.keep)
+            args |= to_extra_args(asked)
+            if asked.edits or asked.hooks:
+                # Compressing megabytes of vectors is not for the event loop.
+                args = await anyio.to_thread.run_sync(to_wire_args, args)
+        if args:
+            body["vllm_xargs"] = to_wire_args(args)
         asked_for = request | {"extra_body": body}
         try:
             with self._named_errors():

@@ -115,9 +115,8 @@ async def recapture(
         raise SpecError("recapture: needs prompt_token_ids and token_ids, at least one of each")
     capture = CaptureSpec(layers="all" if layers == "all" else tuple(layers), site=site)
     request = LensRequest(capture=capture)
-    args = to_extra_args(request)
     if await api.offers_binary():
-        args = over_binary(args)
+        request = over_binary(request)
     lora = dict(adapter) if isinstance(adapter, Mapping) else None
     if lora is not None:
         await api.load_adapter(lora)
@@ -129,7 +128,7 @@ async def recapture(
             "prompt": [*prompt_token_ids, *token_ids[:-1]],
             "max_tokens": 1,
             "temperature": 0,
-            "vllm_xargs": to_wire_args(args),
+            "vllm_xargs": to_wire_args(to_extra_args(request)),
         },
     )
     choice = ChoiceFields(activations=answer.get("activations"), token_ids=list(token_ids))

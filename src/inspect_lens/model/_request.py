@@ -66,6 +66,7 @@ __all__ = [
     "environment_capture",
     "explain_none",
     "is_lens_call",
+    "leaves_transport",
     "lens_config",
     "over_binary",
     "parse_capture",
@@ -75,8 +76,6 @@ __all__ = [
     "respelled",
     "role_advice",
     "save_vectors",
-    "wants_transport",
-    "without_refusals",
 ]
 
 
@@ -194,8 +193,10 @@ def read_body(
 
 def respelled(body: Mapping[str, Any], request: LensRequest) -> dict[str, Any]:
     """A body that `read_body` made, with another request in the place of its own."""
-    args = {k: v for k, v in body.get("extra_args", {}).items() if k not in LENS_KEYS}
-    return {**body, "extra_args": args | to_extra_args(request)}
+    made = dict(body)
+    args = {k: v for k, v in made.pop("extra_args", {}).items() if k not in LENS_KEYS}
+    args |= to_extra_args(request)
+    return made | ({"extra_args": args} if args else {})
 
 
 def _unsaid(
@@ -256,12 +257,6 @@ def _edits(request: LensRequest) -> object:
 def declines_steering(extra_body: Mapping[str, Any] | None) -> bool:
     """Whether a body says `apply_steering_vectors: []`, and so no to the vectors of scopes."""
     return bool(_loads(STEER_KEY, _lens_args(extra_body).get(STEER_KEY)) == [])
-
-
-def without_refusals(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The `extra_args` for the wire: what is not asked for is not there."""
-    no = {CAPTURE_KEY: False, STEER_KEY: []}
-    return {key: value for key, value in args.items() if key not in no or value != no[key]}
 
 
 def is_lens_call(extra_body: Mapping[str, Any] | None) -> bool:
@@ -377,33 +372,25 @@ def explain_none() -> None:
     registry_add(none, registry_info(plain))
 
 
-_KEYS = ("output_residual_stream", "output_qk")
-
-
-def wants_transport(args: Mapping[str, Any]) -> bool:
+def leaves_transport(request: LensRequest) -> bool:
     """Whether a call brings tensors and leaves open how they travel."""
-    native = args.get(NATIVE_KEY)
-    if isinstance(native, LensRequest):
-        return any(spec is not None and spec.transport == "auto" for _, spec in _specs(native))
-    return any(key in args for key in _KEYS) and "activations_transport" not in args
+    return any(spec.transport == "auto" for spec in _specs(request).values())
 
 
-def over_binary(args: Mapping[str, Any]) -> dict[str, Any]:
+def over_binary(request: LensRequest) -> LensRequest:
     """The same call, with the binary transport where it was left open."""
-    native = args.get(NATIVE_KEY)
-    if not isinstance(native, LensRequest):
-        return {**args, "activations_transport": "binary"}
     chosen = {
         name: spec.model_copy(update={"transport": "binary"})
-        for name, spec in _specs(native)
-        if spec is not None and spec.transport == "auto"
+        for name, spec in _specs(request).items()
+        if spec.transport == "auto"
     }
-    return {**args, NATIVE_KEY: native.model_copy(update=chosen)}
+    return request.model_copy(update=chosen)
 
 
-def _specs(request: LensRequest) -> list[tuple[str, CaptureSpec | QKSpec | LogitLens | None]]:
+def _specs(request: LensRequest) -> dict[str, CaptureSpec | QKSpec | LogitLens]:
     """What a request has that says how it travels, by field."""
-    return [("capture", request.capture), ("qk", request.qk), ("lens", request.lens)]
+    found = {"capture": request.capture, "qk": request.qk, "lens": request.lens}
+    return {name: spec for name, spec in found.items() if spec is not None}
 
 
 def lens_config(
@@ -491,12 +478,7 @@ def lens_config(
         asked = parse_extra_args({NATIVE_KEY: {"sink": to}})
         changes["sink"] = asked.sink if asked is not None else None
     if changes:
-        request = (request or LensRequest()).model_copy(update=changes)
-        kept = {k: v for k, v in body.get("extra_args", {}).items() if k not in LENS_KEYS}
-        args = kept | to_extra_args(request)
-        body = {key: value for key, value in body.items() if key != "extra_args"}
-        if args:
-            body["extra_args"] = args
+        body = respelled(body, (request or LensRequest()).model_copy(update=changes))
     if lora is not None:
         body["lora_request"] = _lora(lora)
     config = start.merge(GenerateConfig(**generate))

@@ -182,6 +182,6 @@ def test_errors_carry_the_words_of_the_server(
     with FakeLensServer(expire_handles=True) as expired, pytest.raises(CaptureError, match="410;"):
         LensClient(expired.url).generate(PROMPT, capture_layers=[1], activations_transport="binary")
     with FakeLensServer(api_key="secret") as closed:
-        with pytest.raises(LensError, match="Unauthorized"):
+        with pytest.raises(LensError, match="refuses the key"):
             LensClient(closed.url).generate(PROMPT)
         assert LensClient(closed.url, api_key="secret").generate(PROMPT).text

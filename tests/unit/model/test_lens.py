@@ -14,14 +14,13 @@ from inspect_lens._intake import ChoiceFields, decode_payload
 from inspect_lens.client import request_of
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.model import lens_config
-from inspect_lens.model._request import over_binary, read_body, wants_transport
+from inspect_lens.model._request import leaves_transport, over_binary, read_body
 from inspect_lens.spec import (
     LensReceipt,
     LogitLens,
     Receipt,
     TensorData,
     encode_tensor,
-    to_extra_args,
 )
 
 LENS = LogitLens(layers=[2, 4], top_k=1, tokens=[7])
@@ -48,11 +47,10 @@ def test_a_scope_gives_way_to_the_call() -> None:
 
 
 def test_it_travels_beside_the_response_where_that_is_left_open() -> None:
-    args = to_extra_args(LensRequest(lens=LENS))
-    assert wants_transport(args)
-    assert over_binary(args)["inspect_lens"].lens == LENS.model_copy(update={"transport": "binary"})
-    chosen = to_extra_args(LensRequest(lens=LENS.model_copy(update={"transport": "inline"})))
-    assert not wants_transport(chosen)
+    request = LensRequest(lens=LENS)
+    assert leaves_transport(request)
+    assert over_binary(request).lens == LENS.model_copy(update={"transport": "binary"})
+    assert not leaves_transport(over_binary(request))
 
 
 @pytest.mark.parametrize("lens", [LENS, {"layers": [2, 4], "top_k": 1, "tokens": [7]}])
