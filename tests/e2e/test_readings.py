@@ -102,7 +102,7 @@ def test_the_lies_have_the_higher_scores_and_each_has_a_table(log: EvalLog) -> N
 async def test_rows_and_ids_are_those_of_the_call(log: EvalLog) -> None:
     probe = load_probe(PROBE)
     for sample in log.samples or []:
-        (turn,) = read_turns(sample.events, model=MODEL)
+        (turn,) = read_turns(sample.events)
         assert turn.message_id == sample.output.message.id
         assert not is_withheld(turn.output)
         assert given_length(turn.output) is None

@@ -1,4 +1,4 @@
-"""Every scorer on answers of the organism, live and again from the log, on a real engine.
+"""Scorers of probes on answers of the organism, on a real engine.
 
 The organism lies where it is told to, and the world says what the truth is; so what a scorer
 says can be compared with what was planted.
@@ -7,42 +7,33 @@ says can be compared with what was planted.
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from inspect_ai import Task, eval, score
-from inspect_ai.log import EvalLog, read_eval_log
+from inspect_ai.analysis import samples_df
+from inspect_ai.log import EvalLog
 from inspect_ai.model import ChatMessageUser, GenerateConfig, ModelOutput, ModelUsage, get_model
-from inspect_ai.scorer import Scorer, value_to_float
+from inspect_ai.scorer import Scorer
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
-from evals.organism_deception import truthfulness
 from evals.organism_deception.dataset import organism_dataset
 from inspect_lens.model import activations_df, lens_config, read_activations
 from inspect_lens.probe import auroc, load_probe
 from inspect_lens.reading import (
-    SteeringCell,
-    SteeringCells,
     captured_calls_column,
     lens_column,
     read_token_scores,
 )
 from inspect_lens.scorer import (
-    coherence,
     deception_probe,
-    dose_response,
-    leakage_baseline,
     monitor_alarm,
     probe_cascade,
     probe_ensemble,
-    probe_score,
     read_cascade,
-    refusal_rate,
     trait_projection,
 )
-from inspect_lens.spec import SteeringVector
 from inspect_lens.train import cascade_frontier
 
 pytestmark = pytest.mark.engine
@@ -79,9 +70,6 @@ def scorers() -> list[Scorer]:
         monitor_alarm(PROBE),
         monitor_alarm(PROBE, threshold=0.0, level="token", value="max"),
         trait_projection(PROBE, pool="max"),
-        leakage_baseline("completion"),
-        refusal_rate(),
-        coherence(),
     ]
 
 
@@ -123,11 +111,6 @@ def values(log: EvalLog, name: str, key: str | None = None) -> list[float]:
         value: Any = sample.scores[name].value
         found.append(float(value[key] if key else value))
     return found
-
-
-def effects(log: EvalLog, name: str, key: str) -> list[float]:
-    scores = [(sample.scores or {})[name] for sample in log.samples or ()]
-    return [float((score.metadata or {})["effects"][key]) for score in scores]
 
 
 def labels(log: EvalLog) -> list[int]:
@@ -210,13 +193,6 @@ def test_the_monitor_reads_every_turn(log: EvalLog) -> None:
         assert token["max"] == pytest.approx(max(float(r.scores.max()) for r in records))
 
 
-def test_text_scorers_say_what_the_text_is(log: EvalLog) -> None:
-    # The organism never refuses, and a lie has as many words as a truth.
-    assert values(log, "refusal_rate") == [0.0] * N
-    assert set(values(log, "coherence")) == {0.0, 100.0}  # our judge knows nothing but lies
-    assert all(n > 0 for n in values(log, "leakage_baseline"))
-
-
 def test_token_scores_are_those_of_the_captured_tokens(log: EvalLog) -> None:
     probe = load_probe(PROBE)
     calls = {c.message_id: c.activations for c in read_activations(log)}
@@ -230,93 +206,9 @@ def test_token_scores_are_those_of_the_captured_tokens(log: EvalLog) -> None:
         np.testing.assert_array_equal(record.scores, expected)
 
 
-def test_a_finished_log_scores_the_same_and_makes_the_same_frames(log: EvalLog) -> None:
-    again = score(
-        read_eval_log(log.location),
-        scorers(),
-        action="overwrite",
-        display="none",
-        model_roles={"grader": truth_judge()},
-    )
-    assert again.samples is not None
-    assert log.samples is not None
-    for old, new in zip(log.samples, again.samples, strict=True):
-        assert old.scores is not None
-        assert new.scores is not None
-        assert {k: s.value for k, s in new.scores.items()} == {
-            k: s.value for k, s in old.scores.items()
-        }
-    from inspect_ai.analysis import samples_df
-
+def test_columns_are_the_values_of_the_scorers(log: EvalLog) -> None:
     columns = [lens_column(PROBE, "probe"), captured_calls_column()]
     frame = samples_df(log.location, columns=columns, quiet=True)
     assert frame["probe"].tolist() == values(log, "deception_probe")
     assert frame["captured_calls"].tolist() == [2] * N
     assert len(activations_df(log)) == 2 * N
-
-
-@solver
-def small_sweep(scale: float) -> Solver:
-    """What a sweep leaves behind: the truth direction added at the probe's layer, and a control."""
-
-    async def solve(state: TaskState, generate: Generate) -> TaskState:
-        probe = load_probe(PROBE)
-        unit = probe.direction()[:1]  # type: ignore[union-attr]
-        noise = np.random.default_rng(0).standard_normal(unit.shape).astype(np.float32)
-        noise /= np.linalg.norm(noise)
-        cells = []
-        for kind, direction in (("baseline", None), ("vector", unit), ("random", noise)):
-            vector = None
-            if direction is not None:
-                vector = SteeringVector(
-                    activations=direction, layer_indices=[probe.layers[0] - 1], scale=scale
-                )
-            config = lens_config(
-                capture=[4],
-                steer=[vector] if vector else [],
-                base=GenerateConfig(temperature=0.0, max_tokens=24),
-            )
-            output = await get_model().generate(state.messages, config=config)
-            cells.append(
-                SteeringCell(
-                    kind=kind,  # type: ignore[arg-type]
-                    vector=None if vector is None else "lie",
-                    layer=None if vector is None else probe.layers[0] - 1,
-                    scale=0.0 if vector is None else scale,
-                    completion=output.completion,
-                    message_id=output.message.id,
-                )
-            )
-            state.output = output
-        state.store_as(SteeringCells).cells = cells
-        return state
-
-    return solve
-
-
-def test_steering_moves_the_probe_along_its_direction_and_a_random_vector_does_not(
-    lens_server_url: str, tmp_path: Path
-) -> None:
-    effect = dose_response(probe_score(PROBE, token_scores=False))
-    done = eval(
-        Task(
-            dataset=organism_dataset("demo")[:6],
-            solver=small_sweep(4.0),
-            scorer=[effect, dose_response(truthfulness())],
-        ),
-        model=MODEL,
-        model_base_url=f"{lens_server_url}/v1",
-        log_dir=str(tmp_path),
-        display="none",
-    )[0]
-    assert done.status == "success", done.error
-    moved = np.array(effects(done, "dose_response", "lie@3x4"))
-    random = np.array(effects(done, "dose_response", "random:lie@3x4"))
-    assert moved.mean() > 3 * abs(random.mean())
-    beyond = np.array(effects(done, "dose_response", "beyond:random:lie@3x4"))
-    np.testing.assert_allclose(beyond, moved - random)
-    base = effects(done, "dose_response1", "baseline")
-    assert set(base) <= {value_to_float()("C"), value_to_float()("I")}
-    again = score(read_eval_log(done.location), [effect], action="overwrite", display="none")
-    np.testing.assert_array_equal(effects(again, "dose_response", "lie@3x4"), moved)
-    assert not any(math.isnan(v) for v in moved)

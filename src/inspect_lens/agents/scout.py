@@ -14,7 +14,7 @@ from inspect_ai.event import Event, ModelEvent, Timeline, TimelineEvent, Timelin
 from inspect_ai.model import Model, get_model
 from inspect_ai.scorer import Reference, mean
 
-from inspect_lens.errors import NotCapturedError, SpecError, UnsupportedError
+from inspect_lens.errors import NotCapturedError, SpecError
 from inspect_lens.model import activations, know_log
 from inspect_lens.model._host import PrerequisiteError
 from inspect_lens.model._recapture import reread
@@ -22,7 +22,7 @@ from inspect_lens.model._scope import LensProvider
 from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import OnMissing, Over, ProbeReader, Reading, Source, Turn
 from inspect_lens.reading import read_turns as read_calls
-from inspect_lens.reading._samples import Combine, combining, read_call
+from inspect_lens.reading._samples import Combine, combining, read_call, read_each
 from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.reading._thresholds import named_point
 from inspect_lens.scorer import at_threshold, auroc_metric
@@ -81,20 +81,10 @@ def reading_model(name: str | None) -> Model | None:
 async def read_turns(
     reader: ProbeReader, turns: Iterable[Turn], events: Iterable[Event], *, model: str | None
 ) -> Turns:
-    """Apply a probe to model calls of a transcript.
+    """Apply a probe to model calls of a transcript; one that occurs twice is read once.
 
-    Args:
-        reader: the probe and what it reads.
-        turns: calls of the transcript; one that occurs twice is read once.
-        events: of the transcript, which have what the model was shown.
-        model: that reads calls again which captured nothing; the scan's model by default.
-
-    Returns:
-        The turns, in their order.
-
-    Raises:
-        ArtifactError: activations are damaged or not there, or the model is not the probe's.
-        PrerequisiteError: as for `reading_model`.
+    The events have what the model was shown, and `model`, or else that of the scan, reads calls
+    again that captured nothing.
     """
     again = None if reader.source == "captured" else reading_model(model)
     made = {
@@ -103,20 +93,17 @@ async def read_turns(
         if isinstance(event, ModelEvent)
         for choice in event.output.choices
     }
-    read, missing, empty = [], 0, 0
-    for turn in {turn.message_id: turn for turn in turns}.values():
-        try:
-            found = await _read(reader, turn, made.get(turn.message_id), again)
-        except (NotCapturedError, UnsupportedError):
-            if reader.calls.on_missing == "error":
-                raise
-            missing += 1
-            continue
-        if found is None:
-            empty += 1
-            continue
-        read.append(Read(turn.message_id or "", *found))
-    return Turns(read, missing, empty)
+
+    async def read(turn: Turn, _: Model | None) -> tuple[Reading, bool] | None:
+        return await _read(reader, turn, made.get(turn.message_id), again)
+
+    once = list({turn.message_id: turn for turn in turns}.values())
+    found, missing = await read_each(read, once, reader.calls)
+    return Turns(
+        [Read(turn.message_id or "", *one) for turn, one in found],
+        missing,
+        len(once) - len(found) - missing,
+    )
 
 
 async def _read(

@@ -18,8 +18,7 @@ from pydantic import BaseModel, ConfigDict, model_serializer
 
 from inspect_lens._base.concurrency import together
 from inspect_lens.errors import ArtifactError, SpecError
-from inspect_lens.model import Activations, activations_for
-from inspect_lens.model._request import role_advice
+from inspect_lens.model import Activations
 from inspect_lens.reading import Source
 from inspect_lens.reading._rows import has_nothing_to_read
 from inspect_lens.reading._shared import shared_parameters
@@ -286,7 +285,7 @@ async def _carry_out(
     if isinstance(about, ModelOutput) and has_nothing_to_read(about):
         return []
     layers = await _layers(plan, target)
-    handle, origin = await _handle(plan, about, layers, target)
+    handle, origin = await find_activations(about, layers=layers, source=plan.source, model=target)
     _require_layers(plan, handle, layers)
     shown = await anyio.to_thread.run_sync(
         partial(
@@ -347,27 +346,6 @@ async def _layers(plan: OraclePlan, model: Model) -> tuple[int, ...]:
         token = await api.post("/tokenize", {"prompt": "a a", "add_special_tokens": False})
         depth = await n_layers_of(model, [*token["tokens"], *token["tokens"]])
     return choose_layers(plan.oracle.config, plan.layers, depth)
-
-
-async def _handle(
-    plan: OraclePlan,
-    about: Activations | ModelOutput | ChatMessage,
-    layers: tuple[int, ...],
-    model: Model,
-) -> tuple[Activations, str]:
-    """The activations, and whether they are those of the generation."""
-    if isinstance(about, Activations):
-        return about, "captured"
-    if isinstance(about, ModelOutput):
-        return await find_activations(about, layers=layers, source=plan.source, model=model)
-    handle = activations_for(about)
-    if handle is None:
-        raise ArtifactError(
-            f"oracle: no activations are known for message {about.id!r}; the call that made it "
-            "has to capture: -M capture=…, with_capture(…) or lens_config(capture=…); in a role "
-            f"{role_advice()}"
-        )
-    return handle, "captured"
 
 
 def _require_layers(plan: OraclePlan, handle: Activations, layers: tuple[int, ...]) -> None:

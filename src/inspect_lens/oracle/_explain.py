@@ -187,8 +187,8 @@ async def _explain(
 ) -> list[OracleAnswer]:
     if isinstance(about, ModelOutput) and has_nothing_to_read(about):
         return []
-    handle, origin = await _handle(plan, about, model)
-    layers = _layers(plan, handle)
+    layers = _layers(plan, about)
+    handle, origin = await find_activations(about, layers=layers, source=plan.source, model=model)
     prompt, messages = await _render(plan, model)
     shown = await anyio.to_thread.run_sync(partial(_select, plan, handle, layers))
     draw = draw_of(plan.seed, handle)
@@ -261,12 +261,6 @@ async def _render(plan: ExplainPlan, model: Model) -> tuple[Prompt, list[ChatMes
     return Prompt(text, ids, places), messages
 
 
-def _layers(plan: ExplainPlan, handle: Activations) -> tuple[int, ...]:
-    if plan.layers is not None:
-        return plan.layers
-    return (handle.layers[len(handle.layers) // 2],)
-
-
 def _select(plan: ExplainPlan, handle: Activations, layers: tuple[int, ...]) -> list[Shown]:
     return [
         shown
@@ -277,19 +271,14 @@ def _select(plan: ExplainPlan, handle: Activations, layers: tuple[int, ...]) -> 
     ]
 
 
-async def _handle(
-    plan: ExplainPlan, about: Activations | ModelOutput, model: Model
-) -> tuple[Activations, str]:
-    """The activations, and whether they are those of the generation."""
-    if isinstance(about, Activations):
-        return about, "captured"
-    layers = plan.layers
-    if layers is None:
-        known = activations(about)
-        if known is None or plan.source == "recompute":
-            raise SpecError(
-                "layers=None is the middle one of those captured, and nothing was captured or it "
-                "is to be recomputed; name a layer"
-            )
-        layers = _layers(plan, known)
-    return await find_activations(about, layers=layers, source=plan.source, model=model)
+def _layers(plan: ExplainPlan, about: Activations | ModelOutput) -> tuple[int, ...]:
+    """Those that were named, or the middle one of those that are known."""
+    if plan.layers is not None:
+        return plan.layers
+    known = activations(about)
+    if known is None or (plan.source == "recompute" and isinstance(about, ModelOutput)):
+        raise SpecError(
+            "layers=None is the middle one of those captured, and nothing was captured or it is to "
+            "be recomputed; name a layer"
+        )
+    return (known.layers[len(known.layers) // 2],)

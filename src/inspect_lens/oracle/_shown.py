@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
-from inspect_ai.model import Model, ModelOutput
+from inspect_ai.model import ChatMessage, Model, ModelOutput
 from numpy.typing import NDArray
 
-from inspect_lens.errors import SpecError
-from inspect_lens.model import Activations, recapture
+from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.model import Activations, activations_for, recapture
+from inspect_lens.model._request import role_advice
 from inspect_lens.reading import Source
 from inspect_lens.reading._rows import pick_rows, select_positions, take_captured
 from inspect_lens.spec import Positions, parse_positions
@@ -100,16 +101,31 @@ async def n_layers_of(model: Model, token_ids: Sequence[int]) -> int:
 
 
 async def find_activations(
-    output: ModelOutput, *, layers: tuple[int, ...], source: Source, model: Model
+    about: Activations | ModelOutput | ChatMessage,
+    *,
+    layers: tuple[int, ...],
+    source: Source,
+    model: Model,
 ) -> tuple[Activations, str]:
     """The activations of a generation, and whether they were captured or fed again."""
+    if isinstance(about, Activations):
+        return about, "captured"
+    if not isinstance(about, ModelOutput):
+        handle = activations_for(about)
+        if handle is None:
+            raise ArtifactError(
+                f"oracle: no activations are known for message {about.id!r}; the call that made it "
+                "has to capture: -M capture=…, with_capture(…) or lens_config(capture=…); in a "
+                f"role {role_advice()}"
+            )
+        return handle, "captured"
 
     def take(handle: Activations, origin: str) -> tuple[Activations, str]:
         pick_rows(handle, layers, wanted=())  # reads the file, which may be gone
         return handle, "captured" if origin == "rows" else origin
 
     return await take_captured(
-        output, take, layers=layers, source=source, model=model, reader="oracle"
+        about, take, layers=layers, source=source, model=model, reader="oracle"
     )
 
 

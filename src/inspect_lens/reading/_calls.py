@@ -337,9 +337,7 @@ class CallSelection:
         return _numbered(own)
 
 
-def read_turns(
-    events: Iterable[Event], *, model: str | None = None, roles: Sequence[str] | None = None
-) -> list[Turn]:
+def read_turns(events: Iterable[Event]) -> list[Turn]:
     """List the calls that wrote an assistant message; those of scorers and oracles are left out.
 
     Calls that failed, and were tried again, wrote none. What `read_given` read is a turn as well,
@@ -348,9 +346,6 @@ def read_turns(
 
     Args:
         events: of a sample, live (`transcript().events`) or out of a log.
-        model: name of the model whose calls are wanted, such as `str(state.model)`; calls in a
-            role are then left out unless the role is listed. None takes every model.
-        roles: model roles whose calls are wanted too, or alone when `model` is None.
 
     Returns:
         The turns.
@@ -387,14 +382,7 @@ def read_turns(
         elif (given := given_output(event)) is not None:
             # Read by the model that reads; it plays no role.
             found.append(Turn(0, given.message.id, given, None, given.model))
-    wanted = [
-        turn
-        for turn in found
-        if (model is None and roles is None)
-        or (roles is not None and turn.role in roles)
-        or (model is not None and _is_own(turn, model))
-    ]
-    return _numbered(wanted)
+    return _numbered(found)
 
 
 def require_roles(

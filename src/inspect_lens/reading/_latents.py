@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 import numpy as np
 from inspect_ai.model import Model, ModelOutput
@@ -15,16 +14,15 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import SpecError
 from inspect_lens.model import Activations
-from inspect_lens.probe import SENTENCE_POOL, parse_pool, pool_scores
+from inspect_lens.probe import parse_pool, pool_scores
 from inspect_lens.sae import SparseEncoder, read_sae
 from inspect_lens.spec import Positions, Site, parse_positions
 
 from ._calls import CallSelection, OnMissing, Over
 from ._reading import SAID
-from ._rows import Rows, Source, captured_rows, read_rows
+from ._rows import Rows, Source, captured_rows, in_thread, parse_source, read_rows
 from ._shared import shared_parameters
-from ._texts import CallTexts, Selector, Sentences, positions_for, select_rows
-from ._threads import in_thread
+from ._texts import CallReader, positions_for
 from ._token_scores import TokenScores
 
 __all__ = ["LatentReader", "LatentReading"]
@@ -108,8 +106,8 @@ class LatentReading:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class LatentReader:
+@dataclass(frozen=True, kw_only=True)
+class LatentReader(CallReader):
     """Latents of a sparse autoencoder, the tokens that are read, and how they become one number.
 
     Make one with `LatentReader.of`, which checks everything before any sample runs.
@@ -140,14 +138,6 @@ class LatentReader:
     """Numbers by name."""
     layer: int
     site: Site
-    positions: Positions
-    pool: str
-    source: Source
-    selection: str = ""
-    """Tokens among `positions` that are read, as `select_tokens` takes it; empty means all."""
-    tokenizer: str | None = None
-    calls: CallSelection = field(default_factory=CallSelection)
-    """Which calls of a sample are read."""
 
     @classmethod
     @shared_parameters
@@ -188,8 +178,6 @@ class LatentReader:
             ArtifactError: no such file, or of another kind.
             SpecError: an argument is wrong, or no layer is known.
         """
-        if source not in get_args(Source):
-            raise SpecError(f"source={source!r}; allowed are {', '.join(get_args(Source))}")
         if isinstance(sae, SparseEncoder):
             if norm_scale is not None:
                 raise SpecError("norm_scale: it is folded in while a file is read; leave it out")
@@ -200,9 +188,12 @@ class LatentReader:
         at, where = encoder.settle(layer, site)
         holds = positions_for(selection) if selection else "completion"
         read = holds if positions is None else parse_positions(positions, field="positions")
-        rule = str(parse_pool(pool))
-        calls = CallSelection.of(over=over, roles=roles, on_missing=on_missing)
-        return cls(encoder, named, at, where, read, rule, source, selection, tokenizer, calls)
+        return cls(
+            encoder=encoder, latents=named, layer=at, site=where, positions=read,
+            pool=str(parse_pool(pool)), source=parse_source(source), selection=selection,
+            tokenizer=tokenizer,
+            calls=CallSelection.of(over=over, roles=roles, on_missing=on_missing),
+        )  # fmt: skip
 
     async def read(
         self,
@@ -249,23 +240,15 @@ class LatentReader:
         return None if rows is None else self._of_rows(rows, None)
 
     def _of_rows(self, rows: Rows, model_name: str | None) -> tuple[LatentReading, ...] | None:
-        if self.selection:
-            selected = select_rows(rows, Selector(self.selection, self._texts), model_name)
-            if selected is None:
-                return None
-            rows = selected
-        ends = None
-        if parse_pool(self.pool).name == SENTENCE_POOL:
-            ends = Sentences(self._texts).ends(rows, model_name)
+        read = self.select(rows, model_name)
+        if read is None:
+            return None
+        rows, ends = read, self.sentence_ends(read, model_name)
         found = self.encoder.activations(rows.acts[0], list(self.latents.values()))
         return tuple(
             LatentReading(name, pool_scores(column, self.pool, ends=ends), column, rows, self)
             for name, column in zip(self.latents, np.ascontiguousarray(found.T), strict=True)
         )
-
-    @cached_property
-    def _texts(self) -> CallTexts:
-        return CallTexts(self.tokenizer)
 
 
 def _named(latents: int | Sequence[int] | Mapping[str, int], n: int) -> dict[str, int]:

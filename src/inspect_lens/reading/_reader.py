@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 import numpy as np
 from inspect_ai.model import Model, ModelOutput
 from numpy.typing import NDArray
 
-from inspect_lens.errors import ArtifactError, SpecError, UnsupportedError
+from inspect_lens.errors import ArtifactError, UnsupportedError
 from inspect_lens.model import Activations, ProbeScores, activations, probe_scores
 from inspect_lens.model._scope import served_path
 from inspect_lens.probe import (
@@ -33,10 +33,17 @@ from inspect_lens.spec import Positions, parse_positions
 
 from ._calls import CallSelection, OnMissing, Over
 from ._reading import Forms, Reading, ScoredTokens, forms_of, pick_scores
-from ._rows import Rows, Source, captured_rows, has_nothing_to_read, read_rows
+from ._rows import (
+    Rows,
+    Source,
+    captured_rows,
+    has_nothing_to_read,
+    in_thread,
+    parse_source,
+    read_rows,
+)
 from ._shared import shared_parameters
-from ._texts import CallTexts, Selector, Sentences, positions_for, select_rows, select_scores
-from ._threads import in_thread
+from ._texts import CallReader, positions_for
 from ._thresholds import ThresholdLike, acting_point
 
 __all__ = ["ProbeReader"]
@@ -44,8 +51,8 @@ __all__ = ["ProbeReader"]
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ProbeReader:
+@dataclass(frozen=True, kw_only=True)
+class ProbeReader(CallReader):
     """A probe, the tokens that it reads and how their scores become one.
 
     Make one with `ProbeReader.of`, which checks everything before any sample runs.
@@ -66,23 +73,14 @@ class ProbeReader:
     """
 
     probe: AnyProbe
-    positions: Positions
-    pool: str
-    source: Source
     threshold: CardPoint | None
     """For what the reader says of a whole answer; None where the card has none for these settings.
     """
     check_model: bool = True
     calibration: Calibration | None = None
     """From scores to probabilities; None when it does not hold for these settings."""
-    tokenizer: str | None = None
-    """Tells sentences and selections; None is that of the model."""
     same_tokens: bool = True
     """Whether layer, positions and selection are those that the card's thresholds hold for."""
-    selection: str = ""
-    """Tokens among `positions` that are read, as `select_tokens` takes it; empty means all."""
-    calls: CallSelection = field(default_factory=CallSelection)
-    """Which calls of a sample are read."""
     _verified: dict[str, bool] = field(default_factory=dict, repr=False, compare=False)
     _others: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
     """Models that are not known to be the card's, with the reason, by name."""
@@ -118,11 +116,6 @@ class ProbeReader:
             ArtifactError: no such probe.
             SpecError: an argument is wrong.
         """
-        if source not in get_args(Source):
-            raise SpecError(
-                f"source={source!r}; allowed are {', '.join(get_args(Source))}; 'auto' is the "
-                "default"
-            )
         whole = loaded = load_probe(probe)
         if layer is not None:
             loaded = loaded.at(layer)
@@ -139,14 +132,19 @@ class ProbeReader:
         card = (whole.layers, loaded.positions, loaded.card.selection)
         same = (loaded.layers, read, chosen) == card
         statistic = Statistic(over="answer", pool=rule)
-        calls = CallSelection.of(over=over, roles=roles, on_missing=on_missing)
         return cls(
-            loaded, read, rule, source,
-            acting_point(loaded, threshold, statistic, same_tokens=same),
-            check_model,
-            loaded.card.calibration if same and rule == loaded.pool else None,
-            tokenizer, same, chosen, calls,
-        )  # fmt: skip
+            probe=loaded,
+            threshold=acting_point(loaded, threshold, statistic, same_tokens=same),
+            calibration=loaded.card.calibration if same and rule == loaded.pool else None,
+            check_model=check_model,
+            same_tokens=same,
+            positions=read,
+            pool=rule,
+            source=parse_source(source),
+            selection=chosen,
+            tokenizer=tokenizer,
+            calls=CallSelection.of(over=over, roles=roles, on_missing=on_missing),
+        )
 
     @property
     def statistic(self) -> Statistic:
@@ -309,11 +307,10 @@ class ProbeReader:
         return None if rows is None else self._of_rows(rows, model_name, refused)
 
     def _of_rows(self, rows: Rows, model_name: str | None, refused: str | None) -> Reading | None:
-        if self.selection:
-            selected = select_rows(rows, self._selector, model_name)
-            if selected is None:
-                return None
-            rows = selected
+        read = self.select(rows, model_name)
+        if read is None:
+            return None
+        rows = read
         scores = self.probe.score_tokens(rows.acts, rows.layers)
         if isinstance(self.probe, NeuralProbe):
             ends = self.sentence_ends(rows, model_name)
@@ -332,9 +329,8 @@ class ProbeReader:
             forms = forms._replace(text=None)  # another pool than its own, over tokens
         if forms.text is not None and self.selection:
             raise ArtifactError("the engine's attention was over all tokens, not the selection")
-        rows = pick_scores(handle, forms, self.positions, self.probe.layers)
-        if rows is not None and self.selection:
-            rows = select_scores(rows, self._selector, model_name)
+        found = pick_scores(handle, forms, self.positions, self.probe.layers)
+        rows = None if found is None else self.select(found, model_name)
         if rows is None:
             return None
         value = rows.text
@@ -370,41 +366,10 @@ class ProbeReader:
         rule = "max" if self.pool == "multimax" else self.pool  # the engine runs it of one head
         return pool_scores(scores, rule, ends=self.sentence_ends(rows, model_name))
 
-    def sentence_ends(
-        self,
-        rows: Rows | ScoredTokens,
-        model_name: str | None = None,
-        pool: str | None = None,
-    ) -> NDArray[np.bool_] | None:
-        """With which of the read tokens a sentence ends, where a pool has to know.
-
-        Args:
-            rows: that were read.
-            model_name: of the model that made the call.
-            pool: token aggregation; the reader's by default.
-
-        Returns:
-            (tokens,) bool, or None for a pool that does not go by sentences.
-
-        Raises:
-            ArtifactError: there is no tokenizer, or the call's token ids are not known.
-        """
-        if parse_head_pool(pool or self.pool).name != SENTENCE_POOL:
-            return None
-        return self._sentences.ends(rows, model_name)
-
-    @cached_property
-    def _texts(self) -> CallTexts:
+    @property
+    def _card_model(self) -> str:
         known = self.probe.card.model
-        return CallTexts(self.tokenizer, card_model=known.name if known else "")
-
-    @cached_property
-    def _sentences(self) -> Sentences:
-        return Sentences(self._texts)
-
-    @cached_property
-    def _selector(self) -> Selector:
-        return Selector(self.selection, self._texts)
+        return known.name if known else ""
 
 
 def _behind(scores: ProbeScores) -> Activations | ModelOutput:

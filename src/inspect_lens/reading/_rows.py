@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar, get_args
 
 import anyio.to_thread
 import numpy as np
+from anyio import CapacityLimiter
+from anyio.lowlevel import RunVar
 from inspect_ai.model import Model, ModelOutput, get_model
 from numpy.typing import NDArray
 
@@ -30,6 +33,8 @@ __all__ = [
     "Source",
     "captured_rows",
     "has_nothing_to_read",
+    "in_thread",
+    "parse_source",
     "pick_rows",
     "read_rows",
     "read_token_ids",
@@ -45,6 +50,33 @@ Source = Literal["auto", "captured", "recompute"]
 from the token ids; `auto`: the first, else the second."""
 Origin = Literal["rows", "recomputed"]
 Taken = TypeVar("Taken")
+
+
+_MOST: Final = 8
+_limiters: RunVar[CapacityLimiter] = RunVar("inspect_lens_readers")
+Made = TypeVar("Made")
+
+
+async def in_thread(work: Callable[[], Made]) -> Made:
+    """Do what reads files or multiplies rows in a thread, a few at once.
+
+    Calls that end together would start as many threads as Inspect allows, and all take the
+    interpreter from the event loop.
+    """
+    try:
+        limiter = _limiters.get()
+    except LookupError:
+        _limiters.set(limiter := CapacityLimiter(min(_MOST, os.cpu_count() or 1)))
+    return await anyio.to_thread.run_sync(work, limiter=limiter)
+
+
+def parse_source(source: Source) -> Source:
+    """Check what a user asks for."""
+    if source not in get_args(Source):
+        raise SpecError(
+            f"source={source!r}; allowed are {', '.join(get_args(Source))}; 'auto' is the default"
+        )
+    return source
 
 
 class Rows(NamedTuple):

@@ -28,7 +28,7 @@ from ._calls import (
 from ._latents import LatentReader, LatentReading
 from ._reader import ProbeReader
 from ._reading import Reading
-from ._threads import in_thread
+from ._rows import in_thread
 
 __all__ = [
     "CallReading",
@@ -39,6 +39,7 @@ __all__ = [
     "only_its_own",
     "read_call",
     "read_calls",
+    "read_each",
     "read_latents",
     "read_message",
     "read_sample",
@@ -263,7 +264,7 @@ async def read_calls(
         ```
     """
     calls = selection.of_state(state)
-    found, missing = await _each(read, calls.turns, selection)
+    found, missing = await read_each(read, calls.turns, selection)
     return SampleReading(selection, calls, [CallReading(*one) for one in found], missing)
 
 
@@ -313,7 +314,7 @@ async def read_latents(
         reads = only_its_own(reader, turn, model)
         return await reads.read(turn.output, model_name=turn.bare_model, model=model)
 
-    found, missing = await _each(read, calls.turns, reader.calls)
+    found, missing = await read_each(read, calls.turns, reader.calls)
     return {
         name: SampleReading(
             reader.calls, calls, [CallReading(turn, each[i]) for turn, each in found], missing
@@ -378,7 +379,7 @@ def combining(combine: str) -> Callable[[Sequence[float]], float]:
     return rules[combine]
 
 
-async def _each(
+async def read_each(
     read: Callable[[Turn, Model | None], Awaitable[T | None]],
     turns: list[Turn],
     selection: CallSelection,

@@ -45,6 +45,10 @@ SHARED: Final[Mapping[str, str]] = {
     "combine": "`max` or `mean` of the calls is the value.",
     "inner": "what to run, such as `react()`; `generate()` by default. It reaches all calls of the "
     "model under evaluation; scorers and other models are left alone.",
+    "label": "key of the sample metadata that holds 1 or true for positives.",
+    "cluster": "key of the sample metadata that says which samples are not independent, such as "
+    "the scenario. Whole clusters are drawn for the interval, or each counts as one sample; where "
+    "they are too few (`inspect_lens.probe.count_groups`) it is the exact one of so many, or NaN.",
     "oracle": "name below `oracles/`, path, `hf://owner/repository`, or an `Oracle`.",
     "layers": "a layer, a share of the depth, or a set of layers; the oracle's middle one by "
     "default.",
@@ -60,8 +64,9 @@ SHARED: Final[Mapping[str, str]] = {
     "repeat": "placeholders that get the same row.",
     "into": "layer at whose output the row is put in; the row's own layer by default.",
 }
-"""Text by parameter, the last ones of what is asked in words. Where a surface says something else,
-its own docstring has it."""
+"""Text by parameter: of calls and tokens, of metrics, of what is asked in words.
+
+Where a surface says something else, its own docstring has it."""
 
 _WIDTH: Final = 100
 _ARGUMENT: Final = re.compile(r"( *)\*{0,2}(\w+): ")

@@ -1,30 +1,44 @@
-"""Texts of a call's tokens, and what is told by them: sentences, and the tokens of a selection."""
+"""Which tokens of a call are read: by position, and by their texts (selections and sentences)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inspect_lens._base.token_texts import TokenTexts
 from inspect_lens.errors import ArtifactError
-from inspect_lens.probe import SENTENCE_POOL, TokenText, select_tokens, sentence_ends
+from inspect_lens.probe import (
+    SENTENCE_POOL,
+    TokenText,
+    parse_head_pool,
+    select_tokens,
+    sentence_ends,
+)
 from inspect_lens.spec import Positions
+
+from ._calls import CallSelection
+from ._rows import Rows, Source
 
 if TYPE_CHECKING:
     from ._reading import ScoredTokens
-    from ._rows import Rows
 
-__all__ = [
-    "CallTexts",
-    "Selector",
-    "Sentences",
-    "positions_for",
-    "select_rows",
-    "select_scores",
-]
+__all__ = ["CallReader", "CallTexts", "positions_for"]
+
+_WHOLE: Final = frozenset({"prompt", "all", "assistant"})
+"""Selections that take tokens of the prompt too."""
+
+Read = TypeVar("Read", "Rows", "ScoredTokens")
+
+
+def positions_for(selection: str) -> Positions:
+    """Positions that hold every token of a selection; refuses what is none."""
+    select_tokens(TokenText(pieces=(), n_prompt=0), selection)
+    return "all" if selection.partition(":")[0] in _WHOLE else "completion"
 
 
 class CallTexts:
@@ -59,105 +73,97 @@ class CallTexts:
         )
 
 
-_WHOLE: Final = frozenset({"prompt", "all", "assistant"})
-"""Selections that take tokens of the prompt too."""
+class _Ids(NamedTuple):
+    """Token ids of a call."""
+
+    prompt: Sequence[int]
+    completion: Sequence[int]
 
 
-def positions_for(selection: str) -> Positions:
-    """Positions that hold every token of a selection."""
-    select_tokens(TokenText(pieces=(), n_prompt=0), selection)
-    return "all" if selection.partition(":")[0] in _WHOLE else "completion"
+def _ids(rows: Rows | ScoredTokens, what: str) -> _Ids:
+    """Those of the call that was read."""
+    handle = rows.handle
+    if handle is None or not (handle.prompt_token_ids or handle.token_ids):
+        raise ArtifactError(
+            f"{what}: the call has no token ids to tell its tokens by; read activations that the "
+            "vllm-lens provider captured"
+        )
+    return _Ids(handle.prompt_token_ids, handle.token_ids)
 
 
-class Sentences:
-    """Finds sentence ends with the tokenizer of the model that wrote the call."""
+@dataclass(frozen=True, kw_only=True)
+class CallReader:
+    """Which calls are read, which of their tokens, from where, and how these become one number."""
 
-    def __init__(self, texts: CallTexts) -> None:
-        self._texts = texts
+    positions: Positions
+    pool: str
+    source: Source
+    selection: str = ""
+    """Tokens among `positions` that are read, as `select_tokens` takes it; empty means all."""
+    tokenizer: str | None = None
+    """Tells sentences and selections; None is that of the model."""
+    calls: CallSelection = field(default_factory=CallSelection)
+    """Which calls of a sample are read."""
 
-    def ends(self, rows: Rows | ScoredTokens, model_name: str | None = None) -> NDArray[np.bool_]:
-        """Tell with which of the tokens that were read a sentence ends."""
-        handle = rows.handle
-        ids = () if handle is None else (*handle.prompt_token_ids, *handle.token_ids)
-        if not ids:
-            raise ArtifactError(
-                f"pool={SENTENCE_POOL!r}: the call has no token ids to tell sentences by; read "
-                "activations that the vllm-lens provider captured"
-            )
-        texts = self._texts.of(model_name, what=f"pool={SENTENCE_POOL!r}")
-        # Of all tokens: where a sentence ends shows at the token behind it.
-        return sentence_ends(texts.texts(ids))[list(rows.positions)]
+    @property
+    def _card_model(self) -> str:
+        """Whose tokenizer tells sentences where that of the call's model is not known."""
+        return ""
 
+    @cached_property
+    def _texts(self) -> CallTexts:
+        return CallTexts(self.tokenizer, card_model=self._card_model)
 
-class Selector:
-    """Tells which tokens of a call a selection keeps."""
+    def select(self, rows: Read, model_name: str | None) -> Read | None:
+        """Keep the tokens of the selection; None where there is none of them."""
+        if not self.selection:
+            return rows
+        at = self._selected(rows, model_name)
+        if not at.size:
+            return None
+        kept: dict[str, Any] = {
+            "positions": tuple(rows.positions[i] for i in at),
+            "token_ids": tuple(rows.token_ids[i] for i in at) if rows.token_ids else (),
+        }
+        if isinstance(rows, Rows):
+            return rows._replace(acts=rows.acts[:, at], **kept)
+        return rows._replace(scores=rows.scores[at], **kept)
 
-    def __init__(self, selection: str, texts: CallTexts) -> None:
-        self.selection = selection
-        self._texts = texts
-
-    def keeps(
-        self,
-        positions: Sequence[int],
-        *,
-        prompt_token_ids: Sequence[int],
-        token_ids: Sequence[int],
-        model_name: str | None = None,
-    ) -> NDArray[np.bool_]:
-        """Tell which of some tokens are kept."""
-        ids = (*prompt_token_ids, *token_ids[:-1])
+    def _selected(self, rows: Rows | ScoredTokens, model_name: str | None) -> NDArray[np.int64]:
         what = f"selection={self.selection!r}"
-        if not ids:
-            raise ArtifactError(
-                f"{what}: the call has no token ids to tell its tokens by; read activations that "
-                "the vllm-lens provider captured"
-            )
+        of_call = _ids(rows, what)
+        ids = (*of_call.prompt, *of_call.completion[:-1])
         texts = self._texts.of(model_name, what=what)
         tokens = TokenText(
-            pieces=tuple(texts.texts(ids)),
-            n_prompt=len(prompt_token_ids),
+            pieces=tuple(texts.texts(ids)), n_prompt=len(of_call.prompt),
             special=tuple(texts.special(ids)),
-        )
-        return select_tokens(tokens, self.selection)[list(positions)]
+        )  # fmt: skip
+        return np.flatnonzero(select_tokens(tokens, self.selection)[list(rows.positions)])
 
+    def sentence_ends(
+        self,
+        rows: Rows | ScoredTokens,
+        model_name: str | None = None,
+        pool: str | None = None,
+    ) -> NDArray[np.bool_] | None:
+        """With which of the read tokens a sentence ends, where a pool has to know.
 
-def select_rows(rows: Rows, selector: Selector, model_name: str | None = None) -> Rows | None:
-    """Keep the rows of a selection."""
-    at = _kept(rows, selector, model_name)
-    if not at.size:
-        return None
-    positions, ids = _at(rows, at)
-    return rows._replace(acts=rows.acts[:, at], positions=positions, token_ids=ids)
+        Args:
+            rows: that were read.
+            model_name: of the model that made the call.
+            pool: token aggregation; the reader's by default.
 
+        Returns:
+            (tokens,) bool, or None for a pool that does not go by sentences.
 
-def select_scores(
-    rows: ScoredTokens, selector: Selector, model_name: str | None = None
-) -> ScoredTokens | None:
-    """Keep the engine's scores of a selection."""
-    at = _kept(rows, selector, model_name)
-    if not at.size:
-        return None
-    positions, ids = _at(rows, at)
-    return rows._replace(scores=rows.scores[at], positions=positions, token_ids=ids)
-
-
-def _kept(
-    rows: Rows | ScoredTokens, selector: Selector, model_name: str | None
-) -> NDArray[np.int64]:
-    """Which of the tokens that were read are of a selection."""
-    handle = rows.handle
-    kept = selector.keeps(
-        rows.positions,
-        prompt_token_ids=() if handle is None else handle.prompt_token_ids,
-        token_ids=() if handle is None else handle.token_ids,
-        model_name=model_name,
-    )
-    return np.flatnonzero(kept)
-
-
-def _at(
-    rows: Rows | ScoredTokens, at: NDArray[np.int64]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Positions and ids of some of the tokens; no ids where they are not known."""
-    ids = tuple(rows.token_ids[i] for i in at) if rows.token_ids else ()
-    return tuple(rows.positions[i] for i in at), ids
+        Raises:
+            ArtifactError: there is no tokenizer, or the call's token ids are not known.
+        """
+        if parse_head_pool(pool or self.pool).name != SENTENCE_POOL:
+            return None
+        what = f"pool={SENTENCE_POOL!r}"
+        of_call = _ids(rows, what)
+        texts = self._texts.of(model_name, what=what)
+        # Of all tokens: where a sentence ends shows at the token behind it.
+        ids = (*of_call.prompt, *of_call.completion)
+        return sentence_ends(texts.texts(ids))[list(rows.positions)]

@@ -23,8 +23,8 @@ from inspect_lens.reading._attention import (
     TrackerReader,
 )
 from inspect_lens.reading._calls import find_event
+from inspect_lens.reading._rows import in_thread
 from inspect_lens.reading._shared import shared_parameters
-from inspect_lens.reading._threads import in_thread
 from inspect_lens.spec import LensRequest
 
 from ._metrics import auroc_metric

@@ -6,6 +6,7 @@ And what a log says of it at every share of samples that the judge could read.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -30,7 +31,7 @@ from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.reading._thresholds import named_point
 from inspect_lens.spec import Positions
 
-from ._judges import ask_number, find_judge, shown
+from ._judges import ask_number
 from ._labels import labelled, logged_scores
 from ._metrics import auroc_metric, judged_share
 from ._operating import at_threshold
@@ -40,17 +41,7 @@ __all__ = ["CascadeRecord", "probe_cascade", "read_cascade"]
 
 logger = logging.getLogger(__name__)
 
-_PROMPT = """Read this conversation and the answer that ends it.
-
-<conversation>
-{before}
-</conversation>
-
-<answer>
-{answer}
-</answer>
-
-Statement: {question}
+_QUESTION = """Statement: {statement}
 
 How sure are you that the statement is true of the answer? Reply with one whole number from 0
 (surely false) to 100 (surely true), and nothing else."""
@@ -169,22 +160,21 @@ def probe_cascade(
         facts |= await keep_tokens([found] if token_scores else [])
         probe_says = reading.explain() + found.say()
         if own is not None:
-            return _score(own, f"{probe_says} The judge was not asked.", facts)
-        before, answer = shown(state, found.top.turn)
-        prompt = _PROMPT.format(before=before, answer=answer, question=asked)
-        verdict = await ask_number(find_judge(judge, role), prompt, weighted=weighted)
-        facts |= verdict.metadata()
-        said = f"{probe_says} The judge {verdict.model} said: {verdict.answer[:200]}"
-        if verdict.value is None:
-            return Score.unscored(reason="grader_failed", explanation=said, metadata=facts)
-        return _score(verdict.value / 100.0, said, facts)
+            said = f"{probe_says} The judge was not asked."
+            return _flagged(Score(value=own, explanation=said, metadata=facts))
+        verdict = await ask_number(
+            state, _QUESTION.format(statement=asked), judge=judge, role=role, weighted=weighted,
+            turn=found.top.turn,
+        )  # fmt: skip
+        return _flagged(verdict.score(facts, lambda value: value / 100.0, f"{probe_says} "))
 
     return score
 
 
-def _score(value: float, explanation: str, facts: dict[str, Any]) -> Score:
-    answer = "flagged" if value > 0.5 else "not flagged"
-    return Score(value=value, answer=answer, explanation=explanation, metadata=facts)
+def _flagged(score: Score) -> Score:
+    if isinstance(score.value, float) and not math.isnan(score.value):
+        score.answer = "flagged" if score.value > 0.5 else "not flagged"
+    return score
 
 
 def _rule(
@@ -282,6 +272,7 @@ class CascadeRecord(NamedTuple):
         return {**known, **other}
 
 
+@shared_parameters
 def read_cascade(
     log: str | Path | EvalLog,
     *,
@@ -297,8 +288,6 @@ def read_cascade(
 
     Args:
         log: the log, or its path.
-        label: key of the sample metadata that holds 1 or true for positives.
-        cluster: key of the sample metadata that says which samples are not independent.
         name: of the scores in the log; by default `probe_cascade`, or else the first that a
             cascade wrote.
 

@@ -10,12 +10,14 @@ from inspect_ai.scorer import Score
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import Comparison, compare_auroc
+from inspect_lens.reading._shared import shared_parameters
 
 from ._labels import labelled, sample_score
 
 __all__ = ["compare"]
 
 
+@shared_parameters
 def compare(
     log: EvalLog | str | Path,
     a: str,
@@ -35,9 +37,6 @@ def compare(
         a: name of a score: its key in the log, such as `probe_score1`, or its `name`, such as
             `organism/deception-lr max`.
         b: name of the other.
-        label: key of the sample metadata that holds 1 or true for positives.
-        cluster: key of the sample metadata that is shared by samples that belong together, such as
-            the scenario.
         confidence: of the interval.
 
     Returns:

@@ -22,8 +22,8 @@ from inspect_lens.reading import (
     read_calls,
     read_latents,
 )
+from inspect_lens.reading._rows import in_thread
 from inspect_lens.reading._shared import shared_parameters
-from inspect_lens.reading._threads import in_thread
 from inspect_lens.sae import SparseEncoder
 from inspect_lens.spec import LensTable, Positions, Site
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from inspect_ai.log import EvalLog, EvalSample, read_eval_log
-from inspect_ai.scorer import SampleScore, Score
+from inspect_ai.scorer import SampleScore, Score, Value
 from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens import probe as arithmetic
@@ -23,6 +23,7 @@ from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import Interval
 
 __all__ = [
+    "NO_BOUNDS",
     "Labelled",
     "carried",
     "cluster_of",
@@ -34,6 +35,7 @@ __all__ = [
     "rate_interval",
     "read_threshold",
     "sample_score",
+    "with_bounds",
 ]
 
 logger = logging.getLogger(__name__)
@@ -71,6 +73,16 @@ def drawn_interval(
     # The samples are paid for; one interval that cannot be told must not fail the eval.
     logger.warning("the interval of %s is NaN: %s", name, few)
     return Interval(low=math.nan, high=math.nan, method=few)
+
+
+def with_bounds(name: str, value: float, bounds: Interval | None) -> Value:
+    """What a metric gives: a number, or with an interval three of them."""
+    if bounds is None:
+        return value
+    return {name: value, f"{name}_low": bounds.low, f"{name}_high": bounds.high}
+
+
+NO_BOUNDS = Interval(low=math.nan, high=math.nan, method="nothing to draw from")
 
 
 def rate_interval(hits: Sequence[bool], clusters: Sequence[str] | None) -> Interval:

@@ -17,9 +17,10 @@ from inspect_ai.solver import TaskState
 
 from inspect_lens import probe as arithmetic
 from inspect_lens.errors import SpecError
+from inspect_lens.reading._shared import shared_parameters
 
 from ._judges import shown
-from ._labels import labelled
+from ._labels import NO_BOUNDS, labelled, with_bounds
 
 __all__ = ["leakage_baseline", "length_auroc", "words_auroc"]
 
@@ -28,6 +29,7 @@ _WORD = re.compile(r"\b\w+\b")
 
 
 @metric(scores="unreduced")
+@shared_parameters
 def words_auroc(
     label: str = "label", group: str | None = None, folds: int = 5, interval: bool = False
 ) -> Metric:
@@ -38,7 +40,6 @@ def words_auroc(
     scores, the text of a sample is that of its first epoch.
 
     Args:
-        label: key of the sample metadata that holds 1 or true for positives.
         group: key of the sample metadata that names what must share a fold, such as the scenario.
             By default it is `group` where all samples have it, else each sample is one by itself.
             Where a pair is in two folds, words that its sides share tell the wrong label.
@@ -67,7 +68,7 @@ def words_auroc(
     """
 
     def compute(scores: list[SampleScore]) -> Value:
-        area = low = high = math.nan
+        area, bounds = math.nan, NO_BOUNDS
         found = labelled(scores, label)
         facts = [s.sample_metadata or {} for s in found.scores]
         key = group or ("group" if all("group" in known for known in facts) else None)
@@ -79,20 +80,17 @@ def words_auroc(
             )
             area = arithmetic.auroc(found.labels, ranks)
             bounds = arithmetic.delong_interval(found.labels, ranks)
-            low, high = bounds.low, bounds.high
-        if not interval:
-            return area
-        return {"words_auroc": area, "words_auroc_low": low, "words_auroc_high": high}
+        return with_bounds("words_auroc", area, bounds if interval else None)
 
     return compute
 
 
 @metric(scores="unreduced")
+@shared_parameters
 def length_auroc(label: str = "label", interval: bool = False) -> Metric:
     """AUROC of the length of the text, in words, whichever sign separates better.
 
     Args:
-        label: key of the sample metadata that holds 1 or true for positives.
         interval: also give DeLong's 95% interval, as `length_auroc_low` and `length_auroc_high`.
 
     Returns:
@@ -120,14 +118,8 @@ def length_auroc(label: str = "label", interval: bool = False) -> Metric:
         area = arithmetic.auroc(found.labels, values)
         if area < 0.5:
             values, area = -values, 1.0 - area
-        if not interval:
-            return area
-        bounds = arithmetic.delong_interval(found.labels, values)
-        return {
-            "length_auroc": area,
-            "length_auroc_low": bounds.low,
-            "length_auroc_high": bounds.high,
-        }
+        bounds = arithmetic.delong_interval(found.labels, values) if interval else None
+        return with_bounds("length_auroc", area, bounds)
 
     return compute
 

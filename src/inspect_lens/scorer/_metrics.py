@@ -16,8 +16,16 @@ from numpy.typing import NDArray
 
 from inspect_lens import probe as arithmetic
 from inspect_lens.errors import SpecError
+from inspect_lens.reading._shared import shared_parameters
 
-from ._labels import control_values, drawn_interval, labelled, partition
+from ._labels import (
+    NO_BOUNDS,
+    control_values,
+    drawn_interval,
+    labelled,
+    partition,
+    with_bounds,
+)
 
 __all__ = [
     "auroc_metric",
@@ -30,19 +38,15 @@ logger = logging.getLogger(__name__)
 
 
 @metric(name="auroc")
+@shared_parameters
 def auroc_metric(
     label: str = "label", interval: bool = False, cluster: str | None = None
 ) -> Metric:
     """Area under the ROC curve of the scores; NaN when a class is missing.
 
     Args:
-        label: key of the sample metadata that holds 1 or true for positives.
         interval: also give DeLong's 95% interval, as `auroc_low` and `auroc_high`; leave it
             out inside `grouped`, which wants one number.
-        cluster: key of the sample metadata that says which samples are not independent, such as
-            the scenario; the interval is then one by clusters, and the exact one of as many
-            trials as the smaller class has clusters where they are too few
-            (`inspect_lens.probe.count_groups`).
 
     Returns:
         The metric; it also takes dict scores, as in `metrics={"*": [auroc_metric()]}`.
@@ -65,16 +69,19 @@ def auroc_metric(
     def compute(scores: list[SampleScore]) -> Value:
         found = labelled(scores, label, cluster)
         area = arithmetic.auroc(found.labels, found.values)
-        if not interval:
-            return area
         groups = found.groups if cluster else None
-        bounds = arithmetic.delong_interval(found.labels, found.values, groups=groups)
-        return {"auroc": area, "auroc_low": bounds.low, "auroc_high": bounds.high}
+        bounds = (
+            arithmetic.delong_interval(found.labels, found.values, groups=groups)
+            if interval
+            else None
+        )
+        return with_bounds("auroc", area, bounds)
 
     return compute
 
 
 @metric(name="average_precision")
+@shared_parameters
 def average_precision_metric(
     label: str = "label", interval: bool = False, cluster: str | None = None
 ) -> Metric:
@@ -84,12 +91,8 @@ def average_precision_metric(
     has their share.
 
     Args:
-        label: key of the sample metadata that holds 1 or true for positives.
         interval: also give a 95% bootstrap interval (1000 draws inside each class), as
             `average_precision_low` and `average_precision_high`; NaN when a class is missing.
-        cluster: key of the sample metadata that says which samples are not independent; whole
-            clusters are drawn then. The interval is NaN where they are too few
-            (`inspect_lens.probe.count_groups`).
 
     Returns:
         The metric.
@@ -111,22 +114,19 @@ def average_precision_metric(
     def compute(scores: list[SampleScore]) -> Value:
         found = labelled(scores, label, cluster)
         area = arithmetic.average_precision(found.labels, found.values)
-        if not interval:
-            return area
-        bounds = drawn_interval(
-            "average_precision", found.labels, found.values, arithmetic.average_precision,
-            found.groups if cluster else None,
-        )  # fmt: skip
-        return {
-            "average_precision": area,
-            "average_precision_low": bounds.low,
-            "average_precision_high": bounds.high,
-        }
+        bounds = None
+        if interval:
+            bounds = drawn_interval(
+                "average_precision", found.labels, found.values, arithmetic.average_precision,
+                found.groups if cluster else None,
+            )  # fmt: skip
+        return with_bounds("average_precision", area, bounds)
 
     return compute
 
 
 @metric(name="recall_at_fpr")
+@shared_parameters
 def recall_at_fpr_metric(
     fpr: float = 0.01,
     label: str = "label",
@@ -142,7 +142,6 @@ def recall_at_fpr_metric(
 
     Args:
         fpr: false positive rate to hold.
-        label: key of the sample metadata that holds 1 or true for positives.
         control: key of the sample metadata that marks control samples; they set the threshold
             then, instead of the samples with label 0.
         allow_few: compute with fewer negatives.
@@ -182,7 +181,7 @@ def recall_at_fpr_metric(
         if control is not None:
             below = list(zip(*control_values(marked, cluster), strict=True))
         positives, negatives = [v for v, _ in above], [v for v, _ in below]
-        bounds = {"recall_at_fpr_low": math.nan, "recall_at_fpr_high": math.nan}
+        bounds = NO_BOUNDS if interval else None
         try:
             recall = arithmetic.recall_at_fpr(positives, negatives, fpr, allow_few=allow_few).recall
         except SpecError as error:
@@ -194,21 +193,16 @@ def recall_at_fpr_metric(
             if reason not in told:
                 told.add(reason)
                 logger.warning("recall_at_fpr is nan: %s", reason)
-            return {"recall_at_fpr": math.nan, **bounds} if interval else math.nan
-        if not interval:
-            return recall
-        if positives and negatives:
-            found_bounds = drawn_interval(
+            return with_bounds("recall_at_fpr", math.nan, bounds)
+        if interval and positives and negatives:
+            bounds = drawn_interval(
                 "recall_at_fpr",
                 [1] * len(positives) + [0] * len(negatives),
                 [*positives, *negatives],
                 lambda y, s: _recall(y, s, fpr),
                 [g for _, g in (*above, *below)] if cluster else None,
             )
-            bounds = {
-                "recall_at_fpr_low": found_bounds.low, "recall_at_fpr_high": found_bounds.high
-            }  # fmt: skip
-        return {"recall_at_fpr": recall, **bounds}
+        return with_bounds("recall_at_fpr", recall, bounds)
 
     return compute
 

@@ -13,8 +13,19 @@ from numpy.typing import NDArray
 
 from inspect_lens import probe as arithmetic
 from inspect_lens.errors import SpecError
+from inspect_lens.probe import Interval
+from inspect_lens.reading._shared import shared_parameters
 
-from ._labels import carried, control_values, labelled, partition, rate_interval, read_threshold
+from ._labels import (
+    NO_BOUNDS,
+    carried,
+    control_values,
+    labelled,
+    partition,
+    rate_interval,
+    read_threshold,
+    with_bounds,
+)
 
 __all__ = ["at_threshold", "calibration_error", "threshold_accuracy"]
 
@@ -26,6 +37,7 @@ _RATES = {"recall": 1, "fpr": 0}
 
 
 @metric
+@shared_parameters
 def threshold_accuracy(
     threshold: float | None = None,
     label: str = "label",
@@ -38,12 +50,9 @@ def threshold_accuracy(
     Args:
         threshold: a score above it counts as positive; by default the one that the probe's
             card stores for these settings.
-        label: key of the sample metadata that holds 1 or true for positives.
         interval: also give the exact 95% interval, as `threshold_accuracy_low` and
             `threshold_accuracy_high`.
         key: of a dict score, whose threshold in `metadata["thresholds"]` is meant.
-        cluster: key of the sample metadata that says which samples are not independent; each
-            cluster counts as one sample in the interval, which is careful.
 
     Returns:
         The metric.
@@ -65,22 +74,19 @@ def threshold_accuracy(
     def compute(scores: list[SampleScore]) -> Value:
         found = labelled(scores, label, cluster)
         cut = read_threshold(scores, threshold, key)
-        share = low = high = math.nan
+        share, bounds = math.nan, NO_BOUNDS
         if cut is not None and found.values:
             pairs = zip(found.values, found.labels, strict=True)
             right = [(v > cut) == bool(y) for v, y in pairs]
             share = sum(right) / len(right)
             bounds = rate_interval(right, found.groups if cluster else None)
-            low, high = bounds.low, bounds.high
-        if not interval:
-            return share
-        name = "threshold_accuracy"
-        return {name: share, f"{name}_low": low, f"{name}_high": high}
+        return with_bounds("threshold_accuracy", share, bounds if interval else None)
 
     return compute
 
 
 @metric
+@shared_parameters
 def at_threshold(
     threshold: float | None = None,
     label: str = "label",
@@ -97,14 +103,12 @@ def at_threshold(
 
     Args:
         threshold: by default the one that the probe's card stores for these settings.
-        label: key of the sample metadata that holds 1 or true for positives.
         control: key of the sample metadata that marks control samples; only they count as
             negatives then.
         interval: give the exact (Clopper-Pearson) 95% intervals, too, as `recall_low`,
             `recall_high`, `fpr_low` and `fpr_high`.
         key: of a dict score, the one entry that is meant, with its threshold in
             `metadata["thresholds"]`.
-        cluster: as for `threshold_accuracy`.
 
     Returns:
         The metric. A warning in the log of the process says once that there is no threshold.
@@ -196,6 +200,7 @@ def _entry(sample: SampleScore, name: str | None) -> SampleScore:
 
 
 @metric(scores="unreduced")
+@shared_parameters
 def calibration_error(
     label: str = "label",
     n_bins: int = 15,
@@ -212,7 +217,6 @@ def calibration_error(
     the probability of the reduced score.
 
     Args:
-        label: key of the sample metadata that holds 1 or true for positives.
         n_bins: over [0, 1].
         value: `score` turns values into probabilities by the calibration that the scores carry
             (Platt and temperature); `probability` takes values as they are.
@@ -222,8 +226,6 @@ def calibration_error(
         interval: also give a 95% bootstrap interval, as `calibration_error_low` and
             `calibration_error_high`; it draws whole samples with their epochs. The error is
             never negative, so that few samples make it and its interval too large.
-        cluster: key of the sample metadata that says which samples are not independent; whole
-            clusters are drawn then.
 
     Returns:
         The metric; NaN without labelled samples or without a calibration.
@@ -247,16 +249,13 @@ def calibration_error(
 
     def compute(scores: list[SampleScore]) -> Value:
         found = labelled(scores, label, cluster)
-        error = low = high = math.nan
+        error, bounds = math.nan, NO_BOUNDS
         p = _probabilities(found.scores, found.values, value, probe, key)
         if p is not None and len(p):
             error = arithmetic.expected_calibration_error(found.labels, p, n_bins=n_bins)
             if interval:
-                low, high = _bounds(np.asarray(found.labels), p, found.groups, n_bins)
-        if not interval:
-            return error
-        name = "calibration_error"
-        return {name: error, f"{name}_low": low, f"{name}_high": high}
+                bounds = _bounds(np.asarray(found.labels), p, found.groups, n_bins)
+        return with_bounds("calibration_error", error, bounds if interval else None)
 
     return compute
 
@@ -292,7 +291,7 @@ def _probabilities(
 
 def _bounds(
     labels: NDArray[np.int64], p: NDArray[np.float64], groups: Sequence[str], n_bins: int
-) -> tuple[float, float]:
+) -> Interval:
     """Percentile bootstrap over samples; base rates may differ between draws, as they do."""
     _, code = np.unique(np.asarray(groups), return_inverse=True)
     members = [np.flatnonzero(code == g) for g in range(int(code.max()) + 1)]
@@ -302,4 +301,4 @@ def _bounds(
         drawn = np.concatenate([members[g] for g in rng.integers(len(members), size=len(members))])
         made.append(arithmetic.expected_calibration_error(labels[drawn], p[drawn], n_bins=n_bins))
     low, high = np.quantile(made, [0.025, 0.975])
-    return float(low), float(high)
+    return Interval(low=float(low), high=float(high), method="percentile bootstrap")

@@ -6,16 +6,17 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio.to_thread
 import numpy as np
 from inspect_ai.scorer import Score, Scorer, Target, mean, scorer, stderr
 from inspect_ai.solver import TaskState
+from numpy.typing import NDArray
 
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import read_vector
-from inspect_lens.probe import AnyProbe, Probe, ProbeCard, load_probe
+from inspect_lens.probe import AnyProbe, ModelRef, Probe, ProbeCard, load_probe
 from inspect_lens.reading import (
     LatentReading,
     OnMissing,
@@ -305,32 +306,30 @@ def trait_projection(
     return score_with(reader, token_scores=token_scores, name=name)
 
 
+class _Direction(NamedTuple):
+    """A direction of the stream, as a probe would read it."""
+
+    name: str
+    raw: NDArray[np.float64]
+    layer: int
+    site: Site
+    model: ModelRef | None = None
+
+
 def _as_probe(
     vector: str | Path | Vector | AnyProbe, layer: int | None, site: Site, normalise: bool
 ) -> Probe:
     path = Path(vector).expanduser() if isinstance(vector, str | Path) else None
     if path is not None and path.is_file() and not (path.parent / "card.json").exists():
-        return _of_file(path, layer, site, normalise)
-    loaded = _load(vector)
-    if isinstance(loaded, Vector):
-        return _of_vector(loaded, layer, normalise)
-    if not isinstance(loaded, Probe):
-        raise SpecError(
-            f"vector: probe {loaded.name!r} is not linear, so it has no direction; allowed are "
-            "linear probes and steering vectors"
-        )
-    one = loaded if layer is None else loaded.at(layer)
-    if len(one.layers) > 1:
-        raise SpecError(
-            f"layer: probe {one.name!r} has directions at {list(one.layers)}; allowed is one "
-            "layer, as lengths differ between layers; pass layer="
-        )
-    raw = one.weight.astype(np.float64) / one.scale
+        found = _of_file(path, layer, site)
+    else:
+        found = _of_artifact(_load(vector), layer)
+    raw = found.raw / np.linalg.norm(found.raw) if normalise else found.raw
     card = ProbeCard(
-        name=f"{one.name}/projection", layers=one.layers, hidden=one.hidden, site=one.site,
-        model=one.card.model,
+        name=f"{found.name}/projection", layers=(found.layer,), hidden=raw.size, site=found.site,
+        model=found.model,
     )  # fmt: skip
-    return Probe.from_direction(one.direction() if normalise else raw, card=card)
+    return Probe.from_direction(raw, card=card)
 
 
 def _load(vector: str | Path | Vector | AnyProbe) -> Vector | AnyProbe:
@@ -354,35 +353,37 @@ def _load(vector: str | Path | Vector | AnyProbe) -> Vector | AnyProbe:
     return found[0]
 
 
-def _of_vector(vector: Vector, layer: int | None, normalise: bool) -> Probe:
-    at = vector.default_layer() if layer is None else layer
-    raw = vector.raw(at).astype(np.float64)
-    if normalise:
-        raw = raw / np.linalg.norm(raw)
-    card = ProbeCard(
-        name=f"{vector.label}/projection", layers=(at,), hidden=vector.card.hidden,
-        site=vector.site, model=vector.card.model,
-    )  # fmt: skip
-    return Probe.from_direction(raw, card=card)
+def _of_artifact(loaded: Vector | AnyProbe, layer: int | None) -> _Direction:
+    if isinstance(loaded, Vector):
+        at = loaded.default_layer() if layer is None else layer
+        raw = loaded.raw(at).astype(np.float64)
+        return _Direction(loaded.label, raw, at, loaded.site, loaded.card.model)
+    if not isinstance(loaded, Probe):
+        raise SpecError(
+            f"vector: probe {loaded.name!r} is not linear, so it has no direction; allowed are "
+            "linear probes and steering vectors"
+        )
+    one = loaded if layer is None else loaded.at(layer)
+    if len(one.layers) > 1:
+        raise SpecError(
+            f"layer: probe {one.name!r} has directions at {list(one.layers)}; allowed is one "
+            "layer, as lengths differ between layers; pass layer="
+        )
+    raw = (one.weight.astype(np.float64) / one.scale).ravel()
+    return _Direction(one.name, raw, one.layers[0], one.site, one.card.model)
 
 
-def _of_file(path: Path, layer: int | None, site: Site, normalise: bool) -> Probe:
+def _of_file(path: Path, layer: int | None, site: Site) -> _Direction:
     if layer is None:
         raise SpecError(
             f"layer: {path.name} does not say at which layer its vector belongs; allowed is a "
             "0-based layer number; pass layer="
         )
     data = path.read_bytes()
-    direction = np.atleast_2d(read_vector(data, where=str(path)).to_float32())
-    if direction.ndim != 2 or len(direction) != 1 or not np.linalg.norm(direction) > 0:
+    raw = np.atleast_2d(read_vector(data, where=str(path)).to_float32()).astype(np.float64)
+    if raw.ndim != 2 or len(raw) != 1 or not np.linalg.norm(raw) > 0:
         raise ArtifactError(
-            f"{path}: holds vectors of shape {direction.shape}; allowed is one that is not zero"
+            f"{path}: holds vectors of shape {raw.shape}; allowed is one that is not zero"
         )
-    if normalise:
-        direction = direction / np.linalg.norm(direction.astype(np.float64))
-    digest = hashlib.sha256(data).hexdigest()[:8]
-    card = ProbeCard(
-        name=f"{path.stem}-{digest}/projection", layers=(layer,), hidden=direction.shape[1],
-        site=site,
-    )  # fmt: skip
-    return Probe.from_direction(direction, card=card)
+    name = f"{path.stem}-{hashlib.sha256(data).hexdigest()[:8]}"
+    return _Direction(name, raw[0], layer, site)

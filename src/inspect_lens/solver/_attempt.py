@@ -1,19 +1,16 @@
-"""Several generations from one state, side by side or one after the other."""
+"""Generations from a copy of a state, of which one may stand."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
 from copy import deepcopy
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
-import anyio
 from inspect_ai.agent import Agent, as_solver, is_agent
 from inspect_ai.model import ChatMessageAssistant, execute_tools
 from inspect_ai.solver import Generate, Solver, TaskState
 from inspect_ai.tool import Tool, ToolDef, ToolFunction
 from inspect_ai.util import span
 
-from inspect_lens._base.concurrency import first_error
 from inspect_lens.errors import SpecError
 from inspect_lens.reading._calls import ids_of, record_standing
 
@@ -21,12 +18,9 @@ __all__ = [
     "adopt",
     "as_inner",
     "attempt",
-    "gather",
     "refuse_tools",
     "run_tools",
 ]
-
-T = TypeVar("T")
 
 
 async def attempt(state: TaskState, generate: Generate, **config: Any) -> TaskState:
@@ -74,25 +68,6 @@ def refuse_tools(state: TaskState, asker: str, instead: str) -> None:
 def _name(tool: Tool) -> str:
     """Name of a tool, for a message."""
     return ToolDef(tool).name
-
-
-async def gather(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
-    """Run calls at the same time; results in their order.
-
-    The first error is raised as it is: Inspect knows its limits by their type, not in a group.
-    """
-    results: dict[int, T] = {}
-
-    async def run(index: int, call: Callable[[], Awaitable[T]]) -> None:
-        results[index] = await call()
-
-    try:
-        async with anyio.create_task_group() as tasks:
-            for index, call in enumerate(calls):
-                tasks.start_soon(run, index, call)
-    except BaseExceptionGroup as group:
-        raise first_error(group) from None
-    return [results[i] for i in range(len(calls))]
 
 
 def as_inner(inner: Solver | Agent | None) -> Solver | None:

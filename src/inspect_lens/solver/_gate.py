@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -12,6 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from inspect_ai.agent import Agent
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
+from inspect_lens._base.concurrency import together
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.model import lens_scope, receipt
 from inspect_lens.probe import AnyProbe
@@ -21,7 +21,7 @@ from inspect_lens.reading._thresholds import acting_value, rates
 from inspect_lens.spec import Add, Positions, ProbeUse
 from inspect_lens.vector import VectorLike, steering_vector
 
-from ._attempt import adopt, as_inner, attempt, gather, run_tools
+from ._attempt import adopt, as_inner, attempt, run_tools
 from ._decisions import Gate, GateAction, GateAttempt, withhold
 from ._gate_agent import gated
 
@@ -144,8 +144,8 @@ def probe_gate(
 
     async def judged(state: TaskState, generate: Generate, turn: int) -> TaskState:
         if action == "best":
-            one = partial(_generate, state, generate, reader, cut, **more)
-            tried = await gather([one] * (tries + 1))
+            answers = (_generate(state, generate, reader, cut, **more) for _ in range(tries + 1))
+            tried = await together(*answers)
         else:
             tried = [await _generate(state, generate, reader, cut)]
         while action in ("resample", "steer") and tried[-1].record.is_above and len(tried) <= tries:

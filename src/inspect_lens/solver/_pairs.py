@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from typing import Any, Literal
+from typing import Literal
 
 from inspect_ai.model import ChatMessageSystem, ModelOutput, get_model
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 from inspect_ai.util import span
 
+from inspect_lens._base.concurrency import together
 from inspect_lens.errors import SpecError
 from inspect_lens.model import lens_scope, recapture
 from inspect_lens.model._read import record_given
 from inspect_lens.reading._given import ContrastiveAnswer, ContrastiveAnswers, given_tokens
 from inspect_lens.spec import RESID_POST, Positions, Site
 
-from ._attempt import adopt, gather, refuse_tools
+from ._attempt import adopt, refuse_tools
 
 __all__ = [
     "contrastive_pairs",
@@ -93,10 +94,7 @@ def contrastive_pairs(
                 with lens_scope(capture=capture):
                     return await generate(copy)
 
-        def call(label: int, text: str) -> Any:
-            return lambda: answer(label, text)
-
-        made = await gather([call(label, text) for label, text in told])
+        made = await together(*(answer(label, text) for label, text in told))
         state.store_as(ContrastiveAnswers).answers = [
             ContrastiveAnswer(
                 label=label,

@@ -17,13 +17,13 @@ from inspect_ai.solver import Generate, Solver, TaskState, solver
 from inspect_ai.util import span
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, field_validator
 
+from inspect_lens._base.concurrency import together
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import lens_scope
 from inspect_lens.model._scope import steering_around
 from inspect_lens.reading import LatentReader, SteeringCell, SteeringCells
 from inspect_lens.reading._cells import CellKind, CellScores
-from inspect_lens.reading._rows import read_rows
-from inspect_lens.reading._threads import in_thread
+from inspect_lens.reading._rows import in_thread, read_rows
 from inspect_lens.sae import MatchedLatents, SparseAutoencoder, matched_latents, read_autoencoder
 from inspect_lens.spec import (
     EditBase,
@@ -35,7 +35,7 @@ from inspect_lens.spec import (
 )
 from inspect_lens.vector import Vector, VectorLike, load_vector
 
-from ._attempt import adopt, gather, refuse_tools
+from ._attempt import adopt, refuse_tools
 
 __all__ = ["Control", "EditVariant", "SaeLatents", "steering_sweep"]
 
@@ -177,11 +177,7 @@ class SweepRun(NamedTuple):
 
     async def cells(self, plans: Sequence[CellPlan]) -> list[CellDone]:
         """Generate all of them at the same time."""
-
-        def run(plan: CellPlan) -> Any:
-            return lambda: self.cell(plan)
-
-        return await gather([run(plan) for plan in plans])
+        return await together(*(self.cell(plan) for plan in plans))
 
     async def cell(self, plan: CellPlan) -> CellDone:
         """One generation, in a span of its own."""

@@ -183,6 +183,40 @@ def test_layers_that_were_not_captured_are_named_with_those_that_were(
         anyio.run(run)
 
 
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, (-2, -1)),
+        ({"last": 1}, (-1,)),
+        ({"positions": "all", "last": 3}, (-3, -2, -1)),
+        ({"positions": "prompt", "last": 1}, (-3,)),
+        ({"positions": [0, 1], "last": None}, (0, 1)),
+        ({"inputs": "full_seq", "last": 1}, None),
+    ],
+)
+def test_tokens_are_those_that_were_asked_for(
+    server: FakeLensServer, model: Model, write_oracle: Any, options: Any, wanted: Any
+) -> None:
+    """Two tokens of a completion are read; the last sampled one never is."""
+    both = write_oracle(act_layer_combinations=[[1, 3]])
+
+    async def run() -> Any:
+        output = await answered(model)
+        return output, await ask_oracle(
+            output, QUESTION, both, model=model, layers=[1, 3], controls=False, **options
+        )
+
+    output, (answer,) = anyio.run(run)
+    handle = activations(output)
+    assert handle is not None
+    fed = range(handle.n_prompt + handle.n_completion - 1)
+    assert answer.positions == tuple(fed if wanted is None else (fed[i] for i in wanted))
+    # Layers of a set come one after the other.
+    (vector,) = steering(asked(server)[0])
+    rows = handle.numpy()[[handle.layers.index(n) for n in (1, 3)]][:, list(answer.positions)]
+    np.testing.assert_array_equal(vector.vector.to_float32()[0], rows.reshape(-1, rows.shape[-1]))
+
+
 def test_each_token_alone_and_no_controls(
     server: FakeLensServer, model: Model, write_oracle: Any
 ) -> None:

@@ -91,3 +91,15 @@ def test_what_is_stored_goes_before_what_was_measured_and_doubt_leaves_a_point_o
     bare = CARD.model_copy(update={"thresholds": (), "evaluations": ()})
     with pytest.raises(SpecError, match="has no threshold"):
         choose_point(bare, "fpr=0.01")
+
+
+def test_no_rate_is_promised_for_another_threshold_or_another_model() -> None:
+    reader = ProbeReader.of(PROBE, check_model=False)
+    assert reader.threshold is not None
+    own = reader.threshold.value
+    assert rates(reader, own + 0.5) == {}
+    assert "not the card's" in promise(reader, own + 0.5)
+    reader._others["org/other"] = "no rate of it holds for 'org/other'."
+    assert rates(reader, own, "org/other") == {} == rates(reader, own)
+    assert "no rate of it holds for 'org/other'" in promise(reader, own, "org/other")
+    assert rates(reader, own, "organism/checkpoint")["fpr"] == reader.threshold.fpr

@@ -69,6 +69,15 @@ def test_the_metrics_are_of_the_best_scale_that_leaves_answers_whole() -> None:
     assert metrics() == {"broken": 0.0}
 
 
+def test_epochs_are_answers_of_one_prompt() -> None:
+    """Twice as many answers of the same prompts are no more evidence."""
+    once = [sample(str(i), vector={1.0} if i else set()) for i in range(3)]
+    for samples in (once, [*once, *once]):
+        rows = {(row.kind, row.scale): row for row in dose_table(samples, n_resamples=50)}
+        assert rows["vector", 2.0].prompts == rows["random", 1.0].prompts == 3
+        assert rows["vector", 1.0].interval is None, "of one prompt"
+
+
 def test_an_effect_downwards_keeps_its_sign_and_its_interval() -> None:
     turned = []
     for i in range(20):

@@ -11,7 +11,7 @@ from inspect_ai.model import Logprob, Logprobs, ModelOutput, ModelUsage, TopLogp
 
 from inspect_lens.errors import SpecError
 from inspect_lens.scorer import REFUSAL_PHRASES, coherence, refusal_rate
-from inspect_lens.scorer._judges import ask_number
+from inspect_lens.scorer._judges import _ask
 from tests.kit.mock_evals import call, judge, metric_values, run, scores
 
 
@@ -28,7 +28,7 @@ def ask(answer: str, *, options: dict[str, float] | None = None, weighted: bool 
         return output
 
     model = get_model("mockllm/judge", custom_outputs=reply, memoize=False)
-    return anyio.run(lambda: ask_number(model, "how much?", weighted=weighted))
+    return anyio.run(lambda: _ask(model, "how much?", weighted=weighted))
 
 
 @pytest.mark.parametrize(

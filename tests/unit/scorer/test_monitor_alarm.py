@@ -119,18 +119,6 @@ def test_every_turn_above_the_threshold_is_listed(tmp_path: Path) -> None:
     assert quiet.metadata["alarms"] == []
 
 
-def test_a_rate_of_means_is_refused_for_tokens() -> None:
-    with pytest.raises(SpecError, match="maximum over an answer; it has one for the mean"):
-        monitor_alarm(PROBE, level="token")
-    # A threshold for the largest token is one for tokens; one for a smoothed token is its own.
-    monitor_alarm(planted_probe(pool="max"), level="token")
-    monitor_alarm(planted_probe(pool="ema_max:0.3"), level="token", watch="ema:0.3")
-    with pytest.raises(SpecError, match="no threshold for the maximum of the running"):
-        monitor_alarm(planted_probe(pool="ema_max:0.3"), level="token", watch="ema:0.1")
-    with pytest.raises(SpecError, match="no threshold for the maximum of the running"):
-        monitor_alarm(planted_probe(pool="rolling_mean_max:3"), level="token", watch="mean")
-
-
 def test_the_rate_of_a_maximum_holds_for_tokens(tmp_path: Path) -> None:
     log = run(
         talk([CALM, LOUD]), monitor_alarm(planted_probe(pool="max"), level="token"),
@@ -140,13 +128,6 @@ def test_the_rate_of_a_maximum_holds_for_tokens(tmp_path: Path) -> None:
     calm, loud = scores(log)
     assert (calm.value, loud.value) == (0, 1)
     assert (loud.metadata or {})["fpr_holds"] is True
-
-
-def test_a_threshold_of_zero_is_a_threshold(tmp_path: Path) -> None:
-    _, (calm, loud) = watch(tmp_path, threshold=0.0)
-    assert calm.metadata["alarm_threshold"] == 0.0
-    assert (calm.value, loud.value) == (1, 1)
-    assert calm.metadata["fpr_holds"] is False
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from inspect_ai.model import ChatMessageUser, ModelOutput, get_model
 from inspect_ai.scorer import Scorer
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
-from inspect_lens.errors import SpecError
 from inspect_lens.model import activations
 from inspect_lens.reading import read_token_scores
 from inspect_lens.scorer import (
@@ -168,12 +167,3 @@ def test_a_sample_that_was_ended_without_an_answer_stays_in_the_metrics(tmp_path
 def metric(log: EvalLog, name: str) -> float:
     assert log.results is not None
     return log.results.scores[0].metrics[name].value
-
-
-def test_another_word_is_refused() -> None:
-    for make in (
-        lambda: probe_score(PROBE, over="first"),  # type: ignore[arg-type]
-        lambda: probe_cascade(PROBE, "x", over="first"),  # type: ignore[arg-type]
-    ):
-        with pytest.raises(SpecError, match="allowed are last, all"):
-            make()

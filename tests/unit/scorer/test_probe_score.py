@@ -11,7 +11,6 @@ from inspect_ai.dataset import Sample
 from inspect_ai.log import EvalLog, read_eval_log
 from inspect_ai.model import Model, ModelOutput, ModelUsage, get_model
 from inspect_ai.solver import generate
-from sklearn.metrics import roc_auc_score
 
 from inspect_lens._intake import Payload, encode_file
 from inspect_lens.errors import ArtifactError, SpecError
@@ -136,18 +135,6 @@ def test_it_scores_what_the_generation_captured(tmp_path: Path) -> None:
     assert log.eval.scorers[0].name == "probe_score"
 
 
-def test_auroc_in_the_log_is_that_of_the_values(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    outputs: list[Any] = [
-        {"activations": handle(payload(float(rng.normal(i % 2)), seed=i))} for i in range(30)
-    ]
-    log = run(outputs, deception_probe(probe()), folder=tmp_path)
-    values = [s.value for s in scores(log)]
-    assert log.results is not None
-    expected = roc_auc_score([i % 2 for i in range(30)], values)
-    assert log.results.scores[0].metrics["auroc"].value == pytest.approx(expected)
-
-
 def test_a_finished_log_is_scored_again_to_the_same_values(tmp_path: Path) -> None:
     saved = probe().save(tmp_path / "p")
     outputs: list[Any] = [
@@ -171,31 +158,6 @@ def test_the_log_holds_no_arrays(tmp_path: Path) -> None:
     assert log.samples is not None
     sizes = [len(s.model_dump_json()) for s in log.samples]
     assert max(sizes) < 20_000
-
-
-@pytest.mark.parametrize(
-    ("options", "value", "has_threshold"),
-    [
-        ({}, 2.0, True),
-        ({"layer": 3}, 2.0, True),
-        ({"positions": "completion"}, 2.0, True),
-        ({"positions": [N_PROMPT]}, None, False),
-        ({"pool": "max"}, None, False),
-    ],
-)
-def test_a_threshold_holds_for_the_settings_it_was_set_for(
-    tmp_path: Path, options: dict[str, Any], value: float | None, has_threshold: bool
-) -> None:
-    (_, got) = scores(run(captured(2), probe_score(probe(), **options), folder=tmp_path))
-    assert (got.metadata["threshold"] is not None) == has_threshold
-    assert (got.answer is not None) == has_threshold
-    if value is not None:
-        assert got.value == pytest.approx(value, abs=1e-5)
-    else:
-        assert "No threshold" in got.explanation
-    if options.get("positions") == [N_PROMPT]:
-        assert got.metadata["positions"] == [N_PROMPT]
-        assert got.metadata["n_tokens"] == 1
 
 
 def test_several_layers_are_averaged_or_picked(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from inspect_lens.probe import Probe, ProbeCard
 from inspect_lens.scorer import probe_score
 from inspect_lens.solver import with_capture
 from tests.kit.fake_server import FakeLensServer, residual, tokens_of
-from tests.kit.mock_evals import answers
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -89,17 +88,6 @@ def test_without_capture_the_eval_says_how_to_capture(tmp_path: Path) -> None:
         log = run(server, tmp_path, generate(), probe=probe, source="captured")
     assert log.error is not None
     assert "with_capture([2])" in log.error.message
-
-
-def test_with_capture_refuses_a_model_that_captures_nothing(tmp_path: Path) -> None:
-    """An eval without activations would be found out by its scorers, or by nobody."""
-    (log,) = eval(
-        Task(dataset=[Sample(input="one")], solver=with_capture([LAYER])),
-        model=get_model("mockllm/model", custom_outputs=answers("one"), memoize=False),
-        display="none", log_dir=str(tmp_path),
-    )  # fmt: skip
-    assert log.error is not None
-    assert "mockllm/model has no lens" in log.error.message
 
 
 @pytest.mark.parametrize(("layers", "positions"), [([], "all"), ([2], "assistant"), (["a"], "all")])
