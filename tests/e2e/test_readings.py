@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 
-import numpy as np
 import pytest
 from inspect_ai import Task, eval
 from inspect_ai.log import EvalLog, read_eval_log
@@ -17,10 +16,8 @@ from inspect_ai.solver import TaskState
 
 from evals.organism_deception.dataset import organism_dataset
 from inspect_lens.model import activations
-from inspect_lens.probe import auroc, load_probe
-from inspect_lens.reading import ProbeReader, given_length, read_message, read_turns
-from inspect_lens.reading._given import is_withheld
-from inspect_lens.reading._rows import pick_rows, read_rows, read_token_ids
+from inspect_lens.probe import auroc
+from inspect_lens.reading import ProbeReader, read_message
 from inspect_lens.reading._samples import call_of, read_call
 from inspect_lens.solver import with_capture
 from inspect_lens.view import note_readings, probe_summary, probe_viewer
@@ -98,35 +95,12 @@ def test_the_lies_have_the_higher_scores_and_each_has_a_table(log: EvalLog) -> N
     assert "noted" in str(log.eval.viewer)
 
 
-@pytest.mark.anyio
-async def test_rows_and_ids_are_those_of_the_call(log: EvalLog) -> None:
-    probe = load_probe(PROBE)
-    for sample in log.samples or []:
-        (turn,) = read_turns(sample.events)
-        assert turn.message_id == sample.output.message.id
-        assert not is_withheld(turn.output)
-        assert given_length(turn.output) is None
-        ids = read_token_ids(turn.output)
-        handle = activations(turn.output)
-        assert ids is not None
-        assert handle is not None
-        assert (len(ids[0]), len(ids[1])) == (handle.n_prompt, handle.n_completion)
-        rows = await read_rows(turn.output, layers=(4,), positions="completion", source="captured")
-        assert rows is not None
-        written = tuple(range(handle.n_prompt, handle.n_prompt + handle.n_completion - 1))
-        assert tuple(rows.positions) == written
-        assert rows.token_ids == tuple(ids[1][:-1])
-        np.testing.assert_array_equal(rows.acts, handle.numpy()[:, written])
-        picked = pick_rows(handle, (4,), wanted=written)
-        np.testing.assert_array_equal(picked.acts, rows.acts)
-        value = float(probe.score_tokens(rows.acts, rows.layers).max())
-        assert (sample.scores or {})["noted"].as_float() == pytest.approx(value, rel=1e-5)
-
-
 def test_inspect_score_finds_the_scorer_in_its_file_and_says_the_same(
     log: EvalLog, tmp_path: Path
 ) -> None:
-    file = Path(inspect.getfile(test_rows_and_ids_are_those_of_the_call)).relative_to(ROOT)
+    file = Path(
+        inspect.getfile(test_inspect_score_finds_the_scorer_in_its_file_and_says_the_same)
+    ).relative_to(ROOT)
     (again,) = rescore(log, [["--scorer", f"{file}@noted"]], tmp_path)
     for new, old in zip(again.samples or [], log.samples or [], strict=True):
         after, before = (new.scores or {})["noted"], (old.scores or {})["noted"]

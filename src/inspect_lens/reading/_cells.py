@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
 
+from inspect_ai.scorer import Score, value_to_float
 from inspect_ai.util import Store, StoreModel
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
@@ -14,6 +17,7 @@ __all__ = [
     "CellScores",
     "SteeringCell",
     "SteeringCells",
+    "number_of",
     "read_cells",
 ]
 
@@ -95,6 +99,19 @@ def read_cells(store: Store) -> list[SteeringCell]:
             f"store: SteeringCells of this sample cannot be read ({error}); allowed is what "
             "steering_sweep writes"
         ) from None
+
+
+def number_of(score: Score | None, key: str | None = None) -> float | None:
+    """The finite number that a score is; None where it has none."""
+    value: Any = None if score is None else score.value
+    if isinstance(value, Mapping):
+        if key is None or key not in value:
+            raise ArtifactError(
+                f"key={key!r}: the scorer gives a dict with {sorted(value)}; pass one of these"
+            )
+        value = value[key]
+    number = math.nan if value is None else float(value_to_float()(value))
+    return number if math.isfinite(number) else None
 
 
 class CellScores(StoreModel):

@@ -17,7 +17,6 @@ from inspect_ai.scorer import (
     Score,
     Scorer,
     Target,
-    value_to_float,
 )
 from inspect_ai.solver import TaskState
 
@@ -25,7 +24,7 @@ from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import activations_for
 from inspect_lens.probe import Interval
 from inspect_lens.reading import SteeringCell, read_cells
-from inspect_lens.reading._cells import CellScores
+from inspect_lens.reading._cells import CellScores, number_of
 from inspect_lens.vector import Response
 from inspect_lens.vector import dose_response as _dose_response
 
@@ -106,7 +105,8 @@ async def cell_values(
 ) -> list[Valued]:
     """Score each cell on the sample's prompt with that cell's completion."""
     if scorer is not None:
-        return [(cell, await _number(scorer, state, cell, target, key)) for cell in cells]
+        made = [await scorer(cell_state(state, cell), target) for cell in cells]
+        return [(cell, number_of(one, key)) for cell, one in zip(cells, made, strict=True)]
     values = list(CellScores(store=state.store).values)
     if len(values) != len(cells):
         raise ArtifactError(
@@ -122,22 +122,6 @@ def rows_in_log(valued: Sequence[Valued]) -> list[list[Any]]:
         [c.kind, c.layer, c.scale, v, c.vector, v is None or is_broken(c.completion)]
         for c, v in valued
     ]
-
-
-async def _number(
-    scorer: Scorer, state: TaskState, cell: SteeringCell, target: Target, key: str | None
-) -> float | None:
-    """Value of one cell; None where the scorer gave none."""
-    score = await scorer(cell_state(state, cell), target)
-    value: Any = None if score is None else score.value
-    if isinstance(value, Mapping):
-        if key is None or key not in value:
-            raise ArtifactError(
-                f"key={key!r}: the scorer gives a dict with {sorted(value)}; pass one of these"
-            )
-        value = value[key]
-    number = math.nan if value is None else float(value_to_float()(value))
-    return number if math.isfinite(number) else None
 
 
 def effects_of(cells: Sequence[tuple[SteeringCell, float | None]]) -> dict[str, float | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -12,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from inspect_ai.log import transcript
 from inspect_ai.model import ModelOutput, get_model
-from inspect_ai.scorer import Scorer, value_to_float
+from inspect_ai.scorer import Scorer
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 from inspect_ai.util import span
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, field_validator
@@ -22,7 +21,7 @@ from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import lens_scope
 from inspect_lens.model._scope import steering_around
 from inspect_lens.reading import LatentReader, SteeringCell, SteeringCells
-from inspect_lens.reading._cells import CellKind, CellScores
+from inspect_lens.reading._cells import CellKind, CellScores, number_of
 from inspect_lens.reading._rows import in_thread, read_rows
 from inspect_lens.sae import MatchedLatents, SparseAutoencoder, matched_latents, read_autoencoder
 from inspect_lens.spec import (
@@ -192,8 +191,9 @@ class SweepRun(NamedTuple):
                 completion=made.output.completion,
                 message_id=made.output.message.id if made.output.choices else None,
             )
-            value = None if self.scorer is None else await _value(self.scorer, made)
+            value = None
             if self.scorer is not None:
+                value = number_of(await self.scorer(made, made.target))
                 transcript().info({"value": value}, source="inspect_lens/steering_sweep")
         return CellDone(cell, value, made)
 
@@ -467,14 +467,6 @@ def _latents(
     own = [p for name, number in reader.latents.items() for p in plans("vector", name, number)]
     matching = _Matching(encoder, reader, n_controls, seed, plans)
     return _Swept("answers with latents set are compared with", own, matching)
-
-
-async def _value(scorer: Scorer, state: TaskState) -> float | None:
-    score = await scorer(state, state.target)
-    if score is None:
-        return None
-    value = float(value_to_float()(score.value))
-    return value if math.isfinite(value) else None
 
 
 def _variants(
