@@ -25,9 +25,9 @@ _LAZY: tuple[tuple[str, str, RegistryType, str], ...] = (
     ("inspect_scout", "scout", "scanner", "audit_probe_scanner"),
     ("inspect_scout", "scout", "scanner", "probe_scanner"),
 )
-for _package, _room, _kind, _name in _LAZY:
+for _package, _module, _kind, _name in _LAZY:
     if is_installed(_package):
-        register_lazily(_kind, _name, room=f"inspect_lens.agents.{_room}")
+        register_lazily(_kind, _name, module=f"inspect_lens.agents.{_module}")
 if is_installed("inspect_sentinel"):
     # Sentinel asks a factory for its version and parameters before it calls it.
     from .agents import sentinel as _sentinel  # noqa: F401

@@ -27,22 +27,22 @@ def is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def require(package: str, *, room: str, extra: str) -> None:
+def require(package: str, *, module: str, extra: str) -> None:
     """Refuse to go on without a package."""
     if not is_installed(package):
         raise PrerequisiteError(
-            f"{room} needs the package {package.replace('_', '-')!r}, which is not installed; "
+            f"{module} needs the package {package.replace('_', '-')!r}, which is not installed; "
             f"install it with: pip install 'inspect-lens[{extra}]'"
         )
 
 
-def register_lazily(kind: RegistryType, name: str, *, room: str) -> None:
-    """Register a factory whose room is imported when the factory is called.
+def register_lazily(kind: RegistryType, name: str, *, module: str) -> None:
+    """Register a factory whose module is imported when the factory is called.
 
     Inspect imports every registry at the start of every eval, and Petri and Scout take seconds
-    to import. The room's own decorator replaces this registration.
+    to import. The module's own decorator replaces this registration.
     """
-    _register(kind, name, lambda: getattr(importlib.import_module(room), name))
+    _register(kind, name, lambda: getattr(importlib.import_module(module), name))
 
 
 def register_evals() -> None:

@@ -26,7 +26,7 @@ from inspect_lens.spec import Positions
 
 from ._extras import require
 
-require("control_arena", room="inspect_lens.agents.control", extra="control")
+require("control_arena", module="inspect_lens.agents.control", extra="control")
 
 from control_arena import control_agent  # noqa: E402 - after the check
 from control_arena.monitor import MonitorResponse, get_last_assistant_message  # noqa: E402 - after the check

@@ -30,7 +30,7 @@ from inspect_lens.spec import Positions
 
 from ._extras import require
 
-require("inspect_scout", room="inspect_lens.agents.scout", extra="scout")
+require("inspect_scout", module="inspect_lens.agents.scout", extra="scout")
 
 from inspect_scout import Result, Scanner, Transcript, scanner  # noqa: E402 - after the check
 

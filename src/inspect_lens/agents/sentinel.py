@@ -30,7 +30,7 @@ from inspect_lens.spec import Positions
 from ._ask import Ask, choose_ask
 from ._extras import require
 
-require("inspect_sentinel", room="inspect_lens.agents.sentinel", extra="sentinel")
+require("inspect_sentinel", module="inspect_lens.agents.sentinel", extra="sentinel")
 
 from inspect_sentinel import AfterGenerate, BeforeToolCall, Context, Monitor, Observation, monitor  # noqa: E402 - after the check
 

@@ -20,7 +20,7 @@ from inspect_lens.spec import Positions, Site, parse_positions
 
 from ._calls import CallSelection, OnMissing, Over
 from ._reading import SAID
-from ._rows import Rows, Source, captured_rows, in_thread, parse_source, read_rows
+from ._rows import Rows, Source, in_thread, parse_source, read_rows
 from ._shared import shared_parameters
 from ._texts import CallReader, positions_for
 from ._token_scores import TokenScores
@@ -222,22 +222,6 @@ class LatentReader(CallReader):
             site=self.site, model=model,
         )  # fmt: skip
         return None if rows is None else await in_thread(lambda: self._of_rows(rows, model_name))
-
-    def read_captured(self, handle: Activations) -> tuple[LatentReading, ...] | None:
-        """Read captured activations without an event loop, as for a data frame.
-
-        Args:
-            handle: activations of one call.
-
-        Returns:
-            As for `read`.
-
-        Raises:
-            ArtifactError: as for `read`.
-            SpecError: as for `read`.
-        """
-        rows = captured_rows(handle, layers=(self.layer,), positions=self.positions, site=self.site)
-        return None if rows is None else self._of_rows(rows, None)
 
     def _of_rows(self, rows: Rows, model_name: str | None) -> tuple[LatentReading, ...] | None:
         read = self.select(rows, model_name)

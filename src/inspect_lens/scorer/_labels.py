@@ -26,12 +26,11 @@ __all__ = [
     "NO_BOUNDS",
     "Labelled",
     "carried",
+    "classes",
     "cluster_of",
-    "control_values",
     "drawn_interval",
     "labelled",
     "logged_scores",
-    "partition",
     "rate_interval",
     "read_threshold",
     "sample_score",
@@ -103,20 +102,6 @@ class Labelled(NamedTuple):
     scores: list[SampleScore]
 
 
-class Controls(NamedTuple):
-    """The control samples that have a number."""
-
-    values: list[float]
-    groups: list[str]
-
-
-class Parts(NamedTuple):
-    """Control samples apart from the others."""
-
-    kept: list[SampleScore]
-    control: list[SampleScore]
-
-
 def sample_score(sample: EvalSample, score: Score) -> SampleScore:
     """A score of a log as a metric would get it."""
     return SampleScore(score=score, sample_id=sample.id, sample_metadata=sample.metadata)
@@ -184,20 +169,23 @@ def labelled(scores: Sequence[SampleScore], label: str, cluster: str | None = No
     return found
 
 
-def partition(scores: list[SampleScore], control: str | None) -> Parts:
-    """Control samples apart from the others; without a key there are none."""
-    if control is None:
-        return Parts(scores, [])
-    marks = [bool((s.sample_metadata or {}).get(control)) for s in scores]
-    pairs = list(zip(scores, marks, strict=True))
-    return Parts([s for s, m in pairs if not m], [s for s, m in pairs if m])
+def classes(
+    scores: Sequence[SampleScore], label: str, control: str | None, cluster: str | None
+) -> tuple[list[tuple[float, str]], list[tuple[float, str]]]:
+    """Values and groups of positives and of negatives, which are the control samples if any are."""
 
+    def is_control(sample: SampleScore) -> bool:
+        return control is not None and bool((sample.sample_metadata or {}).get(control))
 
-def control_values(scores: Sequence[SampleScore], cluster: str | None = None) -> Controls:
-    """Values of the samples that have a number, and their groups as in `labelled`."""
-    pairs = [(s, v) for s in scores if (v := _number(s)) is not None]
-    groups = [cluster_of(s, cluster) if cluster else str(s.sample_id) for s, _ in pairs]
-    return Controls([value for _, value in pairs], groups)
+    found = labelled([s for s in scores if not is_control(s)], label, cluster)
+    rows = list(zip(found.values, found.groups, found.labels, strict=True))
+    positives, negatives = (
+        [(v, g) for v, g, y in rows if bool(y) is kind] for kind in (True, False)
+    )
+    if control is not None:
+        pairs = [(s, v) for s in scores if is_control(s) and (v := _number(s)) is not None]
+        negatives = [(v, cluster_of(s, cluster) if cluster else str(s.sample_id)) for s, v in pairs]
+    return positives, negatives
 
 
 def carried(scores: Sequence[SampleScore], name: str, key: str | None) -> Any:

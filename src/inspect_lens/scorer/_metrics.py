@@ -20,10 +20,9 @@ from inspect_lens.reading._shared import shared_parameters
 
 from ._labels import (
     NO_BOUNDS,
-    control_values,
+    classes,
     drawn_interval,
     labelled,
-    partition,
     with_bounds,
 )
 
@@ -173,13 +172,7 @@ def recall_at_fpr_metric(
     told: set[str] = set()
 
     def compute(scores: list[SampleScore]) -> Value:
-        kept, marked = partition(scores, control)
-        found = labelled(kept, label, cluster)
-        rows = list(zip(found.values, found.groups, found.labels, strict=True))
-        above = [(v, g) for v, g, y in rows if y]
-        below = [(v, g) for v, g, y in rows if not y]
-        if control is not None:
-            below = list(zip(*control_values(marked, cluster), strict=True))
+        above, below = classes(scores, label, control, cluster)
         positives, negatives = [v for v, _ in above], [v for v, _ in below]
         bounds = NO_BOUNDS if interval else None
         try:

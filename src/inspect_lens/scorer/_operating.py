@@ -19,9 +19,8 @@ from inspect_lens.reading._shared import shared_parameters
 from ._labels import (
     NO_BOUNDS,
     carried,
-    control_values,
+    classes,
     labelled,
-    partition,
     rate_interval,
     read_threshold,
     with_bounds,
@@ -32,8 +31,6 @@ __all__ = ["at_threshold", "calibration_error", "threshold_accuracy"]
 logger = logging.getLogger(__name__)
 
 _RESAMPLES = 1000
-_RATES = {"recall": 1, "fpr": 0}
-"""Names of the shares above a threshold, with the label of the samples that they are shares of."""
 
 
 @metric
@@ -132,9 +129,10 @@ def at_threshold(
     told: list[str] = []
 
     def rates(scores: Sequence[SampleScore], name: str | None) -> dict[str, float] | None:
-        found = _classes(scores, label, control, cluster)
+        positives, negatives = classes(scores, label, control, cluster)
+        found = {"recall": positives, "fpr": negatives}
         # Without a labelled sample nothing is compared, so that no threshold is missing.
-        cut = read_threshold(scores, threshold, name) if any(found.values()) else math.inf
+        cut = read_threshold(scores, threshold, name) if positives or negatives else math.inf
         return None if cut is None else _above(found, cut, interval, clustered=cluster is not None)
 
     def compute(scores: list[SampleScore]) -> Value:
@@ -161,25 +159,12 @@ def at_threshold(
     return compute
 
 
-def _classes(
-    scores: Sequence[SampleScore], label: str, control: str | None, cluster: str | None
-) -> dict[str, list[tuple[float, str]]]:
-    """Values and groups of the samples that each rate is a share of."""
-    kept, marked = partition(list(scores), control)
-    found = labelled(kept, label, cluster)
-    rows = list(zip(found.labels, found.values, found.groups, strict=True))
-    made = {rate: [(v, g) for y, v, g in rows if y == kind] for rate, kind in _RATES.items()}
-    if control is not None:
-        made["fpr"] = list(zip(*control_values(marked, cluster), strict=True))
-    return made
-
-
 def _above(
-    classes: dict[str, list[tuple[float, str]]], cut: float, interval: bool, *, clustered: bool
+    found: dict[str, list[tuple[float, str]]], cut: float, interval: bool, *, clustered: bool
 ) -> dict[str, float]:
     """The share of each class above the threshold; a class without samples has none."""
     made = {}
-    for rate, pairs in classes.items():
+    for rate, pairs in found.items():
         if not pairs:
             continue
         hits = [value > cut for value, _ in pairs]

@@ -48,7 +48,7 @@ def test_without_the_package_the_error_names_the_extra(
 
 
 def test_require_is_silent_where_the_package_is_there() -> None:
-    require("inspect_ai", room="x", extra="y")
+    require("inspect_ai", module="x", extra="y")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ Needs the extra `petri`.
 
 from inspect_lens.agents._extras import require as _require
 
-_require("inspect_petri", room="inspect_lens.agents.petri", extra="petri")
+_require("inspect_petri", module="inspect_lens.agents.petri", extra="petri")
 
 from inspect_lens.agents._ask import Ask  # noqa: E402 - after the check
 
