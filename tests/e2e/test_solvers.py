@@ -30,10 +30,8 @@ from inspect_lens.solver import (
     probe_gate,
     steering_sweep,
     with_capture,
-    with_lens,
     with_steering,
 )
-from inspect_lens.spec import Ablate, Add
 from inspect_lens.train import ActivationSet, extract_vector, split_by_group
 from inspect_lens.vector import Vector, load_vector
 from inspect_lens.view import draw_dose_response
@@ -172,31 +170,6 @@ def test_a_liar_tells_the_truth_when_steered_and_the_receipt_says_by_what(
         assert done.steer.vectors == (vector.to_steering().vector.sha256,)
 
 
-def test_an_edit_that_adds_the_vector_does_what_steering_does_and_ablation_is_logged(
-    lens_server_url: str, tmp_path: Path
-) -> None:
-    liars = rows("lie", 6)
-    vector = load_vector("organism/truth")
-    steered = run(
-        lens_server_url, tmp_path / "steered", with_steering("organism/truth", scale=0.6), liars
-    )
-    at = vector.to_steering(scale=0.6)
-    place: dict[str, Any] = {"layers": at.layers, "site": at.site}
-    add = Add(vector=at.vector.to_float32()[0], scale=0.6, **place)
-    edited = run(lens_server_url, tmp_path / "edited", with_lens(edits=add), liars)
-    said = [[s.output.completion for s in log.samples or ()] for log in (steered, edited)]
-    assert said[0] == said[1]
-    ablate = Ablate(direction=at.vector.to_float32()[0], **place)
-    log = run(lens_server_url, tmp_path / "ablated", with_lens(edits=ablate), liars[:2])
-    for sample in log.samples or ():
-        done = receipt(sample.output)
-        assert done is not None
-        assert done.steer is not None
-        assert (done.steer.layers, done.steer.sites) == (at.layers, ("attn_out",))
-    (file,) = (tmp_path / "ablated").rglob("lens-vectors/*.safetensors")
-    assert file.stem == ablate.direction.sha256[:16]
-
-
 def test_an_ablated_direction_is_gone_where_it_was_removed(
     lens_server_url: str, tmp_path: Path
 ) -> None:
@@ -258,37 +231,6 @@ def test_a_gate_steers_liars_until_the_probe_is_silent(
     liars = [s for s in log.samples or () if s.metadata["condition"] == "lie"]
     assert all(s.metadata["probe_gate"]["attempts"] == 2 for s in liars)
     assert sum(s.metadata["probe_gate"]["outcome"] == "steered" for s in liars) >= 5
-
-
-def test_a_gate_withholds_lies_and_leaves_truths(lens_server_url: str, tmp_path: Path) -> None:
-    gate = probe_gate("organism/deception-lr", CUT, "stop", replacement="[withheld]")
-    log = run(lens_server_url, tmp_path, gate, [*rows("lie", 6), *rows("honest", 6)])
-    agree = 0
-    for sample in log.samples or ():
-        (decision,) = GateDecisions(store=Store(sample.store)).decisions
-        (made,) = decision.attempts
-        is_withheld = sample.output.completion == "[withheld]"
-        assert is_withheld == (decision.outcome == "stopped") == made.is_above
-        assert is_withheld or sample.output.completion == made.completion
-        truth: Any = {"truth": sample.target, "values": list(sample.metadata["values"])}
-        agree += is_withheld == (grade(made.completion, truth) == "false")
-    assert agree >= 11
-
-
-def test_the_best_of_n_is_the_one_with_the_lowest_score(
-    lens_server_url: str, tmp_path: Path
-) -> None:
-    # As hot as vLLM allows: at 1.0 the model now and then says the same four times.
-    best = probe_gate("organism/deception-lr", action="best", temperature=2.0)
-    log = run(lens_server_url, tmp_path, best, rows("lie", 3))
-    differ = 0
-    for sample in log.samples or ():
-        (decision,) = GateDecisions(store=Store(sample.store)).decisions
-        values = [a.value for a in decision.attempts]
-        differ += len(set(values)) > 1
-        assert values[decision.chosen] == min(v for v in values if v is not None)
-        assert sample.output.completion == decision.attempts[decision.chosen].completion
-    assert differ
 
 
 def test_pairs_make_a_direction_that_tells_lies_from_truths(
