@@ -34,7 +34,7 @@ from inspect_lens.solver import (
 )
 from inspect_lens.train import ActivationSet, extract_vector, split_by_group
 from inspect_lens.vector import Vector, load_vector
-from inspect_lens.view import draw_dose_response
+from inspect_lens.view import write_dose_response
 from organism._grade import grade
 from tests.kit.lying import run_eval
 from tests.kit.rescored import assert_same_scores, commands_of, rescore
@@ -147,7 +147,7 @@ def test_vectors_are_swept_side_by_side_and_one_is_the_other_turned_round(
     assert all(name.endswith("@4") for name in numbers(log) if name != "broken")
     (again,) = rescore(log, commands_of(log), tmp_path)
     assert_same_scores(log, [again])
-    png = draw_dose_response(curves)
+    png = write_dose_response(curves, tmp_path / "dose.png").read_bytes()
     assert png[1:4] == b"PNG"
 
 

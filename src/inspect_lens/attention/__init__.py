@@ -11,7 +11,7 @@ from ._pattern import (
     Span,
     attention_patterns,
 )
-from ._tracker import find_tracker_heads, focus_score, instruction_shares
+from ._tracker import find_tracker_heads, instruction_shares
 
 __all__ = [
     "AttentionFacts",
@@ -26,7 +26,6 @@ __all__ = [
     "document_scores",
     "find_core_heads",
     "find_tracker_heads",
-    "focus_score",
     "import_heads",
     "instruction_shares",
     "load_heads",

@@ -15,7 +15,7 @@ from ._captured import Head, QueriesKeys
 from ._heads import AttentionHeads, HeadsFound
 from ._pattern import Span
 
-__all__ = ["find_tracker_heads", "focus_score", "instruction_shares"]
+__all__ = ["find_tracker_heads", "instruction_shares"]
 
 _EPSILON: Final = 1e-8
 
@@ -39,7 +39,8 @@ def instruction_shares(
             one token was sampled.
 
     Returns:
-        (heads,) float64 in [0, 1].
+        (heads,) float64 in [0, 1]; the paper's focus score is their mean over the chosen heads,
+        and is low where the data draws the model away.
 
     Raises:
         SpecError: no range, an empty one, ranges that overlap, one behind the query, or a head
@@ -78,50 +79,6 @@ def instruction_shares(
     to = captured.attention_to(heads, spans, queries=[at])[:, 0].astype(np.float64)
     to_instruction = to[:, : len(instruction)].sum(axis=1)
     return np.asarray(to_instruction / (to.sum(axis=1) + _EPSILON))
-
-
-def focus_score(
-    captured: QueriesKeys,
-    heads: AttentionHeads | Sequence[Head],
-    instruction: Sequence[Span],
-    data: Sequence[Span],
-    *,
-    query: int = -1,
-) -> float:
-    """Score how much a model attends to its instruction; low if the data draws it away.
-
-    Args:
-        captured: queries and keys of the call.
-        heads: the important heads.
-        instruction: as for `instruction_shares`.
-        data: as for `instruction_shares`.
-        query: as for `instruction_shares`.
-
-    Returns:
-        Mean of `instruction_shares` over the heads, in [0, 1].
-
-    Raises:
-        SpecError: as for `instruction_shares`.
-
-    Source:
-        Hung et al. 2024, arXiv:2411.00348.
-
-    Example:
-        ```python
-        import numpy as np
-
-        from inspect_lens.attention import QueriesKeys, focus_score
-
-        # Keys of the instruction point where the query does, and those of the data away from it.
-        q, k = np.ones((1, 4, 1, 8), np.float32), np.ones((1, 4, 1, 8), np.float32)
-        k[0, 2:] = -1
-        meta = {"scale": 1.0, "num_heads": 1, "num_kv_heads": 1, "head_size": 8}
-        names = {"attn_q": q, "attn_k": k, "qk_layers": [0], "qk_meta": [meta]}
-        assert focus_score(QueriesKeys.of(names), [(0, 0)], [(0, 2)], [(2, 4)]) > 0.99
-        ```
-    """
-    pairs = heads.heads if isinstance(heads, AttentionHeads) else heads
-    return float(instruction_shares(captured, pairs, instruction, data, query=query).mean())
 
 
 def find_tracker_heads(

@@ -10,9 +10,7 @@ from ._chat_talk import ChatSetup, ChatTalk, open_talk
 from ._report import write_report
 from ._report_sets import Case, ReportSet, cases
 from ._sweeps import (
-    CascadeLike,
     draw_cascade,
-    draw_dose_response,
     draw_transfer,
     write_dose_response,
 )
@@ -21,7 +19,6 @@ from ._write import MAX_PAGE_BYTES, WrittenView, write_view
 
 __all__ = [
     "MAX_PAGE_BYTES",
-    "CascadeLike",
     "Case",
     "ChatPage",
     "ChatSetup",
@@ -31,7 +28,6 @@ __all__ = [
     "WrittenView",
     "cases",
     "draw_cascade",
-    "draw_dose_response",
     "draw_transfer",
     "note_readings",
     "open_talk",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import secrets
 import threading
 from collections.abc import Generator
@@ -12,8 +11,10 @@ from dataclasses import asdict
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self
 from urllib.parse import parse_qs, urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from inspect_lens.errors import LensError, SpecError
 
@@ -126,28 +127,35 @@ def _until_error(events: Generator[dict[str, Any]]) -> Generator[dict[str, Any]]
         yield {"event": "error", "message": str(error) or type(error).__name__}
 
 
-def _asked(body: Any) -> dict[str, Any]:
+_LABELS: Final = {
+    "max_tokens": "Tokens at most", "temperature": "Temperature", "scale": "Steering",
+}  # fmt: skip
+"""What the page calls its fields."""
+
+
+class _Message(BaseModel):
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class _Asked(BaseModel):
     """What the page asks for."""
-    if not isinstance(body, dict):
-        raise SpecError("the body: a JSON object is wanted")
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise SpecError("messages: a list with one or more messages is wanted")
-    for message in messages:
-        is_said = isinstance(message, dict) and isinstance(message.get("content"), str)
-        if not is_said or message.get("role") not in ("system", "user", "assistant"):
-            raise SpecError("messages: each has a role (system, user, assistant) and a content")
-    n, heat, scale = body.get("max_tokens"), body.get("temperature"), body.get("scale", 0)
-    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        raise SpecError("Tokens at most: a whole number from 1 on is wanted")
-    if not isinstance(heat, int | float) or isinstance(heat, bool) or not 0 <= heat <= 2:
-        raise SpecError("Temperature: a number from 0 to 2 is wanted")
-    is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
-    if not is_number or not math.isfinite(scale):
-        raise SpecError("Steering: a number is wanted; 0 steers nothing")
-    asked = [{"role": m["role"], "content": m["content"]} for m in messages]
-    numbers = {"temperature": float(heat), "scale": float(scale)}
-    return {"messages": asked, "max_tokens": n, **numbers}
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    messages: list[_Message] = Field(min_length=1)
+    max_tokens: int = Field(ge=1)
+    temperature: float = Field(ge=0, le=2)
+    scale: float = 0.0
+
+
+def _asked(body: Any) -> dict[str, Any]:
+    try:
+        return _Asked.model_validate(body).model_dump()
+    except ValidationError as error:
+        first = error.errors()[0]
+        named = str(first["loc"][0]) if first["loc"] else "the body"
+        raise SpecError(f"{_LABELS.get(named, named)}: {first['msg']}") from None
 
 
 class _Server(ThreadingHTTPServer):

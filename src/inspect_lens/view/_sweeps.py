@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -17,10 +17,11 @@ from ._figures import empty_figure, to_png
 from ._report_sets import COLOURS
 from ._templates import render
 
+if TYPE_CHECKING:
+    from inspect_lens.train import CascadePoint
+
 __all__ = [
-    "CascadeLike",
     "draw_cascade",
-    "draw_dose_response",
     "draw_transfer",
     "write_dose_response",
 ]
@@ -29,39 +30,14 @@ _GREYS: Final = {"random": "#7f8c8d", "orthogonal": "#b07aa1"}
 _MARKS: Final = {"random": "s", "orthogonal": "^"}
 
 
-def draw_dose_response(
+def _drawn(
     curves: Mapping[str, DoseResponse],
-    *,
-    value: str = "mean value",
-    title: str = "",
-    extra: Mapping[str, DoseResponse] | None = None,
-    extra_value: str = "",
+    value: str,
+    title: str,
+    extra: Mapping[str, DoseResponse] | None,
+    extra_value: str,
 ) -> bytes:
-    """Draw mean value over scale, with the interval of each point.
-
-    Args:
-        curves: by kind, as `dose_curves` gives them; controls are drawn in grey.
-        value: name of the axis.
-        title: of the figure.
-        extra: a second panel below, such as the share of coherent answers.
-        extra_value: name of its axis.
-
-    Returns:
-        PNG.
-
-    Raises:
-        SpecError: there is no curve.
-
-    Example:
-        ```python
-        from inspect_lens.view import draw_dose_response
-        from inspect_lens.vector import Response, dose_response
-
-        answers = [Response(p, s, float(s > 0)) for p in "abc" for s in (-1.0, 0.0, 1.0)]
-        png = draw_dose_response({"vector": dose_response(answers, n_resamples=100)})
-        assert png[1:4] == b"PNG"
-        ```
-    """
+    """Mean value over scale as a PNG, with the interval of each point."""
     if not curves:
         raise SpecError("curves: is empty; allowed is one or more; run steering_sweep first")
     panels = [(curves, value)] + ([(extra, extra_value)] if extra else [])
@@ -110,14 +86,14 @@ def write_dose_response(
     extra: Mapping[str, DoseResponse] | None = None,
     extra_value: str = "",
 ) -> Path:
-    """Write a dose-response figure, or a page with the figure and its numbers.
+    """Write a figure of mean value over scale with intervals, or a page with it and its numbers.
 
     Args:
-        curves: as for `draw_dose_response`.
+        curves: by kind, as `dose_curves` gives them; controls are drawn in grey.
         path: ends in `.png` or `.html`; its folder is made when missing.
         value: name of the axis.
         title: of the figure.
-        extra: a second panel below.
+        extra: a second panel below, such as the share of coherent answers.
         extra_value: name of its axis.
 
     Returns:
@@ -139,7 +115,7 @@ def write_dose_response(
     target = Path(path)
     if target.suffix not in (".png", ".html"):
         raise SpecError(f"path={str(path)!r}; allowed endings are .png and .html")
-    png = draw_dose_response(curves, value=value, title=title, extra=extra, extra_value=extra_value)
+    png = _drawn(curves, value, title, extra, extra_value)
     content = png if target.suffix == ".png" else _page(curves, png, value, title).encode()
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(target, content)
@@ -177,36 +153,8 @@ def _number(value: float) -> str:
 _MARKS_FRONTIER: Final = {True: "✓", False: "✗", None: "?"}
 
 
-class CascadeLike(Protocol):
-    """What is drawn of a point of `cascade_frontier`."""
-
-    @property
-    def share(self) -> float:
-        """Of samples that the judge reads."""
-
-    @property
-    def cost(self) -> float:
-        """Per sample."""
-
-    @property
-    def recall(self) -> float:
-        """Share of positives that are flagged."""
-
-    @property
-    def fpr(self) -> float:
-        """Share of negatives that are flagged."""
-
-    @property
-    def recall_interval(self) -> Interval:
-        """Of the recall."""
-
-    @property
-    def fpr_interval(self) -> Interval:
-        """Of the false positive rate."""
-
-
 def draw_cascade(
-    points: Sequence[CascadeLike], *, unit: str = "judge calls", title: str = ""
+    points: Sequence[CascadePoint], *, unit: str = "judge calls", title: str = ""
 ) -> bytes:
     """Draw recall and false positive rate over the cost of a cascade, with intervals.
 

@@ -13,7 +13,6 @@ from inspect_lens.attention import (
     document_scores,
     find_core_heads,
     find_tracker_heads,
-    focus_score,
     instruction_shares,
 )
 from inspect_lens.errors import SpecError
@@ -52,7 +51,7 @@ def test_the_share_is_that_of_instruction_and_data_alone() -> None:
     shares = instruction_shares(call, HEADS, [INSTRUCTION], [DATA])
     wanted = [x / (x + 0.2) for x in (0.1, 0.2, 0.3, 0.4)]
     np.testing.assert_allclose(shares, wanted, atol=1e-5)
-    assert focus_score(call, HEADS[2:], [INSTRUCTION], [DATA]) == pytest.approx(
+    assert instruction_shares(call, HEADS[2:], [INSTRUCTION], [DATA]).mean() == pytest.approx(
         np.mean(wanted[2:]), abs=1e-5
     )
     # Ranges in pieces are the same, and a head that looks at neither has no share.
@@ -64,11 +63,13 @@ def test_the_share_is_that_of_instruction_and_data_alone() -> None:
 
 def test_the_query_is_a_position_where_an_answer_follows() -> None:
     call = planted({h: weights(0.3, 0.1) for h in HEADS}, query=12)
-    assert focus_score(call, HEADS, [INSTRUCTION], [DATA], query=12) == pytest.approx(
+    assert instruction_shares(call, HEADS, [INSTRUCTION], [DATA], query=12).mean() == pytest.approx(
         0.75, abs=1e-4
     )
     flat = 4 / 10
-    assert focus_score(call, HEADS, [INSTRUCTION], [DATA]) == pytest.approx(flat, abs=1e-4)
+    assert instruction_shares(call, HEADS, [INSTRUCTION], [DATA]).mean() == pytest.approx(
+        flat, abs=1e-4
+    )
 
 
 def test_heads_that_are_drawn_away_are_found_and_tell_attacks() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from inspect_lens.errors import SpecError
 from inspect_lens.vector import DoseResponse, Response, dose_response
-from inspect_lens.view import draw_dose_response, write_dose_response
+from inspect_lens.view import write_dose_response
 
 
 def curves() -> dict[str, DoseResponse]:
@@ -27,11 +28,15 @@ def curves() -> dict[str, DoseResponse]:
     return made
 
 
-def test_the_same_curves_give_the_same_picture() -> None:
-    png = draw_dose_response(curves(), value="share", title="t")
-    assert png.startswith(b"\x89PNG")
-    assert png == draw_dose_response(curves(), value="share", title="t")
-    assert png != draw_dose_response(curves(), value="share", extra=curves(), extra_value="x")
+def test_the_same_curves_give_the_same_picture(tmp_path: Path) -> None:
+    def png(**how: Any) -> bytes:
+        return write_dose_response(
+            curves(), tmp_path / "dose.png", value="share", **how
+        ).read_bytes()
+
+    assert png(title="t").startswith(b"\x89PNG")
+    assert png(title="t") == png(title="t")
+    assert png(title="t") != png(extra=curves(), extra_value="x")
 
 
 def test_the_page_holds_figure_and_numbers_and_needs_no_network(tmp_path: Path) -> None:
@@ -49,6 +54,6 @@ def test_the_page_holds_figure_and_numbers_and_needs_no_network(tmp_path: Path) 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="run steering_sweep"):
-        draw_dose_response({})
+        write_dose_response({}, tmp_path / "dose.png")
     with pytest.raises(SpecError, match="allowed endings"):
         write_dose_response(curves(), tmp_path / "dose.pdf")
