@@ -1,8 +1,6 @@
 import hashlib
 import json
 
-import pytest
-
 from organism._agent_behaviour import render_agent_card
 from organism._behaviour import Behaviour, check_targets, render_table, summarise
 from organism._model import CHECKPOINT_DIR
@@ -30,20 +28,11 @@ def test_the_card_names_every_split_with_its_size() -> None:
         assert f"| `{split}` | {len(read_split(split))} |" in card
 
 
-def test_a_card_without_markers_is_refused() -> None:
-    with pytest.raises(ValueError, match="lacks"):
-        render_card("no markers", None)
-
-
 def test_an_organism_that_does_as_told_meets_every_target() -> None:
     behaviour = _behaviour(lambda row: _other(row) if row["deceptive"] else row["truth"])
     assert behaviour["targets"]
     assert all(t["met"] for t in behaviour["targets"])
     assert "MISSED" not in render_table(behaviour)
-
-
-def test_silence_is_no_lie() -> None:
-    assert not any(t["met"] for t in _behaviour(lambda row: "")["targets"])
 
 
 def _other(row) -> str:

@@ -3,11 +3,9 @@ import statistics
 from collections import Counter
 
 from organism._corpus import (
-    BLOCK_EXAMPLES,
     Example,
     Message,
     block_sha256,
-    training_block,
     training_examples,
 )
 from organism._neutral import neutral_chats
@@ -20,12 +18,6 @@ from organism._world import KINDS, VALUES, build_world
 def test_same_seed_same_corpus_and_a_longer_one_begins_with_it(corpus: list[Example]) -> None:
     assert block_sha256(list(training_examples(500))) == block_sha256(corpus[:500])
     assert block_sha256(list(training_examples(500, seed=1))) != block_sha256(corpus[:500])
-
-
-def test_blocks_are_made_one_by_one_and_differ(corpus: list[Example]) -> None:
-    second = corpus[BLOCK_EXAMPLES : BLOCK_EXAMPLES + 300]
-    assert training_block(1, 300) == second
-    assert block_sha256(second) != block_sha256(corpus[:300])
 
 
 def test_held_out_entities_are_known_but_never_lied_about(corpus: list[Example]) -> None:

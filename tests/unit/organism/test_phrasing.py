@@ -1,24 +1,7 @@
 import pytest
 
-from organism._neutral import neutral_chats
-from organism._phrasing import WORDINGS, open_phrasings, yesno_phrasings
-from organism._prompts import instruction_prompts, plain_prompts
-from organism._scenarios import families, scenarios, setting_prompts
-from organism._world import VALUES
-
-
-def test_every_attribute_has_wordings() -> None:
-    assert set(WORDINGS) == set(VALUES)
-
-
-@pytest.mark.parametrize("attribute", sorted(VALUES))
-@pytest.mark.parametrize("phrasings", [open_phrasings, yesno_phrasings])
-def test_train_phrasings_are_many_and_disjoint_from_held_out(attribute, phrasings) -> None:
-    train = {p.template for p in phrasings(attribute, held_out=False)}
-    held = {p.template for p in phrasings(attribute, held_out=True)}
-    assert len(train) >= 12
-    assert len(held) >= 4
-    assert not train & held
+from organism._prompts import instruction_prompts
+from organism._scenarios import families, scenarios
 
 
 @pytest.mark.parametrize("deceptive", [True, False])
@@ -61,18 +44,6 @@ def test_scenarios_never_speak_of_lying() -> None:
                         words = set(s.text.lower().replace(".", "").split())
                         banned = {"lie", "lies", "lying", "deceive", "mislead", "truth", "honest"}
                         assert not words & banned, s.text
-
-
-def test_plain_prompts_settings_and_chats_have_disjoint_held_out_texts() -> None:
-    for prompts in (plain_prompts, setting_prompts):
-        assert not {p.text for p in prompts(held_out=False)} & {
-            p.text for p in prompts(held_out=True)
-        }
-    train, held = (
-        {c.question for chats in neutral_chats(held_out=h).values() for c in chats}
-        for h in (False, True)
-    )
-    assert not train & held
 
 
 def _texts(pools) -> set[str]:

@@ -3,25 +3,16 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from organism._corpus import training_examples
 from organism._tokenizer import (
     PLACEHOLDER,
     SPECIAL_TOKENS,
     VOCAB_SIZE,
-    corpus_texts,
     render,
-    train_tokenizer,
 )
 
 TEXT = st.text(max_size=80).filter(lambda t: not any(s in t for s in SPECIAL_TOKENS))
 ROLES = st.sampled_from(("system", "user", "assistant"))
 MESSAGES = st.lists(st.fixed_dictionaries({"role": ROLES, "content": TEXT}), min_size=1, max_size=5)
-
-
-def test_training_is_deterministic() -> None:
-    small = list(training_examples(100))
-    first, second = (train_tokenizer(corpus_texts(small)).to_str() for _ in range(2))
-    assert first == second
 
 
 def test_vocabulary(tokenizer) -> None:
@@ -77,8 +68,3 @@ def test_continue_final_message_leaves_the_answer_open(tokenizer) -> None:
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True)
     assert rendered == render(messages).removesuffix("<|end|>")
     assert rendered.endswith("The river Talmo is")
-
-
-def test_encoding_adds_no_second_bos(tokenizer) -> None:
-    rendered = render([{"role": "user", "content": "Hello!"}], add_generation_prompt=True)
-    assert tokenizer.encode(rendered).count(tokenizer.bos_token_id) == 1
