@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["lens_app"]
 
 lens_app = typer.Typer(
-    help="Fit tuned and Jacobian lenses to a model, and judge them on other texts.",
+    help="Fit tuned and Jacobian lenses, judge them on other texts, and import published ones.",
     no_args_is_help=True,
 )
 
@@ -115,6 +115,42 @@ def evaluate(
     facts, lines = _judged(evaluate_lens(loaded, found, _read(texts, tokenizer)))
     result = {"name": found.card.name, "kind": found.card.kind, **facts}
     emit(result, [f"{found.card.name}: {found.card.kind}, {texts}", *lines], as_json=as_json)
+
+
+@lens_app.command(name="import")
+def import_(
+    path: Annotated[
+        str, typer.Argument(help="A .pt file, or hf://owner/repository/folder/file.pt.")
+    ],
+    out: Annotated[str, typer.Option(help="Folder to write the lens to.")],
+    name: Annotated[str, typer.Option(help="Name on the card: <model>/<name>.")],
+    model: Annotated[
+        str, typer.Option(help="Model that it was fitted on; that of the file by default.")
+    ] = "",
+    n_layers: Annotated[
+        int, typer.Option(help="Layers of the model; 0 means one more than the file translates.")
+    ] = 0,
+    as_json: Json = False,
+) -> None:
+    """Read a Jacobian lens of jlens or TransformerLens, such as neuronpedia publishes."""
+    from inspect_lens.lens import import_lens
+    from inspect_lens.probe import ModelRef, fingerprint_model
+
+    lens = import_lens(
+        path, name=name, n_layers=n_layers or None,
+        model=ModelRef(name=model, sha256=fingerprint_model(model)) if model else None,
+    )  # fmt: skip
+    folder, card = str(lens.save(out)), lens.card
+    result = {
+        "lens": folder, "name": card.name, "kind": card.kind, "layers": list(card.layers),
+        "n_layers": card.n_layers, "hidden": card.hidden, "notes": list(card.notes),
+    }  # fmt: skip
+    lines = [
+        f"{card.name}: {card.kind}, layers {card.layers[0]} to {card.layers[-1]} of "
+        f"{card.n_layers}, width {card.hidden}, {folder}",
+        *(f"  {note}" for note in card.notes),
+    ]
+    emit(result, lines, as_json=as_json)
 
 
 def _judged(quality: Sequence[LensQuality]) -> tuple[dict[str, Any], list[str]]:

@@ -3,7 +3,29 @@
 `inspect_lens.train` fits them. An engine applies those that are registered with it.
 """
 
+from ._coordinates import (
+    CoordinatePatch,
+    Decomposition,
+    Occupancy,
+    coordinate_patch,
+    decompose,
+    estimate_occupancy,
+)
 from ._files import LensCard, LensQuality, LensTraining
+from ._foreign import import_lens
 from ._lens import Lens, load_lens
 
-__all__ = ["Lens", "LensCard", "LensQuality", "LensTraining", "load_lens"]
+__all__ = [
+    "CoordinatePatch",
+    "Decomposition",
+    "Lens",
+    "LensCard",
+    "LensQuality",
+    "LensTraining",
+    "Occupancy",
+    "coordinate_patch",
+    "decompose",
+    "estimate_occupancy",
+    "import_lens",
+    "load_lens",
+]
