@@ -261,6 +261,8 @@ class Reading:
             f"{plan.probe.name} scores {self.value:.4g} ({plan.pool} over {len(rows.positions)} "
             f"tokens at layer {layers}, {SAID[rows.source]})."
         )
+        if (asked := plan.probe.card.follow_up) is not None:
+            text += f" It was made for replies to the question {asked.question!r} only."
         if self.threshold is None:
             return f"{text} No threshold was calibrated for these settings."
         cut = self.threshold.value

@@ -90,6 +90,19 @@ def test_a_file_that_is_no_such_lens_is_refused(tmp_path: Path, change: Any, mes
         import_lens(saved(tmp_path, **change), name="m/l")
 
 
+def test_an_address_on_the_hub_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str, str | None]] = []
+
+    def download(repo: str, name: str, revision: str | None = None) -> str:
+        asked.append((repo, name, revision))
+        return str(LENS)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    lens = import_lens("hf://org/lenses/tiny/data/lens.pt@v1", name="org/published")
+    assert asked == [("org/lenses", "tiny/data/lens.pt", "v1")]
+    assert lens.layers == LAYERS
+
+
 def test_what_the_file_does_not_say_can_be_given(tmp_path: Path) -> None:
     file = saved(tmp_path, metadata={"target_layer": 3})
     assert import_lens(file, name="m/l", n_layers=4).card.n_layers == 4

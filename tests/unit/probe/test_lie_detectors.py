@@ -179,6 +179,21 @@ def test_a_file_that_is_no_such_probe_is_refused(
     assert "must not run" not in capsys.readouterr().out
 
 
+def test_an_address_on_the_hub_is_downloaded_with_its_readme(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[str, str, str | None]] = []
+
+    def download(repo: str, name: str, revision: str | None = None) -> str:
+        asked.append((repo, name, revision))
+        return str(FOLDER / name)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    probe = import_probe("hf://org/dyl-x@main", name="mine/lies", checkpoint="lr.pt")
+    assert asked == [("org/dyl-x", "lr.pt", "main"), ("org/dyl-x", "README.md", "main")]
+    assert probe.card.follow_up is not None
+
+
 def test_a_missing_file_is_an_error_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"probe\.pt: cannot be read"):
         import_probe(tmp_path, name="mine/lies", kind="apollo")

@@ -192,6 +192,7 @@ def test_a_probe_scores_the_reply_in_the_engine(tmp_path: Path) -> None:
     rows = residual(tokens, (2,), [n_prompt, n_prompt + 1], 8).to_float32()[0]
     assert found.value == pytest.approx(float(rows.sum(axis=1, dtype=np.float64).mean()))
     assert found.metadata["source"] == "engine"
+    assert "replies to the question 'Is it so?' only" in found.explanation
     assert found.metadata["admits_lie"] is True
 
 
