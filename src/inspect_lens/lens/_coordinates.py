@@ -298,8 +298,9 @@ def _columns(atoms: NDArray[np.float32], selected: list[int]) -> Floats:
 
 def _positive_solution(columns: Floats, target: Floats) -> Floats:
     lengths = np.linalg.norm(columns, axis=0)
-    solved: Callable[..., tuple[Floats, float]] = nnls
-    return solved(columns / lengths, target)[0] / lengths
+    solve: Callable[..., tuple[Floats, float]] = nnls
+    made: Floats = solve(columns / lengths, target)[0] / lengths
+    return made
 
 
 def _project(columns: Floats, target: Floats) -> Floats:

@@ -143,7 +143,9 @@ def promise(
         found_above(card, cut, own.statistic)
         or "Its card does not say how many positives it finds."
     )
-    return f"{own.fpr:.2%} of {own.control} samples may exceed it. {found}"
+    by = next((t.claimed_by for t in card.thresholds if t.claimed_by and t.value == cut), "")
+    stated = f", as {by} states; that was not measured here" if by else ""
+    return f"{own.fpr:.2%} of {own.control} samples may exceed it{stated}. {found}"
 
 
 SuspicionUnit = Literal["threshold", "raw"]

@@ -20,6 +20,8 @@ from inspect_lens.probe import (
     load_probe,
     select_tokens,
 )
+from inspect_lens.reading import ProbeReader
+from inspect_lens.reading._thresholds import promise
 from tests.kit.lie_detectors import ARCHITECTURES, FOLDER, HIDDEN, LAYER, write_probes
 
 NAN = float("nan") * torch.ones(4)
@@ -78,6 +80,8 @@ def test_the_card_says_what_is_known_and_what_is_not(tmp_path: Path) -> None:
     assert probe.threshold is not None
     assert (probe.threshold.fpr, probe.threshold.control) == (0.02, "Alpaca")
     assert "was not measured here" in probe.threshold.guarantee
+    said = promise(ProbeReader.of(probe), probe.threshold.value)
+    assert "2.00% of Alpaca samples may exceed it, as AISI lie-detectors states; that" in said
     said = " ".join(card.notes)
     assert "train_dataset random" in said
     assert "Not stated: the engine" in said
