@@ -16,6 +16,8 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A scratch directory that holds what pages name by relative path; the current one."""
     for name in ("benchmarks", "evals", "lenses", "oracles", "organism", "probes", "vectors"):
         (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/data").symlink_to(ROOT / "tests/data")
     # Scores are written beside a log.
     shutil.copytree(ROOT / "docs/live", tmp_path / "docs/live")
     monkeypatch.chdir(tmp_path)
