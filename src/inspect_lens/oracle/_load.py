@@ -9,9 +9,16 @@ import string
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    ValidationError,
+    field_validator,
+)
 
 from inspect_lens._base.artifact import download, folders_named
 from inspect_lens._base.shipped import shipped_root
@@ -41,6 +48,9 @@ _TRAINING: Final = re.compile(
 """Fields of published files that say how an oracle was trained, and nothing of how to ask it."""
 
 
+Layers = Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)]
+
+
 class OracleConfig(BaseModel):
     """Prompt format of an oracle, and the layers it was trained on.
 
@@ -50,42 +60,33 @@ class OracleConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
 
-    hook_onto_layer: int
-    """Block after which vectors are put in, 0-based; 1 in the published oracles."""
-    special_token: str
-    """Text that has to be one token, and is repeated once per vector; `" ?"` as published."""
-    prefix_template: str
-    """What stands before the question, once per layer: with `{layer}`, and
-    `{special_token} * {num_positions}` where the placeholders go."""
-    steering_coefficient: float
-    """Length of the added vector, in lengths of the stream that it is added to."""
-    act_layer_combinations: tuple[tuple[int, ...], ...]
-    """Sets of layers whose activations the oracle learned to read; each set is one prompt."""
-
-    @field_validator("steering_coefficient", mode="before")
-    @classmethod
-    def _number(cls, value: Any) -> Any:
-        return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    hook_onto_layer: int = Field(
+        ge=0,
+        description="Block after which vectors are put in, 0-based; 1 in the published oracles.",
+    )
+    special_token: str = Field(
+        min_length=1,
+        description='Text that has to be one token, and is repeated once per vector; `" ?"` as '
+        "published.",
+    )
+    prefix_template: str = Field(
+        description="What stands before the question, once per layer: with `{layer}`, and "
+        "`{special_token} * {num_positions}` where the placeholders go."
+    )
+    steering_coefficient: float = Field(
+        description="Length of the added vector, in lengths of the stream that it is added to."
+    )
+    act_layer_combinations: tuple[Layers, ...] = Field(
+        min_length=1,
+        description="Sets of layers whose activations the oracle learned to read; each set is one "
+        "prompt.",
+    )
 
     @field_validator("act_layer_combinations", mode="before")
     @classmethod
     def _tuples(cls, value: Any) -> Any:
         if isinstance(value, list | tuple):
             return tuple(tuple(v) if isinstance(v, list) else v for v in value)
-        return value
-
-    @field_validator("hook_onto_layer")
-    @classmethod
-    def _check_layer(cls, value: int) -> int:
-        if value < 0:
-            raise ValueError("layers count from 0")
-        return value
-
-    @field_validator("special_token")
-    @classmethod
-    def _check_token(cls, value: str) -> str:
-        if not value:
-            raise ValueError("a placeholder is needed; it is empty")
         return value
 
     @field_validator("prefix_template")
@@ -105,10 +106,6 @@ class OracleConfig(BaseModel):
     @field_validator("act_layer_combinations")
     @classmethod
     def _check_combinations(cls, value: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-        if not value or not all(value):
-            raise ValueError("is empty, or holds an empty set of layers")
-        if any(layer < 0 for combination in value for layer in combination):
-            raise ValueError("holds a negative layer; layers count from 0")
         if any(len(set(combination)) < len(combination) for combination in value):
             raise ValueError("names a layer twice in one set")
         return value
