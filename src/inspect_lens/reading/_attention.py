@@ -130,13 +130,6 @@ def prompt_pieces(
     return texts.texts(handle.prompt_token_ids)
 
 
-def messages_before(output: ModelOutput, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """The messages before the answer; all of them where the answer is not among them."""
-    answer = output.message.id if output.choices else None
-    at = next((i for i, m in enumerate(messages) if answer is not None and m.id == answer), None)
-    return list(messages[:at])
-
-
 def bare_name(model: str) -> str:
     """A model's name without its provider and its adapter."""
     return model.partition("/")[2].partition(":")[0]
@@ -230,14 +223,13 @@ class TrackerReader:
         metadata: Mapping[str, Any] | None = None,
         model_name: str | None = None,
     ) -> FocusReading:
-        """Read one call; it reads files and multiplies rows, so not in an event loop."""
+        """Read one call of these messages; it reads files, so not in an event loop."""
         if self.check_model and self.heads is not None and model_name is not None:
             check_model_of(self.heads, model_name)
         captured = read_queries_keys(output)
         pieces = prompt_pieces(output, model_name, self.tokenizer, "attention tracker")
-        prompt = messages_before(output, messages)
-        instruction = self._spans(self.instruction, "instruction", pieces, prompt, metadata)
-        data = self._spans(self.data, "data", pieces, prompt, metadata)
+        instruction = self._spans(self.instruction, "instruction", pieces, messages, metadata)
+        data = self._spans(self.data, "data", pieces, messages, metadata)
         shares = instruction_shares(
             captured, self._heads(captured), instruction, data, query=len(pieces) - 1
         )
@@ -350,8 +342,10 @@ def calibrate_tracker(
                 "same in all"
             )
         heads = own
+        answer = sample.output.message.id if sample.output.choices else None
+        prompt = [m for m in sample.messages if answer is None or m.id != answer]
         reading = reader.read_captured(
-            sample.output, sample.messages, metadata=sample.metadata, model_name=log.eval.model
+            sample.output, prompt, metadata=sample.metadata, model_name=log.eval.model
         )
         shares[bool(mark)].append(reading.shares)
     empty = np.empty((0, len(heads or ())))
