@@ -113,11 +113,7 @@ class Worker:
     def places(
         self, block: Block
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64], NDArray[np.int64]]:
-        """Where the rows of a block belong.
-
-        The records of its requests; of each token whether its request is open; (taps, tokens)
-        indices of rows; and of each token the way from the index of a row to that of its flag.
-        """
+        """Records; of each token whether its request is open; indices of rows; way to flags."""
         taps, tokens, _ = block.shape
         numbers, counts, first = (unpacked(v) for v in (block.numbers, block.counts, block.first))
         stream, record = block.stream, numbers % BOARD_SIZE
@@ -162,10 +158,7 @@ class Placing:
         self._threads, self._n_threads = threads, n_threads
 
     def enter(self, pending: Pending, opening: Opening, worker: Worker) -> None:
-        """Make room for a request's rows; `changed` is held.
-
-        A request for which there is no room fails, and no other.
-        """
+        """Make room for a request's rows, or fail it; `changed` is held."""
         self._memory.take_back()
         try:
             for stream in pending.streams.values():
@@ -291,10 +284,7 @@ class Pending:
 
     @cached_property
     def streams(self) -> dict[int, Stream]:
-        """What comes, by kind; asked for under the collector's lock.
-
-        Made when it is first asked for, which is no more in the way of the next request.
-        """
+        """What comes, by kind; made when it is first asked for, under the collector's lock."""
         asked, n_prompt = self._envelope.results, self._envelope.n_prompt
         return {i: Stream(one, n_prompt) for i, one in enumerate(asked) if one is not None}
 

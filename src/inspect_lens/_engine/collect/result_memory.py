@@ -180,10 +180,7 @@ class ResultMemory:
         self._returned.append((start, nbytes, is_kept, is_counted))
 
     def sweep(self, now: float) -> None:
-        """Give memory to the system that nothing has used for a minute, or a part of it.
-
-        Called by the thread that places rows.
-        """
+        """Give back memory unused for a minute, or a part; for the thread that places rows."""
         self.take_back()
         with self._lock:
             least = self.kept - _SWEPT
@@ -234,10 +231,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 def _discard(content: NDArray[np.uint8]) -> tuple[int, int]:
-    """Give whole pages to the system, which then read as zero; returns which bytes these are.
-
-    A system that refuses, as it does with pages that are locked, keeps them.
-    """
+    """Give whole pages to the system, which then read as zero; returns which bytes these are."""
     address = content.ctypes.data
     first = -(-address // _PAGE) * _PAGE - address
     last = (address + len(content)) // _PAGE * _PAGE - address

@@ -135,10 +135,7 @@ class Stream:
         return not (self._asked.is_merged or self.n_head)
 
     def restart(self, first_tap: int, n_taps: int) -> None:
-        """Expect the share of a worker.
-
-        What it has reduced is forgotten: it will reduce that again, from the start.
-        """
+        """Expect the share of a worker, which will reduce again what it has reduced before."""
         if self.slab is None:
             return
         flags = self._flags(self.slab, self.room)

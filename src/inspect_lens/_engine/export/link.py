@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -36,40 +36,39 @@ from inspect_lens._engine.protocol.frames import (
     packed_frame,
 )
 from inspect_lens._engine.protocol.messages import Block, Message, unpacked
-from inspect_lens._engine.protocol.processes import Links, Peer, Process
+from inspect_lens._engine.protocol.processes import Links, Process
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE, ArenaWriter
 
 SEND_QUEUE = 8192
 """Messages that may wait for a front-end before the step loop does."""
 
 
-class Channel(Peer, Protocol):
+class Channel(Process):
     """Takes messages for one front-end, in their order."""
 
     def put(self, data: bytes, message: Message) -> bool:
         """Send a message; False where too many wait."""
-        ...
+        raise NotImplementedError
 
     def wait(self, seconds: float) -> None:
         """Wait until fewer do."""
-        ...
+        raise NotImplementedError
 
     def close(self) -> None:
         """Send nothing more."""
-        ...
+        raise NotImplementedError
 
 
-class LocalChannel:
+class LocalChannel(Channel):
     """A front-end of this host, which reads the worker's memory."""
 
     def __init__(self, address: str) -> None:
+        super().__init__()
         # The process's own: ending a context waits for all its sockets, at exit for ever.
         self._socket: Any = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE)
         self._socket.connect(address)
-        self.process: Process | None = None
-        """None where it has asked for nothing yet."""
 
     def put(self, data: bytes, message: Message) -> bool:
         try:
@@ -81,18 +80,8 @@ class LocalChannel:
     def wait(self, seconds: float) -> None:
         self._socket.poll(1000 * seconds, zmq.POLLOUT)
 
-    def is_alive(self) -> bool:
-        return self.process is None or self.process.is_alive()
-
-    def is_stopped(self) -> bool:
-        return self.process is not None and self.process.is_stopped()
-
     def close(self) -> None:
         self._socket.close(linger=0)
-
-    def __str__(self) -> str:
-        """For logs."""
-        return str(self.process or "a front-end")
 
 
 logger = logging.getLogger("vllm.inspect_lens")
@@ -109,10 +98,11 @@ _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLO
 _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "uint8": 1}
 
 
-class Link:
-    """A front-end on another host; see `Channel`, and `Peer`."""
+class Link(Channel):
+    """A front-end on another host."""
 
     def __init__(self, address: str, arena: ArenaWriter, reply: str, links: Links) -> None:
+        super().__init__()
         self._address, self._arena, self._links = address, arena, links
         self._reader = arena.reader(reply, self)
         self._waiting: deque[tuple[bytes, Message]] = deque()
@@ -128,7 +118,7 @@ class Link:
         self._thread.start()
 
     def put(self, data: bytes, message: Message) -> bool:
-        """See `Channel.put`; called by the step loop, and sends nothing itself."""
+        """Note a message; called by the step loop."""
         if self._is_lost or len(self._waiting) >= SEND_QUEUE:
             self._room.clear()
             return False

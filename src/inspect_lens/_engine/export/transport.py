@@ -25,7 +25,7 @@ from inspect_lens._engine.protocol.messages import (
     packed,
     unpacked,
 )
-from inspect_lens._engine.protocol.processes import STALLED_S, STOPPED_S, Address, Links, Process
+from inspect_lens._engine.protocol.processes import STALLED_S, STOPPED_S, Address, Links
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE, ArenaWriter
 from inspect_lens.errors import CompatError, SpecError
 from inspect_lens.spec import N_LATCHES, EnginePath
@@ -191,7 +191,7 @@ class Exporter:
             self.arena.forget(reply)
         channel = self._channel(reply)
         if isinstance(channel, LocalChannel):
-            channel.process = Process(pid)
+            channel.pid = pid
 
     def _channel(self, reply: str) -> Channel:
         channel = self._channels.get(reply)
@@ -345,37 +345,3 @@ class Numbers:
         """One of the ways that stand on the board for the request in a slot."""
         bits = int(self._board[self.of_slot[slot] % BOARD_SIZE, 3])
         return next(path for i, path in enumerate(PATHS) if bits >> i & 1)
-
-
-class Owners:
-    """Front-ends by slot. There are as many as processes that sent requests: they stay known."""
-
-    def __init__(self) -> None:
-        self._of_slot: Longs = np.full(256, -1, dtype=np.int64)
-        self._replies: list[str] = []
-        self._index: dict[str, int] = {}
-
-    def set(self, slots: Longs, reply: str) -> None:
-        """Note whose requests some slots have."""
-        self._of_slot = grown(self._of_slot, slots, fill=-1)
-        index = self._index.setdefault(reply, len(self._replies))
-        if index == len(self._replies):
-            self._replies.append(reply)
-        self._of_slot[slots] = index
-
-    def clear(self, slot: int) -> None:
-        """Take note that a slot's request has gone."""
-        self._of_slot[slot] = -1
-
-    def reply(self, index: int) -> str:
-        """Address of a front-end."""
-        return self._replies[index]
-
-    def of(self, slots: Longs) -> Longs:
-        """Index of the front-end of each slot's request; -1 where there is none."""
-        return self._of_slot[slots]
-
-    def reply_of(self, slot: int) -> str | None:
-        """Address of the front-end of a slot's request; None where there is none."""
-        index = int(self._of_slot[slot])
-        return None if index < 0 else self._replies[index]

@@ -105,10 +105,7 @@ class HookedRequest:
 def finite(
     result: torch.Tensor, before: torch.Tensor, is_fine: dict[str, torch.Tensor], where: str
 ) -> torch.Tensor:
-    """Rows that a hook gave back, with those that it got in the place of what is too large or NaN.
-
-    That is noted where the rows are, so that nobody waits for the device.
-    """
+    """Rows that a hook gave back; where they are too large or NaN, noted on the device, its own."""
     size = result.float().square().sum(dim=-1, keepdim=True)
     is_small = size <= largest_norm(result.dtype) ** 2
     known = is_fine.get(where)

@@ -130,10 +130,7 @@ class HookRunner:
             self._export(key, request)
 
     def drop(self, key: str) -> None:
-        """Keep and send nothing more of a request that failed.
-
-        It takes part until `remove`: other ranks may not know that it has failed.
-        """
+        """Keep and send nothing more; it takes part until `remove`, as other ranks may not know."""
         if (request := self.live.get(key)) is not None:
             request.is_dropped = True
 

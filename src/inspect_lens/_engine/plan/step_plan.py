@@ -61,6 +61,12 @@ class Named:
     """Steering configuration of tokens from there on that nothing names."""
 
 
+_COLUMNS = {
+    "group": -1, "lo": 0, "hi": 0, "config": 0, "record": 0, "n_prompt": 0, "owner": -1, "until": 0,
+}  # fmt: skip
+"""Arrays of the table, and what they hold for a slot that nobody has."""
+
+
 class RequestTable:
     """What the plan has to know of each live request, as parallel arrays."""
 
@@ -74,6 +80,12 @@ class RequestTable:
         """Steering configuration of tokens that nothing names."""
         self.record: Ints = np.zeros(capacity, dtype=np.int32)
         """Board record of a request that is steered."""
+        self.n_prompt: Longs = np.zeros(capacity, dtype=np.int64)
+        """Prompt tokens."""
+        self.owner: Longs = np.full(capacity, -1, dtype=np.int64)
+        """Index of the request's front-end in `replies`, or -1."""
+        self.replies: list[str] = []
+        """Addresses of front-ends: as many as processes that sent requests, which stay known."""
         self.until: Longs = np.zeros(capacity, dtype=np.int64)
         """One past the last steered position; 0 for a request that does not steer."""
         self.listed: dict[int, Longs] = {}
@@ -90,21 +102,26 @@ class RequestTable:
         """A slot that captures and steers nothing."""
         if not self._free:
             size = len(self.group)
-            self.group = np.concatenate([self.group, np.full(size, -1, dtype=np.int32)])
-            self.lo, self.hi, self.until = (
-                np.concatenate([a, np.zeros(size, dtype=np.int64)])
-                for a in (self.lo, self.hi, self.until)
-            )
-            self.config, self.record = (
-                np.concatenate([a, np.zeros(size, dtype=np.int32)])
-                for a in (self.config, self.record)
-            )
+            for name, fill in _COLUMNS.items():
+                column = getattr(self, name)
+                setattr(self, name, np.concatenate([column, np.full_like(column, fill)]))
             self._free = list(range(2 * size - 1, size - 1, -1))
         return self._free.pop()
 
+    def set_owner(self, slots: Longs, reply: str) -> None:
+        """Note whose requests some slots have."""
+        if reply not in self.replies:
+            self.replies.append(reply)
+        self.owner[slots] = self.replies.index(reply)
+
+    def reply_of(self, slot: int) -> str | None:
+        """Address of the front-end of a slot's request; None where there is none."""
+        index = int(self.owner[slot])
+        return None if index < 0 else self.replies[index]
+
     def give(self, slot: int) -> None:
         """Clear a slot and give it back."""
-        self.group[slot] = -1
+        self.group[slot] = self.owner[slot] = -1
         self.config[slot] = self.until[slot] = 0
         self.listed.pop(slot, None)
         self.named.pop(slot, None)

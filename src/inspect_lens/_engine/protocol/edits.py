@@ -116,10 +116,7 @@ class EditEnvelope:
 
     @property
     def decides_on(self) -> int | None:
-        """How far behind a token lies the one that a running gate decides on: 0 or 1.
-
-        None for everything else.
-        """
+        """How far behind a token a running gate decides, 0 or 1; None for everything else."""
         one = self._first
         if one is None or one.kind < Kind.RUNNING:
             return None
@@ -148,10 +145,7 @@ def seal_edits(
     n_max: int,
     width_of: Callable[[Site], SiteWidth],
 ) -> tuple[EditEnvelope, ...]:
-    """Resolve judged edits against a prompt.
-
-    A gate becomes an entry of its own in front of the first edit that reads it.
-    """
+    """Resolve judged edits; a gate becomes an entry in front of the first edit that reads it."""
     registers: dict[tuple[object, ...], int] = {}
     """By content: gates of scope `token`, and those of sampled tokens with some ids."""
     latches: dict[tuple[object, ...], int] = {}

@@ -72,10 +72,7 @@ class Block(msgspec.Struct, frozen=True, array_like=True, tag="block"):
 
 
 class Settled(msgspec.Struct, frozen=True, array_like=True, tag="settled"):
-    """How far requests are past what may be fed again, where drafts can be rejected.
-
-    It follows the rows of its step.
-    """
+    """How far requests are past what drafts may feed again; follows the rows of its step."""
 
     worker: str
     numbers: bytes

@@ -9,7 +9,6 @@ import socket
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Protocol
 
 from inspect_lens.errors import CaptureError
 
@@ -34,33 +33,23 @@ def is_stopped(pid: int) -> bool:
     return state in ("T", "t")
 
 
-class Peer(Protocol):
-    """Who takes rows: a process of this host, or one at the other end of a link."""
+class Process:
+    """Who takes rows: a process of this host, or None until it has asked for something."""
+
+    def __init__(self, pid: int | None = None) -> None:
+        self.pid = pid
 
     def is_alive(self) -> bool:
         """Whether it is still there."""
-        ...
+        return self.pid is None or is_alive(self.pid)
 
     def is_stopped(self) -> bool:
         """Whether it was told to stop."""
-        ...
-
-
-@dataclass(frozen=True)
-class Process:
-    """A process of this host."""
-
-    pid: int
-
-    def is_alive(self) -> bool:
-        return is_alive(self.pid)
-
-    def is_stopped(self) -> bool:
-        return is_stopped(self.pid)
+        return self.pid is not None and is_stopped(self.pid)
 
     def __str__(self) -> str:
         """For logs."""
-        return f"process {self.pid}"
+        return "a front-end" if self.pid is None else f"process {self.pid}"
 
 
 BEATS = 5

@@ -123,10 +123,7 @@ class Readout:
         raise NotImplementedError
 
     def n_partial(self, n_known: int, most: int) -> int:
-        """Positions at the front of which rows may come that stand for several.
-
-        Of `most` positions, `n_known` are the prompt's.
-        """
+        """Of `most` positions, `n_known` the prompt's: those whose rows may stand for several."""
         return 0
 
     @property

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from inspect_lens.errors import CapacityError
 from inspect_lens.spec import N_LATCHES
 
-from .processes import STALLED_S, STOPPED_S, Peer
+from .processes import STALLED_S, STOPPED_S, Process
 
 logger = logging.getLogger("vllm.inspect_lens")
 
@@ -84,7 +84,7 @@ class ArenaWriter:
         self.view.mark[0] = mark = 1 + secrets.randbits(62)
         self.name = f"{os.getpid()}/{self._fd}/{mark:x}"
         self.nbytes = nbytes
-        self._readers: dict[str, tuple[int, Peer]] = {}
+        self._readers: dict[str, tuple[int, Process]] = {}
         self._n_readers = 0
         self._gone: set[int] = set()
         self._blocks: deque[tuple[int, int, int, int]] = deque()
@@ -93,7 +93,7 @@ class ArenaWriter:
         self.waited_s = 0.0
         """Seconds that `place` has waited for room."""
 
-    def reader(self, address: str, peer: Peer) -> int:
+    def reader(self, address: str, peer: Process) -> int:
         """The index of a front-end's cursor."""
         if address not in self._readers:
             index = self._n_readers

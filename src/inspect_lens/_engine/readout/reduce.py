@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from inspect_lens._engine.export.device_copy import Copier
 from inspect_lens._engine.export.transport import Numbers, Rows
-from inspect_lens._engine.plan.step_plan import Longs, grown
+from inspect_lens._engine.plan.step_plan import Longs, RequestTable
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.readouts import LAG, CaptureEnvelope, Combine, Fold
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE
@@ -105,21 +105,13 @@ class Part:
 class Reducer:
     """Brings parts into the form that was asked for, and remembers what it has reduced."""
 
-    def __init__(self, copier: Copier, numbers: Numbers) -> None:
-        self._copier = copier
-        self._numbers = numbers
-        self._n_prompt: Longs = np.zeros(64, dtype=np.int64)
-        """By slot."""
+    def __init__(self, copier: Copier, numbers: Numbers, table: RequestTable) -> None:
+        self._copier, self._numbers, self._table = copier, numbers, table
         self._done: NDArray[np.int64] = np.zeros((BOARD_SIZE, 3), dtype=np.int64)
         """Per record: the request's number and token, and one past the last position that was
         reduced."""
         self.resumed: set[int] = set()
         """Slots of requests that came back after something of theirs had been reduced."""
-
-    def set(self, slots: Longs, n_prompt: Longs) -> None:
-        """Take note of how many prompt tokens requests have."""
-        self._n_prompt = grown(self._n_prompt, slots)
-        self._n_prompt[slots] = n_prompt
 
     def watch(self, slot: int, envelope: Envelope) -> None:
         """Take note of a request something of which is reduced; a pre-empted one goes on."""
@@ -136,18 +128,13 @@ class Reducer:
         self.resumed.discard(slot)
 
     def skip_until(self, slot: int, position: int) -> None:
-        """Note that rows of a request in front of a position are part of something that was sent.
-
-        Args:
-            slot: of a request that was watched with a token.
-            position: one past the last of them.
-        """
+        """Note that rows of a request before a position are part of something that was sent."""
         record = self._done[self._numbers.of_slot[slot] % BOARD_SIZE]
         record[2] = max(record[2], position)
 
     def is_sampled(self, part: Part) -> NDArray[np.bool_]:
         """Which requests' first rows are of sampled tokens."""
-        return part.starts() >= self._n_prompt[part.slots]
+        return part.starts() >= self._table.n_prompt[part.slots]
 
     def without_done(self, part: Part) -> Part | None:
         """The rows that are not part of something that was sent; None where there are none."""
@@ -181,7 +168,7 @@ class Reducer:
     def apply(self, form: Form, part: Part) -> Part | None:
         """Make of rows what was asked for."""
         if form.combine is not None:
-            is_decode = (part.first >= self._n_prompt[part.slots]) | (part.counts == 0)
+            is_decode = (part.first >= self._table.n_prompt[part.slots]) | (part.counts == 0)
             if not is_decode.all():
                 return self._partial(form, part)
         if form.reduction.makes_numbers:
@@ -224,7 +211,7 @@ class Reducer:
     def _split(self, slot: int, where: Longs) -> tuple[int, int]:
         """Which of a request's rows [head, tail) are the prompt's and have to be reduced."""
         record = self._done[self._numbers.of_slot[slot] % BOARD_SIZE]
-        head, tail = where.searchsorted((record[2], self._n_prompt[slot])).tolist()
+        head, tail = where.searchsorted((record[2], self._table.n_prompt[slot])).tolist()
         if head < tail:
             record[2] = where[tail - 1] + 1
         return head, tail
@@ -373,10 +360,7 @@ class SumTable:
         self._count[slots] = n + 1
 
     def take(self, slots: Longs) -> list[SumRows]:
-        """Take what requests have, which then begin anew.
-
-        All at once, as requests that started together end together.
-        """
+        """Take what requests have, of all that end together, which then begin anew."""
         slots = slots[self.known(slots)]
         slots = slots[self._count[slots] > 0]
         alike: dict[tuple[int, int], list[int]] = {}

@@ -104,11 +104,7 @@ class Rounds:
             self._sender.outbox.then(partial(self._ring.release, span))
 
     def _steps_together(self, plan: StepPlan, remaining: int) -> int:
-        """Steps of a round.
-
-        The last rounds of a batch are shorter and shorter: little is left to be copied when it is
-        over, and clients wait.
-        """
+        """Steps of a round; the last ones are short, as clients wait for what is copied then."""
         if not plan.ring_rows:
             return 1
         most = min(_MOST_STEPS, (remaining + 1) // 2, self._ring.most_rows // plan.ring_rows)

@@ -153,11 +153,9 @@ class Groups:
     def cut(
         self, block: GroupBlock, stream: int
     ) -> tuple[Longs, Longs, Longs, dict[int, Longs]] | None:
-        """See `Window.select`; None also where a group has one kind of result only.
-
-        But for a lens: other ranks hold rows of what the first rank alone sends.
-        """
+        """See `Window.select`; None also where a group has one kind of result only."""
         group = self._groups[block.group]
+        # Of a lens other ranks hold rows of what the first rank alone sends.
         if len(group.results) == 1 and stream != LENS:
             return None
         return self._windows[stream].select(block)

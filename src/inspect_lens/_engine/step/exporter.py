@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from inspect_lens._engine.export.send_queue import Outbox
-from inspect_lens._engine.export.transport import Exporter, Numbers, Owners, Rows
-from inspect_lens._engine.plan.step_plan import GroupBlock, Longs
+from inspect_lens._engine.export.transport import Exporter, Numbers, Rows
+from inspect_lens._engine.plan.step_plan import GroupBlock, Longs, RequestTable
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.messages import LENS, ROWS, Opening, packed
 from inspect_lens._engine.readout.reduce import Form, Part, Reducer, SumTable
@@ -31,7 +31,7 @@ class Sender:
         groups: Groups,
         numbers: Numbers,
         sum_table: SumTable,
-        owners: Owners,
+        table: RequestTable,
         *,
         drop: Callable[[str], None],
         fail: Callable[[bytes, Exception], None],
@@ -42,11 +42,11 @@ class Sender:
         self._copier = exporter.copier
         self._groups = groups
         self._numbers = numbers
-        self._owners = owners
+        self._table = table
         self._drop, self._fail = drop, fail
         self.sum_table = sum_table
         self.outbox = Outbox(exporter, ring, is_wanted=numbers.has_live, drop=drop, fail=fail)
-        self.reducer = Reducer(exporter.copier, numbers)
+        self.reducer = Reducer(exporter.copier, numbers, table)
         self.seen: list[Part] = []
         """What a logit lens made of the running step, which is sent with the rest."""
         self._forms: dict[int, Form] = {}
@@ -78,10 +78,7 @@ class Sender:
                     self._gone.add(reply)
 
     def watch(self, slot: int, envelope: Envelope, group: int) -> None:
-        """Take note of a request something of which is reduced.
-
-        What is made of its sampled tokens is kept here until it is over, where there is room.
-        """
+        """Take note of a request something of which is reduced, here where there is room."""
         self.reducer.watch(slot, envelope)
         capture, rows = envelope.capture, self._groups[group].results.get(ROWS)
         if capture is None or capture.fold is None or rows is None:
@@ -100,7 +97,7 @@ class Sender:
             if self.sum_table.count(slot):
                 # The ways of its steps stand on the board.
                 way = self._numbers.a_path(slot)
-                key = self._owners.reply_of(slot), self._forms[slot].wire, way
+                key = self._table.reply_of(slot), self._forms[slot].wire, way
                 alike.setdefault(key, []).append(slot)
         for (reply, wire, path), of in alike.items():
             for held in self.sum_table.take(np.asarray(of, dtype=np.int64)):
@@ -155,7 +152,7 @@ class Sender:
         with self._dropping():
             for block in blocks:
                 # Of a request that failed meanwhile nobody wants the rows, nor is its group there.
-                if (self._owners.of(block.slots) >= 0).any():
+                if (self._table.owner[block.slots] >= 0).any():
                     self._send_block(block, first_row + block.base, path, steps, apart)
             seen, self.seen = self.seen, []
             for part in seen:
@@ -209,14 +206,14 @@ class Sender:
 
     def _send_part(self, stream: int, made: Part, path: EnginePath) -> None:
         """Send one kind of result to the front-ends of its requests."""
-        whose = self._owners.of(made.slots)
+        whose = self._table.owner[made.slots]
         if (one := int(whose[0])) >= 0 and (whose == one).all():
-            self._export(self._owners.reply(one), made.rows(self._numbers, stream), path)
+            self._export(self._table.replies[one], made.rows(self._numbers, stream), path)
             return
         # Several front-ends share the block: each gets its own requests' rows only.
         for index in np.unique(whose[whose >= 0]).tolist():
             if (mine := made.only(whose == index, self._copier)) is not None:
-                self._export(self._owners.reply(index), mine.rows(self._numbers, stream), path)
+                self._export(self._table.replies[index], mine.rows(self._numbers, stream), path)
 
     def _export(self, reply: str, rows: Rows, path: EnginePath) -> None:
         if reply in self._gone:
@@ -268,7 +265,7 @@ class Sender:
         """Tell front-ends how far drafts are settled."""
         by_reply: dict[str, list[int]] = {}
         for slot in running:
-            if (reply := self._owners.reply_of(slot)) is not None:
+            if (reply := self._table.reply_of(slot)) is not None:
                 by_reply.setdefault(reply, []).append(slot)
         with self._dropping():
             for reply, slots in by_reply.items():

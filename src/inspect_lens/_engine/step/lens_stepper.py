@@ -234,10 +234,7 @@ def _translated(
 
 
 def _spans(layers: Sequence[int], n: int, start: int, stop: int) -> list[Span]:
-    """Layers of some of the rows of a form.
-
-    Which has `n` of each layer, one layer behind another.
-    """
+    """Layers of some of the rows of a form, which has `n` of each, one layer behind another."""
     of_each = ((layer, i * n, (i + 1) * n) for i, layer in enumerate(layers))
     return [
         Span(layer, max(a, start) - start, min(b, stop) - start)

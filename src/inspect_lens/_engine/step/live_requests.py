@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from inspect_lens._engine.export.transport import Numbers, Owners
+from inspect_lens._engine.export.transport import Numbers
 from inspect_lens._engine.plan.step_plan import Batch, Drafts, RequestTable
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.messages import Opening
@@ -48,7 +48,7 @@ class LiveRequests:
         bank: Bank,
         groups: Groups,
         numbers: Numbers,
-        owners: Owners,
+        table: RequestTable,
         sender: Sender,
         *,
         is_exporting: bool,
@@ -59,10 +59,9 @@ class LiveRequests:
         self._bank = bank
         self._groups = groups
         self._numbers = numbers
-        self._owners = owners
         self._sender = sender
         self._is_exporting, self._is_first = is_exporting, is_first
-        self.table = RequestTable()
+        self.table = table
         self.drafts = Drafts()
         self.by_key: dict[str, Request] = {}
         self.by_slot: dict[int, Request] = {}
@@ -112,7 +111,6 @@ class LiveRequests:
         self._sender.forget(slot)
         del self.by_key[request.key], self.by_slot[slot]
         self.new.discard(slot)
-        self._owners.clear(slot)
         self.table.give(slot)
         self.drafts.remove(slot)
         self._numbers.give(request.key, request.number, is_over=request.is_over)
@@ -165,11 +163,11 @@ class LiveRequests:
         self.by_key |= zip(keys, requests, strict=True)
         self.by_slot |= zip(slots, requests, strict=True)
         self.new.update(slots)
-        self._owners.set(at, first.reply)
+        self.table.set_owner(at, first.reply)
+        self.table.n_prompt[at] = [envelope.n_prompt for envelope in envelopes]
         if group is not None:
             self.table.group[at] = group
             self._groups.watch(self.table, at, envelopes)
-            self._sender.reducer.set(at, np.asarray([e.n_prompt for e in envelopes]))
         failed: dict[str, Exception] = {}
         openings, shares = [], self._groups.shares(first)
         for request, envelope in zip(requests, envelopes, strict=True):

@@ -12,8 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from inspect_lens._engine.export.transport import Exporter, Faults, Numbers, Owners, overflow
-from inspect_lens._engine.plan.step_plan import Batch, Longs, Repeat, StepPlan, plan_step
+from inspect_lens._engine.export.transport import Exporter, Faults, Numbers, overflow
+from inspect_lens._engine.plan.step_plan import (
+    Batch,
+    Longs,
+    Repeat,
+    RequestTable,
+    StepPlan,
+    plan_step,
+)
 from inspect_lens._engine.protocol.messages import Failure, unpacked
 from inspect_lens._engine.protocol.readouts import LAG
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE, ArenaWriter
@@ -55,14 +62,14 @@ class Stepper:
         self._faults = Faults(exporter.arena.view.board, exporter.copier)
         state.faults = self._faults.move_to(state.ring.device)
         state.bank.latches.tell(self._faults.fired)
-        owners = Owners()
+        table = RequestTable()
         self._sender = Sender(
             state.ring,
             exporter,
             self._groups,
             self._numbers,
             SumTable(state.sums, state.latest, lag),
-            owners,
+            table,
             drop=self._drop,
             fail=self._fail_numbers,
         )
@@ -73,7 +80,7 @@ class Stepper:
             self._bank,
             self._groups,
             self._numbers,
-            owners,
+            table,
             self._sender,
             is_exporting=is_exporting,
             is_first=not rank,
@@ -268,10 +275,7 @@ class Stepper:
                 self.disarm()
 
     def _fail_overflown(self) -> None:
-        """Fail steered requests of which a tap has left a row as it was.
-
-        Of a GPU that is known some steps later. Front-ends look once more when a request is over.
-        """
+        """Fail requests with a row that a tap left as it was; a GPU tells some steps later."""
         if len(slots := self._steered.slots):
             found = self._faults.of(self._numbers.of_slot[slots] % BOARD_SIZE)
             if found.any():

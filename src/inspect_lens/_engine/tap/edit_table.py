@@ -347,11 +347,7 @@ class Placing:
         self.new_configs: list[tuple[int, tuple[int, ...]]] = []
 
     def config_at(self, position: int, is_named: bool) -> int:
-        """Configuration of a token; see `Programs.row_at`.
-
-        Positions that share their programs share a configuration, found without looking at every
-        tap.
-        """
+        """Configuration of a token; see `Programs.row_at`."""
         what = tuple([part.row_at(position, is_named) for part in self._parts])
         found = self._seen.get(what)
         if found is None:

@@ -186,11 +186,7 @@ def capture_rows(
     ring: torch.Tensor,
     apart: torch.Tensor,
 ) -> None:
-    """Write the stream of captured tokens, or what else a site holds, to the ring.
-
-    A row that is wider than the ring is cut into parts as wide as it is; the last one ends with
-    zeros.
-    """
+    """Write what a site holds of captured tokens to the ring, wider rows in parts."""
     (index,) = (slots >= 0).nonzero(as_tuple=True)
     if not len(index):
         return
