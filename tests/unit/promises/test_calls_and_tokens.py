@@ -22,7 +22,11 @@ from inspect_ai.model import (
     ChatMessageAssistant,
     ChatMessageSystem,
     ChatMessageUser,
+    Logprob,
+    Logprobs,
     ModelOutput,
+    ModelUsage,
+    TopLogprob,
     get_model,
 )
 from inspect_ai.scorer import Scorer
@@ -44,6 +48,7 @@ from inspect_lens.scorer import (
     attention_tracker,
     deception_probe,
     document_rank,
+    follow_up_score,
     lens_rank,
     monitor_alarm,
     oracle_answer,
@@ -148,11 +153,11 @@ WITHOUT = {
     "pool": {
         "scorer.probe_ensemble",  # of each card
         "scorer.attention_tracker", "scorer.document_rank", "scorer.lens_rank",
-        "scorer.oracle_answer",  # no scores of tokens
+        "scorer.oracle_answer", "scorer.follow_up_score",  # no scores of tokens
     },
     "selection": {
         "scorer.probe_ensemble", "scorer.attention_tracker", "scorer.document_rank",
-        "scorer.lens_rank", "scorer.oracle_answer",
+        "scorer.lens_rank", "scorer.oracle_answer", "scorer.follow_up_score",
     },
     "tokenizer": {"scorer.lens_rank", "scorer.oracle_answer"},  # nothing is told by texts
     "threshold": {
@@ -163,6 +168,7 @@ WITHOUT = {
     "over": {
         "scorer.monitor_alarm",  # every turn
         "scorer.document_rank", "scorer.oracle_answer",  # the one with documents, or the answer
+        "scorer.follow_up_score",
         "solver.probe_gate", "agents.probe_approver", "agents.control.probe_monitor_builder",
         "agents.sentinel.probe_monitor", "agents.petri.read_probe",
         "agents.petri.lens_audit_solver", "agents.petri.eval_awareness_approver",  # one turn
@@ -414,6 +420,51 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
     assert failed.error is not None
     (found,) = scores(log("target", captured=False, roles=["target"], on_missing="skip"))
     assert "1 calls captured nothing" in (found.explanation or "")
+
+
+@CALLS.on("scorer.follow_up_score")
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    """The model of the role is asked, and the others are left alone."""
+    folder = request.getfixturevalue("tmp_path")
+    heard: list[str] = []
+
+    def plays(role: str) -> Any:
+        def reply(messages: Any, *_: Any) -> ModelOutput:
+            if messages[-1].text != "Was that a lie?":
+                return call([0.0], folder=folder)
+            heard.append(role)
+            output = ModelOutput.from_content("mockllm/model", "Yes")
+            output.usage = ModelUsage()
+            likely = [TopLogprob(token=t, logprob=p) for t, p in (("Yes", -0.1), ("No", -2.1))]
+            token = Logprob(token="Yes", logprob=-0.1, top_logprobs=likely)
+            output.choices[0].logprobs = Logprobs(content=[token])
+            return output
+
+        return get_model(f"mockllm/{role}", custom_outputs=reply, memoize=False)
+
+    @solver
+    def ask() -> Solver:
+        async def solve(state: TaskState, generate: Generate) -> TaskState:
+            for role in ("target", "helper"):
+                state.output = await get_model(role=role).generate(PROMPT)
+            return state
+
+        return solve
+
+    def log(**options: Any) -> EvalLog:
+        return run(
+            answers("never asked"), follow_up_score("Was that a lie?", **options), folder=folder,
+            labels=[1], solver=ask(), model_roles={r: plays(r) for r in ("target", "helper")},
+        )  # fmt: skip
+
+    for role in ("target", "helper"):
+        (found,) = scores(log(roles=[role]))
+        assert found.value == pytest.approx(2.0)
+        assert (found.metadata or {})["roles"] == [role]
+    assert heard == ["target", "helper"]
+    failed = log(roles=["judge"], on_missing="skip")
+    assert failed.error is not None
+    assert re.search(r"'target'.*'helper'", failed.error.message, re.S), failed.error.message
 
 
 class FakePlan:

@@ -72,6 +72,7 @@ def refused() -> Any:
     "inspect_lens.reading:ProbeReader.of",
     "inspect_lens.reading:lens_column",
     "inspect_lens.scorer:deception_probe",
+    "inspect_lens.scorer:follow_up_score",
     "inspect_lens.scorer:monitor_alarm",
     "inspect_lens.scorer:probe_cascade",
     "inspect_lens.scorer:probe_score",
@@ -89,6 +90,8 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
         make = partial(make, unit="threshold")  # compares; the raw score is a number alone
     if name == "probe_cascade":
         make = partial(make, question="It is so.", band=(0.0, 1.0), unit="score")
+    if name == "follow_up_score":
+        make = partial(make, "Was that a lie?")
     for statistic in (ANSWER, ALARM):
         only(statistic).save(folder / statistic.over)
     make(probe=str(folder / "answer"), threshold="fpr=0.01")
