@@ -153,7 +153,9 @@ def _describe(value: Any, parts: list[object], kept: list[object], depth: int) -
     if kind in _PLAIN:
         parts += kind, value
         return kind is not str or len(value) <= _MOST_TEXT
-    if len(parts) > _MOST_PARTS or depth > _MOST_DEPTH:
+    if kind in (dict, list, tuple) and (
+        len(parts) + 2 * len(value) > _MOST_PARTS or depth > _MOST_DEPTH
+    ):
         return False
     if kind is dict:
         parts += kind, len(value)
