@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-from pathlib import Path
 
 import yaml
 from inspect_ai._util.registry import registry_find, registry_info
@@ -119,20 +118,3 @@ def test_what_is_listed_is_what_the_source_registers() -> None:
     } == set()
     offered = {c.name for c in components() if c.kind != "modelapi"}
     assert offered <= {c.name for c in FUNCTIONS}
-
-
-def test_a_comment_a_docstring_and_a_namesake_are_no_use(tmp_path: Path) -> None:
-    auroc = next(c for c in components() if c.name == "auroc_metric")
-    file = tmp_path / "test_it.py"
-    for text, is_one in (
-        ("# auroc\n", False),
-        ('"""inspect_lens/auroc"""\n', False),
-        ("from inspect_lens.scorer import auroc_metric\n", False),
-        ("from inspect_lens.probe import auroc\nauroc()\n", False),
-        ("from inspect_lens.scorer import auroc_metric\nauroc_metric()\n", True),
-        ("from inspect_lens import scorer\nscorer.auroc_metric()\n", True),
-        ("import inspect_lens.scorer as s\ns.auroc_metric()\n", True),
-        ("run('inspect_lens/auroc_metric')\n", True),
-    ):
-        file.write_text(text, encoding="utf-8")
-        assert is_used(auroc, uses(file)) == is_one, text

@@ -34,17 +34,3 @@ def test_everything_public_has_a_docstring() -> None:
         **dict(public_objects()), **dict(public_functions()),
     }  # fmt: skip
     assert not [path for path, found in documented.items() if not found.docstring]
-
-
-def test_reader_finds_arguments_in_order() -> None:
-    doc = """Do.
-
-    Args:
-        first: one,
-            over two lines: with a colon.
-        *rest: more.
-
-    Returns:
-        nothing: really.
-    """
-    assert documented_arguments(doc) == ["first", "rest"]

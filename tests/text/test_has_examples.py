@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import NamedTuple
-
-from pydantic import BaseModel
-
 from inspect_lens import _registry
-from inspect_lens.train import LDAProbe
 from tests.kit.components import components
 from tests.kit.docstrings import has_example
-from tests.kit.examples import examples, is_record, required
+from tests.kit.examples import examples, required
 from tests.kit.repository import ROOT
 
 
@@ -47,28 +41,3 @@ def test_examples_are_found() -> None:
     lines = (ROOT / block.page).read_text(encoding="utf-8").splitlines()
     assert lines[block.line - 1].strip() == "```python"
     assert lines[block.line].strip() == block.code.splitlines()[0]
-
-
-def test_a_section_without_code_is_no_example() -> None:
-    assert has_example("Do.\n\nExample:\n    ```python\n    x\n    ```")
-    assert not has_example("Do.\n\nExample:\n    In words.\n\nNote:\n    ```python\n    ```")
-    assert not has_example("Do.\n\n```python\nx\n```")
-
-
-def test_values_are_records_and_estimators_are_not() -> None:
-    class Model(BaseModel):
-        x: int
-
-    class Tuple(NamedTuple):
-        x: int
-
-    @dataclasses.dataclass(frozen=True)
-    class Frozen:
-        x: int
-
-    @dataclasses.dataclass
-    class Open:
-        x: int
-
-    assert all(map(is_record, (Model, Tuple, Frozen, ValueError)))
-    assert not any(map(is_record, (Open, LDAProbe, object)))

@@ -10,12 +10,9 @@ import numpy as np
 from pydantic import (
     BaseModel,
     Field,
-    FieldSerializationInfo,
-    InstanceOf,
     SerializationInfo,
     SerializerFunctionWrapHandler,
     ValidationInfo,
-    field_serializer,
     field_validator,
     model_serializer,
     model_validator,
@@ -39,10 +36,10 @@ from ._instruction import (
 from ._positions import Phase, Positions, is_mask, parse_positions
 from ._tensor import (
     JudgeShape,
+    Tensor,
     TensorData,
     WireModel,
     as_tensor_data,
-    encode_tensor,
     freeze_tensor,
     is_wire,
 )
@@ -51,14 +48,9 @@ from ._values import TENSORS, Flag, Integer, Number, integers, shown
 __all__ = [
     "EDITS",
     "EDIT_REFERENCE",
-    "TENSOR_REFERENCE",
     "EditBase",
     "Gate",
 ]
-
-
-TENSOR_REFERENCE = "tensor/1"
-"""`$lens` of the short form in which a tensor of an edit stands in logs."""
 
 
 class Gate(WireModel):
@@ -90,7 +82,7 @@ class Gate(WireModel):
         ```
     """
 
-    direction: InstanceOf[TensorData]
+    direction: Tensor
     """(width,); what the stream is multiplied with."""
     layer: Integer
     """Layer at which the stream is read, 0-based."""
@@ -201,10 +193,6 @@ class Gate(WireModel):
             form.pop(name, None)
         return form
 
-    @field_serializer("direction")
-    def _dump_direction(self, value: TensorData, info: FieldSerializationInfo) -> dict[str, Any]:
-        return encode_tensor(value) if is_wire(info) else tensor_reference(value)
-
     def instruction(self, register: int) -> Instruction:
         """Make the instruction that computes the gate.
 
@@ -238,17 +226,6 @@ class Gate(WireModel):
         tensor = self.direction.sha256
         how = self.threshold, self.sharpness, self.cosine, self.scope, self.reads or "completion"
         return tensor, self.layer, self.site, *how, self.ema, self.closes_below
-
-
-def tensor_reference(tensor: TensorData) -> dict[str, Any]:
-    """The short form for logs of a tensor, which its hash stands for."""
-    return {
-        "$lens": TENSOR_REFERENCE,
-        "sha256": tensor.sha256,
-        "shape": list(tensor.shape),
-        "dtype": tensor.dtype,
-        "uri": f"lens-vectors/{tensor.sha256[:16]}.safetensors",
-    }
 
 
 EDIT_REFERENCE = "edit/1"
@@ -447,14 +424,6 @@ class EditBase(WireModel):
                 f"when.layer {gate.layer} comes after layer {min(self.layers)}, where the "
                 "edit acts first; a gate is read at or before its edit"
             )
-
-    @field_serializer("*", mode="wrap")
-    def _dump_tensor(
-        self, value: Any, handler: SerializerFunctionWrapHandler, info: FieldSerializationInfo
-    ) -> Any:
-        if isinstance(value, TensorData):
-            return encode_tensor(value) if is_wire(info) else tensor_reference(value)
-        return handler(value)
 
     @model_serializer(mode="wrap")
     def _dump(

@@ -8,14 +8,14 @@ from typing import ClassVar, Final, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from pydantic import Field, InstanceOf, model_validator
+from pydantic import Field, model_validator
 
 from inspect_lens.errors import SpecError
 
 from ._edit import EditBase, unit
 from ._instruction import Instruction, Kind, Row
 from ._positions import Positions
-from ._tensor import TensorData
+from ._tensor import Tensor
 from ._values import Flag, Number
 
 __all__ = [
@@ -66,7 +66,7 @@ class Add(EditBase):
     """
 
     op: Literal["add"] = "add"
-    vector: InstanceOf[TensorData]
+    vector: Tensor
     """(width,) for all layers alike, (layers, width), or (layers, positions, width) with a vector
     for each of the listed `positions`."""
     scale: Number = Field(default=1.0, allow_inf_nan=False)
@@ -143,7 +143,7 @@ class Ablate(EditBase):
     """
 
     op: Literal["ablate"] = "ablate"
-    direction: InstanceOf[TensorData]
+    direction: Tensor
     """(width,); of any norm but 0."""
     strength: Number = Field(default=1.0, allow_inf_nan=False)
     """Share of the projection that is removed; 1 removes it, 2 mirrors it."""
@@ -175,7 +175,7 @@ class Clamp(EditBase):
     """
 
     op: Literal["clamp"] = "clamp"
-    direction: InstanceOf[TensorData]
+    direction: Tensor
     """(width,); of any norm but 0."""
     min: Number | None = Field(default=None, allow_inf_nan=False)
     """Smallest projection; None for no bound."""
@@ -221,7 +221,7 @@ class Set(EditBase):
     """
 
     op: Literal["set"] = "set"
-    direction: InstanceOf[TensorData]
+    direction: Tensor
     """(width,); of any norm but 0."""
     value: Number = Field(allow_inf_nan=False)
     """The projection afterwards."""
@@ -257,7 +257,7 @@ class Scale(EditBase):
     """
 
     op: Literal["scale"] = "scale"
-    direction: InstanceOf[TensorData] | None = None
+    direction: Tensor | None = None
     """(width,); of any norm but 0. None scales all numbers."""
     factor: Number = Field(allow_inf_nan=False)
     """0 removes the part along the direction, 1 changes nothing."""
@@ -292,7 +292,7 @@ class ProjectOut(EditBase):
     """
 
     op: Literal["project_out"] = "project_out"
-    directions: InstanceOf[TensorData]
+    directions: Tensor
     """(directions, width); linearly independent, need not be orthogonal; 16 at most."""
 
     tensor_fields: ClassVar[dict[str, int]] = {"directions": 2}
@@ -326,7 +326,7 @@ class Rotate(EditBase):
     """
 
     op: Literal["rotate"] = "rotate"
-    plane: InstanceOf[TensorData]
+    plane: Tensor
     """(2, width); made orthonormal, beginning with the first."""
     degrees: Number = Field(allow_inf_nan=False)
     """Angle of the rotation."""
@@ -370,9 +370,9 @@ class Insert(EditBase):
     """
 
     op: Literal["insert"] = "insert"
-    concept: InstanceOf[TensorData]
+    concept: Tensor
     """(width,); what comes."""
-    instead_of: InstanceOf[TensorData]
+    instead_of: Tensor
     """(width,); what goes; of any norm but 0."""
     strength: Number = Field(default=1.0, allow_inf_nan=False)
     """Share that is replaced."""
@@ -409,9 +409,9 @@ class Swap(EditBase):
     """
 
     op: Literal["swap"] = "swap"
-    first: InstanceOf[TensorData]
+    first: Tensor
     """(width,)."""
-    second: InstanceOf[TensorData]
+    second: Tensor
     """(width,); not a multiple of the first."""
     strength: Number = Field(default=1.0, allow_inf_nan=False)
     """Share of the exchange; 1 exchanges, 0.5 makes both alike."""
@@ -501,11 +501,11 @@ class LowRank(EditBase):
     """
 
     op: Literal["low_rank"] = "low_rank"
-    read: InstanceOf[TensorData]
+    read: Tensor
     """(rank, width); 16 at most."""
-    write: InstanceOf[TensorData]
+    write: Tensor
     """(rank, width)."""
-    bias: InstanceOf[TensorData] | None = None
+    bias: Tensor | None = None
     """(rank,); None for zeros."""
     scale: Number = Field(default=1.0, allow_inf_nan=False)
     """Factor on the whole edit."""
@@ -639,7 +639,7 @@ class Replace(EditBase):
     """
 
     op: Literal["replace"] = "replace"
-    rows: InstanceOf[TensorData]
+    rows: Tensor
     """(width,) for all tokens alike, (layers, width), or (layers, positions, width) with one row
     for each of the listed `positions`."""
     alpha: Number = Field(default=1.0, allow_inf_nan=False)

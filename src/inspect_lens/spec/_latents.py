@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import Field, InstanceOf, model_validator
+from pydantic import Field, model_validator
 
 from ._edit import EditBase
 from ._instruction import MOST_INSTRUCTIONS, Instruction, Kind
-from ._tensor import TensorData
+from ._tensor import Tensor
 from ._values import Flag, Number
 
 __all__ = [
@@ -61,9 +61,9 @@ class Latent(EditBase):
     """
 
     op: Literal["latent"] = "latent"
-    encoder: InstanceOf[TensorData]
+    encoder: Tensor
     """(width,); the latent's column of the encoder."""
-    decoder: InstanceOf[TensorData]
+    decoder: Tensor
     """(width,); the latent's row of the decoder."""
     bias: Number = Field(default=0.0, allow_inf_nan=False)
     """The latent's bias. Where the autoencoder takes a bias off its input first, that is
@@ -95,13 +95,13 @@ MOST_LATENTS = MOST_INSTRUCTIONS - 1
 class _Several(EditBase):
     """What both have: the latents, and when each is active."""
 
-    encoder: InstanceOf[TensorData]
+    encoder: Tensor
     """(latents, width); the latents' columns of the encoder; 63 at most."""
-    decoder: InstanceOf[TensorData]
+    decoder: Tensor
     """(latents, width); the latents' rows of the decoder."""
-    bias: InstanceOf[TensorData] | None = None
+    bias: Tensor | None = None
     """(latents,); the latents' biases, as for `Latent`; None for zeros."""
-    threshold: InstanceOf[TensorData] | None = None
+    threshold: Tensor | None = None
     """(latents,); a latent is active above it; None for zeros, which is ReLU."""
 
     number_fields: ClassVar[frozenset[str]] = frozenset({"bias", "threshold", "value"})
@@ -156,7 +156,7 @@ class Latents(_Several):
     """
 
     op: Literal["latents"] = "latents"
-    value: InstanceOf[TensorData]
+    value: Tensor
     """(latents,); each activation afterwards, its minimum, or what is added to it."""
     mode: LatentMode = "set"
     """Whether a `value` takes the place of the activation, is its minimum, or is added to it."""
@@ -213,7 +213,7 @@ class Reconstruct(_Several):
     """
 
     op: Literal["reconstruct"] = "reconstruct"
-    decoder_bias: InstanceOf[TensorData] | None = None
+    decoder_bias: Tensor | None = None
     """(width,); bias of the decoder; None for zeros."""
     strength: Number = Field(default=1.0, allow_inf_nan=False)
     """Share of the stream that the reconstruction takes the place of."""

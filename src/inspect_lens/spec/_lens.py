@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, InstanceOf, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from inspect_lens.errors import SpecError, UnsupportedError
 
@@ -16,7 +16,7 @@ from ._capture import Layers, Transport
 from ._engine import EngineFacts
 from ._positions import Positions, parse_positions
 from ._probe import Weights
-from ._tensor import TensorData
+from ._tensor import Tensor
 from ._values import Integer, Name, Value, integer, shown
 
 __all__ = [
@@ -331,7 +331,7 @@ class EngineLens(Weights):
     """Decoder layers of the model that it was fitted to; an engine of another depth refuses it."""
     layers: tuple[int, ...]
     """Layers that it translates, ascending, 0-based."""
-    tensors: dict[str, InstanceOf[TensorData]]
+    tensors: dict[str, Tensor]
     """By name, with l layers and width h: `matrix` (l, h, h), whose rows are outputs, and of a
     tuned lens `bias` (l, h). float32, float16 and bfloat16 stay as they are on the device."""
 

@@ -13,11 +13,9 @@ import numpy as np
 from pydantic import (
     ConfigDict,
     Field,
-    InstanceOf,
     SerializationInfo,
     SerializerFunctionWrapHandler,
     ValidationInfo,
-    field_serializer,
     field_validator,
     model_serializer,
     model_validator,
@@ -28,7 +26,14 @@ from inspect_lens.errors import SpecError
 
 from ._engine import RESID_POST, Site, TapPoint, tap_points, weights_judge
 from ._positions import Positions, parse_positions
-from ._tensor import TensorData, WireModel, as_tensor_data, encode_tensor, freeze_tensor, is_wire
+from ._tensor import (
+    Tensor,
+    TensorData,
+    WireModel,
+    as_tensor_data,
+    freeze_tensor,
+    is_wire,
+)
 from ._values import Flag, Name, Number, Value, integers, shown
 
 __all__ = [
@@ -48,7 +53,7 @@ class Weights(WireModel):
 
     kind: str
     layers: tuple[int, ...]
-    tensors: dict[str, InstanceOf[TensorData]]
+    tensors: dict[str, Tensor]
 
     shapes: ClassVar[dict[str, dict[str, str]]] = {}
     """By kind and name of a tensor its axes: l layers, width h, k units or heads."""
@@ -84,10 +89,6 @@ class Weights(WireModel):
             return freeze_tensor(as_tensor_data(value[name], field=name, judge=judge))
 
         return {name: read(name) for name in value}
-
-    @field_serializer("tensors")
-    def _dump_tensors(self, value: dict[str, TensorData]) -> dict[str, Any]:
-        return {name: encode_tensor(tensor) for name, tensor in value.items()}
 
     @model_serializer(mode="wrap")
     def _dump(
@@ -281,7 +282,7 @@ class EngineProbe(Weights):
     """Layers that it reads, ascending, 0-based."""
     site: Site = RESID_POST
     """Place in the block."""
-    tensors: dict[str, InstanceOf[TensorData]]
+    tensors: dict[str, Tensor]
     """By name, with l layers, width h and k units or heads: linear `weight` (l, h), `bias` ();
     mlp `w1` (l, k, h), `b1` (k), `w2` (k), `b2` (); attention `query` and `value` (k, h),
     `bias` (). Biases are 0 where left out."""

@@ -16,18 +16,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, cast, get_args
 
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
-from pydantic import SerializationInfo
+from pydantic import InstanceOf, PlainSerializer, SerializationInfo
 
 from inspect_lens.errors import SpecError
 
 from ._values import Value, shown
 
 __all__ = [
+    "TENSOR_REFERENCE",
     "DType",
     "TensorData",
     "as_tensor_data",
@@ -382,6 +383,29 @@ def _from_torch(tensor: Any, field: str) -> TensorData:
 
 
 _WIRE_KEY = "inspect_lens_wire"
+
+
+TENSOR_REFERENCE = "tensor/1"
+"""`$lens` of the short form in which a tensor of an edit stands in logs."""
+
+
+def tensor_reference(tensor: TensorData) -> dict[str, Any]:
+    """The short form for logs of a tensor, which its hash stands for."""
+    return {
+        "$lens": TENSOR_REFERENCE,
+        "sha256": tensor.sha256,
+        "shape": list(tensor.shape),
+        "dtype": tensor.dtype,
+        "uri": f"lens-vectors/{tensor.sha256[:16]}.safetensors",
+    }
+
+
+def _dump(tensor: TensorData, info: SerializationInfo) -> dict[str, Any]:
+    return encode_tensor(tensor) if is_wire(info) else tensor_reference(tensor)
+
+
+Tensor = Annotated[TensorData, InstanceOf, PlainSerializer(_dump)]
+"""A field with a tensor: encoded on the wire, and a reference in a log."""
 
 
 class WireModel(Value):
