@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -160,11 +159,6 @@ def read_body(
 ) -> Body:
     """Read the lens request of a call; reading what this returned changes nothing."""
     settled = isinstance(extra_body, Settled)
-    if not extra_body or settled:
-        # What nearly all calls of an eval say: nothing, and then what the hook made of that.
-        known = _unsaid(default, scope, probes)
-        if known is not None and (not extra_body or extra_body == {"extra_args": known[1]}):
-            return Body({"extra_args": to_extra_args(known[0])}, known[0])
     body, given = split_body(extra_body)
     args = resolve_references({key: _loads(key, value) for key, value in given.items()})
     # Refusals are for this side of the wire only; beside a native request they would not parse.
@@ -174,12 +168,14 @@ def read_body(
     if scope is not None and not settled:
         default = scope.capture or default
         request = _under(request, scope, inherited, plain=plain)
-    if default is not None and not declined and (request is None or request.capture is None):
-        request = (request or LensRequest()).model_copy(update={"capture": default})
-    named = {use.name for use in request.probes} if request is not None else set()
+    made, changes = request or _NOTHING, dict[str, Any]()
+    if default is not None and not declined and made.capture is None:
+        changes["capture"] = default
+    named = {use.name for use in made.probes}
     if more := tuple(use for use in probes if use.name not in named):
-        request = request or LensRequest()
-        request = request.model_copy(update={"probes": (*request.probes, *more)})
+        changes["probes"] = (*made.probes, *more)
+    if changes:
+        request = made.model_copy(update=changes)
     typed = {key: value for key, value in args.items() if key not in LENS_KEYS}
     typed |= to_extra_args(request)
     if declined:
@@ -199,27 +195,7 @@ def respelled(body: Mapping[str, Any], request: LensRequest) -> dict[str, Any]:
     return made | ({"extra_args": args} if args else {})
 
 
-def _unsaid(
-    default: CaptureSpec | None, scope: LensRequest | None, probes: tuple[ProbeUse, ...]
-) -> tuple[LensRequest, dict[str, Any]] | None:
-    """The request of a call that says nothing itself; None without one, or where it steers."""
-    if scope is not None:
-        if scope.edits or scope.lens is not None:
-            return None
-        default = scope.capture or default
-        if scope.probes:
-            named = {use.name for use in scope.probes}
-            probes = (*scope.probes, *(use for use in probes if use.name not in named))
-    return _only(default, probes) if default is not None or probes else None
-
-
-@lru_cache(maxsize=64)
-def _only(
-    capture: CaptureSpec | None, probes: tuple[ProbeUse, ...]
-) -> tuple[LensRequest, dict[str, Any]]:
-    """The request of a call that says nothing itself, and its spelling."""
-    request = LensRequest(capture=capture, probes=probes)
-    return request, to_extra_args(request)
+_NOTHING = LensRequest()
 
 
 def _under(
@@ -230,7 +206,7 @@ def _under(
     plain: bool,
 ) -> LensRequest | None:
     """A request with what a scope adds to it."""
-    made = request or LensRequest()
+    made = request or _NOTHING
     changes: dict[str, Any] = {}
     # What the config of the task or of the model asks is no call's own.
     for name in ("capture", "lens"):

@@ -332,6 +332,8 @@ def parse_extra_args(
     """
     if not extra_args:
         return None
+    if len(extra_args) == 1 and isinstance(typed := extra_args.get(NATIVE_KEY), LensRequest):
+        return _none_if_empty(typed)
     # A batch gives one mapping to a thousand requests, and each is read three times.
     key, kept = fingerprint(extra_args)
     if key is not None and (known := _PARSED.get(key)) is not None:
@@ -374,7 +376,10 @@ def _parse(extra_args: Mapping[str, Any], limits: TensorLimits | None) -> LensRe
 
 
 def _none_if_empty(request: LensRequest) -> LensRequest | None:
-    return request if request != LensRequest() else None
+    return request if request != _NOTHING else None
+
+
+_NOTHING = LensRequest()
 
 
 def _check_keys(extra_args: Mapping[str, Any], *, has_lens: bool) -> None:
