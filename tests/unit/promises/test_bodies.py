@@ -31,32 +31,19 @@ from inspect_lens.spec import (
     EDITS,
     EditBase,
     EngineEdits,
-    EngineFacts,
     EngineLens,
     EngineProbe,
     Hook,
     LensRequest,
     Zero,
-    tap_points,
 )
 from inspect_lens.spec._values import MOST_OF, TENSORS
+from tests.kit.facts import engine_facts
 from tests.kit.promises import Promise
 
 WIDTH = 4
 AT_ONCE_S = 0.5
-FACTS = EngineFacts(
-    model="m",
-    n_layers=4,
-    hidden=WIDTH,
-    dtype="float32",
-    layers=(0, 1, 2, 3),
-    sites=("resid_post",),
-    taps=tap_points(["resid_post"], range(4)),
-    max_step_tokens=16,
-    ring_rows=64,
-    bank_rows=4096,
-    vllm_version="0",
-)
+FACTS = engine_facts(hidden=WIDTH, bank_rows=4096)
 REGISTRY = "/v1/inspect_lens/registry"
 SWEEP = "/v1/inspect_lens/patch_sweep"
 ROOTS: dict[str, dict[str, type[BaseModel]]] = {

@@ -11,29 +11,16 @@ from pydantic import ValidationError
 from inspect_lens import LensRequest
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec import (
-    EngineFacts,
     EngineLens,
     LogitLens,
     ResolvedLens,
     TensorLimits,
     check_engine_lens,
     parse_extra_args,
-    tap_points,
 )
+from tests.kit.facts import engine_facts
 
-FACTS = EngineFacts(
-    model="m",
-    n_layers=4,
-    hidden=6,
-    dtype="float32",
-    layers=(0, 1, 2, 3),
-    sites=("resid_post",),
-    taps=tap_points(["resid_post"], range(4)),
-    max_step_tokens=8,
-    ring_rows=32,
-    bank_rows=4,
-    vllm_version="0",
-)
+FACTS = engine_facts(hidden=6, max_step_tokens=8, ring_rows=32, bank_rows=4)
 
 
 def form(**change: Any) -> dict[str, Any]:

@@ -14,30 +14,23 @@ from hypothesis import strategies as st
 from inspect_lens.errors import LensError
 from inspect_lens.spec import (
     BLOCK_SITES,
-    EngineFacts,
     EngineProbe,
     LensRequest,
     TensorLimits,
     check_request,
     parse_extra_args,
     split_body,
-    tap_points,
 )
 from tests.kit.bodies import LAYERS, WIDTH, near_valid
+from tests.kit.facts import engine_facts
 
 BANK_ROWS = 4096
-FACTS = EngineFacts(
-    model="m",
+FACTS = engine_facts(
     n_layers=LAYERS,
     hidden=WIDTH,
-    dtype="float32",
-    layers=tuple(range(LAYERS)),
     sites=BLOCK_SITES,
-    taps=tap_points(BLOCK_SITES, range(LAYERS)),
-    max_step_tokens=16,
     ring_rows=1 << 16,
     bank_rows=BANK_ROWS,
-    vllm_version="0",
     allows_code=True,
 )
 _WEIGHT = {"weight": np.ones((1, WIDTH))}

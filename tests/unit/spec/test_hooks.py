@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from inspect_lens import Hook, LensRequest
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec import (
-    EngineFacts,
     TensorData,
     check_request,
     code_python,
@@ -33,22 +32,12 @@ from inspect_lens.spec import (
     to_extra_args,
     to_wire_args,
 )
+from tests.kit.facts import engine_facts
 
 DATA = Path(__file__).parents[2] / "data" / "vllm_lens_1.3.0"
 PEER = json.loads((DATA / "hooks.json").read_text())
-FACTS = EngineFacts(
-    model="m",
-    n_layers=6,
-    hidden=8,
-    dtype="float32",
-    layers=(0, 2, 3),
-    sites=("resid_post",),
-    taps=tap_points(["resid_post"], (0, 2, 3)),
-    max_step_tokens=32,
-    ring_rows=96,
-    bank_rows=12,
-    vllm_version="0",
-    allows_code=True,
+FACTS = engine_facts(
+    n_layers=6, layers=(0, 2, 3), max_step_tokens=32, ring_rows=96, bank_rows=12, allows_code=True
 )
 
 

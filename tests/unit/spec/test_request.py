@@ -12,28 +12,15 @@ from inspect_lens import CaptureSpec, LensRequest, SteeringVector
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec import (
     SITES,
-    EngineFacts,
     _request,
     check_request,
     parse_extra_args,
     resolve_positions,
-    tap_points,
     to_extra_args,
 )
+from tests.kit.facts import engine_facts
 
-FACTS = EngineFacts(
-    model="m",
-    n_layers=4,
-    hidden=8,
-    dtype="float32",
-    layers=(0, 1, 3),
-    sites=("resid_post",),
-    taps=tap_points(["resid_post"], (0, 1, 3)),
-    max_step_tokens=16,
-    ring_rows=32,
-    bank_rows=5,
-    vllm_version="0",
-)
+FACTS = engine_facts(layers=(0, 1, 3), ring_rows=32, bank_rows=5)
 
 
 def vector(**changes: Any) -> SteeringVector:

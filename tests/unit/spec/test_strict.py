@@ -14,7 +14,6 @@ from inspect_lens.probe import StreamingPool, pool_scores
 from inspect_lens.spec import (
     OWN_WORDS,
     POOLS,
-    EngineFacts,
     EngineProbe,
     Pool,
     as_tensor_data,
@@ -29,6 +28,7 @@ from inspect_lens.spec import (
     split_body,
     tap_points,
 )
+from tests.kit.facts import engine_facts
 
 TENSOR = encode_tensor(as_tensor_data(np.ones((1, 4), np.float32)))
 GOOD: dict[str, Any] = {"activations": TENSOR, "layer_indices": [1]}
@@ -212,10 +212,9 @@ def test_a_right_pool_runs(pool: str) -> None:
 
 def test_an_alarm_needs_a_threshold() -> None:
     taps = tap_points(["resid_post"], (0,))
-    facts = EngineFacts(
-        model="m", n_layers=1, hidden=4, dtype="float32", layers=(0,), sites=("resid_post",),
-        taps=taps, max_step_tokens=1, ring_rows=9, bank_rows=9, vllm_version="0",
-    )  # fmt: skip
+    facts = engine_facts(
+        n_layers=1, hidden=4, taps=taps, max_step_tokens=1, ring_rows=9, bank_rows=9
+    )
     weight = {"weight": np.ones((1, 4))}
     without = EngineProbe(layers=(0,), tensors=weight)
     asked = LensRequest(probes=[{"name": "p", "alarm": "flag"}])  # type: ignore[arg-type]
