@@ -18,10 +18,10 @@ PLAIN := tests/contracts tests/docs tests/unit
 # What a run compiles the next one reads: pytest rewrites every file of tests in each process.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test nightly check env lint types imports docs dist lock hooks clean
+.PHONY: help demo test nightly real real-core check env lint types imports docs dist lock hooks clean
 
 help:  ## list the commands
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 11
 
 demo: env  ## make the environment and run the demonstration, all of it on this machine
 	@$(PY) -m evals.demo
@@ -40,6 +40,13 @@ test: env  ## run everything that runs on a CPU: lint, types, imports, docs, eve
 
 nightly: env  ## run the long tests that `make test` leaves out; docs/contributing.md lists them
 	@$(PYTEST) -m "nightly and not gpu" -n 2 --dist loadscope $(ENGINES) tests/unit
+
+real: env  ## run the tests on three real models, which are downloaded once; make their table
+	@$(PYTEST) -m real -n 0 tests/real --durations=10 --real-results tests/real/results.json
+	@$(PY) -m tests.kit.generated
+
+real-core: env  ## the same on the smallest of them
+	@$(PYTEST) -m real -n 0 tests/real --durations=10 -k smollm2
 
 check: env  ## the fast part, for before a commit: lint, types, imports, contracts, unit
 	@$(MAKE) --keep-going --jobs=2 --output-sync=target types lint imports

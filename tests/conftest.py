@@ -37,10 +37,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--lens-server",
         help="address of a server of organism/checkpoint that runs already, with LoRA enabled",
     )
+    parser.addoption(
+        "--real-models",
+        default="~/.cache/inspect_lens/real-models",
+        help="folder that keeps the models of tests/real, which are made when they are missing",
+    )
+    parser.addoption("--real-results", help="file for what tests/real measure")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give the engines of each of several test processes a core of their own."""
+    if (file := config.getoption("--real-results")) and not hasattr(config, "workerinput"):
+        from tests.kit.real_results import RealResults
+
+        config.pluginmanager.register(RealResults(Path(file)))
     worker = getattr(config, "workerinput", {}).get("workerid", "")
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if worker and cores:

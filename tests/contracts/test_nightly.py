@@ -78,6 +78,6 @@ def test_tests_with_an_engine_lie_where_they_are_looked_for() -> None:
         found, text = str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
         if "pytest.mark.engine" in text and not found.startswith("tests/contracts/"):
             assert found.startswith(tuple(engines)), found
-        # `make docs` runs what tests text.
-        elif not found.startswith(("tests/text/", "tests/gpu/")):
+        # `make docs` runs what tests text, `make real` what needs real weights.
+        elif not found.startswith(("tests/text/", "tests/gpu/", "tests/real/")):
             assert found.startswith(tuple(plain)), found

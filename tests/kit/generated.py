@@ -29,6 +29,7 @@ from .coverage import coverage_markdown
 from .figures import figure_files
 from .gallery import oracles_markdown, probes_markdown
 from .notebooks import notebook_files
+from .real_results import real_models_markdown
 from .repository import ROOT
 
 COMMAND = "python -m tests.kit.generated"
@@ -146,6 +147,7 @@ def generated_files() -> dict[str, str]:
         ("docs/benchmarks.md", "techniques", plots.techniques_markdown()),
         ("docs/how-to/settings.md", "settings", settings_markdown()),
         ("docs/reference/compatibility.md", "monkeypatches", patches_markdown()),
+        ("docs/reference/compatibility.md", "real-models", real_models_markdown()),
         ("docs/how-to/serve.md", "metrics", metrics_markdown()),
         ("docs/how-to/serve.md", "traces", traces_markdown()),
         ("docs/evals.md", "evals", evals_markdown()),

@@ -23,13 +23,14 @@ class SlowRuns:
 
     Args:
         folder: of the checkpoint.
+        model: the same, loaded before.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, model: HuggingFace | None = None) -> None:
         from transformers import AutoTokenizer
 
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        self.model = HuggingFace(folder)
+        self.model = model or HuggingFace(folder)
         self.ran = 0
 
     def tokens(self, prompt: Prompt) -> list[int]:
