@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -112,8 +113,12 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
             kv_cache_memory_bytes=512 << 20,
             enforce_eager=True,
         )
-    yield Served(name, folder, dtype, engine, HuggingFace(folder))
+    made = Served(name, folder, dtype, engine, HuggingFace(folder))
+    yield made
     engine.close()
+    # What it leaves in this process would still be there beside the next one.
+    del made.engine, made.reference, engine
+    gc.collect()
 
 
 @pytest.fixture

@@ -68,6 +68,7 @@ def test_a_probe_of_false_statements(served: Served, measured: Measured) -> None
             labels=[cases[i][2] for i in chosen],
             groups=[cases[i][0] for i in chosen],
             mask=tuple(np.arange(acts[i].shape[1]) >= acts[i].shape[1] - 2 for i in chosen),
+            ids=[cases[i][1] for i in chosen],
             contents=[cases[i][1] for i in chosen],
         )
 
@@ -114,7 +115,7 @@ def test_patching_a_fact(served: Served, measured: Measured) -> None:
     worst = 0.0
     for i, layer in enumerate(found.layers):
         for j, position in enumerate(found.positions):
-            row = rows[layer, position].numpy()
+            row = rows[layer : layer + 1, position : position + 1].numpy()
             put = Replace(rows=row, layers=[layer], positions=[position])
             logprobs = slow.after(Run(tuple(ids), (put,)))
             metric = float(logprobs[answer] - logprobs[foil])

@@ -121,7 +121,7 @@ class TestCoherence:
         assert "two the the" in heard[1]
         assert got[0].metadata == {
             "method": "judge", "judge": "mockllm/judge", "judge_answer": "95",
-            "judge_weighted": False,
+            "judge_weighted": False, "repeated": 0.0,
         }  # fmt: skip
 
     def test_no_number_is_no_coherence_of_zero(self, tmp_path: Path) -> None:
@@ -137,5 +137,26 @@ class TestCoherence:
         log = run(blind, coherence("likelihood"), folder=tmp_path)
         assert log.error is not None
         assert "token ids of this completion are not known" in log.error.message
-        with pytest.raises(SpecError, match="allowed are 'judge' and 'likelihood'"):
+        with pytest.raises(SpecError, match="allowed are 'judge', 'likelihood' and 'repetition'"):
             coherence("perplexity")  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        ("text", "share"),
+        [
+            ("Paris is the capital of France, and Rome that of Italy.", 1.0),
+            ("one", 1.0),
+            # Seven runs of four words, of which three differ.
+            ("I am sure. I am sure. I am", 4 / 7),
+            # As SmolLM2 writes it under a large vector.
+            ("The answer is: " * 30, 4 / 117),
+            # No spaces between words.
+            ("東京は首都。" * 4, 6 / 21),
+        ],
+    )
+    def test_repeated_runs_of_words_are_counted(
+        self, tmp_path: Path, text: str, share: float
+    ) -> None:
+        log = run(texts(text), coherence("repetition"), folder=tmp_path)
+        (score,) = scores(log)
+        assert score.value == pytest.approx(share)
+        assert score.metadata["repeated"] == pytest.approx(1 - share)
