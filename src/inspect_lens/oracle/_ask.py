@@ -134,7 +134,7 @@ def answer_table(answers: Sequence[OracleAnswer]) -> str:
     for a in answers:
         cells = [a.question, a.answer, *(a.controls.get(name, "") for name in asked)]
         if per_token:
-            cells.insert(1, str(a.positions[0]))
+            cells.insert(1, f"{a.positions[0]} {a.facts.get('token', '')}")
         lines.append(f"| {' | '.join(_cell(c) for c in cells)} |")
     if any(a.facts.get("sinks") for a in answers):
         lines += [

@@ -12,9 +12,11 @@ from inspect_ai.model import ChatMessage, ChatMessageAssistant, Model, ModelOutp
 from numpy.typing import NDArray
 
 from inspect_lens._base.concurrency import together
+from inspect_lens._base.token_texts import TokenTexts
 from inspect_lens.errors import SpecError
 from inspect_lens.model import Activations, activations
 from inspect_lens.model._scope import instrument_message
+from inspect_lens.probe import TokenText, select_tokens
 from inspect_lens.reading import Source
 from inspect_lens.reading._rows import has_nothing_to_read
 from inspect_lens.reading._shared import shared_parameters
@@ -138,11 +140,13 @@ async def explain_rows(
         prompt: the user's message, with `{}` where the placeholders go.
         model: a `vllm-lens/` model; the active one by default.
         layers: whose rows are explained; by default the middle one of those captured.
-        positions: tokens to choose from; the completion by default.
+        positions: tokens to choose from; the completion by default. `prompt` is what the user
+            wrote, where the model's tokenizer is on this machine and its chat template is known
+            (`select_tokens`): the template ends every prompt with the same tokens.
 
     Returns:
         An explanation for each layer and token, with its controls; none where the generation has
-        no such token. An explanation that a control shares says nothing about the row.
+        no such token. `facts["token"]` is the token's text, where the tokenizer is known. An explanation that a control shares says nothing about the row.
 
     Raises:
         SpecError: an argument is wrong.
@@ -190,15 +194,27 @@ async def _explain(
     layers = _layers(plan, about)
     handle, origin = await find_activations(about, layers=layers, source=plan.source, model=model)
     prompt, messages = await _render(plan, model)
-    shown = await anyio.to_thread.run_sync(partial(_select, plan, handle, layers))
+    texts = await anyio.to_thread.run_sync(TokenTexts.of, str(model))
+    shown = await anyio.to_thread.run_sync(partial(_select, plan, handle, layers, texts))
+    ids = (*handle.prompt_token_ids, *handle.token_ids)
     draw = draw_of(plan.seed, handle)
     # What it says without a row is the same for all of them.
     plain = None
     if "text_only" in plan.controls:
         plain = await _answer(plan, model, messages, prompt, None, 0)
     return await together(
-        *(_one(plan, model, messages, prompt, rows, draw, plain, origin) for rows in shown)
+        *(
+            _one(plan, model, messages, prompt, rows, draw, plain, origin, _words(rows, ids, texts))
+            for rows in shown
+        )
     )
+
+
+def _words(shown: Shown, ids: Sequence[int], texts: TokenTexts) -> dict[str, str]:
+    """The text of the token that is explained, if the model's tokenizer is on this machine."""
+    if not texts.is_known:
+        return {}
+    return {"token": texts.texts([ids[position] for position in shown.positions])[0]}
 
 
 async def _one(
@@ -210,6 +226,7 @@ async def _one(
     draw: tuple[int, ...],
     plain: str | None,
     origin: str,
+    token: dict[str, str],
 ) -> OracleAnswer:
     into = shown.layers[0] if plan.into is None else plan.into
     shows = arms([name for name in plan.controls if name != "text_only"], shown.rows, draw)
@@ -227,7 +244,7 @@ async def _one(
         inputs="tokens",
         positions=shown.positions,
         source=origin,
-        facts={"into": into, "repeat": plan.repeat, "seed": plan.seed},
+        facts={"into": into, "repeat": plan.repeat, "seed": plan.seed} | token,
     )
 
 
@@ -261,14 +278,28 @@ async def _render(plan: ExplainPlan, model: Model) -> tuple[Prompt, list[ChatMes
     return Prompt(text, ids, places), messages
 
 
-def _select(plan: ExplainPlan, handle: Activations, layers: tuple[int, ...]) -> list[Shown]:
+def _select(
+    plan: ExplainPlan, handle: Activations, layers: tuple[int, ...], texts: TokenTexts
+) -> list[Shown]:
+    positions = plan.positions
+    if positions == "prompt" and texts.is_known:
+        positions = _of_user(handle, texts) or positions
     return [
         shown
         for layer in layers
         for shown in select_rows(
-            handle, (layer,), inputs="tokens", positions=plan.positions, last=plan.last
+            handle, (layer,), inputs="tokens", positions=positions, last=plan.last
         )
     ]
+
+
+def _of_user(handle: Activations, texts: TokenTexts) -> tuple[int, ...]:
+    """Positions of what the user wrote: a chat template ends every prompt with the same tokens."""
+    ids = handle.prompt_token_ids
+    tokens = TokenText(
+        pieces=tuple(texts.texts(ids)), n_prompt=len(ids), special=tuple(texts.special(ids))
+    )
+    return tuple(np.flatnonzero(select_tokens(tokens, "user")).tolist())
 
 
 def _layers(plan: ExplainPlan, about: Activations | ModelOutput) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CallReader", "CallTexts", "positions_for"]
 
-_WHOLE: Final = frozenset({"prompt", "all", "assistant"})
+_WHOLE: Final = frozenset({"prompt", "all", "assistant", "user"})
 """Selections that take tokens of the prompt too."""
 
 Read = TypeVar("Read", "Rows", "ScoredTokens")

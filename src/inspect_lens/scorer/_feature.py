@@ -69,7 +69,7 @@ def sae_feature(
         positions: tokens to read; by default the completion, or those that hold the selection.
         pool: `max`, `mean`, `top_k_mean:5` or another of `probe_score`.
         selection: tokens among these positions by what they are: `answer`, `reasoning`,
-            `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; all by
+            `tool_calls`, `assistant`, `user`, `prompt`, `last:K` or `regex:PATTERN`; all by
             default.
         threshold: of the pooled activation, above which a latent counts as found; the verdict,
             `threshold_accuracy` and `at_threshold` (with `key="latent_31164"`) go by it.

@@ -266,7 +266,7 @@ def trait_projection(
         positions: tokens to read.
         pool: `mean` over the tokens, or another of `probe_score`.
         selection: tokens among these positions by what they are: `answer`, `reasoning`,
-            `tool_calls`, `assistant`, `prompt`, `last:K` or `regex:PATTERN`; "" for all.
+            `tool_calls`, `assistant`, `user`, `prompt`, `last:K` or `regex:PATTERN`; "" for all.
         site: place in the block, for a bare file; a vector and a probe have their own.
         normalise: divide the direction by its length; without it a vector has the length that
             `scale=1` adds.

@@ -121,7 +121,8 @@ def self_explain(
     Args:
         prompt: the user's message, with `{}` where the placeholders go.
         layers: whose rows are explained; by default the middle one of those captured.
-        positions: tokens to explain; those of the completion by default.
+        positions: tokens to explain; those of the completion by default. `prompt` is what the
+            user wrote, without the chat template, where the tokenizer is on this machine.
         key: where explanations go, as a list of plain data, in `state.metadata` and the store.
 
     Returns:

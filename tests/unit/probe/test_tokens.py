@@ -32,6 +32,7 @@ def chosen(selection: str, tokens: TokenText = CHAT) -> list[str]:
         ("prompt", [p for p in PROMPT if not p.startswith("<|")]),
         ("last:3", DONE[-4:-1]),
         ("assistant", ["Old", " answer", *DONE[:-1]]),
+        ("user", ["Hi"]),
         ("reasoning", ["hm", " so"]),
         ("answer", DONE[5:-1]),
         ("tool_calls", ['{"a"', ":1}"]),
@@ -60,13 +61,18 @@ def test_a_token_is_chosen_by_any_part_of_it() -> None:
     ]
 
 
-def test_llama_and_gemma_turns() -> None:
+def test_turns_of_other_templates() -> None:
     llama = ["<|start_header_id|>", "assistant", "<|end_header_id|>", "\n\n", "ok", "<|eot_id|>"]
     gemma = ["<start_of_turn>", "model", "\n", "fine", "<end_of_turn>"]
-    for pieces, wanted in ((llama, "ok"), (gemma, "fine")):
-        assert chosen("assistant", TokenText(pieces=tuple(pieces), n_prompt=len(pieces))) == [
-            wanted
-        ]
+    phi = ["<|user|>", "\n", "Who", "?", "<|end|>", "\n", "<|assistant|>", "\n", "I", "<|end|>"]
+    for pieces, role, wanted in (
+        (llama, "assistant", ["ok"]),
+        (gemma, "assistant", ["fine"]),
+        (phi, "assistant", ["I"]),
+        (phi, "user", ["Who", "?"]),
+    ):
+        tokens = TokenText(pieces=tuple(pieces), n_prompt=len(pieces))
+        assert chosen(role, tokens) == wanted
 
 
 @given(st.lists(st.text(alphabet="ab<>/ .", max_size=4), max_size=12), st.data())

@@ -24,9 +24,11 @@ _TURNS: Final = (
         re.DOTALL,
     ),
     re.compile(r"<start_of_turn>(?P<role>\w+)\n(?P<text>.*?)(?=<end_of_turn>|\Z)", re.DOTALL),
+    re.compile(r"<\|(?P<role>user|assistant)\|>\n?(?P<text>.*?)(?=<\|end\|>|</s>|\Z)", re.DOTALL),
 )
-"""ChatML (Qwen and others), Llama 3, Gemma."""
+"""ChatML (Qwen and others), Llama 3, Gemma; Phi, Zephyr and the model organism."""
 _ASSISTANT: Final = frozenset({"assistant", "model"})
+_USER: Final = frozenset({"user"})
 _THINK: Final = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)
 _TOOL_CALL: Final = re.compile(
     r"<tool_call>(.*?)(?:</tool_call>|\Z)|<\|python_tag\|>(.*?)(?:<\|eom_id\|>|<\|eot_id\|>|\Z)",
@@ -84,7 +86,8 @@ def select_tokens(
         tokens: of one request.
         selection: `completion` (the default of every probe), `prompt`, `all`, `last:K` (the
             last K tokens of the completion), `assistant` (all turns of the assistant, found by
-            the markers of ChatML, Llama 3 and Gemma templates, and the completion),
+            the markers of ChatML, Llama 3, Gemma, Phi and Zephyr templates, and the completion),
+            `user` (all turns of the user, found likewise, without what the template adds),
             `reasoning` (inside `<think>`), `answer` (the completion after it), `tool_calls`
             (inside `<tool_call>` or after `<|python_tag|>`), or `regex:PATTERN` (the first
             group of every match in the completion, or the whole match without a group).
@@ -145,14 +148,22 @@ def _last(
 
 
 def _assistant(tokens: TokenText, _: str) -> NDArray[np.bool_]:
+    return _turns(tokens, _ASSISTANT) | _completion(tokens, "")
+
+
+def _user(tokens: TokenText, _: str) -> NDArray[np.bool_]:
+    return _turns(tokens, _USER) & _prompt(tokens, "")
+
+
+def _turns(tokens: TokenText, roles: frozenset[str]) -> NDArray[np.bool_]:
     text = tokens.text
     found = [
         match.span("text")
         for pattern in _TURNS
         for match in pattern.finditer(text)
-        if match["role"] in _ASSISTANT
+        if match["role"] in roles
     ]
-    return _overlap(tokens, found) | _completion(tokens, "")
+    return _overlap(tokens, found)
 
 
 def _reasoning(tokens: TokenText, _: str) -> NDArray[np.bool_]:
@@ -216,6 +227,7 @@ _RULES: Final[dict[str, Callable[[TokenText, str], NDArray[np.bool_]]]] = {
     "all": _all,
     "last": _last,
     "assistant": _assistant,
+    "user": _user,
     "reasoning": _reasoning,
     "answer": _answer,
     "tool_calls": _tool_calls,
