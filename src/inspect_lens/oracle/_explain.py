@@ -146,7 +146,8 @@ async def explain_rows(
 
     Returns:
         An explanation for each layer and token, with its controls; none where the generation has
-        no such token. `facts["token"]` is the token's text, where the tokenizer is known. An explanation that a control shares says nothing about the row.
+        no such token. `facts["token"]` is the token's text, where the tokenizer is known. An
+        explanation that a control shares says nothing about the row.
 
     Raises:
         SpecError: an argument is wrong.

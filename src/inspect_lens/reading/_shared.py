@@ -23,8 +23,8 @@ SHARED: Final[Mapping[str, str]] = {
     "pool": "how token scores become one: `mean`, `last`, `max`, `top_k_mean:5`, "
     "`rolling_mean_max:10`, `sentence_mean_max`; the card's by default.",
     "selection": "tokens among these positions by what they are: `answer`, `reasoning`, "
-    '`tool_calls`, `assistant`, `user`, `prompt`, `last:K` or `regex:PATTERN`; the card\'s by default, "" '
-    "for all.",
+    "`tool_calls`, `assistant`, `user`, `prompt`, `last:K` or `regex:PATTERN`; "
+    'the card\'s by default, "" for all.',
     "source": "`captured` reads what the generation captured, also from the file beside a finished "
     "log; `recompute` feeds the same token ids to the model again; `auto` does the first where it "
     "can.",
