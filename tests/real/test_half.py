@@ -33,7 +33,7 @@ def test_rows_and_a_steered_stream(served: Served, measured: Measured) -> None:
     layer = served.layers // 2
     vector = torch.randn(served.hidden, generator=torch.Generator().manual_seed(1))
     edit = Add(vector=vector.numpy(), layers=[layer]).model_dump(mode="json")
-    prompts = [served.prompt(which) for which in ("multi-byte", "long")]
+    prompts = [served.prompt(which) for which in ("multi-byte", "code")]
     for steered in (False, True):
         request = capture(*SITES, edits=[edit]) if steered else capture(*SITES)
         outputs = served.engine.run(prompts, request, max_tokens=1)

@@ -52,6 +52,8 @@ def rows_of(served: Served, texts: list[str], layers: list[int]) -> list[Any]:
     return [output.activations["residual_stream"].float().numpy() for output in outputs]
 
 
+# So few samples cannot show a rate, which the card says.
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_probe_of_false_statements(served: Served, measured: Measured) -> None:
     third = served.layers // 3
     layers = [third, 2 * third]
@@ -74,11 +76,10 @@ def test_a_probe_of_false_statements(served: Served, measured: Measured) -> None
 
     train, control = part("train", 0, 12), part("control", 12, 18)
     heldout = part("heldout", 18, 24)
-    with pytest.warns(UserWarning, match="few|recall|rate"):
-        probe = train_probe(
-            LogisticProbe(), train, name=f"{served.name}/false", control=control, pool="mean",
-            heldout=[heldout], rows="last", allow_few=True, n_resamples=200, fpr=0.2,
-        )  # fmt: skip
+    probe = train_probe(
+        LogisticProbe(), train, name=f"{served.name}/false", control=control, pool="mean",
+        heldout=[heldout], rows="last", allow_few=True, n_resamples=200, fpr=0.2,
+    )  # fmt: skip
     register(served.engine.llm, "false", probe.for_engine())
     try:
         ask = {"name": "false", "positions": "prompt", "tokens": True}

@@ -60,7 +60,8 @@ def test_ten_sites_of_all_layers(served: Served, measured: Measured) -> None:
 
 def test_a_cached_prefix(served: Served, measured: Measured) -> None:
     """What is computed behind a prefix that the cache has equals a pass over the whole text."""
-    prompt = served.prompt("long")
+    # Within Gemma's window: vLLM drops what lies before it, and then finds only the same prompt.
+    prompt = served.prompt("long")[:400]
     whole = len(prompt) // BLOCK * BLOCK - BLOCK
     served.engine.run([prompt], max_tokens=1)
     request = capture("resid_post", "attn_out")
