@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from inspect_ai.model import Model
 from inspect_ai.scorer import Score, Scorer, Target, mean, scorer, stderr
@@ -172,7 +172,7 @@ class _Ranks(NamedTuple):
 def lens_rank(
     target: int | None = None,
     layers: Sequence[int] | None = None,
-    position: int = -1,
+    position: int | Literal["answer"] = -1,
     over: Over = "last",
     roles: Sequence[str] | None = None,
     on_missing: OnMissing = "error",
@@ -187,7 +187,10 @@ def lens_rank(
             the sample's target with `with_lens(lens={"target": " {}"})`.
         layers: those to report; by default all that were read.
         position: of the row, over prompt and completion; a negative one counts from the end of the
-            prompt. -1 is the row that predicts the first token of the answer.
+            prompt. -1 is the row that predicts the first token of the answer. `answer` is the row
+            that predicts the token where the model first writes it, for answers that begin with
+            other words, such as "The capital is"; the lens has to read the completion, and a call
+            in which the token is not written counts as missing.
         over: `last` reads the call of the sample's answer, or the last one of `roles`; `all` reads
             every call, each choice by itself, and takes the one in which the token is the most
             likely at the last layer.
@@ -223,6 +226,8 @@ def lens_rank(
         assert set(value) == {"rank@2", "logprob@2", "rank@5", "logprob@5"}
         ```
     """
+    if isinstance(position, str) and position != "answer":
+        raise SpecError(f"position={position!r}; allowed are a number and 'answer'")
     selection = CallSelection.of(over=over, roles=roles, on_missing=on_missing)
     token = target
 
@@ -244,8 +249,8 @@ def lens_rank(
 
 
 def _ranks(
-    handle: Activations | None, token: int | None, layers: Sequence[int] | None, position: int
-) -> _Ranks:
+    handle: Activations | None, token: int | None, layers: Sequence[int] | None, position: int | str
+) -> _Ranks | None:
     table = None if handle is None else handle.lens
     if handle is None or table is None:
         raise NotCapturedError(
@@ -253,6 +258,11 @@ def _ranks(
             "for one with lens_config(lens=…)"
         )
     column = _column(table, token)
+    if isinstance(position, str):
+        written = list(handle.token_ids)
+        if table.targets[column] not in written:
+            return None
+        position = handle.n_prompt + written.index(table.targets[column]) - 1
     at_row = position + handle.n_prompt if position < 0 else position
     row = _index(table.positions, at_row, "position")
     ranks = table.target_ranks[row, :, column].tolist()

@@ -10,6 +10,7 @@ import pytest
 from inspect_ai.model import ModelOutput, ModelUsage
 
 from inspect_lens._intake import Payload
+from inspect_lens.errors import SpecError
 from inspect_lens.model import Activations, read_activations
 from inspect_lens.scorer import lens_rank
 from inspect_lens.spec import LENS_NAME, LensReceipt, Receipt, TensorData
@@ -18,12 +19,23 @@ from tests.kit.mock_evals import run, scores
 LAYERS, TOKENS = (0, 2, 5), (9, 4)
 
 
-def read(ranks: list[int], *, first: int = 0, n_prompt: int = 2, n: int = 3) -> ModelOutput:
-    """A call of which a lens read `n` tokens; token 4 has these ranks at the last of the prompt."""
+def read(
+    ranks: list[int],
+    *,
+    first: int = 0,
+    n_prompt: int = 2,
+    n: int = 3,
+    written: tuple[int, ...] = (4, 5),
+) -> ModelOutput:
+    """A call of which a lens read `n` tokens.
+
+    Token 4 has these ranks at the last token of the prompt, or at the one before it is written.
+    """
     done = LensReceipt(layers=LAYERS, n_positions=n, first_position=first, top_k=1, tokens=TOKENS)
     numbers = np.full((len(LAYERS), n, done.columns), 77, dtype=np.float32)
-    numbers[:, n_prompt - 1 - first, -1] = ranks
-    numbers[:, n_prompt - 1 - first, -3] = [-0.5 - rank for rank in ranks]
+    at = n_prompt - 1 - first + (written.index(4) if 4 in written else 0)
+    numbers[:, at, -1] = ranks
+    numbers[:, at, -3] = [-0.5 - rank for rank in ranks]
     receipt = Receipt(
         n_prompt=n_prompt, n_completion=2, lens=done, cache_salted=False, paths=("eager",),
         engine="inspect_lens", version="0", vllm_version="0",
@@ -32,7 +44,7 @@ def read(ranks: list[int], *, first: int = 0, n_prompt: int = 2, n: int = 3) -> 
         tensors={LENS_NAME: TensorData(numbers, "float32")},
         layers={LENS_NAME: LAYERS},
         prompt_token_ids=tuple(range(n_prompt)),
-        token_ids=(4, 5),
+        token_ids=written,
         receipt=receipt,
     )
     handle = Activations.of(payload)
@@ -73,6 +85,19 @@ def test_the_first_layer_is_that_from_which_on_it_is_the_best(
 def test_another_token_and_row_may_be_named(tmp_path: Path) -> None:
     (score,) = scores(run([read([1, 1, 1])], lens_rank(9, position=0), folder=tmp_path))
     assert score.value == {f"{w}@{n}": 77 for n in LAYERS for w in ("rank", "logprob")}
+
+
+def test_the_row_before_the_token_is_written(tmp_path: Path) -> None:
+    calls = [read([8, 3, 0], written=(7, 4)), read([9, 9, 9], written=(7, 7))]
+    there, never = scores(
+        run(calls, lens_rank(position="answer", on_missing="skip"), folder=tmp_path)
+    )
+    assert there.value["rank@2"] == 3  # type: ignore[index, call-overload]
+    assert there.metadata is not None
+    assert there.metadata["position"] == 2
+    assert never.reason == "no_tokens"
+    with pytest.raises(SpecError, match="allowed are a number and 'answer'"):
+        lens_rank(position="last")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
