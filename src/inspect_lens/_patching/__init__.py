@@ -16,6 +16,7 @@ from ._runs import (
     is_chat,
     messages_of,
     next_token,
+    warn_without_space,
 )
 from ._sweep import (
     IN_FLIGHT,
@@ -71,5 +72,6 @@ __all__ = [
     "specs_of",
     "sweep",
     "to_body",
+    "warn_without_space",
     "windows",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -21,6 +22,7 @@ __all__ = [
     "is_chat",
     "messages_of",
     "next_token",
+    "warn_without_space",
 ]
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -85,6 +87,30 @@ def next_token(runs: Runs, prompt: Prompt, ids: Sequence[int], answer: str | int
             "before the space, and the answer begin with it, such as ' Paris'"
         )
     return int(found[n])
+
+
+def warn_without_space(prompt: Prompt, **answers: str | int | None) -> None:
+    """Warn of an answer that would continue the prompt's last word."""
+    if isinstance(prompt, str):
+        text = prompt
+    elif is_chat(prompt) and messages_of(prompt)[-1]["role"] == "assistant":
+        text = str(messages_of(prompt)[-1]["content"])
+    else:
+        return  # of token ids, or the beginning of a turn
+    for name, answer in answers.items():
+        if isinstance(answer, str) and _is_letter(text[-1:]) and _is_letter(answer[:1]):
+            last = text.split()[-1]
+            warnings.warn(
+                f"{name}={shown(answer)}: goes on in the word that the prompt ends with, "
+                f"{last + answer!r}, which the model hardly ever writes; where it is a word of its "
+                f"own, write {' ' + answer!r}",
+                stacklevel=3,
+            )
+
+
+def _is_letter(text: str) -> bool:
+    # Other scripts write no space between words.
+    return text.isascii() and text.isalnum()
 
 
 def capture_spec(layers: Sequence[int] | None, site: Site) -> CaptureSpec:

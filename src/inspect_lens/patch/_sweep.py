@@ -34,6 +34,7 @@ from inspect_lens._patching import (
     patches,
     sweep,
     to_body,
+    warn_without_space,
     windows,
 )
 from inspect_lens.client import LensClient
@@ -111,6 +112,9 @@ def patch_sweep(
     Returns:
         Arrays of shape (layers, positions), with the clean and the corrupted run and the floor.
 
+    Warns:
+        UserWarning: an answer or a foil begins without a space behind the last word of the prompt.
+
     Raises:
         SpecError: prompts of unequal length, an answer or a foil that is no token of its own here,
             the same token for both, or an argument that does not fit.
@@ -146,6 +150,7 @@ def patch_sweep(
         align=align, floor_runs=floor_runs, in_flight=in_flight,
     )  # fmt: skip
     spec.check()
+    warn_without_space(clean, answer=answer, foil=foil)
     events = iter(_events(model, spec, over))
     start = next(events)
     assert isinstance(start, SweepStarted)
@@ -265,6 +270,7 @@ def causal_trace(
     same = Alignment(tuple(range(len(ids))), where[0])
     at = choose_positions(positions, same, skip_equal=True)
     token = next_token(runs, prompt, ids, answer, "answer")
+    warn_without_space(prompt, answer=answer)
     swept = None if layers is None else tuple(sorted(set(layers)))
     clean_rows = runs.capture(ids, None if window > 1 else swept, site)
     swept = swept or clean_rows.layers

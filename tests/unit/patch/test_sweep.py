@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 
-from inspect_lens._patching import Run, windows
+from inspect_lens._patching import Run, warn_without_space, windows
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.patch import PatchCell, PatchSweep, causal_trace, patch_sweep
 from inspect_lens.patch._runs import open_runs
@@ -209,3 +210,16 @@ def test_a_trace_refuses_what_does_not_fit(toy: ToyRuns) -> None:
             causal_trace(None, CLEAN, **{"subject": "Talmo", "answer": " Verun"} | options)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="site='nowhere'"):
         causal_trace(None, CLEAN, subject="Talmo", answer=" Verun", site="nowhere")  # type: ignore[arg-type]
+
+
+def test_an_answer_that_goes_on_in_the_last_word_is_told(toy: ToyRuns) -> None:
+    with pytest.warns(UserWarning, match=r"'inVerun'.* write ' Verun'"), pytest.raises(SpecError):
+        sweep(answer="Verun")
+    with pytest.warns(UserWarning, match=r"foil='Sar'"), pytest.raises(SpecError):
+        sweep(foil="Sar")
+    # Behind Japanese, and at the start of a turn, there is no space.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_without_space("フランスの首都は", answer="パリ")
+        warn_without_space([{"role": "user", "content": "Where"}], answer="Paris")
+        warn_without_space([1, 2], answer=3, foil=None)
