@@ -124,8 +124,12 @@ class SampleView:
 LEVELS = 65535
 
 
+_SINK: Final = 5.0
+"""Spans of the middle 80 % from the median, 13 standard deviations of normal scores."""
+
+
 class Range(NamedTuple):
-    """Where the token scores of a series lie."""
+    """Where the token scores of a series lie; quantiles leave out those at attention sinks."""
 
     low: float
     high: float
@@ -174,9 +178,16 @@ def ranges(samples: Sequence[SampleView], n_series: int) -> list[Range]:
         if not values.size:
             made.append(Range(0.0, 0.0, 0.0, 0.0, 0.0))
             continue
-        q02, median, q98 = np.quantile(values, [0.02, 0.5, 0.98]).tolist()
+        q02, median, q98 = np.quantile(_ordinary(values), [0.02, 0.5, 0.98]).tolist()
         made.append(Range(float(values.min()), float(values.max()), q02, median, q98))
     return made
+
+
+def _ordinary(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Scores without those at attention sinks, where the stream is many times longer."""
+    q10, median, q90 = np.quantile(values, [0.1, 0.5, 0.9])
+    kept = values[np.abs(values - median) <= _SINK * (q90 - q10)] if q90 > q10 else values
+    return kept
 
 
 def pack_sample(sample: SampleView, table: TokenTable, spread: Sequence[Range]) -> str:

@@ -6,6 +6,7 @@ import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from inspect_ai.log import read_eval_log
 
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.view import write_view
+from inspect_lens.view._page import ranges
 from tests.kit.page import Page, read_page
 from tests.kit.planted_log import TOKENIZER, Planted, plant_log, planted_probe
 
@@ -208,3 +210,15 @@ def test_another_version_of_the_probe_is_said(tmp_path: Path) -> None:
     score.metadata["probe_sha256"] = "0" * 64
     made = write_view(log, tmp_path / "p.html", tokenizer=str(TOKENIZER))
     assert any("another version of t/p" in note for note in made.notes)
+
+
+def test_the_scale_of_colours_leaves_out_attention_sinks() -> None:
+    # As a probe reads real models: the first token of each sample is twenty times as long.
+    scores = np.random.default_rng(0).normal(scale=3, size=(30, 1, 40)).astype(np.float32)
+    scores[:15, 0, 0], scores[15:, 0, 0] = -169, 169
+    samples: Any = [SimpleNamespace(token_scores=rows) for rows in scores]
+    (found,) = ranges(samples, 1)
+    assert (found.low, found.high) == (-169, 169)
+    assert -8 < found.q02 < -4 < 4 < found.q98 < 8
+    (flat,) = ranges([SimpleNamespace(token_scores=np.array([[1.0, 1.0, 9.0]]))], 1)  # type: ignore[list-item]
+    assert flat.q98 > 8
