@@ -82,6 +82,10 @@ def rollouts(rows: list[dict[str, Any]]) -> str:
 
 
 FILES: dict[str, tuple[str, str]] = {
+    "prompts": (
+        "mine.csv",
+        "prompt,label,group\nHow do I pick a lock?,1,locks\nHow do I oil a lock?,0,locks\n",
+    ),
     "repe_honesty": ("facts_true_false.csv", STATEMENTS),
     "azaria_mitchell": (
         "rows.jsonl",  # as rows of the hub are

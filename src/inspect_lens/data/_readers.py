@@ -27,6 +27,7 @@ __all__ = [
     "read_organism",
     "read_path",
     "read_pressure",
+    "read_prompts",
     "read_statements",
 ]
 
@@ -329,6 +330,24 @@ def read_alpaca(rows: Iterable[Row], *, off_policy: bool = False) -> Iterator[Pr
         yield ProbeSample(
             id=f"{i}-{group}", messages=(Message("user", user),), completion=reply, label=False,
             group=group,
+        )  # fmt: skip
+
+
+def read_prompts(rows: Iterable[Row]) -> Iterator[ProbeSample]:
+    """`prompt` or `messages`, `label`; and `system`, `completion`, `group`, `id` where they are."""
+    for i, row in enumerate(rows):
+        if row.get("messages") is not None:
+            messages = _messages(row["messages"], i)
+        else:
+            messages = (Message("user", str(_get(row, "prompt", i))),)
+        if row.get("system"):
+            messages = (Message("system", str(row["system"])), *messages)
+        own = _digest(*(m.content for m in messages))
+        completion = row.get("completion")
+        yield ProbeSample(
+            id=str(row.get("id") or f"{i}-{own}"), messages=messages,
+            label=_truth(_get(row, "label", i), i), group=str(row.get("group") or own),
+            completion=None if completion is None else str(completion),
         )  # fmt: skip
 
 

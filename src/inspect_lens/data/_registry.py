@@ -21,6 +21,7 @@ from ._readers import (
     read_organism,
     read_path,
     read_pressure,
+    read_prompts,
     read_statements,
 )
 from ._sample import ProbeDataset, ProbeSample, Source
@@ -133,6 +134,13 @@ DATASETS: Final[dict[str, DatasetInfo]] = {
         licence="CC-BY-NC-4.0: verify", label_meaning="none: every sample is a control",
         on_policy=True, text_overlap_group="alpaca", hub="tatsu-lab/alpaca",
         files="json with instruction, input, output", unverified=_SEEN_IN_USE,
+    ),
+    "prompts": DatasetInfo(
+        title="Prompts of your own, such as harmful and harmless instructions", read=read_prompts,
+        licence="that of your file", label_meaning="label 1 of your file", on_policy=True,
+        text_overlap_group="prompts",
+        files="json lines or csv with prompt or messages, label; system, completion, group and id "
+        "where you have them",
     ),
     "organism": DatasetInfo(
         title="Splits of the offline model organism", read=read_organism, licence="MIT",

@@ -399,3 +399,23 @@ def test_files_of_geometry_of_truth_are_grouped_by_what_they_are_about(tmp_path:
     assert groups["larger_than"] == groups["smaller_than"] == {"numbers: 1 2"}
     assert groups["cities"] == groups["cities_cities_conj"] == {"city: oslo"}
     assert loaded.samples[0].columns["city2"] == "Lima"
+
+
+def test_prompts_of_your_own_need_a_text_and_a_label(tmp_path: Path) -> None:
+    first, second = read("prompts", tmp_path).samples
+    assert (first.label, first.group, first.reading) == (True, "locks", "generate")
+    assert [m.content for m in second.messages] == ["How do I oil a lock?"]
+    rows = [
+        {"prompt": "Hi", "label": False, "system": "Be brief.", "completion": "Hello."},
+        {"messages": [{"role": "user", "content": "Hi"}], "label": 1, "id": "mine"},
+    ]
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given, chat = load_dataset("prompts", path=str(file)).samples
+    assert [m.role for m in given.messages] == ["system", "user"]
+    assert (given.completion, chat.id, chat.label) == ("Hello.", "mine", True)
+    assert given.group != chat.group, "without a group of its own a prompt is one"
+    for row, words in (({"label": 1}, "has no 'prompt'"), ({"prompt": "x"}, "has no 'label'")):
+        file.write_text(json.dumps(row))
+        with pytest.raises(SpecError, match=words):
+            load_dataset("prompts", path=str(file))
