@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -11,9 +12,10 @@ from inspect_ai import Task, eval
 from inspect_ai.dataset import Sample
 from inspect_ai.model import ChatMessageUser, Model, ModelOutput
 
+from inspect_lens._base.token_texts import TokenTexts
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import activations, lens_config
-from inspect_lens.oracle import explain_rows
+from inspect_lens.oracle import answer_table, explain_rows
 from inspect_lens.oracle._explain import plan_explaining
 from inspect_lens.oracle._send import random_rows, shuffled_rows
 from inspect_lens.solver import self_explain, with_capture
@@ -144,3 +146,32 @@ def test_what_cannot_be_explained_says_why(model: Model) -> None:
         anyio.run(nothing_captured)
     with pytest.raises(ArtifactError, match="is 2 tokens"):
         anyio.run(split)
+
+
+def test_of_a_prompt_the_words_of_its_user_are_explained(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chat template ends every prompt alike; the row there was the same for all of them."""
+
+    async def run() -> Any:
+        output = await answered(model)
+        handle = activations(output)
+        assert handle is not None
+        first, *_, last = handle.prompt_token_ids
+        pieces = {first: "<|user|>", last: "<|end|>"}
+        known = SimpleNamespace(
+            decode=lambda ids: pieces.get(ids[0], " word"),
+            piece=lambda token: "",
+            marks=frozenset(pieces),
+        )
+        monkeypatch.setattr(TokenTexts, "of", lambda _: TokenTexts(known))  # type: ignore[arg-type]
+        assert handle.n_prompt > 2
+        found = await explain_rows(
+            output, PROMPT, model=model, layers=2, positions="prompt", last=1, controls=False
+        )
+        return handle, found
+
+    handle, (answer,) = anyio.run(run)
+    assert answer.positions == (handle.n_prompt - 2,)
+    assert answer.facts["token"] == " word"
+    assert f"| {handle.n_prompt - 2} word |" in answer_table([answer])
