@@ -86,4 +86,7 @@ def real_models_markdown() -> str:
 def _cell(found: dict[str, Any] | None) -> str:
     if found is None:
         return "no"
-    return "yes" if found["tolerance"] == 0 else f"{found['error']:.0e}".replace("e-0", "e-")
+    if found["tolerance"] == 0:
+        return "yes"
+    error = found["error"]
+    return f"{error:.2f}" if error > 0.1 else f"{error:.0e}".replace("e-0", "e-")
