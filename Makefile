@@ -62,7 +62,7 @@ lint: env  ## ruff: rules and format
 types: env  ## mypy, strict
 	@$(PY) -m mypy
 
-imports: env  ## the direction of imports between rooms
+imports: env  ## the direction of imports between folders
 	@$(VENV)/bin/lint-imports --no-logo
 
 docs: env  ## build the documentation into site/, strictly, and run what tests text

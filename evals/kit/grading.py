@@ -55,7 +55,7 @@ def graded_report() -> Metric:
         }  # fmt: skip
         bounds = delong_interval(labels, values)
         made |= {"auroc_low": bounds.low, "auroc_high": bounds.high}
-        cut = next(
+        threshold = next(
             (
                 m["threshold"]
                 for s in scores
@@ -63,18 +63,20 @@ def graded_report() -> Metric:
             ),
             None,
         )
-        if cut is not None:
-            made |= _at_threshold(labels, values, cut)
+        if threshold is not None:
+            made |= _at_threshold(labels, values, threshold)
         return dict(made)
 
     return compute
 
 
-def _at_threshold(labels: list[int], values: list[float], cut: float) -> dict[str, float]:
+def _at_threshold(labels: list[int], values: list[float], threshold: float) -> dict[str, float]:
     found = {}
     for name, wanted in (("recall", 1), ("fpr", 0)):
         above = [
-            value > cut for label, value in zip(labels, values, strict=True) if label == wanted
+            value > threshold
+            for label, value in zip(labels, values, strict=True)
+            if label == wanted
         ]
         if not above:
             found[name] = math.nan

@@ -1,1 +1,1 @@
-"""What several rooms need and none owns: one small task per file, as its first line says."""
+"""What several folders need and none owns: one small task per file, as its first line says."""

@@ -1,6 +1,6 @@
 """The command `inspect-lens`.
 
-Owns options, output and exit codes; may import every other room, each when a command needs it, so
+Owns options, output and exit codes; may import every other folder, each when a command needs it, so
 that `--help` is quick.
 """
 

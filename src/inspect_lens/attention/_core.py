@@ -133,7 +133,7 @@ def contrastive_scores(
     spans = [positive, *negatives]
     _check(captured, spans, query)
     to = captured.attention_to(heads, spans, queries=range(*query)).astype(np.float64)
-    # On use: whatever reads a log imports this room, and scipy takes a second.
+    # On use: whatever reads a log imports this folder, and scipy takes a second.
     from scipy.special import softmax
 
     found: NDArray[np.float64] = softmax(to.mean(axis=1) / temperature, axis=1)[:, 0]

@@ -166,14 +166,15 @@ class SparseEncoder:
         rows: ArrayLike,
         latents: Sequence[int] | NDArray[np.integer[Any]] | None = None,
         *,
-        cut: NDArray[np.float64] | None = None,
+        smallest: NDArray[np.float64] | None = None,
     ) -> NDArray[np.float64]:
         """Activations of latents on rows.
 
         Args:
             rows: (rows, hidden) float.
             latents: numbers of the features, from 0 on; all of them by default.
-            cut: what `cut(rows)` gave for the same rows, to save that work for further latents.
+            smallest: what `top_k_limit(rows)` gave for the same rows, to save that work for further
+                latents.
 
         Returns:
             (rows, latents) float64, 0 where a latent is not active.
@@ -183,7 +184,7 @@ class SparseEncoder:
         """
         x = self._rows(rows)
         chosen = np.arange(len(self.weight)) if latents is None else self._latents(latents)
-        last = self.cut(x) if cut is None else cut
+        last = self.top_k_limit(x) if smallest is None else smallest
         weight, bias = (part[chosen].astype(np.float64) for part in (self.weight, self.bias))
         inner = x.astype(np.float64) @ weight.T + bias
         least = 0.0 if self.threshold is None else np.maximum(self.threshold[chosen], 0.0)
@@ -192,7 +193,7 @@ class SparseEncoder:
             counts &= inner > last[:, None]
         return np.where(counts, inner, 0.0)
 
-    def cut(self, rows: ArrayLike) -> NDArray[np.float64] | None:
+    def top_k_limit(self, rows: ArrayLike) -> NDArray[np.float64] | None:
         """Value that a feature must exceed to be among the largest of its row.
 
         Args:
@@ -207,7 +208,7 @@ class SparseEncoder:
         x, n = self._rows(rows), len(self.weight)
         if not self.top_k or self.top_k >= n:
             return None
-        cuts, some = [], max(1, _NUMBERS // max(1, x.shape[1]))
+        limits, some = [], max(1, _NUMBERS // max(1, x.shape[1]))
         step = max(1, _NUMBERS // n)
         for first in range(0, len(x), step):
             part = x[first : first + step].astype(np.float64)
@@ -218,8 +219,8 @@ class SparseEncoder:
             last, next_ = n - self.top_k, n - self.top_k - 1
             parts = np.partition(inner, (next_, last), axis=1)
             # Between the last that counts and the next: sums of other sizes round otherwise.
-            cuts.append((parts[:, last] + parts[:, next_]) / 2.0)
-        return np.concatenate(cuts) if cuts else np.zeros(0)
+            limits.append((parts[:, last] + parts[:, next_]) / 2.0)
+        return np.concatenate(limits) if limits else np.zeros(0)
 
     def _rows(self, rows: ArrayLike) -> NDArray[np.floating[Any]]:
         x = np.asarray(rows)

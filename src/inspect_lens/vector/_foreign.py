@@ -137,7 +137,7 @@ def _text(value: str) -> bytes:
 
 
 class _Reader:
-    """Reads values one after the other; a file that is cut short is an error."""
+    """Reads values one after the other; a truncated file is an error."""
 
     def __init__(self, content: bytes) -> None:
         self.content, self.at = content, 0

@@ -18,8 +18,8 @@ from inspect_lens.model import Activations, ProbeScores, activations
 from inspect_lens.model._read import given_output
 from inspect_lens.reading import TokenScores, given_length
 
-from ._kept import Kept, kept_call, lay_out, read_kept, shared_prefix, split_call
 from ._page import CallView, SampleView, TurnView
+from ._saved import SavedScores, lay_out, read_saved, saved_call, shared_prefix, split_call
 from ._series import Source, score_call
 
 __all__ = ["OpenLog", "open_log", "read_sample"]
@@ -111,7 +111,7 @@ def read_sample(
     Raises:
         ArtifactError: the file of a call is damaged.
     """
-    kept = read_kept(sample)
+    kept = read_saved(sample)
     parts: list[_Part] = []
     before: tuple[int, ...] = ()
     said: list[ChatMessage] = []
@@ -164,7 +164,7 @@ def read_sample(
     )  # fmt: skip
 
 
-def _calls(sample: EvalSample, kept: Kept, location: str) -> Iterator[_Call]:
+def _calls(sample: EvalSample, kept: SavedScores, location: str) -> Iterator[_Call]:
     """Captured calls; the output of a sample too, where no call of the log made it."""
     seen: set[str] = set()
     for event in sample.events:
@@ -236,7 +236,7 @@ def _read_call(
     spoken = pieces if texts.is_known else []
     scored = [
         (score_call(handle, source, spoken) if here and handle else None)
-        or kept_call(records, source, len(whole))
+        or saved_call(records, source, len(whole))
         for source in sources
     ]
     scores = np.stack(
@@ -289,26 +289,28 @@ def _lay_out(
     messages: Sequence[ChatMessage],
     start: int,
 ) -> _Part:
-    laid = lay_out(
+    layout = lay_out(
         records, texts, messages=messages, said=call.choice.message.text, handle=call.handle
     )
-    size = max((p for p in laid.positions), default=-1) + 1
-    scored = [kept_call(records, source, size) for source in sources]
-    at = np.array(laid.positions, dtype=np.int64)
+    size = max((p for p in layout.positions), default=-1) + 1
+    scored = [saved_call(records, source, size) for source in sources]
+    at = np.array(layout.positions, dtype=np.int64)
     scores = np.full((len(sources), len(at)), np.nan, np.float32)
     for k, found in enumerate(scored):
         if found is not None:
             scores[k, at >= 0] = found.scores[at[at >= 0]]
     view = CallView(
-        start=start, folded=0, n_prompt=laid.n_prompt, n_completion=laid.n_completion,
+        start=start, folded=0, n_prompt=layout.n_prompt, n_completion=layout.n_completion,
         values=tuple(None if s is None else s.value for s in scored),
         turns=tuple(
             TurnView(role, a + start, b + start, generated=role == "assistant" and b == len(at))
-            for role, a, b in laid.turns
+            for role, a, b in layout.turns
         ),
-        origin="kept" if records else "none", positions=tuple(laid.positions),
+        origin="kept" if records else "none", positions=tuple(layout.positions),
     )  # fmt: skip
-    return _Part(view, laid.ids, laid.tokens, texts.special(laid.ids), scores, scores[:, :0], ())
+    return _Part(
+        view, layout.ids, layout.tokens, texts.special(layout.ids), scores, scores[:, :0], ()
+    )
 
 
 def _logged(choice: ChatCompletionChoice) -> list[str] | None:

@@ -49,7 +49,7 @@ class Source(NamedTuple):
 
     @property
     def sha256(self) -> str:
-        """Of the probe that wrote such scores, cut down to the layers that it read."""
+        """Of the probe that wrote such scores, restricted to the layers that it read."""
         return self.series.sha256 if self.probe is None else self.probe.sha256
 
 

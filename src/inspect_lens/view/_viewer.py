@@ -182,11 +182,15 @@ def probe_summary(readings: Reading | Sequence[Reading | None]) -> str:
         if reading is None or tokens is None:
             lines.append(f"| {turn} | - | - | - | - | - | no token to read |")
             continue
-        cut = reading.threshold
+        threshold = reading.threshold
         one = next(filter(None, map(reading.reader.point_for, OF_TOKENS)), None)
         above = "-" if one is None else f"{int((tokens > one.value).sum())} of {tokens.size}"
         best = int(tokens.argmax())
-        limit = "-" if cut is None else f"{'▲' if reading.is_above else '▽'} {cut.value:.4g}"
+        limit = (
+            "-"
+            if threshold is None
+            else f"{'▲' if reading.is_above else '▽'} {threshold.value:.4g}"
+        )
         lines.append(
             f"| {turn} | {reading.reader.probe.name} | {reading.value:.4g} | {limit} | {above} "
             f"| {tokens[best]:.4g} at {reading.rows.positions[best]} "

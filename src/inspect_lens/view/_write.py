@@ -18,9 +18,9 @@ from inspect_lens.model import know_log
 from inspect_lens.model._request import capture_advice
 from inspect_lens.probe import AnyProbe, write_atomic
 
-from ._kept import origin_notes, read_kept
 from ._log import OpenLog, open_log, read_sample
 from ._page import LEVELS, Range, SampleView, TokenTable, pack_sample, ranges
+from ._saved import origin_notes, read_saved
 from ._series import Source, choose_probes, kept_sources, make_sources
 from ._templates import render
 
@@ -119,7 +119,7 @@ def write_view(
     first = next(stream, None)
     if opened.location:
         know_log(opened.location, follow=follow)
-    kept = read_kept(first).all() if first and not probes else []
+    kept = read_saved(first).all() if first and not probes else []
     loaded, notes = choose_probes(
         probes, opened.header, first, any_model=any_model, have_kept=bool(kept)
     )
@@ -209,11 +209,11 @@ def _write(
     spread = ranges(samples, len(sources))
     table = TokenTable()
     blocks: list[str] = []
-    room = max_bytes
+    bytes_left = max_bytes
     for sample in samples:
         block = pack_sample(sample, table, spread)
-        room -= len(block) + 400 + 4 * len(sample.preview)
-        if blocks and room < 0:
+        bytes_left -= len(block) + 400 + 4 * len(sample.preview)
+        if blocks and bytes_left < 0:
             break
         blocks.append(block)
     shown = samples[: len(blocks)]

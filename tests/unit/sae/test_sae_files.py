@@ -51,7 +51,7 @@ def test_latents_and_reconstructions_are_those_of_the_definition(kind: str, tmp_
     latents = sae(rows)
     np.testing.assert_allclose(made.activations(ROWS), latents.numpy(), atol=2e-4)
     np.testing.assert_allclose(made.reconstruct(ROWS), sae.decode(latents).numpy(), atol=3e-3)
-    some = made.activations(ROWS, [17, 3], cut=made.cut(ROWS))
+    some = made.activations(ROWS, [17, 3], smallest=made.top_k_limit(ROWS))
     np.testing.assert_allclose(some, latents[:, [17, 3]].numpy(), atol=2e-4)
     encoder = read_sae(path, norm_scale=scale)
     assert not isinstance(encoder, SparseAutoencoder)

@@ -164,19 +164,12 @@ def test_a_card_has_what_a_user_of_a_threshold_asks() -> None:
     assert transfer_statement("t", found).transfers is not None
 
 
-@pytest.mark.parametrize(
-    "world", ["length explains all", "topic explains all", "length explains all, unequal groups"]
-)
+@pytest.mark.parametrize("world", ["topic explains all", "length explains all, unequal groups"])
 def test_what_a_baseline_explains_does_not_transfer(world: str) -> None:
     """The light version of `benchmarks.probe_statistics`: the probe has 0.95 to 1.0 here."""
     (row,) = verdicts(6, worlds=[world])
     assert not WORLDS[world][1]
     assert row.found <= FALSE_TRANSFERS, row
-
-
-def test_a_concept_transfers() -> None:
-    (row,) = verdicts(4, worlds=["the concept"])
-    assert row.found == 1.0, row
 
 
 def test_copies_with_jitter_or_other_spelling_are_found() -> None:

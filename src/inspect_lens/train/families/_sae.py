@@ -191,7 +191,7 @@ class SAEFeatureProbe(BinaryEstimator):
         return self.encoder
 
     def _cut(self, x: NDArray[np.floating[Any]]) -> NDArray[np.float64] | None:
-        return None if self.raw else self._encoder().cut(x)
+        return None if self.raw else self._encoder().top_k_limit(x)
 
     def _activate(
         self,
@@ -201,7 +201,7 @@ class SAEFeatureProbe(BinaryEstimator):
     ) -> NDArray[np.float64]:
         sae = self._encoder()
         if not self.raw:
-            return sae.activations(x, features, cut=cut)
+            return sae.activations(x, features, smallest=cut)
         weight, bias = (part[features].astype(np.float64) for part in (sae.weight, sae.bias))
         return np.asarray(x, dtype=np.float64) @ weight.T + bias
 

@@ -22,14 +22,14 @@ from ._page import SampleView
 from ._series import Scored, Source
 
 __all__ = [
-    "Kept",
-    "Laid",
+    "CallLayout",
+    "SavedScores",
     "Span",
     "find_turns",
-    "kept_call",
     "lay_out",
     "origin_notes",
-    "read_kept",
+    "read_saved",
+    "saved_call",
     "shared_prefix",
     "split_call",
 ]
@@ -141,7 +141,7 @@ _GAP = " … "
 
 
 @dataclass
-class Kept:
+class SavedScores:
     """The token scores that scorers and the engine kept of a sample, by the message of the call."""
 
     records: dict[str, list[TokenScores]] = field(default_factory=dict)
@@ -159,9 +159,9 @@ class Kept:
         return [record for records in self.records.values() for record in records]
 
 
-def read_kept(sample: EvalSample) -> Kept:
+def read_saved(sample: EvalSample) -> SavedScores:
     """Find the token scores of a sample; a file that is not here is noted, and is no error."""
-    kept = Kept()
+    kept = SavedScores()
     for name, score in (sample.scores or {}).items():
         reference = (score.metadata or {}).get("token_scores")
         if not isinstance(reference, Mapping):
@@ -186,7 +186,7 @@ def read_kept(sample: EvalSample) -> Kept:
     return kept
 
 
-def kept_call(records: Sequence[TokenScores], source: Source, size: int) -> Scored | None:
+def saved_call(records: Sequence[TokenScores], source: Source, size: int) -> Scored | None:
     """What scorers kept of one series."""
     own = [record for record in records if record.probe_sha256 == source.sha256]
     if not own:
@@ -198,7 +198,7 @@ def kept_call(records: Sequence[TokenScores], source: Source, size: int) -> Scor
     return Scored(scores, own[0].value)
 
 
-class Laid(NamedTuple):
+class CallLayout(NamedTuple):
     """A call as far as it is known: texts of messages, and tokens where a scorer read them."""
 
     ids: list[int]
@@ -217,7 +217,7 @@ def lay_out(
     messages: Sequence[ChatMessage],
     said: str,
     handle: Activations | None,
-) -> Laid:
+) -> CallLayout:
     """Lay out a call of which not every token is known.
 
     The prompt stands as the texts of its messages, with the tokens of it that a scorer read behind
@@ -246,7 +246,7 @@ def lay_out(
     rest = said[len(shown) :] if said.startswith(shown) else "" if completion else said
     add("assistant", [*completion, *([(_TEXT, _TEXT, rest)] if rest else [])])
     count = handle.n_completion if handle else len(completion) + 1
-    return Laid(
+    return CallLayout(
         [i for i, _, _ in row], [p for _, p, _ in row], [t for _, _, t in row], turns,
         n_prompt, count,
     )  # fmt: skip
