@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import numpy as np
@@ -200,6 +199,7 @@ class TestThreshold:
         with pytest.raises(SpecError, match="300 or more"):
             fit_threshold(np.arange(299.0), 0.01)
         assert fit_threshold(np.arange(299.0), 0.01, allow_few=True).n_above == 2
+
 
 class TestTrainProbe:
     @pytest.mark.parametrize("estimator", [LogisticProbe(), MeanDifferenceProbe()], ids=str)
