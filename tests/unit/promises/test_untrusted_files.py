@@ -36,14 +36,14 @@ from inspect_lens.data import (
 )
 from inspect_lens.data._store import STORE_FORMAT
 from inspect_lens.errors import ArtifactError, LensError
-from inspect_lens.lens import load_lens
+from inspect_lens.lens import import_lens, load_lens
 from inspect_lens.model import _places, activations, know_log, read_vector
 from inspect_lens.model._handle import REFERENCE
 from inspect_lens.model._read import read_sidecar
 from inspect_lens.model._scores import SCORES_REFERENCE, ProbeScores
 from inspect_lens.oracle import load_oracle
 from inspect_lens.oracle._load import read_config
-from inspect_lens.probe import Probe, load_probe
+from inspect_lens.probe import Probe, import_probe, load_probe
 from inspect_lens.sae import read_autoencoder, read_sae
 from inspect_lens.train import ActivationSet
 from inspect_lens.vector import Vector, import_vector, load_vector
@@ -136,6 +136,31 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
         archive.writestr("bomb/data.pkl", bytes(256 * MIB))
     judged(lambda: import_vector(bomb, name="a/b"))
     judged(lambda: import_vector(pipe(folder / "pipe.gguf"), name="a/b"))
+
+
+@PROMISE.on("probe.import_probe", "lens.import_lens")
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    folder: Path = request.getfixturevalue("tmp_path")
+    torch = pytest.importorskip("torch")
+
+    def load(path: Path) -> object:
+        if surface == "lens.import_lens":
+            return import_lens(path, name="a/b")
+        return import_probe(path, name="a/b", kind="apollo")
+
+    wide = torch.zeros(1).expand(1 << 30)
+    for content in (
+        {"J": {0: wide.expand(1, -1)}, "d_model": 1 << 30},
+        {"state_dict": {"direction": wide, "threshold": wide[0]}, "hyperparams": {"layer": 1}},
+        torch.sparse_coo_tensor([[0]], [1.0], (1 << 40,)),
+    ):
+        torch.save(content, folder / "wide.pt")
+        judged(lambda: load(folder / "wide.pt"))
+    bomb = folder / "bomb.pt"
+    with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("bomb/data.pkl", bytes(256 * MIB))
+    judged(lambda: load(bomb))
+    judged(lambda: load(pipe(folder / "pipe.pt")))
 
 
 @PROMISE.on("sae.read_sae", "sae.read_autoencoder")
