@@ -42,7 +42,8 @@ class RealResults:
         model = next((m for m in REAL_MODELS if f"[{m}" in report.nodeid), None)
         for name, value in report.user_properties:
             if name == CHECK and model is not None and report.when == "call":
-                what, error, tolerance = value  # type: ignore[misc]
+                noted: Any = value
+                what, error, tolerance = noted
                 row = self._checks.setdefault(str(what), {})
                 if model not in row or row[model]["error"] < error:
                     row[model] = {"error": float(f"{error:.1e}"), "tolerance": tolerance}
