@@ -67,13 +67,6 @@ def test_shares_of_ranks_are_put_together(two: Engine, hugging_face: HuggingFace
     check(outputs[2], {site: rows.norm(dim=-1, keepdim=True) for site, rows in expected.items()})
 
 
-@pytest.mark.parametrize("layers", [[0], [LAYERS - 1], [1, 2]])
-def test_rows_of_some_layers(two: Engine, hugging_face: HuggingFace, layers: list[int]) -> None:
-    output = two.run([tokens(70)], {"output_residual_stream": layers})[0]
-    expected = hugging_face.residual_stream(fed(output))[layers]
-    assert max_relative_error(output.activations["residual_stream"], expected) <= TOLERANCE
-
-
 def test_a_lens_joins_the_vocabulary_of_the_ranks(two: Engine, hugging_face: HuggingFace) -> None:
     mixed = [
         ask_lens(layers="all", tokens=CHOSEN),

@@ -6,9 +6,7 @@ import math
 from typing import Any
 
 import pytest
-import torch
 
-from inspect_lens import SteeringVector
 from tests.engine.conftest import HIDDEN, Engine, tokens
 
 pytestmark = pytest.mark.engine
@@ -65,8 +63,3 @@ def test_one_bad_request_of_a_batch_leaves_no_other_in_the_engine(engine: Engine
     outputs = engine.run([tokens(12)])
     assert len(outputs) == 1
     assert engine.stats() == {"requests": 0, "steering_rows": 0, "sum_rows": 0, "shared_bytes": 0}
-
-
-def test_a_vector_that_fills_no_table_is_refused_by_name(engine: Engine) -> None:
-    vector = SteeringVector(activations=torch.zeros(1, HIDDEN) + 1, layer_indices=[0])
-    assert engine.run([tokens(3)], {"apply_steering_vectors": [vector]})[0].outputs[0].token_ids

@@ -10,14 +10,10 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-import torch
 
 from inspect_lens.client import LensClient
 from inspect_lens.spec import TensorData, decode_tensor, encode_tensor
 from tests.conftest import STORE_BYTES
-from tests.engine.test_capture import TOLERANCE
-from tests.kit.reference import HuggingFace, max_relative_error
-from tests.kit.repository import ROOT
 
 pytestmark = pytest.mark.engine
 
@@ -64,19 +60,6 @@ def test_queries_and_keys_over_http(client: Any) -> None:
         shape = decode_tensor(entry, raw=raw).shape
         n_fed = answer["inspect_lens"]["n_prompt"] + answer["inspect_lens"]["n_completion"] - 1
         assert shape == (2, n_fed, meta[0]["num_heads"], meta[0]["head_size"])
-
-
-def test_sites_inside_of_the_modules_over_http(client: Any) -> None:
-    prompt = [7 + 13 * i % 900 for i in range(70)]
-    sites = ["q", "k", "v", "z", "resid_mid", "mlp_hidden"]
-    capture = {"site": sites, "positions": "prompt", "layers": [0, 5]}
-    body = {"prompt": prompt, "vllm_xargs": {"inspect_lens": json.dumps({"capture": capture})}}
-    answer = complete(client, **body).json()
-    expected = HuggingFace(ROOT / MODEL).inner_sites(prompt)
-    assert list(answer["activations"]) == sites
-    for site, entry in answer["activations"].items():
-        rows = torch.from_numpy(decode_tensor(entry).to_float32())
-        assert max_relative_error(rows, expected[site][[0, 5]]) <= TOLERANCE, site
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -307,20 +290,6 @@ def test_a_reduction_knows_where_an_answer_ends(client: Any, n: int, has_stop: b
             )
             truth = {"mean": rows.mean(axis=1), "max": rows.max(axis=1), "last": rows[:, -1]}
             np.testing.assert_allclose(one[:, 0], truth[reduce], rtol=1e-5, atol=1e-4)
-
-
-def test_steering_while_decoding_leaves_the_prompt_alone(client: Any) -> None:
-    vector = {"op": "add", "vector": [1.0] * 256, "layers": [1], "phase": "decode"}
-    lens = {"edits": [vector], "capture": {"layers": [1]}}
-    plain = chat(client, inspect_lens={"capture": {"layers": [1]}}).json()
-    answer = chat(client, inspect_lens=lens).json()
-    n, done = answer["inspect_lens"]["n_prompt"], answer["inspect_lens"]["n_completion"]
-    assert answer["inspect_lens"]["steer"]["n_tokens"] == done - 1
-    a, b = (
-        decode_tensor(x["activations"]["residual_stream"]).to_float32() for x in (answer, plain)
-    )
-    np.testing.assert_allclose(a[:, :n], b[:, :n], atol=1e-4)
-    assert np.abs(a[0, n] - b[0, n] - 1.0).max() < 1e-3
 
 
 def test_binary_handles(client: Any) -> None:

@@ -135,14 +135,6 @@ def test_what_a_request_says_of_its_sample_is_kept_and_trains(
     assert (record.label, record.group, record.columns) == (True, "g2", {"k": "v"})
 
 
-def test_who_does_not_wait_is_queued(recording: Engine, folder: Path) -> None:
-    use = {"name": "some", "id": "later", "wait": False}
-    (output,) = recording.run([tokens(9)], asking(use))
-    assert output.inspect_lens.sink.status == "queued"
-    assert flush_sinks(20)
-    assert "later" in by_id(folder / "some")
-
-
 def test_choices_of_one_request_are_samples_of_their_own(recording: Engine, folder: Path) -> None:
     before = set(by_id(folder / "some"))
     (output,) = recording.run([tokens(12, seed=77)], asking("some"), n=3, temperature=1.0)
@@ -216,15 +208,6 @@ def test_a_rule_records_its_share_of_plain_requests_and_nobody_sees_it(
         np.testing.assert_allclose(sample.acts.storage[0], truth, atol=2e-4)
     counts = sinks()["ruled"]["counts"]
     assert counts == {"written": len(found)}
-
-
-def test_a_rule_leaves_requests_alone_that_use_the_lens(recording: Engine, folder: Path) -> None:
-    n_before = len(settled(folder / "ruled", 0))
-    asked = {"inspect_lens": {"capture": {"layers": [0], "positions": "last"}}}
-    outputs = recording.run([tokens(8, seed=i) for i in range(20)], asked)
-    assert all(output.inspect_lens.sink is None for output in outputs)
-    assert len(settled(folder / "ruled", 0)) == n_before
-    assert front_end().results.n_open == 0
 
 
 def test_nothing_is_left_behind(recording: Engine) -> None:

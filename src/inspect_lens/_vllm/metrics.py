@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from inspect_lens.errors import LensError
 from inspect_lens.spec import LensRequest
 
-from . import traces
 from .traces import KINDS, Holder
 
 if TYPE_CHECKING:
@@ -188,9 +187,8 @@ def refused_as(status: int, error: str) -> None:
 
 
 def refused(error: E) -> E:
-    """Count and trace a request that is refused, and return its error for whoever raises it."""
+    """Count a request that is refused, and return its error for whoever raises it."""
     if isinstance(error, LensError):
-        traces.refused(error)
         if error.status < 500:
             refused_as(error.status, type(error).__name__)
         else:

@@ -1,28 +1,25 @@
-"""Spans of OpenTelemetry for what the lens does, in the traces that vLLM sends.
+"""Spans of OpenTelemetry for what is asked of an API server's lens, in the traces that vLLM sends.
 
-With `--otlp-traces-endpoint` vLLM sends a span `llm_request` for each request. A lens request then
-has a span of ours around it, which ends when its results are there. It begins in the trace that
-the client named (`traceparent`, W3C Trace Context), and vLLM's span becomes a part of it.
+With `--otlp-traces-endpoint` vLLM sends a span `llm_request` for each request. An HTTP request for
+the lens then has a span of ours around it, from its body to the end of its answer. It begins in the
+trace that the client named (`traceparent`, W3C Trace Context), and takes that header's place, so
+that vLLM's spans become a part of it.
 
 Without that option there is no tracer, and each function here does nothing. None raises.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import functools
 import logging
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import inspect_lens
-from inspect_lens._engine.hooks.runner import EAGER_KEY
-from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens.errors import LensError
+from inspect_lens.spec import LensRequest
 
 from .clients import TRACE
 
@@ -59,28 +56,22 @@ class Holder(Generic[T]):
         return run
 
 
-REQUEST, REFUSAL, FETCH = (
-    "inspect_lens_request",
-    "inspect_lens_refusal",
-    "inspect_lens_fetch",
-)
+REQUEST, FETCH = "inspect_lens_request", "inspect_lens_fetch"
 """Names of spans."""
 
 ATTRIBUTES: dict[str, str] = {
-    "gen_ai.request.id": "The request, as vLLM's span names it.",
     "inspect_lens.asked": f"What it asks for, of {', '.join(f'`{kind}`' for kind in KINDS)}.",
     "inspect_lens.layers": "Layers whose rows were captured.",
-    "inspect_lens.rows": "Captured rows: one for each layer and token.",
+    "inspect_lens.rows": "Captured rows of all choices: one for each layer and token.",
     "inspect_lens.cached_positions": "Positions whose rows were known from an earlier request.",
-    "inspect_lens.bytes": "Bytes of tensors in the response; on a fetch, bytes that were fetched.",
+    "inspect_lens.bytes": "On a fetch, bytes that were fetched.",
     "inspect_lens.steered_layers": "Layers that were edited.",
     "inspect_lens.steered_tokens": "Tokens that were edited.",
     "inspect_lens.probes": "Names of probes.",
     "inspect_lens.alarms": "Names of those that raised an alarm.",
-    "inspect_lens.wait_seconds": "Seconds between the end of the text and its results.",
     "inspect_lens.aborted": "True where the client went away.",
     "error.type": "The error, if there is one; the status of the span has its text.",
-    "http.response.status_code": "Of a refusal, a failure and a fetch.",
+    "http.response.status_code": "Of the answer.",
 }
 """Attributes of spans, and what they say."""
 
@@ -90,52 +81,30 @@ _LONGEST = 500
 """Characters of an error's text: a span is no log."""
 
 
-Parent = Callable[[Mapping[str, str] | None], Any]
-
-
-@dataclass(slots=True)
-class _Open:
-    """A choice in flight."""
-
-    span: Any
-    text_ended: float | None = None
-
-
 @dataclass
 class _Spans:
     tracer: Any
-    parent_of: Parent
-    open: dict[str, _Open] = field(default_factory=dict)
-    """By key of the choice."""
+    propagator: Any
     handles: OrderedDict[str, Any] = field(default_factory=OrderedDict)
     """Context of the span of the request whose result a handle is."""
-
-    def remember(self, completion: Any, context: Any) -> None:
-        """Remember whose results the handles of a choice are."""
-        entries = getattr(completion, "inspect_lens_json", {}).get("activations", {})
-        for entry in entries.values():
-            if (handle := entry.get("handle")) is not None:
-                self.handles[handle] = context
-        while len(self.handles) > _HANDLES:
-            self.handles.popitem(last=False)
 
 
 _holder: Holder[_Spans] = Holder("spans for OpenTelemetry")
 
 
-def begin(parent_of: Parent) -> None:
+def begin() -> None:
     """Trace lens requests from now on."""
     if _holder.made is not None:
         return
     try:
         from opentelemetry import trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         # Of the provider that vLLM sets, or has set.
         tracer = trace.get_tracer("inspect_lens", inspect_lens.__version__)
+        _holder.made = _Spans(tracer, TraceContextTextMapPropagator())
     except Exception as error:  # noqa: BLE001 - a server must not fail for want of spans
         logger.warning("inspect_lens: no spans: %s: %s", type(error).__name__, error)
-        return
-    _holder.made = _Spans(tracer, parent_of)
 
 
 def is_on() -> bool:
@@ -143,116 +112,90 @@ def is_on() -> bool:
     return _holder.made is not None
 
 
-@_holder.guarded
-def requested(spans: _Spans, request: Any, packed: Mapping[str, Any]) -> None:
-    """Begin the span of a choice that is handed to the engine, and have vLLM's begin in it."""
-    from opentelemetry.trace.propagation import set_span_in_context
-    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+class Asked:
+    """The span of an HTTP request that may ask for the lens."""
 
-    envelope = Envelope.unpack(packed)
-    asked = (
-        *(envelope.capture, envelope.edits, envelope.probes),
-        *(envelope.lens, envelope.qk, EAGER_KEY in packed),
-    )
-    kinds = [kind for kind, is_asked in zip(KINDS, asked, strict=True) if is_asked]
-    span = spans.tracer.start_span(
-        REQUEST,
-        context=spans.parent_of(request.trace_headers),
-        start_time=int(request.arrival_time * 1e9),
-        attributes={
-            "gen_ai.request.id": getattr(request, "external_req_id", None) or request.request_id,
-            "inspect_lens.asked": kinds,
-        },
-    )
+    def __init__(self, scope: Mapping[str, Any]) -> None:
+        self.scope = scope
+        """For vLLM: with this span as the trace that it continues."""
+        self.span: Any = None
+        """None where there are no spans, or the trace is not sampled."""
+        _begin(self)
+
+    def end(
+        self,
+        status: int | None,
+        request: LensRequest | None = None,
+        results: Iterable[Mapping[str, Any]] = (),
+        error: BaseException | None = None,
+    ) -> None:
+        """Send it; without this it is as if it had not been."""
+        if self.span is not None:
+            _end(self.span, status, request, list(results), error)
+
+
+@_holder.guarded
+def _begin(spans: _Spans, asked: Asked) -> None:
+    from opentelemetry.trace.propagation import set_span_in_context
+
+    span = spans.tracer.start_span(REQUEST, context=spans.propagator.extract(TRACE.get() or {}))
     if not span.is_recording():
         return  # not sampled: vLLM's is not either, and has the parent that it would have had
-    spans.open[request.request_id] = _Open(span)
-    headers: dict[str, str] = {}
-    TraceContextTextMapPropagator().inject(headers, set_span_in_context(span))
-    request.trace_headers = headers
+    told: dict[str, str] = {}
+    spans.propagator.inject(told, set_span_in_context(span))
+    given = {name.encode(): value.encode() for name, value in told.items()}
+    headers = [*(h for h in asked.scope["headers"] if h[0] not in given), *given.items()]
+    asked.span, asked.scope = span, {**asked.scope, "headers": headers}
 
 
 @_holder.guarded
-def text_ended(spans: _Spans, key: str) -> None:
-    """Note that the text of a choice has ended, and its results are waited for."""
-    if (one := spans.open.get(key)) is not None:
-        one.text_ended = time.perf_counter()
+def _end(
+    spans: _Spans,
+    span: Any,
+    status: int | None,
+    request: LensRequest | None,
+    results: list[Mapping[str, Any]],
+    error: BaseException | None,
+) -> None:
+    if request is not None:
+        asked = (
+            *(request.capture, request.edits or request.edits_named, request.probes),
+            *(request.lens, request.qk, request.hooks),
+        )
+        kinds = [kind for kind, is_asked in zip(KINDS, asked, strict=True) if is_asked]
+        span.set_attribute("inspect_lens.asked", kinds)
+    span.set_attributes(_attributes([result["inspect_lens"] for result in results]))
+    if error is None and not results and status in (None, 200):
+        span.set_attribute("inspect_lens.aborted", True)
+    if status is not None:
+        span.set_attribute("http.response.status_code", status)
+    if error is not None or (status or 0) >= 400:
+        _set_error(span, error)
+    span.end()
 
 
-@_holder.guarded
-def delivered(spans: _Spans, outputs: Iterable[Any]) -> None:
-    """End the spans of choices that have their results."""
-    for output in outputs:
-        for completion in output.outputs:
-            ticket = getattr(completion, "inspect_lens_ticket", None)
-            if ticket is None or not hasattr(completion, "inspect_lens"):
-                continue
-            if (one := spans.open.pop(ticket.key, None)) is not None:
-                spans.remember(completion, one.span.get_span_context())
-                one.span.set_attributes(_attributes(completion))
-                _end(one)
-
-
-def _attributes(completion: Any) -> dict[str, Any]:
-    receipt = completion.inspect_lens
+def _attributes(receipts: list[Mapping[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    if (capture := receipt.capture) is not None:
-        found["inspect_lens.layers"] = capture.layers
-        found["inspect_lens.rows"] = capture.rows
-        found["inspect_lens.cached_positions"] = capture.cached_positions
-    if tensors := completion.inspect_lens_tensors:
-        found["inspect_lens.bytes"] = sum(tensor.nbytes for tensor in tensors.values())
-    if (steer := receipt.steer) is not None:
-        found["inspect_lens.steered_layers"] = steer.layers
-        found["inspect_lens.steered_tokens"] = steer.n_tokens
-    if receipt.probes:
-        found["inspect_lens.probes"] = [probe.name for probe in receipt.probes]
-        alarms = [probe.name for probe in receipt.probes if probe.alarm_position is not None]
-        found["inspect_lens.alarms"] = alarms
+    if captures := [c for r in receipts if (c := r.get("capture"))]:
+        found["inspect_lens.layers"] = captures[0]["layers"]
+        for name in ("rows", "cached_positions"):
+            found[f"inspect_lens.{name}"] = sum(capture[name] for capture in captures)
+    if steered := [s for r in receipts if (s := r.get("steer"))]:
+        found["inspect_lens.steered_layers"] = steered[0]["layers"]
+        found["inspect_lens.steered_tokens"] = sum(one["n_tokens"] for one in steered)
+    if probes := [probe for receipt in receipts for probe in receipt.get("probes") or ()]:
+        alarms = [probe for probe in probes if probe["alarm_position"] is not None]
+        for name, some in (("probes", probes), ("alarms", alarms)):
+            found[f"inspect_lens.{name}"] = list(dict.fromkeys(probe["name"] for probe in some))
     return found
 
 
-@_holder.guarded
-def failed(spans: _Spans, key: str, error: BaseException) -> None:
-    """End the span of a choice that ends without its results; one that has ended stays so."""
-    if (one := spans.open.pop(key, None)) is not None:
-        _set_error(one.span, error)
-        _end(one)
-
-
-@_holder.guarded
-def left(spans: _Spans, key: str) -> None:
-    """End the span of a choice that was aborted, and had not ended."""
-    if (one := spans.open.pop(key, None)) is not None:
-        one.span.set_attribute("inspect_lens.aborted", True)
-        _end(one)
-
-
-@contextlib.contextmanager
-def ends(keys: Iterable[str]) -> Iterator[None]:
-    """End the spans of choices if what is done for them raises, or is cancelled."""
-    try:
-        yield
-    except asyncio.CancelledError:
-        for key in keys:
-            left(key)
-        raise
-    except BaseException as error:
-        for key in keys:
-            failed(key, error)
-        raise
-
-
-def _end(one: _Open) -> None:
-    if one.text_ended is not None:
-        waited = time.perf_counter() - one.text_ended
-        one.span.set_attribute("inspect_lens.wait_seconds", waited)
-    one.span.end()
-
-
-def _set_error(span: Any, error: BaseException) -> None:
+def _set_error(span: Any, error: BaseException | None) -> None:
     from opentelemetry.trace import Status, StatusCode
 
+    if error is None:
+        span.set_status(Status(StatusCode.ERROR))
+        return
     span.set_attribute("error.type", type(error).__name__)
     if isinstance(error, LensError):
         span.set_attribute("http.response.status_code", error.status)
@@ -260,21 +203,23 @@ def _set_error(span: Any, error: BaseException) -> None:
 
 
 @_holder.guarded
-def refused(spans: _Spans, error: BaseException) -> None:
-    """Send a span of a request that is refused before it costs anything."""
-    span = spans.tracer.start_span(REFUSAL, context=spans.parent_of(TRACE.get()))
-    _set_error(span, error)
-    span.end()
+def remember(spans: _Spans, span: Any, result: Mapping[str, Any]) -> None:
+    """Remember whose results the handles of a choice are."""
+    for entry in result.get("activations", {}).values():
+        if span is not None and (handle := entry.get("handle")) is not None:
+            spans.handles[handle] = span.get_span_context()
+    while len(spans.handles) > _HANDLES:
+        spans.handles.popitem(last=False)
 
 
 @_holder.guarded
 def fetched(spans: _Spans, handle: str, began: int, status: int, n_bytes: int) -> None:
     """Send a span of a fetch: in the trace that its client names, else in its request's."""
-    from opentelemetry.trace import Link, NonRecordingSpan, Status, StatusCode
+    from opentelemetry.trace import Link, NonRecordingSpan
     from opentelemetry.trace.propagation import set_span_in_context
 
     headers, request = TRACE.get(), spans.handles.get(handle)
-    parent = spans.parent_of(headers)
+    parent = spans.propagator.extract(headers or {})
     if not headers and request is not None:
         parent = set_span_in_context(NonRecordingSpan(request))
     span = spans.tracer.start_span(
@@ -285,5 +230,5 @@ def fetched(spans: _Spans, handle: str, began: int, status: int, n_bytes: int) -
         attributes={"http.response.status_code": status, "inspect_lens.bytes": n_bytes},
     )
     if status >= 400:
-        span.set_status(Status(StatusCode.ERROR))
+        _set_error(span, None)
     span.end()

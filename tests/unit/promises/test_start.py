@@ -264,7 +264,6 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
 @PROMISE.on(*of("front-end"))
 def _(surface: str, request: pytest.FixtureRequest) -> None:
     monkeypatch, name = request.getfixturevalue("monkeypatch"), SURFACES[surface][1]
-    monkeypatch.setattr(state, "is_serving", lambda: name == "_servers_of")
     monkeypatch.setattr(state, "is_traced", lambda config: name == "parent_of")
     engine = config()
     if name in ("SharedNames", "serve_siblings", "folder_of_siblings"):

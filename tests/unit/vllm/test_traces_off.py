@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from inspect_lens._vllm import traces
-from inspect_lens._vllm.compat.api_server import is_traced, parent_of
+from inspect_lens._vllm.compat.api_server import is_traced
 from inspect_lens._vllm.frontend import state
 from inspect_lens._vllm.frontend.state import FrontEnd
 from tests.kit.repository import ROOT
@@ -23,7 +23,7 @@ __all__ = ["off"]
 
 def test_a_process_without_spans_imports_nothing() -> None:
     code = (
-        "import sys, inspect_lens._vllm.traces as t; t.left('x'); t.delivered([]); "
+        "import sys, inspect_lens._vllm.traces as t; t.Asked({}).end(200); "
         "t.fetched('h', 0, 200, 1); print(*sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -32,7 +32,7 @@ def test_a_process_without_spans_imports_nothing() -> None:
 
 def test_without_the_package_there_are_no_spans(off: Sent, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    traces.begin(parent_of)
+    traces.begin()
     assert not traces.is_on()
 
 
@@ -41,6 +41,7 @@ def test_a_front_end_begins_them_where_its_engine_is_traced(
     off: Sent, monkeypatch: pytest.MonkeyPatch, endpoint: str | None
 ) -> None:
     monkeypatch.setattr(state, "refusal", lambda config: None)
+    monkeypatch.setattr(state, "is_serving", lambda: True)
     monkeypatch.setattr(
         state, "facts_of", lambda config, settings: SimpleNamespace(allows_code=False)
     )
@@ -65,4 +66,4 @@ def test_a_front_end_begins_them_where_its_engine_is_traced(
 def test_the_page_lists_every_span() -> None:
     page = (ROOT / "docs/how-to/serve.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(inspect_lens_\w+)` \| [^|]+ \| [^|]+ \|$", page, re.MULTILINE)
-    assert rows == [traces.REQUEST, traces.REFUSAL, traces.FETCH]
+    assert rows == [traces.REQUEST, traces.FETCH]

@@ -116,12 +116,8 @@ USED_NAMES: tuple[UsedName, ...] = (
     UsedName(f"{_LAYERS}.logits_processor:LogitsProcessor._gather_logits", "logits"),
     UsedName(f"{_LAYERS}.logits_processor:LogitsProcessor._get_logits", "logits"),
     UsedName(f"{_LAYERS}.logits_processor:LogitsProcessor.org_vocab_size", "logits"),
-    # Of a request that vLLM traces, and of the context in which it begins spans.
+    # Of an engine whose requests vLLM traces.
     UsedName("vllm.config.observability:ObservabilityConfig.otlp_traces_endpoint", "traces"),
-    UsedName("vllm.v1.engine:EngineCoreRequest.trace_headers", "traces"),
-    UsedName("vllm.v1.engine:EngineCoreRequest.arrival_time", "traces"),
-    UsedName("vllm.tracing.otel:_get_smart_context", "traces"),
-    UsedName("vllm.tracing.otel:extract_trace_context", "traces"),
     # Methods of a connector that the scheduler calls.
     UsedName(f"{_CONNECTOR}.on_new_request", "connectors"),
     UsedName(f"{_CONNECTOR}.get_num_new_matched_tokens", "connectors"),

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -19,7 +17,7 @@ from inspect_lens._engine.protocol.kept import Kept
 from inspect_lens._engine.protocol.processes import Address
 from inspect_lens._settings import Settings
 from inspect_lens._vllm import metrics, traces
-from inspect_lens._vllm.compat.api_server import is_traced, parent_of
+from inspect_lens._vllm.compat.api_server import is_traced
 from inspect_lens._vllm.compat.cpu_lora import CpuAdapters
 from inspect_lens._vllm.compat.engine_facts import facts_of, refusal
 from inspect_lens._vllm.compat.features import require
@@ -139,12 +137,6 @@ class FrontEnd:
     def _share(self, vllm_config: Any) -> None:
         self.n_processes = getattr(vllm_config.parallel_config, "_api_process_count", 1)
         self.results.n_processes = self.n_processes
-        if is_serving() and (wanted := _servers_of(sys.argv)) > self.n_processes:
-            logger.warning(
-                "inspect_lens: --api-server-count %d has no effect with python -m "
-                "vllm.entrypoints.openai.api_server, which starts one API server; use vllm serve",
-                wanted,
-            )
         if self.n_processes > 1 and not self.registry.is_shared:
             try:
                 names = SharedNames(folder_of_siblings(), parse_shared)
@@ -171,10 +163,10 @@ class FrontEnd:
                 n_processes=self.n_processes,
             )
         self.sinks.learn(facts, settings.sinks)
-        if is_traced(vllm_config):
-            traces.begin(parent_of)
         if is_serving():
             metrics.begin()
+            if is_traced(vllm_config):
+                traces.begin()
             payloads.report()
         if self.n_processes == 1 and keeps_rows(vllm_config, settings):
             # Several API servers would not hear of each other's resets of the prefix cache.
@@ -298,15 +290,6 @@ class FrontEnd:
         if not request.hooks:
             self.known.keep(key, made, request.tensor_bytes)
         return made
-
-
-def _servers_of(arguments: Sequence[str]) -> int:
-    """API servers that a command line asks for."""
-    words = [part for word in arguments for part in word.split("=", 1)]
-    for option, value in pairwise(words):
-        if option in ("--api-server-count", "--api_server_count", "-asc") and value.isdecimal():
-            return int(value)
-    return 1
 
 
 class _Holder:

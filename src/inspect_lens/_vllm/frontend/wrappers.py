@@ -15,7 +15,6 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any, NoReturn
 
 from inspect_lens._engine.protocol.processes import ends_process
-from inspect_lens._vllm import traces
 from inspect_lens._vllm.compat.features import busy
 from inspect_lens._vllm.compat.guard import fault_of, pass_over
 from inspect_lens._vllm.compat.hosts import routes_of
@@ -62,8 +61,7 @@ async def attached_for_http(output: Any, body: Body | None) -> int:
     """Attach results, as JSON where a body has asked for them; how many choices have theirs."""
     before = attached(output)
     try:
-        with traces.ends(ticket_keys(output)):
-            await _attach(output, body)
+        await _attach(output, body)
     except CapacityError as error:
         raise busy(str(error)) from error
     except CaptureError as error:
@@ -103,7 +101,6 @@ def _encode(output: Any, body: Body | None) -> None:
     for completion in output.outputs if body is not None else ():
         if hasattr(completion, "inspect_lens") and not hasattr(completion, "inspect_lens_json"):
             completion.inspect_lens_json = as_json(completion)
-    traces.delivered([output])
 
 
 logger = logging.getLogger("vllm.inspect_lens")
@@ -175,8 +172,6 @@ def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
             results.abandon([key])
             pass_over(error, uses_lens=not is_recorded)
             params.extra_args = {k: v for k, v in extra.items() if k != ENVELOPE_KEY} or None
-        if not is_recorded:
-            traces.requested(request, extra[ENVELOPE_KEY])
         try:
             result = original(self, request, prompt, parent_req, *args, **kwargs)
         except BaseException:
@@ -250,7 +245,6 @@ def _new_completion_output(original: Callable[..., Any]) -> Callable[..., Any]:
                     results.recorded.put(ticket)
                 else:
                     completion.inspect_lens_ticket = ticket
-                    traces.text_ended(key)
             elif results.streams_tokens(key):
                 completion.inspect_lens_scores = results.take_new_scores(
                     key, self.detokenizer.num_output_tokens()
@@ -320,7 +314,6 @@ def _engine_step(original: Callable[..., Any]) -> Callable[..., Any]:
         errors = results.attach_all(done)
         if front_end().registry.has_left:
             at_once(forget_unused(front_end().registry, tell_through(self)))
-        traces.delivered(done)
         if errors:
             if not _deferring.is_on:
                 _raise_first(errors)
@@ -352,6 +345,17 @@ def _run_engine(original: Callable[..., Any]) -> Callable[..., Any]:
         return outputs
 
     return run_engine
+
+
+async def _noting(body: Body, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    """Outputs as they come; an error is noted with the body that has asked."""
+    async with contextlib.aclosing(outputs):
+        try:
+            async for output in outputs:
+                yield output
+        except Exception as error:
+            body.error = error
+            raise
 
 
 def _async_generate(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -388,7 +392,8 @@ def _async_generate(original: Callable[..., Any]) -> Callable[..., Any]:
             raise busy(str(refused(error))) from error
         except BaseException as error:  # noqa: BLE001 - the loop is everybody's
             pass_over(error, uses_lens=has_lens_keys(params) or has_hooks(self.input_processor))
-        return outputs_of(body, first, missing, self, *args, **kwargs)
+        outputs = outputs_of(body, first, missing, self, *args, **kwargs)
+        return outputs if body is None else _noting(body, outputs)
 
     return generate
 

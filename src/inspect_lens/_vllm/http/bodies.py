@@ -19,6 +19,7 @@ from inspect_lens._vllm.compat.api_server import lacks_key
 from inspect_lens._vllm.compat.features import FEATURES, is_off, require
 from inspect_lens._vllm.compat.guard import pass_over
 from inspect_lens._vllm.compat.off import not_served
+from inspect_lens._vllm.traces import Asked
 from inspect_lens.errors import CapacityError, LensError, SpecError, UnsupportedError
 from inspect_lens.spec import (
     ENVELOPE_KEY,
@@ -106,13 +107,14 @@ class LensBodies:
             await self._app(scope, again, send)
             return
         asked: Body | None = None
-        n_bytes = 0
+        n_bytes, span = 0, Asked(scope)
         try:
             front = self._front_end()
             facts: EngineFacts | None = getattr(front, "facts", None)
             off = self._off(front)
             if path.endswith(_UNGUARDED) and lacks_key(scope) and _is_ours(off):
-                await refuse(SpecError(_NO_KEY), send, status=401)
+                await refuse(error := SpecError(_NO_KEY), send, status=401)
+                span.end(401, error=error)
                 return
             read = partial(read_body, path, body, facts, off)
             if len(body) <= _SMALL and b"zstd" not in body and not is_hidden:
@@ -123,6 +125,7 @@ class LensBodies:
                 n_bytes = asked.request.tensor_bytes
             self._admit(n_bytes, facts)
         except LensError as error:
+            span.end(error.status, error=error)
             await refuse(error, send)
             return
         except BaseException as error:  # noqa: BLE001 - the loop is everybody's
@@ -131,11 +134,15 @@ class LensBodies:
             await self._app(scope, again, send)
             return
         self._n_bytes += n_bytes
-        token = SERVED.set(asked)
+        token, answer = SERVED.set(asked), Answer(send, asked)
+        is_traced = asked.request is not None and span.span is not None
+        asked.span = span.span if is_traced else None
         try:
-            await self._app(scope, again, Answer(send, asked))
+            await self._app(span.scope if is_traced else scope, again, answer)
         finally:
             SERVED.reset(token)
+            if is_traced:
+                span.end(answer.status, asked.request, asked.results.values(), asked.error)
             asked.forget()
             self._n_bytes -= n_bytes
 

@@ -16,6 +16,7 @@ from pydantic_core import from_json
 from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens._vllm.compat.guard import fault_of
 from inspect_lens._vllm.metrics import delivered, failed, stored
+from inspect_lens._vllm.traces import remember
 from inspect_lens.errors import LensError
 from inspect_lens.spec import (
     LENS_KEYS,
@@ -46,6 +47,10 @@ class Body:
     scores: list[dict[str, Any]] = field(default_factory=list)
     """Token scores that no event of the stream has carried yet."""
     n_choices: int = 0
+    span: Any = None
+    """Of OpenTelemetry."""
+    error: BaseException | None = None
+    """Why a prompt has no results."""
 
     def begin(self, params: Any) -> int:
         """Have a prompt's parameters ask what the body asks; index of its first choice.
@@ -67,6 +72,7 @@ class Body:
                 self.scores.append({"index": index, "probes": scores})
             if result := getattr(completion, "inspect_lens_json", None):
                 self.results[index] = result
+                remember(self.span, result)
 
     def forget(self) -> None:
         """Let go of everything: tasks that outlive the request have its context."""
@@ -87,12 +93,13 @@ class Answer:
         """The head of an answer that is sent when its length is known."""
         self._parts: list[bytes] = []
         self._is_stream = False
+        self.status: int | None = None
 
     async def __call__(self, message: Message) -> None:
         """Send a message of the application's."""
         if message["type"] == "http.response.start":
             kind = b"".join(v for name, v in message["headers"] if name.lower() == b"content-type")
-            self._is_stream = b"event-stream" in kind
+            self._is_stream, self.status = b"event-stream" in kind, message["status"]
             if message["status"] == 200 and b"json" in kind:
                 self._start = message
                 return

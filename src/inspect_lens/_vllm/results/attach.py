@@ -16,7 +16,6 @@ from inspect_lens._engine.collect.inbox import Notifier
 from inspect_lens._engine.hooks.runner import EAGER_KEY
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.processes import Links, as_exception, ends_process
-from inspect_lens._vllm import traces
 from inspect_lens._vllm.compat.guard import fault_of
 from inspect_lens._vllm.metrics import failed, note, waited
 from inspect_lens._vllm.registered.probe_scores import Reading, feed_together
@@ -181,7 +180,6 @@ class Results:
             expected = self._expected.get(key)
             for choice in tuple(self._choices.get(expected.request if expected else key, ())):
                 self._unsent.pop(choice, None)
-                traces.left(choice)
                 if self.take_over(choice) is not None:
                     self.the_collector().discard(choice)
 
@@ -300,7 +298,6 @@ class Results:
 
     def _drop(self, job: Job, error: BaseException) -> None:
         for choice in job.choices:
-            traces.failed(choice.ticket.key, error)
             self.the_collector().discard(choice.ticket.key)
             self._unsent.pop(choice.ticket.key, None)
 

@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._vllm import traces
 from inspect_lens._vllm.compat.features import busy
 from inspect_lens._vllm.metrics import failed
 from inspect_lens.errors import CapacityError, CaptureError, LensError
@@ -73,7 +72,6 @@ class Running:
             found = self._queues.pop(key, None)
         if found is None:
             return
-        traces.failed(key, error)
         loop, queue = found
         try:
             loop.call_soon_threadsafe(queue.put, failed(error))

@@ -19,7 +19,6 @@ from inspect_lens._vllm.registered.probe_scores import Reading, Reads
 from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec import (
-    CaptureSpec,
     EngineFacts,
     EngineProbe,
     LensRequest,
@@ -74,25 +73,6 @@ def test_a_request_is_judged_against_its_own_engine() -> None:
     check_request(request, facts(16), front.registry.probes)
     with pytest.raises(SpecError, match="m8"):
         check_request(request, facts(8), front.registry.probes)
-
-
-def test_captures_and_probes_share_the_buffer() -> None:
-    # 128 rows hold four taps of 32 tokens; the model has five.
-    five = facts(8, n_layers=5)
-    probes = {"a": EngineProbe(layers=(4,), tensors={"weight": np.ones((1, 8))})}
-    capture = CaptureSpec(layers=(0, 1, 2, 3))
-    check_request(LensRequest(capture=capture), five)
-    check_request(LensRequest(probes=["a"]), five, probes)
-    with pytest.raises(UnsupportedError, match="5 taps"):
-        check_request(LensRequest(capture=capture, probes=["a"]), five, probes)
-
-
-def test_a_name_stands_for_all_of_its_content() -> None:
-    registry = Registry()
-    vector = SteeringVector(activations=np.ones((1, 8)), layer_indices=[0])
-    registry.add("v", vector)
-    with pytest.raises(SpecError, match="other content"):
-        registry.add("v", SteeringVector(activations=np.ones((1, 8)), layer_indices=[0], scale=2))
 
 
 def test_a_verdict_holds_for_its_engine_until_a_name_changes() -> None:
@@ -186,34 +166,6 @@ def test_several_api_servers_without_a_folder_have_the_names_of_the_start(
     front.engines = [facts(8)]
     front.register("a", probe(8))
     front.unregister("a")
-
-
-@pytest.mark.parametrize(
-    ("words", "n", "is_told"),
-    [
-        (["--api-server-count", "4"], 1, True),
-        (["--api-server-count=4"], 1, True),
-        (["--model", "m", "-asc", "2"], 1, True),
-        (["--api-server-count", "4"], 4, False),
-        (["--api-server-count", "1"], 1, False),
-        ([], 1, False),
-    ],
-)
-def test_api_servers_that_were_asked_for_and_not_started_are_named(
-    monkeypatch: pytest.MonkeyPatch, words: list[str], n: int, is_told: bool
-) -> None:
-    told: list[Any] = []
-    monkeypatch.setattr(state, "is_serving", lambda: True)
-    monkeypatch.setattr(state, "install_when_serving", lambda front: None)
-    monkeypatch.setattr(state, "refusal", lambda config: "not for this test")
-    monkeypatch.setattr(state, "SharedNames", lambda *args: SimpleNamespace(folder=Path("x")))
-    monkeypatch.setattr(state, "serve_siblings", lambda *args: None)
-    monkeypatch.setattr(state.logger, "warning", lambda *args: told.append(args))
-    monkeypatch.setattr(state.sys, "argv", ["api_server", *words])
-    front = FrontEnd()
-    monkeypatch.setattr(front.registry, "share", lambda names: None)
-    front.learn(SimpleNamespace(), config(n))
-    assert any("vllm serve" in text for text, *_ in told) is is_told
 
 
 @pytest.mark.parametrize("n_processes", [1, 4])

@@ -23,7 +23,6 @@ from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec import (
     Add,
     EngineEdits,
-    PatternBudget,
     TokenMatch,
     parse_extra_args,
     resolve_positions,
@@ -109,12 +108,6 @@ def test_a_pattern_finds_the_tokens_of_its_matches(tokenizer: Any) -> None:
     assert sorted(rest + everything) == list(range(len(IDS)))
 
 
-def test_ids_are_matched_without_a_tokenizer() -> None:
-    wanted = (IDS[0], IDS[-1])
-    positions = found(TokenMatch(token_ids=wanted), IDS, None)
-    assert positions == tuple(i for i, token in enumerate(IDS) if token in wanted)
-
-
 def test_edits_and_captures_get_positions_of_their_own() -> None:
     edits = [
         Add(vector=np.ones(4), layers=[1], positions=TokenMatch(token_ids=[IDS[0]])),
@@ -125,11 +118,6 @@ def test_edits_and_captures_get_positions_of_their_own() -> None:
     where = tuple(i for i, token in enumerate(IDS) if token == IDS[0])
     assert [edit.positions for edit in changed.edits] == [where, (2,)]
     assert [edit.positions for edit in request.edits][1] == (2,)
-
-
-def test_a_request_that_matches_nothing_is_left_as_it_is() -> None:
-    request = LensRequest(capture=CaptureSpec(layers=[1], positions=[0]))
-    assert with_positions(request, None, None) is request
 
 
 @settings(max_examples=200, deadline=None)
@@ -232,19 +220,6 @@ def test_many_patterns_are_refused_together() -> None:
     assert parse_extra_args({"inspect_lens": {"edits": same}}) is not None
     with pytest.raises(ValidationError, match="20 different patterns"):
         EngineEdits(edits=edits)
-
-
-@given(
-    pattern=st.from_regex(
-        r"(?:[abé你.]|\[[abé你]{1,3}\]|(?:a|é|b你))(?:[*+?]|\{1,3\})?(?:[abé你.]|b\|é)?",
-        fullmatch=True,
-    ),
-    text=st.text("abé你𝄞 ", max_size=40),
-)
-def test_matches_are_those_of_re(pattern: str, text: str) -> None:
-    """On what both read alike, in characters and not in bytes."""
-    expected = [m.span() for m in re.finditer(pattern, text) if m.end() > m.start()]
-    assert list(PatternBudget().spans(pattern, text, field="f")) == expected
 
 
 @pytest.mark.parametrize(

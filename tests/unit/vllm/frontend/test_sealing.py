@@ -270,29 +270,6 @@ def sealed(processor: Any, asked: dict[str, Any], n_prompt: int = N_PROMPT, **ch
 
 
 @pytest.mark.parametrize(
-    "asked",
-    [extra(capture={"layers": [1]}), extra(probes=["p"]), extra(capture={}, probes=["p"])],
-)
-def test_what_a_batch_asks_for_is_sealed_once(processor: Any, asked: dict[str, Any]) -> None:
-    one = sealed(processor, asked)
-    assert sealed(processor, {**asked}) is one
-    others = [
-        sealed(processor, asked, 5),
-        sealed(processor, asked, max_tokens=9),
-    ]
-    for other, n_prompt, n_max in zip(others, (5, N_PROMPT), (6, N_PROMPT + 8), strict=True):
-        envelope = Envelope.unpack(other)
-        assert envelope.n_prompt == n_prompt
-        for part in (envelope.capture, envelope.probes):
-            assert part is None or (part.hi, part.lo in (0, n_prompt)) == (n_max, True)
-    # A mean of all tokens is left to the end of a request that may not be known in time.
-    folded = extra(capture={"layers": [1], "reduce": "mean"})
-    unknown = Envelope.unpack(sealed(processor, folded, max_tokens=30, stop=["x"])).capture
-    known = Envelope.unpack(sealed(processor, folded, max_tokens=30)).capture
-    assert (unknown.is_folded, known.is_folded) == (False, True)
-
-
-@pytest.mark.parametrize(
     ("probe", "kind", "is_live"),
     [
         ({"tokens": True}, "DELTA", True),

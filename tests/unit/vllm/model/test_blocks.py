@@ -90,28 +90,6 @@ def block(**children: nn.Module) -> nn.Module:
     return made
 
 
-def test_modules_are_told_by_what_they_hold() -> None:
-    made = block(whatever=Attention(), other=FeedForward())
-    assert block_module(made, "attn_out") is made.whatever
-    assert block_module(made, "mlp_out") is made.other
-
-
-def test_a_state_space_layer_is_a_module_of_its_own() -> None:
-    made = block(mamba=Mamba(), other=FeedForward())
-    assert block_module(made, "attn_out") is made.mamba
-
-
-def test_attention_without_a_module_ends_with_its_projection() -> None:
-    made = block(qkv=Linear(), kernel=Kernel(), o=RowParallel(), mlp=FeedForward())
-    assert block_module(made, "attn_out") is made.o
-    assert block_module(made, "mlp_out") is made.mlp
-
-
-def test_a_feed_forward_part_without_a_module_ends_with_its_projection() -> None:
-    made = block(attention=Attention(), fc1=Linear(), fc2=RowParallel())
-    assert block_module(made, "mlp_out") is made.fc2
-
-
 @pytest.mark.parametrize(
     ("site", "children"),
     [
@@ -145,22 +123,6 @@ def test_a_sum_that_is_left_to_the_block_is_refused_with_several_ranks() -> None
 
 
 X = torch.ones(3, HIDDEN)
-
-
-@pytest.mark.parametrize(
-    ("output", "written"),
-    [
-        (X, None),
-        ((X, None), None),
-        ((X,), None),
-        (None, X),
-        (X[None], None),
-    ],
-)
-def test_known_outputs(output: Any, written: Any) -> None:
-    found = module_output(Attention(), written, output, "attn_out")
-    assert found.data_ptr() == X.data_ptr()
-    assert found.shape == X.shape
 
 
 @pytest.mark.parametrize("output", [None, (X, X), [X], X[:, 0], torch.ones(2, 3, HIDDEN)])
@@ -210,15 +172,6 @@ class Fused(nn.Module):
 class Nameless(nn.Module):
     def forward(self, x: Any) -> Any:
         return x
-
-
-def test_the_input_is_read_by_name() -> None:
-    reader = BlockInput(Fused())
-    assert reader.read((None, X, None), {}) == (X, None)
-    hidden, residual = reader.read((None,), {"hidden_states": X, "residual": 2 * X})
-    assert hidden is X
-    assert residual is not None
-    assert bool((residual == 2).all())
 
 
 def test_another_input_is_refused_by_name() -> None:

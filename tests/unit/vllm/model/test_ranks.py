@@ -13,7 +13,7 @@ from torch import nn
 pytest.importorskip("vllm")
 
 from inspect_lens._vllm.model.parameters import Parameters
-from inspect_lens._vllm.model.ranks import MOST_BYTES, Ranks
+from inspect_lens._vllm.model.ranks import Ranks
 from inspect_lens.errors import LensError
 
 N = 3
@@ -109,20 +109,6 @@ def test_what_one_rank_cannot_gather_none_of_them_gathers() -> None:
     assert on_all(work) == [(other, whole), ("here alone", whole), (other, whole)]
 
 
-def test_ranks_with_different_tensors_gather_none() -> None:
-    found = on_all(lambda rank: rank.gather(lambda: [torch.zeros(rank.number + 1)]))
-    assert all("the ranks have different tensors" in str(error) for error in found)
-
-
-def test_one_rank_needs_nobody() -> None:
-    class Alone:
-        world_size = 1
-
-    ranks = Ranks(Alone())
-    assert ranks.say("a") == ["a"]
-    assert ranks.gather(lambda: [torch.ones(2)])[0].tolist() == [[1, 1]]
-
-
 @pytest.mark.parametrize("who", [0, 2])
 def test_a_rank_that_raises_serves_those_that_ask(parameters: Any, who: int) -> None:
     def work(rank: Rank) -> Any:
@@ -134,17 +120,6 @@ def test_a_rank_that_raises_serves_those_that_ask(parameters: Any, who: int) -> 
 
     for number, each in enumerate(on_all(work)):
         assert str(each) == "here alone" if number == who else each == ([1, 1], [2, 2])
-
-
-def test_each_rank_gets_what_it_asks_for_in_its_own_order(parameters: Any) -> None:
-    orders = ["abc", "cb", ""]
-
-    def work(rank: Rank) -> Any:
-        found = parameters(rank)
-        with found.together():
-            return [found.get(name).tolist()[0] for name in orders[rank.number]]
-
-    assert on_all(work) == [[0, 1, 2], [2, 1], []]
 
 
 def test_a_parameter_that_one_rank_lacks_is_an_error_of_who_asks(parameters: Any) -> None:
@@ -221,14 +196,3 @@ def test_nobody_asks_where_the_others_do_not_listen(parameters: Any) -> None:
         assert n == 4
         assert len(said) == 1
         assert "ranks gather a parameter while a hook runs" in said.pop()
-
-
-def test_a_name_that_does_not_fit_is_refused(parameters: Any) -> None:
-    def work(rank: Rank) -> Any:
-        found = parameters(rank)
-        name = "ä" * (MOST_BYTES // 2 + 1)
-        found._model.register_parameter(name, nn.Parameter(torch.zeros(1)))
-        with found.together():
-            return found.get(name)
-
-    assert all("a name has at most" in str(error) for error in on_all(work))

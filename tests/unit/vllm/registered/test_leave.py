@@ -44,12 +44,6 @@ def test_leave_is_not_given_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
             act()
 
 
-def test_leave_is_a_start_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    judge, processor = learned(monkeypatch, ALLOW_CODE="1")
-    judge(HOOKS)
-    assert processor.inspect_lens_book.hooks == []
-
-
 def test_disabling_the_plug_in_disables_hooks_too(monkeypatch: pytest.MonkeyPatch) -> None:
     judge, processor = learned(monkeypatch, ALLOW_CODE="1", DISABLE="1")
     for asked in (HOOKS, {"output_qk": True}):

@@ -7,17 +7,13 @@ import gc
 import subprocess
 import sys
 import weakref
-from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from inspect_lens._engine.collect.placement import Pending
 from inspect_lens._engine.protocol.messages import Failure
-from inspect_lens._vllm.results import attach as attaching
 from inspect_lens._vllm.results.event_loop import arrivals_of
-from inspect_lens._vllm.results.ticket import Choice
 from inspect_lens.errors import CaptureError, SpecError
 from tests.kit.repository import ROOT
 from tests.unit.vllm.results.test_ahead import Engine
@@ -122,61 +118,6 @@ def test_a_loop_that_was_closed_is_not_waited_for_any_more(engine: Engine) -> No
     assert gone() is None, "what waits in a loop does not keep it"
 
 
-@pytest.mark.parametrize("where", ["take_whole", "feed_together"])
-def test_an_error_of_our_own_leaves_nobody_waiting(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    keys = begun(engine, 2, "both")
-    last_step(engine, keys)
-    outputs = ended(engine, keys)
-
-    def broken(*args: Any, **kwargs: Any) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(attaching, where, broken)
-    given = attach(engine, outputs)
-    engine.results.abandon(keys)
-    removed(engine, keys)
-    assert [type(error) for error in given] == [CaptureError] * 2
-    assert all("ZeroDivisionError" in str(error) for error in given)
-
-
-@pytest.mark.parametrize("where", ["is_ready", "finish"])
-def test_an_error_of_our_own_is_that_of_its_own_request(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    keys = begun(engine, 3, "both")
-    outputs = ended(engine, keys)
-    finish, is_ready = Choice.finish, Pending.is_ready
-    ill = engine.collector._pending[keys[1]]
-
-    def no_memory(self: Choice, cached_tokens: int) -> None:
-        if self.ticket.key == keys[1]:
-            raise MemoryError
-        finish(self, cached_tokens)
-
-    def broken(self: Pending, *args: Any) -> bool:
-        if self is ill:
-            raise MemoryError
-        return is_ready(self, *args)
-
-    if where == "finish":
-        monkeypatch.setattr(Choice, "finish", no_memory)
-    else:
-        monkeypatch.setattr(Pending, "is_ready", broken)
-
-    async def late() -> None:
-        await asyncio.sleep(0.05)
-        last_step(engine, keys)
-
-    one, error, other = attach(engine, outputs, late())
-    engine.results.abandon(keys)
-    removed(engine, keys)
-    assert one is other is None
-    assert isinstance(error, MemoryError)
-    assert [hasattr(o, "inspect_lens") for o in outputs] == [True, False, True]
-
-
 def test_an_error_goes_with_who_holds_it_and_takes_its_request_along() -> None:
     # In a process of its own: Inspect may have patched asyncio, with tasks that keep more.
     code = f"from {__name__} import error_is_let_go_of as f; f()"
@@ -204,25 +145,3 @@ def error_is_let_go_of() -> None:
     removed(engine, keys)
     engine.worker.stepper.close()
     engine.collector.close()
-
-
-def test_offline_an_error_of_our_own_is_that_of_its_own_request(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys = begun(engine, 2, "both")
-    last_step(engine, keys)
-    outputs = ended(engine, keys)
-
-    finish = Choice.finish
-
-    def broken(self: Choice, cached_tokens: int) -> None:
-        if self.ticket.key == keys[0]:
-            raise ZeroDivisionError
-        finish(self, cached_tokens)
-
-    monkeypatch.setattr(Choice, "finish", broken)
-    (error,) = engine.results.attach_all(outputs)
-    assert isinstance(error, CaptureError)
-    assert "ZeroDivisionError" in str(error)
-    assert [hasattr(one, "inspect_lens") for one in outputs] == [False, True]
-    removed(engine, keys)

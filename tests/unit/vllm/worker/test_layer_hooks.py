@@ -45,11 +45,6 @@ class Block(nn.Module):
         return hidden_states + 1, residual
 
 
-class NoQK:
-    def arm(self, layer: int, hooks: Any) -> Any:
-        raise AssertionError
-
-
 @pytest.fixture(params=["plain", "batched", "alone", "fused", "stale"])
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Block:
     made = Block()
@@ -325,26 +320,6 @@ def test_shares_that_nobody_knows_how_to_join_are_refused(monkeypatch: pytest.Mo
     given(monkeypatch, [FULL[0], FULL[1]])
     with pytest.raises(UnsupportedError, match="LayerNorm make up the whole is not known"):
         get(layer(nn.LayerNorm), FULL[0])
-
-
-def test_names_that_lead_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.model_executor.models.utils import PPMissingLayer
-
-    given(monkeypatch, [FULL])
-    model = model_of(layer(nn.LayerNorm), FULL[0])
-    model.elsewhere = PPMissingLayer()
-    found = Parameters(model)
-    assert torch.equal(found.get("layer.weight"), FULL[0])
-    for name, message in {
-        "layer.wait": "there are: weight",
-        "lair.weight": "has no 'lair'",
-        "elsewhere.weight": "prefetch it",
-    }.items():
-        with pytest.raises(AttributeError, match=message):
-            found.get(name)
-    packed = model_of(layer(nn.LayerNorm), torch.zeros(0))
-    with pytest.raises(UnsupportedError, match="packed it away"):
-        Parameters(packed).get("layer.weight")
 
 
 def test_a_stage_that_cannot_read_a_parameter_tells_the_others(

@@ -62,11 +62,6 @@ class Model(nn.Module):
         self.others = nn.ModuleList(nn.Linear(1, 1) for _ in range(n))
 
 
-def test_the_list_with_attention_is_found() -> None:
-    model = Model(3)
-    assert decoder_layers(model, 3) == list(model.layers)
-
-
 def test_layers_of_another_stage_are_none() -> None:
     from vllm.model_executor.models.utils import PPMissingLayer
 
@@ -108,21 +103,6 @@ def test_layers_of_transformers_whose_kernels_lie_beside_the_model_are_found() -
 H, R = torch.ones(2, HIDDEN), torch.zeros(2, HIDDEN)
 
 
-@pytest.mark.parametrize(
-    ("output", "layout", "expected"),
-    [
-        (H, "unknown", (H, None)),
-        ((H, R), "fused", (H, R)),
-        ((H, None), "fused", (H, None)),
-        ((H, R), "stale", (H, None)),
-    ],
-)
-def test_known_layouts(output: Any, layout: Any, expected: Any) -> None:
-    hidden, residual = split_output(Layer(), output, layout)
-    assert hidden is expected[0]
-    assert residual is expected[1]
-
-
 @pytest.mark.parametrize("output", [(H, R, R), [H, R], {"h": H}, (None, H), None])
 def test_an_unknown_layout_is_refused_by_name(output: Any) -> None:
     with pytest.raises(UnsupportedError, match="output of Layer"):
@@ -132,13 +112,6 @@ def test_an_unknown_layout_is_refused_by_name(output: Any) -> None:
 def test_a_pair_whose_source_does_not_show_its_sum_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match=r"output of Layer.*'unknown'"):
         split_output(Layer(), (H, R), "unknown")
-
-
-def test_a_batch_axis_of_one_is_looked_through() -> None:
-    x = torch.zeros(1, 2, HIDDEN)
-    hidden, _ = split_output(Layer(), x, "plain")
-    hidden += 1
-    assert bool((x == 1).all())
 
 
 class Runner:
