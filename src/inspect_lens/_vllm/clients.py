@@ -30,7 +30,6 @@ class NotesClient:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve a request."""
         if scope["type"] == "http":
             key = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
             tenant = hashlib.sha256(key).hexdigest()[:16] if key else ""

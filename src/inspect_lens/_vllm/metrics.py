@@ -154,20 +154,17 @@ E = TypeVar("E", bound=BaseException)
 
 @_holder.guarded
 def add(made: dict[str, Any], name: str, amount: float = 1, *labels: str) -> None:
-    """Add to a counter."""
     metric = made[name]
     (metric.labels(*labels) if labels else metric).inc(amount)
 
 
 @_holder.guarded
 def note(made: dict[str, Any], name: str, value: float, *labels: str) -> None:
-    """Set a gauge."""
     metric = made[name]
     (metric.labels(*labels) if labels else metric).set(value)
 
 
 def requested(request: LensRequest, has_hooks: bool) -> None:
-    """Count a request that is handed to the engine."""
     asked = (
         request.capture is not None,
         request.edits or request.edits_named,
@@ -205,7 +202,6 @@ def failed(error: E) -> E:
 
 
 def delivered(completion: Any) -> None:
-    """Count what a choice's response has."""
     if not completion.inspect_lens_tensors:
         return
     if (capture := completion.inspect_lens.capture) is not None:

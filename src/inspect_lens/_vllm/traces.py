@@ -93,7 +93,6 @@ _holder: Holder[_Spans] = Holder("spans for OpenTelemetry")
 
 
 def begin() -> None:
-    """Trace lens requests from now on."""
     if _holder.made is not None:
         return
     try:
@@ -108,7 +107,6 @@ def begin() -> None:
 
 
 def is_on() -> bool:
-    """Whether spans are made in this process."""
     return _holder.made is not None
 
 

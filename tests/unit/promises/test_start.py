@@ -264,7 +264,6 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
 @PROMISE.on(*of("front-end"))
 def _(surface: str, request: pytest.FixtureRequest) -> None:
     monkeypatch, name = request.getfixturevalue("monkeypatch"), SURFACES[surface][1]
-    monkeypatch.setattr(state, "is_traced", lambda config: name == "parent_of")
     engine = config()
     if name in ("SharedNames", "serve_siblings", "folder_of_siblings"):
         engine.parallel_config._api_process_count = 2

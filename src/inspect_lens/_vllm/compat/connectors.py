@@ -43,7 +43,6 @@ _HOMES = ("vllm.", "lmcache.")
 
 
 def has_connector(vllm_config: Any) -> bool:
-    """Whether an engine has a KV connector."""
     return getattr(vllm_config, "kv_transfer_config", None) is not None
 
 
@@ -119,7 +118,6 @@ def connector_refusals(vllm_config: Any) -> dict[str, bool]:
 
 
 def is_vllms_own(scheduler: Any) -> bool:
-    """Whether a scheduler is vLLM's."""
     name = scheduler if isinstance(scheduler, str) else getattr(scheduler, "__module__", "vllm.")
     return scheduler is None or str(name).startswith("vllm.")
 

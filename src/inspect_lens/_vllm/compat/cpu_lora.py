@@ -55,7 +55,6 @@ class CpuAdapters:
             )
 
     def note(self, lora_request: Any, *, uses_lens: bool) -> None:
-        """Take note of a request's adapter."""
         if lora_request is not None:
             self._seen.add(int(lora_request.lora_int_id))
             return

@@ -36,7 +36,6 @@ _NEURONS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
 
 
 def width_of(site: Site, model: Any, parallel: Any, ranks: int) -> SiteWidth:
-    """Work out the width of a site."""
     config = model.hf_text_config
     is_latent = bool(getattr(model, "use_mla", False))
     if site in ("q", "k", "v") and is_latent:
@@ -128,13 +127,11 @@ def _speculation(vllm_config: Any) -> dict[str, bool]:
 
 
 def is_compiled(vllm_config: Any) -> bool:
-    """Whether the engine compiles its model."""
     mode = vllm_config.compilation_config.mode
     return mode is not None and getattr(mode, "name", "NONE") != "NONE"
 
 
 def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
-    """Work the facts out."""
     model = vllm_config.model_config
     n_layers = int(model.hf_text_config.num_hidden_layers)
     hidden = int(model.get_hidden_size())

@@ -166,7 +166,6 @@ def all_off() -> dict[Feature, str]:
 
 
 def require(feature: Feature) -> None:
-    """Refuse what needs a feature that is off."""
     if (reason := is_off(feature)) is not None:
         raise UnsupportedError(f"{FEATURES[feature]}: off in this server: {reason}")
 

@@ -217,7 +217,6 @@ _MARK = "__inspect_lens_original__"
 
 @functools.cache
 def vllm_version() -> str:
-    """Version of the vLLM that is imported."""
     return str(importlib.import_module("vllm").__version__)
 
 
@@ -254,7 +253,6 @@ def monkeypatch(name: str) -> Monkeypatch:
 
 
 def resolve(item: Monkeypatch) -> tuple[Any, str, Callable[..., Any]]:
-    """Import a target."""
     module, _, path = item.target.partition(":")
     try:
         owner: Any = importlib.import_module(module)

@@ -100,7 +100,6 @@ def has_lens_keys(params: Any, keys: Collection[str] = (*LENS_KEYS, ENVELOPE_KEY
 
 
 def has_hooks(processor: Any) -> bool:
-    """Whether every request to an engine runs hooks."""
     book = getattr(processor, "inspect_lens_book", None)
     return book is not None and bool(book.hooks)
 
@@ -222,7 +221,6 @@ def _values_of(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
 
 
 def resumable() -> UnsupportedError:
-    """The error for prompts that come in pieces."""
     return UnsupportedError("streaming input sessions cannot be captured or steered")
 
 

@@ -94,7 +94,6 @@ class LensBodies:
         """Of vectors of requests under way."""
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
-        """Handle a connection."""
         if not _may_ask(scope):
             await self._app(scope, receive, send)
             return

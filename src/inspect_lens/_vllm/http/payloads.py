@@ -128,7 +128,6 @@ class PayloadStore:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that are held."""
         with self._lock:
             return self._n_bytes
 
@@ -161,7 +160,6 @@ class PayloadStore:
             )
 
     def _drop(self, now: float) -> None:
-        """Let go of what has expired."""
         while self._waiting and self._waiting[handle := next(iter(self._waiting))].expires <= now:
             self._take(handle)
             self._n_expired += 1
@@ -272,7 +270,6 @@ Entries = dict[str, Any]
 
 
 def inline_entries(tensors: Mapping[str, TensorData]) -> Entries:
-    """Tensors as base64."""
     return {name: encode_tensor(tensor) for name, tensor in tensors.items()}
 
 

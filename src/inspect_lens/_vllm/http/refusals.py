@@ -47,7 +47,6 @@ async def refuse(error: LensError, send: Send, *, status: int | None = None) -> 
 
 
 def parse_json(body: bytes) -> Any:
-    """The value of a body."""
     from pydantic_core import from_json  # three times as fast as `json`; neither lets go of the GIL
 
     check_size(body)

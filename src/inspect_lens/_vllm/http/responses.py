@@ -96,7 +96,6 @@ class Answer:
         self.status: int | None = None
 
     async def __call__(self, message: Message) -> None:
-        """Send a message of the application's."""
         if message["type"] == "http.response.start":
             kind = b"".join(v for name, v in message["headers"] if name.lower() == b"content-type")
             self._is_stream, self.status = b"event-stream" in kind, message["status"]

@@ -46,7 +46,6 @@ UNAUTHORIZED: dict[str, dict[str, Any]] = {
 
 
 def add_routes(app: Any, front_end: FrontEnd, payloads: PayloadStore) -> None:
-    """Add our routes to a server."""
     registry, hooks = "/v1/inspect_lens/registry", "/v1/hooks"
     _add(app, "GET", "/v1/inspect_lens", _about(front_end, payloads))
     _add(app, "GET", "/v1/activations/{handle}", _fetch(front_end, payloads))
@@ -79,7 +78,6 @@ def _add(app: Any, method: str, path: str, handler: Handler, *, writes: bool = F
 
 
 def may_write(request: Any) -> bool:
-    """Whether a request brings the key, where one is set."""
     wanted = _settings.text("registry_key")
     if not wanted:
         return True

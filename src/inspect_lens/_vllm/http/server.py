@@ -35,7 +35,6 @@ class _Front:
 
 
 def is_serving() -> bool:
-    """Whether this process is an API server."""
     main = getattr(getattr(sys.modules.get("__main__"), "__spec__", None), "name", None)
     return any(name in sys.modules or name == main for name in _SERVER_MODULES)
 

@@ -72,7 +72,6 @@ class ServerRuns:
             future.cancel()
 
     def tokens(self, prompt: Prompt) -> list[int]:
-        """See `Runs.tokens`."""
         if isinstance(prompt, str):
             body: dict[str, Any] = {"prompt": prompt}
         elif is_chat(prompt):
@@ -88,11 +87,9 @@ class ServerRuns:
             return list(answer["tokens"])
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """See `Runs.texts`."""
         return self._texts.texts(ids)
 
     def capture(self, ids: Sequence[int], layers: Sequence[int] | None, site: Site) -> Rows:
-        """See `Runs.capture`."""
         request = LensRequest(capture=capture_spec(layers, site))
         completion = self._wait(self._run(Run(ids), (), request))
         values = completion.inspect_lens_tensors[result_name(site)].to_float32()
@@ -101,7 +98,6 @@ class ServerRuns:
     def logprobs(
         self, runs: Sequence[Run], tokens: Sequence[int], in_flight: int
     ) -> Iterator[tuple[int, tuple[float, ...]]]:
-        """See `Runs.logprobs`."""
         done: queue.SimpleQueue[tuple[int, Future[Any]]] = queue.SimpleQueue()
         waiting, started, n = iter(range(len(runs))), set[Future[Any]](), 0
 
@@ -197,7 +193,6 @@ class Sweeps:
         """Whose each of them is."""
 
     async def run(self, request: Any) -> Any:
-        """Answer a request."""
         from fastapi.responses import JSONResponse, StreamingResponse
 
         try:

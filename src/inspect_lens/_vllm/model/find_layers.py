@@ -107,7 +107,6 @@ def as_rows(value: Any) -> torch.Tensor | None:
 
 
 def describe(output: Any) -> str:
-    """Types, and shapes of tensors, for messages."""
     if isinstance(output, tuple):
         return "(" + ", ".join(describe(item) for item in output) + ")"
     if isinstance(output, torch.Tensor):
@@ -172,7 +171,6 @@ def projections(part: nn.Module) -> list[nn.Module]:
 
 
 def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """First argument of a call, whatever its name."""
     return next(iter((*args, *kwargs.values())), None)
 
 
@@ -227,7 +225,6 @@ class BlockInput:
     def read(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Read one call."""
         hidden = self._argument("hidden_states", args, kwargs)
         residual = self._argument("residual", args, kwargs)
         rows, added = as_rows(hidden), as_rows(residual)
@@ -287,7 +284,6 @@ def _base(module: nn.Module) -> nn.Module:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer of vLLM."""
     from vllm.model_executor.layers.linear import LinearBase
 
     return isinstance(_base(module), LinearBase)

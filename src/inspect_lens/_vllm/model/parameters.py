@@ -100,7 +100,6 @@ class Parameters:
         self._kept.clear()
 
     def _shares(self, name: str, ranks: Ranks) -> list[torch.Tensor]:
-        """The ranks' shares, in order."""
         (stacked,) = ranks.gather(lambda: [self._find(name)[1]])
         return list(stacked)
 

@@ -35,7 +35,6 @@ class Ranks:
 
     @property
     def n(self) -> int:
-        """Ranks of the group."""
         return int(self.group.world_size)
 
     def say(self, text: str) -> list[str]:

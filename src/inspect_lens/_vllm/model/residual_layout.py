@@ -70,7 +70,6 @@ def terms_of(
 
 
 def layout_of_forward(forward: ast.FunctionDef) -> Layout:
-    """Read what a forward returns."""
     arguments: dict[str, Value] = {a.arg: frozenset({f"<{a.arg}>"}) for a in forward.args.args}
     try:
         layouts = {

@@ -36,7 +36,6 @@ WORDS = {
 
 
 def kept_of(item: Registrable) -> Item:
-    """What is kept of something that is registered."""
     if isinstance(item, EditBase):
         return EngineEdits(edits=(item,))
     return item.entry if isinstance(item, EngineLens) else item
@@ -82,7 +81,6 @@ def parse_shared(body: Mapping[str, Any]) -> tuple[str, Item]:
 
 
 def start_items(setting: str) -> dict[str, Registrable]:
-    """Read what INSPECT_LENS_REGISTER names."""
     items: dict[str, Registrable] = {}
     for pair in filter(None, (part.strip() for part in setting.split(","))):
         name, equals, path = pair.partition("=")

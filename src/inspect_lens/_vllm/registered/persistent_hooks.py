@@ -80,7 +80,6 @@ class HookBook:
         return names
 
     def clear_results(self) -> None:
-        """Forget results, and keep the hooks."""
         with self._lock:
             self._results, self._sizes = {}, {}
 
@@ -178,7 +177,6 @@ def take_eager(
 
 
 def live_values(value: Any) -> Any:
-    """Saved values with torch tensors, for Python callers."""
     if isinstance(value, TensorData):
         return to_torch(value)
     if isinstance(value, dict):
@@ -189,7 +187,6 @@ def live_values(value: Any) -> Any:
 
 
 def put_eager(completion: Any, results: EagerResults) -> None:
-    """Put results on a choice: `hook_results`."""
     if results.saved is not None:
         completion.inspect_lens_saved = results.saved
         completion.hook_results = live_values(results.saved)
@@ -206,7 +203,6 @@ def _nbytes(value: Any) -> int:
 
 
 def raise_first(answers: Sequence[str | None]) -> None:
-    """Raise what a worker answered to a call."""
     problem = next((answer for answer in answers if answer), None)
     if problem is not None:
         raise LensError(problem)

@@ -110,7 +110,6 @@ class Means:
         self._total, self._scores, self._n, self._first = total, scores, n, first
 
     def receipts(self) -> tuple[ProbeReceipt, ...]:
-        """What each use found."""
         plain, total = self.plain, self._total
         scores: Sequence[float | None] = [None] * len(plain.at)
         if self._scores is not None:
@@ -200,7 +199,6 @@ class _Receipts:
 
 
 def no_number(name: str) -> CaptureError:
-    """The error for a score that is NaN."""
     return CaptureError(
         f"probe {name!r} gave NaN: the model's activations are not finite, or the probe's weights "
         "are too large for them; a score would mean nothing"
@@ -262,7 +260,6 @@ class Reading:
         ]
 
     def _where(self, i: int) -> range | tuple[int, ...]:
-        """What a use reads."""
         return resolve_positions(
             self._reads.uses[i].positions,
             n_prompt=self._n_prompt,
@@ -272,12 +269,10 @@ class Reading:
 
     @property
     def has_alarm(self) -> bool:
-        """Whether a probe may end the generation."""
         return self._reads.may_stop
 
     @property
     def streams_tokens(self) -> bool:
-        """Whether token scores were asked for."""
         return self._reads.streams_tokens
 
     @property
@@ -335,7 +330,6 @@ class Reading:
         return None
 
     def receipts(self) -> tuple[ProbeReceipt, ...]:
-        """What each probe found in all that was fed."""
         if len(self._plain) == 1 and not self._reads.others:
             return self._plain[0].receipts()
         found = [pair for means in self._plain for pair in means.numbered()]
@@ -443,7 +437,6 @@ class _Use:
         return None if self._running is None else self._running.value
 
     def receipt(self) -> ProbeReceipt:
-        """What the use found."""
         return ProbeReceipt(
             name=self.use.name,
             sha256=self.probe.sha256,

@@ -54,7 +54,6 @@ class Registry:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other processes hear of changes."""
         return self._shared is not None
 
     @property

@@ -78,7 +78,6 @@ class SharedNames:
 
     @property
     def is_new(self) -> bool:
-        """Whether nobody has written anything yet."""
         return not self._count[0]
 
     @property
@@ -88,7 +87,6 @@ class SharedNames:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep others from reading and writing."""
         # A description of its own: locks of one description do not keep its holders apart.
         own = os.open(self.folder / "guard", os.O_RDWR | os.O_CLOEXEC)
         try:

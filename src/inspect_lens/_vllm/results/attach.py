@@ -66,7 +66,6 @@ class Results:
 
     @property
     def n_open(self) -> int:
-        """Requests in flight."""
         return len(self._expected)
 
     def salt(self, steer_hash: str) -> str:
@@ -143,7 +142,6 @@ class Results:
         return expected.reading.alarm()
 
     def streams_tokens(self, key: str) -> bool:
-        """Whether a request wants the scores of its tokens."""
         expected = self._expected.get(key)
         reading = expected.reading if expected is not None else None
         return reading is not None and reading.streams_tokens
@@ -264,7 +262,6 @@ class Results:
 
     @property
     def notifier(self) -> Notifier:
-        """Of what has come."""
         return self.the_collector().notifier
 
     def _open_choices(self, output: Any) -> Iterator[tuple[Ticket, Expected]]:

@@ -52,8 +52,6 @@ class Prepared:
 
 @dataclass(slots=True)
 class Expected:
-    """A choice in flight."""
-
     envelope: Envelope
     n_prompt: int
     reading: Reading | None
@@ -276,7 +274,6 @@ def keep_scores(outputs: list[Any], later: Any, earlier: dict[str, list[float]])
 
 
 def attached(output: Any) -> int:
-    """Choices of an output that have a receipt."""
     return sum(hasattr(completion, "inspect_lens") for completion in output.outputs)
 
 
@@ -289,7 +286,6 @@ def has_tickets(output: Any) -> bool:
 
 
 def ticket_keys(output: Any) -> list[str]:
-    """Finished choices of an output that used the lens."""
     tickets = (getattr(c, "inspect_lens_ticket", None) for c in choices_of(output))
     return [ticket.key for ticket in tickets if ticket is not None]
 

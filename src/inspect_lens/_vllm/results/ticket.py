@@ -152,7 +152,6 @@ class Choice:
         return prepared
 
     def take(self, collector: Collector, timeout_s: float, *, may_wait: bool = True) -> None:
-        """Take what has come, or wait for it."""
         ticket, expected = self.ticket, self.expected
         if not ticket.n_completion:
             # An engine that is paused ends what waits; no row of it will ever come.

@@ -52,8 +52,6 @@ class Rule:
 
 @dataclass(frozen=True)
 class SinkTask:
-    """What is to be done with the results of a choice."""
-
     recorder: Recorder
     use: SinkUse | None
     """None where a rule has chosen the request, and its client knows nothing of it."""
@@ -141,7 +139,6 @@ class Sinks:
         return request
 
     def key_of(self, use: SinkUse, facts: EngineFacts) -> int:
-        """The sink of a resolved request."""
         return self._keys(facts)[use.name]
 
     def rule_for(self, facts: EngineFacts, request_id: str) -> Rule | None:

@@ -47,8 +47,6 @@ class Receiver(Protocol):
 
 
 class StoreReceiver:
-    """Writes shards to a folder."""
-
     is_eager = False
 
     def __init__(self, writer: ShardWriter) -> None:
@@ -61,8 +59,6 @@ class StoreReceiver:
 
 
 class FunctionReceiver:
-    """Calls a function with each sample."""
-
     is_eager = True
 
     def __init__(self, function: Function, about: Mapping[str, Any]) -> None:
@@ -81,7 +77,6 @@ class FunctionReceiver:
 
 
 def find_function(name: str) -> Function:
-    """Load the function behind an entry point."""
     found = {point.name: point for point in entry_points(group=GROUP)}
     if name not in found:
         raise SpecError(
@@ -153,12 +148,10 @@ class SpillFolder:
         return True
 
     def first(self) -> Spilled | None:
-        """The shard that has waited longest."""
         with self._lock:
             return self._waiting[0] if self._waiting else None
 
     def remove(self, one: Spilled) -> None:
-        """Forget a shard that was taken."""
         with self._lock:
             with contextlib.suppress(ValueError):
                 self._waiting.remove(one)

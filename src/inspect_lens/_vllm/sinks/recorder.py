@@ -41,12 +41,10 @@ class Item:
 
     @property
     def rows_bytes(self) -> int:
-        """Bytes of its rows."""
         return 0 if self.sample.acts is None else self.sample.acts.nbytes
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that it takes in memory, about."""
         record = self.sample.record
         texts = 2 * (len(record.prompt) + len(record.completion))
         n_ids = len(self.sample.token_ids) + len(self.sample.positions)
@@ -68,7 +66,6 @@ class Waiting:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes in memory."""
         return self._n_bytes
 
     @property
@@ -107,7 +104,6 @@ class Waiting:
             return min(self._items[0].came + config.shard_s, first + config.linger_s) - now
 
     def pop(self, *, whole: bool = False) -> list[Item]:
-        """Take out what is given away together."""
         items: list[Item] = []
         size = 0
         most = self._config.shard_bytes if whole or not self._is_eager else 1
@@ -155,8 +151,6 @@ class Offered:
 
 
 class Recorder:
-    """One sink of one front-end process."""
-
     def __init__(
         self, name: str, config: SinkConfig, receiver: Receiver, tensor: str, writer: str = ""
     ) -> None:
@@ -208,7 +202,6 @@ class Recorder:
         return None
 
     def count(self, status: SinkStatus, rows: int = 0, n_bytes: int = 0) -> None:
-        """Count what became of a result."""
         with self._lock:
             self.counts[status] += 1
         add("inspect_lens_sink_results_total", 1, self.name, status)

@@ -60,7 +60,6 @@ class Done:
     """What the request says of itself; None for one that a rule has chosen."""
 
     def captured(self, name: str, index: int) -> Captured:
-        """As a sample of a shard."""
         tensor, said = own_memory(self.tensors[name]), self.said
         assert said is not None
         n_rows = tensor.shape[1]
@@ -164,12 +163,10 @@ class SinkConfig(BaseModel):
         return made.model_copy(update={"transport": HIDDEN})
 
     def layers_of(self, facts: EngineFacts) -> tuple[int, ...]:
-        """The recorded layers of a model."""
         return tuple(range(facts.n_layers)) if self.layers == "all" else self.layers
 
 
 def read_sinks(setting: str) -> dict[str, SinkConfig]:
-    """Read the setting."""
     text = setting.strip()
     if not text:
         return {}

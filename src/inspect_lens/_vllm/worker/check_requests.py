@@ -94,7 +94,6 @@ def capture(facts: EngineFacts, state: TapState, n: int) -> CaptureEnvelope:
 def envelope(
     reply: str, facts: EngineFacts, state: TapState, n: int, vectors: torch.Tensor | None
 ) -> Mapping[str, Any]:
-    """A request for the rows of all taps."""
     edits: tuple[EditEnvelope, ...] = ()
     if vectors is not None:
         values = vectors.numpy()
@@ -130,7 +129,6 @@ class Inbox:
         self._readers: dict[str, ArenaReader] = {}
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Exported:
-        """Wait for all rows."""
         got = Exported(torch.zeros(*shape, dtype=dtype), torch.zeros(*shape[:3], dtype=torch.bool))
         deadline = time.monotonic() + _WAIT_S
         while not got.seen.all() and not got.failure and time.monotonic() < deadline:
@@ -155,7 +153,6 @@ class Inbox:
         return got
 
     def close(self) -> None:
-        """Close both ends."""
         self._exporter.forget(self.address)
         self._socket.close(linger=0)
 

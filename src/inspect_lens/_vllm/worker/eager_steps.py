@@ -46,7 +46,6 @@ class LayerHooks:
         self._handles: list[Any] = []
 
     def arm(self, needs: Mapping[int, Needs]) -> None:
-        """Put in what a step needs."""
         self.disarm()
         for layer, need in needs.items():
             block = self._blocks[layer]
@@ -60,7 +59,6 @@ class LayerHooks:
                 self._handles.append(block.register_forward_hook(after))
 
     def disarm(self) -> None:
-        """Take everything out."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -171,12 +169,10 @@ class _Step:
 
 
 def is_eager_step() -> bool:
-    """Whether the step that runs was told to run eagerly."""
     return _Step.is_eager
 
 
 def set_eager(is_eager: bool) -> None:
-    """Tell the step that runs to run eagerly, or not to."""
     _Step.is_eager = is_eager
 
 

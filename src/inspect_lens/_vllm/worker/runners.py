@@ -52,10 +52,7 @@ def _parts(keys: Iterable[str], *columns: Any) -> list[Part]:
 
 
 class RunnerV1(_Runner):
-    """Wraps three methods of one runner object."""
-
     def attach(self) -> None:
-        """Wrap the runner."""
         runner, stepper = self._runner, self._stepper
         update, prepare, forward = (
             runner._update_states,
@@ -145,7 +142,6 @@ class RunnerV2(_Runner):
         self._scheduled: Any = None
 
     def attach(self) -> None:
-        """Wrap the runner and its model state."""
         self._attach_state()
         stepper, execute = self._stepper, self._runner.execute_model
 

@@ -74,7 +74,6 @@ class _Shape:
 
     @property
     def length(self) -> int:
-        """Tokens of each request."""
         return sum(plain for plain, _ in self.steps)
 
 
@@ -195,7 +194,6 @@ class _Check:
         return torch.from_numpy(signs(n, self._facts.hidden) * np.float32(self._scale))
 
     def run(self, shape: _Shape, *, is_eager: bool, is_steered: bool) -> _Run:
-        """Run a shape in one way."""
         stepper, state = self._stepper, self._stepper.state
         n_rows, hidden = len(self.rows), state.ring.shape[1]
         ring = torch.zeros(n_rows, 2, shape.length, hidden, dtype=state.ring.dtype)
@@ -239,7 +237,6 @@ class _Check:
         return _Run(path, ring, silent.tolist(), exported)
 
     def clear(self) -> None:
-        """Leave nothing in the ring."""
         for start, stop in self._used:
             self._stepper.state.ring[start:stop].zero_()
 

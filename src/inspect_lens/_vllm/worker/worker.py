@@ -206,7 +206,6 @@ def _install(start: Start) -> str:
 def _allocate(
     worker: Any, facts: EngineFacts, settings: Settings, taps: tuple[TapPoint, ...], lag: int
 ) -> TapState:
-    """The buffers of a worker with some taps."""
     config = worker.vllm_config
     dtype, is_first = config.model_config.dtype, is_exporting_rank()
     max_requests = int(config.scheduler_config.max_num_seqs)
@@ -260,14 +259,12 @@ def is_exporting_rank() -> bool:
 
 
 def tp_rank() -> int:
-    """This worker's number among tensor-parallel ranks."""
     from vllm.distributed.parallel_state import get_tp_group
 
     return int(get_tp_group().rank_in_group)
 
 
 def tp_size() -> int:
-    """Tensor-parallel ranks of this stage."""
     from vllm.distributed.parallel_state import get_tp_group
 
     return int(get_tp_group().world_size)
