@@ -47,7 +47,7 @@ def test_every_attribute_that_is_wrapped_is_in_the_table() -> None:
         "worker/runners",
         "worker/eager_steps",
         "worker/worker",
-        "results/alarms",
+        "results/attach",
     ):
         tree = ast.parse((ROOT / f"src/inspect_lens/_vllm/{file}.py").read_text(encoding="utf-8"))
         for node in ast.walk(tree):

@@ -164,7 +164,8 @@ def note(made: dict[str, Any], name: str, value: float, *labels: str) -> None:
     (metric.labels(*labels) if labels else metric).set(value)
 
 
-def requested(request: LensRequest, has_hooks: bool) -> None:
+@_holder.guarded
+def requested(made: dict[str, Any], request: LensRequest, has_hooks: bool) -> None:
     asked = (
         request.capture is not None,
         request.edits or request.edits_named,
@@ -175,7 +176,7 @@ def requested(request: LensRequest, has_hooks: bool) -> None:
     )
     for kind, is_asked in zip(KINDS, asked, strict=True):
         if is_asked:
-            add("inspect_lens_requests_total", 1, kind)
+            made["inspect_lens_requests_total"].labels(kind).inc()
 
 
 def refused_as(status: int, error: str) -> None:
@@ -201,13 +202,14 @@ def failed(error: E) -> E:
     return error
 
 
-def delivered(completion: Any) -> None:
+@_holder.guarded
+def delivered(made: dict[str, Any], completion: Any) -> None:
     if not completion.inspect_lens_tensors:
         return
     if (capture := completion.inspect_lens.capture) is not None:
-        add("inspect_lens_rows_total", capture.rows)
+        made["inspect_lens_rows_total"].inc(capture.rows)
     n_bytes = sum(tensor.nbytes for tensor in completion.inspect_lens_tensors.values())
-    add("inspect_lens_bytes_total", n_bytes)
+    made["inspect_lens_bytes_total"].inc(n_bytes)
 
 
 @_holder.guarded
