@@ -51,8 +51,8 @@ class _Store(Protocol):
     def remove(self, sha256: str, /) -> None: ...
 
 
-class Kept:
-    """In a worker: contents by hash, with the references to them."""
+class WorkerContents:
+    """Contents of a worker by hash, with the references to them."""
 
     def __init__(self, probes: _Store, lenses: _Store) -> None:
         self._stores = {EngineProbe: probes, EngineLens: lenses}

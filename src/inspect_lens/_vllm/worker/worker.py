@@ -31,7 +31,7 @@ from inspect_lens._vllm.compat.off import is_required
 from inspect_lens._vllm.model.find_layers import block_module, check_reduced, decoder_layers
 from inspect_lens._vllm.model.sites import LOCATORS, attention_facts, ctl_name
 from inspect_lens._vllm.model.unembedding import VocabHead
-from inspect_lens._vllm.registered.contents import Kept, start_reference
+from inspect_lens._vllm.registered.contents import WorkerContents, start_reference
 from inspect_lens._vllm.registered.items import start_items
 from inspect_lens.errors import CompatError, UnsupportedError
 from inspect_lens.spec import (
@@ -93,7 +93,7 @@ def register(worker: Any, reference: str, item: dict[str, Any] | None) -> bool |
     stepper: LensStepper | None = getattr(worker.model_runner, "inspect_lens", None)
     try:
         if stepper is not None:
-            kept: Kept = worker.model_runner.inspect_lens_kept
+            kept: WorkerContents = worker.model_runner.inspect_lens_kept
             if item is None:
                 kept.remove(reference)
             else:
@@ -167,7 +167,7 @@ def _install(start: Start) -> str:
     warm_up_readout(state.ring, state.scratch)
     stepper.probes.most_bytes = settings.probe_bytes
     stepper.lenses.most_bytes = settings.lens_bytes
-    runner.inspect_lens_kept = Kept(stepper.probes, stepper.lenses)
+    runner.inspect_lens_kept = WorkerContents(stepper.probes, stepper.lenses)
     for name, item in start_items(settings.register).items():
         if isinstance(item, EngineLens):
             check_engine_lens(item, facts, f"INSPECT_LENS_REGISTER: {name}")

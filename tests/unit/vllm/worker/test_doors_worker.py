@@ -217,11 +217,11 @@ def test_a_function_that_ends_whoever_reads_it_is_an_answer(kind: str) -> None:
 
 
 def test_a_probe_that_a_worker_cannot_take_is_an_answer(fault: BaseException) -> None:
-    from inspect_lens._vllm.registered.contents import Kept
+    from inspect_lens._vllm.registered.contents import WorkerContents
     from inspect_lens.spec import EngineProbe
 
     probe = EngineProbe(layers=(0,), tensors={"weight": np.ones((1, 4))}).model_dump(mode="json")
-    kept = Kept(SimpleNamespace(add=raising(fault)), SimpleNamespace())
+    kept = WorkerContents(SimpleNamespace(add=raising(fault)), SimpleNamespace())
     runner = SimpleNamespace(inspect_lens=object(), inspect_lens_kept=kept)
     answer = worker.register(SimpleNamespace(model_runner=runner), "r", probe)
     assert isinstance(answer, str)
