@@ -21,7 +21,7 @@ from inspect_lens._settings import Settings
 from inspect_lens._vllm.frontend.state import FrontEnd
 from inspect_lens._vllm.http.payloads import PayloadStore
 from inspect_lens._vllm.http.routes import add_routes
-from inspect_lens._vllm.registered.contents import Kept, hash_at_workers
+from inspect_lens._vllm.registered.contents import WorkerContents, hash_at_workers
 from inspect_lens._vllm.registered.items import parse_item, parse_shared
 from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens._vllm.registered.shared_names import SharedNames
@@ -78,10 +78,10 @@ class Engine:
 
     def __init__(self) -> None:
         self.stores = [(Store(), Store()) for _ in range(2)]
-        self.kept = [Kept(*stores) for stores in self.stores]
+        self.kept = [WorkerContents(*stores) for stores in self.stores]
 
     async def collective_rpc(self, name: str, args: tuple[str, dict[str, Any] | None]) -> list[Any]:
-        async def one(kept: Kept) -> bool:
+        async def one(kept: WorkerContents) -> bool:
             await asyncio.sleep(random.random() * 2e-3)
             reference, wire = args
             if wire is None:

@@ -228,7 +228,8 @@ def read_body(
         for tensor in edit.tensors.values():
             tensor.sha256  # noqa: B018 - worked out here, and not on the event loop
     chunks = "chat.completion.chunk" if "messages" in fields else "text_completion"
-    return Body(request, "inference.generate.chunk" if is_tokens else chunks)
+    kind = "inference.generate.chunk" if is_tokens else chunks
+    return Body(request, kind, {k: v for k, v in args.items() if k not in LENS_KEYS})
 
 
 def _fields(body: bytes) -> dict[str, Any] | None:

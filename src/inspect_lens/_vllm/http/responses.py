@@ -41,6 +41,8 @@ class Body:
     request: LensRequest | None = None
     kind: str = ""
     """What events of its stream are."""
+    others: dict[str, Any] = field(default_factory=dict)
+    """Extra arguments that are not ours, wherever in the body they stand."""
     patterns: PatternBudget = field(default_factory=PatternBudget)
     results: dict[int, dict[str, Any]] = field(default_factory=dict)
     """As JSON, by index of the choice."""
@@ -57,7 +59,8 @@ class Body:
 
         vLLM asks for the prompts of a body one after the other.
         """
-        args = {k: v for k, v in (params.extra_args or {}).items() if k not in LENS_KEYS}
+        given = {**(params.extra_args or {}), **self.others}
+        args = {key: value for key, value in given.items() if key not in LENS_KEYS}
         if self.request is not None:
             args[NATIVE_KEY] = self.request
         params.extra_args = args or None
