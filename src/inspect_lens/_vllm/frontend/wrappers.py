@@ -347,23 +347,13 @@ def _run_engine(original: Callable[..., Any]) -> Callable[..., Any]:
     return run_engine
 
 
-async def _noting(body: Body, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """Outputs as they come; an error is noted with the body that has asked."""
-    async with contextlib.aclosing(outputs):
-        try:
-            async for output in outputs:
-                yield output
-        except Exception as error:
-            body.error = error
-            raise
-
-
-def _async_generate(original: Callable[..., Any]) -> Callable[..., Any]:
-    async def outputs_of(
-        body: Body | None, first: int, missing: int, self: Any, *args: Any, **kwargs: Any
-    ) -> AsyncGenerator[Any, None]:
+async def _with_results(
+    outputs: AsyncGenerator[Any, None], body: Body | None, first: int, missing: int
+) -> AsyncGenerator[Any, None]:
+    """Outputs with their results, of which so many are missing still."""
+    try:
         # With n > 1 and streaming, choices finish in different outputs of one request.
-        async with contextlib.aclosing(named(original(self, *args, **kwargs))) as outputs:
+        async with contextlib.aclosing(outputs):
             async for output in outputs:
                 if (fault := getattr(output, "inspect_lens_fault", None)) is not None:
                     raise fault
@@ -377,7 +367,13 @@ def _async_generate(original: Callable[..., Any]) -> Callable[..., Any]:
                 if body is not None:
                     body.take(output, first)
                 yield output
+    except Exception as error:
+        if body is not None:
+            body.error = error
+        raise
 
+
+def _async_generate(original: Callable[..., Any]) -> Callable[..., Any]:
     def generate(self: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         # When it is called, and not when it is iterated: a server still has its status to choose.
         params = kwargs.get("sampling_params", args[1] if len(args) > 1 else None)
@@ -392,8 +388,7 @@ def _async_generate(original: Callable[..., Any]) -> Callable[..., Any]:
             raise busy(str(refused(error))) from error
         except BaseException as error:  # noqa: BLE001 - the loop is everybody's
             pass_over(error, uses_lens=has_lens_keys(params) or has_hooks(self.input_processor))
-        outputs = outputs_of(body, first, missing, self, *args, **kwargs)
-        return outputs if body is None else _noting(body, outputs)
+        return _with_results(named(original(self, *args, **kwargs)), body, first, missing)
 
     return generate
 
