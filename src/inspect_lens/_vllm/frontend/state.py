@@ -163,10 +163,10 @@ class FrontEnd:
                 n_processes=self.n_processes,
             )
         self.sinks.learn(facts, settings.sinks)
+        if is_traced(vllm_config) and is_serving():
+            traces.begin()
         if is_serving():
             metrics.begin()
-            if is_traced(vllm_config):
-                traces.begin()
             payloads.report()
         if self.n_processes == 1 and keeps_rows(vllm_config, settings):
             # Several API servers would not hear of each other's resets of the prefix cache.
