@@ -113,7 +113,11 @@ def answer(
         assert body is not None
         params = SimpleNamespace(extra_args={"output_qk": [1], "kv": 1}, n=len(results) or 1)
         first = body.begin(params)
-        assert params.extra_args == {"kv": 1, "other": [True], "inspect_lens": body.request}
+        assert params.extra_args == {
+            "kv": 1,
+            "kv_transfer_params": {"a": 1},
+            "inspect_lens": body.request,
+        }
         await send({"type": "http.response.start", "status": status, "headers": [
             (b"content-type", kind), (b"content-length", b"%d" % len(b"".join(parts))),
         ]})  # fmt: skip
@@ -127,7 +131,7 @@ def answer(
             more = i + 1 < len(parts)
             await send({"type": "http.response.body", "body": part, "more_body": more})
 
-    asked = {"prompt": "x", **CAPTURE, "extra_args": {"other": [True]}}
+    asked = {"prompt": "x", **CAPTURE, "extra_args": {"kv_transfer_params": {"a": 1}}}
 
     async def receive() -> Any:
         return {"type": "http.request", "body": json.dumps(asked).encode()}
