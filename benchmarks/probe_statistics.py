@@ -24,9 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import norm
 
-from inspect_lens.probe import compare_auroc, conformal_threshold, delong_interval
+from inspect_lens.probe import compare_auroc, conformal_threshold, delong_interval, rate_interval
 from inspect_lens.train import ActivationSet, LogisticProbe, train_probe
-from inspect_lens.train.calibration._calibrate import rate_interval
 
 __all__ = ["COVERAGE", "FALSE_TRANSFERS", "cells", "verdicts"]
 

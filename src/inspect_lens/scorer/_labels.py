@@ -31,7 +31,6 @@ __all__ = [
     "drawn_interval",
     "labelled",
     "logged_scores",
-    "rate_interval",
     "read_threshold",
     "sample_score",
     "with_bounds",
@@ -82,14 +81,6 @@ def with_bounds(name: str, value: float, bounds: Interval | None) -> Value:
 
 
 NO_BOUNDS = Interval(low=math.nan, high=math.nan, method="nothing to draw from")
-
-
-def rate_interval(hits: Sequence[bool], clusters: Sequence[str] | None) -> Interval:
-    """Exact 95% interval of a share; each cluster counts as one sample, which is careful."""
-    if clusters is None:
-        return arithmetic.clopper_pearson(sum(hits), len(hits))
-    k = len(set(clusters))
-    return arithmetic.clopper_pearson(round(k * sum(hits) / len(hits)), k)
 
 
 class Labelled(NamedTuple):

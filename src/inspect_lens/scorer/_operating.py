@@ -21,7 +21,6 @@ from ._labels import (
     carried,
     classes,
     labelled,
-    rate_interval,
     read_threshold,
     with_bounds,
 )
@@ -76,7 +75,7 @@ def threshold_accuracy(
             pairs = zip(found.values, found.labels, strict=True)
             right = [(v > cut) == bool(y) for v, y in pairs]
             share = sum(right) / len(right)
-            bounds = rate_interval(right, found.groups if cluster else None)
+            bounds = arithmetic.rate_interval(right, found.groups if cluster else None)
         return with_bounds("threshold_accuracy", share, bounds if interval else None)
 
     return compute
@@ -170,7 +169,9 @@ def _above(
         hits = [value > cut for value, _ in pairs]
         made[rate] = sum(hits) / len(hits)
         if interval:
-            bounds = rate_interval(hits, [group for _, group in pairs] if clustered else None)
+            bounds = arithmetic.rate_interval(
+                hits, [group for _, group in pairs] if clustered else None
+            )
             made |= {f"{rate}_low": bounds.low, f"{rate}_high": bounds.high}
     return made
 

@@ -7,14 +7,13 @@ lens comes out.
 from inspect_lens.sae import SparseEncoder, read_sae
 
 from ._train import train_probe
-from .calibration._calibrate import fit_threshold
-from .calibration._platt import (
+from .families._binary import BinaryEstimator
+from .families._calibration import (
     IsotonicCalibrator,
     PlattCalibrator,
     TemperatureCalibrator,
     calibrate,
 )
-from .families._binary import BinaryEstimator
 from .families._direction import (
     DirectionEstimator,
     LATProbe,
@@ -30,7 +29,7 @@ from .families._sae import SAEFeatureProbe
 from .families._torch_logistic import TorchLogisticProbe
 from .fitting._across import CarriedProbe, transfer_probe
 from .fitting._fit import fit_layers, fit_on
-from .fitting._thresholds import calibrate_threshold
+from .fitting._thresholds import calibrate_threshold, fit_threshold
 from .judging._baselines import (
     bag_of_words_scores,
     baseline,

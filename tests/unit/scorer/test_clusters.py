@@ -14,10 +14,10 @@ from inspect_lens.errors import SpecError
 from inspect_lens.probe import average_precision as area_under_precision
 from inspect_lens.probe import (
     bootstrap_interval,
-    clopper_pearson,
     count_groups,
     delong_interval,
     expected_calibration_error,
+    rate_interval,
 )
 from inspect_lens.scorer import (
     at_threshold,
@@ -93,7 +93,7 @@ def test_the_intervals_are_those_of_the_library() -> None:
     wanted = bootstrap_interval(y, v, statistic=area_under_precision, groups=g, n_resamples=1000)
     assert bounds("average_precision") == (wanted.low, wanted.high)
     right = [(value > 0.5) == bool(label) for value, label in zip(v, y, strict=True)]
-    wanted = clopper_pearson(sum(right) // 2, 40)
+    wanted = rate_interval(right, g)
     assert bounds("threshold_accuracy") == (wanted.low, wanted.high)
     assert METRICS["calibration_error"](cluster="scenario")(scores) == pytest.approx(
         expected_calibration_error(y, v, n_bins=15)
@@ -122,8 +122,9 @@ def test_control_samples_have_clusters_too() -> None:
     rate = METRICS["fpr"](threshold=0.5, control="control", interval=True, cluster="scenario")(
         scores
     )
-    above = sum(s.score.as_float() > 0.5 for s in scores[:20])
-    wanted = clopper_pearson(above // 2, 10)
+    wanted = rate_interval(
+        [s.score.as_float() > 0.5 for s in scores[:20]], [i // 2 for i in range(20)]
+    )
     assert (rate["fpr_low"], rate["fpr_high"]) == (wanted.low, wanted.high)
     found = METRICS["recall_at_fpr"](fpr=0.2, control="control", interval=True, cluster="scenario")
     bounds = found(scores)

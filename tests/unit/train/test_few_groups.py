@@ -16,6 +16,7 @@ from inspect_lens.probe import (
     Threshold,
     Transfer,
     clopper_pearson,
+    rate_interval,
 )
 from inspect_lens.train import (
     ActivationSet,
@@ -24,7 +25,6 @@ from inspect_lens.train import (
     fit_threshold,
     transfer_statement,
 )
-from inspect_lens.train.calibration._calibrate import rate_interval
 
 AT_ZERO = Threshold(
     value=0.0, fpr=0.5, control="c", n_control=9, n_above=4,

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.probe_statistics import FALSE_TRANSFERS, WORLDS, verdicts
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import ProbeCard
+from inspect_lens.probe import ProbeCard, recall_draws
 from inspect_lens.train import (
     ActivationSet,
     MeanDifferenceProbe,
@@ -18,7 +18,6 @@ from inspect_lens.train import (
     train_probe,
     transfer_statement,
 )
-from inspect_lens.train.calibration._calibrate import recall_draws
 from inspect_lens.train.sets._splits import near_copies, split_control
 
 LAYERS = (0, 1)
@@ -108,12 +107,13 @@ def test_draws_of_recall_vary_as_recall_does() -> None:
         positive, control = rng.normal(size=80) + 3.0, rng.normal(size=400)
         made = recall_draws(positive, control, 0.05, n_draws=200, seed=seed)
         # Of a threshold of exactly that rate: P(N(3, 1) > 1.645).
-        found.append(made.interval.low <= 0.9123 <= made.interval.high)
-        truth += made.mean / 150
+        low, high = np.quantile(made, [0.025, 0.975])
+        found.append(low <= 0.9123 <= high)
+        truth += made.mean() / 150
     assert np.mean(found) > 0.88
     assert truth == pytest.approx(0.91, abs=0.02)
     few = recall_draws(np.ones(5), np.zeros(20), 0.01)
-    assert few.mean == 1.0, "too few control samples: the largest score is the threshold"
+    assert few.mean() == 1.0, "too few control samples: the largest score is the threshold"
 
 
 def test_control_samples_choose_or_set_the_threshold() -> None:

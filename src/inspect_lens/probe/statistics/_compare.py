@@ -11,10 +11,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens.errors import SpecError
 
-from ._bootstrap import CELLS, areas_of_counts
+from ._bootstrap import CELLS, weighted_areas
 from ._measured import GroupCounts, Interval, count_groups, group_codes
 from ._metrics import (
-    auroc,
     between_groups,
     check_level,
     clopper_pearson,
@@ -233,53 +232,29 @@ def permutation_test(
     y, s = np.asarray(labels).astype(bool), np.asarray(scores, dtype=np.float64)
     if not positive.size or not negative.size:
         raise SpecError("labels: one class is missing; allowed are both; there is nothing to tell")
-    ranks, rng = midranks(s), np.random.default_rng(seed)
-    observed = float(ranks[y].sum())
-    strata = [np.arange(y.size)]
+    # What exchanges labels, and within what: samples of all, of each group, or whole groups.
+    total, size, label, block = midranks(s), np.ones(y.size), y, np.zeros(y.size, dtype=np.int64)
     if groups is not None:
-        codes, n_groups = group_codes(y.size, groups)
-        members = [np.flatnonzero(codes == code) for code in range(n_groups)]
-        strata = [m for m in members if 0 < y[m].sum() < m.size]
-        if not strata:
-            return _whole_groups(y, ranks, codes, n_groups, n_permutations, rng)
-    # Groups of one class keep their labels, so their part of the sum is fixed.
-    mixed = np.concatenate(strata)
-    fixed = observed - float(ranks[mixed][y[mixed]].sum())
-    step = max(1, CELLS // mixed.size)
-    above = 0
-    for first in range(0, n_permutations, step):
-        b = min(step, n_permutations - first)
-        total = np.full(b, fixed)
-        for part in strata:
-            shuffled = rng.permuted(np.broadcast_to(ranks[part], (b, part.size)), axis=1)
-            total += shuffled[:, : int(y[part].sum())].sum(axis=1)
-        above += int((total >= observed - 1e-9).sum())
-    return (above + 1) / (n_permutations + 1)
-
-
-def _whole_groups(
-    y: NDArray[np.bool_],
-    ranks: NDArray[np.float64],
-    codes: NDArray[np.int64],
-    n_groups: int,
-    n_permutations: int,
-    rng: np.random.Generator,
-) -> float:
-    """P where groups of one class each exchange their labels; sizes may differ, so areas count."""
-    total = np.bincount(codes, weights=ranks, minlength=n_groups)
-    size = np.bincount(codes, minlength=n_groups).astype(np.float64)
-    label = np.bincount(codes, weights=y, minlength=n_groups) > 0
+        codes, k = group_codes(y.size, groups)
+        every, marked = np.bincount(codes), np.bincount(codes, weights=y)
+        if ((marked > 0) & (marked < every)).any():
+            block = codes
+        else:
+            total, size = np.bincount(codes, weights=total), every.astype(np.float64)
+            label, block = marked > 0, np.zeros(k, dtype=np.int64)
+    members = [np.flatnonzero(block == b) for b in range(int(block.max()) + 1)]
 
     def areas(labels: NDArray[np.bool_]) -> NDArray[np.float64]:
         m = labels @ size
         made: NDArray[np.float64] = (labels @ total - m * (m + 1.0) / 2.0) / (m * (y.size - m))
         return made
 
-    observed, above = float(areas(label[None])[0]), 0
-    step = max(1, CELLS // n_groups)
+    rng, observed, above = np.random.default_rng(seed), float(areas(label[None])[0]), 0
+    step = max(1, CELLS // label.size)
     for first in range(0, n_permutations, step):
-        b = min(step, n_permutations - first)
-        drawn = rng.permuted(np.broadcast_to(label, (b, n_groups)), axis=1)
+        drawn = np.tile(label, (min(step, n_permutations - first), 1))
+        for units in members:
+            drawn[:, units] = rng.permuted(drawn[:, units], axis=1)
         above += int((areas(drawn) >= observed - 1e-12).sum())
     return (above + 1) / (n_permutations + 1)
 
@@ -341,31 +316,23 @@ def paired_permutation_test(
     unit, k = np.arange(y.size), y.size
     if groups is not None:
         unit, k = group_codes(y.size, groups)
-    observed = abs(auroc(y, first) - auroc(y, second))
-    # Swapping all makes the same difference of the other sign, so the last one may stay.
+    if k == 1:
+        return 1.0  # the one swap makes the same difference
+    areas = weighted_areas(np.tile(y, 2), np.concatenate([first, second]))
+
+    def gap(one: NDArray[np.float64], two: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
+        # Each unit has its first score where it has 1, else its second one.
+        sides = (np.concatenate([v[..., unit], 1.0 - v[..., unit]], axis=-1) for v in (one, two))
+        difference = np.subtract(*(areas(side.reshape(-1, 2 * y.size)) for side in sides))
+        return np.abs(np.round(difference, 12)).reshape(one.shape[:-1])
+
+    from scipy.stats import permutation_test as swap
+
+    # Swapping all makes the same difference of the other sign, so half of the swaps are distinct.
     whole = 2 ** (k - 1) <= n_permutations
-    n = 2 ** (k - 1) if whole else n_permutations
-    values, codes = np.unique(np.stack([first, second]), return_inverse=True)
-    one, two = codes.reshape(2, y.size)
-    rng, above, step = np.random.default_rng(seed), 0, max(1, CELLS // (2 * values.size))
-    for start in range(0, n, step):
-        b = min(step, n - start)
-        if whole:
-            swapped = (np.arange(start, start + b)[:, None] >> np.arange(k)) % 2 == 1
-        else:
-            swapped = rng.random((b, k)) < 0.5
-        swap = swapped[:, unit]
-        sides = (np.where(swap, two, one), np.where(swap, one, two))
-        areas = [_areas_of(side, y, values.size) for side in sides]
-        above += int((np.abs(areas[0] - areas[1]) >= observed - 1e-12).sum())
-    return above / n if whole else (above + 1) / (n + 1)
-
-
-def _areas_of(codes: NDArray[np.int64], y: NDArray[np.bool_], k: int) -> NDArray[np.float64]:
-    """AUROC of each row of codes (draws, samples), numbers below k in the order of the scores."""
-    at = codes + np.arange(len(codes))[:, None] * k
-    counted = [
-        np.bincount(at[:, side].ravel(), minlength=len(codes) * k).reshape(-1, k).astype(np.float64)
-        for side in (y, ~y)
-    ]
-    return areas_of_counts(*counted)
+    found = swap(
+        (np.ones(k), np.zeros(k)), gap, permutation_type="samples", vectorized=True,
+        n_resamples=np.inf if whole else n_permutations, alternative="greater",
+        batch=max(1, CELLS // (4 * y.size)), random_state=np.random.default_rng(seed),
+    )  # fmt: skip
+    return float(found.pvalue)

@@ -12,7 +12,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens.errors import SpecError
 
-from ._measured import Interval, count_groups, group_codes
+from ._measured import (
+    MIN_EFFECTIVE,
+    MIN_GROUPS_PER_CLASS,
+    Interval,
+    count_groups,
+    group_codes,
+    kish,
+)
 
 __all__ = [
     "OperatingPoint",
@@ -25,6 +32,7 @@ __all__ = [
     "independent",
     "midranks",
     "placements",
+    "rate_interval",
     "recall_at_fpr",
     "required_negatives",
     "split_classes",
@@ -302,7 +310,7 @@ def clopper_pearson(successes: int, n: int, *, confidence: float = 0.95) -> Inte
         SpecError: the counts are impossible, or the level is not inside (0, 1).
 
     Source:
-        Clopper and Pearson 1934; quantiles of the beta distribution by scipy.
+        Clopper and Pearson 1934; `scipy.stats.binomtest` does the arithmetic.
 
     Example:
         ```python
@@ -318,12 +326,80 @@ def clopper_pearson(successes: int, n: int, *, confidence: float = 0.95) -> Inte
             f"clopper_pearson: {successes} of {n}; allowed are 0 <= successes <= n with n >= 1; "
             "count the samples before asking for an interval"
         )
-    from scipy.stats import beta
+    from scipy.stats import binomtest
 
-    tail = (1.0 - check_level(confidence)) / 2.0
-    low = 0.0 if successes == 0 else float(beta.ppf(tail, successes, n - successes + 1))
-    high = 1.0 if successes == n else float(beta.ppf(1.0 - tail, successes + 1, n - successes))
-    return Interval(low=low, high=high, confidence=confidence, method="clopper-pearson")
+    low, high = binomtest(successes, n).proportion_ci(check_level(confidence), method="exact")
+    return Interval(
+        low=float(low), high=float(high), confidence=confidence, method="clopper-pearson"
+    )
+
+
+def rate_interval(
+    hits: ArrayLike, groups: Sequence[Hashable] | None, *, confidence: float = 0.95
+) -> Interval:
+    """Interval of a share of samples that come in groups, such as recall at a threshold.
+
+    It is Clopper and Pearson's, of as many samples as the groups are worth.
+    The variance between groups says how many independent samples would vary as much, and a factor
+    of t quantiles allows for its own error; its degrees of freedom are the effective number of
+    groups, so that one large group beside many small ones does not count as many. It is not
+    trusted where fewer than 5 groups have a hit, or fewer than 5 a miss; there each effective
+    group counts as one sample, which is careful.
+
+    Args:
+        hits: (samples,) bool, whether it happened.
+        groups: (samples,) what is independent, such as the scenario; None takes samples.
+        confidence: two-sided level.
+
+    Returns:
+        The interval, with the method that made it.
+
+    Raises:
+        SpecError: lengths disagree, or there is no sample.
+
+    Source:
+        Korn and Graubard 1998, Survey Methodology 24, 193-201.
+
+    Example:
+        ```python
+        from inspect_lens.probe import clopper_pearson, rate_interval
+
+        hits = [True, False] * 50
+        assert rate_interval(hits, None) == clopper_pearson(50, 100)
+        by_group = rate_interval(hits, groups=[i // 5 for i in range(100)])
+        assert by_group.method == "korn-graubard, 20 groups"
+        ```
+    """
+    from scipy.stats import beta, t
+
+    hits = np.asarray(hits, dtype=bool)
+    n = hits.size
+    codes, k = (np.arange(n), n) if groups is None else group_codes(n, groups)
+    if k == n:
+        return clopper_pearson(int(hits.sum()), n, confidence=confidence)
+    share, size = float(hits.mean()), np.bincount(codes)
+    equal = kish(size)
+    of_group = [np.bincount(codes, weights=side, minlength=k) for side in (hits, ~hits)]
+    held = min(int((side > 0).sum()) for side in of_group)
+    if held < MIN_GROUPS_PER_CLASS or equal < MIN_EFFECTIVE:
+        trials = max(1, math.floor(equal))
+        exact = clopper_pearson(round(share * trials), trials, confidence=confidence)
+        few = f"; too few groups ({k})" if min(k, equal) < MIN_GROUPS_PER_CLASS else ""
+        worth_of = "" if trials == k else f", worth {trials} of equal size"
+        method = f"clopper-pearson, n = {k} groups{worth_of}{few}"
+        return exact.model_copy(update={"method": method})
+    away = np.bincount(codes, weights=hits - share, minlength=k)
+    variance = float((away**2 / (1.0 - size / n)).sum()) / n**2
+    tail = (1.0 - confidence) / 2.0
+    worth = float(n) if variance == 0 else min(share * (1.0 - share) / variance, float(n))
+    worth *= float(t.ppf(tail, n - 1) / t.ppf(tail, equal - 1.0)) ** 2
+    hit = share * worth
+    return Interval(
+        low=float(beta.ppf(tail, hit, worth - hit + 1.0)),
+        high=float(beta.ppf(1.0 - tail, hit + 1.0, worth - hit)),
+        confidence=confidence,
+        method=f"korn-graubard, {k} groups",
+    )
 
 
 def delong_interval(

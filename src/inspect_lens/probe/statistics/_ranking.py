@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens.errors import SpecError
 
-from ._bootstrap import resample
+from ._bootstrap import draw_samples, draws_of
 from ._metrics import check_level, midranks, split_classes
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "balanced_accuracy",
     "partial_auroc",
     "precision_at_base_rate",
+    "recall_draws",
     "roc_band",
     "roc_curve",
 ]
@@ -109,10 +110,72 @@ def roc_band(
     level = check_level(confidence)
     y, s = np.asarray(labels).astype(bool), np.asarray(scores, dtype=np.float64)
     at = np.linspace(0.0, 1.0, 101) if grid is None else np.asarray(grid, dtype=np.float64)
-    draws = resample(y, groups, n_resamples=n_resamples, rng=np.random.default_rng(seed))
-    curves = np.stack([_recall_at(y[i], s[i], at) for i in draws])
+    curves = []
+    for part in draw_samples(y, groups, n_resamples=n_resamples, seed=seed):
+        for weights in part.astype(np.int64):
+            index = np.repeat(np.arange(y.size), weights)
+            curves.append(_recall_at(y[index], s[index], at))
     low, high = np.quantile(curves, [(1.0 - level) / 2.0, (1.0 + level) / 2.0], axis=0)
     return at, np.asarray(low), np.asarray(high)
+
+
+def recall_draws(
+    positives: ArrayLike,
+    control: ArrayLike,
+    fpr: float,
+    *,
+    groups: Sequence[Hashable] | None = None,
+    control_groups: Sequence[Hashable] | None = None,
+    n_draws: int = 400,
+    seed: int = 0,
+) -> Floats:
+    """Recall at a false positive rate, in bootstrap draws of the positives and of a control set.
+
+    Each draw has the conformal threshold of its own control samples, or their largest score where
+    these are too few for the rate. The same seed draws the same samples, so that two probes that
+    are scored on the same sets are compared in pairs.
+
+    Args:
+        positives: (samples,) scores.
+        control: (n,) scores of harmless samples.
+        fpr: the rate.
+        groups: (samples,) groups to draw instead of positives.
+        control_groups: (n,) groups to draw instead of control samples.
+        n_draws: of both sets.
+        seed: of the generator.
+
+    Returns:
+        (n_draws,) recalls; their mean is a smoothed estimate, their quantiles an interval.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.probe import recall_draws
+
+        rng = np.random.default_rng(0)
+        found = recall_draws(rng.standard_normal(50) + 3, rng.standard_normal(300), fpr=0.05)
+        assert found.shape == (400,)
+        assert 0.8 < found.mean() < 1.0
+        ```
+    """
+    rng = np.random.default_rng(seed)
+    ranked, high = (np.asarray(s, dtype=np.float64) for s in (control, positives))
+    order, at_or_below = np.argsort(ranked, kind="stable"), np.argsort(high, kind="stable")
+    thresholds = []
+    for weights in draws_of(ranked.size, control_groups, n_draws, rng):
+        total = np.cumsum(weights[:, order], axis=1)
+        n = total[:, -1:]
+        rank = np.minimum(np.ceil(round(1.0 - fpr, 12) * (n + 1.0)), n)
+        thresholds.append(ranked[order][np.argmax(total >= rank - 1e-9, axis=1)])
+    place = np.searchsorted(high[at_or_below], np.concatenate(thresholds), side="right")
+    made, first = np.empty(n_draws), 0
+    for weights in draws_of(high.size, groups, n_draws, rng):
+        last = first + len(weights)
+        total = np.cumsum(np.pad(weights[:, at_or_below], ((0, 0), (1, 0))), axis=1)
+        made[first:last] = 1.0 - total[np.arange(len(weights)), place[first:last]] / total[:, -1]
+        first = last
+    return made
 
 
 def partial_auroc(

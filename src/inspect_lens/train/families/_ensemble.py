@@ -13,9 +13,9 @@ from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import Probe, ProbeCard
-from inspect_lens.train.calibration._platt import fit_platt
 
 from ._binary import BinaryEstimator, Targets
+from ._calibration import fit_platt
 from ._direction import DirectionEstimator
 from ._logistic import LogisticProbe
 

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import Interval, split_classes
-from inspect_lens.train.calibration._calibrate import rate_interval
+from inspect_lens.probe import Interval, rate_interval, split_classes
 
 __all__ = ["CascadePoint", "cascade_frontier"]
 

@@ -24,8 +24,8 @@ from inspect_lens.probe import (
     count_groups,
     delong_interval,
     partial_auroc,
+    rate_interval,
 )
-from inspect_lens.train.calibration._calibrate import rate_interval
 from inspect_lens.train.sets._dataset import ActivationSet
 from inspect_lens.train.sets._splits import count_seen, refuse_seen
 

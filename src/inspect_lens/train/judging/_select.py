@@ -13,8 +13,15 @@ from numpy.typing import NDArray
 from sklearn.base import BaseEstimator, clone
 
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import AnyProbe, LayerScore, ProbeCard, auroc, delong_interval
-from inspect_lens.train.calibration._calibrate import recall_draws
+from inspect_lens.probe import (
+    AnyProbe,
+    Interval,
+    LayerScore,
+    ProbeCard,
+    auroc,
+    delong_interval,
+    recall_draws,
+)
 from inspect_lens.train.families._binary import BinaryEstimator, Rows
 from inspect_lens.train.families._ensemble import EnsembleProbe, layers_at
 from inspect_lens.train.families._logistic import LogisticProbe, as_family
@@ -200,13 +207,15 @@ def _measure(
         groups=[selection.groups[i] for i in np.flatnonzero(labels)],
         control_groups=control.groups,
     )  # fmt: skip
+    low, high = np.quantile(draws, [0.025, 0.975]).tolist()
     both = np.concatenate([positive, harmless])
     of_both = np.arange(both.size) < positive.size
     return made.model_copy(
         update={
             "separation": min(made.separation, separation(both, of_both)),
-            "recall": draws.mean,
-            "recall_interval": draws.interval,
+            # A smoothed estimate, which one lucky control sample moves little.
+            "recall": float(draws.mean()),
+            "recall_interval": Interval(low=low, high=high, method="bootstrap of both sets"),
             "auroc_control": auroc(of_both, both),
         }
     )
