@@ -59,19 +59,6 @@ from inspect_lens.spec import (
     resolve_positions,
 )
 
-__all__ = [
-    "Request",
-    "capture_sample",
-    "claimed",
-    "collect",
-    "collect_async",
-    "computing_facts",
-    "finish",
-    "plan_of",
-    "rows_at",
-    "write_shard",
-]
-
 _RESIDUAL = "residual_stream"
 
 

@@ -17,20 +17,6 @@ from inspect_lens.errors import ArtifactError, SpecError
 
 from ._sample import Message, ProbeSample
 
-__all__ = [
-    "read_ai_liar",
-    "read_alpaca",
-    "read_apollo",
-    "read_hub",
-    "read_insider_trading",
-    "read_liars_bench",
-    "read_organism",
-    "read_path",
-    "read_pressure",
-    "read_prompts",
-    "read_statements",
-]
-
 Row = Mapping[str, Any]
 _PERSONA: Final = "Pretend you're {} person making statements about the world."
 _CUT_WORDS: Final = 5

@@ -27,8 +27,6 @@ from ._readers import (
 from ._sample import ProbeDataset, ProbeSample, Source
 from ._synthetic import instructed_pairs
 
-__all__ = ["DATASETS", "DatasetInfo", "load_dataset"]
-
 Reader = Callable[..., Iterable[ProbeSample]]
 
 

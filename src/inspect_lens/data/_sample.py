@@ -10,8 +10,6 @@ from typing import Literal, Self
 
 from inspect_lens.errors import SpecError
 
-__all__ = ["Message", "ProbeDataset", "ProbeSample", "Source"]
-
 Source = Literal["hub", "path", "builtin"]
 """Where a set comes from: the Hugging Face hub, files of the user, or this package."""
 

@@ -25,8 +25,6 @@ from inspect_lens._shards import (
 )
 from inspect_lens.errors import ArtifactError, CaptureError
 
-__all__ = ["MANIFEST", "STORE_FORMAT", "ActivationStore", "read_whole", "write_whole"]
-
 MANIFEST: Final = "manifest.json"
 """Name of the file that is written last; a store that has it is complete."""
 STORE_FORMAT: Final = "inspect_lens.activation_store/1"

@@ -1,5 +1,8 @@
 """Apply trained probes to arrays, load and save them, and judge their scores."""
 
+from inspect_lens._base.artifact import write_atomic
+from inspect_lens.spec import POOLS, SENTENCE_POOL, Pool, parse_pool
+
 from .card._card import (
     FOLLOWED_FLOOR,
     RECALL_FLOOR,
@@ -12,7 +15,6 @@ from .card._card import (
     Threshold,
     TrainingFacts,
 )
-from .card._files import write_atomic
 from .card._points import CardPoint, Found, card_points, choose_point, found_above
 from .card._seen import SeenSamples
 from .card._statistic import Statistic
@@ -31,14 +33,10 @@ from .pooling._head import (
     pool_heads,
 )
 from .pooling._pool import (
-    POOLS,
-    SENTENCE_POOL,
     AlarmDelays,
-    Pool,
     StreamingPool,
     alarm_delays,
     first_crossing,
-    parse_pool,
     pool_scores,
     running_pool,
     sentence_ends,

@@ -33,6 +33,9 @@ from inspect_lens.train import (
     LogisticProbe,
     MassMeanProbe,
     MeanDifferenceProbe,
+    PressureLogisticProbe,
+    SAEFeatureProbe,
+    SklearnProbe,
     TorchLogisticProbe,
     layers_at,
     make_estimator,
@@ -40,7 +43,8 @@ from inspect_lens.train import (
 
 H = 24
 LINEAR: list[Any] = [
-    LogisticProbe(), LogisticProbe(C=1e-3), MeanDifferenceProbe(), MassMeanProbe(),
+    LogisticProbe(), LogisticProbe(C=1e-3), LogisticProbe(fit_intercept=True),
+    LogisticProbe(standardize=False), MeanDifferenceProbe(), MassMeanProbe(),
     MassMeanProbe(iid=True), LDAProbe(), LDAProbe(shrinkage=None), LDAProbe(shrinkage="ridge"),
     LATProbe(n_pairs=2000), TorchLogisticProbe(lr=0.02, epochs=200),
 ]  # fmt: skip
@@ -340,3 +344,62 @@ def test_an_ensemble_weighs_layers_by_what_they_can_say(stack: str) -> None:
     assert layers_at(2) == (0, 1)
     with pytest.raises(SpecError, match="allowed is a multiple"):
         EnsembleProbe(n_layers=5).fit(x, y)
+
+
+def test_the_card_has_to_fit() -> None:
+    x, y, _ = planted(20, 1.0)
+    fitted = MeanDifferenceProbe().fit(x, y)
+    with pytest.raises(SpecError, match="one layer of width 24"):
+        fitted.to_probe(card(hidden=H + 1))
+    with pytest.raises(SpecError, match="one layer"):
+        fitted.to_probe(card(layers=(1, 2)))
+    assert "normalize=False" in fitted.to_probe(card()).card.method
+    assert fitted.to_probe(card()).card.source == "arXiv:2310.06824"
+
+
+def test_mean_difference_is_zero_at_the_midpoint() -> None:
+    x, y, _ = planted(300, 2.0)
+    x = x + np.float32(500.0)
+    fitted = MeanDifferenceProbe().fit(x, y)
+    high, low = x[y == 1].mean(0, dtype=np.float64), x[y == 0].mean(0, dtype=np.float64)
+    np.testing.assert_allclose(fitted.coef_, high - low)
+    assert fitted.decision_function([(high + low) / 2])[0] == pytest.approx(0.0, abs=1e-6)
+    gap = fitted.decision_function([high])[0] - fitted.decision_function([low])[0]
+    assert gap == pytest.approx(float(np.sum((high - low) ** 2)))
+
+
+WEIGHTED: list[Any] = [
+    LogisticProbe(), LogisticProbe(fit_intercept=True), MeanDifferenceProbe(),
+    MassMeanProbe(iid=True), LDAProbe(shrinkage="ridge"),
+    LDAProbe(shrinkage=None, equal_priors=False), PressureLogisticProbe(),
+    TorchLogisticProbe(epochs=20), SAEFeatureProbe(k=4), SAEFeatureProbe(raw=True),
+    make_estimator("attention", optimizer="lbfgs", lr=1.0, steps=2, heads=2),
+    EnsembleProbe(base=MeanDifferenceProbe(), folds=2, stack="lr"),
+    SklearnProbe(LogisticRegression(tol=1e-9)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("estimator", WEIGHTED, ids=str)
+def test_a_weight_of_two_is_a_row_twice_and_of_none_no_row(estimator: Any) -> None:
+    # Few rows: heads hold none back, and an ensemble is calibrated on what it was fitted on.
+    x, y, _ = planted(15, 1.0)
+    counts = np.random.default_rng(0).integers(0, 3, len(y))
+    if isinstance(estimator, EnsembleProbe):
+        estimator = clone(estimator).set_params(folds=1)
+    ours = clone(estimator).fit(x, y, sample_weight=counts.astype(float))
+    again = clone(estimator).fit(np.repeat(x, counts, axis=0), np.repeat(y, counts))
+    plain = clone(estimator).fit(x, y)
+    a, b, c = (e.decision_function(x) for e in (ours, again, plain))
+    np.testing.assert_allclose(a, b, atol=2e-2 * np.abs(b).max())
+    assert np.abs(a - b).max() < 0.3 * np.abs(b - c).max()
+
+
+def test_weights_without_a_meaning_are_refused() -> None:
+    x, y, _ = planted(20, 1.0)
+    for estimator in (LATProbe(), LDAProbe(), EnsembleProbe(base=LATProbe(), folds=2)):
+        with pytest.raises(SpecError, match=r"sample_weight: .* allowed with weights are"):
+            estimator.fit(x, y, sample_weight=np.ones(40))
+    wrong = (np.ones(39), -np.ones(40), np.full(40, np.nan), np.zeros(40), np.ones((40, 2)))
+    for weight in wrong:
+        with pytest.raises(SpecError, match="sample_weight: "):
+            MeanDifferenceProbe().fit(x, y, sample_weight=weight)

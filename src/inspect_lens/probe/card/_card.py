@@ -19,19 +19,6 @@ from inspect_lens.spec import RESID_POST, Positions, Site, parse_positions
 from ._seen import SeenSamples
 from ._statistic import Statistic
 
-__all__ = [
-    "FOLLOWED_FLOOR",
-    "RECALL_FLOOR",
-    "Calibration",
-    "CaptureFacts",
-    "FollowUp",
-    "LayerScore",
-    "ModelRef",
-    "ProbeCard",
-    "Threshold",
-    "TrainingFacts",
-]
-
 RECALL_FLOOR: Final = 0.5
 """Recall at the threshold below which a card warns, by default."""
 FOLLOWED_FLOOR: Final = 0.6

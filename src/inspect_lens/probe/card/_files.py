@@ -14,7 +14,6 @@ from inspect_lens._base.artifact import (
     encode_tensors,
     read_artifact,
     write_artifact,
-    write_atomic,
 )
 from inspect_lens.probe.statistics._compare import format_p_value
 from inspect_lens.probe.statistics._measured import (
@@ -26,16 +25,6 @@ from inspect_lens.probe.statistics._measured import (
 
 from ._card import Calibration, CaptureFacts, ProbeCard, Threshold
 from ._seen import SEEN_ROLES
-
-__all__ = [
-    "PROBE",
-    "decode_probe",
-    "encode_probe",
-    "read_probe_files",
-    "render_card",
-    "write_atomic",
-    "write_probe_files",
-]
 
 
 def render_card(card: ProbeCard, *, sha256: str) -> str:

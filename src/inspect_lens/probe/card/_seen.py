@@ -11,8 +11,6 @@ from typing import Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
-__all__ = ["SEEN_ROLES", "SeenSamples"]
-
 SEEN_ROLES: Final = ("training", "selection", "control", "calibration")
 """What a sample can have done: fitted the direction, chosen the layer, set the threshold, fitted
 the probabilities."""

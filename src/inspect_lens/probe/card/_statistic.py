@@ -13,8 +13,6 @@ from inspect_lens.probe.pooling._head import is_learned, parse_head_pool
 from inspect_lens.probe.pooling._pool import running_pool
 from inspect_lens.probe.statistics._measured import ONE_TOKEN, Record
 
-__all__ = ["Over", "Statistic"]
-
 Over = Literal["answer", "alarm", "token"]
 """`answer`: one score of a whole answer; `alarm`: the running score after every token, which is the
 same as its maximum over the answer; `token`: the score of one token, wherever it stands."""

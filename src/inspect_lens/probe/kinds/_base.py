@@ -14,8 +14,6 @@ from inspect_lens.probe.card._card import ProbeCard, Threshold
 from inspect_lens.probe.card._files import write_probe_files
 from inspect_lens.spec import Positions, Site
 
-__all__ = ["CardProbe"]
-
 
 class CardProbe:
     """Base of `Probe` and `NeuralProbe`, which hold a card and tensors."""

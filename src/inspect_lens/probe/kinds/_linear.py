@@ -20,8 +20,6 @@ from ._base import CardProbe
 from ._neural import alarm_fields
 from ._sklearn import read_linear, write_linear
 
-__all__ = ["Probe"]
-
 _CHUNK_TOKENS = 1024
 
 

@@ -28,14 +28,6 @@ from inspect_lens.spec import EngineProbe
 
 from ._base import CardProbe
 
-__all__ = [
-    "NeuralProbe",
-    "alarm_fields",
-    "attention_form",
-    "neural_form",
-    "token_form",
-]
-
 Tensors = Mapping[str, NDArray[np.float32]]
 
 

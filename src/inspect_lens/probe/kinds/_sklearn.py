@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from inspect_lens.errors import LensError, SpecError
 from inspect_lens.probe.card._card import Calibration
 
-__all__ = ["LinearModel", "read_linear", "write_linear"]
-
 Floats = NDArray[np.float64]
 _POINTS: Final = 8
 _METHOD: Final = 400

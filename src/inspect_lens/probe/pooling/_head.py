@@ -14,18 +14,9 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from inspect_lens.errors import SpecError
+from inspect_lens.spec import POOLS, Pool, parse_pool
 
-from ._pool import POOLS, Pool, parse_pool, pool_scores
-
-__all__ = [
-    "LEARNED_POOLS",
-    "HeadSpec",
-    "head_outputs",
-    "is_learned",
-    "parse_head_pool",
-    "pool_head",
-    "pool_heads",
-]
+from ._pool import pool_scores
 
 LEARNED_POOLS: Final = ("attention", "multimax", "rolling_attention")
 """Pools that need the queries and values of a neural probe; the last takes a window."""

@@ -20,21 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from inspect_lens.errors import SpecError
 from inspect_lens.probe.statistics._measured import Interval
 from inspect_lens.probe.statistics._metrics import clopper_pearson
-from inspect_lens.spec import POOLS, SENTENCE_POOL, Pool, parse_pool
-
-__all__ = [
-    "POOLS",
-    "SENTENCE_POOL",
-    "AlarmDelays",
-    "Pool",
-    "StreamingPool",
-    "alarm_delays",
-    "first_crossing",
-    "parse_pool",
-    "pool_scores",
-    "running_pool",
-    "sentence_ends",
-]
+from inspect_lens.spec import SENTENCE_POOL, Pool, parse_pool
 
 _SENTENCE_END = re.compile(r"[.!?](?:[\"')\]]*)\s*$|\n\s*$")
 

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import SpecError
 
-__all__ = ["SELECTIONS", "TokenText", "select_tokens"]
-
 Span = tuple[int, int]
 
 _TURNS: Final = (

@@ -19,8 +19,6 @@ from inspect_lens.errors import SpecError
 from ._measured import Interval, count_groups, group_codes
 from ._metrics import auroc, check_level, split_classes
 
-__all__ = ["CELLS", "bootstrap_interval", "draw_samples", "draws_of", "weighted_areas"]
-
 Statistic = Callable[[NDArray[np.bool_], NDArray[np.float64]], float]
 Floats = NDArray[np.float64]
 CELLS: Final = 4_000_000  # numbers held at once
@@ -189,10 +187,9 @@ def _bca(
     """Scipy's BCa of draws that are made: it leaves each unit of the data out in turn."""
     from scipy.stats import bootstrap
 
-    if groups is None:
-        data = (np.flatnonzero(y), np.flatnonzero(~y))
-        code = np.arange(y.size)
-    else:
+    data: tuple[NDArray[np.int64], ...] = (np.flatnonzero(y), np.flatnonzero(~y))
+    code = np.arange(y.size)
+    if groups is not None:
         code, n = _group_codes(y, groups)
         data = (np.arange(n),)
 

@@ -23,14 +23,6 @@ from ._metrics import (
     split_classes,
 )
 
-__all__ = [
-    "Comparison",
-    "compare_auroc",
-    "format_p_value",
-    "paired_permutation_test",
-    "permutation_test",
-]
-
 _NONE = 1e-12  # a standard error this small is rounding
 
 
@@ -240,7 +232,7 @@ def permutation_test(
         if ((marked > 0) & (marked < every)).any():
             block = codes
         else:
-            total, size = np.bincount(codes, weights=total), every.astype(np.float64)
+            total, size = np.bincount(codes, weights=total), every * 1.0
             label, block = marked > 0, np.zeros(k, dtype=np.int64)
     members = [np.flatnonzero(block == b) for b in range(int(block.max()) + 1)]
 

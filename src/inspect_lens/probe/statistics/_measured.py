@@ -12,26 +12,6 @@ from pydantic import BaseModel, ConfigDict
 
 from inspect_lens.errors import SpecError
 
-__all__ = [
-    "MIN_EFFECTIVE",
-    "MIN_GROUPS",
-    "MIN_GROUPS_PER_CLASS",
-    "ONE_TOKEN",
-    "Baseline",
-    "ControlShift",
-    "Evaluation",
-    "GroupCounts",
-    "Interval",
-    "RealisedRate",
-    "RecallAt",
-    "Record",
-    "Transfer",
-    "count_groups",
-    "group_codes",
-    "kish",
-    "stretch",
-]
-
 MIN_GROUPS: Final = 8
 """Fewest groups for a test or an interval."""
 MIN_GROUPS_PER_CLASS: Final = 5

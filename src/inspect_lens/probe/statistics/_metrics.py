@@ -21,23 +21,6 @@ from ._measured import (
     kish,
 )
 
-__all__ = [
-    "OperatingPoint",
-    "auroc",
-    "between_groups",
-    "check_level",
-    "clopper_pearson",
-    "conformal_threshold",
-    "delong_interval",
-    "independent",
-    "midranks",
-    "placements",
-    "rate_interval",
-    "recall_at_fpr",
-    "required_negatives",
-    "split_classes",
-]
-
 
 class OperatingPoint(NamedTuple):
     """Recall and false positive rate of a threshold on a labelled set."""

@@ -14,17 +14,6 @@ from inspect_lens.errors import SpecError
 from ._bootstrap import draw_samples, draws_of
 from ._metrics import check_level, midranks, split_classes
 
-__all__ = [
-    "ROCCurve",
-    "average_precision",
-    "balanced_accuracy",
-    "partial_auroc",
-    "precision_at_base_rate",
-    "recall_draws",
-    "roc_band",
-    "roc_curve",
-]
-
 Floats = NDArray[np.float64]
 
 

@@ -9,8 +9,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens.errors import SpecError
 
-__all__ = ["Reliability", "brier_score", "expected_calibration_error", "reliability_curve"]
-
 Floats = NDArray[np.float64]
 
 

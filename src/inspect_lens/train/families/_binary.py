@@ -15,18 +15,6 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import AnyProbe, ProbeCard
 
-__all__ = [
-    "HUGE_SHARE",
-    "BinaryEstimator",
-    "Rows",
-    "Scaling",
-    "Targets",
-    "dominated",
-    "find_scale",
-    "rows_for_scale",
-    "weighted",
-]
-
 Floats = NDArray[np.float64]
 
 

@@ -16,14 +16,6 @@ from sklearn.utils.validation import check_is_fitted
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import Calibration, brier_score, expected_calibration_error, split_classes
 
-__all__ = [
-    "IsotonicCalibrator",
-    "PlattCalibrator",
-    "TemperatureCalibrator",
-    "calibrate",
-    "fit_platt",
-]
-
 Floats = NDArray[np.float64]
 _ISOTONIC_FROM: Final = 1000
 

@@ -17,17 +17,6 @@ from inspect_lens.probe import Probe, ProbeCard
 from ._binary import BinaryEstimator, Scaling, Targets, find_scale
 from ._moments import ClassStatistics, Moments
 
-__all__ = [
-    "DirectionEstimator",
-    "FormulaEstimator",
-    "LATProbe",
-    "LDAProbe",
-    "MassMeanProbe",
-    "MeanDifferenceProbe",
-    "inverse_times",
-    "make_pairs",
-]
-
 Floats = NDArray[np.float64]
 
 

@@ -19,8 +19,6 @@ from ._calibration import fit_platt
 from ._direction import DirectionEstimator
 from ._logistic import LogisticProbe
 
-__all__ = ["DEPTHS", "EnsembleProbe", "StackWeights", "layers_at", "stack_weights"]
-
 DEPTHS: Final = (0.2, 0.35, 0.5, 0.65, 0.8)
 """Depths of the layers of an ensemble, as shares of the model's layers."""
 

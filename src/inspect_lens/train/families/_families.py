@@ -15,8 +15,6 @@ from ._logistic import LogisticProbe, PressureLogisticProbe
 from ._sae import SAEFeatureProbe
 from ._torch_logistic import TorchLogisticProbe
 
-__all__ = ["FAMILIES", "make_estimator"]
-
 _GDM: Final[dict[str, Any]] = {"heads": 10, "mlp_sizes": (100, 100), "lr": 1e-4,
                                "weight_decay": 3e-3, "origin": "arXiv:2601.11516"}  # fmt: skip
 

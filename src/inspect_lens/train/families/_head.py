@@ -30,8 +30,6 @@ from inspect_lens.probe import (
 
 from ._binary import BinaryEstimator, Targets
 
-__all__ = ["HeadProbe"]
-
 Sequences = Sequence[NDArray[np.floating[Any]]]
 Tensors = dict[str, NDArray[np.float32]]
 _VALIDATE_FROM: Final = 40  # fewer samples are all needed for the fit

@@ -18,13 +18,6 @@ from inspect_lens.probe import Probe, ProbeCard
 from ._binary import BinaryEstimator, Targets
 from ._direction import DirectionEstimator
 
-__all__ = [
-    "LogisticProbe",
-    "PressureLogisticProbe",
-    "SklearnProbe",
-    "as_family",
-]
-
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class LogisticProbe(DirectionEstimator):

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import SpecError
 
-__all__ = ["ClassStatistics", "Moments", "blocks"]
-
 Floats = NDArray[np.float64]
 Rows = NDArray[np.floating]
 _NUMBERS: Final = 1 << 22

@@ -18,8 +18,6 @@ from inspect_lens.spec import RESID_POST
 
 from ._binary import BinaryEstimator, Targets
 
-__all__ = ["SAEFeatureProbe"]
-
 _FEATURES: Final = 512
 
 

@@ -13,8 +13,6 @@ from torch.nn import functional
 from ._binary import Targets
 from ._direction import DirectionEstimator
 
-__all__ = ["TorchLogisticProbe"]
-
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class TorchLogisticProbe(DirectionEstimator):

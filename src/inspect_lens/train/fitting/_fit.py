@@ -16,8 +16,6 @@ from inspect_lens.train.sets._store_set import StoreSet
 
 from ._store_fits import fits_in_memory, keep, restore, stream
 
-__all__ = ["fit_layers", "fit_on", "rows_of"]
-
 
 def rows_of(estimator: BinaryEstimator, rows: Rows | None) -> Rows | None:
     """What one row of a fit is; None for families that read sequences."""

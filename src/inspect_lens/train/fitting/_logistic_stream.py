@@ -21,8 +21,6 @@ from sklearn.exceptions import ConvergenceWarning
 from inspect_lens.train.families._logistic import LogisticProbe
 from inspect_lens.train.families._moments import Moments, blocks
 
-__all__ = ["Passes", "fit_logistic"]
-
 Floats = NDArray[np.float64]
 Passes: TypeAlias = Callable[[], Iterator[tuple[NDArray[np.float32], NDArray[np.bool_]]]]
 """Starts anew each time: rows (rows, hidden) and whether each is positive."""

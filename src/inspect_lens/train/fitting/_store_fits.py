@@ -47,8 +47,6 @@ from inspect_lens.train.sets._store_set import StoreSet
 
 from ._logistic_stream import fit_logistic
 
-__all__ = ["fits_in_memory", "keep", "restore", "stream"]
-
 _FORMAT: Final = 4
 _NUMBER: Final = "number "
 """Begins the name of what is a number, and no array."""

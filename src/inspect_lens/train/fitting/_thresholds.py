@@ -21,8 +21,6 @@ from inspect_lens.probe import (
 )
 from inspect_lens.train.sets._dataset import ActivationSet
 
-__all__ = ["calibrate_threshold", "calibrate_thresholds", "fit_threshold"]
-
 
 def fit_threshold(
     control_scores: ArrayLike,

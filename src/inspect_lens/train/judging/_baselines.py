@@ -26,17 +26,6 @@ from inspect_lens.probe import (
 )
 from inspect_lens.train.sets._dataset import ActivationSet
 
-__all__ = [
-    "bag_of_words_scores",
-    "baseline",
-    "baselines_within",
-    "judge_scores",
-    "length_scores",
-    "measure_baselines",
-    "random_direction_scores",
-    "random_scores",
-]
-
 Floats = NDArray[np.float64]
 
 

@@ -12,8 +12,6 @@ from numpy.typing import ArrayLike, NDArray
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import Interval, rate_interval, split_classes
 
-__all__ = ["CascadePoint", "cascade_frontier"]
-
 
 class CascadePoint(NamedTuple):
     """One setting of a probe-then-judge cascade: share sent to the judge, accuracy and cost."""

@@ -31,8 +31,6 @@ from inspect_lens.train.sets._splits import count_seen, refuse_seen
 
 from ._baselines import baselines_within, measure_baselines
 
-__all__ = ["evaluate_probe"]
-
 _RATES: Final = (0.01, 0.05)
 _PARTIAL: Final = 0.05
 

@@ -33,8 +33,6 @@ from inspect_lens.train.sets._splits import (
     require_same_origin,
 )
 
-__all__ = ["LayerChoice", "SelectBy", "select_layer", "separation"]
-
 SelectBy = Literal["recall", "auroc"]
 """What a layer is chosen by."""
 

@@ -16,8 +16,6 @@ from inspect_lens.probe import ModelRef
 
 from ._lens_model import LensModel, check_layers, check_sets, quality_of
 
-__all__ = ["fit_jacobian_lens"]
-
 
 def fit_jacobian_lens(
     model: Any,

@@ -12,16 +12,6 @@ from inspect_lens._base.progress import progress_bar
 from inspect_lens.errors import SpecError
 from inspect_lens.lens import Lens, LensQuality
 
-__all__ = [
-    "LensModel",
-    "batches",
-    "check_layers",
-    "check_prompts",
-    "check_sets",
-    "evaluate_lens",
-    "quality_of",
-]
-
 _NORMS: Final = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "final_norm")
 """Names of the norm behind the last block, in the module that has the blocks."""
 

@@ -15,8 +15,6 @@ from inspect_lens.probe import ModelRef
 
 from ._lens_model import LensModel, batches, check_layers, check_sets, divergence, quality_of
 
-__all__ = ["fit_tuned_lens"]
-
 _SOURCE = "arXiv:2303.08112"
 
 

@@ -11,8 +11,6 @@ from inspect_lens.errors import SpecError
 
 from ._dataset import ActivationSet
 
-__all__ = ["followed", "require_followed"]
-
 _FEWEST: Final = 20
 _WORDS: Final = re.compile(r"\w+")
 

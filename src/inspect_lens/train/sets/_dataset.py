@@ -22,8 +22,6 @@ from inspect_lens.spec import Positions
 
 from ._from_store import Pieces, decode_set, encode_set, read_store
 
-__all__ = ["ActivationSet", "no_ends"]
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ActivationSet:

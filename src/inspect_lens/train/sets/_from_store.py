@@ -17,14 +17,6 @@ from inspect_lens.errors import SpecError
 from inspect_lens.probe import CaptureFacts, sentence_ends
 from inspect_lens.spec import TensorData, parse_positions
 
-__all__ = [
-    "Pieces",
-    "decode_set",
-    "encode_set",
-    "read_facts",
-    "read_store",
-]
-
 Pieces: TypeAlias = Callable[[Sequence[int]], Sequence[str]]
 """From token ids to the text of each of them."""
 

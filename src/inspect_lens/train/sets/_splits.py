@@ -19,18 +19,6 @@ from inspect_lens.probe import AnyProbe, SeenSamples, required_negatives
 from ._dataset import ActivationSet
 from ._store_set import StoreSet
 
-__all__ = [
-    "count_seen",
-    "list_seen",
-    "near_copies",
-    "refuse_seen",
-    "require_disjoint",
-    "require_other_samples",
-    "require_same_origin",
-    "split_by_group",
-    "split_control",
-]
-
 
 def require_same_origin(one: ActivationSet, other: ActivationSet) -> None:
     """Refuse two sets of different weights or of different tokens, as far as they are known."""

@@ -20,11 +20,6 @@ from inspect_lens.probe import SENTENCE_POOL, AnyProbe
 from ._dataset import ActivationSet, no_ends
 from ._from_store import Pieces, read_facts
 
-__all__ = [
-    "MEMORY",
-    "StoreSet",
-]
-
 Floats = NDArray[np.float32]
 _ROWS = 8192
 _PIECE: Final = 1 << 26

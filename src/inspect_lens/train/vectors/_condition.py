@@ -12,8 +12,6 @@ from inspect_lens.errors import SpecError
 from inspect_lens.train.sets._dataset import ActivationSet
 from inspect_lens.vector import Vector
 
-__all__ = ["Condition", "fit_condition", "similarity"]
-
 Side = Literal["above", "below"]
 
 

@@ -12,8 +12,6 @@ from inspect_lens.vector import Vector
 
 from ._vectors import extract_vector
 
-__all__ = ["persona_pairs", "persona_vector"]
-
 _SOURCE: Final = "arXiv:2507.21509"
 
 

@@ -22,18 +22,6 @@ from inspect_lens.train.judging._select import separation
 from inspect_lens.train.sets._dataset import ActivationSet
 from inspect_lens.vector import Vector, VectorCard, VectorTraining
 
-__all__ = [
-    "PickedRows",
-    "VectorMethod",
-    "VectorRows",
-    "VectorScore",
-    "erase",
-    "evaluate_vector",
-    "extract_vector",
-    "pair_set",
-    "rows_at",
-]
-
 VectorMethod = Literal["mean_difference", "caa", "logistic", "pca"]
 """`caa` is the mean of the differences of pairs; `pca` their first principal component (LAT)."""
 
