@@ -115,7 +115,7 @@ def test_layers_and_shapes_are_checked() -> None:
     ):
         with pytest.raises(SpecError, match=match):
             p.score(acts, layers)
-    with pytest.raises(ArtifactError, match="reads layer 2 only"):
+    with pytest.raises(ArtifactError, match="directions at"):
         p.at(1)
     with pytest.raises(SpecError, match="query"):
         NeuralProbe(tensors={**p.tensors, "query": np.zeros((2, 2))}, card=p.card)

@@ -13,10 +13,9 @@ from numpy.typing import ArrayLike, NDArray
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe.card._card import ProbeCard
 from inspect_lens.probe.card._files import decode_probe, encode_probe, read_probe_files
-from inspect_lens.probe.pooling._pool import pool_scores
 from inspect_lens.spec import EngineProbe
 
-from ._base import CardProbe
+from ._base import CardProbe, frozen, require_finite
 from ._neural import alarm_fields
 from ._sklearn import read_linear, write_linear
 
@@ -67,19 +66,12 @@ class Probe(CardProbe):
         n, hidden = len(self.card.layers), self.card.hidden
         shapes = {"weight": (n, hidden), "bias": (n,), "mean": (n, hidden), "scale": (n, hidden)}
         for name, shape in shapes.items():
-            given = getattr(self, name)
-            array = np.array(given, dtype=np.float32)
+            array = frozen(name, getattr(self, name))
             if array.shape != shape:
                 raise SpecError(
                     f"{name}: shape {array.shape}; allowed is {shape} for layers "
                     f"{self.card.layers} of width {hidden}; give one row per layer of the card"
                 )
-            if not np.isfinite(array).all():
-                raise SpecError(
-                    f"{name}: holds NaN or infinity; allowed are finite numbers; check the data "
-                    "that the probe was fitted on"
-                )
-            array.setflags(write=False)
             object.__setattr__(self, name, array)
         if not (self.scale > 0).all():
             raise SpecError(
@@ -181,13 +173,7 @@ class Probe(CardProbe):
         return write_linear(weight, float(one.bias[0]), mean, scale)
 
     def for_engine(self) -> EngineProbe:
-        """The same probe as the engine runs it, its scaler folded into the weights.
-
-        Returns:
-            A linear `EngineProbe` with the card's site, layers and pool, and the card's threshold
-            for an alarm on that pool, where it has one (`inspect-lens probe calibrate --for
-            alarm`); without it a request's alarm has to bring a number.
-        """
+        """As in `CardProbe`: a linear one, which the engine always has."""
         weight = self.weight.astype(np.float64) / self.scale / len(self.layers)
         bias = np.mean(self.bias.astype(np.float64)) - np.sum(weight * self.mean)
         return EngineProbe(
@@ -198,15 +184,6 @@ class Probe(CardProbe):
             **alarm_fields(self.card),
         )
 
-    def engine_forms(self) -> tuple[EngineProbe, EngineProbe | None]:
-        """The engine's forms of the score of each token, and of the text up to each.
-
-        Returns:
-            `for_engine()`, whose token scores are those of `score_tokens`, and None: the pools of
-            a linear probe are made of token scores.
-        """
-        return self.for_engine(), None
-
     def direction(self) -> NDArray[np.float32]:
         """Unit vectors (layers, hidden) float32 in the residual stream along which scores grow."""
         raw = self.weight.astype(np.float64) / self.scale
@@ -215,23 +192,8 @@ class Probe(CardProbe):
         return unit
 
     def at(self, layer: int) -> Self:
-        """The probe of one of its layers; what was set for several layers is dropped.
-
-        Args:
-            layer: one of `layers`.
-
-        Returns:
-            A one-layer probe.
-
-        Raises:
-            ArtifactError: the probe has no direction at that layer.
-        """
-        if layer not in self.layers:
-            raise ArtifactError(
-                f"layer={layer}: probe {self.name!r} has directions at {list(self.layers)} only; "
-                "a direction of another layer means nothing there; choose one of these, or train "
-                "a probe at that layer"
-            )
+        """The probe of one of its layers. Arguments are those of `CardProbe`."""
+        super().at(layer)
         if self.layers == (layer,):
             return self
         row = [self.layers.index(layer)]
@@ -245,30 +207,8 @@ class Probe(CardProbe):
     def score_tokens(
         self, acts: ArrayLike, layers: Sequence[int] | None = None
     ) -> NDArray[np.float64]:
-        """Score every token; larger means more of the concept.
-
-        Args:
-            acts: (layers, tokens, hidden), or (tokens, hidden) for one layer; the raw residual
-                stream, unscaled.
-            layers: layer of each row of the first axis (one layer for two axes); by default
-                the layers of the probe, in order. More layers than the probe reads are fine.
-
-        Returns:
-            (tokens,) float64.
-
-        Raises:
-            SpecError: wrong number of axes, wrong width, a layer is missing, or NaN.
-        """
-        array = np.asarray(acts)
-        if array.ndim == 2:
-            array = array[None]
-        if array.ndim != 3 or array.shape[2] != self.hidden:
-            raise SpecError(
-                f"acts: shape {np.shape(acts)}; probe {self.name!r} allows (layers, tokens, "
-                f"{self.hidden}) or (tokens, {self.hidden}); use activations of "
-                f"{self.card.model.name if self.card.model else 'the model it was trained on'}"
-            )
-        rows = self._rows(array.shape[0], layers)
+        """Score every token. Arguments are those of `CardProbe`."""
+        array, rows = self._picked(acts, layers)
         total = np.zeros(array.shape[1], dtype=np.float64)
         dtype = np.result_type(array.dtype, np.float32)
         for i, row in enumerate(rows):
@@ -280,39 +220,8 @@ class Probe(CardProbe):
                 # Not a matrix product: BLAS sums in float32, in an order that depends on the batch.
                 total[start:stop] += terms.sum(axis=1, dtype=np.float64) + float(self.bias[i])
         total /= len(rows)
-        if not np.isfinite(total).all():
-            raise SpecError(
-                f"acts: {int((~np.isfinite(total)).sum())} of {total.size} tokens hold NaN or "
-                "infinity; allowed are finite numbers; rows that were not captured must be left "
-                "out, not filled"
-            )
+        require_finite(total)
         return total
-
-    def score(
-        self,
-        acts: ArrayLike,
-        layers: Sequence[int] | None = None,
-        *,
-        pool: str | None = None,
-        ends: ArrayLike | None = None,
-    ) -> float:
-        """Score a sample: `score_tokens`, then the pool.
-
-        Args:
-            acts: as in `score_tokens`, already cut to the positions to read.
-            layers: as in `score_tokens`.
-            pool: another pool than the probe's own; its thresholds do not hold for that.
-            ends: (tokens,) bool, sentence ends, for the pool `sentence_mean_max`; see
-                `sentence_ends`.
-
-        Returns:
-            One number.
-
-        Raises:
-            SpecError: as `score_tokens`, there is no token, or no sentence ends where they are
-                needed.
-        """
-        return pool_scores(self.score_tokens(acts, layers), pool or self.pool, ends=ends)
 
     def to_bytes(self) -> bytes:
         """Content of `probe.safetensors`; equal probes give equal bytes."""
@@ -346,20 +255,3 @@ class Probe(CardProbe):
             return cls(**tensors, card=card, path=folder)
         except SpecError as error:
             raise ArtifactError(f"{folder}: {error}") from None
-
-    def _rows(self, n: int, layers: Sequence[int] | None) -> list[int]:
-        if layers is None and n == len(self.layers):
-            return list(range(n))
-        if layers is None or len(layers) != n:
-            raise SpecError(
-                f"layers={None if layers is None else list(layers)}: the activations have {n} "
-                f"layers and probe {self.name!r} reads {list(self.layers)}; allowed is one layer "
-                "number per row; pass layers="
-            )
-        missing = [layer for layer in self.layers if layer not in layers]
-        if missing:
-            raise SpecError(
-                f"layers={list(layers)}: layer {missing[0]} is missing; probe {self.name!r} reads "
-                f"{list(self.layers)}; capture these layers"
-            )
-        return [list(layers).index(layer) for layer in self.layers]

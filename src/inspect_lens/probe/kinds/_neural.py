@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from inspect_lens.errors import ArtifactError, SpecError, UnsupportedError
+from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.probe.card._card import ProbeCard
 from inspect_lens.probe.card._files import encode_probe
 from inspect_lens.probe.card._statistic import Statistic
@@ -26,7 +26,7 @@ from inspect_lens.probe.pooling._head import (
 )
 from inspect_lens.spec import EngineProbe
 
-from ._base import CardProbe
+from ._base import CardProbe, frozen, require_finite
 
 Tensors = Mapping[str, NDArray[np.float32]]
 
@@ -143,16 +143,7 @@ class NeuralProbe(CardProbe):
     path: Path | None = field(default=None)
 
     def __post_init__(self) -> None:
-        arrays = {}
-        for name, given in self.tensors.items():
-            array = np.array(given, dtype=np.float32)
-            if not np.isfinite(array).all():
-                raise SpecError(
-                    f"{name}: holds NaN or infinity; allowed are finite numbers; check the data "
-                    "that the probe was fitted on, and the learning rate"
-                )
-            array.setflags(write=False)
-            arrays[name] = array
+        arrays = {name: frozen(name, given) for name, given in self.tensors.items()}
         object.__setattr__(self, "tensors", MappingProxyType(arrays))
         self._check()
 
@@ -186,49 +177,12 @@ class NeuralProbe(CardProbe):
         if not (self.tensors["scale"] > 0).all():
             raise SpecError("scale: holds values <= 0; allowed are positive numbers")
 
-    def at(self, layer: int) -> Self:
-        """The probe itself, if that is its layer.
-
-        Args:
-            layer: the layer.
-
-        Returns:
-            self.
-
-        Raises:
-            ArtifactError: it reads another layer.
-        """
-        if layer not in self.layers:
-            raise ArtifactError(
-                f"layer={layer}: probe {self.name!r} reads layer {self.layers[0]} only; its "
-                "weights mean nothing elsewhere; train a probe at that layer"
-            )
-        return self
-
     def for_engine(self) -> EngineProbe:
-        """The same probe as the engine runs it, its scaler folded into the weights.
-
-        Returns:
-            An `EngineProbe` of kind `mlp`, `attention` or `linear` whose aggregated score is that
-            of this probe, with the threshold of the lowest false-positive rate on the card.
-
-        Raises:
-            UnsupportedError: the engine has no form for it: a gate, more than one ReLU layer,
-                attention behind a ReLU layer or with a slope over positions, or the pools
-                `rolling_attention` and, with several heads, `multimax`.
-        """
+        """As in `CardProbe`: of kind `mlp`, `attention` or `linear`."""
         return neural_form(self.tensors, self.card)
 
     def engine_forms(self) -> tuple[EngineProbe, EngineProbe | None]:
-        """The engine's forms of the score of each token, and of the text up to each.
-
-        Returns:
-            One whose token scores are those of `score_tokens`, and for the pool `attention`
-            another, whose score at a token is that of the text up to it; else None.
-
-        Raises:
-            UnsupportedError: the engine has no form for the tokens, or none for the pool.
-        """
+        """As in `CardProbe`."""
         neural_form(self.tensors, self.card)
         pooled = parse_head_pool(self.pool).name == "attention"
         tokens = token_form(self.tensors, self.card)
@@ -240,17 +194,7 @@ class NeuralProbe(CardProbe):
         """Value of every token: the sum of its heads plus the bias.
 
         For attention these are the values before they are weighted, so their mean is not the
-        score of the sample.
-
-        Args:
-            acts: (layers, tokens, hidden), or (tokens, hidden) for one layer; raw.
-            layers: layer of each row of the first axis; by default that of the probe.
-
-        Returns:
-            (tokens,) float64.
-
-        Raises:
-            SpecError: wrong number of axes, wrong width, the layer is missing, or NaN.
+        score of the sample. Arguments are those of `CardProbe`.
         """
         total: NDArray[np.float64] = self._outputs(acts, layers).value.sum(axis=1) + self._bias
         return total
@@ -298,22 +242,7 @@ class NeuralProbe(CardProbe):
         pool: str | None = None,
         ends: ArrayLike | None = None,
     ) -> float:
-        """Score a sample.
-
-        Args:
-            acts: as in `score_tokens`, already cut to the positions to read.
-            layers: as in `score_tokens`.
-            pool: another pool than the probe's own; its thresholds do not hold for that.
-            ends: (tokens,) bool, sentence ends, for the pool `sentence_mean_max`; see
-                `sentence_ends`.
-
-        Returns:
-            One number.
-
-        Raises:
-            SpecError: as `score_tokens`, there is no token, or no sentence ends where they are
-                needed.
-        """
+        """Score a sample. Arguments are those of `CardProbe`."""
         out = self._outputs(acts, layers)
         if not len(out.value):
             raise SpecError(
@@ -340,31 +269,13 @@ class NeuralProbe(CardProbe):
         return self._wide.get("position")
 
     def _outputs(self, acts: ArrayLike, layers: Sequence[int] | None) -> HeadOutputs:
-        array = np.asarray(acts)
-        if array.ndim == 2:
-            array = array[None]
-        read = self.layers if layers is None else tuple(layers)
-        if array.ndim != 3 or array.shape[2] != self.hidden or len(read) != len(array):
-            raise SpecError(
-                f"acts: shape {np.shape(acts)} for layers {list(read)}; probe {self.name!r} allows "
-                f"(layers, tokens, {self.hidden}) with one layer number per row; use activations "
-                f"of {self.card.model.name if self.card.model else 'the model of its card'}"
-            )
-        if self.layers[0] not in read:
-            raise SpecError(
-                f"layers={list(read)}: layer {self.layers[0]} is missing; probe {self.name!r} "
-                "reads it; capture that layer"
-            )
-        rows = array[read.index(self.layers[0])]
+        array, (place,) = self._picked(acts, layers)
+        rows = array[place]
         spec = self.card.head or HeadSpec()
         parts = [
             head_outputs(self._wide, spec, rows[i : i + _CHUNK_TOKENS].astype(np.float64))
             for i in range(0, max(len(rows), 1), _CHUNK_TOKENS)
         ]
         query, value = (np.concatenate(side) for side in zip(*parts, strict=True))
-        if not np.isfinite(value).all():
-            raise SpecError(
-                "acts: tokens hold NaN or infinity; allowed are finite numbers; rows that were "
-                "not captured must be left out, not filled"
-            )
+        require_finite(value)
         return HeadOutputs(query, value)

@@ -90,10 +90,8 @@ class DirectionEstimator(BinaryEstimator):
 class FormulaEstimator(DirectionEstimator):
     """Base of the families whose direction follows from class means and the pooled covariance."""
 
-    @property
-    def needs_covariance(self) -> bool:
-        """Whether the formula has the covariance in it."""
-        return False
+    needs_covariance = False
+    """Whether the formula has the covariance in it."""
 
     def _fit_rows(self, x: NDArray[np.floating[Any]], target: Targets) -> None:
         made = Moments.of(x, target.positive, target.weight, covariance=self.needs_covariance)
@@ -129,11 +127,8 @@ class MeanDifferenceProbe(FormulaEstimator):
         ```python
         from inspect_lens.train import ActivationSet, MeanDifferenceProbe
 
-        train, test = (ActivationSet.load(f"acts/{name}.safetensors") for name in ("train", "test"))
-        x, labels, groups = train.rows(1)  # (tokens, hidden) at layer 1, and the label of each row
-        estimator = MeanDifferenceProbe().fit(x, labels, groups)
-        x, labels, _ = test.rows(1)
-        assert estimator.score(x, labels) > 0.6
+        x, labels, groups = ActivationSet.load("acts/train.safetensors").rows(1)  # at layer 1
+        assert MeanDifferenceProbe().fit(x, labels, groups).score(x, labels) > 0.6
         ```
     """
 
@@ -189,11 +184,8 @@ class MassMeanProbe(FormulaEstimator):
         ```python
         from inspect_lens.train import ActivationSet, MassMeanProbe
 
-        train, test = (ActivationSet.load(f"acts/{name}.safetensors") for name in ("train", "test"))
-        x, labels, groups = train.rows(1)  # (tokens, hidden) at layer 1, and the label of each row
-        estimator = MassMeanProbe().fit(x, labels, groups)
-        x, labels, _ = test.rows(1)
-        assert estimator.score(x, labels) > 0.6
+        x, labels, groups = ActivationSet.load("acts/train.safetensors").rows(1)  # at layer 1
+        assert MassMeanProbe().fit(x, labels, groups).score(x, labels) > 0.6
         ```
     """
 
@@ -205,7 +197,7 @@ class MassMeanProbe(FormulaEstimator):
     scaling: Scaling = "auto"
 
     @property
-    def needs_covariance(self) -> bool:
+    def needs_covariance(self) -> bool:  # type: ignore[override]
         """Whether the formula has the covariance in it."""
         return self.iid
 
@@ -231,11 +223,8 @@ class LDAProbe(FormulaEstimator):
         ```python
         from inspect_lens.train import ActivationSet, LDAProbe
 
-        train, test = (ActivationSet.load(f"acts/{name}.safetensors") for name in ("train", "test"))
-        x, labels, groups = train.rows(1)  # (tokens, hidden) at layer 1, and the label of each row
-        estimator = LDAProbe().fit(x, labels, groups)
-        x, labels, _ = test.rows(1)
-        assert estimator.score(x, labels) > 0.6
+        x, labels, groups = ActivationSet.load("acts/train.safetensors").rows(1)  # at layer 1
+        assert LDAProbe().fit(x, labels, groups).score(x, labels) > 0.6
         ```
     """
 
@@ -246,10 +235,7 @@ class LDAProbe(FormulaEstimator):
     equal_priors: bool = True
     scaling: Scaling = "auto"
 
-    @property
-    def needs_covariance(self) -> bool:
-        """Whether the formula has the covariance in it."""
-        return True
+    needs_covariance = True
 
     def _fit_rows(self, x: NDArray[np.floating[Any]], target: Targets) -> None:
         self.check_shrinkage()
@@ -350,11 +336,8 @@ class LATProbe(DirectionEstimator):
         ```python
         from inspect_lens.train import ActivationSet, LATProbe
 
-        train, test = (ActivationSet.load(f"acts/{name}.safetensors") for name in ("train", "test"))
-        x, labels, groups = train.rows(1)  # (tokens, hidden) at layer 1, and the label of each row
-        estimator = LATProbe().fit(x, labels, groups)
-        x, labels, _ = test.rows(1)
-        assert estimator.score(x, labels) > 0.6
+        x, labels, groups = ActivationSet.load("acts/train.safetensors").rows(1)  # at layer 1
+        assert LATProbe().fit(x, labels, groups).score(x, labels) > 0.6
         ```
     """
 
@@ -382,15 +365,7 @@ class LATProbe(DirectionEstimator):
     def pairs(
         self, positive: NDArray[np.bool_], groups: ArrayLike | None
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-        """Rows to compare, and which way each difference points; no activation takes part.
-
-        Args:
-            positive: (rows,) class of each row.
-            groups: (rows,) what rows are paired within.
-
-        Returns:
-            (pairs,) positives, their negatives, and 1 or -1.
-        """
+        """Rows to compare, their partners, and which way each difference points, (pairs,) each."""
         rng = np.random.default_rng(self.random_state)
         first, second = make_pairs(positive, groups, n_pairs=self.n_pairs, rng=rng)
         return first, second, rng.choice([-1.0, 1.0], size=first.size)
@@ -401,13 +376,7 @@ class LATProbe(DirectionEstimator):
         low: NDArray[np.float64],
         high: NDArray[np.float64],
     ) -> None:
-        """Find the direction.
-
-        Args:
-            differences: (pairs, hidden) of the rows that `pairs` names, signs included.
-            low: (hidden,) mean of all negatives.
-            high: (hidden,) mean of all positives.
-        """
+        """Find the direction from differences (pairs, hidden) and the class means (hidden,)."""
         if len(differences) > 1 and differences.any():
             pca = PCA(n_components=1, svd_solver="full").fit(differences)
             direction = np.asarray(pca.components_[0])

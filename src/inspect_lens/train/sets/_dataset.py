@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -294,23 +294,18 @@ class ActivationSet:
     def subset(self, index: ArrayLike, *, name: str | None = None) -> Self:
         """The samples at the given indices, in that order."""
         picks = [int(i) for i in np.asarray(index)]
-        return type(self)(
-            name=name or self.name,
-            model=self.model,
-            layers=self.layers,
-            acts=tuple(self.acts[i] for i in picks),
-            labels=self.labels[picks],
-            groups=tuple(self.groups[i] for i in picks),
-            mask=tuple(self.mask[i] for i in picks),
-            ids=tuple(self.ids[i] for i in picks),
-            columns={k: tuple(v[i] for i in picks) for k, v in self.columns.items()},
-            contents=tuple(self.contents[i] for i in picks if self.contents),
-            ends=tuple(self.ends[i] for i in picks if self.ends),
-            positions=self.positions,
-            raw=self.raw,
-            model_sha256=self.model_sha256,
-            capture=self.capture,
-        )
+        return type(self)(acts=tuple(self.acts[i] for i in picks), **self._part(picks, name))
+
+    def _part(self, picks: Sequence[int], name: str | None) -> dict[str, Any]:
+        """All but the activations of some samples, by field."""
+        facts = {f.name: getattr(self, f.name) for f in fields(ActivationSet) if f.name != "acts"}
+        for key in ("groups", "mask", "ids", "contents", "ends"):
+            facts[key] = tuple(facts[key][i] for i in picks) if facts[key] else ()
+        return facts | {
+            "name": name or self.name,
+            "labels": self.labels[list(picks)],
+            "columns": {k: tuple(v[i] for i in picks) for k, v in self.columns.items()},
+        }
 
     def negatives(self) -> Self:
         """The samples with label 0; itself where all are.

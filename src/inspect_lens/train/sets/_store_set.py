@@ -268,16 +268,7 @@ class StoreSet(ActivationSet):
                 f"{self.name}: a sample is named twice; allowed of a store is each once; use "
                 "ActivationSet.from_store for draws with replacement"
             )
-        facts: dict[str, Any] = {
-            "name": name or self.name, "model": self.model, "layers": self.layers,
-            "labels": self.labels[picks], "positions": self.positions, "raw": self.raw,
-            "model_sha256": self.model_sha256, "capture": self.capture,
-            "work": self.work, "memory": self.memory,
-            "columns": {k: tuple(v[i] for i in picks) for k, v in self.columns.items()},
-        }  # fmt: skip
-        for key in ("groups", "mask", "ids", "contents", "ends"):
-            values = getattr(self, key)
-            facts[key] = tuple(values[i] for i in picks) if values else ()
+        facts = self._part(picks, name) | {"work": self.work, "memory": self.memory}
         made = object.__new__(type(self))
         made._begin(facts, self.store, [self.places[i] for i in picks], self.progress)
         return made
