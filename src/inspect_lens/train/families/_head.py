@@ -76,7 +76,7 @@ class HeadProbe(BinaryEstimator):
 
     Attributes:
         tensors_: weights, as of a `NeuralProbe`.
-        losses_: that early stopping looked at.
+        losses_: (looks,) that early stopping looked at.
 
     Example:
         ```python
@@ -94,7 +94,7 @@ class HeadProbe(BinaryEstimator):
     """
 
     tensors_: Tensors = field(init=False)
-    losses_: list[float] = field(init=False)
+    losses_: NDArray[np.float64] = field(init=False)
 
     pool: str = "attention"
     mlp_sizes: tuple[int, ...] = ()
@@ -287,7 +287,7 @@ Loss = Callable[[Batch, bool], Any]
 
 def _train(
     how: HeadProbe, data: _Labelled, validation: _Labelled | None, scaler: Tensors
-) -> tuple[Tensors, list[float]]:
+) -> tuple[Tensors, NDArray[np.float64]]:
     """Weights that did best on the validation set, and the losses there."""
     spec, rule = how.spec, parse_head_pool(how.pool or "mean")
     fixed = {k: torch.from_numpy(v.copy()).to(how.device) for k, v in scaler.items()}
@@ -332,7 +332,7 @@ def _train(
             f"lr={how.lr:g}: training diverged (loss {losses[-1]}); allowed is a rate at which the "
             "loss stays finite; use a smaller lr, or look for outliers in the activations"
         )
-    return {k: v.cpu().numpy() for k, v in kept.items()}, losses
+    return {k: v.cpu().numpy() for k, v in kept.items()}, np.array(losses)
 
 
 def _stepper(

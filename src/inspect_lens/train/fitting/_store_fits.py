@@ -47,9 +47,10 @@ from inspect_lens.train.sets._store_set import StoreSet
 
 from ._logistic_stream import fit_logistic
 
-_FORMAT: Final = 4
-_NUMBER: Final = "number "
-"""Begins the name of what is a number, and no array."""
+_FORMAT: Final = 5
+_OF: Final = ":"
+_NUMBER, _TENSOR = "number", "tensor"
+"""What stands before the name of what is a number, and of one of a head's tensors."""
 
 
 def keep(estimator: Any, data: StoreSet, layers: Sequence[int], rows: Rows | None) -> None:
@@ -67,17 +68,16 @@ def restore(estimator: Any, data: StoreSet, layers: Sequence[int], rows: Rows | 
         return False
     try:
         learnt = load(file.read_bytes())
-        if isinstance(estimator, HeadProbe):
-            estimator.losses_ = learnt.pop("losses_").tolist()
-            estimator.tensors_ = learnt
-    except (OSError, SafetensorError, KeyError):
+    except (OSError, SafetensorError):
         return False
-    if not isinstance(estimator, HeadProbe):
-        if not learnt or not all(name.endswith("_") for name in learnt):
-            return False
-        for name, value in learnt.items():
-            number = name.startswith(_NUMBER)
-            setattr(estimator, name.removeprefix(_NUMBER), value[0].item() if number else value)
+    for name, value in learnt.items():
+        kind, _, attribute = name.rpartition(_OF)
+        if kind == _NUMBER:
+            setattr(estimator, attribute, value[0].item())
+        elif kind == _TENSOR:
+            estimator.tensors_ = {**getattr(estimator, "tensors_", {}), attribute: value}
+        else:
+            setattr(estimator, attribute, value)
     estimator.classes_, estimator.n_features_in_ = np.array([0, 1]), data.hidden
     return True
 
@@ -100,14 +100,16 @@ def _file(estimator: Any, data: StoreSet, layers: Sequence[int], rows: Rows | No
 
 def _learnt(estimator: Any) -> dict[str, NDArray[Any]]:
     """What ends in an underscore, as scikit-learn names what is learnt."""
-    if isinstance(estimator, HeadProbe):
-        return {**estimator.tensors_, "losses_": np.array(estimator.losses_)}
     made = {}
     for name, value in vars(estimator).items():
-        if name.endswith("_") and not name.startswith("_") and name != "classes_":
+        if not name.endswith("_") or name in ("classes_", "n_features_in_"):
+            continue
+        if isinstance(value, dict):
+            made |= {_TENSOR + _OF + key: tensor for key, tensor in value.items()}
+        else:
             array = np.asarray(value)
-            made[name if array.ndim else _NUMBER + name] = np.atleast_1d(array)
-    made.pop(_NUMBER + "n_features_in_", None)
+            number = "" if array.ndim else _NUMBER
+            made[number + _OF + name] = np.atleast_1d(array)
     return made
 
 

@@ -18,14 +18,13 @@ from inspect_lens.probe import (
     Threshold,
     auroc,
     average_precision,
-    balanced_accuracy,
     bootstrap_interval,
-    conformal_threshold,
     count_groups,
     delong_interval,
     partial_auroc,
     rate_interval,
 )
+from inspect_lens.train.fitting._thresholds import fit_threshold
 from inspect_lens.train.sets._dataset import ActivationSet
 from inspect_lens.train.sets._splits import count_seen, refuse_seen
 
@@ -119,8 +118,13 @@ def evaluate_probe(
             )
         else:
             facts["baselines"] = baselines_within(probe, data, texts=texts)
-    facts |= _at_threshold(probe, data, scores)
     facts["rates"] = tuple(_realised(probe, data, threshold) for threshold in probe.card.thresholds)
+    for threshold, rate in zip(probe.card.thresholds, facts["rates"], strict=True):
+        if threshold is probe.threshold:
+            facts |= {"recall": rate.recall, "recall_interval": rate.recall_interval}
+            facts |= {"fpr": rate.rate, "fpr_interval": rate.interval}
+            if rate.recall is not None and rate.rate is not None:
+                facts["balanced_accuracy"] = (rate.recall + 1.0 - rate.rate) / 2.0
     if control is not None:
         facts |= _against(probe, control.negatives(), data, scores)
     return Evaluation.model_validate(
@@ -134,23 +138,6 @@ def evaluate_probe(
             **facts,
         }
     )
-
-
-def _at_threshold(
-    probe: AnyProbe, data: ActivationSet, scores: NDArray[np.float64]
-) -> dict[str, Any]:
-    """Recall, false positive rate and their mean at the first stored threshold."""
-    if probe.threshold is None:
-        return {}
-    facts: dict[str, Any] = {}
-    flagged = scores > probe.threshold.value
-    for key, of_class in (("recall", data.labels), ("fpr", ~data.labels)):
-        if of_class.any():
-            facts[key] = float(flagged[of_class].mean())
-            facts[f"{key}_interval"] = rate_interval(flagged[of_class], _of(data, of_class))
-    if data.n_positive and data.n_negative:
-        facts["balanced_accuracy"] = balanced_accuracy(data.labels, scores, probe.threshold.value)
-    return facts
 
 
 def _realised(probe: AnyProbe, data: ActivationSet, threshold: Threshold) -> RealisedRate:
@@ -213,12 +200,11 @@ def _recalls(
 ) -> tuple[RecallAt, ...]:
     lengths = [int(mask.sum()) for mask in control.mask]
     span = (min(lengths), max(lengths))
-    made, groups = [], count_groups(np.zeros(len(control)), control.groups).total
+    made = []
     for fpr in _RATES:
         if harmless.size < round(1.0 / fpr):
             continue  # no threshold of so few holds the rate
-        by_group = groups < harmless.size and groups + 1 >= 1.0 / fpr
-        value = conformal_threshold(harmless, fpr, groups=control.groups if by_group else None)
+        value = fit_threshold(harmless, fpr, groups=control.groups, allow_few=True).value
         hits = scores[data.labels] > value
         made.append(
             RecallAt(
