@@ -33,9 +33,7 @@ from .pooling._head import (
     pool_heads,
 )
 from .pooling._pool import (
-    AlarmDelays,
     StreamingPool,
-    alarm_delays,
     first_crossing,
     pool_scores,
     running_pool,
@@ -78,7 +76,6 @@ from .statistics._metrics import (
 from .statistics._ranking import (
     ROCCurve,
     average_precision,
-    balanced_accuracy,
     partial_auroc,
     precision_at_base_rate,
     recall_draws,
@@ -104,7 +101,6 @@ __all__ = [
     "RECALL_FLOOR",
     "SELECTIONS",
     "SENTENCE_POOL",
-    "AlarmDelays",
     "AnyProbe",
     "Baseline",
     "Calibration",
@@ -138,10 +134,8 @@ __all__ = [
     "TokenText",
     "TrainingFacts",
     "Transfer",
-    "alarm_delays",
     "auroc",
     "average_precision",
-    "balanced_accuracy",
     "bootstrap_interval",
     "brier_score",
     "card_points",

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
@@ -12,7 +11,6 @@ from scipy.stats import t as student
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import (
     average_precision_score,
-    balanced_accuracy_score,
     brier_score_loss,
     roc_auc_score,
 )
@@ -20,10 +18,8 @@ from sklearn.metrics import roc_curve as sklearn_roc_curve
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
-    alarm_delays,
     auroc,
     average_precision,
-    balanced_accuracy,
     bootstrap_interval,
     brier_score,
     clopper_pearson,
@@ -55,7 +51,6 @@ def test_rankings_equal_scikit_learn(case: tuple[np.ndarray, np.ndarray], rate: 
     assert average_precision(y, s) == pytest.approx(average_precision_score(y, s), abs=1e-9)
     expected = roc_auc_score(y, s, max_fpr=None if rate == 1.0 else rate)
     assert partial_auroc(y, s, max_fpr=rate, standardized=True) == pytest.approx(expected, abs=1e-9)
-    assert balanced_accuracy(y, s, 0.4) == pytest.approx(balanced_accuracy_score(y, s > 0.4))
     assert brier_score(y, s) == pytest.approx(brier_score_loss(y, s))
     curve, (fpr, tpr, _) = roc_curve(y, s), sklearn_roc_curve(y, s, drop_intermediate=False)
     np.testing.assert_allclose(curve.fpr, fpr, atol=1e-12)
@@ -255,19 +250,6 @@ def test_precision_in_use_is_not_that_of_the_test_set() -> None:
     assert math.isnan(precision_at_base_rate(0.0, 0.0, 0.5))
     with pytest.raises(SpecError, match="fpr=3"):
         precision_at_base_rate(0.5, 3, 0.5)
-
-
-def test_alarm_delay_counts_from_the_onset() -> None:
-    tokens = [[0, 0, 5, 0], [0, 0, 0, 0], [5, 0, 0, 5], [0, 5, 0, 0]]
-    made = alarm_delays(tokens, 1.0, onsets=[1, 0, 2, 1])
-    assert made.tokens.tolist()[0] == 1
-    assert math.isnan(made.tokens[1])
-    assert (made.detected, made.early, made.median) == (0.5, 0.25, 0.5)
-    assert made.interval.low < 0.5 < made.interval.high
-    smoothed = alarm_delays(tokens, 1.0, pool="ema:0.25")
-    assert list(itertools.compress(smoothed.tokens, ~np.isnan(smoothed.tokens))) == [2, 0, 1]
-    with pytest.raises(SpecError, match=r"onsets\[0\]=4"):
-        alarm_delays([[0, 1]], 1.0, onsets=[4])
 
 
 def test_a_class_of_one_sample_has_a_variance_too() -> None:

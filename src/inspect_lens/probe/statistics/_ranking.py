@@ -244,33 +244,6 @@ def average_precision(labels: ArrayLike, scores: ArrayLike) -> float:
     return float(metrics.average_precision_score(*_ranked(labels, scores)))
 
 
-def balanced_accuracy(labels: ArrayLike, scores: ArrayLike, threshold: float) -> float:
-    """Mean of recall and of one minus the false positive rate at a threshold.
-
-    Args:
-        labels: (samples,) 0 and 1.
-        scores: (samples,) float.
-        threshold: a score strictly above it is flagged.
-
-    Returns:
-        The mean, or NaN when a class is missing.
-
-    Raises:
-        SpecError: shapes disagree, or a score is NaN.
-
-    Example:
-        ```python
-        from inspect_lens.probe import balanced_accuracy
-
-        assert balanced_accuracy([0, 0, 1, 1], [0.1, 0.4, 0.35, 0.8], threshold=0.5) == 0.75
-        ```
-    """
-    positive, negative = split_classes(labels, scores)
-    if not positive.size or not negative.size:
-        return math.nan
-    return float(((positive > threshold).mean() + (negative <= threshold).mean()) / 2.0)
-
-
 def precision_at_base_rate(recall: float, fpr: float, base_rate: float) -> float:
     """Share of flagged samples that are positive, where positives are as rare as in use.
 
