@@ -213,16 +213,8 @@ class ActivationSet:
             SpecError: layers or width do not fit, or the probe's pool is `sentence_mean_max` and
                 the set has no sentence ends.
         """
-        if probe.pool == SENTENCE_POOL and not self.ends:
-            raise no_ends(self.name, probe.name)
-        ends = [e[m] for e, m in zip(self.ends, self.mask, strict=True)] if self.ends else None
-        return np.array(
-            [
-                probe.score(a[:, m], self.layers, ends=None if ends is None else ends[i])
-                for i, (a, m) in enumerate(zip(self.acts, self.mask, strict=True))
-            ],
-            dtype=np.float64,
-        )
+        made: NDArray[np.float64] = self.scores_of([probe])[0]
+        return made
 
     def statistic(
         self, probe: AnyProbe, statistic: Statistic, *, length: int | None = None
@@ -274,7 +266,20 @@ class ActivationSet:
         Args:
             probes: one or more.
         """
-        return np.stack([self.scores(probe) for probe in probes])
+        layers = probes[0].layers
+        for probe in probes:
+            if probe.pool == SENTENCE_POOL and not self.ends:
+                raise no_ends(self.name, probe.name)
+            if probe.layers != layers:
+                raise SpecError(
+                    f"probes: read layers {list(layers)} and {list(probe.layers)}; allowed are "
+                    "probes of the same layers"
+                )
+        made = np.full((len(probes), len(self)), np.nan)
+        for i, acts in self.selected(layers):
+            ends = self.ends[i][self.mask[i]] if self.ends else None
+            made[:, i] = [probe.score(acts, layers, ends=ends) for probe in probes]
+        return made
 
     def shown(self, by: str, layers: Sequence[int]) -> list[bytes] | None:
         """What tells samples apart, (samples,), for `SeenSamples`.
@@ -288,8 +293,10 @@ class ActivationSet:
         """
         if by == "content":
             return [c.encode() for c in self.contents] if self.contents else None
-        rows = [self._index(layer) for layer in layers]
-        return [a[rows][:, m].tobytes() for a, m in zip(self.acts, self.mask, strict=True)]
+        made = [b""] * len(self)
+        for i, acts in self.selected(layers):
+            made[i] = acts.tobytes()
+        return made
 
     def subset(self, index: ArrayLike, *, name: str | None = None) -> Self:
         """The samples at the given indices, in that order."""
@@ -404,8 +411,10 @@ class ActivationSet:
             layer: one of `layers`.
             rows: `mean` of its selected tokens, or the `last` one.
         """
-        read = self.sequences(layer)
-        return np.stack([s.mean(axis=0) if rows == "mean" else s[-1] for s in read])
+        made = np.empty((len(self), self.hidden), dtype=np.float32)
+        for i, (sample,) in self.selected([layer]):
+            made[i] = sample.mean(axis=0) if rows == "mean" else sample[-1]
+        return made
 
     def _to_bytes(self, *, origin: bool = True) -> bytes:
         if not self.acts:

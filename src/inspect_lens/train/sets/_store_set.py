@@ -15,9 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 from inspect_lens._base.progress import progress_bar
 from inspect_lens.data import ActivationStore, read_layer, read_records
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import SENTENCE_POOL, AnyProbe
 
-from ._dataset import ActivationSet, no_ends
+from ._dataset import ActivationSet
 from ._from_store import Pieces, read_facts
 
 Floats = NDArray[np.float32]
@@ -213,48 +212,12 @@ class StoreSet(ActivationSet):
                 "allowed are finite numbers; leave the sample out"
             )
 
-    def pooled(self, layer: int, rows: str) -> Floats:
-        """Arguments are those of `ActivationSet`; takes the memory of a few pieces."""
-        made = np.empty((len(self), self.hidden), dtype=np.float32)
-        for i, sample in self.samples(layer):
-            made[i] = sample.mean(axis=0) if rows == "mean" else sample[-1]
-        return made
-
-    def scores(self, probe: AnyProbe) -> NDArray[np.float64]:
-        """As in `ActivationSet`; takes the memory of a few pieces, at the probe's layers."""
-        made: NDArray[np.float64] = self.scores_of([probe])[0]
-        return made
-
-    def scores_of(self, probes: Sequence[AnyProbe]) -> NDArray[np.float64]:
-        """As in `ActivationSet`, from one pass."""
-        layers = probes[0].layers
-        for probe in probes:
-            if probe.pool == SENTENCE_POOL and not self.ends:
-                raise no_ends(self.name, probe.name)
-            if probe.layers != layers:
-                raise SpecError(
-                    f"probes: read layers {list(layers)} and {list(probe.layers)}; allowed are "
-                    "probes of the same layers"
-                )
-        made = np.full((len(probes), len(self)), np.nan)
-        for i, acts in self.selected(layers):
-            ends = self.ends[i] if self.ends else None
-            made[:, i] = [probe.score(acts, layers, ends=ends) for probe in probes]
-        return made
-
     def selected(self, layers: Sequence[int]) -> Iterator[tuple[int, Floats]]:
         """As in `ActivationSet`; takes the memory of a few pieces."""
         for layer in layers:
             self._index(layer)
         for parts in zip(*(self.samples(layer) for layer in layers), strict=True):
             yield parts[0][0], np.stack([rows for _, rows in parts])
-
-    def shown(self, by: str, layers: Sequence[int]) -> list[bytes] | None:
-        """Arguments are those of `ActivationSet`."""
-        if by == "content":
-            return [c.encode() for c in self.contents] if self.contents else None
-        parts = [self.sequences(layer) for layer in layers]
-        return [np.stack(sample).tobytes() for sample in zip(*parts, strict=True)]
 
     def subset(self, index: ArrayLike, *, name: str | None = None) -> Self:
         """Arguments are those of `ActivationSet`; no sample may be named twice.
