@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -17,7 +17,6 @@ from inspect_lens.errors import SpecError
 from inspect_lens.probe import AnyProbe, SeenSamples, required_negatives
 
 from ._dataset import ActivationSet
-from ._store_set import StoreSet
 
 
 def require_same_origin(one: ActivationSet, other: ActivationSet) -> None:
@@ -380,11 +379,9 @@ def _words(known: ActivationSet, data: ActivationSet) -> tuple[Any, Any] | None:
 
 def _rows(probe: AnyProbe, known: ActivationSet, data: ActivationSet) -> tuple[Any, Any]:
     """Means of each sample in units of the first set's deviations, in few random directions."""
-    first, second = (_means(probe, part) for part in (known, data))
-    spread = first.std(axis=0)
-    spread[spread == 0.0] = 1.0
+    first, second = _scaled(probe, known, data)
     look = np.random.default_rng(1).normal(size=(first.shape[1], 2 * _SKETCH))
-    return first / spread @ look, second / spread @ look
+    return first @ look, second @ look
 
 
 def _texts(data: ActivationSet) -> list[str] | None:
@@ -403,10 +400,7 @@ def _same_text(known: ActivationSet, data: ActivationSet) -> dict[int, int]:
 
 
 def _same_activations(probe: AnyProbe, known: ActivationSet, data: ActivationSet) -> dict[int, int]:
-    first, second = (_means(probe, part) for part in (known, data))
-    spread = first.std(axis=0)
-    spread[spread == 0.0] = 1.0
-    first, second = first / spread, second / spread
+    first, second = _scaled(probe, known, data)
     order = np.random.default_rng(0).permutation(len(first))
     apart = np.linalg.norm(first - first[order], axis=1)[order != np.arange(len(first))]
     limit = _NEAR * float(np.median(apart)) if apart.size else 0.0
@@ -434,18 +428,17 @@ def _close(one: Floats, two: Floats, limit: float) -> Iterable[tuple[int, int]]:
             yield int(i), start + int(j)
 
 
+def _scaled(probe: AnyProbe, known: ActivationSet, data: ActivationSet) -> tuple[Floats, Floats]:
+    """Means of each sample in units of the first set's deviations."""
+    first, second = (_means(probe, part) for part in (known, data))
+    spread = first.std(axis=0)
+    spread[spread == 0.0] = 1.0
+    return first / spread, second / spread
+
+
 def _means(probe: AnyProbe, data: ActivationSet) -> Floats:
     """(samples, layers · hidden) of the selected tokens."""
     made = np.empty((len(data), len(probe.layers) * data.hidden))
-    for k, layer in enumerate(probe.layers):
-        for i, rows in _samples(data, layer):
-            made[i, k * data.hidden : (k + 1) * data.hidden] = rows.mean(axis=0, dtype=np.float64)
+    for i, rows in data.selected(probe.layers):
+        made[i] = rows.mean(axis=1, dtype=np.float64).ravel()
     return made
-
-
-def _samples(data: ActivationSet, layer: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """Place and rows of each sample; of a store one after the other, as it lies there."""
-    if isinstance(data, StoreSet):
-        yield from data.samples(layer)
-    else:
-        yield from enumerate(data.sequences(layer))

@@ -125,8 +125,7 @@ def fit_condition(
     found: list[tuple[float, int, float, Condition]] = []
     for layer in tried:
         direction = vector.raw(layer).astype(np.float64)
-        read = [s.mean(axis=0) if rows == "mean" else s[-1] for s in data.sequences(layer)]
-        values = similarity(np.stack(read), direction)
+        values = similarity(data.pooled(layer, rows), direction)
         ordered = np.unique(values)
         middles = (ordered[1:] + ordered[:-1]) / 2.0 if ordered.size > 1 else ordered
         gaps = np.diff(ordered) if ordered.size > 1 else np.zeros(1)
