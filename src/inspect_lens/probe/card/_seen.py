@@ -84,6 +84,9 @@ class SeenSamples(BaseModel):
             control: as `of` takes it.
             added: keep what the record has, as thresholds that were set on it stay.
 
+        Returns:
+            The record.
+
         Warns:
             UserWarning: nothing is known of the set that is added, so its samples are not listed.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -225,14 +225,15 @@ def permutation_test(
     if not positive.size or not negative.size:
         raise SpecError("labels: one class is missing; allowed are both; there is nothing to tell")
     # What exchanges labels, and within what: samples of all, of each group, or whole groups.
-    total, size, label, block = midranks(s), np.ones(y.size), y, np.zeros(y.size, dtype=np.int64)
+    total, label, block = midranks(s), y, np.zeros(y.size, dtype=np.int64)
+    size: NDArray[Any] = np.ones(y.size)
     if groups is not None:
         codes, k = group_codes(y.size, groups)
         every, marked = np.bincount(codes), np.bincount(codes, weights=y)
         if ((marked > 0) & (marked < every)).any():
             block = codes
         else:
-            total, size = np.bincount(codes, weights=total), every * 1.0
+            total, size = np.bincount(codes, weights=total), every
             label, block = marked > 0, np.zeros(k, dtype=np.int64)
     members = [np.flatnonzero(block == b) for b in range(int(block.max()) + 1)]
 

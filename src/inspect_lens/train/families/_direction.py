@@ -365,7 +365,12 @@ class LATProbe(DirectionEstimator):
     def pairs(
         self, positive: NDArray[np.bool_], groups: ArrayLike | None
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-        """Rows to compare, their partners, and which way each difference points, (pairs,) each."""
+        """Rows to compare, their partners, and which way each difference points, (pairs,) each.
+
+        Args:
+            positive: (rows,) class of each row.
+            groups: (rows,) what rows are paired within.
+        """
         rng = np.random.default_rng(self.random_state)
         first, second = make_pairs(positive, groups, n_pairs=self.n_pairs, rng=rng)
         return first, second, rng.choice([-1.0, 1.0], size=first.size)
@@ -376,7 +381,13 @@ class LATProbe(DirectionEstimator):
         low: NDArray[np.float64],
         high: NDArray[np.float64],
     ) -> None:
-        """Find the direction from differences (pairs, hidden) and the class means (hidden,)."""
+        """Find the direction.
+
+        Args:
+            differences: (pairs, hidden) of the rows that `pairs` names, signs included.
+            low: (hidden,) mean of all negatives.
+            high: (hidden,) mean of all positives.
+        """
         if len(differences) > 1 and differences.any():
             pca = PCA(n_components=1, svd_solver="full").fit(differences)
             direction = np.asarray(pca.components_[0])

@@ -100,7 +100,7 @@ def _file(estimator: Any, data: StoreSet, layers: Sequence[int], rows: Rows | No
 
 def _learnt(estimator: Any) -> dict[str, NDArray[Any]]:
     """What ends in an underscore, as scikit-learn names what is learnt."""
-    made = {}
+    made: dict[str, NDArray[Any]] = {}
     for name, value in vars(estimator).items():
         if not name.endswith("_") or name in ("classes_", "n_features_in_"):
             continue
