@@ -23,8 +23,6 @@ from inspect_lens.spec import (
 
 from ._payload import Payload
 
-__all__ = ["ChoiceFields", "FetchBytes", "decode_payload", "fetch_payload", "qk_values"]
-
 QK_NAMES = ("attn_q", "attn_k")
 
 FetchBytes = Callable[[str], bytes]

@@ -16,18 +16,6 @@ from inspect_lens.errors import ArtifactError, CaptureError
 _PARTS = 16
 """Of a file that go into one system call: the least that POSIX promises."""
 
-__all__ = [
-    "absolute",
-    "has_file",
-    "is_local",
-    "join",
-    "parent",
-    "read_file",
-    "stamp_of",
-    "stem",
-    "write_file",
-]
-
 
 def write_file(uri: str, parts: Iterable[bytes | memoryview], *, mode: int = 0o666) -> None:
     """Write a file so that a reader sees all of it or none."""

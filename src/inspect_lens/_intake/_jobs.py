@@ -19,18 +19,6 @@ from ._decode import ChoiceFields, fetch_payload
 from ._files import stamp_of, write_file
 from ._payload import Payload, encode_file
 
-__all__ = [
-    "Source",
-    "Stored",
-    "content_of",
-    "fetch_from",
-    "fetch_job",
-    "fetched",
-    "file_job",
-    "store",
-    "write_job",
-]
-
 PATH = "/v1/activations/"
 
 

@@ -17,8 +17,6 @@ from inspect_lens.spec import DType, Receipt, TensorData
 
 from ._safetensors import encode_tensors, read_tensors
 
-__all__ = ["Payload", "decode_file", "encode_file", "read_vector"]
-
 FORMAT = "activations/1"
 _PROMPT, _COMPLETION = "prompt_token_ids", "token_ids"
 

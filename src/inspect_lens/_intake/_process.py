@@ -29,8 +29,6 @@ from inspect_lens.errors import CaptureError
 from ._files import write_file
 from ._jobs import Stored, content_of, fetch_job, store
 
-__all__ = ["BESIDE", "Beside", "Lost", "serve"]
-
 STARTS_AFTER = 8
 """Files without one: below that, starting it costs more than it saves."""
 STARTS = 3

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from inspect_lens._base.untrusted import judge_total, parse_json
 
-__all__ = ["DTYPES", "STORAGE", "encode_tensors", "read_tensors"]
-
 DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32"}
 """As the format names them, and as we do."""
 STORAGE: Final = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<i4"}

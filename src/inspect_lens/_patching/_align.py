@@ -10,8 +10,6 @@ from typing import Literal, get_args
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import parse_positions, resolve_positions, shown
 
-__all__ = ["Align", "Alignment", "align_tokens", "choose_positions", "find_subject"]
-
 _ID = re.compile(r"⟨\d+⟩")
 """A token whose text nobody here knows."""
 

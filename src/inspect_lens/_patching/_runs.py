@@ -12,19 +12,6 @@ from numpy.typing import NDArray
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import CaptureSpec, EditBase, Site, shown
 
-__all__ = [
-    "Prompt",
-    "Rows",
-    "Run",
-    "Runs",
-    "capture_spec",
-    "chat_ending",
-    "is_chat",
-    "messages_of",
-    "next_token",
-    "warn_without_space",
-]
-
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """A prompt as raw text, token ids or chat messages.
 

@@ -23,8 +23,6 @@ from inspect_lens.errors import ArtifactError, SpecError
 
 from ._shard import Captured, decode_shard, shard_parts
 
-__all__ = ["RECORDING", "RECORDING_FORMAT", "RecordedShard", "Recording", "ShardWriter"]
-
 RECORDING: Final = "recording.json"
 """Says what is recorded; written first."""
 RECORDING_FORMAT: Final = "inspect_lens.recording/1"

@@ -22,8 +22,6 @@ from inspect_lens.client import LensClient
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.spec import LensRequest, Site, result_name
 
-__all__ = ["open_runs"]
-
 SERVER_REQUESTS = 64
 """Requests in flight at a server, at most."""
 

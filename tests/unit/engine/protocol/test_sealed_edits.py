@@ -1,4 +1,4 @@
-"""Edits that are resolved once for all prompts, and those that are not."""
+"""Edits that are resolved, and made into programs, once for all prompts, and those that are not."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from inspect_lens import LensRequest, SteeringVector
-from inspect_lens._engine.protocol.edits import EVERY, SealedEdits, seal_request_edits
+from inspect_lens._engine.protocol.edits import EVERY, SealedEdits, seal_edits, seal_request_edits
 from inspect_lens._engine.protocol.envelope import Envelope, seal
-from inspect_lens.spec import Ablate, Add, Gate, TokenMatch
+from inspect_lens.spec import Ablate, Add, Gate, LowRank, ProjectOut, Replace, TokenMatch
 from tests.kit.wide_edits import wide_facts
 
-ROW = np.linspace(-1, 1, 128, dtype=np.float32)
+ROWS = np.random.default_rng(0).standard_normal((3, 128)).astype(np.float32)
+ROW = ROWS[0]
 FACTS = wide_facts("resid_post", 128, 1, 128)
 
 
@@ -31,12 +32,15 @@ def add(**options: Any) -> Add:
 ANY_PROMPT = {
     "a vector": LensRequest(edits=[vector()]),
     "an edit": LensRequest(edits=[Ablate(direction=ROW, layers=[0, 1])]),
+    "several directions": LensRequest(edits=[ProjectOut(directions=ROWS, layers=[1])]),
+    "low rank": LensRequest(edits=[LowRank(read=ROWS, write=ROWS[::-1], layers=[1])]),
     "both, and a gate": LensRequest(edits=[vector(), add(when=Gate(direction=ROW, layer=0))]),
 }
 ITS_OWN = {
     "positions of a vector": LensRequest(edits=[vector(position_indices=[-1], shape=(1, 1, 128))]),
     "sampled tokens": LensRequest(edits=[add(positions="completion")]),
     "the prompt": LensRequest(edits=[add(phase="prefill")]),
+    "rows": LensRequest(edits=[Replace(rows=ROWS[None, :2], positions=[1, -1], layers=[1])]),
     "the last token": LensRequest(edits=[add(positions=[-1])]),
     "some ids": LensRequest(edits=[add(positions=TokenMatch(token_ids=[3], among="completion"))]),
     "a gate that lasts": LensRequest(
@@ -94,3 +98,27 @@ def test_a_worker_reads_alike_requests_once_and_gates_that_last_each_time(name: 
     one, other = (Envelope.unpack(msgspec.msgpack.decode(wire)).edited for _ in range(2))
     same(one, there.edited)
     assert (one is other) == (name != "a gate that lasts")
+
+
+@pytest.mark.parametrize("name", [*ANY_PROMPT, *ITS_OWN])
+def test_equal_edits_share_what_was_made_for_any_prompt(name: str) -> None:
+    request = (ANY_PROMPT | ITS_OWN)[name]
+    one, other = (sealed(request.model_copy(deep=True), n).edits for n in (6, 9))
+    assert [id(edit.made) for edit in one] == [id(edit.made) for edit in other]
+
+
+CHANGES: dict[str, Any] = {
+    "vector": ROWS[1], "layers": (1, 3), "scale": 2.0, "norm_match": True, "site": "attn_out",
+    "when": Gate(direction=ROWS[2], layer=0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changed", CHANGES)
+def test_edits_that_differ_in_anything_share_nothing(changed: str) -> None:
+    base: dict[str, Any] = {"vector": ROW, "layers": (1, 2), "scale": 1.0, "norm_match": False}
+    one, other = (
+        seal_edits(LensRequest(edits=[Add(**fields)]).edits, 6, 9, FACTS.width_of)[-1]
+        for fields in (base, {**base, changed: CHANGES[changed]})
+    )
+    assert one.made is not other.made
+    assert (one.sha256, one.layers, one.site) != (other.sha256, other.layers, other.site)
