@@ -1,0 +1,328 @@
+"""Natural-language autoencoders: a model that was trained to put one row into words.
+
+A checkpoint has `nla_meta.yaml`, which says everything that is special: the prompt, the character
+whose embedding the row replaces, with its neighbours as token ids, and the length that rows get.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, cast, get_args
+
+import anyio.to_thread
+import numpy as np
+import yaml
+from inspect_ai.model import Model, ModelOutput, get_model
+from numpy.typing import ArrayLike, NDArray
+from pydantic import BaseModel, ConfigDict, Field
+
+from inspect_lens._base.artifact import download
+from inspect_lens._base.concurrency import together
+from inspect_lens._base.untrusted import read_regular
+from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.model import Activations
+from inspect_lens.model._scope import instrument_message
+from inspect_lens.reading import Source
+from inspect_lens.reading._rows import has_nothing_to_read
+from inspect_lens.spec import LensRequest, Replace
+
+from ._ask import OracleAnswer
+from ._send import (
+    Prompt,
+    answer_edited,
+    arms,
+    draw_of,
+    parse_controls,
+    server_of,
+    tokenize_chat,
+)
+from ._shown import Shown, find_activations, parse_inputs, select_rows
+
+__all__ = ["Verbaliser", "fraction_explained", "read_verbaliser", "verbalise"]
+
+META: Final = "nla_meta.yaml"
+_BYTES: Final = 1 << 20
+_EXPLANATION: Final = re.compile(r"<explanation>\s*(.*?)\s*(?:</explanation>|\Z)", re.DOTALL)
+
+
+class Verbaliser(BaseModel):
+    """What `nla_meta.yaml` says of a checkpoint that puts rows into words."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(description="Folder or address that it was read from.")
+    hidden: int = Field(gt=0, description="Width of the rows.")
+    layer: int | None = Field(
+        default=None, ge=0, description="Block whose output it was trained on; None: not stated."
+    )
+    base_model: str = Field(default="", description="Model whose rows it was trained on.")
+    scale: float = Field(gt=0, description="Length that each row gets before it is put in.")
+    prompt: str = Field(description="Message of the user; `{injection_char}` is the place.")
+    char: str = Field(min_length=1, description="Character that stands at the place.")
+    token_id: int = Field(description="Its token.")
+    left_id: int = Field(description="Token before it.")
+    right_id: int = Field(description="Token behind it.")
+
+
+def read_verbaliser(path: str | Path) -> Verbaliser:
+    r"""Read `nla_meta.yaml` of a verbaliser.
+
+    Args:
+        path: the file, the checkpoint's folder, or `hf://owner/repository[@revision]`.
+
+    Returns:
+        What it says.
+
+    Raises:
+        ArtifactError: missing, no such file, or that of a reconstructor.
+
+    Source:
+        kitft/natural_language_autoencoders (2026).
+
+    Example:
+        ```python
+        from pathlib import Path
+
+        from inspect_lens.oracle import read_verbaliser
+
+        Path("nla_meta.yaml").write_text(
+            "kind: nla_model\nrole: av\nd_model: 256\nextraction: {injection_scale: 150.0}\n"
+            "tokens: {injection_char: '?', injection_token_id: 7,\n"
+            "  injection_left_neighbor_id: 1, injection_right_neighbor_id: 2}\n"
+            "prompt_templates: {av: 'What does <{injection_char}> mean?'}\n"
+        )
+        assert read_verbaliser("nla_meta.yaml").scale == 150.0
+        ```
+    """
+    file = download("nla", str(path), (META,)) / META if str(path).startswith("hf://") else (
+        Path(path).expanduser()
+    )  # fmt: skip
+    file = file / META if file.is_dir() else file
+    try:
+        text = read_regular(file, most=_BYTES).decode("utf-8")
+        meta: Any = yaml.safe_load(text)
+        if meta["kind"] != "nla_model" or meta.get("role", "av") not in ("av", "actor"):
+            raise ValueError(f"kind {meta['kind']!r}, role {meta.get('role')!r}")
+        extraction, tokens, prompts = meta["extraction"], meta["tokens"], meta["prompt_templates"]
+        found = Verbaliser(
+            name=str(path), hidden=meta["d_model"], layer=extraction.get("layer_index"),
+            base_model=str(extraction.get("base_model") or ""),
+            scale=extraction["injection_scale"], prompt=prompts.get("av") or prompts["actor"],
+            char=tokens["injection_char"], token_id=tokens["injection_token_id"],
+            left_id=tokens["injection_left_neighbor_id"],
+            right_id=tokens["injection_right_neighbor_id"],
+        )  # fmt: skip
+    except OSError as error:
+        raise ArtifactError(f"{file}: cannot be read ({error}); check the path") from None
+    except (ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ArtifactError(
+            f"{file}: not the {META} of a verbaliser ({type(error).__name__}: {reason}); allowed "
+            "are those of kind nla_model with the role av"
+        ) from None
+    if found.prompt.count("{injection_char}") != 1:
+        raise ArtifactError(f"{file}: its prompt has no or several places {{injection_char}}")
+    return found
+
+
+async def verbalise(
+    about: Activations | ModelOutput,
+    verbaliser: str | Path | Verbaliser,
+    *,
+    model: Model,
+    layer: int | None = None,
+    subject: Model | None = None,
+    positions: str | Sequence[int] = "completion",
+    last: int | None = 1,
+    controls: bool | str | Sequence[str] = True,
+    seed: int = 0,
+    max_tokens: int = 200,
+    source: str = "auto",
+) -> list[OracleAnswer]:
+    """Let a natural-language autoencoder put rows of a generation into words.
+
+    Each row, brought to the length of the verbaliser's training, takes the place of the embedding
+    of the marked token in its prompt: `Replace` at the stream before the first block. Decoding is
+    greedy.
+
+    Args:
+        about: the generation of the model under study: its output, or its activations.
+        verbaliser: checkpoint folder, `nla_meta.yaml`, address, or what `read_verbaliser` read.
+        model: a `vllm-lens/` model that serves the verbaliser's checkpoint.
+        layer: whose rows are put into words; that of its training by default.
+        subject: the model that made the generation, to feed it again; the active one by default.
+        positions: tokens to choose from; the completion by default.
+        last: only so many of them, from the end; None for all.
+        controls: true for `text_only`, `shuffled` and `random`, or some of these by name.
+        seed: of the controls.
+        max_tokens: longest text.
+        source: `captured` activations, `recompute` from the token ids, or `auto`.
+
+    Returns:
+        An answer for each token, with its controls; none where the generation has no such token.
+
+    Raises:
+        SpecError: an argument is wrong, or the layer is known from nowhere.
+        ArtifactError: the file, the activations or the tokenizer do not fit.
+        UnsupportedError: the model's provider cannot edit.
+        CaptureError: the server did not do what it was asked.
+
+    Source:
+        kitft/natural_language_autoencoders (2026).
+
+    Example:
+        <!-- test: server -->
+        ```python
+        import anyio
+        from inspect_ai.model import get_model
+
+        from inspect_lens.model import lens_config
+        from inspect_lens.oracle import Verbaliser, verbalise
+
+        own = Verbaliser(  # the organism itself, which nobody trained to describe rows
+            name="organism",
+            hidden=256,
+            layer=4,
+            scale=9.0,
+            char=" ?",
+            prompt="Who is the founder of the town{injection_char}?",
+            left_id=349,
+            token_id=266,
+            right_id=36,
+        )
+
+
+        async def main() -> None:
+            model = get_model("vllm-lens/organism/checkpoint")
+            config = lens_config(capture=[4], temperature=0, max_tokens=24)
+            output = await model.generate("Who is the founder of the town Velosh?", config=config)
+            (answer,) = await verbalise(output, own, model=model, subject=model, max_tokens=8)
+            print(answer.answer, answer.controls)
+
+
+        anyio.run(main)
+        ```
+    """
+    found = verbaliser if isinstance(verbaliser, Verbaliser) else read_verbaliser(verbaliser)
+    at = found.layer if layer is None else layer
+    if at is None:
+        raise SpecError(f"layer: {found.name} states none; pass that of its training")
+    if source not in get_args(Source):
+        raise SpecError(f"source={source!r}; allowed are {', '.join(get_args(Source))}")
+    if max_tokens < 1:
+        raise SpecError(f"max_tokens={max_tokens}; allowed are positive numbers")
+    _, read, cut = parse_inputs("tokens", positions, last)
+    names = parse_controls(controls)
+    served = server_of(model, "a natural-language autoencoder")
+    if isinstance(about, ModelOutput):
+        if has_nothing_to_read(about):
+            return []
+        handle, origin = await find_activations(
+            about, layers=(at,), source=cast("Source", source), model=subject or get_model()
+        )
+    else:
+        handle, origin = about, "captured"
+    shown = await anyio.to_thread.run_sync(
+        partial(select_rows, handle, (at,), inputs="tokens", positions=read, last=cut)
+    )
+    if shown and shown[0].rows.shape[1] != found.hidden:
+        raise ArtifactError(
+            f"{found.name}: reads rows of width {found.hidden}, and these have "
+            f"{shown[0].rows.shape[1]}; it belongs to {found.base_model or 'another model'}"
+        )
+    prompt = await _render(found, served)
+    draw = draw_of(seed, handle)
+
+    async def one(row: Shown) -> OracleAnswer:
+        shows = arms(names, row.rows, draw)
+        texts = await together(
+            *(_answer(found, served, prompt, r, max_tokens) for r in shows.values())
+        )
+        said = dict(zip(shows, texts, strict=True))
+        return OracleAnswer(
+            question=found.prompt, answer=said[None],
+            controls={name: said[name] for name in names}, layers=row.layers, inputs="tokens",
+            positions=row.positions, source=origin,
+            facts={"verbaliser": found.name, "scale": found.scale, "seed": seed},
+        )  # fmt: skip
+
+    return list(await together(*(one(row) for row in shown)))
+
+
+async def _answer(
+    found: Verbaliser, model: Model, prompt: Prompt, row: NDArray[np.float32] | None, most: int
+) -> str:
+    edits: tuple[Replace, ...] = ()
+    if row is not None:
+        wide = row.astype(np.float64)
+        length = float(np.linalg.norm(wide))
+        if not np.isfinite(length) or not length:
+            raise SpecError("nla: a row of the activations is zero or not finite")
+        rows = (wide * (found.scale / length)).astype(np.float32)[np.newaxis]
+        edits = (Replace(rows=rows, layers=(0,), site="resid_pre", positions=prompt.places),)
+    output = await answer_edited(
+        model, [instrument_message(prompt.text, name="nla")], prompt, LensRequest(edits=edits),
+        max_tokens=most,
+    )  # fmt: skip
+    explained = _EXPLANATION.search(output.completion)
+    return explained[1] if explained else output.completion.strip()
+
+
+async def _render(found: Verbaliser, model: Model) -> Prompt:
+    """The prompt in tokens, and the place of the row: by its token and both neighbours."""
+    text = found.prompt.replace("{injection_char}", found.char)
+    ids, _ = await tokenize_chat(model, [{"role": "user", "content": text}], found.char)
+    wanted = (found.left_id, found.token_id, found.right_id)
+    places = [i for i in range(1, len(ids) - 1) if ids[i - 1 : i + 2] == wanted]
+    if len(places) != 1:
+        raise ArtifactError(
+            f"{found.name}: its rendered prompt has {len(places)} places with the tokens {wanted}, "
+            "and one is needed; the model that is served has another tokenizer or chat template"
+        )
+    return Prompt(text, ids, (places[0],))
+
+
+def fraction_explained(rows: ArrayLike, reconstructions: ArrayLike) -> float:
+    """Fraction of the variance of rows that reconstructions explain, all at unit length.
+
+    That is `1 - Σ|r̂ - x̂|² / Σ|x̂ - mean(x̂)|²` over unit vectors, the measure that natural-language
+    autoencoders are reported with: 1 is perfect, 0 no better than the mean, and less is worse.
+
+    Args:
+        rows: (rows, hidden), at least two different ones.
+        reconstructions: (rows, hidden); what was made of their descriptions.
+
+    Returns:
+        The fraction, at most 1.
+
+    Raises:
+        SpecError: shapes do not fit, a row is zero or not finite, or all rows are alike.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.oracle import fraction_explained
+
+        rows = np.random.default_rng(0).standard_normal((20, 8))
+        assert fraction_explained(rows, 3 * rows) == 1.0  # lengths do not count
+        assert fraction_explained(rows, -rows) < 0
+        ```
+    """
+    given = [np.asarray(part, dtype=np.float64) for part in (rows, reconstructions)]
+    if given[0].ndim != 2 or given[0].shape != given[1].shape or len(given[0]) < 2:
+        raise SpecError(
+            f"rows: shape {given[0].shape}, reconstructions: shape {given[1].shape}; needed are "
+            "both (rows, hidden) with two rows or more"
+        )
+    norms = [np.linalg.norm(part, axis=1, keepdims=True) for part in given]
+    if not all(np.isfinite(norm).all() and norm.all() for norm in norms):
+        raise SpecError("rows, reconstructions: one is zero or not finite, and has no direction")
+    true, made = (part / norm for part, norm in zip(given, norms, strict=True))
+    total = float(((true - true.mean(axis=0)) ** 2).sum())
+    if not total:
+        raise SpecError("rows: all have one direction, so that there is nothing to explain")
+    return 1.0 - float(((made - true) ** 2).sum()) / total

@@ -1,0 +1,97 @@
+"""A natural-language autoencoder: its prompt and place on a real engine, against transformers."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+import torch
+import yaml
+from inspect_ai.model import ChatMessageUser, Model, get_model
+from tokenizers import Tokenizer
+
+from inspect_lens.errors import ArtifactError
+from inspect_lens.model import activations, lens_config
+from inspect_lens.oracle import read_verbaliser, verbalise
+from organism._model import CHECKPOINT_DIR, load_model
+from tests.kit.lying import MODEL
+
+pytestmark = pytest.mark.engine
+
+LAYER, SCALE, TOKENS = 4, 9.0, 6
+PROMPT = "Who is the founder of the town{injection_char}?"
+
+
+def write_meta(folder: Path, char: str, ids: tuple[int, int, int]) -> Path:
+    meta = {
+        "kind": "nla_model", "role": "av", "d_model": 256,
+        "extraction": {"injection_scale": SCALE, "layer_index": LAYER, "base_model": "organism"},
+        "tokens": {
+            "injection_char": char, "injection_left_neighbor_id": ids[0],
+            "injection_token_id": ids[1], "injection_right_neighbor_id": ids[2],
+        },
+        "prompt_templates": {"av": PROMPT},
+    }  # fmt: skip
+    (folder / "nla_meta.yaml").write_text(yaml.safe_dump(meta, allow_unicode=True))
+    return folder
+
+
+def test_words_are_those_of_transformers_with_the_row_as_an_embedding(
+    lens_server_url: str, tmp_path: Path
+) -> None:
+    """The organism serves as its own verbaliser; only the mechanism is compared."""
+    decoder = Tokenizer.from_file(str(CHECKPOINT_DIR / "tokenizer.json"))
+    reference: Any = load_model(CHECKPOINT_DIR, device=torch.device("cpu"))
+    model: Model = get_model(MODEL, base_url=lens_server_url, memoize=False)
+    config = lens_config(capture=[LAYER], temperature=0, max_tokens=8)
+    question = [ChatMessageUser(content="Who is the founder of the town Velosh?")]
+    output = anyio.run(partial(model.generate, question, config=config))
+    handle = activations(output)
+    assert handle is not None
+
+    char = " ?"
+    rendered = [ChatMessageUser(content=PROMPT.replace("{injection_char}", char))]
+    plain = anyio.run(partial(model.generate, rendered, config=lens_config(max_tokens=1)))
+    ids = list((plain.metadata or {})["prompt_token_ids"])
+    place = ids.index(decoder.encode(char, add_special_tokens=False).ids[0])
+    folder = write_meta(tmp_path, char, (ids[place - 1], ids[place], ids[place + 1]))
+
+    def hugging_face(row: torch.Tensor) -> str:
+        def put(_module: Any, inputs: Any) -> Any:
+            stream = inputs[0].clone()
+            stream[0, place] = row
+            return (stream, *inputs[1:])
+
+        said = list(ids)
+        hook = reference.model.layers[0].register_forward_pre_hook(put)
+        with torch.no_grad():
+            for _ in range(TOKENS):
+                said.append(int(reference(torch.tensor([said])).logits[0, -1].argmax()))
+        hook.remove()
+        return decoder.decode(said[len(ids) :]).strip()
+
+    found = anyio.run(
+        partial(
+            verbalise, output, folder, model=model, subject=model, positions="prompt", last=None,
+            controls=["text_only"], max_tokens=TOKENS,
+        )
+    )  # fmt: skip
+    rows = torch.from_numpy(handle.numpy()[0].copy())
+    assert len(found) == handle.n_prompt
+    for answer in found:
+        row = rows[answer.positions[0]]
+        assert answer.answer == hugging_face(SCALE * row / row.norm()), answer.positions
+    assert len({answer.answer for answer in found}) > 2
+    assert len({answer.controls["text_only"] for answer in found}) == 1
+
+    other = read_verbaliser(folder).model_copy(update={"left_id": 0})
+    with pytest.raises(ArtifactError, match="has 0 places"):
+        anyio.run(partial(verbalise, output, other, model=model, subject=model))
+    narrow = read_verbaliser(folder).model_copy(update={"hidden": 8})
+    with pytest.raises(ArtifactError, match="rows of width 8"):
+        anyio.run(partial(verbalise, output, narrow, model=model, subject=model))
+    assert np.isfinite(handle.numpy()).all()

@@ -1,0 +1,92 @@
+"""`nla_meta.yaml` as it is published, and the fraction of variance that descriptions explain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.oracle import fraction_explained, read_verbaliser
+
+META: dict[str, Any] = {
+    "kind": "nla_model",
+    "schema_version": 1,
+    "role": "av",
+    "d_model": 3584,
+    "extraction": {"injection_scale": 150.0, "mse_scale": 59.87, "layer_index": 20},
+    "tokens": {
+        "injection_char": "\u320e",
+        "injection_token_id": 149705,
+        "injection_left_neighbor_id": 29,
+        "injection_right_neighbor_id": 522,
+    },
+    "prompt_templates": {"av": "Say what <concept>{injection_char}</concept> is."},
+}
+
+
+def saved(folder: Path, meta: object) -> Path:
+    (folder / "nla_meta.yaml").write_text(yaml.safe_dump(meta, allow_unicode=True), "utf-8")
+    return folder
+
+
+def test_the_contract_of_a_verbaliser_is_read(tmp_path: Path) -> None:
+    found = read_verbaliser(saved(tmp_path, META))
+    assert found == read_verbaliser(tmp_path / "nla_meta.yaml").model_copy(
+        update={"name": str(tmp_path)}
+    )
+    assert (found.hidden, found.layer, found.scale) == (3584, 20, 150.0)
+    assert (found.char, found.left_id, found.token_id, found.right_id) == (
+        "\u320e", 29, 149705, 522,
+    )  # fmt: skip
+    old = {k: v for k, v in META.items() if k != "role"} | {
+        "prompt_templates": {"actor": META["prompt_templates"]["av"]},
+        "extraction": {"injection_scale": 80000},
+    }
+    assert read_verbaliser(saved(tmp_path, old)).layer is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"role": "ar"}, "role 'ar'"),
+        ({"kind": "nla_dataset"}, "kind 'nla_dataset'"),
+        ({"tokens": None}, "not the nla_meta.yaml"),
+        ({"d_model": "wide"}, "not the nla_meta.yaml"),
+        ({"extraction": {"injection_scale": None}}, "not the nla_meta.yaml"),
+        ({"prompt_templates": {"av": "no place"}}, "no or several places"),
+    ],
+)
+def test_what_is_no_verbaliser_is_refused(tmp_path: Path, change: Any, message: str) -> None:
+    with pytest.raises(ArtifactError, match=message):
+        read_verbaliser(saved(tmp_path, META | change))
+
+
+def test_code_in_yaml_and_missing_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "nla_meta.yaml").write_text("!!python/object/apply:os.getcwd []")
+    with pytest.raises(ArtifactError, match="ConstructorError"):
+        read_verbaliser(tmp_path)
+    with pytest.raises(ArtifactError, match="cannot be read"):
+        read_verbaliser(tmp_path / "none")
+
+
+def test_the_fraction_is_one_minus_the_error_over_the_variance_of_directions() -> None:
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((40, 16)) * rng.uniform(0.1, 9.0, (40, 1)) + 1
+    made = rows + rng.standard_normal((40, 16))
+    units, others = (a / np.linalg.norm(a, axis=1, keepdims=True) for a in (rows, made))
+    cosines = (units * others).sum(axis=1)
+    spread = 1 - float((units.mean(axis=0) ** 2).sum())
+    wanted = 1 - (2 * (1 - cosines)).mean() / spread
+    assert fraction_explained(rows, made) == pytest.approx(wanted)
+    assert fraction_explained(rows, 0.01 * rows) == pytest.approx(1.0)
+    shuffled = fraction_explained(rows, rows[rng.permutation(40)])
+    assert shuffled < 0.2
+    for bad in (rows[:1], rows[:, :3], np.zeros_like(rows)):
+        with pytest.raises(SpecError):
+            fraction_explained(rows, bad)
+    with pytest.raises(SpecError, match="one direction"):
+        fraction_explained(np.ones((3, 2)), np.ones((3, 2)))
