@@ -5,12 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 import yaml
+from inspect_ai.model import get_model
 
 from inspect_lens.errors import ArtifactError, SpecError
-from inspect_lens.oracle import fraction_explained, read_verbaliser
+from inspect_lens.model import activations, lens_config
+from inspect_lens.oracle import Verbaliser, fraction_explained, read_verbaliser, verbalise
+from inspect_lens.spec import Replace, parse_extra_args
+from tests.kit.fake_server import FakeLensServer, tokens_of
 
 META: dict[str, Any] = {
     "kind": "nla_model",
@@ -90,3 +95,40 @@ def test_the_fraction_is_one_minus_the_error_over_the_variance_of_directions() -
             fraction_explained(rows, bad)
     with pytest.raises(SpecError, match="one direction"):
         fraction_explained(np.ones((3, 2)), np.ones((3, 2)))
+
+
+def test_a_row_of_its_length_takes_the_place_of_the_marked_token() -> None:
+    left, mark, right = tokens_of("what mark is")
+    own = Verbaliser(
+        name="x", hidden=8, layer=2, scale=5.0, char="mark",
+        prompt="mark: Say what {injection_char} is", left_id=left, token_id=mark, right_id=right,
+    )  # fmt: skip
+
+    async def main(server: FakeLensServer) -> None:
+        model = get_model("lens/org/tiny", base_url=server.url, memoize=False)
+        output = await model.generate("tell me", config=lens_config(capture=[2]))
+        server.says_next = [("<explanation> a thing </explanation> and more", [])]
+        (answer,) = await verbalise(output, own, model=model, subject=model, controls=False)
+        assert (answer.answer, answer.layers) == ("a thing", (2,))
+        request = parse_extra_args(server.requests[-1]["vllm_xargs"])
+        assert request is not None
+        (edit,) = request.edits
+        assert isinstance(edit, Replace)
+        assert (edit.layers, edit.site) == ((0,), "resid_pre")
+        ids = tokens_of(server.requests[-1]["messages"][-1]["content"])
+        (place,) = edit.positions  # type: ignore[misc]
+        # The first `mark` of the prompt has other neighbours.
+        shift = place - ids.index(left) - 1
+        assert ids[place - shift] == mark
+        assert place - shift > ids.index(mark)
+        handle = activations(output)
+        assert handle is not None
+        row = handle.numpy()[0][answer.positions[0] - handle.positions[0]].astype(np.float64)
+        wanted = 5.0 * row / np.linalg.norm(row)
+        np.testing.assert_allclose(edit.rows.to_float32().reshape(-1), wanted, rtol=1e-5)
+        lost = own.model_copy(update={"layer": None})
+        with pytest.raises(SpecError, match="states none"):
+            await verbalise(output, lost, model=model, subject=model)
+
+    with FakeLensServer() as server:
+        anyio.run(main, server)
