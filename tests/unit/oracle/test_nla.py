@@ -101,7 +101,7 @@ def test_a_row_of_its_length_takes_the_place_of_the_marked_token() -> None:
     left, mark, right = tokens_of("what mark is")
     own = Verbaliser(
         name="x", hidden=8, layer=2, scale=5.0, char="mark",
-        prompt="mark: Say what {injection_char} is", left_id=left, token_id=mark, right_id=right,
+        prompt="mark Say what {injection_char} is", left_id=left, token_id=mark, right_id=right,
     )  # fmt: skip
 
     async def main(server: FakeLensServer) -> None:
