@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, Final, Literal, Self
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
+from inspect_lens._base.artifact import package_version
 from inspect_lens.probe.pooling._head import HeadSpec, is_learned, parse_head_pool
 from inspect_lens.probe.statistics._measured import Baseline, Evaluation, Interval, Record, Transfer
 from inspect_lens.probe.statistics._metrics import required_negatives
@@ -24,13 +24,6 @@ RECALL_FLOOR: Final = 0.5
 FOLLOWED_FLOOR: Final = 0.6
 """Share of the answers to honest and to lying instructions that have to do what these ask, by
 default."""
-
-
-def _package_version() -> str:
-    try:
-        return version("inspect-lens")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 class ModelRef(Record):
@@ -308,7 +301,7 @@ class ProbeCard(Record):
     """Recall at the threshold below which `warnings` says that the probe misses too much."""
 
     notes: tuple[str, ...] = ()
-    inspect_lens_version: str = Field(default_factory=_package_version)
+    inspect_lens_version: str = Field(default_factory=package_version)
     command: str = ""
     """Command that made the probe."""
     created: datetime = Field(default_factory=lambda: datetime.now(UTC).replace(microsecond=0))

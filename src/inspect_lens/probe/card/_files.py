@@ -12,6 +12,7 @@ from inspect_lens._base.artifact import (
     ArtifactKind,
     decode_tensors,
     encode_tensors,
+    markdown_table,
     read_artifact,
     write_artifact,
 )
@@ -107,7 +108,7 @@ def _facts(card: ProbeCard, sha256: str) -> str:
         ("command", f"`{card.command}`" if card.command else ""),
         ("created", card.created.isoformat()),
     ]
-    return _table(["fact", "value"], [[k, v] for k, v in rows if v])
+    return markdown_table(["fact", "value"], [[k, v] for k, v in rows if v])
 
 
 def _capture(c: CaptureFacts) -> list[tuple[str, str]]:
@@ -166,7 +167,7 @@ def _evaluations(evaluations: tuple[Evaluation, ...]) -> str:
         "too narrow below some 100 groups. Of perfect separation and of too few groups they are "
         "exact ones that count groups."
     )
-    return "\n\n".join([_table(head, rows), *notes])
+    return "\n\n".join([markdown_table(head, rows), *notes])
 
 
 def _realised(evaluations: tuple[Evaluation, ...]) -> str:
@@ -179,7 +180,7 @@ def _realised(evaluations: tuple[Evaluation, ...]) -> str:
         for e in evaluations
         for r in e.rates
     ]  # fmt: skip
-    return _table(head, rows) if rows else ""
+    return markdown_table(head, rows) if rows else ""
 
 
 def _of(r: RealisedRate, value: float | None, interval: Interval | None) -> str:
@@ -204,7 +205,7 @@ def _at_rates(evaluations: tuple[Evaluation, ...]) -> str:
         control = _share(e.auroc_control, e.auroc_control_interval)
         rows.append([e.name, *recalls, control, *(_share(v, None) for v in others)])
     known = any(cell != "n/a" for row in rows for cell in row[1:])
-    return _table(head, rows) if known else ""
+    return markdown_table(head, rows) if known else ""
 
 
 def _baselines(baselines: tuple[Baseline, ...]) -> str:
@@ -215,7 +216,7 @@ def _baselines(baselines: tuple[Baseline, ...]) -> str:
          format_p_value(b.p_value), b.test, b.note]
         for b in baselines
     ]  # fmt: skip
-    return _table(head, rows)
+    return markdown_table(head, rows)
 
 
 def _calibration(c: Calibration) -> str:
@@ -237,7 +238,7 @@ def _sweep(card: ProbeCard) -> str:
         "control set, each with its own threshold.",
         "auroc": "The layer was chosen by AUROC.",
     }
-    return "\n\n".join(part for part in (_table(head, rows), said.get(by, "")) if part)
+    return "\n\n".join(part for part in (markdown_table(head, rows), said.get(by, "")) if part)
 
 
 def _share(value: float | None, interval: Interval | None) -> str:
@@ -249,13 +250,6 @@ def _share(value: float | None, interval: Interval | None) -> str:
 
 def _range(interval: Interval) -> str:
     return f"[{interval.low:.3f}, {interval.high:.3f}]"
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in r) + " |" for r in lines
-    )
 
 
 PROBE: Final = ArtifactKind(
