@@ -233,7 +233,7 @@ def permutation_test(
         if ((marked > 0) & (marked < every)).any():
             block = codes
         else:
-            total, size = np.bincount(codes, weights=total), every
+            total, size = np.bincount(codes, weights=total).astype(np.float64), every
             label, block = marked > 0, np.zeros(k, dtype=np.int64)
     members = [np.flatnonzero(block == b) for b in range(int(block.max()) + 1)]
 
