@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,8 @@ class Bench:
     def start(self) -> list[str]:
         """Start every engine that an arm needs, one after the other; returns the arms to run."""
         runnable = []
+        if self.options.start_together:
+            self._start_together()
         for arm in self.options.arms:
             kind = ARMS[arm].engine
             if ARMS[arm].refusal:
@@ -86,6 +89,16 @@ class Bench:
             else:
                 runnable.append(arm)
         return runnable
+
+    def _start_together(self) -> None:
+        """Start all engines at once: sooner, where each leaves cores and memory to the others."""
+        arms = [ARMS[arm] for arm in self.options.arms if not ARMS[arm].refusal]
+        kinds = list(dict.fromkeys(arm.engine for arm in arms))
+        if self.options.served:
+            kinds = [kind for kind in kinds if not ENGINES[kind].is_hf]
+        with ThreadPoolExecutor(max_workers=max(1, len(kinds))) as pool:
+            for kind, about in zip(kinds, pool.map(self._start_engine, kinds), strict=True):
+                self.results.engines[f"{self.model}/{kind}"] = {**about, "started": "with others"}
 
     def _start_engine(self, kind: str) -> dict[str, Any]:
         if ENGINES[kind].is_peer and not self.options.peer_path:
@@ -267,6 +280,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     add("--repetitions", type=int, default=5)
     add("--warm-ups", type=int, default=1, help="runs of each arm that are not recorded")
+    add("--start-together", action="store_true", help="start a model's engines at once")
     add("--time-limit", type=float, default=570.0, help="seconds after which to write and end")
     add("--run-limit", type=float, default=300.0, help="seconds of one run of one arm")
     add("--peer-path", default="", help="folder in which vllm-lens is unpacked")
