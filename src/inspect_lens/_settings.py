@@ -11,8 +11,6 @@ from itertools import pairwise
 
 from .errors import SpecError, did_you_mean
 
-__all__ = ["Settings", "flag", "settings_table", "text"]
-
 _PREFIX = "INSPECT_LENS_"
 
 

@@ -31,23 +31,6 @@ from inspect_lens._base.shipped import shipped_root
 from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens.errors import ArtifactError
 
-__all__ = [
-    "CARD_FILE",
-    "ArtifactCard",
-    "ArtifactKind",
-    "decode_tensors",
-    "download",
-    "encode_tensors",
-    "find_artifact",
-    "folders_named",
-    "is_artifact",
-    "markdown_table",
-    "package_version",
-    "read_artifact",
-    "write_artifact",
-    "write_atomic",
-]
-
 CARD_FILE = "card.json"
 _KEY = "inspect_lens"
 _ADDRESS: Final = re.compile(

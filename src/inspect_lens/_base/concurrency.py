@@ -7,8 +7,6 @@ from typing import TypeVar
 
 from inspect_ai.util import collect
 
-__all__ = ["first_error", "together"]
-
 T = TypeVar("T")
 
 

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["progress_bar"]
-
 LINE_S = 30.0
 """Seconds between two lines where standard error is no terminal."""
 

@@ -11,17 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = [
-    "EVALS",
-    "MODELS",
-    "ORGANISM",
-    "SERVER_ARGS",
-    "from_eval",
-    "model_path",
-    "served_name",
-    "shipped_root",
-]
-
 _HERE: Final = Path(__file__).resolve().parents[1]
 
 ORGANISM: Final = "organism"

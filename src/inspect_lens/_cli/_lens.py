@@ -20,8 +20,6 @@ from ._output import Json, emit, parse_layers
 if TYPE_CHECKING:
     from inspect_lens.lens import LensQuality
 
-__all__ = ["lens_app"]
-
 lens_app = typer.Typer(
     help="Fit tuned and Jacobian lenses, judge them on other texts, and import published ones.",
     no_args_is_help=True,

@@ -8,8 +8,6 @@ from typing import Any, Final
 
 from inspect_lens.probe import AnyProbe, Baseline, Evaluation, Transfer, format_p_value
 
-__all__ = ["CHOSEN_HERE", "Made"]
-
 CHOSEN_HERE: Final = (
     "* was chosen on the samples that its row is measured on, so its figures are too high: measure "
     "it on held-out ones."

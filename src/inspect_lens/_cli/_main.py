@@ -18,8 +18,6 @@ from ._score import score
 from ._vector import vector_app
 from ._view import chat, view
 
-__all__ = ["app", "main"]
-
 EXIT_CODES = (
     "Exit codes: 0 done · 1 unexpected error · 2 wrong usage · 3 refused: a setting or a set is "
     "wrong · 4 a file is missing or damaged, or made for another model · 5 the server or a "

@@ -12,18 +12,6 @@ import typer
 
 from inspect_lens.errors import SpecError
 
-__all__ = [
-    "Json",
-    "Layers",
-    "check_recipe_options",
-    "emit",
-    "fail",
-    "in_shell_words",
-    "parse_layers",
-    "parse_model_args",
-    "parse_settings",
-]
-
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Layers = Annotated[str, typer.Option(help="'all', or numbers such as 8,10-14.")]
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from inspect_lens.probe import ProbeCard, Threshold
     from inspect_lens.train import ActivationSet
 
-__all__ = ["probe_app"]
-
 probe_app = typer.Typer(
     help="Collect activations, train probes on them, measure how good they are, import others.",
     no_args_is_help=True,

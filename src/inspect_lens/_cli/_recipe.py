@@ -18,8 +18,6 @@ from ._made import Made
 from ._output import parse_layers
 from ._stores import MEMORY
 
-__all__ = ["Recipe", "load_recipe", "run_recipe"]
-
 
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")

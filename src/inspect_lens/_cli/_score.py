@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from inspect_lens.reading import ProbeReader
 
-__all__ = ["score"]
-
 
 def score(
     log: Annotated[

@@ -13,16 +13,6 @@ from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import SENTENCE_POOL, AnyProbe
 from inspect_lens.train import ActivationSet, StoreSet
 
-__all__ = [
-    "MEMORY",
-    "judged_set",
-    "manifest_of",
-    "pieces",
-    "read_set",
-    "refuse_shared_texts",
-    "unverified",
-]
-
 MEMORY: Final = 4.0
 """GB that a command may hold: a fit, or the stores that it reads whole with the copies of a fit."""
 _COPIES: Final = 4

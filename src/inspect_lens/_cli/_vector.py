@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from inspect_lens.train import ActivationSet, VectorMethod
     from inspect_lens.vector import Vector
 
-__all__ = ["vector_app"]
-
 vector_app = typer.Typer(
     help="Find steering vectors in stores of activations, and exchange them with other tools.",
     no_args_is_help=True,

@@ -11,11 +11,6 @@ import typer
 
 from ._output import Json, emit, parse_layers
 
-__all__ = [
-    "chat",
-    "view",
-]
-
 
 def view(
     log: Annotated[

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-__all__ = ["SALT_WRAPPERS", "Salt", "salt_of", "salted"]
-
 _MARK = "|inspect_lens@"
 _OURS = re.compile(rf"(.*){re.escape(_MARK)}([0-9]{{1,9}}):(.*)", re.DOTALL)
 """Greedy, so that a caller's own salt may hold whatever it likes."""

@@ -18,8 +18,6 @@ from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.reading._thresholds import acting_value, promise
 from inspect_lens.spec import Positions
 
-__all__ = ["probe_approver"]
-
 Action = Literal["reject", "terminate", "escalate"]
 """What happens to a call above the threshold: the model hears that it was refused, the sample
 ends, or the next approver of the policy decides."""

@@ -13,8 +13,6 @@ from inspect_lens.oracle._ask import plan_asking
 from inspect_lens.oracle._shown import choose_layers
 from inspect_lens.spec import CaptureSpec
 
-__all__ = ["Ask", "Said", "choose_ask", "oracle_capture"]
-
 Ask = Callable[[Activations, str], Awaitable[str]]
 """Answers a question in words about the activations of one call."""
 

@@ -19,8 +19,6 @@ from inspect_lens.model._host import (
     registry_has,
 )
 
-__all__ = ["is_installed", "register_evals", "register_lazily", "require"]
-
 
 def is_installed(package: str) -> bool:
     """Whether a package can be imported, without importing it."""

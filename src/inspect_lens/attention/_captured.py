@@ -21,8 +21,6 @@ from ._pattern import (
     sums_over,
 )
 
-__all__ = ["Head", "QueriesKeys"]
-
 _Compute = Callable[
     [NDArray[np.float32], NDArray[np.float32], AttentionFacts, list[int]], NDArray[np.float32]
 ]

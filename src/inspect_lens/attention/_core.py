@@ -14,8 +14,6 @@ from ._captured import Head, QueriesKeys
 from ._heads import AttentionHeads, HeadsFound
 from ._pattern import Span, check_span
 
-__all__ = ["contrastive_scores", "document_scores", "find_core_heads"]
-
 _KEPT_STD: Final = 2.0
 """Tokens of a document this many standard deviations below its mean are left out."""
 

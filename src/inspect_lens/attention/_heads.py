@@ -16,8 +16,6 @@ from inspect_lens.probe import Threshold
 
 from ._captured import Head
 
-__all__ = ["AttentionHeads", "HeadMethod", "HeadsFound", "import_heads", "load_heads"]
-
 HeadMethod = Literal["attention_tracker", "core", "imported"]
 """Method that chose the heads; `imported` for a list from another tool."""
 

@@ -12,15 +12,6 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import SpecError, UnsupportedError
 
-__all__ = [
-    "AttentionFacts",
-    "Span",
-    "attention_patterns",
-    "check_span",
-    "mean_over",
-    "sums_over",
-]
-
 _LATENT: Final = ("kv_lora_rank", "use_mla")
 """What a configuration with multi-head latent attention has."""
 

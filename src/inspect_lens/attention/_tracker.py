@@ -15,8 +15,6 @@ from ._captured import Head, QueriesKeys
 from ._heads import AttentionHeads, HeadsFound
 from ._pattern import Span
 
-__all__ = ["find_tracker_heads", "instruction_shares"]
-
 _EPSILON: Final = 1e-8
 
 

@@ -11,15 +11,6 @@ from scipy.optimize import nnls
 
 from inspect_lens.errors import SpecError
 
-__all__ = [
-    "CoordinatePatch",
-    "Decomposition",
-    "Occupancy",
-    "coordinate_patch",
-    "decompose",
-    "estimate_occupancy",
-]
-
 Floats: TypeAlias = NDArray[np.float64]
 
 _ACTIVE: Final = float(np.sqrt(np.finfo(np.float64).eps))

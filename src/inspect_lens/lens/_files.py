@@ -20,15 +20,6 @@ from inspect_lens._base.artifact import (
 from inspect_lens.probe import ModelRef
 from inspect_lens.spec import LensKind
 
-__all__ = [
-    "LENS",
-    "LensCard",
-    "LensQuality",
-    "LensTraining",
-    "read_lens_files",
-    "write_lens_files",
-]
-
 
 class LensTraining(BaseModel):
     """What a lens was fitted on, and how."""

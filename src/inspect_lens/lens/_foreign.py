@@ -21,8 +21,6 @@ from inspect_lens.probe import ModelRef
 from ._files import LensCard
 from ._lens import Lens
 
-__all__ = ["import_lens"]
-
 _BYTES: Final = 64 << 30
 _SOURCE: Final = (
     "jlens; Verbalizable Representations Form a Global Workspace in Language Models "

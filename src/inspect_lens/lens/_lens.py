@@ -17,8 +17,6 @@ from inspect_lens.spec import Add, EngineLens, Swap, as_tensor_data
 
 from ._files import LENS, LensCard, read_lens_files, write_lens_files
 
-__all__ = ["Lens", "load_lens"]
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Lens:

@@ -23,18 +23,6 @@ from ._places import MemoryStore, MessageIndex, find, is_there, know_root
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "MEMORY",
-    "MESSAGES",
-    "REFERENCE",
-    "Activations",
-    "LoggedHandle",
-    "TensorInfo",
-    "read_info",
-    "tensor_info",
-    "write_info",
-]
-
 
 _numbers = count()
 

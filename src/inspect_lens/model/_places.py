@@ -20,20 +20,6 @@ from inspect_lens.errors import ArtifactError
 
 from ._host import active_call, when_log_is_read
 
-__all__ = [
-    "MemoryStore",
-    "MessageIndex",
-    "Place",
-    "find",
-    "is_there",
-    "know_log",
-    "know_root",
-    "may_follow",
-    "place_for",
-    "place_of",
-]
-
-
 _roots: OrderedDict[str, None] = OrderedDict()
 """Folders of logs that this process wrote or read, latest last."""
 _followed: set[str] = set()

@@ -68,15 +68,6 @@ from ._server import (
     start_server,
 )
 
-__all__ = [
-    "CALLER",
-    "LensAPI",
-    "LensRequests",
-    "collect_less",
-    "refuse_unknown_arguments",
-]
-
-
 logger = logging.getLogger(__name__)
 
 _INSTEAD: Final = {

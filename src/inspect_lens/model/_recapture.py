@@ -29,12 +29,6 @@ from ._request import over_binary
 from ._response import Keep, LensFields, fetch_payloads, keep_payload, origin_of
 from ._scope import LensProvider
 
-__all__ = [
-    "recapture",
-    "reread",
-    "token_logprobs",
-]
-
 
 def _api(model: Model, what: str, otherwise: str) -> Any:
     if not isinstance(model.api, LensProvider):

@@ -53,31 +53,6 @@ from ._host import (
 )
 from ._places import Place, find
 
-__all__ = [
-    "Body",
-    "LensLike",
-    "NamedVector",
-    "Settled",
-    "as_steering",
-    "capture_advice",
-    "declines_steering",
-    "edits_of_every_call",
-    "environment_capture",
-    "explain_none",
-    "is_lens_call",
-    "leaves_transport",
-    "lens_config",
-    "over_binary",
-    "parse_capture",
-    "read_body",
-    "read_lens",
-    "resolve_references",
-    "respelled",
-    "role_advice",
-    "save_vectors",
-]
-
-
 _live: WeakValueDictionary[str, TensorData] = WeakValueDictionary()
 _saved: set[tuple[str, str]] = set()
 

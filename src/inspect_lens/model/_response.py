@@ -47,26 +47,6 @@ from ._scores import SCORED_MESSAGES, ProbeScores, ScoreData, columns_of
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-__all__ = [
-    "TAKERS",
-    "Keep",
-    "LensFields",
-    "LensMetadata",
-    "Mode",
-    "StreamFields",
-    "attach",
-    "expect",
-    "fetch_payloads",
-    "file_of",
-    "in_thread",
-    "keep_payload",
-    "missing_activations",
-    "origin_of",
-    "take",
-    "take_fields",
-    "write_small",
-]
-
 
 @dataclass(kw_only=True)
 class LensFields:

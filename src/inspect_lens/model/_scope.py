@@ -31,22 +31,6 @@ from ._host import active_generate_config, active_model
 from ._request import declines_steering, lens_config, parse_capture, read_body
 from ._scores import ProbeLike, ask_probes, including
 
-__all__ = [
-    "SCOPES",
-    "Around",
-    "LensProvider",
-    "Scope",
-    "inherited_requests",
-    "instrument_message",
-    "is_instrument_call",
-    "lens_scope",
-    "outside_scopes",
-    "require_lens",
-    "scope_of",
-    "served_path",
-    "steering_around",
-]
-
 
 class LensProvider(ABC):
     """What a model's provider is that can do what a lens request asks for."""

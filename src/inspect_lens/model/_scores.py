@@ -35,29 +35,6 @@ from inspect_lens.spec import (
 from ._handle import Activations, LoggedHandle
 from ._places import MemoryStore, MessageIndex
 
-__all__ = [
-    "KNOWN",
-    "NOTHING",
-    "SCORED_MESSAGES",
-    "SCORES_REFERENCE",
-    "Asked",
-    "Column",
-    "Known",
-    "ProbeLike",
-    "ProbeScores",
-    "Role",
-    "ScoreData",
-    "ScoredBy",
-    "ask_probes",
-    "columns_of",
-    "decoded_scores",
-    "encode_scores",
-    "including",
-    "note_refused",
-    "widened",
-]
-
-
 ProbeLike = str | Path | AnyProbe
 
 Role = Literal["tokens", "text"]

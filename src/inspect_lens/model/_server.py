@@ -64,24 +64,6 @@ from ._scores import KNOWN, Asked, Known, note_refused, widened
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = [
-    "FETCH_TIMEOUT_S",
-    "PATH",
-    "NamedAdapter",
-    "Send",
-    "Served",
-    "ServerCalls",
-    "ServerNames",
-    "adapter_of",
-    "announce",
-    "children_of",
-    "normalise_url",
-    "reap",
-    "server_for",
-    "start_server",
-    "while_telling",
-]
-
 
 _servers: dict[tuple[str, str], VLLMServer] = {}
 """By base model and endpoint. Inspect's own table knows one URL per base model, so a model and

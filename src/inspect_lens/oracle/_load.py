@@ -25,14 +25,6 @@ from inspect_lens._base.shipped import shipped_root
 from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens.errors import ArtifactError
 
-__all__ = [
-    "CONFIG_FILE",
-    "Oracle",
-    "OracleConfig",
-    "load_oracle",
-    "read_config",
-]
-
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE: Final = "ao_config.json"

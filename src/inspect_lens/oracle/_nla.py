@@ -41,8 +41,6 @@ from ._send import (
 )
 from ._shown import Shown, find_activations, parse_inputs, select_rows
 
-__all__ = ["Verbaliser", "fraction_explained", "read_verbaliser", "verbalise"]
-
 META: Final = "nla_meta.yaml"
 _BYTES: Final = 1 << 20
 _EXPLANATION: Final = re.compile(r"<explanation>\s*(.*?)\s*(?:</explanation>|\Z)", re.DOTALL)

@@ -19,27 +19,6 @@ from inspect_lens.spec import Add, LensRequest, to_extra_args
 from ._load import Oracle, OracleConfig
 from ._shown import Shown
 
-__all__ = [
-    "CONTROLS",
-    "Control",
-    "Prompt",
-    "answer_edited",
-    "answer_prompt",
-    "arms",
-    "draw_of",
-    "find_placeholders",
-    "injection",
-    "oracle_message",
-    "parse_controls",
-    "placeholder_id",
-    "placeholder_norms",
-    "random_rows",
-    "render_prompt",
-    "server_of",
-    "shuffled_rows",
-    "tokenize_chat",
-]
-
 Control = Literal["text_only", "shuffled", "random"]
 """`text_only`: the same prompt and no vector. `shuffled`: the rows with their dimensions
 permuted. `random`: Gaussian rows of the same norms."""

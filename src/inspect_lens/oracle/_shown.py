@@ -18,17 +18,6 @@ from inspect_lens.spec import Positions, parse_positions
 
 from ._load import OracleConfig
 
-__all__ = [
-    "InputKind",
-    "LayerChoice",
-    "Shown",
-    "choose_layers",
-    "find_activations",
-    "n_layers_of",
-    "parse_inputs",
-    "select_rows",
-]
-
 InputKind = Literal["tokens", "segment", "full_seq"]
 """`segment`: the chosen tokens together; `tokens`: each of them alone, one question for each;
 `full_seq`: every token of prompt and completion together."""

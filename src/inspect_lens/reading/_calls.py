@@ -30,22 +30,6 @@ from inspect_lens.model._scope import is_instrument_call
 from ._given import WITHHELD, is_withheld
 from ._rows import has_nothing_to_read, read_token_ids
 
-__all__ = [
-    "CallSelection",
-    "Calls",
-    "ComparedAnswers",
-    "OnMissing",
-    "Over",
-    "Turn",
-    "find_event",
-    "find_turn",
-    "ids_of",
-    "model_of",
-    "read_turns",
-    "record_standing",
-    "require_roles",
-]
-
 _SPANS: Final = frozenset({"steering_cell", "contrastive", "attempt"})
 """Types of the spans in which solvers of this package generate several answers to choose from."""
 _SOURCE: Final = "inspect_lens/standing"

@@ -12,15 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from inspect_lens.errors import ArtifactError
 
-__all__ = [
-    "CellKind",
-    "CellScores",
-    "SteeringCell",
-    "SteeringCells",
-    "number_of",
-    "read_cells",
-]
-
 _KEY = "SteeringCells:cells"
 
 CellKind = Literal["vector", "random", "orthogonal", "baseline"]

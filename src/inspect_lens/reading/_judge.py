@@ -15,8 +15,6 @@ from ._reader import ProbeReader
 from ._samples import read_message
 from ._thresholds import verdict_facts
 
-__all__ = ["Judged", "TurnJudge", "turn_of"]
-
 KEPT = 1024
 """Verdicts that are remembered, the latest ones; parallel calls of one turn ask for the same."""
 

@@ -46,8 +46,6 @@ from ._shared import shared_parameters
 from ._texts import CallReader, positions_for
 from ._thresholds import ThresholdLike, acting_point
 
-__all__ = ["ProbeReader"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -27,14 +27,6 @@ from ._token_scores import TokenScores
 if TYPE_CHECKING:
     from ._reader import ProbeReader
 
-__all__ = [
-    "Forms",
-    "Reading",
-    "ScoredTokens",
-    "forms_of",
-    "pick_scores",
-]
-
 
 class Forms(NamedTuple):
     """Hashes of the forms in which the engine runs a probe."""

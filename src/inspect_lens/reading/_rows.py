@@ -28,21 +28,6 @@ from inspect_lens.spec import (
 
 from ._given import is_withheld
 
-__all__ = [
-    "Rows",
-    "Source",
-    "captured_rows",
-    "has_nothing_to_read",
-    "in_thread",
-    "parse_source",
-    "pick_rows",
-    "read_rows",
-    "read_token_ids",
-    "select_positions",
-    "take_captured",
-    "was_steered",
-]
-
 Source = Literal["auto", "captured", "recompute"]
 """Where scores come from: the generation itself, or its tokens fed again.
 

@@ -30,22 +30,6 @@ from ._reader import ProbeReader
 from ._reading import Reading
 from ._rows import in_thread
 
-__all__ = [
-    "CallReading",
-    "Combine",
-    "SampleReading",
-    "call_of",
-    "combining",
-    "only_its_own",
-    "read_call",
-    "read_calls",
-    "read_each",
-    "read_latents",
-    "read_message",
-    "read_sample",
-    "read_sample_captured",
-]
-
 T = TypeVar("T")
 Combine = Literal["max", "mean"]
 """How the values of several calls become one."""

@@ -13,8 +13,6 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
-__all__ = ["SHARED", "complete_arguments", "shared_parameters"]
-
 SHARED: Final[Mapping[str, str]] = {
     "probe": "name below `probes/`, path, `hf://` address, or a probe. Give a path as a string: of "
     "a `Path` Inspect logs only the last part.",

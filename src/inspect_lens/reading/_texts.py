@@ -27,8 +27,6 @@ from ._rows import Rows, Source
 if TYPE_CHECKING:
     from ._reading import ScoredTokens
 
-__all__ = ["CallReader", "CallTexts", "positions_for"]
-
 _WHOLE: Final = frozenset({"prompt", "all", "assistant", "user"})
 """Selections that take tokens of the prompt too."""
 

@@ -20,18 +20,6 @@ if TYPE_CHECKING:
     from ._reader import ProbeReader
     from ._reading import Reading
 
-__all__ = [
-    "Suspicion",
-    "SuspicionUnit",
-    "ThresholdLike",
-    "acting_point",
-    "acting_value",
-    "named_point",
-    "promise",
-    "rates",
-    "verdict_facts",
-]
-
 ThresholdLike: TypeAlias = float | str | None
 """A number; an operating point of the probe's card such as `fpr=0.05`; None for the card's own."""
 

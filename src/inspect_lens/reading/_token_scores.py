@@ -21,14 +21,6 @@ from inspect_lens.model._scores import (
     encode_scores,
 )
 
-__all__ = [
-    "REFERENCE",
-    "TokenScores",
-    "engine_records",
-    "read_token_scores",
-    "save_token_scores",
-]
-
 REFERENCE = SCORES_REFERENCE
 """`$lens` of the reference in `Score.metadata["token_scores"]`. With `records` it is one into the
 file that the provider wrote, and these are what a reader made of the scores there."""

@@ -23,13 +23,6 @@ from inspect_lens.spec import (
     Site,
 )
 
-__all__ = [
-    "MatchedLatents",
-    "SparseAutoencoder",
-    "SparseEncoder",
-    "matched_latents",
-]
-
 Floats = NDArray[np.float32]
 _NUMBERS: Final = 1 << 24
 """Activations that are computed at once."""

@@ -31,8 +31,6 @@ from ._metrics import auroc_metric
 from ._operating import at_threshold
 from ._probe import no_tokens
 
-__all__ = ["attention_tracker", "document_rank"]
-
 _DEPTH: Final = 10
 """Places that count for nDCG; the paper reports nDCG@10."""
 

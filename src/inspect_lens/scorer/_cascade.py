@@ -37,8 +37,6 @@ from ._metrics import auroc_metric, judged_share
 from ._operating import at_threshold
 from ._probe import keep_tokens, no_tokens
 
-__all__ = ["CascadeRecord", "probe_cascade", "read_cascade"]
-
 logger = logging.getLogger(__name__)
 
 _QUESTION = """Statement: {statement}

@@ -14,8 +14,6 @@ from inspect_lens.reading._shared import shared_parameters
 
 from ._labels import labelled, sample_score
 
-__all__ = ["compare"]
-
 
 @shared_parameters
 def compare(

@@ -28,8 +28,6 @@ from ._metrics import auroc_metric
 from ._operating import at_threshold
 from ._probe import keep_tokens, no_tokens
 
-__all__ = ["probe_ensemble"]
-
 Combine = Literal["mean", "stacked", "vote"]
 ENSEMBLE: Final = "ensemble"
 

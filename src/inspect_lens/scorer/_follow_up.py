@@ -22,8 +22,6 @@ from ._metrics import auroc_metric
 from ._operating import at_threshold
 from ._probe import no_tokens
 
-__all__ = ["follow_up_score"]
-
 
 @scorer(metrics=[auroc_metric(), at_threshold()])
 @shared_parameters

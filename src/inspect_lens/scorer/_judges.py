@@ -23,17 +23,6 @@ from inspect_lens.model import token_logprobs
 from inspect_lens.reading import Turn, given_length
 from inspect_lens.reading._rows import has_nothing_to_read, read_token_ids
 
-__all__ = [
-    "REFUSAL_PHRASES",
-    "Verdict",
-    "ask_number",
-    "coherence",
-    "is_broken",
-    "refusal_rate",
-    "repeated_share",
-    "shown",
-]
-
 _NUMBER: Final = re.compile(r"(?<![\w.-])\d+(?:\.\d+)?(?![\w.]*\d)")
 _OUT_OF: Final = re.compile(r"\s*(?:/|out of)\s*100\b")
 _MASS: Final = 0.25

@@ -22,20 +22,6 @@ from inspect_lens import probe as arithmetic
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import Interval
 
-__all__ = [
-    "NO_BOUNDS",
-    "Labelled",
-    "carried",
-    "classes",
-    "cluster_of",
-    "drawn_interval",
-    "labelled",
-    "logged_scores",
-    "read_threshold",
-    "sample_score",
-    "with_bounds",
-]
-
 logger = logging.getLogger(__name__)
 
 _RESAMPLES = 1000

@@ -22,8 +22,6 @@ from inspect_lens.reading._shared import shared_parameters
 from ._judges import shown
 from ._labels import NO_BOUNDS, labelled, with_bounds
 
-__all__ = ["leakage_baseline", "length_auroc", "words_auroc"]
-
 Text = Literal["completion", "prompt", "both"]
 _WORD = re.compile(r"\b\w+\b")
 

@@ -26,13 +26,6 @@ from ._labels import (
     with_bounds,
 )
 
-__all__ = [
-    "auroc_metric",
-    "average_precision_metric",
-    "judged_share",
-    "recall_at_fpr_metric",
-]
-
 logger = logging.getLogger(__name__)
 
 

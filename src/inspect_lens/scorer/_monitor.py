@@ -27,8 +27,6 @@ from ._metrics import auroc_metric
 from ._operating import at_threshold
 from ._probe import keep_tokens, no_tokens
 
-__all__ = ["monitor_alarm"]
-
 Value = Literal["alarm", "token", "max"]
 Level = Literal["token", "turn"]
 

@@ -25,8 +25,6 @@ from ._labels import (
     with_bounds,
 )
 
-__all__ = ["at_threshold", "calibration_error", "threshold_accuracy"]
-
 logger = logging.getLogger(__name__)
 
 _RESAMPLES = 1000

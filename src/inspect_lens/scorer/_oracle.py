@@ -37,8 +37,6 @@ from inspect_lens.reading._shared import shared_parameters
 
 from ._probe import no_tokens
 
-__all__ = ["oracle_answer", "oracle_contrast"]
-
 Match = Literal["exact", "choice", "model"]
 """`exact`: the whole answer; `choice`: the one of the choices that stands first in it; `model`:
 a grader says whether it means the same."""

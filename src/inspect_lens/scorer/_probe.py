@@ -36,15 +36,6 @@ from inspect_lens.vector import Vector, load_vector
 from ._metrics import auroc_metric
 from ._operating import at_threshold
 
-__all__ = [
-    "deception_probe",
-    "keep_tokens",
-    "no_tokens",
-    "probe_score",
-    "score_with",
-    "trait_projection",
-]
-
 
 @scorer(metrics=[auroc_metric(), at_threshold()])
 @shared_parameters

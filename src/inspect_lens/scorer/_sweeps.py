@@ -30,21 +30,6 @@ from inspect_lens.vector import dose_response as _dose_response
 
 from ._judges import is_broken
 
-__all__ = [
-    "DoseRow",
-    "Swept",
-    "Valued",
-    "best_row",
-    "cell_state",
-    "cell_values",
-    "cells_or_limit",
-    "effects_of",
-    "rows_by",
-    "rows_in_log",
-    "rows_of",
-    "slope_of",
-]
-
 
 def cells_or_limit(state: TaskState) -> Sequence[SteeringCell] | Score:
     """The cells of a sample.

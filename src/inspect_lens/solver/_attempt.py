@@ -14,14 +14,6 @@ from inspect_ai.util import span
 from inspect_lens.errors import SpecError
 from inspect_lens.reading._calls import ids_of, record_standing
 
-__all__ = [
-    "adopt",
-    "as_inner",
-    "attempt",
-    "refuse_tools",
-    "run_tools",
-]
-
 
 async def attempt(state: TaskState, generate: Generate, **config: Any) -> TaskState:
     """Generate one turn from a copy, so that the state can be tried again.

@@ -14,15 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from inspect_lens.reading._given import WITHHELD
 
-__all__ = [
-    "Gate",
-    "GateAction",
-    "GateAttempt",
-    "GateDecision",
-    "GateDecisions",
-    "withhold",
-]
-
 GateAction = Literal["flag", "stop", "resample", "steer", "best"]
 """What `probe_gate` does with an answer above the threshold; `best` compares answers instead."""
 

@@ -13,8 +13,6 @@ from inspect_lens.errors import SpecError
 from inspect_lens.reading._follow_up import ask_follow_up, choose_follow_up
 from inspect_lens.reading._rows import has_nothing_to_read
 
-__all__ = ["follow_up"]
-
 
 @solver
 def follow_up(

@@ -25,8 +25,6 @@ from ._attempt import adopt, as_inner, attempt, run_tools
 from ._decisions import Gate, GateAction, GateAttempt, withhold
 from ._gate_agent import gated
 
-__all__ = ["probe_gate"]
-
 ENGINE = "engine:"
 
 

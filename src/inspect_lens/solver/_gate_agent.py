@@ -20,8 +20,6 @@ from inspect_lens.reading._thresholds import promise, rates
 
 from ._decisions import Gate, GateAttempt, GateDecision, withhold
 
-__all__ = ["gated"]
-
 
 def gated(inner: Solver, reader: ProbeReader, gate: Gate) -> Solver:
     """An agent whose turns are judged."""

@@ -39,8 +39,6 @@ from inspect_lens.vector import VectorLike, load_vector
 
 from ._attempt import as_inner
 
-__all__ = ["ablate_direction", "with_capture", "with_lens", "with_steering"]
-
 
 @solver
 @shared_parameters

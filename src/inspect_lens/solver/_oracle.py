@@ -12,11 +12,6 @@ from inspect_lens.oracle._ask import plan_asking
 from inspect_lens.oracle._explain import plan_explaining
 from inspect_lens.reading._shared import shared_parameters
 
-__all__ = [
-    "activation_oracle",
-    "self_explain",
-]
-
 
 @solver
 @shared_parameters

@@ -17,8 +17,6 @@ from inspect_lens.probe import write_atomic
 from ._foreign import VectorFormat, encode_gguf
 from ._vector import Vector
 
-__all__ = ["export_vector"]
-
 
 def export_vector(
     vector: Vector,

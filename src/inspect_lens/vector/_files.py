@@ -22,15 +22,6 @@ from inspect_lens._base.artifact import (
 from inspect_lens.probe import ModelRef
 from inspect_lens.spec import RESID_POST, Site
 
-__all__ = [
-    "VECTOR",
-    "VectorCard",
-    "VectorTraining",
-    "encode_vector",
-    "read_vector_files",
-    "write_vector_files",
-]
-
 
 class VectorTraining(BaseModel):
     """Facts about the samples that a steering vector was found on."""

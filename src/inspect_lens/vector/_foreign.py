@@ -35,14 +35,6 @@ from inspect_lens.probe import ModelRef
 from ._files import VectorCard
 from ._vector import Vector
 
-__all__ = [
-    "GGUFFile",
-    "VectorFormat",
-    "decode_gguf",
-    "encode_gguf",
-    "import_vector",
-]
-
 _MAGIC: Final = b"GGUF"
 _VERSION: Final = 3
 _ALIGNMENT: Final = 32

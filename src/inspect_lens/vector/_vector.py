@@ -19,8 +19,6 @@ from inspect_lens.spec import Add, Site
 
 from ._files import VECTOR, VectorCard, encode_vector, read_vector_files, write_vector_files
 
-__all__ = ["Vector", "VectorLike", "load_vector", "steering_vector"]
-
 _UNIT_TOLERANCE = 1e-4
 
 

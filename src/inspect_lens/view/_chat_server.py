@@ -21,8 +21,6 @@ from inspect_lens.errors import LensError, SpecError
 from ._chat_talk import ChatTalk
 from ._templates import render
 
-__all__ = ["ChatPage"]
-
 HOST: Final = "127.0.0.1"
 MOST_BYTES: Final = 4 << 20
 """Of a request: a chat of a million words."""

@@ -31,8 +31,6 @@ from inspect_lens.vector import load_vector
 
 from ._page import OF_TOKENS
 
-__all__ = ["ChatSetup", "ChatTalk", "open_talk"]
-
 REGISTRY: Final = "/v1/inspect_lens/registry"
 PROVIDERS: Final = ("lens/", "vllm-lens/")
 SPREAD_LAYERS: Final = 6

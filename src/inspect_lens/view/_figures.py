@@ -23,8 +23,6 @@ from ._report_sets import COLOURS, ReportSet, cases, colour_scale
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["empty_figure", "figures", "to_png"]
-
 _NEGATIVE, _POSITIVE = "#7f8c8d", "#D55E00"
 
 

@@ -22,8 +22,6 @@ from ._page import CallView, SampleView, TurnView
 from ._saved import SavedScores, lay_out, read_saved, saved_call, shared_prefix, split_call
 from ._series import Source, score_call
 
-__all__ = ["OpenLog", "open_log", "read_sample"]
-
 _PREVIEW = 240
 _TEXT = 80
 

@@ -14,20 +14,6 @@ from numpy.typing import NDArray
 
 from inspect_lens.probe import Statistic
 
-__all__ = [
-    "LEVELS",
-    "OF_TOKENS",
-    "CallView",
-    "Origin",
-    "Range",
-    "SampleView",
-    "Series",
-    "TokenTable",
-    "TurnView",
-    "pack_sample",
-    "ranges",
-]
-
 OF_TOKENS: Final = (Statistic(over="token"), Statistic(over="alarm", pool="last"))
 """Whose threshold single tokens may be compared with, the better one first: a maximum is a token.
 """

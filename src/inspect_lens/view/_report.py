@@ -20,8 +20,6 @@ from ._figures import figures
 from ._report_sets import Case, ReportSet, cases, colour_scale
 from ._templates import render
 
-__all__ = ["write_report"]
-
 
 def write_report(
     probe: AnyProbe, folder: str | Path, sets: Sequence[ReportSet], *, n_resamples: int = 500

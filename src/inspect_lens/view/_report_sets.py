@@ -12,14 +12,6 @@ from numpy.typing import NDArray
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import count_groups
 
-__all__ = [
-    "COLOURS",
-    "Case",
-    "ReportSet",
-    "cases",
-    "colour_scale",
-]
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ReportSet:

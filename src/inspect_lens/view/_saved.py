@@ -21,19 +21,6 @@ from inspect_lens.reading._token_scores import engine_records
 from ._page import SampleView
 from ._series import Scored, Source
 
-__all__ = [
-    "CallLayout",
-    "SavedScores",
-    "Span",
-    "find_turns",
-    "lay_out",
-    "origin_notes",
-    "read_saved",
-    "saved_call",
-    "shared_prefix",
-    "split_call",
-]
-
 _TRIES = 64
 
 

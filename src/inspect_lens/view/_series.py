@@ -30,15 +30,6 @@ from inspect_lens.spec import resolve_positions, result_name
 
 from ._page import Series
 
-__all__ = [
-    "Scored",
-    "Source",
-    "choose_probes",
-    "kept_sources",
-    "make_sources",
-    "score_call",
-]
-
 
 class Source(NamedTuple):
     """A series and the probe that makes it."""

@@ -9,8 +9,6 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-__all__ = ["render"]
-
 
 def render(template: str, **values: Any) -> str:
     """Fill in a template of `assets/`; every value that it names has to be given."""

@@ -24,8 +24,6 @@ from ._saved import origin_notes, read_saved
 from ._series import Source, choose_probes, kept_sources, make_sources
 from ._templates import render
 
-__all__ = ["MAX_PAGE_BYTES", "WrittenView", "write_view"]
-
 MAX_PAGE_BYTES = 64 << 20
 """Default limit for the size of a token page, in bytes."""
 

@@ -28,8 +28,6 @@ from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.reading._thresholds import acting_value, verdict_facts
 from inspect_lens.spec import Positions
 
-__all__ = ["eval_awareness_approver"]
-
 SYSTEM, MESSAGE, TOOL_RESULT = "set_system_message", "send_message", "send_tool_call_result"
 
 

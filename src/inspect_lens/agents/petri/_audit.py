@@ -21,8 +21,6 @@ from inspect_lens.spec import Positions
 from ._target import lens_target_agent
 from ._tools import ask_activation_oracle, read_probe, steer_target
 
-__all__ = ["lens_audit_solver"]
-
 
 @solver
 @shared_parameters

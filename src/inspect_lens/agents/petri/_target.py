@@ -30,8 +30,6 @@ from inspect_lens.spec import Add, CaptureSpec
 
 from ._tools import STEER
 
-__all__ = ["lens_target_agent"]
-
 
 @agent(name="lens_target")
 def lens_target_agent(

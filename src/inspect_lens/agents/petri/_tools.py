@@ -23,16 +23,6 @@ from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.reading._thresholds import named_point
 from inspect_lens.spec import Add, Positions
 
-__all__ = [
-    "METADATA_KEY",
-    "STEER",
-    "Steering",
-    "ask_activation_oracle",
-    "read_probe",
-    "steer_target",
-    "steering",
-]
-
 METADATA_KEY = "lens_vectors"
 """Key of a sample's metadata under which a seed may name vectors of its own."""
 

@@ -33,8 +33,6 @@ from ._linear import Probe
 from ._load import fingerprint_model
 from ._neural import NeuralProbe
 
-__all__ = ["LIE_DETECTORS", "LieDetector", "import_probe"]
-
 LieDetector = Literal[
     "apollo", "targeted", "did-you-lie", "were-you-honest", "were-you-truthful", "unrelated"
 ]
