@@ -68,9 +68,10 @@ RESCORED_ELSEWHERE = {
     "oracle_answer": "test_oracle.py",
     "attention_tracker": "test_evals.py",
     "document_rank": "test_document_rank.py",
+    "follow_up_score": "test_follow_up.py",
 }
-"""Two ask a server while they score, so they cannot be scored again without one; one reads queries
-and keys, which a steering sweep does not capture."""
+"""Three ask a server while they score, so they cannot be scored again without one; one reads
+queries and keys, which a steering sweep does not capture."""
 
 
 def test_inspect_score_says_the_same_again() -> None:

@@ -9,7 +9,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self
 
-from inspect_ai.model import ChatMessage, ContentReasoning, GenerateConfig, Model, ModelOutput
+from inspect_ai.model import (
+    ChatMessage,
+    ContentReasoning,
+    GenerateConfig,
+    Logprob,
+    Model,
+    ModelOutput,
+)
 
 from inspect_lens.errors import SpecError
 from inspect_lens.model import lens_scope
@@ -132,7 +139,7 @@ def yes_or_no(output: ModelOutput) -> YesOrNo:
     word: Any = said[1].lower() if said else None
     logprobs = output.choices[0].logprobs if output.choices else None
     tokens = [] if logprobs is None else logprobs.content
-    at = [token for token in tokens if _plain(token.token) in ("yes", "no")]
+    at = [token for i, token in enumerate(tokens) if word and _is_word(tokens, i, word)]
     if word is None and _reasons(output):
         return YesOrNo(None, None)  # its first token begins the reasoning and no reply
     token = at[-1] if at and word else next(iter(tokens), None)
@@ -152,6 +159,21 @@ def _reasons(output: ModelOutput) -> bool:
     if isinstance(content, str):
         return "<think>" in content
     return any(isinstance(part, ContentReasoning) for part in content)
+
+
+def _is_word(tokens: Sequence[Logprob], i: int, word: str) -> bool:
+    """Whether a token is the whole word, and not the " No" of " Nova" or the "no" of "volcano"."""
+    if _plain(tokens[i].token) != word:
+        return False
+    before = tokens[i - 1].token if i else ""
+    after = tokens[i + 1].token if i + 1 < len(tokens) else ""
+    starts = _begins_word(tokens[i].token) or not before[-1:].isalpha()
+    return starts and (_begins_word(after) or not after[:1].isalpha())
+
+
+def _begins_word(token: str) -> bool:
+    """Whether a token brings the space in front of it, in the spelling of its vocabulary."""
+    return token[:1] in (" ", "\u0120", "\u2581")
 
 
 def _plain(token: str) -> str:

@@ -69,6 +69,19 @@ class TestReplies:
         found = yes_or_no(reply(*tokens, top={"No": 0.8, "Yes": 0.2}, at=6))
         assert (found.said, found.log_odds) == ("no", pytest.approx(math.log(0.25)))
 
+    @pytest.mark.parametrize(
+        "tokens",
+        [
+            ("Yes", ",", " No", "va", " did", "."),
+            ("Yes", ",", "\u0120No", "va", "."),
+            ("Yes", ",", " volca", "no", "."),
+        ],
+    )
+    def test_a_part_of_a_word_is_no_reply(self, tokens: tuple[str, ...]) -> None:
+        likely = {"Yes": 0.9, "No": 0.1}
+        found = yes_or_no(reply(*tokens, top=likely, at=0))
+        assert (found.said, found.log_odds) == ("yes", pytest.approx(math.log(9)))
+
     def test_a_word_that_is_not_likely_bounds_the_odds(self) -> None:
         found = yes_or_no(reply("No", top={"No": 0.9, "Nothing": 0.01}))
         assert found.is_bound
