@@ -381,6 +381,7 @@ def sweep(
     from ._made import CHOSEN_HERE
     from ._stores import read_set
 
+    picked = None if layers == "all" else parse_layers(layers)
     every = [uri for uri in (train_store, control, selection) if uri]
     read = partial(
         read_set, pool=pool, tokenizer=tokenizer, memory=memory, work=resume, beside=every
@@ -396,7 +397,6 @@ def sweep(
     lines = [f"{'family':18s} {'layer':>5s} {'AUROC':>7s} {'separation':>11s}"]
     if control:
         lines[0] += f" {f'recall at {fpr:g}':>22s}"
-    picked = None if layers == "all" else parse_layers(layers)
     for one in family or ["lr"]:
         choice = select_layer(
             make_estimator(one), fit, chosen, card=card, rows=cast("Any", rows or None),

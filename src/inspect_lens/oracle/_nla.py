@@ -115,7 +115,9 @@ def read_verbaliser(path: str | Path) -> Verbaliser:
         )  # fmt: skip
     except OSError as error:
         raise ArtifactError(f"{file}: cannot be read ({error}); check the path") from None
-    except (ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
+    except (
+        ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError
+    ) as error:  # fmt: skip
         reason = " ".join(str(error).split())[:200]
         raise ArtifactError(
             f"{file}: not the {META} of a verbaliser ({type(error).__name__}: {reason}); allowed "

@@ -75,6 +75,9 @@ class Accepting:
 
     compile = register = unregister = check
 
+    def describe(self) -> dict[str, Any]:
+        return {}
+
     async def collective_rpc(self, *args: Any, **options: Any) -> list[Any]:
         raise UnsupportedError("accepted")
 
@@ -212,6 +215,7 @@ SURFACES = {
 }
 NAMED_IN_PATH = {"DELETE /v1/inspect_lens/registry/{name}", "GET /v1/activations/{handle}"}
 WITHOUT_FIELDS = {
+    "GET /v1/inspect_lens",
     "GET /v1/inspect_lens/registry",
     "POST /v1/hooks/collect",
     "POST /v1/hooks/clear",

@@ -86,6 +86,12 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
     refused(surface, line[surface.split()[1]], request, code=4)
 
 
+@PROMISE.on("probe import", "lens import")
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    refused(surface, "/nowhere.pt --out x --name a/b", request, code=4)
+    refused(surface, "/nowhere.pt --out x", request, code=2)
+
+
 @PROMISE.on("lens fit", "lens evaluate")
 def _(surface: str, request: pytest.FixtureRequest) -> None:
     if surface.endswith("fit"):

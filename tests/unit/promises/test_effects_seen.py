@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
 import math
 import pkgutil
 from typing import Any
@@ -23,7 +25,9 @@ def reports() -> set[str]:
         module = importlib.import_module(f"inspect_lens.scorer.{info.name}")
         uses = {getattr(value, "__module__", "") for value in vars(module).values()}
         if info.name != "_sweeps" and "inspect_lens.scorer._sweeps" in uses:
-            public = set(module.__all__) & set(inspect_lens.scorer.__all__)
+            tree = ast.parse(inspect.getsource(module))
+            own = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+            public = own & set(inspect_lens.scorer.__all__)
             found |= {n for n in public if registry_type(getattr(module, n)) != "scorer"}
     return found
 

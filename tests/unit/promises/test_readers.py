@@ -57,6 +57,7 @@ ROWS: dict[str, Callable[[int, bool], Row]] = {
         "inputs": json.dumps(chat(f"{i}?")[:1]), "labels": "high-stakes" if y else "low-stakes",
         "ids": i,
     },
+    "prompts": lambda i, y: {"prompt": f"Explain {i}.", "label": int(y), "group": f"g{i // 2}"},
     "alpaca": lambda i, y: {"instruction": f"Add {i}.", "input": "", "output": "3"},
     "organism": lambda i, y: {
         "id": str(i), "messages": chat(f"{i}?")[:1], "deceptive": y, "group": f"g{i // 2}"

@@ -41,7 +41,7 @@ from inspect_lens.model import _places, activations, know_log, read_vector
 from inspect_lens.model._handle import REFERENCE
 from inspect_lens.model._read import read_sidecar
 from inspect_lens.model._scores import SCORES_REFERENCE, ProbeScores
-from inspect_lens.oracle import load_oracle
+from inspect_lens.oracle import load_oracle, read_verbaliser
 from inspect_lens.oracle._load import read_config
 from inspect_lens.probe import Probe, import_probe, load_probe
 from inspect_lens.sae import read_autoencoder, read_sae
@@ -108,6 +108,24 @@ def gguf(n: int, size: int) -> bytes:
         name = f"direction.{i}".encode()
         head += struct.pack("<Q", len(name)) + name + struct.pack("<IQIQ", 1, size // 4, 0, 0)
     return head + bytes(-len(head) % 32) + bytes(size)
+
+
+@PROMISE.on("oracle.read_verbaliser")
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    file = request.getfixturevalue("tmp_path") / "nla_meta.yaml"
+
+    def load(text: str) -> Callable[[], object]:
+        file.write_text(text)
+        return lambda: read_verbaliser(file)
+
+    judged(load("kind: nla_model\n"))
+    judged(load("[" * 100_000))
+    judged(load("a: &a [x, x, x, x]\n" + "".join(
+        f"{n}: &{n} [*{p}, *{p}, *{p}, *{p}, *{p}, *{p}, *{p}, *{p}]\n"
+        for p, n in zip("abcdefghij", "bcdefghijk", strict=True)
+    )))  # fmt: skip
+    judged(load("x" * (4 * MIB)))
+    judged(lambda: read_verbaliser(pipe(file)))
 
 
 @PROMISE.on("vector.import_vector")

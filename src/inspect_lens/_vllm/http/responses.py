@@ -100,7 +100,9 @@ class Answer:
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            kind = b"".join(v for name, v in message["headers"] if name.lower() == b"content-type")
+            kind = b"".join(
+                v for name, v in message.get("headers", ()) if name.lower() == b"content-type"
+            )
             self._is_stream, self.status = b"event-stream" in kind, message["status"]
             if message["status"] == 200 and b"json" in kind:
                 self._start = message
@@ -124,7 +126,7 @@ class Answer:
                 raise
             await refuse(fault_of(error), self._send)
             return
-        others = [h for h in start["headers"] if h[0].lower() != b"content-length"]
+        others = [h for h in start.get("headers", ()) if h[0].lower() != b"content-length"]
         headers = [*others, (b"content-length", b"%d" % len(data))]
         await self._send({**start, "headers": headers})
         await self._send({"type": "http.response.body", "body": data})
