@@ -326,7 +326,9 @@ def test_an_explanation_is_that_of_transformers_with_the_row_put_in(
     places = [i for i, token in enumerate(ids) if token == placeholder]
     assert len(places) == 2
     found = sample.metadata["self_explain"]
-    assert len(found) == handle.n_prompt
+    # What the user wrote, and nothing of the template.
+    read = [handle.prompt_token_ids[p] for answer in found for p in answer["positions"]]
+    assert decoder.decode(read) == QUESTION.text
     rows = torch.from_numpy(handle.numpy()[handle.layers.index(LAYER)].copy())
     for answer in found:
         wanted = hugging_face(ids, rows[answer["positions"][0]], places)

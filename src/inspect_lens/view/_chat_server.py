@@ -152,8 +152,9 @@ def _asked(body: Any) -> dict[str, Any]:
         return _Asked.model_validate(body).model_dump()
     except ValidationError as error:
         first = error.errors()[0]
-        named = str(first["loc"][0]) if first["loc"] else "the body"
-        raise SpecError(f"{_LABELS.get(named, named)}: {first['msg']}") from None
+        field, *inside = first["loc"] or ("the body",)
+        named = ".".join([_LABELS.get(str(field), str(field)), *map(str, inside)])
+        raise SpecError(f"{named}: {first['msg']}") from None
 
 
 class _Server(ThreadingHTTPServer):
