@@ -542,7 +542,8 @@ def lens_facts(http: httpx.Client) -> dict[str, Any]:
     found = json_of(answer)
     facts: dict[str, Any] = found if isinstance(found, dict) else {}
     engines = facts.get("engines")
-    if not isinstance(engines, list) or not all(isinstance(e, dict) for e in engines or [None]):
+    are_facts = isinstance(engines, list) and all(isinstance(e, dict) for e in engines or [None])
+    if not are_facts or not isinstance(facts.get("off", {}), dict):
         raise LensError(f"{base}: its answer at /v1/inspect_lens names no engine; look at its log")
     return facts
 

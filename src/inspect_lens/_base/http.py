@@ -86,7 +86,7 @@ def server_address(url: str) -> str:
     try:
         parsed = httpx.URL(address)
         why = "" if parsed.scheme in ("http", "https") and parsed.host else "it names no host"
-    except httpx.InvalidURL as error:
+    except (httpx.InvalidURL, UnicodeError) as error:
         why = str(error)
     if why:
         raise SpecError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,20 +133,29 @@ class TokenTexts:
         return text
 
 
+@lru_cache(maxsize=8)
+def _from_file(path: str, _changed: int) -> _Tokenizer:
+    """The same tokens without transformers, whose import takes seconds; so does a large file."""
+    fast: Any = importlib.import_module("tokenizers")
+    try:
+        loaded = fast.Tokenizer.from_file(path)
+    except Exception as error:  # noqa: BLE001 - tokenizers has no error of its own
+        raise ValueError(str(error)) from None
+    return _Tokenizer(
+        decode=lambda ids: str(loaded.decode(list(ids), skip_special_tokens=False)),
+        piece=lambda token: loaded.id_to_token(token) or "",
+        marks=frozenset(loaded.get_added_tokens_decoder()),
+    )
+
+
 def _load(name: str) -> _Tokenizer:
     name = model_path(name)
     folder = Path(name).expanduser()
     if not folder.is_dir():
         folder = _cached(name)
     if (folder / "tokenizer.json").is_file() and importlib.util.find_spec("tokenizers"):
-        # The same tokens without transformers, which takes many seconds to import.
-        fast: Any = importlib.import_module("tokenizers")
-        loaded = fast.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        return _Tokenizer(
-            decode=lambda ids: str(loaded.decode(list(ids), skip_special_tokens=False)),
-            piece=lambda token: loaded.id_to_token(token) or "",
-            marks=frozenset(loaded.get_added_tokens_decoder()),
-        )
+        file = folder / "tokenizer.json"
+        return _from_file(str(file.resolve()), file.stat().st_mtime_ns)
     transformers: Any = importlib.import_module("transformers")
     return _of_transformers(
         transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from inspect_lens._settings import Settings
@@ -83,9 +84,11 @@ class Beside:
             self._n_died = STARTS
             return
         try:
-            self._task = asyncio.get_running_loop().create_task(self._run())
+            task = asyncio.get_running_loop().create_task(self._run())
         except RuntimeError:
             return  # trio
+        # A loop that was closed without an end to its tasks leaves its own behind.
+        self._task, self._writer, self.pid, self._waiting = task, None, None, {}
 
     def send(self, job: bytes) -> asyncio.Future[Stored | None] | None:
         """Hand a job over."""
@@ -125,16 +128,21 @@ class Beside:
                 self._n_died = STARTS
                 ours.close()
                 return
+        waiting = self._waiting
         reader, writer = await asyncio.open_connection(sock=ours, limit=_ANSWER_BYTES)
         try:
             async for line in reader:
-                self._take(json.loads(line), writer)
+                self._take(json.loads(line), writer, waiting)
         except OSError:
             pass
         finally:
-            writer.close()
-            self._writer = self.pid = None
-            waiting, self._waiting = self._waiting, {}
+            with suppress(OSError, RuntimeError):
+                # A child that was forked may hold our end open, too.
+                writer.write_eof()
+                writer.close()
+            if self._waiting is waiting:
+                self._writer = self.pid = None
+                self._waiting = {}
             for future in waiting.values():
                 if not future.done():
                     future.set_exception(Lost("the process that takes activations in has ended"))
@@ -142,11 +150,16 @@ class Beside:
         self._n_died += 1
         logger.warning("the process that takes activations in has ended; threads do its work")
 
-    def _take(self, answer: Mapping[str, Any], writer: asyncio.StreamWriter) -> None:
+    def _take(
+        self,
+        answer: Mapping[str, Any],
+        writer: asyncio.StreamWriter,
+        waiting: dict[int, asyncio.Future[Stored | None]],
+    ) -> None:
         if "ready" in answer:
             self._writer, self.pid = writer, answer["ready"]
             return
-        future = self._waiting.pop(answer["id"], None)
+        future = waiting.pop(answer["id"], None)
         if future is None or future.done():
             return  # its call was cancelled
         if "stored" in answer:
@@ -238,8 +251,6 @@ class _Server:
             return {"failed": f"{type(error).__name__}: {error}"}
 
     def _send(self, answer: Mapping[str, Any]) -> None:
-        with self._sending:
-            try:
-                self._socket.sendall(json.dumps(answer).encode() + b"\n")
-            except OSError:
-                os._exit(0)  # the parent is gone
+        # Where nobody listens any more, what is being written is written to its end.
+        with self._sending, suppress(OSError):
+            self._socket.sendall(json.dumps(answer).encode() + b"\n")

@@ -80,8 +80,8 @@ def warn_without_space(prompt: Prompt, **answers: str | int | None) -> None:
     """Warn of an answer that would continue the prompt's last word."""
     if isinstance(prompt, str):
         text = prompt
-    elif is_chat(prompt) and messages_of(prompt)[-1]["role"] == "assistant":
-        text = str(messages_of(prompt)[-1]["content"])
+    elif is_chat(prompt) and messages_of(prompt)[-1].get("role") == "assistant":
+        text = str(messages_of(prompt)[-1].get("content", ""))
     else:
         return  # of token ids, or the beginning of a turn
     for name, answer in answers.items():

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from inspect_ai.log import EvalLog, EvalSample, read_eval_log
 
@@ -137,6 +137,13 @@ def log_to_store(
     return finish(uri, plan, dataset, _SHARD)
 
 
+_WORDS: Final[dict[str, int | None]] = {
+    **dict.fromkeys(("c", "yes", "true", "1"), 1), **dict.fromkeys(("i", "no", "false", "0"), 0),
+    "n": None,
+}  # fmt: skip
+"""Values of scores that say a label; no answer is none."""
+
+
 def _label(sample: EvalSample, label: Label) -> bool | None:
     if callable(label):
         found: Any = label(sample)
@@ -144,7 +151,7 @@ def _label(sample: EvalSample, label: Label) -> bool | None:
         score = (sample.scores or {}).get(label.removeprefix(_SCORE))
         found = None if score is None else score.value
         if isinstance(found, str):
-            found = {"C": 1, "I": 0}.get(found, found)
+            found = _WORDS.get(found.lower(), found)
         elif isinstance(found, float) and math.isnan(found):
             found = None  # unscored
     else:

@@ -118,13 +118,13 @@ def import_lens(
     if n_layers is None:
         notes.append(f"Assumed: the model has {count} layers, as the file translates all others.")
     notes.append("Its quality was not measured here; `inspect-lens lens evaluate` does.")
-    card = LensCard(
-        name=name, kind="jacobian", n_layers=count, layers=layers, hidden=hidden, source=_SOURCE,
-        model=model, notes=tuple(notes),
-    )  # fmt: skip
     try:
+        card = LensCard(
+            name=name, kind="jacobian", n_layers=count, layers=layers, hidden=hidden,
+            source=_SOURCE, model=model, notes=tuple(notes),
+        )  # fmt: skip
         return Lens(matrix=matrix, card=card)
-    except SpecError as error:
+    except (SpecError, ValueError) as error:
         raise ArtifactError(f"{file}: {error}") from None
 
 

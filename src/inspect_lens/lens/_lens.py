@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from pydantic import ValidationError
 
 from inspect_lens._base.artifact import find_artifact
 from inspect_lens.errors import SpecError
@@ -191,10 +192,14 @@ class Lens:
                 f"unembedding: shape {tokens.shape}; allowed is {(2, self.card.hidden)}, the rows "
                 "of two tokens"
             )
+        if not layers:
+            raise SpecError("layers: name at least one; allowed are layers of the lens")
         directions = np.stack([self.token_direction(tokens, layer) for layer in layers])
-        return Swap(
-            first=directions[:, 0], second=directions[:, 1], strength=strength, layers=tuple(layers)
-        )
+        first, second = directions[:, 0], directions[:, 1]
+        try:
+            return Swap(first=first, second=second, strength=strength, layers=tuple(layers))
+        except ValidationError as error:
+            raise SpecError(f"token_swap: {error.errors()[0]['msg']}") from None
 
     def for_engine(self) -> EngineLens:
         """The form that an engine registers; made once, as all of it is hashed."""

@@ -179,7 +179,7 @@ class LensAPI(ServerCalls, LensProvider):
         try:
             self._capture = parse_capture(capture)
             self._asked: Asked = ask_probes(probes)
-            self.edited = edits_of_every_call(edits, steer)
+            self.edited, self.own_config = edits_of_every_call(edits, steer), config
         except LensError as error:
             given = "" if str(error).startswith("INSPECT_LENS_") else "-M "
             raise PrerequisiteError(f"vllm-lens: {given}{error}") from None

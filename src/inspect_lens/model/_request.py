@@ -86,20 +86,31 @@ def _tensor(reference: Mapping[str, Any]) -> TensorData:
 
 
 def resolve_references(value: Any) -> Any:
-    """Replace every reference to a tensor and every named vector inside lists and mappings."""
+    """Replace every reference to a tensor inside lists and mappings."""
     if isinstance(value, Mapping) and value.get("$lens") == TENSOR_REFERENCE:
         return _tensor(value)
-    if isinstance(value, Mapping) and "vector" in value and "op" not in value:
-        return steering_vector(value)
-    if isinstance(value, Mapping) and isinstance(value.get("direction"), str):
-        named = load_vector(value["direction"])
-        of_card = {"layers": list(named.layers), "site": named.site}
-        return of_card | dict(value) | {"direction": named.raw(named.default_layer())}
     if isinstance(value, Mapping):
         return {key: resolve_references(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [resolve_references(item) for item in value]
     return value
+
+
+def resolve_edits(value: Any) -> Any:
+    """Replace references in edits, and names: of vectors that are added, of directions."""
+    if isinstance(value, list | tuple):
+        return [resolve_edits(item) for item in value]
+    if not isinstance(value, Mapping) or value.get("$lens") == TENSOR_REFERENCE:
+        return resolve_references(value)
+    if "vector" in value and "op" not in value:
+        return steering_vector(resolve_references(value))
+    found = {key: resolve_edits(item) for key, item in value.items()}
+    for key in ("direction", "vector"):
+        if isinstance(found.get(key), str):
+            named = load_vector(found[key])
+            of_card = {"layers": list(named.layers), "site": named.site} if "op" in found else {}
+            found = of_card | found | {key: named.raw(named.default_layer())}
+    return found
 
 
 class Settled(dict[str, Any]):
@@ -135,7 +146,11 @@ def read_body(
     """Read the lens request of a call; reading what this returned changes nothing."""
     settled = isinstance(extra_body, Settled)
     body, given = split_body(extra_body)
-    args = resolve_references({key: _loads(key, value) for key, value in given.items()})
+    args = {key: _loads(key, value) for key, value in given.items()}
+    for key, value in args.items():
+        native = key == NATIVE_KEY and isinstance(value, Mapping) and "edits" in value
+        named = {**value, "edits": resolve_edits(value["edits"])} if native else value
+        args[key] = resolve_edits(value) if key == STEER_KEY else resolve_references(named)
     # Refusals are for this side of the wire only; beside a native request they would not parse.
     declined = args.get(CAPTURE_KEY) is False and args.pop(CAPTURE_KEY) is False
     plain = args.get(STEER_KEY) == [] and args.pop(STEER_KEY) == []
@@ -155,7 +170,7 @@ def read_body(
     typed |= to_extra_args(request)
     if declined:
         typed[CAPTURE_KEY] = False
-    if plain and scope is not None and scope.edits:
+    if plain and not (request is not None and request.edits):
         typed[STEER_KEY] = []
     if typed:
         body["extra_args"] = typed
@@ -165,8 +180,13 @@ def read_body(
 def respelled(body: Mapping[str, Any], request: LensRequest) -> dict[str, Any]:
     """A body that `read_body` made, with another request in the place of its own."""
     made = dict(body)
-    args = {k: v for k, v in made.pop("extra_args", {}).items() if k not in LENS_KEYS}
-    args |= to_extra_args(request)
+    given = made.pop("extra_args", {})
+    args = {k: v for k, v in given.items() if k not in LENS_KEYS} | to_extra_args(request)
+    # What a call declines it goes on to decline, unless it asks for it now.
+    if given.get(CAPTURE_KEY) is False and request.capture is None:
+        args[CAPTURE_KEY] = False
+    if given.get(STEER_KEY) == [] and not request.edits:
+        args[STEER_KEY] = []
     return made | ({"extra_args": args} if args else {})
 
 
@@ -414,7 +434,7 @@ def lens_config(
     if capture is not None:
         changes["capture"] = parse_capture(capture)
     if steer is not None or edits is not None:
-        others = () if edits is None else parse_edits(resolve_references(edits))
+        others = () if edits is None else parse_edits(resolve_edits(edits))
         changes["edits"] = (*_vectors(() if steer is None else steer), *others)
     if hooks is not None:
         changes["hooks"] = parse_hooks(list(hooks))
@@ -482,11 +502,16 @@ def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 def _vectors(steer: Any) -> tuple[EditBase, ...]:
     single = isinstance(steer, Add | Vector | Mapping | str | Path)
+    if not single and not isinstance(steer, list | tuple):
+        raise SpecError(
+            f"steer={steer!r}; allowed are a vector, its name or path, an object such as "
+            '{"vector": name, "scale": 0.5}, and a list of them'
+        )
     vectors = [steer] if single else list(steer)
     if not vectors:
         return ()
     resolved = [
-        steering_vector(v) if isinstance(v, Vector | str | Path) else resolve_references(v)
+        steering_vector(v) if isinstance(v, Vector | str | Path) else resolve_edits(v)
         for v in vectors
     ]
     request = parse_extra_args({STEER_KEY: resolved})

@@ -89,7 +89,9 @@ def inherited_requests(api: ModelAPI) -> tuple[LensRequest, ...]:
     """What the running task's config and the model's own ask of every call inside scopes."""
     models = {id(scope.model): scope.model for scope in SCOPES.get() if scope.model.api is api}
     found = []
-    for config in (active_generate_config(), *(model.config for model in models.values())):
+    own = getattr(api, "own_config", None)  # of a model without a scope
+    configs = [active_generate_config(), *(model.config for model in models.values())]
+    for config in (*configs, *(() if own is None or models else (own,))):
         try:
             request = read_body(config.extra_body).request
         except LensError:

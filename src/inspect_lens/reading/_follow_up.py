@@ -28,7 +28,7 @@ DID_YOU_LIE: Final = FollowUp(
 )
 """What is asked where neither a question nor a probe says."""
 _WORD: Final = re.compile(r"[\W_\u0120\u2581]+")
-_LAST: Final = re.compile(r".*\b(yes|no)\b", re.IGNORECASE | re.DOTALL)
+_SAID: Final = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
 _TOP: Final = 20
 
 
@@ -37,7 +37,7 @@ class YesOrNo:
     """What a reply says, and the odds of yes over no where it says so."""
 
     said: Literal["yes", "no"] | None
-    """The last of both words in the reply; None where it has neither."""
+    """The first of both words in the reply, behind its reasoning; None where it has neither."""
     log_odds: float | None
     """log of P(yes) / P(no) in nats, where the reply says one of them, or at its first token where
     it says neither; None without probabilities of the tokens, or where neither was likely."""
@@ -134,15 +134,19 @@ async def ask_follow_up(
 
 
 def yes_or_no(output: ModelOutput) -> YesOrNo:
-    """Read a reply: the last yes or no in it, and the odds of both at that token."""
-    said = _LAST.match(output.completion)
-    word: Any = said[1].lower() if said else None
+    """Read a reply: the first yes or no behind its reasoning, and the odds at that token.
+
+    What follows may say "no doubt" and the like.
+    """
+    said = [one.lower() for one in _SAID.findall(output.completion.rpartition("</think>")[2])]
+    word: Any = said[0] if said else None
     logprobs = output.choices[0].logprobs if output.choices else None
     tokens = [] if logprobs is None else logprobs.content
     at = [token for i, token in enumerate(tokens) if word and _is_word(tokens, i, word)]
     if word is None and _reasons(output):
         return YesOrNo(None, None)  # its first token begins the reasoning and no reply
-    token = at[-1] if at and word else next(iter(tokens), None)
+    # Reasoning, which the text may be without, has tokens in front.
+    token = at[-min(said.count(word), len(at))] if at else next(iter(tokens), None)
     if token is None or not token.top_logprobs or (word and not at):
         return YesOrNo(word, None)
     options = [(_plain(option.token), option.logprob) for option in token.top_logprobs]

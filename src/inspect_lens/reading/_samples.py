@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from statistics import fmean
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
@@ -485,7 +486,11 @@ async def read_message(
                 f"roles={list(wanted)}; leave roles= out to read any message"
             )
         if wanted is not None and turn is not None and turn.role not in wanted:
-            require_roles(wanted, read_turns(transcript().events), tuple(model_roles()))
+            # Its first call may come later; a name that is nearly another's never has one.
+            turns = read_turns(transcript().events)
+            known = {*model_roles(), *(one.role for one in turns if one.role)}
+            if any(get_close_matches(one, known, 1, 0.8) for one in wanted if one not in known):
+                require_roles(wanted, turns, tuple(model_roles()))
             return None
         if model is None and turn is not None:
             model = model_of(turn)

@@ -381,6 +381,8 @@ def _scores(
     def has_cells(_: str, score: Score) -> bool:
         return "effects" in (score.metadata or {})
 
-    return logged_scores(
+    found = logged_scores(
         scores, name, default="dose_response", is_one=has_cells, make="dose_response(...)"
     )
+    # Those that Inspect keeps from metrics, too.
+    return [one for one in found if one.score.value == one.score.value]

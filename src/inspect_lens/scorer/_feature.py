@@ -187,8 +187,9 @@ def lens_rank(
         position: of the row, over prompt and completion; a negative one counts from the end of the
             prompt. -1 is the row that predicts the first token of the answer. `answer` is the row
             that predicts the token where the model first writes it, for answers that begin with
-            other words, such as "The capital is"; the lens has to read the completion, and a call
-            in which the token is not written counts as missing.
+            other words, such as "The capital is"; let the lens read `all` positions, since the
+            first token is predicted by the prompt's last row. A call in which the token is not
+            written has no value.
         over: `last` reads the call of the sample's answer, or the last one of `roles`; `all` reads
             every call, each choice by itself, and takes the one in which the token is the most
             likely at the last layer.
@@ -261,6 +262,11 @@ def _ranks(
         if table.targets[column] not in written:
             return None
         position = handle.n_prompt + written.index(table.targets[column]) - 1
+        if position not in table.positions:
+            raise NotCapturedError(
+                f"lens_rank: the token is predicted at position {position}, which the lens did not "
+                'read; run with_lens(lens={"target": " {}", "positions": "all"})'
+            )
     at_row = position + handle.n_prompt if position < 0 else position
     row = _index(table.positions, at_row, "position")
     ranks = table.target_ranks[row, :, column].tolist()

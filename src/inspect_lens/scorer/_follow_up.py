@@ -11,7 +11,7 @@ from inspect_ai.model import Model, get_model
 from inspect_ai.scorer import Score, Scorer, Target, scorer
 from inspect_ai.solver import TaskState
 
-from inspect_lens.errors import ArtifactError
+from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import CallSelection, OnMissing, ProbeReader, Reading, Turn, read_calls
 from inspect_lens.reading._follow_up import FollowUpReply, ask_follow_up, choose_follow_up
@@ -83,6 +83,9 @@ def follow_up_score(
         print(found.value, found.metadata["reply"], found.metadata["log_odds_lie"])
         ```
     """
+    given = {"threshold": threshold, "tokenizer": tokenizer}
+    if probe is None and (unread := [k for k, v in given.items() if v is not None]):
+        raise SpecError(f"{', '.join(unread)}: nothing reads this without probe=; leave it out")
     reader = None if probe is None else ProbeReader.of(
         probe, check_model=check_model, tokenizer=tokenizer, threshold=threshold
     )  # fmt: skip

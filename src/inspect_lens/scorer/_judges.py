@@ -238,9 +238,11 @@ def coherence(
     async def by_repetition(state: TaskState, target: Target) -> Score:
         answer = shown(state)[1]
         repeated = repeated_share(answer)
+        broken = is_broken(answer)
         return Score(
-            value=1.0 - repeated,
-            explanation=f"{repeated:.0%} of its runs of {_RUN} words occur in it before.",
+            value=0.0 if broken else 1.0 - repeated,
+            explanation=f"{repeated:.0%} of its runs of {_RUN} words occur in it before."
+            + (" It is blank, or repeats one piece." if broken else ""),
             metadata={"method": "repetition", "repeated": repeated},
         )
 

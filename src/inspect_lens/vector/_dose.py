@@ -104,6 +104,12 @@ def dose_response(
     if not 0.0 < confidence < 1.0:
         raise SpecError(f"confidence={confidence}; allowed is a number between 0 and 1")
     prompts, scales, values, flips = _table(steered, baseline)
+    if not np.isfinite(values).all():
+        at = np.argwhere(~np.isfinite(values))[0]
+        raise SpecError(
+            f"steered: the value of prompt {prompts[at[0]]!r} at scale {scales[at[1]]:g} is "
+            f"{values[tuple(at)]}; allowed are finite numbers; leave that prompt out"
+        )
     known_groups = groups or {}
     of = [known_groups.get(p, p) for p in prompts]
     place = {name: i for i, name in enumerate(dict.fromkeys(of))}

@@ -13,7 +13,7 @@ from inspect_ai.event import ModelEvent
 from inspect_ai.model import GenerateConfig
 from inspect_ai.solver import Generate, Solver, TaskState, generate, solver
 
-from inspect_lens.model import lens_scope
+from inspect_lens.model import lens_config, lens_scope
 from inspect_lens.model._host import PrerequisiteError
 from inspect_lens.model._scope import outside_scopes
 from inspect_lens.solver import steering_sweep
@@ -141,3 +141,39 @@ def test_a_wrong_variable_is_named(
     with pytest.raises(PrerequisiteError, match=rf"{VARIABLE}: 'nowhere.json'") as caught:
         model_of(server)
     assert "-M" not in str(caught.value)
+
+
+def test_the_models_own_config_adds_to_it(server: Any, run_eval: Any, model_of: Any) -> None:
+    own = lens_config(steer={"vector": "organism/truth", "scale": 7.0})
+    model = model_of(server, config=own, edits=ADD)
+    run_eval(server, n=1, model=model, solver=generate())
+    assert strengths(server.requests[-1]) == [7.0, 2.0]
+
+
+def test_a_refusal_outlives_what_is_added_to_its_config(
+    server: Any, run_eval: Any, model_of: Any
+) -> None:
+    no = {"extra_args": {"apply_steering_vectors": []}}
+    config = lens_config(capture=[1], extra_body=no, base=GenerateConfig())
+    run_eval(server, n=1, model=model_of(server, edits=ADD), config=config, solver=generate())
+    assert strengths(server.requests[-1]) == []
+    assert asked(server.requests[-1]).capture is not None
+
+
+def test_names_are_looked_up_in_edits_alone(server: Any, run_eval: Any, model_of: Any) -> None:
+    columns = {"sink": {"name": "s", "columns": {"direction": "north", "vector": "south"}}}
+    config = GenerateConfig(extra_body={"extra_args": {"inspect_lens": columns}})
+    log = run_eval(server, n=1, model=model_of(server), config=config, solver=generate())
+    assert "recording" in log.error.message, "it was sent; this server has no sinks"
+    gate = {"direction": "organism/truth", "layer": 0, "threshold": 0.0}
+    edit = [{"op": "ablate", "direction": "organism/truth", "when": gate}]
+    run_eval(server, n=1, model=model_of(server, edits=edit), solver=generate())
+    (sent,) = asked(server.requests[-1]).edits
+    assert sent.when is not None
+    assert sent.when.direction.shape == (256,)
+
+
+@pytest.mark.parametrize("steer", [5, True])
+def test_a_number_is_no_vector(server: Any, model_of: Any, steer: Any) -> None:
+    with pytest.raises(PrerequisiteError, match=r"-M steer: .*allowed are a vector"):
+        model_of(server, steer=steer)

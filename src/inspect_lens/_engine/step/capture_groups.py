@@ -164,10 +164,12 @@ class Groups:
         """Note which rows are wanted, all in all and for each result."""
         table.lo[slots], table.hi[slots] = np.iinfo(np.int64).max, 0
         results = zip(*[envelope.results for envelope in envelopes], strict=True)
-        for window, of_all in zip(self._windows, results, strict=True):
+        # What other ranks read alone is none of this one's business.
+        here = self._groups[int(table.group[slots[0]])].results
+        for stream, (window, of_all) in enumerate(zip(self._windows, results, strict=True)):
             # Requests of a group have the same results.
             parts = [part for part in of_all if part is not None]
-            if parts:
+            if parts and stream in here:
                 lo = np.asarray([part.lo for part in parts])
                 hi = np.asarray([part.hi for part in parts])
                 window.set(slots, lo, hi)
@@ -176,11 +178,12 @@ class Groups:
 
     def watch_listed(self, table: RequestTable, slot: int, envelope: Envelope) -> None:
         """Note, beside, the positions that a request names."""
-        parts = envelope.results
-        for window, part in zip(self._windows, parts, strict=True):
-            if part is not None and part.positions is not None:
-                window.listed[slot] = positions = np.asarray(part.positions, dtype=np.int64)
-                if parts.count(None) == len(parts) - 1:
+        here = self._groups[int(table.group[slot])].results
+        for stream, part in enumerate(envelope.results):
+            if part is not None and part.positions is not None and stream in here:
+                positions = np.asarray(part.positions, dtype=np.int64)
+                self._windows[stream].listed[slot] = positions
+                if len(here) == 1:
                     table.listed[slot] = positions
 
     def take(self, envelope: Envelope, n: int = 1) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -34,6 +35,8 @@ class Monkeypatch:
     """Why it is needed, and so when it may go."""
     keywords: tuple[str, ...] = ()
     """Further parameters, anywhere, that the wrapper sets."""
+    copies: tuple[str, ...] = ()
+    """Modules that import the target by its name, and so would keep the original."""
 
 
 PATCHES: tuple[Monkeypatch, ...] = (
@@ -72,6 +75,7 @@ PATCHES: tuple[Monkeypatch, ...] = (
         ("request", "start_token_idx", "end_token_idx", "start_mm_idx"),
         "engine",
         "steering has blocks of its own from the first edited token on, and not before",
+        copies=("vllm.v1.core.block_pool", "vllm.v1.simple_kv_offload.manager"),
     ),
     Monkeypatch(
         "input_processor_init",
@@ -292,6 +296,9 @@ def wrap(item: Monkeypatch, make: Callable[[Callable[..., Any]], Callable[..., A
     wrapper = functools.wraps(original)(make(original))
     setattr(wrapper, _MARK, original)
     setattr(owner, attribute, wrapper)
+    for name in item.copies:
+        if getattr(module := sys.modules.get(name), attribute, None) is original:
+            setattr(module, attribute, wrapper)
 
 
 def add_method(item: Monkeypatch, name: str, function: Callable[..., Any]) -> None:

@@ -232,6 +232,9 @@ def read_body(
     return Body(request, kind, {k: v for k, v in args.items() if k not in LENS_KEYS})
 
 
+_BOM = b"\xef\xbb\xbf"
+
+
 def _fields(body: bytes) -> dict[str, Any] | None:
     check_size(body)
     try:
@@ -239,6 +242,8 @@ def _fields(body: bytes) -> dict[str, Any] | None:
     except ValueError as error:
         if "recursion" in str(error):
             raise SpecError("the body is nested too deep") from None
+        if body.startswith(_BOM):
+            return _fields(body.removeprefix(_BOM))  # vLLM reads past it, too
         return None
     return cast("dict[str, Any]", fields) if isinstance(fields, dict) else None
 

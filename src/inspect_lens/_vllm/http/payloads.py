@@ -244,14 +244,17 @@ def ask_sibling(folder: Path, handle: str) -> bytes | None:
                 sibling.connect(f"{short}/{maker}.sock")
         except OSError:
             raise LookupError(handle) from None
-        sibling.sendall(f"{handle}\n".encode())
-        with sibling.makefile("rb") as answer:
-            (size,) = _SIZE.unpack(answer.read(_SIZE.size))
-            if size == _GONE:
-                return None
-            data = answer.read(size)
+        try:
+            sibling.sendall(f"{handle}\n".encode())
+            with sibling.makefile("rb") as answer:
+                (size,) = _SIZE.unpack(answer.read(_SIZE.size))
+                if size == _GONE:
+                    return None
+                data = answer.read(size)
+        except (OSError, struct.error):
+            raise LookupError(handle) from None  # it has ended meanwhile
     if len(data) != size:
-        raise ConnectionError(f"{maker} sent {len(data)} of {size} bytes")
+        raise LookupError(handle)
     return data
 
 

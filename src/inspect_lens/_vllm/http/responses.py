@@ -49,6 +49,7 @@ class Body:
     scores: list[dict[str, Any]] = field(default_factory=list)
     """Token scores that no event of the stream has carried yet."""
     n_choices: int = 0
+    n_prompts: int = 0
     span: Any = None
     """Of OpenTelemetry."""
     error: BaseException | None = None
@@ -65,6 +66,7 @@ class Body:
             args[NATIVE_KEY] = self.request
         params.extra_args = args or None
         first, self.n_choices = self.n_choices, self.n_choices + params.n
+        self.n_prompts += 1
         return first
 
     def take(self, output: Any, first: int) -> None:
@@ -134,14 +136,36 @@ class Answer:
     async def _send_event(self, message: Message) -> None:
         """Send token scores behind their tokens, and the results before the stream ends."""
         body, kind = self._body, self._body.kind
-        is_end = b"data: [DONE]" in message.get("body", b"")
+        data = message.get("body", b"")
+        is_end = data.startswith(b"data: [DONE]")
+        if is_end:
+            await self._send_scores(body.scores, kind)
+            body.scores = []
         if is_end and body.results:
             await self._send(_event(_last_event(body.results, kind)))
         await self._send(message)
         if body.scores and not is_end:
-            scores, body.scores = body.scores, []
+            # vLLM asks several prompts ahead of what it has sent.
+            sent = _choices_in(data) if body.n_prompts > 1 else None
+            ready = [s for s in body.scores if sent is None or s["index"] in sent]
+            if sent is not None:
+                ready = list({s["index"]: s for s in reversed(ready)}.values())  # each one's first
+            body.scores = [s for s in body.scores if not any(s is one for one in ready)]
+            await self._send_scores(ready, kind)
+
+    async def _send_scores(self, scores: list[dict[str, Any]], kind: str) -> None:
+        if scores:
             event = {"object": kind, "choices": [], "inspect_lens_scores": scores}
             await self._send(_event(event))
+
+
+def _choices_in(data: bytes) -> set[int]:
+    """Choices that an event is about."""
+    try:
+        event = from_json(data.removeprefix(b"data:").strip())
+        return {choice["index"] for choice in event["choices"]}
+    except (ValueError, KeyError, TypeError):
+        return set()
 
 
 def with_results(data: bytes, found: dict[int, dict[str, Any]]) -> bytes:

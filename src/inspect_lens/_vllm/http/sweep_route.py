@@ -195,6 +195,7 @@ class Sweeps:
     async def run(self, request: Any) -> Any:
         from fastapi.responses import JSONResponse, StreamingResponse
 
+        client = CLIENT.get()  # requests to the server's own routes have another
         try:
             require("http")
             require("sweeps")
@@ -203,9 +204,9 @@ class Sweeps:
             ask = _asks(request)
             await _check_model(model, ask)
             _judge(specs, self._front_end())
-            self._admit(CLIENT.get())
+            self._admit(client)
             runs = ServerRuns(request.app.state.engine_client, ask, asyncio.get_running_loop())
-            lines = self._lines(runs, specs, CLIENT.get())
+            lines = self._lines(runs, specs, client)
             first = await anext(lines)
         except Exception as error:  # noqa: BLE001 - whatever vLLM raises is an answer, too
             body = refusal(error)

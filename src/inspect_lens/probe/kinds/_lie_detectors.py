@@ -144,7 +144,7 @@ def import_probe(
         "layers": (at,),
         "model": None if whose is None else ModelRef(name=whose, sha256=fingerprint_model(whose)),
         "thresholds": (_threshold(threshold, readme),),
-        "notes": (*_known(facts, readme), *_unknown(found, facts)),
+        "notes": (*_known(facts, readme), *_assumed(readme), *_unknown(found, facts)),
     }
     if found in _LIE:
         asked = question or readme.question
@@ -243,8 +243,19 @@ def _of(facts: Mapping[str, Any]) -> str:
     ]
 
 
+def _assumed(readme: _Readme) -> list[str]:
+    if _RATE.search(readme.calibration or ""):
+        return []
+    return ["Assumed: the threshold is for 1 % on Alpaca; neither the file nor a README says so."]
+
+
+_RATE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*% FPR on (\w+)")
+
+
 def _threshold(value: float, readme: _Readme) -> Threshold:
-    stated = re.search(r"(\d+(?:\.\d+)?)\s*% FPR on (\w+)", readme.calibration or "")
+    stated = _RATE.search(readme.calibration or "")
+    if not np.isfinite(value):
+        raise ArtifactError(f"threshold={value}: the file holds no number that can be acted on")
     return Threshold(
         value=value,
         fpr=float(stated[1]) / 100 if stated else 0.01,

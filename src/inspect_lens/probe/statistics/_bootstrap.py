@@ -7,6 +7,7 @@ only, is a few array operations.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, Final, Literal
@@ -203,8 +204,13 @@ def _bca(
         parts = [weigh(weights[i : i + step][:, code]) for i in range(0, len(weights), step)]
         return np.concatenate(parts).reshape(rows)
 
+    if min(part.size for part in data) < 2:
+        return math.nan, math.nan
+    if values.size and np.all(values == values[0]):
+        return float(values[0]), float(values[0])
     made: Any = SimpleNamespace(bootstrap_distribution=values)
-    with np.errstate(invalid="ignore", divide="ignore"):
+    with warnings.catch_warnings(), np.errstate(invalid="ignore", divide="ignore"):
+        warnings.simplefilter("ignore")  # of a degenerate distribution, which is NaN here
         found = bootstrap(
             data, of, n_resamples=0, bootstrap_result=made, method="BCa", confidence_level=level,
             vectorized=True, axis=-1, batch=max(1, CELLS // y.size),

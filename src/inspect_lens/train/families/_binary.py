@@ -300,7 +300,9 @@ def _median_deviation(
     made: Floats = _MAD * _median(np.abs(away), weight)
     # A dimension that is mostly one value has no median deviation.
     flat = made <= 1e-9 * (np.abs(rows).max(axis=0) + 1e-30)
-    made[flat] = away[:, flat].std(axis=0)
+    if flat.any():
+        some = away[:, flat] - np.average(away[:, flat], axis=0, weights=weight)
+        made[flat] = np.sqrt(np.average(some**2, axis=0, weights=weight))
     made[made <= 0.0] = 1.0
     return made, np.average(away**2, axis=0, weights=weight)
 

@@ -146,7 +146,12 @@ class SklearnProbe(BinaryEstimator):
     average_folds: bool = False
 
     def _fit(self, x: NDArray[np.floating[Any]], target: Targets) -> None:
-        made, labels, weights = clone(self.estimator), target.positive, {}
+        # As they were given, since `class_weight` may name them.
+        made, labels, weights = (
+            clone(self.estimator),
+            self.classes_[target.positive.astype(int)],
+            {},
+        )
         _keep_groups(made, x, target)
         if target.weight is not None:
             weights[_weight_name(made)] = target.weight
@@ -198,6 +203,11 @@ def as_family(estimator: Any) -> BinaryEstimator:
     """
     if isinstance(estimator, BinaryEstimator):
         return estimator
+    if hasattr(estimator, "to_probe"):
+        raise SpecError(
+            f"estimator={type(estimator).__name__}: has to_probe, and is no BinaryEstimator; "
+            "derive it from that class, whose fit calls its _fit"
+        )
     if isinstance(estimator, BaseEstimator) and hasattr(estimator, "fit"):
         return SklearnProbe(estimator)
     raise SpecError(

@@ -16,7 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
 from inspect_lens._vllm.http.bodies import LensBodies, check_unread, read_body
-from inspect_lens._vllm.http.responses import SERVED, Body
+from inspect_lens._vllm.http.responses import SERVED, Answer, Body
 from inspect_lens.errors import SpecError, UnsupportedError
 
 
@@ -170,7 +170,10 @@ def test_a_stream_ends_with_results_and_has_scores_behind_their_tokens() -> None
     parts = [b'data: {"choices": []}\n\n', b"data: 1\n\n", b"data: [DONE]\n\n"]
     results = [{"inspect_lens": {"n": 1}}, {"inspect_lens": {"n": 2}}]
     _, *events, last, done = answer(b"text/event-stream; charset=utf-8", parts, results)
-    assert [event["body"] for event in events] == parts[:2]
+    assert [event["body"] for event in events[:2]] == parts[:2]
+    # Scores of tokens that no event was about are not lost.
+    (left,) = [json.loads(event["body"].removeprefix(b"data: ")) for event in events[2:]]
+    assert [one["index"] for one in left["inspect_lens_scores"]] == [0, 1]
     assert (done["body"], done["more_body"]) == (parts[-1], False)
     event = json.loads(last["body"].removeprefix(b"data: "))
     assert (event["object"], event["inspect_lens"]) == ("text_completion", {"n": 1})
@@ -178,6 +181,41 @@ def test_a_stream_ends_with_results_and_has_scores_behind_their_tokens() -> None
     _, *events = answer(b"text/event-stream", parts[:2], [{}])
     scores = json.loads(events[-1]["body"].removeprefix(b"data: "))["inspect_lens_scores"]
     assert scores == [{"index": 0, "probes": {"p": [0.5]}}]
+
+
+def test_scores_of_several_prompts_come_behind_their_own_tokens() -> None:
+    """vLLM takes outputs of all prompts ahead, and sends their events one by one."""
+    body = Body(kind="text_completion")
+    for _ in range(2):
+        body.begin(SimpleNamespace(extra_args=None, n=1))
+    body.scores = [{"index": i, "probes": {"p": [t]}} for i, t in ((0, 0.0), (1, 1.0), (1, 1.1))]
+    sent: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    async def run() -> None:
+        answer = Answer(send, body)
+        head = [(b"content-type", b"text/event-stream")]
+        await answer({"type": "http.response.start", "status": 200, "headers": head})
+        for part in (
+            b'data: {"choices": [{"index": 1, "text": "data: [DONE]"}]}\n\n',
+            b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n',
+            b'data: {"choices": [{"index": 1, "text": "b"}]}\n\n',
+            b"data: [DONE]\n\n",
+        ):
+            await answer({"type": "http.response.body", "body": part, "more_body": True})
+
+    asyncio.run(run())
+    events = [json.loads(part.removeprefix(b"data: ")) for part in sent[1:-1]]
+    told = [
+        [one["probes"]["p"][0] for one in event["inspect_lens_scores"]]
+        if "inspect_lens_scores" in event
+        else event["choices"][0]["index"]
+        for event in events
+    ]
+    assert told == [1, [1.0], 0, [0.0], 1, [1.1]]
+    assert sent[-1] == b"data: [DONE]\n\n"
 
 
 def test_a_response_that_cannot_have_its_results_is_an_error() -> None:
