@@ -113,7 +113,11 @@ def test_hooks_on_every_request(registered: LensClient) -> None:
     client.prefetch_params(["lm_head.weight"])
     client.clear_prefetched()
     assert client.generate(PROMPT, max_tokens=8).text == steered != plain
-    assert client.generate(PROMPT, max_tokens=8).hook_results is None
+    hooked = client.generate(PROMPT, max_tokens=8)
+    assert hooked.hook_results is None
+    assert hooked.receipt is not None, "an answer says that somebody's hooks ran on it"
+    assert hooked.receipt.hooks is not None
+    assert len(hooked.receipt.hooks.persistent) == 1
     found = client.collect_hook_results()
     assert len(found) == 2
     for saved in found.values():

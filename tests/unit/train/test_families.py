@@ -403,3 +403,19 @@ def test_weights_without_a_meaning_are_refused() -> None:
     for weight in wrong:
         with pytest.raises(SpecError, match="sample_weight: "):
             MeanDifferenceProbe().fit(x, y, sample_weight=weight)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"optimizer": "sgd"}, "allowed are adamw and lbfgs"),
+        ({"queries": "ones"}, "allowed are zeros and random"),
+        ({"heads": 0}, "1 or more"),
+        ({"mlp_sizes": 16}, "widths above 0"),
+        ({"pool": "mean", "position": True, "dropout": 0.5}, "position, dropout: of attention"),
+    ],
+)
+def test_a_setting_that_nothing_acts_on_is_refused(settings: dict[str, Any], said: str) -> None:
+    x = [np.ones((2, 4), np.float32) * i for i in range(4)]
+    with pytest.raises(SpecError, match=said):
+        HeadProbe(steps=2, **settings).fit(x, [0, 0, 1, 1])

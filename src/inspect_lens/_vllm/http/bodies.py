@@ -102,7 +102,7 @@ class LensBodies:
         has_keys = any(key in body for key in _KEYS)
         is_hidden = _ESCAPED.search(body) is not None
         has_words = path.endswith(_GENERATE) and any(word in body for word in _WORDS)
-        if not (has_keys or is_hidden or has_words):
+        if not (has_keys or is_hidden or has_words or _runs_hooks(scope)):
             await self._app(scope, again, send)
             return
         asked: Body | None = None
@@ -164,6 +164,13 @@ class LensBodies:
         refusal: str | None = getattr(front, "refusal", None)
         # An engine that is not served refuses all of them, whoever else is loaded.
         return None if refusal is None else (str(not_served(refusal)), LENS_KEYS)
+
+
+def _runs_hooks(scope: Mapping[str, Any]) -> bool:
+    """Whether persistent hooks run on every request, whose answer then says so."""
+    client = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
+    book = getattr(getattr(client, "input_processor", None), "inspect_lens_book", None)
+    return bool(getattr(book, "hooks", ())) and scope["path"].endswith(_SERVED)
 
 
 def _may_ask(scope: Mapping[str, Any]) -> bool:

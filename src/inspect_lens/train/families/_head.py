@@ -132,6 +132,7 @@ class HeadProbe(BinaryEstimator):
         return f"{heads}{before}, pooled by {self.pool}" if self.pool else f"network{before}"
 
     def _fit(self, x: Sequences, target: Targets) -> None:
+        self._check_settings()
         positive, groups, weight = target
         each = np.ones(len(positive)) if weight is None else weight / weight.mean()
         data = _Labelled(x, positive, each)
@@ -141,6 +142,25 @@ class HeadProbe(BinaryEstimator):
             self, data.part(kept), data.part(held) if len(held) else None, scaler
         )
         self.tensors_ = trained | scaler
+
+    def _check_settings(self) -> None:
+        """Refuse settings that nothing would act on: the card lists them all."""
+        for name, allowed in (("optimizer", ("adamw", "lbfgs")), ("queries", ("zeros", "random"))):
+            if (given := getattr(self, name)) not in allowed:
+                raise SpecError(f"{name}={given!r}; allowed are {' and '.join(allowed)}")
+        sizes = self.mlp_sizes
+        if not isinstance(sizes, tuple | list) or not all(
+            isinstance(s, int) and s > 0 for s in sizes
+        ):
+            raise SpecError(f"mlp_sizes={sizes!r}; allowed are widths above 0, such as (16,)")
+        if self.heads < 1:
+            raise SpecError(f"heads={self.heads}; allowed is 1 or more")
+        idle = [name for name in ("position", "scaled", "dropout") if getattr(self, name)]
+        if idle and "attention" not in self.pool:
+            raise SpecError(
+                f"{', '.join(idle)}: of attention alone, and pool={self.pool!r}; leave them out, "
+                "or pool by attention"
+            )
 
     def _decide(self, x: Sequences) -> NDArray[np.float64]:
         wide = {name: t.astype(np.float64) for name, t in self.tensors_.items()}
