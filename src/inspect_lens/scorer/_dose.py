@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from inspect_ai.log import EvalLog
 from inspect_ai.scorer import (
@@ -384,5 +384,9 @@ def _scores(
     found = logged_scores(
         scores, name, default="dose_response", is_one=has_cells, make="dose_response(...)"
     )
-    # Those that Inspect keeps from metrics, too.
-    return [one for one in found if one.score.value == one.score.value]
+    return [one for one in found if _is_steered((one.score.metadata or {})["cells"])]
+
+
+def _is_steered(cells: Sequence[Sequence[Any]]) -> bool:
+    """Whether a steered answer of a sample has a value, with which it counts."""
+    return any(kind == "vector" and value is not None for kind, _, _, value, *_ in cells)
