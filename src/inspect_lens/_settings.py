@@ -111,8 +111,8 @@ class Settings:
     goes first."""
     edits: str = ""
     """Edits of every call of a `vllm-lens/` model in any task, unchanged: edits and vectors as
-    JSON, or the path of a JSON or YAML file that has them. `-M edits` and `-M steer` stand in for
-    it; see [Steer](steer.md)."""
+    JSON, or the path of a JSON or YAML file that has them. `-M edits` or `-M steer`
+    replaces it for that model; see [Steer](steer.md)."""
     dir: str = ""
     """Directory or fsspec URL for activation sidecars; empty means next to the log."""
     follow: str = ""

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ._base.http import (
     DELAYS_S,
+    NO_PLUGIN,
     HTTPError,
     fetch_bytes,
     gives_no_receipts,
@@ -376,8 +377,7 @@ class LensClient:
         if not entries:
             if request is not None and request.brings_tensors:
                 raise CaptureError(
-                    "activations: asked for, and the response has none; the server runs without "
-                    "the inspect-lens plug-in"
+                    f"activations: asked for, and the response has none; {NO_PLUGIN}"
                 )
             return None
         plain = {n: entry["__json__"] for n, entry in entries.items() if "__json__" in entry}
@@ -387,8 +387,7 @@ class LensClient:
     def _results(self, value: Any, request: LensRequest | None) -> SavedValues | None:
         if value is None and request is not None and request.hooks:
             raise CaptureError(
-                "hook_results: hooks were sent, and the response has no results; the server runs "
-                "without the inspect-lens plug-in"
+                f"hook_results: hooks were sent, and the response has no results; {NO_PLUGIN}"
             )
         return read_results(value)
 
@@ -482,7 +481,13 @@ def with_request(
     rest, given = split_body(body, where="body")
     own = {k: v for k, v in (body.get("vllm_xargs") or {}).items() if k not in LENS_KEYS}
     theirs = to_wire_args(given) | own
-    args = theirs | to_wire_args(to_extra_args(request))
+    said = to_wire_args(to_extra_args(request))
+    if twice := [key for key in said if key in theirs]:
+        raise SpecError(
+            f"{twice[0]}: stands in the body, and other arguments of this call set it too; put "
+            f"everything into {twice[0]}, or everything into arguments"
+        )
+    args = theirs | said
     if any(key in LENS_KEYS for key in theirs):
         request = parse_extra_args({key: args[key] for key in LENS_KEYS if key in args})
     return ({**rest, "vllm_xargs": args} if args else rest), request

@@ -29,8 +29,8 @@ INSIDE = (
 """What is entered by way of others, and guarded for them."""
 
 FINE = {
-    "_vllm.cache_salt:_block_keys.generate_block_hash_extra_keys": "matches a text; a block that "
-    "lost its key were found by others",
+    "_vllm.cache_salt:_block_keys.generate_block_hash_extra_keys": "matches a string; a block "
+    "without its key would be found by other requests",
     "_vllm.worker.worker:wrap_load_model.load_model": "start: refuses what it cannot serve",
     "_vllm.worker.worker:add_tap.before": "traced by the compiler, which takes no handler",
     "_vllm.worker.worker:add_tap.after": "as above",

@@ -1,4 +1,4 @@
-"""Which tokens of real chat templates are whose: turns, reasoning, tool calls, special tokens."""
+"""Which tokens of chat templates are whose: turns, reasoning, tools, special. Gemma's is ours."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-import httpx
 import urllib3
 from urllib3.exceptions import HTTPError
 
@@ -22,6 +21,7 @@ from inspect_lens.spec import NATIVE_KEY, LensRequest, to_extra_args
 
 __all__ = [
     "DELAYS_S",
+    "NO_PLUGIN",
     "HTTPError",
     "fetch_bytes",
     "gives_no_receipts",
@@ -82,6 +82,9 @@ def with_advice(message: str, url: str) -> str:
 
 def server_address(url: str) -> str:
     """Address of a server without `/v1`; `localhost:8000` is one by HTTP."""
+    # In functions alone: the intake process fetches bytes and needs no httpx, rich or click.
+    import httpx
+
     address = url.strip() if "://" in url else f"http://{url.strip()}"
     try:
         parsed = httpx.URL(address)
@@ -90,7 +93,7 @@ def server_address(url: str) -> str:
         why = str(error)
     if why:
         raise SpecError(
-            f"base_url={url!r}: is no address of a server ({why}); allowed is one such as "
+            f"base_url={url!r} is not the address of a server ({why}); allowed is one such as "
             "http://localhost:8000"
         )
     return address.rstrip("/").removesuffix("/v1")
@@ -120,10 +123,16 @@ def _pool(scheme: str, host: str) -> urllib3.PoolManager:
 
 
 def _tls() -> SSLContext:
-    # Half a second for a process that does nothing else with it.
     import httpx
 
     return httpx.create_ssl_context()
+
+
+NO_PLUGIN: Final = (
+    "the server runs without the inspect-lens plug-in (install inspect-lens in the server's "
+    "environment, and see that VLLM_PLUGINS and INSPECT_LENS_DISABLE allow it)"
+)
+"""Why a server does nothing of what was asked, and what helps."""
 
 
 def not_done(request: LensRequest | None, receipt: Mapping[str, Any] | None) -> str | None:
@@ -147,10 +156,7 @@ def not_done(request: LensRequest | None, receipt: Mapping[str, Any] | None) -> 
         parts.append(f"sink {request.sink.name!r}: the server answered without recording")
     if not parts:
         return None
-    return (
-        f"{'; '.join(parts)}; it runs without the inspect-lens plug-in (install inspect-lens in "
-        "the server's environment, and see that VLLM_PLUGINS and INSPECT_LENS_DISABLE allow it)"
-    )
+    return f"{'; '.join(parts)}; {NO_PLUGIN}"
 
 
 def needs_receipt(request: LensRequest) -> bool:

@@ -55,6 +55,8 @@ def doctor(
 
     Exit code 0: all is served; 1: something is off.
     """
+    if api_key and not base_url:
+        raise SpecError("--api-key: it is for the server at --base-url; name that, too")
     found = examined(
         model=model, tokens=tokens, sequences=sequences, device=device, base_url=base_url,
         api_key=api_key,

@@ -73,7 +73,10 @@ def collect(
     config: Annotated[str, typer.Option(help="Configuration of the data set on the hub.")] = "",
     split: Annotated[str, typer.Option(help="Split to read; the set's own by default.")] = "",
     limit: Annotated[
-        int, typer.Option(help="Draw at most this many samples, labels alike; 0 reads all.")
+        int,
+        typer.Option(
+            help="Draw at most this many samples at random, as many of each label; 0 reads all."
+        ),
     ] = 0,
     option: Annotated[
         list[str] | None, typer.Option(help="Option of the data set, such as n=400. Repeatable.")
@@ -298,6 +301,8 @@ def calibrate(
     if not (control or labelled):
         raise SpecError("nothing to do; allowed are --control, --labelled, or both")
     is_alarm = {one: one.partition(":")[0] == "alarm" for one in statistics}
+    if statistic and not control:
+        raise SpecError("--for: thresholds are set on --control; add it, or leave --for out")
     if length and not any(is_alarm.values()):
         raise SpecError(
             f"--length {length}: only an alarm has a length up to which it holds; add --for "
@@ -477,7 +482,9 @@ def import_(
             "what the README beside the file says."
         ),
     ] = "",
-    layer: Annotated[int, typer.Option(help="Block (from 0), if the file names none.")] = -1,
+    layer: Annotated[
+        int, typer.Option(min=-1, help="Block (from 0), if the file names none.")
+    ] = -1,
     question: Annotated[
         str, typer.Option(help="Follow-up question; the one quoted in the README by default.")
     ] = "",

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,7 +81,7 @@ def decode_file(data: bytes, *, where: str) -> Payload:
             raise ValueError(f"format {meta['format']!r}")
         receipt = meta.get("receipt")
         return Payload(
-            tensors={name: _as_tensor(*tensors[name]) for name in meta["layers"]},
+            tensors={name: _as_tensor(where, *tensors[name]) for name in meta["layers"]},
             layers={name: tuple(layers) for name, layers in meta["layers"].items()},
             prompt_token_ids=tuple(tensors[_PROMPT][1].tolist()),
             token_ids=tuple(tensors[_COMPLETION][1].tolist()),
@@ -122,7 +122,7 @@ def read_vector(data: bytes, *, where: str) -> TensorData:
     tensors, _ = _read(data, where)
     if "activations" not in tensors:
         raise ArtifactError(f"{where}: holds {sorted(tensors)}; wanted is the tensor 'activations'")
-    return _as_tensor(*tensors["activations"])
+    return _as_tensor(where, *tensors["activations"])
 
 
 def _read(data: bytes, where: str) -> tuple[dict[str, tuple[str, NDArray[Any]]], dict[str, str]]:
@@ -132,5 +132,7 @@ def _read(data: bytes, where: str) -> tuple[dict[str, tuple[str, NDArray[Any]]],
         raise ArtifactError(f"{where}: not a safetensors file, or damaged ({error})") from None
 
 
-def _as_tensor(dtype: str, array: NDArray[Any]) -> TensorData:
+def _as_tensor(where: str, dtype: str, array: NDArray[Any]) -> TensorData:
+    if dtype not in get_args(DType):
+        raise ArtifactError(f"{where}: has a tensor of {dtype}; allowed are {get_args(DType)}")
     return TensorData(array, cast("DType", dtype))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, cast
+from typing import Any, Final, cast, get_args
 
 import fsspec
 import numpy as np
@@ -247,9 +247,11 @@ def read_layer(uri: str, layer: int, *, size: int) -> Iterator[tuple[int, int, T
     try:
         held, entry = _facts(header["__metadata__"])["layers"], header["acts"]
         dtype, storage = DTYPES[entry["dtype"]], np.dtype(STORAGE[entry["dtype"]])
+        if dtype not in get_args(DType):
+            raise ValueError(f"activations of {dtype}")
+        _, rows, hidden = entry["shape"]
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(uri, error) from None
-    _, rows, hidden = entry["shape"]
     if not rows:
         return
     if layer not in held:

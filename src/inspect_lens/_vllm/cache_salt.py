@@ -34,9 +34,17 @@ def salted(callers: str | None, first: int, own: str) -> str:
     return f"{callers or ''}{_MARK}{first}:{own}"
 
 
-@lru_cache(maxsize=4096)
+_LONGEST = 4096
+"""Characters: a longer salt, which somebody has sent, is neither looked through nor kept."""
+
+
 def salt_of(salt: str) -> Salt | None:
-    """Take a salt apart; None of one that is not ours."""
+    """Take a salt apart; None of one that is not ours, or too long: it then counts as a whole."""
+    return _parts_of(salt) if len(salt) <= _LONGEST else None
+
+
+@lru_cache(maxsize=4096)
+def _parts_of(salt: str) -> Salt | None:
     found = _OURS.fullmatch(salt)
     return None if found is None else Salt(found[1] or None, int(found[2]), found[3])
 

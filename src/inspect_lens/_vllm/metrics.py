@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from inspect_lens.errors import LensError
 from inspect_lens.spec import LensRequest
 
-from .traces import KINDS, Holder
+from .traces import KINDS, Holder, kinds_of
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -166,17 +166,8 @@ def note(made: dict[str, Any], name: str, value: float, *labels: str) -> None:
 
 @_holder.guarded
 def requested(made: dict[str, Any], request: LensRequest, has_hooks: bool) -> None:
-    asked = (
-        request.capture is not None,
-        request.edits or request.edits_named,
-        request.probes,
-        request.lens is not None,
-        request.qk is not None,
-        has_hooks,
-    )
-    for kind, is_asked in zip(KINDS, asked, strict=True):
-        if is_asked:
-            made["inspect_lens_requests_total"].labels(kind).inc()
+    for kind in kinds_of(request, has_hooks=has_hooks):
+        made["inspect_lens_requests_total"].labels(kind).inc()
 
 
 def refused_as(status: int, error: str) -> None:

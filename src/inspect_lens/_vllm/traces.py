@@ -28,6 +28,16 @@ logger = logging.getLogger("vllm.inspect_lens")
 KINDS = ("capture", "edit", "probe", "lens", "qk", "hook")
 """What a request may ask for, each the value of a label."""
 
+
+def kinds_of(request: LensRequest, *, has_hooks: bool = False) -> list[str]:
+    """Those that a request asks for; hooks also where they run on every request."""
+    asked = (
+        *(request.capture, request.edits or request.edits_named, request.probes),
+        *(request.lens, request.qk, request.hooks or has_hooks),
+    )
+    return [kind for kind, is_asked in zip(KINDS, asked, strict=True) if is_asked]
+
+
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -156,12 +166,7 @@ def _end(
     error: BaseException | None,
 ) -> None:
     if request is not None:
-        asked = (
-            *(request.capture, request.edits or request.edits_named, request.probes),
-            *(request.lens, request.qk, request.hooks),
-        )
-        kinds = [kind for kind, is_asked in zip(KINDS, asked, strict=True) if is_asked]
-        span.set_attribute("inspect_lens.asked", kinds)
+        span.set_attribute("inspect_lens.asked", kinds_of(request))
     span.set_attributes(_attributes([result["inspect_lens"] for result in results]))
     if error is None and not results and status in (None, 200):
         span.set_attribute("inspect_lens.aborted", True)

@@ -109,9 +109,10 @@ def log_to_store(
     known = {captured.record.id for captured in done}
     if n_unmarked or len(done) < len(kept):
         logger.warning(
-            "%d of %d samples have no label, and %d of %d calls no row that was asked for; they "
-            "are left out", n_unmarked, len(read.samples), len(kept) - len(done), len(kept),
-        )  # fmt: skip
+            "Left out: %d of %d samples, which have no label, and %d of %d calls, of which no "
+            "requested row was captured",
+            *(n_unmarked, len(read.samples), len(kept) - len(done), len(kept)),
+        )
     name = read.eval.task.rpartition("/")[2]
     dataset = ProbeDataset(
         name=name, split="log", source="path", licence="unknown", on_policy=True,

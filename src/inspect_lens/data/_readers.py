@@ -330,9 +330,10 @@ def read_prompts(rows: Iterable[Row]) -> Iterator[ProbeSample]:
             messages = (Message("system", str(row["system"])), *messages)
         own = _digest(*(m.content for m in messages))
         completion = row.get("completion")
+        given = {key: row[key] for key in ("id", "group") if row.get(key) not in (None, "")}
         yield ProbeSample(
-            id=str(row.get("id") or f"{i}-{own}"), messages=messages,
-            label=_truth(_get(row, "label", i), i), group=str(row.get("group") or own),
+            id=str(given.get("id", f"{i}-{own}")), messages=messages,
+            label=_truth(_get(row, "label", i), i), group=str(given.get("group", own)),
             completion=None if completion is None else str(completion),
         )  # fmt: skip
 

@@ -7,7 +7,6 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import nnls
 
 from inspect_lens.errors import SpecError
 
@@ -41,7 +40,8 @@ class Occupancy(NamedTuple):
     """How many directions a row holds beyond what random ones would explain."""
 
     occupancy: int
-    """The number of directions at which the row's explained share exceeds the controls' most."""
+    """Number of directions at which the row's explained share is furthest above that of the
+    controls."""
     explained: Floats
     """(max_atoms,); share of the row's squared length that the first n directions explain."""
     control: Floats
@@ -288,6 +288,9 @@ def _columns(atoms: NDArray[np.float32], selected: list[int]) -> Floats:
 
 
 def _positive_solution(columns: Floats, target: Floats) -> Floats:
+    # On use: each front-end and whatever reads a log imports this folder.
+    from scipy.optimize import nnls
+
     lengths = np.linalg.norm(columns, axis=0)
     solve: Callable[..., tuple[Floats, float]] = nnls
     made: Floats = solve(columns / lengths, target)[0] / lengths

@@ -43,7 +43,7 @@ def import_lens(
     Args:
         path: of the `.pt` file, or `hf://owner/repository/folder/file.pt[@revision]`.
         name: `<model>/<name>`, for the card and the folder.
-        n_layers: decoder layers of the model; by default one more than the file's last layer + 1.
+        n_layers: decoder layers of the model; by default, as if the file lacked the last one only.
         model: the model that it was fitted on; by default what the file's metadata says.
 
     Returns:
@@ -94,11 +94,11 @@ def import_lens(
         if matrix.shape != (len(layers), hidden, hidden):
             raise ValueError(f"matrices of shape {matrix.shape[1:]} for d_model {hidden}")
         stated = dict(loaded.get("metadata") or {})
-        n_prompts = int(loaded.get("n_prompts", 0))
+        n_prompts = int(loaded["n_prompts"]) if "n_prompts" in loaded else None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ArtifactError(
             f"{file}: not a Jacobian lens ({type(error).__name__}: {error}); allowed are files of "
-            "jlens and TransformerLens, with J, n_prompts and d_model"
+            "jlens and TransformerLens, with J and d_model"
         ) from None
     count = layers[-1] + 2 if n_layers is None else n_layers
     if count <= layers[-1]:
@@ -112,7 +112,9 @@ def import_lens(
     known = stated.get("model_name")
     if model is None and isinstance(known, str) and known:
         model = ModelRef(name=known, revision=_text(stated.get("model_revision")))
-    notes = [f"Stated in the file: fitted on {n_prompts} prompts."]
+    notes: list[str] = []
+    if n_prompts is not None:
+        notes.append(f"Stated in the file: fitted on {n_prompts} prompts.")
     notes += [f"Stated in the file: {key} {value}." for key, value in sorted(stated.items())
               if isinstance(value, str | int | float)]  # fmt: skip
     if n_layers is None:

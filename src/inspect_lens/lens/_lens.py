@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from inspect_lens._base.artifact import find_artifact
 from inspect_lens.errors import SpecError
-from inspect_lens.spec import Add, EngineLens, Swap, as_tensor_data
+from inspect_lens.spec import Add, EngineLens, Swap, as_tensor_data, explain
 
 from ._files import LENS, LensCard, read_lens_files, write_lens_files
 
@@ -199,7 +199,7 @@ class Lens:
         try:
             return Swap(first=first, second=second, strength=strength, layers=tuple(layers))
         except ValidationError as error:
-            raise SpecError(f"token_swap: {error.errors()[0]['msg']}") from None
+            raise SpecError(f"token_swap: {explain(error)}") from None
 
     def for_engine(self) -> EngineLens:
         """The form that an engine registers; made once, as all of it is hashed."""

@@ -130,8 +130,8 @@ PRIVATE_NAMES: tuple[HostName, ...] = (
     ),
     HostName(_REGISTRY, "RegistryInfo", ("type", "name"), "a registration"),
     HostName(_REGISTRY, "RegistryType", None, "kinds of registrations"),
-    HostName(_REGISTRY, "registry_add", ("o", "info"), "names that import their room when used"),
-    HostName(_REGISTRY, "registry_has", ("type", "name"), "the room itself may be there first"),
+    HostName(_REGISTRY, "registry_add", ("o", "info"), "names that import their package when used"),
+    HostName(_REGISTRY, "registry_has", ("type", "name"), "whether a name is registered already"),
     HostName(
         _REGISTRY, "registry_info", ("o",), "the registration of what is put around a factory"
     ),

@@ -377,7 +377,8 @@ class LensAPI(ServerCalls, LensProvider):
             # Somebody removed a name, or the server was started again.
             self.names.forget()
             await self.names.serve(call.request)
-            completion = await super()._generate_completion(asked_for, config)
+            with self._named_errors():
+                completion = await super()._generate_completion(asked_for, config)
         if isinstance(completion, ChatCompletion):
             fields = take_fields(completion)
             if call is not None:

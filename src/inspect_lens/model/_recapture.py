@@ -12,6 +12,7 @@ from inspect_ai.model import ChatMessage, ChatMessageAssistant, Model, messages_
 from inspect_ai.tool import ToolInfo
 from numpy.typing import NDArray
 
+from inspect_lens._base.http import NO_PLUGIN
 from inspect_lens._intake import ChoiceFields
 from inspect_lens.errors import ArtifactError, CaptureError, SpecError, UnsupportedError
 from inspect_lens.spec import (
@@ -127,10 +128,7 @@ async def recapture(
     )
     choice = ChoiceFields(activations=answer.get("activations"), token_ids=list(token_ids))
     if not choice.activations:
-        raise CaptureError(
-            "recapture: the server returned no activations; it runs without the inspect-lens "
-            "plug-in, or with INSPECT_LENS_DISABLE set"
-        )
+        raise CaptureError(f"recapture: the server returned no activations; {NO_PLUGIN}")
     fields = LensFields(prompt_token_ids=list(prompt_token_ids), choices=[choice])
     keep = Keep(None, place_for(None) if beside_log else None)
 

@@ -34,6 +34,7 @@ from inspect_lens.spec import (
     SinkUse,
     TensorData,
     check_name,
+    explain,
     parse_edits,
     parse_extra_args,
     parse_hooks,
@@ -264,7 +265,9 @@ def parse_capture(value: Any, *, field: str = "capture") -> CaptureSpec | None:
     try:
         return CaptureSpec.model_validate(fields)
     except (SpecError, ValidationError) as error:
-        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        reason = str(error)
+        if isinstance(error, ValidationError):
+            reason = explain(error, at="capture")
         raise SpecError(f"{field}={value!r}: {reason}; {_ALLOWED}") from None
 
 
@@ -459,7 +462,8 @@ def lens_config(
 
 def edits_of_every_call(edits: Any = None, steer: Any = None) -> LensRequest | None:
     """What `-M edits=` and `-M steer=` do to each call; INSPECT_LENS_EDITS without them."""
-    field = "edits"
+    given = {"edits": edits, "steer": steer}
+    field = " and ".join(name for name, value in given.items() if value is not None)
     try:
         if edits is None and steer is None:
             if not (wanted := text("edits")):
@@ -469,8 +473,8 @@ def edits_of_every_call(edits: Any = None, steer: Any = None) -> LensRequest | N
             edits = _written(edits)
         config = lens_config(steer=steer, edits=edits, base=GenerateConfig())
     except (LensError, ValidationError) as error:
-        why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-        raise SpecError(f"{field if steer is None else 'steer'}: {why}") from None
+        why = explain(error) if isinstance(error, ValidationError) else str(error)
+        raise SpecError(f"{field}: {why}") from None
     return read_body(config.extra_body).request
 
 

@@ -18,6 +18,7 @@ from anyio.lowlevel import RunVar
 from inspect_ai.model import ChatMessage, ModelOutput
 from pydantic import BaseModel
 
+from inspect_lens._base.http import NO_PLUGIN
 from inspect_lens._base.to_torch import SavedValues, read_results
 from inspect_lens._intake import (
     BESIDE,
@@ -98,11 +99,7 @@ def fetch_payloads(fields: LensFields, request: LensRequest, fetch: FetchBytes) 
 def missing_activations(index: int, count: int) -> str:
     """What to say where a choice brought none."""
     if index == 0:
-        return (
-            "activations: asked for, and the response has none; the server runs without the "
-            "inspect-lens plug-in (install inspect-lens in the server's environment, and see "
-            "that VLLM_PLUGINS and INSPECT_LENS_DISABLE allow it)"
-        )
+        return f"activations: asked for, and the response has none; {NO_PLUGIN}"
     return (
         f"activations: num_choices={count}, and the server returned none for choice {index}; use "
         "num_choices=1 and call generate once per choice, or epochs"
@@ -422,8 +419,7 @@ async def attach(
         await _keep_scores(output, scored, keep=keep)
     if request is not None and request.hooks and first.hook_results is None:
         raise CaptureError(
-            "apply_hooks: the server answered without results of hooks; it runs without the "
-            "inspect-lens plug-in (see that VLLM_PLUGINS and INSPECT_LENS_DISABLE allow it)"
+            f"apply_hooks: the server answered without results of hooks; {NO_PLUGIN}"
         )
     for index, received in enumerate(fields.choices[: len(output.choices)]):
         if (saved := _saved(received)) is not None:

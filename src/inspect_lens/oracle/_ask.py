@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple
 
 import anyio.to_thread
 from inspect_ai.model import (
@@ -20,7 +20,7 @@ from inspect_lens._base.concurrency import together
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import Activations
 from inspect_lens.reading import Source
-from inspect_lens.reading._rows import has_nothing_to_read
+from inspect_lens.reading._rows import has_nothing_to_read, parse_source
 from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.spec import Positions
 
@@ -189,13 +189,11 @@ def plan_asking(
     if not isinstance(layers, float):
         choose_layers(loaded.config, layers, None)
     kind, read, cut = parse_inputs(inputs, positions, last)
-    if source not in get_args(Source):
-        raise SpecError(f"source={source!r}; allowed are {', '.join(get_args(Source))}")
     if max_tokens < 1:
         raise SpecError(f"max_tokens={max_tokens!r}; at least one token is needed to answer")
     return OraclePlan(
         loaded, asked, layers, kind, read, cut, parse_controls(controls), seed, max_tokens,
-        cast("Source", source),
+        parse_source(source),
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Final, NamedTuple, cast, get_args
+from typing import Final, NamedTuple
 
 import anyio.to_thread
 import numpy as np
@@ -18,7 +18,7 @@ from inspect_lens.model import Activations, activations
 from inspect_lens.model._scope import instrument_message
 from inspect_lens.probe import TokenText, select_tokens
 from inspect_lens.reading import Source
-from inspect_lens.reading._rows import has_nothing_to_read
+from inspect_lens.reading._rows import has_nothing_to_read, parse_source
 from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.spec import LensRequest, Positions, Replace
 
@@ -99,12 +99,10 @@ def plan_explaining(
         raise SpecError(f"layers={layers!r}; allowed are different layers from 0 on, or None")
     if into is not None and into < 0:
         raise SpecError(f"into={into!r}; allowed are layers from 0 on, or None for the row's own")
-    if source not in get_args(Source):
-        raise SpecError(f"source={source!r}; allowed are {', '.join(get_args(Source))}")
     _, read, cut = parse_inputs("tokens", positions, last)
     return ExplainPlan(
         prompt, start, placeholder, repeat, chosen, into, read, cut, parse_controls(controls), seed,
-        max_tokens, cast("Source", source),
+        max_tokens, parse_source(source),
     )  # fmt: skip
 
 

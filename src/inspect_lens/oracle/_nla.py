@@ -7,10 +7,11 @@ whose embedding the row replaces, with its neighbours as token ids, and the leng
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, cast, get_args
+from typing import Any, Final
 
 import anyio.to_thread
 import numpy as np
@@ -25,8 +26,7 @@ from inspect_lens._base.untrusted import read_regular
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import Activations
 from inspect_lens.model._scope import instrument_message
-from inspect_lens.reading import Source
-from inspect_lens.reading._rows import has_nothing_to_read
+from inspect_lens.reading._rows import has_nothing_to_read, parse_source
 from inspect_lens.spec import LensRequest, Replace
 
 from ._ask import OracleAnswer
@@ -42,14 +42,14 @@ from ._send import (
 from ._shown import Shown, find_activations, parse_inputs, select_rows
 
 META: Final = "nla_meta.yaml"
-_BYTES: Final = 1 << 20
+_BYTES: Final = 1 << 16
 _EXPLANATION: Final = re.compile(r"<explanation>\s*(.*?)\s*(?:</explanation>|\Z)", re.DOTALL)
 
 
 class Verbaliser(BaseModel):
     """What `nla_meta.yaml` says of a checkpoint that puts rows into words."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     name: str = Field(description="Folder or address that it was read from.")
     hidden: int = Field(gt=0, description="Width of the rows.")
@@ -103,11 +103,12 @@ def read_verbaliser(path: str | Path) -> Verbaliser:
         text = read_regular(file, most=_BYTES).decode("utf-8")
         meta: Any = yaml.safe_load(text)
         if meta["kind"] != "nla_model" or meta.get("role", "av") not in ("av", "actor"):
-            raise ValueError(f"kind {meta['kind']!r}, role {meta.get('role')!r}")
+            kind, role = reprlib.repr(meta["kind"]), reprlib.repr(meta.get("role"))
+            raise ValueError(f"kind {kind}, role {role}")
         extraction, tokens, prompts = meta["extraction"], meta["tokens"], meta["prompt_templates"]
         found = Verbaliser(
             name=str(path), hidden=meta["d_model"], layer=extraction.get("layer_index"),
-            base_model=str(extraction.get("base_model") or ""),
+            base_model=extraction.get("base_model") or "",
             scale=extraction["injection_scale"], prompt=prompts.get("av") or prompts["actor"],
             char=tokens["injection_char"], token_id=tokens["injection_token_id"],
             left_id=tokens["injection_left_neighbor_id"],
@@ -210,8 +211,7 @@ async def verbalise(
     at = found.layer if layer is None else layer
     if at is None:
         raise SpecError(f"layer: {found.name} states none; pass that of its training")
-    if source not in get_args(Source):
-        raise SpecError(f"source={source!r}; allowed are {', '.join(get_args(Source))}")
+    origin_of = parse_source(source)
     if max_tokens < 1:
         raise SpecError(f"max_tokens={max_tokens}; allowed are positive numbers")
     _, read, cut = parse_inputs("tokens", positions, last)
@@ -221,7 +221,7 @@ async def verbalise(
         if has_nothing_to_read(about):
             return []
         handle, origin = await find_activations(
-            about, layers=(at,), source=cast("Source", source), model=subject or get_model()
+            about, layers=(at,), source=origin_of, model=subject or get_model()
         )
     else:
         handle, origin = about, "captured"

@@ -229,6 +229,9 @@ def causal_trace(
     Returns:
         Probabilities by draw, layer and position.
 
+    Warns:
+        UserWarning: the answer begins without a space behind the last word of the prompt.
+
     Raises:
         SpecError: the subject is not in the prompt, or an argument does not fit.
         UnsupportedError: there is no such site.

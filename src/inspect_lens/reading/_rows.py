@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Final, Literal, NamedTuple, TypeVar, cast, get_args
 
 import anyio.to_thread
 import numpy as np
@@ -34,7 +34,6 @@ Source = Literal["auto", "captured", "recompute"]
 `captured`: of the generation, what probes in the engine said, else captured rows; `recompute`:
 from the token ids; `auto`: the first, else the second."""
 Origin = Literal["rows", "recomputed"]
-Taken = TypeVar("Taken")
 
 
 _MOST: Final = 8
@@ -55,13 +54,13 @@ async def in_thread(work: Callable[[], Made]) -> Made:
     return await anyio.to_thread.run_sync(work, limiter=limiter)
 
 
-def parse_source(source: Source) -> Source:
+def parse_source(source: str) -> Source:
     """Check what a user asks for."""
     if source not in get_args(Source):
         raise SpecError(
             f"source={source!r}; allowed are {', '.join(get_args(Source))}; 'auto' is the default"
         )
-    return source
+    return cast("Source", source)
 
 
 class Rows(NamedTuple):
@@ -110,14 +109,14 @@ async def read_rows(
 
 async def take_captured(
     output: ModelOutput | Activations,
-    take: Callable[[Activations, Origin], Taken],
+    take: Callable[[Activations, Origin], Made],
     *,
     layers: tuple[int, ...],
     source: Source,
     site: Site = RESID_POST,
     model: Model | None = None,
     reader: str = "probe",
-) -> Taken:
+) -> Made:
     """What `take` makes of the activations of a call, captured or of its tokens fed again.
 
     It runs in a thread, and raises ArtifactError where it misses something in what was captured.
@@ -126,7 +125,7 @@ async def take_captured(
     problem = "this output has no activations"
     if handle is not None and source != "recompute":
         try:
-            return await anyio.to_thread.run_sync(take, handle, "rows")
+            return await in_thread(lambda: take(handle, "rows"))
         except ArtifactError as error:
             problem = str(error)
 
@@ -166,7 +165,7 @@ async def take_captured(
         )  # fmt: skip
     except UnsupportedError as error:
         raise UnsupportedError(advice(f"{problem}; {error}", "")) from None
-    return await anyio.to_thread.run_sync(take, replayed, "recomputed")
+    return await in_thread(lambda: take(replayed, "recomputed"))
 
 
 def captured_rows(

@@ -487,10 +487,11 @@ async def read_message(
             )
         if wanted is not None and turn is not None and turn.role not in wanted:
             # Its first call may come later; a name that is nearly another's never has one.
-            turns = read_turns(transcript().events)
-            known = {*model_roles(), *(one.role for one in turns if one.role)}
-            if any(get_close_matches(one, known, 1, 0.8) for one in wanted if one not in known):
-                require_roles(wanted, turns, tuple(model_roles()))
+            if unknown := set(wanted).difference(model_roles()):
+                turns = read_turns(transcript().events)
+                known = {*model_roles(), *(one.role for one in turns if one.role)}
+                if any(get_close_matches(one, known, 1, 0.8) for one in unknown - known):
+                    require_roles(wanted, turns, tuple(model_roles()))
             return None
         if model is None and turn is not None:
             model = model_of(turn)

@@ -45,8 +45,10 @@ SHARED: Final[Mapping[str, str]] = {
     "model under evaluation; scorers and other models are left alone.",
     "label": "key of the sample metadata that holds 1 or true for positives.",
     "cluster": "key of the sample metadata that says which samples are not independent, such as "
-    "the scenario. Whole clusters are drawn for the interval, or each counts as one sample; where "
-    "they are too few (`inspect_lens.probe.count_groups`) it is the exact one of so many, or NaN.",
+    "the scenario. An interval then draws whole clusters, or is the exact one for as many samples "
+    "as the clusters are worth (`inspect_lens.probe.rate_interval`). Where there are too few "
+    "clusters (`inspect_lens.probe.count_groups`), each counts as one sample, or the interval is "
+    "NaN.",
     "oracle": "name below `oracles/`, path, `hf://owner/repository`, or an `Oracle`.",
     "layers": "a layer, a share of the depth, or a set of layers; the oracle's middle one by "
     "default.",

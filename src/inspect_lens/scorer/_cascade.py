@@ -328,7 +328,7 @@ def read_cascade(
     """
     made = logged_scores(
         log, name, default="probe_cascade", make="probe_cascade(...)",
-        is_one=lambda _, score: "judged" in (score.metadata or {}),
+        is_one=lambda score: "judged" in (score.metadata or {}),
     )  # fmt: skip
     known = [one for one in made if "probe_value" in (one.score.metadata or {})]
     if len(known) < len(made):

@@ -378,13 +378,13 @@ def _scores(
     if not isinstance(scores, EvalLog | str | Path):
         return scores
 
-    def has_cells(_: str, score: Score) -> bool:
+    def has_cells(score: Score) -> bool:
         return "effects" in (score.metadata or {})
 
     found = logged_scores(
         scores, name, default="dose_response", is_one=has_cells, make="dose_response(...)"
     )
-    return [one for one in found if _is_steered((one.score.metadata or {})["cells"])]
+    return [one for one in found if _is_steered((one.score.metadata or {}).get("cells", ()))]
 
 
 def _is_steered(cells: Sequence[Sequence[Any]]) -> bool:

@@ -236,7 +236,8 @@ def lens_rank(
     async def score(state: TaskState, target: Target) -> Score:
         found = await read_calls(selection, state, read)
         if not found.read:
-            return no_tokens(found)
+            never = "The token is not written in the answer." if position == "answer" else ""
+            return no_tokens(found, otherwise=never)
         ranks = found.top.reading
         return Score(
             value=dict(ranks.entries),

@@ -17,6 +17,7 @@ from inspect_lens.reading import CallSelection, OnMissing, ProbeReader, Reading,
 from inspect_lens.reading._follow_up import FollowUpReply, ask_follow_up, choose_follow_up
 from inspect_lens.reading._rows import has_nothing_to_read
 from inspect_lens.reading._shared import shared_parameters
+from inspect_lens.reading._thresholds import named_point
 
 from ._metrics import auroc_metric
 from ._operating import at_threshold
@@ -87,7 +88,7 @@ def follow_up_score(
     if probe is None and (unread := [k for k, v in given.items() if v is not None]):
         raise SpecError(f"{', '.join(unread)}: nothing reads this without probe=; leave it out")
     reader = None if probe is None else ProbeReader.of(
-        probe, check_model=check_model, tokenizer=tokenizer, threshold=threshold
+        probe, check_model=check_model, tokenizer=tokenizer, threshold=named_point(threshold)
     )  # fmt: skip
     asked = choose_follow_up(question, lie, max_tokens, None if reader is None else reader.probe)
     title = name or ("log odds" if reader is None else f"{reader.probe.name} {reader.pool}")
@@ -110,7 +111,7 @@ def follow_up_score(
 
         found = await read_calls(selection, state, read)
         if not found.read:
-            return no_tokens(found)
+            return no_tokens(found, otherwise="There is no answer to ask about.")
         replied = found.top.reading
         facts = {"name": title, **replied.reply.facts()}
         said = f"Asked {asked.question!r}, it replied {facts['reply']!r}."
@@ -123,8 +124,11 @@ def follow_up_score(
             )
         odds = facts["log_odds_lie"]
         if reader is not None or odds is None:
+            why = "There is no yes or no to read."
+            if reader is not None:
+                why = f"The reply has no token that {reader.probe.name} reads."
             return Score.unscored(
-                reason="no_yes_or_no", explanation=f"{said} There is no yes or no to read.",
+                reason="no_yes_or_no", explanation=f"{said} {why}",
                 metadata=facts,
             )  # fmt: skip
         bound = " or further from 0" if replied.reply.found.is_bound else ""

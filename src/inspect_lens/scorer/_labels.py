@@ -89,7 +89,7 @@ def logged_scores(
     name: str | None,
     *,
     default: str,
-    is_one: Callable[[str, Score], bool],
+    is_one: Callable[[Score], bool],
     make: str,
 ) -> list[SampleScore]:
     """The scores of a log that have a name, as a metric would get them.
@@ -100,7 +100,7 @@ def logged_scores(
     samples = found.samples or []
     every = [(key, score) for sample in samples for key, score in (sample.scores or {}).items()]
     if name is None:
-        names = [key for key, score in every if is_one(key, score)]
+        names = [key for key, score in every if is_one(score)]
         name = default if default in names or not names else names[0]
     made = [
         sample_score(sample, sample.scores[name])

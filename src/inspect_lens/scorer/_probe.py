@@ -205,7 +205,9 @@ async def keep_tokens(
     return {} if reference is None else {"token_scores": reference}
 
 
-def no_tokens(found: SampleReading[Any], positions: Positions | None = None) -> Score:
+def no_tokens(
+    found: SampleReading[Any], positions: Positions | None = None, otherwise: str = ""
+) -> Score:
     """The score of a sample in which there is nothing to read."""
     calls = found.calls
     if calls.ended_by == "probe_gate":
@@ -219,6 +221,7 @@ def no_tokens(found: SampleReading[Any], positions: Positions | None = None) -> 
     else:
         where = "" if positions is None else f": positions={positions!r} selects none"
         why = f"No token to read{where}. The last sampled token is never fed to the model."
+        why = otherwise or why
     if found.n_missing:
         why += f" {found.n_missing} calls captured nothing that could be read."
     return Score.unscored(reason="no_tokens", explanation=why)

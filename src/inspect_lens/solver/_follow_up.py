@@ -9,6 +9,7 @@ from inspect_ai.log import transcript
 from inspect_ai.model import get_model
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
+from inspect_lens._base.concurrency import together
 from inspect_lens.errors import SpecError
 from inspect_lens.reading._follow_up import ask_follow_up, choose_follow_up
 from inspect_lens.reading._rows import has_nothing_to_read
@@ -34,7 +35,8 @@ def follow_up(
 
     Returns:
         The solver. Of each question the list has `question`, `reply`, `said`, `admits_lie`,
-        `log_odds_yes` and `log_odds_lie`; it is empty for a sample without an answer.
+        `log_odds_yes`, `log_odds_lie` and `is_bound`, which is true where the odds are further
+        from 0 than the number says. It is empty for a sample without an answer.
 
     Raises:
         SpecError: an argument is wrong.
@@ -68,9 +70,11 @@ def follow_up(
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         plain: list[Any] = []
         if state.output.choices and not has_nothing_to_read(state.output):
-            for one in asked:
-                reply = await ask_follow_up(get_model(), state.messages, one, max_tokens=max_tokens)
-                plain.append(reply.facts())
+            model = get_model()
+            replies = await together(
+                *(ask_follow_up(model, state.messages, one, max_tokens=max_tokens) for one in asked)
+            )
+            plain = [reply.facts() for reply in replies]
         state.metadata[key] = plain
         state.store.set(key, plain)
         transcript().info({"follow_up": plain}, source="inspect_lens")

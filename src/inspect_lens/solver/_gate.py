@@ -12,6 +12,7 @@ from inspect_ai.agent import Agent
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from inspect_lens._base.concurrency import together
+from inspect_lens._base.http import NO_PLUGIN
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.model import lens_scope, receipt
 from inspect_lens.probe import AnyProbe
@@ -89,7 +90,8 @@ def probe_gate(
             read stands only if all are.
         steer: for `steer`: a vector, its name, or `{"vector": name, "layer": …, "scale": …}`.
         replacement: for `stop`: text that the user sees instead.
-        temperature: of further generations; without one, greedy decoding repeats itself.
+        temperature: of further generations, and with `best` of the first one, too; without it,
+            greedy decoding repeats itself.
         inner: an agent or a solver to gate, whose tool calls go through Inspect; `generate()` with
             the task's tools by default.
 
@@ -269,8 +271,7 @@ def _in_engine(gate: Gate) -> Solver:
         found = next((p for p in done.probes if p.name == name), None) if done else None
         if found is None:
             raise CaptureError(
-                f"probe_gate: the server answered without running probe {name!r}; it runs without "
-                "the inspect-lens plug-in, or is another server"
+                f"probe_gate: the server answered without running probe {name!r}; {NO_PLUGIN}"
             )
         record = GateAttempt(
             completion=made.output.completion,

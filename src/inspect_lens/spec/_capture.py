@@ -39,7 +39,10 @@ Reduce = Literal["none", "mean", "last", "max", "norm"]
 
 
 class Reduction:
-    """One value of `reduce=`: a subclass in this file adds one everywhere.
+    """One value of `reduce=`.
+
+    To add one, write a subclass here, and put its name into `Reduce` and an instance into
+    `REDUCTIONS`.
 
     Example:
         ```python

@@ -261,9 +261,9 @@ PositionName = Literal["all", "prompt", "completion", "last", "last_prompt"]
 Positions: TypeAlias = PositionName | tuple[StrictBool, ...] | tuple[int, ...] | TokenMatch
 """Which tokens of a request are meant: a named range, a mask, numbers or a match.
 
-A mask has one boolean per prompt token. Of explicit positions,
-negative ones count from the end of the prompt; or what tokens of the prompt match. `last` is the
-last token that is fed to the model, `last_prompt` the last one of the prompt."""
+A mask has one boolean per prompt token. Negative numbers count from the end of the prompt. A
+`TokenMatch` means the tokens that match it. `last` is the last token that is fed to the model,
+`last_prompt` the last one of the prompt."""
 
 Phase = Literal["prefill", "decode", "both"]
 """`prefill`: tokens of the prompt; `decode`: sampled tokens that are fed back.

@@ -434,7 +434,7 @@ def split_body(body: Mapping[str, Any] | None, *, where: str = "extra_body") -> 
 
 
 def lens_args(body: Mapping[str, Any] | None, *, where: str = "the body") -> dict[str, Any]:
-    """Split a request body into lens options and the rest of `extra_args`."""
+    """What `extra_args` and `vllm_xargs` of a body hold, and lens keys of its top level."""
     if not body:
         return {}
     found: list[tuple[str, Mapping[str, Any]]] = []

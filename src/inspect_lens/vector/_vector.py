@@ -12,10 +12,11 @@ from typing import Any, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from pydantic import ValidationError
 
 from inspect_lens._base.artifact import find_artifact
 from inspect_lens.errors import ArtifactError, SpecError
-from inspect_lens.spec import Add, Site
+from inspect_lens.spec import Add, Site, explain
 
 from ._files import VECTOR, VectorCard, encode_vector, read_vector_files, write_vector_files
 
@@ -223,7 +224,8 @@ class Vector:
         except SpecError:
             raise
         except ValueError as error:
-            raise SpecError(f"vector {self.name!r}, scale={scale!r}: {error}") from None
+            why = explain(error) if isinstance(error, ValidationError) else error
+            raise SpecError(f"vector {self.name!r}, scale={scale!r}: {why}") from None
 
     def random_control(self, seed: int = 0) -> Self:
         """A random direction of the same length at each layer.

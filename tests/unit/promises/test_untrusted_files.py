@@ -123,7 +123,7 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
     judged(load("a: &a [x, x, x, x]\n" + "".join(
         f"{n}: &{n} [*{p}, *{p}, *{p}, *{p}, *{p}, *{p}, *{p}, *{p}]\n"
         for p, n in zip("abcdefghij", "bcdefghijk", strict=True)
-    )))  # fmt: skip
+    ) + "kind: *k\n"))  # fmt: skip
     judged(load("x" * (4 * MIB)))
     judged(lambda: read_verbaliser(pipe(file)))
 

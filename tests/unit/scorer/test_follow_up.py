@@ -64,7 +64,7 @@ class TestReplies:
         assert not found.is_bound
         assert found.lying("no") == pytest.approx(-math.log(3))
 
-    def test_the_last_word_is_the_reply(self) -> None:
+    def test_the_first_word_behind_the_reasoning_is_the_reply(self) -> None:
         tokens = ("<think>", "yes", "? ", "well", "</think>", "\n\n", "No", ".")
         found = yes_or_no(reply(*tokens, top={"No": 0.8, "Yes": 0.2}, at=6))
         assert (found.said, found.log_odds) == ("no", pytest.approx(math.log(0.25)))

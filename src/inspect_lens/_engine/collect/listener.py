@@ -1,8 +1,8 @@
 """Takes what workers of other hosts send, and puts it where the collector reads.
 
 Bytes of rows go to a copy of the worker's memory (`Mirror`), and messages to the collector's own
-socket, so that it need not know of hosts. One thread does that. While the collector's socket takes
-nothing, nor does this thread, and workers keep what they have: see `IN_FLIGHT` of `frames.py`.
+socket, so that it need not know of hosts. One thread does that. While the collector's socket is
+full, this thread takes nothing in, and workers keep what they have: see `IN_FLIGHT` in `frames.py`.
 """
 
 from __future__ import annotations

@@ -266,7 +266,7 @@ class Collected:
     attention: dict[int, dict[str, Any]] = field(default_factory=dict)
     """By layer, what the pattern of its attention depends on."""
     open_at: dict[int, int] = field(default_factory=dict)
-    """By running gate, its note; see `gate_history.open_among`."""
+    """By running gate, its note; see `programs.open_among`."""
 
 
 class Pending:
@@ -338,7 +338,7 @@ class Pending:
         return {latch: note - 1 for latch, note in behind.items() if note <= n_fed}
 
     def open_at(self) -> dict[int, int]:
-        """By running gate, its note; see `gate_history.open_among`."""
+        """By running gate, its note; see `programs.open_among`."""
         return self._notes(slice(N_LATCHES, None))
 
     def _notes(self, columns: slice) -> dict[int, int]:

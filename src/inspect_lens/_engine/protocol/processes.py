@@ -34,7 +34,7 @@ def is_stopped(pid: int) -> bool:
 
 
 class Process:
-    """Who takes rows: a process of this host, or None until it has asked for something."""
+    """Who takes rows: a process of this host, which is not known until it asks for something."""
 
     def __init__(self, pid: int | None = None) -> None:
         self.pid = pid

@@ -68,7 +68,7 @@ class View:
         """number of the request, first position fed, one past the last, ways of the steps, and
         whether a tap left a steered row as it was (see `Faults`); of each gate that lasts the
         position at which it fired and one more, or 0; and of each running one what
-        `gate_history.open_among` reads."""
+        `programs.open_among` reads."""
         self.data: NDArray[np.uint8] = whole[_DATA:]
         self.whole = whole
 

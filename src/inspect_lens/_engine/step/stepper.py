@@ -26,14 +26,13 @@ from inspect_lens._engine.protocol.readouts import LAG
 from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE, ArenaWriter
 from inspect_lens._engine.readout.readers import ProbeStore
 from inspect_lens._engine.readout.reduce import SumTable
-from inspect_lens._engine.step.batched_steps import Ring
 from inspect_lens._engine.tap import buffers
 from inspect_lens._engine.tap.buffers import TapState, maps_for
 from inspect_lens._engine.tap.edit_table import Bank
 from inspect_lens.errors import CapacityError, CaptureError
 from inspect_lens.spec import EnginePath
 
-from .batched_steps import Rounds
+from .batched_steps import Ring, Rounds
 from .capture_groups import Groups
 from .exporter import Sender
 from .live_requests import LiveRequests

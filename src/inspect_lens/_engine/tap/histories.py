@@ -42,7 +42,7 @@ class Latches:
         history: (records, `N_LATCHES`) int32, on the device; first row of what a running gate
             keeps in the table of vectors.
         noted: (records, `2*N_LATCHES`) int64, in memory that front-ends read: the position and one
-            more, or 0; and behind them what `gate_history.open_among` reads. Until a worker has
+            more, or 0; and behind them what `programs.open_among` reads. Until a worker has
             some, memory of the device.
         can_tell: whether front-ends see `noted`.
     """

@@ -284,8 +284,10 @@ def _placed(compiled: Compiled, params: Any, *, n_prompt: int | None, max_tokens
 
 def _is_salted(packed: Packed) -> bool:
     """Whether cache blocks of steering are still found by what an envelope says."""
-    salted = packed.envelope.steer_hash
-    return salted is None or salted == front_end().results.salt(salted.rpartition(":")[2])
+    steer_hash = packed.envelope.steer_hash
+    if steer_hash is None:
+        return True
+    return steer_hash == front_end().results.salt(steer_hash.rpartition(":")[2])
 
 
 def _needs_whole_prompt(envelope: Envelope) -> bool:

@@ -147,7 +147,7 @@ class FrontEnd:
                 logger.warning("inspect_lens: API servers cannot share what they have: %s", error)
                 payloads.refusal = (
                     "activations_transport: the API servers of this engine cannot share results "
-                    f"({error}), so a handle may be asked for where it is not; use base64"
+                    f"({error}), and a fetch may reach one without the result; use base64"
                 )
 
     def _learn(self, processor: Any, vllm_config: Any) -> EngineFacts:

@@ -138,6 +138,9 @@ class LensBodies:
         asked.span = span.span if is_traced else None
         try:
             await self._app(span.scope if is_traced else scope, again, answer)
+        except Exception as error:
+            asked.error = asked.error or error
+            raise
         finally:
             SERVED.reset(token)
             if is_traced:

@@ -77,8 +77,6 @@ class PayloadStore:
     def admit(self, size: int) -> None:
         """Judge a request of the client that is served, before it costs anything."""
         client = CLIENT.get()
-        if self.refusal is not None:
-            raise UnsupportedError(self.refusal)
         with self._lock:
             self._drop(time.monotonic())
             self._tell()
@@ -86,8 +84,6 @@ class PayloadStore:
 
     def put(self, data: bytes | memoryview) -> str:
         """Keep a payload of the client that is served; returns its handle, which none can guess."""
-        if self.refusal is not None:
-            raise UnsupportedError(self.refusal)
         size, client = len(data), CLIENT.get()
         handle = f"{self.name}-{secrets.token_urlsafe(24)}"
         now = time.monotonic()
@@ -143,6 +139,8 @@ class PayloadStore:
 
     def _check(self, size: int, client: str) -> None:
         """Raise where results of a client have no room beside what is held."""
+        if self.refusal is not None:
+            raise UnsupportedError(self.refusal)
         held = self._n_bytes
         share, mine = self.max_bytes // 2, self._of_client[client]
         if size > share:

@@ -81,8 +81,9 @@ class Body:
 
     def forget(self) -> None:
         """Let go of everything: tasks that outlive the request have its context."""
-        self.request, self.patterns = None, PatternBudget()
+        self.request, self.patterns, self.others = None, PatternBudget(), {}
         self.results, self.scores = {}, []
+        self.span = self.error = None
 
 
 SERVED: ContextVar[Body | None] = ContextVar("inspect_lens_body", default=None)

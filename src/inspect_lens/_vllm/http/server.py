@@ -49,7 +49,8 @@ def install_when_serving(front_end: Any = None, keys: Collection[str] = LENS_KEY
     if not is_serving():
         return
     try:
-        verify(SERVER_PATCHES)
+        if is_off("http") is None:
+            verify(SERVER_PATCHES)
     except Exception as error:  # noqa: BLE001 - vLLM's start must not end here
         reason = reason_of(error)
         logger.warning("inspect_lens: %s: off: %s", FEATURES["http"], reason)

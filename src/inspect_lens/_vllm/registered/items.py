@@ -33,6 +33,8 @@ WORDS = {
     LensEntry: "lens",
     None: "name",
 }
+_LENS_FILE = "lens.safetensors"
+"""As `Lens.save` names it."""
 
 
 def kept_of(item: Registrable) -> Item:
@@ -87,7 +89,7 @@ def start_items(setting: str) -> dict[str, Registrable]:
         if not equals:
             raise SpecError(f"INSPECT_LENS_REGISTER: {pair!r}; give name=path, comma-separated")
         try:
-            if (Path(path) / "lens.safetensors").is_file() or path.endswith("lens.safetensors"):
+            if Path(path).name == _LENS_FILE or (Path(path) / _LENS_FILE).is_file():
                 items[name] = load_lens(path).for_engine()
             elif Path(path).is_dir():
                 probe = load_probe(path)

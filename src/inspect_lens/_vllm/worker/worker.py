@@ -85,10 +85,10 @@ def stats(worker: Any) -> dict[str, int]:
 
 
 def register(worker: Any, reference: str, item: dict[str, Any] | None) -> bool | str:
-    """Keep a probe or a lens for a reference, see `registered/contents.py`; None to give it up.
+    """Keep a probe or a lens under a reference (`registered/contents.py`); None gives it up.
 
-    Called on all workers by name. Whether the lens is active here, or as text what went wrong: an
-    exception would be one of the engine's.
+    Called on all workers by name. Returns whether the lens is active here, or what went wrong as
+    text: an exception would count as a failure of the engine.
     """
     stepper: LensStepper | None = getattr(worker.model_runner, "inspect_lens", None)
     try:

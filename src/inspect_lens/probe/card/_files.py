@@ -185,7 +185,9 @@ def _realised(evaluations: tuple[Evaluation, ...]) -> str:
 
 def _of(r: RealisedRate, value: float | None, interval: Interval | None) -> str:
     """A share of answers, or of their tokens, which is said then."""
-    return _share(value, interval) + (" of tokens" if r.unit != "answers" and value else "")
+    return _share(value, interval) + (
+        " of tokens" if r.unit != "answers" and value is not None else ""
+    )
 
 
 def _lengths(span: tuple[int, int] | None) -> str:

@@ -203,29 +203,30 @@ def _read_readme(file: Path) -> _Readme:
     except (OSError, ValueError):
         return _Readme()
     head = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)
-    tags = re.findall(r"^\s*- ([\w-]+)\s*$", head[1] if head else "", re.MULTILINE)
+    tags = re.findall(r"^[ \t]*- ([\w-]+)[ \t]*$", head[1] if head else "", re.MULTILINE)
     kinds = [kind for kind in LIE_DETECTORS for tag in tags if tag.startswith(kind)]
     kinds += ["targeted" for tag in tags if "targeted" in tag]
-    quoted = re.search(r"^> *(\S.*?)\s*$", text, re.MULTILINE)
+    quoted = re.search(r"^> *(\S.*)$", text, re.MULTILINE)
     return _Readme(
         # A targeted probe is Apollo's with other pairs, and may be tagged as both.
         kind="targeted" if "targeted" in kinds else next(iter(kinds), None),
-        question=quoted[1] if quoted else None,
+        question=quoted[1].rstrip() if quoted else None,
         model=_cell(text, "Target model"),
         calibration=_cell(text, "Calibration"),
     )
 
 
 def _cell(text: str, row: str) -> str | None:
-    found = re.search(rf"^\| *{row} *\| *`?(.*?)`? *\| *$", text, re.MULTILINE)
-    return found[1] if found else None
+    found = re.search(rf"^\| *{row} *\|(.*)\| *$", text, re.MULTILINE)
+    return found[1].strip(" ").removeprefix("`").removesuffix("`") if found else None
 
 
 def _kind(file: Path, kind: str | None, readme: _Readme) -> str:
     found = kind or readme.kind
     if found not in LIE_DETECTORS:
+        missing = "" if kind else f"{file.parent} has no README.md whose tags name it; "
         raise SpecError(
-            f"kind={found!r}: {file.parent} has no README.md whose tags name it; allowed are "
+            f"kind={found!r}: {missing}allowed are "
             f"{', '.join(LIE_DETECTORS)}; pass kind=, which decides what tokens the probe reads"
         )
     if found == "unrelated":
@@ -249,7 +250,7 @@ def _assumed(readme: _Readme) -> list[str]:
     return ["Assumed: the threshold is for 1 % on Alpaca; neither the file nor a README says so."]
 
 
-_RATE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*% FPR on (\w+)")
+_RATE: Final = re.compile(r"\b(\d+(?:\.\d+)?)\s*% FPR on (\w+)")
 
 
 def _threshold(value: float, readme: _Readme) -> Threshold:

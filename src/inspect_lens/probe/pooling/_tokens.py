@@ -22,7 +22,12 @@ _TURNS: Final = (
         re.DOTALL,
     ),
     re.compile(r"<start_of_turn>(?P<role>\w+)\n(?P<text>.*?)(?=<end_of_turn>|\Z)", re.DOTALL),
-    re.compile(r"<\|(?P<role>user|assistant)\|>\n?(?P<text>.*?)(?=<\|end\|>|</s>|\Z)", re.DOTALL),
+    # Some of these templates end a turn with the next one only.
+    re.compile(
+        r"<\|(?P<role>user|assistant)\|>\n?(?P<text>.*?)"
+        r"(?=<\|(?:end|endoftext|system|user|assistant|tool|observation)\|>|</s>|\Z)",
+        re.DOTALL,
+    ),
 )
 """ChatML (Qwen and others), Llama 3, Gemma; Phi, Zephyr and the model organism."""
 _ASSISTANT: Final = frozenset({"assistant", "model"})

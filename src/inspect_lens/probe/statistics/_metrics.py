@@ -373,7 +373,7 @@ def rate_interval(
         return exact.model_copy(update={"method": method})
     away = np.bincount(codes, weights=hits - share, minlength=k)
     variance = float((away**2 / (1.0 - size / n)).sum()) / n**2
-    tail = (1.0 - confidence) / 2.0
+    tail = (1.0 - check_level(confidence)) / 2.0
     worth = float(n) if variance == 0 else min(share * (1.0 - share) / variance, float(n))
     worth *= float(t.ppf(tail, n - 1) / t.ppf(tail, equal - 1.0)) ** 2
     hit = share * worth

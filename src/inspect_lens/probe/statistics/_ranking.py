@@ -136,6 +136,9 @@ def recall_draws(
     Returns:
         (n_draws,) recalls; their mean is a smoothed estimate, their quantiles an interval.
 
+    Raises:
+        SpecError: a set is empty or holds NaN, or the rate is not inside (0, 1).
+
     Example:
         ```python
         import numpy as np
@@ -150,6 +153,11 @@ def recall_draws(
     """
     rng = np.random.default_rng(seed)
     ranked, high = (np.asarray(s, dtype=np.float64) for s in (control, positives))
+    for name, values in (("positives", high), ("control", ranked)):
+        if values.ndim != 1 or not values.size or np.isnan(values).any():
+            raise SpecError(f"{name}: shape {values.shape}; allowed are (n,) scores without NaN")
+    if not 0.0 < fpr < 1.0:
+        raise SpecError(f"fpr={fpr}; allowed is a number between 0 and 1")
     order, at_or_below = np.argsort(ranked, kind="stable"), np.argsort(high, kind="stable")
     thresholds = []
     for weights in draws_of(ranked.size, control_groups, n_draws, rng):

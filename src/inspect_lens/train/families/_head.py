@@ -156,6 +156,7 @@ class HeadProbe(BinaryEstimator):
         if self.heads < 1:
             raise SpecError(f"heads={self.heads}; allowed is 1 or more")
         idle = [name for name in ("position", "scaled", "dropout") if getattr(self, name)]
+        idle += ["queries"] if self.queries != "random" else []
         if idle and "attention" not in self.pool:
             raise SpecError(
                 f"{', '.join(idle)}: of attention alone, and pool={self.pool!r}; leave them out, "
