@@ -13,6 +13,7 @@ from inspect_lens._base.artifact import folders_named, write_atomic
 from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import Threshold
+from inspect_lens.spec import explain
 
 from ._captured import Head
 
@@ -198,7 +199,7 @@ def _parse(stored: Mapping[str, Any], where: str) -> AttentionHeads:
     try:
         return AttentionHeads.model_validate(stored)
     except ValidationError as error:
-        raise ArtifactError(f"{where}: not a list of heads ({error.errors()[0]['msg']})") from None
+        raise ArtifactError(f"{where}: not a list of heads ({explain(error)})") from None
 
 
 def _pair(key: str) -> Head:

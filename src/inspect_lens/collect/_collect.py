@@ -28,7 +28,6 @@ from inspect_ai.model import (
     Model,
     get_model,
 )
-from pydantic import ValidationError
 
 from inspect_lens._base.concurrency import first_error
 from inspect_lens._base.progress import progress_bar
@@ -56,6 +55,7 @@ from inspect_lens.spec import (
     Layers,
     Positions,
     TensorData,
+    read_as,
     resolve_positions,
 )
 
@@ -340,10 +340,7 @@ async def collect_async(
         anyio.run(main)
         ```
     """
-    try:
-        asked = CaptureSpec(layers=layers, positions=positions)
-    except ValidationError as error:
-        raise SpecError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+    asked = read_as(CaptureSpec, {"layers": layers, "positions": positions}, at="collect")
     how = Request(
         layers=asked.layers,
         positions=asked.positions,

@@ -57,6 +57,7 @@ _SHARED = frozenset(
         "parse_hooks",
         "parse_positions",
         "phase_range",
+        "read_as",
         "refuse_misspelled",
         "refuse_own_word",
         "resolve_positions",

@@ -40,6 +40,7 @@ __all__ = [
     "check_size",
     "explain",
     "judging",
+    "read_as",
     "refuse_misspelled",
     "refuse_own_word",
     "shown",
