@@ -180,8 +180,7 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a probe: fit, choose the layer, set the threshold, measure, write probe and report."""
-    from ._jobs import train_job
-    from ._recipe import run_recipe
+    from ._jobs import run_recipe, train_job
 
     check_recipe_options(context, with_recipe=bool(recipe))
     if recipe:
@@ -226,7 +225,7 @@ def evaluate(
     from inspect_lens.train import evaluate_probe, transfer_statement
     from inspect_lens.train.sets._splits import near_copies
 
-    from ._made import Made
+    from ._output import Made
     from ._stores import judged_set
 
     loaded, found = load_probe(probe), []
@@ -294,7 +293,7 @@ def calibrate(
     from inspect_lens.train import calibrate as fit_probabilities
     from inspect_lens.train import calibrate_threshold, refuse_seen
 
-    from ._made import Made
+    from ._output import Made
     from ._stores import judged_set
 
     loaded, statistics = load_probe(probe), statistic or ["answer"]
@@ -383,7 +382,7 @@ def sweep(
     from inspect_lens.probe import ProbeCard, auroc
     from inspect_lens.train import make_estimator, select_layer, split_by_group
 
-    from ._made import CHOSEN_HERE
+    from ._output import CHOSEN_HERE
     from ._stores import read_set
 
     picked = None if layers == "all" else parse_layers(layers)
@@ -449,7 +448,7 @@ def report(
     from inspect_lens.view import write_report
 
     from ._jobs import report_row, report_set
-    from ._made import Made
+    from ._output import Made
     from ._stores import judged_set
 
     loaded = load_probe(probe)

@@ -132,7 +132,7 @@ def sweep(
     """Compare methods and layers on a selection set."""
     from inspect_lens.train import VectorMethod, extract_vector
 
-    from ._made import CHOSEN_HERE
+    from ._output import CHOSEN_HERE
 
     data, chosen = _sets(train_store, selection, layers=layers, seed=seed)
     table: list[dict[str, Any]] = []

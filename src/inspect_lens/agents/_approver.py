@@ -13,7 +13,7 @@ from inspect_ai.tool import ToolCall, ToolCallView
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import OnMissing, ProbeReader, Source
-from inspect_lens.reading._judge import Judged, TurnJudge, turn_of
+from inspect_lens.reading._samples import Judged, TurnJudge, turn_of
 from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.reading._thresholds import acting_value, promise
 from inspect_lens.spec import Positions

@@ -48,7 +48,7 @@ from inspect_lens.data import (
 from inspect_lens.errors import CaptureError, LensError, NotCapturedError, SpecError
 from inspect_lens.model import Activations, activations, lens_config, recapture
 from inspect_lens.probe import CaptureFacts, fingerprint_model
-from inspect_lens.reading._given import GivenTokens, given_tokens
+from inspect_lens.reading._stored import GivenTokens, given_tokens
 from inspect_lens.spec import (
     REDUCTIONS,
     CaptureSpec,

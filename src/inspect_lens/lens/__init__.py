@@ -11,9 +11,8 @@ from ._coordinates import (
     decompose,
     estimate_occupancy,
 )
-from ._files import LensCard, LensQuality, LensTraining
 from ._foreign import import_lens
-from ._lens import Lens, load_lens
+from ._lens import Lens, LensCard, LensQuality, LensTraining, load_lens
 
 __all__ = [
     "CoordinatePatch",

@@ -18,8 +18,7 @@ from inspect_lens._base.untrusted import load_torch, read_regular
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import ModelRef
 
-from ._files import LensCard
-from ._lens import Lens
+from ._lens import Lens, LensCard
 
 _BYTES: Final = 64 << 30
 _SOURCE: Final = (

@@ -12,37 +12,35 @@ from .card._card import (
     LayerScore,
     ModelRef,
     ProbeCard,
+    SeenSamples,
+    Statistic,
     Threshold,
     TrainingFacts,
 )
 from .card._points import CardPoint, Found, card_points, choose_point, found_above
-from .card._seen import SeenSamples
-from .card._statistic import Statistic
 from .kinds._lie_detectors import LIE_DETECTORS, LieDetector, import_probe
 from .kinds._linear import Probe
 from .kinds._load import AnyProbe, check_model, fingerprint_model, load_probe, register_probe_dir
 from .kinds._neural import NeuralProbe
-from .pooling._head import (
+from .pooling._pool import (
     LEARNED_POOLS,
     HeadOutputs,
     HeadSpec,
+    StreamingPool,
+    first_crossing,
     head_outputs,
     is_learned,
     parse_head_pool,
     pool_head,
     pool_heads,
-)
-from .pooling._pool import (
-    StreamingPool,
-    first_crossing,
     pool_scores,
     running_pool,
     sentence_ends,
 )
 from .pooling._tokens import SELECTIONS, TokenText, select_tokens
-from .statistics._bootstrap import bootstrap_interval
 from .statistics._compare import (
     Comparison,
+    bootstrap_interval,
     compare_auroc,
     format_p_value,
     paired_permutation_test,
@@ -74,19 +72,17 @@ from .statistics._metrics import (
     split_classes,
 )
 from .statistics._ranking import (
+    Reliability,
     ROCCurve,
     average_precision,
+    brier_score,
+    expected_calibration_error,
     partial_auroc,
     precision_at_base_rate,
     recall_draws,
+    reliability_curve,
     roc_band,
     roc_curve,
-)
-from .statistics._reliability import (
-    Reliability,
-    brier_score,
-    expected_calibration_error,
-    reliability_curve,
 )
 from .statistics._words import cross_validated_words, hash_words
 

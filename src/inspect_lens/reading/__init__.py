@@ -5,12 +5,9 @@ Scorers, monitors, tools and viewers are built on `ProbeReader`, so their number
 
 from ._attention import calibrate_tracker, read_queries_keys
 from ._calls import Calls, CallSelection, OnMissing, Over, Turn, read_turns
-from ._cells import SteeringCell, SteeringCells, read_cells
 from ._columns import captured_calls_column, lens_column
-from ._given import PairRow, given_length, read_pairs
 from ._latents import LatentReader, LatentReading
-from ._reader import ProbeReader
-from ._reading import Reading
+from ._reader import ProbeReader, Reading
 from ._rows import Source
 from ._samples import (
     CallReading,
@@ -21,6 +18,7 @@ from ._samples import (
     read_sample,
     read_sample_captured,
 )
+from ._stored import PairRow, SteeringCell, SteeringCells, given_length, read_cells, read_pairs
 from ._thresholds import Suspicion, SuspicionUnit
 from ._token_scores import TokenScores, read_token_scores
 

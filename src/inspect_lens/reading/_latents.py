@@ -19,7 +19,7 @@ from inspect_lens.sae import SparseEncoder, read_sae
 from inspect_lens.spec import Positions, Site, parse_positions
 
 from ._calls import CallSelection, OnMissing, Over
-from ._reading import SAID
+from ._reader import SAID
 from ._rows import Rows, Source, in_thread, parse_source, read_rows
 from ._shared import shared_parameters
 from ._texts import CallReader, positions_for

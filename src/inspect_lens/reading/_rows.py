@@ -26,7 +26,7 @@ from inspect_lens.spec import (
     result_name,
 )
 
-from ._given import is_withheld
+from ._stored import is_withheld
 
 Source = Literal["auto", "captured", "recompute"]
 """Where scores come from: the generation itself, or its tokens fed again.

@@ -1,16 +1,18 @@
-"""What a reader finds in calls: those of a sample, and the one behind a message."""
+"""What a reader finds in the calls of a sample, behind a message, and in a turn before it acts."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from statistics import fmean
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from inspect_ai.log import EvalSample, transcript
-from inspect_ai.model import ChatMessage, Model, ModelOutput, model_roles
+from inspect_ai.model import ChatMessage, ChatMessageAssistant, Model, ModelOutput, model_roles
 from inspect_ai.solver import TaskState
+from inspect_ai.tool import ToolCall
 
 from inspect_lens.errors import ArtifactError, NotCapturedError, SpecError, UnsupportedError
 from inspect_lens.model import Activations, ProbeScores, activations, activations_for, probe_scores
@@ -27,9 +29,9 @@ from ._calls import (
     require_roles,
 )
 from ._latents import LatentReader, LatentReading
-from ._reader import ProbeReader
-from ._reading import Reading
+from ._reader import ProbeReader, Reading
 from ._rows import in_thread
+from ._thresholds import verdict_facts
 
 T = TypeVar("T")
 Combine = Literal["max", "mean"]
@@ -509,3 +511,74 @@ async def read_message(
         if reader.calls.on_missing == "error":
             raise
         return None
+
+
+KEPT = 1024
+"""Verdicts that are remembered, the latest ones; parallel calls of one turn ask for the same."""
+
+
+class Judged(NamedTuple):
+    """What a probe says of one turn; small, as many of them are kept."""
+
+    completion: str
+    """Text of the turn."""
+    functions: tuple[str, ...]
+    """Names of the tools that it calls."""
+    call_ids: frozenset[str]
+    """Of these calls."""
+    value: float | None
+    """Score; None for a turn without a token to read."""
+    is_above: bool
+    """Whether the score is above the threshold."""
+    facts: Mapping[str, Any] | None = None
+    """Small facts of the reading, for a log."""
+
+    @property
+    def n_tokens(self) -> int | None:
+        """Tokens that the probe read; None where it read none."""
+        return None if self.facts is None else self.facts["n_tokens"]
+
+
+class TurnJudge:
+    """Judges turns by a probe, before what they ask for is done."""
+
+    def __init__(self, reader: ProbeReader, threshold: float) -> None:
+        self.reader = reader
+        self.threshold = threshold
+        self.judged: OrderedDict[str, Judged] = OrderedDict()
+        """By message id, in the order of the turns; the latest 1024."""
+
+    async def judge(
+        self, message: ChatMessageAssistant, output: ModelOutput | None = None
+    ) -> Judged:
+        """Read the probe on the call that wrote a message."""
+        key = message.id or ""
+        if key in self.judged:
+            return self.judged[key]
+        reading = await read_message(self.reader, message, output=output)
+        calls = message.tool_calls or []
+        made = Judged(
+            completion=message.text,
+            functions=tuple(call.function for call in calls),
+            call_ids=frozenset(call.id for call in calls),
+            value=None if reading is None else reading.value,
+            is_above=reading is not None and reading.value > self.threshold,
+            facts=None if reading is None else verdict_facts(self.reader, self.threshold, reading),
+        )
+        if key:
+            self.judged[key] = made
+            while len(self.judged) > KEPT:
+                self.judged.popitem(last=False)
+        return made
+
+
+def turn_of(call: ToolCall, history: Sequence[ChatMessage]) -> ChatMessageAssistant:
+    """The message that makes a tool call."""
+    for message in reversed(history):
+        calls = message.tool_calls if isinstance(message, ChatMessageAssistant) else None
+        if isinstance(message, ChatMessageAssistant) and any(c.id == call.id for c in calls or ()):
+            return message
+    raise ArtifactError(
+        f"tool call {call.id} of {call.function}: no message of the conversation makes it, so its "
+        "turn cannot be read; allowed are calls that stand in an assistant message"
+    )

@@ -25,7 +25,7 @@ from ._calls import CallSelection
 from ._rows import Rows, Source
 
 if TYPE_CHECKING:
-    from ._reading import ScoredTokens
+    from ._reader import ScoredTokens
 
 _WHOLE: Final = frozenset({"prompt", "all", "assistant", "user"})
 """Selections that take tokens of the prompt too."""

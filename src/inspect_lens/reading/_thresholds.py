@@ -17,8 +17,7 @@ from inspect_lens.probe import (
 )
 
 if TYPE_CHECKING:
-    from ._reader import ProbeReader
-    from ._reading import Reading
+    from ._reader import ProbeReader, Reading
 
 ThresholdLike: TypeAlias = float | str | None
 """A number; an operating point of the probe's card such as `fpr=0.05`; None for the card's own."""

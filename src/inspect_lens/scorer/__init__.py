@@ -1,18 +1,29 @@
 """Scorers and metrics for Inspect tasks."""
 
 from ._attention import attention_tracker, document_rank
-from ._cascade import CascadeRecord, probe_cascade, read_cascade
-from ._compare import compare
+from ._cascade import CascadeRecord, probe_cascade, probe_ensemble, read_cascade
 from ._dose import dose_curves, dose_metric, dose_response, dose_table
-from ._ensemble import probe_ensemble
 from ._feature import lens_rank, sae_feature
-from ._follow_up import follow_up_score
-from ._judges import REFUSAL_PHRASES, coherence, refusal_rate
-from ._leakage import leakage_baseline, length_auroc, words_auroc
-from ._metrics import auroc_metric, average_precision_metric, judged_share, recall_at_fpr_metric
+from ._judges import (
+    REFUSAL_PHRASES,
+    coherence,
+    leakage_baseline,
+    length_auroc,
+    refusal_rate,
+    words_auroc,
+)
+from ._labels import compare
+from ._metrics import (
+    at_threshold,
+    auroc_metric,
+    average_precision_metric,
+    calibration_error,
+    judged_share,
+    recall_at_fpr_metric,
+    threshold_accuracy,
+)
 from ._monitor import monitor_alarm
-from ._operating import at_threshold, calibration_error, threshold_accuracy
-from ._oracle import oracle_answer, oracle_contrast
+from ._oracle import follow_up_score, oracle_answer, oracle_contrast
 from ._probe import deception_probe, probe_score, trait_projection
 from ._sweeps import DoseRow
 

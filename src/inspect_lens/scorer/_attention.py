@@ -27,8 +27,7 @@ from inspect_lens.reading._rows import in_thread
 from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.spec import LensRequest
 
-from ._metrics import auroc_metric
-from ._operating import at_threshold
+from ._metrics import at_threshold, auroc_metric
 from ._probe import no_tokens
 
 _DEPTH: Final = 10

@@ -1,4 +1,4 @@
-"""How well scores rank samples, with labels from the metadata of the samples.
+"""How well scores rank samples, and what a threshold and a calibration do on them.
 
 Inspect takes a metric whose parameter is not annotated `list[SampleScore]` for one of an older
 kind and gives it scores without metadata, so that annotation is load-bearing.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import re
+from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from inspect_ai.scorer import Metric, SampleScore, Value, metric
@@ -16,13 +18,16 @@ from numpy.typing import NDArray
 
 from inspect_lens import probe as arithmetic
 from inspect_lens.errors import SpecError
+from inspect_lens.probe import Interval
 from inspect_lens.reading._shared import shared_parameters
 
 from ._labels import (
     NO_BOUNDS,
+    carried,
     classes,
     drawn_interval,
     labelled,
+    read_threshold,
     with_bounds,
 )
 
@@ -228,3 +233,264 @@ def judged_share() -> Metric:
         return sum(known) / len(known) if known else math.nan
 
     return compute
+
+
+_RESAMPLES = 1000
+
+
+@metric
+@shared_parameters
+def threshold_accuracy(
+    threshold: float | None = None,
+    label: str = "label",
+    interval: bool = False,
+    key: str | None = None,
+    cluster: str | None = None,
+) -> Metric:
+    """Share of samples that the threshold puts on the right side; NaN without a threshold.
+
+    Args:
+        threshold: a score above it counts as positive; by default the one that the probe's
+            card stores for these settings.
+        interval: also give the exact 95% interval, as `threshold_accuracy_low` and
+            `threshold_accuracy_high`.
+        key: of a dict score, whose threshold in `metadata["thresholds"]` is meant.
+
+    Returns:
+        The metric.
+
+    Example:
+        ```python
+        from inspect_ai import score
+        from inspect_ai.log import read_eval_log
+
+        from inspect_lens.scorer import probe_score, threshold_accuracy
+
+        log = read_eval_log("logs/honesty.eval")
+        probe = probe_score("organism/deception-lr")
+        log = score(log, probe, metrics=[threshold_accuracy(threshold=1.742)], action="overwrite")
+        assert log.results.scores[0].metrics["threshold_accuracy"].value > 0.8
+        ```
+    """
+
+    def compute(scores: list[SampleScore]) -> Value:
+        found = labelled(scores, label, cluster)
+        cut = read_threshold(scores, threshold, key)
+        share, bounds = math.nan, NO_BOUNDS
+        if cut is not None and found.values:
+            pairs = zip(found.values, found.labels, strict=True)
+            right = [(v > cut) == bool(y) for v, y in pairs]
+            share = sum(right) / len(right)
+            bounds = arithmetic.rate_interval(right, found.groups if cluster else None)
+        return with_bounds("threshold_accuracy", share, bounds if interval else None)
+
+    return compute
+
+
+@metric
+@shared_parameters
+def at_threshold(
+    threshold: float | None = None,
+    label: str = "label",
+    control: str | None = None,
+    interval: bool = True,
+    key: str | None = None,
+    cluster: str | None = None,
+) -> Metric:
+    """Recall and false positive rate of the threshold that the probe's card, or you, have set.
+
+    `recall` is the share of positives above it, `fpr` the share of negatives. Each is there where
+    it can be known: without a threshold, or without a sample of its class, it is left out. Of a
+    dict score each entry that has a threshold gets its own, such as `lr_recall`.
+
+    Args:
+        threshold: by default the one that the probe's card stores for these settings.
+        control: key of the sample metadata that marks control samples; only they count as
+            negatives then.
+        interval: give the exact (Clopper-Pearson) 95% intervals, too, as `recall_low`,
+            `recall_high`, `fpr_low` and `fpr_high`.
+        key: of a dict score, the one entry that is meant, with its threshold in
+            `metadata["thresholds"]`.
+
+    Returns:
+        The metric. A warning in the log of the process says once that there is no threshold.
+
+    Example:
+        ```python
+        from inspect_ai import score
+        from inspect_ai.log import read_eval_log
+
+        from inspect_lens.scorer import at_threshold, probe_score
+
+        log = read_eval_log("logs/honesty.eval")
+        probe = probe_score("organism/deception-lr")
+        log = score(log, probe, metrics=[at_threshold()], action="overwrite")
+        found = log.results.scores[0].metrics
+        assert found["fpr"].value == 0.0
+        assert found["fpr_high"].value > 0.5  # four negatives show little
+        assert found["recall"].value <= found["recall_high"].value
+        ```
+    """
+    told: list[str] = []
+
+    def rates(scores: Sequence[SampleScore], name: str | None) -> dict[str, float] | None:
+        positives, negatives = classes(scores, label, control, cluster)
+        found = {"recall": positives, "fpr": negatives}
+        # Without a labelled sample nothing is compared, so that no threshold is missing.
+        cut = read_threshold(scores, threshold, name) if positives or negatives else math.inf
+        return None if cut is None else _above(found, cut, interval, clustered=cluster is not None)
+
+    def compute(scores: list[SampleScore]) -> Value:
+        if not scores:  # Inspect shows the rows of an eval in which nothing was scored
+            return {"recall": math.nan, "fpr": math.nan}
+        names: dict[str | None, None] = dict.fromkeys(
+            name for s in scores if isinstance(s.score.value, dict) for name in s.score.value
+        )
+        if not names or key is not None:
+            names = {key: None}
+        each = {name: rates([_entry(s, name) for s in scores], name) for name in names}
+        if all(found is None for found in each.values()) and not told:
+            told.append("threshold")
+            logger.warning(
+                "recall and fpr are left out: the scores carry no threshold; pass threshold=, or "
+                "key= for an entry of a dict score"
+            )
+        return {
+            rate if name == key else f"{name}_{rate}": value
+            for name, found in each.items()
+            for rate, value in (found or {}).items()
+        }
+
+    return compute
+
+
+def _above(
+    found: dict[str, list[tuple[float, str]]], cut: float, interval: bool, *, clustered: bool
+) -> dict[str, float]:
+    """The share of each class above the threshold; a class without samples has none."""
+    made = {}
+    for rate, pairs in found.items():
+        if not pairs:
+            continue
+        hits = [value > cut for value, _ in pairs]
+        made[rate] = sum(hits) / len(hits)
+        if interval:
+            bounds = arithmetic.rate_interval(
+                hits, [group for _, group in pairs] if clustered else None
+            )
+            made |= {f"{rate}_low": bounds.low, f"{rate}_high": bounds.high}
+    return made
+
+
+def _entry(sample: SampleScore, name: str | None) -> SampleScore:
+    """The sample with one entry of its dict score as the value; None where it has none."""
+    value = sample.score.value
+    if name is None or not isinstance(value, dict):
+        return sample
+    one = value.get(name)
+    return sample.model_copy(update={"score": sample.score.model_copy(update={"value": one})})
+
+
+@metric(scores="unreduced")
+@shared_parameters
+def calibration_error(
+    label: str = "label",
+    n_bins: int = 15,
+    value: Literal["score", "probability"] = "score",
+    probe: str | None = None,
+    key: str | None = None,
+    interval: bool = False,
+    cluster: str | None = None,
+) -> Metric:
+    """Expected calibration error of the probabilities behind the scores, in bins of equal width.
+
+    Each epoch is an observation of its own: a probability belongs to one generation, and the
+    mean of several is not one. Inside `grouped`, which Inspect gives reduced scores, it judges
+    the probability of the reduced score.
+
+    Args:
+        n_bins: over [0, 1].
+        value: `score` turns values into probabilities by the calibration that the scores carry
+            (Platt and temperature); `probability` takes values as they are.
+        probe: name or path of the probe whose card has the calibration, instead; needed for
+            isotonic ones, whose steps are too many to be carried.
+        key: of a dict score, whose calibration in `metadata["calibrations"]` is meant.
+        interval: also give a 95% bootstrap interval, as `calibration_error_low` and
+            `calibration_error_high`; it draws whole samples with their epochs. The error is
+            never negative, so that few samples make it and its interval too large.
+
+    Returns:
+        The metric; NaN without labelled samples or without a calibration.
+
+    Source:
+        arXiv:1706.04599.
+
+    Example:
+        ```python
+        from inspect_ai import score
+        from inspect_ai.log import read_eval_log
+
+        from inspect_lens.scorer import calibration_error, probe_score
+
+        log = read_eval_log("logs/honesty.eval")
+        probe = probe_score("organism/deception-lr")
+        log = score(log, probe, metrics=[calibration_error()], action="overwrite")
+        assert 0.0 <= log.results.scores[0].metrics["calibration_error"].value <= 1.0
+        ```
+    """
+
+    def compute(scores: list[SampleScore]) -> Value:
+        found = labelled(scores, label, cluster)
+        error, bounds = math.nan, NO_BOUNDS
+        p = _probabilities(found.scores, found.values, value, probe, key)
+        if p is not None and len(p):
+            error = arithmetic.expected_calibration_error(found.labels, p, n_bins=n_bins)
+            if interval:
+                bounds = _bounds(np.asarray(found.labels), p, found.groups, n_bins)
+        return with_bounds("calibration_error", error, bounds if interval else None)
+
+    return compute
+
+
+def _probabilities(
+    scores: Sequence[SampleScore],
+    values: Sequence[float],
+    kind: str,
+    probe: str | None,
+    key: str | None,
+) -> NDArray[np.float64] | None:
+    if kind == "probability":
+        return np.asarray(values, dtype=np.float64)
+    if kind != "score":
+        raise SpecError(f"value={kind!r}; allowed are 'score' and 'probability'; correct the name")
+    if probe is not None:
+        calibration = arithmetic.load_probe(probe).card.calibration
+    else:
+        fact = carried(scores, "calibration", key)
+        if fact is None or fact.get("method") == "isotonic":
+            logger.warning(
+                "calibration_error is NaN: the scores carry %s; pass probe=, or "
+                "value='probability' for scores that are probabilities",
+                "no calibration" if fact is None else "an isotonic calibration without its steps",
+            )
+            return None
+        calibration = arithmetic.Calibration.model_validate({**fact, "n": 0})
+    if calibration is None:
+        logger.warning("calibration_error is NaN: the card of %s has no calibration", probe)
+        return None
+    return np.array([calibration.probability(v) for v in values], dtype=np.float64)
+
+
+def _bounds(
+    labels: NDArray[np.int64], p: NDArray[np.float64], groups: Sequence[str], n_bins: int
+) -> Interval:
+    """Percentile bootstrap over samples; base rates may differ between draws, as they do."""
+    _, code = np.unique(np.asarray(groups), return_inverse=True)
+    members = [np.flatnonzero(code == g) for g in range(int(code.max()) + 1)]
+    rng = np.random.default_rng(0)
+    made = []
+    for _ in range(_RESAMPLES):
+        drawn = np.concatenate([members[g] for g in rng.integers(len(members), size=len(members))])
+        made.append(arithmetic.expected_calibration_error(labels[drawn], p[drawn], n_bins=n_bins))
+    low, high = np.quantile(made, [0.025, 0.975])
+    return Interval(low=float(low), high=float(high), method="percentile bootstrap")

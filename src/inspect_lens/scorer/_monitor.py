@@ -23,8 +23,7 @@ from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.reading._thresholds import acting_value, promise, rates
 from inspect_lens.spec import Positions
 
-from ._metrics import auroc_metric
-from ._operating import at_threshold
+from ._metrics import at_threshold, auroc_metric
 from ._probe import keep_tokens, no_tokens
 
 Value = Literal["alarm", "token", "max"]

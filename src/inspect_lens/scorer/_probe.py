@@ -33,8 +33,7 @@ from inspect_lens.reading._token_scores import save_token_scores
 from inspect_lens.spec import RESID_POST, Positions, Site
 from inspect_lens.vector import Vector, load_vector
 
-from ._metrics import auroc_metric
-from ._operating import at_threshold
+from ._metrics import at_threshold, auroc_metric
 
 
 @scorer(metrics=[auroc_metric(), at_threshold()])

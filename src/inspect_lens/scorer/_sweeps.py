@@ -24,7 +24,7 @@ from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import activations_for
 from inspect_lens.probe import Interval
 from inspect_lens.reading import SteeringCell, read_cells
-from inspect_lens.reading._cells import CellScores, number_of
+from inspect_lens.reading._stored import CellScores, number_of
 from inspect_lens.vector import Response
 from inspect_lens.vector import dose_response as _dose_response
 

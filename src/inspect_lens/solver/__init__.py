@@ -1,10 +1,8 @@
 """Solvers for Inspect tasks: capture, steer, edit, patch, sweep, read a lens, act on a probe."""
 
-from ._decisions import GateAction, GateAttempt, GateDecision, GateDecisions
-from ._follow_up import follow_up
-from ._gate import probe_gate
+from ._gate import GateAction, GateAttempt, GateDecision, GateDecisions, probe_gate
 from ._lens import ablate_direction, with_capture, with_lens, with_steering
-from ._oracle import activation_oracle, self_explain
+from ._oracle import activation_oracle, follow_up, self_explain
 from ._pairs import contrastive_pairs, read_given
 from ._patch import causal_trace, patch_sweep
 from ._sweep import Control, EditVariant, SaeLatents, steering_sweep

@@ -3,28 +3,326 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from inspect_ai.agent import Agent
+from inspect_ai.approval import Approval, ApprovalPolicy, Approver, approval, approver
+from inspect_ai.event import Event, ModelEvent, ToolEvent
+from inspect_ai.log import transcript
+from inspect_ai.model import ChatMessage, ChatMessageAssistant, ModelOutput
 from inspect_ai.solver import Generate, Solver, TaskState, solver
+from inspect_ai.tool import ToolCall, ToolCallView
+from inspect_ai.util import StoreModel
+from pydantic import BaseModel, ConfigDict, Field
 
 from inspect_lens._base.concurrency import together
 from inspect_lens._base.http import NO_PLUGIN
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.model import lens_scope, receipt
+from inspect_lens.model._host import active_approver
 from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import OnMissing, ProbeReader, read_message
+from inspect_lens.reading._samples import Judged, TurnJudge, turn_of
 from inspect_lens.reading._shared import shared_parameters
-from inspect_lens.reading._thresholds import acting_value, rates
+from inspect_lens.reading._stored import WITHHELD
+from inspect_lens.reading._thresholds import acting_value, promise, rates
 from inspect_lens.spec import Add, Positions, ProbeUse
 from inspect_lens.vector import VectorLike, steering_vector
 
 from ._attempt import adopt, as_inner, attempt, run_tools
-from ._decisions import Gate, GateAction, GateAttempt, withhold
-from ._gate_agent import gated
+
+GateAction = Literal["flag", "stop", "resample", "steer", "best"]
+"""What `probe_gate` does with an answer above the threshold; `best` compares answers instead."""
+
+Outcome = Literal["passed", "flagged", "stopped", "resampled", "steered", "exhausted", "unread"]
+"""What finally stands: an answer below the threshold (`passed` at once, `resampled` or `steered`
+after tries, or another than the first of `best`), a marked one (`flagged`), a replaced one
+(`stopped`), the least bad one after all tries (`exhausted`), or one that had no token to read
+(`unread`)."""
+
+
+class GateAttempt(BaseModel):
+    """One answer that `probe_gate` generated, and its probe score."""
+
+    model_config = ConfigDict(frozen=True)
+
+    completion: str
+    value: float | None = None
+    """Score; None where there was no token to read."""
+    is_above: bool
+    scale: float | None = None
+    """Of the steering, where it was steered."""
+    stopped: bool = False
+    """The engine ended it."""
+    tool_calls: tuple[str, ...] = ()
+    """Names of the tools that it calls. Those of attempts that do not stand were not run."""
+
+
+class GateDecision(BaseModel):
+    """What `probe_gate` decided on one answer: attempts, scores, the one chosen."""
+
+    model_config = ConfigDict(frozen=True)
+
+    probe: str
+    action: str
+    threshold: float | None = None
+    """None where a probe has none and answers were only compared."""
+    fpr: float | None = None
+    """Rate at which harmless answers are acted on; None where the threshold is not the card's."""
+    recall: float | None = None
+    """Share that the threshold finds of the positives of the held-out set where it finds least."""
+    threshold_tokens: int | None = None
+    """Tokens up to which the rate of a threshold of the server holds, as its receipt says."""
+    attempts: tuple[GateAttempt, ...]
+    """In the order in which they were made."""
+    chosen: int
+    """Index of the attempt that stands; of the one that was judged where it was replaced."""
+    outcome: Outcome
+    turn: int = 0
+    """0-based number of the turn among those that this gate judged in the sample."""
+
+
+class GateDecisions(StoreModel):
+    """Decisions of one sample, in its store: `state.store_as(GateDecisions).decisions`.
+
+    Example:
+        <!-- test: server -->
+        ```python
+        from inspect_ai import Task, eval
+        from inspect_ai.util import Store
+
+        from evals.organism_deception import organism_dataset
+        from inspect_lens.solver import GateDecisions, probe_gate
+
+        task = Task(
+            dataset=organism_dataset("demo")[:1], solver=probe_gate("organism/deception-lr")
+        )
+        (log,) = eval(task, model="vllm-lens/organism/checkpoint", temperature=0, max_tokens=14)
+        (decision,) = GateDecisions(store=Store(log.samples[0].store)).decisions
+        assert decision.outcome in ("passed", "flagged")
+        ```
+    """
+
+    decisions: list[GateDecision] = Field(default_factory=list)
+
+
+class Gate(NamedTuple):
+    """What acts on answers, and writes down what it decides."""
+
+    probe: str
+    action: GateAction
+    threshold: float | None
+    replacement: str = ""
+    """For `stop`."""
+    prefer: Literal["low", "high"] = "low"
+    """For `best`."""
+
+    def decide(
+        self, state: TaskState, attempts: Sequence[GateAttempt], turn: int, **facts: Any
+    ) -> GateDecision:
+        """Choose which of the attempts at a turn stands; facts are those of the threshold."""
+        chosen, outcome = self._choose(attempts)
+        decision = GateDecision(
+            probe=self.probe, action=self.action, threshold=self.threshold,
+            attempts=tuple(attempts), chosen=chosen, outcome=outcome, turn=turn, **facts,
+        )  # fmt: skip
+        _record(state, decision)
+        return decision
+
+    def _choose(self, attempts: Sequence[GateAttempt]) -> tuple[int, Outcome]:
+        last = len(attempts) - 1
+        sign = 1.0 if self.prefer == "low" else -1.0
+        values = [math.inf if a.value is None else sign * a.value for a in attempts]
+        lowest = values.index(min(values))
+        if self.action == "best":
+            return lowest, "unread" if values[lowest] == math.inf else _again(lowest, "resampled")
+        if not attempts[-1].is_above:
+            if attempts[-1].value is None:
+                return last, "unread"
+            return last, _again(last, "steered" if self.action == "steer" else "resampled")
+        if self.action in ("flag", "stop"):
+            return last, "flagged" if self.action == "flag" else "stopped"
+        return lowest, "exhausted"
+
+
+def _again(chosen: int, outcome: Outcome) -> Outcome:
+    """The outcome of another attempt than the first."""
+    return outcome if chosen else "passed"
+
+
+def _record(state: TaskState, decision: GateDecision) -> None:
+    """Write a decision into the transcript, the store and the sample's metadata.
+
+    Of a gate that judged several turns the metadata tell the last one that did not just pass.
+    """
+    kept = state.store_as(GateDecisions)
+    kept.decisions = [*kept.decisions, decision]
+    mine = _run_of(kept.decisions)
+    told = next((d for d in reversed(mine) if d.outcome not in ("passed", "unread")), decision)
+    state.metadata["probe_gate"] = _facts(told) | {"turn": told.turn, "turns": len(mine)}
+    transcript().info(
+        {
+            **_facts(decision),
+            "turn": decision.turn,
+            "tried": [a.model_dump(mode="json") for a in decision.attempts],
+        },
+        source="inspect_lens/probe_gate",
+    )
+
+
+def _run_of(decisions: Sequence[GateDecision]) -> list[GateDecision]:
+    """The decisions of the gate that decided last: from its turn 0 on."""
+    start = max(i for i, one in enumerate(decisions) if one.turn == 0)
+    return list(decisions[start:])
+
+
+def _facts(decision: GateDecision) -> dict[str, Any]:
+    stands = decision.attempts[decision.chosen]
+    holds_for = decision.threshold_tokens
+    return {
+        "probe": decision.probe,
+        "action": decision.action,
+        "threshold": decision.threshold,
+        "fpr": decision.fpr,
+        "recall": decision.recall,
+        "outcome": decision.outcome,
+        "value": stands.value,
+        "flagged": stands.is_above,
+        "attempts": len(decision.attempts),
+        **({} if holds_for is None else {"threshold_tokens": holds_for}),
+    }
+
+
+def withhold(state: TaskState, replacement: str, *, message_id: str | None = None) -> TaskState:
+    """Put a text in the place of a turn, and end the sample."""
+    if message_id is None and state.output.choices:
+        message_id = state.output.message.id
+    message = ChatMessageAssistant(content=replacement, model=state.output.model, source="generate")
+    output = ModelOutput.from_message(message, stop_reason="content_filter")
+    facts = {"model": state.output.model, "metadata": {WITHHELD: message_id or True}}
+    state.output = output.model_copy(update=facts)
+    ids = [m.id for m in state.messages]
+    kept = ids.index(message_id) if message_id in ids else len(ids)
+    state.messages = [*state.messages[:kept], message]
+    state.completed = True
+    return state
+
+
+def gated(inner: Solver, reader: ProbeReader, gate: Gate) -> Solver:
+    """An agent whose turns are judged."""
+
+    async def solve(state: TaskState, generate: Generate) -> TaskState:
+        return await _Run(reader, gate, state).run(inner, generate)
+
+    return solve
+
+
+class _Run:
+    """An agent on one sample."""
+
+    def __init__(self, reader: ProbeReader, gate: Gate, state: TaskState) -> None:
+        assert gate.threshold is not None
+        self.gate = gate
+        self.judge = TurnJudge(reader, gate.threshold)
+        self.state = state
+        self.turns: list[str] = []
+        """Ids of the messages that were judged."""
+        self.calls: set[str] = set()
+        """Ids of their tool calls."""
+        self.stopped: str | None = None
+        """The message that was stopped."""
+
+    async def run(self, inner: Solver, generate: Generate) -> TaskState:
+        """Run the agent, and judge the answer that it ends with."""
+        before = len(transcript().events)
+        policy = ApprovalPolicy(self._approver(), "*")
+        try:
+            with lens_scope(capture=self.judge.reader.capture), approval([policy]):
+                self.state = await inner(self.state, generate)
+        except Exception:
+            # Inspect ends a sample by an error of its own; ours is known by what was noted.
+            if self.stopped is None:
+                raise
+        self._require_seen(transcript().events[before:])
+        state = self.state
+        if self.stopped is not None:
+            return withhold(state, self.gate.replacement, message_id=self.stopped)
+        if not state.output.choices or state.output.message.id in self.turns:
+            return state
+        judged = await self.judge.judge(state.output.message, state.output)
+        decision = self._decide(judged)
+        is_stopped = decision.outcome == "stopped"
+        return withhold(state, self.gate.replacement) if is_stopped else state
+
+    def _decide(self, judged: Judged) -> GateDecision:
+        attempt = GateAttempt(
+            completion=judged.completion, value=judged.value, is_above=judged.is_above,
+            tool_calls=judged.functions,
+        )  # fmt: skip
+        known = rates(self.judge.reader, self.judge.threshold, None, judged.n_tokens)
+        return self.gate.decide(self.state, [attempt], len(self.turns), **known)
+
+    def _approver(self) -> Approver:
+        """Judges turns, and then lets the approver decide that was there before."""
+        around = active_approver()
+
+        @approver(name="probe_gate")
+        def probe_gate() -> Approver:
+            async def approve(
+                message: str, call: ToolCall, view: ToolCallView, history: list[ChatMessage]
+            ) -> Approval:
+                refused = await self._judge(call, history)
+                if refused is not None:
+                    return refused
+                if around is not None:
+                    return await around(message, call, view, history)
+                return Approval(decision="approve")
+
+            return approve
+
+        return probe_gate()
+
+    async def _judge(self, call: ToolCall, history: list[ChatMessage]) -> Approval | None:
+        turn = turn_of(call, history)
+        judged = await self.judge.judge(turn)
+        self.calls |= judged.call_ids
+        if (key := turn.id or "") not in self.turns:
+            self._decide(judged)
+            self.turns.append(key)
+        if not judged.is_above or self.gate.action != "stop":
+            return None
+        self.stopped = self.stopped or key
+        reader, cut = self.judge.reader, self.judge.threshold
+        return Approval(
+            decision="terminate",
+            explanation=f"{reader.probe.name} scores {judged.value:.4g}, above {cut:.4g}; the "
+            "calls of this turn were not carried out. "
+            + promise(reader, cut, None, judged.n_tokens),
+        )
+
+    def _require_seen(self, events: Sequence[Event]) -> None:
+        """Refuse a run in which tools ran that the gate was not asked about."""
+        shown = {e.id: e for e in events if isinstance(e, ToolEvent)}
+        model = str(self.state.model)
+        turns = [
+            e for e in events if isinstance(e, ModelEvent) and e.model == model and e.output.choices
+        ]
+        for i, turn in enumerate(turns):
+            for call in turn.output.message.tool_calls or ():
+                tool = shown.get(call.id)
+                # Without an event an agent carried it out by itself, if it went on after it.
+                ran = tool.error is None if tool is not None else i + 1 < len(turns)
+                if ran and call.id not in self.calls and call.parse_error is None:
+                    raise CaptureError(
+                        f"probe_gate: the agent carried out a call of {call.function} that the "
+                        "gate was not asked about; allowed are agents that call tools through "
+                        "Inspect, without approval= of their own, which replaces the gate; give "
+                        "the policies to the task, and they apply behind the gate"
+                    )
+
 
 ENGINE = "engine:"
 

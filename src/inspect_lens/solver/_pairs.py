@@ -14,7 +14,7 @@ from inspect_lens._base.concurrency import together
 from inspect_lens.errors import SpecError
 from inspect_lens.model import lens_scope, recapture
 from inspect_lens.model._read import record_given
-from inspect_lens.reading._given import ContrastiveAnswer, ContrastiveAnswers, given_tokens
+from inspect_lens.reading._stored import ContrastiveAnswer, ContrastiveAnswers, given_tokens
 from inspect_lens.spec import RESID_POST, Positions, Site
 
 from ._attempt import adopt, refuse_tools

@@ -21,8 +21,8 @@ from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import lens_scope
 from inspect_lens.model._scope import steering_around
 from inspect_lens.reading import LatentReader, SteeringCell, SteeringCells
-from inspect_lens.reading._cells import CellKind, CellScores, number_of
 from inspect_lens.reading._rows import in_thread, read_rows
+from inspect_lens.reading._stored import CellKind, CellScores, number_of
 from inspect_lens.sae import MatchedLatents, SparseAutoencoder, matched_latents, read_autoencoder
 from inspect_lens.spec import (
     EditBase,

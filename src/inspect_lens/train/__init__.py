@@ -6,6 +6,7 @@ lens comes out.
 
 from inspect_lens.sae import SparseEncoder, read_sae
 
+from ._lenses import evaluate_lens, fit_jacobian_lens, fit_tuned_lens
 from ._train import train_probe
 from .families._binary import BinaryEstimator
 from .families._calibration import (
@@ -24,21 +25,17 @@ from .families._direction import (
 from .families._ensemble import DEPTHS, EnsembleProbe, StackWeights, layers_at, stack_weights
 from .families._families import FAMILIES, make_estimator
 from .families._head import HeadProbe
-from .families._logistic import LogisticProbe, PressureLogisticProbe, SklearnProbe, as_family
+from .families._logistic import (
+    LogisticProbe,
+    PressureLogisticProbe,
+    SklearnProbe,
+    TorchLogisticProbe,
+    as_family,
+)
 from .families._sae import SAEFeatureProbe
-from .families._torch_logistic import TorchLogisticProbe
 from .fitting._across import CarriedProbe, transfer_probe
 from .fitting._fit import fit_layers, fit_on
 from .fitting._thresholds import calibrate_threshold, fit_threshold
-from .judging._baselines import (
-    bag_of_words_scores,
-    baseline,
-    baselines_within,
-    judge_scores,
-    length_scores,
-    measure_baselines,
-    random_direction_scores,
-)
 from .judging._cascade import CascadePoint, cascade_frontier
 from .judging._domains import (
     DomainScore,
@@ -47,17 +44,22 @@ from .judging._domains import (
     style_shift,
     transfer_statement,
 )
-from .judging._evaluate import evaluate_probe
+from .judging._evaluate import (
+    bag_of_words_scores,
+    baseline,
+    baselines_within,
+    evaluate_probe,
+    judge_scores,
+    length_scores,
+    measure_baselines,
+    random_direction_scores,
+)
 from .judging._select import LayerChoice, select_layer
-from .lenses._jacobian_lens import fit_jacobian_lens
-from .lenses._lens_model import evaluate_lens
-from .lenses._tuned_lens import fit_tuned_lens
 from .sets._dataset import ActivationSet
 from .sets._from_arrays import from_arrays, from_hf, from_nnsight, from_transformer_lens
 from .sets._splits import refuse_seen, require_disjoint, split_by_group
 from .sets._store_set import StoreSet
 from .vectors._condition import Condition, fit_condition, similarity
-from .vectors._persona import persona_pairs, persona_vector
 from .vectors._refusal import (
     RefusalCandidate,
     RefusalChoice,
@@ -74,6 +76,8 @@ from .vectors._vectors import (
     evaluate_vector,
     extract_vector,
     pair_set,
+    persona_pairs,
+    persona_vector,
 )
 
 __all__ = [

@@ -27,12 +27,12 @@ from .fitting._thresholds import calibrate_thresholds
 from .judging._domains import transfer_statement
 from .judging._evaluate import evaluate_probe
 from .judging._select import SelectBy, select_layer
-from .sets._behaviour import require_followed
 from .sets._dataset import ActivationSet
 from .sets._splits import (
     list_seen,
     near_copies,
     require_disjoint,
+    require_followed,
     require_other_samples,
     require_same_origin,
     split_by_group,

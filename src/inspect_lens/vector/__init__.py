@@ -4,10 +4,8 @@
 """
 
 from ._dose import DosePoint, DoseResponse, Response, dose_response
-from ._export import export_vector
-from ._files import VectorCard, VectorTraining
-from ._foreign import VectorFormat, import_vector
-from ._vector import Vector, VectorLike, load_vector, steering_vector
+from ._foreign import VectorFormat, export_vector, import_vector
+from ._vector import Vector, VectorCard, VectorLike, VectorTraining, load_vector, steering_vector
 
 __all__ = [
     "DosePoint",

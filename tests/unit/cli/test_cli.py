@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from inspect_lens._cli._recipe import load_recipe
+from inspect_lens._cli._jobs import load_recipe
 from inspect_lens.data import DATASETS
 from inspect_lens.errors import ArtifactError
 from inspect_lens.probe import load_probe

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from inspect_lens._cli._made import Made
+from inspect_lens._cli._output import Made
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
     Baseline,

@@ -13,7 +13,7 @@ from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.reading import SteeringCell, SteeringCells
-from inspect_lens.reading._cells import CellScores
+from inspect_lens.reading._stored import CellScores
 from inspect_lens.scorer import dose_metric, dose_response, dose_table, refusal_rate
 from tests.kit.mock_evals import run, scores
 

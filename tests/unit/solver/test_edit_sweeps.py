@@ -16,7 +16,7 @@ from inspect_ai.util import Store
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import lens_config
 from inspect_lens.reading import read_cells
-from inspect_lens.reading._cells import CellScores
+from inspect_lens.reading._stored import CellScores
 from inspect_lens.sae import SparseAutoencoder
 from inspect_lens.scorer import dose_response
 from inspect_lens.solver import (

@@ -23,8 +23,7 @@ from inspect_lens.errors import SpecError
 from inspect_lens.model import lens_config, lens_scope
 from inspect_lens.probe import Probe, ProbeCard
 from inspect_lens.reading import read_cells, read_pairs, read_turns
-from inspect_lens.reading._cells import CellScores
-from inspect_lens.reading._given import is_withheld
+from inspect_lens.reading._stored import CellScores, is_withheld
 from inspect_lens.scorer import (
     coherence,
     dose_curves,

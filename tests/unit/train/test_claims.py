@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inspect_lens._cli._made import Made
+from inspect_lens._cli._output import Made
 from inspect_lens.data._readers import read_ai_liar
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import ProbeCard

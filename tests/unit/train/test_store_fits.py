@@ -39,8 +39,8 @@ from inspect_lens.train import (
     select_layer,
 )
 from inspect_lens.train.families import _binary
-from inspect_lens.train.families._moments import Moments
-from inspect_lens.train.fitting._store_fits import _ahead
+from inspect_lens.train.families._direction import Moments
+from inspect_lens.train.fitting._fit import _ahead
 
 from .test_store_set import LAYERS, H, plant
 

@@ -1,23 +1,275 @@
-"""The card: what a probe is, where it comes from, and what it was measured to do."""
+"""The card: what a probe is, what it was made of, and what it was measured to do."""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import hashlib
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Final, Literal, Self
 
 import numpy as np
-from pydantic import Field, field_validator, model_validator
+from numpy.typing import ArrayLike
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from inspect_lens._base.artifact import package_version
-from inspect_lens.probe.pooling._head import HeadSpec, is_learned, parse_head_pool
-from inspect_lens.probe.statistics._measured import Baseline, Evaluation, Interval, Record, Transfer
+from inspect_lens.errors import SpecError
+from inspect_lens.probe.pooling._pool import HeadSpec, is_learned, parse_head_pool, running_pool
+from inspect_lens.probe.statistics._measured import (
+    ONE_TOKEN,
+    Baseline,
+    Evaluation,
+    Interval,
+    Record,
+    Transfer,
+)
 from inspect_lens.probe.statistics._metrics import required_negatives
 from inspect_lens.spec import RESID_POST, Positions, Site, parse_positions
 
-from ._seen import SeenSamples
-from ._statistic import Statistic
+Over = Literal["answer", "alarm", "token"]
+"""`answer`: one score of a whole answer; `alarm`: the running score after every token, which is the
+same as its maximum over the answer; `token`: the score of one token, wherever it stands."""
+
+_MAXIMA = {"max": "last", "ema_max": "ema", "multimax": "multimax"}
+
+
+class Statistic(Record):
+    """The number of an answer that a threshold was calibrated for, and that it may act on.
+
+    A threshold that 1 % of whole answers exceed is exceeded by the running score of many more,
+    because an alarm compares after every token. So each threshold of a card names its statistic.
+    What is the same number has one name: the maximum over an answer (`max`) is what an alarm on
+    each token's own score compares, and becomes `Statistic(over="alarm", pool="last")`.
+
+    Example:
+        ```python
+        from inspect_lens.probe import Statistic
+
+        scores = [0.0, 4.0, -1.0]
+        assert Statistic(over="answer", pool="mean").of(scores) == 1.0
+        assert Statistic(over="alarm", pool="mean").of(scores) == 2.0  # after the second token
+        assert Statistic(over="answer", pool="max") == Statistic(over="alarm", pool="last")
+        ```
+    """
+
+    over: Over
+    pool: str = "mean"
+    """How token scores become the score that is compared; `last` for one token."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_name(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        over, pool = data.get("over"), parse_head_pool(str(data.get("pool", "mean")))
+        if over == "token":
+            return {**data, "pool": "last"}
+        if pool.name in _MAXIMA:
+            over, pool = "alarm", pool._replace(name=_MAXIMA[pool.name])
+        return {**data, "over": over, "pool": str(pool)}
+
+    @classmethod
+    def parse(cls, text: str, pool: str) -> Self:
+        """The statistic that a user means.
+
+        Args:
+            text: `answer`, `alarm` or `token`, or one with its pool, such as `alarm:ema:0.1`.
+            pool: of the probe's card, where the text names none.
+
+        Returns:
+            The statistic.
+
+        Raises:
+            SpecError: it is none of these.
+        """
+        over, colon, rule = text.partition(":")
+        if over not in ("answer", "alarm", "token") or (over == "token" and colon):
+            raise SpecError(
+                f"statistic={text!r}; allowed are 'answer', 'alarm' and 'token', and with another "
+                "pool than the card's 'answer:POOL' or 'alarm:POOL', such as 'alarm:ema:0.1'"
+            )
+        return cls.model_validate({"over": over, "pool": rule if colon else pool})
+
+    def __str__(self) -> str:
+        """In words, as messages name it."""
+        if self.over == "token":
+            return ONE_TOKEN
+        if self.over == "answer":
+            return f"the {self.pool} of an answer"
+        if self.pool == "last":
+            return "the maximum over an answer"
+        return f"the maximum of the running {self.pool} of an answer"
+
+    def of(self, scores: ArrayLike, *, ends: ArrayLike | None = None) -> float:
+        """The number of an answer that the threshold is compared with.
+
+        Args:
+            scores: (tokens,) float, the score of each token; of a pool that a probe has learned
+                (attention), the score of the text up to each token.
+            ends: (tokens,) bool, sentence ends; for `sentence_mean_max` only.
+
+        Returns:
+            The last value of the running score for `answer`, and its maximum for `alarm` and
+            `token`.
+
+        Raises:
+            SpecError: as `running_pool`.
+        """
+        running = running_pool(scores, "last" if is_learned(self.pool) else self.pool, ends=ends)
+        return float(running[-1] if self.over == "answer" else np.max(running))
+
+    def covers(self, n_tokens: int, lengths: tuple[int, int] | None) -> bool:
+        """Whether an answer is as long as those of the control set, as far as these are known.
+
+        Args:
+            n_tokens: tokens of the answer that were read.
+            lengths: shortest and longest control answer. A maximum only grows with an answer, so
+                that an alarm's threshold holds for every shorter one, too.
+        """
+        if lengths is None or self.over == "token":
+            return True
+        low, high = lengths
+        return n_tokens <= high and (self.over == "alarm" or n_tokens >= low)
+
+
+SEEN_ROLES: Final = ("training", "selection", "control", "calibration")
+"""What a sample can have done: fitted the direction, chosen the layer, set the threshold, fitted
+the probabilities."""
+
+_BYTES: Final = 6  # of 100,000 samples and 10,000 others, one in 280,000 times two collide
+
+
+class SeenSamples(BaseModel):
+    """Hashes of the samples that took part in making a probe.
+
+    A hash is the first 6 bytes of the SHA-256 of what a sample is; the hashes of a role are
+    sorted, put together and written in base64: 8 characters per sample.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    by: Literal["content", "activations"]
+    """What was hashed: what the model was shown, or the rows that it gave."""
+    training: str = ""
+    selection: str = ""
+    control: str | None = None
+    """None where the control set was not known by what was hashed for the others."""
+    calibration: str | None = None
+    """Of another set than the selection set; None where there is none, or it was not known by what
+    was hashed for the others."""
+
+    @field_validator(*SEEN_ROLES)
+    @classmethod
+    def _hashes(cls, value: str | None) -> str | None:
+        try:
+            if len(base64.b64decode(value or "", validate=True)) % _BYTES:
+                raise ValueError(f"is no multiple of {_BYTES} bytes")
+        except binascii.Error as error:
+            raise ValueError(f"is not base64 ({error})") from None
+        return value
+
+    @classmethod
+    def of(
+        cls,
+        by: Literal["content", "activations"],
+        *,
+        training: Iterable[bytes],
+        selection: Iterable[bytes] = (),
+        control: Iterable[bytes] | None = None,
+        calibration: Iterable[bytes] | None = None,
+    ) -> Self:
+        """Hash the samples that took part in making a probe.
+
+        Args:
+            by: what the bytes are.
+            training: of each sample that the direction was fitted on.
+            selection: of each sample that the layer was chosen on.
+            control: of each sample that the threshold was set on; None where that is not known.
+            calibration: of each sample that probabilities were fitted on, beside those above.
+
+        Returns:
+            The record.
+        """
+        return cls(
+            by=by,
+            training=_write(training),
+            selection=_write(selection),
+            control=None if control is None else _write(control),
+            calibration=None if calibration is None else _write(calibration),
+        )
+
+    def with_control(self, control: Iterable[bytes] | None, *, added: bool = False) -> Self:
+        """The record with another control set, or with one more.
+
+        Args:
+            control: as `of` takes it.
+            added: keep what the record has, as thresholds that were set on it stay.
+
+        Returns:
+            The record.
+
+        Warns:
+            UserWarning: nothing is known of the set that is added, so its samples are not listed.
+        """
+        if control is None and added:
+            warnings.warn(
+                f"control: samples of this set are not known by their {self.by}, as those of the "
+                "card are, so the card cannot list them, and nobody is kept from judging the probe "
+                "on them",
+                UserWarning,
+                stacklevel=2,
+            )
+            return self
+        if control is None:
+            return self.model_copy(update={"control": None})
+        known = _read(self.control or "") if added else set()
+        return self.model_copy(update={"control": _encode(known | {_hash(s) for s in control})})
+
+    def with_calibration(self, samples: Iterable[bytes] | None) -> Self:
+        """The record with another calibration set, as `of` takes it."""
+        return self.model_copy(update={"calibration": None if samples is None else _write(samples)})
+
+    def count(self, role: str) -> int:
+        """Samples of a role, each content once."""
+        return len(getattr(self, role) or "") * 3 // 4 // _BYTES
+
+    def find(self, samples: Sequence[bytes]) -> dict[str, list[int]]:
+        """Find the samples that took part in making the probe.
+
+        Args:
+            samples: what `by` says, of each sample.
+
+        Returns:
+            By role, the indices of the samples that had it; roles without any are left out.
+        """
+        hashes = [_hash(sample) for sample in samples]
+        made = {}
+        for role in SEEN_ROLES:
+            known = _read(getattr(self, role) or "")
+            if found := [i for i, digest in enumerate(hashes) if digest in known]:
+                made[role] = found
+        return made
+
+
+def _hash(sample: bytes) -> bytes:
+    return hashlib.sha256(sample).digest()[:_BYTES]
+
+
+def _write(samples: Iterable[bytes]) -> str:
+    return _encode({_hash(s) for s in samples})
+
+
+def _encode(hashes: set[bytes]) -> str:
+    return base64.b64encode(b"".join(sorted(hashes))).decode()
+
+
+def _read(text: str) -> set[bytes]:
+    content = base64.b64decode(text)
+    return {content[i : i + _BYTES] for i in range(0, len(content), _BYTES)}
+
 
 RECALL_FLOOR: Final = 0.5
 """Recall at the threshold below which a card warns, by default."""

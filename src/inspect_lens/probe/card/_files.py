@@ -24,8 +24,7 @@ from inspect_lens.probe.statistics._measured import (
     RealisedRate,
 )
 
-from ._card import Calibration, CaptureFacts, ProbeCard, Threshold
-from ._seen import SEEN_ROLES
+from ._card import SEEN_ROLES, Calibration, CaptureFacts, ProbeCard, Threshold
 
 
 def render_card(card: ProbeCard, *, sha256: str) -> str:

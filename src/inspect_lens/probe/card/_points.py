@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from inspect_lens.errors import SpecError
 
-from ._card import ProbeCard
-from ._statistic import Statistic
+from ._card import ProbeCard, Statistic
 
 
 class Found(NamedTuple):

@@ -26,7 +26,7 @@ from inspect_lens._base.artifact import download
 from inspect_lens._base.untrusted import load_torch, read_regular
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe.card._card import FollowUp, ModelRef, ProbeCard, Threshold
-from inspect_lens.probe.pooling._head import HeadSpec
+from inspect_lens.probe.pooling._pool import HeadSpec
 from inspect_lens.probe.statistics._measured import Interval
 
 from ._linear import Probe

@@ -11,9 +11,8 @@ from ._binary import BinaryEstimator
 from ._direction import LATProbe, LDAProbe, MassMeanProbe, MeanDifferenceProbe
 from ._ensemble import EnsembleProbe
 from ._head import HeadProbe
-from ._logistic import LogisticProbe, PressureLogisticProbe
+from ._logistic import LogisticProbe, PressureLogisticProbe, TorchLogisticProbe
 from ._sae import SAEFeatureProbe
-from ._torch_logistic import TorchLogisticProbe
 
 _GDM: Final[dict[str, Any]] = {"heads": 10, "mlp_sizes": (100, 100), "lr": 1e-4,
                                "weight_decay": 3e-3, "origin": "arXiv:2601.11516"}  # fmt: skip

@@ -1,6 +1,6 @@
 """The neural family: one head over tokens, whose settings make the probes of several sources.
 
-What a head computes is in `probe/pooling/_head.py`, for numpy and torch alike; here it is trained.
+What a head computes is in `probe/pooling/_pool.py`, for numpy and torch alike; here it is trained.
 """
 
 from __future__ import annotations

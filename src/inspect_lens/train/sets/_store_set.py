@@ -16,8 +16,7 @@ from inspect_lens._base.progress import progress_bar
 from inspect_lens.data import ActivationStore, read_layer, read_records
 from inspect_lens.errors import SpecError
 
-from ._dataset import ActivationSet
-from ._from_store import Pieces, read_facts
+from ._dataset import ActivationSet, Pieces, read_facts
 
 Floats = NDArray[np.float32]
 _ROWS = 8192
