@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if getattr(config, "workerinput", {}).get("dist") == "loadscope":
         from tests.kit.shared_engines import longest_first
 
-        items[:] = [items[i] for i in longest_first([i.nodeid.partition("::")[0] for i in items])]
+        items[:] = [items[i] for i in longest_first([i.nodeid for i in items])]
 
 
 @pytest.hookimpl(wrapper=True)

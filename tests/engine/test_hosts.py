@@ -27,6 +27,17 @@ from tests.kit.two_hosts import FIRST, TwoHosts, two_hosts, why_not
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+    pytest.mark.nightly(
+        held_by=(
+            "tests/unit/engine/step/test_far_steps.py::test_results_are_those_of_one_host",
+            "tests/unit/engine/step/test_far_steps.py::"
+            "test_a_worker_that_goes_fails_what_it_has_under_way_and_nothing_else",
+            "tests/unit/engine/export/test_links.py::"
+            "test_a_worker_that_vanishes_is_known_to_have_gone_in_time",
+            "tests/engine/test_parallel.py::test_rows_of_every_site_equal_hugging_face",
+        ),
+        why="two servers for each way, over two hosts",
+    ),
 ]
 
 MODEL, LAYERS, HIDDEN = "organism/checkpoint", 6, 256
@@ -210,14 +221,6 @@ def on_one_host(request: pytest.FixtureRequest) -> dict[str, Answer]:
     return answers_of_one_host(getattr(request, "param", TENSOR))
 
 
-@pytest.mark.nightly(
-    held_by=(
-        "tests/engine/test_parallel.py::test_shares_of_ranks_are_put_together",
-        "tests/engine/test_parallel.py::test_rows_of_every_site_equal_hugging_face",
-        "tests/engine/test_hosts.py::test_engines_on_two_hosts_and_one_that_is_lost",
-    ),
-    why="two servers for each way, one of them over both hosts",
-)
 @pytest.mark.parametrize(
     ("on_one_host", "lose", "limits"),
     [

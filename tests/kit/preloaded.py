@@ -18,6 +18,7 @@ import os
 import runpy
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import (
     context,
@@ -161,7 +162,8 @@ def _set_environment(environment: Mapping[str, str]) -> None:
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(environment)
-    # These are read when libraries are loaded, and they are loaded already.
+    # These are read when libraries are loaded, or once, and that has been done already.
+    tempfile.tempdir = None
     if threads := environment.get("OMP_NUM_THREADS"):
         import torch
 

@@ -17,18 +17,16 @@ from .repository import ROOT
 __all__ = ["SharedEngines", "group_of", "longest_first"]
 
 _GROUPS = {
-    "offline": r"\boffline_llm\b",
-    "server": r"\blens_server_url\b",
+    "shared": r"\boffline_llm\b|\blens_server_url\b",
     "compiled": r"\A(?![\s\S]*^def engine\()[\s\S]*^def test_[^)]*\bengine: Engine\b",
 }
 """By group, what a file of tests says that uses an engine of the session."""
 
 _SECONDS = {
-    "offline": 330,
-    "server tests/e2e": 400,
-    "server tests/engine": 200,
+    "shared": 500,
+    "shared of tests/e2e": 400,
     "compiled": 200,
-    "tests/engine/test_hosts.py": 110,
+    "tests/engine/test_hosts.py": 300,
     "tests/e2e/test_eval_benchmark.py": 107,
     "tests/engine/test_unused.py": 96,
     "tests/engine/test_server_sinks.py": 90,
@@ -36,17 +34,20 @@ _SECONDS = {
     "tests/engine/test_architectures.py": 90,
     "tests/engine/test_kills.py": 80,
     "tests/engine/test_soak.py": 80,
+    "tests/docs/test_examples.py": 80,
+    "tests/docs/test_pages.py": 60,
     "tests/unit/wheel/test_wheel.py": 60,
     "tests/e2e/test_organism_agent.py": 60,
     "tests/engine/test_connectors.py": 40,
     "tests/engine/test_step_rows.py": 40,
 }
 """By group, about what it takes, where the number of its tests does not tell."""
-_SECONDS_OF_A_TEST = 5
+_SECONDS_OF_A_TEST = {"tests/unit": 0.3, "tests/contracts": 1.0}
+_SECONDS_WITH_AN_ENGINE = 5.0
 
 
 class SharedEngines(LoadScopeScheduling):  # type: ignore[misc]
-    """Files of tests by the engine that they share; each other file is a group of its own."""
+    """Tests by the engine that they share; each file without one is a group of its own."""
 
     def __init__(self, config: pytest.Config, log: Any) -> None:
         # Else groups of many tests go first, and a long one that is left ends alone.
@@ -54,33 +55,49 @@ class SharedEngines(LoadScopeScheduling):  # type: ignore[misc]
         super().__init__(config, log)
 
     def _split_scope(self, nodeid: str) -> str:
-        return group_of(nodeid.partition("::")[0])
+        return group_of(nodeid)
+
+
+def group_of(nodeid: str) -> str:
+    """The group of a test, or its file.
+
+    In `tests/docs` a file has tests of all kinds, so there it is the function that tells.
+
+    Args:
+        nodeid: the test, by the path of its file in this repository.
+    """
+    file, _, test = nodeid.partition("::")
+    return _group_of(file, test.partition("[")[0] if file.startswith("tests/docs/") else "")
 
 
 @cache
-def group_of(file: str) -> str:
-    """The group of a file of tests.
-
-    Args:
-        file: its path in this repository.
-    """
+def _group_of(file: str, function: str) -> str:
     text = (ROOT / file).read_text(encoding="utf-8")
+    if function:
+        found = re.search(rf"^def {function}\([^)]*\)", text, re.M)
+        text = found[0] if found else ""
     name = next((name for name, says in _GROUPS.items() if re.search(says, text, re.M)), file)
-    # Another start is cheaper than a process that is still busy when all others have ended.
-    return f"{name} {Path(file).parent}" if name == "server" else name
+    if name == "shared" and file.startswith("tests/e2e/") and "offline_llm" not in text:
+        # Another start is cheaper than a process that is still busy when all others have ended.
+        return "shared of tests/e2e"
+    return name
 
 
-def longest_first(files: Sequence[str]) -> list[int]:
+def longest_first(nodeids: Sequence[str]) -> list[int]:
     """The order in which tests are handed out.
 
     Args:
-        files: of each test, its path in this repository.
+        nodeids: the tests.
 
     Returns:
         Indices: those of groups that take long first, and of one group as they were.
     """
-    groups = [group_of(file) for file in files]
-    seconds = {
-        group: _SECONDS.get(group, n * _SECONDS_OF_A_TEST) for group, n in Counter(groups).items()
-    }
-    return sorted(range(len(files)), key=lambda i: (-seconds[groups[i]], groups[i]))
+    groups = [group_of(one) for one in nodeids]
+    counted = Counter(groups)
+    seconds = {group: _SECONDS.get(group, n * _of_a_test(group)) for group, n in counted.items()}
+    return sorted(range(len(groups)), key=lambda i: (-seconds[groups[i]], groups[i]))
+
+
+def _of_a_test(group: str) -> float:
+    folder = str(Path(*Path(group).parts[:2]))
+    return _SECONDS_OF_A_TEST.get(folder, _SECONDS_WITH_AN_ENGINE)
