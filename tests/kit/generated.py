@@ -18,6 +18,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core.core_schema import IsInstanceSchema, ModelSchema
 
 from benchmarks import plots
+from gallery import replication_files, replications_markdown
 from inspect_lens import LensRequest, Receipt
 from inspect_lens._cli import app
 from inspect_lens._settings import settings_table
@@ -154,6 +155,7 @@ def generated_files() -> dict[str, str]:
         ("docs/reference/cli.md", "cli", cli_markdown()),
         ("docs/gallery.md", "probes", probes_markdown()),
         ("docs/gallery.md", "oracles", oracles_markdown()),
+        ("docs/replications.md", "replications", replications_markdown()),
         ("docs/coverage.md", "coverage", coverage_markdown()),
     ):
         page = content.get(path) or (ROOT / path).read_text(encoding="utf-8")
@@ -164,7 +166,8 @@ def generated_files() -> dict[str, str]:
         )
         content[f"tests/contracts/schema/{model.__name__}.json"] = schema + "\n"
     figures = {f"docs/assets/{name}": made for name, made in plots.figure_files().items()}
-    return content | figures | figure_files() | notebook_files()
+    replications = replication_files()
+    return content | figures | figure_files() | notebook_files() | replications
 
 
 def _between(page: str, path: str, part: str, text: str) -> str:

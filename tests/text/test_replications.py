@@ -1,0 +1,73 @@
+"""The gallery: what its results must name, and that its verdicts follow the numbers."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gallery._replication import RESULTS, DataFile, MissingDataError, Setting
+from gallery.replications import REPLICATIONS
+from tests.kit.real_models import REAL_MODELS
+from tests.kit.repository import ROOT
+
+NAMES = sorted(path.stem for path in RESULTS.glob("*.json"))
+
+
+def result(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_result_names_its_model_weights_and_data(name: str) -> None:
+    found, about = result(name), REPLICATIONS[name]
+    assert found["model"] == REAL_MODELS[about.model].title
+    assert found["weights"] == "dequantised from Q4 GGUF"
+    assert len(found["sha256"]) == 64
+    assert set(found["data"]) == {file.name for file in about.files}
+    assert all(len(used["sha256"]) == 64 for used in found["data"].values())
+    assert found["command"].startswith(f"python -m gallery {name} --model {about.model}")
+    page = (ROOT / "docs" / "replications" / f"{name}.md").read_text(encoding="utf-8")
+    assert found["weights"] in page
+    assert found["sha256"] in page
+    assert f"arxiv.org/abs/{about.arxiv}" in page
+    assert f"replications/{name}.md" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", list(REPLICATIONS))
+def test_every_replication_has_a_result(name: str) -> None:
+    assert name in NAMES
+
+
+def verdict(name: str, **changed: Any) -> str:
+    """Of a result in which some numbers are others."""
+    numbers = copy.deepcopy(result(name)["numbers"])
+    for path, value in changed.items():
+        at = numbers
+        *way, last = path.split("__")
+        for key in way:
+            at = at[key]
+        at[last] = value
+    return REPLICATIONS[name].show(numbers).verdict
+
+
+def test_an_injection_that_is_as_long_as_its_control() -> None:
+    assert "a part is the injection" in verdict("injection", auroc_padded=[0.7, 0.6, 0.8])
+    assert "length alone" in verdict("injection", auroc_padded=[0.55, 0.45, 0.65])
+    nothing = {"auroc_padded": [0.5, 0.4, 0.6], "auroc_plain": [0.5, 0.4, 0.6]}
+    assert "Neither is beyond chance" in verdict("injection", **nothing)
+
+
+def test_a_file_that_is_not_there_is_named_with_its_source(tmp_path: Path) -> None:
+    wanted = DataFile("facts.json", "somebody/repository, data", "MIT")
+    with pytest.raises(MissingDataError, match=r"facts\.json is needed, from somebody/repository"):
+        Setting("smollm2-135m", tmp_path, tmp_path, data=tmp_path).file(wanted)
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "facts.json").write_text("[]")
+    setting = Setting("smollm2-135m", tmp_path, tmp_path, data=tmp_path)
+    assert setting.file(wanted) == tmp_path / "deep" / "facts.json"
+    assert setting.used["facts.json"]["source"] == "somebody/repository, data"
