@@ -47,7 +47,8 @@ real-core: env  ## the same on the smallest of them
 
 check: env  ## the fast part, for before a commit: lint, types, imports, contracts, unit
 	@$(MAKE) --keep-going --jobs=2 --output-sync=target types lint imports
-	@$(PYTEST) -q -m "not engine and not gpu and not nightly" -n 3 tests/contracts tests/unit
+	@$(PYTEST) -q -m "not engine and not gpu and not nightly and not slow" -n 4 \
+	  tests/contracts tests/unit
 
 env:  ## make .venv from requirements/cpu.lock (EXTRA=vllm: the ordinary vLLM wheel)
 	@bash requirements/env.sh $(EXTRA)

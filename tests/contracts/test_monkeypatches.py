@@ -107,6 +107,7 @@ def test_no_field_of_a_request_of_vllm_looks_like_a_lens_key_in_a_wrong_place() 
     assert split_body(body) == (body, {})
 
 
+@pytest.mark.slow
 def test_the_process_that_looks_at_a_models_class_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

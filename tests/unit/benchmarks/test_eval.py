@@ -61,6 +61,7 @@ def test_ratios_are_of_medians_and_a_limit_that_is_missed_is_said() -> None:
     assert "| x | plain | 10.00 (9.00 to 99.00) | 1.000 | - |" in driver.table(summary)
 
 
+@pytest.mark.slow
 def test_every_arm_runs_and_gets_what_it_asks_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,6 +33,7 @@ def collect(run: Run, server: FakeLensServer, name: str, *words: object) -> Any:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_from_a_data_set_to_a_report(run: Run, tmp_path: Path) -> None:
     with FakeLensServer() as server:
         made = collect(run, server, "probe_train", "--limit", 160)
@@ -117,6 +118,7 @@ def test_from_a_data_set_to_a_report(run: Run, tmp_path: Path) -> None:
     assert {p.name for p in (tmp_path / "r/figures").iterdir()} >= {"roc.png", "scores.png"}
 
 
+@pytest.mark.slow
 def test_a_probe_is_not_judged_on_its_own_samples(run: Run, tmp_path: Path) -> None:
     with FakeLensServer(n_layers=1) as server:
         for name, n in (("probe_train", 80), ("control", 80), ("hidden_reason", 40)):
@@ -268,6 +270,7 @@ def test_recipes_name_what_exists(path: Path) -> None:
         assert shared == (part.disjoint not in ("", "group", "id", "content")), part
 
 
+@pytest.mark.slow
 def test_a_recipe_runs_from_data_sets_to_a_probe(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ def texts(tmp_path: Path) -> tuple[str, str]:
     )
 
 
+@pytest.mark.slow
 def test_a_lens_is_fitted_and_judged(texts: tuple[str, str], tmp_path: Path) -> None:
     kind = "jacobian"
     folder = str(tmp_path / kind)

@@ -255,6 +255,7 @@ def test_reasoning_is_fed_and_not_read(tmp_path: Path) -> None:
         np.testing.assert_array_equal(sample.acts.storage, other.acts.storage[:, n_unread:])
 
 
+@pytest.mark.slow
 def test_killed_at_any_point_and_started_again_it_gives_the_same_bytes(tmp_path: Path) -> None:
     with FakeLensServer() as server, Killer(tmp_path, server.url) as killer:
         run(server, dataset(SAMPLES), tmp_path / "whole", **AGAIN)

@@ -143,6 +143,7 @@ async def test_killed_in_the_middle_and_nothing_is_lost(
         check(found[-1])
 
 
+@pytest.mark.slow
 async def test_one_that_dies_again_and_again_is_given_up(
     beside: Beside, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,6 +46,7 @@ def test_cycles_of_before_are_freed_and_of_later_are_still_found() -> None:
     assert [enabled, frozen, lost, found_later] == [True, True, True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "environment", "threshold", "enabled"),
     [

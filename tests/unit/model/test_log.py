@@ -131,6 +131,7 @@ def test_a_log_reads_back(server: FakeLensServer, run_eval: RunEval) -> None:
     assert read_activations(live.location) == calls
 
 
+@pytest.mark.slow
 def test_scoring_again_needs_no_server_and_no_help(
     server: FakeLensServer, run_eval: RunEval, tmp_path: Path
 ) -> None:

@@ -166,6 +166,7 @@ print("status", log.status)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_process_is_left_behind(tmp_path: Path, fails: bool) -> None:
     script = textwrap.dedent(_EVAL).format(fails=fails)

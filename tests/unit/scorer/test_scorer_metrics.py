@@ -172,6 +172,7 @@ class TestThroughInspect:
         assert "300 negatives or more" in record.getMessage()
         assert "too few scores" in record.getMessage()
 
+    @pytest.mark.slow
     def test_recall_and_fpr_at_the_stored_threshold(self) -> None:
         data = [{"label": 0, "score": float(i), "threshold": 97.0} for i in range(100)]
         data += [{"label": 1, "score": s, "threshold": 97.0} for s in (97.0, 97.5, 98.0, 1.0)]

@@ -141,6 +141,7 @@ for n in range(100_000):
 """
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_reads_up_to_the_last_finished_shard(tmp_path: Path) -> None:
     """Two processes write to one folder and are killed, several times, while another reads."""
     uri, cursor, read = str(tmp_path), "", []

@@ -8,6 +8,7 @@ import tracemalloc
 from random import Random
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -72,6 +73,7 @@ def measured(body: dict[str, object]) -> tuple[LensRequest | LensError | None, f
     return made, seconds, peak
 
 
+@pytest.mark.slow
 @settings(max_examples=700, suppress_health_check=list(HealthCheck), deadline=None)
 @given(st.integers(0, 2**63))
 def test_a_body_is_a_request_or_a_typed_refusal(seed: int) -> None:
@@ -90,6 +92,7 @@ def test_a_body_is_a_request_or_a_typed_refusal(seed: int) -> None:
     assert seconds < MOST_SECONDS
 
 
+@pytest.mark.slow
 def test_the_fuzz_has_both_kinds() -> None:
     found = {"request": 0, "none": 0, "refused": 0}
     for seed in range(400):

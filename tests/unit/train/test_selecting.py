@@ -164,6 +164,7 @@ def test_a_card_has_what_a_user_of_a_threshold_asks() -> None:
     assert transfer_statement("t", found).transfers is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", ["topic explains all", "length explains all, unequal groups"])
 def test_what_a_baseline_explains_does_not_transfer(world: str) -> None:
     """The light version of `benchmarks.probe_statistics`: the probe has 0.95 to 1.0 here."""

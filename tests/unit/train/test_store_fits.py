@@ -325,6 +325,7 @@ print(json.dumps({"grown": grown, "held": resident("VmHWM") - before}))
 """
 
 
+@pytest.mark.slow
 def test_resident_memory_stays_below_a_layer(tmp_path: Path) -> None:
     make_store(tmp_path, rows=24_000, hidden=512, layers=2, shard_rows=4_000)
     layer = 4 * 24_000 * 512

@@ -25,6 +25,7 @@ pass_over(KeyError("a bug"), uses_lens=False)
 """
 
 
+@pytest.mark.slow
 def test_lines_of_the_lens_are_objects_with_their_tracebacks(tmp_path: Path) -> None:
     page = (ROOT / "docs/how-to/serve.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```json\n(\{\n  \"version\".*?)^```", page, re.MULTILINE | re.DOTALL)

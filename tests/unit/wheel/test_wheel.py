@@ -87,6 +87,7 @@ def test_no_task_touches_the_path() -> None:
         assert "sys.path" not in path.read_text(encoding="utf-8"), path
 
 
+@pytest.mark.slow
 def test_names_resolve_and_tasks_are_listed(run: Run, installed: Path) -> None:
     code = """
 import json, inspect_lens
@@ -170,6 +171,7 @@ def score_and_view(run: Run, folder: Path, path: str) -> None:
     assert "organism/deception-lr" in page
 
 
+@pytest.mark.slow
 def test_an_eval_runs_is_scored_and_shown(run: Run, tmp_path: Path) -> None:
     with FakeLensServer(model="organism", n_layers=6, hidden=256) as server:
         path = evaluate(run, tmp_path, "--model-base-url", server.url)

@@ -40,6 +40,7 @@ from tests.kit.edit_table import (
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 2**20))
 def test_the_op_equals_the_definition_for_every_operation(seed: int) -> None:

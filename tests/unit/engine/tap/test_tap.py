@@ -123,6 +123,7 @@ class Stack(torch.nn.Module):
         return x + residual
 
 
+@pytest.mark.slow
 def test_a_compiled_graph_keeps_the_taps_and_equals_eager(state: TapState) -> None:
     model = Stack([known(state, 0), known(state, 1)])
     x = torch.randn(TOKENS, HIDDEN)

@@ -80,6 +80,7 @@ ask(inspect_lens={"capture": {"layers": [0]}})
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "is_off"),
     [

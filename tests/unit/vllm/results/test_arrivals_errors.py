@@ -118,6 +118,7 @@ def test_a_loop_that_was_closed_is_not_waited_for_any_more(engine: Engine) -> No
     assert gone() is None, "what waits in a loop does not keep it"
 
 
+@pytest.mark.slow
 def test_an_error_goes_with_who_holds_it_and_takes_its_request_along() -> None:
     # In a process of its own: Inspect may have patched asyncio, with tasks that keep more.
     code = f"from {__name__} import error_is_let_go_of as f; f()"
