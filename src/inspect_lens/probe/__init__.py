@@ -43,7 +43,6 @@ from .statistics._compare import (
     bootstrap_interval,
     compare_auroc,
     format_p_value,
-    paired_permutation_test,
     permutation_test,
 )
 from .statistics._measured import (
@@ -153,7 +152,6 @@ __all__ = [
     "import_probe",
     "is_learned",
     "load_probe",
-    "paired_permutation_test",
     "parse_head_pool",
     "parse_pool",
     "partial_auroc",

@@ -9,12 +9,6 @@ from inspect_lens.sae import SparseEncoder, read_sae
 from ._lenses import evaluate_lens, fit_jacobian_lens, fit_tuned_lens
 from ._train import train_probe
 from .families._binary import BinaryEstimator
-from .families._calibration import (
-    IsotonicCalibrator,
-    PlattCalibrator,
-    TemperatureCalibrator,
-    calibrate,
-)
 from .families._direction import (
     DirectionEstimator,
     LATProbe,
@@ -22,20 +16,14 @@ from .families._direction import (
     MassMeanProbe,
     MeanDifferenceProbe,
 )
-from .families._ensemble import DEPTHS, EnsembleProbe, StackWeights, layers_at, stack_weights
+from .families._ensemble import EnsembleProbe, StackWeights, stack_weights
 from .families._families import FAMILIES, make_estimator
 from .families._head import HeadProbe
-from .families._logistic import (
-    LogisticProbe,
-    PressureLogisticProbe,
-    SklearnProbe,
-    TorchLogisticProbe,
-    as_family,
-)
+from .families._logistic import LogisticProbe, SklearnProbe, TorchLogisticProbe
 from .families._sae import SAEFeatureProbe
 from .fitting._across import CarriedProbe, transfer_probe
 from .fitting._fit import fit_layers, fit_on
-from .fitting._thresholds import calibrate_threshold, fit_threshold
+from .fitting._thresholds import calibrate, calibrate_threshold, fit_threshold
 from .judging._cascade import CascadePoint, cascade_frontier
 from .judging._domains import (
     DomainScore,
@@ -44,16 +32,7 @@ from .judging._domains import (
     style_shift,
     transfer_statement,
 )
-from .judging._evaluate import (
-    bag_of_words_scores,
-    baseline,
-    baselines_within,
-    evaluate_probe,
-    judge_scores,
-    length_scores,
-    measure_baselines,
-    random_direction_scores,
-)
+from .judging._evaluate import baseline, evaluate_probe, measure_baselines
 from .judging._select import LayerChoice, select_layer
 from .sets._dataset import ActivationSet
 from .sets._from_arrays import from_arrays, from_hf, from_nnsight, from_transformer_lens
@@ -76,12 +55,10 @@ from .vectors._vectors import (
     evaluate_vector,
     extract_vector,
     pair_set,
-    persona_pairs,
     persona_vector,
 )
 
 __all__ = [
-    "DEPTHS",
     "FAMILIES",
     "ActivationSet",
     "BinaryEstimator",
@@ -92,15 +69,12 @@ __all__ = [
     "DomainScore",
     "EnsembleProbe",
     "HeadProbe",
-    "IsotonicCalibrator",
     "LATProbe",
     "LDAProbe",
     "LayerChoice",
     "LogisticProbe",
     "MassMeanProbe",
     "MeanDifferenceProbe",
-    "PlattCalibrator",
-    "PressureLogisticProbe",
     "RefusalCandidate",
     "RefusalChoice",
     "RefusalMeter",
@@ -111,15 +85,11 @@ __all__ = [
     "StackWeights",
     "StoreSet",
     "StyleShift",
-    "TemperatureCalibrator",
     "TorchLogisticProbe",
     "VectorMethod",
     "VectorRows",
     "VectorScore",
-    "as_family",
-    "bag_of_words_scores",
     "baseline",
-    "baselines_within",
     "calibrate",
     "calibrate_threshold",
     "cascade_frontier",
@@ -138,16 +108,11 @@ __all__ = [
     "from_hf",
     "from_nnsight",
     "from_transformer_lens",
-    "judge_scores",
-    "layers_at",
     "leave_one_domain_out",
-    "length_scores",
     "make_estimator",
     "measure_baselines",
     "pair_set",
-    "persona_pairs",
     "persona_vector",
-    "random_direction_scores",
     "read_sae",
     "refusal_candidates",
     "refuse_seen",

@@ -24,14 +24,10 @@ from inspect_lens.train import (
     ActivationSet,
     LogisticProbe,
     MeanDifferenceProbe,
-    bag_of_words_scores,
     cascade_frontier,
     fit_on,
-    judge_scores,
-    length_scores,
     make_estimator,
     measure_baselines,
-    random_direction_scores,
     select_layer,
     style_shift,
     transfer_statement,
@@ -94,21 +90,21 @@ def test_baselines_stand_beside_the_probe_with_a_test(probe: Probe) -> None:
         measure_baselines(probe, train, [test], texts={"prompt": {}})
 
 
-def test_single_baselines() -> None:
-    scores = bag_of_words_scores(["a cat", "a dog"] * 10, [0, 1] * 10, ["dog", "cat", "fish"])
-    assert scores[0] > scores[2] > scores[1]
-    assert length_scores([9, 8, 2, 1], [0, 0, 1, 1], [5, 1]).tolist() == [-5.0, -1.0]
+def test_a_judge_has_to_say_numbers_and_words_have_to_be_there(probe: Probe) -> None:
+    train, test = made("train"), made("test", seed=1)
+    texts = {"answer": {d.name: ["word"] * len(d) for d in (train, test)}}
     with pytest.raises(SpecError, match="no finite number"):
-        judge_scores(["x"], lambda _: math.nan)
-    with pytest.raises(SpecError, match="both classes"):
-        bag_of_words_scores(["a"], [1], ["b"])
+        measure_baselines(probe, train, [test], texts=texts, judges={"judge": lambda _: math.nan})
+    none = {"answer": {d.name: ["."] * len(d) for d in (train, test)}}
+    with pytest.raises(SpecError, match="allowed are texts with words"):
+        measure_baselines(probe, train, [test], texts=none)
 
 
 def test_random_directions_differ_and_are_repeatable(probe: Probe) -> None:
     train, test = made("train"), made("test", seed=1)
-    a, b = (random_direction_scores(probe, train, test, seed=s) for s in (0, 1))
-    assert abs(np.corrcoef(a, b)[0, 1]) < 0.9
-    np.testing.assert_array_equal(a, random_direction_scores(probe, train, test, seed=0))
+    a, b = (measure_baselines(probe, train, [test], n_random=1, seed=s)[-1].auroc for s in (0, 1))
+    assert a != b
+    assert a == measure_baselines(probe, train, [test], n_random=1, seed=0)[-1].auroc
 
 
 def test_neural_probes_have_a_random_direction_beside_them_too() -> None:

@@ -9,13 +9,12 @@ from sklearn.isotonic import IsotonicRegression
 from sklearn.linear_model import LogisticRegression
 
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import expected_calibration_error
-from inspect_lens.train import (
-    IsotonicCalibrator,
-    PlattCalibrator,
-    TemperatureCalibrator,
-    calibrate,
-)
+from inspect_lens.probe import Calibration, expected_calibration_error
+from inspect_lens.train import calibrate
+
+
+def applied(made: Calibration, scores) -> np.ndarray:
+    return np.array([made.probability(score) for score in scores])
 
 
 def scored(n: int, *, slope: float = 0.4, shift: float = 0.0, seed: int = 0):
@@ -31,18 +30,20 @@ def test_platt_equals_scikit_learn() -> None:
     inner.estimator.coef_, inner.estimator.intercept_ = np.array([[1.0]]), np.array([0.0])
     reference = CalibratedClassifierCV(inner, method="sigmoid", cv=2, ensemble=False)
     expected = reference.fit(s[:, None], y).predict_proba(s[:, None])[:, 1]
-    np.testing.assert_allclose(PlattCalibrator().fit(s, y).predict(s), expected, atol=1e-4)
+    np.testing.assert_allclose(applied(calibrate(s, y), s), expected, atol=1e-4)
 
 
 def test_platt_and_temperature_recover_what_was_planted() -> None:
     s, y = scored(40_000, shift=-0.7)
-    platt = PlattCalibrator().fit(s, y)
-    assert (platt.slope_, platt.intercept_) == pytest.approx((0.4, -0.7), abs=0.03)
+    platt = calibrate(s, y)
+    assert (platt.slope, platt.intercept) == pytest.approx((0.4, -0.7), abs=0.03)
     s, y = scored(40_000)
-    assert 1 / TemperatureCalibrator().fit(s, y).slope_ == pytest.approx(2.5, abs=0.1)
+    slope = calibrate(s, y, method="temperature").slope
+    assert slope is not None
+    assert 1 / slope == pytest.approx(2.5, abs=0.1)
     fresh, labels = scored(20_000, seed=9)
-    for method in (PlattCalibrator(), TemperatureCalibrator(), IsotonicCalibrator()):
-        error = expected_calibration_error(labels, method.fit(s, y).predict(fresh))
+    for method in ("platt", "temperature", "isotonic"):
+        error = expected_calibration_error(labels, applied(calibrate(s, y, method=method), fresh))
         assert error < 0.02 < expected_calibration_error(labels, expit(fresh))
 
 
@@ -50,21 +51,20 @@ def test_isotonic_equals_scikit_learn_and_refuses_few() -> None:
     s, y = scored(1200)
     reference = IsotonicRegression(out_of_bounds="clip").fit(s, y)
     grid = np.linspace(-20, 20, 300)
-    np.testing.assert_allclose(
-        IsotonicCalibrator().fit(s, y).predict(grid), reference.predict(grid), atol=1e-6
-    )
+    ours = applied(calibrate(s, y, method="isotonic"), grid)
+    np.testing.assert_allclose(ours, reference.predict(grid), atol=1e-6)
     with pytest.raises(SpecError, match="1000 or more"):
-        IsotonicCalibrator().fit(s[:900], y[:900])
-    assert IsotonicCalibrator(allow_few=True).fit(s[:900], y[:900]).x_.size > 2
+        calibrate(s[:900], y[:900], method="isotonic")
+    assert len(calibrate(s[:900], y[:900], method="isotonic", allow_few=True).x) > 2
 
 
 def test_scores_of_one_sign_or_perfect_ones_stay_finite() -> None:
-    made = PlattCalibrator().fit([1e6, 1e6 + 1, 1e6 + 2, 1e6 + 3], [0, 0, 1, 1])
-    p = made.predict([1e6, 1e6 + 3])
+    made = calibrate([1e6, 1e6 + 1, 1e6 + 2, 1e6 + 3], [0, 0, 1, 1])
+    p = applied(made, [1e6, 1e6 + 3])
     assert np.isfinite(p).all()
     assert p[0] < 0.5 < p[1]
     with pytest.raises(SpecError, match="both classes"):
-        PlattCalibrator().fit([1.0, 2.0], [1, 1])
+        calibrate([1.0, 2.0], [1, 1])
 
 
 def test_the_card_says_how_and_how_well() -> None:

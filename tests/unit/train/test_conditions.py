@@ -17,7 +17,6 @@ from inspect_lens.train import (
     extract_vector,
     fit_condition,
     from_arrays,
-    persona_pairs,
     persona_vector,
     similarity,
 )
@@ -44,15 +43,15 @@ def responses() -> ActivationSet:
 
 def test_pairs_are_kept_where_the_judge_saw_what_was_asked() -> None:
     data = responses()
-    assert set(persona_pairs(data).groups) == {"a", "b", "f"}
-    # At 60 the other side has to be below 40.
-    assert set(persona_pairs(data, threshold=60).groups) == {"f"}
     vector = persona_vector(data, name="m/kind", layer=5)
-    kept = persona_pairs(data)
+    kept = data.subset([i for i, group in enumerate(data.groups) if group in ("a", "b", "f")])
     means = np.stack([a[1].mean(axis=0) for a in kept.acts])
     np.testing.assert_allclose(
         vector.raw(5), means[kept.labels].mean(0) - means[~kept.labels].mean(0), rtol=1e-4
     )
+    # At 60 the other side has to be below 40.
+    strict = persona_vector(data, name="m/kind", layer=5, threshold=60)
+    assert strict.card.notes[0].startswith("1 of 6 pairs kept")
     assert vector.card.notes[0].startswith("3 of 6 pairs kept")
     assert vector.card.layer == 5
 
@@ -60,17 +59,17 @@ def test_pairs_are_kept_where_the_judge_saw_what_was_asked() -> None:
 def test_what_is_no_pair_or_no_score_is_refused() -> None:
     data = responses()
     with pytest.raises(SpecError, match="1 samples for the trait and 0 against"):
-        persona_pairs(data.subset(range(11)))
+        persona_vector(data.subset(range(11)), name="m/kind")
     with pytest.raises(SpecError, match="no key 'evil'"):
-        persona_pairs(data, trait="evil")
+        persona_vector(data, trait="evil", name="m/kind")
     with pytest.raises(SpecError, match="none of 6 pairs"):
-        persona_pairs(data, threshold=100)
+        persona_vector(data, threshold=100, name="m/kind")
     words = from_arrays(
         np.zeros((2, 1, H)), [1, 0], layers=[1], groups=["a", "a"],
         columns={"trait": ["REFUSAL", "3"], "coherence": ["90", "90"]},
     )  # fmt: skip
     with pytest.raises(SpecError, match="are no numbers"):
-        persona_pairs(words)
+        persona_vector(words, name="m/kind")
 
 
 def test_the_similarity_is_that_of_the_source() -> None:

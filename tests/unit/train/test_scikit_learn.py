@@ -15,7 +15,6 @@ from inspect_lens.train import (
     LogisticProbe,
     MassMeanProbe,
     MeanDifferenceProbe,
-    PressureLogisticProbe,
     SAEFeatureProbe,
     TorchLogisticProbe,
     make_estimator,
@@ -34,7 +33,7 @@ AT_NIGHT = [
     LDAProbe(),
     LDAProbe(shrinkage="ridge"),
     LATProbe(),
-    PressureLogisticProbe(),
+    make_estimator("lr-pressure"),
     TorchLogisticProbe(lr=0.1, epochs=20, weight_decay=0.01),
     make_estimator("attention-lite", lr=0.2, steps=12, batch=512),
     make_estimator(

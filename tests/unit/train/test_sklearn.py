@@ -21,7 +21,6 @@ from inspect_lens.train import (
     ActivationSet,
     LogisticProbe,
     SklearnProbe,
-    as_family,
     fit_on,
     select_layer,
     train_probe,
@@ -125,4 +124,4 @@ def test_what_cannot_be_a_probe_is_refused() -> None:
     with pytest.raises(SpecError, match="NearestCentroid takes none"):
         fit_on(SklearnProbe(NearestCentroid(), sample_weight="weight"), ones, 1)
     with pytest.raises(SpecError, match="is no family"):
-        as_family("lr")
+        select_layer("lr", data, planted("b", 20, seed=1), card=card)  # type: ignore[arg-type]

@@ -28,7 +28,6 @@ from inspect_lens.train import (
     LogisticProbe,
     MassMeanProbe,
     MeanDifferenceProbe,
-    PressureLogisticProbe,
     SAEFeatureProbe,
     SklearnProbe,
     StoreSet,
@@ -66,7 +65,7 @@ STREAMED = [
     LDAProbe(shrinkage=0.2, scaling="robust"), LDAProbe(shrinkage=None, equal_priors=False),
     MassMeanProbe(iid=True, scaling="robust"), MeanDifferenceProbe(scaling="robust"),
     MeanDifferenceProbe(normalize=True), LogisticProbe(), LogisticProbe(fit_intercept=True),
-    LogisticProbe(standardize=False), PressureLogisticProbe(C=0.1),
+    LogisticProbe(standardize=False), make_estimator("lr-pressure", C=0.1),
 ]  # fmt: skip
 
 

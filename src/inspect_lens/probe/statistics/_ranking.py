@@ -428,6 +428,6 @@ def _check(labels: ArrayLike, probabilities: ArrayLike) -> tuple[Floats, Floats]
     if not ((p >= 0.0) & (p <= 1.0)).all():
         raise SpecError(
             "probabilities: holds values outside [0, 1] or NaN; allowed are probabilities; "
-            "calibrate scores first, as with train.PlattCalibrator"
+            "calibrate scores first, as train.calibrate does"
         )
     return y.astype(np.float64), p

@@ -176,7 +176,7 @@ class BinaryEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """Logistic function of the decision, (rows, 2).
 
         Families that are fitted by likelihood mean it as a probability; for the others it is
-        a squashed score. A calibrator (`PlattCalibrator`) makes a probability of either.
+        a squashed score. `calibrate` makes a probability of either.
         """
         decision = np.asarray(self.decision_function(X), dtype=np.float64)
         # Both tails without overflow, and both columns from the same exponential.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.optimize import minimize
+from scipy.special import expit
 from sklearn.base import clone
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
@@ -15,32 +18,38 @@ from inspect_lens.errors import SpecError
 from inspect_lens.probe import Probe, ProbeCard
 
 from ._binary import BinaryEstimator, Targets
-from ._calibration import fit_platt
 from ._direction import DirectionEstimator
 from ._logistic import LogisticProbe
 
-DEPTHS: Final = (0.2, 0.35, 0.5, 0.65, 0.8)
-"""Depths of the layers of an ensemble, as shares of the model's layers."""
+Floats = NDArray[np.float64]
+_DEPTHS: Final = (0.2, 0.35, 0.5, 0.65, 0.8)
 
 
-def layers_at(n_layers: int, depths: tuple[float, ...] = DEPTHS) -> tuple[int, ...]:
-    """Layers at given depths of a model.
+def layers_at(n_layers: int) -> tuple[int, ...]:
+    """Layers (0-based, ascending) at 20, 35, 50, 65 and 80% of the depth of a model."""
+    return tuple(sorted({min(int(n_layers * d), n_layers - 1) for d in _DEPTHS}))
 
-    Args:
-        n_layers: of the model.
-        depths: shares of it.
 
-    Returns:
-        0-based layers, ascending, each once.
+def fit_platt(
+    scores: ArrayLike, positive: ArrayLike, weight: ArrayLike | None = None
+) -> tuple[float, float]:
+    """Slope and intercept of Platt's sigmoid."""
+    s, y = np.asarray(scores, dtype=np.float64), np.asarray(positive, dtype=bool)
+    each = np.ones(s.size) if weight is None else np.asarray(weight, dtype=np.float64)
+    n, m = float(each[y].sum()), float(each[~y].sum())
+    target = np.where(y, (n + 1.0) / (n + 2.0), 1.0 / (m + 2.0))
+    centre, spread = float(s.mean()), float(s.std()) or 1.0
+    z = (s - centre) / spread
 
-    Example:
-        ```python
-        from inspect_lens.train import layers_at
+    def loss(p: Floats) -> tuple[float, Floats]:
+        f = p[0] * z + p[1]
+        gap = each * (expit(f) - target)
+        value = float((each * (np.logaddexp(0.0, f) - target * f)).sum())
+        return value, np.array([gap @ z, gap.sum()])
 
-        assert layers_at(32, depths=(0.25, 0.5)) == (8, 16)
-        ```
-    """
-    return tuple(sorted({min(int(n_layers * d), n_layers - 1) for d in depths}))
+    start = np.array([0.0, math.log((n + 1.0) / (m + 1.0))])
+    a, b = minimize(loss, start, jac=True, method="BFGS", options={"gtol": 1e-9}).x
+    return float(a / spread), float(b - a * centre / spread)
 
 
 class StackWeights(NamedTuple):

@@ -68,30 +68,7 @@ class LogisticProbe(DirectionEstimator):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class PressureLogisticProbe(LogisticProbe):
-    """Logistic regression on the mean of a sample, as for high-stakes conversations.
-
-    Args:
-        C: inverse of the L2 penalty.
-        standardize: subtract the mean and divide by the standard deviation of the training rows.
-        fit_intercept: off in the source.
-        max_iter: of LBFGS.
-
-    Source:
-        arXiv:2506.10805; scikit-learn does the arithmetic.
-
-    Example:
-        ```python
-        from inspect_lens.train import ActivationSet, PressureLogisticProbe, train_probe
-
-        train, control = (
-            ActivationSet.load(f"acts/{name}.safetensors") for name in ("train", "control")
-        )
-        probe = train_probe(
-            PressureLogisticProbe(), train, name="mine/stakes", control=control, n_resamples=0
-        )
-        assert probe.card.training.rows == "mean"
-        ```
-    """
+    """`lr-pressure`: on the mean of a sample, as for high-stakes conversations."""
 
     source = "arXiv:2506.10805"
     default_rows = "mean"
@@ -184,25 +161,7 @@ class SklearnProbe(BinaryEstimator):
 
 
 def as_family(estimator: Any) -> BinaryEstimator:
-    """Make a trainable family of an estimator; scikit-learn classifiers are wrapped.
-
-    Args:
-        estimator: unfitted.
-
-    Raises:
-        SpecError: neither.
-
-    Example:
-        ```python
-        from sklearn.svm import LinearSVC
-
-        from inspect_lens.train import LDAProbe, SklearnProbe, as_family
-
-        assert isinstance(as_family(LinearSVC()), SklearnProbe)
-        family = LDAProbe()
-        assert as_family(family) is family
-        ```
-    """
+    """Make a trainable family of an estimator; scikit-learn classifiers are wrapped."""
     if isinstance(estimator, BinaryEstimator):
         return estimator
     if hasattr(estimator, "to_probe"):

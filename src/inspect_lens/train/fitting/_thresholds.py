@@ -1,24 +1,33 @@
-"""A threshold of a probe for the statistic that it will act on, from a control set."""
+"""What a card gets of other sets: thresholds for a statistic of a probe, and probabilities."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from functools import partial
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.optimize import minimize_scalar
+from sklearn.isotonic import IsotonicRegression
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
     AnyProbe,
+    Calibration,
     Statistic,
     Threshold,
+    brier_score,
     conformal_threshold,
     count_groups,
+    expected_calibration_error,
     is_learned,
     rate_interval,
     required_negatives,
+    split_classes,
 )
+from inspect_lens.train.families._ensemble import fit_platt
 from inspect_lens.train.sets._dataset import ActivationSet
 
 
@@ -231,3 +240,96 @@ def _alarm_length(ranked: Sequence[int], fpr: float) -> int:
     """The longest length that enough control groups have; that of all where groups are few."""
     enough = (required_negatives(fpr), round(1.0 / fpr), len(ranked))
     return next(ranked[need - 1] for need in enough if len(ranked) >= need)
+
+
+_ISOTONIC_FROM: Final = 1000
+_METHODS: Final = ("platt", "temperature", "isotonic")
+
+
+def calibrate(
+    scores: ArrayLike,
+    labels: ArrayLike,
+    *,
+    method: str = "platt",
+    name: str = "",
+    check: tuple[ArrayLike, ArrayLike] | None = None,
+    allow_few: bool = False,
+) -> Calibration:
+    """Fit a map from scores to probabilities, for a card.
+
+    `platt` is sigmoid(slope · score + intercept) with smoothed targets; `temperature` is
+    sigmoid(score / temperature), for scores that are logits; `isotonic` is the best non-decreasing
+    map, which needs 1000 samples or more.
+
+    Args:
+        scores: (samples,) float, of a set that the probe was not trained on.
+        labels: (samples,) 0 and 1, both.
+        method: `platt`, `temperature` or `isotonic`.
+        name: of the set.
+        check: scores and labels of another set, to measure the calibration error on.
+        allow_few: accept fewer samples for `isotonic`.
+
+    Returns:
+        The map, with its error where `check` is given; `Calibration.probability` applies it.
+
+    Raises:
+        SpecError: an unknown method, a missing class, a score that is NaN, or too few samples.
+
+    Source:
+        Platt 1999, in the stable form of Lin, Lin and Weng 2007; arXiv:1706.04599; Zadrozny and
+        Elkan 2002, of which scikit-learn does the arithmetic.
+
+    Example:
+        ```python
+        from inspect_lens.train import ActivationSet, LDAProbe, calibrate, train_probe
+
+        train, control, selection = (
+            ActivationSet.load(f"acts/{name}.safetensors")
+            for name in ("train", "control", "selection")
+        )
+        probe = train_probe(LDAProbe(), train, name="mine/lda", control=control, n_resamples=100)
+        made = calibrate(selection.scores(probe), selection.labels, name="selection")
+        assert 0.0 < made.probability(0.0) < made.probability(5.0) <= 1.0
+        ```
+    """
+    if method not in _METHODS:
+        raise SpecError(f"method={method!r}; allowed are {', '.join(_METHODS)}; correct the name")
+    positive, negative = split_classes(labels, scores)
+    if not positive.size or not negative.size:
+        raise SpecError(
+            f"labels: {positive.size} positive and {negative.size} negative; allowed are both "
+            "classes; a calibration set holds both"
+        )
+    s, y = np.asarray(scores, dtype=np.float64), np.asarray(labels).astype(bool)
+    made = Calibration.model_validate(
+        {"method": method, "set": name, "n": s.size} | _fitted(s, y, method, allow_few)
+    )
+    if check is None:
+        return made
+    p = np.array([made.probability(score) for score in np.asarray(check[0], dtype=np.float64)])
+    error = {"ece": expected_calibration_error(check[1], p), "brier": brier_score(check[1], p)}
+    return made.model_copy(update=error)
+
+
+def _fitted(
+    scores: NDArray[np.float64], positive: NDArray[np.bool_], method: str, allow_few: bool
+) -> dict[str, Any]:
+    if method == "platt":
+        slope, intercept = fit_platt(scores, positive)
+        return {"slope": slope, "intercept": intercept}
+    if method == "temperature":
+
+        def loss(log_slope: float) -> float:
+            f = math.exp(log_slope) * scores
+            return float((np.logaddexp(0.0, f) - positive * f).mean())
+
+        found = minimize_scalar(loss, bounds=(-12.0, 12.0), method="bounded")
+        return {"slope": math.exp(float(found.x)), "intercept": 0.0}
+    if scores.size < _ISOTONIC_FROM and not allow_few:
+        raise SpecError(
+            f"scores: {scores.size} for isotonic regression; allowed are {_ISOTONIC_FROM} or "
+            "more, as it memorises fewer; use method='platt', or pass allow_few=True"
+        )
+    model = IsotonicRegression(y_min=0.0, y_max=1.0, out_of_bounds="clip")
+    model.fit(scores, positive.astype(np.float64))
+    return {"x": tuple(model.X_thresholds_.tolist()), "y": tuple(model.y_thresholds_.tolist())}

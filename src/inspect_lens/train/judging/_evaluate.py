@@ -45,31 +45,10 @@ Floats = NDArray[np.float64]
 def bag_of_words_scores(
     train_texts: Sequence[str], train_labels: ArrayLike, texts: Sequence[str]
 ) -> Floats:
-    """Score texts by a logistic regression on words, without activations.
-
-    Args:
-        train_texts: (samples,) what the probe was trained on, as text.
-        train_labels: (samples,) 0 and 1.
-        texts: (samples,) what to score.
-
-    Returns:
-        (samples,) decision values.
-
-    Raises:
-        SpecError: lengths disagree, a class is missing, or there is no word.
+    """Decision values (samples,) of a logistic regression on TF-IDF of one and two words.
 
     Source:
-        arXiv:2509.21344: text baselines beside every probe. TF-IDF of one and two words,
-        scikit-learn's defaults otherwise.
-
-    Example:
-        ```python
-        from inspect_lens.train import bag_of_words_scores
-
-        texts = ["it is a lie", "it is the truth"] * 10
-        scores = bag_of_words_scores(texts, [1, 0] * 10, ["a lie again", "the truth again"])
-        assert scores[0] > scores[1]
-        ```
+        arXiv:2509.21344: text baselines beside every probe.
     """
     y = np.asarray(train_labels)
     if len(train_texts) != y.size or np.unique(y).size != 2:
@@ -90,64 +69,19 @@ def bag_of_words_scores(
 
 
 def length_scores(train_lengths: ArrayLike, train_labels: ArrayLike, lengths: ArrayLike) -> Floats:
-    """Score texts by length alone, longer or shorter as fits the training set.
-
-    Args:
-        train_lengths: (samples,) tokens or characters.
-        train_labels: (samples,) 0 and 1.
-        lengths: (samples,) of what to score.
-
-    Returns:
-        (samples,) the length or its negative.
-
-    Example:
-        ```python
-        from inspect_lens.train import length_scores
-
-        # Positives are longer in the training set, so longer counts as positive.
-        assert length_scores([3, 9], [0, 1], [5, 6]).tolist() == [5.0, 6.0]
-        ```
-    """
+    """The length or its negative (samples,): longer or shorter as fits the training set."""
     sign = 1.0 if auroc(train_labels, train_lengths) >= 0.5 else -1.0
     return sign * np.asarray(lengths, dtype=np.float64)
-
-
-def random_direction_scores(
-    probe: AnyProbe, train: ActivationSet, data: ActivationSet, *, seed: int = 0
-) -> Floats:
-    """Score samples by a random direction, at the layers and with the pool of a probe.
-
-    Args:
-        probe: whose layers, scaler and pool are used; a learned pool has no meaning for another
-            direction, and the mean stands in.
-        train: decides the sign.
-        data: what to score.
-        seed: of the direction.
-
-    Returns:
-        (samples,) scores.
-
-    Example:
-        ```python
-        from inspect_lens.probe import auroc
-        from inspect_lens.train import ActivationSet, LDAProbe, random_direction_scores, train_probe
-
-        train, control, test = (
-            ActivationSet.load(f"acts/{name}.safetensors") for name in ("train", "control", "test")
-        )
-        probe = train_probe(LDAProbe(), train, name="mine/lda", control=control, n_resamples=100)
-        by_chance = random_direction_scores(probe, train, test, seed=0)
-        assert auroc(test.labels, by_chance) < auroc(test.labels, test.scores(probe))
-        ```
-    """
-    made: Floats = random_scores([seed], probe, train, data)[0]
-    return made
 
 
 def random_scores(
     seeds: Sequence[int], probe: AnyProbe, train: ActivationSet, data: ActivationSet
 ) -> Floats:
-    """What `random_direction_scores` gives, of several directions, from one pass over each set."""
+    """Scores (seeds, samples) by random directions, at the layers and with the pool of a probe.
+
+    The training set decides the sign. A learned pool has no meaning for another direction, and the
+    mean stands in.
+    """
     others = [_random_direction(probe, seed) for seed in seeds]
     areas = [auroc(train.labels, scores) for scores in train.scores_of(others)]
     signs = np.array([1.0 if area >= 0.5 else -1.0 for area in areas])
@@ -175,29 +109,7 @@ def _random_direction(probe: AnyProbe, seed: int) -> Probe:
 
 
 def judge_scores(texts: Sequence[str], judge: Callable[[str], float]) -> Floats:
-    """Score texts by a judge that reads them, such as a language model.
-
-    Args:
-        texts: (samples,) what the judge reads.
-        judge: from text to a number; larger means more of the concept.
-
-    Returns:
-        (samples,) scores.
-
-    Raises:
-        SpecError: the judge returns something that is not a finite number.
-
-    Example:
-        ```python
-        from inspect_lens.train import judge_scores
-
-        # In the place of the length: what a language model says of the text.
-        assert judge_scores(["a lie", "the truth"], lambda text: float(len(text))).tolist() == [
-            5.0,
-            9.0,
-        ]
-        ```
-    """
+    """What a judge says of each text, (samples,); larger means more of the concept."""
     scores = np.array([judge(text) for text in texts], dtype=np.float64)
     if not np.isfinite(scores).all():
         raise SpecError(
@@ -350,30 +262,11 @@ def baselines_within(
     *,
     texts: Mapping[str, Mapping[str, Sequence[str]]] | None = None,
 ) -> tuple[Baseline, ...]:
-    """Measure how well length and words of a set tell its own labels.
+    """How well length and words of a set tell its own labels; nothing where a class is missing.
 
     Words are judged by cross-validation with whole groups; length counts in the direction that
     fits the set, which flatters it. So these are upper bounds of what such a baseline can do, and
     a set whose instructions give the label away has one of 1.0 for its prompts.
-
-    Args:
-        probe: that stands beside them.
-        data: the set.
-        texts: as of `measure_baselines`.
-
-    Returns:
-        Records in a fixed order; none where a class is missing.
-
-    Example:
-        ```python
-        from inspect_lens.train import ActivationSet, LDAProbe, baselines_within, train_probe
-
-        train, control, test = (
-            ActivationSet.load(f"acts/{name}.safetensors") for name in ("train", "control", "test")
-        )
-        probe = train_probe(LDAProbe(), train, name="mine/lda", control=control, n_resamples=100)
-        assert [record.name for record in baselines_within(probe, test)] == ["length"]
-        ```
     """
     if not data.n_positive or not data.n_negative:
         return ()
@@ -436,8 +329,9 @@ def evaluate_probe(
         control: harmless samples: recall at 1% and 5% of them, the area of the set's positives
             against them, and whether the set's negatives are like them.
         train: what the probe was fitted on. With it, baselines learn from it and are compared with
-            the probe in pairs (`measure_baselines`); without it they are what `baselines_within`
-            finds in the set itself.
+            the probe in pairs (`measure_baselines`). Without it, the length and the words of the
+            set's own texts are judged on its own labels, words by cross-validation; these are
+            upper bounds.
         texts: as of `measure_baselines`; by default the columns `prompt_text` and `completion`.
         disjoint_by: key that keeps it apart from the training set; written down, not checked.
         allow_seen: measure also on samples that trained the probe, chose its layer or set its

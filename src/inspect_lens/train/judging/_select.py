@@ -77,7 +77,7 @@ def select_layer(
     asks for.
 
     An `EnsembleProbe` reads several layers at once, so nothing is chosen: it is fitted on
-    `layers`, or on those at `DEPTHS` of the set's layers, and the sweep is that of its base.
+    `layers`, or at 20, 35, 50, 65 and 80% of the set's layers, and the sweep is that of its base.
 
     Args:
         estimator: unfitted, one of scikit-learn too; it is cloned for each layer.

@@ -421,48 +421,10 @@ def erase(
 _SOURCE: Final = "arXiv:2507.21509"
 
 
-def persona_pairs(
-    data: ActivationSet,
-    *,
-    trait: str = "trait",
-    coherence: str = "coherence",
-    threshold: float = 50.0,
+def shown_pairs(
+    data: ActivationSet, *, trait: str, coherence: str, threshold: float
 ) -> ActivationSet:
-    """Keep the pairs of responses in which a judge saw what the prompts asked for.
-
-    A pair is the answer to one question under a system prompt for the trait and under one against
-    it. It is kept where the first shows the trait (at least `threshold`), the second does not
-    (below 100 - `threshold`), and both are coherent (at least 50).
-
-    Args:
-        data: responses; label 1 under the prompt for the trait. A group is a pair: the question,
-            the number of the prompt pair, and that of the rollout.
-        trait: column with the judge's score of the trait, 0 to 100.
-        coherence: column with the judge's score of coherence, 0 to 100.
-        threshold: of the trait.
-
-    Returns:
-        The samples of the pairs that are kept.
-
-    Raises:
-        SpecError: a column is missing or no number, a group is no pair, or none is kept.
-
-    Example:
-        ```python
-        import numpy as np
-
-        from inspect_lens.train import from_arrays, persona_pairs
-
-        data = from_arrays(
-            np.random.default_rng(0).standard_normal((4, 1, 8)),
-            [1, 0, 1, 0],
-            layers=[3],
-            groups=["a", "a", "b", "b"],
-            columns={"trait": [90, 5, 20, 5], "coherence": [80, 90, 90, 90]},
-        )
-        assert persona_pairs(data).groups == ("a", "a")  # the other shows no trait
-        ```
-    """
+    """The pairs of responses in which a judge saw what the prompts asked for."""
     scores = {}
     for column in (trait, coherence):
         try:
@@ -508,23 +470,30 @@ def persona_vector(
 ) -> Vector:
     """Difference of mean responses with and without a trait, in every layer.
 
+    A pair is the answer to one question under a system prompt for the trait and under one against
+    it. It is kept where a judge saw what the prompts asked for: the first shows the trait (at
+    least `threshold`), the second does not (below 100 - `threshold`), and both are coherent (at
+    least 50).
+
     Rows are means over the tokens of a response (collect with `positions="completion"`; for the
     source's other two kinds, `prompt` and `last_prompt`). The source chooses the layer by how much
     steering with it changes the trait; a `selection` set chooses it by separation instead.
 
     Args:
-        data: as in `persona_pairs`, of the model's own responses.
+        data: the model's own responses; label 1 under the prompt for the trait. A group is a pair:
+            the question, the number of the prompt pair, and that of the rollout.
         name: `<model>/<name>`, for the card.
-        trait: column, as in `persona_pairs`.
-        coherence: column, as in `persona_pairs`.
-        threshold: as in `persona_pairs`.
+        trait: column with the judge's score of the trait, 0 to 100.
+        coherence: column with the judge's score of coherence, 0 to 100.
+        threshold: of the trait.
         **options: of `extract_vector`, such as `layer` and `description`.
 
     Returns:
         The vector; its card says how many pairs were kept.
 
     Raises:
-        SpecError: as `persona_pairs` and `extract_vector`.
+        SpecError: a column is missing or no number, a group is no pair, or none is kept; or as
+            `extract_vector`.
 
     Example:
         ```python
@@ -544,7 +513,7 @@ def persona_vector(
         assert vector.layers == (3,)
         ```
     """
-    kept = persona_pairs(data, trait=trait, coherence=coherence, threshold=threshold)
+    kept = shown_pairs(data, trait=trait, coherence=coherence, threshold=threshold)
     notes = (
         f"{len(kept) // 2} of {len(data) // 2} pairs kept: trait at least {threshold:g} and below "
         f"{100 - threshold:g}, coherence at least 50, by column {trait!r}",
