@@ -11,12 +11,10 @@ import torch
 
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.export.device_copy import Copier, StreamCopier
-from inspect_lens._engine.export.transport import Exporter
+from inspect_lens._engine.export.transport import Copier, Exporter, StreamCopier
 from inspect_lens._engine.plan.step_plan import GroupBlock, Longs
 from inspect_lens._engine.protocol.envelope import seal
-from inspect_lens._engine.protocol.messages import ROWS, SCORES
-from inspect_lens._engine.protocol.shared_memory import ArenaWriter
+from inspect_lens._engine.protocol.messages import ROWS, SCORES, ArenaWriter
 from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._engine.tap.buffers import TapState
 from tests.kit.steps import bf16_facts

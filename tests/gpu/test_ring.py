@@ -11,11 +11,9 @@ import torch
 
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.export.device_copy import copier_for
-from inspect_lens._engine.export.transport import Exporter
+from inspect_lens._engine.export.transport import Exporter, copier_for
 from inspect_lens._engine.protocol.envelope import seal
-from inspect_lens._engine.protocol.messages import ROWS, SCORES
-from inspect_lens._engine.protocol.shared_memory import ArenaWriter
+from inspect_lens._engine.protocol.messages import ROWS, SCORES, ArenaWriter
 from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._engine.tap.buffers import TapState, install
 from inspect_lens._engine.tap.op import tap, warm_up
@@ -125,5 +123,5 @@ def test_rows_of_requests_that_want_the_same_leave_in_rounds_or_bit_by_bit(
     monkeypatch: pytest.MonkeyPatch, collector: Collector, seed: int, at_once: int
 ) -> None:
     for name in ("_AT_ONCE", "_PIECE", "_MORE"):
-        monkeypatch.setattr(f"inspect_lens._engine.export.send_queue.{name}", at_once)
+        monkeypatch.setattr(f"inspect_lens._engine.step.exporter.{name}", at_once)
     run("cuda", 32, seed + 10, collector, 3 * [(0, 1, 2)])

@@ -12,10 +12,9 @@ import numpy as np
 
 from inspect_lens._engine.export import link as link_module
 from inspect_lens._engine.export.link import Link
-from inspect_lens._engine.protocol import shared_memory
-from inspect_lens._engine.protocol.messages import Block, Failure, encode
+from inspect_lens._engine.protocol import messages
+from inspect_lens._engine.protocol.messages import ArenaWriter, Block, Failure, encode
 from inspect_lens._engine.protocol.processes import Links
-from inspect_lens._engine.protocol.shared_memory import ArenaWriter
 
 __all__ = ["FarWorker", "block_bytes", "block_of"]
 
@@ -88,7 +87,7 @@ class _Half:
 def _serve(pipe: Connection, patches: dict[str, Any]) -> None:
     link_module.CHUNK = CHUNK  # type: ignore[attr-defined]
     for name, value in patches.items():
-        setattr(link_module if hasattr(link_module, name) else shared_memory, name, value)
+        setattr(link_module if hasattr(link_module, name) else messages, name, value)
     half: _Half | None = None
     while (order := pipe.recv()) is not None:
         name, arguments = order

@@ -21,9 +21,8 @@ import zmq
 
 from inspect_lens._engine.collect.listener import Listener
 from inspect_lens._engine.export.link import Link
-from inspect_lens._engine.protocol.messages import Block, decode, encode
+from inspect_lens._engine.protocol.messages import ArenaWriter, Block, decode, encode
 from inspect_lens._engine.protocol.processes import Links
-from inspect_lens._engine.protocol.shared_memory import ArenaWriter
 
 from .far_worker import block_of
 

@@ -10,10 +10,9 @@ import torch
 
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.export.device_copy import Copier
-from inspect_lens._engine.export.transport import Exporter
+from inspect_lens._engine.export.transport import Copier, Exporter
 from inspect_lens._engine.protocol.envelope import Envelope, seal
-from inspect_lens._engine.protocol.shared_memory import ArenaWriter
+from inspect_lens._engine.protocol.messages import ArenaWriter
 from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._engine.tap.buffers import TapState, install
 from inspect_lens._engine.tap.op import tap

@@ -39,14 +39,14 @@ from inspect_lens._engine.protocol.frames import (
     make_server,
     packed_frame,
 )
-from inspect_lens._engine.protocol.processes import BEATS, Links
-from inspect_lens._engine.protocol.shared_memory import (
+from inspect_lens._engine.protocol.messages import (
     BOARD_COLUMNS,
     BOARD_SIZE,
     HEAD_BYTES,
     ArenaReader,
     View,
 )
+from inspect_lens._engine.protocol.processes import BEATS, Links
 from inspect_lens.errors import CapacityError
 
 _COLUMNS = 1 + BOARD_COLUMNS

@@ -17,14 +17,21 @@ from inspect_lens._engine.export.transport import COLUMN, LATCHES
 from inspect_lens._engine.hooks.results import unpack_saved
 from inspect_lens._engine.protocol.edits import EVERY
 from inspect_lens._engine.protocol.envelope import Envelope
-from inspect_lens._engine.protocol.messages import PATHS, Block, Failure, Opening, Saved, unpacked
+from inspect_lens._engine.protocol.messages import (
+    BOARD_SIZE,
+    PATHS,
+    ArenaReader,
+    Block,
+    Failure,
+    Opening,
+    Saved,
+    unpacked,
+)
 from inspect_lens._engine.protocol.readouts import READOUTS
-from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE, ArenaReader
 from inspect_lens.errors import CapacityError
 from inspect_lens.spec import N_LATCHES, EnginePath, TensorData
 
-from .result_memory import ARRIVED, COVERED, ResultMemory
-from .stream import SHARE_BYTES, STORAGE, Stream
+from .result_memory import ARRIVED, COVERED, SHARE_BYTES, STORAGE, ResultMemory, Stream
 
 _STREAMS = len(READOUTS)
 

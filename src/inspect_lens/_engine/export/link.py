@@ -2,7 +2,7 @@
 
 The step loop only notes messages; rows lie in the worker's memory until the front-end has said that
 it took them, as they do for one that reads there itself. So room, waiting and revoking are those of
-`protocol/shared_memory.py`. The thread sends the bytes of a block, then the message that tells of
+`protocol/messages.py`. The thread sends the bytes of a block, then the message that tells of
 them, and answers what the front-end asks of the board. It ends with its connection.
 """
 
@@ -35,54 +35,8 @@ from inspect_lens._engine.protocol.frames import (
     make_client,
     packed_frame,
 )
-from inspect_lens._engine.protocol.messages import Block, Message, unpacked
-from inspect_lens._engine.protocol.processes import Links, Process
-from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE, ArenaWriter
-
-SEND_QUEUE = 8192
-"""Messages that may wait for a front-end before the step loop does."""
-
-
-class Channel(Process):
-    """Takes messages for one front-end, in their order."""
-
-    def put(self, data: bytes, message: Message) -> bool:
-        """Send a message; False where too many wait."""
-        raise NotImplementedError
-
-    def wait(self, seconds: float) -> None:
-        """Wait until fewer do."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Send nothing more."""
-        raise NotImplementedError
-
-
-class LocalChannel(Channel):
-    """A front-end of this host, which reads the worker's memory."""
-
-    def __init__(self, address: str) -> None:
-        super().__init__()
-        # The process's own: ending a context waits for all its sockets, at exit for ever.
-        self._socket: Any = zmq.Context.instance().socket(zmq.PUSH)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE)
-        self._socket.connect(address)
-
-    def put(self, data: bytes, message: Message) -> bool:
-        try:
-            self._socket.send(data, flags=zmq.DONTWAIT)
-        except zmq.Again:
-            return False
-        return True
-
-    def wait(self, seconds: float) -> None:
-        self._socket.poll(1000 * seconds, zmq.POLLOUT)
-
-    def close(self) -> None:
-        self._socket.close(linger=0)
-
+from inspect_lens._engine.protocol.messages import BOARD_SIZE, ArenaWriter, Block, Message, unpacked
+from inspect_lens._engine.protocol.processes import SEND_QUEUE, Channel, Links
 
 logger = logging.getLogger("vllm.inspect_lens")
 

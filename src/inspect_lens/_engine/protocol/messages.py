@@ -1,14 +1,40 @@
-"""Messages from a worker to a front-end: small, as rows travel in shared memory."""
+"""Messages from a worker to a front-end, and the memory in which their rows lie.
+
+The memory is an anonymous file (`memfd_create`): it needs no space under /dev/shm, has no name that
+could be left behind, and is gone with the last process that holds it, however that one ended.
+Front-ends of the same host open it through the worker's entry in /proc.
+
+The data part is a ring of blocks. The worker places a block, has it copied, and then, in the
+same stream, the number of the message that tells of it (`landed`). A front-end that has taken
+the rows writes that number into its cursor, which frees the block. Where there is no room, and
+the front-end whose blocks are in the way stands still, its blocks are revoked: it finds out when
+it goes on, before anybody has seen what lies in their place.
+
+The board has a record per request: which positions have been fed to the model under steering,
+and how. It is written in every step, so it must cost nothing: no message is sent for it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import mmap
+import os
+import secrets
+import time
+from collections import deque
 from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from inspect_lens.spec import EnginePath
+from inspect_lens.errors import CapacityError
+from inspect_lens.spec import N_LATCHES, EnginePath
+
+from .processes import STALLED_S, STOPPED_S, Process
+
+logger = logging.getLogger("vllm.inspect_lens")
 
 ROWS, SCORES, QK, LENS = 0, 1, 2, 3
 """Results that a request may have: captured rows, what probes made of rows, queries and keys, and
@@ -128,3 +154,230 @@ def packed(values: NDArray[np.int64]) -> bytes:
 def unpacked(data: bytes) -> NDArray[np.int64]:
     """Numbers out of bytes."""
     return np.frombuffer(data, dtype="<i8")
+
+
+BOARD_SIZE = 1 << 15
+"""Records; a request's is its number modulo this, so numbers of live requests must differ."""
+
+BOARD_COLUMNS = 5 + 2 * N_LATCHES
+"""Of a record."""
+
+_READERS = 256
+_CURSORS = 8
+_REVOKED = _CURSORS + _READERS
+_BOARD = 8192
+HEAD_BYTES = _DATA = _BOARD + BOARD_SIZE * BOARD_COLUMNS * 8
+"""Of the file, in front of the rows."""
+_ALIGN = 4096
+_WAIT_S = 60.0
+_WORTH_A_WORD_S = 1.0
+
+
+class View:
+    """The parts of the file, as arrays."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self.memory = memory
+        whole = np.frombuffer(memory, dtype=np.uint8)
+        words = whole[:_BOARD].view(np.int64)
+        self.mark: NDArray[np.int64] = words[:1]
+        self.landed: NDArray[np.int64] = words[1:2]
+        self.cursors: NDArray[np.int64] = words[_CURSORS : _CURSORS + _READERS]
+        self.revoked: NDArray[np.int64] = words[_REVOKED : _REVOKED + _READERS]
+        """By front-end: its blocks up to this number may hold something else."""
+        board = whole[_BOARD:_DATA].view(np.int64)
+        self.board: NDArray[np.int64] = board.reshape(BOARD_SIZE, BOARD_COLUMNS)
+        """number of the request, first position fed, one past the last, ways of the steps, and
+        whether a tap left a steered row as it was (see `Faults`); of each gate that lasts the
+        position at which it fired and one more, or 0; and of each running one what
+        `programs.open_among` reads."""
+        self.data: NDArray[np.uint8] = whole[_DATA:]
+        self.whole = whole
+
+
+class ArenaWriter:
+    """The worker's side."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._fd = os.memfd_create("inspect-lens", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, _DATA + nbytes)
+        self.view = View(mmap.mmap(self._fd, _DATA + nbytes))
+        # Numbers of processes and files are used again; the third part is not.
+        self.view.mark[0] = mark = 1 + secrets.randbits(62)
+        self.name = f"{os.getpid()}/{self._fd}/{mark:x}"
+        self.nbytes = nbytes
+        self._readers: dict[str, tuple[int, Process]] = {}
+        self._n_readers = 0
+        self._gone: set[int] = set()
+        self._blocks: deque[tuple[int, int, int, int]] = deque()
+        """(sequence number, reader, offset, bytes) of blocks in use, oldest first."""
+        self._head = 0
+        self.waited_s = 0.0
+        """Seconds that `place` has waited for room."""
+
+    def reader(self, address: str, peer: Process) -> int:
+        """The index of a front-end's cursor."""
+        if address not in self._readers:
+            index = self._n_readers
+            if index >= _READERS:
+                raise CapacityError(
+                    f"this engine has served {_READERS} front-end processes; restart it"
+                )
+            self._n_readers += 1
+            self._readers[address] = (index, peer)
+        return self._readers[address][0]
+
+    def forget(self, address: str) -> None:
+        """Free the blocks of a front-end that has gone; under its address it is another one."""
+        if address in self._readers:
+            self._gone.add(self._readers.pop(address)[0])
+
+    def place(self, seq: int, address: str, nbytes: int) -> int | None:
+        """Find room for a block, waiting for the front-ends where there is none."""
+        size = -(-nbytes // _ALIGN) * _ALIGN
+        if size > self.nbytes:
+            raise CapacityError(
+                f"a step has {nbytes} bytes of rows and INSPECT_LENS_SHM_BYTES allows {self.nbytes}"
+            )
+        index = self._readers[address][0]
+        if self._stands_still(index):
+            return None
+        if (offset := self._fit(size)) is None and (offset := self._wait_for(size, index)) is None:
+            return None
+        self._blocks.append((seq, index, offset, size))
+        self._head = offset + size
+        return offset
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Bytes that some front-end has not taken yet."""
+        self._free_taken()
+        return sum(size for _, _, _, size in self._blocks)
+
+    def close(self) -> None:
+        """Close the file; front-ends keep what they have mapped."""
+        with contextlib.suppress(OSError):
+            os.close(self._fd)
+
+    def _wait_for(self, size: int, index: int) -> int | None:
+        began, before = time.monotonic(), self.waited_s
+        seen, since = (-1, -1), began
+        try:
+            while (offset := self._fit(size)) is None:
+                # Whose blocks are in the way, and how far it has come.
+                seq, oldest, _, _ = self._blocks[0]
+                now = oldest, int(self.view.cursors[oldest])
+                # Before its rows have landed nobody can take them.
+                if now != seen or self.view.landed[0] < seq:
+                    seen, since = now, time.monotonic()
+                elif time.monotonic() - since > STOPPED_S:
+                    self._revoke_if_still(oldest, time.monotonic() - since)
+                if time.monotonic() > began + _WAIT_S:
+                    raise CapacityError(
+                        f"no shared memory came free within {_WAIT_S:g} s: the front-end takes "
+                        "rows more slowly than the model makes them"
+                    )
+                self._drop_dead()
+                time.sleep(0.0005)
+            return None if self._stands_still(index) else offset
+        finally:
+            self.waited_s += time.monotonic() - began
+            if before < _WORTH_A_WORD_S <= self.waited_s:
+                logger.warning(
+                    "inspect_lens: steps have waited %.1f s, so far, for room in shared memory: "
+                    "front-ends take rows more slowly than the model makes them. A larger "
+                    "INSPECT_LENS_SHM_BYTES (%d) helps where that is so for a while only",
+                    self.waited_s,
+                    self.nbytes,
+                )
+
+    def _stands_still(self, index: int) -> bool:
+        """Whether blocks of a front-end were revoked, and it does not know yet."""
+        return bool(self.view.cursors[index] < self.view.revoked[index])
+
+    def _revoke_if_still(self, index: int, still_s: float) -> None:
+        """Take the blocks of a front-end back, where it has taken none of them for long enough."""
+        peer = next(peer for i, peer in self._readers.values() if i == index)
+        if still_s <= STALLED_S and not peer.is_stopped():
+            return
+        self.view.revoked[index] = max(seq for seq, i, _, _ in self._blocks if i == index)
+        logger.error(
+            "inspect_lens: %s has taken no rows for %.1f s while others needed room; its "
+            "requests fail, and the others go on",
+            peer,
+            still_s,
+        )
+
+    def _fit(self, size: int) -> int | None:
+        self._free_taken()
+        if not self._blocks:
+            # From the start again: pages that were never used need never be there.
+            return 0
+        tail = self._blocks[0][2]
+        if self._head > tail:
+            if self._head + size <= self.nbytes:
+                return self._head
+            return 0 if size <= tail else None
+        return self._head if self._head + size <= tail else None
+
+    def _free_taken(self) -> None:
+        cursors, revoked = self.view.cursors, self.view.revoked
+        while self._blocks:
+            seq, index, _, _ = self._blocks[0]
+            if cursors[index] < seq and revoked[index] < seq and index not in self._gone:
+                return
+            self._blocks.popleft()
+
+    def _drop_dead(self) -> None:
+        for index, peer in self._readers.values():
+            if index not in self._gone and not peer.is_alive():
+                self._gone.add(index)
+
+
+class ArenaReader:
+    """The front-end's side."""
+
+    def __init__(self, name: str) -> None:
+        pid, number, mark = name.split("/")
+        self.name = name
+        self._path = f"/proc/{pid}/fd/{number}"
+        fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            size = os.fstat(fd).st_size
+            if size < _DATA:
+                raise FileNotFoundError(f"{self._path} is another file by now")
+            self.view = View(mmap.mmap(fd, size))
+        finally:
+            os.close(fd)
+        if self.view.mark[0] != int(mark, 16):
+            raise FileNotFoundError(f"{self._path} is the memory of another worker by now")
+
+    is_lost = False
+    """Whether nothing of the worker comes any more; of one of this host nobody asks."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the worker still holds the file."""
+        return os.path.exists(self._path)
+
+    def is_told(self, number: int) -> bool:
+        """Whether the board holds what the worker has noted of a request until now."""
+        return True
+
+    def ask_again(self, number: int) -> None:
+        """Have the board hold what the worker notes of a request from now on, too."""
+
+    def forget(self, number: int) -> None:
+        """Take note that nobody waits for a request any more."""
+
+    def has_landed(self, seq: int) -> bool:
+        """Whether the blocks of a message are there."""
+        return bool(self.view.landed[0] >= seq)
+
+    def is_revoked(self, reader: int, seq: int) -> bool:
+        """Whether a block may hold something else by now; asked again when it has been copied."""
+        return bool(self.view.revoked[reader] >= seq)
+
+    def done(self, reader: int, seq: int) -> None:
+        """Say that all blocks up to a message have been taken, and those that were revoked."""
+        self.view.cursors[reader] = max(seq, int(self.view.revoked[reader]))

@@ -17,12 +17,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from inspect_lens._engine.export.device_copy import Copier
-from inspect_lens._engine.export.transport import Numbers, Rows
+from inspect_lens._engine.export.transport import Copier, Numbers, Rows
 from inspect_lens._engine.plan.step_plan import Longs, RequestTable
 from inspect_lens._engine.protocol.envelope import Envelope
+from inspect_lens._engine.protocol.messages import BOARD_SIZE
 from inspect_lens._engine.protocol.readouts import LAG, CaptureEnvelope, Combine, Fold
-from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE
 from inspect_lens.spec import Reduction
 
 Piece = tuple[int, int, int]

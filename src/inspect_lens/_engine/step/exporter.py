@@ -1,17 +1,31 @@
-"""From what a step left in the ring to what goes to front-ends, by group and kind of result."""
+"""From what a step left in the ring to what goes to front-ends: rounds of steps, blocks, pieces.
+
+A GPU serves copies to the host in the order in which they are asked for, whatever the streams: seen
+on an H200, where a copy of 4 KiB took 2.4 ms behind 128 MiB, and 9.7 ms behind 512. The tokens that
+a step has sampled come to the host in the same way, and the engine plans the next step but one with
+them. So what a step leaves is asked for behind its tokens, and of the rows of a long prompt no more
+at a time than a step has time for (`Outbox`).
+
+To ask for a copy, and to tell a front-end of it, costs the step loop's thread more than all else
+that a repeated step takes, whatever the size. Nobody looks at most rows before their request is
+over, so those of a few steps wait in the ring, side by side, for one copy and one message
+(`Rounds`). They are sent before anything else changes: when somebody comes or goes, or a step is
+planned anew.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 
-from inspect_lens._engine.export.send_queue import Outbox
-from inspect_lens._engine.export.transport import Exporter, Numbers, Rows
-from inspect_lens._engine.plan.step_plan import GroupBlock, Longs, RequestTable
+from inspect_lens._engine.export.transport import Copier, Exporter, Numbers, Rows
+from inspect_lens._engine.plan.step_plan import GroupBlock, Longs, RequestTable, StepPlan
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.messages import LENS, ROWS, Opening, packed
 from inspect_lens._engine.readout.reduce import Form, Part, Reducer, SumTable
@@ -19,6 +33,106 @@ from inspect_lens.errors import CapacityError
 from inspect_lens.spec import EnginePath
 
 from .capture_groups import Groups
+
+_AT_ONCE = 32 << 20
+"""Bytes that are sent with their step: two thirds of a millisecond."""
+_PIECE = 128 << 20
+"""Bytes of what is sent bit by bit, where one tap does not have more: asking for each takes time of
+the step loop's thread."""
+_MORE = 64 << 20
+"""Bytes that leave in front of a step beside as many as come with one, to make up for prompts."""
+_STEPS = 4
+"""Steps of which the least that one of them brings is what comes with a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    reply: str
+    rows: Rows
+    path: EnginePath
+    taps: range
+    nbytes: int
+
+
+class Outbox:
+    """Sends rows at once, or lets them wait for their turn."""
+
+    def __init__(
+        self,
+        exporter: Exporter,
+        ring: torch.Tensor,
+        *,
+        is_wanted: Callable[[bytes], bool],
+        drop: Callable[[str], None],
+        fail: Callable[[bytes, Exception], None],
+    ) -> None:
+        self._exporter = exporter
+        self._ring = ring
+        self._is_wanted = is_wanted
+        self._drop = drop
+        self._fail = fail
+        self._waiting: deque[_Piece | Callable[[], None]] = deque()
+        self._came = 0
+        """Bytes that had to wait since the last step began."""
+        self._steps: deque[int] = deque(_STEPS * [0], maxlen=_STEPS)
+        """The same, of the last steps."""
+
+    def put(self, reply: str, rows: Rows, path: EnginePath) -> bool:
+        """Send rows now where they are few."""
+        tensor = rows.tensor
+        taps = tensor.shape[0]
+        per_tap = tensor[0].numel() * rows.dtype.itemsize
+        if taps * per_tap <= _AT_ONCE or not self._is_in_ring(tensor):
+            return self._exporter.send(reply, rows, path)
+        at_once = max(1, _PIECE // per_tap)
+        for tap in range(0, taps, at_once):
+            some = range(tap, min(taps, tap + at_once))
+            self._waiting.append(_Piece(reply, rows, path, some, len(some) * per_tap))
+        self._came += taps * per_tap
+        return True
+
+    def then(self, work: Callable[[], None]) -> None:
+        """Do something when all that waits by now has been sent."""
+        if self._waiting:
+            self._waiting.append(work)
+        else:
+            work()
+
+    def begin_step(self) -> None:
+        """Send what a step has time for."""
+        self._steps.append(self._came)
+        self._came = 0
+        if self._waiting:
+            self._send(min(self._steps) + _MORE)
+
+    def send_all(self) -> None:
+        """Send all that waits."""
+        if self._waiting:
+            self._send(None)
+
+    def _send(self, nbytes: int | None) -> None:
+        waiting = self._waiting
+        while waiting:
+            piece = waiting[0]
+            if not isinstance(piece, _Piece):
+                waiting.popleft()
+                piece()
+                continue
+            if nbytes is not None:
+                if nbytes <= 0:
+                    return
+                nbytes -= piece.nbytes
+            waiting.popleft()
+            if not self._is_wanted(piece.rows.numbers):
+                continue
+            try:
+                if not self._exporter.send(piece.reply, piece.rows, piece.path, piece.taps):
+                    self._drop(piece.reply)
+            except Exception as error:  # noqa: BLE001 - a fault fails its own requests
+                self._fail(piece.rows.numbers, error)
+
+    def _is_in_ring(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() == self._ring.untyped_storage().data_ptr()
 
 
 class Sender:
@@ -273,3 +387,194 @@ class Sender:
                 settled = packed(np.asarray([running[s] for s in slots], dtype=np.int64))
                 if not self._exporter.settle(reply, numbers, settled):
                     self._gone.add(reply)
+
+
+_MOST_STEPS = 8
+_MOST_BYTES = 16 << 20
+"""Of rows that wait: as much as is copied in a third of a millisecond. See `Outbox`: what a step
+has sampled may have to wait for that."""
+
+
+class Rounds:
+    """Gives steps their places in the ring, and sends what lies there when a round is over."""
+
+    def __init__(self, ring: Ring, sender: Sender) -> None:
+        """Begin with nothing."""
+        self._ring = ring
+        self._sender = sender
+        self._span = Span()
+        self._plan: StepPlan | None = None
+        """Of the step that all of the round repeat."""
+        self._first = 0
+        """Steps between that one and the first one of the round."""
+        self._length = 0
+        """Steps that the round has room for."""
+        self._n_begun = self._n_ended = self._n_sent = 0
+        """Steps of the round."""
+        self._path: EnginePath = "eager"
+        """In which those have run that wait."""
+
+    @property
+    def slots(self) -> set[int]:
+        """Requests of which something may wait."""
+        return set() if self._plan is None else self._plan.captured
+
+    def begin(self, plan: StepPlan) -> int:
+        """Place a step with a plan of its own."""
+        self._plan = plan
+        self._start(0, 1)
+        return self._span.first_row
+
+    def again(self, done: int, left: int) -> int:
+        """Place a step that repeats the one that was planned last."""
+        assert self._plan is not None
+        if self._n_begun == self._length:
+            self._start(done, self._steps_together(self._plan, left + 1))
+        else:
+            self._n_begun += 1
+        return self._span.first_row + (self._n_begun - 1) * self._plan.ring_rows
+
+    def current(self) -> tuple[list[GroupBlock], int]:
+        """Blocks of the step that was placed last, and the ring row from which they are counted."""
+        plan = self._plan
+        if plan is None:
+            return [], 0
+        done = self._n_begun - 1
+        blocks = [_repeated(block, self._first + done, 1) for block in plan.blocks]
+        return blocks, self._span.first_row + done * plan.ring_rows
+
+    def end(self, path: EnginePath, *, is_last: bool) -> None:
+        """Take note that the step that was placed last has run."""
+        if path != self._path:
+            self._send()
+        self._path, self._n_ended = path, self._n_begun
+        if is_last or self._n_begun == self._length:
+            self.close()
+
+    def close(self) -> None:
+        """Send what waits; the next step begins a round."""
+        self._length = self._n_begun
+        self._send()
+        if self._n_ended == self._n_begun:
+            self._release()
+
+    def _start(self, first: int, length: int) -> None:
+        assert self._plan is not None
+        # Of a step that never ended.
+        self._release()
+        span = self._ring.take(length * self._plan.ring_rows)
+        self._first, self._length, self._span = first, length, span
+        self._n_begun, self._n_ended, self._n_sent = 1, 0, 0
+
+    def _release(self) -> None:
+        """Give the span back, as soon as all copies out of it have been asked for."""
+        if self._span.parts:
+            span, self._span = self._span, Span(self._span.first_row)
+            self._sender.outbox.then(partial(self._ring.release, span))
+
+    def _steps_together(self, plan: StepPlan, remaining: int) -> int:
+        """Steps of a round; the last ones are short, as clients wait for what is copied then."""
+        if not plan.ring_rows:
+            return 1
+        most = min(_MOST_STEPS, (remaining + 1) // 2, self._ring.most_rows // plan.ring_rows)
+        if most < 2 or (nbytes := self._sender.bytes_that_wait(plan.blocks)) is None:
+            return 1
+        return max(1, min(most, _MOST_BYTES // max(nbytes, 1)))
+
+    def _send(self) -> None:
+        a, b = self._n_sent, self._n_ended
+        if a == b:
+            return
+        # Taken note of first: what cannot be sent is not tried again.
+        self._n_sent = b
+        plan = self._plan
+        assert plan is not None
+        if plan.blocks:
+            self._sender.send(
+                [_repeated(block, self._first + a, b - a) for block in plan.blocks],
+                self._span.first_row + a * plan.ring_rows,
+                self._path,
+                steps=b - a,
+                apart=plan.ring_rows,
+            )
+
+
+def _repeated(block: GroupBlock, done: int, steps: int) -> GroupBlock:
+    """A block of one token of each request, so many steps later, and in the steps behind it."""
+    if steps == 1 and not done:
+        return block
+    later = np.arange(done, done + steps)
+    return GroupBlock(
+        block.group,
+        block.base,
+        steps * block.n_tokens,
+        np.tile(block.slots, steps),
+        np.tile(block.counts, steps),
+        (later[:, None] + block.first).reshape(-1),
+        {},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive parts of the ring that a step or a few fill; none where no rows are kept."""
+
+    first_row: int = 0
+    parts: range = range(0)
+
+
+_NONE = Span()
+
+
+class Ring:
+    """Hands out spans in turn, and has the device wait for the copies out of them."""
+
+    def __init__(
+        self, parts: int, part_rows: int, copier: Copier, drain: Callable[[], None] = lambda: None
+    ) -> None:
+        self._parts = parts
+        self._part_rows = part_rows
+        self._half = max(1, parts // 2)
+        self._copier = copier
+        self._drain = drain
+        self._taken: set[int] = set()
+        """Parts that were not given back."""
+        self._next = 0
+        self._released = [0] * parts
+        """By part: the number of the span that gave it back last, or 0."""
+        self._spans = 0
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest span."""
+        return self._half * self._part_rows
+
+    def take(self, rows: int) -> Span:
+        """A span for a step or a few, from the next part on, or the next half where it has to."""
+        if not rows:
+            return _NONE
+        n = -(-rows // self._part_rows)
+        if n > self._half:
+            raise OverflowError(f"a step fills {rows} ring rows and may fill {self.most_rows}")
+        first = self._next
+        if first % self._half + n > self._half:
+            first = (first // self._half + 1) * self._half % self._parts
+        self._next = (first + n) % self._parts
+        parts = range(first, first + n)
+        if not self._taken.isdisjoint(parts):
+            self._drain()
+        self._taken.update(parts)
+        # Copies are made in order: behind those of the part that was given back last there are
+        # none out of the others. Of one that never was, there are none at all.
+        last = max(parts, key=self._released.__getitem__)
+        if self._released[last]:
+            self._copier.wait_for(last)
+        return Span(first * self._part_rows, parts)
+
+    def release(self, span: Span) -> None:
+        """Take a span back when all copies out of it have been asked for."""
+        self._spans += 1
+        self._taken.difference_update(span.parts)
+        for part in span.parts:
+            self._copier.release(part)
+            self._released[part] = self._spans

@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 from inspect_lens._engine.plan.step_plan import StepPlan
+from inspect_lens._engine.protocol.messages import BOARD_SIZE
 from inspect_lens._engine.protocol.readouts import LAG
-from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE
 from inspect_lens.errors import LensError
 from inspect_lens.spec import TapPoint
 

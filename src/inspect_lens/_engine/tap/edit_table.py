@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from inspect_lens._engine.plan.step_plan import Named
 from inspect_lens._engine.protocol.edits import EVERY, EditEnvelope
 from inspect_lens._engine.protocol.envelope import Envelope
+from inspect_lens._engine.protocol.messages import BOARD_SIZE
 from inspect_lens._engine.protocol.programs import AVERAGE, FIRST, HEAD, ROOM, history_rows
-from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE
 from inspect_lens.errors import CapacityError, UnsupportedError
 from inspect_lens.spec import N_REGISTERS, Instruction, Kind, TapPoint
 

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.collect.inbox import Notifier
+from inspect_lens._engine.collect.collector import Collector, Notifier
 from inspect_lens._engine.hooks.runner import EAGER_KEY
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.processes import Links, as_exception, ends_process

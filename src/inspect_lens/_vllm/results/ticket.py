@@ -12,7 +12,7 @@ import numpy as np
 from inspect_lens._base.to_torch import to_torch
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.collect.placement import Collected
-from inspect_lens._engine.collect.stream import STORAGE
+from inspect_lens._engine.collect.result_memory import STORAGE
 from inspect_lens._engine.hooks.runner import EAGER_KEY
 from inspect_lens._engine.protocol.messages import ROWS, SCORES
 from inspect_lens._engine.protocol.processes import ends_process

@@ -18,9 +18,16 @@ from numpy.typing import NDArray
 from inspect_lens._engine.export.transport import COLUMN, Exporter, overflow
 from inspect_lens._engine.protocol.edits import EditEnvelope, SealedEdits, seal_edits
 from inspect_lens._engine.protocol.envelope import Envelope
-from inspect_lens._engine.protocol.messages import Block, Failure, Opened, decode, unpacked
+from inspect_lens._engine.protocol.messages import (
+    BOARD_SIZE,
+    ArenaReader,
+    Block,
+    Failure,
+    Opened,
+    decode,
+    unpacked,
+)
 from inspect_lens._engine.protocol.readouts import CaptureEnvelope, RowPart
-from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE, ArenaReader
 from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._engine.tap.buffers import CAPTURE, HEAD, TapState, install
 from inspect_lens.errors import CompatError, UnsupportedError

@@ -12,12 +12,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from inspect_lens._engine.export.device_copy import copier_for
-from inspect_lens._engine.export.transport import Exporter
+from inspect_lens._engine.export.transport import Exporter, copier_for
 from inspect_lens._engine.hooks.runner import HookedStepper
+from inspect_lens._engine.protocol.messages import ArenaWriter
 from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens._engine.protocol.readouts import LAG, share_of
-from inspect_lens._engine.protocol.shared_memory import ArenaWriter
 from inspect_lens._engine.readout.logit_lens import warm_up_lens
 from inspect_lens._engine.readout.readers import READOUT_BYTES, warm_up_readout
 from inspect_lens._engine.step.lens_stepper import LensStepper

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from inspect_lens._engine.collect import inbox
+from inspect_lens._engine.collect import collector as collecting
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.export.device_copy import Copier
+from inspect_lens._engine.export.transport import Copier
 from inspect_lens._engine.protocol.messages import ROWS, SCORES
 from inspect_lens.errors import CaptureError
 from tests.kit.steps import CAPTURE, Worker, begin, rows, sealed
@@ -37,8 +37,8 @@ def landed(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         threading.Thread(target=land, daemon=True).start()
 
     monkeypatch.setattr(Copier, "copy", late)
-    monkeypatch.setattr(inbox, "_POLL_SHARE", 1e12)
-    monkeypatch.setattr(inbox, "_POLL_MOST_S", 60.0)
+    monkeypatch.setattr(collecting, "_POLL_SHARE", 1e12)
+    monkeypatch.setattr(collecting, "_POLL_MOST_S", 60.0)
     return event
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inspect_lens._engine.collect import inbox
-from inspect_lens._engine.collect.inbox import Inbox
+from inspect_lens._engine.collect import collector as collecting
+from inspect_lens._engine.collect.collector import Inbox
 from inspect_lens._engine.protocol.messages import Block, Failure, Message, Settled
 
 
@@ -90,7 +90,7 @@ def test_rows_that_never_come_are_given_up(monkeypatch: pytest.MonkeyPatch, is_d
     if is_dead:
         machine.alive = False
     else:
-        monkeypatch.setattr(inbox, "_WAIT_S", 0.0)
+        monkeypatch.setattr(collecting, "_WAIT_S", 0.0)
     for _ in range(600):
         machine.inbox.turn()
     assert machine.handled == [lost]

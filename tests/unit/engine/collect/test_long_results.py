@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect import result_memory
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.collect.result_memory import ResultMemory
-from inspect_lens._engine.collect.stream import Stream
+from inspect_lens._engine.collect.result_memory import ResultMemory, Stream
 from inspect_lens._engine.protocol.envelope import seal
 from inspect_lens._engine.protocol.messages import ROWS, SCORES
 from inspect_lens._engine.protocol.readouts import seal_capture

@@ -34,9 +34,8 @@ from inspect_lens._engine.protocol.frames import (
     make_server,
     packed_frame,
 )
-from inspect_lens._engine.protocol.messages import Block, Failure, Message, decode
+from inspect_lens._engine.protocol.messages import BOARD_COLUMNS, Block, Failure, Message, decode
 from inspect_lens._engine.protocol.processes import Links
-from inspect_lens._engine.protocol.shared_memory import BOARD_COLUMNS
 from tests.kit.far_worker import FarWorker, block_bytes
 from tests.kit.waiting import until
 

@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.export import send_queue
-from inspect_lens._engine.export.device_copy import Copier
-from inspect_lens._engine.export.transport import Exporter
+from inspect_lens._engine.export.transport import Copier, Exporter
 from inspect_lens._engine.protocol.envelope import seal
-from inspect_lens._engine.protocol.messages import ROWS, SCORES, Block
-from inspect_lens._engine.protocol.shared_memory import ArenaWriter
+from inspect_lens._engine.protocol.messages import ROWS, SCORES, ArenaWriter, Block
+from inspect_lens._engine.step import exporter
 from inspect_lens.errors import CapacityError
 from inspect_lens.spec import EngineProbe
 from tests.kit.steps import FACTS, HIDDEN, LAYERS, Worker, begin, rows
@@ -33,9 +31,9 @@ PROBE = EngineProbe(layers=(2,), tensors={"weight": np.ones((1, HIDDEN))})
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """First tap and taps of each message; more than four rows wait, two at a time are sent."""
-    monkeypatch.setattr(send_queue, "_AT_ONCE", 4 * ROW)
-    monkeypatch.setattr(send_queue, "_PIECE", 20 * ROW)
-    monkeypatch.setattr(send_queue, "_MORE", 2 * ROW)
+    monkeypatch.setattr(exporter, "_AT_ONCE", 4 * ROW)
+    monkeypatch.setattr(exporter, "_PIECE", 20 * ROW)
+    monkeypatch.setattr(exporter, "_MORE", 2 * ROW)
     found: list[tuple[int, int]] = []
     original = Exporter._send
 
@@ -100,8 +98,8 @@ def test_steps_of_many_rows_do_not_pile_up(
     told: list[tuple[int, int]],
 ) -> None:
     """As much leaves as comes, and more, where as much comes every time."""
-    monkeypatch.setattr("inspect_lens._engine.step.batched_steps._MOST_STEPS", 1)
-    monkeypatch.setattr(send_queue, "_PIECE", 4 * ROW)
+    monkeypatch.setattr("inspect_lens._engine.step.exporter._MOST_STEPS", 1)
+    monkeypatch.setattr(exporter, "_PIECE", 4 * ROW)
     keys = [f"r{i}" for i in range(4)]
     for key in keys:
         ask(worker, collector, key, layers=LAYERS, positions="completion")
@@ -109,7 +107,7 @@ def test_steps_of_many_rows_do_not_pile_up(
         worker.step([(key, int(key[1:]), 0, N_PROMPT)])
     for at in range(N_PROMPT, N_PROMPT + 12):
         worker.step([(key, int(key[1:]), at, 1) for key in keys])
-        pieces = [p for p in worker.stepper._outbox._waiting if isinstance(p, send_queue._Piece)]
+        pieces = [p for p in worker.stepper._outbox._waiting if isinstance(p, exporter._Piece)]
         assert sum(piece.nbytes for piece in pieces) <= 4 * 12 * ROW
 
 

@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.export.device_copy import Copier
-from inspect_lens._engine.export.transport import Exporter
-from inspect_lens._engine.protocol.messages import ROWS, SCORES
-from inspect_lens._engine.protocol.shared_memory import ArenaWriter
-from inspect_lens._engine.step.batched_steps import Ring
+from inspect_lens._engine.export.transport import Copier, Exporter
+from inspect_lens._engine.protocol.messages import ROWS, SCORES, ArenaWriter
+from inspect_lens._engine.step.exporter import Ring
 from inspect_lens._engine.tap.buffers import CudaMaps, TapState
 from tests.kit.steps import LAYERS, Worker, begin, rows, sealed
 

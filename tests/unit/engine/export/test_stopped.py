@@ -15,7 +15,7 @@ import pytest
 
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.export.device_copy import Copier
+from inspect_lens._engine.export.transport import Copier
 from inspect_lens._engine.protocol.envelope import Envelope, seal
 from inspect_lens._engine.protocol.messages import ROWS, SCORES
 from inspect_lens.errors import CapacityError, LensError

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inspect_lens._engine.protocol import shared_memory
+from inspect_lens._engine.protocol import messages
+from inspect_lens._engine.protocol.messages import ArenaReader, ArenaWriter
 from inspect_lens._engine.protocol.processes import Process
-from inspect_lens._engine.protocol.shared_memory import ArenaReader, ArenaWriter
 from inspect_lens.errors import CapacityError
 
 PAGE = 4096
@@ -95,7 +95,7 @@ def test_memory_is_told_from_what_came_in_its_place(writer: ArenaWriter) -> None
 def test_a_step_waits_for_room_and_says_when_none_comes(
     writer: ArenaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_memory, "_WAIT_S", 0.05)
+    monkeypatch.setattr(messages, "_WAIT_S", 0.05)
     writer.place(1, "a", 8 * PAGE)
     assert writer.waited_s == 0
     with pytest.raises(CapacityError, match="more slowly"):
@@ -108,9 +108,9 @@ def test_a_step_waits_for_room_and_says_when_none_comes(
 def test_time_that_steps_waited_is_counted_and_told_once(
     writer: ArenaWriter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(shared_memory, "_WORTH_A_WORD_S", 0.1)
+    monkeypatch.setattr(messages, "_WORTH_A_WORD_S", 0.1)
     # vLLM's loggers do not pass records on.
-    monkeypatch.setattr(shared_memory, "logger", logging.getLogger("inspect_lens.tests"))
+    monkeypatch.setattr(messages, "logger", logging.getLogger("inspect_lens.tests"))
     for seq in range(1, 9, 2):
         writer.place(seq, "a", 8 * PAGE)
         late = threading.Timer(0.06, writer.view.cursors.__setitem__, (0, seq))
@@ -126,7 +126,7 @@ def test_time_that_steps_waited_is_counted_and_told_once(
 def test_a_dead_reader_frees_its_blocks(
     writer: ArenaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_memory, "_WAIT_S", 5)
+    monkeypatch.setattr(messages, "_WAIT_S", 5)
     process = os.fork()
     if process == 0:
         os._exit(0)
@@ -178,8 +178,8 @@ def test_whoever_fills_the_memory_alone_and_is_stopped_is_waited_for_once(
 def test_a_reader_that_goes_on_is_waited_for_however_slow_it_is(
     writer: ArenaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_memory, "STALLED_S", 0.4)
-    monkeypatch.setattr(shared_memory, "STOPPED_S", 0.1)
+    monkeypatch.setattr(messages, "STALLED_S", 0.4)
+    monkeypatch.setattr(messages, "STOPPED_S", 0.1)
     for seq in range(1, 9):
         writer.place(seq, "a", PAGE)
     writer.view.landed[0] = 8
@@ -198,8 +198,8 @@ def test_a_reader_that_goes_on_is_waited_for_however_slow_it_is(
 def test_rows_that_have_not_landed_are_not_their_readers_fault(
     writer: ArenaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_memory, "STALLED_S", 0.2)
-    monkeypatch.setattr(shared_memory, "STOPPED_S", 0.1)
+    monkeypatch.setattr(messages, "STALLED_S", 0.2)
+    monkeypatch.setattr(messages, "STOPPED_S", 0.1)
     writer.place(1, "a", 8 * PAGE)
 
     def land() -> None:

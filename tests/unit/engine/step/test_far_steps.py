@@ -12,11 +12,9 @@ import pytest
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.collect.placement import Collected
-from inspect_lens._engine.export.device_copy import Copier
-from inspect_lens._engine.export.transport import COLUMN, Exporter
-from inspect_lens._engine.protocol.messages import ROWS, SCORES
+from inspect_lens._engine.export.transport import COLUMN, Copier, Exporter
+from inspect_lens._engine.protocol.messages import BOARD_SIZE, ROWS, SCORES, ArenaWriter
 from inspect_lens._engine.protocol.processes import Address, Links
-from inspect_lens._engine.protocol.shared_memory import BOARD_SIZE, ArenaWriter
 from inspect_lens.errors import CaptureError, LensError, SpecError
 from tests.kit.steps import HIDDEN, LAYERS, Worker, begin, exporter, rows, sealed
 from tests.kit.waiting import until

@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.export.device_copy import Copier
-from inspect_lens._engine.export.transport import Exporter
+from inspect_lens._engine.export.transport import Copier, Exporter
 from inspect_lens._engine.protocol.envelope import seal
-from inspect_lens._engine.protocol.messages import ROWS, SCORES
+from inspect_lens._engine.protocol.messages import ROWS, SCORES, ArenaWriter
 from inspect_lens._engine.protocol.readouts import narrowed, seal_capture
-from inspect_lens._engine.protocol.shared_memory import ArenaWriter
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.spec import EngineProbe, ProbeUse
 from tests.kit.cases import DTYPES, KEYS, Case, checked, compare, noise

@@ -9,10 +9,9 @@ import torch
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.export.transport import Numbers
-from inspect_lens._engine.protocol.messages import ROWS
+from inspect_lens._engine.protocol.messages import BOARD_COLUMNS, BOARD_SIZE, ROWS
 from inspect_lens._engine.protocol.messages import SCORES as TOKEN_SCORES
 from inspect_lens._engine.protocol.programs import open_among
-from inspect_lens._engine.protocol.shared_memory import BOARD_COLUMNS, BOARD_SIZE
 from inspect_lens.spec import Add, Gate
 from tests.kit.gate_twin import expected_gate
 from tests.kit.steps import HIDDEN, Worker, begin, exporter, rows, sealed

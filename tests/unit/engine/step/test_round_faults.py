@@ -9,8 +9,7 @@ import pytest
 
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.export.transport import Exporter
-from inspect_lens._engine.protocol.messages import ROWS, SCORES
-from inspect_lens._engine.protocol.shared_memory import ArenaWriter
+from inspect_lens._engine.protocol.messages import ROWS, SCORES, ArenaWriter
 from inspect_lens.errors import CapacityError, CaptureError
 from tests.kit.steps import Worker
 from tests.unit.engine.export.test_ring import LateCopier

@@ -14,9 +14,8 @@ from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.export.transport import Exporter
 from inspect_lens._engine.protocol.envelope import seal
-from inspect_lens._engine.protocol.messages import ROWS, SCORES, Block
-from inspect_lens._engine.protocol.shared_memory import ArenaWriter
-from inspect_lens._engine.step import batched_steps
+from inspect_lens._engine.protocol.messages import ROWS, SCORES, ArenaWriter, Block
+from inspect_lens._engine.step import exporter
 from inspect_lens.spec import EngineProbe
 from tests.kit.steps import FACTS, HIDDEN, Worker, begin, rows
 from tests.unit.engine.export.test_ring import LateCopier, cuda_maps
@@ -217,7 +216,7 @@ def test_what_cannot_wait_is_sent_with_its_step(
         else:
             ask(worker, collector, key, CAPTURES[2])
     if kind == "bytes":
-        monkeypatch.setattr(batched_steps, "_MOST_BYTES", 2 * 3 * HIDDEN * 4)
+        monkeypatch.setattr(exporter, "_MOST_BYTES", 2 * 3 * HIDDEN * 4)
     fed = dict.fromkeys(keys, N_PROMPT)
     for key in keys:
         worker.step([(key, int(key[1:]), 0, N_PROMPT)])

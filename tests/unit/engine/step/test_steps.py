@@ -16,10 +16,8 @@ from inspect_lens._engine.collect import collector as collecting
 from inspect_lens._engine.collect import result_memory
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.export import transport
-from inspect_lens._engine.export.device_copy import Copier
-from inspect_lens._engine.export.transport import Exporter, Rows
-from inspect_lens._engine.protocol.messages import ROWS, SCORES, Block, Failure
-from inspect_lens._engine.protocol.shared_memory import ArenaWriter
+from inspect_lens._engine.export.transport import Copier, Exporter, Rows
+from inspect_lens._engine.protocol.messages import ROWS, SCORES, ArenaWriter, Block, Failure
 from inspect_lens._engine.tap.edit_table import Bank
 from inspect_lens.errors import CapacityError, CaptureError, SpecError
 from tests.kit.steps import (
@@ -242,7 +240,7 @@ def test_a_dead_front_end_does_not_stop_the_worker(
     collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("inspect_lens._engine.export.transport._SEND_TIMEOUT_S", 0.1)
-    monkeypatch.setattr("inspect_lens._engine.export.link.SEND_QUEUE", 1)
+    monkeypatch.setattr("inspect_lens._engine.export.transport.SEND_QUEUE", 1)
     worker = Worker(exporter())
     packed = sealed(collector, CAPTURE, 30, 2).pack() | {"reply": "ipc:///nowhere-at-all"}
     worker.stepper.add("l", packed)

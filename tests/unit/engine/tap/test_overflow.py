@@ -10,7 +10,7 @@ import torch
 
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.export.device_copy import Copier
+from inspect_lens._engine.export.transport import Copier
 from inspect_lens._engine.protocol.messages import ROWS, SCORES
 from inspect_lens._engine.tap.buffers import TapState
 from inspect_lens._engine.tap.kernels.tap_reference import edit_rows, largest_norm

@@ -13,10 +13,9 @@ import torch
 
 pytest.importorskip("vllm")
 
-from inspect_lens._engine.export.device_copy import Copier
-from inspect_lens._engine.export.transport import Exporter
+from inspect_lens._engine.export.transport import Copier, Exporter
 from inspect_lens._engine.hooks.runner import HookedStepper
-from inspect_lens._engine.protocol.shared_memory import ArenaWriter
+from inspect_lens._engine.protocol.messages import ArenaWriter
 from inspect_lens._engine.tap.buffers import TapState, install
 from inspect_lens._engine.tap.op import tap
 from inspect_lens._vllm.compat.guard import idle

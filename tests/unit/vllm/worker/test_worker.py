@@ -11,10 +11,9 @@ from torch import nn
 
 pytest.importorskip("vllm")
 
-from inspect_lens._engine.export.device_copy import Copier
-from inspect_lens._engine.export.transport import Exporter
+from inspect_lens._engine.export.transport import Copier, Exporter
+from inspect_lens._engine.protocol.messages import ArenaWriter
 from inspect_lens._engine.protocol.readouts import LAG
-from inspect_lens._engine.protocol.shared_memory import ArenaWriter
 from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._engine.tap.buffers import TapState
 from inspect_lens._settings import Settings
