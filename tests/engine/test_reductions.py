@@ -161,7 +161,7 @@ def test_one_phase_is_steered_as_hugging_face_would(
 
 
 def test_the_wire_holds_no_more_than_was_asked_for(engine: Engine) -> None:
-    from inspect_lens._vllm.http.responses import as_json
+    from inspect_lens._vllm.http.bodies import as_json
 
     entry = engine.run([tokens(120)], request(reduce="mean", dtype="float16"), max_tokens=3)[0]
     sent = as_json(entry.outputs[0])["activations"]["residual_stream"]

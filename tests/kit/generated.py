@@ -22,9 +22,9 @@ from gallery import replication_files, replications_markdown
 from inspect_lens import LensRequest, Receipt
 from inspect_lens._cli import app
 from inspect_lens._settings import settings_table
+from inspect_lens._vllm.clients import ATTRIBUTES
 from inspect_lens._vllm.compat.monkeypatches import EAGER_PATCHES, PATCHES, SERVER_PATCHES
 from inspect_lens._vllm.metrics import METRICS
-from inspect_lens._vllm.traces import ATTRIBUTES
 
 from .coverage import coverage_markdown
 from .figures import figure_files

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from inspect_lens.errors import LensError
 from inspect_lens.spec import LensRequest
 
-from .traces import KINDS, Holder, kinds_of
+from .clients import KINDS, Holder, kinds_of
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

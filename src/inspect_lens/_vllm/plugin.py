@@ -47,7 +47,7 @@ def register() -> None:
 
 def _install() -> None:
     # Imported here: the entry point itself has to stay light.
-    from .compat.features import FEATURES, problems, turn_off
+    from .compat.features import FEATURES, is_required, problems, turn_off
     from .compat.monkeypatches import (
         PATCHES,
         add_method,
@@ -56,7 +56,6 @@ def _install() -> None:
         verify,
         wrap,
     )
-    from .compat.off import is_required
 
     if has_rust_front_end():
         # Nobody would judge and seal requests there, and collect their results.
@@ -67,15 +66,11 @@ def _install() -> None:
         return
     from .cache_salt import SALT_WRAPPERS
     from .compat.rivals import refuse_rivals
-    from .engine_core.cache_hits import CACHE_WRAPPERS
-    from .engine_core.connector_guard import CONNECTOR_WRAPPERS
-    from .engine_core.step_rows import SCHEDULER_WRAPPERS
+    from .engine_core.scheduler import SCHEDULER_WRAPPERS
     from .frontend.state import RESET_WRAPPERS
     from .frontend.wrappers import FRONT_END_WRAPPERS
     from .http.server import install_when_serving
-    from .worker.rpc import manage_hooks
-    from .worker.start import refusal_here
-    from .worker.worker import exported_taps, stats, wrap_load_model
+    from .worker.worker import exported_taps, manage_hooks, refusal_here, stats, wrap_load_model
     from .worker.worker import register as register_probe
 
     refuse_rivals()
@@ -91,14 +86,7 @@ def _install() -> None:
     add_method(monkeypatch("load_model"), "inspect_lens_register", register_probe)
     add_method(monkeypatch("load_model"), "inspect_lens_taps", exported_taps)
     add_method(monkeypatch("load_model"), "inspect_lens_hooks", manage_hooks)
-    wrappers = (
-        SCHEDULER_WRAPPERS
-        | CACHE_WRAPPERS
-        | SALT_WRAPPERS
-        | CONNECTOR_WRAPPERS
-        | FRONT_END_WRAPPERS
-        | RESET_WRAPPERS
-    )
+    wrappers = SCHEDULER_WRAPPERS | SALT_WRAPPERS | FRONT_END_WRAPPERS | RESET_WRAPPERS
     for name, make in wrappers.items():
         wrap(monkeypatch(name), make)
     install_when_serving()

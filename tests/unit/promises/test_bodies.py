@@ -24,7 +24,7 @@ from inspect_lens._patching._sweep import _Body
 from inspect_lens._vllm.http import bodies
 from inspect_lens._vllm.http.bodies import TOKENS_PATH, LensBodies
 from inspect_lens._vllm.http.payloads import PayloadStore
-from inspect_lens._vllm.http.routes import add_routes
+from inspect_lens._vllm.http.server import add_routes
 from inspect_lens._vllm.registered.persistent_hooks import HookBook
 from inspect_lens.errors import UnsupportedError
 from inspect_lens.spec import (

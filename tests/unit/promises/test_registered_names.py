@@ -20,9 +20,13 @@ from fastapi import FastAPI
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.frontend.state import FrontEnd
 from inspect_lens._vllm.http.payloads import PayloadStore
-from inspect_lens._vllm.http.routes import add_routes
-from inspect_lens._vllm.registered.contents import WorkerContents, hash_at_workers
-from inspect_lens._vllm.registered.items import parse_item, parse_shared
+from inspect_lens._vllm.http.server import add_routes
+from inspect_lens._vllm.registered.contents import (
+    WorkerContents,
+    hash_at_workers,
+    parse_item,
+    parse_shared,
+)
 from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens._vllm.registered.shared_names import SharedNames
 from inspect_lens.errors import SpecError

@@ -23,12 +23,12 @@ pytest.importorskip("vllm")
 from inspect_lens._settings import Settings, variable
 from inspect_lens._vllm import plugin
 from inspect_lens._vllm.compat import features
-from inspect_lens._vllm.compat.off import off
-from inspect_lens._vllm.engine_core import connector_guard
+from inspect_lens._vllm.compat.features import off
+from inspect_lens._vllm.engine_core import scheduler as scheduling
 from inspect_lens._vllm.frontend import state
 from inspect_lens._vllm.http import server
 from inspect_lens._vllm.worker import worker as worker_module
-from inspect_lens._vllm.worker.start import refusal_here
+from inspect_lens._vllm.worker.worker import refusal_here
 from inspect_lens.errors import LensError, UnsupportedError
 from tests.kit.promises import Promise
 from tests.unit.vllm.compat.test_facts import config
@@ -72,7 +72,7 @@ def wrong_settings() -> list[str]:
 _HARMLESS = {
     # Errors, and what the boundary itself is made of.
     *("Settings", "Start", "CompatError", "UnsupportedError", "SpecError", "off", "reason_of"),
-    *("turn_off", "when_off", "ref", "is_off", "is_required", "TypeError", "ValueError"),
+    *("turn_off_engine", "when_off", "ref", "is_off", "is_required", "TypeError", "ValueError"),
     # What only engines come to that have queries, lenses, or the other runner.
     *("attention_facts", "check_engine_lens", "EngineLens", "_know", "start_reference"),
     # In a handler that runs later, or with a boundary of its own.
@@ -90,7 +90,7 @@ def surfaces() -> dict[str, tuple[str, str]]:
             *called(front._share, state),
             *called(front._learn, state),
         ],
-        "engine core": [*called(connector_guard._guard, connector_guard), "refusal"],
+        "engine core": [*called(scheduling._guard, scheduling), "refusal"],
         "api server": [n for n in called(server._routers, server) if n.startswith("add_")],
         "plug-in": sorted(imported(plugin._install)),
         "pass": ["determine_available_memory", "compiled", "check_taps"],
@@ -294,11 +294,11 @@ def check_front_end(engine: Any, reason: str) -> None:
 @PROMISE.on(*of("engine core"))
 def _(surface: str, request: pytest.FixtureRequest) -> None:
     monkeypatch, name = request.getfixturevalue("monkeypatch"), SURFACES[surface][1]
-    monkeypatch.setattr(connector_guard, "behaviours_of", lambda *args: {"a": "blocks"})
-    monkeypatch.setattr(connector_guard, "loads_again", lambda *args: False)
-    monkeypatch.setattr(connector_guard, name, planted)
+    monkeypatch.setattr(scheduling, "behaviours_of", lambda *args: {"a": "blocks"})
+    monkeypatch.setattr(scheduling, "loads_again", lambda *args: False)
+    monkeypatch.setattr(scheduling, name, planted)
     scheduler, engine = SimpleNamespace(connector=object()), config()
-    connector_guard._scheduler_init(lambda self, vllm_config: None)(scheduler, engine)
+    scheduling._scheduler_init(lambda self, vllm_config: None)(scheduler, engine)
     assert "planted" in (off(engine) or "")
 
 

@@ -25,13 +25,13 @@ from prometheus_client import CollectorRegistry, multiprocess
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.row_cache import BLOCK, RowCache
 from inspect_lens._vllm import metrics
-from inspect_lens._vllm.compat.guard import pass_over
+from inspect_lens._vllm.compat.features import pass_over
 from inspect_lens._vllm.frontend import state, wrappers
 from inspect_lens._vllm.frontend.state import FrontEnd
-from inspect_lens._vllm.http import responses
+from inspect_lens._vllm.http import bodies
 from inspect_lens._vllm.http.payloads import PayloadStore
 from inspect_lens._vllm.http.refusals import refuse
-from inspect_lens._vllm.http.routes import add_routes, may_write
+from inspect_lens._vllm.http.server import add_routes, may_write
 from inspect_lens._vllm.registered.prompt_rows import reuse_of, with_known_rows
 from inspect_lens.errors import CapacityError, CaptureError, LensError, SpecError
 from inspect_lens.spec import ENVELOPE_KEY, TensorData
@@ -159,9 +159,9 @@ def test_a_result_that_the_store_cannot_take_is_a_failure(
     read: Read, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (one,) = engine.end([captured(engine)], n_completion=1)
-    monkeypatch.setattr(responses, "payloads", PayloadStore(max_bytes=2))
+    monkeypatch.setattr(bodies, "payloads", PayloadStore(max_bytes=2))
     with pytest.raises(LensError, match="half of the binary store"):
-        responses.as_json(one.outputs[0])
+        bodies.as_json(one.outputs[0])
     assert read("failures_total", error="UnsupportedError") == 1
     assert read("rows_total") == 0
 

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from inspect_lens._vllm import traces
+from inspect_lens._vllm import clients
 from inspect_lens._vllm.compat.api_server import is_traced
 from inspect_lens._vllm.frontend import state
 from inspect_lens._vllm.frontend.state import FrontEnd
@@ -23,7 +23,7 @@ __all__ = ["off"]
 
 def test_a_process_without_spans_imports_nothing() -> None:
     code = (
-        "import sys, inspect_lens._vllm.traces as t; t.Asked({}).end(200); "
+        "import sys, inspect_lens._vllm.clients as t; t.Asked({}).end(200); "
         "t.fetched('h', 0, 200, 1); print(*sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -32,8 +32,8 @@ def test_a_process_without_spans_imports_nothing() -> None:
 
 def test_without_the_package_there_are_no_spans(off: Sent, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    traces.begin()
-    assert not traces.is_on()
+    clients.begin()
+    assert not clients.is_on()
 
 
 @pytest.mark.parametrize("endpoint", [None, "http://localhost:4317"])
@@ -60,10 +60,10 @@ def test_a_front_end_begins_them_where_its_engine_is_traced(
         observability_config=SimpleNamespace(otlp_traces_endpoint=endpoint),
     )
     FrontEnd().learn(SimpleNamespace(), config)
-    assert traces.is_on() is is_traced(config) is (endpoint is not None)
+    assert clients.is_on() is is_traced(config) is (endpoint is not None)
 
 
 def test_the_page_lists_every_span() -> None:
     page = (ROOT / "docs/how-to/serve.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(inspect_lens_\w+)` \| [^|]+ \| [^|]+ \|$", page, re.MULTILINE)
-    assert rows == [traces.REQUEST, traces.FETCH]
+    assert rows == [clients.REQUEST, clients.FETCH]

@@ -35,8 +35,16 @@ from inspect_lens._engine.protocol.frames import (
     make_client,
     packed_frame,
 )
-from inspect_lens._engine.protocol.messages import BOARD_SIZE, ArenaWriter, Block, Message, unpacked
-from inspect_lens._engine.protocol.processes import SEND_QUEUE, Channel, Links
+from inspect_lens._engine.protocol.messages import (
+    BOARD_SIZE,
+    SEND_QUEUE,
+    ArenaWriter,
+    Block,
+    Channel,
+    Message,
+    unpacked,
+)
+from inspect_lens._engine.protocol.processes import Links
 
 logger = logging.getLogger("vllm.inspect_lens")
 

@@ -25,8 +25,10 @@ from inspect_lens._engine.plan.step_plan import Batch, Longs, grown
 from inspect_lens._engine.protocol.messages import (
     BOARD_SIZE,
     PATHS,
+    SEND_QUEUE,
     ArenaWriter,
     Block,
+    Channel,
     Failure,
     Message,
     Opened,
@@ -38,11 +40,9 @@ from inspect_lens._engine.protocol.messages import (
     unpacked,
 )
 from inspect_lens._engine.protocol.processes import (
-    SEND_QUEUE,
     STALLED_S,
     STOPPED_S,
     Address,
-    Channel,
     Links,
 )
 from inspect_lens.errors import CompatError, SpecError

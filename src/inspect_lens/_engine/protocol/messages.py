@@ -131,6 +131,26 @@ class Saved(msgspec.Struct, frozen=True, array_like=True, tag="saved"):
 
 Message = Opened | Block | Settled | Failure | Saved
 
+SEND_QUEUE = 8192
+"""Messages that may wait for a front-end before the step loop does."""
+
+
+class Channel(Process):
+    """Takes messages for one front-end, in their order."""
+
+    def put(self, data: bytes, message: Message) -> bool:
+        """Send a message; False where too many wait."""
+        raise NotImplementedError
+
+    def wait(self, seconds: float) -> None:
+        """Wait until fewer do."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Send nothing more."""
+        raise NotImplementedError
+
+
 _ENCODER = msgspec.msgpack.Encoder()
 
 

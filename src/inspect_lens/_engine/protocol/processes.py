@@ -52,26 +52,6 @@ class Process:
         return "a front-end" if self.pid is None else f"process {self.pid}"
 
 
-SEND_QUEUE = 8192
-"""Messages that may wait for a front-end before the step loop does."""
-
-
-class Channel(Process):
-    """Takes messages for one front-end, in their order."""
-
-    def put(self, data: bytes, message: object) -> bool:
-        """Send a message; False where too many wait."""
-        raise NotImplementedError
-
-    def wait(self, seconds: float) -> None:
-        """Wait until fewer do."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Send nothing more."""
-        raise NotImplementedError
-
-
 BEATS = 5
 """Signs of life in the time after which a silent peer counts as gone."""
 _SEPARATOR = "|"

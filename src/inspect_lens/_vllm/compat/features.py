@@ -9,15 +9,25 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from inspect_lens.errors import UnsupportedError
+from inspect_lens._engine.protocol.processes import as_exception, ends_process
+from inspect_lens._settings import flag
+from inspect_lens._vllm.metrics import refused
+from inspect_lens.errors import CaptureError, CompatError, LensError, UnsupportedError
 
 from .monkeypatches import EAGER_PATCHES, PATCHES, SERVER_PATCHES, Monkeypatch
+
+if TYPE_CHECKING:
+    from inspect_lens._engine.step.stepper import Stepper
+
+logger = logging.getLogger("vllm.inspect_lens")
 
 Feature = Literal[
     "lens", "http", "hooks", "qk", "logits", "parameters", "busy", "sweeps", "connectors", "traces"
@@ -252,3 +262,109 @@ def _with_bases(place: Path, module: str, text: str, cls: str) -> str:
         elif base != cls:
             body += _with_bases(place, module, text, base)
     return body
+
+
+_KEY = "inspect_lens_off"
+_listeners: list[tuple[Any, Callable[[str], None]]] = []
+
+
+def is_required() -> bool:
+    """Whether whoever started vLLM wants it only with the lens."""
+    return flag("required", wrong=True)
+
+
+def off(vllm_config: Any) -> str | None:
+    """Why the lens is off in an engine, as far as this process knows; None where it is not."""
+    reason: str | None = vars(vllm_config).get(_KEY)
+    return reason
+
+
+def when_off(vllm_config: Any, tell: Callable[[str], None]) -> None:
+    """Have somebody of this process told when the lens is turned off in an engine."""
+    _listeners.append((vllm_config, tell))
+
+
+def reason_of(error: BaseException) -> str:
+    """What a refusal or a fault of ours means for the engine, in words for its clients."""
+    if ends_process(error) or is_required():
+        raise error
+    if isinstance(error, LensError):
+        return str(error)
+    logger.warning("inspect_lens: a fault at start; please report it", exc_info=error)
+    text = " ".join(str(error).split())
+    return f"a fault at start ({type(error).__name__}: {text}); the log has its traceback"
+
+
+def not_served(reason: str) -> UnsupportedError:
+    """The error for a lens request to an engine that the lens does not serve."""
+    return UnsupportedError(f"the lens does not serve this engine: {reason}")
+
+
+def turn_off_engine(vllm_config: Any, reason: str, *, is_told: bool = False) -> None:
+    """Note why the lens is off in an engine."""
+    if is_required():
+        raise CompatError(f"INSPECT_LENS_REQUIRED is set, and the lens is off: {reason}")
+    for config, tell in _listeners:
+        if config is vllm_config:
+            tell(reason)
+    if off(vllm_config) is not None:
+        return
+    # Processes that get the configuration from this one hear of it, too.
+    vars(vllm_config)[_KEY] = reason
+    if not is_told:
+        logger.warning(
+            "inspect_lens: off in this engine: %s. vLLM runs as without the lens, and requests for "
+            "it get this reason; INSPECT_LENS_REQUIRED=1 stops the start instead",
+            reason,
+        )
+
+
+def guarded(stepper: Stepper, work: Callable[..., Any], *args: Any) -> Any:
+    """Do some work in the step loop; a fault fails the requests that use the lens."""
+    try:
+        return work(*args)
+    except BaseException as error:
+        if ends_process(error):
+            raise
+        logger.exception("inspect_lens: a fault in the step loop; its requests have failed")
+        try:
+            stepper.fail_all(as_exception(error))
+        except BaseException as further:
+            if ends_process(further):
+                raise
+            # Their front-ends' time-outs fail them.
+            logger.exception("inspect_lens: the fault could not be cleared away")
+        return None
+
+
+def idle(stepper: Stepper, dummy_run: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the taps idle before a dummy run, which is nobody's step."""
+
+    @functools.wraps(dummy_run)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if stepper.is_armed:
+            guarded(stepper, stepper.disarm)
+        return dummy_run(*args, **kwargs)
+
+    # The start-up check is the one dummy run that arms the taps itself.
+    run.inspect_lens_original = dummy_run  # type: ignore[attr-defined]
+    return run
+
+
+def fault_of(error: BaseException) -> LensError:
+    """The error of a request for which our code went wrong, in words for its client."""
+    if isinstance(error, LensError):
+        return error
+    return CaptureError(
+        f"a fault of inspect_lens ended this request ({type(error).__name__}: {error}); the "
+        "server's log has its traceback; please report it"
+    )
+
+
+def pass_over(error: BaseException, *, uses_lens: bool) -> None:
+    """Decide on a fault in a call of one request's own."""
+    if ends_process(error) or isinstance(error, LensError):
+        raise refused(error)
+    if uses_lens:
+        raise refused(fault_of(error)) from error
+    logger.error("inspect_lens: a fault beside a request without the lens", exc_info=error)

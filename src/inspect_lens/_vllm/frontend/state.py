@@ -16,17 +16,22 @@ from inspect_lens._engine.collect.row_cache import RowCache
 from inspect_lens._engine.protocol.kept import Kept
 from inspect_lens._engine.protocol.processes import Address
 from inspect_lens._settings import Settings
-from inspect_lens._vllm import metrics, traces
+from inspect_lens._vllm import clients, metrics
 from inspect_lens._vllm.compat.api_server import is_traced
 from inspect_lens._vllm.compat.cpu_lora import CpuAdapters
-from inspect_lens._vllm.compat.engine_facts import facts_of, refusal
-from inspect_lens._vllm.compat.features import require
-from inspect_lens._vllm.compat.hosts import facts_mark, links_of
-from inspect_lens._vllm.compat.off import not_served, off, reason_of, turn_off, when_off
+from inspect_lens._vllm.compat.engine_facts import facts_mark, facts_of, links_of, refusal
+from inspect_lens._vllm.compat.features import (
+    not_served,
+    off,
+    reason_of,
+    require,
+    turn_off_engine,
+    when_off,
+)
+from inspect_lens._vllm.http.bodies import payloads
 from inspect_lens._vllm.http.payloads import serve_siblings
-from inspect_lens._vllm.http.responses import payloads
 from inspect_lens._vllm.http.server import install_when_serving, is_serving
-from inspect_lens._vllm.registered.items import kept_of, parse_shared, start_items
+from inspect_lens._vllm.registered.contents import kept_of, parse_shared, start_items
 from inspect_lens._vllm.registered.persistent_hooks import HookBook
 from inspect_lens._vllm.registered.probe_scores import Reads
 from inspect_lens._vllm.registered.prompt_rows import is_harmless, keeps_rows
@@ -130,7 +135,7 @@ class FrontEnd:
             reason = reason_of(error)
         when_off(vllm_config, leave)
         if reason is not None:
-            turn_off(vllm_config, reason)
+            turn_off_engine(vllm_config, reason)
         # The server's modules may not have been imported when the plug-in was loaded.
         install_when_serving(self)
 
@@ -164,7 +169,7 @@ class FrontEnd:
             )
         self.sinks.learn(facts, settings.sinks)
         if is_traced(vllm_config) and is_serving():
-            traces.begin()
+            clients.begin()
         if is_serving():
             metrics.begin()
             payloads.report()
@@ -362,7 +367,7 @@ def _hearing(client: Any) -> Iterator[list[str | None]]:
         heard = [f"its workers are without inspect-lens ({error})"]
     reason = next((one for one in heard if one is not None), None)
     if reason is not None and off(config) is None:
-        turn_off(config, reason, is_told=True)
+        turn_off_engine(config, reason, is_told=True)
 
 
 RESET_WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {

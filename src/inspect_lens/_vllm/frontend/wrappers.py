@@ -15,18 +15,16 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any, NoReturn
 
 from inspect_lens._engine.protocol.processes import ends_process
-from inspect_lens._vllm.compat.features import busy
-from inspect_lens._vllm.compat.guard import fault_of, pass_over
-from inspect_lens._vllm.compat.hosts import routes_of
+from inspect_lens._vllm.compat.engine_facts import routes_of
+from inspect_lens._vllm.compat.features import busy, fault_of, pass_over
 from inspect_lens._vllm.compat.monkeypatches import is_in_process
-from inspect_lens._vllm.http.responses import SERVED, Body, as_json
+from inspect_lens._vllm.http.bodies import SERVED, Body, as_json
 from inspect_lens._vllm.metrics import refused
 from inspect_lens._vllm.registered.contents import at_once, forget_unused, tell_through
 from inspect_lens._vllm.registered.persistent_hooks import raise_first
-from inspect_lens._vllm.results.attach import stop_at_alarm
-from inspect_lens._vllm.results.ended import named
-from inspect_lens._vllm.results.event_loop import arrivals_of
-from inspect_lens._vllm.results.expected import (
+from inspect_lens._vllm.results.attach import named, stop_at_alarm
+from inspect_lens._vllm.results.choices import (
+    Ticket,
     attached,
     choices_of,
     has_fields,
@@ -35,7 +33,7 @@ from inspect_lens._vllm.results.expected import (
     keep_tickets,
     ticket_keys,
 )
-from inspect_lens._vllm.results.ticket import Ticket
+from inspect_lens._vllm.results.event_loop import arrivals_of
 from inspect_lens._vllm.sinks.process import is_by_rule, offers, settle, settle_now
 from inspect_lens.errors import CapacityError, CaptureError, LensError, UnsupportedError
 from inspect_lens.spec import ENVELOPE_KEY, LENS_KEYS

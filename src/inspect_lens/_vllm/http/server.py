@@ -2,24 +2,313 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import logging
+import secrets
 import sys
-from collections.abc import Callable, Collection
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
+from inspect_lens import _settings
+from inspect_lens._vllm import clients
 from inspect_lens._vllm.clients import NotesClient
-from inspect_lens._vllm.compat.features import FEATURES, is_off, turn_off
-from inspect_lens._vllm.compat.guard import pass_over
+from inspect_lens._vllm.compat.engine_facts import computing_facts
+from inspect_lens._vllm.compat.features import (
+    FEATURES,
+    all_off,
+    is_off,
+    pass_over,
+    reason_of,
+    turn_off,
+)
 from inspect_lens._vllm.compat.monkeypatches import SERVER_PATCHES, verify, wrap
-from inspect_lens._vllm.compat.off import reason_of
-from inspect_lens.spec import LENS_KEYS
+from inspect_lens._vllm.metrics import refused_as
+from inspect_lens._vllm.registered.contents import (
+    Tell,
+    forget_unused,
+    give_name,
+    parse_item,
+    take_name,
+)
+from inspect_lens._vllm.registered.persistent_hooks import HookBook, packed_hook, raise_first
+from inspect_lens.errors import LensError, SpecError, UnsupportedError
+from inspect_lens.spec import (
+    LENS_KEYS,
+    Registrable,
+    TensorLimits,
+    check_name,
+    encode_saved,
+    parse_hooks,
+    shown,
+)
 
-from .bodies import LensBodies, check_unread, has_lens_words
-from .responses import payloads
-from .routes import add_routes
+from .bodies import LensBodies, check_unread, has_lens_words, payloads
+from .payloads import TTL_S, PayloadStore, fetch_payload, takes_any_buffer
+from .refusals import json_body, refusal
+from .sweep_route import SWEEP_PATH, Sweeps
 
 logger = logging.getLogger("vllm.inspect_lens")
+
+FrontEnd = Callable[[], Any]
+Handler = Callable[[Any], Awaitable[Any]]
+
+UNAUTHORIZED: dict[str, dict[str, Any]] = {
+    "error": {
+        "message": "this server asks for a key to change what is registered; send "
+        "'Authorization: Bearer KEY' with the value of its INSPECT_LENS_REGISTRY_KEY",
+        "type": "Unauthorized",
+        "code": 401,
+    }
+}
+
+
+def add_routes(app: Any, front_end: FrontEnd, payloads: PayloadStore) -> None:
+    registry, hooks = "/v1/inspect_lens/registry", "/v1/hooks"
+    _add(app, "GET", "/v1/inspect_lens", _about(front_end, payloads))
+    _add(app, "GET", "/v1/activations/{handle}", _fetch(front_end, payloads))
+    names = _Registry(front_end)
+    _add(app, "GET", registry, names.listed)
+    _add(app, "POST", registry, names.register, writes=True)
+    _add(app, "DELETE", registry + "/{name}", names.remove, writes=True)
+    for name, handler in _HOOKS.items():
+        _add(app, "POST", f"{hooks}/{name}", _hook(handler), writes=handler is not _collect)
+    _add(app, "POST", SWEEP_PATH, Sweeps(front_end).run)
+
+
+def _add(app: Any, method: str, path: str, handler: Handler, *, writes: bool = False) -> None:
+    """Add a route; whatever its handler raises of ours is an answer in vLLM's form."""
+    from fastapi import Request
+    from fastapi.responses import JSONResponse
+
+    async def endpoint(request: Request) -> Any:
+        if writes and not may_write(request):
+            return JSONResponse(UNAUTHORIZED, status_code=401)
+        try:
+            return await handler(request)
+        except LensError as error:
+            status = error.status if error.status < 500 else 400
+            return JSONResponse(refusal(error, status=status), status_code=status)
+
+    # FastAPI reads annotations at run time, and those of this module are text.
+    endpoint.__annotations__ = {"request": Request}
+    app.add_api_route(path, endpoint, methods=[method], name=f"inspect_lens {method} {path}")
+
+
+def may_write(request: Any) -> bool:
+    wanted = _settings.text("registry_key")
+    if not wanted:
+        return True
+    scheme, _, given = (request.headers.get("authorization") or "").partition(" ")
+    # Hashes have one length, so that the time says nothing of the key.
+    hashes = [hashlib.sha256(text.encode()).digest() for text in (given.strip(), wanted)]
+    has_key = secrets.compare_digest(*hashes) and scheme.lower() == "bearer"
+    if not has_key:
+        refused_as(401, UNAUTHORIZED["error"]["type"])
+    return has_key
+
+
+def _about(front_end: FrontEnd, payloads: PayloadStore) -> Handler:
+    found: dict[str, Any] = {}
+
+    async def about(request: Any) -> dict[str, Any]:
+        front = front_end()
+        if not found:
+            try:  # a vocabulary takes a moment to hash, and does not change
+                found.update(await asyncio.to_thread(computing_facts, request.app.state))
+            except Exception as error:  # noqa: BLE001 - the rest is an answer without it
+                pass_over(error, uses_lens=False)
+        return {
+            **({} if front is None else front.describe()),
+            "off": all_off(),
+            "stored_bytes": payloads.n_bytes,
+            "computes_with": found,
+        }
+
+    return about
+
+
+def _fetch(front_end: FrontEnd, payloads: PayloadStore) -> Handler:
+    from fastapi import Response
+
+    async def fetch(request: Any) -> Response:
+        began, handle = time.time_ns(), request.path_params["handle"]
+        try:
+            siblings = getattr(front_end(), "siblings", None)
+            data = await fetch_payload(handle, payloads, siblings)
+        except LookupError:
+            return refuse(
+                *(404, "UnknownHandle", began, handle),
+                "was not made by this server; behind a load balancer, ask the server that made "
+                "it, or set activations_transport to base64",
+            )
+        if data is None:
+            return refuse(
+                *(410, "ExpiredHandle", began, handle),
+                f"has expired {TTL_S:g} s after its result came, or was fetched before",
+            )
+        clients.fetched(handle, began, 200, len(data))
+        content = data if takes_any_buffer(request.app) else bytes(data)
+        return Response(content=content, media_type="application/octet-stream")
+
+    def refuse(status: int, error: str, began: int, handle: str, why: str) -> Response:
+        refused_as(status, error)
+        clients.fetched(handle, began, status, 0)
+        return Response(status_code=status, content=f"handle {handle!r} {why}")
+
+    return fetch
+
+
+_LOOK_S = 0.2
+"""Between two looks at whether requests under way still use what no name stands for."""
+
+
+class _Registry:
+    """Probes, vectors, edits and lenses that requests refer to by name."""
+
+    def __init__(self, front_end: FrontEnd) -> None:
+        self._front_end = front_end
+        self._later: asyncio.Task[None] | None = None
+
+    async def listed(self, request: Any) -> Any:
+        return self._front_end().registry.describe()
+
+    async def register(self, request: Any) -> Any:
+        body = await json_body(request)
+        replace = body.pop("replace", False)
+        if not isinstance(replace, bool):
+            raise SpecError(f"replace={shown(replace)}; allowed are true and false")
+        facts = self._front_end().facts
+        limits = None if facts is None else TensorLimits.of(facts)
+        name, item = await asyncio.to_thread(parse_item, body, limits)
+        reference = await asyncio.to_thread(item.reference)  # with its hash, which is kept
+        tell = _tell_through(request.app.state.engine_client)
+        try:
+            await give_name(self._front_end(), tell, name, item, replace=replace)
+        finally:
+            self._forget_later(tell)
+        return {"name": name, **reference}
+
+    async def remove(self, request: Any) -> Any:
+        name = check_name(request.path_params["name"])
+        tell = _tell_through(request.app.state.engine_client)
+        try:
+            await take_name(self._front_end(), tell, name)
+        finally:
+            self._forget_later(tell)
+        return {"name": name, "removed": True}
+
+    def _forget_later(self, tell: Tell) -> None:
+        """Have workers forget what no name stands for, once requests under way need it no more."""
+        registry = self._front_end().registry
+
+        async def forget() -> None:
+            while registry.has_left:
+                await asyncio.sleep(_LOOK_S)
+                await forget_unused(registry, tell)
+
+        if registry.has_left and (self._later is None or self._later.done()):
+            self._later = asyncio.create_task(forget())
+
+
+def _tell_through(engine: Any) -> Tell:
+    async def tell(reference: str, item: Registrable | None) -> Sequence[object]:
+        # A lens may have gigabytes, and the event loop is everybody's.
+        wire: dict[str, Any] | None = None
+        if item is not None:
+            wire = await asyncio.to_thread(item.model_dump, mode="json")
+        return await engine.collective_rpc("inspect_lens_register", args=(reference, wire)) or ()
+
+    return tell
+
+
+HookHandler = Callable[[HookBook, Any, dict[str, Any]], Awaitable[dict[str, Any]]]
+
+
+def _hook(handler: HookHandler) -> Handler:
+    async def run(request: Any) -> Any:
+        engine = request.app.state.engine_client
+        return await handler(_book_of(engine), engine, await json_body(request))
+
+    return run
+
+
+def _book_of(engine: Any) -> HookBook:
+    processor = getattr(engine, "input_processor", None)
+    book: HookBook | None = getattr(processor, "inspect_lens_book", None)
+    if book is None:
+        reason = getattr(processor, "inspect_lens_refusal", None)
+        raise UnsupportedError(
+            f"hooks: the lens does not serve this engine: {reason}"
+            if reason
+            else "hooks are functions of the client that run inside the server, and this server "
+            "was started without leave for it; start it with INSPECT_LENS_ALLOW_CODE=1, which "
+            "lets everybody who can send it requests run any code there"
+        )
+    return book
+
+
+def _names(body: dict[str, Any], field: str) -> list[str]:
+    names = body.get(field)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise SpecError(f"{field}: a list of names of parameters is wanted")
+    return names
+
+
+async def _tell(engine: Any, action: str, payload: Any) -> None:
+    answers: Sequence[str | None] = await engine.collective_rpc(
+        "inspect_lens_hooks", args=(action, payload)
+    )
+    raise_first(answers)
+
+
+async def _register(book: HookBook, engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(body.get("hooks"), list):
+        raise SpecError("hooks: a list of hooks is wanted")
+    named = book.prepare(parse_hooks(body["hooks"], where="hooks"))
+    if body.get("prefetch_params"):
+        await _tell(engine, "prefetch", _names(body, "prefetch_params"))
+    # The workers first: a hook that runs is known everywhere.
+    await _tell(engine, "register", {name: packed_hook(hook) for name, hook in named.items()})
+    book.add(named)
+    return {"status": "ok", "count": len(named)}
+
+
+async def _collect(book: HookBook, engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+    return {"results": encode_saved(book.results())}
+
+
+async def _clear(book: HookBook, engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+    await _tell(engine, "unregister", book.clear())
+    return {"status": "ok"}
+
+
+async def _clear_results(book: HookBook, engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+    book.clear_results()
+    return {"status": "ok"}
+
+
+async def _prefetch(book: HookBook, engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+    names = _names(body, "params")
+    await _tell(engine, "prefetch", names)
+    return {"status": "ok", "params": names}
+
+
+async def _clear_prefetched(book: HookBook, engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+    await _tell(engine, "clear_prefetched", None)
+    return {"status": "ok"}
+
+
+_HOOKS: dict[str, HookHandler] = {
+    "register": _register,
+    "collect": _collect,
+    "clear": _clear,
+    "clear_results": _clear_results,
+    "prefetch": _prefetch,
+    "clear_prefetched": _clear_prefetched,
+}
 
 _SERVER_MODULES = (
     "vllm.entrypoints.openai.api_server",

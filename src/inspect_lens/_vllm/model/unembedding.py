@@ -11,7 +11,7 @@ from torch import nn
 
 from inspect_lens.errors import UnsupportedError
 
-from .ranks import Ranks
+from .parameters import Ranks
 
 _NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "final_norm")
 """Names of the norm behind the last layer, in the module that has the layers."""

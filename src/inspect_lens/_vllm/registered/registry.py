@@ -22,8 +22,7 @@ from inspect_lens.spec import (
     check_name,
 )
 
-from .contents import Uses, hash_at_workers, start_reference
-from .items import WORDS, Item, kept_of, nbytes_of
+from .contents import WORDS, Item, Uses, hash_at_workers, kept_of, nbytes_of, start_reference
 from .probe_scores import Reads
 from .shared_names import SharedNames
 

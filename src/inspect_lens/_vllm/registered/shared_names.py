@@ -26,8 +26,7 @@ from inspect_lens.errors import CapacityError
 from inspect_lens.probe import write_atomic
 from inspect_lens.spec import EngineEdits, EngineProbe, LensEntry
 
-from .contents import N_COUNTS, Uses
-from .items import Item
+from .contents import N_COUNTS, Item, Uses
 
 _KINDS: Final[Mapping[type, str]] = {
     EngineProbe: "probe",

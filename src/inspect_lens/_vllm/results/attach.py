@@ -2,30 +2,199 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import logging
 import secrets
 import threading
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from inspect_lens._engine.collect.collector import Collector, Notifier
 from inspect_lens._engine.hooks.runner import EAGER_KEY
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.processes import Links, as_exception, ends_process
-from inspect_lens._vllm.compat.guard import fault_of
+from inspect_lens._vllm.compat.features import busy, fault_of
 from inspect_lens._vllm.metrics import failed, note, waited
 from inspect_lens._vllm.registered.probe_scores import Reading, feed_together
-from inspect_lens.errors import CaptureError, LensError
+from inspect_lens.errors import CapacityError, CaptureError, LensError
 
-from .ended import Running
-from .expected import AskedBy, Expected
-from .recorded import Recorded
-from .ticket import Choice, Job, Ticket, is_light, is_ready, prepare, take_whole
+from .choices import AskedBy, Choice, Expected, Job, Ticket, is_light, is_ready, prepare, take_whole
 
 logger = logging.getLogger("vllm.inspect_lens")
+
+_CHOSEN_S = 1.0
+
+
+class Running:
+    """Where callers wait for the outputs of requests, by key."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, tuple[asyncio.AbstractEventLoop, Any]] = {}
+        self._lock = threading.Lock()
+        self._has_far_workers = False
+        self.routes: Mapping[str, Any] = {}
+        """Which engine has each request, where there are several; see `routes_of`."""
+        self._gone: dict[Any, LensError] = {}
+        """Engines that have lost a worker, and how: vLLM may send them requests still."""
+
+    def listen(self, collector: Collector) -> None:
+        """Hear of workers on other hosts that go, and of those that come back."""
+        collector.ends, collector.came = self.end, self._gone.clear
+        self._has_far_workers = collector.listener is not None
+
+    def watch(self, key: str, queue: Any) -> None:
+        """Take note of a request that has begun; called in its event loop."""
+        if queue is None or not self._has_far_workers:
+            return
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            self._queues[key] = loop, queue
+        if self._gone:
+            # By then vLLM has chosen an engine for it.
+            loop.call_later(_CHOSEN_S, self._end_if_gone)
+
+    def forget(self, key: str) -> None:
+        """Take note that it is over."""
+        with self._lock:
+            self._queues.pop(key, None)
+
+    def end(self, failed: Mapping[str, LensError]) -> None:
+        """Have requests end with an error, and all others of their engines; from any thread."""
+        for key, error in failed.items():
+            if (engine := self.routes.get(key)) is not None:
+                self._gone[engine] = error
+            self._end(key, error)
+        self._end_if_gone()
+
+    def _end_if_gone(self) -> None:
+        with self._lock:
+            keys = list(self._queues)
+        for key in keys:
+            if (error := self._gone.get(self.routes.get(key))) is not None:
+                self._end(key, error)
+
+    def _end(self, key: str, error: LensError) -> None:
+        with self._lock:
+            found = self._queues.pop(key, None)
+        if found is None:
+            return
+        loop, queue = found
+        try:
+            loop.call_soon_threadsafe(queue.put, failed(error))
+        except RuntimeError:
+            logger.debug("inspect_lens: nobody waits for request %s any more", key)
+
+
+async def named(outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    """Outputs as they come, and our own error where vLLM wraps it in one without a word.
+
+    It does so with all that is raised while a request is taken in, or waits: a name was removed
+    since it was judged, or a worker has gone.
+    """
+    async with contextlib.aclosing(outputs):
+        try:
+            async for output in outputs:
+                yield output
+        except Exception as error:
+            ours = error.__cause__
+            if isinstance(ours, CaptureError):
+                raise CaptureError(f"{CaptureError.__name__}: {ours}") from ours
+            if isinstance(ours, CapacityError):
+                raise busy(str(ours)) from ours
+            if isinstance(ours, LensError):
+                raise ours from None
+            raise
+
+
+_EVERY_S = 0.005
+_MOST = 4096
+"""Choices whose rows are on their way."""
+
+
+@dataclass
+class _Coming:
+    ticket: Ticket
+    expected: Expected
+    began: float = field(default_factory=time.monotonic)
+
+
+class Recorded:
+    """Choices that have ended, and whose rows are on their way to a sink."""
+
+    def __init__(self, results: Results) -> None:
+        self._results = results
+        self._new: deque[_Coming] = deque()
+        self._changed = threading.Condition()
+        self._n_coming = 0
+        self._unflushed: deque[str] = deque(maxlen=_MOST)
+        self._has_begun = False
+
+    def put(self, ticket: Ticket) -> None:
+        """Take over a choice that has ended; never waits and never raises for what it holds."""
+        expected = self._results.take_over(ticket.key)
+        if expected is None or expected.sink is None:
+            return
+        if not ticket.n_completion or self._n_coming >= _MOST:
+            self._results.the_collector().discard(ticket.key)
+            expected.sink.recorder.count("dropped" if ticket.n_completion else "failed")
+            return
+        self._unflushed.append(ticket.key)
+        with self._changed:
+            self._n_coming += 1
+            self._new.append(_Coming(ticket, expected))
+            if not self._has_begun:
+                self._has_begun = True
+                name = "inspect-lens-recorded"
+                threading.Thread(target=self._run, name=name, daemon=True).start()
+            self._changed.notify_all()
+
+    def take_unflushed(self) -> list[str]:
+        """Choices since the last call: an engine in this process may take no further step."""
+        found = []
+        while self._unflushed:
+            found.append(self._unflushed.popleft())
+        return found
+
+    def _run(self) -> None:
+        coming: list[_Coming] = []
+        while True:
+            with self._changed:
+                if not self._new:
+                    self._changed.wait(_EVERY_S if coming else None)
+                while self._new:
+                    coming.append(self._new.popleft())
+            try:
+                left = [one for one in coming if not self._is_over(one)]
+            except BaseException:
+                logger.exception("inspect_lens: a fault beside requests that are recorded")
+                left = []
+            with self._changed:
+                self._n_coming -= len(coming) - len(left)
+            coming = left
+
+    def _is_over(self, one: _Coming) -> bool:
+        """See to a choice; False where its rows are still on their way."""
+        collector = self._results.the_collector()
+        try:
+            is_late = time.monotonic() - one.began > self._results.timeout_s
+            if not is_late and not is_ready(one.ticket, one.expected, collector):
+                return False
+            choice = Choice(SimpleNamespace(token_ids=()), one.ticket, one.expected)
+            choice.take(collector, self._results.timeout_s, may_wait=False)
+            choice.finish(0)
+        except Exception as error:  # noqa: BLE001 - its answer is on its way already
+            collector.discard(one.ticket.key)
+            if one.expected.sink is not None:
+                one.expected.sink.recorder.failed(error)
+        return True
+
 
 _PREPARED_AT_ONCE = 32
 """Requests: half a millisecond, where a step takes several."""

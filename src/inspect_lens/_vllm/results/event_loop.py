@@ -14,7 +14,7 @@ from collections import deque
 from typing import Any
 
 from inspect_lens._engine.protocol.processes import ends_process
-from inspect_lens._vllm.compat.guard import fault_of
+from inspect_lens._vllm.compat.features import fault_of
 from inspect_lens._vllm.metrics import failed, waited
 
 from .attach import Results

@@ -24,9 +24,17 @@ from inspect_lens.spec import (
     result_name,
 )
 
-from .receivers import FunctionReceiver, Receiver, StoreReceiver, find_function
 from .recorder import Offered, Recorder, new_writer
-from .sink import Done, SinkConfig, lot, read_sinks
+from .sink import (
+    Done,
+    FunctionReceiver,
+    Receiver,
+    SinkConfig,
+    StoreReceiver,
+    find_function,
+    lot,
+    read_sinks,
+)
 
 logger = logging.getLogger("vllm.inspect_lens")
 

@@ -21,8 +21,7 @@ from inspect_lens._vllm.metrics import add, note
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import SinkReceipt, SinkStatus
 
-from .receivers import Given, Receiver, Spilled, SpillFolder
-from .sink import Done, SinkConfig, lot
+from .sink import Done, Given, Receiver, SinkConfig, Spilled, SpillFolder, lot
 
 _BESIDE = 1024
 """Bytes, about, that a sample takes beside rows, ids and texts."""

@@ -52,7 +52,7 @@ from .check_requests import (
     signs,
     steered_row,
 )
-from .eager_steps import checked_steps
+from .runners import checked_steps
 
 logger = logging.getLogger("vllm.inspect_lens")
 

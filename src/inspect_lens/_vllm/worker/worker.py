@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
 from typing import Any, get_args
 
 import msgspec
@@ -13,7 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from inspect_lens._engine.export.transport import Exporter, copier_for
-from inspect_lens._engine.hooks.runner import HookedStepper
+from inspect_lens._engine.hooks.runner import HookedStepper, HookRunner
 from inspect_lens._engine.protocol.messages import ArenaWriter
 from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens._engine.protocol.readouts import LAG, share_of
@@ -24,15 +26,14 @@ from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._engine.tap.buffers import TapState, install
 from inspect_lens._engine.tap.op import tap, warm_up
 from inspect_lens._settings import Settings
-from inspect_lens._vllm.compat.engine_facts import facts_of, refusal
-from inspect_lens._vllm.compat.hosts import facts_mark, worker_links
-from inspect_lens._vllm.compat.off import is_required
+from inspect_lens._vllm.compat.engine_facts import facts_mark, facts_of, refusal, worker_links
+from inspect_lens._vllm.compat.features import is_required, off, reason_of, turn_off_engine
 from inspect_lens._vllm.model.find_layers import block_module, check_reduced, decoder_layers
+from inspect_lens._vllm.model.parameters import Parameters, Ranks
 from inspect_lens._vllm.model.sites import LOCATORS, attention_facts, ctl_name
 from inspect_lens._vllm.model.unembedding import VocabHead
-from inspect_lens._vllm.registered.contents import WorkerContents, start_reference
-from inspect_lens._vllm.registered.items import start_items
-from inspect_lens.errors import CompatError, UnsupportedError
+from inspect_lens._vllm.registered.contents import WorkerContents, start_items, start_reference
+from inspect_lens.errors import CompatError, LensError, UnsupportedError
 from inspect_lens.spec import (
     EngineFacts,
     EngineLens,
@@ -44,12 +45,191 @@ from inspect_lens.spec import (
 )
 
 from .check_requests import check_taps, scale_for, steered_row
-from .rpc import attach_hooks
-from .runners import RunnerV1, RunnerV2, adapter_of
+from .runners import Eager, LayerHooks, RunnerV1, RunnerV2, adapter_of, patch_eager_steps
 from .self_check import check_steps
-from .start import Start
 
 logger = logging.getLogger("vllm.inspect_lens")
+
+
+def attach_hooks(
+    runner: Any,
+    adapter: RunnerV1 | RunnerV2,
+    stepper: HookedStepper,
+    exporter: Exporter | None,
+    blocks: Sequence[nn.Module | None],
+    facts: EngineFacts,
+    settings: Settings,
+) -> None:
+    """Make a worker ready for requests with hooks."""
+    patch_eager_steps(is_v2=isinstance(adapter, RunnerV2))
+    model = runner.get_model()
+    parameters = Parameters(model)
+    stepper.hooks = HookRunner(
+        layers=[layer for layer in facts.layers if blocks[layer] is not None],
+        allowed=settings.allow_code,
+        most_bytes=settings.hook_bytes,
+        model=model,
+        parameter=parameters.get,
+        send=None if exporter is None else exporter.send_saved,
+    )
+    layers = LayerHooks(blocks, stepper.hooks, stepper.state, parameters.together)
+    adapter.eager = Eager(stepper, layers, Ranks.here())
+    runner.inspect_lens_parameters = parameters
+    if settings.allow_code:
+        logger.warning(
+            "inspect_lens: INSPECT_LENS_ALLOW_CODE is set: whoever can send requests to this "
+            "engine can run any code in it"
+        )
+
+
+def manage_hooks(worker: Any, action: str, payload: Any) -> str | None:
+    """Manage persistent hooks; `collective_rpc("inspect_lens_hooks")` calls it on all workers."""
+    runner = worker.model_runner
+    stepper: HookedStepper | None = getattr(runner, "inspect_lens", None)
+    parameters: Parameters | None = getattr(runner, "inspect_lens_parameters", None)
+    try:
+        if action == "prefetch":
+            # A pipeline stage without taps has no hooks, and may have what others want.
+            (parameters or Parameters(runner.get_model())).prefetch(payload)
+        elif stepper is None or stepper.hooks is None or parameters is None:
+            return None
+        elif action == "register":
+            _register(stepper.hooks, payload)
+        elif action == "unregister":
+            stepper.hooks.unregister(payload)
+        elif action == "flush":
+            stepper.flush(payload)
+        elif action == "clear_prefetched":
+            parameters.clear()
+        else:
+            raise LensError(f"unknown action {action!r}")
+    except BaseException as error:
+        # Told to the caller, see above; a function that is read here may raise what it likes.
+        if ends_process(error, in_user_code=True):
+            raise
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _register(hooks: HookRunner, items: Mapping[str, Mapping[str, Any]]) -> None:
+    for name, item in items.items():
+        hooks.register(name, item)
+
+
+_WAIT_S = 300.0
+"""Seconds between the first and the last worker that have loaded the model."""
+_OFF = "off: "
+_PASSES = ("determine_available_memory", "compile_or_warm_up_model")
+"""Of vLLM's worker: what runs the model for the first time; the last one ends the start."""
+
+
+class Start:
+    """The lens of one worker, from the loaded model to the first request."""
+
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
+        self.config = worker.vllm_config
+        self.undo = ExitStack()
+        """Takes the lens out of the model again."""
+        self.check: Callable[[], None] = lambda: None
+        """Raises what is wrong with the lens that was put in; run when the model is warm."""
+
+    def run(self, prepare: Callable[[Start], str]) -> None:
+        """Prepare the model, and have the lens checked once the model is warm."""
+        if not self.stage("model", functools.partial(prepare, self)):
+            return
+        for name in _PASSES:
+            setattr(
+                self.worker,
+                name,
+                self._pass(getattr(self.worker, name), is_last=name == _PASSES[-1]),
+            )
+
+    def stage(self, name: str, work: Callable[[], str | None]) -> bool:
+        """Do a part of the start; returns whether it went well on all ranks."""
+        mark, reason, is_told = "", off(self.config), off(self.config) is not None
+        try:
+            if reason is None:
+                mark = work() or ""
+        except BaseException as error:  # noqa: BLE001 - a door
+            reason = reason_of(error)
+        if (reason := agree(name, mark, reason)) is None:
+            return True
+        self.take_out()
+        turn_off_engine(self.config, reason, is_told=is_told or not is_first_rank())
+        return False
+
+    def take_out(self) -> None:
+        """Have the worker run as without the lens."""
+        runner = self.worker.model_runner
+        # Compiled code and graphs may have the taps by now. They are idle, and find their state.
+        runner.inspect_lens_idle, runner.inspect_lens = getattr(runner, "inspect_lens", None), None
+        self.undo.close()
+
+    def _pass(self, original: Callable[..., Any], *, is_last: bool) -> Callable[..., Any]:
+        """Run the model for the first time, and where that fails once more without the lens."""
+
+        @functools.wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                result = original(*args, **kwargs)
+            except Exception as error:
+                if off(self.config) is not None:
+                    raise
+                reason = reason_of(error)
+                self.take_out()
+                result = original(*args, **kwargs)  # or vLLM's own error
+                turn_off_engine(self.config, reason, is_told=not is_first_rank())
+            if is_last and off(self.config) is None:
+                self.stage("check", self.check)
+            return result
+
+        return run
+
+
+def refusal_here(worker: Any) -> str | None:
+    """Why the lens is off in a worker; `collective_rpc("inspect_lens_refusal")` calls it."""
+    return off(worker.vllm_config)
+
+
+def is_first_rank() -> bool:
+    """Whether this worker speaks for the engine in the log."""
+    import torch.distributed as dist
+
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def agree(stage: str, mark: str, reason: str | None) -> str | None:
+    """Compare notes with all other workers, on whichever hosts they are."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return reason
+    # What `init_process_group` made: all ranks can reach it, and it answers without a collective,
+    # which would hang where a rank takes no part.
+    store: Any = dist.distributed_c10d._get_default_store()
+    rank = dist.get_rank()
+    store.set(f"inspect_lens/{stage}/{rank}", mark if reason is None else _OFF + reason)
+    found = [reason]
+    for other in range(dist.get_world_size()):
+        try:
+            store.wait([f"inspect_lens/{stage}/{other}"], timedelta(seconds=_WAIT_S))
+            theirs = store.get(f"inspect_lens/{stage}/{other}").decode()
+        except RuntimeError:
+            found.append(
+                f"the worker of rank {other} has not said within {_WAIT_S:g} s that it has "
+                "inspect-lens; install it on all hosts, or set INSPECT_LENS_DISABLE=1 on all"
+            )
+            break
+        if theirs.startswith(_OFF):
+            found.append(f"the worker of rank {other}: {theirs.removeprefix(_OFF)}")
+        elif reason is None and theirs != mark:
+            found.append(
+                f"the worker of rank {other} has other INSPECT_LENS_* settings, or another "
+                "version; give all hosts the same ones"
+            )
+    return next((one for one in found if one is not None), None)
+
 
 ABI = 3
 """Part of the compile-cache key: raise it when the op or its place in the graph changes."""

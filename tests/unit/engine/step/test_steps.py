@@ -361,7 +361,7 @@ def test_a_vector_for_many_positions_takes_one_row(worker: Worker, collector: Co
 
 
 def test_a_fault_outside_a_step_fails_all_and_raises_nothing(collector: Collector) -> None:
-    from inspect_lens._vllm.compat.guard import guarded
+    from inspect_lens._vllm.compat.features import guarded
 
     exporter = BrokenExporter()
     worker = Worker(exporter)

@@ -13,8 +13,7 @@ pytest.importorskip("vllm")
 
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._settings import Settings
-from inspect_lens._vllm.compat.engine_facts import facts_of, refusal
-from inspect_lens._vllm.compat.hosts import facts_mark
+from inspect_lens._vllm.compat.engine_facts import facts_mark, facts_of, refusal
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec import TapPoint, check_request
 

@@ -11,8 +11,12 @@ import pytest
 pytest.importorskip("vllm")
 
 from inspect_lens._settings import Settings
-from inspect_lens._vllm.compat.engine_facts import facts_of, refusal
-from inspect_lens._vllm.compat.hosts import links_of, may_have_remote_ranks
+from inspect_lens._vllm.compat.engine_facts import (
+    facts_of,
+    links_of,
+    may_have_remote_ranks,
+    refusal,
+)
 from tests.unit.vllm.compat.test_facts import config
 
 KEY = "0123456789abcdef"

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from inspect_lens._engine.protocol.envelope import CACHED_KEY
-from inspect_lens._vllm.engine_core.cache_hits import CACHE_WRAPPERS
+from inspect_lens._vllm.engine_core.scheduler import SCHEDULER_WRAPPERS
 from inspect_lens._vllm.frontend import state
 from inspect_lens._vllm.registered.prompt_rows import HARMLESS, is_harmless
 from inspect_lens.spec import ENVELOPE_KEY
@@ -53,14 +53,14 @@ class Manager:
 def test_hits_are_bounded(extra: Any, hits: int) -> None:
     manager, before = Manager(), None
     before = manager.coordinator
-    find = CACHE_WRAPPERS["cached_blocks"](Manager.get_computed_blocks)
+    find = SCHEDULER_WRAPPERS["cached_blocks"](Manager.get_computed_blocks)
     request = SimpleNamespace(num_tokens=100, sampling_params=SimpleNamespace(extra_args=extra))
     assert find(manager, request) == hits
     assert manager.coordinator is before
 
 
 def test_a_request_without_sampling_reads_all() -> None:
-    find = CACHE_WRAPPERS["cached_blocks"](Manager.get_computed_blocks)
+    find = SCHEDULER_WRAPPERS["cached_blocks"](Manager.get_computed_blocks)
     assert find(Manager(), SimpleNamespace(num_tokens=100, sampling_params=None)) == 99
 
 

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from inspect_lens._engine.collect import collector
-from inspect_lens._vllm.compat import hosts
+from inspect_lens._vllm.compat import engine_facts
 from inspect_lens._vllm.frontend import state
 from inspect_lens._vllm.frontend.state import FrontEnd
 from inspect_lens._vllm.registered.probe_scores import Reading, Reads
@@ -141,7 +141,7 @@ def test_several_api_servers_without_a_folder_have_the_names_of_the_start(
 
     monkeypatch.setattr(state, "SharedNames", refused)
     monkeypatch.setattr(state, "install_when_serving", lambda front: None)
-    monkeypatch.setattr(hosts, "_may_span_hosts", lambda config: False)
+    monkeypatch.setattr(engine_facts, "_may_span_hosts", lambda config: False)
     monkeypatch.setattr(state.payloads, "refusal", None)
     front = FrontEnd()
     front.registry.add("of-the-start", probe(8))
@@ -175,7 +175,7 @@ def test_api_servers_share_the_memory_that_is_kept_of_results(
     monkeypatch.setattr(state, "install_when_serving", lambda front: None)
     monkeypatch.setattr(state, "SharedNames", lambda *args: SimpleNamespace(folder=Path("x")))
     monkeypatch.setattr(state, "serve_siblings", lambda *args: None)
-    monkeypatch.setattr(hosts, "_may_span_hosts", lambda config: False)
+    monkeypatch.setattr(engine_facts, "_may_span_hosts", lambda config: False)
     monkeypatch.setattr(collector, "memory_bytes", lambda: 64 << 30)
     front = FrontEnd()
     monkeypatch.setattr(front.registry, "share", lambda names: None)

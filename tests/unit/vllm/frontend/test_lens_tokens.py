@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from inspect_lens import LensRequest
-from inspect_lens._vllm.frontend.matched_tokens import with_token_ids
+from inspect_lens._vllm.frontend.admission import with_token_ids
 from inspect_lens.errors import SpecError, UnsupportedError
 from tests.kit.steps import FACTS
 

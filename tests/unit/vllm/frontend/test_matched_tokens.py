@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from inspect_lens import CaptureSpec, LensRequest
-from inspect_lens._vllm.frontend.matched_tokens import spans_of, with_positions
-from inspect_lens._vllm.http.responses import SERVED, Body
+from inspect_lens._vllm.frontend.admission import spans_of, with_positions
+from inspect_lens._vllm.http.bodies import SERVED, Body
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec import (
     Add,

@@ -20,7 +20,7 @@ from inspect_lens._engine.protocol.envelope import Envelope, Packed
 from inspect_lens._engine.protocol.kept import Kept
 from inspect_lens._vllm.frontend import admission, state, wrappers
 from inspect_lens._vllm.frontend.state import FrontEnd
-from inspect_lens._vllm.results.ended import named
+from inspect_lens._vllm.results.attach import named
 from inspect_lens.errors import (
     CapacityError,
     CaptureError,

@@ -17,8 +17,7 @@ import pytest
 
 from inspect_lens._vllm.compat import features
 from inspect_lens._vllm.http import bodies
-from inspect_lens._vllm.http.bodies import LensBodies
-from inspect_lens._vllm.http.responses import SERVED
+from inspect_lens._vllm.http.bodies import SERVED, LensBodies
 from inspect_lens.spec import (
     EngineFacts,
     LensRequest,

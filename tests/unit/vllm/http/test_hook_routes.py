@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from inspect_lens._vllm.http.payloads import PayloadStore
-from inspect_lens._vllm.http.routes import add_routes
+from inspect_lens._vllm.http.server import add_routes
 from inspect_lens._vllm.registered.persistent_hooks import HookBook, seal_eager
 from inspect_lens.spec import EngineFacts, LensRequest, tap_points
 

@@ -105,7 +105,7 @@ def test_nothing_is_held_though_nobody_asks_again() -> None:
 def test_clients_are_told_apart_by_their_address_and_key() -> None:
     fastapi = pytest.importorskip("fastapi")
     testclient = pytest.importorskip("fastapi.testclient")
-    routes = pytest.importorskip("inspect_lens._vllm.http.routes")
+    routes = pytest.importorskip("inspect_lens._vllm.http.server")
     app, store = fastapi.FastAPI(), PayloadStore(max_bytes=40)
     routes.add_routes(app, lambda: None, store)
     app.add_middleware(NotesClient)

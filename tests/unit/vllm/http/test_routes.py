@@ -15,8 +15,7 @@ pytest.importorskip("fastapi")
 from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
-from inspect_lens._vllm.http.bodies import LensBodies, check_unread, read_body
-from inspect_lens._vllm.http.responses import SERVED, Answer, Body
+from inspect_lens._vllm.http.bodies import SERVED, Answer, Body, LensBodies, check_unread, read_body
 from inspect_lens.errors import SpecError, UnsupportedError
 
 

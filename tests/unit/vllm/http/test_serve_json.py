@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from inspect_lens._engine.collect.result_memory import ResultMemory
-from inspect_lens._vllm.http import responses, server
+from inspect_lens._vllm.http import bodies, server
 from inspect_lens._vllm.http.payloads import fetch_payload, takes_any_buffer
 from inspect_lens.spec import TensorData, decode_tensor
 
@@ -38,7 +38,7 @@ def entry_of(tensor: TensorData, transport: str) -> Any:
         inspect_lens_tensors={"residual_stream": tensor},
         inspect_lens_transport=transport,
     )
-    return responses.as_json(completion)["activations"]["residual_stream"]
+    return bodies.as_json(completion)["activations"]["residual_stream"]
 
 
 @pytest.mark.parametrize("count", [1, 25, 26, MOST])
@@ -47,7 +47,7 @@ def test_rows_are_not_copied_where_they_fill_most_of_their_memory(
 ) -> None:
     tensor = in_slab(memory, count)
     entry = entry_of(tensor, "binary")
-    data = responses.payloads.get(entry["handle"])
+    data = bodies.payloads.get(entry["handle"])
     assert isinstance(data, memoryview)
     assert np.shares_memory(np.frombuffer(data, np.uint8), tensor.storage) == (count >= 26)
     again = decode_tensor(entry, raw=data)
@@ -63,7 +63,7 @@ def test_memory_is_kept_until_the_store_lets_go_of_it(memory: ResultMemory) -> N
     assert not memory._returned
     other = in_slab(memory, MOST)
     other.storage[...] = 0
-    data = responses.payloads.get(entry["handle"])
+    data = bodies.payloads.get(entry["handle"])
     assert data is not None
     np.testing.assert_array_equal(decode_tensor(entry, raw=data).storage, expected)
     del data
@@ -78,7 +78,7 @@ def test_a_route_gives_out_the_bytes_themselves(memory: ResultMemory) -> None:
     server._routers((), lambda app: None)(app)
     tensor = in_slab(memory, MOST)
     entry = entry_of(tensor, "binary")
-    found = asyncio.run(fetch_payload(entry["handle"], responses.payloads, None))
+    found = asyncio.run(fetch_payload(entry["handle"], bodies.payloads, None))
     entry = entry_of(tensor, "binary")
     path = f"/v1/activations/{entry['handle']}"
     answer = TestClient(app).get(path)

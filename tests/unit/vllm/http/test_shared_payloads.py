@@ -18,7 +18,7 @@ pytest.importorskip("fastapi")
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from inspect_lens._vllm.http import responses, server
+from inspect_lens._vllm.http import bodies, server
 from inspect_lens._vllm.http.payloads import PayloadStore, ask_sibling, serve_siblings
 
 SIZE = 3_000_000
@@ -86,7 +86,7 @@ def test_a_handle_that_nobody_made_gets_404(client: TestClient, handle: str) -> 
 def test_a_server_alone_asks_nobody(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server._Front, "end", SimpleNamespace(siblings=None))
     assert client.get("/v1/activations/ab12-x").status_code == 404
-    handle = responses.payloads.put(b"mine")
+    handle = bodies.payloads.put(b"mine")
     assert client.get(f"/v1/activations/{handle}").content == b"mine"
 
 

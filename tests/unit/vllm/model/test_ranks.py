@@ -12,8 +12,7 @@ from torch import nn
 
 pytest.importorskip("vllm")
 
-from inspect_lens._vllm.model.parameters import Parameters
-from inspect_lens._vllm.model.ranks import Ranks
+from inspect_lens._vllm.model.parameters import Parameters, Ranks
 from inspect_lens.errors import LensError
 
 N = 3

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 from inspect_lens import LensRequest
 from inspect_lens._settings import Settings
-from inspect_lens._vllm.registered.items import parse_shared, start_items
+from inspect_lens._vllm.registered.contents import parse_shared, start_items
 from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens._vllm.registered.shared_names import SharedNames
 from inspect_lens.errors import CapacityError, SpecError

@@ -18,7 +18,7 @@ from fastapi.testclient import TestClient
 from inspect_lens._engine.readout.readers import ProbeStore
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.http.payloads import PayloadStore
-from inspect_lens._vllm.http.routes import add_routes
+from inspect_lens._vllm.http.server import add_routes
 from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens.errors import CapacityError, LensError, SpecError, UnsupportedError
 from inspect_lens.spec import EngineProbe, SteeringVector

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
-from inspect_lens._vllm.registered.items import start_items
+from inspect_lens._vllm.registered.contents import start_items
 from inspect_lens._vllm.registered.probe_scores import Reading, Reads
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.probe import Probe, load_probe, pool_scores

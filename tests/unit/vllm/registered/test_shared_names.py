@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from inspect_lens._vllm.registered.items import parse_item
+from inspect_lens._vllm.registered.contents import parse_item
 from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens._vllm.registered.shared_names import SharedNames, folder_of_siblings
 from inspect_lens.errors import CapacityError, SpecError

@@ -19,7 +19,7 @@ from inspect_lens._engine.protocol.messages import Failure, Opened, Opening
 from inspect_lens._vllm.registered.probe_scores import Reading, Reads
 from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens._vllm.results.attach import Results
-from inspect_lens._vllm.results.ticket import Choice, Ticket
+from inspect_lens._vllm.results.choices import Choice, Ticket
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.probe import pool_scores
 from inspect_lens.spec import EngineProbe, ProbeUse

@@ -17,8 +17,8 @@ pytest.importorskip("vllm")
 from inspect_lens import LensRequest
 from inspect_lens._vllm.frontend.wrappers import FRONT_END_WRAPPERS
 from inspect_lens._vllm.results import event_loop
+from inspect_lens._vllm.results.choices import Choice, Ticket
 from inspect_lens._vllm.results.event_loop import arrivals_of
-from inspect_lens._vllm.results.ticket import Choice, Ticket
 from inspect_lens.errors import CaptureError
 from tests.unit.vllm.results.test_ahead import N_MAX, N_PROMPT, REQUESTS, Engine, results_of
 from tests.unit.vllm.results.test_results import completion, output

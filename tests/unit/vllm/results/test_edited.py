@@ -16,7 +16,7 @@ from inspect_lens._engine.export.transport import COLUMN
 from inspect_lens._engine.protocol.envelope import seal
 from inspect_lens._engine.protocol.messages import ArenaWriter, Opened, Opening
 from inspect_lens._vllm.results.attach import Results
-from inspect_lens._vllm.results.ticket import Ticket
+from inspect_lens._vllm.results.choices import Ticket
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import Ablate, Add
 from tests.unit.vllm.results.test_results import FACTS, completion, output

@@ -15,8 +15,7 @@ pytest.importorskip("vllm")
 
 from inspect_lens._vllm.frontend import admission, state
 from inspect_lens._vllm.frontend.state import FrontEnd
-from inspect_lens._vllm.results.expected import AskedBy
-from inspect_lens._vllm.results.ticket import Ticket
+from inspect_lens._vllm.results.choices import AskedBy, Ticket
 from inspect_lens._vllm.sinks.process import SINK_KEY, Rule
 from inspect_lens._vllm.sinks.recorder import Recorder
 from inspect_lens.spec import ENVELOPE_KEY

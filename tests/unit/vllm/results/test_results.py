@@ -22,8 +22,7 @@ from inspect_lens._vllm.frontend.wrappers import FRONT_END_WRAPPERS
 from inspect_lens._vllm.registered.probe_scores import Reading, Reads
 from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens._vllm.results.attach import Results
-from inspect_lens._vllm.results.expected import has_tickets
-from inspect_lens._vllm.results.ticket import Ticket
+from inspect_lens._vllm.results.choices import Ticket, has_tickets
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import EngineFacts, EngineProbe, TensorData, tap_points
 

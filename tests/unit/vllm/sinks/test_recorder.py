@@ -18,13 +18,15 @@ import numpy as np
 import pytest
 
 from inspect_lens._shards import Captured, ShardWriter
-from inspect_lens._vllm.sinks.receivers import (
+from inspect_lens._vllm.sinks.recorder import Recorder, new_writer
+from inspect_lens._vllm.sinks.sink import (
+    Done,
     Given,
+    Said,
+    SinkConfig,
     StoreReceiver,
     find_function,
 )
-from inspect_lens._vllm.sinks.recorder import Recorder, new_writer
-from inspect_lens._vllm.sinks.sink import Done, Said, SinkConfig
 from inspect_lens.data import Recording
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import SinkReceipt, SinkUse, TensorData

@@ -20,7 +20,7 @@ from inspect_lens._engine.hooks.runner import HookRunner, Part
 from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens._vllm.registered.persistent_hooks import packed_hook
 from inspect_lens._vllm.worker import worker
-from inspect_lens._vllm.worker.rpc import manage_hooks
+from inspect_lens._vllm.worker.worker import manage_hooks
 from inspect_lens.errors import LensError
 from inspect_lens.spec import ENVELOPE_KEY
 from tests.kit.steps import sealed

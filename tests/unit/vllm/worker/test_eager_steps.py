@@ -15,11 +15,10 @@ pytest.importorskip("vllm")
 
 from inspect_lens import Hook
 from inspect_lens._engine.hooks.runner import EAGER_KEY, HookRunner
-from inspect_lens._vllm.model.ranks import Ranks
+from inspect_lens._vllm.model.parameters import Ranks
 from inspect_lens._vllm.registered.persistent_hooks import packed_hook
-from inspect_lens._vllm.worker import eager_steps
-from inspect_lens._vllm.worker.eager_steps import Eager, LayerHooks
-from inspect_lens._vllm.worker.runners import RunnerV1, RunnerV2
+from inspect_lens._vllm.worker import runners
+from inspect_lens._vllm.worker.runners import Eager, LayerHooks, RunnerV1, RunnerV2
 
 HIDDEN = 4
 Steps = dict[str, tuple[int, int]]
@@ -45,9 +44,9 @@ class Runner:
         """Of each step: whether no graph was wanted, and whether compilation was skipped."""
         self.out = torch.zeros(0)
         self.fails = False
-        self._dispatch = eager_steps._dispatch_v2(lambda **kw: kw["need_eager"])
-        self._determine = eager_steps._dispatch_v1(lambda _, force_eager=False: force_eager)
-        self._context = eager_steps._forward_context(lambda: SimpleNamespace(skip_compiled=False))
+        self._dispatch = runners._dispatch_v2(lambda **kw: kw["need_eager"])
+        self._determine = runners._dispatch_v1(lambda _, force_eager=False: force_eager)
+        self._context = runners._forward_context(lambda: SimpleNamespace(skip_compiled=False))
         self.input_batch: Any = None
 
     def forward(self, no_graph: bool, n: int) -> None:
@@ -122,7 +121,7 @@ def is_v2(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture
 def made(is_v2: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Runner, Stepper]:
-    monkeypatch.setattr(eager_steps, "layout_of", lambda kind: "fused")
+    monkeypatch.setattr(runners, "layout_of", lambda kind: "fused")
     runner = Runner()
     stepper: Any = Stepper(HookRunner(layers=[0], allowed=True, most_bytes=1 << 20))
     state: Any = SimpleNamespace(is_active=False)
@@ -187,5 +186,5 @@ def test_a_forward_pass_that_fails_takes_the_hooks_out(
     runner.fails = True
     with pytest.raises(RuntimeError, match="the model failed"):
         runner.step({"a": (0, 2)}, is_v2=is_v2)
-    assert not eager_steps.is_eager_step()
+    assert not runners.is_eager_step()
     assert not runner.block._forward_hooks

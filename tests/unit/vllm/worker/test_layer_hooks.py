@@ -18,11 +18,10 @@ from inspect_lens._engine.hooks.runner import EAGER_KEY, HookRunner, Part
 from inspect_lens._engine.tap import buffers
 from inspect_lens._engine.tap.buffers import CAPTURE, TapState
 from inspect_lens._vllm.model import parameters
-from inspect_lens._vllm.model.parameters import Parameters
-from inspect_lens._vllm.model.ranks import Ranks
+from inspect_lens._vllm.model.parameters import Parameters, Ranks
 from inspect_lens._vllm.registered.persistent_hooks import packed_hook
-from inspect_lens._vllm.worker import eager_steps
-from inspect_lens._vllm.worker.eager_steps import LayerHooks
+from inspect_lens._vllm.worker import runners
+from inspect_lens._vllm.worker.runners import LayerHooks
 from inspect_lens._vllm.worker.worker import add_tap
 from inspect_lens.errors import CompatError, UnsupportedError
 from inspect_lens.spec import TapPoint
@@ -50,7 +49,7 @@ def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bl
     made = Block()
     made.layout = request.param
     known = {"fused": "fused", "stale": "stale"}.get(request.param, "fused")
-    monkeypatch.setattr(eager_steps, "layout_of", lambda kind: known)
+    monkeypatch.setattr(runners, "layout_of", lambda kind: known)
     monkeypatch.setattr("inspect_lens._vllm.model.sites.layout_of", lambda kind: known)
     return made
 
@@ -157,20 +156,20 @@ def test_a_layer_that_cannot_be_read_fails_the_requests_and_not_the_step(state: 
 
 
 def test_an_eager_step_is_told_to_vllm_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = eager_steps._Step
-    context = eager_steps._forward_context(lambda **kw: SimpleNamespace(skip_compiled=False, **kw))
-    one = eager_steps._dispatch_v1(lambda self, n, **kw: kw)
-    two = eager_steps._dispatch_v2(lambda *args, **kw: kw)
+    step = runners._Step
+    context = runners._forward_context(lambda **kw: SimpleNamespace(skip_compiled=False, **kw))
+    one = runners._dispatch_v1(lambda self, n, **kw: kw)
+    two = runners._dispatch_v2(lambda *args, **kw: kw)
     assert not context().skip_compiled
     assert one(None, 3) == {}
     assert two(None, 1, 1, need_eager=False) == {"need_eager": False}
     monkeypatch.setattr(step, "wants_eager", lambda: False)
     assert two(need_eager=False) == {"need_eager": False}
-    assert not eager_steps.is_eager_step()
+    assert not runners.is_eager_step()
     monkeypatch.setattr(step, "is_eager", False)
     monkeypatch.setattr(step, "wants_eager", lambda: True)
     assert two(need_eager=False) == {"need_eager": True}
-    assert eager_steps.is_eager_step()
+    assert runners.is_eager_step()
     assert one(None, 3) == {"force_eager": True}
     assert context().skip_compiled
 
@@ -182,12 +181,12 @@ def test_the_runner_that_does_not_run_is_not_even_imported(
     verified: list[str] = []
     wrapped: list[str] = []
     monkeypatch.setattr(
-        eager_steps,
+        runners,
         "verify",
         lambda patches: verified.extend(p.target for p in patches),
     )
-    monkeypatch.setattr(eager_steps, "wrap", lambda patch, make: wrapped.append(patch.target))
-    eager_steps.patch_eager_steps(is_v2=is_v2)
+    monkeypatch.setattr(runners, "wrap", lambda patch, make: wrapped.append(patch.target))
+    runners.patch_eager_steps(is_v2=is_v2)
     modules = {target.partition(":")[0] for target in wrapped}
     runner = "vllm.v1.worker.gpu.model_runner" if is_v2 else "vllm.v1.worker.gpu_model_runner"
     assert modules == {"vllm.forward_context", runner}

@@ -18,10 +18,10 @@ from inspect_lens._engine.hooks.runner import HookedStepper
 from inspect_lens._engine.protocol.messages import ArenaWriter
 from inspect_lens._engine.tap.buffers import TapState, install
 from inspect_lens._engine.tap.op import tap
-from inspect_lens._vllm.compat.guard import idle
+from inspect_lens._vllm.compat.features import idle
 from inspect_lens._vllm.worker import check_requests
 from inspect_lens._vllm.worker.check_requests import check_taps, scale_for
-from inspect_lens._vllm.worker.eager_steps import is_eager_step, note
+from inspect_lens._vllm.worker.runners import is_eager_step, note
 from inspect_lens._vllm.worker.self_check import check_steps
 from inspect_lens.errors import CompatError
 from inspect_lens.spec import tap_points

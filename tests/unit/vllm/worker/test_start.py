@@ -11,8 +11,8 @@ import torch
 
 pytest.importorskip("vllm")
 
-from inspect_lens._vllm.worker import start
-from inspect_lens._vllm.worker.start import agree
+from inspect_lens._vllm.worker import worker
+from inspect_lens._vllm.worker.worker import agree
 
 Ranks = Callable[..., list[str | None]]
 
@@ -22,7 +22,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     """Runs two workers with these marks and reasons at once; what each of them hears."""
     rank = threading.local()
     store = torch.distributed.HashStore()
-    monkeypatch.setattr(start, "_WAIT_S", 0.5)
+    monkeypatch.setattr(worker, "_WAIT_S", 0.5)
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank.number)
