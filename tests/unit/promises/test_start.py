@@ -72,7 +72,16 @@ def wrong_settings() -> list[str]:
 _HARMLESS = {
     # Errors, and what the boundary itself is made of.
     *("Settings", "Start", "CompatError", "UnsupportedError", "SpecError", "off", "reason_of"),
-    *("turn_off_engine", "when_off", "ref", "is_off", "is_required", "TypeError", "ValueError"),
+    *(
+        "turn_off",
+        "turn_off_engine",
+        "when_off",
+        "ref",
+        "is_off",
+        "is_required",
+        "TypeError",
+        "ValueError",
+    ),
     # What only engines come to that have queries, lenses, or the other runner.
     *("attention_facts", "check_engine_lens", "EngineLens", "_know", "start_reference"),
     # In a handler that runs later, or with a boundary of its own.
