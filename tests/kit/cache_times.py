@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from inspect_lens._engine.protocol import envelope, kept
+from inspect_lens._engine.protocol import envelope
 from inspect_lens.spec import (
     Add,
     CaptureSpec,
@@ -25,6 +25,7 @@ from inspect_lens.spec import (
     parse_extra_args,
     tap_points,
 )
+from inspect_lens.spec._cache import PROCESS
 
 HIDDEN, LAYERS = 4096, tuple(range(32))
 
@@ -42,8 +43,8 @@ def microseconds(call: Callable[[], Any], before: Callable[[], Any] = lambda: No
 
 def forget_sealed() -> None:
     """Empty what this process keeps of requests that were made ready for workers."""
-    while kept._PROCESS.order:
-        kept._PROCESS.drop(next(iter(kept._PROCESS.order)))
+    while PROCESS.order:
+        PROCESS.drop(next(iter(PROCESS.order)))
     for value in vars(envelope).values():
         getattr(value, "cache_clear", lambda: None)()
 

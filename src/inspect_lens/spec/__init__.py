@@ -7,6 +7,7 @@ folders; of these names users have all but `_SHARED`. Read `_request.py` first.
 import types as _types
 import typing as _typing
 
+from ._cache import *
 from ._capture import *
 from ._check import *
 from ._edit import *
@@ -29,6 +30,7 @@ _SHARED = frozenset(
     {
         "BodyParts",
         "CAPTURE_KEY",
+        "Cache",
         "Chosen",
         "PatternBudget",
         "STEER_KEY",

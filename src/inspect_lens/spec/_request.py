@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Self, TypeAlias, cast
 
@@ -17,6 +15,7 @@ from pydantic import (
 
 from inspect_lens.errors import SpecError, did_you_mean
 
+from ._cache import Cache
 from ._capture import CaptureSpec, QKSpec, SinkUse
 from ._edit import EditBase
 from ._edit_list import Edit, EditsUse, EngineEdits, parse_edits
@@ -59,62 +58,11 @@ __all__ = [
 
 Key = tuple[object, ...]
 
-_BYTES_BESIDE = 4096
 _BYTES_OF_A_PART = 96
 _PLAIN = frozenset({int, bool, str, type(None)})
 _MOST_PARTS = 4096
 _MOST_TEXT = 1 << 16
 _MOST_DEPTH = 16
-
-
-class Parsed:
-    """As many requests as have room, all that they hold counted: text, tensors and functions.
-
-    Equal requests are one object, and others know what they did for it by its identity.
-    """
-
-    def __init__(self, most_bytes: int) -> None:
-        self._most = most_bytes
-        self._lock = threading.Lock()
-        self._known: OrderedDict[Key, tuple[list[object], LensRequest | None, int]] = OrderedDict()
-        self.n_bytes = 0
-        """Of what is kept."""
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def get(self, key: Key) -> tuple[LensRequest | None] | None:
-        """A request that was parsed before, or None in a tuple where there was none in it."""
-        with self._lock:
-            known = self._known.get(key)
-            if known is None:
-                return None
-            self._known.move_to_end(key)
-            return (known[1],)
-
-    def keep(self, key: Key, kept: list[object], request: LensRequest | None) -> None:
-        """Keep a request, and let go of those that were not asked for the longest."""
-        size = _BYTES_BESIDE + sum(map(_part_bytes, key)) + _held_bytes(kept, request)
-        if size > self._most // 4:
-            return
-        with self._lock:
-            self._drop(key)
-            self._known[key] = kept, request, size
-            self.n_bytes += size
-            while self.n_bytes > self._most:
-                self._drop(next(iter(self._known)))
-
-    def forget(self, request: LensRequest) -> None:
-        """Keep nothing of a request that was refused, which is mostly one of the latest."""
-        with self._lock:
-            for key in reversed(self._known):
-                if self._known[key][1] is request:
-                    return self._drop(key)
-
-    def _drop(self, key: Key) -> None:
-        known = self._known.pop(key, None)
-        if known is not None:
-            self.n_bytes -= known[2]
 
 
 def _part_bytes(part: object) -> int:
@@ -341,16 +289,18 @@ def parse_extra_args(
     with judging(NATIVE_KEY):
         request = _parse(extra_args, limits)
     if key is not None:
-        _PARSED.keep(key, kept, request)
+        nbytes = sum(map(_part_bytes, key)) + _held_bytes(kept, request)
+        _PARSED.keep(key, (request, kept), nbytes)
     return request
 
 
-_PARSED = Parsed(1 << 25)
+_PARSED: Cache[Key, tuple[LensRequest | None, list[object]]] = Cache(1 << 13)
+"""Equal requests are one object, and others know what they did for it by its identity."""
 
 
 def forget_parsed(request: LensRequest) -> None:
     """Forget a parsed request that an engine has refused."""
-    _PARSED.forget(request)
+    _PARSED.forget(lambda known: known[0] is request)
 
 
 def _parse(extra_args: Mapping[str, Any], limits: TensorLimits | None) -> LensRequest | None:

@@ -23,7 +23,7 @@ from inspect_lens.spec import (
     forget_parsed,
     parse_extra_args,
 )
-from inspect_lens.spec._request import Parsed
+from inspect_lens.spec._cache import Budget, Cache
 
 LIMITS = {"model": "m", "hidden": 256, "n_layers": 4, "rows": 1000}
 
@@ -144,19 +144,20 @@ def test_what_is_kept_is_counted_and_of_a_refused_request_nothing_is() -> None:
         {"apply_steering_vectors": [{"activations": encode_tensor(v), "layer_indices": [9]}]}
         for v in vectors
     ]
-    cache = Parsed(1 << 20)
+    budget = Budget(1 << 21)
+    cache: Cache[Any, Any] = Cache(1 << 13, budget)
     from inspect_lens.spec import _request
 
     before, _request._PARSED = _request._PARSED, cache
     try:
         requests = [parse_extra_args(body) for body in bodies]
-        kept = [request for _, request, _ in cache._known.values()]
+        kept = [request for request, _ in cache.values.values()]
         alive = [r for r in requests if r is not None and any(r is one for one in kept)]
         held = sum(request.edits[0].vector.nbytes for request in alive)
-        assert 0 < held <= cache.n_bytes <= 1 << 20
+        assert 0 < held <= budget.n_bytes <= 1 << 21
         for request in requests:
             assert request is not None
             forget_parsed(request)
-        assert (len(cache), cache.n_bytes) == (0, 0)
+        assert (len(cache), budget.n_bytes) == (0, 0)
     finally:
         _request._PARSED = before

@@ -18,6 +18,7 @@ from inspect_lens.spec import (
     resolve_positions,
     to_extra_args,
 )
+from inspect_lens.spec._cache import Budget, Cache
 from tests.kit.facts import engine_facts
 
 FACTS = engine_facts(layers=(0, 1, 3), ring_rows=32, bank_rows=5)
@@ -268,7 +269,8 @@ def test_equal_requests_are_one_object_and_others_are_not() -> None:
 def test_a_batch_of_many_vectors_is_parsed_once_and_large_ones_are_not_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cache = _request.Parsed(32 << 20)
+    budget = Budget(32 << 20)
+    cache: Cache[Any, Any] = Cache(1 << 13, budget)
     monkeypatch.setattr(_request, "_PARSED", cache)
 
     def ask(width: int) -> dict[str, Any]:
@@ -278,13 +280,13 @@ def test_a_batch_of_many_vectors_is_parsed_once_and_large_ones_are_not_kept(
     batch = [ask(8) for _ in range(1000)]
     first = [parse_extra_args(extra) for extra in batch]
     assert all(parse_extra_args(e) is f for e, f in zip(batch, first, strict=True))
-    large = ask(3 << 20)
+    large = ask(1 << 20)
     assert parse_extra_args(large) is not parse_extra_args(large)
     assert parse_extra_args(batch[0]) is first[0], "nothing has gone for it"
     for _ in range(300):
         parse_extra_args(ask(1 << 15))
     assert len(cache) <= (32 << 20) // (4 << 15)
-    assert cache.n_bytes <= 32 << 20
+    assert budget.n_bytes <= 32 << 20
 
 
 def test_what_is_changed_in_place_is_parsed_again() -> None:

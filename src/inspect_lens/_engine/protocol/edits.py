@@ -18,6 +18,7 @@ from inspect_lens.spec import (
     N_LATCHES,
     N_REGISTERS,
     NEXT_TOKEN,
+    Cache,
     Chosen,
     EditBase,
     EngineFacts,
@@ -40,7 +41,6 @@ from inspect_lens.spec import (
     token_gate_key,
 )
 
-from .kept import Kept
 from .programs import (
     MOST_POSITIONS,
     Program,
@@ -361,7 +361,7 @@ class SealedEdits:
 
 NO_EDITS: Final = SealedEdits()
 
-_SEALED: Final[Kept[tuple[int, int], tuple[LensRequest, EngineFacts, SealedEdits]]] = Kept(1024)
+_SEALED: Final[Cache[tuple[int, int], tuple[LensRequest, EngineFacts, SealedEdits]]] = Cache(1024)
 """By identity of the request and the facts, which are kept so that nothing else gets it."""
 
 

@@ -17,13 +17,13 @@ import msgspec
 
 from inspect_lens.errors import LensError
 from inspect_lens.spec import (
+    Cache,
     EngineFacts,
     EngineProbe,
     LensRequest,
 )
 
 from .edits import NO_EDITS, EditEnvelope, SealedEdits, seal_request_edits
-from .kept import Kept
 from .readouts import (
     LENS_KEY,
     READOUTS,
@@ -206,7 +206,7 @@ class Envelope:
         return replace(envelope, edited=_edited(value[HASH_KEY], edits), steer_hash=value[HASH_KEY])
 
 
-_EDITED: Final[Kept[str, SealedEdits]] = Kept(1024)
+_EDITED: Final[Cache[str, SealedEdits]] = Cache(1024)
 """What was read of edits, by `Envelope.steer_hash`."""
 
 

@@ -23,9 +23,7 @@ import msgspec
 import numpy as np
 
 from inspect_lens.errors import CaptureError
-from inspect_lens.spec import EditBase, Instruction, Kind, SiteWidth, TensorData
-
-from .kept import Kept
+from inspect_lens.spec import Cache, EditBase, Instruction, Kind, SiteWidth, TensorData
 
 Program = tuple[Instruction, ...]
 
@@ -113,9 +111,9 @@ def _read(
     return Programs(by_layer, by_identity, data, tuple(packed), sha256)
 
 
-_Known = Kept[Hashable, Programs]
-_MADE: Final[_Known] = Kept(_MOST)
-_UNPACKED: Final[_Known] = Kept(_MOST)
+_Known = Cache[Hashable, Programs]
+_MADE: Final[_Known] = Cache(_MOST)
+_UNPACKED: Final[_Known] = Cache(_MOST)
 
 
 def _once(kept: _Known, key: Hashable, make: Callable[[], Programs]) -> Programs:

@@ -13,7 +13,6 @@ from weakref import WeakSet
 
 import inspect_lens
 from inspect_lens._engine.collect.row_cache import RowCache
-from inspect_lens._engine.protocol.kept import Kept
 from inspect_lens._engine.protocol.processes import Address
 from inspect_lens._settings import Settings
 from inspect_lens._vllm import clients, metrics
@@ -41,6 +40,7 @@ from inspect_lens._vllm.results.attach import Results
 from inspect_lens._vllm.sinks.process import Sinks
 from inspect_lens.errors import LensError, UnsupportedError
 from inspect_lens.spec import (
+    Cache,
     EngineEdits,
     EngineFacts,
     EngineLens,
@@ -92,7 +92,7 @@ class FrontEnd:
         """API servers in front of the engine; each has a store of tensors of its own."""
         self.siblings: Path | None = None
         """Folder that several of them share."""
-        self.known: Kept[tuple[object, ...], Any] = Kept(_KNOWN_MOST)
+        self.known: Cache[tuple[object, ...], Any] = Cache(_KNOWN_MOST)
         """What was compiled, and what was placed in prompts of a length: a batch asks for one thing
         a thousand times."""
         self.row_caches: WeakSet[RowCache] = WeakSet()

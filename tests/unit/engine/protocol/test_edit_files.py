@@ -14,10 +14,9 @@ import pytest
 from inspect_lens import LensRequest, SteeringVector
 from inspect_lens._engine.protocol import envelope, programs
 from inspect_lens._engine.protocol.envelope import Envelope, Packed, seal
-from inspect_lens._engine.protocol.kept import Kept
 from inspect_lens._engine.protocol.programs import LARGE, MOST, file_of, read_file
 from inspect_lens.errors import CaptureError
-from inspect_lens.spec import Add, LowRank
+from inspect_lens.spec import Add, Cache, LowRank
 from tests.kit.wide_edits import wide_facts
 
 FACTS = wide_facts("resid_post", 4096, 1, 4096)
@@ -52,8 +51,8 @@ def vectors() -> LensRequest:
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(envelope, "_EDITED", Kept(16))
-    monkeypatch.setattr(programs, "_UNPACKED", Kept(16))
+    monkeypatch.setattr(envelope, "_EDITED", Cache(16))
+    monkeypatch.setattr(programs, "_UNPACKED", Cache(16))
 
 
 @pytest.mark.parametrize("make", [low_rank, vectors])
@@ -82,7 +81,7 @@ def test_a_file_is_there_as_long_as_a_request_may_be_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Nothing is kept for requests to come.
-    monkeypatch.setattr(programs, "_MADE", Kept(0))
+    monkeypatch.setattr(programs, "_MADE", Cache(0))
     one = packed(low_rank(1, positions="completion"), tmp_path)
     gc.collect()
     assert Envelope.unpack(msgspec.msgpack.decode(sent(one))).edited.edits

@@ -15,9 +15,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from inspect_lens._engine.protocol import kept
 from inspect_lens._engine.protocol.envelope import Envelope, Packed
-from inspect_lens._engine.protocol.kept import Kept
 from inspect_lens._vllm.frontend import admission, state, wrappers
 from inspect_lens._vllm.frontend.state import FrontEnd
 from inspect_lens._vllm.results.attach import named
@@ -29,6 +27,7 @@ from inspect_lens.errors import (
     UnsupportedError,
 )
 from inspect_lens.spec import ENVELOPE_KEY, EngineProbe, SteeringVector
+from inspect_lens.spec._cache import BYTES_BESIDE, Budget, Cache
 from tests.unit.vllm.frontend.test_front import facts, probe
 
 N_PROMPT, MAX_TOKENS = 3, 2
@@ -312,7 +311,7 @@ def test_steering_is_sealed_once_until_a_request_that_has_it_fails(
     other = sealed(processor, steered)
     assert Envelope.unpack(other).steer_hash != salt, "its cache blocks are not to be trusted"
     assert sealed(processor, steered) is other
-    least: Kept[Any, Any] = Kept(4, kept.Budget(16 * (kept.BYTES_BESIDE + 31)))
+    least: Cache[Any, Any] = Cache(4, Budget(16 * (BYTES_BESIDE + 31)))
     monkeypatch.setattr(state.front_end(), "known", least)
     large = steer()
     assert sealed(processor, large) is not sealed(processor, large), "32 bytes of vectors"

@@ -1,11 +1,13 @@
-"""What was made before and may be asked for again, as long as there is room for it."""
+"""The one kind of cache on the way of a request: by content, and with one bound for a process."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, Final, Generic, TypeVar
 from weakref import ref
+
+__all__ = ["Cache"]
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
@@ -20,10 +22,10 @@ class Budget:
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes, self.n_bytes = most_bytes, 0
         self.lock = threading.Lock()
-        self.order: dict[tuple[ref[Kept[Any, Any]], Hashable], int] = {}
+        self.order: dict[tuple[ref[Cache[Any, Any]], Hashable], int] = {}
         """Bytes by cache and key."""
 
-    def drop(self, one: tuple[ref[Kept[Any, Any]], Hashable]) -> None:
+    def drop(self, one: tuple[ref[Cache[Any, Any]], Hashable]) -> None:
         """Let go of a value; call it with the lock."""
         nbytes = self.order.pop(one, None)
         if nbytes is not None:
@@ -32,14 +34,14 @@ class Budget:
                 cache.values.pop(one[1], None)
 
 
-_PROCESS: Final = Budget(1 << 27)
+PROCESS: Final = Budget(1 << 27)
 """Of all caches of a process."""
 
 
-class Kept(Generic[Key, Value]):
+class Cache(Generic[Key, Value]):
     """Values by key; those that came first go when there is no more room. Threads may share it."""
 
-    def __init__(self, most: int, budget: Budget = _PROCESS) -> None:
+    def __init__(self, most: int, budget: Budget = PROCESS) -> None:
         self._most, self._budget, self._self = most, budget, ref(self)
         self.values: dict[Key, Value] = {}
 
@@ -64,3 +66,10 @@ class Kept(Generic[Key, Value]):
                 budget.drop((self._self, next(iter(self.values))))
             while budget.n_bytes > budget.most_bytes:
                 budget.drop(next(iter(budget.order)))
+
+    def forget(self, is_it: Callable[[Value], bool]) -> None:
+        """Let go of the latest value that is so."""
+        with self._budget.lock:
+            for key in reversed(self.values):
+                if is_it(self.values[key]):
+                    return self._budget.drop((self._self, key))

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inspect_lens._engine.protocol.kept import BYTES_BESIDE, Budget, Kept
+from inspect_lens.spec._cache import BYTES_BESIDE, Budget, Cache
 
 MOST, MOST_BYTES = 4, 40 * BYTES_BESIDE
 LARGEST = MOST_BYTES // 16 - BYTES_BESIDE
@@ -16,7 +16,7 @@ LARGEST = MOST_BYTES // 16 - BYTES_BESIDE
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2 * LARGEST))))
 def test_it_holds_the_latest_that_fit(asked: list[tuple[int, int]]) -> None:
-    kept: Kept[int, tuple[int, int]] = Kept(MOST, Budget(MOST_BYTES))
+    kept: Cache[int, tuple[int, int]] = Cache(MOST, Budget(MOST_BYTES))
     order: list[tuple[int, int]] = []
     for i, (key, nbytes) in enumerate(asked):
         kept.keep(key, (key, i), nbytes)
@@ -33,7 +33,7 @@ def test_it_holds_the_latest_that_fit(asked: list[tuple[int, int]]) -> None:
 
 
 def test_a_value_that_would_fill_most_of_it_is_not_kept() -> None:
-    kept: Kept[int, str] = Kept(MOST, Budget(MOST_BYTES))
+    kept: Cache[int, str] = Cache(MOST, Budget(MOST_BYTES))
     kept.keep(0, "fits", LARGEST)
     kept.keep(1, "too large", LARGEST + 1)
     assert (kept.get(0), kept.get(1)) == ("fits", None)
@@ -49,7 +49,7 @@ def test_threads_may_keep_at_once() -> None:
 
 
 def _keep_at_once() -> None:
-    kept: Kept[int, int] = Kept(MOST, Budget(MOST_BYTES))
+    kept: Cache[int, int] = Cache(MOST, Budget(MOST_BYTES))
 
     def many(first: int) -> None:
         for i in range(first, first + 2000):
@@ -63,7 +63,7 @@ def _keep_at_once() -> None:
 
 def test_caches_share_a_budget_and_one_that_is_gone_takes_none_of_it() -> None:
     budget = Budget(MOST_BYTES)
-    first, second = (Kept[int, bytes](1000, budget) for _ in range(2))
+    first, second = (Cache[int, bytes](1000, budget) for _ in range(2))
     for i in range(30):
         first.keep(i, b"")
     for i in range(30):
