@@ -7,21 +7,15 @@ started with `INSPECT_LENS_ALLOW_CODE=1`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
-from inspect_lens.errors import UnsupportedError
 from inspect_lens.spec import Hook, Registrable, parse_hooks
 
 __all__ = [
-    "clear_hook_results",
-    "clear_hooks",
-    "clear_prefetched",
-    "collect_hook_results",
+    "PersistentHooks",
     "flush_sinks",
-    "prefetch_params",
     "register",
-    "register_hooks",
     "registered",
     "sinks",
     "unregister",
@@ -124,20 +118,16 @@ def registered() -> dict[str, dict[str, Any]]:
     return front_end().registry.describe()
 
 
-def register_hooks(
-    llm: Any,
-    hooks: Sequence[Hook | Mapping[str, Any]],
-    prefetch_params: Sequence[str] | None = None,
-) -> None:
-    """Run hooks on every request of an offline engine from now on, before the request's own.
+class PersistentHooks:
+    """Hooks of an offline engine that run on every request, before the request's own.
+
+    `LensClient` has the same methods for a server.
 
     Args:
         llm: a `vllm.LLM` of this process.
-        hooks: added behind those that are registered.
-        prefetch_params: see `prefetch_params`.
 
     Raises:
-        LensError: the engine does not run code, does not have a layer, or cannot read a function.
+        UnsupportedError: the engine does not run code, or the lens does not serve it.
 
     Example:
         <!-- test: engine -->
@@ -145,7 +135,7 @@ def register_hooks(
         from vllm import LLM, SamplingParams
 
         from inspect_lens import Hook
-        from inspect_lens.engine import clear_hooks, collect_hook_results, register_hooks
+        from inspect_lens.engine import PersistentHooks
 
 
         def norms(ctx, h):  # runs in the engine, which INSPECT_LENS_ALLOW_CODE=1 has to allow
@@ -153,181 +143,89 @@ def register_hooks(
 
 
         llm = LLM(model="organism/checkpoint", dtype="float32")
-        register_hooks(llm, [Hook(fn=norms, layer_indices=[3])])
+        hooks = PersistentHooks(llm)
+        hooks.register_hooks([Hook(fn=norms, layer_indices=[3])])
         llm.generate("Where is Velosh?", SamplingParams(max_tokens=4), use_tqdm=False)
-        assert len(collect_hook_results(llm)) == 1
-        clear_hooks(llm)
+        (by_hook,) = hooks.collect_hook_results().values()
+        print([len(n) for n in by_hook["0"]["norms"]])  # the prompt, then token by token
+        hooks.clear_hooks()
         ```
     """
-    from ._vllm.registered.persistent_hooks import packed_hook
 
-    book = _book(llm)
-    named = book.prepare(parse_hooks(list(hooks), where="hooks"))
-    if prefetch_params:
-        _manage(llm, "prefetch", list(prefetch_params))
-    # The workers first: a hook that runs is known everywhere.
-    _manage(llm, "register", {name: packed_hook(hook) for name, hook in named.items()})
-    book.add(named)
+    def __init__(self, llm: Any) -> None:
+        from ._vllm.registered.persistent_hooks import HookBook
 
-
-def collect_hook_results(llm: Any) -> dict[str, dict[str, dict[str, Any]]]:
-    """Get what persistent hooks saved for finished requests; it is kept until cleared.
-
-    Args:
-        llm: a `vllm.LLM` of this process.
-
-    Returns:
-        What `ctx.saved` held, by request and by index of the hook as text, tensors as torch
-        tensors on the CPU.
-
-    Example:
-        <!-- test: engine -->
-        ```python
-        from vllm import LLM, SamplingParams
-
-        from inspect_lens import Hook
-        from inspect_lens.engine import clear_hooks, collect_hook_results, register_hooks
-
-
-        def count(ctx, h):
-            ctx.saved["rows"] = ctx.saved.get("rows", 0) + len(h)
-
-
-        llm = LLM(model="organism/checkpoint", dtype="float32")
-        register_hooks(llm, [Hook(fn=count, layer_indices=[3])])
-        llm.generate("Where is Velosh?", SamplingParams(max_tokens=4), use_tqdm=False)
-        (by_hook,) = collect_hook_results(llm).values()
-        assert by_hook["0"]["rows"] > 4
-        clear_hooks(llm)
-        ```
-    """
-    from ._vllm.registered.persistent_hooks import live_values
-
-    found: dict[str, dict[str, dict[str, Any]]] = live_values(_book(llm).results())
-    return found
-
-
-def clear_hook_results(llm: Any) -> None:
-    """Delete what persistent hooks saved, and keep the hooks.
-
-    Args:
-        llm: a `vllm.LLM` of this process.
-
-    Example:
-        <!-- test: engine -->
-        ```python
-        from vllm import LLM, SamplingParams
-
-        from inspect_lens import Hook
-        from inspect_lens.engine import (
-            clear_hook_results,
-            clear_hooks,
-            collect_hook_results,
-            register_hooks,
+        self._llm = llm
+        self._book = HookBook.of(
+            llm.llm_engine,
+            "hooks: this engine was started without leave to run code; set "
+            "INSPECT_LENS_ALLOW_CODE=1 before it is made",
         )
 
-        llm = LLM(model="organism/checkpoint", dtype="float32")
-        register_hooks(llm, [Hook(fn=lambda ctx, h: ctx.saved.update(seen=1), layer_indices=[3])])
-        llm.generate("Where is Velosh?", SamplingParams(max_tokens=4), use_tqdm=False)
-        clear_hook_results(llm)
-        assert collect_hook_results(llm) == {}
-        clear_hooks(llm)
-        ```
-    """
-    _book(llm).clear_results()
+    def register_hooks(
+        self,
+        hooks: Sequence[Hook | Mapping[str, Any]],
+        prefetch_params: Sequence[str] | None = None,
+    ) -> None:
+        """Run hooks on every request from now on.
 
+        Args:
+            hooks: added behind those that are registered.
+            prefetch_params: see `prefetch_params`.
 
-def clear_hooks(llm: Any) -> None:
-    """Remove the persistent hooks of an engine, and what they saved.
+        Raises:
+            LensError: the engine does not have a layer, or cannot read a function.
+        """
+        parsed = parse_hooks(list(hooks), where="hooks")
+        self._at_once(self._book.register(self._tell, parsed, list(prefetch_params or ())))
 
-    Args:
-        llm: a `vllm.LLM` of this process.
+    def collect_hook_results(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """Get what the hooks saved for finished requests; it is kept until cleared.
 
-    Example:
-        <!-- test: engine -->
-        ```python
-        from vllm import LLM
+        Returns:
+            What `ctx.saved` held, by request and by index of the hook as text, tensors as torch
+            tensors on the CPU.
+        """
+        from ._vllm.registered.persistent_hooks import live_values
 
-        from inspect_lens import Hook
-        from inspect_lens.engine import clear_hooks, register_hooks
+        found: dict[str, dict[str, dict[str, Any]]] = live_values(self._book.results())
+        return found
 
-        llm = LLM(model="organism/checkpoint", dtype="float32")
-        register_hooks(llm, [Hook(fn=lambda ctx, h: None, layer_indices=[3])])
-        clear_hooks(llm)
-        ```
-    """
-    _manage(llm, "unregister", _book(llm).clear())
+    def clear_hook_results(self) -> None:
+        """Delete what the hooks saved, and keep the hooks."""
+        self._book.clear_results()
 
+    def clear_hooks(self) -> None:
+        """Remove the hooks, and what they saved."""
+        self._at_once(self._book.clear(self._tell))
 
-def prefetch_params(llm: Any, names: Sequence[str]) -> None:
-    """Make parameters known to `ctx.get_parameter` on all ranks and pipeline stages.
+    def prefetch_params(self, names: Sequence[str]) -> None:
+        """Make parameters known to `ctx.get_parameter` on all ranks and pipeline stages.
 
-    Without a pipeline it is not needed; it saves gathering them again in each call.
+        Without a pipeline it is not needed; it saves gathering them again in each call.
 
-    Args:
-        llm: a `vllm.LLM` of this process.
-        names: dotted paths from the model, such as `lm_head.weight`.
+        Args:
+            names: dotted paths from the model, such as `lm_head.weight`.
 
-    Raises:
-        LensError: the engine does not run code, or has no such parameter.
+        Raises:
+            LensError: the engine has no such parameter.
+        """
+        self._at_once(self._book.manage(self._tell, "prefetch", list(names)))
 
-    Example:
-        <!-- test: engine -->
-        ```python
-        from vllm import LLM
+    def clear_prefetched(self) -> None:
+        """Undo `prefetch_params`, and free the parameters."""
+        self._at_once(self._book.manage(self._tell, "clear_prefetched"))
 
-        from inspect_lens.engine import clear_prefetched, prefetch_params
-
-        llm = LLM(model="organism/checkpoint", dtype="float32")
-        prefetch_params(llm, ["model.norm.weight"])
-        # Hooks read it with ctx.get_parameter("model.norm.weight").
-        clear_prefetched(llm)
-        ```
-    """
-    _book(llm)
-    _manage(llm, "prefetch", list(names))
-
-
-def clear_prefetched(llm: Any) -> None:
-    """Undo `prefetch_params`, and free the parameters.
-
-    Args:
-        llm: a `vllm.LLM` of this process.
-
-    Example:
-        <!-- test: engine -->
-        ```python
-        from vllm import LLM
-
-        from inspect_lens.engine import clear_prefetched, prefetch_params
-
-        llm = LLM(model="organism/checkpoint", dtype="float32")
-        prefetch_params(llm, ["model.norm.weight"])
-        clear_prefetched(llm)
-        ```
-    """
-    _book(llm)
-    _manage(llm, "clear_prefetched", None)
-
-
-def _book(llm: Any) -> Any:
-    processor = llm.llm_engine.input_processor
-    book = getattr(processor, "inspect_lens_book", None)
-    if book is None:
-        reason = getattr(processor, "inspect_lens_refusal", None)
-        raise UnsupportedError(
-            f"hooks: the lens does not serve this engine: {reason}"
-            if reason
-            else "hooks: this engine was started without leave to run code; set "
-            "INSPECT_LENS_ALLOW_CODE=1 before it is made"
+    async def _tell(self, action: str, payload: Any) -> Sequence[str | None]:
+        told: Sequence[str | None] = self._llm.collective_rpc(
+            "inspect_lens_hooks", args=(action, payload)
         )
-    return book
+        return told
 
+    def _at_once(self, work: Coroutine[Any, Any, None]) -> None:
+        from ._vllm.registered.contents import at_once
 
-def _manage(llm: Any, action: str, payload: Any) -> None:
-    from ._vllm.registered.persistent_hooks import raise_first
-
-    raise_first(llm.collective_rpc("inspect_lens_hooks", args=(action, payload)))
+        at_once(work)
 
 
 def sinks() -> dict[str, dict[str, Any]]:

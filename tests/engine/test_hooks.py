@@ -12,14 +12,7 @@ import pytest
 import torch
 
 from inspect_lens import Hook, SteeringVector
-from inspect_lens.engine import (
-    clear_hook_results,
-    clear_hooks,
-    clear_prefetched,
-    collect_hook_results,
-    prefetch_params,
-    register_hooks,
-)
+from inspect_lens.engine import PersistentHooks
 from inspect_lens.errors import HookError, LensError, SpecError
 from tests.kit.reference import HuggingFace
 
@@ -190,7 +183,7 @@ def test_parameters_of_the_model(engine: Engine) -> None:
 @pytest.fixture
 def persistent(engine: Engine) -> Iterator[Engine]:
     yield engine
-    clear_hooks(engine.llm)
+    PersistentHooks(engine.llm).clear_hooks()
 
 
 def test_persistent_hooks_run_on_every_request(persistent: Engine) -> None:
@@ -201,7 +194,9 @@ def test_persistent_hooks_run_on_every_request(persistent: Engine) -> None:
         return h + 1
 
     before = engine.run([PROMPT], ALL)[0]
-    register_hooks(engine.llm, [Hook(fn=shift, layer_indices=[1])], ["model.norm.weight"])
+    PersistentHooks(engine.llm).register_hooks(
+        [Hook(fn=shift, layer_indices=[1])], ["model.norm.weight"]
+    )
     first = engine.run([PROMPT], ALL)[0]
     n = len(PROMPT)  # behind it other tokens follow
     torch.testing.assert_close(rows(first)[1, :n], rows(before)[1, :n] + 1, rtol=1e-4, atol=1e-4)
@@ -210,13 +205,13 @@ def test_persistent_hooks_run_on_every_request(persistent: Engine) -> None:
     assert plain.inspect_lens.hooks.persistent == first.inspect_lens.hooks.persistent != ()
     # A request's own hooks see what persistent ones made of the rows.
     alone = torch.cat(own.hook_results["0"]["layer 1"])[:30]
-    found = collect_hook_results(engine.llm)
+    found = PersistentHooks(engine.llm).collect_hook_results()
     assert len(found) == 3
     assert sorted(r["0"]["tokens"] for r in found.values())[0] >= 27
-    assert collect_hook_results(engine.llm).keys() == found.keys()
-    clear_hook_results(engine.llm)
-    assert collect_hook_results(engine.llm) == {}
-    clear_hooks(engine.llm)
+    assert PersistentHooks(engine.llm).collect_hook_results().keys() == found.keys()
+    PersistentHooks(engine.llm).clear_hook_results()
+    assert PersistentHooks(engine.llm).collect_hook_results() == {}
+    PersistentHooks(engine.llm).clear_hooks()
     after = engine.run([tokens(30)], hooks(keep, 1))[0]
     torch.testing.assert_close(
         alone, torch.cat(after.hook_results["0"]["layer 1"])[:30] + 1, rtol=1e-4, atol=1e-4
@@ -230,13 +225,13 @@ def test_persistent_hooks_that_cannot_be_used_are_refused_at_once(persistent: En
     code = json.loads(PEER.read_text())["register"]["hooks"][0]
     broken = {**code, "fn": {"cloudpickle": "gAQu"}}
     with pytest.raises(LensError, match="cannot be read in the server"):
-        register_hooks(persistent.llm, [broken])
+        PersistentHooks(persistent.llm).register_hooks([broken])
     with pytest.raises(SpecError, match="layers 0 to 3"):
-        register_hooks(persistent.llm, [{**code, "layer_indices": [9]}])
+        PersistentHooks(persistent.llm).register_hooks([{**code, "layer_indices": [9]}])
     with pytest.raises(LensError, match="no parameter of that name"):
-        prefetch_params(persistent.llm, ["model.norm.nothing"])
-    clear_prefetched(persistent.llm)
-    assert collect_hook_results(persistent.llm) == {}
+        PersistentHooks(persistent.llm).prefetch_params(["model.norm.nothing"])
+    PersistentHooks(persistent.llm).clear_prefetched()
+    assert PersistentHooks(persistent.llm).collect_hook_results() == {}
     assert persistent.run([tokens(5)])[0].outputs[0].token_ids
 
 

@@ -12,7 +12,7 @@ import torch
 
 from inspect_lens import Hook, SteeringVector
 from inspect_lens.attention import QueriesKeys
-from inspect_lens.engine import clear_prefetched, prefetch_params, register, unregister
+from inspect_lens.engine import PersistentHooks, register, unregister
 from inspect_lens.errors import HookError, SpecError, UnsupportedError
 from inspect_lens.spec import BLOCK_SITES
 from tests.engine.conftest import HIDDEN, LAYERS, Engine, start, tokens
@@ -201,10 +201,10 @@ def test_parameters_are_whole_on_every_worker(two: Engine, hugging_face: Hugging
             ctx.saved[f"{name} at {ctx.layer_idx}"] = ctx.get_parameter(name)
 
     # Layers of both stages want what only one of them has.
-    prefetch_params(two.llm, names)
+    PersistentHooks(two.llm).prefetch_params(names)
     hook = Hook(fn=look, layer_indices=[0, LAYERS - 1])
     saved = two.run([tokens(5)], {"apply_hooks": [hook]}, max_tokens=1)[0].hook_results["0"]
-    clear_prefetched(two.llm)
+    PersistentHooks(two.llm).clear_prefetched()
     assert len(saved) == 2 * len(names)
     for key, value in saved.items():
         torch.testing.assert_close(value, expected[key.partition(" ")[0]], rtol=0, atol=0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from inspect_lens import Hook, SteeringVector
-from inspect_lens.engine import clear_hooks, collect_hook_results, register_hooks
+from inspect_lens.engine import PersistentHooks
 from inspect_lens.errors import HookError
 from tests.engine.conftest import Engine, start, tokens
 from tests.kit.reference import HuggingFace
@@ -164,10 +164,12 @@ def test_raising_persistent_and_queries(engine: Engine, hugging_face: HuggingFac
         ctx.saved["shape"] = list(weight.shape)
         ctx.saved["head"] = list(ctx.get_parameter("lm_head.weight").shape)
 
-    register_hooks(engine.llm, [Hook(fn=size, layer_indices=[0])], ["model.norm.weight"])
+    PersistentHooks(engine.llm).register_hooks(
+        [Hook(fn=size, layer_indices=[0])], ["model.norm.weight"]
+    )
     engine.run([tokens(20), tokens(30)])
-    found = collect_hook_results(engine.llm)
-    clear_hooks(engine.llm)
+    found = PersistentHooks(engine.llm).collect_hook_results()
+    PersistentHooks(engine.llm).clear_hooks()
     assert len(found) == 2
     assert all(r["0"]["shape"][1] == HIDDEN for r in found.values())
     assert all(r["0"]["head"][1] == HIDDEN for r in found.values())

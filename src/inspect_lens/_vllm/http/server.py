@@ -33,8 +33,8 @@ from inspect_lens._vllm.registered.contents import (
     parse_item,
     take_name,
 )
-from inspect_lens._vllm.registered.persistent_hooks import HookBook, packed_hook, raise_first
-from inspect_lens.errors import LensError, SpecError, UnsupportedError
+from inspect_lens._vllm.registered.persistent_hooks import HookBook, TellHooks
+from inspect_lens.errors import LensError, SpecError
 from inspect_lens.spec import (
     LENS_KEYS,
     Registrable,
@@ -224,30 +224,28 @@ def _tell_through(engine: Any) -> Tell:
     return tell
 
 
-HookHandler = Callable[[HookBook, Any, dict[str, Any]], Awaitable[dict[str, Any]]]
+HookHandler = Callable[[HookBook, TellHooks, dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
 def _hook(handler: HookHandler) -> Handler:
     async def run(request: Any) -> Any:
         engine = request.app.state.engine_client
-        return await handler(_book_of(engine), engine, await json_body(request))
+        book = HookBook.of(
+            engine,
+            "hooks are functions of the client that run inside the server, and this server "
+            "was started without leave for it; start it with INSPECT_LENS_ALLOW_CODE=1, which "
+            "lets everybody who can send it requests run any code there",
+        )
+
+        async def tell(action: str, payload: Any) -> Sequence[str | None]:
+            told: Sequence[str | None] = await engine.collective_rpc(
+                "inspect_lens_hooks", args=(action, payload)
+            )
+            return told
+
+        return await handler(book, tell, await json_body(request))
 
     return run
-
-
-def _book_of(engine: Any) -> HookBook:
-    processor = getattr(engine, "input_processor", None)
-    book: HookBook | None = getattr(processor, "inspect_lens_book", None)
-    if book is None:
-        reason = getattr(processor, "inspect_lens_refusal", None)
-        raise UnsupportedError(
-            f"hooks: the lens does not serve this engine: {reason}"
-            if reason
-            else "hooks are functions of the client that run inside the server, and this server "
-            "was started without leave for it; start it with INSPECT_LENS_ALLOW_CODE=1, which "
-            "lets everybody who can send it requests run any code there"
-        )
-    return book
 
 
 def _names(body: dict[str, Any], field: str) -> list[str]:
@@ -257,47 +255,39 @@ def _names(body: dict[str, Any], field: str) -> list[str]:
     return names
 
 
-async def _tell(engine: Any, action: str, payload: Any) -> None:
-    answers: Sequence[str | None] = await engine.collective_rpc(
-        "inspect_lens_hooks", args=(action, payload)
-    )
-    raise_first(answers)
-
-
-async def _register(book: HookBook, engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+async def _register(book: HookBook, tell: TellHooks, body: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(body.get("hooks"), list):
         raise SpecError("hooks: a list of hooks is wanted")
-    named = book.prepare(parse_hooks(body["hooks"], where="hooks"))
-    if body.get("prefetch_params"):
-        await _tell(engine, "prefetch", _names(body, "prefetch_params"))
-    # The workers first: a hook that runs is known everywhere.
-    await _tell(engine, "register", {name: packed_hook(hook) for name, hook in named.items()})
-    book.add(named)
-    return {"status": "ok", "count": len(named)}
+    hooks = parse_hooks(body["hooks"], where="hooks")
+    prefetch = _names(body, "prefetch_params") if body.get("prefetch_params") else []
+    await book.register(tell, hooks, prefetch)
+    return {"status": "ok", "count": len(hooks)}
 
 
-async def _collect(book: HookBook, engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+async def _collect(book: HookBook, tell: TellHooks, body: dict[str, Any]) -> dict[str, Any]:
     return {"results": encode_saved(book.results())}
 
 
-async def _clear(book: HookBook, engine: Any, body: dict[str, Any]) -> dict[str, Any]:
-    await _tell(engine, "unregister", book.clear())
+async def _clear(book: HookBook, tell: TellHooks, body: dict[str, Any]) -> dict[str, Any]:
+    await book.clear(tell)
     return {"status": "ok"}
 
 
-async def _clear_results(book: HookBook, engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+async def _clear_results(book: HookBook, tell: TellHooks, body: dict[str, Any]) -> dict[str, Any]:
     book.clear_results()
     return {"status": "ok"}
 
 
-async def _prefetch(book: HookBook, engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+async def _prefetch(book: HookBook, tell: TellHooks, body: dict[str, Any]) -> dict[str, Any]:
     names = _names(body, "params")
-    await _tell(engine, "prefetch", names)
+    await book.manage(tell, "prefetch", names)
     return {"status": "ok", "params": names}
 
 
-async def _clear_prefetched(book: HookBook, engine: Any, body: dict[str, Any]) -> dict[str, Any]:
-    await _tell(engine, "clear_prefetched", None)
+async def _clear_prefetched(
+    book: HookBook, tell: TellHooks, body: dict[str, Any]
+) -> dict[str, Any]:
+    await book.manage(tell, "clear_prefetched")
     return {"status": "ok"}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
@@ -22,6 +22,9 @@ from inspect_lens.spec import (
     TensorData,
     check_hooks,
 )
+
+TellHooks = Callable[[str, Any], Awaitable[Sequence[str | None]]]
+"""Tells all workers of an engine to do something with hooks; they answer what went wrong."""
 
 _numbers = itertools.count(1)
 
@@ -52,8 +55,21 @@ class HookBook:
         with self._lock:
             return list(self._hooks)
 
-    def prepare(self, hooks: Sequence[Hook]) -> dict[str, Hook]:
-        """Judge hooks and name them; the workers are told of them before `add`."""
+    @classmethod
+    def of(cls, engine: Any, no_leave: str) -> HookBook:
+        """That of an engine; else says that it is not served, or runs no code."""
+        processor = getattr(engine, "input_processor", None)
+        book: HookBook | None = getattr(processor, "inspect_lens_book", None)
+        if book is None:
+            reason = getattr(processor, "inspect_lens_refusal", None)
+            served = f"hooks: the lens does not serve this engine: {reason}"
+            raise UnsupportedError(served if reason else no_leave)
+        return book
+
+    async def register(
+        self, tell: TellHooks, hooks: Sequence[Hook], prefetch: Sequence[str] = ()
+    ) -> None:
+        """Judge hooks, and let further requests run them."""
         check_hooks(tuple(hooks), self._facts, "hooks")
         if self._facts.is_speculative:
             raise UnsupportedError(
@@ -64,20 +80,26 @@ class HookBook:
                 f"persistent hooks with {self._n_processes} API server processes, of which one "
                 "would know them; start with --api-server-count 1, or send hooks with requests"
             )
-        return {f"{next(_numbers)}:{hook.fn.sha256[:16]}": hook for hook in hooks}
-
-    def add(self, named: Mapping[str, Hook]) -> None:
-        """Let further requests run hooks that all workers know."""
+        named = {f"{next(_numbers)}:{hook.fn.sha256[:16]}": hook for hook in hooks}
+        if prefetch:
+            await self.manage(tell, "prefetch", prefetch)
+        # The workers first: a hook that runs is known everywhere.
+        packed = {name: packed_hook(hook) for name, hook in named.items()}
+        await self.manage(tell, "register", packed)
         with self._lock:
             self._hooks += named.items()
 
-    def clear(self) -> list[str]:
-        """Forget hooks and results; returns names that the workers may forget."""
+    async def clear(self, tell: TellHooks) -> None:
+        """Forget hooks and results; then the workers forget them, too."""
         with self._lock:
             names = [name for name, _ in self._hooks]
             self._hooks = []
             self._results, self._sizes = {}, {}
-        return names
+        await self.manage(tell, "unregister", names)
+
+    async def manage(self, tell: TellHooks, action: str, payload: Any = None) -> None:
+        """Have all workers do something; raises what went wrong in one of them."""
+        raise_first(await tell(action, payload))
 
     def clear_results(self) -> None:
         with self._lock:

@@ -13,7 +13,7 @@ from inspect_lens import Hook
 from inspect_lens._vllm.frontend import state
 from inspect_lens._vllm.frontend.admission import compiled_of
 from inspect_lens._vllm.frontend.state import FrontEnd
-from inspect_lens.engine import clear_hooks, collect_hook_results, register_hooks
+from inspect_lens.engine import PersistentHooks
 from inspect_lens.errors import UnsupportedError
 from tests.unit.vllm.compat.test_facts import config
 
@@ -39,9 +39,8 @@ def test_leave_is_not_given_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedError, match="INSPECT_LENS_ALLOW_CODE=1"):
         judge(HOOKS)
     llm = SimpleNamespace(llm_engine=SimpleNamespace(input_processor=processor))
-    for act in (lambda: register_hooks(llm, []), lambda: collect_hook_results(llm)):
-        with pytest.raises(UnsupportedError, match="INSPECT_LENS_ALLOW_CODE=1"):
-            act()
+    with pytest.raises(UnsupportedError, match="INSPECT_LENS_ALLOW_CODE=1"):
+        PersistentHooks(llm)
 
 
 def test_disabling_the_plug_in_disables_hooks_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,4 +50,4 @@ def test_disabling_the_plug_in_disables_hooks_too(monkeypatch: pytest.MonkeyPatc
             judge(asked)
     llm = SimpleNamespace(llm_engine=SimpleNamespace(input_processor=processor))
     with pytest.raises(UnsupportedError, match="INSPECT_LENS_DISABLE is set"):
-        clear_hooks(llm)
+        PersistentHooks(llm)
