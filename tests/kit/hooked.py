@@ -10,7 +10,8 @@ import torch
 
 from inspect_lens import Hook, LensRequest
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.hooks.runner import EAGER_KEY, HookedStepper, HookRunner, Part
+from inspect_lens._engine.hooks.runner import EAGER_KEY, HookRunner, Part
+from inspect_lens._engine.step.request_stepper import RequestStepper
 from inspect_lens._vllm.registered.persistent_hooks import packed_hook
 from tests.kit.steps import HIDDEN, LAYERS, exporter, sealed
 from tests.kit.steps import Worker as PlainWorker
@@ -24,7 +25,7 @@ class Worker(PlainWorker):
     def __init__(self, layers: tuple[int, ...] = LAYERS, most: int = 1 << 16) -> None:
         self.exporter = exporter()
         super().__init__(self.exporter)
-        self.stepper: HookedStepper = HookedStepper(self.state, self.exporter)
+        self.stepper: RequestStepper = RequestStepper(self.state, self.exporter)
         self.layers = layers
         self.hooks = self.stepper.hooks = HookRunner(
             layers=layers,

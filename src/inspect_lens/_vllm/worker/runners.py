@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from inspect_lens._engine.hooks.runner import HookedStepper, HookRunner, Needs, Part
+from inspect_lens._engine.hooks.runner import HookRunner, Needs, Part
 from inspect_lens._engine.protocol.processes import ends_process
+from inspect_lens._engine.step.request_stepper import RequestStepper
 from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._engine.tap.buffers import CAPTURE, TapState
 from inspect_lens._engine.tap.op import tap
@@ -251,7 +252,7 @@ def _dispatch_v2(original: Callable[..., Any]) -> Callable[..., Any]:
 class Eager:
     """What runners do around an eager step."""
 
-    def __init__(self, stepper: HookedStepper, layers: LayerHooks, ranks: Ranks) -> None:
+    def __init__(self, stepper: RequestStepper, layers: LayerHooks, ranks: Ranks) -> None:
         assert stepper.hooks is not None
         self._stepper = stepper
         self._hooks: HookRunner = stepper.hooks

@@ -15,13 +15,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from inspect_lens._engine.export.transport import Exporter, copier_for
-from inspect_lens._engine.hooks.runner import HookedStepper, HookRunner
+from inspect_lens._engine.hooks.runner import HookRunner
 from inspect_lens._engine.protocol.messages import ArenaWriter
 from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens._engine.protocol.readouts import LAG, share_of
 from inspect_lens._engine.readout.logit_lens import warm_up_lens
 from inspect_lens._engine.readout.readers import READOUT_BYTES, warm_up_readout
-from inspect_lens._engine.step.lens_stepper import LensStepper
+from inspect_lens._engine.step.request_stepper import RequestStepper
 from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._engine.tap.buffers import TapState, install
 from inspect_lens._engine.tap.op import tap, warm_up
@@ -54,7 +54,7 @@ logger = logging.getLogger("vllm.inspect_lens")
 def attach_hooks(
     runner: Any,
     adapter: RunnerV1 | RunnerV2,
-    stepper: HookedStepper,
+    stepper: RequestStepper,
     exporter: Exporter | None,
     blocks: Sequence[nn.Module | None],
     facts: EngineFacts,
@@ -85,7 +85,7 @@ def attach_hooks(
 def manage_hooks(worker: Any, action: str, payload: Any) -> str | None:
     """Manage persistent hooks; `collective_rpc("inspect_lens_hooks")` calls it on all workers."""
     runner = worker.model_runner
-    stepper: HookedStepper | None = getattr(runner, "inspect_lens", None)
+    stepper: RequestStepper | None = getattr(runner, "inspect_lens", None)
     parameters: Parameters | None = getattr(runner, "inspect_lens_parameters", None)
     try:
         if action == "prefetch":
@@ -269,7 +269,7 @@ def register(worker: Any, reference: str, item: dict[str, Any] | None) -> bool |
     Called on all workers by name. Returns whether the lens is active here, or what went wrong as
     text: an exception would count as a failure of the engine.
     """
-    stepper: LensStepper | None = getattr(worker.model_runner, "inspect_lens", None)
+    stepper: RequestStepper | None = getattr(worker.model_runner, "inspect_lens", None)
     try:
         if stepper is not None:
             kept: WorkerContents = worker.model_runner.inspect_lens_kept
@@ -339,7 +339,7 @@ def _install(start: Start) -> str:
     if {"q", "k"} <= set(facts.sites):
         heads = int(config.model_config.get_total_num_kv_heads())
         exporter.attention = msgspec.msgpack.encode(attention_facts(blocks, heads))
-    stepper = HookedStepper(state, exporter, is_exporting=is_exporting, lag=lag, rank=tp_rank())
+    stepper = RequestStepper(state, exporter, is_exporting=is_exporting, lag=lag, rank=tp_rank())
     widths = {facts.width_of(tap.site) for tap in here}
     # Not before the stepper has told taps where they note faults.
     warm_up(state, {w.width // w.shards for w in widths} - {facts.hidden})
@@ -409,7 +409,7 @@ def _allocate(
 
 
 def _give_head(
-    stepper: HookedStepper, model: Any, blocks: list[nn.Module | None], facts: EngineFacts
+    stepper: RequestStepper, model: Any, blocks: list[nn.Module | None], facts: EngineFacts
 ) -> None:
     """Get ready for the logit lens, or note why requests for it fail."""
     try:
@@ -488,7 +488,7 @@ def _max_tokens(config: Any, facts: EngineFacts) -> int:
 
 
 def _check(
-    worker: Any, stepper: HookedStepper, exporter: Exporter, facts: EngineFacts, *, is_whole: bool
+    worker: Any, stepper: RequestStepper, exporter: Exporter, facts: EngineFacts, *, is_whole: bool
 ) -> None:
     rows = check_taps(worker.model_runner, stepper, is_sharded=tp_size() > 1)
     if is_whole:

@@ -14,7 +14,7 @@ from inspect_lens import LensRequest
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.protocol.messages import LENS, ROWS, SCORES
 from inspect_lens._engine.readout import logit_lens
-from inspect_lens._engine.step.lens_stepper import LensStepper
+from inspect_lens._engine.step.request_stepper import RequestStepper
 from inspect_lens.errors import CaptureError, LensError, UnsupportedError
 from tests.kit.steps import HIDDEN, Worker, begin, exporter, rows, sealed
 
@@ -45,7 +45,7 @@ class Head:
 class LensWorker(Worker):
     def __init__(self, head: Any, rank: int = 0) -> None:
         super().__init__(exporter())
-        self.stepper: LensStepper = LensStepper(self.state, self.stepper._exporter, rank=rank)
+        self.stepper: RequestStepper = RequestStepper(self.state, self.stepper._exporter, rank=rank)
         self.stepper.head = head
 
 

@@ -14,7 +14,7 @@ from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.protocol.messages import LENS, ROWS, SCORES
 from inspect_lens._engine.readout import logit_lens
 from inspect_lens._engine.readout.logit_lens import LensStore, Span, Translator
-from inspect_lens._engine.step.lens_stepper import LensStepper
+from inspect_lens._engine.step.request_stepper import RequestStepper
 from inspect_lens.errors import CapacityError, SpecError
 from inspect_lens.spec import EngineLens, as_tensor_data
 from tests.kit.steps import HIDDEN, Worker, begin, exporter, rows, sealed
@@ -44,7 +44,7 @@ class Head:
 class LensWorker(Worker):
     def __init__(self) -> None:
         super().__init__(exporter())
-        self.stepper: LensStepper = LensStepper(self.state, self.stepper._exporter)
+        self.stepper: RequestStepper = RequestStepper(self.state, self.stepper._exporter)
         self.stepper.head = Head()
 
 

@@ -14,8 +14,8 @@ import torch
 pytest.importorskip("vllm")
 
 from inspect_lens._engine.export.transport import Copier, Exporter
-from inspect_lens._engine.hooks.runner import HookedStepper
 from inspect_lens._engine.protocol.messages import ArenaWriter
+from inspect_lens._engine.step.request_stepper import RequestStepper
 from inspect_lens._engine.tap.buffers import TapState, install
 from inspect_lens._engine.tap.op import tap
 from inspect_lens._vllm.compat.features import idle
@@ -82,7 +82,7 @@ class Worker:
         install(self.state)
         self.arena = ArenaWriter(1 << 16)
         self.exporter = Exporter(self.arena, Copier(self.arena))
-        self.stepper = HookedStepper(self.state, self.exporter)
+        self.stepper = RequestStepper(self.state, self.exporter)
         self.runner._dummy_run = idle(self.stepper, self.runner._dummy_run)  # type: ignore[method-assign]
 
     def check(self, **options: Any) -> None:

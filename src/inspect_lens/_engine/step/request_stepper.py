@@ -1,15 +1,20 @@
-"""A stepper whose requests may ask what rows predict: the logit lens, or a registered lens.
+"""A stepper whose requests may ask what rows predict, and may bring functions of their own.
 
 The rows of a step lie in the ring when it has run. Those of requests that ask go through the lens
 that they name, if any, and the model's final norm and unembedding, in pieces, before the step's
 results are sent. Nothing is done in other steps. Where the vocabulary is split over ranks all of
 them take part: which requests of a step ask is known to each from the scheduler, so they agree in
 words first, and then go on by what all of them said.
+
+Functions run in eager steps, which the worker's glue arranges; here they begin and end with their
+requests. One that has failed on this rank takes part until it is over, as others may not know.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +24,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from inspect_lens._engine.hooks.runner import EAGER_KEY, HookRunner
 from inspect_lens._engine.plan.step_plan import Longs
 from inspect_lens._engine.protocol.messages import LENS
+from inspect_lens._engine.protocol.processes import as_exception, ends_process
 from inspect_lens._engine.protocol.readouts import LENS_KEY, LensForm
 from inspect_lens._engine.readout.logit_lens import (
     LensStore,
@@ -34,6 +41,8 @@ from inspect_lens.errors import CaptureError, LensError, UnsupportedError
 from inspect_lens.spec import EnginePath
 
 from .stepper import Stepper
+
+logger = logging.getLogger("vllm.inspect_lens")
 
 
 class Unembedding(Protocol):
@@ -68,18 +77,19 @@ class _Request:
 _Work = list[tuple[LensForm, list[_Request]]]
 
 
-class LensStepper(Stepper):
-    """Reads the rows of requests with a logit lens before they are sent."""
+class RequestStepper(Stepper):
+    """Reads rows with a lens before they are sent, and passes functions on to what runs them."""
 
     head: Unembedding | None = None
     """Set once, when the model is there."""
     no_head = "the model has not been loaded"
     """Why there is none."""
+    hooks: HookRunner | None = None
+    """Set once, when the model is there."""
     _asks: frozenset[str] = frozenset()
     """Requests of the running step with a lens, as the scheduler has them: alike on all ranks."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """See `Stepper`."""
         super().__init__(*args, **options)
         self._is_first = not options.get("rank")
         """Whether this rank sends what all of them have computed."""
@@ -92,15 +102,18 @@ class LensStepper(Stepper):
 
     @property
     def is_watching(self) -> bool:
-        """See `Stepper.is_watching`; other ranks may read what has failed here."""
-        return super().is_watching or bool(self._asking)
+        """See `Stepper.is_watching`; other ranks may go on with what has failed here."""
+        has_hooks = self.hooks is not None and bool(self.hooks.live)
+        return super().is_watching or bool(self._asking) or has_hooks
 
     def add(self, key: str, envelope: Mapping[str, Any]) -> None:
-        """See `Stepper.add`."""
         super().add(key, envelope)
-        sha256 = envelope.get(LENS_KEY)
-        if sha256 is None:
-            return
+        if (sha256 := envelope.get(LENS_KEY)) is not None:
+            self._add_lens(key, sha256)
+        if EAGER_KEY in envelope:
+            self._add_hooks(key, envelope)
+
+    def _add_lens(self, key: str, sha256: str) -> None:
         self._asking.add(key)
         problem: LensError | None = None
         if self.head is None:
@@ -115,19 +128,61 @@ class LensStepper(Stepper):
             if key in self._live.by_key:
                 self._fail(key, problem)
 
+    def _add_hooks(self, key: str, envelope: Mapping[str, Any]) -> None:
+        self.take_up()
+        if self.hooks is None:
+            if key in self._live.by_key:
+                self._fail(key, UnsupportedError("hooks are off: see the log"))
+            return
+        with self._failing(key):
+            # Also where the request has failed here: ranks take part in gathering alike.
+            self.hooks.add(key, envelope)
+        if key not in self._live.by_key:
+            self.hooks.drop(key)
+
     def remove(self, key: str) -> None:
-        """See `Stepper.remove`."""
+        if self.hooks is not None and key in self.hooks.live:
+            with self._failing(key):
+                self.hooks.remove(key)
         self._asking.discard(key)
         self._named.pop(key, None)
         super().remove(key)
 
+    def flush(self, keys: Sequence[str]) -> None:
+        """See `Stepper.flush`; what hooks have saved is sent, too."""
+        super().flush(keys)
+        for key in keys:
+            if self.hooks is not None and key in self.hooks.live:
+                with self._failing(key):
+                    self.hooks.flush(key)
+
+    @contextlib.contextmanager
+    def _failing(self, key: str) -> Iterator[None]:
+        """The boundary: a fault fails its own request."""
+        try:
+            yield
+        except BaseException as error:
+            if ends_process(error, in_user_code=True):
+                raise
+            if key in self._live.by_key:
+                self._fail(key, as_exception(error))
+            else:  # its request has failed before, and heard why
+                logger.exception("inspect_lens: hooks of request %s, which has failed before", key)
+
+    def fail(self, key: str, error: Exception) -> None:
+        """Fail one request."""
+        self._fail(key, error)
+
+    def _fail(self, key: str, error: Exception, reply: str = "", salt: str | None = None) -> None:
+        if self.hooks is not None:
+            self.hooks.drop(key)
+        super()._fail(key, error, reply, salt)
+
     def begin(self, keys: Sequence[str], offset: Longs, n_tokens: Longs, position: Longs) -> None:
-        """See `Stepper.begin`."""
         self._asks = frozenset(self._asking.intersection(keys)) if self._asking else frozenset()
         super().begin(keys, offset, n_tokens, position)
 
     def end_step(self, path: EnginePath) -> None:
-        """See `Stepper.end_step`."""
         if self._asks:
             asks, self._asks = self._asks, frozenset()
             try:
