@@ -135,7 +135,7 @@ class Inbox:
         self._numbers: dict[int, int] = {}
         self._readers: dict[str, ArenaReader] = {}
 
-    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Exported:
+    def take(self, keys: Sequence[str], shape: Sequence[int], dtype: torch.dtype) -> Exported:
         got = Exported(torch.zeros(*shape, dtype=dtype), torch.zeros(*shape[:3], dtype=torch.bool))
         deadline = time.monotonic() + _WAIT_S
         while not got.seen.all() and not got.failure and time.monotonic() < deadline:
@@ -146,7 +146,9 @@ class Inbox:
                 if message.worker not in self._readers:
                     self._readers[message.worker] = ArenaReader(message.worker)
                 for opening in message.openings:
-                    self._numbers[opening.number] = int(opening.key.startswith(KEYS[1]))
+                    # A run that failed was waited for no longer: its messages come in the next.
+                    if opening.key in keys:
+                        self._numbers[opening.number] = keys.index(opening.key)
             elif isinstance(message, Block):
                 self._accept(message, got, deadline)
             elif isinstance(message, Failure):
@@ -179,7 +181,6 @@ class Inbox:
         offset = 0
         where = zip(*map(unpacked, (block.numbers, block.counts, block.first)), strict=True)
         for number, count, first in where:
-            # A run that failed was waited for no longer, and its rows may come in the next one.
             if (request := self._numbers.get(int(number))) is not None:
                 at = slice(int(first), int(first + count))
                 got.rows[taps, request, at] = rows[:, offset : offset + int(count)]

@@ -233,7 +233,7 @@ class _Check:
             stepper.finish(keys)
             for key in keys:
                 stepper.remove(key)
-        exported = self._inbox.take(ring.shape, ring.dtype) if n_rows else Exported()
+        exported = self._inbox.take(keys, ring.shape, ring.dtype) if n_rows else Exported()
         return _Run(path, ring, silent.tolist(), exported)
 
     def clear(self) -> None:
