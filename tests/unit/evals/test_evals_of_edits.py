@@ -11,11 +11,9 @@ import pytest
 from inspect_ai import Task, eval
 from inspect_ai.log import EvalLog
 from inspect_ai.model import ModelOutput, ModelUsage, get_model
-from inspect_ai.util import Store
 
 from evals.refusal_ablation import refusal_ablation
 from evals.sae_clamp import clamp_dataset, sae_clamp
-from inspect_lens.reading import read_cells
 from inspect_lens.spec import Ablate, Add, Latent, LensRequest, parse_extra_args
 from inspect_lens.vector import Vector, VectorCard
 from tests.kit.fake_server import FakeLensServer
@@ -94,30 +92,6 @@ def metrics(log: EvalLog, name: str) -> dict[str, float]:
     assert log.results is not None
     (found,) = [s.metrics for s in log.results.scores if s.name == name]
     return {key: m.value for key, m in found.items()}
-
-
-def test_ablation_bypasses_and_addition_induces_refusals_and_chance_does_neither(
-    tmp_path: Path,
-) -> None:
-    task = refusal_ablation(
-        refusal_vector(tmp_path), **instructions(tmp_path), scale=1.5, control_draws=2
-    )
-    log = run(task)
-    found = metrics(log, "refusals_by_edit")
-    rates = {
-        "harmful_unedited": 1.0, "harmful_ablated": 0.0, "harmless_unedited": 0.0,
-        "harmless_ablated": 0.0, "harmless_added": 1.0,
-    }  # fmt: skip
-    effects = {"harmful_ablated": -1.0, "harmless_added": 1.0}
-    assert {name: found[name] for name in rates} == rates
-    assert "harmless_ablated_effect" not in found, "what is never refused cannot be refused less"
-    for variant, effect in effects.items():
-        for end in ("", "_low", "_high"):
-            assert found[f"{variant}_effect{end}"] == effect
-            assert found[f"{variant}_random_effect{end}"] == 0.0
-    cells = [[c.kind for c in read_cells(Store(s.store))] for s in log.samples or []]
-    harmful, harmless = ["vector", "random", "random"], ["vector"] * 2 + ["random"] * 4
-    assert cells == [["baseline", *harmful]] * 4 + [["baseline", *harmless]] * 3
 
 
 def test_one_kind_of_instructions_is_enough_and_an_ablation_of_few_layers_is_none(

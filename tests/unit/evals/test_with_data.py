@@ -12,7 +12,6 @@ from inspect_ai import Task, eval
 from inspect_ai.log import EvalLog
 from inspect_ai.model import GenerateConfig, ModelOutput, get_model
 
-from evals.ai_liar import ai_liar
 from evals.geometry_of_truth import geometry_of_truth
 from evals.insider_trading import insider_trading
 from evals.refusal_steering import refusal_dataset
@@ -117,15 +116,13 @@ def transcripts(path: Path, n: int = 8) -> str:
 
 
 @pytest.mark.parametrize("task", [roleplaying_deception, insider_trading, sandbagging])
-def test_a_judge_labels_what_the_model_says(task: Any, probe: str, tmp_path: Path) -> None:
-    player = Player()
+def test_a_prompt_that_was_answered_twice_is_asked_once(
+    task: Any, probe: str, tmp_path: Path
+) -> None:
     write = transcripts if task is insider_trading else rollouts
-    made = task(probe=probe, data=write(tmp_path / "r.json"))
-    got = metrics(run(made, tmp_path / "logs", player))
-    assert len(player.said) == 8, "each prompt once"
-    assert [m.role for m in player.said[0]] == ["system", "user"]
-    assert (got["auroc"], got["n_deceptive"], got["n_honest"]) == (1.0, 4, 4)
-    assert got["auroc_high"] == 1.0
+    samples = task(probe=probe, data=write(tmp_path / "r.json")).dataset
+    assert len(samples) == 8
+    assert [m.role for m in samples[0].input] == ["system", "user"]
 
 
 def test_what_the_judge_does_not_grade_is_unscored(probe: str, tmp_path: Path) -> None:
@@ -142,24 +139,12 @@ def test_what_the_judge_does_not_grade_is_unscored(probe: str, tmp_path: Path) -
     assert log.results.scores[0].unscored_samples == 1
 
 
-def test_recorded_answers_are_read_with_their_grades(probe: str, tmp_path: Path) -> None:
-    task = roleplaying_deception(probe=probe, data=rollouts(tmp_path / "r.json"), policy="off")
-    with FakeLensServer() as server:
-        (log,) = eval(
-            task, model=get_model("lens/org/tiny", base_url=server.url, memoize=False),
-            log_dir=str(tmp_path / "logs"), display="none",
-        )  # fmt: skip
-    assert log.status == "success", log.error
-    assert log.samples is not None
-    assert {s.metadata["grade"] for s in log.samples} == {"1", "7"}, "4 is for neither"
-    for sample in log.samples:
-        assert sample.scores is not None
-        assert sample.metadata["label"] == int(sample.metadata["grade"] == "7")
-        assert sample.output.completion.startswith("Because of")
-        # The first coordinate is the position; the mean lies within the completion.
-        start, stop = (sample.scores["deception_probe"].metadata or {})["positions"]
-        assert sample.scores["deception_probe"].as_float() == (start + stop - 1) / 2
-        assert stop - start == 4, "<assistant> Because of <n>, without the stand-in"
+def test_recorded_answers_have_the_labels_of_clear_grades(probe: str, tmp_path: Path) -> None:
+    data = rollouts(tmp_path / "r.json")
+    samples = roleplaying_deception(probe=probe, data=data, policy="off").dataset
+    facts = [s.metadata or {} for s in samples]
+    assert {f["grade"] for f in facts} == {"1", "7"}, "4 is for neither"
+    assert all(f["label"] == int(f["grade"] == "7") for f in facts)
 
 
 def test_policy_and_files_are_checked(probe: str, tmp_path: Path) -> None:
@@ -169,40 +154,6 @@ def test_policy_and_files_are_checked(probe: str, tmp_path: Path) -> None:
         sandbagging(probe=probe)
     with pytest.raises(ArtifactError, match="cannot be read as rows"):
         sandbagging(probe=probe, data=str(tmp_path / "none.json"))
-
-
-def test_ai_liar_asks_each_question_both_ways(probe: str, tmp_path: Path) -> None:
-    row = {
-        "deceive_instruction": "Lie.", "normal_instruction": "Be honest.", "question": "Is it so?",
-        "question_prefix": "Q:", "answer_prefix": "A:",
-    }  # fmt: skip
-    (tmp_path / "q.json").write_text(json.dumps([row] * 3))
-    task = ai_liar(probe=probe, data=str(tmp_path / "q.json"), grade=True)
-    got = run(task, tmp_path / "logs", Player())
-    assert metrics(got)["auroc"] == 1.0
-    assert metrics(got)["mean"] == 4.0
-    assert got.samples is not None
-    assert [s.metadata["label"] for s in got.samples] == [0, 1] * 3
-    assert str(got.samples[1].input).count("Lie.") == 1
-
-
-def test_statements_are_read_as_raw_text_by_topic(probe: str, tmp_path: Path) -> None:
-    (tmp_path / "cities.csv").write_text("statement,label\nOslo is big,1\nOslo is very big,0\n")
-    (tmp_path / "verbs.csv").write_text("statement,label\nSer means to be,1\nSer is,0\n")
-    task = geometry_of_truth(probe=probe, data=str(tmp_path / "*.csv"), positions="last_prompt")
-    with FakeLensServer() as server:
-        (log,) = eval(
-            task, model=get_model("lens/org/tiny", base_url=server.url, memoize=False),
-            log_dir=str(tmp_path / "logs"), display="none",
-        )  # fmt: skip
-        assert not any("chat" in path for path in server.paths), "no template"
-    assert log.status == "success", log.error
-    assert log.samples is not None
-    values = {str(s.input): (s.scores or {})["statement_probe"].as_float() for s in log.samples}
-    # The first coordinate is the position: the last word's.
-    assert values == {t: len(t.split()) - 1 for t in values}
-    got = metrics(log)
-    assert (got["cities"], got["verbs"]) == (0.0, 1.0)
 
 
 def test_a_probe_of_completions_reads_all_of_a_raw_text(probe: str, tmp_path: Path) -> None:

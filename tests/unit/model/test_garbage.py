@@ -1,80 +1,81 @@
-"""The garbage collector of a process that runs evals; each test has a process of its own."""
+"""The garbage collector of a process that runs evals; each case has a process of its own."""
 
 from __future__ import annotations
 
 import functools
 import gc
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 
 PYTHONS = gc.get_threshold()
+OFF = {"INSPECT_LENS_GARBAGE_THRESHOLD": "0"}
+CASES = {
+    "untouched": ("collect_less()", {}),
+    "higher": ("gc.set_threshold(300_000, 5, 5); collect_less()", {}),
+    "zero": ("gc.set_threshold(0); collect_less()", {}),
+    "off": ("gc.disable(); collect_less()", {}),
+    "asked": ("collect_less()", OFF),
+    "provider": ("get_model('lens/x', base_url='http://127.0.0.1:9')", {}),
+}
+"""By name, what a process does, and its environment."""
 
+# Imports take seconds, so there is one process, and each case runs in a fork of it.
 SAYS = """
-import gc, json, weakref
-{before}
-class Node: pass
-node = Node(); node.itself = node
-gone = weakref.ref(node); del node
+import gc, json, os, sys, weakref
+from inspect_ai.model import get_model
 from inspect_lens.model._provider import collect_less
-collect_less()
-lost = gone() is None
-later = Node(); later.itself = later
-after = weakref.ref(later); del later
-gc.collect()
-frozen = gc.get_freeze_count() > 0
-print(json.dumps([gc.get_threshold(), gc.isenabled(), frozen, lost, after() is None]))
+
+class Node: pass
+
+def cycle():
+    node = Node(); node.itself = node
+    return weakref.ref(node)
+
+for name, (does, environment) in json.loads(sys.argv[1]).items():
+    if os.fork():
+        assert os.wait()[1] == 0
+        continue
+    os.environ.update(environment)
+    gone = cycle()
+    exec(does)
+    lost = gone() is None
+    after = cycle()
+    gc.collect()
+    frozen = gc.get_freeze_count() > 0
+    said = [gc.get_threshold(), gc.isenabled(), frozen, lost, after() is None]
+    print(json.dumps([name, said]), flush=True)
+    os._exit(0)
 """
 
 
 @functools.cache
-def run(before: str = "", **environment: str) -> list[object]:
+def said() -> dict[str, list[object]]:
     done = subprocess.run(
-        [sys.executable, "-c", SAYS.format(before=before)],
-        env=os.environ | environment, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    found: list[object] = json.loads(done.stdout)
-    return found
+        [sys.executable, "-c", SAYS, json.dumps(CASES)], capture_output=True, text=True, check=True
+    )
+    # Inspect says its version, too.
+    return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
 
 
 def test_cycles_of_before_are_freed_and_of_later_are_still_found() -> None:
-    threshold, enabled, frozen, lost, found_later = run()
-    assert threshold == [200_000, *PYTHONS[1:]]
-    assert [enabled, frozen, lost, found_later] == [True, True, True, True]
+    assert said()["untouched"] == [[200_000, *PYTHONS[1:]], True, True, True, True]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("before", "environment", "threshold", "enabled"),
+    ("case", "threshold", "enabled"),
     [
-        ("gc.set_threshold(300_000, 5, 5)", {}, [300_000, 5, 5], True),
-        ("gc.set_threshold(0)", {}, 0, True),
-        ("gc.disable()", {}, None, False),
-        ("", {"INSPECT_LENS_GARBAGE_THRESHOLD": "0"}, None, True),
+        ("higher", [300_000, 5, 5], True),
+        ("zero", [0, *PYTHONS[1:]], True),
+        ("off", [*PYTHONS], False),
+        ("asked", [*PYTHONS], True),
     ],
-    ids=["higher", "zero", "off", "asked"],
 )
-def test_what_somebody_chose_stays(
-    before: str, environment: dict[str, str], threshold: object, enabled: bool
-) -> None:
-    found = run(before, **environment)
-    pythons = run(INSPECT_LENS_GARBAGE_THRESHOLD="0")[0]
-    if threshold == 0:
-        assert isinstance(found[0], list)
-        assert found[0][0] == 0
-    else:
-        assert found[0] == (threshold or pythons)
-    assert found[1:3] == [enabled, False]
+def test_what_somebody_chose_stays(case: str, threshold: list[int], enabled: bool) -> None:
+    assert said()[case][:3] == [threshold, enabled, False]
 
 
 def test_the_provider_does_it() -> None:
-    says = (
-        "import gc; from inspect_ai.model import get_model; "
-        "get_model('lens/x', base_url='http://127.0.0.1:9'); "
-        "print(gc.get_threshold()[0])"
-    )
-    done = subprocess.run([sys.executable, "-c", says], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "200000"
+    assert said()["provider"][0] == [200_000, *PYTHONS[1:]]

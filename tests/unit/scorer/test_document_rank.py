@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inspect_ai import Task, eval, score
+from inspect_ai import Task, eval
 from inspect_ai.dataset import Sample
 from inspect_ai.log import EvalLog
 from inspect_ai.model import (
@@ -25,7 +25,7 @@ from inspect_ai.solver import Generate, Solver, TaskState, generate, solver
 from inspect_lens import LensRequest
 from inspect_lens.attention import AttentionHeads
 from inspect_lens.errors import ArtifactError, SpecError
-from inspect_lens.model import know_log, lens_config
+from inspect_lens.model import lens_config
 from inspect_lens.model._places import place_for
 from inspect_lens.model._request import read_body, respelled, save_vectors
 from inspect_lens.reading._attention import DocumentReader
@@ -203,21 +203,6 @@ def test_where_another_document_draws_the_heads_the_rank_says_so(tmp_path: Path)
     assert made.value["reciprocal_rank"] == 1 / 2
     ideal = 1 + 1 / math.log2(3)
     assert made.value["ndcg@10"] == pytest.approx((1 / math.log2(3) + 1 / 2) / ideal)
-
-
-def test_a_log_scores_again_and_its_edits_with_it(tmp_path: Path) -> None:
-    planted = Model(tmp_path)
-    log = run(tmp_path, planted)
-    know_log(log.location)
-    again = score(
-        log, document_rank(HEADS, tokenizer=str(TOKENIZER)),
-        model=get_model("mockllm/model", custom_outputs=planted, memoize=False),
-        action="overwrite", display="none",
-    )  # fmt: skip
-    assert found(again).metadata == found(log).metadata
-    (_, first), (text, second) = planted.calls[-2:]
-    assert text.endswith("N/A")
-    assert read_body(second.extra_body).request == read_body(first.extra_body).request
 
 
 @solver

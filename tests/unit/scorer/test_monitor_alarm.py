@@ -158,29 +158,6 @@ def test_what_is_compared_can_be_smoothed_and_the_value_chosen(tmp_path: Path) -
     assert metric_values(log)["auroc"] == 1.0
 
 
-def test_a_finished_log_gives_the_same_alarm_and_scorers_calls_are_not_watched(
-    tmp_path: Path,
-) -> None:
-    path = str(PROBE.save(tmp_path / "p"))
-    log = run(
-        talk([CALM, LOUD], tmp_path), monitor_alarm(path), folder=tmp_path, labels=[0, 1],
-        solver=conversation(3), model_roles={"helper": judge("ok")},
-    )  # fmt: skip
-    before = scores(log)
-    reread = read_eval_log(log.location)
-    assert reread.eval.scorers is not None
-    assert reread.eval.scorers[0].options == {"probe": path}
-    again = score(reread, monitor_alarm(path), action="overwrite", display="none")
-    for old, new in zip(before, scores(again), strict=True):
-        assert new.value == old.value
-        assert new.metadata is not None
-        assert old.metadata is not None
-        first, second = (m.pop("token_scores") for m in (old.metadata, new.metadata))
-        assert new.metadata == old.metadata
-        # Written beside the activations this time, with the same content.
-        assert first["sha256"] == second["sha256"]
-
-
 def test_false_alarms_are_measured_on_the_alarms_themselves(tmp_path: Path) -> None:
     log = run(
         talk([CALM, LOUD, LOUD]), monitor_alarm(PROBE), folder=tmp_path, labels=[0, 0, 1],

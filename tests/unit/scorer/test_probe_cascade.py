@@ -88,16 +88,6 @@ def test_the_threshold_of_the_probe_is_the_point_that_was_named(tmp_path: Path) 
         probe_cascade(probe, threshold=0.25)  # type: ignore[arg-type]
 
 
-def test_it_is_built_again_from_what_the_log_says(tmp_path: Path) -> None:
-    path = str(PROBE.save(tmp_path / "p"))
-    log = run(outputs(), probe_cascade(path, band=(0.0, 0.0)), folder=tmp_path)
-    assert log.eval.scorers is not None
-    options = log.eval.scorers[0].options
-    assert options == {"probe": path, "band": [0.0, 0.0]}
-    again = run(outputs(), probe_cascade(**options), folder=tmp_path)
-    assert [s.value for s in scores(again)] == [s.value for s in scores(log)]
-
-
 @pytest.mark.parametrize(
     ("options", "match"),
     [

@@ -10,10 +10,9 @@ from inspect_ai import Task, eval
 from inspect_ai.agent import Agent, AgentState, agent, react
 from inspect_ai.approval import Approval, ApprovalPolicy, Approver, approver
 from inspect_ai.dataset import Sample
-from inspect_ai.event import ApprovalEvent
 from inspect_ai.log import EvalLog
 from inspect_ai.model import execute_tools, get_model
-from inspect_ai.solver import chain, generate, use_tools
+from inspect_ai.solver import generate, use_tools
 from inspect_ai.tool import Tool, tool
 from inspect_ai.util import store
 
@@ -24,7 +23,6 @@ from inspect_lens.solver import (
     contrastive_pairs,
     probe_gate,
     steering_sweep,
-    with_capture,
 )
 from tests.kit.fake_server import FakeLensServer
 
@@ -211,26 +209,6 @@ def test_the_tasks_own_approvers_apply_behind_the_gate(server: FakeLensServer) -
     assert log.status == "success", log.error
     assert sent_by(log) == []
     assert [d.outcome for d in decisions(log)] == ["passed", "stopped"]
-
-
-@pytest.mark.parametrize(("action", "left"), [("reject", ["one", "three"]), ("terminate", ["one"])])
-def test_an_approver_by_probe_in_any_eval(
-    server: FakeLensServer, action: Any, left: list[str]
-) -> None:
-    says(server, *THREE)
-    watch = probe_approver("tiny/p", CUT, action=action)
-    log = evaluate(server, with_capture([LAYER], inner=chain(use_tools(send()), generate())), watch)
-    assert log.status == "success", log.error
-    assert sent_by(log) == left
-    made = [e for e in sample(log).events if isinstance(e, ApprovalEvent)]
-    assert [e.decision for e in made] == ["approve", action, "approve"][: len(made)]
-    facts = (made[1].metadata or {})["probe_approver"]
-    assert facts["value"] == pytest.approx(15.25)
-    assert "15.25" in str(made[1].explanation)
-    # A sample that was terminated stays in the metrics, with the turn that was found.
-    (score,) = (sample(log).scores or {}).values()
-    assert score.value == pytest.approx(15.25)
-    assert (score.metadata or {})["turn"] == 1
 
 
 def test_an_approver_passes_on_and_says_what_is_missing(server: FakeLensServer) -> None:
