@@ -2,9 +2,6 @@ from __future__ import annotations
 
 import base64
 import json
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -166,39 +163,6 @@ def test_a_vector_stays_out_of_the_log(
     config_once = 0 if spelling == "object" else 3 * len(given["vector"]["data"])
     assert len(text) - plain < 3 * 4096 + config_once
     assert "edit/1" in text
-
-
-def test_a_log_with_steering_scores_again_without_a_server(
-    server: FakeLensServer, run_eval: RunEval, tmp_path: Path
-) -> None:
-    vector = _vector(3)
-    log = run_eval(server, config=_readme(vector))
-    script = textwrap.dedent(
-        f"""
-        import sys
-        from inspect_ai import score
-        from inspect_ai.log import read_eval_log
-        from inspect_ai.scorer import Score, mean, scorer
-        from inspect_lens.model import read_activations
-        from inspect_lens.model._request import resolve_references
-
-        @scorer(metrics=[mean()])
-        def length():
-            async def run(state, target):
-                return Score(value=len(state.output.completion))
-            return run
-
-        log = read_eval_log({log.location!r})
-        done = score(log, length(), display="none")
-        assert done.status == "success", done.error
-        read_activations(log)
-        args = log.plan.config.extra_body["extra_args"]
-        vector = resolve_references(args["apply_steering_vectors"][0])
-        assert vector["vector"].sha256 == {vector.vector.sha256!r}
-        assert "vllm" not in sys.modules
-        """
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)
 
 
 @pytest.mark.anyio

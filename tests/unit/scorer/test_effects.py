@@ -4,14 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from inspect_ai import score
-from inspect_ai.log import read_eval_log
 from inspect_ai.model import ModelOutput, ModelUsage
 from inspect_ai.scorer import Score, Scorer, Target, mean, scorer
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from inspect_lens.reading import SteeringCell, SteeringCells
-from inspect_lens.scorer import dose_response, probe_score, refusal_rate
+from inspect_lens.scorer import dose_response, probe_score
 from tests.kit.mock_evals import call, planted_probe, run, scores
 
 PROBE = planted_probe()
@@ -102,22 +100,6 @@ def test_every_cell_is_compared_with_the_baseline(tmp_path: Path) -> None:
         "beyond:orthogonal:v@2x2": 4.0,
     }
     assert got.value == 2.0, "of the unsteered answer"
-
-
-def test_the_log_is_scored_again_to_the_same_effects(tmp_path: Path) -> None:
-    log = run(
-        nothing, dose_response(refusal_rate()), folder=tmp_path, labels=[0],
-        solver=sweep([cell("Sure.", kind="baseline"), cell("I cannot do that.", 3.0)]),
-    )  # fmt: skip
-    (got,) = scores(log)
-    assert effects(got) == {"baseline": 0.0, "v@2x3": 1.0, "slope:v@2": pytest.approx(1 / 3)}
-    reread = read_eval_log(log.location)
-    assert reread.eval.scorers is not None
-    options = reread.eval.scorers[0].options
-    assert options is not None
-    assert options["scorer"]["name"] == "inspect_lens/refusal_rate"
-    again = score(reread, dose_response(refusal_rate()), action="overwrite", display="none")
-    assert effects(scores(again)[0]) == effects(got)
 
 
 def test_a_probe_reads_the_activations_of_each_cell(tmp_path: Path) -> None:

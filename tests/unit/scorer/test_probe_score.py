@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inspect_ai import Task, eval, score
+from inspect_ai import Task, eval
 from inspect_ai.dataset import Sample
-from inspect_ai.log import EvalLog, read_eval_log
+from inspect_ai.log import EvalLog
 from inspect_ai.model import Model, ModelOutput, ModelUsage, get_model
 from inspect_ai.solver import generate
 
@@ -133,24 +133,6 @@ def test_it_scores_what_the_generation_captured(tmp_path: Path) -> None:
     assert log.results.scores[0].metrics["auroc"].value == 1.0
     assert log.eval.scorers is not None
     assert log.eval.scorers[0].name == "probe_score"
-
-
-def test_a_finished_log_is_scored_again_to_the_same_values(tmp_path: Path) -> None:
-    saved = probe().save(tmp_path / "p")
-    outputs: list[Any] = [
-        {"activations": handle(payload(float(i), seed=i), tmp_path, f"{i}.safetensors")}
-        for i in range(3)
-    ]
-    log = run(outputs, deception_probe(str(saved)), folder=tmp_path)
-    reread = read_eval_log(log.location)
-    assert reread.eval.scorers is not None
-    # What Inspect logged is enough to build the scorer again.
-    options = reread.eval.scorers[0].options
-    assert options is not None
-    assert options["probe"] == str(saved)
-    again = score(reread, deception_probe(**options), action="overwrite", display="none")
-    assert [s.value for s in scores(again)] == [s.value for s in scores(log)]
-    assert [s.metadata["source"] for s in scores(again)] == ["rows"] * 3
 
 
 def test_the_log_holds_no_arrays(tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ from inspect_lens.reading import read_cells, read_pairs, read_turns
 from inspect_lens.reading._stored import CellScores, is_withheld
 from inspect_lens.scorer import (
     coherence,
-    dose_curves,
     dose_response,
     monitor_alarm,
     probe_score,
@@ -191,27 +190,6 @@ def test_a_sweep_sends_each_cell_once_at_the_same_time() -> None:
     spans = [e for e in sample(log).events if isinstance(e, SpanBeginEvent)]
     assert sum(s.type == "steering_cell" for s in spans) == 13
     assert not sample(log).output.completion.startswith("steered")
-
-
-def test_a_sweep_is_scored_the_same_when_scored_again(server: FakeLensServer) -> None:
-    sweep = steering_sweep("tiny/v", [-1, 1, 2], control_draws=2)
-    log = run(server, sweep, n=3, scorer=dose_response(says_steered()))
-    assert log.results is not None
-    metrics = {k: m.value for k, m in log.results.scores[0].metrics.items()}
-    # A control does as much as the vector.
-    assert metrics["effect"] == metrics["control_effect"] == 1.0
-    assert (abs(metrics["scale"]), metrics["broken"]) == (1.0, 0.0)
-    again = score(
-        read_eval_log(log.location), dose_response(says_steered()), action="overwrite",
-        display="none",
-    )  # fmt: skip
-    assert again.results is not None
-    np.testing.assert_equal(
-        {k: m.value for k, m in again.results.scores[0].metrics.items()}, metrics
-    )
-    curves = dose_curves(again)
-    assert set(curves) == {"vector", "random", "orthogonal"}
-    assert [p.mean for p in curves["vector"].points] == [1.0, 0.0, 1.0, 1.0]
 
 
 def test_dose_response_says_what_is_missing(server: FakeLensServer) -> None:
