@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from inspect_ai.model import ModelOutput, ModelUsage
@@ -22,6 +24,7 @@ def captured(
     layers: tuple[int, ...] | None = None,
     folder: Path | None = None,
     ids: tuple[int, ...] | None = None,
+    origin: Mapping[str, Any] | None = None,
 ) -> ModelOutput:
     """A call that captured these rows.
 
@@ -32,6 +35,7 @@ def captured(
         folder: folder of the log, in which the activations get a file; by default they are only
             in memory.
         ids: of prompt and completion, one more than there are rows; made up by default.
+        origin: what the data says of where it is from.
 
     Returns:
         The output, with the handle in its metadata and known by the id of its message.
@@ -44,6 +48,7 @@ def captured(
         layers={"residual_stream": layers or tuple(range(rows.shape[0]))},
         prompt_token_ids=known[:n_prompt],
         token_ids=known[n_prompt:],
+        origin=origin or {},
     )
     if folder is None:
         handle = Activations.of(payload)

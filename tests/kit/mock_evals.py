@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ def call(
     text: str = "an answer",
     n_prompt: int = N_PROMPT,
     folder: Path | None = None,
+    origin: Mapping[str, Any] | None = None,
 ) -> ModelOutput:
     """A call whose completion tokens have these values on the first axes, at layer 1."""
     n = len(axes[0])
@@ -63,7 +64,7 @@ def call(
     rows[1, n_prompt:] = 0.0
     for axis, values in enumerate(axes):
         rows[1, n_prompt:, axis] = values
-    output = captured(rows, n_prompt=n_prompt, folder=folder)
+    output = captured(rows, n_prompt=n_prompt, folder=folder, origin=origin)
     output.completion = text
     return output
 

@@ -342,6 +342,41 @@ def calibrate(
     emit(made.result(), made.lines(), as_json=as_json)
 
 
+@probe_app.command()
+def check(
+    probe: Annotated[str, typer.Argument(help="Probe: name, folder or hf:// address.")],
+    model: Annotated[
+        str, typer.Option(help="vllm-lens/<model> starts a server; lens/<model> uses --base-url.")
+    ],
+    control: Annotated[str, typer.Option(help="Store of harmless samples, best the card's own.")],
+    limit: Annotated[int, typer.Option(help="Compare the first samples only; 0 takes all.")] = 0,
+    concurrency: Annotated[int, typer.Option(help="Requests at the same time.")] = 64,
+    base_url: Annotated[
+        str, typer.Option(help="Address of a running server, such as http://localhost:8000.")
+    ] = "",
+    model_arg: ModelArgs = None,
+    any_model: AnyModel = False,
+    tokenizer: Tokenizer = "",
+    resamples: Resamples = 10_000,
+    as_json: Json = False,
+) -> None:
+    """Measure what another engine, dtype or quantisation does to scores and rates.
+
+    The tokens of the control set are fed to the model again, and each answer's score is compared
+    with the stored one. Nothing is sampled: what the model would answer here is not measured.
+    """
+    from inspect_lens.probe import load_probe
+
+    from ._check import check_job, check_lines
+
+    shift = check_job(
+        load_probe(probe), model, control, limit=limit, concurrency=concurrency,
+        model_args=parse_model_args(model_arg, base_url), any_model=any_model,
+        tokenizer=tokenizer, n_resamples=resamples,
+    )  # fmt: skip
+    emit(shift.model_dump(mode="json"), check_lines(shift), as_json=as_json)
+
+
 def _with_thresholds(card: ProbeCard, new: Sequence[Threshold]) -> ProbeCard:
     """A card with new thresholds beside those for other statistics; what the old ones did goes."""
     anew = {t.statistic for t in new}

@@ -125,6 +125,7 @@ def log_to_store(
         layers="all", positions=wanted, max_tokens=config.max_tokens or 0,
         temperature=config.temperature or 0.0, seed=config.seed or 0,
     )  # fmt: skip
+    facts = _computed_with([turn for sample, turn in kept if sample.id in known])
     plan = plan_of(models[0], dataset, how, _SHARD)
     uri = str(out).rstrip("/")
     with claimed(uri, plan):
@@ -133,9 +134,16 @@ def log_to_store(
                 replace(one, record=replace(one.record, index=start + i))
                 for i, one in enumerate(done[start : start + _SHARD])
             ]
-            # What the eval's server computed with, its log does not say.
-            write_shard(uri, k, plan, numbered, CaptureFacts())
+            write_shard(uri, k, plan, numbered, facts)
     return finish(uri, plan, dataset, _SHARD)
+
+
+def _computed_with(turns: Sequence[Turn]) -> CaptureFacts:
+    """What the eval's server computed with, where all calls say the same."""
+    handles = [activations(turn.output) for turn in turns]
+    told = {handle.numerics for handle in handles if handle is not None}
+    only = told.pop() if len(told) == 1 else None
+    return CaptureFacts() if only is None else CaptureFacts.known(only.model_dump())
 
 
 _WORDS: Final[dict[str, int | None]] = {

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_
 from inspect_lens._base.to_torch import to_torch
 from inspect_lens._intake import Payload, Stored, decode_file, encode_file, join, parent, stamp_of
 from inspect_lens.errors import ArtifactError
-from inspect_lens.spec import LENS_NAME, LensTable, Receipt, Reduce, TensorData
+from inspect_lens.spec import LENS_NAME, LensTable, Numerics, Receipt, Reduce, TensorData
 
 from ._places import MemoryStore, MessageIndex, find, is_there, know_root
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 
 _numbers = count()
+NUMERICS = "numerics"
+"""Key of what the engine computed with, in the origin of a call's data."""
 
 
 class LoggedHandle(BaseModel):
@@ -130,6 +132,15 @@ class LoggedHandle(BaseModel):
         """Model, sample, epoch and message that these belong to, as far as known."""
         origin: Mapping[str, Any] = self._load().origin
         return origin
+
+    @property
+    def numerics(self) -> Numerics | None:
+        """What the engine computed them with; None where its server did not tell."""
+        found = self.origin.get(NUMERICS)
+        try:
+            return None if found is None else Numerics.model_validate(found)
+        except ValidationError:
+            return None  # of a release that tells more
 
     def _load(self) -> Any:
         data = self.MEMORY.get(self._key)

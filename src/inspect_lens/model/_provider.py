@@ -327,9 +327,11 @@ class LensAPI(ServerCalls, LensProvider):
         if isinstance(output, ModelOutput) and call.fields is not None and call.fields.choices:
             await self._check_done(request, call.fields)
             source = Source(self._server_root(), self._headers(), FETCH_TIMEOUT_S)
+            is_read = request is not None and (request.brings_tensors or request.scores_tokens)
             await attach(
-                output, call.fields, request, body, keep=call.keep, fetch=self.fetch, source=source
-            )
+                output, call.fields, request, body, keep=call.keep, fetch=self.fetch, source=source,
+                numerics=await self.numerics() if is_read else None,
+            )  # fmt: skip
             if refused and output.metadata is not None:
                 output.metadata["probes_refused"] = refused
         return result

@@ -27,7 +27,14 @@ from inspect_lens.spec import (
 from ._handle import MESSAGES, Activations
 from ._places import place_for
 from ._request import over_binary
-from ._response import Keep, LensFields, fetch_payloads, keep_payload, origin_of
+from ._response import (
+    Keep,
+    LensFields,
+    fetch_payloads,
+    keep_payload,
+    numerics_in,
+    origin_of,
+)
 from ._scope import LensProvider
 
 
@@ -132,7 +139,12 @@ async def recapture(
     fields = LensFields(prompt_token_ids=list(prompt_token_ids), choices=[choice])
     keep = Keep(None, place_for(None) if beside_log else None)
 
-    origin = origin_of(model.name, message_id, lora) if message_id is not None else {}
+    numerics = await api.numerics()
+    origin = (
+        numerics_in(numerics)
+        if message_id is None
+        else origin_of(model.name, message_id, lora, numerics)
+    )
 
     def take() -> Activations:
         (payload,) = fetch_payloads(fields, request, api.fetch)

@@ -38,9 +38,9 @@ from inspect_lens._intake import (
     write_job,
 )
 from inspect_lens.errors import CaptureError, SpecError
-from inspect_lens.spec import LensRequest
+from inspect_lens.spec import LensRequest, Numerics
 
-from ._handle import MESSAGES, Activations
+from ._handle import MESSAGES, NUMERICS, Activations
 from ._host import active_call
 from ._places import Place
 from ._scores import SCORED_MESSAGES, ProbeScores, ScoreData, columns_of
@@ -383,6 +383,7 @@ async def attach(
     keep: Keep,
     fetch: FetchBytes,
     source: Source | None = None,
+    numerics: Numerics | None = None,
 ) -> None:
     """Put what a response brought into the output that Inspect made of it.
 
@@ -394,7 +395,7 @@ async def attach(
     metadata = LensMetadata(fields.prompt_token_ids, first.token_ids)
     metadata.update((output.metadata or {}) | _adapter(lora))
     output.metadata = metadata
-    scored = _score_data(output, fields, request, lora)
+    scored = _score_data(output, fields, request, lora, numerics)
     if request is not None and request.brings_tensors:
         metadata.update(qk_values(first))
         if len(fields.choices) != len(output.choices):
@@ -403,7 +404,7 @@ async def attach(
                 f"{len(output.choices)} of them; use num_choices=1"
             )
         messages = [choice.message for choice in output.choices]
-        origins = [origin_of(output.model, message.id, lora) for message in messages]
+        origins = [origin_of(output.model, message.id, lora, numerics) for message in messages]
         names = [message.id or uuid4().hex for message in messages]
 
         named = list(zip(names, origins, strict=True))
@@ -439,7 +440,11 @@ Scored = list[tuple[ChatMessage, ScoreData]]
 
 
 def _score_data(
-    output: ModelOutput, fields: LensFields, request: LensRequest | None, lora: Any
+    output: ModelOutput,
+    fields: LensFields,
+    request: LensRequest | None,
+    lora: Any,
+    numerics: Numerics | None,
 ) -> Scored:
     """Token scores of each choice, taken out of its receipt: a log and a capture do without."""
     prompt = fields.prompt_token_ids
@@ -451,7 +456,7 @@ def _score_data(
         columns = columns_of(receipt, request.probes, n_prompt=len(prompt), n_completion=len(ids))
         probes = [{k: v for k, v in p.items() if k != "tokens"} for p in receipt["probes"]]
         received.receipt = {**receipt, "probes": probes}
-        origin = origin_of(output.model, message.id, lora)
+        origin = origin_of(output.model, message.id, lora, numerics)
         data = ScoreData(columns=columns, prompt_token_ids=prompt, token_ids=ids, origin=origin)
         made.append((message, data))
     return made
@@ -510,7 +515,9 @@ def _saved(choice: ChoiceFields) -> SavedValues | None:
         raise CaptureError(str(error)) from None
 
 
-def origin_of(model: str, message_id: str | None, lora: Any) -> Mapping[str, Any]:
+def origin_of(
+    model: str, message_id: str | None, lora: Any, numerics: Numerics | None
+) -> Mapping[str, Any]:
     """What a file of activations says of where they are from."""
     call = active_call()
     origin: dict[str, Any] = {"model": model, "message_id": message_id} | _adapter(lora)
@@ -520,7 +527,12 @@ def origin_of(model: str, message_id: str | None, lora: Any) -> Mapping[str, Any
             "sample_id": call.sample_id,
             "epoch": call.epoch,
         }
-    return origin
+    return origin | numerics_in(numerics)
+
+
+def numerics_in(numerics: Numerics | None) -> dict[str, Any]:
+    """The part of an origin that says what the engine computed with."""
+    return {} if numerics is None else {NUMERICS: numerics.model_dump(mode="json")}
 
 
 def _adapter(lora_request: Any) -> dict[str, Any]:

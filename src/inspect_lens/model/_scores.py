@@ -126,7 +126,7 @@ def _register(probe: AnyProbe) -> list[str]:
             bare = form.model_copy(
                 update={
                     "aggregate": "mean", "threshold": None, "threshold_tokens": None,
-                    "threshold_positions": None,
+                    "threshold_positions": None, "threshold_numerics": None,
                 }
             )  # fmt: skip
             name = f"probe-{form.sha256[:24]}"

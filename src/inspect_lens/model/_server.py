@@ -24,6 +24,7 @@ import anyio.from_thread
 import anyio.to_thread
 import psutil
 from inspect_ai.util import display_counter
+from pydantic import ValidationError
 from typing_extensions import override
 
 from inspect_lens._base.http import (
@@ -44,7 +45,7 @@ from inspect_lens._settings import variable
 from inspect_lens.client import LensClient
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.lens import Lens
-from inspect_lens.spec import EngineLens, LensRequest, ProbeUse
+from inspect_lens.spec import EngineLens, LensRequest, Numerics, ProbeUse
 
 from ._host import (
     VLLMAPI,
@@ -388,11 +389,24 @@ def announce(adapter: NamedAdapter, server: VLLMServer) -> None:
 FETCH_TIMEOUT_S = 600.0
 
 
+def _numerics_in(told: Any) -> Numerics | None:
+    """What a server says that it computes with; None where it says nothing that can be read."""
+    facts = told.get("computes_with") if isinstance(told, Mapping) else None
+    if not isinstance(facts, Mapping):
+        return None
+    known = {name: facts[name] for name in Numerics.model_fields if facts.get(name)}
+    try:
+        return Numerics.model_validate(known) if known else None
+    except ValidationError:
+        return None
+
+
 class ServerCalls(VLLMAPI):
     """Inspect's vLLM provider with the routes of a lens server."""
 
     _is_peer: bool | None = None
     _binary: bool | None = None
+    _numerics: Numerics | None = None
     _init_base_url: str | None
 
     @override
@@ -524,10 +538,16 @@ class ServerCalls(VLLMAPI):
         if self._binary is None:
             await self._ensure_server_started()
             try:
-                self._binary = (await self._get("/v1/inspect_lens")).status_code == 200
+                response = await self._get("/v1/inspect_lens")
             except CaptureError:
                 return False
+            self._binary = response.status_code == 200
+            self._numerics = _numerics_in(response.json()) if self._binary else None
         return self._binary
+
+    async def numerics(self) -> Numerics | None:
+        """What the server computes with, asked once; None where it does not tell."""
+        return self._numerics if await self.offers_binary() else None
 
     async def _check_done(self, request: LensRequest | None, fields: LensFields) -> None:
         """Refuse an answer that a server gave without steering it, or without running probes."""

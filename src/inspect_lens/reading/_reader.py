@@ -305,6 +305,8 @@ class Reading:
             facts["not_in_engine"] = self.refused
         if (why := plan.no_rate(self.model_name)) is not None:
             facts["no_rate"] = why
+        if differs := plan.differences(self.model_name):
+            facts["computed_with"] = list(differs)
         calibration = self.reader.calibration
         if calibration is not None:
             facts["probability"] = self.probability
@@ -329,6 +331,9 @@ def _small(calibration: Calibration) -> dict[str, Any]:
 
 
 logger = logging.getLogger(__name__)
+
+_TOLD: set[tuple[str, str | None, tuple[str, ...]]] = set()
+"""Probes, models and differences that were warned of: a log has many calls and scorers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,6 +369,10 @@ class ProbeReader(CallReader):
     _verified: dict[str, bool] = field(default_factory=dict, repr=False, compare=False)
     _others: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
     """Models that are not known to be the card's, with the reason, by name."""
+    _differences: dict[str | None, tuple[str, ...]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    """By model: what its engine computed otherwise than the card's; of the call read last."""
 
     @classmethod
     @shared_parameters
@@ -559,6 +568,41 @@ class ProbeReader(CallReader):
             return next(iter(self._others.values()), None)
         return self._others.get(model_name)
 
+    def differences(self, model_name: str | None) -> tuple[str, ...]:
+        """What computed a model's activations otherwise than those that the card was made of.
+
+        A threshold holds its rate for equal engine, dtype and quantisation.
+
+        Args:
+            model_name: as it was given to `read`; None for any of those.
+
+        Returns:
+            Phrases such as `dtype float16 instead of bfloat16`; empty where nothing differs, or
+            where the card or the server does not say what it computes with.
+        """
+        if model_name is None:
+            return next(filter(None, self._differences.values()), ())
+        return self._differences.get(model_name, ())
+
+    def _compare(self, call: Activations | ProbeScores | None, model_name: str | None) -> None:
+        """Compare what computed a call with what the thresholds were set with; warn once of each.
+
+        This is where a probe meets a call, whatever reads it.
+        """
+        card = self.probe.card
+        if card.capture is None or not card.thresholds or call is None or not self.same_tokens:
+            return
+        here = call.numerics
+        found = () if here is None else card.capture.numerics.differences(here)
+        self._differences[model_name] = found
+        if found and (told := (card.name, model_name, found)) not in _TOLD:
+            _TOLD.add(told)
+            logger.warning(
+                "probe %s: its thresholds were set elsewhere, and %s computes with %s; their rates "
+                "may be others here: inspect-lens probe check measures by how much",
+                card.name, repr(model_name) if model_name else "this model", " and ".join(found),
+            )  # fmt: skip
+
     def read_captured(self, handle: Activations | ProbeScores) -> Reading | None:
         """Score a call without an event loop, as for a data frame.
 
@@ -626,6 +670,7 @@ class ProbeReader(CallReader):
         model_name: str | None,
         refused: str | None,
     ) -> Reading:
+        self._compare(rows.handle, model_name)
         verified = self._verified.get(model_name or "", False)
         reading = Reading(value, rows, self, verified, model_name, refused)
         reading.__dict__["_scores"] = scores  # nobody multiplies again

@@ -132,7 +132,13 @@ def promise(
     )
     by = next((t.claimed_by for t in card.thresholds if t.claimed_by and t.value == cut), "")
     stated = f", as {by} states; that was not measured here" if by else ""
-    return f"{own.fpr:.2%} of {own.control} samples may exceed it{stated}. {found}"
+    said = f"{own.fpr:.2%} of {own.control} samples may exceed it{stated}. {found}"
+    if differs := reader.differences(model_name):
+        said += (
+            f" But that was measured elsewhere, and this was computed with {' and '.join(differs)};"
+            " inspect-lens probe check shows what changes."
+        )
+    return said
 
 
 SuspicionUnit = Literal["threshold", "raw"]

@@ -9,11 +9,12 @@ from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Final, Literal, NamedTuple, cast
 
-from pydantic import ValidationInfo
+from pydantic import Field, ValidationInfo
 
 from inspect_lens.errors import SpecError, UnsupportedError
 
 from ._tensor import JudgeShape
+from ._values import Value
 
 __all__ = [
     "BLOCK_SITES",
@@ -21,6 +22,7 @@ __all__ = [
     "SITES",
     "SITE_TABLE",
     "EngineFacts",
+    "Numerics",
     "Site",
     "SiteInfo",
     "SiteWidth",
@@ -147,6 +149,49 @@ def result_name(site: Site) -> str:
     return "residual_stream" if site == RESID_POST else site
 
 
+class Numerics(Value):
+    """What decides a model's activations beside its weights and its tokens.
+
+    A threshold holds its rate for scores of equal numerics: bfloat16 rounds otherwise than float32,
+    quantised weights are other weights, and kernels change from release to release.
+
+    Example:
+        ```python
+        from inspect_lens.spec import Numerics
+
+        made = Numerics(engine="vllm 0.32.0", dtype="bfloat16")
+        here = Numerics(engine="vllm 0.32.0", dtype="float16")
+        assert made.differences(here) == ("dtype float16 instead of bfloat16",)
+        ```
+    """
+
+    engine: str = Field(
+        default="", description="Library that runs the model, with its version: `vllm 0.32.0`."
+    )
+    dtype: str = Field(default="", description="Data type of the residual stream: `bfloat16`.")
+    quantization: str | None = Field(
+        default=None,
+        description="Method by which the weights were quantised, as the engine names it; None: "
+        "none, or not known where `dtype` is empty.",
+    )
+
+    def differences(self, here: Numerics) -> tuple[str, ...]:
+        """What is computed otherwise, each in a few words; what one side does not tell is left out.
+
+        Args:
+            here: of what is to be compared with these.
+
+        Returns:
+            Phrases such as `dtype float16 instead of bfloat16`; empty where nothing differs.
+        """
+        pairs = [("engine", here.engine, self.engine), ("dtype", here.dtype, self.dtype)]
+        if here.dtype and self.dtype:
+            now, then = here.quantization or "none", self.quantization or "none"
+            pairs.append(("quantization", now, then))
+        told = [(name, now, then) for name, now, then in pairs if now and then]
+        return tuple(f"{name} {now} instead of {then}" for name, now, then in told if now != then)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineFacts:
     """Facts of one engine; equal in the front-end and in its workers."""
@@ -196,6 +241,15 @@ class EngineFacts:
     """Why the engine cannot read rows with its unembedding, or empty where it can."""
     no_steering: str = ""
     """Why the engine's requests must not be steered, or empty where they may be."""
+    quantization: str | None = None
+    """How the weights were quantised, as vLLM names it; None: not at all."""
+
+    @cached_property
+    def numerics(self) -> Numerics:
+        """What a threshold that acts in this engine was to be set with."""
+        return Numerics(
+            engine=f"vllm {self.vllm_version}", dtype=self.dtype, quantization=self.quantization
+        )
 
     @cached_property
     def _tapped(self) -> frozenset[TapPoint]:

@@ -24,7 +24,7 @@ from pydantic.dataclasses import dataclass
 
 from inspect_lens.errors import SpecError
 
-from ._engine import RESID_POST, Site, TapPoint, tap_points, weights_judge
+from ._engine import RESID_POST, Numerics, Site, TapPoint, tap_points, weights_judge
 from ._positions import Positions, parse_positions
 from ._tensor import (
     Tensor,
@@ -299,6 +299,10 @@ class EngineProbe(Weights):
     """Tokens up to which the threshold holds its rate; None: not known."""
     threshold_positions: Positions | None = None
     """Tokens that it was calibrated on; None: not known, and then it acts on any."""
+    threshold_numerics: Numerics | None = Field(
+        default=None,
+        description="What computed the scores that it was calibrated on; None: not known.",
+    )
 
     @field_validator("layers")
     @classmethod
@@ -395,6 +399,21 @@ class EngineProbe(Weights):
             )
         return self.threshold
 
+    def alarm_differences(self, use: ProbeUse, here: Numerics) -> tuple[str, ...]:
+        """What an engine computes otherwise than where the threshold of an alarm was calibrated.
+
+        Args:
+            use: of the request.
+            here: of the engine.
+
+        Returns:
+            As `Numerics.differences` says it; empty without an alarm, for a threshold of the
+            request's own, and where nothing is known.
+        """
+        if use.alarm is None or use.threshold is not None or self.threshold_numerics is None:
+            return ()
+        return self.threshold_numerics.differences(here)
+
     def bias(self, name: str) -> float:
         """A scalar tensor, 0 where it was left out."""
         tensor = self.tensors.get(name)
@@ -412,6 +431,11 @@ class EngineProbe(Weights):
             "threshold": self.threshold,
             "threshold_tokens": self.threshold_tokens,
             "threshold_positions": self.threshold_positions,
+            "threshold_numerics": (
+                None
+                if self.threshold_numerics is None
+                else self.threshold_numerics.model_dump(mode="json")
+            ),
         }
 
 
@@ -473,6 +497,10 @@ class ProbeReceipt:
     """Tokens up to which the probe's own threshold holds its rate of false alarms; where
     `n_tokens` is larger, none is promised for this answer. None: the threshold was the request's,
     or its length is not known."""
+    threshold_differs: tuple[str, ...] | None = None
+    """What this engine computes otherwise than the one that the probe's own threshold was
+    calibrated with, such as `dtype float16 instead of bfloat16`: its rate may be another one here.
+    None: nothing, as far as is known."""
     alarm_position: int | None = None
     """Position of the first token at which the aggregate exceeded the threshold."""
     stopped: bool = False

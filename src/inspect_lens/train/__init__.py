@@ -34,6 +34,7 @@ from .judging._domains import (
 )
 from .judging._evaluate import baseline, evaluate_probe, measure_baselines
 from .judging._select import LayerChoice, select_layer
+from .judging._shift import RateShift, ScoreShift, score_shift
 from .sets._dataset import ActivationSet
 from .sets._from_arrays import from_arrays, from_hf, from_nnsight, from_transformer_lens
 from .sets._splits import refuse_seen, require_disjoint, split_by_group
@@ -75,11 +76,13 @@ __all__ = [
     "LogisticProbe",
     "MassMeanProbe",
     "MeanDifferenceProbe",
+    "RateShift",
     "RefusalCandidate",
     "RefusalChoice",
     "RefusalMeter",
     "RefusalScores",
     "SAEFeatureProbe",
+    "ScoreShift",
     "SklearnProbe",
     "SparseEncoder",
     "StackWeights",
@@ -117,6 +120,7 @@ __all__ = [
     "refusal_candidates",
     "refuse_seen",
     "require_disjoint",
+    "score_shift",
     "select_layer",
     "select_refusal",
     "similarity",

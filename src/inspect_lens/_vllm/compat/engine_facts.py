@@ -319,6 +319,7 @@ def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
         vocab=int(getattr(model.hf_text_config, "vocab_size", 0)),
         no_lens=_no_lens(vllm_config),
         no_steering=no_steering(vllm_config, settings),
+        quantization=getattr(model, "quantization", None),
     )
 
 

@@ -97,6 +97,7 @@ class FrontEnd:
         a thousand times."""
         self.row_caches: WeakSet[RowCache] = WeakSet()
         """Captured rows of earlier requests, of each engine that is still there."""
+        self._told: set[tuple[str, tuple[str, ...]]] = set()
         self.results = Results(self.settings.result_timeout_s)
         self.sinks = Sinks()
         self.registry = Registry(items, self.settings)
@@ -167,6 +168,7 @@ class FrontEnd:
                 most_bytes=settings.hook_bytes,
                 n_processes=self.n_processes,
             )
+        self.registry.numerics = facts.numerics
         self.sinks.learn(facts, settings.sinks)
         if is_traced(vllm_config) and is_serving():
             clients.begin()
@@ -289,12 +291,26 @@ class FrontEnd:
         except LensError:
             forget_parsed(request)
             raise
-        reads = Reads(resolved.probes, probes) if resolved.probes else None
+        reads = None
+        if resolved.probes:
+            reads = Reads(resolved.probes, probes, facts.numerics)
+            self._warn_of(reads)
         made = Compiled(request, facts, version, resolved, reads)
         # Functions that came with a request are not worth being kept.
         if not request.hooks:
             self.known.keep(key, made, request.tensor_bytes)
         return made
+
+    def _warn_of(self, reads: Reads) -> None:
+        """Say once of each probe that its alarm was calibrated with other numerics."""
+        for use, differs in zip(reads.uses, reads.differences, strict=True):
+            if differs and (told := (use.name, differs)) not in self._told:
+                self._told.add(told)
+                logger.warning(
+                    "probe %r: its alarm threshold was calibrated elsewhere, and this engine "
+                    "computes with %s; its rate of false alarms may be another one, which "
+                    "inspect-lens probe check measures", use.name, " and ".join(differs),
+                )  # fmt: skip
 
 
 class _Holder:

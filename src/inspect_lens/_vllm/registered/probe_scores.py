@@ -20,6 +20,7 @@ from inspect_lens.errors import CaptureError
 from inspect_lens.probe import StreamingPool, pool_scores
 from inspect_lens.spec import (
     EngineProbe,
+    Numerics,
     PositionName,
     ProbeReceipt,
     ProbeUse,
@@ -34,7 +35,7 @@ _PUT: dict[str, Callable[[ProbeReceipt, object], None]] = {
 """By field: what sets it, which a frozen class does not do itself."""
 _NOT_ASKED_FOR = {
     "tokens": None, "threshold": None, "threshold_tokens": None, "alarm_position": None,
-    "stopped": False,
+    "stopped": False, "threshold_differs": None,
 }  # fmt: skip
 """Fields of receipts that are of other uses."""
 _TOGETHER = 32
@@ -211,7 +212,12 @@ _USES = TypeAdapter(tuple[ProbeUse, ...])
 class Reads:
     """Uses of probes, and what reading them takes that is the same for all requests with them."""
 
-    def __init__(self, uses: Sequence[ProbeUse], registered: Mapping[str, EngineProbe]) -> None:
+    def __init__(
+        self,
+        uses: Sequence[ProbeUse],
+        registered: Mapping[str, EngineProbe],
+        numerics: Numerics | None = None,
+    ) -> None:
         self.asked = AskedProbes.of(uses, registered)
         """What sealing takes of them."""
         self.uses = tuple(uses)
@@ -222,6 +228,11 @@ class Reads:
         self.probes = tuple(registered[use.name] for use in uses)
         self.wire = _USES.dump_json(self.uses).decode()
         """The uses as text; the same object always."""
+        self.differences = tuple(
+            () if numerics is None else probe.alarm_differences(use, numerics)
+            for use, probe in zip(self.uses, self.probes, strict=True)
+        )
+        """By use: what is computed otherwise than its threshold was calibrated with."""
         self.plain: dict[PositionName, Plain] = {}
         """By the tokens that they read."""
         self.others: list[tuple[int, int]] = []
@@ -253,11 +264,7 @@ class Reading:
 
     @cached_property
     def _uses(self) -> list[_Use]:
-        reads = self._reads
-        return [
-            _Use(i, reads.uses[i], reads.probes[i], column, self._where(i))
-            for i, column in reads.others
-        ]
+        return [_Use(i, self._reads, column, self._where(i)) for i, column in self._reads.others]
 
     def _where(self, i: int) -> range | tuple[int, ...]:
         return resolve_positions(
@@ -357,12 +364,12 @@ class _Use:
     def __init__(
         self,
         at: int,
-        use: ProbeUse,
-        probe: EngineProbe,
+        reads: Reads,
         column: int,
         where: range | tuple[int, ...],
     ) -> None:
-        self.at, self.use, self.probe = at, use, probe
+        use, probe = reads.uses[at], reads.probes[at]
+        self.at, self.use, self.probe, self.differs = at, use, probe, reads.differences[at]
         self.stopped = False
         self._columns = slice(column, column + probe.columns)
         self._where = where if isinstance(where, range) else frozenset(where)
@@ -451,6 +458,7 @@ class _Use:
                 if self._threshold is not None and self.use.threshold is None
                 else None
             ),
+            threshold_differs=self.differs or None,
             alarm_position=self.alarm_position,
             stopped=self.stopped,
         )

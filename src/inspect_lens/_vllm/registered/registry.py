@@ -18,6 +18,7 @@ from inspect_lens.spec import (
     EngineProbe,
     LensEntry,
     LensRequest,
+    Numerics,
     Registrable,
     check_name,
 )
@@ -44,6 +45,8 @@ class Registry:
         self._shared: SharedNames | None = None
         self.probes: dict[str, EngineProbe] = {}
         """Probes by name; another object after each change, which is never changed itself."""
+        self.numerics: Numerics | None = None
+        """Of the engine that this process learned of last."""
         self._version = 0
         for name, item in (items or {}).items():
             check_name(name)
@@ -243,7 +246,7 @@ class Registry:
         sealed = Envelope.unpack(packed).probes
         if sealed is None or hashes != list(sealed.names):
             raise SpecError("probes: a probe was removed while the request was on its way")
-        return Reads(uses, self.probes)
+        return Reads(uses, self.probes, self.numerics)
 
     def _changed(self) -> None:
         self.probes = {n: i for n, i in self._items.items() if isinstance(i, EngineProbe)}

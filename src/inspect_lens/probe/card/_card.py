@@ -27,7 +27,7 @@ from inspect_lens.probe.statistics._measured import (
     Transfer,
 )
 from inspect_lens.probe.statistics._metrics import required_negatives
-from inspect_lens.spec import RESID_POST, Positions, Site, parse_positions
+from inspect_lens.spec import RESID_POST, Numerics, Positions, Site, parse_positions
 
 Over = Literal["answer", "alarm", "token"]
 """`answer`: one score of a whole answer; `alarm`: the running score after every token, which is the
@@ -313,6 +313,11 @@ class CaptureFacts(Record):
     seed: int | None = Field(
         default=None, description="Of the answers' sampling; sample i has seed + i."
     )
+
+    @property
+    def numerics(self) -> Numerics:
+        """The part that thresholds hold for."""
+        return Numerics(engine=self.engine, dtype=self.dtype, quantization=self.quantization)
 
     @classmethod
     def known(cls, told: Mapping[str, Any]) -> Self:

@@ -235,7 +235,7 @@ def list_seen(
 
 def count_seen(probe: AnyProbe, data: ActivationSet) -> int | None:
     """Samples of a set that took part in making a probe; None where that cannot be told."""
-    found = _find(probe, data)
+    found = find_seen(probe, data)
     return None if found is None else len({i for part in found.values() for i in part})
 
 
@@ -271,7 +271,7 @@ def refuse_seen(
             print(error)
         ```
     """
-    found = {role: part for role, part in (_find(probe, data) or {}).items() if role in roles}
+    found = {role: part for role, part in (find_seen(probe, data) or {}).items() if role in roles}
     if not found:
         return
     n, parts = len(data), []
@@ -285,7 +285,7 @@ def refuse_seen(
     )
 
 
-def _find(probe: AnyProbe, data: ActivationSet) -> dict[str, list[int]] | None:
+def find_seen(probe: AnyProbe, data: ActivationSet) -> dict[str, list[int]] | None:
     seen = probe.card.seen
     shown = None if seen is None else data.shown(seen.by, probe.layers)
     return None if seen is None or shown is None else seen.find(shown)

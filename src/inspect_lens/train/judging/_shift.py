@@ -1,0 +1,158 @@
+"""What another engine does to a probe's scores and to the rates of its thresholds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from inspect_lens.errors import SpecError
+from inspect_lens.probe import AnyProbe, Interval, Statistic, rate_interval
+from inspect_lens.probe.statistics._compare import draws_of
+from inspect_lens.probe.statistics._measured import Record
+from inspect_lens.train.sets._dataset import ActivationSet
+from inspect_lens.train.sets._splits import find_seen
+
+
+class RateShift(Record):
+    """One threshold of a card on the same control answers, as two engines compute them."""
+
+    statistic: str = Field(description="What is compared with it, in words.")
+    value: float = Field(description="The threshold; a score strictly above it is flagged.")
+    fpr: float = Field(description="False positive rate that it was set for.")
+    n: int = Field(description="Control answers, or their tokens, that were compared.")
+    n_before: int = Field(description="Of these, above the threshold as they were stored.")
+    before: Interval = Field(description="Of the rate as they were stored.")
+    n_here: int = Field(description="Of these, above the threshold as the model computes them now.")
+    here: Interval = Field(description="Of the rate as the model computes them now.")
+    n_changed: int = Field(description="On the other side of the threshold than before.")
+    changed: Interval = Field(description="Of the share that changed sides.")
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether the rate that it was set for is inside the interval of what was seen here.
+
+        None where the control set is too small to tell: its interval holds twice that rate, too.
+        """
+        if not self.here.low <= self.fpr:
+            return False
+        return None if self.here.high > 2 * self.fpr else True
+
+
+class ScoreShift(Record):
+    """How far a probe's scores moved on one control set, and what that does to its thresholds."""
+
+    probe: str
+    control: str = Field(description="Name of the control set.")
+    n_calibrated: int | None = Field(
+        description="Of these answers, those that a threshold of the card was set on; None where "
+        "the card does not list them."
+    )
+    n: int = Field(description="Harmless answers that were compared.")
+    n_groups: int = Field(description="Independent groups of these.")
+    differences: tuple[str, ...] = Field(
+        description="What is computed otherwise than the store was, in words; empty: nothing that "
+        "both sides tell."
+    )
+    mean: float = Field(description="Mean of new minus stored score of an answer.")
+    interval: Interval = Field(description="Of the mean; groups are drawn.")
+    largest: float = Field(description="Largest absolute difference of one answer.")
+    spread: float = Field(description="Standard deviation of the stored scores, to compare with.")
+    thresholds: tuple[RateShift, ...] = ()
+
+
+def score_shift(
+    probe: AnyProbe,
+    before: ActivationSet,
+    here: ActivationSet,
+    *,
+    n_resamples: int = 10_000,
+    seed: int = 0,
+) -> ScoreShift:
+    """Compare what a probe says of the same tokens in two engines.
+
+    Answers are compared one by one, so that the difference between them is not lost in the spread
+    between answers. The rates are those of the harmless answers.
+
+    Args:
+        probe: with thresholds on its card.
+        before: harmless answers as they were stored; positives are left out.
+        here: the same samples in the same order, with the rows of the other engine, as
+            `dataclasses.replace(before, acts=…, capture=…)` makes it of `feed_again`.
+        n_resamples: bootstrap draws for the mean difference.
+        seed: of the bootstrap.
+
+    Returns:
+        The shift of scores with its interval, and each threshold's rate before and now.
+
+    Raises:
+        SpecError: the sets have other samples, or none that is harmless.
+
+    Example:
+        ```python
+        from dataclasses import replace
+
+        from inspect_lens.train import ActivationSet, LDAProbe, score_shift, train_probe
+
+        train, control = (
+            ActivationSet.load(f"acts/{name}.safetensors") for name in ("train", "control")
+        )
+        probe = train_probe(LDAProbe(), train, name="mine/lda", control=control, n_resamples=0)
+        rounded = replace(
+            control, acts=tuple(a.astype("float16").astype("float32") for a in control.acts)
+        )
+        shift = score_shift(probe, control, rounded, n_resamples=200)
+        assert shift.n_calibrated == shift.n and shift.largest < 0.01 * shift.spread
+        ```
+    """
+    if before.ids != here.ids:
+        raise SpecError("here: other samples than `before`; allowed are the same, in their order")
+    old, new = before.negatives(), here.negatives()
+    if not len(old):
+        raise SpecError(f"{before.name}: no sample is harmless; allowed is a control set")
+    scores = old.scores(probe)
+    moved = new.scores(probe) - scores
+    then, now, seen = old.capture, new.capture, find_seen(probe, old)
+    rng = np.random.default_rng(seed)
+    parts = draws_of(len(old), old.groups, n_resamples, rng)
+    means = np.concatenate([w @ moved / w.sum(axis=1) for w in parts])
+    low, high = np.quantile(means, [0.025, 0.975])
+    return ScoreShift(
+        probe=probe.name,
+        control=before.name,
+        n_calibrated=None if seen is None else len(seen.get("control", ())),
+        n=len(old),
+        n_groups=len(set(old.groups)),
+        differences=() if then is None or now is None else then.numerics.differences(now.numerics),
+        mean=float(moved.mean()),
+        interval=Interval(low=float(low), high=float(high), method="cluster bootstrap"),
+        largest=float(np.abs(moved).max()),
+        spread=float(scores.std()),
+        thresholds=tuple(_rates(probe, old, new)),
+    )
+
+
+def _rates(probe: AnyProbe, old: ActivationSet, new: ActivationSet) -> Iterator[RateShift]:
+    for threshold in probe.card.thresholds:
+        statistic = threshold.statistic or probe.card.answer
+        length = None
+        if statistic.over == "alarm" and threshold.n_tokens is not None:
+            length = threshold.n_tokens[1]
+        sides = [_above(probe, data, statistic, length, threshold.value) for data in (old, new)]
+        sizes = [len(one) for one in sides[0]]
+        groups = np.repeat(np.array(old.groups), sizes).tolist()
+        before, here = (np.concatenate(side) for side in sides)
+        yield RateShift(
+            statistic=str(statistic), value=threshold.value, fpr=threshold.fpr, n=before.size,
+            n_before=int(before.sum()), before=rate_interval(before, groups),
+            n_here=int(here.sum()), here=rate_interval(here, groups),
+            n_changed=int((before != here).sum()), changed=rate_interval(before != here, groups),
+        )  # fmt: skip
+
+
+def _above(
+    probe: AnyProbe, data: ActivationSet, statistic: Statistic, length: int | None, cut: float
+) -> list[NDArray[np.bool_]]:
+    return [values > cut for values in data.statistic(probe, statistic, length=length)]
