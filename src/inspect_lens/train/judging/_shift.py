@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import AnyProbe, Interval, Statistic, rate_interval
-from inspect_lens.probe.statistics._compare import draws_of
-from inspect_lens.probe.statistics._measured import Record
 from inspect_lens.train.sets._dataset import ActivationSet
 from inspect_lens.train.sets._splits import find_seen
 
 
-class RateShift(Record):
+class RateShift(BaseModel):
     """One threshold of a card on the same control answers, as two engines compute them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     statistic: str = Field(description="What is compared with it, in words.")
     value: float = Field(description="The threshold; a score strictly above it is flagged.")
@@ -41,8 +42,10 @@ class RateShift(Record):
         return None if self.here.high > 2 * self.fpr else True
 
 
-class ScoreShift(Record):
+class ScoreShift(BaseModel):
     """How far a probe's scores moved on one control set, and what that does to its thresholds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     probe: str
     control: str = Field(description="Name of the control set.")
@@ -115,10 +118,6 @@ def score_shift(
     scores = old.scores(probe)
     moved = new.scores(probe) - scores
     then, now, seen = old.capture, new.capture, find_seen(probe, old)
-    rng = np.random.default_rng(seed)
-    parts = draws_of(len(old), old.groups, n_resamples, rng)
-    means = np.concatenate([w @ moved / w.sum(axis=1) for w in parts])
-    low, high = np.quantile(means, [0.025, 0.975])
     return ScoreShift(
         probe=probe.name,
         control=before.name,
@@ -127,11 +126,28 @@ def score_shift(
         n_groups=len(set(old.groups)),
         differences=() if then is None or now is None else then.numerics.differences(now.numerics),
         mean=float(moved.mean()),
-        interval=Interval(low=float(low), high=float(high), method="cluster bootstrap"),
+        interval=_mean_interval(moved, old.groups, n_resamples, seed),
         largest=float(np.abs(moved).max()),
         spread=float(scores.std()),
         thresholds=tuple(_rates(probe, old, new)),
     )
+
+
+def _mean_interval(
+    values: NDArray[np.float64], groups: Sequence[str], n_resamples: int, seed: int
+) -> Interval:
+    """Of the mean of values that come in groups, by drawing whole groups."""
+    from scipy.stats import bootstrap
+
+    _, code = np.unique(np.array(groups), return_inverse=True)
+    sums, sizes = np.bincount(code, weights=values), np.bincount(code)
+    if len(sums) < 2 or n_resamples < 2:
+        return Interval(low=math.nan, high=math.nan, method="cluster bootstrap; too few groups")
+    low, high = bootstrap(
+        (sums, sizes), lambda s, n, axis: s.sum(axis) / n.sum(axis), paired=True, batch=1000,
+        vectorized=True, n_resamples=n_resamples, method="percentile", rng=seed,
+    ).confidence_interval  # fmt: skip
+    return Interval(low=float(low), high=float(high), method="cluster bootstrap")
 
 
 def _rates(probe: AnyProbe, old: ActivationSet, new: ActivationSet) -> Iterator[RateShift]:
