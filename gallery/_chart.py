@@ -133,7 +133,7 @@ def _heat(chart: Heat, palette: str) -> str:
     slanted = max(map(len, chart.columns)) * 7.2 > cell
     top = 34.0 + (min(max(map(len, chart.columns)) * 7.2, 150) if slanted else 12)
     height = top + size * len(chart.rows)
-    canvas = Canvas(WIDTH, round(height + 40), palette, chart.title)
+    canvas = Canvas(WIDTH, round(height + 14), palette, chart.title)
     middle = chart.low if chart.middle is None else chart.middle
     for j, name in enumerate(chart.columns):
         x = left + cell * (j + 0.5)

@@ -150,6 +150,12 @@ class Setting:
 
         return AutoTokenizer.from_pretrained(self.folder)
 
+    @property
+    def n_layers(self) -> int:
+        """Decoder layers of the model."""
+        config = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
+        return int(config["num_hidden_layers"])
+
     def file(self, wanted: DataFile) -> Path:
         """Where the user has a file."""
         found = sorted(self.data.rglob(wanted.name)) if self.data else []

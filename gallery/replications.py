@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from gallery import injection
+from gallery import injection, truth
 from gallery._replication import Replication
 
 __all__ = ["REPLICATIONS"]
 
 REPLICATIONS: Final[Mapping[str, Replication]] = {
     "injection": injection.REPLICATION,
+    "truth": truth.REPLICATION,
 }

@@ -6,11 +6,14 @@ import copy
 import json
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
+from gallery._chart import Bar, Bars, Heat, Line, Lines, draw
 from gallery._replication import RESULTS, DataFile, MissingDataError, Setting
 from gallery.replications import REPLICATIONS
+from tests.kit.figures._canvas import PALETTES
 from tests.kit.real_models import REAL_MODELS
 from tests.kit.repository import ROOT
 
@@ -71,3 +74,30 @@ def test_a_file_that_is_not_there_is_named_with_its_source(tmp_path: Path) -> No
     setting = Setting("smollm2-135m", tmp_path, tmp_path, data=tmp_path)
     assert setting.file(wanted) == tmp_path / "deep" / "facts.json"
     assert setting.used["facts.json"]["source"] == "somebody/repository, data"
+
+
+def test_charts_have_every_number_in_both_palettes() -> None:
+    bars = Bars("t", "a", [Bar("g", "s", 0.25, 0.1, 0.4), Bar("g", "r", -0.5)], low=-1.0)
+    heat = Heat("t", "a", "u", ["c"], ["r", "q"], [[0.25], [0.75]], middle=0.5)
+    lines = Lines("t", "a", "u", [Line("s", [(0.0, 0.25), (1.0, 0.5)], [(0.2, 0.3), (0.4, 0.6)])])
+    for palette in PALETTES:
+        for chart, shown in ((bars, ("0.250", "-0.500")), (heat, ("0.250", "0.750")),
+                             (lines, ("0.250", "0.500"))):  # fmt: skip
+            svg = draw(chart, palette)
+            ElementTree.fromstring(svg)
+            assert all(number in svg for number in shown)
+
+
+def test_negation_that_turns_a_probe_around_or_does_not() -> None:
+    at = "auroc__logistic__cities__"
+    assert "inversion is there" in verdict("truth", **{f"{at}neg_cities": [0.2, 0.1, 0.3]})
+    assert "inversion is not there" in verdict("truth", **{f"{at}neg_cities": [0.8, 0.7, 0.9]})
+    assert "neither inverted nor" in verdict("truth", **{f"{at}neg_cities": [0.5, 0.4, 0.6]})
+    assert "nothing can carry over" in verdict("truth", **{f"{at}cities": [0.5, 0.4, 0.6]})
+
+
+def test_the_matrix_of_truth_is_that_of_scikit_learn() -> None:
+    numbers = result("truth")["numbers"]
+    for trained, row in numbers["auroc"]["logistic"].items():
+        for topic, (area, *_) in row.items():
+            assert area == pytest.approx(numbers["plain"][trained][topic], abs=5e-4)

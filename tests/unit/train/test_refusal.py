@@ -83,6 +83,10 @@ def test_layers_before_the_last_fifth_are_measured() -> None:
     assert choice.candidate.layer == 6
     with pytest.raises(SpecError, match=r"all 2 are left out \(1 KL above 0.1, 1 one of the last"):
         select_refusal([candidate(3), candidate(7)], lambda _: good._replace(kl=1.0), n_layers=10)
+    # How far the limits are off, so that others can be chosen.
+    measured = {2: good._replace(kl=0.7, induce=-3.0), 3: good._replace(kl=0.31)}
+    with pytest.raises(SpecError, match=r"smallest KL is 0\.31, and the most .* induces 2;"):
+        select_refusal([candidate(2), candidate(3)], lambda c: measured[c.layer], n_layers=10)
 
 
 @pytest.fixture(scope="module")

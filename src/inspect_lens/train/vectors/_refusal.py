@@ -181,9 +181,16 @@ def select_refusal(
     if not left:
         reasons = sorted({why for *_, why in table})
         counts = ", ".join(f"{sum(w == why for *_, w in table)} {why}" for why in reasons)
+        known = [scores for _, scores, _ in table if not math.isnan(scores.kl)]
+        nearest = (
+            f"; the smallest KL is {min(s.kl for s in known):.2g}, and the most that one induces "
+            f"{max(s.induce for s in known):.2g}"
+            if known
+            else ""
+        )
         raise SpecError(
-            f"candidates: all {len(table)} are left out ({counts}); allowed is one at least; "
-            "collect more layers and positions, or choose other limits"
+            f"candidates: all {len(table)} are left out ({counts}){nearest}; allowed is one at "
+            "least; collect more layers and positions, or choose other limits"
         )
     best = min(left, key=lambda row: row[1].bypass)
     return RefusalChoice(best[0], best[1], tuple(table))
