@@ -23,7 +23,6 @@ from inspect_lens.attention import (
     document_scores,
     find_tracker_heads,
     instruction_shares,
-    load_heads,
 )
 from inspect_lens.errors import ArtifactError, NotCapturedError, SpecError
 from inspect_lens.model import activations, know_log
@@ -170,40 +169,25 @@ class FocusReading:
 
 @dataclass(frozen=True)
 class TrackerReader:
-    """Reads the focus score of a call from its queries and keys.
-
-    Make one with `TrackerReader.of`, which checks everything before any sample runs.
-    """
+    """Reads the focus score of a call from its queries and keys; made before any sample runs."""
 
     heads: AttentionHeads | None
     """None reads every head that was captured."""
-    instruction: str
-    data: str
+    instruction: str = "system"
+    data: str = "user"
     tokenizer: str | None = None
     check_model: bool = True
     """Refuse a model of another name than that of the list."""
 
-    @classmethod
-    def of(
-        cls,
-        heads: str | AttentionHeads | None,
-        *,
-        instruction: str = "system",
-        data: str = "user",
-        tokenizer: str | None = None,
-        check_model: bool = True,
-    ) -> TrackerReader:
-        """Load heads and settle what is instruction and what is data."""
-        for field, value in (("instruction", instruction), ("data", data)):
+    def __post_init__(self) -> None:
+        for field, value in (("instruction", self.instruction), ("data", self.data)):
             if value not in _ROLES and not value.removeprefix(_METADATA) != value:
                 raise SpecError(
                     f"{field}={value!r}; allowed are the roles {', '.join(_ROLES)}, and "
                     "metadata:KEY for a text in the sample's metadata"
                 )
-        if instruction == data:
-            raise SpecError(f"data={data!r}: instruction and data have to be different texts")
-        loaded = None if heads is None else load_heads(heads)
-        return cls(loaded, instruction, data, tokenizer, check_model)
+        if self.instruction == self.data:
+            raise SpecError(f"data={self.data!r}: instruction and data have to be different texts")
 
     def read_captured(
         self,
@@ -220,13 +204,9 @@ class TrackerReader:
         pieces = prompt_pieces(output, model_name, self.tokenizer, "attention tracker")
         instruction = self._spans(self.instruction, "instruction", pieces, messages, metadata)
         data = self._spans(self.data, "data", pieces, messages, metadata)
-        shares = instruction_shares(
-            captured, self._heads(captured), instruction, data, query=len(pieces) - 1
-        )
+        heads = captured.all_heads() if self.heads is None else self.heads.heads
+        shares = instruction_shares(captured, heads, instruction, data, query=len(pieces) - 1)
         return FocusReading(shares, instruction, data)
-
-    def _heads(self, captured: QueriesKeys) -> Sequence[Head]:
-        return captured.all_heads() if self.heads is None else self.heads.heads
 
     def _spans(
         self,
@@ -315,7 +295,7 @@ def calibrate_tracker(
     """
     if log.location:
         know_log(log.location)
-    reader = TrackerReader.of(None, instruction=instruction, data=data, tokenizer=tokenizer)
+    reader = TrackerReader(None, instruction, data, tokenizer)
     shares: dict[bool, list[NDArray[np.float64]]] = {False: [], True: []}
     heads: tuple[Head, ...] | None = None
     for sample in log.samples or []:
@@ -367,42 +347,28 @@ class DocumentReading:
 
 @dataclass(frozen=True)
 class DocumentReader:
-    """Reads how relevant documents are from two calls: with the query, and with an empty one.
-
-    Make one with `DocumentReader.of`, which checks everything before any sample runs.
-    """
+    """Reads how relevant documents are from two calls: with the query, and with an empty one."""
 
     heads: AttentionHeads
-    documents: str
+    documents: str = "documents"
     """Key of the sample's metadata with the texts of the documents, in the prompt's order."""
-    query: str
+    query: str = "query"
     """Key of the sample's metadata with the text of the query, which stands behind them."""
-    empty: str
-    """Text that stands in the place of the query in the second call."""
+    empty: str = "N/A"
+    """Text that stands in the place of the query in the second call, without outer spaces."""
     tokenizer: str | None = None
     check_model: bool = True
     """Refuse a model of another name than that of the list."""
 
-    @classmethod
-    def of(
-        cls,
-        heads: str | AttentionHeads,
-        *,
-        documents: str = "documents",
-        query: str = "query",
-        empty: str = "N/A",
-        tokenizer: str | None = None,
-        check_model: bool = True,
-    ) -> DocumentReader:
-        """Load heads, and settle where documents and query are."""
-        if not empty.strip():
-            raise SpecError(f"empty={empty!r}; allowed is a text that asks nothing, such as 'N/A'")
-        return cls(load_heads(heads), documents, query, empty.strip(), tokenizer, check_model)
+    def __post_init__(self) -> None:
+        if not self.empty.strip():
+            raise SpecError(
+                f"empty={self.empty!r}; allowed is a text that asks nothing, such as 'N/A'"
+            )
+        object.__setattr__(self, "empty", self.empty.strip())
 
     def without_query(
-        self,
-        messages: Sequence[ChatMessage],
-        metadata: Mapping[str, Any] | None,
+        self, messages: Sequence[ChatMessage], metadata: Mapping[str, Any] | None
     ) -> list[ChatMessage]:
         """The prompt of the second call: the same with `empty` in the place of the query."""
         query = self._query(metadata)

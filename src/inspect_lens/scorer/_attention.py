@@ -11,7 +11,7 @@ from inspect_ai.model import ChatMessage, GenerateConfig, Model, ModelOutput, ge
 from inspect_ai.scorer import Score, Scorer, Target, mean, scorer, stderr
 from inspect_ai.solver import TaskState
 
-from inspect_lens.attention import AttentionHeads
+from inspect_lens.attention import AttentionHeads, load_heads
 from inspect_lens.errors import ArtifactError
 from inspect_lens.model import lens_config
 from inspect_lens.model._request import read_body, respelled
@@ -99,11 +99,8 @@ def attention_tracker(
         ```
     """
     selection = CallSelection.of(over=over, roles=roles, on_missing=on_missing)
-    reader = TrackerReader.of(
-        heads, instruction=instruction, data=data, tokenizer=tokenizer, check_model=check_model
-    )
-    listed = reader.heads
-    assert listed is not None
+    listed = load_heads(heads)
+    reader = TrackerReader(listed, instruction, data, tokenizer, check_model)
     cut = listed.threshold.value if threshold is None and listed.threshold else threshold
     fpr = listed.threshold.fpr if threshold is None and listed.threshold else None
 
@@ -199,7 +196,7 @@ def document_rank(
         from inspect_ai.dataset import Sample
         from inspect_ai.solver import generate
 
-        from inspect_lens.attention import AttentionHeads
+        from inspect_lens.attention import AttentionHeads, load_heads
         from inspect_lens.model import lens_config
         from inspect_lens.scorer import document_rank
 
@@ -222,10 +219,7 @@ def document_rank(
         ```
     """
     selection = CallSelection.of(roles=roles, on_missing=on_missing)
-    reader = DocumentReader.of(
-        heads, documents=documents, query=query, empty=empty, tokenizer=tokenizer,
-        check_model=check_model,
-    )  # fmt: skip
+    reader = DocumentReader(load_heads(heads), documents, query, empty, tokenizer, check_model)
 
     async def score(state: TaskState, target: Target) -> Score:
         wanted = _relevant(state.metadata, documents, relevant)

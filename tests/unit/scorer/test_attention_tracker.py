@@ -224,7 +224,7 @@ def test_queries_and_keys_are_read_from_the_file_of_a_log(tmp_path: Path) -> Non
     sample = (read_eval_log(log.location).samples or [])[0]
     captured = read_queries_keys(sample.output)
     assert captured.layers == LAYERS
-    reader = TrackerReader.of(HEADS, tokenizer=str(TOKENIZER), check_model=False)
+    reader = TrackerReader(HEADS, tokenizer=str(TOKENIZER), check_model=False)
     reading = reader.read_captured(sample.output, sample.messages)
     assert reading.focus == pytest.approx(0.8, abs=2e-2)
     assert reading.focus + reading.value == 1.0

@@ -248,7 +248,7 @@ def test_what_cannot_be_ranked_is_an_error(
 
 def test_a_query_that_stands_twice_and_a_prompt_that_differs_are_refused(tmp_path: Path) -> None:
     planted = Model(tmp_path)
-    reader = DocumentReader.of(HEADS, tokenizer=str(TOKENIZER), check_model=False)
+    reader = DocumentReader(HEADS, tokenizer=str(TOKENIZER), check_model=False)
     said = [ChatMessageUser(content=PROMPT)]
     asked = planted(list(said), None, None, GenerateConfig())
     blank = planted(reader.without_query(said, METADATA), None, None, GenerateConfig())
@@ -261,7 +261,7 @@ def test_a_query_that_stands_twice_and_a_prompt_that_differs_are_refused(tmp_pat
 
 
 def test_the_query_is_replaced_in_a_part_of_a_message_and_in_its_last_place() -> None:
-    reader = DocumentReader.of(HEADS, empty=" nothing ")
+    reader = DocumentReader(HEADS, empty=" nothing ")
     parts = [ContentText(text=f"{QUERY} {PROMPT}"), ContentText(text="Answer.")]
     said: list[ChatMessage] = [ChatMessageUser(content=parts), ChatMessageUser(content="Well?")]
     changed = reader.without_query(said, METADATA)

@@ -124,4 +124,4 @@ def test_a_card_says_whether_its_dimensions_were_divided() -> None:
             fitted = MeanDifferenceProbe().fit(x, y)
         card = ProbeCard(name="t/p", layers=(0,), hidden=9)
         said.append(fitted.to_probe(card).card.method.partition("; ")[2])
-    assert said == ["unscaled", "dimensions divided by their median deviation"]
+    assert said == ["unscaled", "dimensions divided by their deviation within classes"]

@@ -164,7 +164,7 @@ def test_pairs_of_groups_and_the_sign_rule() -> None:
     paired = LATProbe(scaling="none").fit(x, y, groups).to_probe(card()).direction()[0]
     blind = LATProbe(scaling="none").fit(x, y).to_probe(card()).direction()[0]
     assert abs(float(paired @ direction)) > 0.6 > abs(float(blind @ direction))
-    estimator = LATProbe(scaling="robust")
+    estimator = LATProbe(scaling="standard")
     straight = clone(estimator).fit(x, y, groups)
     turned = clone(estimator).fit(x, 1 - y, groups)
     assert straight.score(x, y) > 0.5 < turned.score(x, 1 - y)

@@ -229,91 +229,29 @@ Rows = Literal["tokens", "mean", "last"]
 """What one row of a fit is: a token, or the mean or the last token of a sample."""
 
 
-Scaling = Literal["auto", "robust", "none"]
+Scaling = Literal["auto", "standard", "none"]
 """How a family scales dimensions before it looks for a direction."""
 HUGE_SHARE: Final = 0.5
 """Share of the variance in 1% of the dimensions from which on these are called huge."""
-_MAD: Final = 1.4826  # of a normal variable, its standard deviation over its median deviation
-_ROWS: Final = 20_000
-_COLUMNS: Final = 256
 
 
-def dominated(variance: Floats) -> tuple[int, float]:
-    """How many dimensions are 1% of them, and which share of the variance the largest so many hold.
-
-    Args:
-        variance: (hidden,) within the classes.
-    """
-    n = max(1, math.ceil(0.01 * variance.size))
-    total = float(variance.sum())
-    return n, float(np.sort(variance)[-n:].sum()) / total if total > 0.0 else 0.0
-
-
-def find_scale(
-    x: NDArray[np.floating[Any]], target: Targets, scaling: Scaling, *, family: str
-) -> Floats | None:
-    """What to divide each dimension by before a direction is looked for."""
-    if scaling not in ("auto", "robust", "none"):
-        raise SpecError(f"scaling={scaling!r}; allowed are 'auto', 'robust' and 'none'")
-    if scaling == "none" or len(x) < 4:
+def find_scale(variance: Floats, n_rows: int, scaling: Scaling, *, family: str) -> Floats | None:
+    """What to divide each dimension by, of its variance within the classes (hidden,); else None."""
+    if scaling not in ("auto", "standard", "none"):
+        raise SpecError(f"scaling={scaling!r}; allowed are 'auto', 'standard' and 'none'")
+    if scaling == "none" or n_rows < 4:
         return None
-    picked = rows_for_scale(len(x))
-    positive, _, weight = target
-    rows, sides = x[picked], (positive[picked], ~positive[picked])
-    each = None if weight is None else weight[picked]
-    spread, variance = np.empty(rows.shape[1]), np.empty(rows.shape[1])
-    # A few columns at once: medians take several copies of what they are of.
-    for first in range(0, rows.shape[1], _COLUMNS):
-        part = slice(first, first + _COLUMNS)
-        spread[part], variance[part] = _median_deviation(rows[:, part], sides, each)
     if scaling == "auto":
-        n, share = dominated(variance)
-        if share < HUGE_SHARE or rows.shape[1] < 8:
+        n, total = max(1, math.ceil(0.01 * variance.size)), float(variance.sum())
+        share = float(np.sort(variance)[-n:].sum()) / total if total > 0.0 else 0.0
+        if share < HUGE_SHARE or variance.size < 8:
             return None
         warnings.warn(
-            f"{family}: {n} of {rows.shape[1]} dimensions hold {share:.0%} of the variance, so "
-            "each dimension is divided by its median deviation; scaling='none' is the published "
-            "method, which these few dimensions decide, and scaling='robust' does without this "
-            "warning",
+            f"{family}: {n} of {variance.size} dimensions hold {share:.0%} of the variance, so "
+            "each dimension is divided by its standard deviation within the classes; "
+            "scaling='none' is the published method, which these few dimensions decide, and "
+            "scaling='standard' does without this warning",
             UserWarning,
             stacklevel=5,
         )
-    return spread
-
-
-def rows_for_scale(n: int) -> slice:
-    """Which of n rows the medians are of: all of up to 40,000, else one in so many."""
-    return slice(0, n, max(1, n // _ROWS))
-
-
-def _median_deviation(
-    part: NDArray[np.floating[Any]],
-    sides: tuple[NDArray[np.bool_], NDArray[np.bool_]],
-    weight: Floats | None,
-) -> tuple[Floats, Floats]:
-    """Median deviation and variance of some columns within their classes."""
-    rows = np.asarray(part, dtype=np.float64)
-    away = np.empty_like(rows)
-    for side in sides:
-        if side.any():
-            away[side] = rows[side] - _median(rows[side], None if weight is None else weight[side])
-    made: Floats = _MAD * _median(np.abs(away), weight)
-    # A dimension that is mostly one value has no median deviation.
-    flat = made <= 1e-9 * (np.abs(rows).max(axis=0) + 1e-30)
-    if flat.any():
-        some = away[:, flat] - np.average(away[:, flat], axis=0, weights=weight)
-        made[flat] = np.sqrt(np.average(some**2, axis=0, weights=weight))
-    made[made <= 0.0] = 1.0
-    return made, np.average(away**2, axis=0, weights=weight)
-
-
-def _median(rows: Floats, weight: Floats | None) -> Floats:
-    """Median of each column (columns,); with weights, that of rows repeated so often."""
-    if weight is None:
-        return np.asarray(np.median(rows, axis=0))
-    order = np.argsort(rows, axis=0)
-    below = np.cumsum(weight[order], axis=0)
-    half = below[-1] / 2.0
-    middle = ((below >= half * (1.0 - 1e-12)).argmax(axis=0), (below > half).argmax(axis=0))
-    columns = np.arange(rows.shape[1])
-    return np.asarray(sum(rows[order[at, columns], columns] for at in middle) / 2.0)
+    return np.sqrt(np.where(variance > 0.0, variance, 1.0))

@@ -165,7 +165,10 @@ class DirectionEstimator(BinaryEstimator):
     scale_: NDArray[np.floating[Any]]
 
     def _fit(self, x: NDArray[np.floating[Any]], target: Targets) -> None:
-        scale = find_scale(x, target, self.scaling, family=type(self).__name__)
+        scale = None
+        if self.scaling != "none":
+            variance = Moments.of(x, target.positive, target.weight).within_variance()
+            scale = find_scale(variance, len(x), self.scaling, family=type(self).__name__)
         self._fit_rows(x if scale is None else x / scale, target)
         self.unscale(scale)
 
@@ -186,7 +189,7 @@ class DirectionEstimator(BinaryEstimator):
         if self.scaling == "none":
             return ""
         divided = not np.allclose(self.scale_, 1.0)
-        return "; dimensions divided by their median deviation" if divided else "; unscaled"
+        return "; dimensions divided by their deviation within classes" if divided else "; unscaled"
 
     def _freeze(self, card: ProbeCard) -> Probe:
         return Probe(
@@ -228,8 +231,9 @@ class MeanDifferenceProbe(FormulaEstimator):
     Args:
         normalize: make the direction unit length, so that scores are in units of the residual
             stream.
-        scaling: of dimensions: `auto` divides each by its median deviation where 1% of them hold
-            half of the variance, and warns; `robust` always does; `none` is the published method.
+        scaling: of dimensions: `auto` divides each by its standard deviation within the classes
+            where 1% of them hold half of the variance, and warns; `standard` always does; `none`
+            is the published method.
 
     Source:
         arXiv:2310.06824 (mass-mean probing without the covariance), arXiv:2312.06681.

@@ -26,10 +26,7 @@ from inspect_lens.probe import write_atomic
 from inspect_lens.train.families._binary import (
     BinaryEstimator,
     Rows,
-    Targets,
-    dominated,
     find_scale,
-    rows_for_scale,
 )
 from inspect_lens.train.families._direction import (
     DirectionEstimator,
@@ -164,7 +161,7 @@ def _loss(read: Passes, weight: Floats, offset: float, mean: Floats) -> tuple[fl
     return total, slope, slope_offset
 
 
-_FORMAT: Final = 5
+_FORMAT: Final = 6
 _OF: Final = ":"
 _NUMBER, _TENSOR = "number", "tensor"
 """What stands before the name of what is a number, and of one of a head's tensors."""
@@ -278,16 +275,12 @@ def fits_in_memory(
 
 def _warn_of(estimator: DirectionEstimator, data: StoreSet, n: int) -> None:
     """Say that a fit piece by piece holds more than is stated: its matrices, or rows it picks."""
-    held = {"matrices": 0, "rows for scales": 0, "pairs": 0}
+    held = {"matrices": 0, "pairs": 0}
     if isinstance(estimator, FormulaEstimator) and estimator.needs_covariance:
         held["matrices"] = _MATRICES * 8 * data.hidden**2
-    if estimator.scaling != "none":
-        picked = rows_for_scale(n)
-        held["rows for scales"] = 4 * data.hidden * len(range(n)[picked])
     if isinstance(estimator, LATProbe):
         held["pairs"] = 2 * min(estimator.n_pairs, n // 2) * data.hidden * (4 + 3 * 8)
-    # What is picked for scales is gone before pairs are.
-    most = max(held["matrices"] + held["rows for scales"], held["pairs"])
+    most = max(held.values())
     if most > data.memory * 1e9:
         parts = ", ".join(f"{what} {size / 1e9:.2g} GB" for what, size in held.items() if size)
         warnings.warn(
@@ -316,7 +309,8 @@ def stream(estimator: DirectionEstimator, data: StoreSet, layer: int) -> None:
     moments = Moments(hidden, covariance=covariance)
     for at, rows in _ahead(data.passes(layer)):
         moments.add(rows, labels[at])
-    scale = _scale(estimator, moments, data, layer)
+    name = type(estimator).__name__
+    scale = find_scale(moments.within_variance(), moments.n, estimator.scaling, family=name)
     found = moments.statistics(scale)
     estimator.classes_, estimator.n_features_in_ = np.array([0, 1]), hidden
     if isinstance(estimator, FormulaEstimator):
@@ -330,26 +324,6 @@ def stream(estimator: DirectionEstimator, data: StoreSet, layer: int) -> None:
         differences = (wide[: first.size] - wide[first.size :]) * signs[:, None]
         estimator.fit_pairs(differences, found.low, found.high)
     estimator.unscale(scale)
-
-
-_MAYBE_HUGE: Final = 0.3
-"""Share of the variance in 1% of the dimensions below which medians need not be looked at: squares
-around a median are at most twice those around the mean, so they call no dimension huge there."""
-
-
-def _scale(
-    estimator: DirectionEstimator, moments: Moments, data: StoreSet, layer: int
-) -> NDArray[np.float64] | None:
-    """What dimensions are divided by, from rows that are read for it where it may be anything."""
-    way, n = estimator.scaling, moments.n
-    if way == "none" or n < 4:
-        return None
-    if way == "auto" and dominated(moments.within_variance())[1] < _MAYBE_HUGE:
-        return None
-    picks = np.arange(n)[rows_for_scale(n)]
-    target = Targets(data.row_labels[picks], None, None)
-    rows = _rows_at(picks, data, layer)
-    return find_scale(rows, target, way, family=type(estimator).__name__)
 
 
 def _rows_at(picks: NDArray[np.int64], data: StoreSet, layer: int) -> NDArray[np.float32]:
