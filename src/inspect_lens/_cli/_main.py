@@ -14,9 +14,8 @@ from ._doctor import doctor
 from ._lens import lens_app
 from ._output import fail, in_shell_words
 from ._probe import probe_app
-from ._score import score
+from ._score import chat, score, view
 from ._vector import vector_app
-from ._view import chat, view
 
 EXIT_CODES = (
     "Exit codes: 0 done · 1 unexpected error · 2 wrong usage · 3 refused: a setting or a set is "

@@ -24,10 +24,11 @@ from .families._sae import SAEFeatureProbe
 from .fitting._across import CarriedProbe, transfer_probe
 from .fitting._fit import fit_layers, fit_on
 from .fitting._thresholds import calibrate, calibrate_threshold, fit_threshold
-from .judging._cascade import CascadePoint, cascade_frontier
 from .judging._domains import (
+    CascadePoint,
     DomainScore,
     StyleShift,
+    cascade_frontier,
     leave_one_domain_out,
     style_shift,
     transfer_statement,

@@ -7,8 +7,7 @@ from inspect_lens._base.token_texts import TokenTexts
 
 from ._chat_server import ChatPage
 from ._chat_talk import ChatSetup, ChatTalk, open_talk
-from ._report import write_report
-from ._report_sets import Case, ReportSet, cases
+from ._report import Case, ReportSet, cases, write_report
 from ._sweeps import (
     draw_cascade,
     draw_transfer,

@@ -19,8 +19,16 @@ from inspect_lens.model._read import given_output
 from inspect_lens.reading import TokenScores, given_length
 
 from ._page import CallView, SampleView, TurnView
-from ._saved import SavedScores, lay_out, read_saved, saved_call, shared_prefix, split_call
-from ._series import Source, score_call
+from ._series import (
+    SavedScores,
+    Source,
+    lay_out,
+    read_saved,
+    saved_call,
+    score_call,
+    shared_prefix,
+    split_call,
+)
 
 _PREVIEW = 240
 _TEXT = 80

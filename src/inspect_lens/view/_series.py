@@ -1,17 +1,22 @@
-"""From probes and captured rows to token scores."""
+"""From probes and captured rows to token scores, and from what was kept where rows are not here."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from inspect_ai.log import EvalLog, EvalSample
+from inspect_ai.model import ChatMessage
 from numpy.typing import NDArray
 
+from inspect_lens._base.token_texts import TokenTexts
 from inspect_lens.errors import ArtifactError, SpecError
-from inspect_lens.model import Activations
+from inspect_lens.model import Activations, ProbeScores, read_probe_scores
 from inspect_lens.model._places import may_follow
 from inspect_lens.probe import (
     SENTENCE_POOL,
@@ -24,11 +29,12 @@ from inspect_lens.probe import (
     pool_scores,
     sentence_ends,
 )
-from inspect_lens.reading import TokenScores
+from inspect_lens.reading import TokenScores, read_token_scores
 from inspect_lens.reading._rows import pick_rows
+from inspect_lens.reading._token_scores import engine_records
 from inspect_lens.spec import resolve_positions, result_name
 
-from ._page import Series
+from ._page import SampleView, Series
 
 
 class Source(NamedTuple):
@@ -208,3 +214,263 @@ def _of_scores(sample: EvalSample | None) -> Iterator[tuple[str, str]]:
         for part in (facts, *(v for v in facts.values() if isinstance(v, Mapping))):
             if isinstance(part.get("probe"), str):
                 yield part["probe"], str(part.get("probe_sha256") or "")
+
+
+_TRIES = 64
+
+
+class Span(NamedTuple):
+    """Tokens `[start, stop)` of one speaker."""
+
+    role: str
+    start: int
+    stop: int
+
+
+def find_turns(
+    pieces: Sequence[str], messages: Sequence[ChatMessage], special: Sequence[bool] | None = None
+) -> list[Span]:
+    """Find each message of a prompt among its tokens.
+
+    A message is looked for by its text behind the message before it, as chat templates write
+    texts in order and unchanged. Tokens between two texts are the template's: the first closes
+    the turn before, the others open the next. What a template changes or leaves out has no turn
+    of its own.
+    """
+    if not pieces:
+        return []
+    ends = list(accumulate(len(piece) for piece in pieces))
+    marks = special or [False] * len(pieces)
+    text = "".join("\0" * len(p) if mark else p for p, mark in zip(pieces, marks, strict=True))
+    found: list[tuple[str, int, int]] = []
+    cursor = 0
+    for message in messages:
+        wanted = message.text.strip()
+        at = _find(text, wanted, cursor, ends) if wanted else -1
+        if at < 0:
+            continue
+        cursor = at + len(wanted)
+        first = _token_at(ends, at)
+        found.append((message.role, first, _token_at(ends, cursor - 1) + 1))
+    if not found:
+        return [Span("prompt", 0, len(pieces))]
+    spans: list[Span] = []
+    start = 0
+    for i, (role, _, stop) in enumerate(found):
+        last = i + 1 == len(found)
+        gap = (len(pieces) if last else found[i + 1][1]) - stop
+        # The token that closes a turn; one that stands alone opens the next one.
+        end = stop + 1 if gap > 1 or (last and gap) else stop
+        spans.append(Span(role, start, end))
+        start = end
+    if start < len(pieces):
+        spans.append(Span("assistant", start, len(pieces)))
+    return [span for span in spans if span.stop > span.start]
+
+
+def shared_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many ids two sequences begin with in common."""
+    n = 0
+    for a, b in zip(first, second, strict=False):
+        if a != b:
+            break
+        n += 1
+    return n
+
+
+def _find(text: str, wanted: str, start: int, ends: Sequence[int]) -> int:
+    """Where a text stands: first where it is whole tokens, else where it is at all."""
+    first = at = text.find(wanted, start)
+    for _ in range(_TRIES):
+        if at < 0:
+            break
+        stop = at + len(wanted)
+        head, tail = _token_at(ends, at), _token_at(ends, stop - 1)
+        before = text[ends[head - 1] if head else 0 : at]
+        # A short text such as "a" is also found in the middle of a role's name.
+        if not before.strip() and not text[stop : ends[tail]].strip():
+            return at
+        at = text.find(wanted, at + 1)
+    return first
+
+
+def _token_at(ends: Sequence[int], character: int) -> int:
+    return min(bisect_right(ends, character), len(ends) - 1)
+
+
+def split_call(
+    pieces: Sequence[str],
+    messages: Sequence[ChatMessage],
+    special: Sequence[bool] | None,
+    n_prompt: int,
+) -> list[Span]:
+    """Turns of a prompt, and the completion with the template's opening of it."""
+    spans = [Span("prompt", 0, n_prompt)] if n_prompt else []
+    if special is not None:
+        spans = find_turns(pieces[:n_prompt], messages, special)
+    begin = n_prompt
+    last = spans[-1] if spans else None
+    asked = messages[-1].role if messages else ""
+    if last is not None and last.role == "assistant" and (asked != "assistant" or special is None):
+        begin = last.start
+        spans = spans[:-1]
+    return [*spans, Span("assistant", begin, len(pieces))] if len(pieces) > begin else spans
+
+
+_TEXT = -1
+"""Id and position of what is shown as text, because its tokens are not known."""
+_GAP = " … "
+
+
+@dataclass
+class SavedScores:
+    """The token scores that scorers and the engine kept of a sample, by the message of the call."""
+
+    records: dict[str, list[TokenScores]] = field(default_factory=dict)
+    scores: dict[str, ProbeScores] = field(default_factory=dict)
+    """What probes in the engine said, which knows every token of the call."""
+    lost: list[str] = field(default_factory=list)
+    """Addresses of files that the log refers to and that are not here, or are damaged."""
+
+    def of(self, message_id: str | None) -> list[TokenScores]:
+        """What was kept of the call that wrote a message."""
+        return self.records.get(message_id or "", [])
+
+    def all(self) -> list[TokenScores]:
+        """Every record."""
+        return [record for records in self.records.values() for record in records]
+
+
+def read_saved(sample: EvalSample) -> SavedScores:
+    """Find the token scores of a sample; a file that is not here is noted, and is no error."""
+    kept = SavedScores()
+    for name, score in (sample.scores or {}).items():
+        reference = (score.metadata or {}).get("token_scores")
+        if not isinstance(reference, Mapping):
+            continue
+        try:
+            found = read_token_scores(reference)
+        except ArtifactError:
+            kept.lost.append(str(reference.get("uri")))
+            continue
+        for record in found:
+            if record.message_id:
+                known = kept.records.setdefault(record.message_id, [])
+                known.append(replace(record, scorer=name))
+    for call in read_probe_scores(sample):
+        if call.message_id is None or not call.scores.is_here:
+            continue
+        kept.scores[call.message_id] = call.scores
+        known = kept.records.setdefault(call.message_id, [])
+        have = {record.probe_sha256 for record in known}
+        more = engine_records(call.scores, message_id=call.message_id)
+        known += [replace(r, scorer="the engine") for r in more if r.probe_sha256 not in have]
+    return kept
+
+
+def saved_call(records: Sequence[TokenScores], source: Source, size: int) -> Scored | None:
+    """What scorers kept of one series."""
+    own = [record for record in records if record.probe_sha256 == source.sha256]
+    if not own:
+        return None
+    scores = np.full(size, np.nan, dtype=np.float32)
+    for record in own:
+        inside = record.positions < size
+        scores[record.positions[inside]] = record.scores[inside]
+    return Scored(scores, own[0].value)
+
+
+class CallLayout(NamedTuple):
+    """A call as far as it is known: texts of messages, and tokens where a scorer read them."""
+
+    ids: list[int]
+    positions: list[int]
+    """In the call; -1 for text."""
+    tokens: list[str]
+    turns: list[Span]
+    n_prompt: int
+    n_completion: int
+
+
+def lay_out(
+    records: Sequence[TokenScores],
+    texts: TokenTexts,
+    *,
+    messages: Sequence[ChatMessage],
+    said: str,
+    handle: Activations | None,
+) -> CallLayout:
+    """Lay out a call of which not every token is known.
+
+    The prompt stands as the texts of its messages, with the tokens of it that a scorer read behind
+    them; the completion has its tokens, and what is behind them as text.
+    """
+    ids = {int(p): _TEXT for record in records for p in record.positions}
+    for record in records:
+        ids |= dict(zip(record.positions.tolist(), record.token_ids.tolist(), strict=False))
+    n_prompt = handle.n_prompt if handle else (records[0].n_prompt if records else 0)
+    row: list[tuple[int, int, str]] = []  # id, position, text
+    turns: list[Span] = []
+
+    def add(role: str, items: list[tuple[int, int, str]]) -> None:
+        if items:
+            turns.append(Span(role, len(row), len(row) + len(items)))
+            row.extend(items)
+
+    for message in messages:
+        add(message.role, [(_TEXT, _TEXT, message.text)] if message.text else [])
+    add(
+        "prompt, tokens that were scored",
+        list(_pieces([p for p in ids if p < n_prompt], ids, texts)),
+    )
+    completion = list(_pieces([p for p in ids if p >= n_prompt], ids, texts))
+    shown = "".join(text for _, _, text in completion)
+    rest = said[len(shown) :] if said.startswith(shown) else "" if completion else said
+    add("assistant", [*completion, *([(_TEXT, _TEXT, rest)] if rest else [])])
+    count = handle.n_completion if handle else len(completion) + 1
+    return CallLayout(
+        [i for i, _, _ in row], [p for _, p, _ in row], [t for _, _, t in row], turns,
+        n_prompt, count,
+    )  # fmt: skip
+
+
+def _pieces(
+    positions: Sequence[int], ids: Mapping[int, int], texts: TokenTexts
+) -> Iterator[tuple[int, int, str]]:
+    """Tokens in order, with a mark where some are left out; without an id, by their position."""
+    ordered = sorted(positions)
+    known = iter(texts.texts([ids[p] for p in ordered if ids[p] != _TEXT]))
+    for before, position in zip(
+        [ordered[0] - 1, *ordered] if ordered else [], ordered, strict=False
+    ):
+        if before != position - 1:
+            yield _TEXT, _TEXT, _GAP
+        yield ids[position], position, next(known) if ids[position] != _TEXT else f"⟨{position}⟩"
+
+
+def origin_notes(samples: Sequence[SampleView]) -> list[str]:
+    """What a page says of activations that are not here."""
+    calls = [call for sample in samples for call in sample.calls]
+    kept = sum(call.origin == "kept" for call in calls)
+    gone = sum(call.origin == "none" for call in calls)
+    notes = []
+    if kept:
+        scorers = dict.fromkeys(name for sample in samples for name in sample.kept_by)
+        notes.append(
+            f"The activations of {kept} of {len(calls)} calls are not here. Their colours are the "
+            f"token scores that {', '.join(scorers)} kept beside the log: of the probes and tokens "
+            "that were scored, and of nothing else."
+        )
+    if gone:
+        lost = next((sample.lost for sample in samples if sample.lost), "")
+        why = f"the file {lost} is not here either" if lost else "no scorer kept their token scores"
+        notes.append(
+            f"The activations of {gone} of {len(calls)} calls are not here, and {why}: they are "
+            "shown as text, without colours."
+        )
+    if kept or gone:
+        notes.append(
+            "With the .lens folder of the log beside it, or INSPECT_LENS_DIR set to the folder "
+            "that holds it, every captured token has a colour."
+        )
+    return notes

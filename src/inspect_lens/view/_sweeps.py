@@ -13,8 +13,7 @@ from inspect_lens.errors import SpecError
 from inspect_lens.probe import AnyProbe, Evaluation, Interval
 from inspect_lens.vector import DoseResponse
 
-from ._figures import empty_figure, to_png
-from ._report_sets import COLOURS
+from ._report import COLOURS, empty_figure, to_png
 from ._templates import render
 
 if TYPE_CHECKING:

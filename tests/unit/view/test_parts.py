@@ -15,7 +15,7 @@ from inspect_ai.model import ChatMessage, ChatMessageAssistant, ChatMessageUser
 from inspect_lens._base.token_texts import TokenTexts, _Tokenizer
 from inspect_lens.view import sparkline
 from inspect_lens.view._page import LEVELS, Range
-from inspect_lens.view._saved import find_turns, shared_prefix
+from inspect_lens.view._series import find_turns, shared_prefix
 from tests.kit.planted_log import TOKENIZER
 
 WORDS = st.lists(st.sampled_from(["a", "bc", "d e", "?"]), min_size=1, max_size=4).map(" ".join)

@@ -12,8 +12,7 @@ _require("inspect_petri", module="inspect_lens.agents.petri", extra="petri")
 from inspect_lens.agents._ask import Ask  # noqa: E402 - after the check
 
 from ._approver import eval_awareness_approver  # noqa: E402 - after the check
-from ._audit import lens_audit_solver  # noqa: E402 - after the check
-from ._target import lens_target_agent  # noqa: E402 - after the check
+from ._target import lens_audit_solver, lens_target_agent  # noqa: E402 - after the check
 from ._tools import STEER, Steering, ask_activation_oracle, read_probe, steer_target  # noqa: E402 - after the check
 
 __all__ = [
