@@ -254,4 +254,4 @@ def find_scale(variance: Floats, n_rows: int, scaling: Scaling, *, family: str) 
             UserWarning,
             stacklevel=5,
         )
-    return np.sqrt(np.where(variance > 0.0, variance, 1.0))
+    return np.asarray(np.sqrt(np.where(variance > 0.0, variance, 1.0)))
