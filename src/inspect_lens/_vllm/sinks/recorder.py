@@ -23,6 +23,8 @@ from inspect_lens.spec import SinkReceipt, SinkStatus
 
 from .sink import Done, Given, Receiver, SinkConfig, Spilled, SpillFolder, lot
 
+logger = logging.getLogger("vllm.inspect_lens")
+
 _BESIDE = 1024
 """Bytes, about, that a sample takes beside rows, ids and texts."""
 _OF_ID = 36
@@ -49,87 +51,6 @@ class Item:
         n_ids = len(self.sample.token_ids) + len(self.sample.positions)
         return self.rows_bytes + _OF_ID * n_ids + texts + _BESIDE
 
-
-class Waiting:
-    """Samples in the order in which they came; all methods may be called from any thread."""
-
-    def __init__(self, config: SinkConfig, *, is_eager: bool) -> None:
-        self.changed = threading.Condition()
-        """Notified when something has come, has gone, or is wanted at once."""
-        self._config, self._is_eager = config, is_eager
-        self._items: deque[Item] = deque()
-        self._taken = 0
-        """Bytes of what is being given away, which are in memory still."""
-        self._n_bytes = 0
-        self._flush_until = 0.0
-
-    @property
-    def n_bytes(self) -> int:
-        return self._n_bytes
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether more than half of the memory is taken, and something could leave it."""
-        return bool(self._items) and 2 * self._n_bytes > self._config.memory_bytes
-
-    def put(self, item: Item) -> tuple[SinkStatus, str] | None:
-        """Take a sample in; else what becomes of it, and why."""
-        config, size = self._config, item.n_bytes
-        with self.changed:
-            full = self._n_bytes / config.memory_bytes
-            kept = 1.0 if config.when_slow != "sample" else 2 * (1 - full)
-            if kept < 1 and lot(config.seed, "slow", item.sample.record.id) >= kept:
-                return "sampled_out", f"the sink is slow; its memory is {full:.0%} full"
-            if self._n_bytes + size > config.memory_bytes:
-                return "dropped", (
-                    f"{self._n_bytes} of {config.memory_bytes} bytes wait for the sink, and "
-                    f"{size} more came"
-                )
-            self._items.append(item)
-            self._n_bytes += size
-            self.changed.notify_all()
-        return None
-
-    def due_in(self) -> float:
-        """Seconds until what waits is to be given away; infinite where nothing waits."""
-        with self.changed:
-            if not self._items:
-                return float("inf")
-            now, config = time.monotonic(), self._config
-            is_full = self._n_bytes - self._taken >= config.shard_bytes
-            if is_full or self._is_eager or now < self._flush_until:
-                return 0.0
-            first = next((i.came for i in self._items if i.future is not None), float("inf"))
-            return min(self._items[0].came + config.shard_s, first + config.linger_s) - now
-
-    def pop(self, *, whole: bool = False) -> list[Item]:
-        items: list[Item] = []
-        size = 0
-        most = self._config.shard_bytes if whole or not self._is_eager else 1
-        with self.changed:
-            while self._items and size < most:
-                items.append(self._items.popleft())
-                size += items[-1].n_bytes
-            self._taken += size
-        return items
-
-    def gone(self, items: Sequence[Item]) -> None:
-        """Take note that items of `pop` are in memory no longer."""
-        with self.changed:
-            size = sum(item.n_bytes for item in items)
-            self._n_bytes -= size
-            self._taken -= size
-            self.changed.notify_all()
-
-    def flush(self, timeout_s: float) -> bool:
-        """Wait until all is given away; False where the time was too short."""
-        with self.changed:
-            self._flush_until = max(self._flush_until, time.monotonic() + timeout_s)
-            self.changed.notify_all()
-            return self.changed.wait_for(lambda: not self._n_bytes, timeout_s)
-
-
-logger = logging.getLogger("vllm.inspect_lens")
 
 _RETRIES_S = (0.5, 2.0, 8.0)
 
@@ -160,7 +81,12 @@ class Recorder:
         if config.spill:
             folder = Path(config.spill) / name
             self._spill = SpillFolder(folder, config.spill_bytes, self._writer)
-        self._waiting = Waiting(config, is_eager=receiver.is_eager)
+        self._changed = threading.Condition()
+        """Notified when something has come, has gone, or is wanted at once."""
+        self._waiting: deque[Item] = deque()
+        self._n_bytes = self._n_leaving = 0
+        """Bytes that are in memory, and those of them that are being given away."""
+        self._flush_until = 0.0
         self._lock = threading.Lock()
         self._n_offered = self._taken_bytes = 0
         self._next_number = 0
@@ -182,7 +108,7 @@ class Recorder:
             index = self._n_offered
             self._n_offered += 1
         item = Item(done.captured(self._tensor, index), Future() if waits else None)
-        refused = self._over_limit(item) or self._waiting.put(item)
+        refused = self._over_limit(item) or self._put(item)
         if refused is not None:
             self.count(refused[0])
             return Offered(self._receipt(item.sample, refused[0], reason=refused[1]))
@@ -198,6 +124,24 @@ class Recorder:
             if limit and self._taken_bytes + item.rows_bytes > limit:
                 return "dropped", f"the operator's limit for the sink is reached ({limit} bytes)"
             self._taken_bytes += item.rows_bytes
+        return None
+
+    def _put(self, item: Item) -> tuple[SinkStatus, str] | None:
+        """Take a sample in; else what becomes of it, and why."""
+        config, size = self.config, item.n_bytes
+        with self._changed:
+            full = self._n_bytes / config.memory_bytes
+            kept = 1.0 if config.when_slow != "sample" else 2 * (1 - full)
+            if kept < 1 and lot(config.seed, "slow", item.sample.record.id) >= kept:
+                return "sampled_out", f"the sink is slow; its memory is {full:.0%} full"
+            if self._n_bytes + size > config.memory_bytes:
+                return "dropped", (
+                    f"{self._n_bytes} of {config.memory_bytes} bytes wait for the sink, and "
+                    f"{size} more came"
+                )
+            self._waiting.append(item)
+            self._n_bytes += size
+            self._changed.notify_all()
         return None
 
     def count(self, status: SinkStatus, rows: int = 0, n_bytes: int = 0) -> None:
@@ -224,14 +168,17 @@ class Recorder:
             "share": config.share,
             "requests": config.requests,
             "when_slow": config.when_slow,
-            "queued_bytes": self._waiting.n_bytes,
+            "queued_bytes": self._n_bytes,
             "spilled_bytes": 0 if self._spill is None else self._spill.n_bytes,
             "counts": dict(self.counts),
         }
 
     def flush(self, timeout_s: float) -> bool:
         """Have what waits in memory given away; False where the time was too short."""
-        return self._waiting.flush(timeout_s)
+        with self._changed:
+            self._flush_until = max(self._flush_until, time.monotonic() + timeout_s)
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: not self._n_bytes, timeout_s)
 
     def _receipt(
         self,
@@ -265,17 +212,38 @@ class Recorder:
                 logger.exception("inspect_lens: a fault in the sink %r; it goes on", self.name)
                 time.sleep(1.0)
 
+    def _due_in(self) -> float:
+        """Seconds until what waits is to be given away; infinite where nothing waits."""
+        if not self._waiting:
+            return float("inf")
+        now, config = time.monotonic(), self.config
+        is_full = self._n_bytes - self._n_leaving >= config.shard_bytes
+        if is_full or self._receiver.is_eager or now < self._flush_until:
+            return 0.0
+        first = next((i.came for i in self._waiting if i.future is not None), float("inf"))
+        return min(self._waiting[0].came + config.shard_s, first + config.linger_s) - now
+
+    def _pop(self, most: int) -> list[Item]:
+        """What waited longest, until it has so many bytes."""
+        items: list[Item] = []
+        size = 0
+        while self._waiting and size < most:
+            items.append(self._waiting.popleft())
+            size += items[-1].n_bytes
+        self._n_leaving += size
+        return items
+
     def _give_next(self) -> None:
         """Give away what is due, or what is spilled, or wait."""
-        waiting = self._waiting
-        with waiting.changed:
-            wait_s = waiting.due_in()
-            items = waiting.pop() if wait_s <= 0 else []
+        with self._changed:
+            wait_s = self._due_in()
+            most = 1 if self._receiver.is_eager else self.config.shard_bytes
+            items = self._pop(most) if wait_s <= 0 else []
             spilled = None if self._spill is None else self._spill.first()
             if not items and spilled is not None:
                 wait_s = min(wait_s, self._again - time.monotonic())
             if not items and wait_s > 0:
-                waiting.changed.wait(None if wait_s == float("inf") else wait_s)
+                self._changed.wait(None if wait_s == float("inf") else wait_s)
                 return
         if items:
             self._give(items)
@@ -342,7 +310,11 @@ class Recorder:
         for item in items:
             rows = item.sample.record.n_rows if is_there else 0
             self.count(status, rows, item.rows_bytes if is_there else 0)
-        self._waiting.gone(items)
+        with self._changed:
+            size = sum(item.n_bytes for item in items)
+            self._n_bytes -= size
+            self._n_leaving -= size
+            self._changed.notify_all()
         self._tell_held()
         for item in items:
             if item.future is not None and item.future.set_running_or_notify_cancel():
@@ -352,16 +324,17 @@ class Recorder:
 
     def _tell_held(self) -> None:
         spilled = 0 if self._spill is None else self._spill.n_bytes
-        note("inspect_lens_sink_queue_bytes", self._waiting.n_bytes, self.name)
+        note("inspect_lens_sink_queue_bytes", self._n_bytes, self.name)
         note("inspect_lens_sink_spilled_bytes", spilled, self.name)
 
     # -- spilling ----------------------------------------------------------------------
 
     def _spill_next(self) -> None:
         """Write to disk what waits while more than half of the memory is taken."""
-        with self._waiting.changed:
-            self._waiting.changed.wait_for(lambda: self._waiting.is_slow)
-            items = self._waiting.pop(whole=True)
+        with self._changed:
+            most = self.config.memory_bytes
+            self._changed.wait_for(lambda: self._waiting and 2 * self._n_bytes > most)
+            items = self._pop(self.config.shard_bytes)
         number = self._number()
         if not self._has_spilled(items, number):
             self._free.append(number)
