@@ -5,7 +5,6 @@ interpreter to the event loop. May import `_base`, `spec`, `errors`; keeps out I
 other process starts in half a second.
 """
 
-from ._decode import ChoiceFields, FetchBytes, decode_payload, fetch_payload, qk_values
 from ._files import (
     absolute,
     has_file,
@@ -17,10 +16,22 @@ from ._files import (
     stem,
     write_file,
 )
-from ._jobs import Source, Stored, fetch_from, fetched, file_job, write_job
-from ._payload import Payload, decode_file, encode_file, read_vector
-from ._process import BESIDE, Beside, Lost
-from ._safetensors import DTYPES, STORAGE, encode_tensors, read_tensors
+from ._payload import (
+    DTYPES,
+    STORAGE,
+    ChoiceFields,
+    FetchBytes,
+    Payload,
+    decode_file,
+    decode_payload,
+    encode_file,
+    encode_tensors,
+    fetch_payload,
+    qk_values,
+    read_tensors,
+    read_vector,
+)
+from ._process import BESIDE, Beside, Lost, Source, Stored, fetch_from, fetched, file_job, write_job
 
 __all__ = [
     "BESIDE",

@@ -1,21 +1,82 @@
-"""What one call captured, and its file: safetensors with the receipt in the header."""
+"""What a call captured: from a choice of a response, decoded and checked, to a file and back.
+
+Files are safetensors with the receipt in the header, read and written as bytes: the package's
+front-end for numpy has no bfloat16, and copies everything.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, cast, get_args
+from typing import Any, Final, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
-from inspect_lens._base.untrusted import parse_json
-from inspect_lens.errors import ArtifactError
-from inspect_lens.spec import DType, Receipt, TensorData
+from inspect_lens._base.untrusted import judge_total, parse_json
+from inspect_lens.errors import ArtifactError, CaptureError, SpecError
+from inspect_lens.spec import (
+    LENS_NAME,
+    REDUCTIONS,
+    CaptureReceipt,
+    CaptureSpec,
+    DType,
+    LensRequest,
+    Receipt,
+    TensorData,
+    decode_tensor,
+    result_name,
+)
 
-from ._safetensors import encode_tensors, read_tensors
+DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32"}
+"""As the format names them, and as we do."""
+STORAGE: Final = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<i4"}
+"""As numpy reads them; bfloat16 comes as 16 bits."""
+
+
+def encode_tensors(
+    tensors: Mapping[str, tuple[str, NDArray[Any]]], metadata: Mapping[str, str]
+) -> list[bytes | memoryview]:
+    """The parts of a file, of tensors with their dtypes; large ones are not copied."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    offset = 0
+    for name, (dtype, array) in tensors.items():
+        span = [offset, offset + array.nbytes]
+        header[name] = {"dtype": names[dtype], "shape": list(array.shape), "data_offsets": span}
+        offset = span[1]
+    text = json.dumps(header).encode()
+    # The data have to begin at a multiple of 8.
+    text += b" " * (-len(text) % 8)
+    parts = [np.ascontiguousarray(array).data for _, array in tensors.values() if array.size]
+    return [len(text).to_bytes(8, "little") + text, *(part.cast("B") for part in parts)]
+
+
+def read_tensors(data: bytes) -> tuple[dict[str, tuple[str, NDArray[Any]]], dict[str, str]]:
+    """Dtypes and views of the tensors of a file, and its metadata."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    try:
+        header = parse_json(data[8:start])
+        metadata = header.pop("__metadata__", {})
+        spans = (entry["data_offsets"] for entry in header.values())
+        judge_total((end - begin for begin, end in spans), len(data) - start)
+        tensors = {}
+        for name, entry in header.items():
+            dtype = np.dtype(STORAGE[entry["dtype"]])
+            begin, end = entry["data_offsets"]
+            count = math.prod(entry["shape"])
+            if end - begin != count * dtype.itemsize or start + end > len(data):
+                raise ValueError(f"{name} is not whole")
+            array = np.frombuffer(data, dtype, count=count, offset=start + begin)
+            tensors[name] = DTYPES[entry["dtype"]], array.reshape(entry["shape"])
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+    return tensors, metadata
+
 
 FORMAT = "activations/1"
 _PROMPT, _COMPLETION = "prompt_token_ids", "token_ids"
@@ -136,3 +197,151 @@ def _as_tensor(where: str, dtype: str, array: NDArray[Any]) -> TensorData:
     if dtype not in get_args(DType):
         raise ArtifactError(f"{where}: has a tensor of {dtype}; allowed are {get_args(DType)}")
     return TensorData(array, cast("DType", dtype))
+
+
+QK_NAMES = ("attn_q", "attn_k")
+
+FetchBytes = Callable[[str], bytes]
+"""Gets the bytes behind a handle, in the calling thread."""
+
+
+@dataclass(kw_only=True)
+class ChoiceFields:
+    """Lens fields of one choice."""
+
+    activations: Mapping[str, Any] | None = None
+    token_ids: list[int] = field(default_factory=list)
+    receipt: Mapping[str, Any] | None = None
+    hook_results: Mapping[str, Any] | None = None
+
+
+def fetch_payload(
+    choice: ChoiceFields, prompt_token_ids: list[int], request: LensRequest, fetch: FetchBytes
+) -> Payload:
+    """Fetch what came beside the response, and decode it; not for an event loop."""
+    raw = {
+        name: fetch(str(entry["handle"]))
+        for name, entry in (choice.activations or {}).items()
+        if isinstance(entry, Mapping) and "handle" in entry
+    }
+    return decode_payload(choice, prompt_token_ids, request, raw)
+
+
+def decode_payload(
+    choice: ChoiceFields,
+    prompt_token_ids: list[int],
+    request: LensRequest,
+    raw: Mapping[str, bytes],
+) -> Payload:
+    """Decode one choice and check that its rows are the tokens that were asked for."""
+    try:
+        tensors = {
+            name: decode_tensor(entry, field=f"activations.{name}", raw=raw.get(name))
+            for name, entry in (choice.activations or {}).items()
+            if "__json__" not in entry
+        }
+        receipt = None if choice.receipt is None else Receipt.model_validate(choice.receipt)
+    except (SpecError, ValidationError, AttributeError) as error:
+        raise CaptureError(
+            f"activations: the server sent something that cannot be read ({error}); the versions "
+            "of client and server may differ"
+        ) from None
+    capture = request.capture
+    n_tokens = len(prompt_token_ids) + len(choice.token_ids)
+    wanted = {result_name(site) for site in capture.sites} if capture else set()
+    wanted |= set(QK_NAMES) if request.qk is not None else set()
+    wanted |= {LENS_NAME} if request.lens is not None else set()
+    if absent := sorted(wanted - tensors.keys()):
+        raise CaptureError(
+            f"activations: {', '.join(absent)} asked for, and the response has "
+            f"{', '.join(tensors) or 'none'}; this server does not serve that site"
+        )
+    layers: dict[str, tuple[int, ...]] = {}
+    for name, tensor in tensors.items():
+        if name in QK_NAMES:
+            layers[name] = _check_qk(name, tensor, qk_values(choice).get("qk_layers"))
+        elif name == LENS_NAME:
+            layers[name] = _check_lens(tensor, receipt)
+        else:
+            layers[name] = _check(name, tensor, capture, receipt, n_tokens)
+    return Payload(
+        tensors=tensors,
+        layers=layers,
+        prompt_token_ids=tuple(prompt_token_ids),
+        token_ids=tuple(choice.token_ids),
+        receipt=receipt,
+    )
+
+
+def qk_values(choice: ChoiceFields) -> dict[str, Any]:
+    """`qk_layers` and `qk_meta` of a choice: plain values beside its queries and keys."""
+    entries = choice.activations or {}
+    return {n: entry["__json__"] for n, entry in entries.items() if "__json__" in entry}
+
+
+def _check_qk(name: str, tensor: TensorData, layers: Any) -> tuple[int, ...]:
+    """Layers of queries or keys, once their shape is known to fit."""
+    if not isinstance(layers, list) or len(tensor.shape) != 4 or tensor.shape[0] != len(layers):
+        raise CaptureError(
+            f"activations.{name}: shape {tensor.shape} for the layers {layers}; wanted is "
+            "(layers, tokens, heads, head size)"
+        )
+    return tuple(int(layer) for layer in layers)
+
+
+def _check_lens(tensor: TensorData, receipt: Receipt | None) -> tuple[int, ...]:
+    """Layers of what a logit lens read, once its shape is known to fit."""
+    done = receipt.lens if receipt else None
+    if done is None or tensor.shape != (len(done.layers), done.n_positions, done.columns):
+        raise CaptureError(
+            f"activations.{LENS_NAME}: shape {tensor.shape}, and the receipt says {done}; the "
+            "versions of client and server may differ"
+        )
+    return done.layers
+
+
+def _check(
+    name: str,
+    tensor: TensorData,
+    capture: CaptureSpec | None,
+    receipt: Receipt | None,
+    n_tokens: int,
+) -> tuple[int, ...]:
+    """Layers of a tensor, once its shape is known to fit."""
+    shape = tensor.shape
+    if len(shape) != 3:
+        raise CaptureError(f"activations.{name}: shape {shape}; wanted is (layers, tokens, hidden)")
+    done = receipt.capture if receipt else None
+    if capture is not None:
+        _check_form(name, tensor, capture, done)
+    asked = None if capture is None or capture.layers == "all" else capture.layers
+    layers = (done.layers if done else asked) or tuple(range(shape[0]))
+    rows = done.n_rows if done else shape[1]
+    if done is None and n_tokens and capture is not None and capture.is_plain:
+        # Without a receipt the tokens are the only witness.
+        rows = n_tokens - 1
+    if (asked and layers != asked) or shape[:2] != (len(layers), rows):
+        raise CaptureError(
+            f"activations.{name}: shape {shape} for layers {list(layers)} and {rows} tokens; "
+            f"asked were {'all layers' if asked is None else list(asked)}. The server returned "
+            "something else than it was asked for"
+        )
+    return layers
+
+
+def _check_form(
+    name: str, tensor: TensorData, capture: CaptureSpec, done: CaptureReceipt | None
+) -> None:
+    """See that a server which does not know a form did not pass over it in silence."""
+    reduced = done.reduce if done else "none"
+    width = REDUCTIONS[reduced].width
+    if reduced != capture.reduce or (width is not None and tensor.shape[2] != width):
+        raise CaptureError(
+            f"activations.{name}: reduce={capture.reduce!r} was asked for, and shape "
+            f"{tensor.shape} came with reduce={reduced!r}; this server does not reduce so"
+        )
+    if capture.dtype not in ("model", tensor.dtype):
+        raise CaptureError(
+            f"activations.{name}: dtype={capture.dtype!r} was asked for, and {tensor.dtype} came; "
+            "this server does not convert"
+        )

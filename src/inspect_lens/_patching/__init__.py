@@ -4,15 +4,19 @@
 Read `_sweep.py` first; `_runs.py` says what it asks an engine for.
 """
 
-from ._align import Align, Alignment, align_tokens, choose_positions, find_subject
 from ._result import CausalTrace, PatchCell, PatchSweep, RunScore, Source
 from ._runs import (
+    Align,
+    Alignment,
     Prompt,
     Rows,
     Run,
     Runs,
+    align_tokens,
     capture_spec,
     chat_ending,
+    choose_positions,
+    find_subject,
     is_chat,
     messages_of,
     next_token,

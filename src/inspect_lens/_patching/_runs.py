@@ -1,16 +1,160 @@
-"""What patching asks of an engine, whichever answers."""
+"""Prompts that a sweep compares: which of their tokens belong together, and runs of them."""
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inspect_lens.errors import SpecError
-from inspect_lens.spec import CaptureSpec, EditBase, Site, shown
+from inspect_lens.spec import CaptureSpec, EditBase, Site, parse_positions, resolve_positions, shown
+
+_ID = re.compile(r"⟨\d+⟩")
+"""A token whose text nobody here knows."""
+
+Align = Literal["equal", "ends"]
+"""How the tokens of two prompts are paired.
+
+`equal` refuses prompts of unequal token length; `ends` aligns their common beginning from the
+left and all other tokens from the right, so that the last token of one name meets the last of the
+other."""
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Which tokens of the clean prompt belong to which of the corrupted one."""
+
+    pairs: tuple[int | None, ...]
+    """By position in the corrupted prompt, the position in the clean one; None has no partner."""
+    first: int
+    """Tokens at the beginning that both have."""
+
+
+def align_tokens(
+    clean: Sequence[int],
+    corrupted: Sequence[int],
+    *,
+    mode: Align = "equal",
+    texts: tuple[Sequence[str], Sequence[str]] | None = None,
+) -> Alignment:
+    """Pair the tokens of two prompts by their common beginning and end.
+
+    Args:
+        clean: token ids of the prompt that rows come from.
+        corrupted: token ids of the prompt that is patched.
+        mode: see `Align`.
+        texts: of the tokens of both, for the error message; ids stand for them by default.
+
+    Returns:
+        The pairs. Between the common beginning and end, `ends` leaves the first tokens of the
+        longer side without a partner.
+
+    Raises:
+        SpecError: another mode, or prompts of unequal length under `equal`; the message names the
+            tokens that differ.
+
+    Example:
+        ```python
+        from inspect_lens.patch import align_tokens
+
+        assert align_tokens([5, 1, 2, 9], [5, 3, 4, 9]).pairs == (0, 1, 2, 3)
+        longer = align_tokens([5, 1, 2, 9], [5, 6, 7, 8, 9], mode="ends")
+        assert longer.pairs == (0, None, 1, 2, 3)
+        ```
+    """
+    if mode not in get_args(Align):
+        raise SpecError(f"align={shown(mode)}; allowed are {', '.join(get_args(Align))}")
+    both = min(len(clean), len(corrupted))
+    first = next((i for i in range(both) if clean[i] != corrupted[i]), both)
+    shift = len(clean) - len(corrupted)
+    if shift and mode == "equal":
+        raise SpecError(_unequal(clean, corrupted, first, texts))
+    from_right = [p + shift for p in range(first, len(corrupted))]
+    pairs = [*range(first), *(q if q >= first else None for q in from_right)]
+    return Alignment(tuple(pairs), first)
+
+
+def _unequal(
+    clean: Sequence[int],
+    corrupted: Sequence[int],
+    first: int,
+    texts: tuple[Sequence[str], Sequence[str]] | None,
+) -> str:
+    tail = 0
+    while (
+        tail < min(len(clean), len(corrupted)) - first and clean[-1 - tail] == corrupted[-1 - tail]
+    ):
+        tail += 1
+    pair = texts or ([f"{i}" for i in clean], [f"{i}" for i in corrupted])
+    parts = []
+    for name, ids, pieces in (("clean", clean, pair[0]), ("corrupted", corrupted, pair[1])):
+        differ = list(pieces[first : len(ids) - tail])
+        listed = differ if len(differ) <= _MOST_LISTED else [*differ[:_MOST_LISTED], "…"]
+        parts.append(f"{name}[{first}:{len(ids) - tail}] = {listed}")
+    return (
+        f"corrupted: has {len(corrupted)} tokens and the clean prompt {len(clean)}; they differ at "
+        f"{' and '.join(parts)}. Choose words of as many tokens, or pass align='ends', which "
+        "pairs these tokens from the right"
+    )
+
+
+_MOST_LISTED = 20
+"""Tokens in an error."""
+
+
+def choose_positions(
+    asked: Sequence[int] | Sequence[bool] | None, alignment: Alignment, *, skip_equal: bool
+) -> tuple[int, ...]:
+    """Positions of the corrupted prompt to patch, ascending."""
+    n = len(alignment.pairs)
+    if asked is None:
+        start = alignment.first if skip_equal and alignment.first < n else 0
+        return tuple(p for p in range(start, n) if alignment.pairs[p] is not None)
+    parsed = parse_positions(list(asked), field="positions")
+    chosen = tuple(sorted(resolve_positions(parsed, n_prompt=n, n_max=n, field="positions")))
+    alone = [p for p in chosen if alignment.pairs[p] is None]
+    if alone:
+        raise SpecError(
+            f"positions: {alone} of the corrupted prompt have no partner in the clean one; leave "
+            "them out, or use prompts of equal token length"
+        )
+    return chosen
+
+
+def find_subject(
+    subject: str | Sequence[int], texts: Sequence[str], *, where: str = ""
+) -> tuple[int, ...]:
+    """Positions of a subject's tokens."""
+    n = len(texts)
+    if not isinstance(subject, str):
+        parsed = parse_positions(list(subject), field="subject")
+        return tuple(sorted(resolve_positions(parsed, n_prompt=n, n_max=n, field="subject")))
+    if texts and all(_ID.fullmatch(text) for text in texts):
+        raise SpecError(
+            f"subject={subject!r}: is found by the texts of tokens, and no tokenizer of "
+            f"{where or 'the model'} is on this machine; give the positions of its tokens, or run "
+            "where the model's name is the folder of its checkpoint"
+        )
+    whole = "".join(texts)
+    times = whole.count(subject) if subject else 0
+    if times != 1:
+        raise SpecError(
+            f"subject={shown(subject)} stands {times} times in the prompt {shown(whole)}; allowed "
+            "is a text that stands there once, or the positions of its tokens"
+        )
+    start = whole.index(subject)
+    stop, at, found = start + len(subject), 0, []
+    for position, text in enumerate(texts):
+        if at < stop and at + len(text) > start:
+            found.append(position)
+        at += len(text)
+    return tuple(found)
+
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """A prompt as raw text, token ids or chat messages.

@@ -25,9 +25,18 @@ from inspect_lens.spec import (
     shown,
 )
 
-from ._align import Align, Alignment, align_tokens, choose_positions
 from ._result import PatchCell, PatchSweep, RunScore, Source
-from ._runs import Prompt, Rows, Run, Runs, next_token
+from ._runs import (
+    Align,
+    Alignment,
+    Prompt,
+    Rows,
+    Run,
+    Runs,
+    align_tokens,
+    choose_positions,
+    next_token,
+)
 
 
 def check_site(site: Site, field: str) -> None:
