@@ -237,10 +237,12 @@ class CaptureEnvelope(Readout):
     def merge(
         self, rows: NDArray[Any] | None, covered: NDArray[np.bool_] | None, run: Callable[..., Any]
     ) -> TensorData:
-        taps, width = self.shape
+        reduction, taps = self.reduction, len(self.rows)
+        # Of a result; what workers send of a row may be wider.
+        width = reduction.width or self.hidden
         if rows is None:
             return narrowed(np.zeros((taps, 0, width), dtype=np.float32), self.dtype)
-        reduction, n_tokens = self.reduction, rows.shape[1]
+        n_tokens = rows.shape[1]
         if self.is_last:
             rows, covered, n_tokens = rows[:, -1:], None, 1
         if reduction.combine is None:
@@ -268,7 +270,7 @@ class CaptureEnvelope(Readout):
         if self.is_merged:
             rows = min(rows, 1)
         itemsize = 2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize
-        wide = sum(self.reduction.columns(self.width_of(site).width) for site in self.sites)
+        wide = sum(self.reduction.width or self.width_of(site).width for site in self.sites)
         return wide * len(self.layers) * rows * itemsize
 
     @cached_property

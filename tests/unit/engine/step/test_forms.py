@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.export.transport import Copier, Exporter
+from inspect_lens._engine.protocol import readouts
 from inspect_lens._engine.protocol.envelope import seal
 from inspect_lens._engine.protocol.messages import ROWS, SCORES, ArenaWriter
 from inspect_lens._engine.protocol.readouts import narrowed, seal_capture
 from inspect_lens.errors import CaptureError, SpecError
-from inspect_lens.spec import EngineProbe, ProbeUse
+from inspect_lens.spec import EngineProbe, ProbeUse, Reduction
 from tests.kit.cases import DTYPES, KEYS, Case, checked, compare, noise
 from tests.kit.steps import FACTS, HIDDEN, LAYERS, Worker, begin, exporter, sealed
 
@@ -59,6 +60,47 @@ def test_only_what_was_asked_for_leaves_the_device(
     for first, n in ((0, 12), (12, 8), (20, 1), (21, 1), (22, 1), (23, 1)):
         worker.step([(key, 1, first, n)])
     assert copier.n_bytes == n_bytes
+    worker.stepper.close()
+
+
+class Deviation(Reduction):
+    """The standard deviation, as somebody might add it: two numbers of each are sent."""
+
+    combine = "sum"
+
+    def columns(self, hidden: int) -> int:
+        return 2 * hidden
+
+    def on_device(self, torch: Any, rows: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = torch.cat((rows.double(), rows.double() ** 2), dim=-1)
+        return made.float()
+
+    def finish(self, combined: Any, n: int) -> Any:
+        mean, squares = np.split(combined / n, 2)
+        return np.sqrt(np.maximum(squares - mean**2, 0))
+
+
+@pytest.mark.parametrize("where", ["all", "last"])
+def test_a_new_reduction_may_send_more_numbers_than_its_result_has(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setattr(readouts, "REDUCTIONS", {**readouts.REDUCTIONS, "mean": Deviation()})
+    # A worker of its own: it keeps what it makes of equal requests.
+    worker, key = Worker(exporter(), make=noise), f"r{next(KEYS)}"
+    request = LensRequest(capture=CaptureSpec(layers=LAYERS, reduce="mean", positions=where))
+    envelope = sealed(collector, request, 6, 3)
+    assert envelope.capture is not None
+    begin(worker, collector, key, envelope)
+    for first, n in ((0, 4), (4, 2), (6, 1), (7, 1)):
+        worker.step([(key, 1, first, n)])
+    counts = {ROWS: len(envelope.capture.fed(8)), SCORES: 0}
+    got = collector.take(key, counts=counts, n_fed=8, timeout_s=10).tensors[ROWS]
+    rows = torch.stack([noise(1, layer, 0, 8) for layer in LAYERS]).double()
+    wanted = rows.std(dim=1, keepdim=True, correction=0)
+    assert envelope.capture.n_bytes(8) == got.nbytes
+    np.testing.assert_allclose(
+        got.to_float32(), wanted if where == "all" else 0 * wanted, rtol=1e-3, atol=2e-3
+    )
     worker.stepper.close()
 
 
