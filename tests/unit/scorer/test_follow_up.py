@@ -29,8 +29,7 @@ from inspect_lens.probe import FollowUp, Probe, ProbeCard
 from inspect_lens.reading import read_turns
 from inspect_lens.reading._follow_up import DID_YOU_LIE, yes_or_no
 from inspect_lens.scorer import follow_up_score
-from inspect_lens.solver import follow_up, with_capture
-from tests.kit.fake_server import FakeLensServer, residual, tokens_of
+from inspect_lens.solver import follow_up
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -180,33 +179,6 @@ def probe_of_replies(folder: Path) -> str:
         name="org/replies", layers=(2,), hidden=8, follow_up=FollowUp(question="Is it so?")
     )
     return str(Probe.from_direction(np.ones(8), card=card).save(folder / "probe"))
-
-
-def test_a_probe_scores_the_reply_in_the_engine(tmp_path: Path) -> None:
-    probe = probe_of_replies(tmp_path)
-    with FakeLensServer() as server:
-        server.says_next = [("an answer of five words", []), ("Yes it is", [])]
-        task = Task(
-            dataset=[Sample(input="tell me", metadata={"label": 1})],
-            solver=with_capture([1]), scorer=follow_up_score(probe=probe),
-        )  # fmt: skip
-        model = get_model("lens/org/tiny", base_url=server.url, memoize=False)
-        (log,) = eval(task, model=model, display="none", log_dir=str(tmp_path / "logs"))
-        asked = server.requests[-1]
-    assert log.status == "success", log.error
-    (found,) = scored(log)
-    assert [m["content"] for m in asked["messages"]] == [
-        "tell me", "an answer of five words", "Is it so?",
-    ]  # fmt: skip
-    assert asked["top_logprobs"] == 20
-    # Rows of the reply's tokens but the last one, at the layer of the probe.
-    n_prompt = found.metadata["positions"][0]
-    tokens = [0] * n_prompt + tokens_of("Yes it is")
-    rows = residual(tokens, (2,), [n_prompt, n_prompt + 1], 8).to_float32()[0]
-    assert found.value == pytest.approx(float(rows.sum(axis=1, dtype=np.float64).mean()))
-    assert found.metadata["source"] == "engine"
-    assert "replies to the question 'Is it so?' only" in found.explanation
-    assert found.metadata["admits_lie"] is True
 
 
 def test_what_cannot_be_meant_is_refused_before_any_sample(tmp_path: Path) -> None:

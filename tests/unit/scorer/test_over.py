@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
-from inspect_ai import score
-from inspect_ai.log import EvalLog, read_eval_log
+from inspect_ai.log import EvalLog
 from inspect_ai.model import ChatMessageUser, ModelOutput, get_model
 from inspect_ai.scorer import Scorer
 from inspect_ai.solver import Generate, Solver, TaskState, solver
@@ -21,9 +19,8 @@ from inspect_lens.scorer import (
     probe_cascade,
     probe_ensemble,
     probe_score,
-    trait_projection,
 )
-from tests.kit.mock_evals import call, judge, planted_probe, platt, run, scores
+from tests.kit.mock_evals import call, judge, planted_probe, run, scores
 
 PROBE = planted_probe()  # its threshold is 2.5, the mean over a turn
 
@@ -65,60 +62,27 @@ def watched(folder: Path, scorer: Scorer | list[Scorer], **options: Any) -> Eval
     )  # fmt: skip
 
 
-def test_a_lie_in_the_second_of_three_turns_is_found(tmp_path: Path) -> None:
-    last = scores(watched(tmp_path, probe_score(PROBE)))
-    assert [one.value for one in last] == [0.5, 0.5]
-    assert [(one.metadata or {})["turn"] for one in last] == [2, 2]
-
-    log = watched(tmp_path, probe_score(PROBE, over="all"))
-    honest, lying = scores(log)
-    assert honest.value == pytest.approx(5 / 3)
-    assert (lying.value, lying.answer) == (8.0, "above threshold")
+def test_over_all_turns_a_false_positive_is_as_many_times_as_likely(tmp_path: Path) -> None:
+    (_, lying) = scores(watched(tmp_path, probe_score(PROBE, over="all")))
     facts = lying.metadata or {}
-    assert (facts["turn"], facts["n_turns"], facts["n_turns_read"]) == (1, 3, 3)
-    assert facts["turn_values"] == [0.5, 8.0, 0.5]
-    # The card's rate is that of one turn; of three, three times as many may be false.
     assert (facts["fpr"], facts["fpr_bound"]) == (0.01, pytest.approx(0.03))
     assert "turn 1" in str(lying.explanation)
-    assistant = [m for m in (log.samples or [])[1].messages if m.role == "assistant"]
-    assert facts["message_id"] == assistant[1].id
-    records = [r for r in read_token_scores(log) if r.sample_id == 1]
-    assert [(r.turn, r.value) for r in records] == [(0, 0.5), (1, 8.0), (2, 0.5)]
 
 
-def test_every_scorer_finds_it_and_a_finished_log_says_the_same(tmp_path: Path) -> None:
-    path = str(PROBE.save(tmp_path / "one"))
-    other = planted_probe(1, name="test/other", calibration=platt())
-    pair = {"a": str(planted_probe(calibration=platt()).save(tmp_path / "a")),
-            "b": str(other.save(tmp_path / "b"))}  # fmt: skip
+def test_the_judge_of_a_cascade_reads_the_turn_that_was_found_and_what_came_before_it(
+    tmp_path: Path,
+) -> None:
     heard: list[str] = []
-    made: list[Scorer] = [
-        probe_score(path, over="all"),
-        probe_ensemble(pair, over="all"),
-        probe_cascade(path, "It is a lie.", band=(5.0, 9.0), unit="score",
-                      judge=judge("90", heard=heard), over="all"),
-        trait_projection(path, over="all"),
-        monitor_alarm(path, value="max"),
-    ]  # fmt: skip
-    log = watched(tmp_path, made)
-    assert log.status == "success", log.error
-    found = (log.samples or [])[1].scores or {}
-    assert found["probe_score"].value == found["trait_projection"].value == 8.0
-    assert found["monitor_alarm"].value == 8.0
-    assert found["probe_ensemble"].value == {"a": 8.0, "b": 0.0, "ensemble": 4.0}
-    assert (found["probe_ensemble"].metadata or {})["turns"] == {"a": 1, "b": 0, "ensemble": 1}
-    assert found["probe_cascade"].value == 0.9
-    for name in ("probe_score", "probe_ensemble", "probe_cascade", "trait_projection"):
-        assert (found[name].metadata or {})["turn"] == 1, name
-    # The judge reads the turn that was found, and what came before it.
+    cascade = probe_cascade(
+        PROBE, "It is a lie.", band=(5.0, 9.0), unit="score", judge=judge("90", heard=heard),
+        over="all",
+    )  # fmt: skip
+    (_, lying) = scores(watched(tmp_path, cascade))
+    assert lying.value == 0.9
+    assert (lying.metadata or {})["turn"] == 1
     assert "turn 1" in heard[0]
     assert "go on 1" in heard[0]
     assert "go on 2" not in heard[0]
-
-    again = score(read_eval_log(log.location), made[0], action="overwrite", display="none")
-    (new,) = (again.samples or [])[1].scores.values()  # type: ignore[union-attr]
-    assert new.value == 8.0
-    assert (new.metadata or {})["turn"] == 1
 
 
 def choices(*values: Sequence[float]) -> ModelOutput:

@@ -23,7 +23,7 @@ from inspect_lens.errors import SpecError
 from inspect_lens.model import lens_config, lens_scope
 from inspect_lens.probe import Probe, ProbeCard
 from inspect_lens.reading import read_cells, read_pairs, read_turns
-from inspect_lens.reading._stored import CellScores, is_withheld
+from inspect_lens.reading._stored import CellScores
 from inspect_lens.scorer import (
     coherence,
     dose_response,
@@ -134,15 +134,6 @@ def test_another_model_inside_is_not_steered(server: FakeLensServer) -> None:
         assert len(sent(server.requests[0]).edits) == 1
 
 
-def test_a_model_without_a_lens_is_refused() -> None:
-    (log,) = eval(
-        Task(dataset=[Sample(input="x")], solver=with_steering("tiny/v")),
-        model="mockllm/model", display="none", log_dir="logs",
-    )  # fmt: skip
-    assert log.error is not None
-    assert "has no lens" in log.error.message
-
-
 def test_a_logged_solver_is_made_again_from_its_json(server: FakeLensServer) -> None:
     from inspect_ai._util.registry import registry_create
 
@@ -218,23 +209,6 @@ def scores_of(server: FakeLensServer) -> tuple[float, float]:
         found.append(decision.attempts[0].value)
     server.requests.clear()
     return found[0], found[1]
-
-
-def test_gate_flags_and_stops(server: FakeLensServer) -> None:
-    log = run(server, probe_gate("tiny/p", threshold=-1.0), n=1)
-    (decision,) = decisions(log)
-    assert (decision.outcome, decision.chosen) == ("flagged", 0)
-    assert sample(log).output.completion == "word00 word01 word02"
-    assert sample(log).metadata["probe_gate"]["flagged"] is True
-    assert len(server.requests) == 1
-
-    log = run(server, [probe_gate("tiny/p", -1.0, "stop", replacement="[no]"), never()], n=1)
-    (decision,) = decisions(log)
-    assert decision.outcome == "stopped"
-    assert decision.attempts[0].completion == "word00 word01 word02"
-    assert sample(log).output.completion == sample(log).messages[-1].text == "[no]"
-    assert "word00" not in json.dumps([m.model_dump() for m in sample(log).messages])
-    assert is_withheld(sample(log).output)
 
 
 def test_a_withheld_answer_stays_in_the_metrics_of_a_probe(server: FakeLensServer) -> None:

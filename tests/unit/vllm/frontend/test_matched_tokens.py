@@ -173,7 +173,7 @@ ATTACKS = {
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_no_pattern_takes_long_to_judge_or_to_run(attack: str) -> None:
     """Judged in a tenth of a second, run in half a second, over 32 prompts of one body."""
-    began = time.perf_counter()
+    began = time.process_time()
     asked = {"capture": {"positions": {"pattern": ATTACKS[attack]}}}
     try:
         request = parse_extra_args({"inspect_lens": asked})
@@ -181,7 +181,7 @@ def test_no_pattern_takes_long_to_judge_or_to_run(attack: str) -> None:
         said = str(error)
     else:
         said = ""
-    assert time.perf_counter() - began < 0.25
+    assert time.process_time() - began < 0.25
     if said:
         assert re.search(r"capture.positions.*(regular expression|surrogate)", said)
         assert len(said) < 600
@@ -189,7 +189,7 @@ def test_no_pattern_takes_long_to_judge_or_to_run(attack: str) -> None:
     assert request is not None
     processor = SimpleNamespace(tokenizer=OneByteEach())
     token = SERVED.set(Body(request))
-    began = time.perf_counter()
+    began = time.process_time()
     try:
         for i in range(32):
             ids = [97 + (i * k * k) % 2 for k in range(50_000)] if i else [97] * 50_000
@@ -198,7 +198,7 @@ def test_no_pattern_takes_long_to_judge_or_to_run(attack: str) -> None:
     finally:
         SERVED.reset(token)
     # Making the texts apart, which is the tokenizer's.
-    assert time.perf_counter() - began < 0.25 + 0.5 + 32 * PREPARED_S
+    assert time.process_time() - began < 0.25 + 0.5 + 32 * PREPARED_S
 
 
 def test_prompts_of_a_body_are_matched_once() -> None:
