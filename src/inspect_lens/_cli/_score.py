@@ -163,7 +163,7 @@ def _said(reader: ProbeReader, result: EvalScore, scores: Sequence[Score]) -> di
         "threshold": threshold,
         "n_above": sum(s.answer == "above threshold" for s in read),
         "metrics": {name: _known(m.value) for name, m in result.metrics.items()},
-        "means": promise(reader, threshold) if own and threshold is not None else
+        "means": promise(reader, threshold).text if own and threshold is not None else
         "No rate of a card holds: another model, other settings, or answers of other lengths.",
     }  # fmt: skip
 

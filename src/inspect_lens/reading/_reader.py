@@ -45,7 +45,7 @@ from ._rows import (
 )
 from ._shared import shared_parameters
 from ._texts import CallReader, positions_for
-from ._thresholds import ThresholdLike, acting_point, acting_value, promise, rates
+from ._thresholds import ThresholdLike, acting_point, acting_value, promise
 from ._token_scores import TokenScores
 
 
@@ -279,7 +279,7 @@ class Reading:
         if self.threshold is None:
             return f"{text} No threshold was calibrated for these settings."
         cut = self.threshold.value
-        means = promise(plan, cut, self.model_name, len(rows.positions))
+        means = promise(plan, cut, self.model_name, len(rows.positions)).text
         return f"{text} That is {self.verdict} {cut:.4g}. {means}"
 
     def metadata(self) -> dict[str, Any]:
@@ -298,7 +298,8 @@ class Reading:
             "model_verified": self.model_verified,
         }
         if self.threshold is not None:
-            facts |= rates(plan, self.threshold.value, self.model_name, len(self.rows.positions))
+            n, cut = len(self.rows.positions), self.threshold.value
+            facts |= promise(plan, cut, self.model_name, n).rates
         if self.reader.selection:
             facts["selection"] = self.reader.selection
         if self.refused is not None:

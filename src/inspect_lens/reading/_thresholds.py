@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias, get_args
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
@@ -58,7 +58,7 @@ def verdict_facts(reader: ProbeReader, cut: float, reading: Reading) -> dict[str
     """Facts of a reading that was compared with a threshold, for a log."""
     facts = {**reading.metadata(), "value": reading.value, "threshold": cut, "fpr": None}
     facts.pop("recall", None)  # of the card's own threshold
-    return facts | rates(reader, cut, reading.model_name, len(reading.rows.positions))
+    return facts | promise(reader, cut, reading.model_name, len(reading.rows.positions)).rates
 
 
 def acting_value(
@@ -79,30 +79,13 @@ def acting_value(
     )
 
 
-def rates(
-    reader: ProbeReader,
-    cut: float,
-    model_name: str | None = None,
-    n_tokens: int | None = None,
-    statistic: Statistic | None = None,
-) -> dict[str, float]:
-    """False positive rate and lowest recall of a threshold, for a log."""
-    own = _own(reader, cut, statistic)
-    if own is None or reader.no_rate(model_name) or _is_outside(own, n_tokens):
-        return {}
-    made = {"fpr": own.fpr}
-    found = found_above(reader.probe.card, cut, own.statistic)
-    return made if found is None else made | {"recall": round(found.lowest, 4)}
+class Promise(NamedTuple):
+    """What a threshold promises of an answer."""
 
-
-def _own(reader: ProbeReader, cut: float, statistic: Statistic | None) -> CardPoint | None:
-    """The card's point for a statistic, where it is the threshold that acts."""
-    own = reader.point_for(statistic or reader.statistic, cut)
-    return own if own is not None and own.value == cut else None
-
-
-def _is_outside(own: CardPoint, n_tokens: int | None) -> bool:
-    return n_tokens is not None and not own.statistic.covers(n_tokens, own.n_tokens)
+    rates: dict[str, float]
+    """False positive rate and lowest recall, for a log; empty where none is known."""
+    text: str
+    """The same in words, as one or two sentences."""
 
 
 def promise(
@@ -111,34 +94,27 @@ def promise(
     model_name: str | None = None,
     n_tokens: int | None = None,
     statistic: Statistic | None = None,
-) -> str:
-    """The same in words, as one or two sentences."""
-    own, card = _own(reader, cut, statistic), reader.probe.card
-    if own is None:
-        return "This threshold is not the card's, so no rate is known for it."
+) -> Promise:
+    """What a threshold promises: something only if it is the card's own, for its model."""
+    own, card = reader.point_for(statistic or reader.statistic, cut), reader.probe.card
+    if own is None or own.value != cut:
+        return Promise({}, "This threshold is not the card's, so no rate is known for it.")
     if (why := reader.no_rate(model_name)) is not None:
         made = "another model" if card.model is None else repr(card.model.name)
-        return f"It was set for {made}: {why}"
-    if _is_outside(own, n_tokens) and own.n_tokens:
+        return Promise({}, f"It was set for {made}: {why}")
+    if n_tokens is not None and own.n_tokens and not own.statistic.covers(n_tokens, own.n_tokens):
         low, high = own.n_tokens
         span = f"up to {high}" if own.statistic.over == "alarm" else f"{low} to {high}"
-        return (
-            f"It was set for answers of {span} tokens, and this one has {n_tokens}, so no rate is "
-            "known for it."
-        )
-    found = (
-        found_above(card, cut, own.statistic)
-        or "Its card does not say how many positives it finds."
-    )
+        return Promise({}, f"It was set for answers of {span} tokens, and this one has {n_tokens}, "
+                       "so no rate is known for it.")  # fmt: skip
+    found = found_above(card, cut, own.statistic)
+    said = found or "Its card does not say how many positives it finds."
     by = next((t.claimed_by for t in card.thresholds if t.claimed_by and t.value == cut), "")
     stated = f", as {by} states; that was not measured here" if by else ""
-    said = f"{own.fpr:.2%} of {own.control} samples may exceed it{stated}. {found}"
-    if differs := reader.differences(model_name):
-        said += (
-            f" But that was measured elsewhere, and this was computed with {' and '.join(differs)};"
-            " inspect-lens probe check shows what changes."
-        )
-    return said
+    return Promise(
+        {"fpr": own.fpr} | ({} if found is None else {"recall": round(found.lowest, 4)}),
+        f"{own.fpr:.2%} of {own.control} samples may exceed it{stated}. {said}",
+    )
 
 
 SuspicionUnit = Literal["threshold", "raw"]

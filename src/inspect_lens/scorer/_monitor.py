@@ -20,7 +20,7 @@ from inspect_lens.reading import (
     read_sample,
 )
 from inspect_lens.reading._shared import shared_parameters
-from inspect_lens.reading._thresholds import acting_value, promise, rates
+from inspect_lens.reading._thresholds import acting_value, promise
 from inspect_lens.spec import Positions
 
 from ._metrics import at_threshold, auroc_metric
@@ -127,8 +127,9 @@ def monitor_alarm(
         # The rate is that of the card's model and of the lengths that it was set on alone.
         n_most = max(len(one.reading.rows.positions) for one in watched)
         n_least = min(len(one.reading.rows.positions) for one in watched)
-        known = [rates(reader, cut, None, n, statistic) for n in (n_most, n_least)]
-        own = known[0].get("fpr") if all(known) else None
+        known = [promise(reader, cut, None, n, statistic) for n in (n_most, n_least)]
+        broken = next((one for one in known if not one.rates), None)
+        own = None if broken else known[0].rates["fpr"]
         facts = {
             **_facts(watched, cut, level, rule, begins),
             **_provenance(reader, watched, n_turns),
@@ -142,11 +143,9 @@ def monitor_alarm(
             "fpr_bound": None if own is None else min(1.0, own * len(watched)),
         }
         if own is not None:
-            facts |= known[0]
+            facts |= known[0].rates
         kept = await keep_tokens([found] if token_scores else [])
-        n_said = n_most if not known[0] else n_least
-        means = promise(reader, cut, None, n_said, statistic)
-        return _score(facts | kept, value, means)
+        return _score(facts | kept, value, (broken or known[1]).text)
 
     return score
 

@@ -28,7 +28,7 @@ from inspect_lens.reading import OnMissing, ProbeReader, read_message
 from inspect_lens.reading._samples import Judged, TurnJudge, turn_of
 from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.reading._stored import WITHHELD
-from inspect_lens.reading._thresholds import acting_value, promise, rates
+from inspect_lens.reading._thresholds import acting_value, promise
 from inspect_lens.spec import Add, Positions, ProbeUse
 from inspect_lens.vector import VectorLike, steering_vector
 
@@ -262,7 +262,7 @@ class _Run:
             completion=judged.completion, value=judged.value, is_above=judged.is_above,
             tool_calls=judged.functions,
         )  # fmt: skip
-        known = rates(self.judge.reader, self.judge.threshold, None, judged.n_tokens)
+        known = promise(self.judge.reader, self.judge.threshold, None, judged.n_tokens).rates
         return self.gate.decide(self.state, [attempt], len(self.turns), **known)
 
     def _approver(self) -> Approver:
@@ -300,7 +300,7 @@ class _Run:
             decision="terminate",
             explanation=f"{reader.probe.name} scores {judged.value:.4g}, above {cut:.4g}; the "
             "calls of this turn were not carried out. "
-            + promise(reader, cut, None, judged.n_tokens),
+            + promise(reader, cut, None, judged.n_tokens).text,
         )
 
     def _require_seen(self, events: Sequence[Event]) -> None:
@@ -449,7 +449,9 @@ def probe_gate(
         while action in ("resample", "steer") and tried[-1].record.is_above and len(tried) <= tries:
             added = None if vector is None else _stronger(vector, len(tried))
             tried.append(await _generate(state, generate, reader, cut, added, **more))
-        known = [{} if cut is None else rates(reader, cut, None, one.n_tokens) for one in tried]
+        known = [
+            {} if cut is None else promise(reader, cut, None, one.n_tokens).rates for one in tried
+        ]
         return _finish(gate, state, tried, turn, **(known[-1] if all(known) else {}))
 
     return _turn_by_turn(judged)

@@ -80,7 +80,7 @@ def test_the_card_says_what_is_known_and_what_is_not(tmp_path: Path) -> None:
     assert probe.threshold is not None
     assert (probe.threshold.fpr, probe.threshold.control) == (0.02, "Alpaca")
     assert "was not measured here" in probe.threshold.guarantee
-    said = promise(ProbeReader.of(probe), probe.threshold.value)
+    said = promise(ProbeReader.of(probe), probe.threshold.value).text
     assert "2.00% of Alpaca samples may exceed it, as AISI lie-detectors states; that" in said
     said = " ".join(card.notes)
     assert "train_dataset random" in said

@@ -12,7 +12,7 @@ from inspect_lens.errors import SpecError
 from inspect_lens.probe import Threshold, card_points, choose_point, load_probe
 from inspect_lens.probe.statistics._metrics import conformal_threshold
 from inspect_lens.reading import ProbeReader, Suspicion
-from inspect_lens.reading._thresholds import acting_value, promise, rates
+from inspect_lens.reading._thresholds import acting_value, promise
 from inspect_lens.scorer import deception_probe, monitor_alarm, probe_score
 from inspect_lens.solver import probe_gate
 from tests.kit.repository import ROOT
@@ -33,13 +33,13 @@ def test_a_point_acts_at_its_own_value_with_its_own_rate_and_recall(fpr: float) 
     reader = ProbeReader.of(PROBE, threshold=name)
     cut = acting_value(reader, name)
     assert {cut} == values
-    assert rates(reader, cut) == {"fpr": fpr, "recall": round(min(recalls(fpr)), 4)}
-    words = promise(reader, cut)
+    assert promise(reader, cut).rates == {"fpr": fpr, "recall": round(min(recalls(fpr)), 4)}
+    words = promise(reader, cut).text
     assert f"{fpr:.2%} of control samples" in words
     assert f"{min(recalls(fpr)):.0%} to {max(recalls(fpr)):.0%}" in words
     assert Suspicion.of(reader, unit="threshold", threshold=name)(cut) == 0.5
     # The number alone is as good as the name.
-    assert rates(ProbeReader.of(PROBE, threshold=cut), cut) == rates(reader, cut)
+    assert promise(ProbeReader.of(PROBE, threshold=cut), cut).rates == promise(reader, cut).rates
 
 
 def test_the_stricter_point_finds_less() -> None:
@@ -97,9 +97,9 @@ def test_no_rate_is_promised_for_another_threshold_or_another_model() -> None:
     reader = ProbeReader.of(PROBE, check_model=False)
     assert reader.threshold is not None
     own = reader.threshold.value
-    assert rates(reader, own + 0.5) == {}
-    assert "not the card's" in promise(reader, own + 0.5)
+    assert promise(reader, own + 0.5).rates == {}
+    assert "not the card's" in promise(reader, own + 0.5).text
     reader._others["org/other"] = "no rate of it holds for 'org/other'."
-    assert rates(reader, own, "org/other") == {} == rates(reader, own)
-    assert "no rate of it holds for 'org/other'" in promise(reader, own, "org/other")
-    assert rates(reader, own, "organism/checkpoint")["fpr"] == reader.threshold.fpr
+    assert promise(reader, own, "org/other").rates == {} == promise(reader, own).rates
+    assert "no rate of it holds for 'org/other'" in promise(reader, own, "org/other").text
+    assert promise(reader, own, "organism/checkpoint").rates["fpr"] == reader.threshold.fpr

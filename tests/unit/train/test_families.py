@@ -196,7 +196,6 @@ NEURAL: list[Any] = [
     make_estimator(
         "attention", heads=2, gate=True, mlp_sizes=(8,), dropout=0.1, lr=0.02, steps=250
     ),
-    make_estimator("attention", heads=1, optimizer="lbfgs", lr=1.0, steps=5, weight_decay=1e-3),
     make_estimator("attention-gdm", heads=2, mlp_sizes=(16, 16), lr=3e-3, steps=250),
     make_estimator("multimax", heads=2, mlp_sizes=(16,), lr=5e-3, steps=250),
     make_estimator(
@@ -369,7 +368,6 @@ WEIGHTED: list[Any] = [
     MassMeanProbe(iid=True), LDAProbe(shrinkage="ridge"),
     LDAProbe(shrinkage=None, equal_priors=False), make_estimator("lr-pressure"),
     TorchLogisticProbe(epochs=20), SAEFeatureProbe(k=4), SAEFeatureProbe(raw=True),
-    make_estimator("attention", optimizer="lbfgs", lr=1.0, steps=2, heads=2),
     EnsembleProbe(base=MeanDifferenceProbe(), folds=2, stack="lr"),
     SklearnProbe(LogisticRegression(tol=1e-9)),
 ]  # fmt: skip
@@ -404,7 +402,6 @@ def test_weights_without_a_meaning_are_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"optimizer": "sgd"}, "allowed are adamw and lbfgs"),
         ({"queries": "ones"}, "allowed are zeros and random"),
         ({"heads": 0}, "1 or more"),
         ({"mlp_sizes": 16}, "widths above 0"),

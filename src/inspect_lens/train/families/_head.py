@@ -64,11 +64,10 @@ class HeadProbe(BinaryEstimator):
         position: learn a slope of the attention logits over the token's index.
         gate: pass values through tanh.
         dropout: share of attention weights dropped while training.
-        optimizer: `adamw`, or `lbfgs` on all samples at once, for which `lr` is usually 1.0.
-        lr: learning rate.
-        weight_decay: of the optimiser.
+        lr: learning rate of AdamW.
+        weight_decay: of AdamW.
         steps: at most.
-        batch: sequences per step; `lbfgs` takes all.
+        batch: sequences per step.
         patience: looks without a better validation loss before training stops.
         device: where torch computes, such as `cpu` or `cuda`.
         random_state: of weights, batches and the split for early stopping.
@@ -104,7 +103,6 @@ class HeadProbe(BinaryEstimator):
     position: bool = False
     gate: bool = False
     dropout: float = 0.0
-    optimizer: Literal["adamw", "lbfgs"] = "adamw"
     lr: float = 1e-3
     weight_decay: float = 0.0
     steps: int = 1000
@@ -145,9 +143,8 @@ class HeadProbe(BinaryEstimator):
 
     def _check_settings(self) -> None:
         """Refuse settings that nothing would act on: the card lists them all."""
-        for name, allowed in (("optimizer", ("adamw", "lbfgs")), ("queries", ("zeros", "random"))):
-            if (given := getattr(self, name)) not in allowed:
-                raise SpecError(f"{name}={given!r}; allowed are {' and '.join(allowed)}")
+        if self.queries not in ("zeros", "random"):
+            raise SpecError(f"queries={self.queries!r}; allowed are zeros and random")
         sizes = self.mlp_sizes
         if not isinstance(sizes, tuple | list) or not all(
             isinstance(s, int) and s > 0 for s in sizes
@@ -329,17 +326,21 @@ def _train(
         )  # fmt: skip
         return functional.binary_cross_entropy_with_logits(logits, target, weight)
 
-    step = _stepper(weights, data, how, loss_of)
-    look = max(1, min(how.steps // 50, 10)) if how.optimizer == "adamw" else 1
+    optimiser = torch.optim.AdamW(list(weights.values()), lr=how.lr, weight_decay=how.weight_decay)
+    endless = _passes(data, how)
+    look = max(1, min(how.steps // 50, 10))
     best, kept, since, losses = np.inf, {k: v.detach().clone() for k, v in weights.items()}, 0, []
     with torch.random.fork_rng():  # the caller's numbers stay the caller's
         torch.manual_seed(how.random_state)  # dropout only; all else draws from numpy
         for number in range(how.steps):
-            train_loss = step()
+            optimiser.zero_grad()
+            step_loss = loss_of(next(endless), True)
+            step_loss.backward()
+            optimiser.step()
             if number % look and number != how.steps - 1:
                 continue
             with torch.no_grad():
-                loss = float(_mean_loss(validation, how, loss_of)) if validation else train_loss
+                loss = float(_mean_loss(validation, how, loss_of) if validation else step_loss)
             losses.append(loss)
             if loss < best - 1e-6 or validation is None:
                 best, since = loss, 0
@@ -354,37 +355,6 @@ def _train(
             "loss stays finite; use a smaller lr, or look for outliers in the activations"
         )
     return {k: v.cpu().numpy() for k, v in kept.items()}, np.array(losses)
-
-
-def _stepper(
-    weights: dict[str, torch.Tensor], data: _Labelled, how: HeadProbe, loss_of: Loss
-) -> Callable[[], float]:
-    """A function that takes one optimiser step and returns the loss."""
-    if how.optimizer == "lbfgs":
-        optimiser: Any = torch.optim.LBFGS(
-            list(weights.values()), lr=how.lr, max_iter=20, line_search_fn="strong_wolfe"
-        )
-        (whole,) = _batches(data, np.arange(len(data.sequences)), len(data.sequences), how.device)
-
-        def closure() -> Any:
-            optimiser.zero_grad()
-            decay = sum((w**2).sum() for name, w in weights.items() if name != "bias")
-            total = loss_of(whole, True) + how.weight_decay * decay / 2
-            total.backward()
-            return total.detach()
-
-        return lambda: float(optimiser.step(closure))
-    optimiser = torch.optim.AdamW(list(weights.values()), lr=how.lr, weight_decay=how.weight_decay)
-    endless = _passes(data, how)
-
-    def step() -> float:
-        optimiser.zero_grad()
-        loss = loss_of(next(endless), True)
-        loss.backward()
-        optimiser.step()
-        return float(loss.detach())
-
-    return step
 
 
 def _passes(data: _Labelled, how: HeadProbe) -> Iterator[Batch]:
