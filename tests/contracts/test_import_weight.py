@@ -8,6 +8,7 @@ import sys
 import pytest
 
 HEAVY = {"torch", "triton", "vllm", "transformers", "sklearn", "datasets", "matplotlib"}
+COMPANIONS = {"inspect_petri", "inspect_scout", "control_arena", "pandas"}
 
 
 def loaded_by(module: str) -> set[str]:
@@ -25,7 +26,7 @@ def loaded_by(module: str) -> set[str]:
         ("inspect_lens.attention", HEAVY | {"inspect_ai", "pandas"}),
         ("inspect_lens.vector", HEAVY | {"inspect_ai", "pandas"}),
         ("inspect_lens.client", HEAVY | {"inspect_ai", "pandas"}),
-        ("inspect_lens._registry", {"torch", "triton", "vllm", "sklearn"}),
+        ("inspect_lens._registry", {"torch", "triton", "vllm", "sklearn", "openai", *COMPANIONS}),
         ("inspect_lens._vllm.plugin", {"torch", "triton", "vllm", "inspect_ai"}),
     ],
 )
