@@ -604,13 +604,16 @@ class ProbeReader(CallReader):
                 card.name, repr(model_name) if model_name else "this model", " and ".join(found),
             )  # fmt: skip
 
-    def read_captured(self, handle: Activations | ProbeScores) -> Reading | None:
+    def read_captured(
+        self, handle: Activations | ProbeScores, *, model_name: str | None = None
+    ) -> Reading | None:
         """Score a call without an event loop, as for a data frame.
 
         The model is not compared with the card: a log's model may be anywhere.
 
         Args:
             handle: activations of one call, or its scores.
+            model_name: of the model that made it, whose tokenizer tells sentences and selections.
 
         Returns:
             The reading, or None when the selection has no token in this call.
@@ -620,8 +623,8 @@ class ProbeReader(CallReader):
                 there is no tokenizer.
         """
         if isinstance(handle, ProbeScores):
-            return self._of_scores(handle, None)
-        return self._of_handle(handle, None, None)
+            return self._of_scores(handle, model_name)
+        return self._of_handle(handle, model_name, None)
 
     def _of_handle(
         self, handle: Activations, model_name: str | None, refused: str | None

@@ -239,9 +239,8 @@ def _read_call(
     logged = (_logged(call.choice) or [])[: len(completion)]
     pieces = texts.texts(prompt) + texts.texts(completion, logged)
     here = handle is not None and handle.is_here
-    spoken = pieces if texts.is_known else []
     scored = [
-        (score_call(handle, source, spoken) if here and handle else None)
+        (score_call(handle, source) if here and handle else None)
         or saved_call(records, source, len(whole))
         for source in sources
     ]

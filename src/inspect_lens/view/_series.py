@@ -15,24 +15,19 @@ from inspect_ai.model import ChatMessage
 from numpy.typing import NDArray
 
 from inspect_lens._base.token_texts import TokenTexts
-from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.errors import ArtifactError, NotCapturedError, SpecError
 from inspect_lens.model import Activations, ProbeScores, read_probe_scores
 from inspect_lens.model._places import may_follow
 from inspect_lens.probe import (
-    SENTENCE_POOL,
     AnyProbe,
     NeuralProbe,
     check_model,
     found_above,
     load_probe,
-    parse_pool,
-    pool_scores,
-    sentence_ends,
 )
-from inspect_lens.reading import TokenScores, read_token_scores
+from inspect_lens.reading import ProbeReader, TokenScores, read_token_scores
 from inspect_lens.reading._rows import pick_rows
 from inspect_lens.reading._token_scores import engine_records
-from inspect_lens.spec import resolve_positions, result_name
 
 from ._page import SampleView, Series
 
@@ -41,13 +36,13 @@ class Source(NamedTuple):
     """A series and the probe that makes it."""
 
     series: Series
-    probe: AnyProbe | None
+    reader: ProbeReader | None
     """None where the probe is not here and its scores were kept."""
 
     @property
     def sha256(self) -> str:
         """Of the probe that wrote such scores, restricted to the layers that it read."""
-        return self.series.sha256 if self.probe is None else self.probe.sha256
+        return self.series.sha256 if self.reader is None else self.reader.probe.sha256
 
 
 class Scored(NamedTuple):
@@ -58,7 +53,7 @@ class Scored(NamedTuple):
     value: float | None
 
 
-def make_sources(probes: Sequence[AnyProbe]) -> list[Source]:
+def make_sources(probes: Sequence[AnyProbe], tokenizer: str | None = None) -> list[Source]:
     """One series per probe, and one more for each layer of a probe of several."""
     made = []
     for probe in probes:
@@ -74,7 +69,8 @@ def make_sources(probes: Sequence[AnyProbe]) -> list[Source]:
                 description=probe.card.description, neural=isinstance(probe, NeuralProbe),
                 finds=str(finds or ""),
             )  # fmt: skip
-            made.append(Source(series, part))
+            reader = ProbeReader.of(part, source="captured", check_model=False, tokenizer=tokenizer)
+            made.append(Source(series, reader))
     return made
 
 
@@ -96,44 +92,25 @@ def kept_sources(records: Sequence[TokenScores], have: Sequence[Source]) -> list
     return made
 
 
-def score_call(handle: Activations, source: Source, pieces: Sequence[str]) -> Scored | None:
+def score_call(handle: Activations, source: Source) -> Scored | None:
     """Score every captured token of a call, and pool those that the probe reads."""
-    probe, pool = source.probe, source.series.pool
-    if probe is None:
+    if source.reader is None:
         return None
-    info = handle.tensors.get(result_name(probe.site))
-    if info is None or not set(probe.layers) <= set(info.layers):
+    probe = source.reader.probe
+    try:
+        rows = pick_rows(handle, probe.layers, probe.site)
+    except NotCapturedError:
         return None
-    rows = pick_rows(handle, probe.layers, probe.site)
-    n_prompt, total = handle.n_prompt, handle.n_prompt + handle.n_completion
+    total = handle.n_prompt + handle.n_completion
     scores = np.full(max(total, max(rows.positions, default=-1) + 1), np.nan)
     if len(rows.positions):
         scores[list(rows.positions)] = probe.score_tokens(rows.acts, rows.layers)
-    value = None
     try:
-        read = resolve_positions(
-            probe.positions, n_prompt=n_prompt, n_max=total - 1, field="positions"
-        )
-    except SpecError:
-        read = ()
-    by_sentence = parse_pool(pool).name == SENTENCE_POOL
-    if len(read) and np.isfinite(scores[list(read)]).all() and not (by_sentence and not pieces):
-        ends = sentence_ends(list(pieces))[list(read)] if by_sentence else None
-        value = (
-            float(
-                probe.score(
-                    rows.acts[:, _rows_at(rows.positions, read)], rows.layers, pool=pool, ends=ends
-                )
-            )
-            if isinstance(probe, NeuralProbe)
-            else float(pool_scores(scores[list(read)], pool, ends=ends))
-        )
+        found = source.reader.read_captured(handle, model_name=handle.origin.get("model"))
+    except ArtifactError:
+        found = None  # not all that it reads was captured, or no tokenizer is here
+    value = None if found is None else found.value
     return Scored(scores[:total].astype(np.float32), value)
-
-
-def _rows_at(have: Sequence[int], wanted: Sequence[int]) -> list[int]:
-    at = {position: i for i, position in enumerate(have)}
-    return [at[position] for position in wanted]
 
 
 def _say(positions: object) -> str:

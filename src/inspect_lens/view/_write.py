@@ -120,7 +120,7 @@ def write_view(
     loaded, notes = choose_probes(
         probes, opened.header, first, any_model=any_model, have_kept=bool(kept)
     )
-    sources = make_sources(loaded)
+    sources = make_sources(loaded, tokenizer)
     sources += kept_sources(kept, sources)
     texts = TokenTexts.of(opened.header.eval.model, tokenizer=tokenizer)
     notes += [texts.note] if texts.note else []
@@ -187,7 +187,8 @@ def _require_scores(
             f"here, and {found}. Put the .lens folder of the log beside it, or set "
             "INSPECT_LENS_DIR to the folder that holds it"
         )
-    site = sources[0].probe.site if sources[0].probe else "resid_post"
+    first = sources[0].reader
+    site = first.probe.site if first else "resid_post"
     raise ArtifactError(
         f"{name}: none of its {len(calls)} captured calls has what the probes read, layers "
         f"{wanted} at {site}; {capture_advice(wanted)}"

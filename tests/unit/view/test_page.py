@@ -14,10 +14,11 @@ import pytest
 from inspect_ai.log import read_eval_log
 
 from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.probe import HeadSpec, NeuralProbe, Probe, ProbeCard
 from inspect_lens.view import write_view
 from inspect_lens.view._page import ranges
 from tests.kit.page import Page, read_page
-from tests.kit.planted_log import TOKENIZER, Planted, plant_log, planted_probe
+from tests.kit.planted_log import TOKENIZER, H, Planted, plant_log, planted_probe
 
 TURNS = ("Where is it?", "And who </script> made it?", "Sure?")
 
@@ -51,6 +52,25 @@ def test_the_pooled_score_is_the_scorers(tmp_path: Path) -> None:
     assert page.facts["series"][0]["threshold"] == 1.0
     # That of several layers together says nothing of one.
     assert page.facts["series"][1]["threshold"] is None
+
+
+def test_a_learned_pool_and_a_selection_of_the_card_make_the_value(tmp_path: Path) -> None:
+    """A page once read all tokens of its positions, and knew no pool that a probe had learned."""
+    planted = plant_log(tmp_path, planted_probe(tmp_path), n=2)
+    axis, card = np.eye(H)[0], {"layers": (1,), "hidden": H}
+    tensors = {"mean": np.zeros(H), "scale": np.ones(H), "value": axis[None], "query": axis[None],
+               "bias": np.zeros(1)}  # fmt: skip
+    neural = ProbeCard(name="t/n", kind="neural", head=HeadSpec(), pool="attention", **card)
+    few = ProbeCard(name="t/f", selection="last:2", **card)
+    probes = [NeuralProbe(tensors=tensors, card=neural), Probe.from_direction(axis, card=few)]
+    page = page_of(planted, tmp_path / "p.html", probes=probes)
+    for sample, rows, (prompt, _) in zip(
+        page.facts["samples"], planted.scores, planted.ids, strict=True
+    ):
+        read = rows[0, len(prompt) :]
+        weights = np.exp(read - read.max())
+        assert sample["values"][0] == pytest.approx(weights @ read / weights.sum(), rel=1e-4)
+        assert sample["values"][1] == pytest.approx(read[-2:].mean(), rel=1e-4)
 
 
 def test_a_conversation_repeats_no_token(tmp_path: Path) -> None:
