@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +15,7 @@ import zmq
 from numpy.typing import NDArray
 
 from inspect_lens._engine.export.transport import COLUMN, Exporter, overflow
-from inspect_lens._engine.protocol.edits import EditEnvelope, SealedEdits, seal_edits
-from inspect_lens._engine.protocol.envelope import Envelope
+from inspect_lens._engine.protocol.envelope import Envelope, seal
 from inspect_lens._engine.protocol.messages import (
     BOARD_SIZE,
     ArenaReader,
@@ -27,11 +25,11 @@ from inspect_lens._engine.protocol.messages import (
     decode,
     unpacked,
 )
-from inspect_lens._engine.protocol.readouts import CaptureEnvelope, RowPart
+from inspect_lens._engine.protocol.readouts import RowPart
 from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._engine.tap.buffers import CAPTURE, HEAD, TapState, install
 from inspect_lens.errors import CompatError, UnsupportedError
-from inspect_lens.spec import SITE_TABLE, Add, DType, EngineFacts
+from inspect_lens.spec import SITE_TABLE, Add, CaptureSpec, EngineFacts, LensRequest
 
 KEYS = ("inspect_lens_check_plain", "inspect_lens_check_steered")
 """How the names of the two requests begin; each run has its own."""
@@ -72,7 +70,8 @@ def steered_row(state: TapState) -> int:
 
 def own_rows(facts: EngineFacts, state: TapState, rank: int) -> list[int]:
     """Which of a token's rows at all taps this worker sends: all, or its shares of some."""
-    sent = set(capture(facts, state, 1).rows)
+    capture = envelope("", facts, state, 1).capture
+    sent = set() if capture is None else set(capture.rows)
     starts = zip(state.taps, state.row_starts.tolist(), state.tap_rows.tolist(), strict=True)
     return [
         start + part
@@ -82,46 +81,25 @@ def own_rows(facts: EngineFacts, state: TapState, rank: int) -> list[int]:
     ]
 
 
-def capture(facts: EngineFacts, state: TapState, n: int) -> CaptureEnvelope:
-    """A capture of the first tokens at all taps."""
-    return CaptureEnvelope(
-        sites=facts.sites,
-        layers=facts.layers,
-        lo=0,
-        hi=n,
-        positions=None,
-        hidden=facts.hidden,
-        dtype=cast("DType", str(state.ring.dtype).removeprefix("torch.")),
-        transport="base64",
-        widths=tuple([facts.width_of(site)[1:3] for site in facts.sites]) if facts.widths else (),
-        ranks=facts.ranks,
-    )
-
-
 def envelope(
-    reply: str, facts: EngineFacts, state: TapState, n: int, vectors: torch.Tensor | None
-) -> Mapping[str, Any]:
-    edits: tuple[EditEnvelope, ...] = ()
+    reply: str, facts: EngineFacts, state: TapState, n: int, vectors: torch.Tensor | None = None
+) -> Envelope:
+    """A capture of the first tokens at all taps, and vectors for them, as a front-end seals it."""
+    edits: tuple[Add, ...] = ()
     if vectors is not None:
         values = vectors.numpy()
         site, layer = state.taps[steered_tap(state)]
-        add = Add(
-            vector=values[0] if len(values) == 1 else values[None],
-            layers=(layer,),
-            site=site,
-            positions=tuple(range(n)),
-        )
-        edits = seal_edits((add,), n, n, facts.width_of)
-    return Envelope(
+        vector = values[0] if len(values) == 1 else values[None]
+        edits = (Add(vector=vector, layers=(layer,), site=site, positions=tuple(range(n))),)
+    made = seal(
+        LensRequest(capture=CaptureSpec(layers=facts.layers, site=facts.sites), edits=edits),
+        facts,
         reply=reply,
-        pid=os.getpid(),
-        capture=capture(facts, state, n),
-        edited=SealedEdits(edits),
-        probes=None,
         n_prompt=n,
-        is_speculative=False,
-        steer_hash=f"inspect_lens start-up check {n} {edits[0].sha256}" if edits else None,
-    ).pack()
+        max_tokens=1,
+        epoch=lambda content: f"inspect_lens start-up check {n} {content}",
+    )
+    return replace(made, is_speculative=False)
 
 
 class Inbox:

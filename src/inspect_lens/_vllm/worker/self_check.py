@@ -204,9 +204,8 @@ class _Check:
         for key in keys:
             is_mine = is_steered and self.can_steer and key == keys[1]
             steers = vectors if is_mine else None
-            stepper.add(
-                key, envelope(self._inbox.address, self._facts, state, shape.length, steers)
-            )
+            asked = envelope(self._inbox.address, self._facts, state, shape.length, steers)
+            stepper.add(key, asked.pack())
         position = np.zeros(2, dtype=np.int64)
         marker = marker_of(state.ring)
         path: EnginePath = "eager"
