@@ -103,7 +103,6 @@ class Translator:
     """
 
     def __init__(self, lens: EngineLens, device: torch.device) -> None:
-        """Upload the tensors."""
         self._at = {layer: i for i, layer in enumerate(lens.layers)}
         self._last = lens.n_layers - 1
         self._is_residual = lens.kind == "tuned"
@@ -135,7 +134,6 @@ class LensStore:
     """Lenses that a worker knows, by content hash."""
 
     def __init__(self, device: torch.device, most_bytes: int = _MOST_BYTES) -> None:
-        """Start empty."""
         self.most_bytes = most_bytes
         self._device = device
         self._known: dict[str, Translator] = {}

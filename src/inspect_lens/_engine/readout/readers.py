@@ -51,7 +51,6 @@ class ProbeReader:
         *,
         scratch: torch.Tensor | None = None,
     ) -> None:
-        """Lay the weights out."""
         rank = {tap: i for i, tap in enumerate(taps)}
         hidden = probes[0].hidden
         self.columns = sum(probe.columns for probe in probes)
@@ -202,7 +201,6 @@ class ProbeStore:
         kept_bytes: int = _KEPT_BYTES,
         most_bytes: int = _MOST_BYTES,
     ) -> None:
-        """Start empty."""
         self.most_bytes = most_bytes
         self._device = device
         self._scratch = scratch

@@ -263,7 +263,6 @@ class SumTable:
     def __init__(
         self, sums: torch.Tensor, latest: torch.Tensor, lag: int = LAG, most: int = _MOST
     ) -> None:
-        """Store the tables."""
         self._most = most
         self._sums, self._latest = sums, latest
         self._lag = lag

@@ -127,7 +127,6 @@ class Groups:
         tap_rows: Longs,
         rank: int = 0,
     ) -> None:
-        """Begin without groups."""
         self._tap_index = tap_index
         self._tap_rows = tap_rows
         self._starts = np.cumsum(tap_rows) - tap_rows

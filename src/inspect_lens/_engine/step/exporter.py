@@ -150,7 +150,6 @@ class Sender:
         drop: Callable[[str], None],
         fail: Callable[[bytes, Exception], None],
     ) -> None:
-        """Store what sending needs."""
         self._ring = ring
         self._exporter = exporter
         self._copier = exporter.copier
@@ -174,7 +173,6 @@ class Sender:
         others are under way, which may lie beside theirs."""
 
     def check(self, reply: str) -> None:
-        """See `Exporter.check`."""
         self._exporter.check(reply)
 
     def opened(self, reply: str, pid: int, openings: Iterable[Opening]) -> None:
@@ -399,7 +397,6 @@ class Rounds:
     """Gives steps their places in the ring, and sends what lies there when a round is over."""
 
     def __init__(self, ring: Ring, sender: Sender) -> None:
-        """Begin with nothing."""
         self._ring = ring
         self._sender = sender
         self._span = Span()

@@ -76,7 +76,6 @@ class LiveRequests:
         is_exporting: bool,
         is_first: bool = True,
     ) -> None:
-        """Store what requests are entered into."""
         self._tap_index = tap_index
         self._bank = bank
         self._groups = groups
@@ -251,7 +250,6 @@ class Stepper:
         self, state: TapState, exporter: Exporter, *, is_exporting: bool = True, lag: int = LAG,
         rank: int = 0,
     ) -> None:  # fmt: skip
-        """Store what the steps need."""
         self.state, self._exporter = state, exporter
         self._is_exporting = is_exporting
         self._bank = Bank(state.bank, state.shares)

@@ -100,7 +100,6 @@ class Bank:
     """Host side of the table: allocation, sharing by content, and reference counts."""
 
     def __init__(self, tensors: BankTensors, shares: Sequence[Share] | None = None) -> None:
-        """Begin with an empty table."""
         self._tensors = tensors
         rows, taps = tensors.table.shape
         self._width = tensors.vectors.shape[1]
@@ -323,7 +322,6 @@ class Placing:
         tap_index: dict[TapPoint, int],
         width: int,
     ) -> None:
-        """Store what is to be placed."""
         self._parts, self._shares, self._width = parts, shares, width
         self._of_vectors, self._of_entries, self._of_configs = tables
         self._at_tap: dict[int, list[tuple[int, int]]] = {}

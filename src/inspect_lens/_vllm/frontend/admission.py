@@ -29,8 +29,8 @@ from inspect_lens._vllm.metrics import requested
 from inspect_lens._vllm.registered.persistent_hooks import HookBook, seal_eager
 from inspect_lens._vllm.registered.probe_scores import Reading
 from inspect_lens._vllm.registered.prompt_rows import with_known_rows
-from inspect_lens._vllm.results.choices import AskedBy
 from inspect_lens._vllm.sinks.process import SINK_KEY, Rule
+from inspect_lens._vllm.sinks.sink import Exchange
 from inspect_lens.errors import LensError, SpecError, UnsupportedError
 from inspect_lens.spec import (
     ENVELOPE_KEY,
@@ -510,13 +510,13 @@ def expect(
     return reading
 
 
-def _asked_by(request: Any, prompt: Any) -> AskedBy:
+def _asked_by(request: Any, prompt: Any) -> Exchange:
     # Choices of one request have ids of their own, made of its.
     key = getattr(request, "external_req_id", None) or request.request_id
     choice, _, rest = str(request.request_id).partition("_")
     key = f"{key}-{choice}" if rest and choice.isdigit() else key
     text = prompt if isinstance(prompt, str) else ""
-    return AskedBy(str(key), tuple(request.prompt_token_ids), text)
+    return Exchange(str(key), tuple(request.prompt_token_ids), text)
 
 
 def _reading(front: FrontEnd, packed: dict[str, Any], n_prompt: int, n_max: int) -> Reading | None:

@@ -35,11 +35,9 @@ class VocabHead:
         self.n_ranks = self._ranks.n
 
     def say(self, text: str) -> list[str]:
-        """See `Ranks.say`."""
         return self._ranks.say(text)
 
     def logits(self, rows: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """See `Unembedding.logits`."""
         with torch.inference_mode():
             with self._own_part():
                 if self.n_ranks == 1:

@@ -23,9 +23,10 @@ from inspect_lens._engine.protocol.processes import Links, as_exception, ends_pr
 from inspect_lens._vllm.compat.features import busy, fault_of
 from inspect_lens._vllm.metrics import failed, note, waited
 from inspect_lens._vllm.registered.probe_scores import Reading, feed_together
+from inspect_lens._vllm.sinks.sink import Exchange
 from inspect_lens.errors import CapacityError, CaptureError, LensError
 
-from .choices import AskedBy, Choice, Expected, Job, Ticket, is_light, is_ready, prepare, take_whole
+from .choices import Choice, Expected, Job, Ticket, is_light, is_ready, prepare, take_whole
 
 logger = logging.getLogger("vllm.inspect_lens")
 
@@ -254,7 +255,7 @@ class Results:
         n_max: int = 0,
         reading: Reading | None = None,
         request: str | None = None,
-        asked_by: AskedBy | None = None,
+        asked_by: Exchange | None = None,
         let_go: Callable[[], None] | None = None,
     ) -> None:
         """Take note of a choice before the engine sees it."""

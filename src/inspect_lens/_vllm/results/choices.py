@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -26,7 +26,7 @@ from inspect_lens._vllm.registered.persistent_hooks import EagerResults, put_eag
 from inspect_lens._vllm.registered.probe_scores import Reading, Whole
 from inspect_lens._vllm.registered.prompt_rows import Reuse, reuse_of
 from inspect_lens._vllm.sinks.process import SinkTask, task_of
-from inspect_lens._vllm.sinks.sink import HIDDEN, Done, Said
+from inspect_lens._vllm.sinks.sink import HIDDEN, Done, Exchange
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import (
     CaptureReceipt,
@@ -40,15 +40,6 @@ from inspect_lens.spec import (
 )
 
 logger = logging.getLogger("vllm.inspect_lens")
-
-
-@dataclass(frozen=True, slots=True)
-class AskedBy:
-    """A request as its client knows it."""
-
-    key: str
-    prompt_ids: tuple[int, ...]
-    prompt: str
 
 
 @dataclass(slots=True)
@@ -81,7 +72,7 @@ class Expected:
     """Rows of other requests with the same beginning, and theirs for others."""
     sink: SinkTask | None = field(init=False)
     """Where the results go too."""
-    asked_by: AskedBy | None = None
+    asked_by: Exchange | None = None
     """Of a request with a sink."""
     let_go: Callable[[], None] | None = None
     """See `Registry.hold`."""
@@ -515,7 +506,7 @@ class Choice:
             tensors=captured,
             positions=tuple(positions[-1:] if asked.is_last else positions),
             layers=asked.layers,
-            said=Said(by.key, by.prompt_ids, by.prompt, ids, text),
+            said=replace(by, token_ids=ids, text=text),
             use=task.use,
         )
         offered = task.offer(done)

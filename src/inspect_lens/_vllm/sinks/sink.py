@@ -41,15 +41,15 @@ HIDDEN = "sink"
 
 
 @dataclass(frozen=True)
-class Said:
+class Exchange:
     """Prompt and completion of a choice, whole, however they were streamed."""
 
     key: str
     """Id of the request, as its client knows it."""
     prompt_ids: tuple[int, ...]
     prompt: str
-    token_ids: tuple[int, ...]
-    text: str
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Done:
     """Of the captured tokens, ascending."""
     layers: tuple[int, ...] = ()
     """Captured layers, ascending."""
-    said: Said | None = None
+    said: Exchange | None = None
     """None where no sink of this choice reads it."""
     use: SinkUse | None = None
     """What the request says of itself; None for one that a rule has chosen."""

@@ -15,9 +15,10 @@ pytest.importorskip("vllm")
 
 from inspect_lens._vllm.frontend import admission, state
 from inspect_lens._vllm.frontend.state import FrontEnd
-from inspect_lens._vllm.results.choices import AskedBy, Ticket
+from inspect_lens._vllm.results.choices import Ticket
 from inspect_lens._vllm.sinks.process import SINK_KEY, Rule
 from inspect_lens._vllm.sinks.recorder import Recorder
+from inspect_lens._vllm.sinks.sink import Exchange
 from inspect_lens.spec import ENVELOPE_KEY
 from tests.unit.vllm.results.test_results import FACTS
 
@@ -77,7 +78,7 @@ def test_rows_that_never_come_are_a_failure_of_the_sink_alone(front: FrontEnd) -
     assert packed[SINK_KEY] == (rule.key, None)
     for key in ("a", "b", "c"):
         front.results.expect(
-            key, packed, n_prompt=3, n_max=6, asked_by=AskedBy(key, (1, 2, 3), "hi")
+            key, packed, n_prompt=3, n_max=6, asked_by=Exchange(key, (1, 2, 3), "hi")
         )
     expected = front.results.expected("a")
     assert expected is not None

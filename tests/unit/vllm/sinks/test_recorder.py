@@ -21,8 +21,8 @@ from inspect_lens._shards import Captured, ShardWriter
 from inspect_lens._vllm.sinks.recorder import Recorder, new_writer
 from inspect_lens._vllm.sinks.sink import (
     Done,
+    Exchange,
     Given,
-    Said,
     SinkConfig,
     StoreReceiver,
     find_function,
@@ -50,7 +50,7 @@ def done(key: str, *, rows: int = ROWS, use: SinkUse | None = None) -> Done:
         tensors={NAME: TensorData(values.astype(np.float32), "float32")},
         positions=tuple(range(rows)),
         layers=(3,),
-        said=Said(key, tuple(range(rows)), f"prompt of {key}", (7,), "text"),
+        said=Exchange(key, tuple(range(rows)), f"prompt of {key}", (7,), "text"),
         use=use,
     )
 
