@@ -45,6 +45,12 @@ logger = logging.getLogger("vllm.inspect_lens")
 _ATTRIBUTE = "inspect_lens_rows"
 
 
+def _sealed(request: Any) -> Any:
+    """The envelope of a request; empty for one that asks nothing of the lens."""
+    extra = getattr(getattr(request, "sampling_params", None), "extra_args", None)
+    return (extra.get(ENVELOPE_KEY) or {}) if extra else {}
+
+
 class StepRows:
     """How many tokens the next step may have, of one scheduler."""
 
@@ -60,8 +66,7 @@ class StepRows:
 
     def add(self, request: Any) -> None:
         """Take note of a request that is about to feed its prompt, or to feed it again."""
-        extra = getattr(request.sampling_params, "extra_args", None)
-        kept = (extra.get(ENVELOPE_KEY) or {}).get(KEPT_KEY) if extra else None
+        kept = _sealed(request).get(KEPT_KEY)
         if kept is None or self._most * self._taps <= self._rows:
             return
         taps, lo, hi = kept
@@ -134,8 +139,7 @@ def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
     def note(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, request, *args, **kwargs)
         try:
-            sampling = request.sampling_params
-            if sampling is not None and ENVELOPE_KEY in (sampling.extra_args or {}):
+            if _sealed(request):
                 _rows_of(self).add(request)
         except Exception:
             logger.exception("inspect_lens: a request's rows could not be counted")
@@ -161,8 +165,7 @@ class _Bounded:
 def _get_computed_blocks(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_computed_blocks(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            extra = getattr(request.sampling_params, "extra_args", None)
-            limit = (extra.get(ENVELOPE_KEY) or {}).get(CACHED_KEY) if extra else None
+            limit = _sealed(request).get(CACHED_KEY)
         except BaseException as error:
             if ends_process(error):
                 raise
@@ -203,8 +206,6 @@ class ConnectorGuard:
     def mark(self, request: Any) -> str | None:
         """Hash of what steers a request; None of one that nothing does."""
         sealed = _sealed(request)
-        if sealed is None:
-            return None
         steer, eager = sealed.get(HASH_KEY), sealed.get(EAGER_KEY)
         if eager is not None:
             return f"hooks:{eager['hash']}"
@@ -216,8 +217,7 @@ class ConnectorGuard:
         transfer = getattr(request, "kv_transfer_params", None)
         if self._is_by_request and transfer and transfer.get(MARK_KEY) != self.mark(request):
             return 0
-        sealed = _sealed(request)
-        if sealed is None:
+        if not (sealed := _sealed(request)):
             return None
         # Rows of a token that is computed twice would count twice in a sum.
         if self._loads_again:
@@ -234,12 +234,6 @@ class ConnectorGuard:
         apart = frozenset(self.apart)
         self.apart -= finished
         return apart
-
-
-def _sealed(request: Any) -> Any:
-    sampling = getattr(request, "sampling_params", None)
-    extra = getattr(sampling, "extra_args", None)
-    return extra.get(ENVELOPE_KEY) if extra else None
 
 
 def without_requests(output: Any, apart: Collection[str]) -> Any:

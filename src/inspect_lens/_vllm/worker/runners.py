@@ -175,19 +175,6 @@ class _Step:
     """Names of the modes that vLLM has chosen; kept during the start-up check only."""
 
 
-def is_eager_step() -> bool:
-    return _Step.is_eager
-
-
-def set_eager(is_eager: bool) -> None:
-    _Step.is_eager = is_eager
-
-
-def ask_for_eager(wants_eager: Callable[[], bool] | None) -> None:
-    """Have somebody asked where the V2 runner chooses its graph; None ends it."""
-    _Step.wants_eager = wants_eager
-
-
 @contextmanager
 def checked_steps(*, is_eager: bool) -> Iterator[list[str]]:
     """Have vLLM run the passes of the start-up check eagerly, or as it chooses."""
@@ -309,14 +296,14 @@ class _Runner:
             self._stepper.add(new.req_id, extra[ENVELOPE_KEY])
 
     def _end(self) -> None:
-        self._stepper.end_step("eager" if is_eager_step() else self._path())
+        self._stepper.end_step("eager" if _Step.is_eager else self._path())
 
     def _path(self) -> EnginePath:
         return "compiled" if is_compiled(self._runner.vllm_config) else "eager"
 
     def _end_eager(self) -> None:
         """Leave an eager step, also one that has failed."""
-        if self.eager is not None and is_eager_step():
+        if self.eager is not None and _Step.is_eager:
             guarded(self._stepper, self.eager.end)
 
 
@@ -388,7 +375,7 @@ class RunnerV1(_Runner):
 
     def _begin_eager(self, num_scheduled_tokens: Any) -> None:
         assert self.eager is not None
-        set_eager(self.eager.begin(_parts(*self._layout(num_scheduled_tokens))))
+        _Step.is_eager = self.eager.begin(_parts(*self._layout(num_scheduled_tokens)))
 
     def _fed(self) -> torch.Tensor:
         """Ids of the tokens of this step: written before `_prepare_inputs` returns."""
@@ -431,7 +418,7 @@ class RunnerV2(_Runner):
                 return execute(scheduler_output, *args, **kwargs)
             if self.eager is not None:
                 self._scheduled = scheduler_output
-                ask_for_eager(wants_eager)
+                _Step.wants_eager = wants_eager
             try:
                 result = execute(scheduler_output, *args, **kwargs)
                 if stepper.is_watching:
@@ -439,7 +426,7 @@ class RunnerV2(_Runner):
                 return result
             finally:
                 self._scheduled = None
-                ask_for_eager(None)
+                _Step.wants_eager = None
                 self._end_eager()
 
         stepper.state.bank.fed.source = self._fed
@@ -474,7 +461,7 @@ class RunnerV2(_Runner):
                 guarded(stepper, self._begin, input_batch)
             elif stepper.is_armed:
                 guarded(stepper, stepper.disarm)
-            if self.eager is not None and is_eager_step():
+            if self.eager is not None and _Step.is_eager:
                 guarded(stepper, self._begin_eager, input_batch)
             return result
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, get_args
@@ -94,7 +94,8 @@ def manage_hooks(worker: Any, action: str, payload: Any) -> str | None:
         elif stepper is None or stepper.hooks is None or parameters is None:
             return None
         elif action == "register":
-            _register(stepper.hooks, payload)
+            for name, item in payload.items():
+                stepper.hooks.register(name, item)
         elif action == "unregister":
             stepper.hooks.unregister(payload)
         elif action == "flush":
@@ -109,11 +110,6 @@ def manage_hooks(worker: Any, action: str, payload: Any) -> str | None:
             raise
         return f"{type(error).__name__}: {error}"
     return None
-
-
-def _register(hooks: HookRunner, items: Mapping[str, Mapping[str, Any]]) -> None:
-    for name, item in items.items():
-        hooks.register(name, item)
 
 
 _WAIT_S = 300.0

@@ -186,5 +186,5 @@ def test_a_forward_pass_that_fails_takes_the_hooks_out(
     runner.fails = True
     with pytest.raises(RuntimeError, match="the model failed"):
         runner.step({"a": (0, 2)}, is_v2=is_v2)
-    assert not runners.is_eager_step()
+    assert not runners._Step.is_eager
     assert not runner.block._forward_hooks

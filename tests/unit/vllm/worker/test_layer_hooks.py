@@ -165,11 +165,11 @@ def test_an_eager_step_is_told_to_vllm_and_no_other(monkeypatch: pytest.MonkeyPa
     assert two(None, 1, 1, need_eager=False) == {"need_eager": False}
     monkeypatch.setattr(step, "wants_eager", lambda: False)
     assert two(need_eager=False) == {"need_eager": False}
-    assert not runners.is_eager_step()
+    assert not runners._Step.is_eager
     monkeypatch.setattr(step, "is_eager", False)
     monkeypatch.setattr(step, "wants_eager", lambda: True)
     assert two(need_eager=False) == {"need_eager": True}
-    assert runners.is_eager_step()
+    assert runners._Step.is_eager
     assert one(None, 3) == {"force_eager": True}
     assert context().skip_compiled
 
