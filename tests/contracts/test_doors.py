@@ -15,16 +15,16 @@ from tests.kit.repository import ROOT
 
 SOURCE = ROOT / "src" / "inspect_lens"
 INSIDE = (
-    "_engine.collect.inbox:Notifier.tell",
+    "_engine.collect.collector:Notifier.tell",
     "_engine.hooks.runner:HookRunner.run",
-    "_vllm.compat.guard:idle.run",
-    "_vllm.engine_core.connector_guard:GuardedConnector._marked",
+    "_vllm.compat.features:idle.run",
+    "_vllm.engine_core.scheduler:GuardedConnector._marked",
     "_vllm.frontend.wrappers:attached_for_http",
     "_vllm.http.bodies:LensBodies.__call__",
-    "_vllm.http.responses:Answer._send_whole",
+    "_vllm.http.bodies:Answer._send_whole",
     "_vllm.worker.runners:RunnerV2.attach.wants_eager",
-    "_vllm.worker.eager_steps:LayerHooks._after",
-    "_vllm.worker.eager_steps:LayerHooks._before",
+    "_vllm.worker.runners:LayerHooks._after",
+    "_vllm.worker.runners:LayerHooks._before",
 )
 """What is entered by way of others, and guarded for them."""
 
@@ -34,27 +34,26 @@ FINE = {
     "_vllm.worker.worker:wrap_load_model.load_model": "start: refuses what it cannot serve",
     "_vllm.worker.worker:add_tap.before": "traced by the compiler, which takes no handler",
     "_vllm.worker.worker:add_tap.after": "as above",
-    "_vllm.worker.eager_steps:_forward_context.create_forward_context": "sets one attribute",
-    "_vllm.worker.eager_steps:_dispatch_v1.determine": "sets one argument",
-    "_vllm.worker.eager_steps:_dispatch_v2.dispatch": "asks `wants_eager`, which is guarded",
+    "_vllm.worker.runners:_forward_context.create_forward_context": "sets one attribute",
+    "_vllm.worker.runners:_dispatch_v1.determine": "sets one argument",
+    "_vllm.worker.runners:_dispatch_v2.dispatch": "asks `wants_eager`, which is guarded",
     "_vllm.frontend.wrappers:_input_processor_init.init": "start",
-    "_vllm.engine_core.connector_guard:_scheduler_init.init": "start",
-    "_vllm.engine_core.connector_guard:GuardedConnector.update_state_after_alloc": "looks in a set",
-    "_vllm.engine_core.connector_guard:GuardedConnector.build_connector_meta": "a fault ends the "
+    "_vllm.engine_core.scheduler:_scheduler_init.init": "start",
+    "_vllm.engine_core.scheduler:GuardedConnector.update_state_after_alloc": "looks in a set",
+    "_vllm.engine_core.scheduler:GuardedConnector.build_connector_meta": "a fault ends the "
     "engine: else steered blocks were stored as those of others",
-    "_vllm.engine_core.connector_guard:GuardedConnector.request_finished": "calls `_marked`",
-    "_vllm.engine_core.connector_guard:GuardedConnector.request_finished_all_groups": "as above",
-    "_vllm.engine_core.connector_guard:GuardedConnector.register_finished_partial_tail": "looks in "
-    "a set",
+    "_vllm.engine_core.scheduler:GuardedConnector.request_finished": "calls `_marked`",
+    "_vllm.engine_core.scheduler:GuardedConnector.request_finished_all_groups": "as above",
+    "_vllm.engine_core.scheduler:GuardedConnector.register_finished_partial_tail": "looks in a set",
     "_vllm.frontend.wrappers:_run_engine.run_engine": "a call of the user's own process",
     "_vllm.frontend.state:_call_utility.call_utility": "a call of the operator's own",
     "_vllm.frontend.state:_call_utility_async.call_utility": "as above",
     "_vllm.http.sweep_route:Sweeps._lines.end": "cancels futures, and forgets a key",
     "_vllm.http.server_lifetime:_end_with": "a thread of its own, which nobody shares",
-    "_vllm.worker.start:refusal_here": "reads a field; vLLM tells its caller what it raises",
+    "_vllm.worker.worker:refusal_here": "reads a field; vLLM tells its caller what it raises",
     "_vllm.worker.worker:stats": "reads numbers; vLLM tells its caller what it raises",
     "_vllm.worker.worker:exported_taps": "reads names, as above",
-    "_vllm.results.ended:Running._end_if_gone": "looks up two tables and puts errors in queues",
+    "_vllm.results.attach:Running._end_if_gone": "looks up two tables and puts errors in queues",
     "_vllm.results.event_loop:Arrivals._tell": "called by `Notifier.tell`, which is guarded",
 }
 """What is entered and needs no guard, with the reason."""
@@ -128,8 +127,7 @@ def wrappers() -> Iterator[str]:
     """What takes the place of a name of vLLM's."""
     for file in (
         *("frontend.wrappers", "frontend.state", "http.server"),
-        *("cache_salt", "engine_core.cache_hits", "engine_core.connector_guard"),
-        *("worker.eager_steps", "worker.worker"),
+        *("cache_salt", "engine_core.scheduler", "worker.runners", "worker.worker"),
     ):
         path = SOURCE / "_vllm" / f"{file.replace('.', '/')}.py"
         for name, node in functions(path).items():
@@ -145,8 +143,8 @@ def worker_calls() -> Iterator[str]:
     text = (SOURCE / "_vllm" / "plugin.py").read_text(encoding="utf-8")
     assert text.count("add_method(") == 5
     yield from ("_vllm.worker.worker:stats", "_vllm.worker.worker:register")
-    yield from ("_vllm.worker.worker:exported_taps", "_vllm.worker.rpc:manage_hooks")
-    yield "_vllm.worker.start:refusal_here"
+    yield from ("_vllm.worker.worker:exported_taps", "_vllm.worker.worker:manage_hooks")
+    yield "_vllm.worker.worker:refusal_here"
 
 
 def all_entered() -> set[str]:

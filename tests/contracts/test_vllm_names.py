@@ -45,7 +45,6 @@ def test_every_attribute_that_is_wrapped_is_in_the_table() -> None:
     ours = ("inspect_lens", "num_", "wants_eager", "skip_compiled")
     for file in (
         "worker/runners",
-        "worker/eager_steps",
         "worker/worker",
         "results/attach",
     ):

@@ -125,7 +125,9 @@ def _schedule(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             try:
                 self.max_num_scheduled_tokens = min(most, rows.limit())
-            except Exception:
+            except BaseException as error:
+                if ends_process(error):
+                    raise
                 # The worker fails those whose rows do not fit.
                 logger.exception("inspect_lens: a step's rows could not be counted")
             return original(self, *args, **kwargs)
@@ -141,7 +143,9 @@ def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             if _sealed(request):
                 _rows_of(self).add(request)
-        except Exception:
+        except BaseException as error:
+            if ends_process(error):
+                raise
             logger.exception("inspect_lens: a request's rows could not be counted")
         return result
 
