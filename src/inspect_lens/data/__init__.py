@@ -12,6 +12,7 @@ from inspect_lens._shards import (
 )
 
 from ._registry import DATASETS, DatasetInfo, load_dataset
+from ._rows import read_rows
 from ._sample import Message, ProbeDataset, ProbeSample, Source
 from ._store import MANIFEST, STORE_FORMAT, ActivationStore, read_whole, write_whole
 from ._synthetic import Planted, instructed_pairs, planted_activations
@@ -38,6 +39,7 @@ __all__ = [
     "planted_activations",
     "read_layer",
     "read_records",
+    "read_rows",
     "read_whole",
     "write_whole",
 ]

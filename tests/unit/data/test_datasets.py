@@ -26,7 +26,9 @@ def loaded(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Any]:
 def test_every_set_reads_its_schema_and_states_its_facts(loaded: tuple[str, Any]) -> None:
     name, data = loaded
     labels = [s.label for s in data]
-    assert set(labels) == ({False} if name == "alpaca" else {True, False})
+    answered = {"lines", "known_1000"}
+    expected = {None} if name in answered else {False} if name == "alpaca" else {True, False}
+    assert set(labels) == expected
     facts = data.facts()
     assert facts["source"] == "path"
     assert len(str(facts["sha256"])) == 64
@@ -206,7 +208,7 @@ def test_ai_liar_asks_both_ways_and_alpaca_lets_the_model_answer(tmp_path: Path)
     alpaca = read("alpaca", tmp_path / "b")
     assert alpaca.samples[0].messages[0].content == "Add.\n\n1 2"
     assert alpaca.samples[0].completion is None
-    assert read("alpaca", tmp_path / "b", off_policy=True).samples[0].completion == "3"
+    assert read("alpaca", tmp_path / "b", completion="output").samples[0].completion == "3"
 
 
 def test_the_hub_is_asked_for_the_pinned_revision(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,18 @@ ROWS: dict[str, Callable[[int, bool], Row]] = {
     },
     "prompts": lambda i, y: {"prompt": f"Explain {i}.", "label": int(y), "group": f"g{i // 2}"},
     "alpaca": lambda i, y: {"instruction": f"Add {i}.", "input": "", "output": "3"},
+    "pairs": lambda i, y: {"positive": f"Glad of {i}.", "negative": f"Sad of {i}."},
+    "persona_traits": lambda i, y: {},
+    "lines": lambda i, y: {"text": f"Hint {i}?"},
+    "cast_conditions": lambda i, y: {"harmful": f"Insult {i}.", "harmless": f"Greet {i}."},
+    "axbench_concepts": lambda i, y: {
+        "input": f"Tell me {i}.", "output": "It is so.", "concept_id": 0,
+        "category": "positive" if y else "hard negative",
+    },
+    "llm_liedetector": lambda i, y: {
+        "question": f"Where is {i}?", "answer": "Norway", "false_answer": "Peru"
+    },
+    "known_1000": lambda i, y: {"known_id": i, "prompt": f"{i} is in", "attribute": "Norway"},
     "organism": lambda i, y: {
         "id": str(i), "messages": chat(f"{i}?")[:1], "deceptive": y, "group": f"g{i // 2}"
     },
@@ -105,6 +117,11 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
         )
     path = request.getfixturevalue("tmp_path") / f"rows{suffix}"
     write([make(i, i < 12) for i in range(36)], path)
+    if name == "persona_traits":
+        pairs = [{"pos": "Be cruel.", "neg": "Be kind."}]
+        path.write_text(
+            json.dumps({"instruction": pairs, "questions": [f"{i}?" for i in range(36)]})
+        )
     judge(name, path=str(path))
 
 

@@ -1,0 +1,146 @@
+"""Rows of files and of the hub, whatever shape the file has."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import io
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import fsspec
+
+from inspect_lens._base.untrusted import parse_json, read_regular
+from inspect_lens.errors import ArtifactError
+
+Row = Mapping[str, Any]
+_SUFFIXES: Final = (".csv", ".json", ".jsonl", ".parquet")
+_LINES: Final = ".txt"
+TEXT: Final = "text"
+"""Column of a line, and of a text in a list of texts."""
+FILE: Final = "_file"
+"""Column with the name of the file, without its ending."""
+LIST: Final = "_list"
+"""Column with the name of the list, where a file has several."""
+
+
+def read_rows(path: str) -> Iterator[Row]:
+    """Read the rows of a file, or of all files of a folder in the order of their names.
+
+    Read are csv, parquet, json lines, lines of text (`.txt`), and json in one of these shapes: a
+    list of objects or of texts, an object with one list or several, and an object whose keys are
+    the ids of its objects. A folder is read for its `.txt` files only where it has no others.
+
+    Args:
+        path: file, folder, pattern or fsspec URL.
+
+    Yields:
+        Each row as a mapping. A line, or a text of a list, stands under `text`. `_file` is the name
+        of the file without its ending, `_list` that of the list where a file has several, and `id`
+        the key of an object.
+
+    Raises:
+        ArtifactError: there is no such file, or it has none of these shapes.
+
+    Example:
+        ```python
+        from pathlib import Path
+
+        from inspect_lens.data import read_rows
+
+        Path("hints.json").write_text('["Give me a hint.", "Is it large?"]')
+        assert [row["text"] for row in read_rows("hints.json")][1] == "Is it large?"
+        ```
+    """
+    try:
+        filesystem, inner = fsspec.core.url_to_fs(path)
+        if filesystem.isdir(inner):
+            there = filesystem.find(inner)
+            names = [n for n in there if n.endswith(_SUFFIXES)]
+            names = names or [n for n in there if n.endswith(_LINES)]
+        else:
+            names = filesystem.glob(inner) if "*" in inner else [inner]
+        if not names:
+            raise FileNotFoundError(f"no {', '.join((*_SUFFIXES, _LINES))} there")
+        read = read_regular if "file" in filesystem.protocol else filesystem.cat_file
+        for name in sorted(names):
+            stem = name.rpartition("/")[2].rpartition(".")[0]
+            for row in _rows(name, read(name)):
+                yield {FILE: stem, **row}
+    except (OSError, ValueError, ImportError, KeyError, TypeError, csv.Error) as error:
+        raise ArtifactError(
+            f"{path}: cannot be read as rows ({type(error).__name__}: {error}); allowed are files "
+            f"{', '.join((*_SUFFIXES, _LINES))}, or a folder of them; check the path"
+        ) from None
+
+
+def _rows(name: str, data: bytes) -> Iterable[Row]:
+    if name.endswith(".parquet"):
+        table: Any = importlib.import_module("pyarrow.parquet").read_table(io.BytesIO(data))
+        rows: list[Row] = table.to_pylist()
+        return rows
+    text = data.decode("utf-8-sig")
+    if name.endswith(".csv"):
+        # Python's limit of 128 KiB a field is one of the process, so it is put back.
+        limit = csv.field_size_limit(max(len(text), 1))
+        try:
+            return list(csv.DictReader(io.StringIO(text, newline="")))
+        finally:
+            csv.field_size_limit(limit)
+    # `splitlines` would also split at U+2028, which may stand in a JSON string as it is.
+    lines = (line for line in text.split("\n") if line.strip())
+    if name.endswith(_LINES):
+        return [{TEXT: line.strip()} for line in lines]
+    if name.endswith(".jsonl"):
+        return [_row(parse_json(line)) for line in lines]
+    return _of_json(parse_json(text))
+
+
+def _of_json(content: Any) -> list[Row]:
+    """Rows of a json file: a list, or an object with lists, or one whose keys are ids."""
+    if isinstance(content, list):
+        return [_row(item) for item in content]
+    if not isinstance(content, dict):
+        raise ValueError(f"a {type(content).__name__}; wanted is a list or an object of rows")
+    lists = {key: value for key, value in content.items() if isinstance(value, list)}
+    if not lists:
+        if not content or not all(isinstance(value, dict) for value in content.values()):
+            raise ValueError(
+                "an object without a list, whose values are no objects; wanted is a list of rows, "
+                "an object that has one, or rows by their ids"
+            )
+        return [{"id": key, **row} for key, row in content.items()]
+    shared = {k: v for k, v in content.items() if not isinstance(v, list | dict)}
+    if len(lists) == 1:
+        return [{**shared, **_row(item)} for item in next(iter(lists.values()))]
+    return [{**shared, LIST: name, **_row(item)} for name, items in lists.items() for item in items]
+
+
+def _row(item: Any) -> Row:
+    if isinstance(item, dict):
+        return item
+    if isinstance(item, str):
+        return {TEXT: item}
+    raise ValueError(f"a row that is a {type(item).__name__}; wanted are objects, or texts")
+
+
+def read_hub(
+    repository: str, *, config: str | None, split: str, revision: str | None
+) -> Iterator[Row]:
+    """Rows of a data set of the hub."""
+    try:
+        datasets: Any = importlib.import_module("datasets")
+    except ImportError:
+        raise ArtifactError(
+            f"{repository}: needs the package datasets; install inspect-lens[train], or download "
+            "the files and name them: path=, `--path` of probe collect, or `-T data=` of an eval"
+        ) from None
+    try:
+        loaded = datasets.load_dataset(repository, config, split=split, revision=revision)
+    except Exception as error:  # noqa: BLE001 (the hub raises errors of many packages)
+        raise ArtifactError(
+            f"{repository} (split {split!r}, revision {revision!r}): could not be loaded "
+            f"({type(error).__name__}: {error}); check access and names, or download the files and "
+            "name them: path=, `--path` of probe collect, or `-T data=` of an eval"
+        ) from None
+    yield from loaded
