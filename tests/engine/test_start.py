@@ -37,17 +37,16 @@ def test_a_site_that_only_the_loaded_model_shows_to_be_missing(
     check(engine, "z: .* has not softmax attention")
 
 
-@pytest.mark.parametrize("place", ["model", "first pass", "check"])
-def test_a_fault_of_ours_at_each_stage(
-    place: str, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_fault_of_ours_while_an_engine_starts(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In its first pass; `tests/unit/promises/test_start.py` has every place."""
     from inspect_lens._vllm.worker import worker
 
     def planted(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("planted")
 
-    name = {"model": "decoder_layers", "first pass": "tap", "check": "check_steps"}[place]
-    monkeypatch.setattr(worker, name, planted)
+    monkeypatch.setattr(worker, "tap", planted)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.delenv("INSPECT_LENS_REQUIRED", raising=False)
     check(start(tiny_folder, max_model_len=64, enforce_eager=True), "planted")

@@ -42,7 +42,7 @@ _SECONDS = {
     "tests/engine/test_step_rows.py": 40,
 }
 """By group, about what it takes, where the number of its tests does not tell."""
-_SECONDS_OF_A_TEST = {"tests/unit": 0.3, "tests/contracts": 1.0}
+_SECONDS_OF_A_TEST = {"tests/unit": 0.3, "tests/contracts": 1.0, "tests/docs": 1.0}
 _SECONDS_WITH_AN_ENGINE = 5.0
 
 
