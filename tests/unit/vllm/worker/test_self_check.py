@@ -21,7 +21,7 @@ from inspect_lens._engine.tap.op import tap
 from inspect_lens._vllm.compat.features import idle
 from inspect_lens._vllm.worker import check_requests
 from inspect_lens._vllm.worker.check_requests import check_taps, scale_for
-from inspect_lens._vllm.worker.runners import is_eager_step, note
+from inspect_lens._vllm.worker.runners import _Step, note
 from inspect_lens._vllm.worker.self_check import check_steps
 from inspect_lens.errors import CompatError
 from inspect_lens.spec import tap_points
@@ -53,7 +53,7 @@ class Runner:
     def _dummy_run(
         self, num_tokens: int, force_attention: bool = False, uniform_decode: bool = False
     ) -> None:
-        mode = "NONE" if is_eager_step() else GRAPHS[uniform_decode]
+        mode = "NONE" if _Step.is_eager else GRAPHS[uniform_decode]
         note((SimpleNamespace(name=mode), None))
         self.ran.append(mode)
         x = torch.zeros(num_tokens, HIDDEN)
@@ -109,7 +109,7 @@ class Worker:
             and self.stepper.rows_in_use == 0
             and self.arena.bytes_in_use == 0
             and not self.exporter._channels
-            and not is_eager_step()
+            and not _Step.is_eager
         )
 
 
