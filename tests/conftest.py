@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from tests.kit.api_server import api_server
 from tests.kit.preloaded import forked
 from tests.kit.repository import ROOT
+from tests.kit.webhook import Webhook, webhook
 
 pytest_plugins = ["tests.kit.leftovers"]
 
@@ -27,6 +28,8 @@ MODEL = "organism/checkpoint"
 KV_CACHE_BYTES = 256 << 20
 MAX_LORA_RANK = 32
 STORE_BYTES = 256 << 20
+ADMIN_KEY = "the-operator"
+"""Of the session's server."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -124,10 +127,18 @@ def recorded_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def alerts_webhook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Webhook]:
+    """Where the session's server sends alarms of what acts on all requests."""
+    with webhook(tmp_path_factory.mktemp("alerts") / "dead.jsonl") as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
 def lens_server_url(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
     recorded_folder: Path,
+    alerts_webhook: Webhook,
 ) -> Iterator[str]:
     """Address of one API server for the whole session; the model is `organism/checkpoint`.
 
@@ -153,6 +164,9 @@ def lens_server_url(
         # The organism's truth vector belongs to the output of an attention.
         "INSPECT_LENS_SITES": "resid_pre,q,k,v,z,attn_out,resid_mid,mlp_hidden,mlp_out,resid_post",
     }
+    # Alarms go to a webhook; nothing acts on all requests until a test says so.
+    environment["INSPECT_LENS_SERVER"] = str(alerts_webhook.file(tmp_path_factory.mktemp("tier")))
+    environment["INSPECT_LENS_ADMIN_KEY"] = ADMIN_KEY
     recorded = {"store": str(recorded_folder), "layers": [2, 4], "label_meaning": "a lie"}
     environment["INSPECT_LENS_SINKS"] = json.dumps({"recorded": recorded})
     log = tmp_path_factory.mktemp("server") / "server.log"

@@ -59,9 +59,18 @@ class Settings:
     has it. Requests may name them, and a rule may record a share of all others; see [Record what a
     server computes](record.md)."""
     register: str = ""
-    """Probes, vectors, edits and lenses to register at start: `name=path`, comma-separated; a path
-    is the folder of a trained probe or of a fitted lens, or a JSON file with `probe`, `edits` (of
-    which a vector is one) or `lens`."""
+    """Probes, vectors, edits, lenses and configurations to register at start: `name=path`,
+    comma-separated; a path is the folder of a trained probe or of a fitted lens, or a JSON file
+    with `probe`, `edits` (of which a vector is one), `lens` or `config`."""
+    server: str = ""
+    """YAML file of what acts on all requests of a server: edits, probes with alarms, and a webhook
+    for these; see [Act on all requests](server-tier.md). With it vLLM does not start where the lens
+    is off."""
+    admin_key: str = ""
+    """Key that routes which change what acts on all requests ask for, as `Authorization: Bearer
+    KEY`. With vLLM's `--api-key`, give it there as one of the keys, too. Empty: they refuse."""
+    webhook_key: str = ""
+    """Key that alerts bring to their webhook, as `Authorization: Bearer KEY`. Empty sends none."""
     registry_names: int = 1024
     """Names of probes, vectors, edits and lenses that clients may register, together."""
     registry_bytes: int = 1 << 30
@@ -165,6 +174,14 @@ def flag(field_name: str, *, wrong: bool = False) -> bool:
     """A switch, without reading any other setting; `wrong` if its value is neither on nor off."""
     value = text(field_name).lower()
     return value in ("1", "true") or (wrong and value not in ("", "0", "false"))
+
+
+def is_lens_required() -> bool:
+    """Whether vLLM is to start with the lens or not at all.
+
+    What an operator has set for all requests must not be left out in silence.
+    """
+    return flag("required", wrong=True) or bool(text("server"))
 
 
 def vllm_plugins() -> list[str] | None:

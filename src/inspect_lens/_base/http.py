@@ -147,6 +147,9 @@ def not_done(request: LensRequest | None, receipt: Mapping[str, Any] | None) -> 
             keys.append(f"edits_named {[use.name for use in request.edits_named]}")
         if keys:
             parts.append(f"{', '.join(keys)}: the server answered without steering")
+    acted = {tier.get("name") for tier in done.get("tiers") or ()}
+    if missing := [name for name in request.configs if name not in acted]:
+        parts.append(f"configs {missing}: the server answered without them")
     ran = {probe.get("name") for probe in done.get("probes") or ()}
     if missing := [use.name for use in request.probes if use.name not in ran]:
         parts.append(f"probes {missing}: the server answered without running them")

@@ -157,7 +157,7 @@ def _server(base_url: str, api_key: str) -> dict[str, Any]:
         try:
             said = lens_facts(http)
         except UnsupportedError as error:
-            return {"url": url, "off": {"lens": str(error)}, "engines": []}
+            return {"url": url, "off": {"lens": str(error)}, "engines": [], "acts": {}}
     reasons = [engine.get("not_served") for engine in said["engines"]]
     refused = [
         f"engine {i}: {why}" if len(reasons) > 1 else str(why)
@@ -165,7 +165,22 @@ def _server(base_url: str, api_key: str) -> dict[str, Any]:
         if why
     ]
     off = {**said.get("off", {}), **({"lens": "; ".join(refused)} if refused else {})}
-    return {"url": url, "off": off, "engines": said["engines"]}
+    return {"url": url, "off": off, "engines": said["engines"], "acts": said.get("server", {})}
+
+
+def _acts_lines(acts: dict[str, Any]) -> list[str]:
+    """What a server does to all requests, which configurations it has, and where alarms go."""
+    lines = []
+    if tier := acts.get("acts"):
+        parts = [*tier["ops"], *tier["edits_named"], *(f"probe {n}" for n in tier["probes"])]
+        may = "may" if tier["may_opt_out"] else "may not"
+        lines.append(f"acts        on all requests: {', '.join(parts)}; requests {may} opt out")
+    if configs := acts.get("configs"):
+        lines.append(f"models      also as model@NAME: {', '.join(configs)}")
+    if alerts := acts.get("alerts"):
+        counts = ", ".join(f"{n} {status}" for status, n in sorted(alerts["counts"].items()))
+        lines.append(f"alerts      to {alerts['to']}: {counts or 'none yet'}")
+    return lines
 
 
 def _version(package: str) -> str | None:
@@ -262,6 +277,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
     if (server := found.get("server")) is not None:
         told = [f"{FEATURES.get(key, key)}: off: {why}" for key, why in server["off"].items()]
         lines += [f"server      {server['url']}: {text}" for text in told or ["serves the lens"]]
+        lines += _acts_lines(server["acts"])
     if (buffers := found.get("buffers")) is not None:
         mib = 2**20
         whole = "" if buffers["all_taps_in_one_step"] else "not "

@@ -11,12 +11,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from inspect_lens.errors import LensError
-from inspect_lens.spec import LensRequest
+from inspect_lens.spec import LensRequest, TierReceipt
 
 from .clients import KINDS, Holder, kinds_of
 
@@ -83,6 +83,22 @@ METRICS: tuple[Metric, ...] = (
         "counter",
         "Those of them whose rows it had.",
     ),
+    Metric(
+        "inspect_lens_tier_requests_total",
+        "counter",
+        "Requests on which something acted that they did not bring: the `server`'s tier, or a "
+        "`named` configuration; and those that `opted_out` of the server's.",
+        ("tier",),
+    ),
+    Metric("inspect_lens_alarms_total", "counter", "Alarms of the server's probes.", ("probe",)),
+    Metric(
+        "inspect_lens_alerts_total",
+        "counter",
+        "Alerts, by what became of them: `delivered`, `dead` (written to the dead-letter file), or "
+        "`lost`, which that file could not take.",
+        ("status",),
+    ),
+    Metric("inspect_lens_alerts_waiting", "gauge", "Alerts that wait for the webhook."),
     Metric(
         "inspect_lens_sink_results_total",
         "counter",
@@ -168,6 +184,13 @@ def note(made: dict[str, Any], name: str, value: float, *labels: str) -> None:
 def requested(made: dict[str, Any], request: LensRequest, has_hooks: bool) -> None:
     for kind in kinds_of(request, has_hooks=has_hooks):
         made["inspect_lens_requests_total"].labels(kind).inc()
+
+
+@_holder.guarded
+def tiers_acted(made: dict[str, Any], tiers: Iterable[TierReceipt]) -> None:
+    for one in tiers:
+        tier = "opted_out" if one.opted_out else one.tier
+        made["inspect_lens_tier_requests_total"].labels(tier).inc()
 
 
 def refused_as(status: int, error: str) -> None:

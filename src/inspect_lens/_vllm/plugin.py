@@ -6,7 +6,7 @@ import logging
 import sys
 from multiprocessing import parent_process
 
-from inspect_lens._settings import Settings, drop, flag, text
+from inspect_lens._settings import Settings, drop, flag, is_lens_required, text
 from inspect_lens.errors import CompatError
 
 from .compat.rivals import RivalError
@@ -36,11 +36,14 @@ def register() -> None:
             drop("parent")
             end_with(int(parent))
         if not flag("disable") and not _only_looks_at_a_model():
-            if flag("required", wrong=True):
-                Settings.load()  # or what is wrong with them, before anything is started
+            # Or what is wrong with them, before anything is started.
+            if is_lens_required() and (file := Settings.load().server):
+                from .registered.server_file import read_server_file
+
+                read_server_file(file)
             _install()
     except Exception as error:
-        if flag("required", wrong=True):
+        if is_lens_required():
             raise
         _leave_off(error)
 

@@ -10,6 +10,7 @@ import typing as _typing
 from ._cache import *
 from ._capture import *
 from ._check import *
+from ._config import *
 from ._edit import *
 from ._edit_list import *
 from ._edits import *
@@ -31,8 +32,10 @@ _SHARED = frozenset(
         "BodyParts",
         "CAPTURE_KEY",
         "Cache",
+        "NO_REQUEST",
         "Chosen",
         "PatternBudget",
+        "RequestPart",
         "STEER_KEY",
         "TensorLimits",
         "check_counts",

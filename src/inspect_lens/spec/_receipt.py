@@ -17,6 +17,7 @@ __all__ = [
     "GateReceipt",
     "Receipt",
     "SteerReceipt",
+    "TierReceipt",
 ]
 
 
@@ -93,6 +94,25 @@ class SteerReceipt(Value):
     request."""
 
 
+class TierReceipt(Value):
+    """Part of the receipt about edits and probes that the request did not bring itself."""
+
+    tier: Literal["server", "named"]
+    """`server`: what the operator has set for all requests; `named`: a registered configuration
+    that the request chose, with `configs` or as `model@name`."""
+    name: str | None = None
+    """Of a configuration."""
+    sha256: str
+    """Of the configuration."""
+    edits: int
+    """How many of the edits are its own. In `steer.vectors` those of the server come first, then
+    those of configurations in their order, then the request's."""
+    probes: tuple[ProbeReceipt, ...] = ()
+    """What the server's probes found. Those of a configuration are in the receipt's `probes`."""
+    opted_out: bool = False
+    """Whether the request left it out; then nothing of it acted."""
+
+
 class Receipt(Value):
     """What the engine did for one request; every response that used the lens has one.
 
@@ -119,6 +139,8 @@ class Receipt(Value):
     lens: LensReceipt | None = None
     sink: SinkReceipt | None = None
     """What became of the rows at a store or a function of the server."""
+    tiers: tuple[TierReceipt, ...] = ()
+    """What acted beside what the request brought itself, in this order."""
     cache_salted: bool
     """Whether the prefix cache was isolated for this request."""
     paths: tuple[EnginePath, ...]

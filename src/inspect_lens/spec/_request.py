@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, Self, TypeAlias, cast
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
-from pydantic import (
-    BaseModel,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, field_validator
 
-from inspect_lens.errors import SpecError, did_you_mean
+from inspect_lens.errors import SpecError
 
 from ._cache import Cache
 from ._capture import CaptureSpec, QKSpec, SinkUse
+from ._config import EngineConfig, RequestPart
 from ._edit import EditBase
-from ._edit_list import Edit, EditsUse, EngineEdits, parse_edits
+from ._edit_list import EngineEdits
 from ._edits import Add
-from ._engine import TensorLimits, limits_of
+from ._engine import TensorLimits
 from ._hook import Hook, parse_hooks
 from ._lens import EngineLens, LogitLens
-from ._positions import TokenMatch, check_patterns
-from ._probe import EngineProbe, ProbeUse
-from ._tensor import WireModel
+from ._probe import EngineProbe
 from ._values import (
-    FIELDS_INSTEAD,
     LENS_KEYS,
     NATIVE_KEY,
     PLACES,
     STEER_KEY,
     VLLM_KEYS,
     Flag,
+    Name,
     check_counts,
     judging,
     read_as,
@@ -44,6 +38,7 @@ from ._values import (
 from ._vllm_lens import from_vllm_lens, is_plain, load_json, to_vllm_lens, vector_form
 
 __all__ = [
+    "NO_REQUEST",
     "BodyParts",
     "LensRequest",
     "Registrable",
@@ -122,7 +117,7 @@ def _describe(value: Any, parts: list[object], kept: list[object], depth: int) -
     return kind is float
 
 
-class LensRequest(WireModel):
+class LensRequest(RequestPart):
     """Everything a request can ask of the lens.
 
     Example:
@@ -140,17 +135,17 @@ class LensRequest(WireModel):
         ```
     """
 
+    what: ClassVar[str] = "a request"
+
+    configs: tuple[Name, ...] = ()
+    """Registered configurations, which act before the request's own edits; one name will do. What
+    the request says of a probe takes the place of what they say."""
+
+    server: Flag | None = None
+    """False leaves out what the operator has set for all requests, where he allows it."""
+
     capture: CaptureSpec | None = None
     """Activations to return."""
-
-    edits: tuple[Edit, ...] = ()
-    """Edits of the stream, in this order: `Add`, which is a steering vector, and others."""
-
-    edits_named: tuple[EditsUse, ...] = ()
-    """Registered edits and vectors, which act before those of `edits`; names will do."""
-
-    probes: tuple[ProbeUse, ...] = ()
-    """Registered probes to apply to each token inside the engine; names will do."""
 
     hooks: tuple[Hook, ...] = ()
     """Functions of the client to run on rows of this request, where the engine allows it."""
@@ -168,37 +163,20 @@ class LensRequest(WireModel):
     skip_reading_prefix_cache: Flag | None = None
     """Recompute the whole prompt. None means: where captured prompt tokens need it."""
 
-    @model_validator(mode="before")
+    @field_validator("configs", mode="before")
     @classmethod
-    def _known(cls, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            for key in value:
-                if key not in cls.model_fields:
-                    instead = FIELDS_INSTEAD.get(key)
-                    way = did_you_mean(str(key)[:64], cls.model_fields)
-                    if instead is not None:
-                        way = f"{instead!r} says the same here"
-                    raise ValueError(f"{shown(key)} is no field of a request; {way}")
-        return value
+    def _configs(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
 
-    @field_validator("edits_named", "probes", mode="before")
+    @field_validator("server")
     @classmethod
-    def _names(cls, value: Any) -> Any:
-        if isinstance(value, str | Mapping | ProbeUse | EditsUse):
-            value = [value]
-        if isinstance(value, list | tuple):
-            return tuple({"name": v} if isinstance(v, str) else v for v in value)
-        return value
+    def _server(cls, value: bool | None) -> bool | None:
+        return None if value else value
 
     @field_validator("hooks", mode="before")
     @classmethod
     def _hooks(cls, value: Any) -> Any:
         return parse_hooks(value, where="hooks")
-
-    @field_validator("edits", mode="before")
-    @classmethod
-    def _edits(cls, value: Any, info: ValidationInfo) -> Any:
-        return parse_edits(value, limits=limits_of(info))
 
     @field_validator("qk", mode="before")
     @classmethod
@@ -227,24 +205,10 @@ class LensRequest(WireModel):
         """Whether its answer has the score of each token."""
         return any(use.tokens for use in self.probes)
 
-    @property
-    def tensor_bytes(self) -> int:
-        """Bytes of the tensors that it brings."""
-        return sum(tensor.nbytes for edit in self.edits for tensor in edit.all_tensors)
-
-    @model_validator(mode="after")
-    def _check_probes(self) -> Self:
-        names = [use.name for use in self.probes]
-        if len(set(names)) != len(names):
-            raise ValueError(f"probes: a name stands twice in {shown(names)}")
-        return self
-
-    @model_validator(mode="after")
-    def _check_patterns(self) -> Self:
-        asked = (self.capture, *self.edits)
-        found = [part.positions for part in asked if part is not None]
-        check_patterns(one.pattern for one in found if isinstance(one, TokenMatch))
-        return self
+    def _all_positions(self) -> Iterator[object]:
+        yield from super()._all_positions()
+        if self.capture is not None:
+            yield self.capture.positions
 
 
 def parse_extra_args(
@@ -326,10 +290,11 @@ def _parse(extra_args: Mapping[str, Any], limits: TensorLimits | None) -> LensRe
 
 
 def _none_if_empty(request: LensRequest) -> LensRequest | None:
-    return request if request != _NOTHING else None
+    return request if request != NO_REQUEST else None
 
 
-_NOTHING = LensRequest()
+NO_REQUEST = LensRequest()
+"""Of requests that ask for nothing themselves; one object, by which they are known."""
 
 
 def _check_keys(extra_args: Mapping[str, Any], *, has_lens: bool) -> None:
@@ -344,8 +309,9 @@ def _check_keys(extra_args: Mapping[str, Any], *, has_lens: bool) -> None:
         )
 
 
-Registrable: TypeAlias = EngineProbe | EditBase | EngineEdits | EngineLens
-"""A probe, a vector or edits, or a lens, as `inspect_lens.engine.register` takes it."""
+Registrable: TypeAlias = EngineProbe | EditBase | EngineEdits | EngineLens | EngineConfig
+"""A probe, a vector or edits, a lens, or a configuration, as `inspect_lens.engine.register` takes
+it."""
 
 _DEPTH = 3
 """Of mappings inside a body that are looked through for lens keys."""

@@ -191,7 +191,7 @@ MOST_OF: Final[dict[str, int]] = {
     "apply_hooks": 256, "probes": 1024, "layers": 1024, "layer_indices": 1024, "heads": 1024,
     "experts": 1024, "neurons": 1 << 16, "site": 64, "sites": 64, "positions": 1 << 19,
     "threshold_positions": 1 << 19, "position_indices": 1 << 19, "token_ids": 4096, "tokens": 1024,
-    "prefetch_params": 4096, "params": 4096,
+    "prefetch_params": 4096, "params": 4096, "configs": 16,
     # Prompts of a sweep, in token ids or messages.
     "clean": 1 << 19, "corrupted": 1 << 19,
     "tensors": 16, "columns": 256, "shape": 8,
@@ -278,7 +278,7 @@ PLACES = ("vllm_xargs", "extra_args")
 VLLM_KEYS = ("kv_transfer_params", "ec_transfer_params")
 
 _FIELDS = (
-    "capture", "edits", "edits_named", "probes", "hooks", "qk", "lens", "sink",
+    "capture", "edits", "edits_named", "probes", "hooks", "qk", "lens", "sink", "configs",
 )  # fmt: skip
 OWN_WORDS = {name: f'put it into {{"{NATIVE_KEY}": {{"{name}": ...}}}}' for name in _FIELDS} | {
     "steer": "it is an argument of clients; the key is 'apply_steering_vectors'",

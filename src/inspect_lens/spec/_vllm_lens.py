@@ -242,6 +242,8 @@ def to_vllm_lens(request: LensRequest) -> dict[str, Any] | None:
         or (capture is not None and not capture.is_plain)
         or (capture is not None and qk is not None and capture.transport != qk.transport)
         or request.edits_named
+        or request.configs
+        or request.server is not None
         or request.probes
         or request.lens is not None
         or request.sink is not None

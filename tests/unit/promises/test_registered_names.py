@@ -33,6 +33,7 @@ from inspect_lens.errors import SpecError
 from inspect_lens.spec import (
     Add,
     EditBase,
+    EngineConfig,
     EngineEdits,
     EngineLens,
     EngineProbe,
@@ -49,6 +50,7 @@ MAKE: dict[type, Callable[[int], Any]] = {
     ),
     EditBase: lambda i: Add(vector=np.full(HIDDEN, i + 1), layers=[0]),
     EngineEdits: lambda i: EngineEdits(edits=[Zero(layers=[i])]),
+    EngineConfig: lambda i: EngineConfig(edits=[Zero(layers=[i])]),
     EngineLens: lambda i: EngineLens(
         kind="jacobian",
         n_layers=LAYERS,
@@ -56,7 +58,10 @@ MAKE: dict[type, Callable[[int], Any]] = {
         tensors={"matrix": np.full((1, HIDDEN, HIDDEN), i + 1, np.float32)},
     ),
 }
-KEYS = {EngineProbe: "probe", EditBase: "edits", EngineEdits: "edits", EngineLens: "lens"}
+KEYS = {
+    EngineProbe: "probe", EditBase: "edits", EngineEdits: "edits", EngineLens: "lens",
+    EngineConfig: "config",
+}  # fmt: skip
 
 PROMISE = Promise(
     "a listed name is known to all workers",

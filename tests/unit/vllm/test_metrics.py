@@ -31,7 +31,7 @@ from inspect_lens._vllm.frontend.state import FrontEnd
 from inspect_lens._vllm.http import bodies
 from inspect_lens._vllm.http.payloads import PayloadStore
 from inspect_lens._vllm.http.refusals import refuse
-from inspect_lens._vllm.http.server import add_routes, may_write
+from inspect_lens._vllm.http.server import add_routes, shows_key
 from inspect_lens._vllm.registered.prompt_rows import reuse_of, with_known_rows
 from inspect_lens.errors import CapacityError, CaptureError, LensError, SpecError
 from inspect_lens.spec import ENVELOPE_KEY, TensorData
@@ -142,9 +142,9 @@ def test_refusals_of_middleware_and_of_keys(read: Read, monkeypatch: pytest.Monk
     asyncio.run(refuse(SpecError("no"), send))
     assert read("refusals_total", status="400", error="SpecError") == 1
     monkeypatch.setenv("INSPECT_LENS_REGISTRY_KEY", "k")
-    assert may_write(SimpleNamespace(headers={"authorization": "Bearer k"}))
+    assert shows_key(SimpleNamespace(headers={"authorization": "Bearer k"}), "registry_key")
     assert read("refusals_total", status="401", error="Unauthorized") is None
-    assert not may_write(SimpleNamespace(headers={}))
+    assert not shows_key(SimpleNamespace(headers={}), "registry_key")
     assert read("refusals_total", status="401", error="Unauthorized") == 1
 
 

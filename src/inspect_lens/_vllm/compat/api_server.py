@@ -20,6 +20,32 @@ def lacks_key(scope: Mapping[str, Any]) -> bool:
     return False
 
 
+_MODELS = "inspect_lens_models"
+
+
+def list_models(scope: Mapping[str, Any], configs: Sequence[str]) -> bool:
+    """Have a server list `model@name` for each configuration, and take it as a model's name.
+
+    Returns False where the application has no models yet.
+    """
+    state = getattr(scope.get("app"), "state", None)
+    models = getattr(state, "openai_serving_models", None)
+    paths: list[Any] | None = getattr(models, "base_model_paths", None)
+    if paths is None:
+        return False
+    ours: frozenset[str] = getattr(state, _MODELS, frozenset())
+    base = [path for path in paths if path.name not in ours]
+    more = [
+        type(path)(name=f"{path.name}@{name}", model_path=path.model_path)
+        for path in base
+        for name in configs
+    ]
+    setattr(state, _MODELS, frozenset(path.name for path in more))
+    # In place: vLLM's table of models and what judges a request's name hold one list.
+    paths[:] = [*base, *more]
+    return True
+
+
 def one_token(tokens: Sequence[int], extra_args: dict[str, Any] | None) -> Any:
     """Sampling parameters that ask for one token, and the chance of chosen ones."""
     from vllm.sampling_params import SamplingParams

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from inspect_lens._engine.protocol.processes import as_exception, ends_process
-from inspect_lens._settings import flag
+from inspect_lens._settings import flag, is_lens_required
 from inspect_lens._vllm.metrics import refused
 from inspect_lens.errors import CaptureError, CompatError, LensError, UnsupportedError
 
@@ -270,7 +270,7 @@ _listeners: list[tuple[Any, Callable[[str], None]]] = []
 
 def is_required() -> bool:
     """Whether whoever started vLLM wants it only with the lens."""
-    return flag("required", wrong=True)
+    return is_lens_required()
 
 
 def off(vllm_config: Any) -> str | None:
@@ -303,7 +303,8 @@ def not_served(reason: str) -> UnsupportedError:
 def turn_off_engine(vllm_config: Any, reason: str, *, is_told: bool = False) -> None:
     """Note why the lens is off in an engine."""
     if is_required():
-        raise CompatError(f"INSPECT_LENS_REQUIRED is set, and the lens is off: {reason}")
+        name = "REQUIRED" if flag("required", wrong=True) else "SERVER"
+        raise CompatError(f"INSPECT_LENS_{name} is set, and the lens is off: {reason}")
     for config, tell in _listeners:
         if config is vllm_config:
             tell(reason)

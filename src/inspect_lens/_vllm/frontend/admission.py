@@ -25,10 +25,11 @@ from inspect_lens._vllm.compat.features import not_served, require
 from inspect_lens._vllm.compat.monkeypatches import monkeypatch, wrap
 from inspect_lens._vllm.http.bodies import pattern_budget, payloads
 from inspect_lens._vllm.http.server import install_when_serving, is_serving
-from inspect_lens._vllm.metrics import requested
+from inspect_lens._vllm.metrics import requested, tiers_acted
 from inspect_lens._vllm.registered.persistent_hooks import HookBook, seal_eager
 from inspect_lens._vllm.registered.probe_scores import Reading
 from inspect_lens._vllm.registered.prompt_rows import with_known_rows
+from inspect_lens._vllm.registered.tiers import TIERS_KEY
 from inspect_lens._vllm.sinks.process import SINK_KEY, Rule
 from inspect_lens._vllm.sinks.sink import Exchange
 from inspect_lens.errors import LensError, SpecError, UnsupportedError
@@ -36,10 +37,12 @@ from inspect_lens.spec import (
     ENVELOPE_KEY,
     LENS_KEYS,
     NATIVE_KEY,
+    NO_REQUEST,
     EngineFacts,
     LensRequest,
     PatternBudget,
     Positions,
+    SinkUse,
     TensorLimits,
     TokenMatch,
     check_lens,
@@ -219,11 +222,10 @@ def compiled_of(processor: Any, params: Any) -> Compiled | None:
     facts: EngineFacts | None = processor.inspect_lens_facts
     limits = None if facts is None else TensorLimits.of(facts)
     request = parse_extra_args(getattr(params, "extra_args", None), limits=limits)
-    book: HookBook | None = getattr(processor, "inspect_lens_book", None)
-    if request is None and book is not None and book.hooks and hasattr(params, "n"):
-        # Persistent hooks run on every request, which may then fail, and is kept apart.
-        request = LensRequest()
-        if facts is not None and facts.no_steering:
+    if request is None and acts_on_all(processor) and hasattr(params, "n"):
+        # It may fail now, and is kept apart.
+        request = NO_REQUEST
+        if facts is not None and facts.no_steering and has_hooks(processor):
             raise UnsupportedError(f"persistent hooks of the engine: {facts.no_steering}")
     if request is None:
         return None
@@ -249,7 +251,7 @@ def seal_recorded(core: Any, processor: Any, rule: Rule) -> None:
     try:
         known = getattr(processor, "inspect_lens_rows", None)
         compiled = front_end().compile(rule.request, processor.inspect_lens_facts)
-        seal_core(core, compiled, None, known, rule.key)
+        seal_core(core, compiled, None, known, rule)
     except BaseException as error:
         if ends_process(error):
             raise
@@ -265,6 +267,11 @@ def has_lens_keys(params: Any, keys: Collection[str] = (*LENS_KEYS, ENVELOPE_KEY
 def has_hooks(processor: Any) -> bool:
     book = getattr(processor, "inspect_lens_book", None)
     return book is not None and bool(book.hooks)
+
+
+def acts_on_all(processor: Any) -> bool:
+    """Whether something acts on every request: persistent hooks, or the server's tier."""
+    return has_hooks(processor) or front_end().registry.server is not None
 
 
 def judge_early(processor: Any, prompt: Any, params: Any) -> int:
@@ -291,8 +298,8 @@ def judge_early(processor: Any, prompt: Any, params: Any) -> int:
         if capture is not None and capture.transport == "binary" and is_serving():
             least = _least_tokens(params, most, may_stop=compiled.reads is not None)
             payloads.admit(params.n * capture.n_bytes((n_prompt or 0) + least - 1))
-    # An empty one has persistent hooks alone.
-    return 0 if compiled.asked == LensRequest() else int(params.n)
+    # One that asks for nothing may have persistent hooks alone.
+    return 0 if compiled.asked is NO_REQUEST and not compiled.tiers.acts else int(params.n)
 
 
 def seal_core(
@@ -300,7 +307,7 @@ def seal_core(
     compiled: Compiled,
     book: HookBook | None,
     known: RowCache | None,
-    rule: int | None = None,
+    rule: Rule | None = None,
 ) -> None:
     """Put the sealed request where the worker finds it, and keep its cache blocks apart."""
     sampling, request = core.sampling_params, compiled.request
@@ -332,9 +339,14 @@ def seal_core(
         key = front_end().sinks.key_of(request.sink, compiled.facts)
         packed = packed.beside(SINK_KEY, (key, request.sink.model_dump()))
     elif rule is not None:
-        packed = packed.beside(SINK_KEY, (rule, None))
+        # With an answer that has a receipt in any case, the receipt tells of the sink, too.
+        use = SinkUse(name=rule.name).model_dump() if compiled.tiers.acts else None
+        packed = packed.beside(SINK_KEY, (rule.key, use))
+    if compiled.tiers.receipts:
+        packed = packed.beside(TIERS_KEY, compiled.tiers.packed)
+        tiers_acted(compiled.tiers.receipts)
     sampling.extra_args = {**(sampling.extra_args or {}), ENVELOPE_KEY: packed}
-    if rule is None:
+    if rule is None or compiled.tiers.acts:
         requested(request, eager is not None)
 
 
@@ -504,7 +516,7 @@ def expect(
         n_max=n_max,
         reading=reading,
         request=None if parent is None else parent.request_id,
-        asked_by=_asked_by(request, prompt) if SINK_KEY in packed else None,
+        asked_by=_asked_by(request, prompt) if SINK_KEY in packed or TIERS_KEY in packed else None,
         let_go=front.registry.hold(hashes) if hashes else None,
     )
     return reading

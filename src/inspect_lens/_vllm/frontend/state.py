@@ -30,17 +30,27 @@ from inspect_lens._vllm.compat.features import (
 from inspect_lens._vllm.http.bodies import payloads
 from inspect_lens._vllm.http.payloads import serve_siblings
 from inspect_lens._vllm.http.server import install_when_serving, is_serving
-from inspect_lens._vllm.registered.contents import kept_of, parse_shared, start_items
+from inspect_lens._vllm.registered.contents import (
+    SERVER_NAME,
+    kept_of,
+    parse_shared,
+    start_items,
+)
 from inspect_lens._vllm.registered.persistent_hooks import HookBook
 from inspect_lens._vllm.registered.probe_scores import Reads
 from inspect_lens._vllm.registered.prompt_rows import is_harmless, keeps_rows
 from inspect_lens._vllm.registered.registry import Registry
+from inspect_lens._vllm.registered.server_file import read_server_file
 from inspect_lens._vllm.registered.shared_names import SharedNames, folder_of_siblings
+from inspect_lens._vllm.registered.tiers import NO_TIERS, Tiers, compose
 from inspect_lens._vllm.results.attach import Results
+from inspect_lens._vllm.sinks import alerts
 from inspect_lens._vllm.sinks.process import Sinks
-from inspect_lens.errors import LensError, UnsupportedError
+from inspect_lens.errors import LensError, SpecError, UnsupportedError
 from inspect_lens.spec import (
+    NO_REQUEST,
     Cache,
+    EngineConfig,
     EngineEdits,
     EngineFacts,
     EngineLens,
@@ -71,17 +81,24 @@ class Compiled:
     """With the content of what it names."""
     reads: Reads | None
     """How its probes are read."""
+    tiers: Tiers = NO_TIERS
+    """What acts beside what the request itself brought."""
 
 
 class FrontEnd:
     """What this process knows: its engines' facts, and the results it waits for."""
 
     def __init__(self) -> None:
-        problem, items = None, {}
+        problem = None
+        items: dict[str, Registrable] = {}
         self.settings = Settings()
         try:
             self.settings = Settings.load()
             items = start_items(self.settings.register)
+            if self.settings.server:
+                server = read_server_file(self.settings.server)
+                items |= {} if server.config is None else {SERVER_NAME: server.config}
+                alerts.begin(server.alerts)
         except Exception as error:  # noqa: BLE001 - told by each engine
             problem = reason_of(error)
         self._problem = problem
@@ -170,6 +187,11 @@ class FrontEnd:
             )
         self.registry.numerics = facts.numerics
         self.sinks.learn(facts, settings.sinks)
+        if self.registry.server is not None:
+            try:
+                self.compile(NO_REQUEST, facts)
+            except LensError as error:
+                raise SpecError(f"INSPECT_LENS_SERVER={settings.server}: {error}") from None
         if is_traced(vllm_config) and is_serving():
             clients.begin()
         if is_serving():
@@ -210,7 +232,17 @@ class FrontEnd:
             "api_servers": self.n_processes,
             "open_requests": self.results.n_open,
             "registered": self.registry.describe(),
+            "server": self.describe_server(),
             "sinks": self.sinks.describe(),
+        }
+
+    def describe_server(self) -> dict[str, Any]:
+        """What acts on all requests, the models that are configurations, and where alarms go."""
+        server = self.registry.server
+        return {
+            "acts": None if server is None else server.reference(),
+            "configs": list(self.registry.configs),
+            "alerts": alerts.describe(),
         }
 
     def flush_sinks(self, timeout_s: float) -> bool:
@@ -246,6 +278,8 @@ class FrontEnd:
                     check_probe(item, facts, f"probe {name!r}")
                 elif isinstance(item, EngineLens):
                     check_engine_lens(item, facts, f"lens {name!r}")
+                elif isinstance(item, EngineConfig):
+                    self._check_config(item, facts)
                 else:
                     edits = kept_of(item)
                     assert isinstance(edits, EngineEdits)
@@ -255,6 +289,19 @@ class FrontEnd:
                 problem = error
         if problem is not None:
             raise problem
+
+    def _check_config(self, config: EngineConfig, facts: EngineFacts) -> None:
+        """Judge a configuration as a request that asks for the same would be."""
+        composed, _ = compose(
+            self.registry,
+            LensRequest(
+                edits=config.edits,
+                edits_named=config.edits_named,
+                probes=config.probes,
+            ),
+            alone=True,
+        )
+        check_request(self.registry.resolve(composed), facts, self.registry.probes)
 
     def unregister(self, name: str) -> None:
         """Forget a name; see `take_name`."""
@@ -284,18 +331,22 @@ class FrontEnd:
         known: Compiled | None = self.known.get(key)
         if known is not None and known.version == version:
             return known
+        tiers = NO_TIERS
         try:
-            resolved = self.sinks.resolve(self.registry.resolve(request), facts)
+            composed, tiers = compose(self.registry, request)
+            resolved = self.sinks.resolve(self.registry.resolve(composed), facts)
             probes = self.registry.probes
             check_request(resolved, facts, probes)
-        except LensError:
+        except LensError as error:
             forget_parsed(request)
+            if tiers.has_server and request is not NO_REQUEST:
+                error.args = (f"{error}; {_BESIDE_SERVER}",)
             raise
         reads = None
         if resolved.probes:
             reads = Reads(resolved.probes, probes, facts.numerics)
             self._warn_of(reads)
-        made = Compiled(request, facts, version, resolved, reads)
+        made = Compiled(request, facts, version, resolved, reads, tiers)
         # Functions that came with a request are not worth being kept.
         if not request.hooks:
             self.known.keep(key, made, request.tensor_bytes)
@@ -311,6 +362,11 @@ class FrontEnd:
                     "computes with %s; its rate of false alarms may be another one, which "
                     "inspect-lens probe check measures", use.name, " and ".join(differs),
                 )  # fmt: skip
+
+
+_BESIDE_SERVER = (
+    "the edits and probes that the operator of this server has set for all requests count, too"
+)
 
 
 class _Holder:

@@ -36,12 +36,12 @@ from inspect_lens._vllm.results.choices import (
 from inspect_lens._vllm.results.event_loop import arrivals_of
 from inspect_lens._vllm.sinks.process import is_by_rule, offers, settle, settle_now
 from inspect_lens.errors import CapacityError, CaptureError, LensError, UnsupportedError
-from inspect_lens.spec import ENVELOPE_KEY, LENS_KEYS
+from inspect_lens.spec import ENVELOPE_KEY, LENS_KEYS, NO_REQUEST
 
 from .admission import (
+    acts_on_all,
     compiled_of,
     expect,
-    has_hooks,
     has_lens_keys,
     judge_early,
     resumable,
@@ -122,11 +122,13 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
             adapters = getattr(self, "inspect_lens_adapters", None)
             if adapters is not None:
                 adapters.note(kwargs.get("lora_request"), uses_lens=found is not None)
-            if found is None:
+            if found is None or found.asked is NO_REQUEST:
                 rule = rule_of(self, request_id, params, kwargs.get("resumable"))
+            if rule is not None and found is not None:
+                found = front_end().compile(rule.request, found.facts)
         except BaseException as error:  # noqa: BLE001 - the loop is everybody's
-            pass_over(error, uses_lens=has_lens_keys(params) or has_hooks(self))
-        if rule is not None:
+            pass_over(error, uses_lens=has_lens_keys(params) or acts_on_all(self))
+        if rule is not None and found is None:
             core = original(self, request_id, prompt, without_lens_keys(params), *args, **kwargs)
             seal_recorded(core, self, rule)
             return core
@@ -139,7 +141,7 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             book = getattr(self, "inspect_lens_book", None)
             found = with_positions_of(found, core.prompt_token_ids, self)
-            seal_core(core, found, book, getattr(self, "inspect_lens_rows", None))
+            seal_core(core, found, book, getattr(self, "inspect_lens_rows", None), rule)
         except BaseException as error:  # noqa: BLE001 - the loop is everybody's
             pass_over(error, uses_lens=True)
         return core
@@ -237,7 +239,7 @@ def _new_completion_output(original: Callable[..., Any]) -> Callable[..., Any]:
                     key,
                     n_completion=self.detokenizer.num_output_tokens(),
                     n_last=len(token_ids),
-                    said=None if expected.sink is None else said_by(self.detokenizer),
+                    said=said_by(self.detokenizer) if expected.keeps_text else None,
                 )
                 if expected.is_recorded:
                     results.recorded.put(ticket)
@@ -385,7 +387,7 @@ def _async_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         except CapacityError as error:
             raise busy(str(refused(error))) from error
         except BaseException as error:  # noqa: BLE001 - the loop is everybody's
-            pass_over(error, uses_lens=has_lens_keys(params) or has_hooks(self.input_processor))
+            pass_over(error, uses_lens=has_lens_keys(params) or acts_on_all(self.input_processor))
         return _with_results(named(original(self, *args, **kwargs)), body, first, missing)
 
     return generate

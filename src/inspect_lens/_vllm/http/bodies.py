@@ -20,7 +20,7 @@ from pydantic_core import from_json
 
 from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens._vllm.clients import Asked, remember
-from inspect_lens._vllm.compat.api_server import lacks_key
+from inspect_lens._vllm.compat.api_server import lacks_key, list_models
 from inspect_lens._vllm.compat.features import (
     FEATURES,
     fault_of,
@@ -35,11 +35,14 @@ from inspect_lens.spec import (
     ENVELOPE_KEY,
     LENS_KEYS,
     NATIVE_KEY,
+    NO_REQUEST,
     OWN_WORDS,
     PLACES,
+    Cache,
     EngineFacts,
     LensRequest,
     PatternBudget,
+    ServerConfig,
     TensorData,
     TensorLimits,
     check_size,
@@ -111,6 +114,23 @@ class Body:
 
 SERVED: ContextVar[Body | None] = ContextVar("inspect_lens_body", default=None)
 """The body whose request is served."""
+
+
+TIER_HEADER = b"x-inspect-lens-server"
+"""Of answers of a server that does something to all requests, whether they have a receipt or not:
+the hash of what it does."""
+
+
+def with_header(send: Send, server: ServerConfig) -> Send:
+    """Send an answer that says that something acts on all requests."""
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            header = (TIER_HEADER, server.sha256.encode())
+            message = {**message, "headers": [*message.get("headers", ()), header]}
+        await send(message)
+
+    return sending
 
 
 class Answer:
@@ -198,8 +218,9 @@ def with_results(data: bytes, found: dict[int, dict[str, Any]]) -> bytes:
         return data
     response = from_json(data)
     response |= found[min(found)]
-    if len(response["choices"]) > 1:
-        for i, choice in enumerate(response["choices"]):
+    choices = response.get("choices", ())
+    if len(choices) > 1:
+        for i, choice in enumerate(choices):
             choice |= found.get(i, {})
     return json.dumps(response, ensure_ascii=False, separators=(",", ":")).encode()
 
@@ -246,6 +267,8 @@ _SERVED = (
     TOKENS_PATH,
 )
 """Ends of paths whose handlers read lens keys."""
+_TIERED = ("/v1/responses", "/v1/messages")
+"""Ends of paths whose answers have a receipt, and whose bodies may choose what acts on all."""
 _FINE = ("/render", "/tokenize", "/count_tokens")
 """Ends of paths that generate nothing."""
 _OWN = ("/v1/inspect_lens", "/v1/hooks")
@@ -288,8 +311,11 @@ class LensBodies:
         self._keys = keys
         self._n_bytes = 0
         """Of vectors of requests under way."""
+        self._listed: tuple[str, ...] = ()
+        """Configurations that are listed as models."""
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        server, configs = self._tiers(scope)
         if not _may_ask(scope):
             await self._app(scope, receive, send)
             return
@@ -298,7 +324,12 @@ class LensBodies:
         has_keys = any(key in body for key in _KEYS)
         is_hidden = _ESCAPED.search(body) is not None
         has_words = path.endswith(_GENERATE) and any(word in body for word in _WORDS)
-        if not (has_keys or is_hidden or has_words or _runs_hooks(scope)):
+        has_model = bool(configs) and b"@" in body
+        if server is not None:
+            send = with_header(send, server)
+        if not (has_keys or is_hidden or has_words or has_model) and not (
+            server is not None or _runs_hooks(scope)
+        ):
             await self._app(scope, again, send)
             return
         asked: Body | None = None
@@ -311,7 +342,7 @@ class LensBodies:
                 await refuse(error := SpecError(_NO_KEY), send, status=401)
                 span.end(401, error=error)
                 return
-            read = partial(read_body, path, body, facts, off)
+            read = partial(read_body, path, body, facts, off, configs, server is not None)
             if len(body) <= _SMALL and b"zstd" not in body and not is_hidden:
                 asked = read()
             else:
@@ -343,6 +374,16 @@ class LensBodies:
                 span.end(answer.status, asked.request, asked.results.values(), asked.error)
             asked.forget()
             self._n_bytes -= n_bytes
+
+    def _tiers(self, scope: Mapping[str, Any]) -> tuple[ServerConfig | None, tuple[str, ...]]:
+        """What acts on all requests, and configurations, which are listed as models."""
+        registry = getattr(self._front_end(), "registry", None)
+        if registry is None:
+            return None, ()
+        configs: tuple[str, ...] = registry.configs
+        if configs != self._listed and list_models(scope, configs):
+            self._listed = configs
+        return registry.server, configs
 
     def _admit(self, n_bytes: int, facts: EngineFacts | None) -> None:
         if facts is None or not n_bytes or not self._n_bytes:
@@ -404,8 +445,19 @@ def read_body(
     body: bytes,
     facts: EngineFacts | None,
     off: tuple[str, Collection[str]] | None = None,
+    configs: Collection[str] = (),
+    has_server: bool = False,
 ) -> Body | None:
-    """Parse what a body asks of the lens; None where its route serves no results."""
+    """Parse what a body asks of the lens; None where its route serves no results.
+
+    Args:
+        path: of its route.
+        body: as it came.
+        facts: of the engine.
+        off: why the lens is off, and the keys that are refused then.
+        configs: which `model@name` may choose.
+        has_server: whether something acts on all requests.
+    """
     if (fields := _fields(body)) is None:
         return None  # vLLM has words for it
     is_tokens = path.endswith(TOKENS_PATH)
@@ -417,19 +469,17 @@ def read_body(
             raise UnsupportedError(reason)
         if not _is_ours(off):
             return None  # the other keys are another plug-in's
-    if is_tokens or not path.endswith(_SERVED):
+    if is_tokens or not path.endswith((*_SERVED, *_TIERED)):
         _refuse_lost(path, fields)
-    if not path.endswith(_SERVED):
+    if not path.endswith((*_SERVED, *_TIERED)):
         return None
     args = params.get("extra_args") if is_tokens else split_body(fields, where="the body").args
-    if not isinstance(args, dict):
+    if args is not None and not isinstance(args, dict):
         return None
+    args = args or {}
     request = parse_extra_args(args, limits=None if facts is None else TensorLimits.of(facts))
-    if request is not None and fields.get("use_beam_search"):
-        raise UnsupportedError(
-            f"use_beam_search cannot be used with {', '.join(_keys_in(fields))}: beams have no "
-            "results; leave one of them out"
-        )
+    request = with_config_of(fields.get("model"), request, configs)
+    _refuse_together(path, fields, request, has_server=has_server)
     for edit in () if request is None else request.edits:
         for tensor in edit.tensors.values():
             tensor.sha256  # noqa: B018 - worked out here, and not on the event loop
@@ -468,6 +518,51 @@ def _keys_in(fields: Mapping[str, Any], keys: Collection[str] = LENS_KEYS) -> li
         for key in keys
         if isinstance(inner, Mapping) and key in inner
     ]
+
+
+_CHOSEN: Cache[tuple[int, str], tuple[LensRequest, LensRequest]] = Cache(1024)
+"""Requests that chose a configuration as their model: as they came, and with it."""
+
+
+def with_config_of(
+    model: object, request: LensRequest | None, configs: Collection[str]
+) -> LensRequest | None:
+    """A request with the configuration that its `model` names, as `model@name`."""
+    if not isinstance(model, str) or "@" not in model:
+        return request
+    name = model.rpartition("@")[2]
+    if name not in configs:
+        return request  # vLLM knows no such model
+    if request is None:
+        return parse_extra_args({NATIVE_KEY: {"configs": [name]}})
+    # One object for equal requests, as others know what they did for it by its identity.
+    known = _CHOSEN.get((id(request), name))
+    if known is None or known[0] is not request:
+        made = request.model_copy(update={"configs": (name, *request.configs)})
+        known = request, made
+        _CHOSEN.keep((id(request), name), known, request.tensor_bytes)
+    return known[1]
+
+
+def _refuse_together(
+    path: str, fields: dict[str, Any], request: LensRequest | None, *, has_server: bool
+) -> None:
+    """Refuse what is asked of the lens beside what cannot have it."""
+    if fields.get("use_beam_search") and (request is not None or has_server):
+        asked = ", ".join(_keys_in(fields)) or "what this server does to all requests"
+        raise UnsupportedError(
+            f"use_beam_search cannot be used with {asked}: beams have no results; leave one of "
+            "them out"
+        )
+    if not path.endswith(_TIERED):
+        return
+    if request is None or request.model_copy(update={"configs": (), "server": None}) != NO_REQUEST:
+        _refuse_lost(path, fields)
+    elif fields.get("background"):
+        raise UnsupportedError(
+            "background cannot be used with a configuration (configs, model@name) or server: the "
+            "answer is made when the request is over; leave background out"
+        )
 
 
 def _refuse_lost(path: str, fields: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ from inspect_lens._vllm.compat.features import (
 from inspect_lens._vllm.compat.monkeypatches import SERVER_PATCHES, verify, wrap
 from inspect_lens._vllm.metrics import refused_as
 from inspect_lens._vllm.registered.contents import (
+    SERVER_NAME,
     Tell,
     forget_unused,
     give_name,
@@ -38,9 +39,11 @@ from inspect_lens.errors import LensError, SpecError
 from inspect_lens.spec import (
     LENS_KEYS,
     Registrable,
+    ServerConfig,
     TensorLimits,
     check_name,
     encode_saved,
+    judging,
     parse_hooks,
     shown,
 )
@@ -55,14 +58,19 @@ logger = logging.getLogger("vllm.inspect_lens")
 FrontEnd = Callable[[], Any]
 Handler = Callable[[Any], Awaitable[Any]]
 
-UNAUTHORIZED: dict[str, dict[str, Any]] = {
-    "error": {
-        "message": "this server asks for a key to change what is registered; send "
-        "'Authorization: Bearer KEY' with the value of its INSPECT_LENS_REGISTRY_KEY",
-        "type": "Unauthorized",
-        "code": 401,
-    }
-}
+SERVER_PATH = "/v1/inspect_lens/server"
+
+
+def unauthorized(setting: str) -> dict[str, dict[str, Any]]:
+    """What is said to whoever lacks the key that a setting has."""
+    what = "what is registered" if setting == "registry_key" else "what acts on all requests"
+    way = (
+        f"send 'Authorization: Bearer KEY' with the value of its {_settings.variable(setting)}"
+        if _settings.text(setting)
+        else f"it was started without one; set {_settings.variable(setting)} there"
+    )
+    message = f"this server asks for a key to change {what}; {way}"
+    return {"error": {"message": message, "type": "Unauthorized", "code": 401}}
 
 
 def add_routes(app: Any, front_end: FrontEnd, payloads: PayloadStore) -> None:
@@ -70,22 +78,30 @@ def add_routes(app: Any, front_end: FrontEnd, payloads: PayloadStore) -> None:
     _add(app, "GET", "/v1/inspect_lens", _about(front_end, payloads))
     _add(app, "GET", "/v1/activations/{handle}", _fetch(front_end, payloads))
     names = _Registry(front_end)
+    changes, rules = "registry_key", "admin_key"
     _add(app, "GET", registry, names.listed)
-    _add(app, "POST", registry, names.register, writes=True)
-    _add(app, "DELETE", registry + "/{name}", names.remove, writes=True)
+    _add(app, "POST", registry, names.register, key=changes)
+    _add(app, "DELETE", registry + "/{name}", names.remove, key=changes)
     for name, handler in _HOOKS.items():
-        _add(app, "POST", f"{hooks}/{name}", _hook(handler), writes=handler is not _collect)
+        key = "" if handler is _collect else changes
+        _add(app, "POST", f"{hooks}/{name}", _hook(handler), key=key)
+    _add(app, "GET", SERVER_PATH, names.told_server)
+    _add(app, "PUT", SERVER_PATH, names.set_server, key=rules)
+    _add(app, "DELETE", SERVER_PATH, names.drop_server, key=rules)
     _add(app, "POST", SWEEP_PATH, Sweeps(front_end).run)
 
 
-def _add(app: Any, method: str, path: str, handler: Handler, *, writes: bool = False) -> None:
-    """Add a route; whatever its handler raises of ours is an answer in vLLM's form."""
+def _add(app: Any, method: str, path: str, handler: Handler, *, key: str = "") -> None:
+    """Add a route; whatever its handler raises of ours is an answer in vLLM's form.
+
+    `key` is the setting that has the key which it asks for.
+    """
     from fastapi import Request
     from fastapi.responses import JSONResponse
 
     async def endpoint(request: Request) -> Any:
-        if writes and not may_write(request):
-            return JSONResponse(UNAUTHORIZED, status_code=401)
+        if key and not shows_key(request, key):
+            return JSONResponse(unauthorized(key), status_code=401)
         try:
             return await handler(request)
         except LensError as error:
@@ -97,16 +113,21 @@ def _add(app: Any, method: str, path: str, handler: Handler, *, writes: bool = F
     app.add_api_route(path, endpoint, methods=[method], name=f"inspect_lens {method} {path}")
 
 
-def may_write(request: Any) -> bool:
-    wanted = _settings.text("registry_key")
-    if not wanted:
+def shows_key(request: Any, setting: str) -> bool:
+    """Whether a request shows the key that a setting has.
+
+    Where the registry has none, everybody may write. What acts on all requests nobody may change
+    then.
+    """
+    wanted = _settings.text(setting)
+    if not wanted and setting == "registry_key":
         return True
     scheme, _, given = (request.headers.get("authorization") or "").partition(" ")
     # Hashes have one length, so that the time says nothing of the key.
     hashes = [hashlib.sha256(text.encode()).digest() for text in (given.strip(), wanted)]
-    has_key = secrets.compare_digest(*hashes) and scheme.lower() == "bearer"
+    has_key = secrets.compare_digest(*hashes) and scheme.lower() == "bearer" and bool(wanted)
     if not has_key:
-        refused_as(401, UNAUTHORIZED["error"]["type"])
+        refused_as(401, "Unauthorized")
     return has_key
 
 
@@ -199,6 +220,29 @@ class _Registry:
         finally:
             self._forget_later(tell)
         return {"name": name, "removed": True}
+
+    async def told_server(self, request: Any) -> Any:
+        return self._front_end().describe_server()
+
+    async def set_server(self, request: Any) -> Any:
+        """Let something act on all requests that begin from now on; others keep what they have."""
+        body = await json_body(request)
+        front = self._front_end()
+        context = None if front.facts is None else TensorLimits.of(front.facts).context
+
+        def read() -> ServerConfig:
+            with judging("the body"):
+                config = ServerConfig.model_validate(body, context=context)
+            config.sha256  # noqa: B018 - worked out here, and not on the event loop
+            return config
+
+        front.register(SERVER_NAME, await asyncio.to_thread(read), replace=True)
+        return front.describe_server()
+
+    async def drop_server(self, request: Any) -> Any:
+        front = self._front_end()
+        front.unregister(SERVER_NAME)
+        return front.describe_server()
 
     def _forget_later(self, tell: Tell) -> None:
         """Have workers forget what no name stands for, once requests under way need it no more."""

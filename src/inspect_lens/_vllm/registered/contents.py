@@ -13,7 +13,7 @@ import secrets
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,11 +23,13 @@ from inspect_lens.lens import load_lens
 from inspect_lens.probe import Probe, load_probe
 from inspect_lens.spec import (
     EditBase,
+    EngineConfig,
     EngineEdits,
     EngineLens,
     EngineProbe,
     LensEntry,
     Registrable,
+    ServerConfig,
     TensorLimits,
     check_counts,
     check_name,
@@ -35,15 +37,18 @@ from inspect_lens.spec import (
     shown,
 )
 
-Item = EngineProbe | EngineEdits | LensEntry
+Item = EngineProbe | EngineEdits | LensEntry | EngineConfig
 """What a front-end keeps; of a lens, the workers have the tensors."""
 
 WORDS = {
     EngineProbe: "probe",
     EngineEdits: "edits",
     LensEntry: "lens",
+    EngineConfig: "config",
     None: "name",
 }
+SERVER_NAME: Final = "@server"
+"""Stands for what acts on all requests; no client can register or name it."""
 _LENS_FILE = "lens.safetensors"
 """As `Lens.save` names it."""
 
@@ -66,17 +71,18 @@ def nbytes_of(item: Item) -> int:
 def parse_item(
     body: Mapping[str, Any], limits: TensorLimits | None = None
 ) -> tuple[str, Registrable]:
-    """Read `{"name": …, "probe": {…}}`, or `edits` or `lens` in the place of `probe`."""
+    """Read `{"name": …, "probe": {…}}`, or another kind in the place of `probe`."""
     kinds: dict[str, type[Registrable]] = {
         "probe": EngineProbe,
         "edits": EngineEdits,
         "lens": EngineLens,
+        "config": EngineConfig,
     }
     given = [kind for kind in kinds if kind in body]
     if len(given) != 1 or set(body) - {"name", *kinds}:
         raise SpecError(
             f"the body has {shown(sorted(map(str, body)))}; it has to have 'name', and one "
-            "of 'probe', 'edits' (of which a vector is one) and 'lens'"
+            "of 'probe', 'edits' (of which a vector is one), 'lens' and 'config'"
         )
     name = check_name(body.get("name"))
     context = None if limits is None else limits.context
@@ -89,6 +95,8 @@ def parse_shared(body: Mapping[str, Any]) -> tuple[str, Item]:
     """Read what another front-end of the same engine keeps of a registered name."""
     if "entry" in body:
         return body["name"], LensEntry.model_validate(body["entry"])
+    if "server" in body:
+        return SERVER_NAME, ServerConfig.model_validate(body["server"])
     name, item = parse_item(body)
     return name, kept_of(item)
 

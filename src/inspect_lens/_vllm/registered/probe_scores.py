@@ -209,6 +209,11 @@ def no_number(name: str) -> CaptureError:
 _USES = TypeAdapter(tuple[ProbeUse, ...])
 
 
+def read_uses(wire: str) -> tuple[ProbeUse, ...]:
+    """Read `Reads.wire`; a server and a request may both use a probe."""
+    return _USES.validate_json(wire)
+
+
 class Reads:
     """Uses of probes, and what reading them takes that is the same for all requests with them."""
 

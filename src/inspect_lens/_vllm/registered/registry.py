@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,18 +13,35 @@ from inspect_lens._settings import Settings
 from inspect_lens.errors import CapacityError, SpecError
 from inspect_lens.spec import (
     Edit,
+    EngineConfig,
     EngineEdits,
     EngineProbe,
     LensEntry,
     LensRequest,
     Numerics,
     Registrable,
+    RequestPart,
+    ServerConfig,
     check_name,
 )
 
-from .contents import WORDS, Item, Uses, hash_at_workers, kept_of, nbytes_of, start_reference
-from .probe_scores import Reads
+from .contents import (
+    SERVER_NAME,
+    WORDS,
+    Item,
+    Uses,
+    hash_at_workers,
+    kept_of,
+    nbytes_of,
+    start_reference,
+)
+from .probe_scores import Reads, read_uses
 from .shared_names import SharedNames
+
+
+def _check_name(name: str, item: Registrable | Item) -> None:
+    if name != SERVER_NAME or not isinstance(item, ServerConfig):
+        check_name(name)
 
 
 class Registry:
@@ -47,9 +63,10 @@ class Registry:
         """Probes by name; another object after each change, which is never changed itself."""
         self.numerics: Numerics | None = None
         """Of the engine that this process learned of last."""
+        self._configs: tuple[str, ...] = ()
         self._version = 0
         for name, item in (items or {}).items():
-            check_name(name)
+            _check_name(name, item)
             self._items[name] = kept_of(item)
             self._references[name] = start_reference(name)
         self._changed()
@@ -114,7 +131,7 @@ class Registry:
             self._changed()
 
     def _check(self, name: str, item: Item, *, replace: bool) -> None:
-        check_name(name)
+        _check_name(name, item)
         limits, known = self._settings, self._items.get(name)
         if isinstance(item, EngineProbe) and item.columns > limits.probe_columns:
             raise SpecError(
@@ -129,6 +146,7 @@ class Registry:
                 f"{name!r} is registered with other content; choose another name, or replace it "
                 "(replace=true)"
             )
+        self._check_unused(name)
         if known is None and len(self._items) >= limits.registry_names:
             raise CapacityError(
                 f"{len(self._items)} names are registered, and allowed are "
@@ -142,6 +160,15 @@ class Registry:
             raise CapacityError(
                 f"{name!r} has {nbytes_of(item)} bytes, others have {others}, and allowed are "
                 f"{limits.registry_bytes}; remove some, or raise INSPECT_LENS_REGISTRY_BYTES"
+            )
+
+    def _check_unused(self, name: str) -> None:
+        """Refuse to change what acts on all requests in the back of whoever has set it."""
+        server = self._items.get(SERVER_NAME)
+        if isinstance(server, ServerConfig) and name in server.names:
+            raise SpecError(
+                f"{name!r} is used by what this server does to all requests; it can be replaced or "
+                "removed when that names it no longer (PUT or DELETE /v1/inspect_lens/server)"
             )
 
     def _check_room(self, name: str, lens: LensEntry) -> None:
@@ -160,6 +187,7 @@ class Registry:
         with self._changing():
             if name not in self._items:
                 raise SpecError(self._unknown(name))
+            self._check_unused(name)
             self.leave(self._references.pop(name), hash_at_workers(self._items.pop(name)))
             self._changed()
             if self._shared is not None:
@@ -199,10 +227,11 @@ class Registry:
     def describe(self) -> dict[str, dict[str, Any]]:
         """What is registered: kind, hash, layers."""
         self.version  # noqa: B018 - hears of others' changes
-        return {name: item.reference() for name, item in sorted(self._items.items())}
+        items = sorted(self._items.items())
+        return {name: item.reference() for name, item in items if name != SERVER_NAME}
 
     def resolve(self, request: LensRequest) -> LensRequest:
-        """Put edits and lenses in the place of their names, and check the names of probes.
+        """Put a lens in the place of its name, and check the names of probes; see also `compose`.
 
         Raises:
             SpecError: a name is not registered, or stands for another kind; or a lens does not
@@ -213,26 +242,43 @@ class Registry:
             if not isinstance(entry, LensEntry):
                 raise SpecError(f"lens.name: {self._unknown(name, LensEntry)}")
             request = request.model_copy(update={"lens": entry.resolve(request.lens)})
-        request = self._with_edits(request)
         for use in request.probes:
             if not isinstance(self._items.get(use.name), EngineProbe):
                 raise SpecError(f"probes: {self._unknown(use.name, EngineProbe)}")
         return request
 
-    def _with_edits(self, request: LensRequest) -> LensRequest:
-        if not request.edits_named:
-            return request
+    @property
+    def server(self) -> ServerConfig | None:
+        """What acts on all requests; None where nothing does."""
+        self.version  # noqa: B018 - hears of others' changes
+        found = self._items.get(SERVER_NAME)
+        return found if isinstance(found, ServerConfig) else None
+
+    @property
+    def configs(self) -> tuple[str, ...]:
+        """Names of configurations, which are models of their own to clients."""
+        self.version  # noqa: B018 - hears of others' changes
+        return self._configs
+
+    def config(self, name: str) -> EngineConfig:
+        """A registered configuration."""
+        found = self._items.get(name)
+        if not isinstance(found, EngineConfig) or name == SERVER_NAME:
+            raise SpecError(f"configs: {self._unknown(name, EngineConfig)}")
+        return found
+
+    def edits_of(self, part: RequestPart, field: str) -> tuple[Edit, ...]:
+        """Edits of a request or a configuration, those that it names first."""
         found: list[Edit] = []
-        for named in request.edits_named:
+        for named in part.edits_named:
             item = self._items.get(named.name)
             if not isinstance(item, EngineEdits):
-                raise SpecError(f"edits_named: {self._unknown(named.name, EngineEdits)}")
+                raise SpecError(f"{field}: {self._unknown(named.name, EngineEdits)}")
             try:
                 found += named.apply(item.edits)
             except SpecError as error:
-                raise SpecError(f"edits_named: {error}") from None
-        changes = {"edits": (*found, *request.edits), "edits_named": ()}
-        return request.model_copy(update=changes)
+                raise SpecError(f"{field}: {error}") from None
+        return (*found, *part.edits)
 
     def reads_of(self, packed: Mapping[str, Any]) -> Reads:
         """How the probes of a sealed request are read; they may have been removed since."""
@@ -240,7 +286,7 @@ class Registry:
             return cast("Reads", known)
         text = uses_of(packed)
         assert text is not None
-        uses = LensRequest(probes=json.loads(text)).probes
+        uses = read_uses(text)
         probes = [self.probes.get(use.name) for use in uses]
         hashes = [None if probe is None else probe.sha256 for probe in probes]
         sealed = Envelope.unpack(packed).probes
@@ -250,10 +296,17 @@ class Registry:
 
     def _changed(self) -> None:
         self.probes = {n: i for n, i in self._items.items() if isinstance(i, EngineProbe)}
+        self._configs = tuple(
+            n for n, i in sorted(self._items.items())
+            if isinstance(i, EngineConfig) and n != SERVER_NAME
+        )  # fmt: skip
         self._version += 1
 
     def _unknown(self, name: str, kind: type[Item] | None = None) -> str:
-        known = [n for n, i in self._items.items() if kind is None or isinstance(i, kind)]
+        if name == SERVER_NAME:
+            return "nothing is set for all requests"
+        here = (one for one in self._items.items() if one[0] != SERVER_NAME)
+        known = [n for n, i in here if kind is None or isinstance(i, kind)]
         verb = "are" if kind is EngineEdits else "is"
         return (
             f"no {WORDS[kind]} {verb} registered as {name!r}; registered are "

@@ -24,7 +24,7 @@ import numpy as np
 from inspect_lens._engine.collect.temp_dirs import PREFIX, held, let_go, sweep
 from inspect_lens.errors import CapacityError
 from inspect_lens.probe import write_atomic
-from inspect_lens.spec import EngineEdits, EngineProbe, LensEntry
+from inspect_lens.spec import EngineConfig, EngineEdits, EngineProbe, LensEntry, ServerConfig
 
 from .contents import N_COUNTS, Item, Uses
 
@@ -32,6 +32,8 @@ _KINDS: Final[Mapping[type, str]] = {
     EngineProbe: "probe",
     EngineEdits: "edits",
     LensEntry: "entry",
+    EngineConfig: "config",
+    ServerConfig: "server",
 }
 """Key of each kind in a file."""
 

@@ -25,6 +25,8 @@ from inspect_lens._vllm.registered.named import put_lens, put_qk, tensors_by_nam
 from inspect_lens._vllm.registered.persistent_hooks import EagerResults, put_eager, take_eager
 from inspect_lens._vllm.registered.probe_scores import Reading, Whole
 from inspect_lens._vllm.registered.prompt_rows import Reuse, reuse_of
+from inspect_lens._vllm.registered.tiers import TIERS_KEY, receipts_of
+from inspect_lens._vllm.sinks import alerts
 from inspect_lens._vllm.sinks.process import SinkTask, task_of
 from inspect_lens._vllm.sinks.sink import HIDDEN, Done, Exchange
 from inspect_lens.errors import CaptureError
@@ -73,7 +75,7 @@ class Expected:
     sink: SinkTask | None = field(init=False)
     """Where the results go too."""
     asked_by: Exchange | None = None
-    """Of a request with a sink."""
+    """Of a request with a sink or with a tier."""
     let_go: Callable[[], None] | None = None
     """See `Registry.hold`."""
 
@@ -85,6 +87,11 @@ class Expected:
     def is_recorded(self) -> bool:
         """Whether a rule has chosen the request, whose client knows nothing of it."""
         return self.sink is not None and self.sink.use is None
+
+    @property
+    def keeps_text(self) -> bool:
+        """Whether somebody wants to know what was sampled."""
+        return self.sink is not None or (TIERS_KEY in self.packed and alerts.want_text())
 
     @property
     def asked(self) -> CaptureEnvelope | None:
@@ -167,8 +174,8 @@ def fill(
             vectors=edited.hashes,
             gates=_gate_receipts(expected.envelope, collected, n_fed),
         )
-    if expected.reading is not None:
-        values["probes"] = expected.reading.receipts()
+    probes = () if expected.reading is None else expected.reading.receipts()
+    values["probes"], values["tiers"] = receipts_of(expected.packed.get(TIERS_KEY), probes)
     if (qk := expected.envelope.qk) is not None:
         n_fed = expected.n_fed(receipt.n_completion)
         values["qk"] = QKReceipt(layers=qk.layers, n_positions=n_fed, dtype=qk.dtype)
@@ -492,6 +499,9 @@ class Choice:
             put_eager(completion, self.eager)
         if expected.sink is not None:
             self._offer(captured)
+        if receipt.tiers and (by := expected.asked_by) is not None:
+            said = self.ticket.said
+            alerts.look_at(receipt, key=by.key, prompt=by.prompt, text=said[1] if said else "")
 
     def _offer(self, captured: dict[str, TensorData]) -> None:
         """Give what was captured to the sink of the request."""

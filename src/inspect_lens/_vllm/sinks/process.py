@@ -56,6 +56,8 @@ class Rule:
     """What is captured."""
     key: int
     """Of the sink."""
+    name: str
+    """Of the sink."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class Sinks:
             _recorders[keys[name]] = recorder
         self._of.append((facts, keys))
         self._rules[id(facts)] = {
-            name: Rule(LensRequest(capture=config.capture()), keys[name])
+            name: Rule(LensRequest(capture=config.capture()), keys[name], name)
             for name, config in configs.items()
             if config.share
         }

@@ -17,6 +17,7 @@ pytest.importorskip("vllm")
 from inspect_lens._vllm.registered.contents import parse_item
 from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens._vllm.registered.shared_names import SharedNames, folder_of_siblings
+from inspect_lens._vllm.registered.tiers import compose
 from inspect_lens.errors import CapacityError, SpecError
 from inspect_lens.spec import EngineProbe, LensRequest, SteeringVector
 
@@ -54,7 +55,7 @@ def test_what_one_server_takes_the_other_knows_whole(two: tuple[Registry, Regist
     assert first.describe().keys() == {"start", "p", "v"}
     request = LensRequest(probes=["p"], edits_named=["v"])
     for registry in two:
-        (made,) = registry.resolve(request).edits
+        (made,) = compose(registry, request)[0].edits
         assert made.reference() == vector(3.0).reference()
         assert registry.probes["p"].reference() == probe(1.0).reference()
         assert (registry.probes["p"].tensors["weight"].to_float32() == 1.0).all()

@@ -1,0 +1,64 @@
+"""The file in which an operator says what acts on all requests of a server, and who is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from inspect_lens._base.untrusted import read_regular
+from inspect_lens._vllm.sinks.alerts import AlertsConfig
+from inspect_lens.errors import LensError, SpecError
+from inspect_lens.spec import ServerConfig, check_counts, explain, shown
+
+_MOST_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class ServerFile:
+    """What a file says."""
+
+    config: ServerConfig | None
+    """None where it has alerts alone, for probes that are set later."""
+    alerts: AlertsConfig | None
+
+
+def read_server_file(setting: str) -> ServerFile:
+    """Read the file that `INSPECT_LENS_SERVER` names.
+
+    Raises:
+        SpecError: it cannot be read, or says something that no request could ask for. Whether an
+            engine has the layers, and the names are registered, is judged where one is known.
+    """
+    where = f"INSPECT_LENS_SERVER={setting}"
+    try:
+        read = yaml.safe_load(read_regular(setting, most=_MOST_BYTES))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        raise SpecError(f"{where}: cannot be read: {error}") from None
+    if not isinstance(read, Mapping) or not read:
+        raise SpecError(
+            f"{where}: has {shown(read)}; allowed is a mapping with one or more of "
+            f"{', '.join((*ServerConfig.model_fields, 'alerts'))}"
+        )
+    values: dict[str, Any] = dict(read)
+    told = values.pop("alerts", None)
+    try:
+        check_counts(values, field=where)
+        config = ServerConfig.model_validate(values) if values or told is None else None
+        alerts = None
+        if told is not None:
+            alerts = AlertsConfig.model_validate(told).below(Path(setting).parent)
+            if config is not None and not any(use.alarm for use in config.probes):
+                raise SpecError(
+                    "alerts: no probe of the file has an alarm, so nobody would ever be told; add "
+                    "alarm: flag or alarm: stop to one"
+                )
+    except ValidationError as error:
+        raise SpecError(f"{where}: {explain(error)}") from None
+    except LensError as error:
+        raise SpecError(f"{where}: {error}") from None
+    return ServerFile(config, alerts)

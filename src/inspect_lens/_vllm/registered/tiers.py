@@ -1,0 +1,118 @@
+"""What acts on a request: the server's tier, configurations that it chose, and what it brought.
+
+The one place where they are put together, whatever way the request has come. The order is that of
+acting: edits of the server, then those of the configurations as the request names them, then the
+request's own, and in each tier registered edits before others. A probe of a configuration is read
+as the request says where it names the probe, too. The server's probes are read as the operator
+says, beside those of the request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeAlias
+
+from inspect_lens.errors import UnsupportedError
+from inspect_lens.spec import Edit, LensRequest, ProbeReceipt, ProbeUse, TierReceipt
+
+if TYPE_CHECKING:
+    from .registry import Registry
+
+TIERS_KEY = "tiers"
+"""Of a packed envelope: `Tiers.packed`."""
+Packed: TypeAlias = tuple[int, list[dict[str, object]]]
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """What acts beside a request's own."""
+
+    receipts: tuple[TierReceipt, ...] = ()
+    n_own_probes: int = 0
+    """Probes that the request reads, its configurations' among them; the server's come behind."""
+
+    @property
+    def acts(self) -> bool:
+        """Whether anything of them acts."""
+        return any(not one.opted_out for one in self.receipts)
+
+    @property
+    def has_server(self) -> bool:
+        """Whether the server's tier acts."""
+        return any(one.tier == "server" and not one.opted_out for one in self.receipts)
+
+    @cached_property
+    def packed(self) -> Packed:
+        """As msgpack-able data."""
+        return self.n_own_probes, [one.model_dump(mode="json") for one in self.receipts]
+
+
+NO_TIERS = Tiers()
+
+
+def receipts_of(
+    packed: Packed | None, probes: tuple[ProbeReceipt, ...]
+) -> tuple[tuple[ProbeReceipt, ...], tuple[TierReceipt, ...]]:
+    """Of what was read for a request: its own part, and what its receipt says of the tiers."""
+    if packed is None:
+        return probes, ()
+    n_own, forms = packed
+    made = []
+    for form in forms:
+        tier = TierReceipt.model_validate(form)
+        if tier.tier == "server" and len(probes) > n_own:
+            tier = tier.model_copy(update={"probes": probes[n_own:]})
+        made.append(tier)
+    return probes[:n_own], tuple(made)
+
+
+def compose(
+    registry: Registry, request: LensRequest, *, alone: bool = False
+) -> tuple[LensRequest, Tiers]:
+    """Put a request together with the tiers that act on it.
+
+    Args:
+        registry: what is known by name.
+        request: what a client asks for; `NO_REQUEST` where it asks for nothing.
+        alone: leave the server's tier out.
+
+    Returns:
+        The request with all edits and probes, none of them by the name of a configuration, and what
+        its receipt says of the tiers.
+
+    Raises:
+        SpecError: a name is not registered, or stands for another kind.
+        UnsupportedError: the request leaves out the server's tier, and may not.
+    """
+    server = None if alone else registry.server
+    receipts: list[TierReceipt] = []
+    edits: list[Edit] = []
+    if server is not None and request.server is False:
+        if not server.may_opt_out:
+            raise UnsupportedError(
+                "server=false: the operator of this server has set edits or probes for all "
+                "requests, and allows none to leave them out; leave the field out, or ask for "
+                "may_opt_out in the server's INSPECT_LENS_SERVER"
+            )
+        receipts.append(TierReceipt(tier="server", sha256=server.sha256, edits=0, opted_out=True))
+        server = None
+    elif server is not None:
+        edits += registry.edits_of(server, "the server's edits_named")
+        receipts.append(TierReceipt(tier="server", sha256=server.sha256, edits=len(edits)))
+    uses: dict[str, ProbeUse] = {}
+    for name in dict.fromkeys(request.configs):
+        config = registry.config(name)
+        found = registry.edits_of(config, f"configs: {name!r}")
+        edits += found
+        uses |= {use.name: use for use in config.probes}
+        receipts.append(
+            TierReceipt(tier="named", name=name, sha256=config.sha256, edits=len(found))
+        )
+    uses |= {use.name: use for use in request.probes}
+    changes = {
+        "edits": (*edits, *registry.edits_of(request, "edits_named")),
+        "edits_named": (), "configs": (), "server": None,
+        "probes": (*uses.values(), *(() if server is None else server.probes)),
+    }  # fmt: skip
+    return request.model_copy(update=changes), Tiers(tuple(receipts), len(uses))

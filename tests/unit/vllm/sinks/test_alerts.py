@@ -1,0 +1,142 @@
+"""Alerts: sent beside the requests, tried again, and written down when nobody takes them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from pydantic import ValidationError
+
+from inspect_lens._vllm.sinks import alerts
+from inspect_lens._vllm.sinks.alerts import Alerts, AlertsConfig
+from inspect_lens.errors import SpecError
+from inspect_lens.spec import ProbeReceipt, Receipt, TierReceipt
+
+URL = "https://host.example/hook?token=secret"
+
+
+def config(folder: Path, **options: Any) -> AlertsConfig:
+    given = {"url": URL, "dead_letter": str(folder / "dead.jsonl"), "pause_s": 0.001} | options
+    return AlertsConfig.model_validate(given)
+
+
+def letters(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "dead.jsonl").read_text().splitlines()]
+
+
+def receipt(*, alarm: int | None = 5) -> Receipt:
+    probe = ProbeReceipt(
+        name="p", sha256="a" * 64, aggregate="last", score=2.0, n_tokens=3, threshold=1.0,
+        alarm_position=alarm,
+    )  # fmt: skip
+    tier = TierReceipt(tier="server", sha256="b" * 64, edits=0, probes=(probe,))
+    return Receipt(
+        n_prompt=4, n_completion=3, cache_salted=False, paths=(), tiers=(tier,),
+        engine="inspect_lens", version="0", vllm_version="0",
+    )  # fmt: skip
+
+
+def test_what_fails_is_tried_again_in_order(tmp_path: Path) -> None:
+    sent: list[tuple[int, int]] = []
+    statuses = iter([503, 429, 200, 408, 200])
+
+    def send(alert: dict[str, Any]) -> int:
+        sent.append((alert["n"], status := next(statuses)))
+        return status
+
+    made = Alerts(config(tmp_path), send)
+    for n in (1, 2):
+        made.put({"n": n})
+    assert made.flush(10)
+    assert sent == [(1, 503), (1, 429), (1, 200), (2, 408), (2, 200)]
+    assert made.counts == {"delivered": 2}
+    assert letters(tmp_path) == []
+
+
+def test_what_nobody_takes_becomes_a_dead_letter(tmp_path: Path) -> None:
+    def send(alert: dict[str, Any]) -> int:
+        if alert["n"] == 1:
+            raise ConnectionError(f"no route to {URL}")
+        return 404
+
+    made = Alerts(config(tmp_path, tries=3), send)
+    for n in (1, 2):
+        made.put({"n": n})
+    assert made.flush(10)
+    one, two = letters(tmp_path)
+    assert one == {"why": "ConnectionError", "tries": 3, "alert": {"n": 1}}
+    assert two == {"why": "the webhook answered 404", "tries": 1, "alert": {"n": 2}}
+    assert (tmp_path / "dead.jsonl").stat().st_mode & 0o077 == 0
+    assert "secret" not in json.dumps(made.describe()) + repr(made.config)
+
+
+def test_a_webhook_that_hangs_holds_nobody_up_and_nothing_is_lost(tmp_path: Path) -> None:
+    goes_on, has_begun = threading.Event(), threading.Event()
+
+    def send(alert: dict[str, Any]) -> int:
+        has_begun.set()
+        goes_on.wait(20)
+        return 200
+
+    made = Alerts(config(tmp_path, waiting=2), send)
+    made.put({"n": 0})
+    assert has_begun.wait(10)
+    for n in range(1, 6):
+        made.put({"n": n})
+    assert made.describe()["waiting"] == 2
+    goes_on.set()
+    assert made.flush(10)
+    assert made.counts == {"delivered": 3, "dead": 3}
+    assert [one["alert"]["n"] for one in letters(tmp_path)] == [3, 4, 5]
+
+
+def test_a_process_that_ends_writes_what_waits(tmp_path: Path) -> None:
+    has_begun = threading.Event()
+
+    def send(alert: dict[str, Any]) -> int:
+        has_begun.set()
+        return 503
+
+    made = Alerts(config(tmp_path, pause_s=30.0), send)
+    for n in range(3):
+        made.put({"n": n})
+    assert has_begun.wait(10)
+    made.close()
+    assert sorted(one["alert"]["n"] for one in letters(tmp_path)) == [0, 1, 2]
+    assert all("the process ended" in one["why"] for one in letters(tmp_path))
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_text_of_users_is_in_it_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: bool
+) -> None:
+    sent: list[dict[str, Any]] = []
+
+    def send(alert: dict[str, Any]) -> int:
+        sent.append(alert)
+        return 200
+
+    made = Alerts(config(tmp_path, text=text), send)
+    monkeypatch.setattr(alerts._Holder, "made", made)
+    alerts.look_at(receipt(alarm=None), key="r0", prompt="who", text="me")
+    alerts.look_at(receipt(), key="r1", prompt="who", text="me")
+    assert made.flush(10)
+    (alert,) = sent
+    assert (alert["request"], alert["probe"], alert["alarm_position"]) == ("r1", "p", 5)
+    assert ({"prompt", "text"} <= alert.keys()) is text
+    assert alerts.want_text() is text
+
+
+def test_a_wrong_address_and_a_file_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="no address of a webhook"):
+        config(tmp_path, url="ftp://x")
+    with pytest.raises(ValidationError, match="url"):
+        AlertsConfig.model_validate({"dead_letter": "x"})
+    with pytest.raises(SpecError, match=r"alerts\.dead_letter"):
+        Alerts(config(tmp_path, dead_letter=str(tmp_path / "none" / "dead")))
