@@ -288,7 +288,9 @@ def test_a_server_registers_them_when_it_learns_of_an_engine(
     ):
         monkeypatch.setattr(state, "is_serving", lambda serves=serves: serves)
         monkeypatch.setattr(state, "refusal", lambda config, refused=refused: refused)
-        monkeypatch.setattr(state, "facts_of", lambda *_: SimpleNamespace(allows_code=False))
+        monkeypatch.setattr(
+            state, "facts_of", lambda *_: SimpleNamespace(allows_code=False, numerics=None)
+        )
         monkeypatch.setattr(state, "install_when_serving", lambda front: None)
         monkeypatch.setattr(state, "links_of", lambda *args: None)
         monkeypatch.setattr(state, "keeps_rows", lambda config, settings: False)
