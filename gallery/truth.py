@@ -75,12 +75,13 @@ def measure(setting: Setting) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _of_part(group: str) -> str:
+def part_of(group: str) -> str:
+    """The part of a group: the same one in every topic and replication."""
     return PARTS[hashlib.sha256(group.encode()).digest()[0] % len(PARTS)]
 
 
 def _part(acts: ActivationSet, part: str) -> ActivationSet:
-    picks = [i for i, group in enumerate(acts.groups) if _of_part(group) == part]
+    picks = [i for i, group in enumerate(acts.groups) if part_of(group) == part]
     return acts.subset(picks, name=f"{acts.name}, {part}")
 
 
@@ -133,7 +134,7 @@ def _plain(
                 ids = setting.tokenizer(sample.text, return_tensors="pt")
                 with torch.no_grad():
                     found = model.model(**ids, output_hidden_states=True).hidden_states
-                x, labels = rows.setdefault((topic, _of_part(sample.group)), ([], []))
+                x, labels = rows.setdefault((topic, part_of(sample.group)), ([], []))
                 x.append(found[layer + 1][0, -1].numpy())
                 labels.append(bool(sample.label))
     made: dict[str, dict[str, float]] = {}
@@ -222,7 +223,7 @@ REPLICATION = Replication(
     published="In Llama-2 of 7B to 70B, true and false statements are linearly separable at the "
     "end of the statement. A probe of `cities` is turned around on `neg_cities` in the smaller "
     "ones; trained on statements and their negations it carries over to other topics, the better "
-    "the larger the model, and mass-mean probes carry over better than logistic ones.",
+    "the larger the model, and mass-mean probes carry over as well as logistic ones or better.",
     method="Each statement is read as raw text, at its last token. What statements are about is "
     "split in four: half trains, a quarter chooses one layer for all (by the mean AUROC of "
     "the topics' own probes), and a quarter tests; a city and its negations are in the same "
