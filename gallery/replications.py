@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from gallery import injection, truth
+from gallery import injection, refusal, truth
 from gallery._replication import Replication
 
 __all__ = ["REPLICATIONS"]
 
 REPLICATIONS: Final[Mapping[str, Replication]] = {
+    "refusal": refusal.REPLICATION,
     "injection": injection.REPLICATION,
     "truth": truth.REPLICATION,
 }

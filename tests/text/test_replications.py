@@ -101,3 +101,20 @@ def test_the_matrix_of_truth_is_that_of_scikit_learn() -> None:
     for trained, row in numbers["auroc"]["logistic"].items():
         for topic, (area, *_) in row.items():
             assert area == pytest.approx(numbers["plain"][trained][topic], abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("ablated", "added", "said"),
+    [
+        (-0.2, 0.2, "Both effects are there"),
+        (-0.2, -0.1, "Only ablation has an effect"),
+        (0.1, 0.2, "Only addition has an effect"),
+        (0.1, -0.1, "Neither effect is beyond chance"),
+    ],
+)
+def test_refusal_by_the_ends_of_its_intervals(ablated: float, added: float, said: str) -> None:
+    changed = {
+        "rates__harmful_ablated_effect_high": ablated,
+        "rates__harmless_added_effect_low": added,
+    }
+    assert said in verdict("refusal", **changed)
