@@ -139,8 +139,8 @@ def _limit(numbers: dict[str, Any]) -> str:
     if numbers["max_kl"] < LIMITS[-1][0]:
         return f"no candidate is within the paper's 0.1, so {numbers['max_kl']:g} was allowed"
     return (
-        f"added, it makes for {induced}. No candidate meets the paper's criteria (0.1 nats at most, "
-        "and log odds above 0), so the one that takes away most of the refusals was chosen"
+        f"added, it makes for {induced}. No candidate meets the paper's criteria (0.1 nats at "
+        "most, and log odds above 0), so the one that takes away most of the refusals was chosen"
     )
 
 
