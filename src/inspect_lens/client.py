@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Self
 from urllib.parse import quote
 
 import httpx
-import numpy as np
-from numpy.typing import NDArray
 
 from ._base.http import (
     DELAYS_S,
@@ -26,15 +26,18 @@ from ._base.http import (
     server_address,
     with_advice,
 )
-from ._base.to_torch import SavedValues, read_results, to_torch
+from ._base.partial import PARTIAL_KEY, Joined, Partial
+from ._base.to_torch import SavedValues, Tensors, read_results
 from .errors import CaptureError, LensError, SpecError, UnsupportedError
 from .spec import (
     LENS_KEYS,
+    LENS_NAME,
     NATIVE_KEY,
     STEER_KEY,
     Add,
     CaptureSpec,
     Edit,
+    GateReceipt,
     Hook,
     LensRequest,
     LogitLens,
@@ -51,56 +54,15 @@ from .spec import (
     to_wire_args,
 )
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["GenerateOutput", "LensClient", "SavedValues", "Tensors", "VLLMLensClient"]
-
-
-class Tensors(Mapping[str, "torch.Tensor"]):
-    """Captured tensors by name; torch is imported when one is read.
-
-    Queries and keys come with plain values (`qk_layers`, `qk_meta`), which stand beside them.
-
-    Args:
-        data: (layers, tokens, hidden) by name.
-        plain: values that are no tensors, by name.
-
-    Example:
-        <!-- test: server -->
-        ```python
-        from inspect_lens.client import LensClient
-
-        with LensClient("http://localhost:8000") as client:
-            acts = client.generate("Velosh", capture_layers=[4]).activations
-        assert list(acts) == ["residual_stream"]
-        assert acts.numpy().dtype == "float32"  # without torch
-        ```
-    """
-
-    def __init__(
-        self, data: Mapping[str, TensorData], plain: Mapping[str, Any] | None = None
-    ) -> None:
-        self._data = dict(data)
-        self._plain = dict(plain or {})
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        if name in self._plain:
-            return cast("torch.Tensor", self._plain[name])
-        return to_torch(self._data[name])
-
-    def numpy(self, name: str = "residual_stream") -> NDArray[np.float32]:
-        """One tensor as float32 (exact), without torch."""
-        return self._data[name].to_float32()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([*self._data, *self._plain])
-
-    def __len__(self) -> int:
-        return len(self._data) + len(self._plain)
-
-    def __repr__(self) -> str:
-        return f"Tensors({', '.join(f'{n}: {t.shape} {t.dtype}' for n, t in self._data.items())})"
+__all__ = [
+    "GenerateOutput",
+    "LensClient",
+    "LensStream",
+    "SavedValues",
+    "StreamPart",
+    "Tensors",
+    "VLLMLensClient",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +82,64 @@ class GenerateOutput:
     logprobs: Mapping[str, Any] | None = None
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """The whole response."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamPart:
+    """What one event of a streamed answer brought: tokens, or what belongs to those before it."""
+
+    index: int = 0
+    """Of the choice, where the request asked for several."""
+    text: str = ""
+    """Generated text."""
+    token_ids: list[int] = field(default_factory=list)
+    activations: Tensors | None = None
+    """Rows, queries and keys, or lens tables of further tokens, which are the second axis."""
+    positions: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Of each tensor, the positions of its tokens."""
+    scores: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """By probe that was asked with `tokens`, scores of further tokens."""
+    gates: tuple[GateReceipt, ...] = ()
+    """Gates that last and have fired since the part before."""
+
+
+class LensStream(Iterator[StreamPart]):
+    """Parts of one streamed answer; `output` is the whole of it, once they have all come.
+
+    Closing it before the end, as leaving its `with` block does, ends the generation.
+    """
+
+    def __init__(self, parts: Generator[StreamPart, None, GenerateOutput]) -> None:
+        self._parts = parts
+        self._output: GenerateOutput | None = None
+
+    @property
+    def output(self) -> GenerateOutput:
+        """Text, tensors and receipt of the first choice.
+
+        Raises:
+            LensError: it has not ended, or was closed before.
+        """
+        if self._output is None:
+            raise LensError("the stream has not been read to its end, so it has no output yet")
+        return self._output
+
+    def __next__(self) -> StreamPart:
+        try:
+            return next(self._parts)
+        except StopIteration as end:
+            self._output = self._output or end.value
+            raise StopIteration from None
+
+    def close(self) -> None:
+        """Stop reading, which ends the generation."""
+        self._parts.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class LensClient:
@@ -253,6 +273,149 @@ class LensClient:
         body: dict[str, Any] = {"messages": [dict(message) for message in messages]}
         sampling = {"max_tokens": max_tokens, "temperature": temperature}
         return self._post("/v1/chat/completions", body | sampling | kwargs, request)
+
+    def stream(
+        self,
+        prompt: str | list[int] | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        max_tokens: int = 16,
+        temperature: float = 0.0,
+        capture_layers: Sequence[int] | bool | None = None,
+        steering_vectors: Sequence[Add | Mapping[str, Any]] | None = None,
+        capture: CaptureSpec | Mapping[str, Any] | None = None,
+        hooks: Sequence[Hook | Mapping[str, Any]] | None = None,
+        capture_qk: Sequence[int] | bool | None = None,
+        lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None = None,
+        sink: SinkUse | Mapping[str, Any] | str | None = None,
+        edits: Sequence[Edit | Mapping[str, Any]] | None = None,
+        stream_results: bool = True,
+        **kwargs: Any,
+    ) -> LensStream:
+        """Complete a prompt or a chat, and read rows while the text is written.
+
+        A row comes right behind the token that was sampled from it, in a part of its own; those of
+        the prompt come behind the first token. A client that reads slowly slows down nobody else.
+
+        Args:
+            prompt: as text or token ids.
+            messages: of a chat, in the place of `prompt`.
+            max_tokens: as of `generate`, like the other arguments that are not here.
+            temperature: likewise.
+            capture_layers: likewise.
+            steering_vectors: likewise.
+            capture: likewise; what is made of several tokens, as with `reduce="mean"`, is ready
+                only at the end, and refused here.
+            hooks: likewise; what they save comes at the end.
+            capture_qk: likewise.
+            lens: likewise.
+            sink: likewise.
+            edits: likewise.
+            stream_results: False gets all tensors at the end, and the text and token scores of
+                probes still come as they are made.
+            **kwargs: other fields of the request body.
+
+        Returns:
+            The parts as they come; `output` of it is what `generate` would have returned.
+
+        Raises:
+            SpecError: the request is wrong.
+            CaptureError: rows are missing, or the server answered without what was asked for.
+            LensError: no server answers, or it answered with an error.
+
+        Example:
+            <!-- test: server -->
+            ```python
+            from inspect_lens.client import LensClient
+
+            with LensClient("http://localhost:8000") as client:
+                stream = client.stream("Velosh was founded by", capture_layers=[4])
+                for part in stream:
+                    if part.activations is not None:
+                        print(part.positions["residual_stream"], part.activations)
+            assert stream.output.activations["residual_stream"].shape[0] == 1
+            ```
+        """
+        if (prompt is None) == (messages is None):
+            raise SpecError("prompt and messages: give one of them")
+        request = request_of(
+            capture_layers, steering_vectors, None, capture, hooks, capture_qk, lens, sink, edits
+        )
+        asked: dict[str, Any] = {"prompt": prompt}
+        if messages is not None:
+            asked = {"messages": [dict(message) for message in messages]}
+        sampling = {"max_tokens": max_tokens, "temperature": temperature, "stream": True}
+        body = {"model": self.model, "return_token_ids": True, **asked, **sampling, **kwargs}
+        body, request = with_request(body, request, streams=stream_results)
+        path = "/v1/completions" if messages is None else "/v1/chat/completions"
+        return LensStream(self._parts_of(path, body, request))
+
+    def _parts_of(
+        self, path: str, body: Mapping[str, Any], request: LensRequest | None
+    ) -> Generator[StreamPart, None, GenerateOutput]:
+        joined, text, token_ids, last = Joined(), "", list[int](), dict[str, Any]()
+        prompt_ids: list[int] = []
+        with closing(lines_of(self._http, path, body)) as lines:
+            for event in events_of(lines):
+                for choice in event.get("choices", ()):
+                    said = (choice.get("delta") or {}).get("content") or choice.get("text") or ""
+                    ids = choice.get("token_ids") or []
+                    prompt_ids = (
+                        prompt_ids
+                        or event.get("prompt_token_ids")
+                        or choice.get("prompt_token_ids")
+                        or []
+                    )
+                    if choice["index"] == 0:
+                        text, token_ids = text + said, token_ids + ids
+                    if said or ids:
+                        yield StreamPart(index=choice["index"], text=said, token_ids=ids)
+                for value in event.get(PARTIAL_KEY, ()):
+                    part = _partial_of(value)
+                    if value["index"] == 0:
+                        joined.add(part)
+                    yield StreamPart(
+                        index=value["index"],
+                        activations=part.activations if part.tensors else None,
+                        positions=part.positions,
+                        scores=part.scores,
+                        gates=part.gates,
+                    )
+                if "inspect_lens" in event:
+                    last = event
+        receipt = last.get("inspect_lens")
+        self._check_done(request, receipt)
+        return GenerateOutput(
+            text=text,
+            activations=self._whole(joined.tensors(), last.get("activations"), request, receipt),
+            hook_results=self._results(last.get("hook_results"), request),
+            receipt=None if receipt is None else Receipt.model_validate(receipt),
+            prompt_token_ids=prompt_ids,
+            token_ids=token_ids,
+            raw=last,
+        )
+
+    def _whole(
+        self,
+        streamed: Mapping[str, TensorData],
+        entries: Mapping[str, Any] | None,
+        request: LensRequest | None,
+        receipt: Mapping[str, Any] | None,
+    ) -> Tensors | None:
+        """All tensors of a streamed answer, of which the receipt says how long they are."""
+        if request is None or not request.stream_results:
+            return self._tensors(entries, request)
+        for kind in ("capture", "qk", "lens"):
+            n = ((receipt or {}).get(kind) or {}).get("n_positions", 0)
+            named = [name for name in streamed if _kind_of(name) == kind]
+            came = {streamed[name].shape[1] for name in named} or {0}
+            if getattr(request, kind) is not None and came != {n}:
+                raise CaptureError(
+                    f"{kind}: rows of {max(came)} tokens came, and the receipt tells of {n}; "
+                    "nothing partial is returned"
+                )
+        plain = {n: e["__json__"] for n, e in (entries or {}).items() if "__json__" in e}
+        return Tensors(streamed, plain) if streamed else None
 
     def stream_lines(self, path: str, body: Mapping[str, Any]) -> Iterator[str]:
         """Lines of a streamed answer, such as that of `/v1/inspect_lens/patch_sweep`.
@@ -472,9 +635,9 @@ def _fields(
 
 
 def with_request(
-    body: Mapping[str, Any], request: LensRequest | None
+    body: Mapping[str, Any], request: LensRequest | None, *, streams: bool = False
 ) -> tuple[dict[str, Any], LensRequest | None]:
-    """Put a request into the body of a call."""
+    """Put a request into the body of a call; with `streams` its results come with their tokens."""
     refuse_misspelled(body, "arguments", known=_ARGUMENTS)
     # A server with the plug-in reads lens keys elsewhere, too; in one place any server may
     # understand them.
@@ -490,6 +653,10 @@ def with_request(
     args = theirs | said
     if any(key in LENS_KEYS for key in theirs):
         request = parse_extra_args({key: args[key] for key in LENS_KEYS if key in args})
+    if streams and request is not None:
+        request = request.model_copy(update={"stream_results": True})
+        request.check_streams()
+        args = own | to_wire_args(to_extra_args(request))
     return ({**rest, "vllm_xargs": args} if args else rest), request
 
 
@@ -517,6 +684,31 @@ def lines_of(http: httpx.Client, path: str, body: Any) -> Generator[str]:
             yield from response.iter_lines()
     except httpx.TransportError as error:
         raise no_answer(_address(http, path), error) from error
+
+
+def _kind_of(name: str) -> str:
+    """Field of a request and of its receipt that a tensor belongs to."""
+    if name == LENS_NAME:
+        return "lens"
+    return "qk" if name in ("attn_q", "attn_k") else "capture"
+
+
+def _partial_of(value: Mapping[str, Any]) -> Partial:
+    try:
+        return Partial.from_json(value)
+    except SpecError as error:
+        raise CaptureError(str(error)) from None
+
+
+def events_of(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    """The events of a streamed answer; raises what the server says went wrong."""
+    for line in lines:
+        if not line.startswith("data: ") or line == "data: [DONE]":
+            continue
+        event: dict[str, Any] = json.loads(line.removeprefix("data: "))
+        if (error := event.get("error")) is not None:
+            raise CaptureError(str(error.get("message") if isinstance(error, dict) else error))
+        yield event
 
 
 def _address(http: httpx.Client, path: str) -> str:

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from inspect_lens import SteeringVector
+from inspect_lens._base.partial import PARTIAL_KEY
 from inspect_lens.probe import Probe, load_probe
 from inspect_lens.spec import TensorData, decode_tensor
 from tests.kit.api_server import api_server
@@ -158,7 +159,7 @@ def joined(answer: httpx.Response) -> Answer:
     assert lines.pop() == "[DONE]"
     events = list(map(json.loads, lines))
     texts = [choice["text"] for event in events for choice in event["choices"]]
-    parts = [part for event in events for part in event.get("inspect_lens_scores", ())]
+    parts = [part for event in events for part in event.get(PARTIAL_KEY, ())]
     (last,) = [event for event in events if "inspect_lens" in event]
     scores = [score for part in parts for score in part["probes"]["deception"]]
     return {**last, "choices": [{"text": "".join(texts)}], "scores": scores}

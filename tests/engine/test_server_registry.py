@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from inspect_lens import SteeringVector
+from inspect_lens._base.partial import PARTIAL_KEY
 from inspect_lens.probe import Probe, load_probe
 from inspect_lens.spec import Add, EngineEdits, EngineProbe
 
@@ -63,7 +64,7 @@ def events(client: httpx.Client, body: dict[str, Any]) -> list[dict[str, Any]]:
 def test_scores_are_streamed_with_the_tokens(client: httpx.Client) -> None:
     uses = {"probes": [{"name": "deception", "tokens": True}]}
     found = events(client, ask(uses, max_tokens=24, ignore_eos=True))
-    parts = [e["inspect_lens_scores"] for e in found if "inspect_lens_scores" in e]
+    parts = [e[PARTIAL_KEY] for e in found if PARTIAL_KEY in e]
     assert len(parts) > 1, "scores come while the text is written"
     streamed = [s for part in parts for one in part for s in one["probes"]["deception"]]
     (last,) = [e["inspect_lens"] for e in found if "inspect_lens" in e]

@@ -14,6 +14,7 @@ from tests.engine.conftest import HIDDEN, Engine, start, tokens
 from tests.engine.test_capture import ALL, TOLERANCE, fed
 from tests.engine.test_reductions import check, request
 from tests.kit.reference import HuggingFace, max_relative_error
+from tests.kit.streamed import joined, outputs_of
 
 pytestmark = pytest.mark.engine
 
@@ -91,3 +92,22 @@ def test_steering_beside_plain_requests(drafting: Engine, hugging_face: HuggingF
         expected = hugging_face.residual_stream(fed(output), {1: lambda h: h + 3.0 * v[0]})
         assert max_relative_error(output.activations["residual_stream"], expected) <= TOLERANCE
         assert output.inspect_lens.steer.n_tokens == len(fed(output))
+
+
+def test_rows_that_are_streamed_are_those_of_accepted_tokens(
+    drafting: Engine, hugging_face: HuggingFace
+) -> None:
+    """What a rejected draft left is not sent, also where the next step has not corrected it."""
+    before = drafts(drafting)
+    prompts = [tokens(20, seed=20), tokens(90, seed=90), [5, 6, 7, 8] * 12]
+    extra = {"inspect_lens": {"capture": {"layers": "all"}, "stream_results": True}}
+    found = joined(outputs_of(drafting.llm, [(p, extra) for p in prompts], max_tokens=60))
+    for i, prompt in enumerate(prompts):
+        mine = found[i, 0]
+        fed_tokens = [*prompt, *mine.token_ids[:-1]]
+        rows = torch.from_numpy(mine.rows("residual_stream"))
+        assert mine.positions("residual_stream") == list(range(len(fed_tokens)))
+        assert max_relative_error(rows, hugging_face.residual_stream(fed_tokens)) <= TOLERANCE
+        assert mine.sizes == [(n, len(prompt) + n - 1) for n, _ in mine.sizes]
+    proposed, accepted = (now - then for now, then in zip(drafts(drafting), before, strict=True))
+    assert 0 < accepted < proposed

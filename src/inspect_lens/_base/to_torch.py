@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, PrivateAttr, model_serializer
 
 from inspect_lens.errors import LensError
@@ -37,6 +38,52 @@ def _torch() -> Any:
             "reading activations as torch tensors needs torch; install it, or use "
             "`.numpy(name)` for float32 arrays"
         ) from None
+
+
+class Tensors(Mapping[str, "torch.Tensor"]):
+    """Captured tensors by name; torch is imported when one is read.
+
+    Queries and keys come with plain values (`qk_layers`, `qk_meta`), which stand beside them.
+
+    Args:
+        data: (layers, tokens, hidden) by name.
+        plain: values that are no tensors, by name.
+
+    Example:
+        <!-- test: server -->
+        ```python
+        from inspect_lens.client import LensClient
+
+        with LensClient("http://localhost:8000") as client:
+            acts = client.generate("Velosh", capture_layers=[4]).activations
+        assert list(acts) == ["residual_stream"]
+        assert acts.numpy().dtype == "float32"  # without torch
+        ```
+    """
+
+    def __init__(
+        self, data: Mapping[str, TensorData], plain: Mapping[str, Any] | None = None
+    ) -> None:
+        self._data = dict(data)
+        self._plain = dict(plain or {})
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name in self._plain:
+            return cast("torch.Tensor", self._plain[name])
+        return to_torch(self._data[name])
+
+    def numpy(self, name: str = "residual_stream") -> NDArray[np.float32]:
+        """One tensor as float32 (exact), without torch."""
+        return self._data[name].to_float32()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._data, *self._plain])
+
+    def __len__(self) -> int:
+        return len(self._data) + len(self._plain)
+
+    def __repr__(self) -> str:
+        return f"Tensors({', '.join(f'{n}: {t.shape} {t.dtype}' for n, t in self._data.items())})"
 
 
 class SavedValues(Mapping[Any, Any], BaseModel):

@@ -156,6 +156,11 @@ def read_body(
     declined = args.get(CAPTURE_KEY) is False and args.pop(CAPTURE_KEY) is False
     plain = args.get(STEER_KEY) == [] and args.pop(STEER_KEY) == []
     request = parse_extra_args(args)
+    if request is not None and request.stream_results:
+        raise SpecError(
+            "stream_results: Inspect reads a call as a whole, so nothing would see its rows "
+            "earlier; leave it out, or read the stream with inspect_lens.client.LensClient.stream"
+        )
     if scope is not None and not settled:
         default = scope.capture or default
         request = _under(request, scope, inherited, plain=plain)

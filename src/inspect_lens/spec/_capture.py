@@ -286,6 +286,14 @@ class CaptureSpec(Value):
         return self
 
     @property
+    def made_of_all(self) -> str | None:
+        """What makes its result one row of several tokens, in words; None where each has a row."""
+        reduction = REDUCTIONS[self.reduce]
+        if reduction.combine is not None or reduction.picks_last:
+            return f"reduce={self.reduce!r}"
+        return "positions='last'" if self.positions == "last" else None
+
+    @property
     def is_plain(self) -> bool:
         """Whether vllm-lens has words for it: all tokens of `resid_post` as they are."""
         return (self.positions, self.site, self.phase, self.reduce, self.dtype) == (

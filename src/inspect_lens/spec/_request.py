@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias, cast
 
-from pydantic import BaseModel, field_validator
+from pydantic import BaseModel, field_validator, model_validator
 
 from inspect_lens.errors import SpecError
 
@@ -163,6 +163,10 @@ class LensRequest(RequestPart):
     skip_reading_prefix_cache: Flag | None = None
     """Recompute the whole prompt. None means: where captured prompt tokens need it."""
 
+    stream_results: Flag = False
+    """Send rows, lens tables and what gates decided with the tokens they belong to, in an answer
+    that is streamed. Scores of `tokens` come so in any case."""
+
     @field_validator("configs", mode="before")
     @classmethod
     def _configs(cls, value: Any) -> Any:
@@ -209,6 +213,39 @@ class LensRequest(RequestPart):
         yield from super()._all_positions()
         if self.capture is not None:
             yield self.capture.positions
+
+    @model_validator(mode="after")
+    def _check_streamed(self) -> Self:
+        if self.stream_results:
+            self.check_streams()
+        return self
+
+    def check_streams(self) -> None:
+        """Refuse what cannot come token by token; what it names is not known yet.
+
+        Raises:
+            SpecError: a result is made of several tokens or fetched apart, or there is none.
+        """
+        if self.capture is not None and (made := self.capture.made_of_all) is not None:
+            raise SpecError(
+                f"stream_results beside capture.{made}: that is made of several tokens and ready "
+                "only when the last of them is; leave stream_results out, or capture the rows "
+                "with reduce='none'"
+            )
+        parts = {"capture": self.capture, "qk": self.qk, "lens": self.lens}
+        for name, part in parts.items():
+            if part is not None and part.transport == "binary":
+                raise SpecError(
+                    f"stream_results beside {name}.transport='binary': streamed rows stand in the "
+                    "events themselves; leave transport out"
+                )
+        has_gates = any(e.when is not None and e.when.is_lasting for e in self.edits)
+        is_named = bool(self.edits_named or self.configs)
+        if not (self.brings_tensors or self.scores_tokens or has_gates or is_named):
+            raise SpecError(
+                "stream_results: nothing here comes token by token; add capture, qk, lens, a probe "
+                "with tokens=true, or an edit with a gate that lasts"
+            )
 
 
 def parse_extra_args(

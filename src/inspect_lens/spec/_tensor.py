@@ -123,14 +123,15 @@ def freeze_tensor(tensor: TensorData) -> TensorData:
     return TensorData(storage, tensor.dtype)
 
 
-def encode_tensor(tensor: TensorData) -> dict[str, Any]:
+def encode_tensor(tensor: TensorData, *, compress: bool = True) -> dict[str, Any]:
     """Encode a tensor as JSON: zstd level 1, then base64.
 
     Args:
         tensor: the tensor.
+        compress: whether to use zstd, which for a row or two takes longer than to send it.
 
     Returns:
-        `{"data", "dtype", "original_dtype", "shape", "compression"}`.
+        `{"data", "dtype", "original_dtype", "shape", "compression"}`, the last with zstd alone.
 
     Source:
         The wire form of vllm-lens 1.3.0; checked with bytes that package produced.
@@ -145,6 +146,8 @@ def encode_tensor(tensor: TensorData) -> dict[str, Any]:
         assert (value["shape"], value["dtype"]) == ([4], "float32")
         ```
     """
+    if not compress:
+        return {"data": base64.b64encode(_bytes_of(tensor)).decode("ascii"), **_entry(tensor)}
     # A fresh context per call: zstd contexts must not be shared between threads.
     frame = zstandard.ZstdCompressor(level=1).compress(_bytes_of(tensor))
     data = base64.b64encode(frame).decode("ascii")

@@ -248,6 +248,7 @@ def to_vllm_lens(request: LensRequest) -> dict[str, Any] | None:
         or request.lens is not None
         or request.sink is not None
         or request.skip_reading_prefix_cache is False
+        or request.stream_results
     ):
         return None
     args: dict[str, Any] = {}

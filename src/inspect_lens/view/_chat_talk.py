@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +13,16 @@ import httpx
 from pydantic import BaseModel
 
 from inspect_lens._base.http import server_address
+from inspect_lens._base.partial import PARTIAL_KEY
 from inspect_lens._base.token_texts import TokenTexts
-from inspect_lens.client import answer_of, json_of, lens_facts, lines_of, served_models
+from inspect_lens.client import (
+    answer_of,
+    events_of,
+    json_of,
+    lens_facts,
+    lines_of,
+    served_models,
+)
 from inspect_lens.errors import CaptureError, LensError, SpecError
 from inspect_lens.lens import load_lens
 from inspect_lens.probe import load_probe
@@ -136,12 +143,12 @@ class ChatTalk:
         lines = lines_of(self._http, "/v1/chat/completions", body)
         # Closed at once where nobody reads on, so that the server aborts the generation.
         with contextlib.closing(lines):
-            for event in _events(lines):
+            for event in events_of(lines):
                 for choice in event.get("choices", ()):
                     finish = choice.get("finish_reason") or finish
                     if tokens := _tokens(choice):
                         yield {"event": "tokens", "text": _said(choice), "tokens": tokens}
-                for part in event.get("inspect_lens_scores", ()):
+                for part in event.get(PARTIAL_KEY, ()):
                     yield {"event": "scores", "scores": _plain(part["probes"][self.setup.probe])}
                 if (receipt := event.get("inspect_lens")) is not None:
                     done = Receipt.model_validate(receipt)
@@ -358,17 +365,6 @@ def _check_kind(kind: str, reference: str, name: str, registered: Mapping[str, A
 def _spread(layers: Sequence[int]) -> list[int]:
     n = min(SPREAD_LAYERS, len(layers))
     return [layers[-1 - round(k * (len(layers) - 1) / max(1, n - 1))] for k in range(n)][::-1]
-
-
-def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
-    """The events of a stream."""
-    for line in lines:
-        if not line.startswith("data: ") or line == "data: [DONE]":
-            continue
-        event = json.loads(line.removeprefix("data: "))
-        if (error := event.get("error")) is not None:
-            raise CaptureError(str(error.get("message") if isinstance(error, dict) else error))
-        yield event
 
 
 def _tokens(choice: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -4,13 +4,23 @@ import json
 import socket
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
 
+from inspect_lens._base.partial import Partial
 from inspect_lens.client import LensClient, VLLMLensClient
 from inspect_lens.errors import CaptureError, LensError, SpecError
-from inspect_lens.spec import CaptureSpec, Hook, SteeringVector
+from inspect_lens.spec import (
+    CaptureReceipt,
+    CaptureSpec,
+    Hook,
+    Receipt,
+    SteeringVector,
+    TensorData,
+    encode_tensor,
+)
 from tests.kit.fake_server import FakeLensServer, residual, tokens_of
 
 PROMPT = "one two three"
@@ -185,3 +195,87 @@ def test_errors_carry_the_words_of_the_server(
         with pytest.raises(LensError, match="refuses the key"):
             LensClient(closed.url).generate(PROMPT)
         assert LensClient(closed.url, api_key="secret").generate(PROMPT).text
+
+
+def streaming_client(events: list[dict[str, Any]], asked: list[Any]) -> LensClient:
+    """A client of a server that answers with these events."""
+    lines = [f"data: {json.dumps(event)}\n\n" for event in events]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content))
+        head = {"content-type": "text/event-stream"}
+        return httpx.Response(200, headers=head, text="".join([*lines, "data: [DONE]\n\n"]))
+
+    made = LensClient("http://server", model="m")
+    made._http = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://server")
+    return made
+
+
+def streamed_events(n_said: int) -> list[dict[str, Any]]:
+    """A stream of two tokens, and a receipt that tells of rows of so many."""
+    rows = np.arange(12, dtype=np.float32).reshape(1, 3, 4)
+    found: list[dict[str, Any]] = []
+    for text, first, n in ((" a", 0, 2), (" b", 2, 1)):
+        tensor = TensorData(rows[:, first : first + n], "float32")
+        part = Partial({"p": [0.5]}, {"residual_stream": tensor}, {"residual_stream": range(n)})
+        found += [
+            {"choices": [{"index": 0, "text": text, "token_ids": [len(found)]}]},
+            {"choices": [], "inspect_lens_partial": [{"index": 0, **part.to_json()}]},
+        ]
+    capture = CaptureReceipt(layers=(2,), n_positions=n_said, dtype="float32", rows=n_said)
+    receipt = Receipt(
+        n_prompt=2, n_completion=2, capture=capture, cache_salted=False, paths=("eager",),
+        engine="inspect_lens", version="0", vllm_version="0",
+    )  # fmt: skip
+    return [*found, {"choices": [], "inspect_lens": receipt.model_dump(mode="json")}]
+
+
+def test_a_stream_is_read_part_by_part_and_is_the_whole_answer_at_its_end() -> None:
+    asked: list[Any] = []
+    with streaming_client(streamed_events(3), asked) as client:
+        stream = client.stream(PROMPT, capture_layers=[2])
+        with pytest.raises(LensError, match="not been read to its end"):
+            _ = stream.output
+        parts = list(stream)
+    assert [(part.text, part.activations is not None) for part in parts] == [
+        (" a", False), ("", True), (" b", False), ("", True),
+    ]  # fmt: skip
+    assert [list(part.scores) for part in parts] == [[], ["p"], [], ["p"]]
+    assert stream.output.text == " a b"
+    assert stream.output.activations is not None
+    expected = np.arange(12, dtype=np.float32).reshape(1, 3, 4)
+    np.testing.assert_array_equal(stream.output.activations.numpy(), expected)
+    (body,) = asked
+    assert body["stream"] is True
+    assert json.loads(body["vllm_xargs"]["inspect_lens"])["stream_results"] is True
+
+
+def test_a_stream_may_leave_its_rows_to_the_end() -> None:
+    asked: list[Any] = []
+    *_, last = streamed_events(3)
+    tensor = encode_tensor(TensorData(np.ones((1, 3, 4), dtype=np.float32), "float32"))
+    events = [last | {"activations": {"residual_stream": tensor}}]
+    with streaming_client(events, asked) as client:
+        stream = client.stream(messages=[], capture_layers=[2], stream_results=False)
+        assert not list(stream)
+    assert stream.output.activations is not None
+    assert stream.output.activations.numpy().shape == (1, 3, 4)
+    assert asked[0]["vllm_xargs"] == {"output_residual_stream": "[2]"}
+
+
+@pytest.mark.parametrize("n_said", [2, 4])
+def test_a_stream_that_lacks_rows_is_no_answer(n_said: int) -> None:
+    with streaming_client(streamed_events(n_said), []) as client:
+        stream = client.stream(PROMPT, capture_layers=[2])
+        with pytest.raises(CaptureError, match=f"rows of 3 tokens came, .* tells of {n_said}"):
+            list(stream)
+        events = streamed_events(3)[:-1]
+    with streaming_client(events, []) as client, pytest.raises(CaptureError):
+        list(client.stream(PROMPT, capture_layers=[2]))
+
+
+def test_a_stream_is_of_a_prompt_or_a_chat() -> None:
+    with LensClient("http://server", model="m") as client:
+        for given in ({}, {"prompt": "x", "messages": []}):
+            with pytest.raises(SpecError, match="prompt and messages: give one"):
+                client.stream(**given)

@@ -246,3 +246,9 @@ def test_any_request_survives_the_config_and_the_wire(request: LensRequest, scal
         for back in (typed.request, wire):
             assert (back or LensRequest()).model_dump() == one.model_dump()
         assert is_lens_call(body) == (one != LensRequest())
+
+
+def test_a_call_of_an_eval_is_not_streamed() -> None:
+    asked = {"capture": {"layers": [1]}, "stream_results": True}
+    with pytest.raises(SpecError, match=r"stream_results: Inspect reads.*LensClient.stream"):
+        read_body({"inspect_lens": asked})

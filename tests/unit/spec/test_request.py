@@ -17,6 +17,7 @@ from inspect_lens.spec import (
     parse_extra_args,
     resolve_positions,
     to_extra_args,
+    to_wire_args,
 )
 from inspect_lens.spec._cache import Budget, Cache
 from tests.kit.facts import engine_facts
@@ -305,3 +306,29 @@ def test_large_requests_are_not_kept() -> None:
     first, second = parse_extra_args(extra), parse_extra_args(extra)
     assert first == second
     assert first is not second
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"capture": {"reduce": "mean"}}, r"capture.reduce='mean'.*ready only when the last"),
+        ({"capture": {"reduce": "last"}}, r"capture.reduce='last'"),
+        ({"capture": {"positions": "last"}}, r"capture.positions='last'"),
+        ({"capture": {"transport": "binary"}}, r"capture.transport='binary'"),
+        ({"lens": {"layers": [1], "transport": "binary"}}, r"lens.transport='binary'"),
+        ({"probes": ["p"]}, "nothing here comes token by token"),
+        ({}, "nothing here comes token by token"),
+    ],
+)
+def test_what_cannot_come_token_by_token_is_not_streamed(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(SpecError, match=f"stream_results.*{says}" if fields else says):
+        parse_extra_args({"inspect_lens": {**fields, "stream_results": True}})
+    if fields:
+        assert parse_extra_args({"inspect_lens": fields}) is not None
+
+
+def test_a_streamed_request_is_spelled_so_that_a_server_reads_it_again() -> None:
+    request = LensRequest(capture=CaptureSpec(layers=[2]), stream_results=True)
+    args = to_wire_args(to_extra_args(request))
+    assert list(args) == ["inspect_lens"], "vllm-lens has no word for it"
+    assert parse_extra_args(args) == request

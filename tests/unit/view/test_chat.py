@@ -15,6 +15,7 @@ import httpx
 import numpy as np
 import pytest
 
+from inspect_lens._base.partial import PARTIAL_KEY
 from inspect_lens.errors import CaptureError, LensError, SpecError
 from inspect_lens.spec import Add, EngineEdits
 from inspect_lens.view import ChatPage, open_talk
@@ -67,7 +68,7 @@ class Answers(BaseHTTPRequestHandler):
         scores = {"index": 0, "probes": {"lies": [float("nan"), 0.25]}}
         try:
             while not self.server.gone.wait(0.005):
-                for event in ({"choices": [choice]}, {"inspect_lens_scores": [scores]}):
+                for event in ({"choices": [choice]}, {PARTIAL_KEY: [scores]}):
                     self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
         except OSError:
             self.server.gone.set()

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import zmq
-from numpy.typing import NDArray
 
 from inspect_lens import errors
 from inspect_lens._engine.export.transport import overflow
@@ -31,7 +30,6 @@ from inspect_lens._engine.hooks.results import Gathered, gather
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.messages import (
     BOARD_SIZE,
-    SCORES,
     ArenaReader,
     Block,
     Failure,
@@ -46,7 +44,15 @@ from inspect_lens.errors import CaptureError
 from inspect_lens.spec import TensorData
 
 from .listener import Listener
-from .placement import Collected, Pending, Placing, Worker, paths_of_all, told_of_edits
+from .placement import (
+    Collected,
+    Further,
+    Pending,
+    Placing,
+    Worker,
+    paths_of_all,
+    told_of_edits,
+)
 from .result_memory import ResultMemory, memory_bytes
 from .temp_dirs import let_go, new_folder
 
@@ -290,15 +296,33 @@ class Collector:
         """Requests whose results are expected."""
         return len(self._pending)
 
-    def scores(self, key: str, since: int) -> NDArray[np.float32] | None:
-        """Probe scores of a running request that have come without a gap."""
+    def further(
+        self, key: str, since: Mapping[int, int], *, n_fed: int, settled: int | None
+    ) -> Further | None:
+        """What has come without a gap of results of a running request that fed so many tokens.
+
+        Args:
+            key: of the request.
+            since: kinds of results, with the positions of each that are known already.
+            n_fed: tokens that it has fed to the model.
+            settled: with speculative decoding, see `Pending.is_settled`.
+        """
         with self.notifier.changed:
             # Who reads them as they come does so again: until somebody waits who does not.
             self.notifier.hurry.set()
             pending = self._pending.get(key)
             if pending is None or pending.failure is not None:
                 return None
-            return pending.streams[SCORES].further(since)
+            return pending.further(since, n_fed, settled)
+
+    def has_further(
+        self, key: str, since: Mapping[int, int], *, n_fed: int, settled: int | None
+    ) -> bool:
+        """Whether `further` has all of the tokens that were fed, or will have no more."""
+        with self.notifier.changed:
+            self.notifier.hurry.set()
+            pending = self._pending.get(key)
+            return pending is None or pending.has_further(since, n_fed, settled)
 
     def take(
         self,

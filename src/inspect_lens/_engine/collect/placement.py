@@ -276,6 +276,18 @@ class Collected:
     """By running gate, its note; see `programs.open_among`."""
 
 
+@dataclass(frozen=True)
+class Further:
+    """What has come of a running request since somebody asked last."""
+
+    rows: dict[int, NDArray[Any]]
+    """(rows of a token, or shares of workers, positions, width or columns) of each result."""
+    fired: dict[int, int]
+    """By gate that lasts, the position at which it fired, if it has."""
+    attention: dict[int, dict[str, Any]]
+    """By layer, what the pattern of its attention depends on."""
+
+
 class Pending:
     """A request whose results are on their way."""
 
@@ -380,6 +392,32 @@ class Pending:
             if worker.settled[record] < min(settled, needed):
                 return False
         return True
+
+    def settled_until(self, n_fed: int, settled: int | None) -> int:
+        """One past the last of the fed positions whose rows are sure to be no rejected draft's."""
+        if settled is None:
+            return n_fed
+        for opening, worker in self.shares:
+            record = opening.number % BOARD_SIZE
+            known = int(worker.settled[record]) if worker.number[record] == opening.number else 0
+            # The last step was told of behind its rows: those of drafts that it fed are there.
+            n_fed = n_fed if known >= settled else min(n_fed, known)
+        return n_fed if self.shares else 0
+
+    def has_further(self, since: Mapping[int, int], n_fed: int, settled: int | None) -> bool:
+        """Whether the rows of all tokens that were fed have come of some results, or never will."""
+        if self.failure is not None:
+            return True
+        if self.settled_until(n_fed, settled) < n_fed:
+            return False
+        fed = self._envelope.results_of(n_fed)
+        return all(self.streams[i].has_further(n, fed[i]) for i, n in since.items())
+
+    def further(self, since: Mapping[int, int], n_fed: int, settled: int | None) -> Further:
+        """What has come of some results behind so many positions of each."""
+        fed = self._envelope.results_of(self.settled_until(n_fed, settled))
+        rows = {i: self.streams[i].further(n, max(n, fed[i])) for i, n in since.items()}
+        return Further(rows, self.fired(n_fed), self.attention)
 
     def is_ready(self, counts: Mapping[int, int], n_fed: int, settled: int | None) -> bool:
         """Whether everything has arrived, or the request has failed."""

@@ -361,13 +361,20 @@ class Stream:
             return 0
         return (self.lo + count - 1 if self.listed is None else int(self.listed[count - 1])) + 1
 
-    def further(self, since: int) -> NDArray[Any]:
-        """Rows that have come without a gap behind the first `since` positions."""
+    def further(self, since: int, count: int) -> NDArray[Any]:
+        """Of the first positions the rows that have come without a gap behind the first `since`."""
         if self.slab is None:
             return np.zeros((self.taps, 0, self.width), dtype=_DTYPES[self.dtype])
-        come: NDArray[np.bool_] = np.logical_and.reduce(self.arrived(self.room)[:, since:], axis=0)
+        flags = self._flags(self.slab, self.room)[:, since:count]
+        come: NDArray[np.bool_] = np.logical_and.reduce(flags != 0, axis=0)
         n = len(come) if come.all() else int(come.argmin())
         return self._come(self._whole(self.slab)[:, since : since + n]).copy()
+
+    def has_further(self, since: int, count: int) -> bool:
+        """Whether the first positions have come at all taps, of which the first `since` have."""
+        if self.slab is None or count > self.room:
+            return count <= since
+        return bool(self._flags(self.slab, self.room)[:, since:count].all())
 
     def _whole(self, slab: Slab) -> NDArray[Any]:
         """(taps, positions with room, width); what has come, and what has not."""

@@ -38,7 +38,7 @@ from .readouts import (
     seal_qk,
 )
 
-VERSION = 16
+VERSION = 17
 
 
 USES_KEY = "uses"
@@ -46,6 +46,8 @@ _EDITED_KEY = "edited"
 """Of a packed envelope: `SealedEdits.pack`."""
 HASH_KEY = "hash"
 """Of a packed envelope: `Envelope.steer_hash`."""
+_STREAMED_KEY = "streamed"
+"""Of a packed envelope: `Envelope.is_streamed`."""
 KEPT_KEY = "kept"
 """Of a packed envelope: what the scheduler has to know, see `Envelope._kept`."""
 CACHED_KEY = "cached"
@@ -118,6 +120,8 @@ class Envelope:
     """Queries and keys, which are a capture of their own beside the other."""
     lens: LensEnvelope | None = None
     """What rows predict."""
+    is_streamed: bool = False
+    """Whether the front-end sends results with their tokens; workers do not care."""
 
     @property
     def edits(self) -> tuple[EditEnvelope, ...]:
@@ -138,6 +142,10 @@ class Envelope:
     def results(self) -> tuple[Readout | None, ...]:
         """What is asked for of each kind, in the order of `READOUTS`."""
         return tuple([getattr(self, name) for name in READOUTS])
+
+    def results_of(self, n_fed: int) -> dict[int, int]:
+        """Positions that come, by kind of result, where so many tokens are fed to the model."""
+        return {i: 0 if one is None else len(one.fed(n_fed)) for i, one in enumerate(self.results)}
 
     @property
     def is_edited_alone(self) -> bool:
@@ -181,6 +189,7 @@ class Envelope:
                 HASH_KEY: self.steer_hash,
                 KEPT_KEY: self._kept,
                 LENS_KEY: None if self.lens is None else self.lens.lens,
+                _STREAMED_KEY: self.is_streamed,
                 "rows": msgspec.msgpack.encode((self.n_prompt, self.is_speculative, *self.results)),
                 _EDITED_KEY: self.edited.pack(folder),
             }
@@ -201,6 +210,8 @@ class Envelope:
         rows = value["rows"]
         unpack = _shared_of_rows if len(rows) <= _SHARED_MOST else _of_rows
         envelope = unpack(value["reply"], value["pid"], rows)
+        if value[_STREAMED_KEY]:
+            envelope = replace(envelope, is_streamed=True)
         if (edits := value[_EDITED_KEY]) is None:
             return envelope
         return replace(envelope, edited=_edited(value[HASH_KEY], edits), steer_hash=value[HASH_KEY])
@@ -267,15 +278,20 @@ def seal(
     read = None
     if isinstance(probes, AskedProbes):
         read = seal_probes(probes, n_prompt, n_max, is_live=is_live)
+    streams = request.stream_results
+    capture = seal_capture(
+        request.capture, facts, n_prompt, n_max, may_overrun=may_overrun, is_live=streams
+    )
     return Envelope(
         reply=reply,
         pid=os.getpid(),
-        capture=seal_capture(request.capture, facts, n_prompt, n_max, may_overrun=may_overrun),
+        capture=capture,
         edited=edited,
         probes=read,
         n_prompt=n_prompt,
         is_speculative=facts.is_speculative,
         steer_hash=epoch(edited.content) if edited.edits else None,
-        qk=seal_qk(request.qk, facts, n_prompt, n_max),
+        qk=seal_qk(request.qk, facts, n_prompt, n_max, is_live=streams),
         lens=seal_lens(request.lens, facts, n_prompt, n_max),
+        is_streamed=streams,
     )

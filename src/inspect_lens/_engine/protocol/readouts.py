@@ -80,6 +80,9 @@ class Readout:
     """End of the range, exclusive; with `positions`, one past the largest."""
     positions: tuple[int, ...] | None = None
     """Sorted explicit positions, or None for the whole range."""
+    is_live: bool = False
+    """Whether it is looked at while the request runs, so that no row may wait for the next. What a
+    lens makes of rows never does."""
 
     @property
     def taps(self) -> tuple[TapPoint, ...]:
@@ -293,6 +296,7 @@ def seal_capture(
     n_max: int,
     *,
     may_overrun: bool = False,
+    is_live: bool = False,
 ) -> CaptureEnvelope | None:
     """Resolve a judged capture against its prompt."""
     if capture is None:
@@ -320,6 +324,7 @@ def seal_capture(
         transport=capture.transport,
         reduce=capture.reduce,
         is_last=is_last,
+        is_live=is_live,
         widths=tuple([facts.width_of(site)[1:3] for site in capture.sites]) if facts.widths else (),
         ranks=facts.ranks,
     )
@@ -341,14 +346,14 @@ def seal_capture(
 
 
 def seal_qk(
-    qk: QKSpec | None, facts: EngineFacts, n_prompt: int, n_max: int
+    qk: QKSpec | None, facts: EngineFacts, n_prompt: int, n_max: int, *, is_live: bool = False
 ) -> CaptureEnvelope | None:
     """Queries and keys as the capture that they are: of `all` layers, those that are served."""
     if qk is None:
         return None
     layers = facts.layers if qk.layers == "all" else qk.layers
     asked = CaptureSpec(layers=layers, site=("q", "k"), transport=qk.transport)
-    return seal_capture(asked, facts, n_prompt, n_max)
+    return seal_capture(asked, facts, n_prompt, n_max, is_live=is_live)
 
 
 def _possible_last(where: range | tuple[int, ...], n_prompt: int) -> range | tuple[int, ...]:
@@ -415,8 +420,6 @@ class ProbesEnvelope(Readout):
     """What they read together, in tap order."""
     columns: int
     """Numbers per token that come back."""
-    is_live: bool = False
-    """Whether scores are looked at while the request runs, so that none may wait for the next."""
 
     @property
     def taps(self) -> tuple[TapPoint, ...]:

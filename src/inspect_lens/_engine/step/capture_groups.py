@@ -25,7 +25,7 @@ from inspect_lens._engine.readout.reduce import Form
 from inspect_lens.spec import TapPoint
 
 _Rows = tuple[int, ...]
-_Key = tuple[tuple[_Rows, Hashable] | None, ...]
+_Key = tuple[tuple[_Rows, Hashable, bool] | None, ...]
 """Of each result the rows that it reads, of a token's at all taps, and what is made of them."""
 
 _KNOWN_MOST = 1024
@@ -198,7 +198,7 @@ class Groups:
             of_each = [range(s, s + n) for s, n in zip(starts, counts, strict=True)]
             rank = {row: i for i, row in enumerate(chain.from_iterable(of_each))}
             results = {
-                stream: self._result(stream, tuple(rank[row] for row in part[0]), part[1])
+                stream: self._result(stream, tuple(rank[row] for row in part[0]), *part[1:])
                 for stream, part in enumerate(key)
                 if part is not None
             }
@@ -216,7 +216,7 @@ class Groups:
         alike = envelope.alike
         if (known := self._known.get(alike)) is not None:
             return known
-        key: list[tuple[_Rows, Hashable] | None] = []
+        key: list[tuple[_Rows, Hashable, bool] | None] = []
         shares: list[tuple[int, int]] = []
         for stream, asked in enumerate(envelope.results):
             rows = () if asked is None else asked.rows
@@ -227,18 +227,20 @@ class Groups:
             starts = [int(self._starts[self._tap_index[rows[i].tap]]) for i in read]
             own = tuple(start + rows[i].part for start, i in zip(starts, read, strict=True))
             made = _made(stream, asked, tuple(rows[i].tap for i in read))
-            key.append((own, made) if own else None)
+            is_live = asked is not None and asked.is_live
+            key.append((own, made, is_live) if own else None)
         wanted = _Wanted(tuple(key) if any(key) else None, shares)
         if len(self._known) >= _KNOWN_MOST:
             self._known.clear()
         self._known[alike] = wanted
         return wanted
 
-    def _result(self, stream: int, ranks: _Rows, made: Any) -> Result:
+    def _result(self, stream: int, ranks: _Rows, made: Any, is_live: bool) -> Result:
         if stream == SCORES:
-            names, taps, is_live = made
-            return Result(ranks, readout=self._probes.readout(names, taps), is_live=is_live)
-        return Result(ranks, lens=made) if stream == LENS else Result(ranks, form=made)
+            return Result(ranks, readout=self._probes.readout(*made), is_live=is_live)
+        if stream == LENS:
+            return Result(ranks, lens=made)
+        return Result(ranks, form=made, is_live=is_live)
 
     def give(self, number: int) -> None:
         """Take note that a request has gone."""
@@ -264,7 +266,7 @@ class Groups:
 def _made(stream: int, asked: Readout | None, taps: tuple[TapPoint, ...]) -> Hashable:
     """What a worker makes of the rows of a result: what tells groups apart beside the rows."""
     if isinstance(asked, ProbesEnvelope):
-        return asked.names, taps, asked.is_live
+        return asked.names, taps
     if isinstance(asked, LensEnvelope):
         return asked.form
     # Queries and keys are sent as they are.

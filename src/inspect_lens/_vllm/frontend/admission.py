@@ -414,6 +414,8 @@ def _placed(compiled: Compiled, params: Any, *, n_prompt: int | None, max_tokens
     if n_prompt is None:
         raise UnsupportedError("prompt embeddings: the lens needs a prompt of tokens")
     front, request, reads = front_end(), compiled.request, compiled.reads
+    if request.stream_results:
+        _check_streamed(request, params)
     # The front-end finds stop strings and alarms, while the engine goes on.
     may_overrun = bool(params.stop) or (reads is not None and reads.may_stop)
     is_live = reads is not None and (
@@ -455,6 +457,17 @@ def _placed(compiled: Compiled, params: Any, *, n_prompt: int | None, max_tokens
     if is_kept and not is_own and n_listed + len(packed.uses or "") <= _MOST_LISTED:
         front.known.keep(key, (compiled, packed), request.tensor_bytes)
     return packed
+
+
+def _check_streamed(request: LensRequest, params: Any) -> None:
+    """Refuse to send results with tokens where no token is sent before the last one."""
+    if params.output_kind.name == "FINAL_ONLY":
+        raise SpecError(
+            "stream_results: this answer comes as a whole, and its results with it; send "
+            "stream=true to a server, or give AsyncLLM output_kind=RequestOutputKind.DELTA; or "
+            "leave stream_results out"
+        )
+    request.check_streams()  # what it names is known by now
 
 
 def _is_salted(packed: Packed) -> bool:

@@ -11,7 +11,7 @@ import contextvars
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 from inspect_lens._engine.protocol.processes import ends_process
@@ -26,11 +26,11 @@ from inspect_lens._vllm.results.attach import named, stop_at_alarm
 from inspect_lens._vllm.results.choices import (
     Ticket,
     attached,
-    choices_of,
+    carries_results,
     has_fields,
     has_tickets,
-    keep_scores,
     keep_tickets,
+    running_keys,
     ticket_keys,
 )
 from inspect_lens._vllm.results.event_loop import arrivals_of
@@ -58,8 +58,16 @@ from .state import front_end
 async def attached_for_http(output: Any, body: Body | None) -> int:
     """Attach results, as JSON where a body has asked for them; how many choices have theirs."""
     before = attached(output)
-    try:
+    with _errors_told():
         await _attach(output, body)
+    return attached(output) - before
+
+
+@contextlib.contextmanager
+def _errors_told() -> Iterator[None]:
+    """Have errors of one request's results reach its client as what they are."""
+    try:
+        yield
     except CapacityError as error:
         raise busy(str(error)) from error
     except CaptureError as error:
@@ -72,7 +80,6 @@ async def attached_for_http(output: Any, body: Body | None) -> int:
         if ends_process(error):
             raise
         raise CaptureError(f"{CaptureError.__name__}: {fault_of(error)}") from error
-    return attached(output) - before
 
 
 async def _attach(output: Any, body: Body | None) -> None:
@@ -95,8 +102,42 @@ def _attach_and_encode(output: Any, body: Body | None) -> None:
         _encode(output, body)
 
 
+async def _carry(output: Any, body: Body | None) -> None:
+    """Put what is ready on an output of requests that go on, as JSON where a body has asked."""
+    loop, front = asyncio.get_running_loop(), front_end()
+    await arrivals_of(loop, front.results).carry(output)
+    parts = [c.__dict__.get("inspect_lens_partial") for c in output.outputs]
+    if body is None or not any(parts):
+        return
+    if sum(part.nbytes for part in parts if part is not None) < _LARGE_PART:
+        _encode(output, body)
+    else:  # rows of a prompt, for which no other response has to wait
+        await loop.run_in_executor(front.waiting, _encode, output, body)
+
+
+_LARGE_PART = 1 << 17
+"""Bytes of rows that take longer to spell as JSON than to hand to a thread."""
+
+
+def carry_now(outputs: Iterable[Any], *, may_wait: bool) -> None:
+    """Put what is ready on outputs of requests that go on; a fault fails the request alone."""
+    results = front_end().results
+    for output in filter(carries_results, outputs if results.n_open else ()):
+        try:
+            if may_wait:
+                results.wait_for(output)
+            results.carry(output)
+        except BaseException as error:
+            if ends_process(error):
+                raise
+            for key in running_keys(output):
+                results.spoil(key, error)
+
+
 def _encode(output: Any, body: Body | None) -> None:
     for completion in output.outputs if body is not None else ():
+        if (part := completion.__dict__.get("inspect_lens_partial")) is not None:
+            completion.inspect_lens_partial_json = part.to_json()
         if hasattr(completion, "inspect_lens") and not hasattr(completion, "inspect_lens_json"):
             completion.inspect_lens_json = as_json(completion)
 
@@ -245,9 +286,12 @@ def _new_completion_output(original: Callable[..., Any]) -> Callable[..., Any]:
                     results.recorded.put(ticket)
                 else:
                     completion.inspect_lens_ticket = ticket
-            elif results.streams_tokens(key):
-                completion.inspect_lens_scores = results.take_new_scores(
-                    key, self.detokenizer.num_output_tokens()
+            elif results.streams(key):
+                completion.inspect_lens_running = Ticket(
+                    key,
+                    n_completion=self.detokenizer.num_output_tokens(),
+                    # Where an output is of several steps it is not known what the last one fed.
+                    n_last=len(token_ids) if getattr(self, "stream_interval", 1) == 1 else 1,
                 )
         except BaseException as error:
             if ends_process(error):
@@ -274,12 +318,9 @@ _deferring = _Deferring()
 
 def _output_add(original: Callable[..., Any]) -> Callable[..., Any]:
     def add(self: Any, next_output: Any, aggregate: bool, *args: Any, **kwargs: Any) -> Any:
-        earlier = {c.index: getattr(c, "inspect_lens_scores", {}) for c in choices_of(self)}
         result = original(self, next_output, aggregate, *args, **kwargs)
         try:
             keep_tickets(self.outputs, next_output.outputs)
-            for completion in next_output.outputs:
-                keep_scores(self.outputs, completion, earlier.get(completion.index, {}))
         except BaseException as error:
             if ends_process(error):
                 raise
@@ -297,6 +338,7 @@ def _engine_step(original: Callable[..., Any]) -> Callable[..., Any]:
         outputs = original(self, *args, **kwargs)
         results, is_apart = front_end().results, not is_in_process(self)
         done = [output for output in outputs if has_tickets(output)]
+        carry_now(outputs, may_wait=is_apart)
         recorded = results.recorded.take_unflushed()
         if (done or recorded) and not is_apart:
             # It takes no further step, in which workers would hear that requests are over, while
@@ -357,6 +399,9 @@ async def _with_results(
             async for output in outputs:
                 if (fault := getattr(output, "inspect_lens_fault", None)) is not None:
                     raise fault
+                if carries_results(output):
+                    with _errors_told():
+                        await _carry(output, body)
                 if has_tickets(output):
                     missing -= await attached_for_http(output, body)
                 if output.finished and missing > 0:

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from pydantic_core import from_json
 
+from inspect_lens._base.partial import PARTIAL_KEY
 from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens._vllm.clients import Asked, remember
 from inspect_lens._vllm.compat.api_server import lacks_key, list_models
@@ -72,8 +73,8 @@ class Body:
     patterns: PatternBudget = field(default_factory=PatternBudget)
     results: dict[int, dict[str, Any]] = field(default_factory=dict)
     """As JSON, by index of the choice."""
-    scores: list[dict[str, Any]] = field(default_factory=list)
-    """Token scores that no event of the stream has carried yet."""
+    parts: list[dict[str, Any]] = field(default_factory=list)
+    """What has come of choices and no event of the stream has carried yet, see `Partial`."""
     n_choices: int = 0
     n_prompts: int = 0
     span: Any = None
@@ -99,8 +100,8 @@ class Body:
         """Take what is ours from an output of a prompt."""
         for completion in output.outputs:
             index = first + completion.index
-            if scores := completion.__dict__.pop("inspect_lens_scores", None):
-                self.scores.append({"index": index, "probes": scores})
+            if part := completion.__dict__.pop("inspect_lens_partial_json", None):
+                self.parts.append({"index": index, **part})
             if result := getattr(completion, "inspect_lens_json", None):
                 self.results[index] = result
                 remember(self.span, result)
@@ -108,7 +109,7 @@ class Body:
     def forget(self) -> None:
         """Let go of everything: tasks that outlive the request have its context."""
         self.request, self.patterns, self.others = None, PatternBudget(), {}
-        self.results, self.scores = {}, []
+        self.results, self.parts = {}, []
         self.span = self.error = None
 
 
@@ -178,28 +179,28 @@ class Answer:
         await self._send({"type": "http.response.body", "body": data})
 
     async def _send_event(self, message: Message) -> None:
-        """Send token scores behind their tokens, and the results before the stream ends."""
+        """Send what is ready behind its tokens, and the results before the stream ends."""
         body, kind = self._body, self._body.kind
         data = message.get("body", b"")
         is_end = data.startswith(b"data: [DONE]")
         if is_end:
-            await self._send_scores(body.scores, kind)
-            body.scores = []
+            await self._send_parts(body.parts, kind)
+            body.parts = []
         if is_end and body.results:
             await self._send(_event(_last_event(body.results, kind)))
         await self._send(message)
-        if body.scores and not is_end:
+        if body.parts and not is_end:
             # vLLM asks several prompts ahead of what it has sent.
             sent = _choices_in(data) if body.n_prompts > 1 else None
-            ready = [s for s in body.scores if sent is None or s["index"] in sent]
+            ready = [p for p in body.parts if sent is None or p["index"] in sent]
             if sent is not None:
-                ready = list({s["index"]: s for s in reversed(ready)}.values())  # each one's first
-            body.scores = [s for s in body.scores if not any(s is one for one in ready)]
-            await self._send_scores(ready, kind)
+                ready = list({p["index"]: p for p in reversed(ready)}.values())  # each one's first
+            body.parts = [p for p in body.parts if not any(p is one for one in ready)]
+            await self._send_parts(ready, kind)
 
-    async def _send_scores(self, scores: list[dict[str, Any]], kind: str) -> None:
-        if scores:
-            event = {"object": kind, "choices": [], "inspect_lens_scores": scores}
+    async def _send_parts(self, parts: list[dict[str, Any]], kind: str) -> None:
+        if parts:
+            event = {"object": kind, "choices": [], PARTIAL_KEY: parts}
             await self._send(_event(event))
 
 

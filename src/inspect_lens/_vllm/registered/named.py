@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 
 from inspect_lens._base.to_torch import to_torch
 from inspect_lens._engine.collect.placement import Collected
+from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.messages import LENS, QK
 from inspect_lens._engine.protocol.readouts import (
     CaptureEnvelope,
@@ -33,18 +35,46 @@ def tensors_by_name(rows: TensorData, capture: CaptureEnvelope) -> dict[str, Ten
     return {result_name(site): _of_site(rows, capture, site, rank) for site in capture.sites}
 
 
+def named_tensors(
+    envelope: Envelope, kind: int, rows: TensorData, attention: Mapping[int, Mapping[str, Any]]
+) -> dict[str, TensorData]:
+    """What users get of the rows of one kind of result; see `ROWS`.
+
+    Args:
+        envelope: of the request.
+        kind: of the result.
+        rows: (rows of a token, tokens, width or columns).
+        attention: by layer, what its pattern depends on.
+    """
+    if kind == QK:
+        assert envelope.qk is not None
+        return _by_head(rows, envelope.qk, attention)
+    if kind == LENS:
+        return {LENS_NAME: rows}
+    assert envelope.capture is not None
+    return tensors_by_name(rows, envelope.capture)
+
+
+def _by_head(
+    rows: TensorData, qk: CaptureEnvelope, attention: Mapping[int, Mapping[str, Any]]
+) -> dict[str, TensorData]:
+    """Queries and keys as (layers, tokens, heads, head size)."""
+    sizes = {int(attention[layer]["head_size"]) for layer in qk.layers}
+    if len(sizes) > 1:
+        raise CaptureError("output_qk: layers have different heads; ask for layers of one kind")
+    (size,) = sizes
+    tensors = {}
+    for name, found in tensors_by_name(rows, qk).items():
+        layers, tokens, width = found.shape
+        by_head = found.storage.reshape(layers, tokens, width // size, size)
+        tensors[f"attn_{name}"] = TensorData(by_head, found.dtype)
+    return tensors
+
+
 def put_qk(completion: Any, qk: CaptureEnvelope, collected: Collected) -> None:
     """Put queries and keys on a choice: by head, and with what else a pattern depends on."""
+    tensors = _by_head(collected.tensors[QK], qk, collected.attention)
     metas = [collected.attention[layer] for layer in qk.layers]
-    if len({meta["head_size"] for meta in metas}) > 1:
-        raise CaptureError("output_qk: layers have different heads; ask for layers of one kind")
-    size = int(metas[0]["head_size"])
-    found = tensors_by_name(collected.tensors[QK], qk)
-    tensors = {}
-    for name in ("q", "k"):
-        rows = found[name].storage
-        by_head = rows.reshape(*rows.shape[:2], rows.shape[2] // size, size)
-        tensors[f"attn_{name}"] = TensorData(by_head, found[name].dtype)
     plain = {"qk_layers": list(qk.layers), "qk_meta": metas}
     completion.inspect_lens_plain = plain
     _put(completion, tensors, qk.transport)

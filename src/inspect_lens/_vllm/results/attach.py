@@ -26,7 +26,18 @@ from inspect_lens._vllm.registered.probe_scores import Reading, feed_together
 from inspect_lens._vllm.sinks.sink import Exchange
 from inspect_lens.errors import CapacityError, CaptureError, LensError
 
-from .choices import Choice, Expected, Job, Ticket, is_light, is_ready, prepare, take_whole
+from .choices import (
+    Choice,
+    Expected,
+    Job,
+    Ticket,
+    is_light,
+    is_ready,
+    is_running,
+    prepare,
+    take_whole,
+)
+from .streaming import Streaming
 
 logger = logging.getLogger("vllm.inspect_lens")
 
@@ -220,7 +231,6 @@ class Results:
         self._lock = threading.Lock()
         self._nonce = secrets.token_hex(8)
         self._failures: Counter[str] = Counter()
-        self._unsent: dict[str, dict[str, list[float]]] = {}
         self._spoiled: dict[str, LensError] = {}
         """Requests for which something of ours went wrong in a loop of vLLM's."""
 
@@ -288,41 +298,54 @@ class Results:
                 self.spoil(key, error)
         unprepared.extendleft(reversed(later))
 
-    def new_scores(self, key: str, n_completion: int) -> dict[str, list[float]]:
-        """Token scores of a running request that have come since the last call, by probe."""
-        expected = self._expected.get(key)
-        if expected is None or expected.reading is None:
-            return {}
-        if expected.envelope.is_speculative:
-            # Numbers of a rejected draft come again, corrected: all are read at the end.
-            return {}
-        numbers = self.the_collector().scores(key, expected.reading.n_seen)
-        if numbers is None:
-            return {}
-        n_new = expected.n_read(expected.n_prompt + n_completion - 1) - expected.reading.n_seen
-        return expected.reading.feed(numbers[:, : max(n_new, 0)])
-
     def alarm(self, key: str, n_completion: int) -> str | None:
-        """Name of a probe whose alarm has to end a running request; see `new_scores`."""
+        """Name of a probe whose alarm has to end a running request, by what has come."""
         expected = self._expected.get(key)
-        if expected is None or expected.reading is None:
+        if expected is None or expected.reading is None or expected.streaming is None:
             return None
-        self._pending_scores(key, self.new_scores(key, n_completion))
+        n_fed = expected.n_fed(n_completion)
+        # How many of the tokens are accepted drafts of the last step is not known here.
+        settled = expected.settled(n_fed, 1)
+        expected.streaming.read_scores(key, n_fed, settled, self.the_collector())
         return expected.reading.alarm()
 
-    def streams_tokens(self, key: str) -> bool:
+    def streams(self, key: str) -> bool:
+        """Whether outputs of a request carry results before the last one does."""
         expected = self._expected.get(key)
-        reading = expected.reading if expected is not None else None
-        return reading is not None and reading.streams_tokens
+        return (
+            expected is not None and expected.streaming is not None and expected.streaming.is_wanted
+        )
 
-    def take_new_scores(self, key: str, n_completion: int) -> dict[str, list[float]]:
-        """Token scores that no response has carried yet; see `new_scores`."""
-        self._pending_scores(key, self.new_scores(key, n_completion))
-        return self._unsent.pop(key, {})
+    def has_come(self, output: Any) -> bool:
+        """Whether all has come that an output of running requests is to carry, or never will."""
+        return all(
+            ticket.key in self._spoiled
+            or streaming.has_come(ticket.key, n_fed, settled, self.the_collector())
+            for _, ticket, streaming, n_fed, settled in self._running_choices(output)
+        )
 
-    def _pending_scores(self, key: str, new: Mapping[str, list[float]]) -> None:
-        for name, scores in new.items():
-            self._unsent.setdefault(key, {}).setdefault(name, []).extend(scores)
+    def wait_for(self, output: Any) -> None:
+        """Wait until `has_come`, or as long as results are waited for."""
+        with self.notifier.changed:
+            self.notifier.wait_for(partial(self.has_come, output), self.timeout_s, 0.1)
+
+    def carry(self, output: Any) -> None:
+        """Put what is ready on an output's choices that go on, as `inspect_lens_partial`."""
+        for completion, ticket, streaming, n_fed, settled in self._running_choices(output):
+            part = streaming.take(ticket.key, n_fed, settled, self.the_collector())
+            if part is not None:
+                completion.inspect_lens_partial = part
+
+    def _running_choices(
+        self, output: Any
+    ) -> Iterator[tuple[Any, Ticket, Streaming, int, int | None]]:
+        for completion in filter(is_running, output.outputs):
+            ticket: Ticket = completion.inspect_lens_running
+            expected = self._expected.get(ticket.key)
+            if expected is not None and expected.streaming is not None:
+                n_fed = expected.n_fed(ticket.n_completion)
+                settled = expected.settled(n_fed, ticket.n_last)
+                yield completion, ticket, expected.streaming, n_fed, settled
 
     def spoil(self, key: str, error: BaseException) -> None:
         """Have a request end with an error.
@@ -346,7 +369,6 @@ class Results:
         for key in ids:
             expected = self._expected.get(key)
             for choice in tuple(self._choices.get(expected.request if expected else key, ())):
-                self._unsent.pop(choice, None)
                 if self.take_over(choice) is not None:
                     self.the_collector().discard(choice)
 
@@ -465,7 +487,6 @@ class Results:
     def _drop(self, job: Job, error: BaseException) -> None:
         for choice in job.choices:
             self.the_collector().discard(choice.ticket.key)
-            self._unsent.pop(choice.ticket.key, None)
 
     def _begin(self, job: Job) -> None:
         for completion in job.output.outputs:
@@ -484,14 +505,11 @@ class Results:
         for choice in job.choices:
             if choice.collected is None:
                 choice.take(self.the_collector(), self.timeout_s, may_wait=may_wait)
-            self._pending_scores(choice.ticket.key, choice.read())
+            choice.read()
 
     def _finish(self, job: Job) -> None:
         output = job.output
         for choice in job.choices:
-            for name, scores in self._unsent.pop(choice.ticket.key, {}).items():
-                unsent = choice.completion.__dict__.setdefault("inspect_lens_scores", {})
-                unsent[name] = unsent.get(name, []) + scores
             choice.finish(output.num_cached_tokens or 0)
         first = output.outputs[0]
         for name in ("inspect_lens", "activations", "hook_results"):

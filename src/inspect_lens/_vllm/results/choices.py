@@ -41,6 +41,8 @@ from inspect_lens.spec import (
     in_site_order,
 )
 
+from .streaming import Streaming
+
 logger = logging.getLogger("vllm.inspect_lens")
 
 
@@ -78,10 +80,15 @@ class Expected:
     """Of a request with a sink or with a tier."""
     let_go: Callable[[], None] | None = None
     """See `Registry.hold`."""
+    streaming: Streaming | None = field(init=False)
+    """What its outputs carry before the last one; None where nothing comes by token."""
 
     def __post_init__(self) -> None:
         self.reuse = reuse_of(self.packed)
         self.sink = task_of(self.packed)
+        self.streaming = None
+        if self.envelope.is_streamed or self.reading is not None:
+            self.streaming = Streaming(self.envelope, self.reading, self.reuse)
 
     @property
     def is_recorded(self) -> bool:
@@ -113,8 +120,7 @@ class Expected:
 
     def counts(self, n_fed: int) -> dict[int, int]:
         """Positions that come, by kind of result, of a request that fed `n_fed` tokens."""
-        asked = enumerate(self.envelope.results)
-        return {i: 0 if one is None else len(one.fed(n_fed)) for i, one in asked}
+        return self.envelope.results_of(n_fed)
 
     def positions(self, n_fed: int) -> Sequence[int]:
         """Captured positions, ascending, of a request that fed `n_fed` tokens to the model."""
@@ -255,15 +261,17 @@ def _capture_receipt(expected: Expected, n_completion: int) -> CaptureReceipt | 
     )
 
 
-_FIELDS = ("inspect_lens_ticket", "inspect_lens_scores", "inspect_lens_json")
+_TICKETS = ("inspect_lens_ticket", "inspect_lens_running")
+_FIELDS = (*_TICKETS, "inspect_lens_json")
 
 
 def keep_tickets(outputs: list[Any], later: list[Any]) -> None:
     """Give the tickets of an output's choices to those that they were merged into."""
-    tickets = {c.index: c.inspect_lens_ticket for c in later if hasattr(c, "inspect_lens_ticket")}
-    for completion in outputs:
-        if completion.index in tickets:
-            completion.inspect_lens_ticket = tickets[completion.index]
+    for name in _TICKETS:
+        tickets = {c.index: getattr(c, name) for c in later if hasattr(c, name)}
+        for completion in outputs:
+            if completion.index in tickets:
+                setattr(completion, name, tickets[completion.index])
 
 
 def has_fields(output: Any) -> bool:
@@ -271,18 +279,6 @@ def has_fields(output: Any) -> bool:
     return any(
         any(hasattr(completion, name) for name in _FIELDS) for completion in choices_of(output)
     )
-
-
-def keep_scores(outputs: list[Any], later: Any, earlier: dict[str, list[float]]) -> None:
-    """Give token scores of two outputs to the choice that they were merged into, or the later one.
-
-    vLLM adds up what has come of a text, or lets the whole of it take the place of less.
-    """
-    scores: dict[str, list[float]] = getattr(later, "inspect_lens_scores", {})
-    for completion in outputs:
-        if completion.index == later.index and (scores or earlier):
-            both = {name: earlier.get(name, []) + scores.get(name, []) for name in earlier | scores}
-            completion.inspect_lens_scores = both
 
 
 def attached(output: Any) -> int:
@@ -295,6 +291,23 @@ def has_tickets(output: Any) -> bool:
         hasattr(completion, "inspect_lens_ticket") and not hasattr(completion, "inspect_lens")
         for completion in choices_of(output)
     )
+
+
+def is_running(completion: Any) -> bool:
+    """Whether a choice goes on, and its output carries what is ready of its results."""
+    return hasattr(completion, "inspect_lens_running") and not hasattr(
+        completion, "inspect_lens_ticket"
+    )
+
+
+def running_keys(output: Any) -> list[str]:
+    """Choices of an output that go on, by internal id."""
+    return [c.inspect_lens_running.key for c in filter(is_running, choices_of(output))]
+
+
+def carries_results(output: Any) -> bool:
+    """Whether an output has choices that go on and want what is ready."""
+    return any(map(is_running, choices_of(output)))
 
 
 def ticket_keys(output: Any) -> list[str]:
@@ -316,7 +329,7 @@ _LIGHT_READS = 128
 
 @dataclass(frozen=True)
 class Ticket:
-    """Put on a finished choice: what to collect for it."""
+    """Put on a choice: what to collect for it when it has finished, or what to carry before."""
 
     key: str
     """Internal id of the choice."""
@@ -451,15 +464,16 @@ class Choice:
             may_wait=may_wait,
         )
 
-    def read(self) -> dict[str, list[float]]:
+    def read(self) -> None:
         """Have probes read what was taken, but for what is read together with others'."""
-        reading = self.expected.reading
-        if reading is None or self.whole is not None:
-            return {}
+        reading, streaming = self.expected.reading, self.expected.streaming
+        if reading is None or streaming is None or self.whole is not None:
+            return
         assert self.collected is not None
         numbers = self.collected.tensors[SCORES].storage
         self.whole = reading.whole(numbers)
-        return {} if self.whole is not None else reading.feed(numbers[:, reading.n_seen :])
+        if self.whole is None:
+            streaming.add_scores(reading.feed(numbers[:, reading.n_seen :]))
 
     def finish(self, cached_tokens: int) -> None:
         """Put everything where users find it."""
@@ -497,11 +511,21 @@ class Choice:
             put_lens(completion, expected.envelope.lens, collected)
         if self.eager is not None:
             put_eager(completion, self.eager)
+        if expected.streaming is not None:
+            self._finish_stream(expected.streaming, collected)
         if expected.sink is not None:
             self._offer(captured)
         if receipt.tiers and (by := expected.asked_by) is not None:
             said = self.ticket.said
             alerts.look_at(receipt, key=by.key, prompt=by.prompt, text=said[1] if said else "")
+
+    def _finish_stream(self, streaming: Streaming, collected: Collected) -> None:
+        """Put on the choice what no output of it has carried, which completes the others."""
+        part = streaming.rest(collected)
+        if part is not None:
+            self.completion.inspect_lens_partial = part
+        if self.expected.envelope.is_streamed:
+            self.completion.inspect_lens_tensors = {}  # a client gets each row once
 
     def _offer(self, captured: dict[str, TensorData]) -> None:
         """Give what was captured to the sink of the request."""

@@ -30,12 +30,20 @@ _PATIENCE = 10
 
 
 class _Waiting:
-    """An output without its results."""
+    """An output without its results, or one of requests that go on."""
 
-    __slots__ = ("deadline", "done", "is_told", "output")
+    __slots__ = ("deadline", "done", "goes_on", "is_told", "output")
 
-    def __init__(self, output: Any, done: asyncio.Future[None], deadline: float, told: bool):
+    def __init__(
+        self,
+        output: Any,
+        done: asyncio.Future[None],
+        deadline: float,
+        told: bool,
+        goes_on: bool = False,
+    ) -> None:
         self.output, self.done, self.deadline, self.is_told = output, done, deadline, told
+        self.goes_on = goes_on
 
 
 class Arrivals:
@@ -67,6 +75,16 @@ class Arrivals:
             raise
         finally:
             del waiting  # an error's traceback holds this frame, and the future holds the error
+
+    async def carry(self, output: Any) -> None:
+        """Wait for what an output of requests that go on is to carry, and put it on it."""
+        if not self.results.has_come(output):
+            deadline = self._loop.time() + self.results.timeout_s
+            waiting = _Waiting(output, self._loop.create_future(), deadline, True, goes_on=True)
+            self._waiting.append(waiting)
+            self._call()
+            await waiting.done
+        self.results.carry(output)
 
     def _call(self) -> None:
         """Have the loop look, once for all that end in one step."""
@@ -110,8 +128,14 @@ class Arrivals:
         began = self._loop.time()
         self._looked_at, self._waiting = self._waiting, []
         for one in self._looked_at:
-            if not one.done.done():
-                (self._ready if self._is_due(one, began) else self._waiting).append(one)
+            if one.done.done():
+                continue
+            if not self._is_due(one, began):
+                self._waiting.append(one)
+            elif one.goes_on:
+                one.done.set_result(None)
+            else:
+                self._ready.append(one)
         self._looked_at = []
         self._watch(bool(self._waiting))
         if self._waiting:
@@ -122,7 +146,8 @@ class Arrivals:
 
     def _is_due(self, one: _Waiting, now: float) -> bool:
         try:
-            return now >= one.deadline or self.results.is_ready(one.output)
+            is_ready = self.results.has_come if one.goes_on else self.results.is_ready
+            return now >= one.deadline or is_ready(one.output)
         except BaseException as error:
             if ends_process(error):
                 raise

@@ -80,7 +80,7 @@ def test_scores_that_are_read_as_they_come_are_looked_for(
 ) -> None:
     for key in "ab":
         begin(worker, collector, key, sealed(collector, CAPTURE, 4, 2))
-    assert collector.scores("gone", 0) is None
+    assert collector.further("gone", {SCORES: 0}, n_fed=1, settled=None) is None
     assert collector.notifier.hurry.is_set()
     worker.step([("a", 1, 0, 4)])
     collector.take("a", counts=COUNTS, n_fed=4, timeout_s=5)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
@@ -156,9 +157,7 @@ def test_shares_of_pipeline_stages_meet_in_the_front_end(collector: Collector) -
     for first, n in ((0, 6), (6, 1), (7, 1)):
         stages[0].step([("e", 4, first, n)])
     time.sleep(0.1)
-    part = collector.scores("e", 0)
-    assert part is not None
-    assert part.shape[1] == 0, "half of a score is none"
+    assert scores_of(collector, "e", 0).shape[1] == 0, "half of a score is none"
     stages[1].step([("e", 4, 0, 6)])
     # Pre-empted, and computed again from its start.
     for stage in stages:
@@ -242,14 +241,20 @@ def test_scores_of_a_running_request_come_in_order(worker: Worker, collector: Co
     for first in (0, *range(6, 13)):
         worker.step([("c", 3, first, 6 if not first else 1)])
         for _ in range(200):
-            part = collector.scores("c", seen)
-            assert part is not None
+            part = scores_of(collector, "c", seen)
             if part.shape[1]:
                 break
             time.sleep(0.01)
         assert part.shape[1] == (6 if not first else 1)
         seen += part.shape[1]
-    assert collector.scores("unknown", 0) is None
+    assert collector.further("unknown", {SCORES: 0}, n_fed=99, settled=None) is None
+
+
+def scores_of(collector: Collector, key: str, since: int) -> NDArray[Any]:
+    """What has come of probes behind so many positions."""
+    found = collector.further(key, {SCORES: since}, n_fed=99, settled=None)
+    assert found is not None
+    return found.rows[SCORES]
 
 
 def test_a_probe_that_the_worker_does_not_know_fails_its_request(

@@ -77,7 +77,7 @@ def test_a_request_that_somebody_has_made_is_not_passed_over() -> None:
     assert not came
 
 
-@pytest.mark.parametrize("where", ["Ticket", "streams_tokens", "take_new_scores"])
+@pytest.mark.parametrize("where", ["Ticket", "streams", "carry", "has_come"])
 def test_outputs_of_others_are_handed_out(
     engine: Engine,
     monkeypatch: pytest.MonkeyPatch,
@@ -97,7 +97,8 @@ def test_outputs_of_others_are_handed_out(
             patch.setattr(wrappers, "Ticket", ticket)
         else:
             patch.setattr(engine.results, where, raising(fault))
-        plain, *_ = outputs_of(["nobody's", ill], finished=where == "Ticket")
+        plain, going_on = outputs_of(["nobody's", ill], finished=where == "Ticket")
+        wrappers.carry_now([plain, going_on], may_wait=True)
         last_step(engine, [ill, other])
         engine.worker.stepper.leave([ill, other])
         if where == "Ticket":
@@ -122,7 +123,7 @@ def test_an_alarm_that_cannot_be_looked_at_ends_its_own_text(
     state = state_of(ill)
     stop_at_alarm(state, engine.results)
     with monkeypatch.context() as patch:
-        patch.setattr(engine.results, "new_scores", raising(fault))
+        patch.setattr(engine.results, "the_collector", raising(fault))
         assert state.detokenizer.update() == "inspect_lens:fault", "vLLM stops it"
     last_step(engine, [ill, other])
     engine.worker.stepper.leave([ill, other])
@@ -132,7 +133,7 @@ def test_an_alarm_that_cannot_be_looked_at_ends_its_own_text(
     assert nothing is None
 
 
-@pytest.mark.parametrize("where", ["keep_tickets", "keep_scores"])
+@pytest.mark.parametrize("where", ["keep_tickets"])
 def test_outputs_that_cannot_be_merged_are_an_error_to_their_reader(
     monkeypatch: pytest.MonkeyPatch,
     fault: BaseException,

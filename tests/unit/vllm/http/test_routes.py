@@ -15,6 +15,7 @@ pytest.importorskip("fastapi")
 from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
+from inspect_lens._base.partial import PARTIAL_KEY
 from inspect_lens._vllm.http.bodies import SERVED, Answer, Body, LensBodies, check_unread, read_body
 from inspect_lens.errors import SpecError, UnsupportedError
 
@@ -121,7 +122,11 @@ def answer(
             (b"content-type", kind), (b"content-length", b"%d" % len(b"".join(parts))),
         ]})  # fmt: skip
         choices = [
-            SimpleNamespace(index=i, inspect_lens_json=result, inspect_lens_scores={"p": [0.5]})
+            SimpleNamespace(
+                index=i,
+                inspect_lens_json=result,
+                inspect_lens_partial_json={"probes": {"p": [0.5]}},
+            )
             for i, result in enumerate(results)
         ]
         for i, part in enumerate(parts):
@@ -172,13 +177,13 @@ def test_a_stream_ends_with_results_and_has_scores_behind_their_tokens() -> None
     assert [event["body"] for event in events[:2]] == parts[:2]
     # Scores of tokens that no event was about are not lost.
     (left,) = [json.loads(event["body"].removeprefix(b"data: ")) for event in events[2:]]
-    assert [one["index"] for one in left["inspect_lens_scores"]] == [0, 1]
+    assert [one["index"] for one in left[PARTIAL_KEY]] == [0, 1]
     assert (done["body"], done["more_body"]) == (parts[-1], False)
     event = json.loads(last["body"].removeprefix(b"data: "))
     assert (event["object"], event["inspect_lens"]) == ("text_completion", {"n": 1})
     assert [c["inspect_lens"]["n"] for c in event["inspect_lens_choices"]] == [1, 2]
     _, *events = answer(b"text/event-stream", parts[:2], [{}])
-    scores = json.loads(events[-1]["body"].removeprefix(b"data: "))["inspect_lens_scores"]
+    scores = json.loads(events[-1]["body"].removeprefix(b"data: "))[PARTIAL_KEY]
     assert scores == [{"index": 0, "probes": {"p": [0.5]}}]
 
 
@@ -187,7 +192,7 @@ def test_scores_of_several_prompts_come_behind_their_own_tokens() -> None:
     body = Body(kind="text_completion")
     for _ in range(2):
         body.begin(SimpleNamespace(extra_args=None, n=1))
-    body.scores = [{"index": i, "probes": {"p": [t]}} for i, t in ((0, 0.0), (1, 1.0), (1, 1.1))]
+    body.parts = [{"index": i, "probes": {"p": [t]}} for i, t in ((0, 0.0), (1, 1.0), (1, 1.1))]
     sent: list[bytes] = []
 
     async def send(message: Any) -> None:
@@ -208,8 +213,8 @@ def test_scores_of_several_prompts_come_behind_their_own_tokens() -> None:
     asyncio.run(run())
     events = [json.loads(part.removeprefix(b"data: ")) for part in sent[1:-1]]
     told = [
-        [one["probes"]["p"][0] for one in event["inspect_lens_scores"]]
-        if "inspect_lens_scores" in event
+        [one["probes"]["p"][0] for one in event[PARTIAL_KEY]]
+        if PARTIAL_KEY in event
         else event["choices"][0]["index"]
         for event in events
     ]

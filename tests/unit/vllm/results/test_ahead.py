@@ -156,7 +156,8 @@ def results_of(outputs: list[Any]) -> list[Any]:
         named = {name: t.storage.tolist() for name, t in choice.inspect_lens_tensors.items()}
         as_torch = {n: t.tolist() for n, t in getattr(choice, "activations", {}).items()}
         assert named == as_torch
-        scores = getattr(choice, "inspect_lens_scores", {})
+        part = getattr(choice, "inspect_lens_partial", None)
+        scores = None if part is None else dict(part.scores)
         found.append((choice.inspect_lens.model_dump(), named, scores))
     return found
 

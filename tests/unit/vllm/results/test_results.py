@@ -15,14 +15,15 @@ import pytest
 pytest.importorskip("vllm")
 
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
-from inspect_lens._engine.collect.placement import Collected
+from inspect_lens._base.partial import Partial
+from inspect_lens._engine.collect.placement import Collected, Further
 from inspect_lens._engine.protocol.envelope import seal
 from inspect_lens._engine.protocol.messages import SCORES
 from inspect_lens._vllm.frontend.wrappers import FRONT_END_WRAPPERS
 from inspect_lens._vllm.registered.probe_scores import Reading, Reads
 from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens._vllm.results.attach import Results
-from inspect_lens._vllm.results.choices import Ticket, has_tickets
+from inspect_lens._vllm.results.choices import Ticket, has_tickets, is_running
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import EngineFacts, EngineProbe, TensorData, tap_points
 
@@ -65,26 +66,27 @@ def test_a_merged_output_keeps_its_ticket() -> None:
 
 
 @pytest.mark.parametrize("aggregate", [True, False])
-def test_scores_of_outputs_that_vllm_merges_are_kept(aggregate: bool) -> None:
+def test_outputs_that_vllm_merges_say_how_long_the_text_is_by_then(aggregate: bool) -> None:
+    """What is ready of results is taken when somebody reads the output, by that."""
     from vllm.outputs import CompletionOutput, RequestOutput
 
     from inspect_lens._vllm.compat.monkeypatches import monkeypatch as named
     from inspect_lens._vllm.compat.monkeypatches import resolve
 
-    def delta(index: int, scores: dict[str, list[float]]) -> Any:
+    def delta(index: int, n_completion: int, *, is_last: bool = False) -> Any:
         one = CompletionOutput(index, "x", [1], None, None)
-        if scores:
-            one.inspect_lens_scores = scores
+        name = "inspect_lens_ticket" if is_last else "inspect_lens_running"
+        setattr(one, name, Ticket(f"k{index}", n_completion))
         return RequestOutput("r", None, [1], None, [one], finished=False)
 
     add = FRONT_END_WRAPPERS["output_add"](resolve(named("output_add"))[2])
-    waiting = delta(0, {"p": [1.0]})
-    for later in (delta(0, {"p": [2.0], "q": [5.0]}), delta(1, {"p": [9.0]}), delta(0, {})):
+    waiting = delta(0, 1)
+    for later in (delta(0, 2), delta(1, 1), delta(0, 3), delta(1, 2, is_last=True)):
         add(waiting, later, aggregate)
-    add(waiting, delta(0, {"p": [3.0]}), aggregate)
     mine, other = waiting.outputs
-    assert mine.inspect_lens_scores == {"p": [1.0, 2.0, 3.0], "q": [5.0]}
-    assert other.inspect_lens_scores == {"p": [9.0]}
+    assert mine.inspect_lens_running == Ticket("k0", 3)
+    assert (is_running(mine), is_running(other)) == (True, False)
+    assert other.inspect_lens_ticket == Ticket("k1", 2)
 
 
 def test_steps_of_an_engine_that_nobody_asks_for_results_open_nothing(results: Results) -> None:
@@ -98,7 +100,7 @@ def test_only_an_engine_that_waits_for_its_caller_is_asked_for_what_is_kept(
 ) -> None:
     attached: list[Any] = []
     kept = SimpleNamespace(take_unflushed=list)
-    fake = SimpleNamespace(attach_all=attached.extend, recorded=kept)
+    fake = SimpleNamespace(attach_all=attached.extend, recorded=kept, n_open=0)
     monkeypatch.setattr(
         "inspect_lens._vllm.frontend.wrappers.front_end",
         lambda: SimpleNamespace(results=fake, registry=Registry()),
@@ -326,8 +328,8 @@ def test_scores_of_tokens_behind_the_end_are_not_read(results: Results, alarm: s
     come = np.arange(1.0, 8.0, dtype=np.float32).reshape(1, 7, 1)  # of seven sampled tokens
 
     class Ahead:
-        def scores(self, key: str, since: int) -> Any:
-            return come[:, since:]
+        def further(self, key: str, since: dict[int, int], *, n_fed: int, **_: Any) -> Any:
+            return Further({SCORES: come[:, since[SCORES] : n_fed - 3]}, {}, {})
 
         def take(self, key: str, *, counts: dict[int, int], **_: Any) -> Any:
             return Collected({SCORES: TensorData(come[:, : counts[SCORES]], "float32")}, 0, ())
@@ -337,7 +339,10 @@ def test_scores_of_tokens_behind_the_end_are_not_read(results: Results, alarm: s
     results._collector = Ahead()  # type: ignore[assignment]
     streamed: list[float] = []
     for n_completion in (1, 2, 3):
-        streamed += results.take_new_scores("k", n_completion).get("p", [])
+        going_on = completion(0)
+        going_on.inspect_lens_running = Ticket("k", n_completion=n_completion)
+        results.carry(output(going_on))
+        streamed += partial_scores(going_on)
         assert streamed == come[0, : n_completion - 1, 0].tolist()
     assert results.alarm("k", 3) is None
     choice = completion(0)
@@ -346,4 +351,9 @@ def test_scores_of_tokens_behind_the_end_are_not_read(results: Results, alarm: s
     (receipt,) = choice.inspect_lens.probes
     assert receipt.tokens == (1.0, 2.0, 3.0)
     assert (receipt.n_tokens, receipt.score, receipt.alarm_position) == (3, 2.0, None)
-    assert choice.inspect_lens_scores == {"p": [3.0]}
+    assert partial_scores(choice) == [3.0]
+
+
+def partial_scores(completion: Any) -> list[float]:
+    part: Partial | None = getattr(completion, "inspect_lens_partial", None)
+    return [] if part is None else list(part.scores["p"])

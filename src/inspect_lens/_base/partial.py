@@ -1,0 +1,127 @@
+"""What has come of a running request: put on its outputs, in its events, and read from these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from inspect_lens.errors import SpecError
+from inspect_lens.spec import GateReceipt, TensorData, decode_tensor, encode_tensor
+
+from .to_torch import Tensors
+
+PARTIAL_KEY = "inspect_lens_partial"
+"""Of an event of a stream: what has come of each choice, as a list."""
+_COMPRESSED_FROM = 1 << 16
+"""Bytes of a tensor from which on packing it is worth the time."""
+
+
+@dataclass(frozen=True)
+class Partial:
+    """What has come of a running request since its last output, or its last event.
+
+    Parts of one request follow each other without a gap, so put together along the tokens they are
+    its whole result.
+    """
+
+    scores: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """By probe that was asked with `tokens`, scores of further tokens."""
+    tensors: Mapping[str, TensorData] = field(default_factory=dict)
+    """Rows, queries and keys, and lens tables of further tokens, which are the second axis."""
+    positions: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Of each tensor, the positions of its tokens."""
+    gates: tuple[GateReceipt, ...] = ()
+    """Gates that last and have fired; how long they stay open is told at the end."""
+
+    @property
+    def activations(self) -> Tensors:
+        """The tensors for torch."""
+        return Tensors(self.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def __bool__(self) -> bool:
+        return bool(self.scores or self.tensors or self.gates)
+
+    def to_json(self) -> dict[str, Any]:
+        """As it stands in an event."""
+        made: dict[str, Any] = {}
+        if self.scores:
+            made["probes"] = {name: list(scores) for name, scores in self.scores.items()}
+        if self.tensors:
+            made["activations"] = {
+                name: {
+                    **encode_tensor(tensor, compress=tensor.nbytes >= _COMPRESSED_FROM),
+                    **_said(self.positions[name]),
+                }
+                for name, tensor in self.tensors.items()
+            }
+        if self.gates:
+            made["gates"] = [gate.model_dump(mode="json") for gate in self.gates]
+        return made
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Partial:
+        """Read what `to_json` made.
+
+        Raises:
+            SpecError: it is something else.
+        """
+        tensors: dict[str, TensorData] = {}
+        positions: dict[str, Sequence[int]] = {}
+        for name, entry in (value.get("activations") or {}).items():
+            field_name = f"{PARTIAL_KEY}.activations.{name}"
+            tensors[name] = tensor = decode_tensor(entry, field=field_name)
+            positions[name] = _read(entry, tensor, field_name)
+        return cls(
+            scores=value.get("probes") or {},
+            tensors=tensors,
+            positions=positions,
+            gates=tuple(map(GateReceipt.model_validate, value.get("gates") or ())),
+        )
+
+
+def _said(positions: Sequence[int]) -> dict[str, Any]:
+    first = positions[0]
+    if positions[-1] - first + 1 == len(positions):
+        return {"first_position": first}
+    return {"positions": list(positions)}
+
+
+def _read(entry: Mapping[str, Any], tensor: TensorData, field_name: str) -> Sequence[int]:
+    n = tensor.shape[1] if len(tensor.shape) > 1 else 0
+    first, listed = entry.get("first_position"), entry.get("positions")
+    if isinstance(first, int):
+        return range(first, first + n)
+    if not isinstance(listed, list) or len(listed) != n:
+        raise SpecError(f"{field_name}: without the positions of its {n} tokens")
+    return tuple(listed)
+
+
+class Joined:
+    """All parts of one choice, as they come."""
+
+    def __init__(self) -> None:
+        self.scores: dict[str, list[float]] = {}
+        """By probe, of all tokens so far."""
+        self._tensors: dict[str, list[TensorData]] = {}
+
+    def add(self, part: Partial) -> None:
+        """Take the next part."""
+        for name, scores in part.scores.items():
+            self.scores.setdefault(name, []).extend(scores)
+        for name, tensor in part.tensors.items():
+            self._tensors.setdefault(name, []).append(tensor)
+
+    def tensors(self) -> dict[str, TensorData]:
+        """Each tensor whole: its parts behind one another along the tokens."""
+        return {
+            name: TensorData(np.concatenate([p.storage for p in parts], axis=1), parts[0].dtype)
+            for name, parts in self._tensors.items()
+        }

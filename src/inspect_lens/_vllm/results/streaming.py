@@ -1,0 +1,136 @@
+"""Which results of a running request are ready, and what of them its outputs have not carried yet.
+
+An output says how many tokens its text has. Rows of these are where their request's result will
+lie, so they are taken when somebody reads the output, and not before: whoever reads slowly has
+vLLM merge outputs, keeps nobody waiting, and costs no memory beside the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from inspect_lens._base.partial import Partial
+from inspect_lens._engine.collect.collector import Collector
+from inspect_lens._engine.collect.placement import Collected, Further
+from inspect_lens._engine.protocol.envelope import Envelope
+from inspect_lens._engine.protocol.messages import ROWS, SCORES
+from inspect_lens._vllm.registered.named import named_tensors
+from inspect_lens._vllm.registered.probe_scores import Reading
+from inspect_lens._vllm.registered.prompt_rows import Reuse
+from inspect_lens._vllm.sinks.sink import HIDDEN
+from inspect_lens.spec import GateReceipt, TensorData
+
+
+class Streaming:
+    """How much of each result of one request has gone out."""
+
+    def __init__(self, envelope: Envelope, reading: Reading | None, reuse: Reuse | None) -> None:
+        self._envelope, self._reading, self._reuse = envelope, reading, reuse
+        self._sent: dict[int, int] = {}
+        """Positions that outputs have carried, by kind of result."""
+        if envelope.is_streamed:
+            self._sent = dict.fromkeys(streamed_kinds(envelope), 0)
+        self._scores_tokens = reading is not None and reading.streams_tokens
+        self._scores: dict[str, list[float]] = {}
+        """Token scores that no output has carried yet."""
+        self._told: set[int] = set()
+        """Gates of which an output has told."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether its outputs carry anything before the last one."""
+        return self._envelope.is_streamed or self._scores_tokens
+
+    def _since(self) -> dict[int, int]:
+        reading = self._reading
+        if reading is None or not self._scores_tokens:
+            return self._sent
+        return {**self._sent, SCORES: reading.n_seen}
+
+    def has_come(self, key: str, n_fed: int, settled: int | None, collector: Collector) -> bool:
+        """Whether all has come of the tokens that were fed, or nothing will any more."""
+        return collector.has_further(key, self._since(), n_fed=n_fed, settled=settled)
+
+    def read_scores(self, key: str, n_fed: int, settled: int | None, collector: Collector) -> None:
+        """Have probes read what has come, for an alarm that looks at each token."""
+        reading = self._reading
+        assert reading is not None
+        since = {SCORES: reading.n_seen}
+        found = collector.further(key, since, n_fed=n_fed, settled=settled)
+        if found is not None:
+            self.add_scores(reading.feed(found.rows[SCORES]))
+
+    def add_scores(self, new: Mapping[str, list[float]]) -> None:
+        """Keep token scores for the next output."""
+        for name, scores in new.items():
+            self._scores.setdefault(name, []).extend(scores)
+
+    def take(
+        self, key: str, n_fed: int, settled: int | None, collector: Collector
+    ) -> Partial | None:
+        """What has come since the last output of the tokens that were fed; None for nothing."""
+        found = collector.further(key, self._since(), n_fed=n_fed, settled=settled)
+        if found is None:
+            return None
+        reading = self._reading
+        if reading is not None and (numbers := found.rows.get(SCORES)) is not None:
+            self.add_scores(reading.feed(numbers))
+        return self._part(found) or None
+
+    def rest(self, collected: Collected) -> Partial | None:
+        """What no output has carried of a request that is over; None for nothing."""
+        rows = {i: collected.tensors[i].storage[:, n:] for i, n in self._sent.items()}
+        return self._part(Further(rows, collected.fired, collected.attention)) or None
+
+    def _part(self, found: Further) -> Partial:
+        tensors: dict[str, TensorData] = {}
+        positions: dict[str, Sequence[int]] = {}
+        for kind in self._sent:
+            where, rows = self._further(kind, found.rows[kind])
+            if len(where):
+                named = named_tensors(self._envelope, kind, rows, found.attention)
+                tensors |= named
+                positions |= dict.fromkeys(named, where)
+        scores, self._scores = self._scores, {}
+        gates = self._fired(found.fired) if self._envelope.is_streamed else ()
+        return Partial(scores, tensors, positions, gates)
+
+    def _further(self, kind: int, rows: Any) -> tuple[Sequence[int], TensorData]:
+        """Positions and rows of one kind that come next, and note that they have gone out."""
+        asked, since, reuse = self._envelope.results[kind], self._sent[kind], self._reuse
+        assert asked is not None
+        until = since + rows.shape[1]
+        where: Sequence[int] = asked.positions or range(asked.lo, asked.hi)
+        where = where[since:until]
+        if kind == ROWS and not since and until and reuse is not None and reuse.known is not None:
+            # Rows of the beginning of the prompt, which an earlier request has captured.
+            rows = reuse.known.before(rows, reuse.asked.lo)
+            where = range(reuse.asked.lo, asked.lo + until)
+        self._sent[kind] = until
+        return where, TensorData(rows, asked.wire)
+
+    def _fired(self, fired: Mapping[int, int]) -> tuple[GateReceipt, ...]:
+        made: list[GateReceipt] = []
+        for edit in self._envelope.edits:
+            latch = edit.latch
+            if latch is not None and latch in fired and latch not in self._told:
+                self._told.add(latch)
+                made.append(
+                    GateReceipt(
+                        layer=edit.layers[0],
+                        site=edit.site,
+                        fired_at=fired[latch],
+                        n_tokens=None,
+                        sha256=edit.sha256,
+                    )
+                )
+        return tuple(made)
+
+
+def streamed_kinds(envelope: Envelope) -> list[int]:
+    """Kinds of results that are sent as they come, scores apart; what is a sink's alone is not."""
+    capture = envelope.capture
+    is_hidden = capture is not None and capture.transport == HIDDEN
+    kinds = [i for i, part in enumerate(envelope.results) if part is not None and i != SCORES]
+    return [i for i in kinds if not (i == ROWS and is_hidden)]

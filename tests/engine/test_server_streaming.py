@@ -1,0 +1,145 @@
+"""Rows in the events of a stream, right behind their tokens, and the client that reads them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from inspect_lens._base.partial import PARTIAL_KEY
+from inspect_lens.client import LensClient
+from inspect_lens.errors import SpecError
+
+pytestmark = pytest.mark.engine
+
+PROMPT = "Velosh was founded by"
+
+
+@pytest.fixture(scope="module")
+def client(lens_server_url: str) -> Iterator[LensClient]:
+    with LensClient(lens_server_url) as made:
+        yield made
+
+
+def events(url: str, path: str = "/v1/completions", **body: Any) -> list[dict[str, Any]]:
+    asked = {"model": "organism/checkpoint", "stream": True, "temperature": 0, **body}
+    with httpx.stream("POST", f"{url}{path}", json=asked, timeout=120) as answer:
+        assert answer.status_code == 200
+        lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return list(map(json.loads, lines[:-1]))
+
+
+def test_streamed_rows_lens_and_queries_are_those_of_a_whole_answer(client: LensClient) -> None:
+    asked = {
+        "capture": {"layers": [1, 4], "site": ["attn_out", "resid_post"]},
+        "capture_qk": [2],
+        "lens": {"layers": [3], "top_k": 2, "positions": "completion"},
+        "max_tokens": 9,
+        "ignore_eos": True,
+    }
+    for _ in range(3):  # rows of the prompt are kept ones from the third time on
+        whole = client.generate(PROMPT, **asked)
+    stream = client.stream(PROMPT, **asked)
+    parts = list(stream)
+    kinds = ["rows" if part.activations is not None else "text" for part in parts]
+    n_prompt = whole.receipt.n_prompt
+    assert kinds == ["text", "rows"] * 9, "each row behind its token, the first with the first"
+    assert list(parts[1].positions["residual_stream"]) == list(range(n_prompt))
+    assert [list(part.positions["residual_stream"]) for part in parts[3::2]] == [
+        [n_prompt + i] for i in range(8)
+    ]
+    output = stream.output
+    assert output.text == whole.text == "".join(part.text for part in parts)
+    assert output.token_ids == whole.token_ids
+    assert output.prompt_token_ids == whole.prompt_token_ids
+    assert set(output.activations) == set(whole.activations)
+    for name in ("residual_stream", "attn_out", "attn_q", "attn_k", "logit_lens"):
+        np.testing.assert_array_equal(output.activations.numpy(name), whole.activations.numpy(name))
+        came = [p.activations.numpy(name) for p in parts if p.activations and name in p.activations]
+        np.testing.assert_array_equal(np.concatenate(came, axis=1), whole.activations.numpy(name))
+    assert output.activations["qk_meta"] == whole.activations["qk_meta"]
+    assert output.receipt == whole.receipt
+
+
+def test_choices_and_prompts_have_their_own_rows(lens_server_url: str) -> None:
+    asked = {"capture": {"layers": [2], "positions": "completion"}, "stream_results": True}
+    found = events(
+        lens_server_url, prompt=["a b c d e f", "g"], n=2, max_tokens=6, ignore_eos=True,
+        temperature=1.0, inspect_lens=asked, return_token_ids=True,
+    )  # fmt: skip
+    tokens: dict[int, int] = {}
+    rows: dict[int, list[int]] = {}
+    for event in found:
+        for choice in event["choices"]:
+            tokens[choice["index"]] = tokens.get(choice["index"], 0) + len(choice["token_ids"])
+        for part in event.get(PARTIAL_KEY, ()):
+            entry = part["activations"]["residual_stream"]
+            first = entry["first_position"]
+            rows.setdefault(part["index"], []).extend(range(first, first + entry["shape"][1]))
+            assert len(rows[part["index"]]) <= tokens[part["index"]] - 1, "never before its token"
+    (last,) = [event for event in found if "inspect_lens" in event]
+    assert "activations" not in last
+    assert set(rows) == {0, 1, 2, 3}
+    for choice in last["inspect_lens_choices"]:
+        first = choice["inspect_lens"]["n_prompt"]
+        assert rows[choice["index"]] == list(range(first, first + 5))
+
+
+def test_a_client_that_reads_slowly_costs_only_itself(client: LensClient) -> None:
+    """More rows than sockets hold wait where they lie, and others are answered meanwhile."""
+    asked = {"capture_layers": True, "max_tokens": 700, "ignore_eos": True}
+    slow = client.stream(PROMPT, **asked)
+    first = next(slow)
+    done: list[Any] = []
+
+    def fast() -> None:
+        with LensClient(client.base_url) as mine:
+            stream = mine.stream(PROMPT, capture_layers=True, max_tokens=60, ignore_eos=True)
+            done.append(([*stream], stream.output))
+
+    threads = [threading.Thread(target=fast) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert len(done) == 4
+    parts = [first, *slow]
+    whole = slow.output
+    rows = [p for p in parts if p.activations is not None]
+    assert [i for p in rows for i in p.positions["residual_stream"]] == list(
+        range(whole.receipt.n_prompt + 699)
+    )
+    for _, output in done:
+        n = output.activations.numpy().shape[1]
+        assert n == output.receipt.n_prompt + 59
+        near = whole.activations.numpy()[:, :n]
+        assert np.abs(output.activations.numpy() - near).max() <= 1e-3 * np.abs(near).max()
+
+
+def test_whoever_stops_reading_ends_the_generation(client: LensClient) -> None:
+    with client.stream(PROMPT, capture_layers=[1], max_tokens=900, ignore_eos=True) as stream:
+        next(stream)
+    answer = client.generate(PROMPT, capture_layers=[1], max_tokens=2)
+    assert answer.receipt.n_completion == 2
+
+
+def test_what_cannot_be_streamed_is_refused_before_the_stream_begins(
+    client: LensClient, lens_server_url: str
+) -> None:
+    with pytest.raises(SpecError, match=r"capture.reduce='mean'.*ready only when the last"):
+        client.stream(PROMPT, capture={"layers": [1], "reduce": "mean"})
+    asked = {"capture": {"layers": [1]}, "stream_results": True}
+    for path, body in (
+        ("/v1/completions", {"prompt": PROMPT}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}]}),
+    ):
+        whole = {"model": "organism/checkpoint", "inspect_lens": asked, **body}
+        answer = httpx.post(f"{lens_server_url}{path}", json=whole, timeout=60)
+        assert answer.status_code == 400
+        assert "stream_results: this answer comes as a whole" in answer.text

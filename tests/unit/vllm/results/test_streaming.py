@@ -1,0 +1,138 @@
+"""What outputs of running requests carry: rows of their own tokens, once, and none too early."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+from inspect_lens import CaptureSpec, LensRequest
+from inspect_lens._base.partial import Joined, Partial
+from inspect_lens._vllm.results.choices import Ticket
+from inspect_lens._vllm.results.event_loop import arrivals_of
+from tests.unit.vllm.results.test_ahead import N_MAX, N_PROMPT, Engine
+from tests.unit.vllm.results.test_results import completion, output
+
+ROWS = LensRequest(capture=CaptureSpec(layers=(0, 5)), probes=["p"], stream_results=True)
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    made = Engine()
+    yield made
+    assert made.results.n_open == made.collector.n_open == 0
+    assert made.collector.notifier.n_waiting == 0
+    made.worker.stepper.close()
+    made.collector.close()
+
+
+def going_on(key: str, n_completion: int) -> Any:
+    choice = completion(0)
+    choice.inspect_lens_running = Ticket(key, n_completion=n_completion)
+    return output(choice)
+
+
+def part_of(one: Any) -> Partial | None:
+    found: Partial | None = one.outputs[0].__dict__.get("inspect_lens_partial")
+    return found
+
+
+def test_an_output_waits_for_the_rows_of_its_tokens_and_carries_no_others(engine: Engine) -> None:
+    """The step that sampled a token is told of before its rows have come, or long behind."""
+    key = engine.start(ROWS)
+    joined = Joined()
+    positions: list[int] = []
+
+    async def read() -> None:
+        arrivals = arrivals_of(asyncio.get_running_loop(), engine.results)
+        for n_completion in range(1, N_MAX - N_PROMPT + 1):
+            one = going_on(key, n_completion)
+            carried = asyncio.ensure_future(arrivals.carry(one))
+            await asyncio.sleep(0.02)
+            assert not carried.done(), "before its rows have come"
+            if n_completion == 1:
+                engine.step([key], 0, N_PROMPT)
+            else:
+                engine.step([key], N_PROMPT + n_completion - 2)
+            await carried
+            part = part_of(one)
+            assert part is not None
+            assert not part.scores
+            joined.add(part)
+            positions.extend(part.positions["residual_stream"])
+            assert positions == list(range(N_PROMPT + n_completion - 1))
+
+    asyncio.run(read())
+    engine.step([key], N_MAX - 1)
+    (done,) = engine.end([key])
+    rest = part_of(done)
+    assert rest is not None
+    joined.add(rest)
+    whole = done.activations["residual_stream"].numpy()
+    np.testing.assert_array_equal(joined.tensors()["residual_stream"].storage, whole)
+    assert list(rest.positions["residual_stream"]) == [N_MAX - 1]
+    assert done.outputs[0].inspect_lens_tensors == {}, "a client has had all of it"
+    assert done.inspect_lens.capture.n_positions == N_MAX
+
+
+def test_what_nobody_read_comes_with_the_last_output(engine: Engine) -> None:
+    slow, fast = engine.start(ROWS), engine.start(ROWS)
+    engine.step([slow, fast], 0, N_PROMPT)
+    engine.run([slow, fast])
+    engine.settle()
+    first = going_on(fast, 2)
+    engine.results.carry(first)
+    assert [len(part.positions["residual_stream"]) for part in [part_of(first)] if part] == [4]
+    for one, n in zip(engine.end([slow, fast]), (N_MAX, N_MAX - 4), strict=True):
+        part = part_of(one)
+        assert part is not None
+        assert part.tensors["residual_stream"].shape[:2] == (2, n)
+        whole = one.activations["residual_stream"].numpy()
+        np.testing.assert_array_equal(part.tensors["residual_stream"].storage, whole[:, -n:])
+
+
+def test_a_request_that_was_given_up_or_failed_carries_nothing(engine: Engine) -> None:
+    key = engine.start(ROWS)
+    one = going_on(key, 1)
+    engine.results.abandon([key])
+    assert engine.results.has_come(one)
+    engine.results.carry(one)
+    assert part_of(one) is None
+    engine.worker.stepper.remove(key)
+
+
+def test_requests_that_do_not_stream_have_outputs_as_before(engine: Engine) -> None:
+    key = engine.start(LensRequest(capture=CaptureSpec(layers=(0,)), probes=["p"]))
+    assert not engine.results.streams(key)
+    engine.results.abandon([key])
+    engine.worker.stepper.remove(key)
+
+
+def test_a_part_is_read_as_it_was_written(engine: Engine) -> None:
+    key = engine.start(
+        LensRequest(
+            capture=CaptureSpec(layers=(0, 5), positions=(0, 2), dtype="bfloat16"),
+            probes=[{"name": "q", "tokens": True, "positions": "all"}],
+            stream_results=True,
+        )
+    )
+    engine.step([key], 0, N_PROMPT)
+    engine.settle()
+    one = going_on(key, 1)
+    engine.results.carry(one)
+    part = part_of(one)
+    assert part is not None
+    read = Partial.from_json(json.loads(json.dumps(part.to_json())))
+    assert read.scores == dict(part.scores)
+    assert list(read.positions["residual_stream"]) == [0, 2]
+    mine, theirs = (p.tensors["residual_stream"] for p in (part, read))
+    assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
+    np.testing.assert_array_equal(mine.storage, theirs.storage)
+    engine.results.abandon([key])
+    engine.worker.stepper.remove(key)
