@@ -117,32 +117,6 @@ def test_without_a_tokenizer_tokens_are_ids_and_the_page_says_so(tmp_path: Path)
     assert roles == ["prompt", "assistant"]
 
 
-def test_a_moved_log_finds_its_files(tmp_path: Path) -> None:
-    planted = plant_log(tmp_path / "a", planted_probe(tmp_path), n=2)
-    shutil.move(tmp_path / "a", tmp_path / "b")
-    log = next((tmp_path / "b").glob("*.eval"))
-    made = write_view(log, tokenizer=str(TOKENIZER), follow=str(tmp_path))
-    assert made.path == log.with_suffix(".html")
-    assert (made.n_samples, made.n_calls, made.has_texts) == (2, 2, True)
-    assert made.n_scored == sum(rows.shape[1] for rows in planted.scores)
-    assert made.as_dict()["path"] == str(made.path)
-
-
-def test_a_log_in_memory_and_one_as_json_give_the_same(tmp_path: Path) -> None:
-    from inspect_ai.log import write_eval_log
-
-    planted = plant_log(tmp_path, planted_probe(tmp_path), n=2, turns=TURNS)
-    log = read_eval_log(planted.log.location, resolve_attachments=True)
-    write_eval_log(log, str(tmp_path / "x.json"))
-    pages = [
-        read_page(write_view(source, tmp_path / f"{i}.html", tokenizer=str(TOKENIZER)).path)
-        for i, source in enumerate((planted.log.location, log, str(tmp_path / "x.json")))
-    ]
-    for other in pages[1:]:
-        assert other.blocks[1].tokens == pages[0].blocks[1].tokens
-        assert np.array_equal(other.blocks[1].scores, pages[0].blocks[1].scores, equal_nan=True)
-
-
 def test_the_same_log_gives_the_same_page(tmp_path: Path) -> None:
     planted = plant_log(tmp_path, planted_probe(tmp_path), n=2)
     first, second = (page_of(planted, tmp_path / f"{n}.html").html for n in "ab")
