@@ -12,8 +12,9 @@ export PYTHON ?=
 EXTRA ?=
 PY := $(VENV)/bin/python
 PYTEST := $(PY) -m pytest
-# Where tests lie that run on a CPU; tests/contracts holds them to that.
-TESTS := tests/contracts tests/docs tests/e2e tests/engine tests/unit
+# Where tests with an engine lie, and those without; tests/contracts holds them to that.
+ENGINES := tests/docs tests/e2e tests/engine tests/unit/wheel
+PLAIN := tests/contracts tests/docs tests/unit
 # What a run compiles the next one reads: pytest rewrites every file of tests in each process.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -26,17 +27,21 @@ demo: env  ## make the environment and run the demonstration, all of it on this 
 	@$(PY) -m evals.demo
 
 test: env  ## run everything that runs on a CPU: lint, types, imports, docs, every tier of tests
-	@# Each step runs even where an earlier one failed, so that one run tells all. Tests that
-	@# share an engine share a process, too. Those with engines wait a good deal, so there are four
-	@# processes for two cores, and tests without one fill the gaps.
+	@# Each step runs even where an earlier one failed, so that one run tells all. Tests wait a good
+	@# deal, those with engines most: so there are five processes for two cores. Those that share an
+	@# engine share a process, and no test without one comes into it. What these print comes last.
 	@failed=; $(MAKE) --keep-going --jobs=2 --output-sync=target types docs lint imports \
 	    || failed=" types, docs, lint or imports"; \
-	  $(PYTEST) -m "not gpu and not nightly" -n 4 --dist loadscope --durations=25 $(TESTS) \
-	    || failed="$$failed pytest"; \
+	  plain=$$(mktemp); \
+	  $(PYTEST) -m "not engine and not gpu and not nightly" -n 2 --durations=25 $(PLAIN) \
+	    > $$plain 2>&1 & waits=$$!; trap "kill $$waits 2> /dev/null" EXIT; \
+	  $(PYTEST) -m "engine and not gpu and not nightly" -n 3 --dist loadscope --durations=25 \
+	    $(ENGINES) || failed="$$failed engines"; \
+	  wait $$waits || failed="$$failed pytest"; cat $$plain; rm $$plain; \
 	  [ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 
 nightly: env  ## run the long tests that `make test` leaves out; docs/contributing.md lists them
-	@$(PYTEST) -m "nightly and not gpu" -n 2 --dist loadscope $(TESTS)
+	@$(PYTEST) -m "nightly and not gpu" -n 2 --dist loadscope $(ENGINES) tests/unit
 
 real: env  ## run the tests on three real models, which are downloaded once; make their table
 	@$(PYTEST) -m real -n 0 tests/real --durations=10 --real-results tests/real/results.json

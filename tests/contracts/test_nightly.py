@@ -69,10 +69,15 @@ def test_the_day_leaves_them_out_and_the_night_runs_them() -> None:
     assert "make nightly" in (ROOT / ".github/workflows/nightly.yml").read_text(encoding="utf-8")
 
 
-def test_tests_lie_where_they_are_looked_for() -> None:
-    folders = tuple(re.findall(r"^TESTS := (.+)$", MAKEFILE, re.MULTILINE)[0].split())
+def test_tests_with_an_engine_lie_where_they_are_looked_for() -> None:
+    engines, plain = (
+        re.findall(rf"^{name} := (.+)$", MAKEFILE, re.MULTILINE)[0].split()
+        for name in ("ENGINES", "PLAIN")
+    )
     for path in (ROOT / "tests").rglob("test_*.py"):
-        found = str(path.relative_to(ROOT))
+        found, text = str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
+        if "pytest.mark.engine" in text and not found.startswith("tests/contracts/"):
+            assert found.startswith(tuple(engines)), found
         # `make docs` runs what tests text, `make real` what needs real weights.
-        if not found.startswith(("tests/text/", "tests/gpu/", "tests/real/")):
-            assert found.startswith(folders), found
+        elif not found.startswith(("tests/text/", "tests/gpu/", "tests/real/")):
+            assert found.startswith(tuple(plain)), found

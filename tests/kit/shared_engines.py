@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,16 +33,13 @@ _SECONDS = {
     "tests/engine/test_architectures.py": 90,
     "tests/engine/test_kills.py": 80,
     "tests/engine/test_soak.py": 80,
-    "tests/docs/test_examples.py": 80,
-    "tests/docs/test_pages.py": 60,
     "tests/unit/wheel/test_wheel.py": 60,
     "tests/e2e/test_organism_agent.py": 60,
     "tests/engine/test_connectors.py": 40,
     "tests/engine/test_step_rows.py": 40,
 }
 """By group, about what it takes, where the number of its tests does not tell."""
-_SECONDS_OF_A_TEST = {"tests/unit": 0.3, "tests/contracts": 1.0, "tests/docs": 1.0}
-_SECONDS_WITH_AN_ENGINE = 5.0
+_SECONDS_OF_A_TEST = 5
 
 
 class SharedEngines(LoadScopeScheduling):  # type: ignore[misc]
@@ -94,10 +90,5 @@ def longest_first(nodeids: Sequence[str]) -> list[int]:
     """
     groups = [group_of(one) for one in nodeids]
     counted = Counter(groups)
-    seconds = {group: _SECONDS.get(group, n * _of_a_test(group)) for group, n in counted.items()}
+    seconds = {group: _SECONDS.get(group, n * _SECONDS_OF_A_TEST) for group, n in counted.items()}
     return sorted(range(len(groups)), key=lambda i: (-seconds[groups[i]], groups[i]))
-
-
-def _of_a_test(group: str) -> float:
-    folder = str(Path(*Path(group).parts[:2]))
-    return _SECONDS_OF_A_TEST.get(folder, _SECONDS_WITH_AN_ENGINE)
