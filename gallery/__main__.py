@@ -40,8 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (MissingDataError, IndexUnreachableError) as error:
         sys.stderr.write(f"gallery: {error}\n")
         return 2
-    shown = replication.show(result["numbers"])
     (out / "result.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    shown = replication.show(result["numbers"])
     (out / "page.md").write_text(page(asked.name, replication, result, figures=".") + "\n")
     for palette in ("light", "dark"):
         (out / f"replication-{asked.name}-{palette}.svg").write_text(draw(shown.chart, palette))
