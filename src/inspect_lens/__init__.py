@@ -4,6 +4,7 @@ Importing this package loads neither torch nor vllm nor inspect_ai.
 """
 
 from . import errors
+from ._base.published import PublishedSetting, published_settings
 from .spec import CaptureSpec, Hook, LensRequest, Receipt, SteeringVector
 
 __version__ = "0.1.0"
@@ -12,8 +13,10 @@ __all__ = [
     "CaptureSpec",
     "Hook",
     "LensRequest",
+    "PublishedSetting",
     "Receipt",
     "SteeringVector",
     "__version__",
     "errors",
+    "published_settings",
 ]

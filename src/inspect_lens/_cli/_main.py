@@ -15,6 +15,7 @@ from ._lens import lens_app
 from ._output import fail, in_shell_words
 from ._probe import probe_app
 from ._score import chat, score, view
+from ._settings_of import settings
 from ._vector import vector_app
 
 EXIT_CODES = (
@@ -47,6 +48,7 @@ app.command()(score)
 app.command()(view)
 app.command()(chat)
 app.command()(doctor)
+app.command()(settings)
 
 
 def _show_version(asked: bool) -> None:

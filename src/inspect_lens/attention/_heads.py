@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from inspect_lens._base.artifact import folders_named, write_atomic
+from inspect_lens._base.published import PUBLISHED
 from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import Threshold
@@ -109,16 +110,22 @@ class AttentionHeads(BaseModel):
         return file
 
 
-def load_heads(name: str | Path | AttentionHeads | Mapping[str, Any]) -> AttentionHeads:
-    """Load a list of attention heads by name or path.
+def load_heads(
+    name: str | Path | AttentionHeads | Mapping[str, Any],
+    *,
+    method: Literal["attention_tracker", "core"] | None = None,
+) -> AttentionHeads:
+    """Load a list of attention heads by name or path, or a published one by the model's name.
 
     Args:
         name: path of the file; or its name below `heads/` of the working directory, of a folder
             above it, or of this package, such as `organism/attention-tracker`;
-            or a list, also as plain data, as a log has it.
+            or a list, also as plain data, as a log has it; or a model of the hub, such as
+            `Qwen/Qwen2-1.5B-Instruct`, whose heads were published (`published_settings`).
+        method: of a published list, where a model may have several.
 
     Returns:
-        The list.
+        The list. A published one has no threshold.
 
     Raises:
         ArtifactError: there is none, or the file is another.
@@ -136,6 +143,8 @@ def load_heads(name: str | Path | AttentionHeads | Mapping[str, Any]) -> Attenti
         return name
     if isinstance(name, Mapping):
         return _parse(name, "heads")
+    if (listed := _published(str(name), method)) is not None:
+        return listed
     path = _find(name)
     stored = _read(path)
     if stored.pop("format", None) != _FORMAT:
@@ -144,6 +153,22 @@ def load_heads(name: str | Path | AttentionHeads | Mapping[str, Any]) -> Attenti
             "with import_heads and save it"
         )
     return _parse(stored, str(path))
+
+
+def _published(name: str, method: str | None) -> AttentionHeads | None:
+    """The heads that were published for a model; None where the name is no such model."""
+    found = [
+        one
+        for one in PUBLISHED
+        if one.heads and one.model.lower() == name.lower() and method in (None, one.kind)
+    ]
+    if len(found) != 1 or Path(name).expanduser().is_file():
+        return None
+    (one,) = found
+    facts = HeadsFound(source=f"{one.source} ({one.licence})", rule=one.note)
+    return AttentionHeads.model_validate(
+        {"method": one.kind, "model": one.model, "heads": one.heads, "found": facts}
+    )
 
 
 def import_heads(path: str | Path, *, model: str = "", top: int = 8) -> AttentionHeads:
@@ -222,8 +247,9 @@ def _find(name: str | Path) -> Path:
                 return folder / relative
     raise ArtifactError(
         f"heads={str(name)!r} was not found; allowed are the path of a JSON file, or a name below "
-        f"one of {[str(folder) for folder in folders]}; find heads with calibrate_tracker or "
-        "find_core_heads, and save them"
+        f"one of {[str(folder) for folder in folders]}, or a model with published heads "
+        "(inspect-lens settings MODEL); find heads with calibrate_tracker or find_core_heads, and "
+        "save them"
     )
 
 

@@ -54,7 +54,8 @@ def attention_tracker(
     the task with `config=lens_config(qk=heads.layers)`.
 
     Args:
-        heads: list of the model's important heads: name below `heads/`, path, or a list.
+        heads: list of the model's important heads: name below `heads/`, path, a list, or the name
+            of a model whose heads were published.
             `inspect_lens.reading.calibrate_tracker` finds them.
         instruction: role of the messages that instruct, or `metadata:KEY` for a text that the
             sample's metadata has.
@@ -99,7 +100,7 @@ def attention_tracker(
         ```
     """
     selection = CallSelection.of(over=over, roles=roles, on_missing=on_missing)
-    listed = load_heads(heads)
+    listed = load_heads(heads, method="attention_tracker")
     reader = TrackerReader(listed, instruction, data, tokenizer, check_model)
     cut = listed.threshold.value if threshold is None and listed.threshold else threshold
     fpr = listed.threshold.fpr if threshold is None and listed.threshold else None
@@ -162,7 +163,8 @@ def document_rank(
     is read live or from the log: run the task with `config=lens_config(qk=heads.layers)`.
 
     Args:
-        heads: list of the model's CoRe heads: name below `heads/`, path, or a list.
+        heads: list of the model's CoRe heads: name below `heads/`, path, a list, or the name of a
+            model whose heads were published.
             `inspect_lens.attention.find_core_heads` finds them.
         documents: key of the sample's metadata with the texts of the documents, in the order in
             which they stand in the prompt.
@@ -219,7 +221,8 @@ def document_rank(
         ```
     """
     selection = CallSelection.of(roles=roles, on_missing=on_missing)
-    reader = DocumentReader(load_heads(heads), documents, query, empty, tokenizer, check_model)
+    listed = load_heads(heads, method="core")
+    reader = DocumentReader(listed, documents, query, empty, tokenizer, check_model)
 
     async def score(state: TaskState, target: Target) -> Score:
         wanted = _relevant(state.metadata, documents, relevant)
