@@ -66,6 +66,7 @@ from ._server import (
     reap,
     server_for,
     start_server,
+    weights_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -211,7 +212,8 @@ class LensAPI(ServerCalls, LensProvider):
         endpoint = super().connection_key()
         if endpoint != self.base_model:
             endpoint = self._init_base_url = normalise_url(endpoint)
-        server = server_for(self.base_model, endpoint)
+        weights = weights_of(self.base_model)
+        server = server_for(weights, weights if endpoint == self.base_model else endpoint)
         if self.adapter:
             server.enable_lora = True
             server.max_lora_rank = max(server.max_lora_rank or 0, theirs.max_lora_rank or 0) or None
@@ -245,7 +247,7 @@ class LensAPI(ServerCalls, LensProvider):
         self, model_path: str, port: int | None = None
     ) -> tuple[str, Popen[str], int]:
         return start_server(
-            model_path,
+            weights_of(model_path),
             port=port,
             api_key=str(self.api_key),
             server=self._server,

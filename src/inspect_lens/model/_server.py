@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from subprocess import Popen
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote, urlsplit
@@ -80,6 +81,12 @@ GRACE_S = 10.0
 def server_for(base_model: str, endpoint: str) -> VLLMServer:
     """The record of a server, the same one for everyone who names the same two things."""
     return _servers.setdefault((base_model, endpoint), VLLMServer())
+
+
+def weights_of(base_model: str) -> str:
+    """The model that a server loads for a name: `model@name` is a configuration of `model`."""
+    model, mark, _ = base_model.rpartition("@")
+    return base_model if not mark or Path(base_model).exists() else model
 
 
 def normalise_url(url: str) -> str:

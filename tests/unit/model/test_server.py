@@ -15,6 +15,7 @@ from inspect_ai.model import get_model
 
 from inspect_lens.model import _server, lens_config
 from inspect_lens.model._host import VLLMServer, _vllm_servers
+from inspect_lens.model._server import weights_of
 from tests.kit.fake_server import FakeLensServer
 from tests.kit.repository import ROOT
 
@@ -191,3 +192,21 @@ def test_no_process_is_left_behind(tmp_path: Path, fails: bool) -> None:
 
 def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+@pytest.mark.anyio
+async def test_configurations_of_one_model_share_its_server(
+    model_of: GetModel, tmp_path: Path
+) -> None:
+    """A server that the provider starts is that of the model, whatever name an eval chose."""
+    assert weights_of("org/model@steered") == weights_of("org/model") == "org/model"
+    (folder := tmp_path / "step@100").mkdir()
+    assert weights_of(str(folder)) == str(folder), "a folder may be called so"
+    with FakeLensServer(model="org/two") as server:
+        url = f"{server.url}/v1"
+        apis = [
+            get_model(f"vllm-lens/org/two{name}", base_url=url, memoize=False).api
+            for name in ("", "@steered")
+        ]
+        assert apis[0]._server is apis[1]._server
+        assert [api.service_model_name() for api in apis] == ["org/two", "org/two@steered"]

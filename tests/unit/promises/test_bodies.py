@@ -30,11 +30,13 @@ from inspect_lens.errors import UnsupportedError
 from inspect_lens.spec import (
     EDITS,
     EditBase,
+    EngineConfig,
     EngineEdits,
     EngineLens,
     EngineProbe,
     Hook,
     LensRequest,
+    ServerConfig,
     Zero,
 )
 from inspect_lens.spec._values import MOST_OF, TENSORS
@@ -46,16 +48,33 @@ AT_ONCE_S = 0.5
 FACTS = engine_facts(hidden=WIDTH, bank_rows=4096)
 REGISTRY = "/v1/inspect_lens/registry"
 SWEEP = "/v1/inspect_lens/patch_sweep"
+SERVER = "/v1/inspect_lens/server"
+KEY = "the-operator"
 ROOTS: dict[str, dict[str, type[BaseModel]]] = {
     REGISTRY: {
         "probe": EngineProbe,
         "edits": EngineEdits,
         "lens": EngineLens,
+        "config": EngineConfig,
     },
+    SERVER: {"": ServerConfig},
     SWEEP: {"": _Body},
     "/v1/hooks/register": {"hooks": Hook},
 }
 """What bodies of our own routes hold; those of vLLM's hold a `LensRequest`."""
+
+
+METHODS = {SERVER: "PUT"}
+"""Of routes; POST of others."""
+
+
+@pytest.fixture(autouse=True)
+def admin_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INSPECT_LENS_ADMIN_KEY", KEY)
+
+
+def client() -> TestClient:
+    return TestClient(APP, headers={"Authorization": f"Bearer {KEY}"})
 
 
 class Accepting:
@@ -77,6 +96,8 @@ class Accepting:
 
     def describe(self) -> dict[str, Any]:
         return {}
+
+    describe_server = describe
 
     async def collective_rpc(self, *args: Any, **options: Any) -> list[Any]:
         raise UnsupportedError("accepted")
@@ -152,6 +173,8 @@ RIGHT: dict[str, dict[str, Any]] = {
         "tensors": {"matrix": [[ROW] * 4]},
     },
     "EngineEdits": {"edits": [{"op": "zero", "layers": [1]}]},
+    "EngineConfig": {"edits": [{"op": "zero", "layers": [1]}]},
+    "ServerConfig": {"edits": [{"op": "zero", "layers": [1]}]},
     "TokenMatch": {"pattern": "a"},
     "_Body": {"clean": [1, 2], "corrupted": [1, 3], "answer": 5},
 }
@@ -206,7 +229,7 @@ def _surfaces() -> Iterator[tuple[str, str, type[BaseModel], str]]:
     for route, roots in ROOTS.items():
         for key, root in roots.items():
             for name in root.model_fields:
-                yield f"POST {route}", key, root, name
+                yield f"{METHODS.get(route, 'POST')} {route}", key, root, name
 
 
 SURFACES = {
@@ -217,13 +240,15 @@ NAMED_IN_PATH = {"DELETE /v1/inspect_lens/registry/{name}", "GET /v1/activations
 WITHOUT_FIELDS = {
     "GET /v1/inspect_lens",
     "GET /v1/inspect_lens/registry",
+    f"GET {SERVER}",
+    f"DELETE {SERVER}",
     "POST /v1/hooks/collect",
     "POST /v1/hooks/clear",
     "POST /v1/hooks/clear_results",
     "POST /v1/hooks/clear_prefetched",
 }
 NAMES = {"POST /v1/hooks/prefetch"}
-WHOLE = {f"POST {route}" for route in ROOTS}
+WHOLE = {f"{METHODS.get(route, 'POST')} {route}" for route in ROOTS}
 PROMISE = Promise(
     "a body that cannot be served is a 400 that names the field, at once",
     surfaces={*SURFACES, *OWN},
@@ -272,7 +297,7 @@ def post(path: str, text: str) -> tuple[int, str]:
 
 
 def answer(route: str, key: str, model: type[BaseModel], part: Any) -> tuple[int, str]:
-    path = route.removeprefix("POST ")
+    method, _, path = route.partition(" ")
     if path not in ROOTS:
         where = INSIDE.get(model.__name__)
         if model.__name__ in EDIT_NAMES:
@@ -286,7 +311,7 @@ def answer(route: str, key: str, model: type[BaseModel], part: Any) -> tuple[int
     body = {"name": "n", key: [part] if key == "hooks" else part} if key else part
     if key == "hooks":
         del body["name"]
-    found = TestClient(APP).post(path, content=json.dumps(body))
+    found = client().request(method, path, content=json.dumps(body))
     return found.status_code, found.json()["error"]["message"]
 
 
@@ -316,12 +341,12 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
 @PROMISE.on(*WHOLE)
 def _(surface: str, request: pytest.FixtureRequest) -> None:
     """What is no body at all, or is one of far too much."""
-    route = surface.removeprefix("POST ")
-    client = TestClient(APP)
+    method, _, route = surface.partition(" ")
     large = "[" + "1," * (1 << 20)
     for text in ("", "[", "[]", "7", '"x"', "{}", "nul", '{"a":' * 5000, large, "\udcff"):
         began = time.process_time()
-        found = client.post(route, content=text.encode("utf-8", "surrogateescape"))
+        content = text.encode("utf-8", "surrogateescape")
+        found = client().request(method, route, content=content)
         assert time.process_time() - began < AT_ONCE_S
         assert found.status_code == 400, text[:50]
         assert found.json()["error"]["message"]
@@ -338,7 +363,7 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
 @PROMISE.on(*WITHOUT_FIELDS)
 def _(surface: str, request: pytest.FixtureRequest) -> None:
     method, _, path = surface.partition(" ")
-    assert TestClient(APP).request(method, path).status_code in (200, 400)
+    assert client().request(method, path).status_code in (200, 400)
 
 
 @PROMISE.on(*NAMED_IN_PATH)
@@ -354,7 +379,7 @@ test_promise = PROMISE.test()
 
 LISTS = {
     name
-    for root in (LensRequest, EngineProbe, EngineEdits, EngineLens, _Body)
+    for root in (LensRequest, EngineProbe, EngineEdits, EngineLens, ServerConfig, _Body)
     for model in models(root).values()
     for name in lists(model)
 }

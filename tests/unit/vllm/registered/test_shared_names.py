@@ -14,12 +14,18 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from inspect_lens._vllm.registered.contents import parse_item
+from inspect_lens._vllm.registered.contents import SERVER_NAME, parse_shared
 from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens._vllm.registered.shared_names import SharedNames, folder_of_siblings
 from inspect_lens._vllm.registered.tiers import compose
 from inspect_lens.errors import CapacityError, SpecError
-from inspect_lens.spec import EngineProbe, LensRequest, SteeringVector
+from inspect_lens.spec import (
+    EngineConfig,
+    EngineProbe,
+    LensRequest,
+    ServerConfig,
+    SteeringVector,
+)
 
 
 def probe(value: float) -> EngineProbe:
@@ -37,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def two(folder: Path) -> Iterator[tuple[Registry, Registry]]:
-    names = [SharedNames(folder, parse_item) for _ in range(2)]
+    names = [SharedNames(folder, parse_shared) for _ in range(2)]
     first, second = Registry({"start": probe(9.0)}), Registry({"start": probe(9.0)})
     first.share(names[0])
     second.share(names[1])
@@ -70,7 +76,7 @@ def test_a_server_that_comes_late_knows_what_the_first_ones_know(
     two[0].add("p", probe(1.0))
     two[1].remove("start")
     late = Registry({"start": probe(9.0)})
-    names = SharedNames(folder, parse_item)
+    names = SharedNames(folder, parse_shared)
     late.share(names)
     assert late.describe().keys() == {"p"}
     names.close()
@@ -80,7 +86,7 @@ def test_of_many_at_once_one_takes_a_name(folder: Path) -> None:
     registries = []
     for _ in range(4):
         registries.append(Registry())
-        registries[-1].share(SharedNames(folder, parse_item))
+        registries[-1].share(SharedNames(folder, parse_shared))
     taken: list[int] = []
 
     def take(mine: int) -> None:
@@ -123,7 +129,7 @@ def test_a_folder_of_somebody_else_is_not_used(tmp_path: Path) -> None:
     theirs.mkdir(mode=0o777)
     theirs.chmod(0o777)
     with pytest.raises(PermissionError):
-        SharedNames(theirs, parse_item)
+        SharedNames(theirs, parse_shared)
 
 
 def test_a_disk_that_is_full_leaves_a_name_free(two: tuple[Registry, Registry]) -> None:
@@ -149,3 +155,23 @@ def test_a_disk_that_is_full_leaves_a_name_free(two: tuple[Registry, Registry]) 
     second.add("v", large, replace=True)
     assert first.describe()["v"] == second.describe()["v"] == first.describe()["p"]
     assert len(list(first._shared.folder.iterdir())) == 4, "what was replaced is gone"
+
+
+def test_what_acts_on_all_requests_is_the_same_at_each_server(
+    two: tuple[Registry, Registry],
+) -> None:
+    first, second = two
+    second.add("v", vector(3.0))
+    config = ServerConfig(edits_named=[{"name": "v", "scale": 2.0}], may_opt_out=True)
+    first.add(SERVER_NAME, config)
+    first.add("named", EngineConfig(edits_named=["v"]))
+    assert second.server == config
+    assert second.configs == ("named",)
+    composed, tiers = compose(second, LensRequest(configs=["named"]))
+    assert [edit.scale for edit in composed.edits] == [2.0, 3.0]
+    assert [one.tier for one in tiers.receipts] == ["server", "named"]
+    with pytest.raises(SpecError, match="used by what this server does"):
+        second.remove("v")
+    second.remove(SERVER_NAME)
+    assert first.server is None
+    first.remove("v")
