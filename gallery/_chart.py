@@ -153,7 +153,7 @@ def _heat(chart: Heat, palette: str) -> str:
                 opacity=0.04 + 0.56 * share, title=f"{name}, {chart.columns[j]}: {value:.3f}",
             )  # fmt: skip
             if cell >= 30 and size >= 20:
-                said = f"{value:.{chart.digits}f}"
+                said = f"{round(value, chart.digits) + 0.0:.{chart.digits}f}"
                 canvas.text(
                     left + cell * (j + 0.5), y + size / 2 + 4, said, anchor="middle", size=12
                 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from gallery import injection, refusal, truth
+from gallery import fact, injection, refusal, truth
 from gallery._replication import Replication
 
 __all__ = ["REPLICATIONS"]
@@ -14,4 +14,5 @@ REPLICATIONS: Final[Mapping[str, Replication]] = {
     "refusal": refusal.REPLICATION,
     "injection": injection.REPLICATION,
     "truth": truth.REPLICATION,
+    "fact": fact.REPLICATION,
 }

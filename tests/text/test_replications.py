@@ -118,3 +118,15 @@ def test_refusal_by_the_ends_of_its_intervals(ablated: float, added: float, said
         "rates__harmless_added_effect_low": added,
     }
     assert said in verdict("refusal", **changed)
+
+
+def test_an_early_site_is_in_the_mlps_or_is_not() -> None:
+    numbers = result("fact")["numbers"]
+    zero = [[0.01] * 6 for _ in numbers["layers"]]
+    early = [list(row) for row in zero]
+    early[1][2] = 0.2
+    effects = {"resid_post": early, "mlp_out": early, "attn_out": zero}
+    assert "early site in the MLPs is there" in verdict("fact", effects=effects)
+    assert "A site of MLPs alone is not there" in verdict(
+        "fact", effects=effects | {"mlp_out": zero}
+    )
