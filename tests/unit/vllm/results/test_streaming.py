@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from inspect_lens import CaptureSpec, LensRequest
-from inspect_lens._base.partial import Joined, Partial
+from inspect_lens._base.partial import PARTIAL_KEY, Joined, Partial
+from inspect_lens._vllm.frontend.wrappers import FRONT_END_WRAPPERS
 from inspect_lens._vllm.results.choices import Ticket
 from inspect_lens._vllm.results.event_loop import arrivals_of
 from tests.unit.vllm.results.test_ahead import N_MAX, N_PROMPT, Engine
@@ -136,3 +139,71 @@ def test_a_part_is_read_as_it_was_written(engine: Engine) -> None:
     np.testing.assert_array_equal(mine.storage, theirs.storage)
     engine.results.abandon([key])
     engine.worker.stepper.remove(key)
+
+
+def test_events_of_a_stream_have_rows_behind_their_tokens_and_the_receipt_last(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the outputs that vLLM's handler takes to what leaves the application."""
+    from inspect_lens._vllm.frontend import wrappers
+    from inspect_lens._vllm.http.bodies import SERVED, Answer, Body
+
+    key = engine.start(ROWS)
+    sent: list[bytes] = []
+    n_last = N_MAX - N_PROMPT + 1
+
+    async def outputs(self: Any, *args: Any) -> Any:
+        for n_completion in range(1, n_last):
+            if n_completion == 1:
+                engine.step([key], 0, N_PROMPT)
+            else:
+                engine.step([key], N_PROMPT + n_completion - 2)
+            one = going_on(key, n_completion)
+            one.finished = False
+            yield one
+        engine.step([key], N_MAX - 1)
+        engine.worker.stepper.leave([key])
+        choice = completion(0)
+        choice.inspect_lens_ticket = Ticket(key, n_completion=n_last)
+        yield output(choice)
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    async def serve() -> None:
+        body = Body(kind="text_completion")
+        SERVED.set(body)
+        answer = Answer(send, body)
+        head = [(b"content-type", b"text/event-stream")]
+        await answer({"type": "http.response.start", "status": 200, "headers": head})
+        served = FRONT_END_WRAPPERS["async_generate"](outputs)
+        fake = SimpleNamespace(input_processor=None, engine_core=None)
+        params = SimpleNamespace(extra_args=None, n=1)
+        async for _ in served(fake, "a prompt", params):
+            said = b'data: {"choices": [{"index": 0, "text": "x"}]}\n\n'
+            await answer({"type": "http.response.body", "body": said, "more_body": True})
+        done = b"data: [DONE]\n\n"
+        await answer({"type": "http.response.body", "body": done, "more_body": False})
+
+    with ThreadPoolExecutor(1) as pool:
+        front = SimpleNamespace(results=engine.results, waiting=pool)
+        monkeypatch.setattr(wrappers, "front_end", lambda: front)
+        monkeypatch.setattr(wrappers, "judge_early", lambda *args: 1)
+        asyncio.run(serve())
+        monkeypatch.undo()
+    engine.worker.stepper.remove(key)
+    assert sent.pop() == b"data: [DONE]\n\n"
+    events = [json.loads(part.removeprefix(b"data: ")) for part in sent[1:]]
+    kinds = ["text" if event["choices"] else PARTIAL_KEY in event for event in events]
+    assert kinds == ["text", True] * n_last + [False]
+    joined, positions = Joined(), list[int]()
+    for i, event in enumerate(events[1:-1:2]):
+        (value,) = event[PARTIAL_KEY]
+        part = Partial.from_json(value)
+        joined.add(part)
+        positions += part.positions["residual_stream"]
+        assert positions == list(range(N_PROMPT + i)), "as far as its token was fed"
+    receipt = events[-1]["inspect_lens"]
+    assert receipt["capture"]["n_positions"] == N_MAX == len(positions)
+    assert "activations" not in events[-1], "each row once"
+    assert joined.tensors()["residual_stream"].shape[:2] == (2, N_MAX)
