@@ -366,8 +366,9 @@ class Stream:
         if self.slab is None:
             return np.zeros((self.taps, 0, self.width), dtype=_DTYPES[self.dtype])
         flags = self._flags(self.slab, self.room)[:, since:count]
-        come: NDArray[np.bool_] = np.logical_and.reduce(flags != 0, axis=0)
-        n = len(come) if come.all() else int(come.argmin())
+        n = flags.shape[1]
+        if not flags.all():
+            n = int(flags.all(axis=0).argmin())
         return self._come(self._whole(self.slab)[:, since : since + n]).copy()
 
     def has_further(self, since: int, count: int) -> bool:
