@@ -162,13 +162,13 @@ def test_what_acts_on_all_requests_is_the_same_at_each_server(
 ) -> None:
     first, second = two
     second.add("v", vector(3.0))
-    config = ServerConfig(edits_named=[{"name": "v", "scale": 2.0}], may_opt_out=True)
+    config = ServerConfig(edits_named=[{"name": "v", "scale": 5.0}], may_opt_out=True)
     first.add(SERVER_NAME, config)
     first.add("named", EngineConfig(edits_named=["v"]))
     assert second.server == config
     assert second.configs == ("named",)
     composed, tiers = compose(second, LensRequest(configs=["named"]))
-    assert [edit.scale for edit in composed.edits] == [2.0, 3.0]
+    assert [edit.scale for edit in composed.edits] == [5.0, 2.0]
     assert [one.tier for one in tiers.receipts] == ["server", "named"]
     with pytest.raises(SpecError, match="used by what this server does"):
         second.remove("v")
