@@ -58,15 +58,14 @@ more are wanted; none where that is all the same."""
 class Packed(dict[str, Any]):
     """A packed envelope that has not left its process, and need not be unpacked there."""
 
-    __slots__ = ("envelope", "folder", "reads", "reuse", "uses")
     envelope: Envelope
-    folder: Path | None
+    folder: Path | None = None
     """See `Envelope.pack`."""
-    reuse: object
+    reuse: object = None
     """Of the process that sealed it: see `registered/prompt_rows.py`."""
-    reads: object
+    reads: object = None
     """Of the process that sealed it: how its probes are read."""
-    uses: str | None
+    uses: str | None = None
     """Uses of probes as text, for the process that sealed them: what an engine in another process
     is sent has none of it."""
 
@@ -76,18 +75,13 @@ class Packed(dict[str, Any]):
     def of(self, envelope: Envelope) -> Packed:
         """Another envelope of the same request."""
         made = envelope.pack(self.folder)
-        made.uses = self.uses
-        if hasattr(self, "reads"):
-            made.reads = self.reads
+        made.uses, made.reads = self.uses, self.reads
         return made
 
     def beside(self, key: str, value: object) -> Packed:
         """The same with something else in it."""
         made = Packed({**self, key: value})
-        made.envelope, made.uses, made.folder = self.envelope, self.uses, self.folder
-        for name in ("reads", "reuse"):
-            if hasattr(self, name):
-                setattr(made, name, getattr(self, name))
+        made.__dict__ |= self.__dict__
         return made
 
 
@@ -194,7 +188,7 @@ class Envelope:
                 _EDITED_KEY: self.edited.pack(folder),
             }
         )
-        packed.envelope, packed.uses, packed.folder = self, None, folder
+        packed.envelope, packed.folder = self, folder
         return packed
 
     @classmethod
