@@ -43,8 +43,8 @@ pytestmark = [
 def test_the_kernel_equals_the_reference(
     dtype: torch.dtype, is_fused: bool, width: int, n_tokens: int
 ) -> None:
-    from inspect_lens._engine.tap.kernels.tap_reference import capture_rows, edit_rows, ring_rows
-    from inspect_lens._engine.tap.kernels.tap_triton import launch
+    from inspect_lens._engine.tap.op import capture_rows, edit_rows, ring_rows
+    from inspect_lens._engine.tap.tap_triton import launch
 
     torch.manual_seed(n_tokens)
     device = torch.device("cuda")
@@ -109,8 +109,8 @@ def test_the_kernel_equals_the_reference(
 def test_programs_of_all_operations_equal_the_reference(
     is_fused: bool, width: int, seed: int
 ) -> None:
-    from inspect_lens._engine.tap.kernels.tap_reference import edit_rows
-    from inspect_lens._engine.tap.kernels.tap_triton import launch
+    from inspect_lens._engine.tap.op import edit_rows
+    from inspect_lens._engine.tap.tap_triton import launch
 
     cases = [edit for edit, _ in edit_cases(seed, width=width)]
     v, probe = random_rows(seed + 50, 2, width) / width**0.5
@@ -141,8 +141,8 @@ def test_programs_of_all_operations_equal_the_reference(
 
 @pytest.mark.parametrize("width", [24, 4096])
 def test_edits_of_sampled_tokens_with_some_ids_equal_the_reference(width: int) -> None:
-    from inspect_lens._engine.tap.kernels.tap_reference import edit_rows
-    from inspect_lens._engine.tap.kernels.tap_triton import launch
+    from inspect_lens._engine.tap.op import edit_rows
+    from inspect_lens._engine.tap.tap_triton import launch
 
     v, w = random_rows(61, 2, width) / width**0.5
     some = TokenMatch(token_ids=[0, 3, 200_000], among="completion")
@@ -174,8 +174,8 @@ def test_edits_of_sampled_tokens_with_some_ids_equal_the_reference(width: int) -
 
 
 def test_gates_that_stay_open_equal_the_reference() -> None:
-    from inspect_lens._engine.tap.kernels.tap_reference import edit_rows
-    from inspect_lens._engine.tap.kernels.tap_triton import launch
+    from inspect_lens._engine.tap.op import edit_rows
+    from inspect_lens._engine.tap.tap_triton import launch
 
     v, probe = random_rows(60, 2, 256) / 16
     gate = Gate(direction=probe, layer=1, scope="rest")
@@ -216,8 +216,8 @@ def test_gates_that_stay_open_equal_the_reference() -> None:
     ],
 )
 def test_running_gates_equal_the_reference(options: dict[str, Any]) -> None:
-    from inspect_lens._engine.tap.kernels.tap_reference import edit_rows
-    from inspect_lens._engine.tap.kernels.tap_triton import launch
+    from inspect_lens._engine.tap.op import edit_rows
+    from inspect_lens._engine.tap.tap_triton import launch
 
     v, probe = random_rows(61, 2, 256) / 16
     gate = Gate(direction=probe, layer=1, **options)
@@ -260,8 +260,8 @@ def test_running_gates_equal_the_reference(options: dict[str, Any]) -> None:
 def test_rows_of_another_width_equal_the_reference(
     dtype: torch.dtype, width: int, row: int, n_tokens: int
 ) -> None:
-    from inspect_lens._engine.tap.kernels.tap_reference import capture_rows, ring_rows
-    from inspect_lens._engine.tap.kernels.tap_triton import launch
+    from inspect_lens._engine.tap.op import capture_rows, ring_rows
+    from inspect_lens._engine.tap.tap_triton import launch
 
     torch.manual_seed(n_tokens)
     device, tap, parts = torch.device("cuda"), 1, -(-width // row)
@@ -306,8 +306,8 @@ def test_rows_of_another_width_equal_the_reference(
 def test_edits_of_rows_of_another_width_equal_the_reference(
     dtype: torch.dtype, width: int, row: int
 ) -> None:
-    from inspect_lens._engine.tap.kernels.tap_reference import edit_rows
-    from inspect_lens._engine.tap.kernels.tap_triton import launch
+    from inspect_lens._engine.tap.op import edit_rows
+    from inspect_lens._engine.tap.tap_triton import launch
 
     layer, n, device = 1, 9, torch.device("cuda")
     site, heads = ("z", 4) if width == 64 else ("mlp_hidden", 0)
@@ -342,8 +342,8 @@ def test_rows_that_would_be_too_large_stay_and_are_told_of(
     dtype: torch.dtype, is_fused: bool, is_pinned: bool
 ) -> None:
     """The note goes to memory of the host, every fifth number of it, as on a worker's board."""
-    from inspect_lens._engine.tap.kernels.tap_reference import largest_norm
-    from inspect_lens._engine.tap.kernels.tap_triton import launch
+    from inspect_lens._engine.tap.edit_table import largest_norm
+    from inspect_lens._engine.tap.tap_triton import launch
 
     width, n_tokens, device = 200, 64, torch.device("cuda")
     state = TapState.allocate(

@@ -52,7 +52,7 @@ def instructions(draw: st.DrawFn) -> tuple[Kind, int, int, tuple[float, ...], bo
 def test_a_program_does_what_its_definition_says(
     program: list[tuple[Kind, int, int, tuple[float, ...], bool, int]], seed: int
 ) -> None:
-    from inspect_lens._engine.tap.kernels.tap_triton import launch
+    from inspect_lens._engine.tap.tap_triton import launch
 
     n = 3
     state = make_state(device="cuda")

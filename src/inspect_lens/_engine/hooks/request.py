@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from inspect_lens._engine.tap.kernels.tap_reference import largest_norm
+from inspect_lens._engine.tap.edit_table import largest_norm
 from inspect_lens.errors import HookError, LensError
 
 

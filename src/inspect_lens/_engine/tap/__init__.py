@@ -1,5 +1,5 @@
 """What the model runs: the custom operator, its buffers, and the table of edits.
 
 In: a step's plan and a request's edits. Out: edited rows of the stream, and captured ones in the
-ring buffer. Read `kernels/tap_reference.py` first: it is the definition.
+ring buffer. Read `op.py` first: it is the definition.
 """

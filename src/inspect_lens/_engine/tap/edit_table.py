@@ -27,11 +27,16 @@ from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.messages import BOARD_SIZE
 from inspect_lens._engine.protocol.programs import AVERAGE, FIRST, HEAD, ROOM, history_rows
 from inspect_lens.errors import CapacityError, UnsupportedError
-from inspect_lens.spec import N_REGISTERS, Instruction, Kind, TapPoint
+from inspect_lens.spec import LARGEST_NORM, N_REGISTERS, Instruction, Kind, TapPoint
 
 from .histories import Fed, Latches
 
 _NO_HISTORY: tuple[tuple[Any, ...], list[int]] = ((), [])
+
+
+def largest_norm(dtype: torch.dtype) -> float:
+    """Norm of an edited stream of a dtype that is still written; see `spec.LARGEST_NORM`."""
+    return LARGEST_NORM[str(dtype).removeprefix("torch.")]
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,215 @@
-"""The custom op that sits behind every tapped layer: schema, fake, dispatch.
+"""The custom op that sits behind every tapped layer, and what a tap means, in plain aten.
 
 `inspect_lens::tap(Tensor(a!) hidden, Tensor? residual, Tensor ctl) -> ()`
 
 The mutation is declared, also where nothing is steered: an op without outputs and without
 mutation is removed as dead code. `ctl` is a tensor and not an int, so that the subgraphs of
-all layers stay identical and compile once.
+all layers stay identical and compile once. The definition in aten is also what runs on a CPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from inspect_lens._engine.tap.edit_table import GATE_SHIFT, SEES_EDITS, BankTensors, largest_norm
+from inspect_lens._engine.tap.histories import decide, factors
+from inspect_lens.spec import N_REGISTERS, SAME_TOKEN, Kind
+
 from . import buffers
-from .kernels.tap_reference import capture_rows, edit_rows, ring_rows
+
+
+def edit_rows(
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+    first: torch.Tensor,
+    bank: BankTensors,
+    owners: torch.Tensor | None = None,
+    elapsed: int = 0,
+) -> torch.Tensor:
+    """Edit the stream of some tokens in place, each by its chain of instructions.
+
+    Sums are taken in float32 and rounded once, so the edited value is the nearest value of
+    the dtype. Tokens without a chain are not written at all: they keep their bits.
+    Nor are those whose stream would be larger than `largest_norm`, or not finite: what later
+    layers make of them would reach others through blocks of the key-value cache.
+    """
+    (index,) = first.nonzero(as_tuple=True)
+    if not len(index):
+        return index
+    entry = first[index].long()
+    records, positions = index, index
+    if owners is not None:
+        records, positions = owners[index, 0].long(), owners[index, 1].long() + elapsed
+    owned = _Owned(index, records, positions)
+    mine = hidden[index].float()
+    stream = mine if residual is None else mine + residual[index].float()
+    before = norm = torch.linalg.vector_norm(stream, dim=-1, keepdim=True)
+    seen = stream
+    delta = torch.zeros_like(mine)
+    width = hidden.shape[1]
+    directions = torch.zeros_like(mine[:, :1])
+    while bool(entry.any()):
+        code, read, write, link = bank.entries[entry].unbind(-1)
+        again = ((code & SEES_EDITS) != 0).unsqueeze(-1)
+        if bool(again.any()):
+            seen = torch.where(again, stream + delta, seen)
+            norm = torch.linalg.vector_norm(seen, dim=-1, keepdim=True)
+        x = torch.zeros_like(norm)
+        if bool(read.any()):
+            directions = vectors_at(bank, read, width)
+            x = (directions * seen).sum(-1, keepdim=True)
+        kind = (code & (SEES_EDITS - 1)).unsqueeze(-1)
+        factor, share, gate, score = _maps(kind, bank.params[entry], x, norm, before)
+        register = (code >> GATE_SHIFT).long() - 1
+        gate = gate.squeeze(-1)
+        if bool((kind == Kind.TOKEN_GATE).any()):
+            named = (directions == (bank.fed.ids[index] + 1).unsqueeze(-1)).any(-1)
+            is_open = (named != (bank.params[entry][:, 0] != 0)).to(gate.dtype)
+            gate = torch.where(kind.squeeze(-1) == Kind.TOKEN_GATE, is_open, gate)
+        found = gate, score.squeeze(-1)
+        _note(bank, kind.squeeze(-1), register, owned, found, bank.params[entry])
+        gates = _gates(bank, register, owned).unsqueeze(-1)
+        delta += vectors_at(bank, write, width) * (factor * gates)
+        is_part = (kind == Kind.PART) & (read != 0).unsqueeze(-1)
+        if bool(is_part.any()):
+            taken = directions * seen * (bank.params[entry][:, :1] * gates)
+            delta -= torch.where(is_part, taken, torch.zeros_like(seen))
+        if bool(share.any()):
+            delta += torch.where(share != 0, seen * (share * gates), torch.zeros_like(seen))
+        entry = link.long()
+    edited = (mine + delta).to(hidden.dtype)
+    after = edited.float() if residual is None else edited.float() + residual[index].float()
+    # Of NaN this is false, too.
+    is_fine = after.square().sum(dim=-1) <= largest_norm(hidden.dtype) ** 2
+    hidden[index] = torch.where(is_fine.unsqueeze(-1), edited, hidden[index])
+    return index[~is_fine]
+
+
+class _Owned(NamedTuple):
+    """Tokens with a chain: place in the step, board record, and position; (tokens,) int64 each."""
+
+    places: torch.Tensor
+    records: torch.Tensor
+    positions: torch.Tensor
+
+
+def _note(
+    bank: BankTensors,
+    kind: torch.Tensor,
+    register: torch.Tensor,
+    owned: _Owned,
+    found: tuple[torch.Tensor, torch.Tensor],
+    params: torch.Tensor,
+) -> None:
+    """Have gates take note of their values and scores, `found`; all but `params` are (tokens,)."""
+    places, records, positions = owned
+    gate, score = found
+    runs = kind >= Kind.RUNNING
+    if bool(runs.any()):
+        of = records[runs], register[runs], positions[runs]
+        decide(bank.vectors, bank.latches, of, score[runs], params[runs])
+    fires = (kind >= Kind.LATCH) & ~runs & (gate > 0)
+    if bool(fires.any()):
+        bank.latches.fire(records[fires], register[fires], positions[fires])
+    is_gate = (kind >= Kind.GATE) & (kind < Kind.LATCH)
+    if bool(is_gate.any()):
+        bank.registers[places[is_gate], register[is_gate]] = gate[is_gate]
+
+
+def _gates(bank: BankTensors, register: torch.Tensor, owned: _Owned) -> torch.Tensor:
+    """(tokens,) float32; what edits are multiplied with, 1 where nothing gates them."""
+    places, records, positions = owned
+    gates = bank.registers[places, register.clamp(0, N_REGISTERS - 1)]
+    gates = torch.where(register >= 0, gates, torch.ones_like(gates))
+    runs = register >= SAME_TOKEN
+    stays = (register >= N_REGISTERS) & ~runs
+    if bool(stays.any()):
+        open_ = bank.latches.is_behind(records[stays], register[stays], positions[stays])
+        gates[stays] = open_.to(gates.dtype)
+    if bool(runs.any()):
+        of = records[runs], register[runs], positions[runs]
+        gates[runs] = factors(bank.vectors, bank.latches, *of)
+    return gates
+
+
+def vectors_at(bank: BankTensors, numbers: torch.Tensor, width: int) -> torch.Tensor:
+    """Directions by their numbers; zeros for number 0."""
+    first, n = numbers.long(), -(-width // bank.vectors.shape[1])
+    if n == 1:
+        return bank.vectors[first][:, :width]
+    rows = first.unsqueeze(-1) + torch.arange(n, device=first.device)
+    # What lies behind row 0 is somebody else's.
+    rows = torch.where(first.unsqueeze(-1) > 0, rows, 0)
+    return bank.vectors[rows].flatten(1)[:, :width]
+
+
+def _maps(
+    kind: torch.Tensor,
+    params: torch.Tensor,
+    x: torch.Tensor,
+    norm: torch.Tensor,
+    before: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Factor of what is written, share of the stream that is added to itself, gate, and score."""
+    a, b, c, d = params.unsqueeze(-1).unbind(1)
+    zero, one = torch.zeros_like(x), torch.ones_like(x)
+    z = x + a
+    is_active = z > b
+    activation = torch.where(is_active, z, zero)
+    is_left = ((d == 1) | (d == 3)) & ~is_active | (d >= 2) & (activation >= c)
+    clipped = torch.minimum(torch.maximum(x, b), c)
+    options = {
+        Kind.LINEAR: a * x + b,
+        Kind.NORM: a * norm,
+        Kind.CLIP: a * (clipped - x),
+        Kind.LATENT_SET: torch.where(is_left, zero, c - activation),
+        Kind.LATENT_ADD: torch.where(is_left, zero, c),
+        Kind.BLEND: a,
+        Kind.PART: a,
+    }
+    factor = zero
+    for which, value in options.items():
+        factor = torch.where(kind == which, value, factor)
+    share = torch.where(kind == Kind.BLEND, -a, zero)
+    safe = torch.where(norm > 0, norm, one)
+    share = torch.where((kind == Kind.RENORM) & (norm > 0), before / safe - 1, share)
+    is_cosine = (kind == Kind.COSINE_GATE) | (kind == Kind.COSINE_LATCH)
+    is_cosine = is_cosine | (kind == Kind.COSINE_RUNNING)
+    at = torch.where(is_cosine, x / safe, x)
+    step = (at > b).to(x.dtype)
+    gate = torch.where(torch.isinf(a), step, torch.sigmoid(a * (at - b)))
+    return factor, share, gate, at
+
+
+def capture_rows(
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+    slots: torch.Tensor,
+    ring: torch.Tensor,
+    apart: torch.Tensor,
+) -> None:
+    """Write what a site holds of captured tokens to the ring, wider rows in parts."""
+    (index,) = (slots >= 0).nonzero(as_tuple=True)
+    if not len(index):
+        return
+    stream = hidden[index]
+    if residual is not None:
+        stream = (stream.float() + residual[index].float()).to(ring.dtype)
+    first, step, width = slots[index].long(), apart[index].long(), ring.shape[1]
+    for i, part in enumerate(torch.split(stream.to(ring.dtype), width, dim=1)):
+        missing = width - part.shape[1]
+        ring[first + i * step] = torch.nn.functional.pad(part, (0, missing)) if missing else part
+
+
+def ring_rows(tokens: torch.Tensor, base: torch.Tensor, origin: int) -> torch.Tensor:
+    """Ring row of each token at one tap."""
+    group = tokens[:, 1]
+    first = base.index_select(0, group.clamp(min=0))
+    return torch.where((group >= 0) & (first >= 0), origin + first + tokens[:, 2], -1)
+
 
 _LIBRARY: Any = torch.library.Library(  # type: ignore[no-untyped-call]
     "inspect_lens", "FRAGMENT"
@@ -52,7 +246,7 @@ def _tap_cuda(hidden: torch.Tensor, residual: torch.Tensor | None, ctl: torch.Te
     if not is_asked and not torch.cuda.is_current_stream_capturing():
         return
     # Imported here: Triton is not there on a CPU-only machine.
-    from .kernels.tap_triton import launch
+    from .tap_triton import launch
 
     launch(hidden, residual, tap=tap, state=state)
 
@@ -61,7 +255,7 @@ def warm_up(state: buffers.TapState, widths: Iterable[int] = ()) -> None:
     """Compile the kernels for all layouts: a graph capture must not be the first launch."""
     if not state.ring.is_cuda:
         return
-    from .kernels.tap_triton import launch
+    from .tap_triton import launch
 
     rows = torch.zeros(1, state.ring.shape[1], dtype=state.ring.dtype, device=state.ring.device)
     for residual in (None, rows):

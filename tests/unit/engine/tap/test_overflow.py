@@ -13,7 +13,8 @@ from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.export.transport import Copier
 from inspect_lens._engine.protocol.messages import ROWS, SCORES
 from inspect_lens._engine.tap.buffers import TapState
-from inspect_lens._engine.tap.kernels.tap_reference import edit_rows, largest_norm
+from inspect_lens._engine.tap.edit_table import largest_norm
+from inspect_lens._engine.tap.op import edit_rows
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.spec import TapPoint
 from tests.kit.edit_table import add_entries

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from inspect_lens._engine.tap.edit_table import Shared
-from inspect_lens._engine.tap.kernels.tap_reference import edit_rows
+from inspect_lens._engine.tap.op import edit_rows
 from inspect_lens.errors import CapacityError, SpecError, UnsupportedError
 from inspect_lens.spec import (
     Ablate,

@@ -1,4 +1,4 @@
-"""The tap as one Triton kernel: the same meaning as `tap_reference`, for CUDA graphs.
+"""The tap as one Triton kernel: the same meaning as `op.py`, for CUDA graphs.
 
 Launched once per tapped site and forward pass, also when nothing is asked: inside a replayed
 graph the launch cannot be left out, so an idle tap loads one flag and returns. Addresses are
@@ -20,9 +20,8 @@ from inspect_lens import spec
 from inspect_lens._engine.protocol import programs as history
 from inspect_lens._engine.tap import edit_table as table
 from inspect_lens._engine.tap.buffers import HEAD, TapState
+from inspect_lens._engine.tap.edit_table import largest_norm
 from inspect_lens.spec import Kind
-
-from .tap_reference import largest_norm
 
 SEES_EDITS = tl.constexpr(table.SEES_EDITS)
 GATE_SHIFT = tl.constexpr(table.GATE_SHIFT)
