@@ -46,9 +46,9 @@ _ATTRIBUTE = "inspect_lens_rows"
 
 
 def _sealed(request: Any) -> Any:
-    """The envelope of a request; empty for one that asks nothing of the lens."""
+    """The envelope of a request; None for one that asks nothing of the lens."""
     extra = getattr(getattr(request, "sampling_params", None), "extra_args", None)
-    return (extra.get(ENVELOPE_KEY) or {}) if extra else {}
+    return extra.get(ENVELOPE_KEY) if extra else None
 
 
 class StepRows:
@@ -66,7 +66,7 @@ class StepRows:
 
     def add(self, request: Any) -> None:
         """Take note of a request that is about to feed its prompt, or to feed it again."""
-        kept = _sealed(request).get(KEPT_KEY)
+        kept = (_sealed(request) or {}).get(KEPT_KEY)
         if kept is None or self._most * self._taps <= self._rows:
             return
         taps, lo, hi = kept
@@ -141,7 +141,7 @@ def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
     def note(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, request, *args, **kwargs)
         try:
-            if _sealed(request):
+            if _sealed(request) is not None:
                 _rows_of(self).add(request)
         except BaseException as error:
             if ends_process(error):
@@ -169,7 +169,7 @@ class _Bounded:
 def _get_computed_blocks(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_computed_blocks(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            limit = _sealed(request).get(CACHED_KEY)
+            limit = (_sealed(request) or {}).get(CACHED_KEY)
         except BaseException as error:
             if ends_process(error):
                 raise
@@ -209,7 +209,7 @@ class ConnectorGuard:
 
     def mark(self, request: Any) -> str | None:
         """Hash of what steers a request; None of one that nothing does."""
-        sealed = _sealed(request)
+        sealed = _sealed(request) or {}
         steer, eager = sealed.get(HASH_KEY), sealed.get(EAGER_KEY)
         if eager is not None:
             return f"hooks:{eager['hash']}"
@@ -221,7 +221,7 @@ class ConnectorGuard:
         transfer = getattr(request, "kv_transfer_params", None)
         if self._is_by_request and transfer and transfer.get(MARK_KEY) != self.mark(request):
             return 0
-        if not (sealed := _sealed(request)):
+        if (sealed := _sealed(request)) is None:
             return None
         # Rows of a token that is computed twice would count twice in a sum.
         if self._loads_again:
