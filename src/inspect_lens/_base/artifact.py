@@ -106,6 +106,13 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(c.replace("|", "\\|") for c in r) + " |" for r in lines)
 
 
+def with_interval(value: float | None, interval: object | None = None, ends: str = ".3f") -> str:
+    """A number and its interval for people; `n/a` for None."""
+    if value is None:
+        return "n/a"
+    return f"{value:{ends}}" if interval is None else f"{value:{ends}} {interval:{ends}}"
+
+
 def write_atomic(path: Path, content: bytes) -> None:
     """Write a file so that readers see the old or the new content, never a part.
 

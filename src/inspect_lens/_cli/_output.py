@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, NoReturn
 
 import typer
 
+from inspect_lens._base.artifact import with_interval
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import AnyProbe, Baseline, Evaluation, Transfer, format_p_value
 
@@ -179,7 +180,7 @@ class Made:
         for e in self.evaluations:
             yield from self._of_set(e)
         for b in self.baselines:
-            area = "n/a" if b.auroc is None else f"{b.auroc:.4f}"
+            area = with_interval(b.auroc, ends=".4f")
             test = f", {b.test}" if b.test and b.p_value is None else ""
             if b.p_value is not None:
                 test = f", p {format_p_value(b.p_value)} that the probe is no better"
@@ -191,19 +192,16 @@ class Made:
 
     def _of_set(self, e: Evaluation) -> Iterator[str]:
         """What was measured on one set."""
-        area = "one class" if e.auroc is None else f"AUROC {e.auroc:.4f}"
-        if e.interval is not None:
-            area += f" [{e.interval.low:.4f}, {e.interval.high:.4f}]"
-        recall = "" if e.recall is None else f", recall {e.recall:.3f}"
-        if e.recall_interval is not None:
-            recall += f" [{e.recall_interval.low:.3f}, {e.recall_interval.high:.3f}]"
-        rate = "" if e.fpr is None else f", false positive rate {e.fpr:.3f}"
-        if e.fpr_interval is not None:
-            rate += f" [{e.fpr_interval.low:.3f}, {e.fpr_interval.high:.3f}]"
-        yield f"  {e.name}: {area}{recall}{rate}"
+        area = with_interval(e.auroc, e.interval, ".4f")
+        said = "one class" if e.auroc is None else f"AUROC {area}"
+        if e.recall is not None:
+            said += f", recall {with_interval(e.recall, e.recall_interval)}"
+        if e.fpr is not None:
+            said += f", false positive rate {with_interval(e.fpr, e.fpr_interval)}"
+        yield f"  {e.name}: {said}"
         for r in e.rates:
             if r.rate is not None and r.interval is not None:
-                share = f"{r.rate:.3f} [{r.interval.low:.3f}, {r.interval.high:.3f}]"
+                share = with_interval(r.rate, r.interval)
                 yield f"    for {r.statistic}, set for {r.nominal:g}: {share} of honest answers"
         if e.recalls:
             at = ", ".join(f"{r.recall:.3f} at {r.fpr:g}" for r in e.recalls)

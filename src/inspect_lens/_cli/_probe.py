@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from inspect_lens._base.artifact import with_interval
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import FOLLOWED_FLOOR, RECALL_FLOOR
 
@@ -453,9 +454,8 @@ def sweep(
             table.append({"family": one, "chosen": best, **score.model_dump()})
             mark = " *" if best else ""
             recall = ""
-            if score.recall is not None and score.recall_interval is not None:
-                low, high = score.recall_interval.low, score.recall_interval.high
-                recall = f" {f'{score.recall:.3f} [{low:.3f}, {high:.3f}]':>22s}"
+            if score.recall_interval is not None:
+                recall = f" {with_interval(score.recall, score.recall_interval):>22s}"
             lines.append(
                 f"{one:18s} {score.layer:5d} {score.auroc:7.4f} {score.separation:11.2f}"
                 f"{recall}{mark}"

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from inspect_lens.errors import LensError, SpecError
 
 from ._chat_talk import ChatTalk
-from ._templates import render
+from ._page import render
 
 HOST: Final = "127.0.0.1"
 MOST_BYTES: Final = 4 << 20

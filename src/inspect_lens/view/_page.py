@@ -1,4 +1,4 @@
-"""What a token page shows, and how its samples are packed."""
+"""What a token page shows, how its samples are packed, and the HTML of every page."""
 
 from __future__ import annotations
 
@@ -7,12 +7,38 @@ import gzip
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 from numpy.typing import NDArray
 
 from inspect_lens.probe import Statistic
+
+
+def render(template: str, **values: Any) -> str:
+    """Fill in a template of `assets/`; every value that it names has to be given."""
+    return _environment().get_template(template).render(values)
+
+
+@cache
+def _environment() -> Environment:
+    loader = PackageLoader("inspect_lens.view", "assets")
+    made = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    # Facts of a page; jinja2 writes "<" in them so that nothing can end their element.
+    made.policies["json.dumps_kwargs"] = {
+        "separators": (",", ":"), "ensure_ascii": False, "allow_nan": False
+    }  # fmt: skip
+    # Style sheets and scripts of ours, as they are.
+    made.globals["asset"] = lambda name: Markup(loader.get_source(made, name)[0])
+    made.filters["base64"] = lambda content: base64.b64encode(content).decode()
+    return made
+
 
 OF_TOKENS: Final = (Statistic(over="token"), Statistic(over="alarm", pool="last"))
 """Whose threshold single tokens may be compared with, the better one first: a maximum is a token.

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from inspect_lens._base.artifact import with_interval
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
     AnyProbe,
     Calibration,
     Evaluation,
-    Interval,
     ProbeCard,
     auroc,
     clopper_pearson,
@@ -28,7 +28,7 @@ from inspect_lens.probe import (
     write_atomic,
 )
 
-from ._templates import render
+from ._page import render
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -468,8 +468,8 @@ def _decisive(e: Evaluation) -> list[str]:
     best = e.best_baseline
     other = "not measured" if best is None else f"{best.name}: {best.auroc:.3f}"
     return [
-        e.name, _share(e.auroc, e.interval), _share(e.recall, e.recall_interval),
-        _share(e.fpr, e.fpr_interval), other if e.auroc is not None else "n/a",
+        e.name, with_interval(e.auroc, e.interval), with_interval(e.recall, e.recall_interval),
+        with_interval(e.fpr, e.fpr_interval), other if e.auroc is not None else "n/a",
     ]  # fmt: skip
 
 
@@ -487,7 +487,7 @@ def _summary(card: ProbeCard) -> str:
     for t in card.thresholds_for(card.answer)[:1]:
         said = t.claim or (
             f"set on {t.n_control} samples of {t.control}: "
-            f"{_share(t.n_above / t.n_control, t.interval)} of them lie above it"
+            f"{with_interval(t.n_above / t.n_control, t.interval)} of them lie above it"
         )
         text += f" Threshold {t.value:.4g} for a false positive rate of {t.fpr:g}, {said}."
         text += f" There are {t.few_groups}." if t.few_groups else ""
@@ -506,8 +506,8 @@ def _measured(e: Evaluation) -> list[str | int]:
     return [
         e.name, e.n_positive, e.n_negative, e.disjoint_by,
         "unknown" if e.n_seen is None else e.n_seen, _at(e, 0.01), _at(e, 0.05),
-        _share(e.auroc_control), _share(e.partial_auroc), _share(e.average_precision),
-        _share(e.balanced_accuracy),
+        with_interval(e.auroc_control), with_interval(e.partial_auroc),
+        with_interval(e.average_precision), with_interval(e.balanced_accuracy),
     ]  # fmt: skip
 
 
@@ -523,15 +523,15 @@ def _notes(card: ProbeCard) -> list[str]:
 
 def _at(evaluation: Evaluation, rate: float) -> str:
     found = next((r for r in evaluation.recalls if r.fpr == rate), None)
-    return "n/a" if found is None else _share(found.recall, found.interval)
+    return "n/a" if found is None else with_interval(found.recall, found.interval)
 
 
 def _baselines(card: ProbeCard) -> list[list[str]]:
     ours = {e.name: e for e in card.evaluations}
     return [
         [
-            b.set, b.name, _share(b.auroc, b.auroc_interval),
-            _share(ours[b.set].auroc if b.set in ours else None), format_p_value(b.p_value),
+            b.set, b.name, with_interval(b.auroc, b.auroc_interval),
+            with_interval(ours[b.set].auroc if b.set in ours else None), format_p_value(b.p_value),
             b.test, b.note,
         ]
         for b in card.baselines
@@ -566,9 +566,3 @@ def _provenance(card: ProbeCard, sha256: str) -> list[tuple[str, str]]:
     facts += [("inspect_lens", card.inspect_lens_version), ("command", card.command)]
     facts += [("created", card.created.isoformat()), *(("note", n) for n in card.notes)]
     return [(name, value) for name, value in facts if value]
-
-
-def _share(value: float | None, interval: Interval | None = None) -> str:
-    if value is None:
-        return "n/a"
-    return f"{value:.3f}" + (f" [{interval.low:.3f}, {interval.high:.3f}]" if interval else "")

@@ -13,8 +13,8 @@ from inspect_lens.errors import SpecError
 from inspect_lens.probe import AnyProbe, Evaluation, Interval
 from inspect_lens.vector import DoseResponse
 
+from ._page import render
 from ._report import COLOURS, empty_figure, to_png
-from ._templates import render
 
 if TYPE_CHECKING:
     from inspect_lens.train import CascadePoint
@@ -271,7 +271,7 @@ def draw_transfer(probes: Mapping[str, AnyProbe] | Sequence[AnyProbe]) -> bytes:
 def _cell(found: Evaluation, verdicts: Mapping[str, bool | None]) -> str:
     text = f"{found.auroc:.3f}"
     if found.interval is not None:
-        text += f"\n[{found.interval.low:.2f}, {found.interval.high:.2f}]"
+        text += f"\n{found.interval:.2f}"
     if found.recall is not None:
         text += f"\nrecall {found.recall:.2f}"
     return f"{text} {_MARKS_FRONTIER[verdicts[found.name]]}" if found.name in verdicts else text

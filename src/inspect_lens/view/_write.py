@@ -19,9 +19,8 @@ from inspect_lens.model._request import capture_advice
 from inspect_lens.probe import AnyProbe, write_atomic
 
 from ._log import OpenLog, open_log, read_sample
-from ._page import LEVELS, Range, SampleView, TokenTable, pack_sample, ranges
+from ._page import LEVELS, Range, SampleView, TokenTable, pack_sample, ranges, render
 from ._series import Source, choose_probes, kept_sources, make_sources, origin_notes, read_saved
-from ._templates import render
 
 MAX_PAGE_BYTES = 64 << 20
 """Default limit for the size of a token page, in bytes."""

@@ -14,6 +14,7 @@ from inspect_lens._base.artifact import (
     encode_tensors,
     markdown_table,
     read_artifact,
+    with_interval,
     write_artifact,
 )
 from inspect_lens.probe.statistics._compare import format_p_value
@@ -130,7 +131,7 @@ def _threshold(t: Threshold) -> str:
     left_out = f" ({t.n_left_out} positive ones left out)" if t.n_left_out else ""
     counted = t.claim or (
         f"{t.n_above} of {t.n_control} {t.unit} of `{t.control}`{left_out} lie above it "
-        f"({_share(t.n_above / t.n_control, t.interval)}, {t.interval.method})"
+        f"({with_interval(t.n_above / t.n_control, t.interval)}, {t.interval.method})"
     )
     return (
         f"- **{t.value:.6g}** for {t.holds_for}, at a false positive rate of {t.fpr:g}: {counted}."
@@ -150,10 +151,10 @@ def _evaluations(evaluations: tuple[Evaluation, ...]) -> str:
             str(e.n_positive),
             str(e.n_negative),
             e.disjoint_by,
-            _share(e.auroc, e.auroc_interval),
-            _range(e.by_group) if e.by_group else "n/a",
-            _share(e.recall, e.recall_interval),
-            _share(e.fpr, e.fpr_interval),
+            with_interval(e.auroc, e.auroc_interval),
+            f"{e.by_group:.3f}" if e.by_group else "n/a",
+            with_interval(e.recall, e.recall_interval),
+            with_interval(e.fpr, e.fpr_interval),
         ]
         for e in evaluations
     ]
@@ -184,7 +185,7 @@ def _realised(evaluations: tuple[Evaluation, ...]) -> str:
 
 def _of(r: RealisedRate, value: float | None, interval: Interval | None) -> str:
     """A share of answers, or of their tokens, which is said then."""
-    return _share(value, interval) + (
+    return with_interval(value, interval) + (
         " of tokens" if r.unit != "answers" and value is not None else ""
     )
 
@@ -201,10 +202,10 @@ def _at_rates(evaluations: tuple[Evaluation, ...]) -> str:
     rows = []
     for e in evaluations:
         at = {r.fpr: r for r in e.recalls}
-        recalls = [_share(at[r].recall, at[r].interval) if r in at else "n/a" for r in rates]
+        recalls = [with_interval(at[r].recall, at[r].interval) if r in at else "n/a" for r in rates]
         others = (e.partial_auroc, e.average_precision, e.balanced_accuracy)
-        control = _share(e.auroc_control, e.auroc_control_interval)
-        rows.append([e.name, *recalls, control, *(_share(v, None) for v in others)])
+        control = with_interval(e.auroc_control, e.auroc_control_interval)
+        rows.append([e.name, *recalls, control, *map(with_interval, others)])
     known = any(cell != "n/a" for row in rows for cell in row[1:])
     return markdown_table(head, rows) if known else ""
 
@@ -212,8 +213,8 @@ def _at_rates(evaluations: tuple[Evaluation, ...]) -> str:
 def _baselines(baselines: tuple[Baseline, ...]) -> str:
     head = ["set", "baseline", "AUROC", "probe better by", "p (probe no better)", "test", "note"]
     rows = [
-        [b.set, b.name, _share(b.auroc, b.auroc_interval),
-         "n/a" if b.difference is None else _range(b.difference),
+        [b.set, b.name, with_interval(b.auroc, b.auroc_interval),
+         "n/a" if b.difference is None else f"{b.difference:.3f}",
          format_p_value(b.p_value), b.test, b.note]
         for b in baselines
     ]  # fmt: skip
@@ -228,8 +229,9 @@ def _calibration(c: Calibration) -> str:
 def _sweep(card: ProbeCard) -> str:
     rows = [
         [f"**{s.layer}**" if s.layer in card.layers and s.pool in ("", card.pool) else str(s.layer),
-         s.pool, _share(s.auroc, s.auroc_interval), _share(s.recall, s.recall_interval),
-         "n/a" if s.auroc_control is None else f"{s.auroc_control:.3f}", f"{s.separation:.2f}"]
+         s.pool, with_interval(s.auroc, s.auroc_interval),
+         with_interval(s.recall, s.recall_interval), with_interval(s.auroc_control),
+         f"{s.separation:.2f}"]
         for s in card.sweep
     ]  # fmt: skip
     head = ["layer", "pool", "AUROC", "recall at the rate", "AUROC against control", "separation"]
@@ -240,17 +242,6 @@ def _sweep(card: ProbeCard) -> str:
         "auroc": "The layer was chosen by AUROC.",
     }
     return "\n\n".join(part for part in (markdown_table(head, rows), said.get(by, "")) if part)
-
-
-def _share(value: float | None, interval: Interval | None) -> str:
-    if value is None:
-        return "n/a"
-    text = f"{value:.3f}"
-    return text if interval is None else f"{text} {_range(interval)}"
-
-
-def _range(interval: Interval) -> str:
-    return f"[{interval.low:.3f}, {interval.high:.3f}]"
 
 
 PROBE: Final = ArtifactKind(

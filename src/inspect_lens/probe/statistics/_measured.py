@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict
 
+from inspect_lens._base.artifact import with_interval
 from inspect_lens.errors import SpecError
 
 MIN_GROUPS: Final = 8
@@ -137,6 +138,9 @@ class Interval(Record):
     confidence: float = 0.95
     method: str
 
+    def __format__(self, ends: str) -> str:
+        return f"[{self.low:{ends}}, {self.high:{ends}}]" if ends else str(self)
+
 
 class RecallAt(Record):
     """Recall at the threshold that a control set gives for a false positive rate."""
@@ -193,9 +197,8 @@ class RealisedRate(Record):
         lengths = self.longer and f"; {self.longer}"
         of = self.unit.replace("answers", "honest answers")
         return (
-            f"{self.rate:.3f} [{self.interval.low:.3f}, {self.interval.high:.3f}] of the {of} "
-            f"exceed the threshold for {self.statistic}, which was set for "
-            f"{self.nominal:g}{lengths}"
+            f"{with_interval(self.rate, self.interval)} of the {of} exceed the threshold for "
+            f"{self.statistic}, which was set for {self.nominal:g}{lengths}"
         )
 
     @property
@@ -239,9 +242,9 @@ class ControlShift(Record):
         side = "higher" if self.auroc > 0.5 else "lower"
         what = "more" if self.auroc > 0.5 else "fewer"
         return (
-            f"Its negatives score {side} than those of {self.control} (AUROC {self.auroc:.3f} "
-            f"[{self.interval.low:.3f}, {self.interval.high:.3f}]): they are not exchangeable, and "
-            f"{what} false alarms than the threshold's rate are to be expected."
+            f"Its negatives score {side} than those of {self.control} (AUROC "
+            f"{with_interval(self.auroc, self.interval)}): they are not exchangeable, "
+            f"and {what} false alarms than the threshold's rate are to be expected."
         )
 
 
@@ -328,8 +331,8 @@ class Evaluation(Record):
             return ""
         return (
             f"misses {1.0 - self.recall:.0%} of the positives of {self.name} at its threshold: "
-            f"recall {self.recall:.3f} [{self.recall_interval.low:.3f}, "
-            f"{self.recall_interval.high:.3f}], below the floor of {floor:g}"
+            f"recall {with_interval(self.recall, self.recall_interval)}, below the floor of "
+            f"{floor:g}"
         )
 
     @property

@@ -322,7 +322,7 @@ def transfer_statement(
     rival = best if best.beaten is False or worst.beaten else worst
     than = f"{rival.name} has {rival.auroc:.3f}"
     if rival.difference is not None:
-        than += f", difference [{rival.difference.low:.3f}, {rival.difference.high:.3f}]"
+        than += f", difference {rival.difference:.3f}"
     broken = evaluation.broken_rates
     passes = low > bar and all(b.beaten for b in compared) and not broken
     says = "transfers" if passes else "does not transfer"
