@@ -1,4 +1,4 @@
-"""`-M edits` on tasks of `inspect_evals`, whose code stays as it is; skipped without the package."""
+"""`-M edits` on tasks of `inspect_evals`, whose code stays as it is; skipped without it."""
 
 from __future__ import annotations
 
