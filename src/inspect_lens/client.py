@@ -107,6 +107,17 @@ class LensStream(Iterator[StreamPart]):
     """Parts of one streamed answer; `output` is the whole of it, once they have all come.
 
     Closing it before the end, as leaving its `with` block does, ends the generation.
+
+    Example:
+        <!-- test: server -->
+        ```python
+        from inspect_lens.client import LensClient
+
+        with LensClient("http://localhost:8000") as client:
+            with client.stream("Velosh was founded by", capture_layers=[4]) as stream:
+                first = next(stream)  # the first token; its rows come behind it
+        assert first.activations is None
+        ```
     """
 
     def __init__(self, parts: Generator[StreamPart, None, GenerateOutput]) -> None:
