@@ -53,7 +53,8 @@ def _table(table: Table) -> str:
 
 
 def _command(about: Replication, result: dict[str, Any]) -> str:
-    said = f"It took {result['seconds']} seconds on two CPU cores that others used, too."
+    said = f"It took {result['seconds']} seconds on two CPU cores that others used, too"
+    said += ", with a server that ran already." if result.get("server_ran_already") else "."
     text = f"In a clone, after `make env`:\n\n```text\n{result['command']}\n```\n\n{said}"
     if not about.files:
         return f"{text} Nothing but the model is downloaded."

@@ -130,3 +130,14 @@ def test_an_early_site_is_in_the_mlps_or_is_not() -> None:
     assert "A site of MLPs alone is not there" in verdict(
         "fact", effects=effects | {"mlp_out": zero}
     )
+
+
+def test_steering_counts_doses_at_which_answers_stay_coherent() -> None:
+    points = result("steering")["numbers"]["points"]
+    flat = [p | {"effect": 0.0, "low": -0.1, "high": 0.1, "coherence": 1.0} for p in points]
+    assert "No dose" in verdict("steering", points=flat)
+    way = {True: {"low": 0.1, "high": 0.3}, False: {"low": -0.3, "high": -0.1}}
+    both = [p | way[p["share"] > 0] for p in flat]
+    assert "steers both ways" in verdict("steering", points=both)
+    broken = [p | {"coherence": 0.5} for p in both]
+    assert "No dose" in verdict("steering", points=broken)
