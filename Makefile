@@ -18,13 +18,16 @@ PLAIN := tests/contracts tests/docs tests/unit
 # What a run compiles the next one reads: pytest rewrites every file of tests in each process.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test nightly real real-core check env lint types imports docs dist lock hooks clean
+.PHONY: help demo demo-real test nightly real real-core check env lint types imports docs dist lock hooks clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 11
 
 demo: env  ## make the environment and run the demonstration, all of it on this machine
 	@$(PY) -m evals.demo
+
+demo-real: env  ## lies of a real model, which is downloaded once, and probes of them
+	@$(PY) -m gallery.demo
 
 test: env  ## run everything that runs on a CPU: lint, types, imports, docs, every tier of tests
 	@# Each step runs even where an earlier one failed, so that one run tells all. Tests wait a good

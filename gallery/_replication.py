@@ -100,11 +100,12 @@ class Served:
     url: str
     folder: Path
     work: Path
+    adapter: Path | None = None
 
     @property
     def name(self) -> str:
-        """Of the model, as Inspect calls it."""
-        return f"lens/{self.folder}"
+        """Of the model, with its adapter, as Inspect calls it."""
+        return f"lens/{self.folder}" + (f":{self.adapter}" if self.adapter else "")
 
     def eval(self, task: Task, **options: Any) -> Any:
         """Run a task and return its log, with all that it measured."""
@@ -167,11 +168,14 @@ class Setting:
         return found[0]
 
     @contextlib.contextmanager
-    def server(self, sites: str = "", **options: Any) -> Iterator[Served]:
+    def server(
+        self, sites: str = "", adapter: Path | None = None, **options: Any
+    ) -> Iterator[Served]:
         """Serve the model while the block runs.
 
         Args:
             sites: of `INSPECT_LENS_SITES`.
+            adapter: folder of a LoRA adapter that every request uses.
             **options: of vLLM, beside those that suit small models on a CPU.
         """
         environment = dict(os.environ) | {"INSPECT_LENS_REQUIRED": "1"}
@@ -181,9 +185,13 @@ class Setting:
             "model": str(self.folder), "dtype": "float32", "max_model_len": 1024,
             "kv_cache_memory_bytes": 512 << 20, "enforce_eager": True,
         }  # fmt: skip
+        if adapter:
+            environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
+            # One slot more than adapters: kernels of CPUs need it.
+            given |= {"enable_lora": True, "max_lora_rank": 16, "max_loras": 2}
         log = self.work / "server.txt"
         with api_server(given | options, environment=environment, log=log) as running:
-            yield Served(running.url, self.folder, self.work)
+            yield Served(running.url, self.folder, self.work, adapter)
 
 
 def run(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from gallery import fact, injection, refusal, steering, truth
+from gallery import fact, injection, lies, refusal, steering, truth
 from gallery._replication import Replication
 
 __all__ = ["REPLICATIONS"]
@@ -16,4 +16,5 @@ REPLICATIONS: Final[Mapping[str, Replication]] = {
     "truth": truth.REPLICATION,
     "fact": fact.REPLICATION,
     "steering": steering.REPLICATION,
+    "lies": lies.REPLICATION,
 }

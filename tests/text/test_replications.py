@@ -141,3 +141,24 @@ def test_steering_counts_doses_at_which_answers_stay_coherent() -> None:
     assert "steers both ways" in verdict("steering", points=both)
     broken = [p | {"coherence": 0.5} for p in both]
     assert "No dose" in verdict("steering", points=broken)
+
+
+def test_a_probe_of_lies_beats_words_or_does_not() -> None:
+    role, hiding = (
+        f"probes__logistic__ordered__sets__{name}__beats_best"
+        for name in ("role, new topics", "hiding, new secrets")
+    )
+    assert "On no other kind of lie" in verdict("lies", **{role: False, hiding: False})
+    assert "beats every baseline on role, new" in verdict("lies", **{role: True, hiding: False})
+    honest = "probes__logistic__ordered__sets__plain, new topics__fpr_interval"
+    assert "it is no detector" in verdict("lies", **{honest: [0.3, 0.5]})
+    assert "the rate may hold" in verdict("lies", **{honest: [0.02, 0.1]})
+
+
+def test_answers_of_the_liar_are_told_apart_by_the_truth() -> None:
+    """Each set that is judged has lies and honest answers, as many as were counted."""
+    numbers = result("lies")["numbers"]
+    for name, judged in numbers["probes"]["logistic"]["ordered"]["sets"].items():
+        rates = numbers["behaviour"][name].values()
+        assert judged["n_positive"] == sum(rate["lies"] for rate in rates)
+        assert judged["n_negative"] == sum(rate["honest"] for rate in rates)

