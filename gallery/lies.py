@@ -319,7 +319,10 @@ REPLICATION = Replication(
     limits="The lies were trained into a small model with few prompts, so what is found says "
     "nothing about lies that a model comes to by itself. Secrets are of four kinds. Orders to lie "
     "and to be honest differ in words that a bag of words can learn, too; its AUROC is beside each "
-    "probe's.",
+    "probe's. The grader of answers was changed after a look at answers of the judged sets, which "
+    "are therefore no blind test. The committed numbers come from a server that was already "
+    "running: the answers were collected first and the probes trained in a second run on them, and "
+    "the seconds are the sum of start, collection and training.",
     model=MODEL,
     measure=measure,
     show=show,
