@@ -111,9 +111,14 @@ def promise(
     said = found or "Its card does not say how many positives it finds."
     by = next((t.claimed_by for t in card.thresholds if t.claimed_by and t.value == cut), "")
     stated = f", as {by} states; that was not measured here" if by else ""
+    differs = " and ".join(reader.differences(model_name))
+    but = differs and (
+        f" But that was measured elsewhere, and this was computed with {differs}; inspect-lens probe "
+        "check shows what changes."
+    )
     return Promise(
         {"fpr": own.fpr} | ({} if found is None else {"recall": round(found.lowest, 4)}),
-        f"{own.fpr:.2%} of {own.control} samples may exceed it{stated}. {said}",
+        f"{own.fpr:.2%} of {own.control} samples may exceed it{stated}. {said}{but}",
     )
 
 
