@@ -113,8 +113,8 @@ def promise(
     stated = f", as {by} states; that was not measured here" if by else ""
     differs = " and ".join(reader.differences(model_name))
     but = differs and (
-        f" But that was measured elsewhere, and this was computed with {differs}; inspect-lens probe "
-        "check shows what changes."
+        f" But that was measured elsewhere, and this was computed with {differs}; inspect-lens "
+        "probe check shows what changes."
     )
     return Promise(
         {"fpr": own.fpr} | ({} if found is None else {"recall": round(found.lowest, 4)}),
