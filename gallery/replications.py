@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from gallery import fact, injection, lies, refusal, steering, truth
+from gallery import fact, injection, languages, lies, refusal, steering, truth
 from gallery._replication import Replication
 
 __all__ = ["REPLICATIONS"]
@@ -14,6 +14,7 @@ REPLICATIONS: Final[Mapping[str, Replication]] = {
     "refusal": refusal.REPLICATION,
     "injection": injection.REPLICATION,
     "truth": truth.REPLICATION,
+    "languages": languages.REPLICATION,
     "fact": fact.REPLICATION,
     "steering": steering.REPLICATION,
     "lies": lies.REPLICATION,

@@ -162,3 +162,26 @@ def test_answers_of_the_liar_are_told_apart_by_the_truth() -> None:
         rates = numbers["behaviour"][name].values()
         assert judged["n_positive"] == sum(rate["lies"] for rate in rates)
         assert judged["n_negative"] == sum(rate["honest"] for rate in rates)
+
+
+def test_a_language_on_the_way_needs_to_beat_another_word() -> None:
+    words = result("languages")["numbers"]["words"]
+    n = len(words[0]["English"])
+
+    def with_peak(english: float, chinese: float, other: float) -> list[dict[str, Any]]:
+        made = []
+        for i, word in enumerate(words):
+            middle = {
+                "English": english + 0.001 * i,
+                "Chinese": chinese,
+                "another English word": other,
+            }
+            at = {
+                key: [0.0] * (n // 2) + [v] + [0.0] * (n - n // 2 - 1) for key, v in middle.items()
+            }
+            made.append(word | at)
+        return made
+
+    assert "passes through English" in verdict("languages", words=with_peak(0.5, 0.1, 0.01))
+    assert "never ahead" in verdict("languages", words=with_peak(0.2, 0.6, 0.01))
+    assert "no English shows" in verdict("languages", words=with_peak(0.2, 0.1, 0.9))
