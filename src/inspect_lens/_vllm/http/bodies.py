@@ -242,14 +242,14 @@ def as_json(completion: Any) -> dict[str, Any]:
     """A choice's result as it stands in a response: `activations` and `inspect_lens`."""
     result: dict[str, Any] = {"inspect_lens": completion.inspect_lens.model_dump(mode="json")}
     tensors: dict[str, TensorData] = completion.inspect_lens_tensors
-    if tensors:
+    plain = getattr(completion, "inspect_lens_plain", {})
+    if tensors or plain:
         is_binary = completion.inspect_lens_transport == "binary"
         try:
             entries = handle_entries(tensors, payloads) if is_binary else inline_entries(tensors)
         except LensError as error:
             failed(error)
             raise
-        plain = getattr(completion, "inspect_lens_plain", {})
         result["activations"] = entries | {n: {"__json__": value} for n, value in plain.items()}
     if (saved := getattr(completion, "inspect_lens_saved", None)) is not None:
         result["hook_results"] = encode_saved(saved)
