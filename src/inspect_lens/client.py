@@ -33,6 +33,7 @@ from .spec import (
     LENS_KEYS,
     LENS_NAME,
     NATIVE_KEY,
+    NO_REQUEST,
     STEER_KEY,
     Add,
     CaptureSpec,
@@ -49,6 +50,7 @@ from .spec import (
     parse_extra_args,
     parse_hooks,
     refuse_misspelled,
+    result_name,
     split_body,
     to_extra_args,
     to_wire_args,
@@ -300,7 +302,7 @@ class LensClient:
         lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None = None,
         sink: SinkUse | Mapping[str, Any] | str | None = None,
         edits: Sequence[Edit | Mapping[str, Any]] | None = None,
-        stream_results: bool = True,
+        stream_results: bool | None = None,
         **kwargs: Any,
     ) -> LensStream:
         """Complete a prompt or a chat, and read rows while the text is written.
@@ -315,15 +317,16 @@ class LensClient:
             temperature: likewise.
             capture_layers: likewise.
             steering_vectors: likewise.
-            capture: likewise; what is made of several tokens, as with `reduce="mean"`, is ready
-                only at the end, and refused here.
+            capture: likewise.
             hooks: likewise; what they save comes at the end.
             capture_qk: likewise.
             lens: likewise.
             sink: likewise.
             edits: likewise.
-            stream_results: False gets all tensors at the end, and the text and token scores of
-                probes still come as they are made.
+            stream_results: whether tensors come with their tokens, or all of them at the end; text
+                and token scores of probes come as they are made in any case. None sends them with
+                their tokens unless one of them is made of several tokens, as with `reduce="mean"`,
+                or has the binary transport; True refuses these.
             **kwargs: other fields of the request body.
 
         Returns:
@@ -417,13 +420,16 @@ class LensClient:
         if request is None or not request.stream_results:
             return self._tensors(entries, request)
         for kind in ("capture", "qk", "lens"):
-            n = ((receipt or {}).get(kind) or {}).get("n_positions", 0)
-            named = [name for name in streamed if _kind_of(name) == kind]
-            came = {streamed[name].shape[1] for name in named} or {0}
-            if getattr(request, kind) is not None and came != {n}:
+            if getattr(request, kind) is None:
+                continue
+            said = (receipt or {}).get(kind) or {}
+            n = said.get("n_positions", 0)
+            names = _names_of(kind, said)
+            came = {streamed[name].shape[1] if name in streamed else 0 for name in names}
+            if came != {n}:
                 raise CaptureError(
-                    f"{kind}: rows of {max(came)} tokens came, and the receipt tells of {n}; "
-                    "nothing partial is returned"
+                    f"{kind}: rows of {', '.join(map(str, sorted(came)))} tokens came, and the "
+                    f"receipt tells of {n}; nothing partial is returned"
                 )
         plain = {n: e["__json__"] for n, e in (entries or {}).items() if "__json__" in e}
         return Tensors(streamed, plain) if streamed else None
@@ -646,9 +652,12 @@ def _fields(
 
 
 def with_request(
-    body: Mapping[str, Any], request: LensRequest | None, *, streams: bool = False
+    body: Mapping[str, Any], request: LensRequest | None, *, streams: bool | None = False
 ) -> tuple[dict[str, Any], LensRequest | None]:
-    """Put a request into the body of a call; with `streams` its results come with their tokens."""
+    """Put a request into the body of a call; with `streams` its results come with their tokens.
+
+    With None they do so where they can.
+    """
     refuse_misspelled(body, "arguments", known=_ARGUMENTS)
     # A server with the plug-in reads lens keys elsewhere, too; in one place any server may
     # understand them.
@@ -664,9 +673,13 @@ def with_request(
     args = theirs | said
     if any(key in LENS_KEYS for key in theirs):
         request = parse_extra_args({key: args[key] for key in LENS_KEYS if key in args})
-    if streams and request is not None:
-        request = request.model_copy(update={"stream_results": True})
-        request.check_streams()
+    asked = request or NO_REQUEST
+    if streams is None:
+        streams = asked.why_not_streamed is None
+    if streams:
+        if (why := asked.why_not_streamed) is not None:
+            raise SpecError(why)
+        request = asked.model_copy(update={"stream_results": True})
         args = own | to_wire_args(to_extra_args(request))
     return ({**rest, "vllm_xargs": args} if args else rest), request
 
@@ -697,11 +710,14 @@ def lines_of(http: httpx.Client, path: str, body: Any) -> Generator[str]:
         raise no_answer(_address(http, path), error) from error
 
 
-def _kind_of(name: str) -> str:
-    """Field of a request and of its receipt that a tensor belongs to."""
-    if name == LENS_NAME:
-        return "lens"
-    return "qk" if name in ("attn_q", "attn_k") else "capture"
+def _names_of(kind: str, said: Mapping[str, Any]) -> list[str]:
+    """Tensors of one field of a request, by what its receipt says of that field."""
+    if kind == "lens":
+        return [LENS_NAME]
+    if kind == "qk":
+        return ["attn_q", "attn_k"]
+    sites = said.get("site", "resid_post")
+    return [result_name(site) for site in ([sites] if isinstance(sites, str) else sites)]
 
 
 def _partial_of(value: Mapping[str, Any]) -> Partial:

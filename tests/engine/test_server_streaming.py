@@ -133,7 +133,7 @@ def test_what_cannot_be_streamed_is_refused_before_the_stream_begins(
     client: LensClient, lens_server_url: str
 ) -> None:
     with pytest.raises(SpecError, match=r"capture.reduce='mean'.*ready only when the last"):
-        client.stream(PROMPT, capture={"layers": [1], "reduce": "mean"})
+        client.stream(PROMPT, capture={"layers": [1], "reduce": "mean"}, stream_results=True)
     asked = {"capture": {"layers": [1]}, "stream_results": True}
     for path, body in (
         ("/v1/completions", {"prompt": PROMPT}),

@@ -216,18 +216,18 @@ class LensRequest(RequestPart):
 
     @model_validator(mode="after")
     def _check_streamed(self) -> Self:
-        if self.stream_results:
-            self.check_streams()
+        if self.stream_results and (why := self.why_not_streamed) is not None:
+            raise SpecError(why)
         return self
 
-    def check_streams(self) -> None:
-        """Refuse what cannot come token by token; what it names is not known yet.
+    @property
+    def why_not_streamed(self) -> str | None:
+        """Why its results cannot come token by token; None where they can, or may.
 
-        Raises:
-            SpecError: a result is made of several tokens or fetched apart, or there is none.
+        What it names, as `edits_named`, is not known yet.
         """
         if self.capture is not None and (made := self.capture.made_of_all) is not None:
-            raise SpecError(
+            return (
                 f"stream_results beside capture.{made}: that is made of several tokens and ready "
                 "only when the last of them is; leave stream_results out, or capture the rows "
                 "with reduce='none'"
@@ -235,17 +235,18 @@ class LensRequest(RequestPart):
         parts = {"capture": self.capture, "qk": self.qk, "lens": self.lens}
         for name, part in parts.items():
             if part is not None and part.transport == "binary":
-                raise SpecError(
+                return (
                     f"stream_results beside {name}.transport='binary': streamed rows stand in the "
                     "events themselves; leave transport out"
                 )
         has_gates = any(e.when is not None and e.when.is_lasting for e in self.edits)
         is_named = bool(self.edits_named or self.configs)
         if not (self.brings_tensors or self.scores_tokens or has_gates or is_named):
-            raise SpecError(
+            return (
                 "stream_results: nothing here comes token by token; add capture, qk, lens, a probe "
-                "with tokens=true, or an edit with a gate that lasts"
+                "with tokens=true, or an edit with a gate that lasts, or leave stream_results out"
             )
+        return None
 
 
 def parse_extra_args(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from typing import Any
@@ -202,7 +203,7 @@ def streaming_client(events: list[dict[str, Any]], asked: list[Any]) -> LensClie
     lines = [f"data: {json.dumps(event)}\n\n" for event in events]
 
     def answer(request: httpx.Request) -> httpx.Response:
-        asked.append(json.loads(request.content))
+        asked.append(json.loads(request.content or b"null"))
         head = {"content-type": "text/event-stream"}
         return httpx.Response(200, headers=head, text="".join([*lines, "data: [DONE]\n\n"]))
 
@@ -261,6 +262,45 @@ def test_a_stream_may_leave_its_rows_to_the_end() -> None:
     assert stream.output.activations is not None
     assert stream.output.activations.numpy().shape == (1, 3, 4)
     assert asked[0]["vllm_xargs"] == {"output_residual_stream": "[2]"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "streams"),
+    [
+        ({}, False),
+        ({"steering_vectors": [SteeringVector(activations=np.ones((1, 8)), layer_indices=[1])]},
+         False),
+        ({"sink": "x"}, False),
+        ({"hooks": [Hook(fn=print, layer_indices=[1])]}, False),
+        ({"inspect_lens": {"probes": ["p"]}}, False),
+        ({"capture": {"layers": [1], "reduce": "mean"}}, False),
+        ({"capture": {"layers": [1], "transport": "binary"}}, False),
+        ({"lens": [1]}, True),
+        ({"inspect_lens": {"edits_named": ["e"]}}, True),
+        ({"inspect_lens": {"configs": ["c"]}}, True),
+    ],
+)  # fmt: skip
+def test_rows_are_asked_for_with_their_tokens_where_they_can_come_so(
+    arguments: dict[str, Any], streams: bool
+) -> None:
+    asked: list[Any] = []
+    with streaming_client([], asked) as client:
+        with contextlib.suppress(CaptureError):  # nothing came
+            list(client.stream(PROMPT, **arguments))
+        sent = json.loads(asked[0].get("vllm_xargs", {}).get("inspect_lens", "{}"))
+        assert sent.get("stream_results", False) is streams
+        if not streams:
+            with pytest.raises(SpecError, match="stream_results"):
+                client.stream(PROMPT, stream_results=True, **arguments)
+
+
+def test_a_stream_that_lacks_a_site_is_no_answer() -> None:
+    *events, last = streamed_events(3)
+    last["inspect_lens"]["capture"]["site"] = ["attn_out", "resid_post"]
+    with streaming_client([*events, last], []) as client:
+        capture = {"layers": [2], "site": ["attn_out", "resid_post"]}
+        with pytest.raises(CaptureError, match=r"rows of 0, 3 tokens came, .* tells of 3"):
+            list(client.stream(PROMPT, capture=capture))
 
 
 @pytest.mark.parametrize("n_said", [2, 4])

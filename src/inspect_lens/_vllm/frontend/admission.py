@@ -415,7 +415,7 @@ def _placed(compiled: Compiled, params: Any, *, n_prompt: int | None, max_tokens
         raise UnsupportedError("prompt embeddings: the lens needs a prompt of tokens")
     front, request, reads = front_end(), compiled.request, compiled.reads
     if request.stream_results:
-        _check_streamed(request, params)
+        _check_streamed(params)
     # The front-end finds stop strings and alarms, while the engine goes on.
     may_overrun = bool(params.stop) or (reads is not None and reads.may_stop)
     is_live = reads is not None and (
@@ -459,7 +459,7 @@ def _placed(compiled: Compiled, params: Any, *, n_prompt: int | None, max_tokens
     return packed
 
 
-def _check_streamed(request: LensRequest, params: Any) -> None:
+def _check_streamed(params: Any) -> None:
     """Refuse to send results with tokens where no token is sent before the last one."""
     if params.output_kind.name == "FINAL_ONLY":
         raise SpecError(
@@ -467,7 +467,6 @@ def _check_streamed(request: LensRequest, params: Any) -> None:
             "stream=true to a server, or give AsyncLLM output_kind=RequestOutputKind.DELTA; or "
             "leave stream_results out"
         )
-    request.check_streams()  # what it names is known by now
 
 
 def _is_salted(packed: Packed) -> bool:

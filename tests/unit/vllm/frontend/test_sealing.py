@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import pickle
+import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,7 @@ from inspect_lens._engine.protocol.envelope import Envelope, Packed
 from inspect_lens._vllm.frontend import admission, state, wrappers
 from inspect_lens._vllm.frontend.state import FrontEnd
 from inspect_lens._vllm.results.attach import named
+from inspect_lens._vllm.results.streaming import streamed_kinds
 from inspect_lens.errors import (
     CapacityError,
     CaptureError,
@@ -26,7 +29,7 @@ from inspect_lens.errors import (
     SpecError,
     UnsupportedError,
 )
-from inspect_lens.spec import ENVELOPE_KEY, EngineProbe, SteeringVector
+from inspect_lens.spec import ENVELOPE_KEY, EngineEdits, EngineProbe, SteeringVector
 from inspect_lens.spec._cache import BYTES_BESIDE, Budget, Cache
 from tests.unit.vllm.frontend.test_front import facts, probe
 
@@ -292,6 +295,24 @@ def test_scores_that_are_looked_at_as_they_come_do_not_wait(
             read = Envelope.unpack(envelope).probes
             expected = is_live if output_kind.name == kind else probe.get("alarm") == "stop"
             assert read.is_live == expected
+
+
+def test_who_streams_what_a_name_stands_for_is_not_told_of_what_he_never_asked(
+    processor: Any,
+) -> None:
+    """Neither that a name has nothing that comes by token, nor what its sink records."""
+    from vllm.sampling_params import RequestOutputKind
+
+    front = state.front_end()
+    front.register("v", EngineEdits(edits=[SteeringVector(**VECTOR)]))
+    sink = {"store": f"memory://{uuid.uuid4().hex}", "layers": [1], "positions": "last"}
+    front.sinks.learn(processor.inspect_lens_facts, json.dumps({"s": sink}))
+    for asked in ({"edits_named": ["v"]}, {"edits_named": ["v"], "sink": "s"}):
+        named = extra(**asked, stream_results=True)
+        packed = sealed(processor, named, output_kind=RequestOutputKind.DELTA)
+        assert streamed_kinds(Envelope.unpack(packed)) == []
+        with pytest.raises(SpecError, match="stream_results: this answer comes as a whole"):
+            sealed(processor, named, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 def test_what_tells_requests_apart_is_never_shared(processor: Any) -> None:

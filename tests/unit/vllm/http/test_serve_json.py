@@ -41,6 +41,16 @@ def entry_of(tensor: TensorData, transport: str) -> Any:
     return bodies.as_json(completion)["activations"]["residual_stream"]
 
 
+def test_what_explains_tensors_is_told_where_these_have_gone_out_before() -> None:
+    completion = SimpleNamespace(
+        inspect_lens=SimpleNamespace(model_dump=lambda mode: {}),
+        inspect_lens_tensors={},
+        inspect_lens_plain={"qk_layers": [2]},
+        inspect_lens_transport="inline",
+    )
+    assert bodies.as_json(completion)["activations"] == {"qk_layers": {"__json__": [2]}}
+
+
 @pytest.mark.parametrize("count", [1, 25, 26, MOST])
 def test_rows_are_not_copied_where_they_fill_most_of_their_memory(
     memory: ResultMemory, count: int
