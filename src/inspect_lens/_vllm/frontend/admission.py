@@ -246,16 +246,27 @@ def rule_of(processor: Any, request_id: str, params: Any, resumable: object) -> 
     return front_end().sinks.rule_for(facts, request_id)
 
 
-def seal_recorded(core: Any, processor: Any, rule: Rule) -> None:
-    """Have a request recorded that asks nothing of the lens; a fault leaves it as it is."""
+def seal_recorded(core: Any, processor: Any, rule: Rule) -> bool:
+    """Have a request recorded that asks nothing of the lens; a fault leaves it as it is.
+
+    What acts on all requests acts on it, too. Returns whether it is recorded.
+    """
     try:
-        known = getattr(processor, "inspect_lens_rows", None)
         compiled = front_end().compile(rule.request, processor.inspect_lens_facts)
-        seal_core(core, compiled, None, known, rule)
+        compiled = with_positions_of(compiled, core.prompt_token_ids, processor)
+        seal_for(core, compiled, processor, rule)
     except BaseException as error:
         if ends_process(error):
             raise
         front_end().sinks.failed(rule, error)
+        return False
+    return True
+
+
+def seal_for(core: Any, compiled: Compiled, processor: Any, rule: Rule | None = None) -> None:
+    """Seal a request with what its engine has: persistent hooks, and rows of earlier prompts."""
+    book = getattr(processor, "inspect_lens_book", None)
+    seal_core(core, compiled, book, getattr(processor, "inspect_lens_rows", None), rule)
 
 
 def has_lens_keys(params: Any, keys: Collection[str] = (*LENS_KEYS, ENVELOPE_KEY)) -> bool:
@@ -340,7 +351,7 @@ def seal_core(
         packed = packed.beside(SINK_KEY, (key, request.sink.model_dump()))
     elif rule is not None:
         # With an answer that has a receipt in any case, the receipt tells of the sink, too.
-        use = SinkUse(name=rule.name).model_dump() if compiled.tiers.acts else None
+        use = SinkUse(name=rule.name, wait=False).model_dump() if compiled.tiers.acts else None
         packed = packed.beside(SINK_KEY, (rule.key, use))
     if compiled.tiers.receipts:
         packed = packed.beside(TIERS_KEY, compiled.tiers.packed)

@@ -47,7 +47,7 @@ from .admission import (
     resumable,
     rule_of,
     said_by,
-    seal_core,
+    seal_for,
     seal_recorded,
     with_positions_of,
     without_lens_keys,
@@ -163,26 +163,21 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
             adapters = getattr(self, "inspect_lens_adapters", None)
             if adapters is not None:
                 adapters.note(kwargs.get("lora_request"), uses_lens=found is not None)
-            if found is None or found.asked is NO_REQUEST:
+            # Hooks without a tier run as they are, and are not recorded.
+            if found is None or (found.asked is NO_REQUEST and found.tiers.acts):
                 rule = rule_of(self, request_id, params, kwargs.get("resumable"))
-            if rule is not None and found is not None:
-                found = front_end().compile(rule.request, found.facts)
         except BaseException as error:  # noqa: BLE001 - the loop is everybody's
             pass_over(error, uses_lens=has_lens_keys(params) or acts_on_all(self))
-        if rule is not None and found is None:
-            core = original(self, request_id, prompt, without_lens_keys(params), *args, **kwargs)
-            seal_recorded(core, self, rule)
-            return core
-        if found is None:
+        if found is None and rule is None:
             return original(self, request_id, prompt, params, *args, **kwargs)
-        if kwargs.get("resumable"):
+        if found is not None and kwargs.get("resumable"):
             raise resumable()
         plain = without_lens_keys(params)
         core = original(self, request_id, prompt, plain, *args, **kwargs)
+        if (rule is not None and seal_recorded(core, self, rule)) or found is None:
+            return core
         try:
-            book = getattr(self, "inspect_lens_book", None)
-            found = with_positions_of(found, core.prompt_token_ids, self)
-            seal_core(core, found, book, getattr(self, "inspect_lens_rows", None), rule)
+            seal_for(core, with_positions_of(found, core.prompt_token_ids, self), self)
         except BaseException as error:  # noqa: BLE001 - the loop is everybody's
             pass_over(error, uses_lens=True)
         return core

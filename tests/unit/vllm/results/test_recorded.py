@@ -13,13 +13,17 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from inspect_lens._vllm.frontend import admission, state
+from inspect_lens._engine.hooks.runner import EAGER_KEY
+from inspect_lens._vllm.frontend import admission, state, wrappers
 from inspect_lens._vllm.frontend.state import FrontEnd
+from inspect_lens._vllm.registered.contents import SERVER_NAME
+from inspect_lens._vllm.registered.tiers import TIERS_KEY
 from inspect_lens._vllm.results.choices import Ticket
 from inspect_lens._vllm.sinks.process import SINK_KEY, Rule
 from inspect_lens._vllm.sinks.recorder import Recorder
 from inspect_lens._vllm.sinks.sink import Exchange
-from inspect_lens.spec import ENVELOPE_KEY
+from inspect_lens.errors import SpecError
+from inspect_lens.spec import ENVELOPE_KEY, NO_REQUEST, ServerConfig, Zero
 from tests.unit.vllm.results.test_results import FACTS
 
 
@@ -68,6 +72,65 @@ def test_what_cannot_be_recorded_stays_as_it_is(front: FrontEnd) -> None:
     assert core.sampling_params.extra_args is None
     assert core.sampling_params.skip_reading_prefix_cache is None
     assert recorder.counts == {"failed": 1}
+
+
+def sealed(**book: Any) -> Any:
+    """The envelope of a plain request of three tokens, as it is processed."""
+    processor = SimpleNamespace(inspect_lens_facts=FACTS, inspect_lens_refusal=None, **book)
+    params = core_of([1, 2, 3]).sampling_params
+
+    def original(self: Any, request_id: str, prompt: Any, params: Any) -> Any:
+        core = core_of(prompt)
+        core.sampling_params = params
+        return core
+
+    wrapped = wrappers.FRONT_END_WRAPPERS["process_inputs"](original)
+    core = wrapped(processor, "r", [1, 2, 3], params)
+    return core.sampling_params.extra_args[ENVELOPE_KEY]
+
+
+def act_on_all(front: FrontEnd) -> None:
+    front.registry.add(SERVER_NAME, ServerConfig(edits=[Zero(layers=[1])]), replace=True)
+
+
+def test_a_rule_beside_the_tier_waits_for_nothing(front: FrontEnd) -> None:
+    act_on_all(front)
+    packed = sealed()
+    _key, use = packed[SINK_KEY]
+    assert use["name"] == "r"
+    assert not use["wait"]
+    assert TIERS_KEY in packed
+    assert packed.envelope.capture is not None
+
+
+@pytest.mark.parametrize("where", ["compile", "seal_core"])
+def test_a_rule_that_fails_leaves_the_tier_alone(
+    front: FrontEnd, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    act_on_all(front)
+    _, recorder = rule_of(front)
+    owner = front if where == "compile" else admission
+    original = getattr(owner, where)
+
+    def failing(*args: Any) -> Any:
+        asked = args[0] if where == "compile" else args[1].asked
+        if asked is not NO_REQUEST:
+            raise SpecError("capture.positions: outside this request")
+        return original(*args)
+
+    monkeypatch.setattr(owner, where, failing)
+    packed = sealed()
+    assert recorder.counts == {"failed": 1}
+    assert SINK_KEY not in packed
+    assert packed.envelope.edited.edits
+
+
+def test_a_request_with_persistent_hooks_keeps_its_results(front: FrontEnd) -> None:
+    hook = SimpleNamespace(layer_indices=[1], content="c", fn=SimpleNamespace(sha256="a" * 64))
+    book = SimpleNamespace(hooks=[("h", hook)], number=1)
+    packed = sealed(inspect_lens_book=book)
+    assert EAGER_KEY in packed
+    assert SINK_KEY not in packed, "or its client would get no receipt"
 
 
 def test_rows_that_never_come_are_a_failure_of_the_sink_alone(front: FrontEnd) -> None:
