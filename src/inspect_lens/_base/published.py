@@ -6,11 +6,11 @@ Facts only. Nothing of a source is copied beside numbers, and no file is passed 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from inspect_lens.errors import ArtifactError
+from inspect_lens.errors import ArtifactError, SpecError
 
 Kind = Literal["attention_tracker", "core", "refusal_direction", "verbaliser"]
 """Lists of heads (`attention_tracker`, `core`), a vector with its layer (`refusal_direction`), or a
@@ -47,12 +47,17 @@ class PublishedSetting(BaseModel):
         default=(),
         description="Where its files are: `repository:path`, or a name on the hub.",
     )
-    source: str = Field(description="Paper, and the repository with the commit that was read.")
+    source: str = Field(
+        description="Paper, and the repository with the commit that was read, where it was noted."
+    )
     licence: str = Field(description="Of the repository or of its files.")
     note: str = Field(default="", description="What has to be known to use it.")
 
 
-_TRACKER: Final = "Hung et al. 2024, arXiv:2411.00348; heads named in the authors' configurations"
+_TRACKER: Final = (
+    "Hung et al. 2024, arXiv:2411.00348; github.com/khhung-906/Attention-Tracker, "
+    "configs/model_configs (commit not noted)"
+)
 _TRACKER_LICENCE: Final = "files CC-BY-NC-4.0, not copied; the indices are facts"
 _CORE: Final = (
     "Tran et al. 2025, arXiv:2510.02219; github.com/linhhtran/CoRe-Reranking at 4d62a24601b8"
@@ -158,6 +163,13 @@ def _every() -> Iterator[PublishedSetting]:
 PUBLISHED: Final[tuple[PublishedSetting, ...]] = tuple(_every())
 
 
+def settings_of(model: str) -> tuple[PublishedSetting, ...]:
+    """All that was published for a model, with or without a provider before its name."""
+    asked = model.lower()
+    names = {asked, asked.removeprefix("vllm-lens/"), asked.removeprefix("lens/")}
+    return tuple(one for one in PUBLISHED if one.model.lower() in names)
+
+
 def published_settings(model: str, *, kind: Kind | None = None) -> tuple[PublishedSetting, ...]:
     """Find what others have published for a model: heads, layers, vectors, verbalisers.
 
@@ -173,6 +185,7 @@ def published_settings(model: str, *, kind: Kind | None = None) -> tuple[Publish
 
     Raises:
         ArtifactError: there is none for this model; the message lists models.
+        SpecError: an unknown kind.
 
     Example:
         ```python
@@ -182,13 +195,9 @@ def published_settings(model: str, *, kind: Kind | None = None) -> tuple[Publish
             print(found.kind, found.layer, found.source)
         ```
     """
-    asked = model.lower()
-    found = tuple(
-        one
-        for one in PUBLISHED
-        if asked in (name := one.model.lower(), *(f"{p}/{name}" for p in ("vllm-lens", "lens")))
-        and kind in (None, one.kind)
-    )
+    if kind is not None and kind not in get_args(Kind):
+        raise SpecError(f"kind={kind!r}; allowed are {', '.join(get_args(Kind))}")
+    found = tuple(one for one in settings_of(model) if kind in (None, one.kind))
     if not found:
         models = sorted({one.model for one in PUBLISHED if kind in (None, one.kind)})
         what = "no settings" if kind is None else f"no {kind} settings"

@@ -77,7 +77,8 @@ def collect(
     limit: Annotated[
         int,
         typer.Option(
-            help="Draw at most this many samples at random, as many of each label; 0 reads all."
+            min=0,
+            help="Draw at most this many samples at random, as many of each label; 0 reads all.",
         ),
     ] = 0,
     option: Annotated[
@@ -90,7 +91,7 @@ def collect(
     max_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(help="Temperature of sampling.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
-    concurrency: Annotated[int, typer.Option(help="Requests at the same time.")] = 64,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 64,
     shard_samples: Annotated[int, typer.Option(help="Samples in each file of the store.")] = 64,
     skip_errors: Annotated[bool, typer.Option(help="List failed samples and continue.")] = False,
     base_url: Annotated[
@@ -351,8 +352,10 @@ def check(
         str, typer.Option(help="vllm-lens/<model> starts a server; lens/<model> uses --base-url.")
     ],
     control: Annotated[str, typer.Option(help="Store of harmless samples, best the card's own.")],
-    limit: Annotated[int, typer.Option(help="Compare the first samples only; 0 takes all.")] = 0,
-    concurrency: Annotated[int, typer.Option(help="Requests at the same time.")] = 64,
+    limit: Annotated[
+        int, typer.Option(min=0, help="Compare the first samples only; 0 takes all.")
+    ] = 0,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 64,
     base_url: Annotated[
         str, typer.Option(help="Address of a running server, such as http://localhost:8000.")
     ] = "",

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from inspect_lens._base.artifact import folders_named, write_atomic
-from inspect_lens._base.published import PUBLISHED
+from inspect_lens._base.published import settings_of
 from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import Threshold
@@ -143,9 +143,8 @@ def load_heads(
         return name
     if isinstance(name, Mapping):
         return _parse(name, "heads")
-    if (listed := _published(str(name), method)) is not None:
-        return listed
-    path = _find(name)
+    if (path := _find(name)) is None:
+        return _published(str(name), method)
     stored = _read(path)
     if stored.pop("format", None) != _FORMAT:
         raise ArtifactError(
@@ -155,15 +154,16 @@ def load_heads(
     return _parse(stored, str(path))
 
 
-def _published(name: str, method: str | None) -> AttentionHeads | None:
-    """The heads that were published for a model; None where the name is no such model."""
-    found = [
-        one
-        for one in PUBLISHED
-        if one.heads and one.model.lower() == name.lower() and method in (None, one.kind)
-    ]
-    if len(found) != 1 or Path(name).expanduser().is_file():
-        return None
+def _published(name: str, method: str | None) -> AttentionHeads:
+    """The heads that were published for a model."""
+    found = [one for one in settings_of(name) if one.heads and method in (None, one.kind)]
+    if len(found) != 1:
+        raise ArtifactError(
+            f"heads={name!r} was not found; allowed are the path of a JSON file, or a name below "
+            f"one of {[str(folder) for folder in folders_named(_FOLDER)]}, or a model with "
+            "published heads (inspect-lens settings MODEL); find heads with calibrate_tracker or "
+            "find_core_heads, and save them"
+        )
     (one,) = found
     facts = HeadsFound(source=f"{one.source} ({one.licence})", rule=one.note)
     return AttentionHeads.model_validate(
@@ -235,22 +235,16 @@ def _pair(key: str) -> Head:
     return int(layer), int(head)
 
 
-def _find(name: str | Path) -> Path:
+def _find(name: str | Path) -> Path | None:
     given = Path(name).expanduser()
     if given.is_file():
         return given
-    folders = folders_named(_FOLDER)
     relative = given if given.suffix == ".json" else given.with_name(f"{given.name}.json")
     if not given.is_absolute() and ".." not in given.parts:
-        for folder in folders:
+        for folder in folders_named(_FOLDER):
             if (folder / relative).is_file():
                 return folder / relative
-    raise ArtifactError(
-        f"heads={str(name)!r} was not found; allowed are the path of a JSON file, or a name below "
-        f"one of {[str(folder) for folder in folders]}, or a model with published heads "
-        "(inspect-lens settings MODEL); find heads with calibrate_tracker or find_core_heads, and "
-        "save them"
-    )
+    return None
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -56,7 +56,7 @@ async def feed_again(
         The rows in the order of the samples, and what computed them.
 
     Raises:
-        SpecError: a sample has no rows, or the model's name is wrong.
+        SpecError: a sample has no rows, `concurrency` is below 1, or the model's name is wrong.
         UnsupportedError: the model's provider cannot.
         CaptureError: the server refused or returned no activations.
 
@@ -81,6 +81,8 @@ async def feed_again(
         anyio.run(main)
         ```
     """
+    if concurrency < 1:
+        raise SpecError(f"concurrency={concurrency}; allowed are 1 or more")
     if empty := next((s.record.id for s in samples if s.acts is None), None):
         raise SpecError(f"samples: {empty} has no rows; leave such samples out")
     made: list[NDArray[np.float32] | None] = [None] * len(samples)

@@ -12,7 +12,7 @@ from inspect_lens import published_settings
 from inspect_lens._base.published import PUBLISHED
 from inspect_lens._cli import app
 from inspect_lens.attention import AttentionHeads, import_heads, load_heads
-from inspect_lens.errors import ArtifactError
+from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.scorer import attention_tracker, document_rank
 from tests.kit.field_data import field_file
 
@@ -22,6 +22,7 @@ TRACKER = ("qwen2", "granite3_8b", "llama3_8b", "gemma2_9b", "phi3", "mistral_7b
 def test_each_has_a_source_a_licence_and_one_use() -> None:
     assert len({(one.model, one.kind) for one in PUBLISHED}) == len(PUBLISHED)
     for one in PUBLISHED:
+        assert "github.com/" in one.source, one
         assert all((one.source, one.licence, "/" in one.model)), one
         assert one.heads or one.files, one
         assert len(set(one.heads)) == len(one.heads)
@@ -49,6 +50,19 @@ def test_heads_are_loaded_by_the_name_of_the_model(tmp_path: Path) -> None:
     for wrong, method in (("microsoft/phi-4", "attention_tracker"), ("org/none", None)):
         with pytest.raises(ArtifactError, match="inspect-lens settings MODEL"):
             load_heads(wrong, method=method)  # type: ignore[arg-type]
+
+
+def test_heads_of_your_own_below_the_folder_come_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = "Qwen/Qwen2-1.5B-Instruct"
+    mine = AttentionHeads(method="core", model="m", heads=((1, 1),))
+    mine.save(f"heads/{name}.json")
+    assert load_heads(name) == mine
+    assert load_heads(f"vllm-lens/{name}") == load_heads(f"lens/{name}") != mine
+    with pytest.raises(SpecError, match=r"kind='heads'; allowed are attention_tracker, core"):
+        published_settings(name, kind="heads")  # type: ignore[arg-type]
 
 
 def test_the_command_lists_them() -> None:

@@ -94,6 +94,10 @@ def test_the_same_engine_changes_nothing(probe: Probe) -> None:
     assert "engine, dtype and quantisation are those of the store" in said
     assert "0 of 120 changed sides" in said
     assert few["n"] == 30
+    for words in (("--limit", -1), ("--concurrency", 0)):
+        with FakeLensServer() as server, pytest.raises(SystemExit) as refused:
+            check(server, *words)
+        assert refused.value.code == 2
 
 
 def test_a_shift_is_measured_with_its_interval_and_what_it_does_to_the_rate(

@@ -5,14 +5,16 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import fsspec
 import numpy as np
 import pytest
 
-from inspect_lens.collect import collect
+from inspect_lens.collect import collect, feed_again
 from inspect_lens.data import (
     ActivationStore,
     Message,
@@ -49,6 +51,11 @@ def run(server: FakeLensServer, data: ProbeDataset, out: Path | str, **options: 
     return collect(
         f"lens/{server.model}", data, out, model_args={"base_url": server.url}, **options
     )
+
+
+def test_no_request_at_a_time_is_refused() -> None:
+    with pytest.raises(SpecError, match="concurrency=0; allowed are 1 or more"):
+        anyio.run(partial(feed_again, "lens/none", [], layers=[1], concurrency=0))
 
 
 def test_what_computed_the_rows_reaches_the_set_and_the_card(tmp_path: Path) -> None:
