@@ -88,7 +88,7 @@ def test_rows_that_an_earlier_request_has_captured_come_with_the_first_token(
 ) -> None:
     """The engine computes the rest alone, and its cached rows are put in front of the first."""
     prompt, extra = tokens(170, seed=13), {"output_residual_stream": [2]}
-    first, second = (captured(engine, prompt, extra) for _ in range(2))
+    first, second = (captured(engine, prompt, extra, n=8) for _ in range(2))
     asked = [(prompt, asking(capture={"layers": [2]}))]
     mine = joined(outputs_of(engine.llm, asked))[0, 0]
     receipt = mine.last.inspect_lens
