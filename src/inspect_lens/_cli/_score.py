@@ -155,7 +155,10 @@ def _said(reader: ProbeReader, result: EvalScore, scores: Sequence[Score]) -> di
 
     read = [s for s in scores if (s.metadata or {}).get("probe")]
     threshold = reader.threshold.value if reader.threshold else None
-    own = threshold is not None and all(_holds(s) for s in read)
+    means = "No rate of a card holds: another model, other settings, or answers of other lengths."
+    differs = dict.fromkeys(d for s in read for d in (s.metadata or {}).get("computed_with", ()))
+    if threshold is not None and all(_holds(s) for s in read):
+        means = promise(reader, threshold, differences=list(differs)).text
     return {
         "name": f"{reader.probe.name} {reader.pool}", "scorer": result.name,
         "probe": reader.probe.name, "pool": reader.pool, "n_scored": len(read),
@@ -163,8 +166,7 @@ def _said(reader: ProbeReader, result: EvalScore, scores: Sequence[Score]) -> di
         "threshold": threshold,
         "n_above": sum(s.answer == "above threshold" for s in read),
         "metrics": {name: _known(m.value) for name, m in result.metrics.items()},
-        "means": promise(reader, threshold).text if own and threshold is not None else
-        "No rate of a card holds: another model, other settings, or answers of other lengths.",
+        "means": means,
     }  # fmt: skip
 
 

@@ -118,7 +118,9 @@ def _approval(
     if value is None:
         return Approval(decision=below, explanation=f"Nothing of this turn is read by {name}.")
     facts = {"probe_approver": judged.facts}
-    means = promise(judge.reader, judge.threshold, None, judged.n_tokens).text
+    means = promise(
+        judge.reader, judge.threshold, None, judged.n_tokens, differences=judged.differences
+    ).text
     if not judged.is_above:
         said = f"{name} scores {value:.4g}, not above {judge.threshold:.4g}. {means}"
         return Approval(decision=below, explanation=said, metadata=facts)

@@ -155,6 +155,10 @@ class Reading:
     """Of the model that made the call, where it was said."""
     refused: str | None = None
     """Why the engine did not run the probe, where it was asked to."""
+    differences: tuple[str, ...] = ()
+    """What computed this call otherwise than the card's activations, in phrases such as `dtype
+    float16 instead of bfloat16`: a threshold holds its rate for equal engine, dtype and
+    quantisation. Empty where nothing differs, or where card or server do not say."""
 
     @property
     def source(self) -> Literal["engine", "rows", "recomputed"]:
@@ -279,7 +283,9 @@ class Reading:
         if self.threshold is None:
             return f"{text} No threshold was calibrated for these settings."
         cut = self.threshold.value
-        means = promise(plan, cut, self.model_name, len(rows.positions)).text
+        means = promise(
+            plan, cut, self.model_name, len(rows.positions), differences=self.differences
+        ).text
         return f"{text} That is {self.verdict} {cut:.4g}. {means}"
 
     def metadata(self) -> dict[str, Any]:
@@ -306,8 +312,8 @@ class Reading:
             facts["not_in_engine"] = self.refused
         if (why := plan.no_rate(self.model_name)) is not None:
             facts["no_rate"] = why
-        if differs := plan.differences(self.model_name):
-            facts["computed_with"] = list(differs)
+        if self.differences:
+            facts["computed_with"] = list(self.differences)
         calibration = self.reader.calibration
         if calibration is not None:
             facts["probability"] = self.probability
@@ -370,10 +376,6 @@ class ProbeReader(CallReader):
     _verified: dict[str, bool] = field(default_factory=dict, repr=False, compare=False)
     _others: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
     """Models that are not known to be the card's, with the reason, by name."""
-    _differences: dict[str | None, tuple[str, ...]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
-    """By model: what its engine computed otherwise than the card's; of the call read last."""
 
     @classmethod
     @shared_parameters
@@ -569,33 +571,18 @@ class ProbeReader(CallReader):
             return next(iter(self._others.values()), None)
         return self._others.get(model_name)
 
-    def differences(self, model_name: str | None) -> tuple[str, ...]:
-        """What computed a model's activations otherwise than those that the card was made of.
-
-        A threshold holds its rate for equal engine, dtype and quantisation.
-
-        Args:
-            model_name: as it was given to `read`; None for any of those.
-
-        Returns:
-            Phrases such as `dtype float16 instead of bfloat16`; empty where nothing differs, or
-            where the card or the server does not say what it computes with.
-        """
-        if model_name is None:
-            return next(filter(None, self._differences.values()), ())
-        return self._differences.get(model_name, ())
-
-    def _compare(self, call: Activations | ProbeScores | None, model_name: str | None) -> None:
+    def _compare(
+        self, call: Activations | ProbeScores | None, model_name: str | None
+    ) -> tuple[str, ...]:
         """Compare what computed a call with what the thresholds were set with; warn once of each.
 
         This is where a probe meets a call, whatever reads it.
         """
         card = self.probe.card
         if card.capture is None or not card.thresholds or call is None or not self.same_tokens:
-            return
+            return ()
         here = call.numerics
         found = () if here is None else card.capture.numerics.differences(here)
-        self._differences[model_name] = found
         if found and (told := (card.name, model_name, found)) not in _TOLD:
             _TOLD.add(told)
             logger.warning(
@@ -603,6 +590,7 @@ class ProbeReader(CallReader):
                 "may be others here: inspect-lens probe check measures by how much",
                 card.name, repr(model_name) if model_name else "this model", " and ".join(found),
             )  # fmt: skip
+        return found
 
     def read_captured(
         self, handle: Activations | ProbeScores, *, model_name: str | None = None
@@ -674,9 +662,9 @@ class ProbeReader(CallReader):
         model_name: str | None,
         refused: str | None,
     ) -> Reading:
-        self._compare(rows.handle, model_name)
+        differs = self._compare(rows.handle, model_name)
         verified = self._verified.get(model_name or "", False)
-        reading = Reading(value, rows, self, verified, model_name, refused)
+        reading = Reading(value, rows, self, verified, model_name, refused, differs)
         reading.__dict__["_scores"] = scores  # nobody multiplies again
         return reading
 

@@ -538,6 +538,11 @@ class Judged(NamedTuple):
         """Tokens that the probe read; None where it read none."""
         return None if self.facts is None else self.facts["n_tokens"]
 
+    @property
+    def differences(self) -> Sequence[str]:
+        """What computed the turn otherwise than the probe's card was made (`Reading`)."""
+        return (self.facts or {}).get("computed_with", ())
+
 
 class TurnJudge:
     """Judges turns by a probe, before what they ask for is done."""

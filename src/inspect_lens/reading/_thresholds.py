@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias, get_args
 
@@ -94,8 +95,13 @@ def promise(
     model_name: str | None = None,
     n_tokens: int | None = None,
     statistic: Statistic | None = None,
+    *,
+    differences: Sequence[str] = (),
 ) -> Promise:
-    """What a threshold promises: something only if it is the card's own, for its model."""
+    """What a threshold promises: something only if it is the card's own, for its model.
+
+    `differences` are those of the readings that it is said of (`Reading.differences`).
+    """
     own, card = reader.point_for(statistic or reader.statistic, cut), reader.probe.card
     if own is None or own.value != cut:
         return Promise({}, "This threshold is not the card's, so no rate is known for it.")
@@ -111,7 +117,7 @@ def promise(
     said = found or "Its card does not say how many positives it finds."
     by = next((t.claimed_by for t in card.thresholds if t.claimed_by and t.value == cut), "")
     stated = f", as {by} states; that was not measured here" if by else ""
-    differs = " and ".join(reader.differences(model_name))
+    differs = " and ".join(differences)
     but = differs and (
         f" But that was measured elsewhere, and this was computed with {differs}; inspect-lens "
         "probe check shows what changes."

@@ -127,7 +127,11 @@ def monitor_alarm(
         # The rate is that of the card's model and of the lengths that it was set on alone.
         n_most = max(len(one.reading.rows.positions) for one in watched)
         n_least = min(len(one.reading.rows.positions) for one in watched)
-        known = [promise(reader, cut, None, n, statistic) for n in (n_most, n_least)]
+        differs = dict.fromkeys(d for one in watched for d in one.reading.differences)
+        known = [
+            promise(reader, cut, None, n, statistic, differences=list(differs))
+            for n in (n_most, n_least)
+        ]
         broken = next((one for one in known if not one.rates), None)
         own = None if broken else known[0].rates["fpr"]
         facts = {

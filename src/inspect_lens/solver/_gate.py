@@ -300,7 +300,7 @@ class _Run:
             decision="terminate",
             explanation=f"{reader.probe.name} scores {judged.value:.4g}, above {cut:.4g}; the "
             "calls of this turn were not carried out. "
-            + promise(reader, cut, None, judged.n_tokens).text,
+            + promise(reader, cut, None, judged.n_tokens, differences=judged.differences).text,
         )
 
     def _require_seen(self, events: Sequence[Event]) -> None:

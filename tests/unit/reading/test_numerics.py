@@ -13,8 +13,9 @@ from inspect_ai.analysis import samples_df
 from inspect_ai.dataset import Sample
 from inspect_ai.model import get_model
 
+from inspect_lens.model import activations
 from inspect_lens.probe import CaptureFacts, Probe, Statistic
-from inspect_lens.reading import lens_column
+from inspect_lens.reading import ProbeReader, lens_column
 from inspect_lens.scorer import deception_probe, monitor_alarm, probe_score
 from inspect_lens.spec import Numerics
 from tests.kit.fake_server import FakeLensServer
@@ -65,6 +66,27 @@ def test_every_reader_warns_once_by_name(
         facts = scores(log)[0].metadata or {}
         assert facts.get("computed_with") == (DIFFERS if here is OTHER else None)
         assert ("measured elsewhere" in (scores(log)[0].explanation or "")) == (here is OTHER)
+
+
+def test_what_computed_a_call_is_that_of_the_reading_and_not_of_the_next_one(
+    tmp_path: Path,
+) -> None:
+    """One log, one model name, two servers: each reading keeps its own."""
+    reader = ProbeReader.of(probe_of("each"))
+    handles = []
+    for here in (OTHER, SAME):
+        made = call([3.0], folder=tmp_path, origin={"numerics": here.model_dump(mode="json")})
+        handles.append(activations(made))
+    for order in (handles, handles[::-1]):
+        read = {id(h): reader.read_captured(h) for h in order if h is not None}
+        other, same = (read[id(h)] for h in handles)
+        assert other is not None
+        assert same is not None
+        assert other.metadata()["computed_with"] == list(other.differences) == DIFFERS
+        assert "measured elsewhere" in other.explain()
+        assert same.differences == ()
+        assert "computed_with" not in same.metadata()
+        assert "measured elsewhere" not in same.explain()
 
 
 @pytest.mark.parametrize("source", ["recompute", "captured", "engine"])
