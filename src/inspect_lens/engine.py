@@ -61,7 +61,7 @@ def register(llm: Any, name: str, item: Registrable, *, replace: bool = False) -
     from ._vllm.registered.contents import at_once, give_name, tell_through
 
     at_once(give_name(front_end(), tell_through(llm), name, item, replace=replace))
-    return {"name": name, **item.reference()}
+    return {"name": name, **front_end().registry.reference_of(item)}
 
 
 def unregister(llm: Any, name: str) -> None:

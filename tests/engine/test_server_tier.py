@@ -46,7 +46,7 @@ def client(lens_server_url: str) -> Iterator[httpx.Client]:
             answer = made.post(REGISTRY, json={"name": name, **item})
             assert answer.status_code == 200, answer.text
         yield made
-        for name in items:
+        for name in reversed(items):  # a configuration before what it names
             assert made.delete(f"{REGISTRY}/{name}").status_code == 200
 
 

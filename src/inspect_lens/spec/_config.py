@@ -119,7 +119,7 @@ class EngineConfig(RequestPart):
 
     @cached_property
     def sha256(self) -> str:
-        """Of all that it says; what it names is in it by name."""
+        """Of all that it says; what it names is in it by name, and in receipts with its content."""
         form = {
             "edits": [edit.reference() for edit in self.edits],
             "edits_named": [use.model_dump(mode="json") for use in self.edits_named],

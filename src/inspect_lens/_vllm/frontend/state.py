@@ -192,6 +192,12 @@ class FrontEnd:
                 self.compile(NO_REQUEST, facts)
             except LensError as error:
                 raise SpecError(f"INSPECT_LENS_SERVER={settings.server}: {error}") from None
+        if len(self.engines) == 1:  # further ones may have other layers
+            for name in self.registry.configs:
+                try:
+                    self._check_config(self.registry.config(name), facts)
+                except LensError as error:
+                    raise SpecError(f"INSPECT_LENS_REGISTER: {name}: {error}") from None
         if is_traced(vllm_config) and is_serving():
             clients.begin()
         if is_serving():
@@ -240,7 +246,7 @@ class FrontEnd:
         """What acts on all requests, the models that are configurations, and where alarms go."""
         server = self.registry.server
         return {
-            "acts": None if server is None else server.reference(),
+            "acts": None if server is None else self.registry.reference_of(server),
             "configs": list(self.registry.configs),
             "alerts": alerts.describe(),
         }

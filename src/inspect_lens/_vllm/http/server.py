@@ -204,13 +204,13 @@ class _Registry:
         facts = self._front_end().facts
         limits = None if facts is None else TensorLimits.of(facts)
         name, item = await asyncio.to_thread(parse_item, body, limits)
-        reference = await asyncio.to_thread(item.reference)  # with its hash, which is kept
+        await asyncio.to_thread(item.reference)  # with its hash, which is kept
         tell = _tell_through(request.app.state.engine_client)
         try:
             await give_name(self._front_end(), tell, name, item, replace=replace)
         finally:
             self._forget_later(tell)
-        return {"name": name, **reference}
+        return {"name": name, **self._front_end().registry.reference_of(item)}
 
     async def remove(self, request: Any) -> Any:
         name = check_name(request.path_params["name"])

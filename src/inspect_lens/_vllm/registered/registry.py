@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -147,6 +149,8 @@ class Registry:
                 "(replace=true)"
             )
         self._check_unused(name)
+        if isinstance(item, EngineConfig):
+            self._check_names(item)
         if known is None and len(self._items) >= limits.registry_names:
             raise CapacityError(
                 f"{len(self._items)} names are registered, and allowed are "
@@ -163,13 +167,31 @@ class Registry:
             )
 
     def _check_unused(self, name: str) -> None:
-        """Refuse to change what acts on all requests in the back of whoever has set it."""
-        server = self._items.get(SERVER_NAME)
-        if isinstance(server, ServerConfig) and name in server.names:
+        """Refuse to change what a configuration names in the back of whoever has set it."""
+        # What the server does is told of first.
+        for user, config in sorted(self._items.items(), key=lambda one: one[0] != SERVER_NAME):
+            if not isinstance(config, EngineConfig) or name not in config.names:
+                continue
+            if user == SERVER_NAME:
+                raise SpecError(
+                    f"{name!r} is used by what this server does to all requests; it can be "
+                    "replaced or removed when that names it no longer (PUT or DELETE "
+                    "/v1/inspect_lens/server)"
+                )
             raise SpecError(
-                f"{name!r} is used by what this server does to all requests; it can be replaced or "
-                "removed when that names it no longer (PUT or DELETE /v1/inspect_lens/server)"
+                f"{name!r} is used by the configuration {user!r}; it can be replaced or removed "
+                "when that names it no longer, or is removed"
             )
+
+    def _check_names(self, config: EngineConfig) -> None:
+        """Refuse a configuration that names what is not there."""
+        self.edits_of(config, "edits_named")
+        self._check_probes(config)
+
+    def _check_probes(self, part: RequestPart) -> None:
+        for use in part.probes:
+            if not isinstance(self._items.get(use.name), EngineProbe):
+                raise SpecError(f"probes: {self._unknown(use.name, EngineProbe)}")
 
     def _check_room(self, name: str, lens: LensEntry) -> None:
         """Refuse a lens that does not fit on the devices; one that it replaces is still there."""
@@ -228,7 +250,19 @@ class Registry:
         """What is registered: kind, hash, layers."""
         self.version  # noqa: B018 - hears of others' changes
         items = sorted(self._items.items())
-        return {name: item.reference() for name, item in items if name != SERVER_NAME}
+        return {name: self.reference_of(item) for name, item in items if name != SERVER_NAME}
+
+    def reference_of(self, item: Item | Registrable) -> dict[str, Any]:
+        """The short form for logs; a configuration's hash is that of `sha256_of`."""
+        found = item.reference()
+        return found | {"sha256": self.sha256_of(item)} if isinstance(item, EngineConfig) else found
+
+    def sha256_of(self, config: EngineConfig) -> str:
+        """Of all that a configuration does, with the contents of what it names."""
+        named = {name: self._items.get(name) for name in sorted(config.names)}
+        contents = {name: item and item.reference() for name, item in named.items()}
+        form = json.dumps([config.sha256, contents], sort_keys=True)
+        return hashlib.sha256(form.encode()).hexdigest()
 
     def resolve(self, request: LensRequest) -> LensRequest:
         """Put a lens in the place of its name, and check the names of probes; see also `compose`.
@@ -242,9 +276,7 @@ class Registry:
             if not isinstance(entry, LensEntry):
                 raise SpecError(f"lens.name: {self._unknown(name, LensEntry)}")
             request = request.model_copy(update={"lens": entry.resolve(request.lens)})
-        for use in request.probes:
-            if not isinstance(self._items.get(use.name), EngineProbe):
-                raise SpecError(f"probes: {self._unknown(use.name, EngineProbe)}")
+        self._check_probes(request)
         return request
 
     @property

@@ -95,11 +95,15 @@ def compose(
                 "requests, and allows none to leave them out; leave the field out, or ask for "
                 "may_opt_out in the server's INSPECT_LENS_SERVER"
             )
-        receipts.append(TierReceipt(tier="server", sha256=server.sha256, edits=0, opted_out=True))
+        receipts.append(
+            TierReceipt(tier="server", sha256=registry.sha256_of(server), edits=0, opted_out=True)
+        )
         server = None
     elif server is not None:
         edits += registry.edits_of(server, "the server's edits_named")
-        receipts.append(TierReceipt(tier="server", sha256=server.sha256, edits=len(edits)))
+        receipts.append(
+            TierReceipt(tier="server", sha256=registry.sha256_of(server), edits=len(edits))
+        )
     uses: dict[str, ProbeUse] = {}
     for name in dict.fromkeys(request.configs):
         config = registry.config(name)
@@ -107,7 +111,9 @@ def compose(
         edits += found
         uses |= {use.name: use for use in config.probes}
         receipts.append(
-            TierReceipt(tier="named", name=name, sha256=config.sha256, edits=len(found))
+            TierReceipt(
+                tier="named", name=name, sha256=registry.sha256_of(config), edits=len(found)
+            )
         )
     uses |= {use.name: use for use in request.probes}
     changes = {

@@ -174,4 +174,5 @@ def test_what_acts_on_all_requests_is_the_same_at_each_server(
         second.remove("v")
     second.remove(SERVER_NAME)
     assert first.server is None
+    second.remove("named")
     first.remove("v")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,7 +120,9 @@ def test_what_was_compiled_before_is_compiled_anew_when_it_changes(front: FrontE
     found = front.compile(NO_REQUEST, known)
     assert values(compiled.request) == [2]
     assert values(found.request) == [5]
-    assert compiled.tiers.receipts[0].sha256 == first.sha256 != second.sha256
+    hashes = [one.tiers.receipts[0].sha256 for one in (compiled, found)]
+    assert hashes == [front.registry.sha256_of(one) for one in (first, second)]
+    assert len(set(hashes)) == 2
     front.unregister(SERVER_NAME)
     assert not front.compile(NO_REQUEST, known).tiers.receipts
 
@@ -136,6 +140,64 @@ def test_what_it_names_stays_and_what_does_not_fit_changes_nothing(front: FrontE
         serve(front, edits=[Add(vector=np.ones(HIDDEN + 1), layers=[1])])
     assert front.describe_server()["acts"]["edits_named"] == ["v"]
     assert SERVER_NAME not in front.registry.describe()
+
+
+def test_what_a_configuration_names_stays_while_it_is_there(front: FrontEnd) -> None:
+    for change in (
+        lambda: front.unregister("v"),
+        lambda: front.unregister("p"),
+        lambda: front.register("v", EngineEdits(edits=[add(9)]), replace=True),
+    ):
+        with pytest.raises(SpecError, match="is used by the configuration 'a'"):
+            change()
+    front.unregister("a")
+    front.unregister("v")
+
+
+def test_a_hash_is_of_the_contents_that_are_named(front: FrontEnd) -> None:
+    def hashes() -> list[str]:
+        tiers = compose(front.registry, LensRequest(configs=["a"]))[1]
+        return [one.sha256 for one in tiers.receipts]
+
+    config = front.registry.config("a")
+    serve(front, edits_named=["v"])
+    before, about = hashes(), front.describe_server()["acts"]["sha256"]
+    assert about == before[0]
+    assert front.registry.describe()["a"]["sha256"] == before[1]
+    for name in (SERVER_NAME, "a"):
+        front.unregister(name)
+    front.register("v", EngineEdits(edits=[add(9)]), replace=True)
+    front.register("a", config)
+    serve(front, edits_named=["v"])
+    assert not set(hashes()) & set(before)
+
+
+def test_a_configuration_that_names_nothing_is_refused_under_the_lock(front: FrontEnd) -> None:
+    for part in ({"edits_named": ["gone"]}, {"probes": ["gone"]}, {"probes": ["v"]}):
+        for name, kind in (("c", EngineConfig), (SERVER_NAME, ServerConfig)):
+            with pytest.raises(SpecError, match=r"(is|are) registered as"):
+                front.registry.add(name, kind(**part), replace=True)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"edits_named": ["nothere"]},
+        {"probes": ["gone"]},
+        {"edits": [{"op": "zero", "layers": [99]}]},
+    ],
+)
+def test_an_engine_whose_configurations_do_not_fit_says_so_at_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
+) -> None:
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({"config": config}))
+    monkeypatch.setenv("INSPECT_LENS_REGISTER", f"x={path}")
+    monkeypatch.setattr(state, "install_when_serving", lambda front: None)
+    front = FrontEnd()
+    processor = SimpleNamespace()
+    front.learn(processor, engine_config())
+    assert re.search("INSPECT_LENS_REGISTER: x: .*(99|nothere|gone)", front.refusal or "")
 
 
 @pytest.mark.parametrize("item", [EngineEdits(edits=[add(1)]), EngineConfig(edits=[add(1)])])
