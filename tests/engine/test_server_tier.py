@@ -232,7 +232,17 @@ def test_nobody_else_changes_it(client: httpx.Client) -> None:
 ALARM = {"name": "watched", "alarm": "flag", "aggregate": "last", "threshold": -1e6}
 
 
-def test_probes_of_the_server_read_beside_those_of_a_request(client: httpx.Client) -> None:
+def wait_for(reached: Any) -> None:
+    until = time.monotonic() + 20
+    while not reached():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_probes_of_the_server_read_beside_those_of_a_request(
+    client: httpx.Client, alerts_webhook: Webhook
+) -> None:
+    alerts_webhook.clear()
     own = {"probes": [{"name": "watched", "aggregate": "max"}]}
     alone = complete(client, own)["inspect_lens"]
     assert alone["tiers"] == []
@@ -244,13 +254,7 @@ def test_probes_of_the_server_read_beside_those_of_a_request(client: httpx.Clien
         assert one["score"] == pytest.approx(other["score"], rel=1e-5)
         assert {**one, "score": 0} == {**other, "score": 0}
     assert mine["alarm_position"] == plain["n_prompt"]
-
-
-def wait_for(reached: Any) -> None:
-    until = time.monotonic() + 20
-    while not reached():
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_for(lambda: len(alerts_webhook.received) == 2)  # or the next test hears of them
 
 
 def test_an_alarm_is_told_tried_again_and_in_the_end_a_dead_letter(
