@@ -153,6 +153,16 @@ class ServerConfig(EngineConfig):
     may_opt_out: Flag = Field(default=False)
     """Whether a request may leave it out, with `{"inspect_lens": {"server": false}}`."""
 
+    @model_validator(mode="after")
+    def _check_tokens(self) -> Self:
+        if found := [use.name for use in self.probes if use.tokens]:
+            raise ValueError(
+                f"probes: tokens=true of {shown(found)}: streams carry token scores, and clients "
+                "have not asked for the server's; leave it out, and whoever wants them asks for "
+                "the probe in a request"
+            )
+        return self
+
     def reference(self) -> dict[str, Any]:
         """The short form for logs: what it is, without the tensors."""
         return super().reference() | {"kind": "server", "may_opt_out": self.may_opt_out}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from .features import is_off
@@ -23,27 +24,64 @@ def lacks_key(scope: Mapping[str, Any]) -> bool:
 _MODELS = "inspect_lens_models"
 
 
-def list_models(scope: Mapping[str, Any], configs: Sequence[str]) -> bool:
+@dataclass
+class _Listed:
+    """What a server lists beside its own models."""
+
+    configs: dict[str, str] = field(default_factory=dict)
+    """Configuration by the name of its model."""
+    paths: list[Any] = field(default_factory=list)
+
+
+def list_models(
+    scope: Mapping[str, Any], configs: Sequence[str], check: Callable[[str], None]
+) -> Mapping[str, str] | None:
     """Have a server list `model@name` for each configuration, and take it as a model's name.
 
-    Returns False where the application has no models yet.
+    Names that its own models and adapters have are theirs.
+
+    Args:
+        scope: of a request.
+        configs: names of configurations.
+        check: called with such a name of a model where vLLM is about to take it; raises where the
+            request would go on without the configuration.
+
+    Returns:
+        Configuration by the name that is listed; None where the application has no models yet.
     """
     state = getattr(scope.get("app"), "state", None)
     models = getattr(state, "openai_serving_models", None)
     paths: list[Any] | None = getattr(models, "base_model_paths", None)
-    if paths is None:
-        return False
-    ours: frozenset[str] = getattr(state, _MODELS, frozenset())
-    base = [path for path in paths if path.name not in ours]
-    more = [
-        type(path)(name=f"{path.name}@{name}", model_path=path.model_path)
-        for path in base
-        for name in configs
-    ]
-    setattr(state, _MODELS, frozenset(path.name for path in more))
+    if models is None or paths is None:
+        return None
+    listed: _Listed | None = getattr(state, _MODELS, None)
+    if listed is None:
+        listed = _Listed()
+        setattr(state, _MODELS, listed)
+        models.is_base_model = _judging(models.is_base_model, listed, check)
+    ours = {id(path) for path in listed.paths}
+    base = [path for path in paths if id(path) not in ours]
+    taken = {path.name for path in base} | set(getattr(models, "lora_requests", ()))
+    listed.configs, listed.paths = {}, []
+    for path in base:
+        for config in configs:
+            if (name := f"{path.name}@{config}") not in taken:
+                listed.configs[name] = config
+                listed.paths.append(type(path)(name=name, model_path=path.model_path))
     # In place: vLLM's table of models and what judges a request's name hold one list.
-    paths[:] = [*base, *more]
-    return True
+    paths[:] = [*base, *listed.paths]
+    return listed.configs
+
+
+def _judging(
+    original: Callable[[str], bool], listed: _Listed, check: Callable[[str], None]
+) -> Callable[[str], bool]:
+    def is_base_model(name: str) -> bool:
+        if name in listed.configs:
+            check(name)
+        return original(name)
+
+    return is_base_model
 
 
 def one_token(tokens: Sequence[int], extra_args: dict[str, Any] | None) -> Any:

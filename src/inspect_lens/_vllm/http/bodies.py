@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, cast
 
 from pydantic_core import from_json
@@ -68,6 +69,8 @@ class Body:
     request: LensRequest | None = None
     kind: str = ""
     """What events of its stream are."""
+    takes_parts: bool = True
+    """Whether its stream has events for what comes before the end."""
     others: dict[str, Any] = field(default_factory=dict)
     """Extra arguments that are not ours, wherever in the body they stand."""
     patterns: PatternBudget = field(default_factory=PatternBudget)
@@ -81,6 +84,11 @@ class Body:
     """Of OpenTelemetry."""
     error: BaseException | None = None
     """Why a prompt has no results."""
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether it leaves out what acts on all requests."""
+        return self.request is not None and self.request.server is False
 
     def begin(self, params: Any) -> int:
         """Have a prompt's parameters ask what the body asks; index of its first choice.
@@ -100,7 +108,8 @@ class Body:
         """Take what is ours from an output of a prompt."""
         for completion in output.outputs:
             index = first + completion.index
-            if part := completion.__dict__.pop("inspect_lens_partial_json", None):
+            part = completion.__dict__.pop("inspect_lens_partial_json", None)
+            if part and self.takes_parts:
                 self.parts.append({"index": index, **part})
             if result := getattr(completion, "inspect_lens_json", None):
                 self.results[index] = result
@@ -122,12 +131,27 @@ TIER_HEADER = b"x-inspect-lens-server"
 the hash of what it does."""
 
 
-def with_header(send: Send, server: ServerConfig) -> Send:
-    """Send an answer that says that something acts on all requests."""
+_READS_MODEL: ContextVar[bool] = ContextVar("inspect_lens_reads_model", default=False)
+"""Whether a request may name a configuration as its model: its body was read, or it generates
+nothing."""
+
+
+def _check_model(name: str) -> None:
+    """Refuse a configuration's name as a model where its request would be a plain one."""
+    if not _READS_MODEL.get():
+        raise UnsupportedError(
+            f"model={name!r}: chooses a configuration, which this route would pass over; name the "
+            "model itself, or use /v1/chat/completions, /v1/completions, /v1/responses, "
+            "/v1/messages or /inference/v1/generate"
+        )
+
+
+def with_header(send: Send, sha256: str) -> Send:
+    """Send an answer that says that something acts on all requests; refusals do not."""
 
     async def sending(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            header = (TIER_HEADER, server.sha256.encode())
+        if message["type"] == "http.response.start" and message["status"] < 300:
+            header = (TIER_HEADER, sha256.encode())
             message = {**message, "headers": [*message.get("headers", ()), header]}
         await send(message)
 
@@ -270,6 +294,16 @@ _SERVED = (
 """Ends of paths whose handlers read lens keys."""
 _TIERED = ("/v1/responses", "/v1/messages")
 """Ends of paths whose answers have a receipt, and whose bodies may choose what acts on all."""
+_ACTED_ON = (
+    *_SERVED,
+    *_TIERED,
+    "/cohere/v2/chat",
+    "/generative_scoring",
+    "/v1/systemone",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+)
+"""Ends of paths whose requests have what acts on all."""
 _FINE = ("/render", "/tokenize", "/count_tokens")
 """Ends of paths that generate nothing."""
 _OWN = ("/v1/inspect_lens", "/v1/hooks")
@@ -312,24 +346,26 @@ class LensBodies:
         self._keys = keys
         self._n_bytes = 0
         """Of vectors of requests under way."""
-        self._listed: tuple[str, ...] = ()
+        self._configs: tuple[str, ...] = ()
         """Configurations that are listed as models."""
+        self._listed: Mapping[str, str] = {}
+        """Each by the model's name."""
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         server, configs = self._tiers(scope)
+        path: str = scope.get("path", "")
+        acting = with_header(send, server) if server and _generates(scope) else send
+        _READS_MODEL.set(path.endswith(_FINE))
         if not _may_ask(scope):
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, acting)
             return
-        path: str = scope["path"]
         body, again = await whole_body(receive)
         has_keys = any(key in body for key in _KEYS)
         is_hidden = _ESCAPED.search(body) is not None
         has_words = path.endswith(_GENERATE) and any(word in body for word in _WORDS)
         has_model = bool(configs) and b"@" in body
-        if server is not None:
-            send = with_header(send, server)
         if not (has_keys or is_hidden or has_words or has_model) and not (
-            server is not None or _runs_hooks(scope)
+            server or _runs_hooks(scope)
         ):
             await self._app(scope, again, send)
             return
@@ -343,7 +379,7 @@ class LensBodies:
                 await refuse(error := SpecError(_NO_KEY), send, status=401)
                 span.end(401, error=error)
                 return
-            read = partial(read_body, path, body, facts, off, configs, server is not None)
+            read = partial(read_body, path, body, facts, off, configs, bool(server))
             if len(body) <= _SMALL and b"zstd" not in body and not is_hidden:
                 asked = read()
             else:
@@ -358,10 +394,11 @@ class LensBodies:
         except BaseException as error:  # noqa: BLE001 - the loop is everybody's
             pass_over(error, uses_lens=has_keys)
         if asked is None:
-            await self._app(scope, again, send)
+            await self._app(scope, again, acting)
             return
         self._n_bytes += n_bytes
-        token, answer = SERVED.set(asked), Answer(send, asked)
+        _READS_MODEL.set(True)
+        token, answer = SERVED.set(asked), Answer(send if asked.is_left_out else acting, asked)
         is_traced = asked.request is not None and span.span is not None
         asked.span = span.span if is_traced else None
         try:
@@ -376,15 +413,18 @@ class LensBodies:
             asked.forget()
             self._n_bytes -= n_bytes
 
-    def _tiers(self, scope: Mapping[str, Any]) -> tuple[ServerConfig | None, tuple[str, ...]]:
-        """What acts on all requests, and configurations, which are listed as models."""
+    def _tiers(self, scope: Mapping[str, Any]) -> tuple[str, Mapping[str, str]]:
+        """Hash of what acts on all requests, and configurations by the names of their models."""
         registry = getattr(self._front_end(), "registry", None)
         if registry is None:
-            return None, ()
+            return "", {}
         configs: tuple[str, ...] = registry.configs
-        if configs != self._listed and list_models(scope, configs):
-            self._listed = configs
-        return registry.server, configs
+        if configs != self._configs:
+            listed = list_models(scope, configs, _check_model)
+            if listed is not None:
+                self._configs, self._listed = configs, listed
+        server: ServerConfig | None = registry.server
+        return "" if server is None else registry.sha256_of(server), self._listed
 
     def _admit(self, n_bytes: int, facts: EngineFacts | None) -> None:
         if facts is None or not n_bytes or not self._n_bytes:
@@ -412,6 +452,12 @@ def _runs_hooks(scope: Mapping[str, Any]) -> bool:
     client = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
     book = getattr(getattr(client, "input_processor", None), "inspect_lens_book", None)
     return bool(getattr(book, "hooks", ())) and scope["path"].endswith(_SERVED)
+
+
+def _generates(scope: Mapping[str, Any]) -> bool:
+    """Whether a request is one of those on which something may act."""
+    is_post = scope["type"] == "http" and scope["method"] == "POST"
+    return is_post and scope["path"].endswith(_ACTED_ON)
 
 
 def _may_ask(scope: Mapping[str, Any]) -> bool:
@@ -446,7 +492,7 @@ def read_body(
     body: bytes,
     facts: EngineFacts | None,
     off: tuple[str, Collection[str]] | None = None,
-    configs: Collection[str] = (),
+    configs: Mapping[str, str] = MappingProxyType({}),
     has_server: bool = False,
 ) -> Body | None:
     """Parse what a body asks of the lens; None where its route serves no results.
@@ -456,7 +502,7 @@ def read_body(
         body: as it came.
         facts: of the engine.
         off: why the lens is off, and the keys that are refused then.
-        configs: which `model@name` may choose.
+        configs: by the names of models that choose them, `model@name`.
         has_server: whether something acts on all requests.
     """
     if (fields := _fields(body)) is None:
@@ -486,7 +532,8 @@ def read_body(
             tensor.sha256  # noqa: B018 - worked out here, and not on the event loop
     chunks = "chat.completion.chunk" if "messages" in fields else "text_completion"
     kind = "inference.generate.chunk" if is_tokens else chunks
-    return Body(request, kind, {k: v for k, v in args.items() if k not in LENS_KEYS})
+    others = {k: v for k, v in args.items() if k not in LENS_KEYS}
+    return Body(request, kind, not path.endswith(_TIERED), others)
 
 
 _BOM = b"\xef\xbb\xbf"
@@ -526,14 +573,12 @@ _CHOSEN: Cache[tuple[int, str], tuple[LensRequest, LensRequest]] = Cache(1024)
 
 
 def with_config_of(
-    model: object, request: LensRequest | None, configs: Collection[str]
+    model: object, request: LensRequest | None, configs: Mapping[str, str]
 ) -> LensRequest | None:
     """A request with the configuration that its `model` names, as `model@name`."""
-    if not isinstance(model, str) or "@" not in model:
+    name = configs.get(model) if isinstance(model, str) else None
+    if name is None:
         return request
-    name = model.rpartition("@")[2]
-    if name not in configs:
-        return request  # vLLM knows no such model
     if request is None:
         return parse_extra_args({NATIVE_KEY: {"configs": [name]}})
     # One object for equal requests, as others know what they did for it by its identity.

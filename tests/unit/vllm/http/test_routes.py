@@ -222,6 +222,15 @@ def test_scores_of_several_prompts_come_behind_their_own_tokens() -> None:
     assert sent[-1] == b"data: [DONE]\n\n"
 
 
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/chat/completions"])
+def test_other_protocols_have_no_events_of_ours_between_theirs(path: str) -> None:
+    body = read_body(path, b'{"model": "m@c", "messages": []}', None, configs={"m@c": "c"})
+    assert body is not None
+    choice = SimpleNamespace(index=0, inspect_lens_partial_json={"probes": {"p": [1.0]}})
+    body.take(SimpleNamespace(outputs=[choice]), 0)
+    assert bool(body.parts) is (path == "/v1/chat/completions")
+
+
 def test_a_response_that_cannot_have_its_results_is_an_error() -> None:
     start, message = answer(b"application/json", [b"[1]"], [{"inspect_lens": {}}])
     assert start["status"] == 500

@@ -240,13 +240,15 @@ def test_a_refusal_says_that_the_servers_edits_count_too(front: FrontEnd) -> Non
 
 def test_a_model_name_chooses_a_configuration() -> None:
     asked = LensRequest(capture={"layers": [1]}, configs=["b"])
-    chosen = with_config_of("org/model@a", asked, ("a", "b"))
+    configs = {"org/model@a": "a", "org/model@b": "b"}
+    chosen = with_config_of("org/model@a", asked, configs)
     assert chosen is not None
     assert chosen.configs == ("a", "b")
-    assert with_config_of("org/model@a", asked, ("a", "b")) is chosen, "known by its identity"
-    assert with_config_of("org/model@c", asked, ("a", "b")) is asked
-    assert with_config_of("org/model", None, ("a",)) is None
-    only = with_config_of("org/model@a", None, ("a",))
+    assert with_config_of("org/model@a", asked, configs) is chosen, "known by its identity"
+    assert with_config_of("org/model@c", asked, configs) is asked
+    assert with_config_of("other@a", asked, configs) is asked
+    assert with_config_of("org/model", None, configs) is None
+    only = with_config_of("org/model@a", None, configs)
     assert only == LensRequest(configs=["a"])
 
 
@@ -257,6 +259,7 @@ WRONG = {
     "edits: [": "cannot be read",
     "edits: [{op: zer, layers: [1]}]": "edits",
     "probes: [{name: p, alarm: maybe}]": "alarm",
+    "probes: [{name: p, tokens: true}]": "streams carry token scores",
     "may_opt_out: true": "no edits and no probes",
     "probes: [p]\nalerts: {url: 'https://h/x', dead_letter: d}": "no probe of the file has",
     "alerts: {url: here, dead_letter: d}": "no address of a webhook",
