@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from inspect_lens._base.untrusted import read_regular
 from inspect_lens._vllm.sinks.alerts import AlertsConfig
 from inspect_lens.errors import LensError, SpecError
-from inspect_lens.spec import ServerConfig, check_counts, explain, shown
+from inspect_lens.spec import ServerConfig, check_counts, explain
 
 _MOST_BYTES = 64 << 20
 
@@ -37,11 +37,13 @@ def read_server_file(setting: str) -> ServerFile:
     where = f"INSPECT_LENS_SERVER={setting}"
     try:
         read = yaml.safe_load(read_regular(setting, most=_MOST_BYTES))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+    except yaml.YAMLError as error:
+        raise SpecError(f"{where}: cannot be read: {_fault_of(error)}") from None
+    except (OSError, ValueError, RecursionError) as error:
         raise SpecError(f"{where}: cannot be read: {error}") from None
     if not isinstance(read, Mapping) or not read:
         raise SpecError(
-            f"{where}: has {shown(read)}; allowed is a mapping with one or more of "
+            f"{where}: holds no fields; allowed is a mapping with one or more of "
             f"{', '.join((*ServerConfig.model_fields, 'alerts'))}"
         )
     values: dict[str, Any] = dict(read)
@@ -62,3 +64,10 @@ def read_server_file(setting: str) -> ServerFile:
     except LensError as error:
         raise SpecError(f"{where}: {error}") from None
     return ServerFile(config, alerts)
+
+
+def _fault_of(error: yaml.YAMLError) -> str:
+    """What is wrong and where, without the line itself: it may have a webhook's address."""
+    mark = getattr(error, "problem_mark", None)
+    where = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
+    return f"{getattr(error, 'problem', None) or 'it is no YAML'}{where}"

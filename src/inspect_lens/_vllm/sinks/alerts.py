@@ -9,7 +9,7 @@ webhook, which may be a secret.
 from __future__ import annotations
 
 import atexit
-import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -41,7 +41,8 @@ _LONGEST_PAUSE_S: Final = 30.0
 _DEAD_MOST: Final = 1 << 14
 """Alerts that wait for the disk."""
 _EXIT_S: Final = 5.0
-"""Seconds that a process gives the one on its way when it ends."""
+"""Seconds that a process gives the one on its way when it ends, and the disk behind it."""
+_THREAD: Final = "inspect-lens-alerts"
 
 
 class AlertsConfig(BaseModel):
@@ -105,10 +106,13 @@ class Alerts:
         self._dead: deque[_Dead] = deque()
         self._changed = threading.Condition()
         self._has_begun = self._is_ending = self._is_told = False
-        self._n_busy = 0
+        self._current: dict[str, Any] | None = None
+        """The one on its way."""
+        self._tries = 0
+        """How often it was sent."""
         self._client: httpx.Client | None = None
         try:
-            os.close(os.open(self.config.dead_letter, os.O_WRONLY | os.O_CREAT, 0o600))
+            _append(self.config.dead_letter, b"")
         except OSError as error:
             raise SpecError(f"alerts.dead_letter: {error}") from None
 
@@ -119,7 +123,7 @@ class Alerts:
                 self._has_begun = True
                 for work in (self._send_next, self._bury_next):
                     threading.Thread(
-                        target=self._run, args=(work,), name="inspect-lens-alerts", daemon=True
+                        target=self._run, args=(work,), name=_THREAD, daemon=True
                     ).start()
                 atexit.register(self.close)
             if len(self._waiting) < self.config.waiting and not self._is_ending:
@@ -133,17 +137,24 @@ class Alerts:
         """Wait until nothing waits; False where the time was too short."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: not (self._waiting or self._dead or self._n_busy), timeout_s
+                lambda: not (self._waiting or self._dead or self._current), timeout_s
             )
 
     def close(self) -> None:
-        """Write what still waits to the file of dead letters."""
+        """Write what still waits to the file of dead letters, and what nobody has answered yet."""
         with self._changed:
             self._is_ending = True
             while self._waiting:
                 self._bury(self._waiting.popleft(), "the process ended", 0)
             self._changed.notify_all()
-        self.flush(_EXIT_S)
+        if not self.flush(_EXIT_S):
+            with self._changed:
+                if self._current is not None:
+                    self._bury(
+                        self._current, "the process ended before the webhook answered", self._tries
+                    )
+                    self._current = None
+            self.flush(_EXIT_S)
 
     def describe(self) -> dict[str, Any]:
         """What an operator wants to know; not the address, which may have a secret."""
@@ -167,17 +178,23 @@ class Alerts:
     def _send_next(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: bool(self._waiting))
-            alert = self._waiting.popleft()
-            self._n_busy += 1
+            self._current = alert = self._waiting.popleft()
             note("inspect_lens_alerts_waiting", len(self._waiting))
+        why, tries = "a fault of ours", 0
         try:
-            self._deliver(alert)
+            why, tries = self._deliver(alert)
         finally:
             with self._changed:
-                self._n_busy -= 1
+                if self._current is alert:  # or it was written when the process ended
+                    if why:
+                        self._bury(alert, why, tries)
+                    else:
+                        self._count("delivered")
+                    self._current = None
                 self._changed.notify_all()
 
-    def _deliver(self, alert: dict[str, Any]) -> None:
+    def _deliver(self, alert: dict[str, Any]) -> tuple[str, int]:
+        """Why nobody has taken an alert, empty where somebody has, and how often it was sent."""
         why, pause = "", self.config.pause_s
         for i in range(self.config.tries):
             if i:
@@ -185,24 +202,26 @@ class Alerts:
                 wait_s = pause * random.uniform(0.8, 1.2)
                 with self._changed:
                     if self._changed.wait_for(lambda: self._is_ending, wait_s):
-                        return self._bury(alert, f"the process ended; {why}", i)
+                        return f"the process ended; {why}", i
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
+            self._tries = i + 1
             try:
                 status = (self.send or self._post)(alert)
             except Exception as error:  # noqa: BLE001 - whatever a connection raises
                 why = type(error).__name__  # its text may have the address
                 continue
             if 200 <= status < 300:
-                return self._count("delivered")
+                return "", i + 1
             why = f"the webhook answered {status}"
             if status < 500 and status not in _AGAIN:
-                return self._bury(alert, why, i + 1)
-        return self._bury(alert, why, self.config.tries)
+                return why, i + 1
+        return why, self.config.tries
 
     def _post(self, alert: dict[str, Any]) -> int:
         if self._client is None:
             key = _settings.text("webhook_key")
             headers = {"Authorization": f"Bearer {key}"} if key else {}
+            logging.getLogger("httpx").addFilter(_is_of_others)  # it logs addresses
             self._client = httpx.Client(headers=headers, timeout=self.config.timeout_s)
         return self._client.post(self.config.url, json=alert).status_code
 
@@ -218,16 +237,12 @@ class Alerts:
         with self._changed:
             self._changed.wait_for(lambda: bool(self._dead))
             dead = list(self._dead)
-            self._n_busy += 1
         lines = [
             json.dumps({"why": one.why, "tries": one.tries, "alert": one.alert}) for one in dead
         ]
         status = "dead"
         try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-            file = os.open(self.config.dead_letter, flags, 0o600)
-            with contextlib.closing(os.fdopen(file, "ab")) as opened:
-                opened.write("".join(f"{line}\n" for line in lines).encode())
+            _append(self.config.dead_letter, "".join(f"{line}\n" for line in lines).encode())
             self._tell(f"alerts could not be delivered ({dead[0].why}), and are in the file of "
                        "dead letters")  # fmt: skip
         except OSError as error:
@@ -237,7 +252,6 @@ class Alerts:
             for _ in dead:
                 self._dead.popleft()
                 self._count(status)
-            self._n_busy -= 1
             self._changed.notify_all()
 
     def _count(self, status: str) -> None:
@@ -250,6 +264,26 @@ class Alerts:
             logger.error(
                 "inspect_lens: %s; further ones are only counted (inspect_lens_alerts_total)", text
             )
+
+
+def _append(path: str, data: bytes) -> None:
+    """Add all of some lines to a file, or none: what is written of them is taken back."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)  # other processes have the same file
+        before = os.fstat(file).st_size
+        try:
+            while data:
+                data = data[os.write(file, data) :]
+        except OSError:
+            os.ftruncate(file, before)
+            raise
+    finally:
+        os.close(file)
+
+
+def _is_of_others(record: logging.LogRecord) -> bool:
+    return record.threadName != _THREAD
 
 
 class _Holder:

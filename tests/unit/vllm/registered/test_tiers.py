@@ -282,6 +282,18 @@ def test_a_wrong_file_ends_the_start_by_name(
         FrontEnd()
 
 
+@pytest.mark.parametrize("text", ["alerts:\n  url: {}: x", "url={}", "- {}", "alerts: [{}]"])
+def test_a_mistake_in_the_file_does_not_show_the_webhooks_address(
+    tmp_path: Path, text: str
+) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text(text.format("https://h/SECRET"))
+    with pytest.raises(SpecError, match="INSPECT_LENS_SERVER") as caught:
+        read_server_file(str(path))
+    assert "SECRET" not in str(caught.value)
+    assert ("line 2, column" in str(caught.value)) is (": x" in text)
+
+
 def test_an_engine_that_it_does_not_fit_does_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import threading
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 pytest.importorskip("vllm")
@@ -17,6 +20,7 @@ from inspect_lens._vllm.sinks import alerts
 from inspect_lens._vllm.sinks.alerts import Alerts, AlertsConfig
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import ProbeReceipt, Receipt, TierReceipt
+from tests.kit.webhook import webhook
 
 URL = "https://host.example/hook?token=secret"
 
@@ -110,6 +114,66 @@ def test_a_process_that_ends_writes_what_waits(tmp_path: Path) -> None:
     made.close()
     assert sorted(one["alert"]["n"] for one in letters(tmp_path)) == [0, 1, 2]
     assert all("the process ended" in one["why"] for one in letters(tmp_path))
+
+
+def test_a_process_that_ends_writes_what_the_webhook_has_not_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, goes_on = threading.Event(), threading.Event()
+
+    def send(alert: dict[str, Any]) -> int:
+        has_begun.set()
+        goes_on.wait(20)
+        return 503
+
+    monkeypatch.setattr(alerts, "_EXIT_S", 0.2)
+    made = Alerts(config(tmp_path, tries=1), send)
+    made.put({"n": 1})
+    assert has_begun.wait(10)
+    made.put({"n": 2})
+    made.close()
+    two, one = letters(tmp_path)
+    assert (one["alert"]["n"], one["tries"]) == (1, 1)
+    assert one["why"] == "the process ended before the webhook answered"
+    assert two["alert"]["n"] == 2
+    goes_on.set()
+    assert made.flush(10)
+    assert made.counts == {"dead": 2}
+    assert len(letters(tmp_path)) == 2, "each once"
+
+
+def test_a_disk_that_is_full_leaves_no_half_letter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, left = os.write, [1 << 20]
+    """Bytes that the disk has room for."""
+
+    def short(file: int, data: bytes) -> int:
+        if not left[0]:
+            raise OSError(28, "No space left on device")
+        n = real(file, data[: left[0]])
+        left[0] -= n
+        return n
+
+    made = Alerts(config(tmp_path), lambda alert: 404)
+    monkeypatch.setattr(os, "write", short)
+    for n, room in ((1, 1 << 20), (2, 10), (3, 1 << 20)):
+        left[0] = room
+        made.put({"n": n})
+        assert made.flush(10)
+    assert [one["alert"]["n"] for one in letters(tmp_path)] == [1, 3]
+    assert made.counts == {"dead": 2, "lost": 1}
+
+
+def test_no_log_has_the_address(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with webhook(tmp_path / "dead.jsonl") as hook, caplog.at_level(logging.DEBUG):
+        made = Alerts(config(tmp_path, url=hook.url))
+        made.put({"n": 1})
+        assert made.flush(10)
+        assert hook.received == [{"n": 1}]
+        assert "secret-path" not in caplog.text
+        httpx.get(f"{hook.url}/of-others")
+        assert "of-others" in caplog.text, "others' requests are logged as before"
 
 
 @pytest.mark.parametrize("text", [False, True])
