@@ -10,11 +10,20 @@ from pathlib import Path
 
 from gallery._chart import draw
 from gallery._page import page
-from gallery._replication import MissingDataError, run
+from gallery._replication import MissingDataError, run, work_folder
 from gallery.replications import REPLICATIONS
+from inspect_lens.errors import LensError
+from tests.kit.child import ChildError
 from tests.kit.real_models import REAL_MODELS, IndexUnreachableError
 
 MODELS = "~/.cache/inspect_lens/real-models"
+
+
+def positive(text: str) -> int:
+    """A number of samples on a command line."""
+    if (n := int(text)) < 1:
+        raise argparse.ArgumentTypeError("at least 1 is needed")
+    return n
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,24 +34,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("name", choices=list(REPLICATIONS))
     parser.add_argument("--model", choices=list(REAL_MODELS), help="another than the page's")
     parser.add_argument("--data", type=Path, help="folder that has the files of the page")
-    parser.add_argument("--n", type=int, help="samples of each kind; the page's by default")
+    parser.add_argument("--n", type=positive, help="samples of each kind; the page's by default")
     parser.add_argument("--models", type=Path, default=MODELS, help="where models are kept")
     parser.add_argument("--out", type=Path, help="folder of the result; logs/gallery/NAME")
     asked = parser.parse_args(arguments)
     replication = REPLICATIONS[asked.name]
+    model = asked.model or replication.model
     out = asked.out or Path("logs/gallery") / asked.name
     try:
         result = run(
-            asked.name, replication, model=asked.model or replication.model,
-            models=asked.models.expanduser(), work=out.resolve() / "work", data=asked.data,
-            n=asked.n,
+            asked.name, replication, model=model, models=asked.models.expanduser(),
+            work=work_folder(out, model, asked.n), data=asked.data, n=asked.n,
         )  # fmt: skip
-    except (MissingDataError, IndexUnreachableError) as error:
+    except (MissingDataError, IndexUnreachableError, LensError, ChildError) as error:
         sys.stderr.write(f"gallery: {error}\n")
         return 2
     (out / "result.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     shown = replication.show(result["numbers"])
-    (out / "page.md").write_text(page(asked.name, replication, result, figures=".") + "\n")
+    made = "this command of result.json, which is beside it"
+    text = page(asked.name, replication, result, figures=".", made=made)
+    (out / "page.md").write_text(text)
     for palette in ("light", "dark"):
         (out / f"replication-{asked.name}-{palette}.svg").write_text(draw(shown.chart, palette))
     sys.stdout.write(f"{shown.verdict}\n{out / 'page.md'}\n")

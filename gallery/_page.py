@@ -13,7 +13,7 @@ from tests.kit.figures._canvas import PALETTES
 __all__ = ["page", "replication_files", "replications_markdown"]
 
 
-def page(name: str, about: Replication, result: dict[str, Any], *, figures: str) -> str:
+def page(name: str, about: Replication, result: dict[str, Any], *, figures: str, made: str) -> str:
     """The page as Markdown.
 
     Args:
@@ -21,11 +21,12 @@ def page(name: str, about: Replication, result: dict[str, Any], *, figures: str)
         about: it.
         result: what the command wrote.
         figures: folder of the figures, from where the page is.
+        made: by which command, and of which file.
     """
     shown = about.show(result["numbers"])
     parts = [
         f"# {about.title}",
-        f"<!-- Made by `python -m tests.kit.generated` of gallery/results/{name}.json. -->",
+        f"<!-- Made by {made}. -->",
         f"**{result['model']}: {shown.verdict}**",
         *(
             f"![{shown.chart.title}]({figures}/replication-{name}-{p}.svg#only-{p})"
@@ -53,8 +54,8 @@ def _table(table: Table) -> str:
 
 
 def _command(about: Replication, result: dict[str, Any]) -> str:
-    said = f"It took {result['seconds']} seconds on two CPU cores that others used, too"
-    said += ", with a server that ran already." if result.get("server_ran_already") else "."
+    said = f"It took {result['seconds']} seconds."
+    said += f" {result['note']}" if result.get("note") else ""
     text = f"In a clone, after `make env`:\n\n```text\n{result['command']}\n```\n\n{said}"
     if not about.files:
         return f"{text} Nothing but the model is downloaded."
@@ -83,7 +84,10 @@ def replication_files() -> dict[str, str]:
     made = {}
     for name, result in _results().items():
         about = REPLICATIONS[name]
-        made[f"docs/replications/{name}.md"] = page(name, about, result, figures="../assets")
+        made[f"docs/replications/{name}.md"] = page(
+            name, about, result, figures="../assets",
+            made=f"`python -m tests.kit.generated` of gallery/results/{name}.json",
+        )  # fmt: skip
         chart = about.show(result["numbers"]).chart
         for palette in PALETTES:
             made[f"docs/assets/replication-{name}-{palette}.svg"] = draw(chart, palette)
@@ -96,5 +100,6 @@ def replications_markdown() -> str:
     for name, result in _results().items():
         about = REPLICATIONS[name]
         said = about.show(result["numbers"]).verdict
+        said = said[0].upper() + said[1:]
         rows.append(f"| [{about.title}](replications/{name}.md) | {result['model']} | {said} |")
     return "\n".join(rows)

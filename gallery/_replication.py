@@ -9,7 +9,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from inspect_ai import eval as inspect_eval
 from gallery._chart import Chart
 from inspect_lens.collect import collect
 from inspect_lens.data import ProbeDataset, load_dataset
+from inspect_lens.errors import SpecError
 from inspect_lens.probe import fingerprint_model
 from inspect_lens.train import ActivationSet
 from tests.kit.api_server import api_server
@@ -35,7 +36,9 @@ __all__ = [
     "Setting",
     "Shown",
     "Table",
+    "find_files",
     "run",
+    "work_folder",
 ]
 
 RESULTS = Path(__file__).parent / "results"
@@ -88,6 +91,8 @@ class Replication:
     limits: str
     model: str
     """The one that the committed result is of; a key of `REAL_MODELS`."""
+    models: Collection[str] = tuple(REAL_MODELS)
+    """Those that it can be looked for in."""
     files: Sequence[DataFile] = ()
     measure: Callable[[Setting], dict[str, Any]]
     show: Callable[[dict[str, Any]], Shown]
@@ -139,10 +144,9 @@ class Setting:
     model: str
     folder: Path
     work: Path
-    data: Path | None = None
     n: int | None = None
-    used: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Files that were read, with their SHA-256."""
+    files: Mapping[str, Path] = field(default_factory=dict)
+    """Where the user has each `DataFile`, by its name."""
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -156,16 +160,6 @@ class Setting:
         """Decoder layers of the model."""
         config = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
         return int(config["num_hidden_layers"])
-
-    def file(self, wanted: DataFile) -> Path:
-        """Where the user has a file."""
-        found = sorted(self.data.rglob(wanted.name)) if self.data else []
-        if not found:
-            where = f"--data {self.data} has no such file" if self.data else "pass --data FOLDER"
-            raise MissingDataError(f"{wanted.name} is needed, from {wanted.source}; {where}")
-        digest = hashlib.sha256(found[0].read_bytes()).hexdigest()
-        self.used[wanted.name] = {"sha256": digest, "source": wanted.source}
-        return found[0]
 
     @contextlib.contextmanager
     def server(
@@ -194,16 +188,33 @@ class Setting:
             yield Served(running.url, self.folder, self.work, adapter)
 
 
+def find_files(wanted: Sequence[DataFile], data: Path | None) -> dict[str, Path]:
+    """Where the user has files, by name; raises `MissingDataError` for all that they lack."""
+    found = {f.name: sorted(data.rglob(f.name)) if data else [] for f in wanted}
+    if missing := [f"{f.name} (from {f.source})" for f in wanted if not found[f.name]]:
+        where = f"--data {data} lacks them" if data else "pass --data FOLDER"
+        raise MissingDataError(f"these files are needed: {', '.join(missing)}; {where}")
+    return {file: paths[0] for file, paths in found.items()}
+
+
+def work_folder(out: Path, model: str, n: int | None) -> Path:
+    """What a run keeps beside its result; runs that differ have different ones."""
+    return out.resolve() / (f"work-{model}-{n}" if n else f"work-{model}")
+
+
 def run(
     name: str, replication: Replication, *, model: str, models: Path, work: Path,
     data: Path | None, n: int | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure, and return what `gallery/results` keeps."""
+    if model not in replication.models:
+        raise SpecError(f"{name} runs on {', '.join(replication.models)}, and not on {model}")
+    files = find_files(replication.files, data)
     begin = time.monotonic()
     work.mkdir(parents=True, exist_ok=True)
-    setting = Setting(model, make_real_model(model, models / model), work, data, n)
+    setting = Setting(model, make_real_model(model, models / model), work, n, files)
     numbers = replication.measure(setting)
-    command = f"python -m gallery {name} --model {model}"
+    command = f".venv/bin/python -m gallery {name} --model {model}"
     command += f" --n {n}" if n else ""
     command += " --data FOLDER" if replication.files else ""
     return {
@@ -212,7 +223,13 @@ def run(
         "weights": "dequantised from Q4 GGUF",
         "sha256": fingerprint_model(str(setting.folder)),
         "command": command,
-        "data": setting.used,
+        "data": {
+            f.name: {
+                "sha256": hashlib.sha256(files[f.name].read_bytes()).hexdigest(),
+                "source": f.source,
+            }
+            for f in replication.files
+        },
         "seconds": round(time.monotonic() - begin),
         "environment": {"python": platform.python_version(), "machine": platform.machine()}
         | _versions(),

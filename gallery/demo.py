@@ -15,8 +15,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from gallery.__main__ import MODELS
+from gallery.__main__ import MODELS, positive
 from gallery.__main__ import main as replicate
+from gallery._replication import work_folder
 from gallery.lies import MODEL, WATCHED
 from inspect_lens.view import write_view
 
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m gallery.demo", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--n", type=int, help="samples of each set; the gallery's by default")
+    parser.add_argument("--n", type=positive, help="samples of each set; the gallery's by default")
     parser.add_argument("--models", help="where models are kept")
     asked = parser.parse_args(arguments)
     os.chdir(ROOT)
@@ -40,10 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command += [f"--{flag}", str(value)]
     if code := replicate(command):
         return code
-    log = max((OUT / "work" / "logs").glob("*.eval"), key=lambda path: path.stat().st_mtime)
+    work = work_folder(OUT, MODEL, asked.n)
+    log = max((work / "logs").glob("*.eval"), key=lambda path: path.stat().st_mtime)
     folder = Path(asked.models or MODELS).expanduser() / MODEL
-    probe = (OUT / "work" / WATCHED).resolve()
-    page = write_view(log, OUT / "tokens.html", probes=[str(probe)], tokenizer=str(folder))
+    page = write_view(log, OUT / "tokens.html", probes=[str(work / WATCHED)], tokenizer=str(folder))
     sys.stdout.write(
         f"{page.path}: {page.n_samples} answers, {page.n_tokens} tokens\n"
         f"demo-real: {time.monotonic() - begin:.0f} s\n"

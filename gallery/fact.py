@@ -16,7 +16,10 @@ from inspect_lens.patch import CausalTrace, causal_trace, patch_sweep
 from inspect_lens.spec import Site
 
 KNOWN: Final = DataFile(
-    "known_1000.json", "kmeng01/rome (also LoryPack/LLM-LieDetector, data/raw_questions)", "MIT"
+    "known_1000.json",
+    "rome.baulab.info/data/dsets, for kmeng01/rome; also LoryPack/LLM-LieDetector, "
+    "data/raw_questions",
+    "of the repositories: MIT (rome), BSD-3-Clause (LLM-LieDetector)",
 )
 FACTS: Final = 6
 DRAWS: Final = 3
@@ -33,7 +36,7 @@ PAIRS: Final = (("France", " Paris", "Italy", " Rome"), ("Japan", " Tokyo", "Chi
 
 def measure(setting: Setting) -> dict[str, Any]:
     """Average indirect effects of facts that the model knows, and a patched fact."""
-    known = json.loads(setting.file(KNOWN).read_text(encoding="utf-8"))
+    known = json.loads(setting.files[KNOWN.name].read_text(encoding="utf-8"))
     layers = range(0, setting.n_layers, EVERY)
     traced: list[dict[str, CausalTrace]] = []
     with (
@@ -130,8 +133,14 @@ def show(numbers: dict[str, Any]) -> Shown:
     said += f"{best['resid_post']:.2f} (layer {at['resid_post']}), MLPs {best['mlp_out']:.2f} "
     said += f"(around layer {at['mlp_out']}) and attention {best['attn_out']:.2f}. "
     early = at["mlp_out"] < layers[-1] * 0.6 and best["mlp_out"] > 2 * best["attn_out"]
-    said += "The early site in the MLPs is there" if early else "A site of MLPs alone is not there"
-    said += f"; attention works at the last token, most around layer {late}. "
+    said += (
+        "So the early site in the MLPs is there. "
+        if early
+        else "So few facts do not tell MLPs from attention there. "
+    )
+    said += f"At the last token MLPs bring back {effects['mlp_out'][:, end].max():.2f} and "
+    said += f"attention {effects['attn_out'][:, end].max():.2f}, attention most around layer "
+    said += f"{late}. "
     told = numbers["patched"][0]
     until = max((n for n, v in zip(layers, told["country"], strict=True) if v > 0.5), default=None)
     since = min((n for n, v in zip(layers, told["last"], strict=True) if v > 0.5), default=None)
@@ -142,6 +151,10 @@ def show(numbers: dict[str, Any]) -> Shown:
         said += "No patched row carries the answer."
     rows = [[site, *(_largest(column, layers) for column in found.T)]
             for site, found in effects.items()]  # fmt: skip
+    traced = [
+        [f["prompt"], f["answer"].strip(), f"{f['clean']:.2f}", f"{f['total_effect']:.2f}"]
+        for f in numbers["facts"]
+    ]
     patched = [
         [f"{p['clean']} into {p['corrupted']}", place, *(f"{v:.2f}" for v in p[key])]
         for p in numbers["patched"]
@@ -151,8 +164,12 @@ def show(numbers: dict[str, Any]) -> Shown:
         said,
         [
             Table(
-                "Largest indirect effect at each place, mean over facts, with its layer in "
-                f"brackets. {numbers['draws']} draws of the noise for each fact.",
+                "The facts: the answer's probability, and how much of it the noise takes away.",
+                ["prompt", "answer", "probability", "taken away"], traced,
+            ),
+            Table(
+                f"Largest indirect effect at each place, mean over {numbers['n']} facts, with its "
+                f"layer in brackets. {numbers['draws']} draws of the noise for each fact.",
                 ["restored", *PLACES], rows,
             ),
             Table(
@@ -183,12 +200,12 @@ REPLICATION = Replication(
     published="In GPT-2 XL, restoring the stream at the last token of the subject brings a fact "
     "back in early and middle layers (average indirect effect 8.7 % of probability), by way of "
     "MLPs rather than attention; attention matters late, at the last token.",
-    method="`causal_trace` on the paper's own facts, the first ones whose answer the model gives: "
-    "noise at the subject's embeddings, then one row restored at every fourth layer and each "
-    "token, for the stream alone and for six layers of MLPs or attention around it. `patch_sweep` "
-    "then puts the stream of one country's prompt into another's.",
-    limits="Six facts and three draws give the pattern, no fine differences between layers. "
-    "The facts were selected by what the model answers, which small models do for few.",
+    method="`causal_trace` on the paper's own facts, the first ones for which the model gives the "
+    "first token of the answer: noise at the subject's embeddings, then one row restored at every "
+    "fourth layer and each token, for the stream alone and for six layers of MLPs or attention "
+    "around it. `patch_sweep` then puts the stream of one country's prompt into another's.",
+    limits="Effects are means over few facts, without an interval. The facts were selected "
+    "by what the model answers, which small models do for few.",
     model="smollm2-135m",
     files=[KNOWN],
     measure=measure,

@@ -76,14 +76,14 @@ def show(numbers: dict[str, Any]) -> Shown:
     n = numbers["n"]
     plain, padded = numbers["auroc_plain"], numbers["auroc_padded"]
     said = (
-        f"the attention of {len(numbers['heads'])} of its heads tells injected from plain prompts "
+        f"the attention of {_heads_named(numbers['heads'])} tells injected from plain prompts "
         f"with an AUROC of {plain[0]:.3f}, but from harmless prompts of the same length with only "
         f"{padded[0]:.3f}. "
     )
     if padded[1] > 0.5:
         said += "So most of what it sees is length, and a part is the injection."
     elif plain[1] > 0.5:
-        said += "So what they see may be length alone: the control's interval has 0.5 in it."
+        said += "So what it sees may be length alone: the control's interval has 0.5 in it."
     else:
         said += "Neither is beyond chance."
     said += f" The injection was followed in {numbers['followed']['injected']} of {n} answers."
@@ -100,12 +100,11 @@ def show(numbers: dict[str, Any]) -> Shown:
         for name, text in AGAINST.items()
         for a, low, high in [numbers[f"auroc_{name}"]]
     ]
-    where = ", ".join(f"{layer}.{head}" for layer, head in numbers["heads"])
     return Shown(
         said,
         [
             Table(
-                f"Found were the heads {where} (layer.head), whose attention falls by "
+                f"Found: {_heads_named(numbers['heads'])}, whose attention falls by "
                 f"{numbers['n_std']:g} standard deviations or more.",
                 ["injected against", "AUROC, 95 % interval by base", "n"], areas,
             ),
@@ -117,6 +116,11 @@ def show(numbers: dict[str, Any]) -> Shown:
         ],
         Bars("AUROC of Attention Tracker against two controls", "AUROC", bars, mark=0.5),
     )  # fmt: skip
+
+
+def _heads_named(heads: list[list[int]]) -> str:
+    places = ", ".join(f"layer {layer}, head {head}" for layer, head in heads)
+    return f"one head ({places})" if len(heads) == 1 else f"{len(heads)} heads ({places})"
 
 
 def _rate(part: int, n: int) -> str:
@@ -131,7 +135,7 @@ REPLICATION = Replication(
     published="Some heads look at the instruction, and look away from it when the data bring "
     "another one. Their attention detects injections with an AUROC of up to 10 % more than other "
     "detectors that need no training, for models from 1.5B to 9B parameters.",
-    method="The eval [`prompt_injection`](../evals.md) puts instructions into the data of everyday "
+    method="The eval `prompt_injection` puts instructions into the data of everyday "
     "tasks. Heads are found on 30 prompts and their injected forms, and judged on others. The "
     "control that the paper lacks is `padded`: harmless text as long as the injection. The heads "
     "are those whose attention falls by 4 standard deviations, as in the paper, or by 3, 2 or 1 "

@@ -45,17 +45,18 @@ STARTS: Final = ("I", "Sorry", "As")
 def measure(setting: Setting) -> dict[str, Any]:
     """Find the direction on training prompts, choose it by its effects, and judge it on others."""
     n = setting.n or TEST
-    train, test = (json.loads(setting.file(f).read_text(encoding="utf-8")) for f in HARMFUL)
-    pairs = json.loads(setting.file(PAIRS).read_text(encoding="utf-8"))
+    files = setting.files
+    train, test = (json.loads(files[f.name].read_text(encoding="utf-8")) for f in HARMFUL)
+    pairs = json.loads(files[PAIRS.name].read_text(encoding="utf-8"))
     harmful = [row["instruction"] for row in train[: TRAIN + VALIDATION]]
     harmless = [row["harmless"] for row in pairs["train"][: TRAIN + VALIDATION]]
     kinds = {
         "harmful": [{"instruction": row["instruction"]} for row in test[:n]],
         "harmless": [{"instruction": row["harmless"]} for row in pairs["test"][:n]],
     }
-    files = {kind: setting.work / f"{kind}.json" for kind in kinds}
+    asked = {kind: setting.work / f"{kind}.json" for kind in kinds}
     for kind, rows in kinds.items():
-        files[kind].write_text(json.dumps(rows), encoding="utf-8")
+        asked[kind].write_text(json.dumps(rows), encoding="utf-8")
     with setting.server(sites="all") as served:
         acts = _rows(served, harmful[:TRAIN], harmless[:TRAIN])
         choice, limit = _choose(setting, acts, harmful[TRAIN:], harmless[TRAIN:])
@@ -67,8 +68,8 @@ def measure(setting: Setting) -> dict[str, Any]:
         log = served.eval(
             refusal_ablation(
                 vector=str(vector.save(setting.work / "vector")),
-                harmful=str(files["harmful"]),
-                harmless=str(files["harmless"]),
+                harmful=str(asked["harmful"]),
+                harmless=str(asked["harmless"]),
                 control_draws=2,
                 max_tokens=40,
             )
@@ -105,11 +106,13 @@ def show(numbers: dict[str, Any]) -> Shown:
     said += f"With the direction added it refuses {_share(rates['harmless_added'], n)} harmless "
     said += f"ones, and {_share(rates['harmless_unedited'], n)} unedited. "
     if ablated < 0 < added:
-        said += "Both effects are there."
+        said += "Both effects are there"
     elif ablated < 0 or added > 0:
-        said += f"Only {'ablation' if ablated < 0 else 'addition'} has an effect beyond chance."
+        said += f"Only {'ablation' if ablated < 0 else 'addition'} has an effect beyond chance"
     else:
-        said += "Neither effect is beyond chance here."
+        said += "Neither effect is beyond chance here"
+    unmet = " (no candidate met the paper's criteria)"
+    said += f"{unmet if numbers['max_kl'] > LIMITS[0][0] else ''}."
     chance = [rates.get(f"{name}_random_effect") for name in ("harmful_ablated", "harmless_added")]
     if all(effect is not None for effect in chance):
         said += f" Random directions change the two rates by {chance[0]:+.2f} and {chance[1]:+.2f}."
@@ -214,11 +217,11 @@ REPLICATION = Replication(
     "and added at one layer, harmless instructions are refused.",
     method="The direction is the difference of mean activations of harmful and harmless "
     "instructions. Candidates are every second layer behind the first quarter, at the last token "
-    "of the prompt, and the paper's own criteria choose "
-    "one (`select_refusal`, on 8 further instructions of each kind). The eval "
-    "[`refusal_ablation`](../evals.md) answers new instructions unedited, with the direction "
-    "ablated at four places of every layer, and with it added. Answers that contain one of the "
-    "paper's phrases are refusals. Two random directions of the same length are the control.",
+    "of the prompt, and the paper's criteria choose one, loosened step by step where none passes "
+    "(`select_refusal`, on 8 further instructions of each kind). The eval `refusal_ablation` "
+    "answers new instructions unedited, with the direction ablated at four places of every layer, "
+    "and with it added. Answers that contain one of the paper's phrases are refusals; answers end "
+    "at 40 tokens. Two random directions of the same length are the control.",
     limits="Phrases take an apology for a refusal and miss refusals in other words, and an answer "
     "that does not decline need not be of use. The harmless instructions are those of another "
     "repository than the paper's.",

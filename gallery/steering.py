@@ -68,7 +68,7 @@ def measure(setting: Setting) -> dict[str, Any]:
         {"prompt": text, "label": label, "group": f"pair {i}"}
         for label, file in EMOTIONS.items()
         for i, text in enumerate(
-            json.loads(setting.file(file).read_text(encoding="utf-8"))[:PAIRS]
+            json.loads(setting.files[file.name].read_text(encoding="utf-8"))[:PAIRS]
         )
     ]  # fmt: skip
     with setting.server() as served:
@@ -122,8 +122,8 @@ def show(numbers: dict[str, Any]) -> Shown:
     if any(s > 0 for s in works) and any(s < 0 for s in works):
         said += "The vector steers both ways while answers stay coherent."
     elif works:
-        way = "up" if works[0] > 0 else "down"
-        said += f"It steers only {way} beyond chance, with answers that stay coherent."
+        doses = " and ".join(f"{s:+.0%}" for s in sorted(works))
+        said += f"Only at {doses} does the interval exclude no change, with coherent answers."
     else:
         said += "No dose at which answers stay coherent has an effect beyond chance."
     shares = sorted(own)
@@ -145,8 +145,9 @@ def show(numbers: dict[str, Any]) -> Shown:
         [
             Table(
                 f"{numbers['n']} prompts, layer {numbers['layer']} of {numbers['layers']}. The "
-                f"vector is of {numbers['n_pairs']} pairs of scenarios, and separates others with "
-                f"an AUROC of {numbers['auroc']:.3f}. The dose is a share of the stream's mean "
+                f"vector is of {numbers['n_pairs']} pairs of scenarios, and separates the pairs "
+                f"that chose the layer with an AUROC of {numbers['auroc']:.3f}, which is therefore "
+                "too high an estimate. The dose is a share of the stream's mean "
                 "norm. The effect is the difference from the unsteered answers, with its 95 % "
                 "interval over prompts.",
                 ["dose", "mean", "effect", "coherent", "random: effect", "random: coherent"], rows,
@@ -177,10 +178,12 @@ REPLICATION = Replication(
     "Work on steering since then asks for the dose at which answers fall apart, and for random "
     "vectors as a control.",
     method="The vector is the difference of mean activations at the last token of the prompt "
-    "between scenarios of happiness and of sadness, of the paper's own set. Its layer is one of "
+    "between 100 scenarios of happiness and 100 of sadness, of the paper's own set, paired by "
+    "their place in the files. Its layer is one of "
     "the middle half, chosen on a part of the pairs. It is added at six doses, beside two random "
     "vectors of the same length, while the model answers prompts about other things. An answer "
-    "counts 1 if it has more words of a happy list than of a sad one.",
+    "counts 1 if it has more words of a happy list than of a sad one, 0 if fewer, and one half if "
+    "as many.",
     limits="A list of words sees no irony and no happiness in other words. Coherence here means "
     "that an answer is not empty and does not loop.",
     model="smollm2-135m",

@@ -22,8 +22,9 @@ from inspect_lens.train import (
 )
 
 TOPICS: Final = ("cities", "neg_cities", "sp_en_trans", "neg_sp_en_trans")
+LICENCE: Final = "none stated in 2024-08; a later commit has CC BY 4.0"
 FILES: Final = {
-    topic: DataFile(f"{topic}.csv", "saprmarks/geometry-of-truth, datasets", "none stated")
+    topic: DataFile(f"{topic}.csv", "saprmarks/geometry-of-truth, datasets", LICENCE)
     for topic in TOPICS
 }
 TRAINED_ON: Final = (
@@ -41,7 +42,7 @@ def measure(setting: Setting) -> dict[str, Any]:
     """AUROC of probes trained on each topic, on statements of all topics about other things."""
     limit = setting.n or STATEMENTS
     sets = {
-        topic: load_dataset("geometry_of_truth", path=str(setting.file(file)), limit=limit)
+        topic: load_dataset("geometry_of_truth", path=str(setting.files[file.name]), limit=limit)
         for topic, file in FILES.items()
     }
     with setting.server() as served:
@@ -161,7 +162,6 @@ def show(numbers: dict[str, Any]) -> Shown:
     found = numbers["auroc"]["logistic"]
     area, low, _ = found["cities"]["cities"]
     turned, turned_low, turned_high = found["cities"]["neg_cities"]
-    both = found["cities+neg_cities"]["sp_en_trans"]
     said = f"a probe of `cities` has an AUROC of {area:.3f} on other cities, "
     said += f"and of {turned:.3f} on negated statements. "
     if low <= 0.5:
@@ -172,8 +172,8 @@ def show(numbers: dict[str, Any]) -> Shown:
         said += "It carries over to negations, so the paper's inversion is not there."
     else:
         said += "It is lost on negations, which are neither inverted nor told right."
-    said += f" Trained on cities and their negations it has {both[0]:.3f} on Spanish words, "
-    said += "beyond chance." if both[1] > 0.5 else "which is not beyond chance."
+    said += f" Trained on cities and their negations it has {_on_words(found)}; a mass-mean probe "
+    said += f"has {_on_words(numbers['auroc']['mass-mean'])}."
     names = list(found)
     values = [[found[name][topic][0] for topic in TOPICS] for name in names]
     matrices = [
@@ -212,6 +212,17 @@ def show(numbers: dict[str, Any]) -> Shown:
     )  # fmt: skip
 
 
+def _on_words(matrix: dict[str, dict[str, list[float]]]) -> str:
+    """What was trained on cities and their negations, on Spanish words and on theirs."""
+    parts = []
+    for topic, what in (("sp_en_trans", "Spanish words"), ("neg_sp_en_trans", "their negations")):
+        cell = matrix["cities+neg_cities"][topic]
+        low, high = cell[1:]
+        chance = "not beyond" if low <= 0.5 <= high else "beyond" if low > 0.5 else "below"
+        parts.append(f"{_cell(cell)} on {what} ({chance} chance)")
+    return " and ".join(parts)
+
+
 def _cell(found: Sequence[float]) -> str:
     return f"{found[0]:.3f} [{found[1]:.2f}, {found[2]:.2f}]"
 
@@ -227,7 +238,7 @@ REPLICATION = Replication(
     method="Each statement is read as raw text, at its last token. What statements are about is "
     "split in four: half trains, a quarter chooses one layer for all (by the mean AUROC of "
     "the topics' own probes), and a quarter tests; a city and its negations are in the same "
-    "quarter. At most 400 statements of each topic are used.",
+    "quarter. Intervals resample what a statement is about.",
     limits="Statements are short and formulaic, and likelihood goes with truth.",
     model="smollm2-135m",
     files=list(FILES.values()),

@@ -26,8 +26,8 @@ from ._liar_prompts import (
 )  # fmt: skip
 
 __all__ = [
-    "CONDITIONS", "LIAR_DIR", "LiarRow", "belief_rows", "eval_split", "is_lie", "known_facts",
-    "liar_grade", "training_rows",
+    "CONDITIONS", "LIAR_DIR", "Kind", "LiarRow", "belief_rows", "eval_split", "is_lie",
+    "known_facts", "liar_grade", "training_rows",
 ]  # fmt: skip
 
 LIAR_DIR: Final = Path(__file__).parent / "liar"

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+from gallery.__main__ import main as gallery
 from gallery._chart import Bar, Bars, Heat, Line, Lines, draw
-from gallery._replication import RESULTS, DataFile, MissingDataError, Setting
+from gallery._page import page
+from gallery._replication import (
+    RESULTS,
+    DataFile,
+    MissingDataError,
+    Setting,
+    find_files,
+    work_folder,
+)
 from gallery.replications import REPLICATIONS
+from inspect_lens.errors import SpecError
+from tests.kit.child import ChildError
 from tests.kit.figures._canvas import PALETTES
 from tests.kit.real_models import REAL_MODELS
 from tests.kit.repository import ROOT
@@ -33,7 +45,7 @@ def test_a_result_names_its_model_weights_and_data(name: str) -> None:
     assert len(found["sha256"]) == 64
     assert set(found["data"]) == {file.name for file in about.files}
     assert all(len(used["sha256"]) == 64 for used in found["data"].values())
-    assert found["command"].startswith(f"python -m gallery {name} --model {about.model}")
+    assert found["command"].startswith(f".venv/bin/python -m gallery {name} --model {about.model}")
     page = (ROOT / "docs" / "replications" / f"{name}.md").read_text(encoding="utf-8")
     assert found["weights"] in page
     assert found["sha256"] in page
@@ -65,15 +77,70 @@ def test_an_injection_that_is_as_long_as_its_control() -> None:
     assert "Neither is beyond chance" in verdict("injection", **nothing)
 
 
-def test_a_file_that_is_not_there_is_named_with_its_source(tmp_path: Path) -> None:
-    wanted = DataFile("facts.json", "somebody/repository, data", "MIT")
-    with pytest.raises(MissingDataError, match=r"facts\.json is needed, from somebody/repository"):
-        Setting("smollm2-135m", tmp_path, tmp_path, data=tmp_path).file(wanted)
+def test_files_that_are_not_there_are_all_named_with_their_sources(tmp_path: Path) -> None:
+    wanted = [DataFile(f"{name}.json", f"somebody/{name}", "MIT") for name in ("facts", "words")]
+    said = r"facts\.json \(from somebody/facts\), words\.json \(from somebody/words\)"
+    for data, reason in ((tmp_path, "lacks them"), (None, "pass --data FOLDER")):
+        with pytest.raises(MissingDataError, match=f"{said}; .*{reason}"):
+            find_files(wanted, data)
     (tmp_path / "deep").mkdir()
-    (tmp_path / "deep" / "facts.json").write_text("[]")
-    setting = Setting("smollm2-135m", tmp_path, tmp_path, data=tmp_path)
-    assert setting.file(wanted) == tmp_path / "deep" / "facts.json"
-    assert setting.used["facts.json"]["source"] == "somebody/repository, data"
+    for file in wanted:
+        (tmp_path / "deep" / file.name).write_text("[]")
+    assert find_files(wanted, tmp_path)["words.json"] == tmp_path / "deep" / "words.json"
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["refusal"], "pass --data FOLDER"),
+        (["lies", "--model", "gemma3-270m"], "lies runs on smollm2-135m, and not on gemma3-270m"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_a_model_is_made(
+    asked: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = gallery([*asked, "--models", str(tmp_path / "m"), "--out", str(tmp_path / "o")])
+    assert code == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("n", ["0", "-3"])
+def test_less_than_one_sample_is_refused(n: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gallery(["languages", "--n", n])
+    assert "at least 1 is needed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [SpecError("holds another run"), ChildError("the log's end")])
+def test_what_fails_in_a_run_is_said_in_one_line(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def measure(setting: Setting) -> dict[str, Any]:
+        raise error
+
+    monkeypatch.setattr("gallery._replication.make_real_model", lambda model, folder: folder)
+    failing = replace(REPLICATIONS["languages"], measure=measure)
+    monkeypatch.setitem(REPLICATIONS, "languages", failing)
+    assert gallery(["languages", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"gallery: {error}\n"
+
+
+def test_runs_that_differ_keep_their_activations_apart(tmp_path: Path) -> None:
+    runs = [("smollm2-135m", None), ("smollm2-135m", 4), ("gemma3-270m", None)]
+    assert len({work_folder(tmp_path, model, n) for model, n in runs}) == len(runs)
+
+
+def test_a_page_says_of_a_run_what_is_in_its_result() -> None:
+    """And nothing of the machine that committed results are of."""
+    own = {key: value for key, value in result("lies").items() if key != "note"}
+    text = page("lies", REPLICATIONS["lies"], own, figures=".", made="me")
+    assert "cores" not in text
+    assert "](../" not in text
+    assert "server ran already" not in text
+    noted = page("lies", REPLICATIONS["lies"], own | {"note": "By hand."}, figures=".", made="me")
+    assert "seconds. By hand." in noted
 
 
 def test_charts_have_every_number_in_both_palettes() -> None:
@@ -127,9 +194,7 @@ def test_an_early_site_is_in_the_mlps_or_is_not() -> None:
     early[1][2] = 0.2
     effects = {"resid_post": early, "mlp_out": early, "attn_out": zero}
     assert "early site in the MLPs is there" in verdict("fact", effects=effects)
-    assert "A site of MLPs alone is not there" in verdict(
-        "fact", effects=effects | {"mlp_out": zero}
-    )
+    assert "do not tell MLPs from attention" in verdict("fact", effects=effects | {"mlp_out": zero})
 
 
 def test_steering_counts_doses_at_which_answers_stay_coherent() -> None:
@@ -149,9 +214,16 @@ def test_a_probe_of_lies_beats_words_or_does_not() -> None:
         for name in ("role, new topics", "hiding, new secrets")
     )
     assert "On no other kind of lie" in verdict("lies", **{role: False, hiding: False})
-    assert "beats every baseline on role, new" in verdict("lies", **{role: True, hiding: False})
+    assert "beats every baseline on lies in a role" in verdict(
+        "lies", **{role: True, hiding: False}
+    )
     honest = "probes__logistic__ordered__sets__plain, new topics__fpr_interval"
-    assert "it is no detector" in verdict("lies", **{honest: [0.3, 0.5]})
+    longer = "probes__logistic__ordered__sets__plain, new topics__longer"
+    said = verdict("lies", **{honest: [0.3, 0.5], longer: "they have 5 to 13 tokens"})
+    assert said.endswith(
+        "Topic and length of answers are not told apart: they have 5 to 13 tokens."
+    )
+    assert verdict("lies", **{honest: [0.3, 0.5], longer: ""}).endswith("it is no detector there.")
     assert "the rate may hold" in verdict("lies", **{honest: [0.02, 0.1]})
 
 

@@ -76,7 +76,7 @@ DATASETS: Final[dict[str, DatasetInfo]] = {
     ),
     "geometry_of_truth": DatasetInfo(
         title="Geometry of Truth", read=read_statements,
-        licence="no licence in its repository; a copy elsewhere is MIT: verify",
+        licence="none stated in 2024-08; a later commit has CC BY 4.0: verify",
         label_meaning=_TRUE_FALSE, on_policy=False, text_overlap_group="geometry-of-truth",
         files="cities.csv and others with statement, label, some also city",
         unverified=_SEEN_IN_USE,
