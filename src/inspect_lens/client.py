@@ -716,8 +716,9 @@ def _names_of(kind: str, said: Mapping[str, Any]) -> list[str]:
         return [LENS_NAME]
     if kind == "qk":
         return ["attn_q", "attn_k"]
-    sites = said.get("site", "resid_post")
-    return [result_name(site) for site in ([sites] if isinstance(sites, str) else sites)]
+    site: Any = said.get("site", "resid_post")
+    sites: list[Any] = [site] if isinstance(site, str) else site
+    return [result_name(one) for one in sites]
 
 
 def _partial_of(value: Mapping[str, Any]) -> Partial:

@@ -67,6 +67,26 @@ def test_streamed_rows_lens_and_queries_are_those_of_a_whole_answer(client: Lens
     assert output.receipt == whole.receipt
 
 
+def test_in_a_chat_rows_come_behind_the_tokens_of_their_choice(lens_server_url: str) -> None:
+    found = events(
+        lens_server_url, "/v1/chat/completions", messages=[{"role": "user", "content": PROMPT}],
+        n=2, max_tokens=4, ignore_eos=True, return_token_ids=True, temperature=1.0,
+        inspect_lens={"capture": {"layers": [2]}, "stream_results": True},
+    )  # fmt: skip
+    (last,) = [event for event in found if "inspect_lens" in event]
+    n_prompt = last["inspect_lens"]["n_prompt"]
+    tokens, rows = [0, 0], [0, 0]
+    for event in found:
+        for choice in event["choices"]:
+            tokens[choice["index"]] += len(choice.get("token_ids") or ())
+        for part in event.get(PARTIAL_KEY, ()):
+            index = part["index"]
+            rows[index] += part["activations"]["residual_stream"]["shape"][1]
+            assert tokens[index], "neither behind the role nor behind another choice's tokens"
+            assert rows[index] <= n_prompt + tokens[index] - 1, "never before its token"
+    assert rows == [n_prompt + 3] * 2
+
+
 def test_choices_and_prompts_have_their_own_rows(lens_server_url: str) -> None:
     asked = {"capture": {"layers": [2], "positions": "completion"}, "stream_results": True}
     found = events(

@@ -35,6 +35,8 @@ class Partial:
     """Of each tensor, the positions of its tokens."""
     gates: tuple[GateReceipt, ...] = ()
     """Gates that last and have fired; how long they stay open is told at the end."""
+    n_rows: int = 0
+    """Captured rows, counted as a receipt counts them; an event does not say it."""
 
     @property
     def activations(self) -> Tensors:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from inspect_lens._base.partial import Partial
 from inspect_lens.errors import LensError
 from inspect_lens.spec import LensRequest, TierReceipt
 
@@ -224,6 +225,12 @@ def delivered(made: dict[str, Any], completion: Any) -> None:
         made["inspect_lens_rows_total"].inc(capture.rows)
     n_bytes = sum(tensor.nbytes for tensor in completion.inspect_lens_tensors.values())
     made["inspect_lens_bytes_total"].inc(n_bytes)
+
+
+@_holder.guarded
+def streamed(made: dict[str, Any], part: Partial) -> None:
+    made["inspect_lens_rows_total"].inc(part.n_rows)
+    made["inspect_lens_bytes_total"].inc(part.nbytes)
 
 
 @_holder.guarded

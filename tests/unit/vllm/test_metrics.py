@@ -39,6 +39,7 @@ from tests.kit.repository import ROOT
 from tests.unit.vllm.frontend.test_front import facts, probe
 from tests.unit.vllm.frontend.test_sealing import IDS, call, extra, parameters, process, steer
 from tests.unit.vllm.results.test_ahead import N_PROMPT, Engine
+from tests.unit.vllm.results.test_streaming import going_on
 
 
 class Read:
@@ -164,6 +165,24 @@ def test_a_result_that_the_store_cannot_take_is_a_failure(
         bodies.as_json(one.outputs[0])
     assert read("failures_total", error="UnsupportedError") == 1
     assert read("rows_total") == 0
+
+
+def test_rows_that_are_streamed_count_once_and_as_the_receipt_counts_them(
+    read: Read, engine: Engine
+) -> None:
+    key = engine.start(LensRequest(capture=CaptureSpec(layers=(0, 5)), stream_results=True))
+    engine.step([key], 0, N_PROMPT)
+    engine.settle()
+    first = going_on(key, 1)
+    engine.results.carry(first)
+    for _ in range(2):  # as where another choice of the output has ended
+        wrappers._encode(first, bodies.Body())
+    assert read("rows_total") == 2 * N_PROMPT
+    engine.run([key])
+    (last,) = engine.end([key])
+    wrappers._encode(last, bodies.Body())
+    assert read("rows_total") == last.inspect_lens.capture.rows
+    assert read("bytes_total") == last.activations["residual_stream"].nbytes
 
 
 def held(read: Read) -> tuple[float | None, ...]:

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -313,7 +313,9 @@ class Collector:
             pending = self._pending.get(key)
             if pending is None or pending.failure is not None:
                 return None
-            return pending.further(since, n_fed, settled)
+            found = pending.further(since, n_fed, settled)
+        # Without the lock, for which all results wait: rows that have come do not change.
+        return replace(found, rows={kind: rows.copy() for kind, rows in found.rows.items()})
 
     def has_further(
         self, key: str, since: Mapping[int, int], *, n_fed: int, settled: int | None

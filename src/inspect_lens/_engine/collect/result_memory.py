@@ -362,14 +362,17 @@ class Stream:
         return (self.lo + count - 1 if self.listed is None else int(self.listed[count - 1])) + 1
 
     def further(self, since: int, count: int) -> NDArray[Any]:
-        """Of the first positions the rows that have come without a gap behind the first `since`."""
+        """Of the first positions the rows that have come without a gap behind the first `since`.
+
+        They are where they lie, and keep the slab alive.
+        """
         if self.slab is None:
             return np.zeros((self.taps, 0, self.width), dtype=_DTYPES[self.dtype])
         flags = self._flags(self.slab, self.room)[:, since:count]
         n = flags.shape[1]
         if not flags.all():
             n = int(flags.all(axis=0).argmin())
-        return self._come(self._whole(self.slab)[:, since : since + n]).copy()
+        return self._come(self._whole(self.slab)[:, since : since + n])
 
     def has_further(self, since: int, count: int) -> bool:
         """Whether the first positions have come at all taps, of which the first `since` have."""

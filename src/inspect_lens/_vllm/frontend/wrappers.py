@@ -19,7 +19,7 @@ from inspect_lens._vllm.compat.engine_facts import routes_of
 from inspect_lens._vllm.compat.features import busy, fault_of, pass_over
 from inspect_lens._vllm.compat.monkeypatches import is_in_process
 from inspect_lens._vllm.http.bodies import SERVED, Body, as_json
-from inspect_lens._vllm.metrics import refused
+from inspect_lens._vllm.metrics import refused, streamed
 from inspect_lens._vllm.registered.contents import at_once, forget_unused, tell_through
 from inspect_lens._vllm.registered.persistent_hooks import raise_first
 from inspect_lens._vllm.results.attach import named, stop_at_alarm
@@ -105,18 +105,20 @@ def _attach_and_encode(output: Any, body: Body | None) -> None:
 async def _carry(output: Any, body: Body | None) -> None:
     """Put what is ready on an output of requests that go on, as JSON where a body has asked."""
     loop, front = asyncio.get_running_loop(), front_end()
-    await arrivals_of(loop, front.results).carry(output)
-    parts = [c.__dict__.get("inspect_lens_partial") for c in output.outputs]
-    if body is None or not any(parts):
-        return
-    if sum(part.nbytes for part in parts if part is not None) < _LARGE_PART:
-        _encode(output, body)
+    await arrivals_of(loop, front.results).wait_for(output)
+    if front.results.n_bytes(output) < _LARGE_PART:
+        _carry_and_encode(output, body)
     else:  # rows of a prompt, for which no other response has to wait
-        await loop.run_in_executor(front.waiting, _encode, output, body)
+        await loop.run_in_executor(front.waiting, _carry_and_encode, output, body)
+
+
+def _carry_and_encode(output: Any, body: Body | None) -> None:
+    front_end().results.carry(output)
+    _encode(output, body)
 
 
 _LARGE_PART = 1 << 17
-"""Bytes of rows that take longer to spell as JSON than to hand to a thread."""
+"""Bytes of rows that take longer to copy and to spell as JSON than to hand to a thread."""
 
 
 def carry_now(outputs: Iterable[Any], *, may_wait: bool) -> None:
@@ -136,8 +138,10 @@ def carry_now(outputs: Iterable[Any], *, may_wait: bool) -> None:
 
 def _encode(output: Any, body: Body | None) -> None:
     for completion in output.outputs if body is not None else ():
-        if (part := completion.__dict__.get("inspect_lens_partial")) is not None:
+        part = completion.__dict__.get("inspect_lens_partial")
+        if part is not None and not hasattr(completion, "inspect_lens_partial_json"):
             completion.inspect_lens_partial_json = part.to_json()
+            streamed(part)
         if hasattr(completion, "inspect_lens") and not hasattr(completion, "inspect_lens_json"):
             completion.inspect_lens_json = as_json(completion)
 

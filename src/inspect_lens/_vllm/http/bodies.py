@@ -214,11 +214,11 @@ class Answer:
             await self._send(_event(_last_event(body.results, kind)))
         await self._send(message)
         if body.parts and not is_end:
-            # vLLM asks several prompts ahead of what it has sent.
-            sent = _choices_in(data) if body.n_prompts > 1 else None
+            sent = _choices_in(data)
             ready = [p for p in body.parts if sent is None or p["index"] in sent]
-            if sent is not None:
-                ready = list({p["index"]: p for p in reversed(ready)}.values())  # each one's first
+            if sent is not None and body.n_prompts > 1:
+                # vLLM asks several prompts ahead of what it has sent: each one's first.
+                ready = list({p["index"]: p for p in reversed(ready)}.values())
             body.parts = [p for p in body.parts if not any(p is one for one in ready)]
             await self._send_parts(ready, kind)
 
@@ -228,13 +228,22 @@ class Answer:
             await self._send(_event(event))
 
 
-def _choices_in(data: bytes) -> set[int]:
-    """Choices that an event is about."""
+def _choices_in(data: bytes) -> set[int] | None:
+    """Choices of whose tokens an event tells; None where it is no event of choices."""
     try:
         event = from_json(data.removeprefix(b"data:").strip())
-        return {choice["index"] for choice in event["choices"]}
+        return {c["index"] for c in event["choices"] if not _is_role(c)}
     except (ValueError, KeyError, TypeError):
-        return set()
+        return None
+
+
+def _is_role(choice: Mapping[str, Any]) -> bool:
+    """Whether a chat begins so, before any token."""
+    delta = choice.get("delta") or {}
+    told = [value for key, value in delta.items() if key != "role"]
+    return "role" in delta and not any(
+        (*told, choice.get("token_ids"), choice.get("finish_reason"))
+    )
 
 
 def with_results(data: bytes, found: dict[int, dict[str, Any]]) -> bytes:

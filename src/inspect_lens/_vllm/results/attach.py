@@ -329,6 +329,11 @@ class Results:
         with self.notifier.changed:
             self.notifier.wait_for(partial(self.has_come, output), self.timeout_s, 0.1)
 
+    def n_bytes(self, output: Any) -> int:
+        """Bytes of rows that `carry` copies at most."""
+        choices = self._running_choices(output)
+        return sum(streaming.n_bytes(n_fed) for _, _, streaming, n_fed, _ in choices)
+
     def carry(self, output: Any) -> None:
         """Put what is ready on an output's choices that go on, as `inspect_lens_partial`."""
         for completion, ticket, streaming, n_fed, settled in self._running_choices(output):

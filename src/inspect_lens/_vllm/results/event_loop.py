@@ -76,15 +76,14 @@ class Arrivals:
         finally:
             del waiting  # an error's traceback holds this frame, and the future holds the error
 
-    async def carry(self, output: Any) -> None:
-        """Wait for what an output of requests that go on is to carry, and put it on it."""
+    async def wait_for(self, output: Any) -> None:
+        """Wait for what an output of requests that go on is to carry; see `Results.carry`."""
         if not self.results.has_come(output):
             deadline = self._loop.time() + self.results.timeout_s
             waiting = _Waiting(output, self._loop.create_future(), deadline, True, goes_on=True)
             self._waiting.append(waiting)
             self._call()
             await waiting.done
-        self.results.carry(output)
 
     def _call(self) -> None:
         """Have the loop look, once for all that end in one step."""

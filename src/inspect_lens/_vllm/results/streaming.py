@@ -2,17 +2,22 @@
 
 An output says how many tokens its text has. Rows of these are where their request's result will
 lie, so they are taken when somebody reads the output, and not before: whoever reads slowly has
-vLLM merge outputs, keeps nobody waiting, and costs no memory beside the result.
+vLLM merge outputs, keeps nobody waiting, and costs no memory beside the result and the part that
+is on its way.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from inspect_lens._base.partial import Partial
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.collect.placement import Collected, Further
+from inspect_lens._engine.collect.result_memory import STORAGE
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.messages import ROWS, SCORES
 from inspect_lens._vllm.registered.named import named_tensors
@@ -36,6 +41,8 @@ class Streaming:
         """Token scores that no output has carried yet."""
         self._told: set[int] = set()
         """Gates of which an output has told."""
+        self._reads = threading.Lock()
+        """Alarms have probes read in the event loop, and large parts are taken in a thread."""
 
     @property
     def is_wanted(self) -> bool:
@@ -52,14 +59,28 @@ class Streaming:
         """Whether all has come of the tokens that were fed, or nothing will any more."""
         return collector.has_further(key, self._since(), n_fed=n_fed, settled=settled)
 
+    def n_bytes(self, n_fed: int) -> int:
+        """Bytes of rows that the next output carries at most."""
+        total, fed = 0, self._envelope.results_of(n_fed)
+        for kind, since in self._sent.items():
+            asked = self._envelope.results[kind]
+            assert asked is not None
+            taps, width = asked.shape
+            n = fed[kind] - since
+            if kind == ROWS and not since and self._reuse is not None:
+                n += self._reuse.n_positions
+            total += max(n, 0) * taps * width * np.dtype(STORAGE[asked.wire]).itemsize
+        return total
+
     def read_scores(self, key: str, n_fed: int, settled: int | None, collector: Collector) -> None:
-        """Have probes read what has come, for an alarm that looks at each token."""
+        """Have probes read what has come."""
         reading = self._reading
         assert reading is not None
-        since = {SCORES: reading.n_seen}
-        found = collector.further(key, since, n_fed=n_fed, settled=settled)
-        if found is not None:
-            self.add_scores(reading.feed(found.rows[SCORES]))
+        with self._reads:
+            since = {SCORES: reading.n_seen}
+            found = collector.further(key, since, n_fed=n_fed, settled=settled)
+            if found is not None:
+                self.add_scores(reading.feed(found.rows[SCORES]))
 
     def add_scores(self, new: Mapping[str, list[float]]) -> None:
         """Keep token scores for the next output."""
@@ -70,13 +91,12 @@ class Streaming:
         self, key: str, n_fed: int, settled: int | None, collector: Collector
     ) -> Partial | None:
         """What has come since the last output of the tokens that were fed; None for nothing."""
-        found = collector.further(key, self._since(), n_fed=n_fed, settled=settled)
-        if found is None:
-            return None
-        reading = self._reading
-        if reading is not None and (numbers := found.rows.get(SCORES)) is not None:
-            self.add_scores(reading.feed(numbers))
-        return self._part(found) or None
+        if self._scores_tokens:
+            self.read_scores(key, n_fed, settled, collector)
+        found: Further | None = Further({}, {}, {})
+        if self._envelope.is_streamed:
+            found = collector.further(key, self._sent, n_fed=n_fed, settled=settled)
+        return None if found is None else self._part(found) or None
 
     def rest(self, collected: Collected) -> Partial | None:
         """What no output has carried of a request that is over; None for nothing."""
@@ -86,15 +106,19 @@ class Streaming:
     def _part(self, found: Further) -> Partial:
         tensors: dict[str, TensorData] = {}
         positions: dict[str, Sequence[int]] = {}
+        n_rows = 0
         for kind in self._sent:
             where, rows = self._further(kind, found.rows[kind])
+            if kind == ROWS and (capture := self._envelope.capture) is not None:
+                n_rows = len(capture.taps) * len(where)
             if len(where):
                 named = named_tensors(self._envelope, kind, rows, found.attention)
                 tensors |= named
                 positions |= dict.fromkeys(named, where)
-        scores, self._scores = self._scores, {}
+        with self._reads:
+            scores, self._scores = self._scores, {}
         gates = self._fired(found.fired) if self._envelope.is_streamed else ()
-        return Partial(scores, tensors, positions, gates)
+        return Partial(scores, tensors, positions, gates, n_rows)
 
     def _further(self, kind: int, rows: Any) -> tuple[Sequence[int], TensorData]:
         """Positions and rows of one kind that come next, and note that they have gone out."""

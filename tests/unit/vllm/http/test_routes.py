@@ -187,12 +187,8 @@ def test_a_stream_ends_with_results_and_has_scores_behind_their_tokens() -> None
     assert scores == [{"index": 0, "probes": {"p": [0.5]}}]
 
 
-def test_scores_of_several_prompts_come_behind_their_own_tokens() -> None:
-    """vLLM takes outputs of all prompts ahead, and sends their events one by one."""
-    body = Body(kind="text_completion")
-    for _ in range(2):
-        body.begin(SimpleNamespace(extra_args=None, n=1))
-    body.parts = [{"index": i, "probes": {"p": [t]}} for i, t in ((0, 0.0), (1, 1.0), (1, 1.1))]
+def told_in(body: Body, parts: list[bytes]) -> list[Any]:
+    """Scores of the events of a stream, and choices of those that vLLM sends."""
     sent: list[bytes] = []
 
     async def send(message: Any) -> None:
@@ -202,24 +198,56 @@ def test_scores_of_several_prompts_come_behind_their_own_tokens() -> None:
         answer = Answer(send, body)
         head = [(b"content-type", b"text/event-stream")]
         await answer({"type": "http.response.start", "status": 200, "headers": head})
-        for part in (
-            b'data: {"choices": [{"index": 1, "text": "data: [DONE]"}]}\n\n',
-            b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n',
-            b'data: {"choices": [{"index": 1, "text": "b"}]}\n\n',
-            b"data: [DONE]\n\n",
-        ):
+        for part in (*parts, b"data: [DONE]\n\n"):
             await answer({"type": "http.response.body", "body": part, "more_body": True})
 
     asyncio.run(run())
     events = [json.loads(part.removeprefix(b"data: ")) for part in sent[1:-1]]
-    told = [
+    assert sent[-1] == b"data: [DONE]\n\n"
+    return [
         [one["probes"]["p"][0] for one in event[PARTIAL_KEY]]
         if PARTIAL_KEY in event
         else event["choices"][0]["index"]
         for event in events
     ]
+
+
+def scored(*scores: tuple[int, float], n_prompts: int) -> Body:
+    """A body of whose choices scores have come."""
+    body = Body(kind="text_completion")
+    for _ in range(n_prompts):
+        body.begin(SimpleNamespace(extra_args=None, n=2 // n_prompts))
+    body.parts = [{"index": i, "probes": {"p": [score]}} for i, score in scores]
+    return body
+
+
+def test_scores_of_several_prompts_come_behind_their_own_tokens() -> None:
+    """vLLM takes outputs of all prompts ahead, and sends their events one by one."""
+    told = told_in(
+        scored((0, 0.0), (1, 1.0), (1, 1.1), n_prompts=2),
+        [
+            b'data: {"choices": [{"index": 1, "text": "data: [DONE]"}]}\n\n',
+            b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n',
+            b'data: {"choices": [{"index": 1, "text": "b"}]}\n\n',
+        ],
+    )
     assert told == [1, [1.0], 0, [0.0], 1, [1.1]]
-    assert sent[-1] == b"data: [DONE]\n\n"
+
+
+def test_scores_of_a_chat_come_behind_the_tokens_of_their_choice_and_not_behind_its_role() -> None:
+    told = told_in(
+        scored((0, 0.0), (1, 1.0), (1, 1.1), n_prompts=1),
+        [
+            b'data: {"choices": [{"index": %d, "delta": %b, "finish_reason": null}]}\n\n' % said
+            for said in (
+                (0, b'{"role": "assistant", "content": ""}'),
+                (1, b'{"role": "assistant", "content": ""}'),
+                (1, b'{"content": "a"}'),
+                (0, b'{"content": ""}'),
+            )
+        ],
+    )
+    assert told == [0, 1, 1, [1.0, 1.1], 0, [0.0]]
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/chat/completions"])

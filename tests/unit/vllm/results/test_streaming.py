@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,7 @@ pytest.importorskip("vllm")
 
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._base.partial import PARTIAL_KEY, Joined, Partial
+from inspect_lens._engine.collect.placement import Further, Pending
 from inspect_lens._vllm.frontend.wrappers import FRONT_END_WRAPPERS
 from inspect_lens._vllm.results.choices import Ticket
 from inspect_lens._vllm.results.event_loop import arrivals_of
@@ -56,7 +59,7 @@ def test_an_output_waits_for_the_rows_of_its_tokens_and_carries_no_others(engine
         arrivals = arrivals_of(asyncio.get_running_loop(), engine.results)
         for n_completion in range(1, N_MAX - N_PROMPT + 1):
             one = going_on(key, n_completion)
-            carried = asyncio.ensure_future(arrivals.carry(one))
+            carried = asyncio.ensure_future(arrivals.wait_for(one))
             await asyncio.sleep(0.02)
             assert not carried.done(), "before its rows have come"
             if n_completion == 1:
@@ -64,8 +67,11 @@ def test_an_output_waits_for_the_rows_of_its_tokens_and_carries_no_others(engine
             else:
                 engine.step([key], N_PROMPT + n_completion - 2)
             await carried
+            due = engine.results.n_bytes(one)
+            engine.results.carry(one)
             part = part_of(one)
             assert part is not None
+            assert part.nbytes == due
             assert not part.scores
             joined.add(part)
             positions.extend(part.positions["residual_stream"])
@@ -82,6 +88,47 @@ def test_an_output_waits_for_the_rows_of_its_tokens_and_carries_no_others(engine
     assert list(rest.positions["residual_stream"]) == [N_MAX - 1]
     assert done.outputs[0].inspect_lens_tensors == {}, "a client has had all of it"
     assert done.inspect_lens.capture.n_positions == N_MAX
+
+
+def test_nobody_waits_while_rows_of_a_prompt_are_copied(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the event loop nor who else wants results: the copy is made without their lock."""
+    from inspect_lens._vllm.frontend import wrappers
+    from inspect_lens._vllm.http.bodies import Body
+
+    key = engine.start(ROWS)
+    engine.step([key], 0, N_PROMPT)
+    engine.settle()
+    lock, further = engine.collector.notifier.changed, Pending.further
+    copied: list[tuple[bool, str]] = []
+
+    class Rows(np.ndarray[Any, Any]):
+        def copy(self, *args: Any) -> Any:
+            free = lock.acquire(blocking=False)
+            copied.append((free, threading.current_thread().name))
+            if free:
+                lock.release()
+            return np.array(self)
+
+    def noted(self: Pending, *args: Any) -> Further:
+        found = further(self, *args)
+        return replace(found, rows={i: rows.view(Rows) for i, rows in found.rows.items()})
+
+    class Front:
+        results = engine.results
+        waiting = ThreadPoolExecutor(1, thread_name_prefix="waiting")
+
+    monkeypatch.setattr(Pending, "further", noted)
+    monkeypatch.setattr(wrappers, "front_end", Front)
+    monkeypatch.setattr(wrappers, "_LARGE_PART", engine.results.n_bytes(going_on(key, 1)))
+    one = going_on(key, 1)
+    with Front.waiting:
+        asyncio.run(wrappers._carry(one, Body()))
+    assert copied == [(True, "waiting_0")]
+    assert "inspect_lens_partial_json" in one.outputs[0].__dict__
+    engine.results.abandon([key])
+    engine.worker.stepper.remove(key)
 
 
 def test_what_nobody_read_comes_with_the_last_output(engine: Engine) -> None:
