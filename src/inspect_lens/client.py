@@ -308,7 +308,8 @@ class LensClient:
         """Complete a prompt or a chat, and read rows while the text is written.
 
         A row comes right behind the token that was sampled from it, in a part of its own; those of
-        the prompt come behind the first token. A client that reads slowly slows down nobody else.
+        the prompt come behind the first token, in several parts if they are many. A client that
+        reads slowly slows down nobody else.
 
         Args:
             prompt: as text or token ids.

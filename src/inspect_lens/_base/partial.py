@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,23 @@ class Partial:
 
     def __bool__(self) -> bool:
         return bool(self.scores or self.tensors or self.gates)
+
+    def split(self, most_bytes: int) -> Iterator[Partial]:
+        """The same in pieces of about so many bytes at most, along the tokens."""
+        n = max(1, -(-self.nbytes // most_bytes))
+        for i in range(n):
+            tensors: dict[str, TensorData] = {}
+            positions: dict[str, Sequence[int]] = {}
+            for name, tensor in self.tensors.items():
+                first, end = (k * tensor.shape[1] // n for k in (i, i + 1))
+                if first < end:
+                    tensors[name] = TensorData(tensor.storage[:, first:end], tensor.dtype)
+                    positions[name] = self.positions[name][first:end]
+            piece = Partial(tensors=tensors, positions=positions)
+            if not i:
+                piece = replace(piece, scores=self.scores, gates=self.gates, n_rows=self.n_rows)
+            if piece:
+                yield piece
 
     def to_json(self) -> dict[str, Any]:
         """As it stands in an event."""

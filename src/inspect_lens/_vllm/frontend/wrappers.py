@@ -121,6 +121,10 @@ _LARGE_PART = 1 << 17
 """Bytes of rows that take longer to copy and to spell as JSON than to hand to a thread."""
 
 
+_EVENT_BYTES = 1 << 20
+"""Bytes of rows of one event, which is written in the event loop of all: some milliseconds."""
+
+
 def carry_now(outputs: Iterable[Any], *, may_wait: bool) -> None:
     """Put what is ready on outputs of requests that go on; a fault fails the request alone."""
     results = front_end().results
@@ -140,7 +144,8 @@ def _encode(output: Any, body: Body | None) -> None:
     for completion in output.outputs if body is not None else ():
         part = completion.__dict__.get("inspect_lens_partial")
         if part is not None and not hasattr(completion, "inspect_lens_partial_json"):
-            completion.inspect_lens_partial_json = part.to_json()
+            pieces = part.split(_EVENT_BYTES)
+            completion.inspect_lens_partial_json = [piece.to_json() for piece in pieces]
             streamed(part)
         if hasattr(completion, "inspect_lens") and not hasattr(completion, "inspect_lens_json"):
             completion.inspect_lens_json = as_json(completion)

@@ -76,8 +76,9 @@ class Body:
     patterns: PatternBudget = field(default_factory=PatternBudget)
     results: dict[int, dict[str, Any]] = field(default_factory=dict)
     """As JSON, by index of the choice."""
-    parts: list[dict[str, Any]] = field(default_factory=list)
-    """What has come of choices and no event of the stream has carried yet, see `Partial`."""
+    parts: list[list[dict[str, Any]]] = field(default_factory=list)
+    """What has come of choices and no event of the stream has carried yet, by output: pieces of a
+    `Partial`."""
     n_choices: int = 0
     n_prompts: int = 0
     span: Any = None
@@ -108,9 +109,9 @@ class Body:
         """Take what is ours from an output of a prompt."""
         for completion in output.outputs:
             index = first + completion.index
-            part = completion.__dict__.pop("inspect_lens_partial_json", None)
-            if part and self.takes_parts:
-                self.parts.append({"index": index, **part})
+            pieces = completion.__dict__.pop("inspect_lens_partial_json", None)
+            if pieces and self.takes_parts:
+                self.parts.append([{"index": index, **piece} for piece in pieces])
             if result := getattr(completion, "inspect_lens_json", None):
                 self.results[index] = result
                 remember(self.span, result)
@@ -215,17 +216,21 @@ class Answer:
         await self._send(message)
         if body.parts and not is_end:
             sent = _choices_in(data)
-            ready = [p for p in body.parts if sent is None or p["index"] in sent]
+            ready = [p for p in body.parts if sent is None or p[0]["index"] in sent]
             if sent is not None and body.n_prompts > 1:
                 # vLLM asks several prompts ahead of what it has sent: each one's first.
-                ready = list({p["index"]: p for p in reversed(ready)}.values())
+                ready = list({p[0]["index"]: p for p in reversed(ready)}.values())
             body.parts = [p for p in body.parts if not any(p is one for one in ready)]
             await self._send_parts(ready, kind)
 
-    async def _send_parts(self, parts: list[dict[str, Any]], kind: str) -> None:
-        if parts:
-            event = {"object": kind, "choices": [], PARTIAL_KEY: parts}
-            await self._send(_event(event))
+    async def _send_parts(self, parts: list[list[dict[str, Any]]], kind: str) -> None:
+        """Send them in one event, or in one for each piece where there are more than one."""
+        pieces = [piece for part in parts for piece in part]
+        is_small = len(pieces) == len(parts)
+        for some in [pieces] if is_small and pieces else [[piece] for piece in pieces]:
+            await self._send(_event({"object": kind, "choices": [], PARTIAL_KEY: some}))
+            if not is_small:
+                await asyncio.sleep(0)  # other responses have their turn
 
 
 def _choices_in(data: bytes) -> set[int] | None:

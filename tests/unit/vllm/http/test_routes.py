@@ -125,7 +125,7 @@ def answer(
             SimpleNamespace(
                 index=i,
                 inspect_lens_json=result,
-                inspect_lens_partial_json={"probes": {"p": [0.5]}},
+                inspect_lens_partial_json=[{"probes": {"p": [0.5]}}],
             )
             for i, result in enumerate(results)
         ]
@@ -217,7 +217,7 @@ def scored(*scores: tuple[int, float], n_prompts: int) -> Body:
     body = Body(kind="text_completion")
     for _ in range(n_prompts):
         body.begin(SimpleNamespace(extra_args=None, n=2 // n_prompts))
-    body.parts = [{"index": i, "probes": {"p": [score]}} for i, score in scores]
+    body.parts = [[{"index": i, "probes": {"p": [score]}}] for i, score in scores]
     return body
 
 
@@ -232,6 +232,13 @@ def test_scores_of_several_prompts_come_behind_their_own_tokens() -> None:
         ],
     )
     assert told == [1, [1.0], 0, [0.0], 1, [1.1]]
+
+
+def test_pieces_of_a_large_part_have_events_of_their_own() -> None:
+    body = scored((0, 0.0), (0, 0.2), n_prompts=1)
+    body.parts[0].append({"index": 0, "probes": {"p": [0.1]}})
+    event = b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n'
+    assert told_in(body, [event]) == [0, [0.0], [0.1], [0.2]]
 
 
 def test_scores_of_a_chat_come_behind_the_tokens_of_their_choice_and_not_behind_its_role() -> None:

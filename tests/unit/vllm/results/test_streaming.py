@@ -178,6 +178,19 @@ def test_a_part_is_read_as_it_was_written(engine: Engine) -> None:
     engine.results.carry(one)
     part = part_of(one)
     assert part is not None
+    for most, n in ((1, 3), (part.nbytes // 2, 2), (part.nbytes, 1)):
+        again, positions = Joined(), list[int]()
+        pieces = list(part.split(most))
+        assert len(pieces) == n, "of less than a token there are none, and scores come first"
+        for piece in pieces:
+            again.add(piece)
+            positions += piece.positions.get("residual_stream", ())
+        assert positions == [0, 2]
+        assert again.scores == part.scores
+        joined, whole = again.tensors(), part.tensors
+        np.testing.assert_array_equal(
+            joined["residual_stream"].storage, whole["residual_stream"].storage
+        )
     read = Partial.from_json(json.loads(json.dumps(part.to_json())))
     assert read.scores == dict(part.scores)
     assert list(read.positions["residual_stream"]) == [0, 2]
