@@ -541,7 +541,8 @@ class Judged(NamedTuple):
     @property
     def differences(self) -> Sequence[str]:
         """What computed the turn otherwise than the probe's card was made (`Reading`)."""
-        return (self.facts or {}).get("computed_with", ())
+        found: Sequence[str] = (self.facts or {}).get("computed_with", ())
+        return found
 
 
 class TurnJudge:

@@ -79,3 +79,12 @@ def test_the_card_says_how_and_how_well() -> None:
         assert (made.slope is None) == (method == "isotonic") == bool(made.x)
     with pytest.raises(SpecError, match="allowed are platt"):
         calibrate(s, y, method="beta")
+
+
+@pytest.mark.parametrize("method", ["platt", "temperature", "isotonic"])
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_a_score_that_is_not_finite_is_refused(method: str, bad: float) -> None:
+    s, y = scored(1200)
+    s[7] = bad
+    with pytest.raises(SpecError, match=r"scores: 1 of 1200 are (infinite|NaN)"):
+        calibrate(s, y, method=method)

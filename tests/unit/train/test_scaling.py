@@ -61,6 +61,17 @@ def test_without_them_it_is_the_published_method(family: MeanDifferenceProbe) ->
         clone(family).set_params(scaling="iqr").fit(x, y)
 
 
+def test_a_constant_column_is_divided_by_nothing_with_weights_too() -> None:
+    x, y = planted(60, seed=0, huge=300.0)
+    x = x.astype(np.float64)
+    x[:, 3], x[:, 4] = 0.1, 0.7 + 0.2 * y
+    weight = np.random.default_rng(1).random(len(y))
+    for each in (weight, None):
+        made = MeanDifferenceProbe(scaling="standard").fit(x, y, sample_weight=each)
+        np.testing.assert_array_equal(made.scale_[3:5], 1.0)
+        assert made.scale_.min() > 0.1
+
+
 def test_a_weight_is_so_many_rows_for_the_scale_too() -> None:
     x, y = planted(60, seed=0, huge=300.0)
     weight = np.random.default_rng(1).integers(0, 4, len(y))

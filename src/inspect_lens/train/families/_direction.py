@@ -104,16 +104,15 @@ class Moments:
         shift, means = self._means()
         offset = self.weight @ means / self.weight.sum()
         variance = self._square / self.weight.sum() - offset**2
-        spread = np.sqrt(np.maximum(variance, 0.0))
-        tiny = 10 * np.finfo(np.float32).eps * np.abs(shift + offset)
-        return shift + offset, np.where((spread <= tiny) | (spread == 0.0), 1.0, spread)
+        spread = np.sqrt(_above_rounding(variance, shift + offset))
+        return shift + offset, np.where(spread == 0.0, 1.0, spread)
 
     def within_variance(self) -> Floats:
-        """Variance of each dimension around the class means, (hidden,)."""
-        _, means = self._means()
+        """Variance of each dimension around the class means, (hidden,); 0 where it is constant."""
+        shift, means = self._means()
         share = self.weight / self.weight.sum()
         variance = self._square / self.weight.sum() - share @ means**2
-        return np.asarray(np.maximum(variance, 0.0))
+        return _above_rounding(variance, np.abs(shift + means).max(axis=0))
 
     def _means(self) -> tuple[Floats, Floats]:
         """What sums are about, and the class means from there, (2, hidden)."""
@@ -123,6 +122,12 @@ class Moments:
                 "both classes; check the labels"
             )
         return self._shift, self._sum / self.weight[:, None]
+
+
+def _above_rounding(variance: Floats, mean: Floats) -> Floats:
+    """Variances (hidden,), and 0 for one that is no more than the rounding of such a mean."""
+    spread = np.sqrt(np.maximum(variance, 0.0))
+    return np.where(spread <= 10 * np.finfo(np.float32).eps * np.abs(mean), 0.0, variance)
 
 
 def blocks(n: int, hidden: int) -> Iterator[slice]:

@@ -273,7 +273,8 @@ def calibrate(
         The map, with its error where `check` is given; `Calibration.probability` applies it.
 
     Raises:
-        SpecError: an unknown method, a missing class, a score that is NaN, or too few samples.
+        SpecError: an unknown method, a missing class, a score that is not finite, or too few
+            samples.
 
     Source:
         Platt 1999, in the stable form of Lin, Lin and Weng 2007; arXiv:1706.04599; Zadrozny and
@@ -301,6 +302,11 @@ def calibrate(
             "classes; a calibration set holds both"
         )
     s, y = np.asarray(scores, dtype=np.float64), np.asarray(labels).astype(bool)
+    if not np.isfinite(s).all():
+        raise SpecError(
+            f"scores: {int(np.isinf(s).sum())} of {s.size} are infinite; allowed are finite "
+            "numbers; leave those samples out"
+        )
     made = Calibration.model_validate(
         {"method": method, "set": name, "n": s.size} | _fitted(s, y, method, allow_few)
     )
