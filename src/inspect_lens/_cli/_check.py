@@ -11,10 +11,17 @@ import anyio
 from inspect_lens.collect import feed_again
 from inspect_lens.data import ActivationStore
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import SENTENCE_POOL, AnyProbe, Interval
-from inspect_lens.train import ActivationSet, ScoreShift, score_shift
+from inspect_lens.probe import MIN_GROUPS, SENTENCE_POOL, AnyProbe, Interval, fingerprint_model
+from inspect_lens.train import ActivationSet, RateShift, ScoreShift, score_shift
 
-from ._stores import judged_set, pieces
+from ._stores import (
+    COPIES,
+    MEMORY,
+    is_file,
+    pieces,
+    refuse_other_source,
+    refuse_other_tokens,
+)
 
 
 def check_job(
@@ -35,22 +42,41 @@ def check_job(
             f"probe {probe.name!r} has no threshold, so there is no rate to check; set one with "
             "inspect-lens probe calibrate"
         )
-    judged_set(probe, control, any_model=any_model, tokenizer=tokenizer)
+    if is_file(control):
+        raise SpecError(
+            f"--control: {control} is a file of rows, without the tokens to feed; allowed is the "
+            "folder of a store"
+        )
+    refuse_other_source(probe, control, any_model=any_model)
     store = ActivationStore.open(control)
-    texts = pieces(store, tokenizer) if SENTENCE_POOL in probe.pool else None
-    before = ActivationSet.from_store(store, layers=probe.layers, pieces=texts)
-    chosen = [i for i, label in enumerate(before.labels) if not label][: limit or None]
+    harmless = [r for r in store.records() if r.n_rows and r.label is not None and not r.label]
+    chosen = harmless[: limit or None]
     if not chosen:
         raise SpecError(f"--control: {control} has no harmless sample; give a control set")
-    before = before.subset(chosen)
-    wanted = set(before.ids)
-    samples = [s for s in store.samples() if s.record.id in wanted and s.acts is not None]
+    size = 4e-9 * len(probe.layers) * store.hidden * sum(r.n_rows for r in chosen)
+    if COPIES * size > MEMORY:
+        raise SpecError(
+            f"--control: {len(chosen)} samples of {control} have {size:.2g} GB of rows, which are "
+            f"held several times; allowed are {MEMORY / COPIES:g} GB; pass --limit"
+        )
+    ids = {r.id for r in chosen}
+    texts = pieces(store, tokenizer) if SENTENCE_POOL in probe.pool else None
+    before = ActivationSet.from_store(store, layers=probe.layers, pieces=texts, ids=ids)
+    refuse_other_tokens(probe, control, before)
+    # Their tokens alone: the rows are of every layer of the store.
+    samples = [
+        replace(s, acts=None) for s in store.samples() if s.record.id in ids and s.acts is not None
+    ]
+    fed = model.partition("/")[2]
 
     async def run() -> ActivationSet:
         again = await feed_again(
             model, samples, layers=probe.layers, concurrency=concurrency, model_args=model_args
         )
-        return replace(before, acts=again.acts, capture=again.capture)
+        return replace(
+            before, model=fed, model_sha256=fingerprint_model(fed), acts=again.acts,
+            capture=again.capture,
+        )  # fmt: skip
 
     return score_shift(probe, before, anyio.run(run), n_resamples=n_resamples)
 
@@ -61,27 +87,31 @@ def check_lines(shift: ScoreShift) -> Iterator[str]:
     if shift.n_calibrated is not None:
         own = f"{shift.n_calibrated} of them set its thresholds"
     yield f"{shift.probe} on {shift.control}: {shift.n} answers of {shift.n_groups} groups, {own}"
+    yield f"  fed to {shift.model}; the store is of {shift.stored_model}"
     what = " and ".join(shift.differences)
     yield (
         f"  computed with {what}"
         if what
         else ("  engine, dtype and quantisation are those of the store, as far as both sides tell")
     )
+    few = f" (no interval: {shift.n_groups} groups are too few)"
+    span = few if shift.n_groups < MIN_GROUPS else _span(shift.interval, ".4g")
     yield (
-        f"  scores moved by {shift.mean:+.4g} on average {_span(shift.interval, '.4g')}, and by "
+        f"  scores moved by {shift.mean:+.4g} on average{span}, and by "
         f"{shift.largest:.4g} at most; they spread by {shift.spread:.4g}"
     )
     for one in shift.thresholds:
-        said = {
-            True: "the rate holds",
-            False: "THE RATE DOES NOT HOLD HERE: calibrate on rows of this engine",
-            None: f"{one.n} are too few to tell whether the rate holds",
-        }[one.holds]
+        head = f"  fpr={one.fpr:g} ({one.value:.4g}, for {one.statistic}): "
+        outside = ""
+        if one.n_outside:
+            outside = f"{one.n_outside} answers are of a length that it was not set on; "
+        if not one.n:
+            yield f"{head}{outside}none is left to compare"
+            continue
         yield (
-            f"  fpr={one.fpr:g} ({one.value:.4g}, for {one.statistic}): "
-            f"{one.n_here / one.n:.2%} {_span(one.here, '.2%')} above it here, "
-            f"{one.n_before / one.n:.2%} {_span(one.before, '.2%')} in the store; "
-            f"{one.n_changed} of {one.n} changed sides {_span(one.changed, '.2%')}: {said}"
+            f"{head}{outside}{one.n_here / one.n:.2%}{_span(one.here, '.2%')} above it here, "
+            f"{one.n_before / one.n:.2%}{_span(one.before, '.2%')} in the store; "
+            f"{one.n_changed} of {one.n} changed sides{_span(one.changed, '.2%')}: {_verdict(one)}"
         )
     yield (
         "  The same tokens were fed again. What the model would answer here may be other text: "
@@ -89,5 +119,18 @@ def check_lines(shift: ScoreShift) -> Iterator[str]:
     )
 
 
-def _span(interval: Interval, form: str) -> str:
-    return f"[{interval.low:{form}}, {interval.high:{form}}]"
+def _verdict(one: RateShift) -> str:
+    if one.holds:
+        return "the rate holds"
+    if one.holds is None:
+        return f"{one.n} are too few to tell whether the rate holds"
+    if one.held is False:
+        return (
+            "the rate does not hold, and not in the store either: these are other texts than it "
+            "was set on"
+        )
+    return "THE RATE DOES NOT HOLD HERE: calibrate on rows of this engine"
+
+
+def _span(interval: Interval | None, form: str) -> str:
+    return "" if interval is None else f" [{interval.low:{form}}, {interval.high:{form}}]"

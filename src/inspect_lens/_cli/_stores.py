@@ -15,7 +15,7 @@ from inspect_lens.train import ActivationSet, StoreSet
 
 MEMORY: Final = 4.0
 """GB that a command may hold: a fit, or the stores that it reads whole with the copies of a fit."""
-_COPIES: Final = 4
+COPIES: Final = 4
 """How often a fit in memory holds the rows of its stores, about."""
 
 
@@ -39,15 +39,15 @@ def read_set(
     if not uri:
         raise SpecError(f"--{what}: is missing; allowed is the folder of a store")
     name = Path(uri.rstrip("/")).name
-    if _is_file(uri):
+    if is_file(uri):
         return _of_file(uri, name, layers)
     store = ActivationStore.open(uri)
     texts = pieces(store, tokenizer) if pool == SENTENCE_POOL else None
-    others = [ActivationStore.open(o) for o in beside if o != uri and not _is_file(o)]
+    others = [ActivationStore.open(o) for o in beside if o != uri and not is_file(o)]
     every = [store, *others]
     n_layers = len(store.layers if layers is None else layers)
     size = 4e-9 * n_layers * store.hidden * sum(one.n_rows for one in every)
-    if _COPIES * size > memory:
+    if COPIES * size > memory:
         return StoreSet(
             store, name=name, layers=layers, pieces=texts, work=work or None, memory=memory
         )
@@ -56,7 +56,7 @@ def read_set(
 
 def manifest_of(uri: str) -> dict[str, Any]:
     """What is known of a store, or of a file that `ActivationSet.save` wrote."""
-    if not _is_file(uri):
+    if not is_file(uri):
         return dict(ActivationStore.open(uri).manifest)
     data = ActivationSet.load(uri)
     return {
@@ -69,7 +69,8 @@ def manifest_of(uri: str) -> dict[str, Any]:
     }
 
 
-def _is_file(uri: str) -> bool:
+def is_file(uri: str) -> bool:
+    """Whether it is what `ActivationSet.save` writes, and not the folder of a store."""
     return Path(uri).is_file()
 
 
@@ -96,6 +97,14 @@ def pieces(store: ActivationStore, tokenizer: str) -> Callable[[Sequence[int]], 
 
 def judged_set(probe: AnyProbe, uri: str, *, any_model: bool, tokenizer: str = "") -> ActivationSet:
     """A store that a probe may be judged on: its model, its layers and its tokens."""
+    refuse_other_source(probe, uri, any_model=any_model)
+    data = read_set(uri, "store", layers=probe.layers, pool=probe.pool, tokenizer=tokenizer)
+    refuse_other_tokens(probe, uri, data)
+    return data
+
+
+def refuse_other_source(probe: AnyProbe, uri: str, *, any_model: bool) -> None:
+    """A store of another model, or without the probe's layers; nothing of its rows is read."""
     ours, theirs = probe.card.model, manifest_of(uri)["model"]
     known = ours is not None and ours.sha256 and theirs["sha256"]
     other = ours is not None and (
@@ -114,13 +123,15 @@ def judged_set(probe: AnyProbe, uri: str, *, any_model: bool, tokenizer: str = "
             f"{uri}: layer {missing[0]} was not captured, only {list(captured)}; probe "
             f"{probe.name!r} reads {list(probe.layers)}; collect these layers"
         )
-    data = read_set(uri, "store", layers=probe.layers, pool=probe.pool, tokenizer=tokenizer)
+
+
+def refuse_other_tokens(probe: AnyProbe, uri: str, data: ActivationSet) -> None:
+    """Rows at other positions than the probe reads."""
     if not data.reads(probe.card.positions):
         raise ArtifactError(
             f"{uri}: tokens at positions {data.positions!r}; probe {probe.name!r} reads "
             f"{probe.card.positions!r}; allowed are these; collect them"
         )
-    return data
 
 
 def refuse_shared_texts(train: str, uri: str, disjoint: Mapping[str, Any]) -> None:

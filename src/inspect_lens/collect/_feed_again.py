@@ -46,7 +46,8 @@ async def feed_again(
 
     Args:
         model: `vllm-lens/…` or `lens/…`, or a model of one of these.
-        samples: as `ActivationStore.samples` gives them; those without rows are refused.
+        samples: as `ActivationStore.samples` gives them, with or without their rows; those that
+            have no positions are refused.
         layers: to capture, ascending.
         concurrency: requests at once.
         progress: show a bar on a terminal.
@@ -83,7 +84,7 @@ async def feed_again(
     """
     if concurrency < 1:
         raise SpecError(f"concurrency={concurrency}; allowed are 1 or more")
-    if empty := next((s.record.id for s in samples if s.acts is None), None):
+    if empty := next((s.record.id for s in samples if not s.positions), None):
         raise SpecError(f"samples: {empty} has no rows; leave such samples out")
     made: list[NDArray[np.float32] | None] = [None] * len(samples)
     requests = anyio.Semaphore(concurrency)

@@ -137,3 +137,37 @@ def test_what_cannot_be_compared_is_refused(probe: Probe) -> None:
         app, ["probe", "check", "p2", "--model", "lens/x", "--control", "control"]
     )
     assert "no threshold" in str(done.exception)
+
+
+def test_a_file_has_no_tokens_to_feed_and_that_is_said_first(probe: Probe) -> None:
+    ActivationSet.from_store(ActivationStore.open("control")).save("acts.safetensors")
+    done = CliRunner().invoke(
+        app, ["probe", "check", "p", "--model", "lens/x", "--control", "acts.safetensors"]
+    )
+    assert isinstance(done.exception, SpecError)
+    assert "--control: acts.safetensors is a file of rows, without the tokens" in str(
+        done.exception
+    )
+
+
+def test_only_the_samples_that_are_compared_are_held(
+    probe: Probe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    original = ActivationSet.__post_init__
+
+    def made(self: ActivationSet) -> None:
+        original(self)
+        sizes.append(len(self))
+
+    monkeypatch.setattr(ActivationSet, "__post_init__", made)
+    with FakeLensServer() as server:
+        server.computes_with = TOLD
+        found = check(server, "--limit", 30, "--json")
+        assert found["n"] == max(sizes) == 30
+        assert found["model"] == found["stored_model"] == server.model
+        monkeypatch.setattr("inspect_lens._cli._check.MEMORY", 1e-6)
+        asked = len(server.requests)
+        with pytest.raises(SpecError, match="pass --limit"):
+            check(server, "--json")
+        assert len(server.requests) == asked, "before anything is fed"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -10,9 +9,9 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import AnyProbe, Interval, Statistic, rate_interval
+from inspect_lens.probe import MIN_GROUPS, AnyProbe, Interval, Statistic, rate_interval
 from inspect_lens.train.sets._dataset import ActivationSet
-from inspect_lens.train.sets._splits import find_seen
+from inspect_lens.train.sets._splits import CELLS, find_seen
 
 
 class RateShift(BaseModel):
@@ -23,13 +22,18 @@ class RateShift(BaseModel):
     statistic: str = Field(description="What is compared with it, in words.")
     value: float = Field(description="The threshold; a score strictly above it is flagged.")
     fpr: float = Field(description="False positive rate that it was set for.")
+    n_outside: int = Field(
+        description="Answers of a length that the threshold does not hold for; left out here."
+    )
     n: int = Field(description="Control answers, or their tokens, that were compared.")
     n_before: int = Field(description="Of these, above the threshold as they were stored.")
-    before: Interval = Field(description="Of the rate as they were stored.")
+    before: Interval | None = Field(
+        description="Of the rate as they were stored; None where `n` is 0, as the others."
+    )
     n_here: int = Field(description="Of these, above the threshold as the model computes them now.")
-    here: Interval = Field(description="Of the rate as the model computes them now.")
+    here: Interval | None = Field(description="Of the rate as the model computes them now.")
     n_changed: int = Field(description="On the other side of the threshold than before.")
-    changed: Interval = Field(description="Of the share that changed sides.")
+    changed: Interval | None = Field(description="Of the share that changed sides.")
 
     @property
     def holds(self) -> bool | None:
@@ -37,9 +41,17 @@ class RateShift(BaseModel):
 
         None where the control set is too small to tell: its interval holds twice that rate, too.
         """
-        if not self.here.low <= self.fpr:
+        return self._holds(self.here)
+
+    @property
+    def held(self) -> bool | None:
+        """The same of what was stored: where False, these are other texts than it was set on."""
+        return self._holds(self.before)
+
+    def _holds(self, seen: Interval | None) -> bool | None:
+        if seen is not None and seen.low > self.fpr:
             return False
-        return None if self.here.high > 2 * self.fpr else True
+        return None if seen is None or seen.high > 2 * self.fpr else True
 
 
 class ScoreShift(BaseModel):
@@ -49,6 +61,8 @@ class ScoreShift(BaseModel):
 
     probe: str
     control: str = Field(description="Name of the control set.")
+    model: str = Field(description="What the tokens were fed to: the model of the new rows.")
+    stored_model: str = Field(description="What computed the stored rows.")
     n_calibrated: int | None = Field(
         description="Of these answers, those that a threshold of the card was set on; None where "
         "the card does not list them."
@@ -60,7 +74,10 @@ class ScoreShift(BaseModel):
         "both sides tell."
     )
     mean: float = Field(description="Mean of new minus stored score of an answer.")
-    interval: Interval = Field(description="Of the mean; groups are drawn.")
+    interval: Interval | None = Field(
+        description="Of the mean; groups are drawn. None without draws, and where groups are fewer "
+        "than `MIN_GROUPS`."
+    )
     largest: float = Field(description="Largest absolute difference of one answer.")
     spread: float = Field(description="Standard deviation of the stored scores, to compare with.")
     thresholds: tuple[RateShift, ...] = ()
@@ -83,15 +100,16 @@ def score_shift(
         probe: with thresholds on its card.
         before: harmless answers as they were stored; positives are left out.
         here: the same samples in the same order, with the rows of the other engine, as
-            `dataclasses.replace(before, acts=…, capture=…)` makes it of `feed_again`.
-        n_resamples: bootstrap draws for the mean difference.
+            `dataclasses.replace(before, model=…, acts=…, capture=…)` makes it of `feed_again`.
+        n_resamples: bootstrap draws for the mean difference; 0 leaves its interval out.
         seed: of the bootstrap.
 
     Returns:
         The shift of scores with its interval, and each threshold's rate before and now.
 
     Raises:
-        SpecError: the sets have other samples, or none that is harmless.
+        SpecError: the sets have other samples, none that is harmless, other tokenizers, or other
+            weights in equal quantisation, as far as both sides tell.
 
     Example:
         ```python
@@ -115,12 +133,15 @@ def score_shift(
     old, new = before.negatives(), here.negatives()
     if not len(old):
         raise SpecError(f"{before.name}: no sample is harmless; allowed is a control set")
+    _refuse_another_model(old, new)
     scores = old.scores(probe)
     moved = new.scores(probe) - scores
     then, now, seen = old.capture, new.capture, find_seen(probe, old)
     return ScoreShift(
         probe=probe.name,
         control=before.name,
+        model=here.model,
+        stored_model=before.model,
         n_calibrated=None if seen is None else len(seen.get("control", ())),
         n=len(old),
         n_groups=len(set(old.groups)),
@@ -133,19 +154,39 @@ def score_shift(
     )
 
 
+def _refuse_another_model(old: ActivationSet, new: ActivationSet) -> None:
+    """What another checkpoint computes is no matter of engine, dtype or quantisation."""
+    then, now = old.capture, new.capture
+    pairs = []
+    if then is not None and now is not None:
+        pairs.append(("tokenizer", then.tokenizer_sha256, now.tokenizer_sha256))
+    # Quantised weights are other weights, so that nothing is known where that differs.
+    if then is None or now is None or then.quantization == now.quantization:
+        pairs.append(("weights", old.model_sha256, new.model_sha256))
+    for what, was, is_now in pairs:
+        if was and is_now and was != is_now:
+            raise SpecError(
+                f"model: the {what} of {new.model!r} are not those of {old.model!r}, which "
+                f"computed {old.name} (fingerprints {is_now[:12]} and {was[:12]}); allowed is the "
+                "same model in another engine, dtype or quantisation; name that one"
+            )
+
+
 def _mean_interval(
     values: NDArray[np.float64], groups: Sequence[str], n_resamples: int, seed: int
-) -> Interval:
+) -> Interval | None:
     """Of the mean of values that come in groups, by drawing whole groups."""
     from scipy.stats import bootstrap
 
     _, code = np.unique(np.array(groups), return_inverse=True)
     sums, sizes = np.bincount(code, weights=values), np.bincount(code)
-    if len(sums) < 2 or n_resamples < 2:
-        return Interval(low=math.nan, high=math.nan, method="cluster bootstrap; too few groups")
+    if not n_resamples or len(sums) < MIN_GROUPS:
+        return None
     low, high = bootstrap(
-        (sums, sizes), lambda s, n, axis: s.sum(axis) / n.sum(axis), paired=True, batch=1000,
-        vectorized=True, n_resamples=n_resamples, method="percentile", rng=seed,
+        (sums, sizes), lambda s, n, axis: s.sum(axis) / n.sum(axis), paired=True,
+        batch=max(1, CELLS // len(sums)), vectorized=True, n_resamples=n_resamples,
+        # Its name before scipy 1.15, which later releases take as well.
+        method="percentile", random_state=np.random.default_rng(seed),
     ).confidence_interval  # fmt: skip
     return Interval(low=float(low), high=float(high), method="cluster bootstrap")
 
@@ -156,15 +197,23 @@ def _rates(probe: AnyProbe, old: ActivationSet, new: ActivationSet) -> Iterator[
         length = None
         if statistic.over == "alarm" and threshold.n_tokens is not None:
             length = threshold.n_tokens[1]
+        # Of a longer answer, an alarm's threshold is compared with as much as it was set on.
+        read = [min(int(mask.sum()), length or mask.size) for mask in old.mask]
+        kept = [i for i, n in enumerate(read) if statistic.covers(n, threshold.n_tokens)]
         sides = [_above(probe, data, statistic, length, threshold.value) for data in (old, new)]
-        sizes = [len(one) for one in sides[0]]
-        groups = np.repeat(np.array(old.groups), sizes).tolist()
-        before, here = (np.concatenate(side) for side in sides)
+        groups = [old.groups[i] for i in kept for _ in sides[0][i]]
+        before, here = (
+            np.concatenate([np.zeros(0, dtype=bool), *(side[i] for i in kept)]) for side in sides
+        )
+        of_before, of_here, of_changed = (
+            rate_interval(hits, groups) if hits.size else None
+            for hits in (before, here, before != here)
+        )
         yield RateShift(
             statistic=str(statistic), value=threshold.value, fpr=threshold.fpr, n=before.size,
-            n_before=int(before.sum()), before=rate_interval(before, groups),
-            n_here=int(here.sum()), here=rate_interval(here, groups),
-            n_changed=int((before != here).sum()), changed=rate_interval(before != here, groups),
+            n_outside=len(read) - len(kept),
+            n_before=int(before.sum()), before=of_before, n_here=int(here.sum()), here=of_here,
+            n_changed=int((before != here).sum()), changed=of_changed,
         )  # fmt: skip
 
 

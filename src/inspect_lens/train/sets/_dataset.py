@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -40,17 +40,18 @@ def read_store(
     name: str | None = None,
     layers: Sequence[int] | None = None,
     pieces: Pieces | None = None,
+    ids: Collection[str] | None = None,
 ) -> dict[str, Any]:
     """Fields of an `ActivationSet`."""
     wanted = _layers(store, layers)
     at = [store.layers.index(layer) for layer in wanted]
     # The records are in the headers alone, so the size is known before any row is read.
-    records = _records(store, name)
+    records = _records(store, name, ids)
     stops = np.cumsum([r.n_rows for r in records])
     rows = np.empty((len(wanted), int(stops[-1]), store.hidden), dtype=np.float32)
     ends: list[NDArray[np.bool_]] = []
     raw = True
-    for sample, record, stop in zip(_kept(store), records, stops.tolist(), strict=True):
+    for sample, record, stop in zip(_kept(store, ids), records, stops.tolist(), strict=True):
         assert sample.acts is not None
         # Nothing was said: the prompt, a text as it stands, is all there is.
         raw = raw and len(sample.token_ids) == record.n_prompt
@@ -95,9 +96,15 @@ def _layers(store: ActivationStore, layers: Sequence[int] | None) -> tuple[int, 
     return wanted
 
 
-def _records(store: ActivationStore, name: str | None) -> list[SampleRecord]:
+def _is_kept(record: SampleRecord, ids: Collection[str] | None) -> bool:
+    return record.label is not None and (ids is None or record.id in ids)
+
+
+def _records(
+    store: ActivationStore, name: str | None, ids: Collection[str] | None = None
+) -> list[SampleRecord]:
     """Samples that have rows and a label."""
-    records = [r for r in store.records() if r.n_rows and r.label is not None]
+    records = [r for r in store.records() if r.n_rows and _is_kept(r, ids)]
     if not records:
         title = name or str(store.manifest["dataset"]["name"])
         raise SpecError(
@@ -107,8 +114,8 @@ def _records(store: ActivationStore, name: str | None) -> list[SampleRecord]:
     return records
 
 
-def _kept(store: ActivationStore) -> Iterator[Captured]:
-    return (s for s in store.samples() if s.acts is not None and s.record.label is not None)
+def _kept(store: ActivationStore, ids: Collection[str] | None = None) -> Iterator[Captured]:
+    return (s for s in store.samples() if s.acts is not None and _is_kept(s.record, ids))
 
 
 def _ends(sample: Captured, pieces: Pieces) -> NDArray[np.bool_]:
@@ -573,6 +580,7 @@ class ActivationSet:
         name: str | None = None,
         layers: Sequence[int] | None = None,
         pieces: Pieces | None = None,
+        ids: Collection[str] | None = None,
     ) -> Self:
         """Read a store that fits into memory.
 
@@ -585,6 +593,7 @@ class ActivationSet:
             layers: to read, in this order; all of the store by default.
             pieces: from token ids to the text of each, as many; makes the sentence ends, for
                 probes with the pool `sentence_mean_max`.
+            ids: of the samples that are read; all by default.
 
         Returns:
             The set; samples without rows or without a label are left out. Its columns are those
@@ -595,7 +604,7 @@ class ActivationSet:
             SpecError: a layer is not in the store, or no sample has both rows and a label.
         """
         opened = store if isinstance(store, ActivationStore) else ActivationStore.open(store)
-        return cls(**read_store(opened, name=name, layers=layers, pieces=pieces))
+        return cls(**read_store(opened, name=name, layers=layers, pieces=pieces, ids=ids))
 
     def sequences(self, layer: int) -> list[NDArray[np.float32]]:
         """Selected tokens (tokens, hidden) of each sample at one layer."""

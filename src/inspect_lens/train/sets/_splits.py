@@ -297,7 +297,7 @@ _SHARES: Final = (0.1, 0.25, 0.5)
 """Of the groups with the least ratios, which are counted."""
 _LEVEL: Final = 1e-3
 _SKETCH: Final = 32
-_CELLS: Final = 4_000_000
+CELLS: Final = 4_000_000
 _FILLER: Final = re.compile(r"[\W_]+")
 Floats = NDArray[np.float64]
 Strings = NDArray[np.str_]
@@ -481,7 +481,7 @@ def _same_activations(probe: AnyProbe, known: ActivationSet, data: ActivationSet
 
 
 def _close(one: Floats, two: Floats, limit: float) -> Iterable[tuple[int, int]]:
-    step = max(1, _CELLS // len(one))
+    step = max(1, CELLS // len(one))
     square = (one**2).sum(axis=1)
     for start in range(0, len(two), step):
         part = two[start : start + step]
