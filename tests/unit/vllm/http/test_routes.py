@@ -261,7 +261,7 @@ def test_scores_of_a_chat_come_behind_the_tokens_of_their_choice_and_not_behind_
 def test_other_protocols_have_no_events_of_ours_between_theirs(path: str) -> None:
     body = read_body(path, b'{"model": "m@c", "messages": []}', None, configs={"m@c": "c"})
     assert body is not None
-    choice = SimpleNamespace(index=0, inspect_lens_partial_json={"probes": {"p": [1.0]}})
+    choice = SimpleNamespace(index=0, inspect_lens_partial_json=[{"probes": {"p": [1.0]}}])
     body.take(SimpleNamespace(outputs=[choice]), 0)
     assert bool(body.parts) is (path == "/v1/chat/completions")
 
