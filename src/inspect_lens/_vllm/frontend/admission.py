@@ -412,7 +412,11 @@ def resumable() -> UnsupportedError:
 
 def with_positions_of(compiled: Compiled, ids: Sequence[int] | None, processor: Any) -> Compiled:
     """The same with positions of a prompt in the place of what its tokens match."""
-    request = with_positions(compiled.request, ids, processor)
+    try:
+        request = with_positions(compiled.request, ids, processor)
+    except LensError as error:
+        compiled.tiers.tell(error)
+        raise
     return compiled if request is compiled.request else replace(compiled, request=request)
 
 
@@ -448,8 +452,9 @@ def _placed(compiled: Compiled, params: Any, *, n_prompt: int | None, max_tokens
             may_overrun=may_overrun,
             is_live=is_live,
         )
-    except LensError:
+    except LensError as error:
         forget_parsed(compiled.asked)
+        compiled.tiers.tell(error)
         raise
     if request.skip_reading_prefix_cache is False and _needs_whole_prompt(envelope):
         raise SpecError(

@@ -345,8 +345,8 @@ class FrontEnd:
             check_request(resolved, facts, probes)
         except LensError as error:
             forget_parsed(request)
-            if tiers.has_server and request is not NO_REQUEST:
-                error.args = (f"{error}; {_BESIDE_SERVER}",)
+            if request is not NO_REQUEST:
+                tiers.tell(error)
             raise
         reads = None
         if resolved.probes:
@@ -368,11 +368,6 @@ class FrontEnd:
                     "computes with %s; its rate of false alarms may be another one, which "
                     "inspect-lens probe check measures", use.name, " and ".join(differs),
                 )  # fmt: skip
-
-
-_BESIDE_SERVER = (
-    "the edits and probes that the operator of this server has set for all requests count, too"
-)
 
 
 class _Holder:

@@ -470,8 +470,8 @@ def _runs_hooks(scope: Mapping[str, Any]) -> bool:
 
 def _generates(scope: Mapping[str, Any]) -> bool:
     """Whether a request is one of those on which something may act."""
-    is_post = scope["type"] == "http" and scope["method"] == "POST"
-    return is_post and scope["path"].endswith(_ACTED_ON)
+    path: str = scope.get("path", "")
+    return scope["type"] == "http" and scope["method"] == "POST" and path.endswith(_ACTED_ON)
 
 
 def _may_ask(scope: Mapping[str, Any]) -> bool:

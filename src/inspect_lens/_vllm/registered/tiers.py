@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
-from inspect_lens.errors import UnsupportedError
+from inspect_lens.errors import LensError, UnsupportedError
 from inspect_lens.spec import Edit, LensRequest, ProbeReceipt, ProbeUse, TierReceipt
 
 if TYPE_CHECKING:
@@ -41,6 +41,16 @@ class Tiers:
     def has_server(self) -> bool:
         """Whether the server's tier acts."""
         return any(one.tier == "server" and not one.opted_out for one in self.receipts)
+
+    def tell(self, error: LensError) -> None:
+        """Have an error of a request say that it is not about what the request brought alone."""
+        if not self.acts:
+            return
+        all_requests = "that the operator of this server has set for all requests"
+        whose = all_requests if self.has_server else "of the configurations that were chosen"
+        n = sum(one.edits for one in self.receipts)
+        which = f": edits[{n}] is the first of the request's own" if n else ""
+        error.args = (f"{error}; the edits and probes {whose} count, too{which}",)
 
     @cached_property
     def packed(self) -> Packed:

@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 from inspect_lens._engine.protocol.envelope import seal
 from inspect_lens._vllm import plugin
 from inspect_lens._vllm.frontend import state
-from inspect_lens._vllm.frontend.admission import compiled_of
+from inspect_lens._vllm.frontend.admission import _placed, compiled_of, with_positions_of
 from inspect_lens._vllm.frontend.state import FrontEnd
 from inspect_lens._vllm.http.bodies import with_config_of
 from inspect_lens._vllm.registered.contents import SERVER_NAME
@@ -236,6 +236,36 @@ def test_a_refusal_says_that_the_servers_edits_count_too(front: FrontEnd) -> Non
     wrong = LensRequest(capture={"layers": [99]})
     with pytest.raises(LensError, match="set for all requests count, too"):
         front.compile(wrong, front.engines[0])
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"edits": [{"op": "zero", "layers": [1], "positions": [99]}]}, r"edits\[2\].positions"),
+        ({}, r"edits\[0\].positions"),
+        ({"edits": [{"op": "zero", "layers": [1], "positions": {"token_ids": [9]}}]}, "edits"),
+    ],
+)
+def test_a_refusal_for_a_prompt_says_whose_edits_count(
+    front: FrontEnd, asked: dict[str, Any], said: str
+) -> None:
+    positions = [98] if not asked else "all"
+    zero = {"op": "zero", "layers": [1], "positions": positions}
+    serve(front, edits=[zero, zero | {"layers": [2]}])
+    args = {"inspect_lens": asked} if asked else None
+    params = SimpleNamespace(
+        extra_args=args, n=1, max_tokens=2, stop=[], skip_reading_prefix_cache=None
+    )
+    compiled = compiled_of(processor(front), params)
+    assert compiled is not None
+    message = rf"{said}.*set for all requests count, too: edits\[2\] is the first of the request"
+    with pytest.raises(LensError, match=message):
+        _placed(
+            with_positions_of(compiled, [1, 2, 3], processor(front)),
+            params,
+            n_prompt=3,
+            max_tokens=2,
+        )
 
 
 def test_a_model_name_chooses_a_configuration() -> None:
