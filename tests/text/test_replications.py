@@ -22,6 +22,7 @@ from gallery._replication import (
     find_files,
     work_folder,
 )
+from gallery.lies import KINDS
 from gallery.replications import REPLICATIONS
 from inspect_lens.errors import SpecError
 from tests.kit.child import ChildError
@@ -225,6 +226,20 @@ def test_a_probe_of_lies_beats_words_or_does_not() -> None:
     )
     assert verdict("lies", **{honest: [0.3, 0.5], longer: ""}).endswith("it is no detector there.")
     assert "the rate may hold" in verdict("lies", **{honest: [0.02, 0.1]})
+
+
+def test_the_first_model_has_the_numbers_of_the_result() -> None:
+    numbers = result("lies")["numbers"]
+    page = (ROOT / "docs" / "first-model.md").read_text(encoding="utf-8")
+    for name in KINDS:
+        judged = numbers["probes"]["logistic"]["ordered"]["sets"][name]
+        low, high = judged["auroc_interval"]
+        assert f"| {judged['auroc']:.3f} [{low:.3f}, {high:.3f}] | " in page
+        assert f"| {judged['best_baseline'][1]:.3f}, " in page
+        assert f"| {judged['fpr']:.0%} of {judged['n_negative']} |".replace("%", " %") in page
+    orders = numbers["behaviour"]["ordered, new topics"]["ordered"]
+    assert f"{orders['lies']} were lies and {orders['honest']} were true" in page
+    assert f"it took {round(result('lies')['seconds'] / 60)} minutes" in page
 
 
 def test_answers_of_the_liar_are_told_apart_by_the_truth() -> None:
