@@ -76,6 +76,26 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
     refused(surface, "", request, code=2)
 
 
+@PROMISE.on("probe check")
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    folder: Path = request.getfixturevalue("tmp_path")
+    refused(surface, "nothing-here --model lens/x --control /nowhere", request, code=4)
+    refused(surface, "nothing-here --control /nowhere", request, code=2)
+    probe = planted_probe(folder)
+    line = f"{probe} --model lens/x --control"
+    refused(surface, f"{line} /nowhere", request, code=4)
+    refused(surface, f"{line} /nowhere --limit -1", request, code=2)
+    (folder / "acts.safetensors").write_bytes(b"")
+    said = refused(surface, f"{line} {folder / 'acts.safetensors'}", request, code=3)
+    assert "allowed is the folder of a store" in said
+
+
+@PROMISE.on("settings")
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    refused(surface, "nobody/nothing", request, code=4)
+    refused(surface, "nobody/nothing more", request, code=2)
+
+
 @PROMISE.on("vector extract", "vector evaluate", "vector sweep", "vector import", "vector export")
 def _(surface: str, request: pytest.FixtureRequest) -> None:
     line = {

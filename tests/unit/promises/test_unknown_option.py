@@ -161,10 +161,10 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
     refused(lambda: lens_config(captur=[4]), names="captur")
 
 
-@PROMISE.on(*(f"client.{c}.{m}" for c in ("LensClient",) for m in ("generate", "chat")))
+@PROMISE.on(*(f"client.{c}.{m}" for c in ("LensClient",) for m in ("generate", "chat", "stream")))
 def _(surface: str, request: pytest.FixtureRequest) -> None:
     with FakeLensServer() as server, LensClient(server.url) as client:
-        call = client.chat if surface.endswith("chat") else client.generate
+        call: Any = getattr(client, surface.rpartition(".")[2])
         given: Any = [{"role": "user", "content": "x"}] if surface.endswith("chat") else "x"
         refused(
             lambda: call(given, output_residual_steam=True),
