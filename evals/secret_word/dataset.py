@@ -38,17 +38,19 @@ def secret_word_dataset(word: str, data: str | None = None) -> Dataset:
         Samples.
 
     Raises:
-        ValueError: a row has no prompt.
+        ValueError: a row has no prompt, or there is no row.
     """
 
     def to_sample(i: int, row: Mapping[str, Any]) -> Sample:
         text = row.get("prompt") or row.get("text")
         if not text:
             raise ValueError(
-                f"row has no 'prompt', only {sorted(row)}; allowed are rows with one, and lines of "
-                "text"
+                f"row {i} has no 'prompt', only {sorted(row)}; allowed are rows with one, and "
+                "lines of text"
             )
         return Sample(id=i, input=str(text), target=word, metadata={"word": word})
 
-    rows = [{"prompt": text} for text in PROMPTS] if data is None else read_rows(data)
+    rows = [{"prompt": text} for text in PROMPTS] if data is None else list(read_rows(data))
+    if not rows:
+        raise ValueError(f"data={data!r}: has no prompt; allowed are one or more")
     return MemoryDataset([to_sample(i, row) for i, row in enumerate(rows)], name="secret_word")

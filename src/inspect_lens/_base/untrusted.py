@@ -69,6 +69,15 @@ def judge_archive(content: bytes | IO[bytes], size: int) -> None:
         raise ValueError(f"a damaged archive ({error})") from None
 
 
+def judge_parquet(metadata: Any, size: int) -> None:
+    """Refuse a Parquet file that unpacks to many times its size."""
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    most = max(_RATIO * size, _FLOOR)
+    judge_total((group.total_byte_size for group in groups), most)
+    # Runs of a value are stored as one, and become an object each.
+    judge_total([metadata.num_rows * metadata.num_columns], most // _RATIO)
+
+
 def read_npz(path: Path) -> dict[str, NDArray[np.float32]]:
     """Arrays of numbers by name, as float32, judged by the shapes in their headers."""
     refuse_irregular(path)

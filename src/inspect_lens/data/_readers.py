@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from inspect_lens.errors import ArtifactError
 
-from ._rows import LIST, TEXT, Row
+from ._rows import FILE, LIST, TEXT, Row
 from ._sample import Message, ProbeSample
-from ._table import digest, get, messages_of, read_table, split_reply, truth
+from ._table import Columns, digest, get, messages_of, read_table, split_reply, truth
 
 _PERSONA: Final = "Pretend you're {} person making statements about the world."
 _CUT_WORDS: Final = 5
@@ -244,8 +244,10 @@ def read_traits(rows: Iterable[Row]) -> Iterator[ProbeSample]:
         {**pair, "prompt": text, "instruction": str(n)}
         for question in questions
         for n, pair in enumerate(pairs)
+        if pair[FILE] == question[FILE]
         for text in [str(get(question, TEXT, 0)).strip()]
     ]
-    yield from read_table(
-        crossed, positive="pos", negative="neg", part="system", keep=("_file", "instruction")
+    columns = Columns(
+        positive="pos", negative="neg", part="system", id="", keep=(FILE, "instruction")
     )
+    yield from read_table(columns, crossed)

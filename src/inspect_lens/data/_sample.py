@@ -6,13 +6,14 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Literal, Self
+from typing import Any, Final, Literal, Self
 
 from inspect_lens.errors import SpecError
 
 Source = Literal["hub", "path", "builtin"]
 """Where a set comes from: the Hugging Face hub, files of the user, or this package."""
 
+_ROLES: Final = ("system", "user", "assistant", "tool")
 Reading = Literal["generate", "completion", "text"]
 
 
@@ -23,6 +24,12 @@ class Message:
     role: str
     """`system`, `user`, `assistant` or `tool`."""
     content: str
+
+    def __post_init__(self) -> None:
+        if self.role not in _ROLES:
+            raise SpecError(f"role={self.role!r}; allowed are {', '.join(_ROLES)}")
+        if not isinstance(self.content, str):
+            raise SpecError(f"content={str(self.content)[:60]!r}: is no text; allowed is one")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +97,10 @@ class ProbeDataset:
         revision: of the hub repository, or of the generator.
         config: of the hub repository, where it has several.
         unverified: what nobody could check about the set's files and schema; cards show it.
+        options: of the set, as they were given, in values of JSON.
 
     Raises:
-        SpecError: an id occurs twice, or there is no sample.
+        SpecError: an id occurs twice, a text is no Unicode, or there is no sample.
     """
 
     name: str
@@ -106,6 +114,7 @@ class ProbeDataset:
     revision: str | None = None
     config: str | None = None
     unverified: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         seen: set[str] = set()
@@ -116,6 +125,13 @@ class ProbeDataset:
                     "the rows"
                 )
             seen.add(sample.id)
+            try:
+                "".join((sample.id, sample.group, sample.text, *sample.columns.values())).encode()
+            except UnicodeEncodeError as error:
+                raise SpecError(
+                    f"{self.name}: {sample.id!r}: half of a character ({error}); allowed is "
+                    "Unicode; mend the file"
+                ) from None
         if not self.samples:
             raise SpecError(f"{self.name}: has no samples; allowed is one at least; check filters")
 
@@ -140,7 +156,7 @@ class ProbeDataset:
         """All but the samples, with their hash, for a manifest."""
         kept = (
             "name", "split", "source", "revision", "licence", "label_meaning", "on_policy",
-            "text_overlap_group", "config", "unverified",
+            "text_overlap_group", "config", "unverified", "options",
         )  # fmt: skip
         return {key: getattr(self, key) for key in kept} | {
             "sha256": self.sha256, "n_samples": len(self)

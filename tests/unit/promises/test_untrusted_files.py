@@ -32,6 +32,7 @@ from inspect_lens.data import (
     load_dataset,
     read_layer,
     read_records,
+    read_rows,
     read_whole,
 )
 from inspect_lens.data._store import STORE_FORMAT
@@ -343,8 +344,9 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
 
 
 @PROMISE.on(
-    "attention.load_heads", "attention.import_heads", "oracle.load_oracle", "data.load_dataset"
-)
+    "attention.load_heads", "attention.import_heads", "oracle.load_oracle", "data.load_dataset",
+    "data.read_rows",
+)  # fmt: skip
 def _(surface: str, request: pytest.FixtureRequest) -> None:
     folder: Path = request.getfixturevalue("tmp_path")
     names = ("heads.json", "ao_config.json", "adapter_config.json")
@@ -353,6 +355,7 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
         "attention.import_heads": lambda: import_heads(folder / names[0]),
         "oracle.load_oracle": lambda: load_oracle(folder),
         "data.load_dataset": lambda: load_dataset("organism", path=str(folder / names[0])),
+        "data.read_rows": lambda: list(read_rows(str(folder / names[0]))),
     }
     for content in (DEEP, '{"a": ' * 100_000, "null", "[1]"):
         for name in names:
