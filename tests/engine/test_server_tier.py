@@ -170,10 +170,6 @@ def test_two_names_of_one_server(client: httpx.Client) -> None:
     assert [tier["tier"] for tier in tiers["inspect_lens"]["tiers"]] == ["server", "named"]
     unknown = client.post("/v1/completions", json={"model": f"{MODEL}@nobody", "prompt": "a"})
     assert unknown.status_code == 404
-    chat = {"model": f"{MODEL}@steered", "messages": MESSAGES, "max_tokens": 2}
-    lost = client.post("/cohere/v2/chat", json=chat)
-    assert lost.status_code == 400, lost.text
-    assert "chooses a configuration, which this route would pass over" in lost.text
     wrong = client.post(
         "/v1/completions",
         json={"model": MODEL, "prompt": "a", "inspect_lens": {"configs": ["calm"]}},
