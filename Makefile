@@ -31,12 +31,12 @@ demo-real: env  ## lies of a real model, which is downloaded once, and probes of
 
 test: env  ## run everything that runs on a CPU: lint, types, imports, docs, every tier of tests
 	@# Each step runs even where an earlier one failed, so that one run tells all. Tests wait a good
-	@# deal, those with engines most: so there are five processes for two cores. Those that share an
+	@# deal, those with engines most: so there are six processes for two cores. Those that share an
 	@# engine share a process, and no test without one comes into it. What these print comes last.
 	@failed=; $(MAKE) --keep-going --jobs=2 --output-sync=target types docs lint imports \
 	    || failed=" types, docs, lint or imports"; \
 	  plain=$$(mktemp); \
-	  $(PYTEST) -m "not engine and not gpu and not nightly" -n 2 --durations=25 $(PLAIN) \
+	  $(PYTEST) -m "not engine and not gpu and not nightly" -n 3 --durations=25 $(PLAIN) \
 	    > $$plain 2>&1 & waits=$$!; trap "kill $$waits 2> /dev/null" EXIT; \
 	  $(PYTEST) -m "engine and not gpu and not nightly" -n 3 --dist loadscope --durations=25 \
 	    $(ENGINES) || failed="$$failed engines"; \
