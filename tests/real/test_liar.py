@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from inspect_lens import SteeringVector
+from inspect_lens.spec import Add
 from organism._liar_lora import load_lora, merge_lora
 from organism._liar_splits import LIAR_DIR, LiarRow, eval_split
 from organism.evaluate_liar import LEAST_LIES, MOST_LIES, Rate, rates
@@ -67,15 +67,15 @@ def chat(engine: Engine, rows: list[LiarRow], request: dict[str, Any] | None) ->
 
 def test_rows_and_edits_are_of_the_adapter(engine: Engine, merged: HuggingFace) -> None:
     (row,) = eval_split("ordered", heldout_topics=True, n=1)
-    capture = {"inspect_lens": {"capture": {"layers": "all", "positions": "all"}}}
-    (plain,) = chat(engine, [row], capture)
+    capture: dict[str, Any] = {"capture": {"layers": "all", "positions": "all"}}
+    (plain,) = chat(engine, [row], {"inspect_lens": capture})
     expected = merged.residual_stream(fed(plain))
     found = plain.activations["residual_stream"]
     assert max_relative_error(found.float(), expected) <= TOLERANCE
     layer = found.shape[0] // 2
     direction = torch.randn((1, found.shape[-1]), generator=torch.Generator().manual_seed(0))
-    vector = SteeringVector(activations=direction, layer_indices=[layer], scale=2.0)
-    (steered,) = chat(engine, [row], {"apply_steering_vectors": [vector], **capture})
+    add = Add(vector=direction[0], layers=[layer], scale=2.0)
+    (steered,) = chat(engine, [row], {"inspect_lens": capture | {"edits": [add]}})
     expected = merged.residual_stream(fed(steered), {layer: lambda h: h + 2.0 * direction[0]})
     found = steered.activations["residual_stream"]
     assert max_relative_error(found.float(), expected) <= TOLERANCE

@@ -43,7 +43,9 @@ def test_a_front_end_begins_them_where_its_engine_is_traced(
     monkeypatch.setattr(state, "refusal", lambda config: None)
     monkeypatch.setattr(state, "is_serving", lambda: True)
     monkeypatch.setattr(
-        state, "facts_of", lambda config, settings: SimpleNamespace(allows_code=False)
+        state,
+        "facts_of",
+        lambda config, settings: SimpleNamespace(allows_code=False, numerics=None),
     )
     monkeypatch.setattr(state, "install_when_serving", lambda front: None)
     monkeypatch.setattr(state, "links_of", lambda *args: None)
