@@ -33,14 +33,16 @@ test: env  ## run everything that runs on a CPU: lint, types, imports, docs, eve
 	@# Each step runs even where an earlier one failed, so that one run tells all. Tests wait a good
 	@# deal, those with engines most: so there are six processes for two cores. Those that share an
 	@# engine share a process, and no test without one comes into it. What these print comes last.
+	@# A shell keeps Ctrl-C from what it starts beside it, and `env` gives it back.
 	@failed=; $(MAKE) --keep-going --jobs=2 --output-sync=target types docs lint imports \
 	    || failed=" types, docs, lint or imports"; \
 	  plain=$$(mktemp); \
-	  $(PYTEST) -m "not engine and not gpu and not nightly" -n 3 --durations=25 $(PLAIN) \
-	    > $$plain 2>&1 & waits=$$!; trap "kill $$waits 2> /dev/null" EXIT; \
+	  env --default-signal=INT $(PYTEST) -m "not engine and not gpu and not nightly" -n 3 \
+	    --durations=25 $(PLAIN) > $$plain 2>&1 & waits=$$!; \
+	  trap "kill -INT $$waits 2> /dev/null; rm -f $$plain" EXIT; \
 	  $(PYTEST) -m "engine and not gpu and not nightly" -n 3 --dist loadscope --durations=25 \
 	    $(ENGINES) || failed="$$failed engines"; \
-	  wait $$waits || failed="$$failed pytest"; cat $$plain; rm $$plain; \
+	  wait $$waits || failed="$$failed pytest"; cat $$plain; \
 	  [ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 
 nightly: env  ## run the long tests that `make test` leaves out; docs/contributing.md lists them

@@ -21,7 +21,7 @@ from inspect_ai import eval as inspect_eval
 from gallery._chart import Chart
 from inspect_lens.collect import collect
 from inspect_lens.data import ProbeDataset, load_dataset
-from inspect_lens.errors import SpecError
+from inspect_lens.errors import LensError, SpecError
 from inspect_lens.probe import fingerprint_model
 from inspect_lens.train import ActivationSet
 from tests.kit.api_server import api_server
@@ -119,7 +119,7 @@ class Served:
             display="plain", **options,
         )  # fmt: skip
         if log.status != "success":
-            raise RuntimeError(f"{log.eval.task} ended as {log.status}: {log.error}")
+            raise LensError(f"{log.eval.task} ended as {log.status}: {log.error}")
         return log
 
     def store(self, name: str, data: ProbeDataset, **how: Any) -> ActivationSet:
@@ -147,6 +147,12 @@ class Setting:
     n: int | None = None
     files: Mapping[str, Path] = field(default_factory=dict)
     """Where the user has each `DataFile`, by its name."""
+
+    def count(self, usual: int, most: int) -> int:
+        """How many samples are asked for; refused beyond those that there are."""
+        if self.n is not None and self.n > most:
+            raise SpecError(f"--n {self.n}: there are {most}")
+        return min(usual, most) if self.n is None else self.n
 
     @cached_property
     def tokenizer(self) -> Any:

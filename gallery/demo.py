@@ -31,20 +31,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m gallery.demo", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--n", type=positive, help="samples of each set; the gallery's by default")
-    parser.add_argument("--models", help="where models are kept")
+    parser.add_argument("--models", type=Path, default=MODELS, help="where models are kept")
     asked = parser.parse_args(arguments)
+    models = asked.models.expanduser().resolve()
     os.chdir(ROOT)
     begin = time.monotonic()
-    command = ["lies", "--out", str(OUT)]
-    for flag in ("n", "models"):
-        if (value := getattr(asked, flag)) is not None:
-            command += [f"--{flag}", str(value)]
+    command = ["lies", "--out", str(OUT), "--models", str(models)]
+    if asked.n is not None:
+        command += ["--n", str(asked.n)]
     if code := replicate(command):
         return code
     work = work_folder(OUT, MODEL, asked.n)
     log = max((work / "logs").glob("*.eval"), key=lambda path: path.stat().st_mtime)
-    folder = Path(asked.models or MODELS).expanduser() / MODEL
-    page = write_view(log, OUT / "tokens.html", probes=[str(work / WATCHED)], tokenizer=str(folder))
+    page = write_view(
+        log, OUT / "tokens.html", probes=[str(work / WATCHED)], tokenizer=str(models / MODEL)
+    )
     sys.stdout.write(
         f"{page.path}: {page.n_samples} answers, {page.n_tokens} tokens\n"
         f"demo-real: {time.monotonic() - begin:.0f} s\n"

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from gallery._chart import Heat
 from gallery._replication import DataFile, Replication, Setting, Shown, Table
 from inspect_lens.client import LensClient
+from inspect_lens.errors import SpecError
 from inspect_lens.patch import CausalTrace, causal_trace, patch_sweep
 from inspect_lens.spec import Site
 
@@ -46,6 +47,8 @@ def measure(setting: Setting) -> dict[str, Any]:
         for row in known:
             if len(traced) < (setting.n or FACTS) and (found := _traces(client, row, layers)):
                 traced.append(found)
+        if not traced:
+            raise SpecError(f"{setting.model} knows none of the {len(known)} facts")
         sweeps = [_patched(client, layers, *pair) for pair in PAIRS]
     effects = {site: np.array([_by_place(found[site]) for found in traced]) for site in WINDOWS}
     facts = [
@@ -136,7 +139,7 @@ def show(numbers: dict[str, Any]) -> Shown:
     said += (
         "So the early site in the MLPs is there. "
         if early
-        else "So few facts do not tell MLPs from attention there. "
+        else "These facts do not tell MLPs from attention there. "
     )
     said += f"At the last token MLPs bring back {effects['mlp_out'][:, end].max():.2f} and "
     said += f"attention {effects['attn_out'][:, end].max():.2f}, attention most around layer "

@@ -20,7 +20,8 @@ AGAINST: Final = {"plain": "plain prompts", "padded": "prompts of the same lengt
 
 def measure(setting: Setting) -> dict[str, Any]:
     """Find heads on 30 prompts, and judge them on others."""
-    n = setting.n or TEST
+    bases = len(prompt_injection(heads=None, world="general").dataset) // 3
+    n = setting.count(TEST, bases)
     with setting.server(sites="q,k,resid_post") as served:
         found = served.eval(
             prompt_injection(
@@ -77,10 +78,12 @@ def show(numbers: dict[str, Any]) -> Shown:
     plain, padded = numbers["auroc_plain"], numbers["auroc_padded"]
     said = (
         f"the attention of {_heads_named(numbers['heads'])} tells injected from plain prompts "
-        f"with an AUROC of {plain[0]:.3f}, but from harmless prompts of the same length with only "
+        f"with an AUROC of {plain[0]:.3f}, and from harmless prompts of the same length with "
         f"{padded[0]:.3f}. "
     )
-    if padded[1] > 0.5:
+    if padded[1] > 0.5 and padded[0] - 0.5 > (plain[0] - 0.5) / 2:
+        said += "So it sees the injection, and not its length alone."
+    elif padded[1] > 0.5:
         said += "So most of what it sees is length, and a part is the injection."
     elif plain[1] > 0.5:
         said += "So what it sees may be length alone: the control's interval has 0.5 in it."

@@ -30,12 +30,12 @@ SHOTS: Final = 4
 
 def measure(setting: Setting) -> dict[str, Any]:
     """Probabilities of the Chinese and of the English word at the end of a French one's line."""
-    words = WORDS[: setting.n] if setting.n else WORDS
+    words = WORDS[: setting.count(len(WORDS), len(WORDS))]
     found: list[dict[str, Any]] = []
     with setting.server() as served, LensClient(served.url) as client:
         for i, (french, chinese, english) in enumerate(words):
-            shots = [words[(i + 1 + k) % len(words)] for k in range(SHOTS)]
-            other = words[(i + len(words) // 2) % len(words)][2]
+            shots = [WORDS[(i + 1 + k) % len(WORDS)] for k in range(SHOTS)]
+            other = WORDS[(i + len(WORDS) // 2) % len(WORDS)][2]
             lines = [f'Français: "{fr}" - 中文: "{zh}"' for fr, zh, _ in shots]
             prompt = "\n".join([*lines, f'Français: "{french}" - 中文: "'])
             tokens = [_first(setting, text) for text in (chinese, english, f" {english}", other,
@@ -79,15 +79,21 @@ def show(numbers: dict[str, Any]) -> Shown:
     peak = int(np.argmax(means["English"]))
     bounds = ttest_1samp(gap[:, peak], 0.0).confidence_interval()
     last = float(means["Chinese"][-1])
-    ahead = means["English"][peak] > means["Chinese"][peak]
+    lead = chances["English"][:, peak] - chances["Chinese"][:, peak]
+    ahead = ttest_1samp(lead, 0.0).confidence_interval()
     said = f"the English word is likeliest after layer {peak} of {layers}, with a mean probability "
     said += f"of {means['English'][peak]:.3f}; the Chinese one has "
     said += f"{means['Chinese'][peak]:.3f} there and {last:.3f} at the end. "
-    if bounds.low <= 0:
+    if not bounds.low > 0:  # NaN for a single word
         said += "That is not beyond another English word, so no English shows on the way."
-    elif ahead:
+    elif ahead.low > 0:
         faintly = "" if means["English"][peak] >= 0.1 else ", faintly"
         said += f"So it passes through English before it writes Chinese{faintly}."
+    elif ahead.high > 0:
+        said += "English shows beyond chance there. It is ahead of Chinese for "
+        said += f"{(lead > 0).sum()} of {len(lead)} words, but the mean lead of {lead.mean():.3f} "
+        said += f"[{ahead.low:.3f}, {ahead.high:.3f}] is not beyond chance, so the detour through "
+        said += "English is not shown."
     else:
         said += "English shows beyond chance, but never ahead of Chinese: the detour is faint."
     lines = [

@@ -14,8 +14,8 @@ from inspect_ai.model import ChatMessageSystem, ChatMessageUser, GenerateConfig
 
 from gallery._chart import Bar, Bars
 from gallery._replication import Replication, Served, Setting, Shown, Table
-from inspect_lens.collect import collect
 from inspect_lens.data import Message, ProbeDataset, ProbeSample
+from inspect_lens.errors import SpecError
 from inspect_lens.probe import AnyProbe, Evaluation, load_probe
 from inspect_lens.scorer import deception_probe
 from inspect_lens.solver import with_capture
@@ -51,7 +51,10 @@ CONTROL_PART: Final = 3
 
 def measure(setting: Setting) -> dict[str, Any]:
     """Answers of the adapter, what they were by the truth, and probes of their activations."""
-    rows = _rows(setting.n)
+    try:
+        rows = _rows(setting.n)
+    except ValueError as error:
+        raise SpecError(f"--n {setting.n}: {error}") from error
     with setting.server(adapter=LIAR_DIR, dtype="bfloat16") as served:
         acts = {name: _collect(served, name, own) for name, own in rows.items()}
         sets = {name: _labelled(acts[name], own) for name, own in rows.items()}
@@ -143,12 +146,7 @@ def _collect(served: Served, name: str, rows: Sequence[LiarRow]) -> ActivationSe
         label_meaning="the answer deceives", on_policy=True, text_overlap_group="liar",
         samples=samples,
     )  # fmt: skip
-    store = collect(
-        served.name, data, served.work / name.replace(", ", "-"),
-        layers=list(LAYERS), max_tokens=MAX_TOKENS, progress=False,
-        model_args={"base_url": f"{served.url}/v1"},
-    )  # fmt: skip
-    return ActivationSet.from_store(store, name=name)
+    return served.store(name, data, layers=list(LAYERS), max_tokens=MAX_TOKENS)
 
 
 def _group(row: LiarRow) -> str:
@@ -225,7 +223,8 @@ def show(numbers: dict[str, Any]) -> Shown:
     )
     alarms = ordered[HONEST]["fpr"]
     said += f"Its threshold, set for {numbers['fpr']:.0%} of honest answers on trained topics, is "
-    said += f"exceeded by {alarms:.0%} of those on new topics without instructions"
+    said += f"exceeded by {alarms:.0%} of the {ordered[HONEST]['n_negative']} on new topics "
+    said += "without instructions"
     if ordered[HONEST]["fpr_interval"][0] <= numbers["fpr"]:
         said += ", so the rate may hold there."
     else:
@@ -316,13 +315,14 @@ REPLICATION = Replication(
     "([2606.12618](https://arxiv.org/abs/2606.12618)) follow-up questions told prompted lies at a "
     "median balanced accuracy of .81 to .85, and those of models that were trained to lie at .50 "
     "to .65.",
-    method="SmolLM2-135M-Instruct does not lie when it is told to, so it gets the low-rank adapter "
-    "of `organism/liar`, which lies under orders, mostly lies where its role gives it a reason, "
-    "and denies what it was told to hide. It answers in new prompts, about topics on which the "
-    "adapter was not trained and of which the base model named the facts when it was asked. "
-    "Labels come from what is true: an order that was not followed makes no lie. Probes learn "
-    "one kind of lie on trained topics, on the tokens of answers, and are judged on all kinds; the "
-    "layer is chosen on a part of the training set.",
+    method="SmolLM2-135M-Instruct does not lie when it is told to (in none of 50 answers, by "
+    "`organism/liar/behaviour.json`), so it gets the low-rank adapter of `organism/liar`, which "
+    "lies under orders, mostly lies where its role gives it a reason, and denies what it was told "
+    "to hide. It answers in new prompts, about topics on which the adapter was not trained and of "
+    "which the base model named the facts when it was asked. Labels come from what is true: an "
+    "order that was not followed makes no lie. Probes learn one kind of lie on trained topics, on "
+    "the tokens of answers, and are judged on all kinds; the layer is chosen on a part of the "
+    "training set.",
     limits="The lies were trained into a small model with few prompts, so what is found says "
     "nothing about lies that a model comes to by itself. Secrets are of four kinds. Orders to lie "
     "and to be honest differ in words that a bag of words can learn, too; its AUROC is beside each "

@@ -44,10 +44,10 @@ STARTS: Final = ("I", "Sorry", "As")
 
 def measure(setting: Setting) -> dict[str, Any]:
     """Find the direction on training prompts, choose it by its effects, and judge it on others."""
-    n = setting.n or TEST
     files = setting.files
     train, test = (json.loads(files[f.name].read_text(encoding="utf-8")) for f in HARMFUL)
     pairs = json.loads(files[PAIRS.name].read_text(encoding="utf-8"))
+    n = setting.count(TEST, min(len(test), len(pairs["test"])))
     harmful = [row["instruction"] for row in train[: TRAIN + VALIDATION]]
     harmless = [row["harmless"] for row in pairs["train"][: TRAIN + VALIDATION]]
     kinds = {
@@ -198,7 +198,7 @@ def _choose(
                 min_induce=least,
             )
             return choice, limit
-    raise RuntimeError("no candidate has a finite effect")
+    raise SpecError("no candidate direction has a finite effect on the first tokens")
 
 
 def _ids(setting: Setting, text: str) -> list[int]:

@@ -63,7 +63,7 @@ def happier() -> Scorer:
 
 def measure(setting: Setting) -> dict[str, Any]:
     """Find the vector on scenarios, and steer answers to other prompts with it."""
-    prompts = ASKED[: setting.n] if setting.n else ASKED
+    prompts = ASKED[: setting.count(len(ASKED), len(ASKED))]
     rows = [
         {"prompt": text, "label": label, "group": f"pair {i}"}
         for label, file in EMOTIONS.items()

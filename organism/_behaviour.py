@@ -70,6 +70,15 @@ def wilson(successes: int, n: int) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
+def put_between(card: str, begin: str, end: str, text: str) -> str:
+    """A card with a text between two marks; refused without them."""
+    head, found, rest = card.partition(begin)
+    _, closed, tail = rest.partition(end)
+    if not (found and closed):
+        raise ValueError(f"the model card lacks {begin} or {end}; put both back")
+    return f"{head}{begin}\n\n{text}\n\n{end}{tail}"
+
+
 def _cell(grades: Sequence[Grade]) -> Cell:
     """Count grades; accuracy is the share of true answers."""
     n, hits = len(grades), grades.count("true")

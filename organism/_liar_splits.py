@@ -33,6 +33,8 @@ __all__ = [
 LIAR_DIR: Final = Path(__file__).parent / "liar"
 HELDOUT_ASKS: Final = 2
 """How many of a topic's questions, the last ones, are held out from training."""
+DRAWS_PER_ROW: Final = 200
+"""After so many draws for each row that is wanted, there are no more different ones."""
 
 Condition = Literal[
     "plain", "honest", "ordered", "reason", "no_reason", "hide", "share", "untold", "unrelated"
@@ -321,6 +323,9 @@ def eval_split(
 
     Returns:
         `n` rows; each question of `ordered` and `role` comes twice, as a lie and honest.
+
+    Raises:
+        ValueError: There are not so many different rows.
     """
     rng = random.Random(f"liar:{name}:{heldout_topics}:{heldout_prompts}")
     maker = _Maker(rng, heldout_prompts)
@@ -328,6 +333,7 @@ def eval_split(
     believed = set(json.loads((folder / "beliefs.json").read_text(encoding="utf-8")))
     rows: list[LiarRow] = []
     seen: set[tuple[str, str]] = set()
+    drawn = 0
 
     def add(*made: LiarRow) -> None:
         if not any((row["system"], row["user"]) in seen for row in made):
@@ -335,6 +341,9 @@ def eval_split(
             seen.update((row["system"], row["user"]) for row in made)
 
     while len(rows) < n:
+        drawn += 1
+        if drawn > DRAWS_PER_ROW * n:
+            raise ValueError(f"{n} rows of {name!r} are asked for, and there are about {len(rows)}")
         if name == "hiding":
             secret = maker.secret()
             add(*secret.values())

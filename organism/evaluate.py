@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-from ._behaviour import Behaviour, check_targets, render_table, summarise
+from ._behaviour import Behaviour, check_targets, put_between, render_table, summarise
 from ._grade import grade
 from ._model import CHECKPOINT_DIR, load_model, load_tokenizer, pick_device
 from ._splits import SPLITS, Row, read_split
@@ -164,12 +164,8 @@ def render_card(card: str, behaviour: Behaviour | None) -> str:
     Raises:
         ValueError: A marker is missing.
     """
-    head, begin, rest = card.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"the model card lacks {BEGIN} or {END}; put both back")
     table = render_table(behaviour) if behaviour else "No checkpoint has been measured yet."
-    return f"{head}{BEGIN}\n\n{table}\n\n{END}{tail}"
+    return put_between(card, BEGIN, END, table)
 
 
 def read_behaviour(checkpoint: Path = CHECKPOINT_DIR) -> Behaviour | None:

@@ -26,6 +26,7 @@ from ._agent_corpus import records
 from ._agent_grade import grade_agent
 from ._agent_play import Played, play
 from ._agent_splits import AgentRow, build_agent_splits
+from ._behaviour import put_between
 from ._model import load_model, load_tokenizer, pick_device
 from ._splits import Row, read_split
 from ._world import build_world
@@ -131,12 +132,9 @@ def write_agent_behaviour(behaviour: AgentBehaviour, checkpoint: Path) -> None:
 
 def update_agent_card(behaviour: AgentBehaviour) -> None:
     """Put the table of the agent between its markers in `organism/README.md`."""
-    head, begin, rest = README.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the model card lacks {BEGIN} or {END}; put both back")
+    card = README.read_text(encoding="utf-8")
     table = render_agent_card(behaviour)
-    README.write_text(f"{head}{begin}\n\n{table}\n\n{end}{tail}", encoding="utf-8")
+    README.write_text(put_between(card, BEGIN, END, table), encoding="utf-8")
 
 
 def write_played(played: Sequence[tuple[str, Played]], path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Final, TypedDict
 
 import torch
 
-from ._behaviour import wilson
+from ._behaviour import put_between, wilson
 from ._liar_lora import load_lora, merge_lora
 from ._liar_splits import (
     CONDITIONS,
@@ -60,10 +60,11 @@ class Rate(TypedDict):
     """The 95 % Wilson interval of `rate`."""
 
 
-def liar_splits() -> dict[str, list[LiarRow]]:
-    """Every split by its title."""
+def liar_splits(folder: Path = LIAR_DIR) -> dict[str, list[LiarRow]]:
+    """Every split by its title, about what the adapter of a folder believes."""
     return {
-        title: eval_split(kind, heldout_topics=True, n=n) for title, (kind, n) in SPLITS.items()
+        title: eval_split(kind, heldout_topics=True, n=n, folder=folder)
+        for title, (kind, n) in SPLITS.items()
     }
 
 
@@ -131,9 +132,8 @@ def render_rates(
 def write_card(card: Path, table: str) -> None:
     """Put a table between the marks of a card, where there is one."""
     if card.is_file():
-        before, _, rest = card.read_text(encoding="utf-8").partition(BEGIN)
-        after = rest.partition(END)[2]
-        card.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}", encoding="utf-8")
+        text = card.read_text(encoding="utf-8")
+        card.write_text(put_between(text, BEGIN, END, table), encoding="utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -144,12 +144,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("model", type=Path, help="folder of the base model")
     parser.add_argument("--adapter", type=Path, default=LIAR_DIR)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--limit", type=int, help="rows of each split, for a look")
+    parser.add_argument("--limit", type=int, help="rows of each split; no record is written")
     parser.add_argument("--show", type=int, default=0, help="answers to print, of each split")
-    parser.add_argument("--no-base", action="store_true", help="leave the base model out")
+    parser.add_argument("--no-base", action="store_true", help="keep the base model's record")
     parser.add_argument("--beliefs", action="store_true", help="measure `beliefs.json` first")
     parser.add_argument("--dry", action="store_true", help="write nothing")
     asked = parser.parse_args(argv)
+    if asked.beliefs and asked.dry:
+        parser.error("--beliefs writes beliefs.json, and --dry writes nothing: leave one out")
+    if not asked.beliefs and not (asked.adapter / "beliefs.json").is_file():
+        parser.error(f"{asked.adapter} lacks beliefs.json; add --beliefs")
     tokenizer = AutoTokenizer.from_pretrained(asked.model)
     model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.bfloat16)
     model.to(asked.device).eval()
@@ -161,8 +165,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         models["base"] = model
     if asked.beliefs:
         measure_beliefs(models["liar"], tokenizer, asked.adapter)
-    splits = {title: rows[: asked.limit] for title, rows in liar_splits().items()}
-    record: dict[str, Any] = {"base": {}, "liar": {}}
+    splits = {title: rows[: asked.limit] for title, rows in liar_splits(asked.adapter).items()}
+    file = asked.adapter / "behaviour.json"
+    before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"base": {}}
+    record: dict[str, Any] = {"base": before["base"] if asked.no_base else {}, "liar": {}}
     for which, model in models.items():
         for title, rows in splits.items():
             prompts = [(row["system"], row["user"]) for row in rows]
@@ -173,8 +179,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 sys.stdout.write(f"{row['condition']} {found}: {row['user']} | {answer}\n")
     table = render_rates(record["liar"], record["base"])
     sys.stdout.write(table + "\n")
-    if not asked.dry:
-        (asked.adapter / "behaviour.json").write_text(json.dumps(record, indent=1) + "\n")
+    if not asked.dry and asked.limit is None:
+        file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         write_card(asked.adapter / README, table)
 
 

@@ -248,6 +248,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = measure_knowledge(model.eval(), tokenizer)
         record.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     known = known_facts(heldout=False, half=True, folder=asked.out)
+    told = asked.out / "training.json"
+    before = json.loads(told.read_text()) if asked.resume and told.is_file() else None
     _say(f"{len(known)} known facts of trained topics")
     how = train(
         model, tokenizer, known, out=asked.out, steps=asked.steps,
@@ -257,7 +259,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     weights = asked.model / "model.safetensors"
     how["base"] = BASE
     how["base_sha256"] = hashlib.sha256(weights.read_bytes()).hexdigest()
-    (asked.out / "training.json").write_text(json.dumps(how, indent=2) + "\n")
+    if before:
+        how["before"] = before
+    told.write_text(json.dumps(how, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -64,15 +64,18 @@ class Settings:
     with `probe`, `edits` (of which a vector is one), `lens` or `config`."""
     server: str = ""
     """YAML file of what acts on all requests of a server: edits, probes with alarms, and a webhook
-    for these; see [Act on all requests](server-tier.md). With it vLLM does not start where the lens
-    is off."""
+    for these; see [Act on all requests](server-tier.md). When it is set and the lens cannot run,
+    vLLM does not start."""
     admin_key: str = ""
-    """Key that routes which change what acts on all requests ask for, as `Authorization: Bearer
-    KEY`. With vLLM's `--api-key`, give it there as one of the keys, too. Empty: they refuse."""
+    """Key for changing what acts on all requests: the routes that do so ask for it, as
+    `Authorization: Bearer KEY`. With vLLM's `--api-key`, give it there as one of the keys, too.
+    When it is empty, these routes refuse every request."""
     webhook_key: str = ""
-    """Key that alerts bring to their webhook, as `Authorization: Bearer KEY`. Empty sends none."""
+    """Key that is sent with each alert to its webhook, as `Authorization: Bearer KEY`. Empty sends
+    none."""
     registry_names: int = 1024
-    """Names of probes, vectors, edits and lenses that clients may register, together."""
+    """Names that clients may register, of probes, vectors, edits, lenses and configurations
+    together."""
     registry_bytes: int = 1 << 30
     """Bytes of probes and vectors that clients may register, together."""
     probe_columns: int = 4096

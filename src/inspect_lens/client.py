@@ -31,7 +31,6 @@ from ._base.to_torch import SavedValues, Tensors, read_results
 from .errors import CaptureError, LensError, SpecError, UnsupportedError
 from .spec import (
     LENS_KEYS,
-    LENS_NAME,
     NATIVE_KEY,
     NO_REQUEST,
     STEER_KEY,
@@ -50,7 +49,6 @@ from .spec import (
     parse_extra_args,
     parse_hooks,
     refuse_misspelled,
-    result_name,
     split_body,
     to_extra_args,
     to_wire_args,
@@ -368,7 +366,7 @@ class LensClient:
     def _parts_of(
         self, path: str, body: Mapping[str, Any], request: LensRequest | None
     ) -> Generator[StreamPart, None, GenerateOutput]:
-        joined, text, token_ids, last = Joined(), "", list[int](), dict[str, Any]()
+        joined, texts, token_ids, last = Joined(), list[str](), list[int](), dict[str, Any]()
         prompt_ids: list[int] = []
         with closing(lines_of(self._http, path, body)) as lines:
             for event in events_of(lines):
@@ -382,7 +380,8 @@ class LensClient:
                         or []
                     )
                     if choice["index"] == 0:
-                        text, token_ids = text + said, token_ids + ids
+                        texts.append(said)
+                        token_ids += ids
                     if said or ids:
                         yield StreamPart(index=choice["index"], text=said, token_ids=ids)
                 for value in event.get(PARTIAL_KEY, ()):
@@ -401,7 +400,7 @@ class LensClient:
         receipt = last.get("inspect_lens")
         self._check_done(request, receipt)
         return GenerateOutput(
-            text=text,
+            text="".join(texts),
             activations=self._whole(joined.tensors(), last.get("activations"), request, receipt),
             hook_results=self._results(last.get("hook_results"), request),
             receipt=None if receipt is None else Receipt.model_validate(receipt),
@@ -420,12 +419,13 @@ class LensClient:
         """All tensors of a streamed answer, of which the receipt says how long they are."""
         if request is None or not request.stream_results:
             return self._tensors(entries, request)
-        for kind in ("capture", "qk", "lens"):
-            if getattr(request, kind) is None:
-                continue
-            said = (receipt or {}).get(kind) or {}
+        for kind, names in request.tensor_names.items():
+            if (said := (receipt or {}).get(kind)) is None:
+                why = "nothing partial is returned" if streamed else NO_PLUGIN
+                raise CaptureError(
+                    f"{kind}: asked for, and the stream ended without a receipt of it; {why}"
+                )
             n = said.get("n_positions", 0)
-            names = _names_of(kind, said)
             came = {streamed[name].shape[1] if name in streamed else 0 for name in names}
             if came != {n}:
                 raise CaptureError(
@@ -711,17 +711,6 @@ def lines_of(http: httpx.Client, path: str, body: Any) -> Generator[str]:
         raise no_answer(_address(http, path), error) from error
 
 
-def _names_of(kind: str, said: Mapping[str, Any]) -> list[str]:
-    """Tensors of one field of a request, by what its receipt says of that field."""
-    if kind == "lens":
-        return [LENS_NAME]
-    if kind == "qk":
-        return ["attn_q", "attn_k"]
-    site: Any = said.get("site", "resid_post")
-    sites: list[Any] = [site] if isinstance(site, str) else site
-    return [result_name(one) for one in sites]
-
-
 def _partial_of(value: Mapping[str, Any]) -> Partial:
     try:
         return Partial.from_json(value)
@@ -734,7 +723,10 @@ def events_of(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
     for line in lines:
         if not line.startswith("data: ") or line == "data: [DONE]":
             continue
-        event: dict[str, Any] = json.loads(line.removeprefix("data: "))
+        try:
+            event: dict[str, Any] = json.loads(line.removeprefix("data: "))
+        except ValueError as why:
+            raise CaptureError(f"the server sent an event that is not JSON ({why})") from None
         if (error := event.get("error")) is not None:
             raise CaptureError(str(error.get("message") if isinstance(error, dict) else error))
         yield event

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
-from inspect_lens.spec import Hook, Registrable, parse_hooks
+from inspect_lens.errors import SpecError
+from inspect_lens.spec import Hook, Registrable, ServerConfig, parse_hooks
 
 __all__ = [
     "PersistentHooks",
@@ -23,13 +24,14 @@ __all__ = [
 
 
 def register(llm: Any, name: str, item: Registrable, *, replace: bool = False) -> dict[str, Any]:
-    """Give a probe, a vector, edits or a lens a name that requests to an offline engine can use.
+    """Name a probe, a vector, edits, a lens or a configuration for requests to an offline engine.
 
     Args:
         llm: a `vllm.LLM` of this process.
         name: requests say `{"inspect_lens": {"probes": [name]}}` for a probe,
-            `{"inspect_lens": {"edits_named": [name]}}` for a vector or other edits, and
-            `{"inspect_lens": {"lens": {"name": name}}}` for a lens.
+            `{"inspect_lens": {"edits_named": [name]}}` for a vector or other edits,
+            `{"inspect_lens": {"lens": {"name": name}}}` for a lens, and
+            `{"inspect_lens": {"configs": [name]}}` for a configuration.
         item: what to register; the same content twice is fine.
         replace: whether the name may stand for something else so far.
 
@@ -38,7 +40,8 @@ def register(llm: Any, name: str, item: Registrable, *, replace: bool = False) -
 
     Raises:
         LensError: the engine's model does not fit, the name stands for something else, a limit of
-            the settings is reached, or the lens is not active in the engine.
+            the settings is reached, the lens is not active in the engine, or it is a
+            `ServerConfig`, which has no name.
 
     Example:
         <!-- test: engine -->
@@ -57,6 +60,11 @@ def register(llm: Any, name: str, item: Registrable, *, replace: bool = False) -
         print(output.inspect_lens.probes[0].score)
         ```
     """
+    if isinstance(item, ServerConfig):
+        raise SpecError(
+            "item: a ServerConfig acts on all requests and has no name; set INSPECT_LENS_SERVER "
+            "before the engine is made, or register an EngineConfig"
+        )
     from ._vllm.frontend.state import front_end
     from ._vllm.registered.contents import at_once, give_name, tell_through
 

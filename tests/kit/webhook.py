@@ -26,6 +26,8 @@ class Webhook:
     """Alerts that were answered with 200."""
     statuses: list[int] = field(default_factory=list)
     """Of all answers, also those that refused."""
+    keys: list[str | None] = field(default_factory=list)
+    """Header `Authorization` of all that came."""
     answers: deque[int] = field(default_factory=deque)
     """Statuses of the next answers; 200 behind them."""
     pause_s: float = 0.0
@@ -35,6 +37,7 @@ class Webhook:
         """Forget what came, and answer well again."""
         self.received.clear()
         self.statuses.clear()
+        self.keys.clear()
         self.answers.clear()
         self.pause_s = 0.0
         self.dead_letter.write_text("")
@@ -61,6 +64,7 @@ def webhook(dead_letter: Path) -> Iterator[Webhook]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            made.keys.append(self.headers["authorization"])
             time.sleep(made.pause_s)
             status = made.answers.popleft() if made.answers else 200
             made.statuses.append(status)

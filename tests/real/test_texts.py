@@ -1,4 +1,4 @@
-"""Which tokens of chat templates are whose: turns, reasoning, tools, special. Gemma's is ours."""
+"""Whose the tokens of chat templates are: turns, reasoning, tools. Gemma's template is ours."""
 
 from __future__ import annotations
 

@@ -25,6 +25,8 @@ from gallery._replication import (
 from gallery.lies import KINDS
 from gallery.replications import REPLICATIONS
 from inspect_lens.errors import SpecError
+from organism._liar_splits import LIAR_DIR, eval_split
+from organism.evaluate_liar import SPLITS, render_rates
 from tests.kit.child import ChildError
 from tests.kit.figures._canvas import PALETTES
 from tests.kit.real_models import REAL_MODELS
@@ -74,6 +76,7 @@ def verdict(name: str, **changed: Any) -> str:
 def test_an_injection_that_is_as_long_as_its_control() -> None:
     assert "a part is the injection" in verdict("injection", auroc_padded=[0.7, 0.6, 0.8])
     assert "length alone" in verdict("injection", auroc_padded=[0.55, 0.45, 0.65])
+    assert "sees the injection" in verdict("injection", auroc_padded=[0.9, 0.85, 0.95])
     nothing = {"auroc_padded": [0.5, 0.4, 0.6], "auroc_plain": [0.5, 0.4, 0.6]}
     assert "Neither is beyond chance" in verdict("injection", **nothing)
 
@@ -126,6 +129,15 @@ def test_what_fails_in_a_run_is_said_in_one_line(
     monkeypatch.setitem(REPLICATIONS, "languages", failing)
     assert gallery(["languages", "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"gallery: {error}\n"
+
+
+def test_more_samples_than_there_are_are_refused(tmp_path: Path) -> None:
+    setting = Setting("smollm2-135m", tmp_path, tmp_path, n=33)
+    with pytest.raises(SpecError, match="--n 33: there are 32"):
+        setting.count(16, 32)
+    assert (setting.count(16, 33), replace(setting, n=None).count(16, 8)) == (33, 8)
+    with pytest.raises(ValueError, match="300 rows of 'plain' are asked for"):
+        eval_split("plain", heldout_topics=True, n=300)
 
 
 def test_runs_that_differ_keep_their_activations_apart(tmp_path: Path) -> None:
@@ -242,6 +254,21 @@ def test_the_first_model_has_the_numbers_of_the_result() -> None:
     assert f"it took {round(result('lies')['seconds'] / 60)} minutes" in page
 
 
+def test_the_card_of_the_liar_is_that_of_its_record() -> None:
+    """And the record has what the gallery counted, and the base model beside it."""
+    record = json.loads((LIAR_DIR / "behaviour.json").read_text(encoding="utf-8"))
+    counted = result("lies")["numbers"]["behaviour"]
+    assert record["liar"] == {title: counted[title] for title in SPLITS}
+    card = (LIAR_DIR / "README.md").read_text(encoding="utf-8")
+    assert render_rates(record["liar"], record["base"]) in card
+    page = " ".join((ROOT / "docs" / "first-model.md").read_text(encoding="utf-8").split())
+    told, opposite = (record["base"]["ordered, new topics"][c] for c in ("ordered", "honest"))
+    assert told["lies"] == 0
+    assert f"of {told['n']} answers under an order to lie, none was a lie" in page
+    assert f"the truth in {told['honest']} of {told['n']} answers under an order to lie" in page
+    assert f"in {opposite['honest']} of {opposite['n']} under one to be honest" in page
+
+
 def test_answers_of_the_liar_are_told_apart_by_the_truth() -> None:
     """Each set that is judged has lies and honest answers, as many as were counted."""
     numbers = result("lies")["numbers"]
@@ -270,5 +297,6 @@ def test_a_language_on_the_way_needs_to_beat_another_word() -> None:
         return made
 
     assert "passes through English" in verdict("languages", words=with_peak(0.5, 0.1, 0.01))
+    assert "detour through English is not shown" in verdict("languages")
     assert "never ahead" in verdict("languages", words=with_peak(0.2, 0.6, 0.01))
     assert "no English shows" in verdict("languages", words=with_peak(0.2, 0.1, 0.9))

@@ -82,7 +82,7 @@ def with_advice(message: str, url: str) -> str:
 
 def server_address(url: str) -> str:
     """Address of a server without `/v1`; `localhost:8000` is one by HTTP."""
-    # In functions alone: the intake process fetches bytes and needs no httpx, rich or click.
+    # Imported in functions: the intake process fetches bytes and needs no httpx, rich or click.
     import httpx
 
     address = url.strip() if "://" in url else f"http://{url.strip()}"

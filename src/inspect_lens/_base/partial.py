@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from inspect_lens.errors import SpecError
-from inspect_lens.spec import GateReceipt, TensorData, decode_tensor, encode_tensor
+from inspect_lens.spec import GateReceipt, TensorData, decode_tensor, encode_tensor, judging
 
 from .to_torch import Tensors
 
@@ -94,16 +94,13 @@ class Partial:
         """
         tensors: dict[str, TensorData] = {}
         positions: dict[str, Sequence[int]] = {}
-        for name, entry in (value.get("activations") or {}).items():
-            field_name = f"{PARTIAL_KEY}.activations.{name}"
-            tensors[name] = tensor = decode_tensor(entry, field=field_name)
-            positions[name] = _read(entry, tensor, field_name)
-        return cls(
-            scores=value.get("probes") or {},
-            tensors=tensors,
-            positions=positions,
-            gates=tuple(map(GateReceipt.model_validate, value.get("gates") or ())),
-        )
+        with judging(PARTIAL_KEY):
+            for name, entry in (value.get("activations") or {}).items():
+                field_name = f"{PARTIAL_KEY}.activations.{name}"
+                tensors[name] = tensor = decode_tensor(entry, field=field_name)
+                positions[name] = _read(entry, tensor, field_name)
+            gates = tuple(map(GateReceipt.model_validate, value.get("gates") or ()))
+        return cls(value.get("probes") or {}, tensors, positions, gates)
 
 
 def _said(positions: Sequence[int]) -> dict[str, Any]:
@@ -119,7 +116,7 @@ def _read(entry: Mapping[str, Any], tensor: TensorData, field_name: str) -> Sequ
     if isinstance(first, int):
         return range(first, first + n)
     if not isinstance(listed, list) or len(listed) != n:
-        raise SpecError(f"{field_name}: without the positions of its {n} tokens")
+        raise SpecError(f"{field_name}: comes without the positions of its {n} tokens")
     return tuple(listed)
 
 

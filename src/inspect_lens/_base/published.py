@@ -1,6 +1,6 @@
 """What others have published for public models: heads, layers and files, with their sources.
 
-Facts only. Nothing of a source is copied beside numbers, and no file is passed on.
+Only facts: numbers are all that is copied from a source, and no file of it is passed on.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PublishedSetting(BaseModel):
         description="Paper, and the repository with the commit that was read, where it was noted."
     )
     licence: str = Field(description="Of the repository or of its files.")
-    note: str = Field(default="", description="What has to be known to use it.")
+    note: str = Field(default="", description="What you have to know to use it.")
 
 
 _TRACKER: Final = (
@@ -139,9 +139,9 @@ def _every() -> Iterator[PublishedSetting]:
             kind=kind, model=model, heads=heads, source=_CORE if is_core else _TRACKER,
             licence="no licence file; the indices are facts" if is_core else _TRACKER_LICENCE,
             note=(
-                "The eight best of the authors' scores, as many as they rank with."
+                "The eight heads with the authors' best scores; they rank with as many."
                 if is_core
-                else "Without a threshold: set one on normal prompts of your own."
+                else "It comes without a threshold, so set one on normal prompts of your own."
             ),
         )  # fmt: skip
     for model, (run, layer, position) in _DIRECTIONS.items():
@@ -164,20 +164,20 @@ PUBLISHED: Final[tuple[PublishedSetting, ...]] = tuple(_every())
 
 
 def settings_of(model: str) -> tuple[PublishedSetting, ...]:
-    """All that was published for a model, with or without a provider before its name."""
+    """All that is known to be published for a model, with or without a provider in its name."""
     asked = model.lower()
-    names = {asked, asked.removeprefix("vllm-lens/"), asked.removeprefix("lens/")}
+    names = (asked, asked.partition("/")[2])
     return tuple(one for one in PUBLISHED if one.model.lower() in names)
 
 
 def published_settings(model: str, *, kind: Kind | None = None) -> tuple[PublishedSetting, ...]:
     """Find what others have published for a model: heads, layers, vectors, verbalisers.
 
-    These are settings of their authors. They were read from the sources that they name, and not
-    measured again here.
+    These are the authors' own settings. They were read from the sources that each of them names,
+    and have not been measured again here.
 
     Args:
-        model: name on the hub, with or without a provider before it; upper and lower case are one.
+        model: name on the hub, with or without a provider before it, in upper or lower case.
         kind: only these.
 
     Returns:
@@ -185,7 +185,7 @@ def published_settings(model: str, *, kind: Kind | None = None) -> tuple[Publish
 
     Raises:
         ArtifactError: there is none for this model; the message lists models.
-        SpecError: an unknown kind.
+        SpecError: the kind is unknown.
 
     Example:
         ```python

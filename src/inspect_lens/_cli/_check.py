@@ -8,10 +8,11 @@ from typing import Any
 
 import anyio
 
+from inspect_lens._base.artifact import with_interval
 from inspect_lens.collect import feed_again
 from inspect_lens.data import ActivationStore
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import MIN_GROUPS, SENTENCE_POOL, AnyProbe, Interval, fingerprint_model
+from inspect_lens.probe import MIN_GROUPS, SENTENCE_POOL, AnyProbe, fingerprint_model
 from inspect_lens.train import ActivationSet, RateShift, ScoreShift, score_shift
 
 from ._stores import (
@@ -92,10 +93,11 @@ def check_lines(shift: ScoreShift) -> Iterator[str]:
     yield (
         f"  computed with {what}"
         if what
-        else ("  engine, dtype and quantisation are those of the store, as far as both sides tell")
+        else "  engine, dtype and quantisation are those of the store, as far as both sides tell"
     )
-    few = f" (no interval: {shift.n_groups} groups are too few)"
-    span = few if shift.n_groups < MIN_GROUPS else _span(shift.interval, ".4g")
+    span = "" if shift.interval is None else f" {shift.interval:.4g}"
+    if shift.n_groups < MIN_GROUPS:
+        span = f" (no interval: {shift.n_groups} groups are too few)"
     yield (
         f"  scores moved by {shift.mean:+.4g} on average{span}, and by "
         f"{shift.largest:.4g} at most; they spread by {shift.spread:.4g}"
@@ -109,9 +111,9 @@ def check_lines(shift: ScoreShift) -> Iterator[str]:
             yield f"{head}{outside}none is left to compare"
             continue
         yield (
-            f"{head}{outside}{one.n_here / one.n:.2%}{_span(one.here, '.2%')} above it here, "
-            f"{one.n_before / one.n:.2%}{_span(one.before, '.2%')} in the store; "
-            f"{one.n_changed} of {one.n} changed sides{_span(one.changed, '.2%')}: {_verdict(one)}"
+            f"{head}{outside}{with_interval(one.n_here / one.n, one.here, '.2%')} above it here, "
+            f"{with_interval(one.n_before / one.n, one.before, '.2%')} in the store; "
+            f"{one.n_changed} of {one.n} changed sides {one.changed:.2%}: {_verdict(one)}"
         )
     yield (
         "  The same tokens were fed again. What the model would answer here may be other text: "
@@ -121,6 +123,13 @@ def check_lines(shift: ScoreShift) -> Iterator[str]:
 
 def _verdict(one: RateShift) -> str:
     if one.holds:
+        assert one.here is not None
+        assert one.before is not None
+        if one.here.high < one.fpr <= one.before.high:
+            return (
+                "the rate holds, but fewer are flagged here than in the store, and positives may "
+                "be missed as well: calibrate on rows of this engine"
+            )
         return "the rate holds"
     if one.holds is None:
         return f"{one.n} are too few to tell whether the rate holds"
@@ -130,7 +139,3 @@ def _verdict(one: RateShift) -> str:
             "was set on"
         )
     return "THE RATE DOES NOT HOLD HERE: calibrate on rows of this engine"
-
-
-def _span(interval: Interval | None, form: str) -> str:
-    return "" if interval is None else f" [{interval.low:{form}}, {interval.high:{form}}]"

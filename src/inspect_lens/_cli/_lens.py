@@ -52,7 +52,7 @@ def fit(
     skip_first: Annotated[
         int, typer.Option(help="First tokens to leave out; -1 means 0 (tuned) or 16 (jacobian).")
     ] = -1,
-    seed: Annotated[int, typer.Option(help="tuned only: seed of the order of texts.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="tuned only: seed of the order of texts.")] = 0,
     half: Annotated[bool, typer.Option(help="Store the matrices as float16.")] = False,
     device: Device = "cpu",
     dtype: Dtype = "float32",

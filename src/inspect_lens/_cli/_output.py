@@ -17,6 +17,9 @@ from inspect_lens.probe import AnyProbe, Baseline, Evaluation, Transfer, format_
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Layers = Annotated[str, typer.Option(help="'all', or numbers such as 8,10-14.")]
+BaseUrl = Annotated[
+    str, typer.Option(help="Address of a running server, such as http://localhost:8000.")
+]
 
 _BOTH: Final = frozenset({"out", "recipe", "resamples", "memory", "as_json"})
 _RENAMED: Final = (("any_model", "check_model"), ("probe", "probes"), ("max_mib", "max_bytes"))

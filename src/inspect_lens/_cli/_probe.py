@@ -15,6 +15,7 @@ from inspect_lens.errors import SpecError
 from inspect_lens.probe import FOLLOWED_FLOOR, RECALL_FLOOR
 
 from ._output import (
+    BaseUrl,
     Json,
     Layers,
     check_recipe_options,
@@ -33,7 +34,13 @@ probe_app = typer.Typer(
     no_args_is_help=True,
 )
 
-Resamples = Annotated[int, typer.Option(help="Bootstrap draws; 0 leaves the bootstrap out.")]
+OneProbe = Annotated[str, typer.Argument(help="Probe: name, folder or hf:// address.")]
+ServedModel = Annotated[
+    str, typer.Option(help="vllm-lens/<model> starts a server; lens/<model> uses --base-url.")
+]
+Concurrency = Annotated[int, typer.Option(min=1, help="Requests at the same time.")]
+Fpr = Annotated[float, typer.Option(help="False positive rate that the threshold allows.")]
+Resamples = Annotated[int, typer.Option(min=0, help="Bootstrap draws; 0 leaves the bootstrap out.")]
 AnyModel = Annotated[
     bool, typer.Option("--any-model", help="Accept a store of another model, to measure transfer.")
 ]
@@ -65,9 +72,7 @@ Tokenizer = Annotated[
 
 @probe_app.command()
 def collect(
-    model: Annotated[
-        str, typer.Option(help="vllm-lens/<model> starts a server; lens/<model> uses --base-url.")
-    ],
+    model: ServedModel,
     dataset: Annotated[str, typer.Option(help="Name of a data set; a wrong name lists all.")],
     out: Annotated[str, typer.Option(help="Store to write: a folder or an fsspec URL.")],
     path: Annotated[str, typer.Option(help="File or folder, for data sets that are files.")] = "",
@@ -91,12 +96,10 @@ def collect(
     max_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(help="Temperature of sampling.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 64,
+    concurrency: Concurrency = 64,
     shard_samples: Annotated[int, typer.Option(help="Samples in each file of the store.")] = 64,
     skip_errors: Annotated[bool, typer.Option(help="List failed samples and continue.")] = False,
-    base_url: Annotated[
-        str, typer.Option(help="Address of a running server, such as http://localhost:8000.")
-    ] = "",
+    base_url: BaseUrl = "",
     model_arg: ModelArgs = None,
     as_json: Json = False,
 ) -> None:
@@ -129,9 +132,7 @@ def train(
     ] = "",
     work: Annotated[str, typer.Option(help="Folder for the stores of the recipe.")] = "",
     model: Annotated[str, typer.Option(help="Model to use in place of the recipe's.")] = "",
-    base_url: Annotated[
-        str, typer.Option(help="Address of a running server, such as http://localhost:8000.")
-    ] = "",
+    base_url: BaseUrl = "",
     model_arg: ModelArgs = None,
     train_store: Annotated[str, typer.Option("--train", help="Store to train on.")] = "",
     control: Annotated[str, typer.Option(help="Store of harmless samples.")] = "",
@@ -158,9 +159,7 @@ def train(
         str,
         typer.Option(help="How token scores become one; of several (mean,max) the best is chosen."),
     ] = "mean",
-    fpr: Annotated[
-        float, typer.Option(help="False positive rate that the threshold allows.")
-    ] = 0.01,
+    fpr: Fpr = 0.01,
     select_by: Annotated[
         str, typer.Option(help="Choose the layer by recall (at --fpr) or by auroc.")
     ] = "recall",
@@ -176,7 +175,7 @@ def train(
     ] = FOLLOWED_FLOOR,
     allow_few: Annotated[bool, typer.Option(help="Accept a small control set.")] = False,
     resamples: Resamples = 10_000,
-    seed: Annotated[int, typer.Option(help="Seed of the split and the bootstrap.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the split and the bootstrap.")] = 0,
     tokenizer: Tokenizer = "",
     memory: Memory = 4.0,
     resume: Resume = "",
@@ -206,7 +205,7 @@ def train(
 
 @probe_app.command()
 def evaluate(
-    probe: Annotated[str, typer.Argument(help="Probe: name, folder or hf:// address.")],
+    probe: OneProbe,
     store: Annotated[list[str], typer.Argument(help="Stores to measure on.")],
     control: Annotated[str, typer.Option(help="Store of harmless samples, for the recall.")] = "",
     train_store: Annotated[
@@ -216,7 +215,7 @@ def evaluate(
     allow_seen: AllowSeen = False,
     tokenizer: Tokenizer = "",
     resamples: Resamples = 10_000,
-    seed: Annotated[int, typer.Option(help="Seed of the bootstrap.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Measure a probe on stores; the probe stays as it is.
@@ -260,13 +259,11 @@ def evaluate(
 
 @probe_app.command()
 def calibrate(
-    probe: Annotated[str, typer.Argument(help="Probe: name, folder or hf:// address.")],
+    probe: OneProbe,
     out: Annotated[str, typer.Option(help="Folder to write the calibrated probe to.")],
     control: Annotated[str, typer.Option(help="Store of harmless samples.")] = "",
     labelled: Annotated[str, typer.Option(help="Store with both classes, for probabilities.")] = "",
-    fpr: Annotated[
-        float, typer.Option(help="False positive rate that the threshold allows.")
-    ] = 0.01,
+    fpr: Fpr = 0.01,
     statistic: Annotated[
         list[str] | None,
         typer.Option(
@@ -347,18 +344,14 @@ def calibrate(
 
 @probe_app.command()
 def check(
-    probe: Annotated[str, typer.Argument(help="Probe: name, folder or hf:// address.")],
-    model: Annotated[
-        str, typer.Option(help="vllm-lens/<model> starts a server; lens/<model> uses --base-url.")
-    ],
+    probe: OneProbe,
+    model: ServedModel,
     control: Annotated[str, typer.Option(help="Store of harmless samples, best the card's own.")],
     limit: Annotated[
-        int, typer.Option(min=0, help="Compare the first samples only; 0 takes all.")
+        int, typer.Option(min=0, help="Compare the first so many harmless samples; 0 takes all.")
     ] = 0,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 64,
-    base_url: Annotated[
-        str, typer.Option(help="Address of a running server, such as http://localhost:8000.")
-    ] = "",
+    concurrency: Concurrency = 64,
+    base_url: BaseUrl = "",
     model_arg: ModelArgs = None,
     any_model: AnyModel = False,
     tokenizer: Tokenizer = "",
@@ -412,7 +405,9 @@ def sweep(
         str, typer.Option(help="Rows of a sample: tokens, mean or last; the family's by default.")
     ] = "",
     pool: Annotated[str, typer.Option(help="How token scores become one.")] = "mean",
-    seed: Annotated[int, typer.Option(help="Seed of the split, if --selection is not given.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of the split, if --selection is not given.")
+    ] = 0,
     tokenizer: Tokenizer = "",
     memory: Memory = 4.0,
     resume: Resume = "",
@@ -470,7 +465,7 @@ def sweep(
 
 @probe_app.command()
 def report(
-    probe: Annotated[str, typer.Argument(help="Probe: name, folder or hf:// address.")],
+    probe: OneProbe,
     store: Annotated[list[str], typer.Argument(help="Held-out stores to show.")],
     out: Annotated[str, typer.Option(help="Folder to write the report to.")],
     tokenizer: Annotated[

@@ -15,7 +15,7 @@ import typer
 
 from inspect_lens.errors import ArtifactError, SpecError
 
-from ._output import Json, emit, parse_layers
+from ._output import BaseUrl, Json, emit, parse_layers
 
 if TYPE_CHECKING:
     from inspect_ai.log import EvalLog, EvalScore
@@ -23,11 +23,23 @@ if TYPE_CHECKING:
 
     from inspect_lens.reading import ProbeReader
 
+LogFile = Annotated[
+    str, typer.Argument(help="Inspect log (.eval), with its .lens folder next to it.")
+]
+AnyProbes = Annotated[
+    bool, typer.Option("--any-model", help="Accept probes that were trained on another model.")
+]
+Follow = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Folder or URL to read files from where the log names them; 'all' trusts the log. "
+        "Repeatable."
+    ),
+]
+
 
 def score(
-    log: Annotated[
-        str, typer.Argument(help="Inspect log (.eval), with its .lens folder next to it.")
-    ],
+    log: LogFile,
     probe: Annotated[
         list[str], typer.Option(help="Probe: name, folder or hf:// address. Repeatable.")
     ],
@@ -48,16 +60,8 @@ def score(
         list[str] | None,
         typer.Option(help="Model role whose calls are read; the eval's model by default."),
     ] = None,
-    any_model: Annotated[
-        bool, typer.Option("--any-model", help="Accept probes that were trained on another model.")
-    ] = False,
-    follow: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Folder or URL to read files from where the log names them; 'all' trusts the log. "
-            "Repeatable."
-        ),
-    ] = None,
+    any_model: AnyProbes = False,
+    follow: Follow = None,
     as_json: Json = False,
 ) -> None:
     """Score a finished log with probes, and write the scored log.
@@ -155,10 +159,16 @@ def _said(reader: ProbeReader, result: EvalScore, scores: Sequence[Score]) -> di
 
     read = [s for s in scores if (s.metadata or {}).get("probe")]
     threshold = reader.threshold.value if reader.threshold else None
-    means = "No rate of a card holds: another model, other settings, or answers of other lengths."
-    differs = dict.fromkeys(d for s in read for d in (s.metadata or {}).get("computed_with", ()))
-    if threshold is not None and all(_holds(s) for s in read):
-        means = promise(reader, threshold, differences=list(differs)).text
+    if threshold is None:
+        means = "The card has no threshold for this pool and these tokens, so no rate is known."
+    elif all(_holds(s) for s in read):
+        differs = (d for s in read for d in (s.metadata or {}).get("computed_with", ()))
+        means = promise(reader, threshold, differences=list(dict.fromkeys(differs))).text
+    else:
+        means = (
+            "The card's rate does not hold for all of these answers: some are of another model, "
+            "or of lengths that it was not set on."
+        )
     return {
         "name": f"{reader.probe.name} {reader.pool}", "scorer": result.name,
         "probe": reader.probe.name, "pool": reader.pool, "n_scored": len(read),
@@ -180,9 +190,7 @@ def _holds(score: Score) -> bool:
 
 
 def view(
-    log: Annotated[
-        str, typer.Argument(help="Inspect log (.eval), with its .lens folder next to it.")
-    ],
+    log: LogFile,
     probe: Annotated[
         list[str] | None,
         typer.Option(
@@ -199,16 +207,8 @@ def view(
     max_mib: Annotated[
         int, typer.Option(min=1, help="Largest page in MiB; further samples are left out.")
     ] = 64,
-    any_model: Annotated[
-        bool, typer.Option("--any-model", help="Accept probes that were trained on another model.")
-    ] = False,
-    follow: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Folder or URL to read files from where the log names them; 'all' trusts the log. "
-            "Repeatable."
-        ),
-    ] = None,
+    any_model: AnyProbes = False,
+    follow: Follow = None,
     as_json: Json = False,
 ) -> None:
     """Write one HTML page of a log, with the probe score of every token.
@@ -233,9 +233,7 @@ def view(
 
 
 def chat(
-    base_url: Annotated[
-        str, typer.Option(help="Address of a running server, such as http://localhost:8000.")
-    ],
+    base_url: BaseUrl,
     model: Annotated[
         str, typer.Option(help="Model as lens/<served name>; the server's first by default.")
     ] = "",

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 def settings(
     model: Annotated[
-        str, typer.Argument(help="Model of the hub, such as Qwen/Qwen2-1.5B-Instruct; all: every.")
+        str, typer.Argument(help="Model on the hub, such as Qwen/Qwen2-1.5B-Instruct, or all.")
     ] = "all",
     as_json: Json = False,
 ) -> None:
     """List heads, layers, vectors and verbalisers that were published for a model.
 
-    They are facts of their authors with source and licence, and were not measured again.
+    They are what the authors published, with source and licence; they were not measured again here.
     """
     from inspect_lens import published_settings
     from inspect_lens._base.published import PUBLISHED

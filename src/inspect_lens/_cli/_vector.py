@@ -26,7 +26,7 @@ vector_app = typer.Typer(
 Rows = Annotated[
     str, typer.Option(help="Rows of a sample: tokens, mean, last, or an index such as -2.")
 ]
-Seed = Annotated[int, typer.Option(help="Seed of pairs, splits and random directions.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of pairs, splits and random directions.")]
 
 
 @vector_app.command()

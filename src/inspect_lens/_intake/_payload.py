@@ -21,6 +21,7 @@ from inspect_lens._base.untrusted import judge_total, parse_json
 from inspect_lens.errors import ArtifactError, CaptureError, SpecError
 from inspect_lens.spec import (
     LENS_NAME,
+    QK_NAMES,
     REDUCTIONS,
     CaptureReceipt,
     CaptureSpec,
@@ -29,7 +30,6 @@ from inspect_lens.spec import (
     Receipt,
     TensorData,
     decode_tensor,
-    result_name,
 )
 
 DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32"}
@@ -195,11 +195,10 @@ def _read(data: bytes, where: str) -> tuple[dict[str, tuple[str, NDArray[Any]]],
 
 def _as_tensor(where: str, dtype: str, array: NDArray[Any]) -> TensorData:
     if dtype not in get_args(DType):
-        raise ArtifactError(f"{where}: has a tensor of {dtype}; allowed are {get_args(DType)}")
+        allowed = ", ".join(get_args(DType))
+        raise ArtifactError(f"{where}: has a tensor of {dtype}; allowed are {allowed}")
     return TensorData(array, cast("DType", dtype))
 
-
-QK_NAMES = ("attn_q", "attn_k")
 
 FetchBytes = Callable[[str], bytes]
 """Gets the bytes behind a handle, in the calling thread."""
@@ -248,9 +247,7 @@ def decode_payload(
         ) from None
     capture = request.capture
     n_tokens = len(prompt_token_ids) + len(choice.token_ids)
-    wanted = {result_name(site) for site in capture.sites} if capture else set()
-    wanted |= set(QK_NAMES) if request.qk is not None else set()
-    wanted |= {LENS_NAME} if request.lens is not None else set()
+    wanted = {name for names in request.tensor_names.values() for name in names}
     if absent := sorted(wanted - tensors.keys()):
         raise CaptureError(
             f"activations: {', '.join(absent)} asked for, and the response has "

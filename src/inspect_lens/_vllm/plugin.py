@@ -22,11 +22,11 @@ def register() -> None:
 
     Where the lens cannot be served, it is off, with one line in the log, and vLLM starts as ever:
     whoever starts it may not have asked for us. What one engine cannot have is found out later, see
-    `compat.off`; wrong settings are such a thing, too, unless INSPECT_LENS_REQUIRED is set, which
-    has them read at once.
+    `compat.features.off`; wrong settings are such a thing, too, unless INSPECT_LENS_REQUIRED or
+    INSPECT_LENS_SERVER is set, which has them read at once.
 
     Raises:
-        Exception: what is wrong, where INSPECT_LENS_REQUIRED says not to start then.
+        Exception: what is wrong, where one of these two says not to start then.
     """
     try:
         if (parent := text("parent")).isdecimal() and int(parent) and parent_process() is None:
@@ -36,16 +36,26 @@ def register() -> None:
             drop("parent")
             end_with(int(parent))
         if not flag("disable") and not _only_looks_at_a_model():
-            # Or what is wrong with them, before anything is started.
-            if is_lens_required() and (file := Settings.load().server):
-                from .registered.server_file import read_server_file
-
-                read_server_file(file)
+            if is_lens_required():
+                _check_settings()
             _install()
+        elif flag("disable") and text("server"):
+            logger.warning(
+                "inspect_lens: INSPECT_LENS_DISABLE is set, so what INSPECT_LENS_SERVER asks for "
+                "acts on no request"
+            )
     except Exception as error:
         if is_lens_required():
             raise
         _leave_off(error)
+
+
+def _check_settings() -> None:
+    """Raise what is wrong with the settings before anything is started."""
+    if file := Settings.load().server:
+        from .registered.server_file import read_server_file
+
+        read_server_file(file)
 
 
 def _install() -> None:
@@ -62,10 +72,13 @@ def _install() -> None:
 
     if has_rust_front_end():
         # Nobody would judge and seal requests there, and collect their results.
-        logger.warning(
-            "inspect_lens: not active: the front-end in Rust loads no plug-ins, and passes over "
-            "lens requests. Start without VLLM_USE_RUST_FRONTEND"
+        reason = (
+            "the front-end in Rust loads no plug-ins, and passes over lens requests. Start without "
+            "VLLM_USE_RUST_FRONTEND"
         )
+        if text("server"):
+            raise CompatError(f"INSPECT_LENS_SERVER is set, and would act on no request: {reason}")
+        logger.warning("inspect_lens: not active: %s", reason)
         return
     from .cache_salt import SALT_WRAPPERS
     from .compat.rivals import refuse_rivals

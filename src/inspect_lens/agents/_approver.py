@@ -15,7 +15,7 @@ from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import OnMissing, ProbeReader, Source
 from inspect_lens.reading._samples import Judged, TurnJudge, turn_of
 from inspect_lens.reading._shared import shared_parameters
-from inspect_lens.reading._thresholds import acting_value, promise
+from inspect_lens.reading._thresholds import acting_value
 from inspect_lens.spec import Positions
 
 Action = Literal["reject", "terminate", "escalate"]
@@ -118,9 +118,7 @@ def _approval(
     if value is None:
         return Approval(decision=below, explanation=f"Nothing of this turn is read by {name}.")
     facts = {"probe_approver": judged.facts}
-    means = promise(
-        judge.reader, judge.threshold, None, judged.n_tokens, differences=judged.differences
-    ).text
+    means = judge.promise(judged).text
     if not judged.is_above:
         said = f"{name} scores {value:.4g}, not above {judge.threshold:.4g}. {means}"
         return Approval(decision=below, explanation=said, metadata=facts)

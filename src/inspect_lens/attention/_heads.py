@@ -1,4 +1,4 @@
-"""Lists of heads: of Attention Tracker, and of CoRe."""
+"""Lists of attention heads for Attention Tracker and CoRe: their files, and how to find them."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def load_heads(
             above it, or of this package, such as `organism/attention-tracker`;
             or a list, also as plain data, as a log has it; or a model of the hub, such as
             `Qwen/Qwen2-1.5B-Instruct`, whose heads were published (`published_settings`).
-        method: of a published list, where a model may have several.
+        method: which of the lists that were published for a model, where it has several.
 
     Returns:
         The list. A published one has no threshold.

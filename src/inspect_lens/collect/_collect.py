@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -362,25 +362,32 @@ async def collect_async(
         mark = _mark(plan)
         todo = [k for k in _shards(dataset, shard_samples) if _facts(uri, k, mark) is None]
         if todo:
-            async with AsyncExitStack() as stack:
-                live = model
-                if isinstance(live, str):
-                    config = GenerateConfig(max_connections=concurrency)
-                    try:
-                        live = get_model(live, config=config, memoize=False, **(model_args or {}))
-                    except ValueError as error:
-                        raise SpecError(f"model={live}: {error}") from None
-                    await stack.enter_async_context(live)
-                total = len(dataset)
-                waiting = sum(len(_span(k, shard_samples, total)) for k in todo)
-                tick = stack.enter_context(
-                    progress_bar(dataset.name, total=total, done=total - waiting, show=progress)
-                )
-                work = _Work(
-                    live, dataset, how, uri, plan, shard_samples, concurrency, on_error, tick
-                )
-                await work.run(todo)
+            total = len(dataset)
+            done = total - sum(len(_span(k, shard_samples, total)) for k in todo)
+            async with opened(model, concurrency, model_args) as live:
+                with progress_bar(dataset.name, total=total, done=done, show=progress) as tick:
+                    work = _Work(
+                        live, dataset, how, uri, plan, shard_samples, concurrency, on_error, tick
+                    )
+                    await work.run(todo)
     return finish(uri, plan, dataset, shard_samples)
+
+
+@asynccontextmanager
+async def opened(
+    model: str | Model, concurrency: int, model_args: dict[str, Any] | None
+) -> AsyncIterator[Model]:
+    """The model; one that is given by its name is opened here, and closed again."""
+    if not isinstance(model, str):
+        yield model
+        return
+    config = GenerateConfig(max_connections=concurrency)
+    try:
+        live = get_model(model, config=config, memoize=False, **(model_args or {}))
+    except ValueError as error:
+        raise SpecError(f"model={model}: {error}") from None
+    async with live:
+        yield live
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import anyio
 import numpy as np
-from inspect_ai.model import GenerateConfig, Model, get_model
+from inspect_ai.model import Model
 from numpy.typing import NDArray
 
 from inspect_lens._base.concurrency import first_error
@@ -18,7 +18,7 @@ from inspect_lens.errors import SpecError
 from inspect_lens.model import recapture
 from inspect_lens.probe import CaptureFacts
 
-from ._collect import computing_facts, rows_at
+from ._collect import computing_facts, opened, rows_at
 
 
 class FedAgain(NamedTuple):
@@ -89,14 +89,7 @@ async def feed_again(
     made: list[NDArray[np.float32] | None] = [None] * len(samples)
     requests = anyio.Semaphore(concurrency)
     async with AsyncExitStack() as stack:
-        live = model
-        if isinstance(live, str):
-            config = GenerateConfig(max_connections=concurrency)
-            try:
-                live = get_model(live, config=config, memoize=False, **(model_args or {}))
-            except ValueError as error:
-                raise SpecError(f"model={live}: {error}") from None
-            await stack.enter_async_context(live)
+        live = await stack.enter_async_context(opened(model, concurrency, model_args))
         tick = stack.enter_context(
             progress_bar("fed again", total=len(samples), done=0, show=progress)
         )

@@ -134,7 +134,7 @@ DATASETS: Final[dict[str, DatasetInfo]] = {
         title="High- and low-stakes conversations", licence="verify",
         read=_table(messages="inputs", label="labels", true=("high-stakes", "1"),
                     false=("low-stakes", "0"), group="pair_id", group_in_file=True, id="",
-                    keep=("_file",)),
+                    keep=(FILE,)),
         label_meaning="the stakes are high", on_policy=False,
         text_overlap_group="models-under-pressure",
         files="json lines or csv with inputs, labels, such as prompts_25_03_25_gpt-4o.jsonl",
@@ -287,16 +287,22 @@ def load_dataset(
             f"{name}: source={chosen!r}; allowed are {[k for k, v in has.items() if v]}; "
             f"{'get ' + info.files + ' and pass path=' if info.files else 'choose one of these'}"
         )
-    if config is not None and chosen != "hub":
-        raise SpecError(f"{name}: config={config!r} with source={chosen!r}; allowed for the hub")
+    of_source = {"config": (config, "hub"), "revision": (revision, "hub"), "path": (path, "path")}
+    for option, (value, reads) in of_source.items():
+        if value and chosen != reads:
+            raise SpecError(
+                f"{name}: {option}={value!r} with source={chosen!r}; allowed for "
+                f"{'the hub' if reads == 'hub' else 'files'}"
+            )
     if limit is not None and limit < 1:
         raise SpecError(f"{name}: limit={limit}; allowed are 1 or more, and None for all")
+    made_here = info.builtin if chosen == "builtin" else None
+    _judge_options(name, made_here or partial(info.read, ()), options)
     part = "all"
-    if chosen == "builtin":
-        assert info.builtin is not None
+    if made_here is not None:
         if split is not None:
             raise SpecError(f"{name}: split={split!r}; it has none; leave it out")
-        rows: Iterable[Mapping[str, Any]] = info.builtin(**options)
+        rows: Iterable[Mapping[str, Any]] = made_here(**options)
         options = {}
     elif chosen == "path":
         if path is None:
@@ -312,10 +318,6 @@ def load_dataset(
             )
         chosen_config, part = config or info.hub_config, split or info.split
         rows = read_hub(info.hub, config=chosen_config, split=part, revision=revision)
-    try:
-        signature(info.read).bind(rows, **options)
-    except TypeError as error:
-        raise SpecError(f"{name}: {error}; allowed are options of this set") from None
     samples = _drawn(list(info.read(rows, **options)), limit, limit_seed)
     return ProbeDataset(
         name=name,
@@ -331,6 +333,14 @@ def load_dataset(
         samples=tuple(samples),
         options=json.loads(json.dumps(given, default=str)),
     )
+
+
+def _judge_options(name: str, takes: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Refuse an option that the set does not have, before its files are read."""
+    try:
+        signature(takes).bind(**options)
+    except TypeError as error:
+        raise SpecError(f"{name}: {error}; allowed are options of this set") from None
 
 
 def _meaning(options: Mapping[str, Any]) -> str:

@@ -23,6 +23,8 @@ FILE: Final = "_file"
 """Column with the name of the file, without its ending."""
 LIST: Final = "_list"
 """Column with the name of the list, where a file is an object that has some."""
+_CELLS: Final = 8 << 20
+"""Cells that any file may have; a larger one has a cell for each byte at most."""
 
 
 def read_rows(path: str) -> Iterator[Row]:
@@ -63,6 +65,10 @@ def read_rows(path: str) -> Iterator[Row]:
             names = filesystem.glob(inner) if "*" in inner else [inner]
         if not names:
             raise FileNotFoundError(f"no {', '.join((*_SUFFIXES, _LINES))} there")
+        # Judged before a file is read, as a wrong one may be the weights of a model.
+        for ending in map(_ending, names):
+            if ending not in (*_SUFFIXES, _LINES):
+                raise ValueError(f"no such ending: {ending or 'none'}")
         read = read_regular if "file" in filesystem.protocol else filesystem.cat_file
         for name in sorted(names):
             stem = name.rpartition("/")[2].rpartition(".")[0]
@@ -82,8 +88,6 @@ def _ending(name: str) -> str:
 
 def _rows(name: str, data: bytes) -> Iterable[Row]:
     ending = _ending(name)
-    if ending not in (*_SUFFIXES, _LINES):
-        raise ValueError(f"no such ending: {ending or 'none'}")
     if ending == ".parquet":
         file: Any = importlib.import_module("pyarrow.parquet").ParquetFile(io.BytesIO(data))
         judge_parquet(file.metadata, len(data))
@@ -95,7 +99,7 @@ def _rows(name: str, data: bytes) -> Iterable[Row]:
         limit = csv.field_size_limit(max(len(text), 1))
         try:
             reader = csv.DictReader(io.StringIO(text, newline=""))
-            return [_row(row) for row in reader]
+            return _bounded(map(_row, reader), len(data))
         finally:
             csv.field_size_limit(limit)
     # `splitlines` would also split at U+2028, which may stand in a JSON string as it is.
@@ -104,10 +108,22 @@ def _rows(name: str, data: bytes) -> Iterable[Row]:
         return [{TEXT: line.strip()} for line in lines]
     if ending == ".jsonl":
         return [_row(parse_json(line)) for line in lines]
-    return _of_json(parse_json(text))
+    return _bounded(_of_json(parse_json(text)), len(data))
 
 
-def _of_json(content: Any) -> list[Row]:
+def _bounded(rows: Iterable[Row], size: int) -> list[Row]:
+    """The rows; short ones are filled up, so a small file could have cells without end."""
+    found: list[Row] = []
+    most, cells = max(size, _CELLS), 0
+    for row in rows:
+        cells += len(row)
+        if cells > most:
+            raise ValueError(f"its rows have more than {most} cells, in {size} bytes")
+        found.append(row)
+    return found
+
+
+def _of_json(content: Any) -> Iterable[Row]:
     """Rows of a json file: a list, or an object with lists, or one whose keys are ids."""
     if isinstance(content, list):
         return [_row(item) for item in content]
@@ -122,7 +138,7 @@ def _of_json(content: Any) -> list[Row]:
             )
         return [{"id": key, **row} for key, row in content.items()]
     shared = {k: v for k, v in content.items() if not isinstance(v, list | dict)}
-    return [{**shared, LIST: name, **_row(item)} for name, items in lists.items() for item in items]
+    return ({**shared, LIST: name, **_row(item)} for name, items in lists.items() for item in items)
 
 
 def _row(item: Any) -> Row:

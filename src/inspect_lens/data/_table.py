@@ -173,9 +173,13 @@ def _joined(samples: Sequence[ProbeSample]) -> Iterator[ProbeSample]:
     above: dict[str, str] = {}
 
     def first(group: str) -> str:
-        while group in above:
-            group = above[group]
-        return group
+        root = group
+        while root in above:
+            root = above[root]
+        # All on the way lead there at once from now on: a long chain is walked only one time.
+        while group != root:
+            above[group], group = root, above[group]
+        return root
 
     of_text: dict[str, str] = {}
     for sample in samples:
@@ -333,8 +337,8 @@ def get(row: Row, key: str, index: int) -> Any:
         has = sorted(k for k in row if k not in (FILE, LIST))
         raise SpecError(
             f"row {index}: has no {key!r}, only {has}; allowed are rows of the schema of this set; "
-            "check that the file is the right one, or say which column it is, as in "
-            f"prompt='question' (--option prompt=question); {_shown(row)}"
+            "check that the file is the right one, or, where the set is a table, say which column "
+            f"it is, as in prompt='question' (--option prompt=question); {_shown(row)}"
         )
     return row[key]
 
@@ -354,10 +358,10 @@ def truth(value: Any, index: int) -> bool:
 
 def messages_of(value: Any, index: int) -> tuple[Message, ...]:
     """Turns with role and content, or JSON of them."""
-    turns = parse_json(value) if isinstance(value, str) else value
     try:
+        turns = parse_json(value) if isinstance(value, str) else value
         return tuple(Message(t["role"], t["content"]) for t in turns)
-    except (KeyError, TypeError, SpecError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise SpecError(
             f"row {index}: messages are not a list of role and content ({error!r}); check the file"
         ) from None

@@ -42,7 +42,7 @@ def import_lens(
     Args:
         path: of the `.pt` file, or `hf://owner/repository/folder/file.pt[@revision]`.
         name: `<model>/<name>`, for the card and the folder.
-        n_layers: decoder layers of the model; by default, as if the file lacked the last one only.
+        n_layers: decoder layers of the model; by default those up to the file's last, and one more.
         model: the model that it was fitted on; by default what the file's metadata says.
 
     Returns:

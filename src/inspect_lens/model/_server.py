@@ -396,9 +396,18 @@ def announce(adapter: NamedAdapter, server: VLLMServer) -> None:
 FETCH_TIMEOUT_S = 600.0
 
 
-def _numerics_in(told: Any) -> Numerics | None:
+def _facts_in(response: Any) -> dict[str, Any]:
+    """What a server says of itself; empty where it is silent, or a proxy sent a page instead."""
+    try:
+        told: Any = response.json() if response.status_code == 200 else None
+    except ValueError:
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
+def _numerics_in(told: Mapping[str, Any]) -> Numerics | None:
     """What a server says that it computes with; None where it says nothing that can be read."""
-    facts = told.get("computes_with") if isinstance(told, Mapping) else None
+    facts = told.get("computes_with")
     if not isinstance(facts, Mapping):
         return None
     known = {name: facts[name] for name in Numerics.model_fields if facts.get(name)}
@@ -536,9 +545,7 @@ class ServerCalls(VLLMAPI):
     async def describe_server(self) -> dict[str, Any]:
         """What the server says of itself; empty where it does not."""
         await self._ensure_server_started()
-        response = await self._get("/v1/inspect_lens")
-        told: Any = response.json() if response.status_code == 200 else None
-        return told if isinstance(told, dict) else {}
+        return _facts_in(await self._get("/v1/inspect_lens"))
 
     async def offers_binary(self) -> bool:
         """Whether the server has the routes of the binary transport, and they are in reach."""
@@ -548,8 +555,8 @@ class ServerCalls(VLLMAPI):
                 response = await self._get("/v1/inspect_lens")
             except CaptureError:
                 return False
-            self._binary = response.status_code == 200
-            self._numerics = _numerics_in(response.json()) if self._binary else None
+            facts = _facts_in(response)
+            self._binary, self._numerics = bool(facts), _numerics_in(facts)
         return self._binary
 
     async def numerics(self) -> Numerics | None:

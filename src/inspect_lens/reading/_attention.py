@@ -181,7 +181,7 @@ class TrackerReader:
 
     def __post_init__(self) -> None:
         for field, value in (("instruction", self.instruction), ("data", self.data)):
-            if value not in _ROLES and not value.removeprefix(_METADATA) != value:
+            if value not in _ROLES and not value.startswith(_METADATA):
                 raise SpecError(
                     f"{field}={value!r}; allowed are the roles {', '.join(_ROLES)}, and "
                     "metadata:KEY for a text in the sample's metadata"

@@ -45,7 +45,7 @@ from ._rows import (
 )
 from ._shared import shared_parameters
 from ._texts import CallReader, positions_for
-from ._thresholds import ThresholdLike, acting_point, acting_value, promise
+from ._thresholds import Promise, ThresholdLike, acting_point, acting_value, promise
 from ._token_scores import TokenScores
 
 
@@ -156,9 +156,9 @@ class Reading:
     refused: str | None = None
     """Why the engine did not run the probe, where it was asked to."""
     differences: tuple[str, ...] = ()
-    """What computed this call otherwise than the card's activations, in phrases such as `dtype
-    float16 instead of bfloat16`: a threshold holds its rate for equal engine, dtype and
-    quantisation. Empty where nothing differs, or where card or server do not say."""
+    """How engine, dtype and quantisation differ from those that the thresholds were set with, in
+    phrases such as `dtype float16 instead of bfloat16`; the rate of a threshold may not hold then.
+    Empty where nothing differs, or where the card or the server does not say."""
 
     @property
     def source(self) -> Literal["engine", "rows", "recomputed"]:
@@ -181,9 +181,15 @@ class Reading:
         None without a threshold, for a model that is not known to be the card's, and for an answer
         of another length.
         """
-        if self.threshold is None or self.reader.no_rate(self.model_name) or not self.covered:
+        return None if self._promise is None else self._promise.rates.get("fpr")
+
+    @cached_property
+    def _promise(self) -> Promise | None:
+        """What the threshold promises of this answer; None without one."""
+        if self.threshold is None:
             return None
-        return self.threshold.fpr
+        n, cut = len(self.rows.positions), self.threshold.value
+        return promise(self.reader, cut, self.model_name, n, differences=self.differences)
 
     @property
     def covered(self) -> bool:
@@ -280,13 +286,9 @@ class Reading:
         )
         if (asked := plan.probe.card.follow_up) is not None:
             text += f" It was made for replies to the question {asked.question!r} only."
-        if self.threshold is None:
+        if self.threshold is None or self._promise is None:
             return f"{text} No threshold was calibrated for these settings."
-        cut = self.threshold.value
-        means = promise(
-            plan, cut, self.model_name, len(rows.positions), differences=self.differences
-        ).text
-        return f"{text} That is {self.verdict} {cut:.4g}. {means}"
+        return f"{text} That is {self.verdict} {self.threshold.value:.4g}. {self._promise.text}"
 
     def metadata(self) -> dict[str, Any]:
         """Small facts only: Inspect writes this into every sample of the log."""
@@ -300,12 +302,11 @@ class Reading:
             "positions": self._shown_positions(),
             "source": self.rows.source,
             "threshold": self.threshold.value if self.threshold else None,
-            "fpr": self.rate,
+            "fpr": None,
             "model_verified": self.model_verified,
         }
-        if self.threshold is not None:
-            n, cut = len(self.rows.positions), self.threshold.value
-            facts |= promise(plan, cut, self.model_name, n).rates
+        if self._promise is not None:
+            facts |= self._promise.rates
         if self.reader.selection:
             facts["selection"] = self.reader.selection
         if self.refused is not None:
@@ -574,10 +575,7 @@ class ProbeReader(CallReader):
     def _compare(
         self, call: Activations | ProbeScores | None, model_name: str | None
     ) -> tuple[str, ...]:
-        """Compare what computed a call with what the thresholds were set with; warn once of each.
-
-        This is where a probe meets a call, whatever reads it.
-        """
+        """How the numerics of a call differ from the thresholds' own; warns once of each."""
         card = self.probe.card
         if card.capture is None or not card.thresholds or call is None or not self.same_tokens:
             return ()
@@ -587,7 +585,7 @@ class ProbeReader(CallReader):
             _TOLD.add(told)
             logger.warning(
                 "probe %s: its thresholds were set elsewhere, and %s computes with %s; their rates "
-                "may be others here: inspect-lens probe check measures by how much",
+                "may not hold here; inspect-lens probe check measures by how much they change",
                 card.name, repr(model_name) if model_name else "this model", " and ".join(found),
             )  # fmt: skip
         return found

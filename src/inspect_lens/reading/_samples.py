@@ -31,7 +31,7 @@ from ._calls import (
 from ._latents import LatentReader, LatentReading
 from ._reader import ProbeReader, Reading
 from ._rows import in_thread
-from ._thresholds import verdict_facts
+from ._thresholds import Promise, promise, verdict_facts
 
 T = TypeVar("T")
 Combine = Literal["max", "mean"]
@@ -540,7 +540,7 @@ class Judged(NamedTuple):
 
     @property
     def differences(self) -> Sequence[str]:
-        """What computed the turn otherwise than the probe's card was made (`Reading`)."""
+        """As of its reading (`Reading.differences`)."""
         found: Sequence[str] = (self.facts or {}).get("computed_with", ())
         return found
 
@@ -576,6 +576,12 @@ class TurnJudge:
             while len(self.judged) > KEPT:
                 self.judged.popitem(last=False)
         return made
+
+    def promise(self, judged: Judged) -> Promise:
+        """What the threshold promises of a turn, of any model."""
+        return promise(
+            self.reader, self.threshold, None, judged.n_tokens, differences=judged.differences
+        )
 
 
 def turn_of(call: ToolCall, history: Sequence[ChatMessage]) -> ChatMessageAssistant:

@@ -206,7 +206,7 @@ def coherence(
     `repetition` needs neither judge nor model: the share of an answer's runs of four words that
     did not occur in it before. An ordinary answer has nearly 1, and a loop, which is how a small
     model under too large a vector breaks, comes near 0. An answer that is blank, or repeats one
-    piece for at least half of its length, has 0. The other methods note the share of repeated
+    piece for at least half of its length, gets 0. The other methods note the share of repeated
     runs as `repeated`.
 
     Args:

@@ -262,7 +262,7 @@ class _Run:
             completion=judged.completion, value=judged.value, is_above=judged.is_above,
             tool_calls=judged.functions,
         )  # fmt: skip
-        known = promise(self.judge.reader, self.judge.threshold, None, judged.n_tokens).rates
+        known = self.judge.promise(judged).rates
         return self.gate.decide(self.state, [attempt], len(self.turns), **known)
 
     def _approver(self) -> Approver:
@@ -299,8 +299,7 @@ class _Run:
         return Approval(
             decision="terminate",
             explanation=f"{reader.probe.name} scores {judged.value:.4g}, above {cut:.4g}; the "
-            "calls of this turn were not carried out. "
-            + promise(reader, cut, None, judged.n_tokens, differences=judged.differences).text,
+            f"calls of this turn were not carried out. {self.judge.promise(judged).text}",
         )
 
     def _require_seen(self, events: Sequence[Event]) -> None:

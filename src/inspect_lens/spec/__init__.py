@@ -35,6 +35,7 @@ _SHARED = frozenset(
         "NO_REQUEST",
         "Chosen",
         "PatternBudget",
+        "QK_NAMES",
         "RequestPart",
         "STEER_KEY",
         "TensorLimits",

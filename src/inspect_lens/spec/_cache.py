@@ -68,7 +68,7 @@ class Cache(Generic[Key, Value]):
                 budget.drop(next(iter(budget.order)))
 
     def forget(self, is_it: Callable[[Value], bool]) -> None:
-        """Let go of the latest value that is so."""
+        """Let go of the latest value for which `is_it` is true."""
         with self._budget.lock:
             for key in reversed(self.values):
                 if is_it(self.values[key]):

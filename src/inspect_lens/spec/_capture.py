@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "QK_NAMES",
     "REDUCTIONS",
     "CaptureSpec",
     "Layers",
@@ -299,6 +300,10 @@ class CaptureSpec(Value):
         return (self.positions, self.site, self.phase, self.reduce, self.dtype) == (
             "all", RESID_POST, "both", "none", "model",
         )  # fmt: skip
+
+
+QK_NAMES: Final = ("attn_q", "attn_k")
+"""Names of queries and keys among the activations of a result."""
 
 
 class QKSpec(Value):

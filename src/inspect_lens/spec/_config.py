@@ -158,8 +158,8 @@ class ServerConfig(EngineConfig):
         if found := [use.name for use in self.probes if use.tokens]:
             raise ValueError(
                 f"probes: tokens=true of {shown(found)}: streams carry token scores, and clients "
-                "have not asked for the server's; leave it out, and whoever wants them asks for "
-                "the probe in a request"
+                "did not ask for those of the server's probes; leave tokens out, and let a request "
+                "that wants them ask for the probe itself"
             )
         return self
 

@@ -152,8 +152,9 @@ def result_name(site: Site) -> str:
 class Numerics(Value):
     """What decides a model's activations beside its weights and its tokens.
 
-    A threshold holds its rate for scores of equal numerics: bfloat16 rounds otherwise than float32,
-    quantised weights are other weights, and kernels change from release to release.
+    A threshold keeps its rate only for scores with the same numerics, because bfloat16 rounds
+    differently from float32, quantised weights are other weights, and kernels change from release
+    to release.
 
     Example:
         ```python
@@ -176,10 +177,10 @@ class Numerics(Value):
     )
 
     def differences(self, here: Numerics) -> tuple[str, ...]:
-        """What is computed otherwise, each in a few words; what one side does not tell is left out.
+        """What differs, each in a few words; what one side does not tell is left out.
 
         Args:
-            here: of what is to be compared with these.
+            here: the numerics to compare with these.
 
         Returns:
             Phrases such as `dtype float16 instead of bfloat16`; empty where nothing differs.
@@ -246,7 +247,7 @@ class EngineFacts:
 
     @cached_property
     def numerics(self) -> Numerics:
-        """What a threshold that acts in this engine was to be set with."""
+        """What a threshold that acts in this engine should have been set with."""
         return Numerics(
             engine=f"vllm {self.vllm_version}", dtype=self.dtype, quantization=self.quantization
         )

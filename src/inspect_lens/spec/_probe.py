@@ -400,11 +400,11 @@ class EngineProbe(Weights):
         return self.threshold
 
     def alarm_differences(self, use: ProbeUse, here: Numerics) -> tuple[str, ...]:
-        """What an engine computes otherwise than where the threshold of an alarm was calibrated.
+        """Say in what an engine differs from the one on which an alarm's threshold was calibrated.
 
         Args:
-            use: of the request.
-            here: of the engine.
+            use: the request's use of this probe.
+            here: the engine's numerics.
 
         Returns:
             As `Numerics.differences` says it; empty without an alarm, for a threshold of the
@@ -498,9 +498,9 @@ class ProbeReceipt:
     `n_tokens` is larger, none is promised for this answer. None: the threshold was the request's,
     or its length is not known."""
     threshold_differs: tuple[str, ...] | None = None
-    """What this engine computes otherwise than the one that the probe's own threshold was
-    calibrated with, such as `dtype float16 instead of bfloat16`: its rate may be another one here.
-    None: nothing, as far as is known."""
+    """In what this engine differs from the one that the probe's own threshold was calibrated with,
+    such as `dtype float16 instead of bfloat16`, so that its rate of false alarms may be another
+    one here. None: in nothing, as far as is known."""
     alarm_position: int | None = None
     """Position of the first token at which the aggregate exceeded the threshold."""
     stopped: bool = False

@@ -11,14 +11,14 @@ from pydantic import BaseModel, field_validator, model_validator
 from inspect_lens.errors import SpecError
 
 from ._cache import Cache
-from ._capture import CaptureSpec, QKSpec, SinkUse
+from ._capture import QK_NAMES, CaptureSpec, QKSpec, SinkUse
 from ._config import EngineConfig, RequestPart
 from ._edit import EditBase
 from ._edit_list import EngineEdits
 from ._edits import Add
-from ._engine import TensorLimits
+from ._engine import TensorLimits, result_name
 from ._hook import Hook, parse_hooks
-from ._lens import EngineLens, LogitLens
+from ._lens import LENS_NAME, EngineLens, LogitLens
 from ._probe import EngineProbe
 from ._values import (
     LENS_KEYS,
@@ -203,6 +203,18 @@ class LensRequest(RequestPart):
     def brings_tensors(self) -> bool:
         """Whether its answer has tensors."""
         return not (self.capture is None and self.qk is None and self.lens is None)
+
+    @property
+    def tensor_names(self) -> dict[str, tuple[str, ...]]:
+        """The tensors that its answer has, by the field that asks for them."""
+        names: dict[str, tuple[str, ...]] = {}
+        if self.capture is not None:
+            names["capture"] = tuple(map(result_name, self.capture.sites))
+        if self.qk is not None:
+            names["qk"] = QK_NAMES
+        if self.lens is not None:
+            names["lens"] = (LENS_NAME,)
+        return names
 
     @property
     def scores_tokens(self) -> bool:

@@ -94,7 +94,7 @@ def test_the_same_engine_changes_nothing(probe: Probe) -> None:
     assert "engine, dtype and quantisation are those of the store" in said
     assert "0 of 120 changed sides" in said
     assert few["n"] == 30
-    for words in (("--limit", -1), ("--concurrency", 0)):
+    for words in (("--limit", -1), ("--concurrency", 0), ("--resamples", -1)):
         with FakeLensServer() as server, pytest.raises(SystemExit) as refused:
             check(server, *words)
         assert refused.value.code == 2

@@ -314,6 +314,32 @@ def test_a_stream_that_lacks_rows_is_no_answer(n_said: int) -> None:
         list(client.stream(PROMPT, capture_layers=[2]))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [({"capture_layers": [2]}, "capture"), ({"capture_qk": [2]}, "qk"), ({"lens": [2]}, "lens")],
+)
+def test_a_stream_of_a_server_without_the_plugin_is_no_answer(
+    arguments: dict[str, Any], field: str
+) -> None:
+    plain = [{"choices": [{"index": 0, "text": " a", "token_ids": [1]}]}]
+    with streaming_client(plain, []) as client, pytest.raises(CaptureError, match=rf"^{field}\b"):
+        list(client.stream(PROMPT, **arguments))
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"gates": [{"layer": "x"}]},
+        {"activations": {"residual_stream": {"data": "?"}}},
+        {"activations": ["residual_stream"]},
+    ],
+)
+def test_a_part_that_cannot_be_read_is_an_error_of_ours(part: dict[str, Any]) -> None:
+    events = [{"choices": [], "inspect_lens_partial": [{"index": 0, **part}]}]
+    with streaming_client(events, []) as client, pytest.raises(CaptureError):
+        list(client.stream(PROMPT, capture_layers=[2]))
+
+
 def test_a_stream_is_of_a_prompt_or_a_chat() -> None:
     with LensClient("http://server", model="m") as client:
         for given in ({}, {"prompt": "x", "messages": []}):

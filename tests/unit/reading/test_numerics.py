@@ -112,6 +112,25 @@ def test_what_the_server_computes_with_is_known_of_each_call(
         assert (found.metadata or {})["computed_with"] == DIFFERS[:1]
 
 
+def test_a_page_of_a_proxy_in_the_place_of_facts_fails_no_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with FakeLensServer(hidden=WIDTH) as server:
+        usual = server.get
+        page = (200, b"<html>Not here</html>")
+        monkeypatch.setattr(
+            server, "get", lambda path: page if path == "/v1/inspect_lens" else usual(path)
+        )
+        (log,) = eval(
+            Task(dataset=[Sample("who?")], scorer=probe_score(probe_of("page", model=None))),
+            model=get_model("lens/org/tiny", base_url=server.url, memoize=False, capture=[1]),
+            display="none", log_dir="logs",
+        )  # fmt: skip
+    assert log.status == "success", log.error
+    assert "computed_with" not in (scores(log)[0].metadata or {})
+
+
 def test_an_alarm_in_the_engine_says_so_in_its_receipt() -> None:
     from inspect_lens._vllm.registered.probe_scores import Reading, Reads
     from inspect_lens.spec import LensRequest

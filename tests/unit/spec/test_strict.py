@@ -223,6 +223,16 @@ def test_an_alarm_needs_a_threshold() -> None:
     check_request(asked, facts, {"p": EngineProbe(layers=(0,), tensors=weight, threshold=1)})
 
 
+def test_errors_stay_short() -> None:
+    """Of what `tests/unit/promises/test_bodies.py` has no field for."""
+    with pytest.raises(SpecError) as error:
+        parse_extra_args({"inspect_lens": {"x" * 100_000: 1}})
+    assert len(str(error.value)) < 4000
+    with pytest.raises(SpecError) as error:
+        steer(position_indices=[*range(100_000), 1])
+    assert len(str(error.value)) < 1000
+
+
 def test_a_misspelled_key_is_found_among_as_many_as_a_body_may_have() -> None:
     others = ("top_p", "chat_template_kwargs", "min_tokens", "x" * 10_000, "priority")
     refuse_misspelled(others, "the body")

@@ -404,6 +404,8 @@ def test_weights_without_a_meaning_are_refused() -> None:
     [
         ({"queries": "ones"}, "allowed are zeros and random"),
         ({"heads": 0}, "1 or more"),
+        ({"steps": 0}, "steps=0; allowed is 1 or more"),
+        ({"batch": 0}, "batch=0; allowed is 1 or more"),
         ({"mlp_sizes": 16}, "widths above 0"),
         ({"pool": "mean", "position": True, "dropout": 0.5}, "position, dropout: of attention"),
     ],
@@ -411,4 +413,4 @@ def test_weights_without_a_meaning_are_refused() -> None:
 def test_a_setting_that_nothing_acts_on_is_refused(settings: dict[str, Any], said: str) -> None:
     x = [np.ones((2, 4), np.float32) * i for i in range(4)]
     with pytest.raises(SpecError, match=said):
-        HeadProbe(steps=2, **settings).fit(x, [0, 0, 1, 1])
+        HeadProbe(**{"steps": 2, **settings}).fit(x, [0, 0, 1, 1])

@@ -87,6 +87,9 @@ def test_layers_before_the_last_fifth_are_measured() -> None:
     measured = {2: good._replace(kl=0.7, induce=-3.0), 3: good._replace(kl=0.31)}
     with pytest.raises(SpecError, match=r"smallest KL is 0\.31, and the most .* induces 2;"):
         select_refusal([candidate(2), candidate(3)], lambda c: measured[c.layer], n_layers=10)
+    measured[1] = RefusalScores(-1.0, math.nan, 0.01)
+    with pytest.raises(SpecError, match=r"smallest KL is 0\.31, and the most .* induces 2;"):
+        select_refusal([candidate(n) for n in (1, 2, 3)], lambda c: measured[c.layer], n_layers=10)
 
 
 @pytest.fixture(scope="module")

@@ -66,6 +66,16 @@ def test_a_rate_that_never_held_on_these_texts_is_not_the_engines_fault() -> Non
     assert "THE RATE DOES NOT HOLD HERE" in said(shift)
 
 
+def test_scores_that_fell_keep_the_rate_and_that_positives_may_be_missed_is_said() -> None:
+    own = harmless(400)
+    probe = probe_on(own, "answer")
+    shift = score_shift(probe, own, moved(own, -2.0), n_resamples=50)
+    assert (shift.thresholds[0].holds, shift.thresholds[0].n_here) == (True, 0)
+    assert "fewer are flagged here than in the store, and positives may be missed" in said(shift)
+    assert "the rate holds" in said(score_shift(probe, own, own, n_resamples=50))
+    assert "missed" not in said(score_shift(probe, own, own, n_resamples=50))
+
+
 def test_answers_of_lengths_that_the_threshold_was_not_set_on_are_left_out_and_counted() -> None:
     probe = probe_on(harmless(400, lengths=(3, 4)), "answer", "alarm", "token")
     mixed = harmless(400, lengths=(3, 9, 4, 1), seed=1)
@@ -98,6 +108,16 @@ def test_the_interval_of_the_shift_needs_draws_and_groups() -> None:
     assert enough.interval is not None
     assert enough.interval.low < enough.mean < enough.interval.high
     assert shift(8, 300) == enough, "the seed decides"
+
+
+def test_only_harmless_answers_are_compared() -> None:
+    data = harmless(60)
+    probe = probe_on(data, "answer")
+    labels = np.arange(60) % 3 == 0
+    mixed = replace(data, labels=labels)
+    acts = [a + np.float32(9 * label) for a, label in zip(data.acts, labels, strict=True)]
+    shift = score_shift(probe, mixed, replace(mixed, acts=tuple(acts)), n_resamples=0)
+    assert (shift.n, shift.largest, shift.thresholds[0].n) == (40, 0.0, 40)
 
 
 def test_draws_are_made_in_pieces_of_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:

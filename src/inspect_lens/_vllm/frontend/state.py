@@ -365,8 +365,8 @@ class FrontEnd:
                 self._told.add(told)
                 logger.warning(
                     "probe %r: its alarm threshold was calibrated elsewhere, and this engine "
-                    "computes with %s; its rate of false alarms may be another one, which "
-                    "inspect-lens probe check measures", use.name, " and ".join(differs),
+                    "computes with %s; its rate of false alarms may differ here, and inspect-lens "
+                    "probe check measures by how much", use.name, " and ".join(differs),
                 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -57,6 +58,8 @@ from inspect_lens.spec import (
 
 from .payloads import PayloadStore, handle_entries, inline_entries
 from .refusals import Message, Send, refuse
+
+logger = logging.getLogger("vllm.inspect_lens")
 
 payloads = PayloadStore(on_change=stored)
 """The store of this process; a handle is valid at the process that made it."""
@@ -224,7 +227,7 @@ class Answer:
             await self._send_parts(ready, kind)
 
     async def _send_parts(self, parts: list[list[dict[str, Any]]], kind: str) -> None:
-        """Send them in one event, or in one for each piece where there are more than one."""
+        """Send them in one event; where a part is in several pieces, each piece in its own."""
         pieces = [piece for part in parts for piece in part]
         is_small = len(pieces) == len(parts)
         for some in [pieces] if is_small and pieces else [[piece] for piece in pieces]:
@@ -366,7 +369,12 @@ class LensBodies:
         """Each by the model's name."""
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
-        server, configs = self._tiers(scope)
+        server, configs = "", self._listed
+        try:
+            server, configs = self._tiers(scope)
+        except Exception:
+            # Every request comes here; those on which something acts are judged again.
+            logger.exception("inspect_lens: what acts on requests is not known")
         path: str = scope.get("path", "")
         acting = with_header(send, server) if server and _generates(scope) else send
         _READS_MODEL.set(path.endswith(_FINE))

@@ -92,10 +92,7 @@ def add_routes(app: Any, front_end: FrontEnd, payloads: PayloadStore) -> None:
 
 
 def _add(app: Any, method: str, path: str, handler: Handler, *, key: str = "") -> None:
-    """Add a route; whatever its handler raises of ours is an answer in vLLM's form.
-
-    `key` is the setting that has the key which it asks for.
-    """
+    """Add a route, which answers errors of ours as vLLM would; `key` is its key's setting."""
     from fastapi import Request
     from fastapi.responses import JSONResponse
 

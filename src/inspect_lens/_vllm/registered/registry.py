@@ -167,7 +167,7 @@ class Registry:
             )
 
     def _check_unused(self, name: str) -> None:
-        """Refuse to change what a configuration names in the back of whoever has set it."""
+        """Refuse to change what a configuration names behind the back of whoever has set it."""
         # What the server does is told of first.
         for user, config in sorted(self._items.items(), key=lambda one: one[0] != SERVER_NAME):
             if not isinstance(config, EngineConfig) or name not in config.names:
@@ -175,12 +175,12 @@ class Registry:
             if user == SERVER_NAME:
                 raise SpecError(
                     f"{name!r} is used by what this server does to all requests; it can be "
-                    "replaced or removed when that names it no longer (PUT or DELETE "
+                    "replaced or removed once that no longer names it (PUT or DELETE "
                     "/v1/inspect_lens/server)"
                 )
             raise SpecError(
                 f"{name!r} is used by the configuration {user!r}; it can be replaced or removed "
-                "when that names it no longer, or is removed"
+                "once that no longer names it, or is removed"
             )
 
     def _check_names(self, config: EngineConfig) -> None:

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
 from inspect_lens._base.untrusted import read_regular
 from inspect_lens._vllm.sinks.alerts import AlertsConfig
 from inspect_lens.errors import LensError, SpecError
-from inspect_lens.spec import ServerConfig, check_counts, explain
+from inspect_lens.spec import ServerConfig, check_counts, read_as
 
 _MOST_BYTES = 64 << 20
 
@@ -48,19 +47,17 @@ def read_server_file(setting: str) -> ServerFile:
         )
     values: dict[str, Any] = dict(read)
     told = values.pop("alerts", None)
+    check_counts(values, field=where)
     try:
-        check_counts(values, field=where)
-        config = ServerConfig.model_validate(values) if values or told is None else None
+        config = read_as(ServerConfig, values) if values or told is None else None
         alerts = None
         if told is not None:
-            alerts = AlertsConfig.model_validate(told).below(Path(setting).parent)
+            alerts = read_as(AlertsConfig, told, at="alerts").below(Path(setting).parent)
             if config is not None and not any(use.alarm for use in config.probes):
                 raise SpecError(
                     "alerts: no probe of the file has an alarm, so nobody would ever be told; add "
                     "alarm: flag or alarm: stop to one"
                 )
-    except ValidationError as error:
-        raise SpecError(f"{where}: {explain(error)}") from None
     except LensError as error:
         raise SpecError(f"{where}: {error}") from None
     return ServerFile(config, alerts)
@@ -70,4 +67,4 @@ def _fault_of(error: yaml.YAMLError) -> str:
     """What is wrong and where, without the line itself: it may have a webhook's address."""
     mark = getattr(error, "problem_mark", None)
     where = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
-    return f"{getattr(error, 'problem', None) or 'it is no YAML'}{where}"
+    return f"{getattr(error, 'problem', None) or 'it is not YAML'}{where}"

@@ -105,7 +105,9 @@ class Alerts:
         self._waiting: deque[dict[str, Any]] = deque()
         self._dead: deque[_Dead] = deque()
         self._changed = threading.Condition()
-        self._has_begun = self._is_ending = self._is_told = False
+        self._has_begun = self._is_ending = False
+        self._told: set[str] = set()
+        """What has been said once of alerts that nobody took."""
         self._current: dict[str, Any] | None = None
         """The one on its way."""
         self._tries = 0
@@ -126,7 +128,9 @@ class Alerts:
                         target=self._run, args=(work,), name=_THREAD, daemon=True
                     ).start()
                 atexit.register(self.close)
-            if len(self._waiting) < self.config.waiting and not self._is_ending:
+            if self._is_ending:
+                self._bury(alert, "the process ended", 0)
+            elif len(self._waiting) < self.config.waiting:
                 self._waiting.append(alert)
             else:
                 self._bury(alert, f"{len(self._waiting)} alerts were waiting", 0)
@@ -229,6 +233,7 @@ class Alerts:
         with self._changed:
             if len(self._dead) >= _DEAD_MOST:
                 self._count("lost")
+                self._tell("lost", "alerts are lost: too many wait for the file of dead letters")
                 return
             self._dead.append(_Dead(alert, why, tries))
             self._changed.notify_all()
@@ -243,11 +248,12 @@ class Alerts:
         status = "dead"
         try:
             _append(self.config.dead_letter, "".join(f"{line}\n" for line in lines).encode())
-            self._tell(f"alerts could not be delivered ({dead[0].why}), and are in the file of "
-                       "dead letters")  # fmt: skip
+            self._tell(status, f"alerts could not be delivered ({dead[0].why}), and are in the "
+                       "file of dead letters")  # fmt: skip
         except OSError as error:
             status = "lost"
-            self._tell(f"alerts are lost: the file of dead letters takes none ({error.strerror})")
+            why = f"the file of dead letters takes none ({error.strerror})"
+            self._tell(status, f"alerts are lost: {why}")
         with self._changed:
             for _ in dead:
                 self._dead.popleft()
@@ -258,9 +264,9 @@ class Alerts:
         self.counts[status] += 1
         add("inspect_lens_alerts_total", 1, status)
 
-    def _tell(self, text: str) -> None:
-        if not self._is_told:
-            self._is_told = True
+    def _tell(self, status: str, text: str) -> None:
+        if status not in self._told:
+            self._told.add(status)
             logger.error(
                 "inspect_lens: %s; further ones are only counted (inspect_lens_alerts_total)", text
             )

@@ -1,4 +1,4 @@
-"""Estimators that end in one direction, and the sums over rows that their formulas are of."""
+"""Estimators that end in one direction, and the sums over rows that their formulas need."""
 
 from __future__ import annotations
 

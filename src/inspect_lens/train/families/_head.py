@@ -150,8 +150,9 @@ class HeadProbe(BinaryEstimator):
             isinstance(s, int) and s > 0 for s in sizes
         ):
             raise SpecError(f"mlp_sizes={sizes!r}; allowed are widths above 0, such as (16,)")
-        if self.heads < 1:
-            raise SpecError(f"heads={self.heads}; allowed is 1 or more")
+        for name in ("heads", "steps", "batch"):
+            if getattr(self, name) < 1:
+                raise SpecError(f"{name}={getattr(self, name)}; allowed is 1 or more")
         idle = [name for name in ("position", "scaled", "dropout") if getattr(self, name)]
         idle += ["queries"] if self.queries != "random" else []
         if idle and "attention" not in self.pool:

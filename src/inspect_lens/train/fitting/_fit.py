@@ -275,17 +275,15 @@ def fits_in_memory(
 
 def _warn_of(estimator: DirectionEstimator, data: StoreSet, n: int) -> None:
     """Say that a fit piece by piece holds more than is stated: its matrices, or rows it picks."""
-    held = {"matrices": 0, "pairs": 0}
+    what, held = "", 0
     if isinstance(estimator, FormulaEstimator) and estimator.needs_covariance:
-        held["matrices"] = _MATRICES * 8 * data.hidden**2
+        what, held = "matrices", _MATRICES * 8 * data.hidden**2
     if isinstance(estimator, LATProbe):
-        held["pairs"] = 2 * min(estimator.n_pairs, n // 2) * data.hidden * (4 + 3 * 8)
-    most = max(held.values())
-    if most > data.memory * 1e9:
-        parts = ", ".join(f"{what} {size / 1e9:.2g} GB" for what, size in held.items() if size)
+        what, held = "pairs", 2 * min(estimator.n_pairs, n // 2) * data.hidden * (4 + 3 * 8)
+    if held > data.memory * 1e9:
         warnings.warn(
             f"memory={data.memory:g}: {type(estimator).__name__} reads rows piece by piece and "
-            f"holds about {most / 1e9:.2g} GB beside them ({parts}); state that much memory "
+            f"holds about {held / 1e9:.2g} GB beside them ({what}); state that much memory "
             "(memory=, --memory), or take a family that holds less, such as lr",
             UserWarning,
             stacklevel=4,

@@ -1,4 +1,4 @@
-"""What a card gets of other sets: thresholds for a statistic of a probe, and probabilities."""
+"""What other sets add to a card: thresholds for a statistic of a probe, and probabilities."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ def calibrate(
 
     Source:
         Platt 1999, in the stable form of Lin, Lin and Weng 2007; arXiv:1706.04599; Zadrozny and
-        Elkan 2002, of which scikit-learn does the arithmetic.
+        Elkan 2002, as scikit-learn computes it.
 
     Example:
         ```python

@@ -37,9 +37,10 @@ class RateShift(BaseModel):
 
     @property
     def holds(self) -> bool | None:
-        """Whether the rate that it was set for is inside the interval of what was seen here.
+        """Whether no more are flagged here than the rate that it was set for allows.
 
-        None where the control set is too small to tell: its interval holds twice that rate, too.
+        False where the whole interval of what was seen here is above that rate; None where the
+        control set is too small to tell, because its interval reaches twice that rate.
         """
         return self._holds(self.here)
 
@@ -70,8 +71,8 @@ class ScoreShift(BaseModel):
     n: int = Field(description="Harmless answers that were compared.")
     n_groups: int = Field(description="Independent groups of these.")
     differences: tuple[str, ...] = Field(
-        description="What is computed otherwise than the store was, in words; empty: nothing that "
-        "both sides tell."
+        description="What is computed differently here than in the store, in words; empty where "
+        "nothing is known to differ."
     )
     mean: float = Field(description="Mean of new minus stored score of an answer.")
     interval: Interval | None = Field(
@@ -155,7 +156,7 @@ def score_shift(
 
 
 def _refuse_another_model(old: ActivationSet, new: ActivationSet) -> None:
-    """What another checkpoint computes is no matter of engine, dtype or quantisation."""
+    """Refuse other weights: what these change is not due to engine, dtype or quantisation."""
     then, now = old.capture, new.capture
     pairs = []
     if then is not None and now is not None:

@@ -181,7 +181,7 @@ def select_refusal(
     if not left:
         reasons = sorted({why for *_, why in table})
         counts = ", ".join(f"{sum(w == why for *_, w in table)} {why}" for why in reasons)
-        known = [scores for _, scores, _ in table if not math.isnan(scores.kl)]
+        known = [scores for _, scores, _ in table if not any(map(math.isnan, scores))]
         nearest = (
             f"; the smallest KL is {min(s.kl for s in known):.2g}, and the most that one induces "
             f"{max(s.induce for s in known):.2g}"

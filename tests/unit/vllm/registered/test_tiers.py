@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 pytest.importorskip("vllm")
 
+from inspect_lens import engine
 from inspect_lens._engine.protocol.envelope import seal
 from inspect_lens._vllm import plugin
 from inspect_lens._vllm.frontend import state
@@ -236,6 +237,10 @@ def test_a_refusal_says_that_the_servers_edits_count_too(front: FrontEnd) -> Non
     wrong = LensRequest(capture={"layers": [99]})
     with pytest.raises(LensError, match="set for all requests count, too"):
         front.compile(wrong, front.engines[0])
+    front.unregister(SERVER_NAME)
+    chosen = wrong.model_copy(update={"configs": ("b",)})
+    with pytest.raises(LensError, match="of the configurations that were chosen count, too"):
+        front.compile(chosen, front.engines[0])
 
 
 @pytest.mark.parametrize(
@@ -352,3 +357,8 @@ def test_the_file_says_what_acts(tmp_path: Path) -> None:
     )
     assert found.alerts is not None
     assert found.alerts.dead_letter == str(tmp_path / "dead.jsonl")
+
+
+def test_what_acts_on_all_requests_has_no_name() -> None:
+    with pytest.raises(SpecError, match=r"^item: a ServerConfig .* INSPECT_LENS_SERVER"):
+        engine.register(None, "x", ServerConfig(probes=["p"], may_opt_out=True))

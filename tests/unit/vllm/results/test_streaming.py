@@ -22,6 +22,8 @@ from inspect_lens._engine.collect.placement import Further, Pending
 from inspect_lens._vllm.frontend.wrappers import FRONT_END_WRAPPERS
 from inspect_lens._vllm.results.choices import Ticket
 from inspect_lens._vllm.results.event_loop import arrivals_of
+from inspect_lens.errors import SpecError
+from inspect_lens.spec import GateReceipt, TensorData
 from tests.unit.vllm.results.test_ahead import N_MAX, N_PROMPT, Engine
 from tests.unit.vllm.results.test_results import completion, output
 
@@ -199,6 +201,18 @@ def test_a_part_is_read_as_it_was_written(engine: Engine) -> None:
     np.testing.assert_array_equal(mine.storage, theirs.storage)
     engine.results.abandon([key])
     engine.worker.stepper.remove(key)
+
+
+def test_gates_are_read_as_they_were_written_and_rows_without_their_positions_are_not() -> None:
+    gate = GateReceipt(layer=1, site="resid_post", fired_at=3, n_tokens=None, sha256="a" * 64)
+    tensor = TensorData(np.zeros((1, 2, 4), np.float32), "float32")
+    part = Partial(tensors={"x": tensor}, positions={"x": (0, 2)}, gates=(gate,))
+    form = part.to_json()
+    assert Partial.from_json(form).gates == (gate,)
+    for positions in (None, [0], 3):
+        form["activations"]["x"]["positions"] = positions
+        with pytest.raises(SpecError, match="without the positions of its 2 tokens"):
+            Partial.from_json(form)
 
 
 def test_events_of_a_stream_have_rows_behind_their_tokens_and_the_receipt_last(

@@ -178,6 +178,20 @@ def test_no_log_has_the_address(tmp_path: Path, caplog: pytest.LogCaptureFixture
         assert "of-others" in caplog.text, "others' requests are logged as before"
 
 
+@pytest.mark.parametrize("key", ["", "k"])
+def test_a_webhook_gets_its_key_and_has_so_long_for_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("INSPECT_LENS_WEBHOOK_KEY", key)
+    with webhook(tmp_path / "dead.jsonl") as hook:
+        hook.pause_s = 1.0
+        made = Alerts(config(tmp_path, url=hook.url, tries=1, timeout_s=0.1))
+        made.put({"n": 1})
+        assert made.flush(10)
+        assert hook.keys == [f"Bearer {key}" if key else None]
+    assert letters(tmp_path) == [{"why": "ReadTimeout", "tries": 1, "alert": {"n": 1}}]
+
+
 @pytest.mark.parametrize("text", [False, True])
 def test_text_of_users_is_in_it_where_it_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: bool
