@@ -57,23 +57,38 @@ def test_loading_the_plug_in_twice_wraps_once() -> None:
     assert [getattr(*resolve(patch)[:2]) for patch in PATCHES] == first
 
 
+@pytest.mark.parametrize("required", [None, "INSPECT_LENS_REQUIRED", "INSPECT_LENS_SERVER"])
 def test_an_engine_behind_the_front_end_in_rust_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, required: str | None
 ) -> None:
+    """Where the lens has to be there, it does not start."""
     envs = pytest.importorskip("vllm.envs")
     from inspect_lens._vllm.compat import monkeypatches
     from inspect_lens._vllm.plugin import register
+    from inspect_lens.errors import CompatError
 
     class Touched(Exception):
         pass
 
+    calls = []
+
     def touched(*args: object) -> None:
+        calls.append(args)
         raise Touched
 
+    (tmp_path / "server.yaml").write_text("edits: [{op: zero, layers: [1]}]\n")
+    if required is not None:
+        is_file = required == "INSPECT_LENS_SERVER"
+        monkeypatch.setenv(required, str(tmp_path / "server.yaml") if is_file else "1")
     monkeypatch.setattr(monkeypatches, "verify", touched)
-    monkeypatch.setenv("INSPECT_LENS_REQUIRED", "1")
     monkeypatch.setattr(envs, "VLLM_USE_RUST_FRONTEND", True, raising=False)
-    register()
+    if required is None:
+        register()
+    else:
+        with pytest.raises(CompatError, match=r"front-end in Rust.*VLLM_USE_RUST_FRONTEND"):
+            register()
+    assert not calls
+    monkeypatch.setenv("INSPECT_LENS_REQUIRED", "1")
     monkeypatch.setattr(envs, "VLLM_USE_RUST_FRONTEND", False, raising=False)
     with pytest.raises(Touched):
         register()

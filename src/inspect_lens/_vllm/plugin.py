@@ -76,8 +76,8 @@ def _install() -> None:
             "the front-end in Rust loads no plug-ins, and passes over lens requests. Start without "
             "VLLM_USE_RUST_FRONTEND"
         )
-        if text("server"):
-            raise CompatError(f"INSPECT_LENS_SERVER is set, and would act on no request: {reason}")
+        if is_lens_required():
+            raise CompatError(f"INSPECT_LENS_REQUIRED or INSPECT_LENS_SERVER is set, but {reason}")
         logger.warning("inspect_lens: not active: %s", reason)
         return
     from .cache_salt import SALT_WRAPPERS

@@ -12,7 +12,7 @@ import pytest
 from inspect_ai.dataset import Dataset
 
 from evals.secret_word import secret_word_dataset
-from inspect_lens.data import ProbeDataset, load_dataset, read_rows
+from inspect_lens.data import ProbeDataset, _rows, load_dataset, read_rows
 from inspect_lens.errors import ArtifactError, SpecError
 from tests.kit.field_data import field_file
 
@@ -284,6 +284,34 @@ def test_endings_are_those_that_are_named(tmp_path: Path) -> None:
         load("prompts", tmp_path / "a.ndjson", json.dumps(ROW))
     with pytest.raises(ArtifactError, match="more cells than columns"):
         load("prompts", tmp_path / "a.csv", "prompt,label\nP,1,2\n")
+
+
+def test_an_ending_is_judged_before_the_file_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    monkeypatch.setattr(_rows, "read_regular", pytest.fail)
+    with pytest.raises(ArtifactError, match=r"no such ending: \.safetensors"):
+        load_dataset("prompts", path=str(tmp_path / "model.safetensors"))
+
+
+def test_short_rows_that_are_filled_up_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_rows, "_CELLS", 1000)
+    columns = ",".join(["prompt", "label", *(f"c{i}" for i in range(98))])
+    few = columns + "\n" + "P,1\n" * 4
+    assert len(load("prompts", tmp_path / "a.csv", few)) == 4
+    many = columns + "\n" + "P,1\n" * 400
+    with pytest.raises(ArtifactError, match="rows have more than"):
+        load("prompts", tmp_path / "a.csv", many)
+
+
+def test_options_that_nothing_reads_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="bogus"):
+        load_dataset("instructed_pairs", bogus=1)
+    with pytest.raises(SpecError, match="revision='abc' with source='path'; allowed for the hub"):
+        load("prompts", tmp_path / "a.json", [ROW], revision="abc")
 
 
 def test_a_table_that_unpacks_to_far_more_is_refused(tmp_path: Path) -> None:
