@@ -38,6 +38,8 @@ class Arm:
     probes: Callable[[Shape], Mapping[str, Any]] | None = None
     """By name, what is registered once with the engine before the arm's first run."""
     note: str = ""
+    streams: bool = False
+    """Whether answers come as events, which only a server sends; offline the arm is refused."""
     refusal: str = ""
     """Why the arm cannot run yet; it is then skipped with this reason."""
 
@@ -154,6 +156,17 @@ ARMS = {
     "capture-1": Arm("lens", _one_layer, note="one layer, all tokens"),
     "capture-all": Arm(
         "lens", lambda shape, i: {"output_residual_stream": True}, note="all layers, all tokens"
+    ),
+    "text-1": Arm(
+        "lens", _one_layer, streams=True, note="one layer, text as events, rows behind the last"
+    ),
+    "rows-1": Arm(
+        "lens",
+        lambda shape, i: {
+            "inspect_lens": {"capture": {"layers": [shape.layer]}, "stream_results": True}
+        },
+        streams=True,
+        note="one layer, each row in the event of its token",
     ),
     "steer": Arm("lens", _steer, note="one vector at one layer, all tokens"),
     "probes-16x4": Arm(

@@ -80,6 +80,9 @@ class Bench:
             if self.options.served and ENGINES[kind].is_hf:
                 self.skip(arm, "not a server")
                 continue
+            if ARMS[arm].streams and not self.options.served:
+                self.skip(arm, "events come from a server; add --served")
+                continue
             name = f"{self.model}/{kind}"
             if name not in self.results.engines:
                 self.results.engines[name] = self._start_engine(kind)

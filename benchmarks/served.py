@@ -29,10 +29,12 @@ from .arms import ARMS, ENGINES, Vector
 from .loads import LOADS, requests
 from .shapes import Shape
 
-__all__ = ["Served", "body", "check"]
+__all__ = ["Served", "body", "check", "joined"]
 
 BYTES = "activations of one request"
 """Key of the fetched bytes beside a response's own."""
+ROWS = "rows of one request"
+"""Likewise of the number of rows that came in events."""
 
 
 class Served:
@@ -71,8 +73,12 @@ class Served:
         self.prepare(arm)
         drawn = requests(LOADS[load], vocab=self._shape.vocab, seed=seed)
         asked = [ARMS[arm].request(self._shape, i) for i in range(len(drawn))]
+        streams = ARMS[arm].streams
         bodies = [
-            json.dumps(body(prompt, sampled, request, is_peer=self._is_peer)).encode()
+            json.dumps(
+                body(prompt, sampled, request, is_peer=self._is_peer)
+                | ({"stream": True, "stream_options": {"include_usage": True}} if streams else {})
+            ).encode()
             for (prompt, sampled), request in zip(drawn, asked, strict=True)
         ]
         self._post("/reset_prefix_cache", None)
@@ -176,7 +182,8 @@ async def ask_all(
                 text = await response.read()
                 if response.status != 200:
                     raise RuntimeError(f"HTTP {response.status}: {text[:1000]!r}")
-            answer: dict[str, Any] = json.loads(text)
+                streams = response.content_type == "text/event-stream"
+            answer: dict[str, Any] = joined(text) if streams else json.loads(text)
             for entry in (answer.get("activations") or {}).values():
                 if handle := entry.get("handle"):
                     async with session.get(f"/v1/activations/{handle}") as response:
@@ -187,6 +194,21 @@ async def ask_all(
         started = time.perf_counter()
         answers = await asyncio.gather(*map(ask, bodies))
         return time.perf_counter() - started, list(answers)
+
+
+def joined(text: bytes) -> dict[str, Any]:
+    """The answer that events make: what the last ones say, and how many rows all of them have."""
+    answer: dict[str, Any] = {}
+    rows = 0
+    for line in text.splitlines():
+        if not line.startswith(b"data: {"):
+            continue
+        event: dict[str, Any] = json.loads(line[6:])
+        for part in event.get("inspect_lens_partial", ()):
+            entry = part["activations"]["residual_stream"]
+            rows += entry["shape"][1]
+        answer |= {key: value for key, value in event.items() if value is not None}
+    return answer | ({ROWS: rows} if rows else {})
 
 
 def check(
@@ -214,7 +236,10 @@ def check(
             raise RuntimeError(f"a tensor is {found} instead of {[*wanted, shape.hidden]}")
         if "handle" in entry and len(answer.get(BYTES, b"")) != entry["nbytes"]:
             raise RuntimeError(f"{len(answer.get(BYTES, b''))} bytes of {entry['nbytes']}")
-    if request.get("inspect_lens"):
+    if (request.get("inspect_lens") or {}).get("stream_results"):
+        if answer.get(ROWS) != n_prompt + sampled - 1:
+            raise RuntimeError(f"{answer.get(ROWS)} rows came in events")
+    elif request.get("inspect_lens"):
         read = {probe["n_tokens"] for probe in answer["inspect_lens"]["probes"]}
         if read != {sampled - 1}:
             raise RuntimeError(f"probes read {read} tokens")

@@ -85,6 +85,32 @@ def _moe(base: dict[str, Any], middle: int, experts: int, chosen: int) -> dict[s
 
 SHAPES = {
     "llama-8b": Shape(_llama(4096, 14336, 32, 32, 128256), "bfloat16", kv_gib=24),
+    "llama-70b-48": Shape(
+        {**_llama(8192, 28672, 48, 64, 128256), "num_key_value_heads": 8}, "bfloat16", kv_gib=3
+    ),
+    "glm-4.5-air-23": Shape(
+        {
+            **_llama(4096, 10944, 23, 96, 151552),
+            "architectures": ["Glm4MoeForCausalLM"],
+            "model_type": "glm4_moe",
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "attention_bias": True,
+            "partial_rotary_factor": 0.5,
+            "moe_intermediate_size": 1408,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "use_qk_norm": False,
+        },
+        "bfloat16",
+        kv_gib=4,
+    ),
     "opt-30b": Shape(
         {
             "architectures": ["OPTForCausalLM"],
@@ -132,5 +158,6 @@ SHAPES = {
     ),
     "tiny": Shape(_llama(256, 512, 4, 4, 512), "float32", kv_gib=0.0625, max_model_len=256),
 }
-"""Llama-8B, OPT-30B, Qwen3-0.6B, Qwen3-30B-A3B with 12 of its 48 layers, and two that a CPU runs in
-a second, one of them with experts."""
+"""Llama-8B; Llama-70B with 48 of its 80 layers and GLM-4.5-Air with 23 of its 46, which two engines
+have room for on four cards; OPT-30B, Qwen3-0.6B, Qwen3-30B-A3B with 12 of its 48 layers, and two
+that a CPU runs in a second, one of them with experts."""

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from benchmarks import served
-from benchmarks.served import BYTES, Served, check
+from benchmarks.served import BYTES, ROWS, Served, check, joined
 from benchmarks.shapes import SHAPES
 from inspect_lens.spec import parse_extra_args
 from tests.kit.api_server import ApiServer
@@ -198,3 +198,18 @@ def test_what_did_not_come_is_an_error(
     check(answer(), {"apply_steering_vectors": ["v"]}, 5, 5, SHAPE)
     with pytest.raises(RuntimeError, match=says):
         check(answer(**changes), request_, 5, 5, SHAPE)
+
+
+def test_events_are_one_answer_with_the_rows_of_all_of_them() -> None:
+    def rows(n: int) -> dict[str, Any]:
+        part = {"index": 0, "activations": {"residual_stream": {"shape": [1, n, 8]}}}
+        return {"choices": [], "usage": None, "inspect_lens_partial": [part]}
+
+    events = [rows(5), rows(1), {"choices": [], "usage": {"completion_tokens": 2}}]
+    text = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
+    answer = joined(text + b"data: [DONE]\n\n")
+    assert answer[ROWS] == 6
+    request = {"inspect_lens": {"capture": {"layers": [1]}, "stream_results": True}}
+    check(answer, request, 5, 2, SHAPE)
+    with pytest.raises(RuntimeError, match="6 rows came"):
+        check(answer, request, 6, 2, SHAPE)
