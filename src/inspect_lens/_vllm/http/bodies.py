@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -496,16 +497,25 @@ def _may_ask(scope: Mapping[str, Any]) -> bool:
 
 
 async def whole_body(receive: Receive) -> tuple[bytes, Receive]:
-    """Read a body; returns it, and what gives its messages to the application."""
+    """Read a body; returns it, and what gives its messages to the application.
+
+    vLLM reads JSON in any of its encodings, so all of them are made UTF-8 for whoever reads it.
+    """
     messages = [await receive()]
     while messages[-1]["type"] == "http.request" and messages[-1].get("more_body"):
         messages.append(await receive())
+    body = b"".join(message.get("body", b"") for message in messages)
+    encoding = json.detect_encoding(body[:4])
+    if encoding != "utf-8" and messages[-1]["type"] == "http.request":
+        with suppress(UnicodeDecodeError):
+            body = body.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
+            messages = [{"type": "http.request", "body": body, "more_body": False}]
     waiting = iter(messages)
 
     async def again() -> Message:
         return next(waiting, None) or await receive()
 
-    return b"".join(message.get("body", b"") for message in messages), again
+    return body, again
 
 
 @judging("the body")
@@ -558,9 +568,6 @@ def read_body(
     return Body(request, kind, not path.endswith(_TIERED), others)
 
 
-_BOM = b"\xef\xbb\xbf"
-
-
 def _fields(body: bytes) -> dict[str, Any] | None:
     check_size(body)
     try:
@@ -568,9 +575,10 @@ def _fields(body: bytes) -> dict[str, Any] | None:
     except ValueError as error:
         if "recursion" in str(error):
             raise SpecError("the body is nested too deep") from None
-        if body.startswith(_BOM):
-            return _fields(body.removeprefix(_BOM))  # vLLM reads past it, too
-        return None
+        try:
+            fields = json.loads(body)  # vLLM's reader, which takes halves of surrogate pairs
+        except (ValueError, RecursionError):
+            return None
     return cast("dict[str, Any]", fields) if isinstance(fields, dict) else None
 
 

@@ -116,6 +116,25 @@ def test_a_body_is_decoded_once(monkeypatch: pytest.MonkeyPatch, n: int, pieces:
     assert threads[0].startswith("inspect-lens-read"), "compressed tensors are unpacked there"
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be", "utf-32-le"])
+def test_a_body_asks_the_same_in_every_encoding_that_vllm_reads(encoding: str) -> None:
+    server = Server()
+    body = {"prompt": "caf\u00e9", "extra_args": {"inspect_lens": {"capture": {"layers": [1]}}}}
+    text = json.dumps(body, ensure_ascii=False)
+    assert send(server.app, text.encode(encoding), pieces=3) == (200, {})
+    assert json.loads(server.bodies[0]) == body
+    assert server.asked[0] is not None
+
+
+def test_half_of_a_surrogate_pair_hides_no_request() -> None:
+    server = Server()
+    body = (
+        b'{"prompt": "\xed\xa0\x80", "extra_args": {"inspect_lens": {"capture": {"layers": [1]}}}}'
+    )
+    assert send(server.app, body)[0] == 200
+    assert server.asked[0] is not None, "vLLM reads this body, so it is read here, too"
+
+
 def test_plain_bodies_are_passed_on_unread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "read_body", lambda *a: pytest.fail("read"))
     server = Server()
