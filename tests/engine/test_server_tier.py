@@ -257,6 +257,26 @@ def test_probes_of_the_server_read_beside_those_of_a_request(
     wait_for(lambda: len(alerts_webhook.received) == 2)  # or the next test hears of them
 
 
+def test_who_hangs_up_is_told_of_all_the_same(
+    client: httpx.Client, alerts_webhook: Webhook
+) -> None:
+    alerts_webhook.clear()
+    sent = {"model": MODEL, "prompt": PROMPT, "max_tokens": 400}
+    body = sent | {"ignore_eos": True, "stream": True}
+    with everybody(client, probes=[ALARM]):
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            events = (line for line in response.iter_lines() if "text" in line)
+            for _ in range(20):
+                next(events)
+        wait_for(lambda: alerts_webhook.received)
+        time.sleep(0.5)
+    (alert,) = alerts_webhook.received
+    assert alert["probe"] == "watched"
+    assert 0 < alert["n_completion"] < 400
+    assert alert["alarm_position"] == alert["n_prompt"]
+    assert not alert["stopped"]
+
+
 def test_an_alarm_is_told_tried_again_and_in_the_end_a_dead_letter(
     client: httpx.Client, alerts_webhook: Webhook
 ) -> None:

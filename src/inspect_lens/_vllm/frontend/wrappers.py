@@ -12,6 +12,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NoReturn
 
 from inspect_lens._engine.protocol.processes import ends_process
@@ -22,6 +23,7 @@ from inspect_lens._vllm.http.bodies import SERVED, Body, as_json
 from inspect_lens._vllm.metrics import refused, streamed
 from inspect_lens._vllm.registered.contents import at_once, forget_unused, tell_through
 from inspect_lens._vllm.registered.persistent_hooks import raise_first
+from inspect_lens._vllm.registered.tiers import TIERS_KEY
 from inspect_lens._vllm.results.attach import named, stop_at_alarm
 from inspect_lens._vllm.results.choices import (
     Ticket,
@@ -222,13 +224,16 @@ def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
         except BaseException:
             results.abandon([key])
             raise
-        if is_recorded:
-            return result
         try:
+            state = self.request_states[key]
+            if reading is not None and reading.watches and TIERS_KEY in extra[ENVELOPE_KEY]:
+                results.hear(key, partial(said_by, state.detokenizer))
+            if is_recorded:
+                return result
             _remember(self, key)
-            results.running.watch(key, self.request_states[key].queue)
+            results.running.watch(key, state.queue)
             if reading is not None and reading.has_alarm:
-                stop_at_alarm(self.request_states[key], results)
+                stop_at_alarm(state, results)
         except BaseException as error:
             # vLLM has the request by now, and would not forget it.
             if ends_process(error):

@@ -228,6 +228,8 @@ class Reads:
         self.uses = tuple(uses)
         self.may_stop = any(use.alarm == "stop" for use in uses)
         """Whether one of them may end a generation."""
+        self.watches = any(use.alarm for use in uses)
+        """Whether one of them has an alarm."""
         self.streams_tokens = any(use.tokens for use in uses)
         """Whether token scores were asked for."""
         self.probes = tuple(registered[use.name] for use in uses)
@@ -282,6 +284,10 @@ class Reading:
     @property
     def has_alarm(self) -> bool:
         return self._reads.may_stop
+
+    @property
+    def watches(self) -> bool:
+        return self._reads.watches
 
     @property
     def streams_tokens(self) -> bool:

@@ -31,10 +31,12 @@ from .choices import (
     Expected,
     Job,
     Ticket,
+    fill_probes,
     is_light,
     is_ready,
     is_running,
     prepare,
+    receipt_of,
     take_whole,
 )
 from .streaming import Streaming
@@ -361,6 +363,11 @@ class Results:
             logger.error("inspect_lens: request %s has failed", key, exc_info=error)
             self._spoiled[key] = fault_of(error)
 
+    def hear(self, key: str, said: Callable[[], tuple[tuple[int, ...], str]]) -> None:
+        """Have somebody hear of a request's alarms, also where its client breaks it off."""
+        if (expected := self._expected.get(key)) is not None:
+            expected.said = said
+
     def expected(self, key: str) -> Expected | None:
         """What is known of a request that uses the lens, or is recorded."""
         return self._expected.get(key)
@@ -374,8 +381,24 @@ class Results:
         for key in ids:
             expected = self._expected.get(key)
             for choice in tuple(self._choices.get(expected.request if expected else key, ())):
+                self._tell_alarms(choice)
                 if self.take_over(choice) is not None:
                     self.the_collector().discard(choice)
+
+    def _tell_alarms(self, key: str) -> None:
+        """Tell what the server's probes found in an answer that its client has broken off."""
+        expected = self._expected.get(key)
+        if expected is None or expected.said is None:
+            return
+        try:
+            ids, text = expected.said()
+            self.alarm(key, len(ids))
+            fill_probes(receipt := receipt_of(expected, len(ids)), expected)
+            expected.tell_alarms(receipt, text)
+        except BaseException as error:
+            if ends_process(error):
+                raise
+            logger.error("inspect_lens: alarms of %s cannot be told", key, exc_info=error)
 
     def forget(self, output: Any) -> None:
         """Forget what was to be put on an output; nobody waits for it any more."""

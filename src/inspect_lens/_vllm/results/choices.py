@@ -80,6 +80,8 @@ class Expected:
     """Of a request with a sink or with a tier."""
     let_go: Callable[[], None] | None = None
     """See `Registry.hold`."""
+    said: Callable[[], tuple[tuple[int, ...], str]] | None = None
+    """Gives what was sampled so far, where somebody hears of an answer that is broken off."""
     streaming: Streaming | None = field(init=False)
     """What its outputs carry before the last one; None where nothing comes by token."""
 
@@ -109,6 +111,11 @@ class Expected:
     def n_known(self) -> int:
         """Captured positions whose rows are known already."""
         return 0 if self.reuse is None else self.reuse.n_positions
+
+    def tell_alarms(self, receipt: Receipt, text: str) -> None:
+        """Tell of alarms of the server's probes, once nothing more is read."""
+        if receipt.tiers and (by := self.asked_by) is not None:
+            alerts.look_at(receipt, key=by.key, prompt=by.prompt, text=text)
 
     def n_fed(self, n_completion: int) -> int:
         """Tokens that a request fed to the model which sampled so many."""
@@ -157,6 +164,13 @@ def shorten(receipt: Receipt, expected: Expected, n_completion: int) -> None:
     receipt.__dict__["capture"] = _capture_receipt(expected, n_completion)
 
 
+def fill_probes(receipt: Receipt, expected: Expected) -> None:
+    """Add to a receipt what probes have read, and what the server does to all requests."""
+    probes = () if expected.reading is None else expected.reading.receipts()
+    values = receipt.__dict__
+    values["probes"], values["tiers"] = receipts_of(expected.packed.get(TIERS_KEY), probes)
+
+
 def fill(
     receipt: Receipt,
     expected: Expected,
@@ -180,8 +194,7 @@ def fill(
             vectors=edited.hashes,
             gates=_gate_receipts(expected.envelope, collected, n_fed),
         )
-    probes = () if expected.reading is None else expected.reading.receipts()
-    values["probes"], values["tiers"] = receipts_of(expected.packed.get(TIERS_KEY), probes)
+    fill_probes(receipt, expected)
     if (qk := expected.envelope.qk) is not None:
         n_fed = expected.n_fed(receipt.n_completion)
         values["qk"] = QKReceipt(layers=qk.layers, n_positions=n_fed, dtype=qk.dtype)
@@ -515,9 +528,8 @@ class Choice:
             self._finish_stream(expected.streaming, collected)
         if expected.sink is not None:
             self._offer(captured)
-        if receipt.tiers and (by := expected.asked_by) is not None:
-            said = self.ticket.said
-            alerts.look_at(receipt, key=by.key, prompt=by.prompt, text=said[1] if said else "")
+        said = self.ticket.said
+        expected.tell_alarms(receipt, said[1] if said else "")
 
     def _finish_stream(self, streaming: Streaming, collected: Collected) -> None:
         """Put on the choice what no output of it has carried, which completes the others."""
