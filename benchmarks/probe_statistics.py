@@ -260,7 +260,7 @@ def _verdict(name: str, n: int, seed: int) -> list[Row]:
             warnings.simplefilter("ignore", UserWarning)
             probe = train_probe(
                 LogisticProbe(), train, name="simulated/lr", control=control, heldout=[test],
-                n_resamples=0, seed=i,
+                seed=i,
             )  # fmt: skip
         found = probe.card.evaluations[0]
         (verdict,) = probe.card.transfers

@@ -81,7 +81,7 @@ def _probes(
             probe = train_probe(
                 estimator, sets[f"train, {kind}"], name=f"{setting.model}/{kind}-{family}",
                 control=sets["control"].negatives(), heldout=[sets[name] for name in JUDGED],
-                fpr=FPR, allow_few=True, n_resamples=0,
+                fpr=FPR, allow_few=True,
                 dropped=len(rows[f"train, {kind}"]) - len(sets[f"train, {kind}"]),
                 description="a large score means that the answer deceives",
             )  # fmt: skip
@@ -175,7 +175,7 @@ def _found(probe: AnyProbe) -> dict[str, Any]:
 
 
 def _judgement(found: Evaluation) -> dict[str, Any]:
-    best, area, rate = found.best_baseline, found.interval, found.fpr_interval
+    best, area, rate = found.best_baseline, found.auroc_interval, found.fpr_interval
     lengths = [b.auroc for b in found.baselines if b.name.startswith("length") and b.auroc]
     return {
         "n_positive": found.n_positive, "n_negative": found.n_negative,

@@ -142,7 +142,6 @@ def build_probes(
     model: ModelRef,
     dropped: Mapping[str, int],
     command: str = "",
-    n_resamples: int = 10_000,
     texts: Mapping[str, Mapping[str, Sequence[str]]] | None = None,
     notes: Sequence[str] = (),
 ) -> dict[str, AnyProbe]:
@@ -153,7 +152,6 @@ def build_probes(
         model: the organism.
         dropped: answers left out of each set.
         command: for the cards.
-        n_resamples: of the bootstrap.
         texts: by kind and set, for the bag of words.
         notes: for the cards.
 
@@ -183,7 +181,6 @@ def build_probes(
             "purpose.",
             notes=(*NOTES, left_out, *notes),
             command=command,
-            n_resamples=n_resamples,
             texts=texts,
             pools=POOLS,
         )

@@ -64,7 +64,6 @@ def train_job(
     pool: str,
     fpr: float,
     allow_few: bool,
-    n_resamples: int,
     seed: int,
     select_by: Any = "recall",
     recall_floor: float = RECALL_FLOOR,
@@ -116,7 +115,6 @@ def train_job(
             recall_floor=recall_floor,
             behaviour_floor=behaviour_floor,
             allow_few=allow_few,
-            n_resamples=n_resamples,
             seed=seed,
             model=ModelRef(name=facts["name"], sha256=facts["sha256"]),
             on_policy=bool(manifest["dataset"]["on_policy"]),
@@ -137,23 +135,21 @@ def train_job(
     folder = probe.save(out)
     known = [e.n_seen for e in probe.card.evaluations]
     sets = [report_set(probe, d, n_seen=n) for d, n in zip(judged, known, strict=True)]
-    path = write_report(probe, folder, sets, n_resamples=min(n_resamples, 500))
+    path = write_report(probe, folder, sets)
     return Made(
         probe=probe, folder=str(folder), evaluations=probe.card.evaluations,
         transfers=probe.card.transfers, report=str(path),
     )  # fmt: skip
 
 
-def report_row(
-    probe: AnyProbe, data: ActivationSet, rows: list[Evaluation], *, n_resamples: int
-) -> Evaluation:
+def report_row(probe: AnyProbe, data: ActivationSet, rows: list[Evaluation]) -> Evaluation:
     """The evaluation of a set, put among the rows of a table; that of the card where it holds."""
 
     def same(e: Evaluation) -> tuple[object, ...]:
         # No hash: that of a set with other layers beside the probe's is another.
         return e.name, e.n_positive, e.n_negative, e.auroc
 
-    found = evaluate_probe(probe, data, allow_seen=True, n_resamples=n_resamples)
+    found = evaluate_probe(probe, data, allow_seen=True)
     place = next((i for i, e in enumerate(rows) if same(e) == same(found)), len(rows))
     known = "content" if found.n_seen == 0 else "not checked"
     if place < len(rows):
@@ -262,7 +258,6 @@ def run_recipe(
     work: str,
     model: str,
     model_args: dict[str, Any],
-    n_resamples: int,
     memory: float = MEMORY,
 ) -> Made:
     """Collect every set of a recipe in `work`, where what is there already is used; then train."""
@@ -282,7 +277,7 @@ def run_recipe(
         name=recipe.name, family=recipe.family, settings=recipe.settings, layers="all",
         rows=recipe.rows, pool=recipe.pool, fpr=recipe.fpr,
         behaviour_floor=recipe.behaviour_floor, allow_few=False,
-        n_resamples=n_resamples, seed=recipe.seed, memory=memory, work=f"{work.rstrip('/')}/fits",
+        seed=recipe.seed, memory=memory, work=f"{work.rstrip('/')}/fits",
         card={"description": recipe.description, "source": recipe.source, "notes": recipe.notes},
     )  # fmt: skip
 

@@ -21,7 +21,7 @@ BaseUrl = Annotated[
     str, typer.Option(help="Address of a running server, such as http://localhost:8000.")
 ]
 
-_BOTH: Final = frozenset({"out", "recipe", "resamples", "memory", "as_json"})
+_BOTH: Final = frozenset({"out", "recipe", "memory", "as_json"})
 _RENAMED: Final = (("any_model", "check_model"), ("probe", "probes"), ("max_mib", "max_bytes"))
 """Parameters of commands whose argument in Python has another name."""
 _RECIPE: Final = frozenset({"work", "model", "base_url", "model_arg"})
@@ -195,7 +195,7 @@ class Made:
 
     def _of_set(self, e: Evaluation) -> Iterator[str]:
         """What was measured on one set."""
-        area = with_interval(e.auroc, e.interval, ".4f")
+        area = with_interval(e.auroc, e.auroc_interval, ".4f")
         said = "one class" if e.auroc is None else f"AUROC {area}"
         if e.recall is not None:
             said += f", recall {with_interval(e.recall, e.recall_interval)}"
@@ -211,8 +211,8 @@ class Made:
             yield f"    recall {at} of {e.recalls[0].control}"
         if e.control_shift is not None and e.control_shift.statement:
             yield f"    {e.control_shift.statement}"
-        if e.not_judged:
-            yield f"    {e.not_judged}: no verdict can rest on it"
+        if e.too_few:
+            yield f"    {e.too_few}: no verdict can rest on it"
         if e.n_seen is None:
             yield "    whether the probe has seen these samples cannot be told: " + (
                 "its card does not list its own"

@@ -174,8 +174,9 @@ def train(
         ),
     ] = FOLLOWED_FLOOR,
     allow_few: Annotated[bool, typer.Option(help="Accept a small control set.")] = False,
-    resamples: Resamples = 10_000,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the split and the bootstrap.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of the split and of random directions.")
+    ] = 0,
     tokenizer: Tokenizer = "",
     memory: Memory = 4.0,
     resume: Resume = "",
@@ -187,7 +188,7 @@ def train(
     check_recipe_options(context, with_recipe=bool(recipe))
     if recipe:
         made = run_recipe(
-            recipe, out=out, work=work, model=model, n_resamples=resamples, memory=memory,
+            recipe, out=out, work=work, model=model, memory=memory,
             model_args=parse_model_args(model_arg, base_url),
         )  # fmt: skip
     else:
@@ -195,7 +196,7 @@ def train(
             out=out, train=train_store, control=control, selection=selection,
             heldout=heldout or [], disjoint=parse_settings(disjoint or []), name=name,
             family=family, settings=parse_settings(setting or []), layers=parse_layers(layers),
-            rows=rows, pool=pool, fpr=fpr, allow_few=allow_few, n_resamples=resamples, seed=seed,
+            rows=rows, pool=pool, fpr=fpr, allow_few=allow_few, seed=seed,
             select_by=select_by, recall_floor=recall_floor, behaviour_floor=behaviour_floor,
             tokenizer=tokenizer, memory=memory,
             work=resume,
@@ -214,8 +215,7 @@ def evaluate(
     any_model: AnyModel = False,
     allow_seen: AllowSeen = False,
     tokenizer: Tokenizer = "",
-    resamples: Resamples = 10_000,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of random directions.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Measure a probe on stores; the probe stays as it is.
@@ -237,9 +237,8 @@ def evaluate(
     judged = [read(uri) for uri in store]
     for data in judged:
         one = evaluate_probe(
-            loaded, data, control=harmless, train=fit, allow_seen=allow_seen,
-            n_resamples=resamples, seed=seed,
-        )  # fmt: skip
+            loaded, data, control=harmless, train=fit, allow_seen=allow_seen, seed=seed
+        )
         known = "content" if one.n_seen == 0 else "not checked"
         found.append(one.model_copy(update={"disjoint_by": known}))
     verdicts: tuple[Transfer, ...] = ()
@@ -491,7 +490,7 @@ def report(
         data = judged_set(loaded, uri, any_model=any_model, tokenizer=tokenizer)
         if not allow_seen:
             refuse_seen(loaded, data)
-        found = report_row(loaded, data, rows, n_resamples=resamples)
+        found = report_row(loaded, data, rows)
         asked.append(found)
         sets.append(report_set(loaded, data, store=uri, tokenizer=tokenizer, n_seen=found.n_seen))
     shown = replace(loaded, card=loaded.card.model_copy(update={"evaluations": tuple(rows)}))

@@ -60,7 +60,6 @@ def train_probe(
     behaviour_floor: float = FOLLOWED_FLOOR,
     texts: Mapping[str, Mapping[str, Sequence[str]]] | None = None,
     allow_few: bool = False,
-    n_resamples: int = 10_000,
     seed: int = 0,
     model: ModelRef | None = None,
     dropped: int = 0,
@@ -107,7 +106,6 @@ def train_probe(
         texts: of the training and held-out sets, for baselines (`measure_baselines`).
         allow_few: accept a control set that is too small to verify `fpr`; where its samples are
             enough and its groups are not, the threshold says so (`Threshold.few_groups`).
-        n_resamples: of the bootstrap in each evaluation.
         seed: of the split and of the bootstrap.
         model: the model; by default its name is that of `train`, with the fingerprint that
             the set knows, or that of a local folder.
@@ -217,7 +215,6 @@ def train_probe(
             train=train,
             texts=texts,
             disjoint_by=(disjoint or {}).get(data.name, "group"),
-            n_resamples=n_resamples,
             seed=seed,
         )
         for data in heldout

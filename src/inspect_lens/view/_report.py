@@ -358,7 +358,7 @@ def _baselines_figure(card: ProbeCard) -> bytes:
     y, ticks, names = 0.0, [], []
     for e in sets:
         axes.text(0.0, y, e.name, transform=axes.get_yaxis_transform(), fontsize=8, va="center")
-        rows = [("probe", e.auroc, e.interval, COLOURS[1])]
+        rows = [("probe", e.auroc, e.auroc_interval, COLOURS[1])]
         known = [b for b in e.baselines if b.auroc is not None]
         rows += [
             (b.name, b.auroc, b.auroc_interval, COLOURS[0])
@@ -427,7 +427,7 @@ def write_report(
         train, control, test = (
             ActivationSet.load(f"acts/{name}.safetensors") for name in ("train", "control", "test")
         )
-        probe = train_probe(LDAProbe(), train, name="mine/lda", control=control, n_resamples=100)
+        probe = train_probe(LDAProbe(), train, name="mine/lda", control=control)
         shown = ReportSet(name="test", labels=test.labels, scores=test.scores(probe), ids=test.ids)
         assert write_report(probe, "report", [shown], n_resamples=20).name == "report.html"
         ```
@@ -468,9 +468,12 @@ def _decisive(e: Evaluation) -> list[str]:
     best = e.best_baseline
     other = "not measured" if best is None else f"{best.name}: {best.auroc:.3f}"
     return [
-        e.name, with_interval(e.auroc, e.interval), with_interval(e.recall, e.recall_interval),
-        with_interval(e.fpr, e.fpr_interval), other if e.auroc is not None else "n/a",
-    ]  # fmt: skip
+        e.name,
+        with_interval(e.auroc, e.auroc_interval),
+        with_interval(e.recall, e.recall_interval),
+        with_interval(e.fpr, e.fpr_interval),
+        other if e.auroc is not None else "n/a",
+    ]
 
 
 def _bands(sets: Sequence[ReportSet], drawn: bool) -> str:
@@ -513,9 +516,7 @@ def _measured(e: Evaluation) -> list[str | int]:
 
 def _notes(card: ProbeCard) -> list[str]:
     notes = [
-        f"{e.name}: {e.not_judged}; no verdict can rest on it."
-        for e in card.evaluations
-        if e.not_judged
+        f"{e.name}: {e.too_few}; no verdict can rest on it." for e in card.evaluations if e.too_few
     ]
     shifts = [(e.name, e.control_shift) for e in card.evaluations]
     return notes + [f"{name}: {s.statement}" for name, s in shifts if s is not None and s.statement]

@@ -270,8 +270,8 @@ def draw_transfer(probes: Mapping[str, AnyProbe] | Sequence[AnyProbe]) -> bytes:
 
 def _cell(found: Evaluation, verdicts: Mapping[str, bool | None]) -> str:
     text = f"{found.auroc:.3f}"
-    if found.interval is not None:
-        text += f"\n{found.interval:.2f}"
+    if found.auroc_interval is not None:
+        text += f"\n{found.auroc_interval:.2f}"
     if found.recall is not None:
         text += f"\nrecall {found.recall:.2f}"
     return f"{text} {_MARKS_FRONTIER[verdicts[found.name]]}" if found.name in verdicts else text

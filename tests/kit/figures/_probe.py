@@ -94,7 +94,7 @@ def roc(palette: str) -> str:
             *plot.at(max(e.fpr, least), e.recall), fill=COLOURS[e.name], radius=6,
             title=f"{e.name}: recall {e.recall:.3f} at rate {e.fpr:.3f}",
         )  # fmt: skip
-        said = f"{e.name}: AUROC {e.auroc:.3f}{_span(e.interval)}, recall {e.recall:.3f}"
+        said = f"{e.name}: AUROC {e.auroc:.3f}{_span(e.auroc_interval)}, recall {e.recall:.3f}"
         legend.append((COLOURS[e.name], f"{said} at the threshold"))
     canvas.legend(76, 386, legend)
     canvas.text(
@@ -230,7 +230,7 @@ def baselines(palette: str) -> str:
     y = 30.0
     for e in sets:
         canvas.text(12, y, e.name, bold=True)
-        rows = [("this probe", e.auroc, e.interval, "orange")]
+        rows = [("this probe", e.auroc, e.auroc_interval, "orange")]
         rows += [(b.name, b.auroc, b.auroc_interval, "blue") for b in e.baselines]
         for name, area, span, colour in sorted(rows, key=lambda r: -(r[1] or 0)):
             if area is None:

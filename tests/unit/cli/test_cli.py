@@ -44,9 +44,9 @@ def test_from_a_data_set_to_a_report(run: Run, tmp_path: Path) -> None:
         "probe", "train", "--behaviour-floor", 0,
         "--train", "acts/probe_train", "--control", "acts/control",
         "--heldout", "acts/hidden_reason", "--disjoint", "control=question",
-        "--disjoint", "hidden_reason=prompt", "--resamples", 100,
+        "--disjoint", "hidden_reason=prompt",
     )  # fmt: skip
-    _, error = run(*[w for w in train if w != "hidden_reason=prompt"][:-3], "--out", "p/x", code=3)
+    _, error = run(*train[:-2], "--out", "p/x", code=3)
     assert "text-overlap group 'organism'" in error
     (told,) = re.findall(r"as in --disjoint (hidden_reason=\w+)", error)
     run(*[told if w == "hidden_reason=prompt" else w for w in train], "--out", "p/told")
@@ -68,10 +68,10 @@ def test_from_a_data_set_to_a_report(run: Run, tmp_path: Path) -> None:
     assert loaded.card.calibration is not None
 
     measured = run.json(
-        "probe", "evaluate", "p/lr", "acts/hidden_reason", "--resamples", 0
+        "probe", "evaluate", "p/lr", "acts/hidden_reason"
     )["evaluations"][0]  # fmt: skip
     assert measured["auroc"] == probe["evaluations"][0]["auroc"]
-    text, _ = run("probe", "evaluate", "p/lr", "acts/hidden_reason", "--resamples", 0)
+    text, _ = run("probe", "evaluate", "p/lr", "acts/hidden_reason")
     assert f"AUROC {measured['auroc']:.4f}" in text
 
     assert (measured["n_seen"], measured["disjoint_by"]) == (0, "content")
@@ -126,16 +126,16 @@ def test_a_probe_is_not_judged_on_its_own_samples(run: Run, tmp_path: Path) -> N
     run(
         "probe", "train", "--behaviour-floor", 0,
         "--train", "acts/probe_train", "--control", "acts/control", "--disjoint",
-        "control=question", "--fpr", 0.05, "--resamples", 0, "--out", "p", "--name", "t/p",
+        "control=question", "--fpr", 0.05, "--out", "p", "--name", "t/p",
     )  # fmt: skip
-    known = ("probe", "evaluate", "p", "acts/probe_train", "--resamples", 0)
+    known = ("probe", "evaluate", "p", "acts/probe_train")
     _, error = run(*known, code=3)
     # The limit draws by a seed, and so does the split: 14 groups of unlike sizes, a quarter aside.
     assert "probe_train: 62 of 80 samples were in training" in error
     assert "18 of 80 samples chose the layer" in error
     text, _ = run(*known, "--allow-seen")
     assert "80 of them took part in making the probe" in text
-    _, error = run("probe", "evaluate", "p", "acts/control", "--resamples", 0, code=3)
+    _, error = run("probe", "evaluate", "p", "acts/control", code=3)
     assert "80 of 80 samples set the threshold" in error
     _, error = run("probe", "report", "p", "acts/probe_train", "--out", "r", code=3)
     assert "were in training" in error
@@ -160,8 +160,8 @@ def test_a_probe_is_not_judged_on_its_own_samples(run: Run, tmp_path: Path) -> N
     every = ("--for", "answer", "--for", "alarm", "--for", "token", "--allow-few")
     run("probe", "calibrate", "p", "--control", "acts/hidden_reason", "--fpr", 0.1, "--out", "q",
         *every)  # fmt: skip
-    run("probe", "evaluate", "q", "acts/control", "--resamples", 0)
-    _, error = run("probe", "evaluate", "q", "acts/hidden_reason", "--resamples", 0, code=3)
+    run("probe", "evaluate", "q", "acts/control")
+    _, error = run("probe", "evaluate", "q", "acts/hidden_reason", code=3)
     assert "20 of 40 samples set the threshold" in error
     # So is a set that gave the probabilities, which another may take its place in.
     run("probe", "calibrate", "p", "--labelled", "acts/hidden_reason", "--out", "c")
@@ -172,7 +172,7 @@ def test_a_probe_is_not_judged_on_its_own_samples(run: Run, tmp_path: Path) -> N
                     ("report", "c", "acts/hidden_reason", "--out", "r")):  # fmt: skip
         _, error = run("probe", *command, code=3)
         assert "40 of 40 samples fitted the probabilities" in error
-    run("probe", "evaluate", "p", "acts/hidden_reason", "--resamples", 0)
+    run("probe", "evaluate", "p", "acts/hidden_reason")
     # A card of a release that listed no samples says that it cannot tell.
     file = tmp_path / "p/card.json"
     old = json.loads(file.read_text())
@@ -289,7 +289,7 @@ def test_a_recipe_runs_from_data_sets_to_a_probe(
     with FakeLensServer(n_layers=2) as server:
         words = (
             "probe", "train", "--recipe", "r.yaml", "--work", "w", "--out", "p", "--model",
-            f"lens/{server.model}", "-M", f"base_url={server.url}", "--resamples", 20,
+            f"lens/{server.model}", "-M", f"base_url={server.url}",
         )  # fmt: skip
         made = run.json(*words)
         asked = len(server.requests)
@@ -320,7 +320,7 @@ def test_a_threshold_is_calibrated_for_what_acts_on_it(run: Run) -> None:
         plant(f"s/{name}", labels, seed=seed, gap=3.0)
     run(
         "probe", "train", "--train", "s/train", "--control", "s/control", "--fpr", 0.05,
-        "--resamples", 0, "--family", "mean-difference", "--out", "p", "--name", "t/p",
+        "--family", "mean-difference", "--out", "p", "--name", "t/p",
     )  # fmt: skip
     first = load_probe("p").card.thresholds
     assert [str(t.statistic) for t in first] == [

@@ -46,7 +46,7 @@ def test_a_probe_is_trained_on_recordings(run: Run, tmp_path: Path) -> None:
     named = [record(s, tmp_path / f"live-{i}") for i, s in enumerate(stores)]
     run(
         "probe", "train", "--train", named[0], "--heldout", named[1], "--control", named[2],
-        "--out", tmp_path / "p", "--resamples", 0,
+        "--out", tmp_path / "p",
     )  # fmt: skip
     card = load_probe(tmp_path / "p").card
     assert card.model is not None

@@ -25,7 +25,7 @@ def train(**change: Any) -> Any:
         "out": "p", "train": "s/train", "control": "s/control", "selection": "", "heldout": (),
         "disjoint": {}, "name": "t/p", "family": "mean-difference", "settings": {},
         "layers": "all", "rows": "tokens", "pool": "mean", "fpr": 0.05, "allow_few": False,
-        "n_resamples": 0, "seed": 0,
+        "seed": 0,
     }  # fmt: skip
     return train_job(**{**how, **change})
 
@@ -39,7 +39,7 @@ def command(*words: object) -> Any:
 
 
 def evaluate(store: str, *words: str) -> Any:
-    return command("evaluate", "p", store, "--resamples", 0, *words)["evaluations"][0]
+    return command("evaluate", "p", store, *words)["evaluations"][0]
 
 
 def sweep(selection: str) -> Any:

@@ -89,7 +89,6 @@ def sets(folder: Path, **groups: str) -> dict[str, ActivationSet]:
 def test_both_probes_find_the_planted_layer_and_direction(tmp_path: Path) -> None:
     probes = build_probes(
         sets(tmp_path), model=ModelRef(name="tiny"), dropped={"probe_train": 3}, command="make",
-        n_resamples=50,
     )  # fmt: skip
     assert set(probes) == {"deception-lr", "deception-md"}
     for name, found in probes.items():

@@ -59,7 +59,7 @@ def read(
 def probe() -> Probe:
     made = train_probe(
         LogisticProbe(), read(texts("train", 200, 0), SOURCE), name="org/first/label",
-        control=read(texts("control", 800, 1), SOURCE), n_resamples=0,
+        control=read(texts("control", 800, 1), SOURCE),
     )  # fmt: skip
     assert isinstance(made, Probe)
     return made
@@ -77,7 +77,7 @@ def test_it_finds_on_the_other_model_what_it_found(probe: Probe) -> None:
     test = read(TEST, TARGET)
     ours = auroc(TEST[2], read(TEST, SOURCE).scores(probe))
     assert abs(auroc(TEST[2], test.scores(made.probe)) - ours) < 0.02
-    found = evaluate_probe(made.probe, test, control=read(HARMLESS, TARGET), n_resamples=0)
+    found = evaluate_probe(made.probe, test, control=read(HARMLESS, TARGET))
     assert found.recall is not None
     assert found.recall > 0.3
     assert found.fpr is not None
@@ -93,7 +93,7 @@ def test_it_finds_on_the_other_model_what_it_found(probe: Probe) -> None:
     # What trained the first probe still counts as seen, and so does what set the threshold.
     for name, n in (("train", 200), ("harmless", 900)):
         with pytest.raises(SpecError, match=r"samples were in training|set the threshold"):
-            evaluate_probe(made.probe, read(texts(name, n, 9), TARGET), n_resamples=0)
+            evaluate_probe(made.probe, read(texts(name, n, 9), TARGET))
 
 
 def test_it_is_the_probe_read_through_a_ridge_map_of_the_whole_stream(probe: Probe) -> None:

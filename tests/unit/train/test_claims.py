@@ -46,9 +46,7 @@ def control() -> ActivationSet:
 def trained(data: ActivationSet, **more: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return train_probe(
-            MeanDifferenceProbe(), data, name="t/lies", control=control(), n_resamples=0, **more
-        )
+        return train_probe(MeanDifferenceProbe(), data, name="t/lies", control=control(), **more)
 
 
 def test_instructed_lies_that_are_none_are_refused() -> None:

@@ -234,9 +234,7 @@ def test_a_probe_reads_the_positions_of_its_training_set(tmp_path: Path) -> None
         ActivationSet.from_store(plant(tmp_path / n, [0, 1] * 40, seed=i, positions="prompt"))
         for i, n in enumerate(("train", "control"))
     ]
-    card = train_probe(
-        make_estimator("lda"), sets[0], name="t/p", control=sets[1], fpr=0.1, n_resamples=0
-    ).card
+    card = train_probe(make_estimator("lda"), sets[0], name="t/p", control=sets[1], fpr=0.1).card
     assert card.positions == "prompt"
     assert card.model is not None
     assert card.model.sha256 == "a" * 64

@@ -48,7 +48,7 @@ def trained(*, told: bool) -> tuple[AnyProbe, dict[str, ActivationSet]]:
     }  # fmt: skip
     probe = train_probe(
         MeanDifferenceProbe(), sets["train"], selection=sets["selection"],
-        control=sets["control"], heldout=[sets["new"]], name="t/p", fpr=0.2, n_resamples=0,
+        control=sets["control"], heldout=[sets["new"]], name="t/p", fpr=0.2,
     )  # fmt: skip
     return probe, sets
 
@@ -75,19 +75,19 @@ def test_a_probe_is_not_judged_on_what_it_knows(told: bool, tmp_path: Path) -> N
         )  # fmt: skip
         refusal = f"mixed: 7 of 27 samples {done}, such as 'other:{name}"
         with pytest.raises(SpecError, match=refusal):
-            evaluate_probe(probe, mixed, n_resamples=0)
-        assert evaluate_probe(probe, mixed, allow_seen=True, n_resamples=0).n_seen == 7
+            evaluate_probe(probe, mixed)
+        assert evaluate_probe(probe, mixed, allow_seen=True).n_seen == 7
         assert count_seen(probe, mixed) == 7
     refuse_seen(probe, sets["control"], roles=("training", "selection"))
-    assert evaluate_probe(probe, made("else", 20, 5, told=told), n_resamples=0).n_seen == 0
+    assert evaluate_probe(probe, made("else", 20, 5, told=told)).n_seen == 0
 
 
 def test_a_card_without_a_list_cannot_tell() -> None:
     probe, sets = trained(told=True)
     old = replace(probe, card=probe.card.model_copy(update={"seen": None}))
-    assert evaluate_probe(old, sets["train"], n_resamples=0).n_seen is None
+    assert evaluate_probe(old, sets["train"]).n_seen is None
     # Neither can a set whose contents are not known, beside a card that lists contents.
-    assert evaluate_probe(probe, replace(sets["train"], contents=()), n_resamples=0).n_seen is None
+    assert evaluate_probe(probe, replace(sets["train"], contents=())).n_seen is None
 
 
 def test_activations_are_compared_where_the_probe_reads() -> None:
@@ -103,7 +103,7 @@ def test_activations_are_compared_where_the_probe_reads() -> None:
 def test_sets_that_share_a_sample_under_another_name_are_refused() -> None:
     _, sets = trained(told=True)
     twin = renamed(sets["train"], "twin", n=3)
-    base = {"name": "t/p", "fpr": 0.2, "n_resamples": 0, "selection": sets["selection"]}
+    base = {"name": "t/p", "fpr": 0.2, "selection": sets["selection"]}
     with pytest.raises(SpecError, match="3 of 3 samples of 'twin' are also in 'train'"):
         train_probe(
             MeanDifferenceProbe(), sets["train"], control=sets["control"], heldout=[twin], **base  # type: ignore[arg-type]

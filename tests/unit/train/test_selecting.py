@@ -131,7 +131,7 @@ def test_a_card_has_what_a_user_of_a_threshold_asks() -> None:
     with pytest.warns(UserWarning, match="misses .* of the positives of h at its threshold"):
         probe = train_probe(
             plain(), train, name="t/p", control=control,
-            heldout=[test], layers=[0], n_resamples=0,
+            heldout=[test], layers=[0],
         )  # fmt: skip
     found = probe.card.evaluations[0]
     assert [r.fpr for r in found.recalls] == [0.01, 0.05]
@@ -153,13 +153,13 @@ def test_a_card_has_what_a_user_of_a_threshold_asks() -> None:
         warnings.filterwarnings("ignore", message=".*random direction")
         quiet = train_probe(
             plain(), train, name="t/p", control=control,
-            heldout=[test], n_resamples=0,
+            heldout=[test],
         )  # fmt: skip
     assert quiet.layers == (1,)
     assert not any("misses" in text for text in quiet.card.warnings)
     assert (quiet.card.evaluations[0].recall or 0.0) > 0.5
     # Without the training set, length and words of the set itself stand beside it, and no verdict.
-    alone = evaluate_probe(quiet, test, n_resamples=0)
+    alone = evaluate_probe(quiet, test)
     assert [b.name for b in alone.baselines] == ["length"]
     assert transfer_statement("t", found).transfers is not None
 
@@ -279,7 +279,7 @@ def test_altered_copies_are_found_by_their_number_and_nothing_else_is(kind: str)
         for (text,) in said.values():
             assert {"words": "by its words", "jitter": "by its activ"}.get(kind, "?") in text
             verdict = transfer_statement(
-                "fit", evaluate_probe(probe, second, train=first, n_resamples=0), copies=(text,)
+                "fit", evaluate_probe(probe, second, train=first), copies=(text,)
             )
             assert verdict.transfers is None
             assert "copies of training samples" in verdict.statement

@@ -162,7 +162,6 @@ def test_a_probe_is_trained_from_disk_alone(tmp_path: Path) -> None:
         train, control, test = (kind(store) for store in stores.values())
         made[kind] = train_probe(
             MeanDifferenceProbe(), train, name="m/p", control=control, heldout=[test], fpr=0.05,
-            n_resamples=50,
         )  # fmt: skip
     ours, theirs = made.values()
     assert isinstance(ours, Probe)

@@ -140,7 +140,7 @@ def test_tokens_of_an_answer_are_one_group() -> None:
     card = made.card.model_copy(update={"thresholds": (threshold,)})
     test = answers(200, 30, name="test", shift=3.0)
     card = card.model_copy(
-        update={"evaluations": (evaluate_probe(replace(made, card=card), test, n_resamples=0),)}
+        update={"evaluations": (evaluate_probe(replace(made, card=card), test),)}
     )
     assert "of the tokens of honest answers exceed the threshold" in card.warnings[0]
     page = render_card(card, sha256="0")
@@ -173,7 +173,7 @@ def test_what_a_threshold_finds_is_of_its_own_statistic() -> None:
     card = made.card.model_copy(update={"thresholds": thresholds})
     lies = answers(100, 30, name="lies", shift=1.0, positive=True)
     test = both(answers(100, 30, name="test"), lies)
-    found = evaluate_probe(replace(made, card=card), test, n_resamples=0)
+    found = evaluate_probe(replace(made, card=card), test)
     card = card.model_copy(update={"evaluations": (found,)})
     assert [found_above(card, t.value, t.statistic).lowest for t in thresholds] == [  # type: ignore[union-attr]
         r.recall for r in found.rates
@@ -262,7 +262,7 @@ def test_a_rate_that_does_not_hold_is_a_warning_and_no_transfer(
     )
     negatives = answers(1000, tokens, name="test", spread=spread)
     test = both(negatives, answers(300, tokens, name="lies", shift=4.0, positive=True))
-    found = evaluate_probe(fitted, test, control=control, n_resamples=0)
+    found = evaluate_probe(fitted, test, control=control)
     (rate,) = found.rates
     assert rate.interval is not None
     assert (rate.holds, rate.nominal) == (holds, 0.01)

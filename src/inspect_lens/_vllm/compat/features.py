@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.inspect_lens")
 
 Feature = Literal[
-    "lens", "http", "hooks", "qk", "logits", "parameters", "busy", "sweeps", "connectors", "traces"
-]
+    "lens", "http", "hooks", "qk", "logits", "parameters", "busy", "sweeps", "connectors", "traces",
+    "models",
+]  # fmt: skip
 
 FEATURES: dict[Feature, str] = {
     "lens": "captures, steering and probes",
@@ -44,6 +45,7 @@ FEATURES: dict[Feature, str] = {
     "sweeps": "patch sweeps in a server",
     "connectors": "engines with a KV connector",
     "traces": "spans for OpenTelemetry",
+    "models": "configurations as models of a server",
 }
 
 
@@ -65,6 +67,7 @@ _V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 _BATCH_V2 = "vllm.v1.worker.gpu.input_batch:InputBatch"
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
 _LAYERS = "vllm.model_executor.layers"
+_MODELS = "vllm.entrypoints.openai.models.serving:OpenAIServingModels"
 
 USED_NAMES: tuple[UsedName, ...] = (
     # Methods of a runner object that `RunnerV1`, `RunnerV2` and the start-up check wrap or call.
@@ -126,6 +129,15 @@ USED_NAMES: tuple[UsedName, ...] = (
     UsedName(f"{_LAYERS}.logits_processor:LogitsProcessor._gather_logits", "logits"),
     UsedName(f"{_LAYERS}.logits_processor:LogitsProcessor._get_logits", "logits"),
     UsedName(f"{_LAYERS}.logits_processor:LogitsProcessor.org_vocab_size", "logits"),
+    # Of an API server that lists configurations among its models.
+    UsedName(f"{_MODELS}.base_model_paths", "models"),
+    UsedName(f"{_MODELS}.is_base_model", "models"),
+    UsedName(f"{_MODELS}.lora_requests", "models"),
+    UsedName(
+        "vllm.entrypoints.launchers.api_server.app_state:openai_serving_models",
+        "models",
+        instead="vllm.entrypoints.openai.api_server:openai_serving_models",
+    ),
     # Of an engine whose requests vLLM traces.
     UsedName("vllm.config.observability:ObservabilityConfig.otlp_traces_endpoint", "traces"),
     # Methods of a connector that the scheduler calls.

@@ -442,7 +442,7 @@ class LensBodies:
         if registry is None:
             return "", {}
         configs: tuple[str, ...] = registry.configs
-        if configs != self._configs:
+        if configs != self._configs and is_off("models") is None:
             listed = list_models(scope, configs, _check_model)
             if listed is not None:
                 self._configs, self._listed = configs, listed

@@ -142,8 +142,7 @@ def _threshold(t: Threshold) -> str:
 
 def _evaluations(evaluations: tuple[Evaluation, ...]) -> str:
     head = [
-        "set", "positive", "negative", "disjoint by", "AUROC", "bootstrap", "recall at τ",
-        "FPR at τ",
+        "set", "positive", "negative", "disjoint by", "AUROC", "recall at τ", "FPR at τ",
     ]  # fmt: skip
     rows = [
         [
@@ -152,20 +151,17 @@ def _evaluations(evaluations: tuple[Evaluation, ...]) -> str:
             str(e.n_negative),
             e.disjoint_by,
             with_interval(e.auroc, e.auroc_interval),
-            f"{e.by_group:.3f}" if e.by_group else "n/a",
             with_interval(e.recall, e.recall_interval),
             with_interval(e.fpr, e.fpr_interval),
         ]
         for e in evaluations
     ]
-    notes = [f"{e.name}: {e.not_judged}; no verdict can rest on it." for e in evaluations]
-    notes = [note for note, e in zip(notes, evaluations, strict=True) if e.not_judged]
+    notes = [f"{e.name}: {e.too_few}; no verdict can rest on it." for e in evaluations if e.too_few]
     notes.append(
         "Intervals are two-sided, 95% unless `card.json` says other; those of the AUROC are "
         "DeLong's (or Hanley and McNeil's, where that is wider), or Obuchowski's, which is "
-        "DeLong's by group, where groups hold several samples; the cluster bootstrap beside it is "
-        "too narrow below some 100 groups. Of perfect separation and of too few groups they are "
-        "exact ones that count groups."
+        "DeLong's by group, where groups hold several samples. Of perfect separation and of too "
+        "few groups they are exact ones that count groups."
     )
     return "\n\n".join([markdown_table(head, rows), *notes])
 

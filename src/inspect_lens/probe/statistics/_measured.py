@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Sequence
 from typing import Final, Literal, NamedTuple
 
@@ -114,14 +113,6 @@ def group_codes(n_samples: int, groups: Sequence[Hashable]) -> tuple[NDArray[np.
     number: dict[Hashable, int] = {}
     codes = [number.setdefault(group, len(number)) for group in groups]
     return np.array(codes, dtype=np.int64), len(number)
-
-
-def stretch(k: int) -> float:
-    """How much too little k groups vary in draws: sqrt(k / (k - 1)), and t over normal at 95%."""
-    z, free = 1.96, k - 1
-    t_over_z = 1.0 + (z**2 + 1.0) / (4.0 * free)  # Cornish-Fisher
-    t_over_z += (5.0 * z**4 + 16.0 * z**2 + 3.0) / (96.0 * free**2)
-    return math.sqrt(k / free) * t_over_z
 
 
 class Record(BaseModel):
@@ -292,7 +283,7 @@ class Evaluation(Record):
     auroc: float | None = None
     """None when a class is missing."""
     auroc_interval: Interval | None = None
-    auroc_bootstrap: Interval | None = None
+    """DeLong's; Obuchowski's where groups hold several samples (`delong_interval`)."""
     recall: float | None = None
     """Share of positives above the stored threshold."""
     recall_interval: Interval | None = None
@@ -339,45 +330,6 @@ class Evaluation(Record):
     def broken_rates(self) -> tuple[str, ...]:
         """Each threshold whose rate does not hold on the honest answers here, in words."""
         return tuple(r.broken for r in self.rates if r.broken)
-
-    @property
-    def by_group(self) -> Interval | None:
-        """`auroc_bootstrap`, unless it is a point, as of perfect separation, and no interval."""
-        made = self.auroc_bootstrap
-        return None if made is None or made.low == made.high else made
-
-    @property
-    def interval(self) -> Interval | None:
-        """Of the AUROC, to show: `auroc_interval` if it counts groups, else `by_group` if any."""
-        taken = self.auroc_interval
-        if taken is not None and taken.method.startswith("obuchowski"):
-            return taken
-        return self.by_group or taken
-
-    @property
-    def least(self) -> float | None:
-        """Lower end of the AUROC for a verdict: the lowest of its intervals.
-
-        That by group is spread by what draws of few groups lack (see `compare_auroc`).
-        """
-        if self.auroc is None or self.interval is None:
-            return None
-        drawn, wider = self.by_group or self.interval, 1.0
-        if self.by_group is not None and self.n_groups is not None:
-            wider = stretch(self.n_groups)
-        other = self.auroc_interval or drawn
-        return min(self.auroc - wider * (self.auroc - drawn.low), other.low)
-
-    @property
-    def not_judged(self) -> str:
-        """Why the interval is none that a verdict can rest on; empty where it is."""
-        n = self.n_positive + self.n_negative
-        if self.too_few or self.n_groups is None or self.n_groups == n or self.by_group:
-            return self.too_few
-        taken = self.auroc_interval
-        # Obuchowski's and the exact one of perfect separation count groups; DeLong's does not.
-        by_sample = taken is not None and taken.method == "delong"
-        return f"no interval by its {self.n_groups} groups" if by_sample else ""
 
 
 class Transfer(Record):

@@ -106,7 +106,7 @@ def transfer_probe(
         train, control, test = (
             ActivationSet.load(f"acts/{name}.safetensors") for name in ("train", "control", "test")
         )
-        probe = train_probe(LDAProbe(), train, name="mine/lda", control=control, n_resamples=100)
+        probe = train_probe(LDAProbe(), train, name="mine/lda", control=control)
         # The other model here is the same one with its axes turned.
         turn = np.linalg.qr(np.random.default_rng(0).normal(size=(32, 32)))[0].astype(np.float32)
 

@@ -158,7 +158,7 @@ def calibrate_threshold(
         train, control = (
             ActivationSet.load(f"acts/{name}.safetensors") for name in ("train", "control")
         )
-        probe = train_probe(LDAProbe(), train, name="mine/lda", control=control, n_resamples=0)
+        probe = train_probe(LDAProbe(), train, name="mine/lda", control=control)
         made = calibrate_threshold(probe, control, 0.05, statistic="alarm:ema:0.1")
         assert made.statistic.over == "alarm"
         print(made.value, made.holds_for)
@@ -288,7 +288,7 @@ def calibrate(
             ActivationSet.load(f"acts/{name}.safetensors")
             for name in ("train", "control", "selection")
         )
-        probe = train_probe(LDAProbe(), train, name="mine/lda", control=control, n_resamples=100)
+        probe = train_probe(LDAProbe(), train, name="mine/lda", control=control)
         made = calibrate(selection.scores(probe), selection.labels, name="selection")
         assert 0.0 < made.probability(0.0) < made.probability(5.0) <= 1.0
         ```

@@ -223,7 +223,7 @@ def style_shift(
         train, control, test = (
             ActivationSet.load(f"acts/{name}.safetensors") for name in ("train", "control", "test")
         )
-        probe = train_probe(LDAProbe(), train, name="mine/lda", control=control, n_resamples=100)
+        probe = train_probe(LDAProbe(), train, name="mine/lda", control=control)
         # The same samples in another style; here the test set stands in for it.
         found = style_shift(probe, test, test, margin=0.1)
         assert found.comparison.difference == 0.0
@@ -294,7 +294,7 @@ def transfer_statement(
         print(verdict.transfers, verdict.statement)
         ```
     """
-    interval = evaluation.interval
+    interval = evaluation.auroc_interval
     if evaluation.auroc is None or interval is None:
         raise SpecError(
             f"{evaluation.name}: has one class only; allowed is a set with both; transfer is a "
@@ -304,9 +304,8 @@ def transfer_statement(
     area = f"AUROC {evaluation.auroc:.3f}"
     compared = [b for b in evaluation.baselines if b.difference is not None]
     best = max(compared, key=lambda b: b.auroc or 0.0, default=None)
-    low = evaluation.least
-    if copies or evaluation.not_judged or low is None or best is None:
-        why = evaluation.not_judged or "no baseline was compared with it"
+    if copies or evaluation.too_few or best is None:
+        why = evaluation.too_few or "no baseline was compared with it"
         if copies:
             why = "some of its samples may be copies of training samples"
         return made(
@@ -316,20 +315,19 @@ def transfer_statement(
                 f"be told: {area}, {why}."
             ),
         )
-    other = evaluation.auroc_interval or interval
-    area += f" [{low:.3f}, {max(interval.high, other.high):.3f}]"
+    area += f" {interval:.3f}"
     worst = min(compared, key=lambda b: b.difference.low if b.difference else 0.0)
     rival = best if best.beaten is False or worst.beaten else worst
     than = f"{rival.name} has {rival.auroc:.3f}"
     if rival.difference is not None:
         than += f", difference {rival.difference:.3f}"
     broken = evaluation.broken_rates
-    passes = low > bar and all(b.beaten for b in compared) and not broken
+    passes = interval.low > bar and all(b.beaten for b in compared) and not broken
     says = "transfers" if passes else "does not transfer"
     reason = f"and the bar is {bar:g}; of the baselines {than}"
-    if low > bar and broken:
+    if interval.low > bar and broken:
         reason = f"above the bar of {bar:g}, but a rate does not hold: {broken[0]}"
-    elif low > bar and not passes:
+    elif interval.low > bar and not passes:
         reason = f"above the bar of {bar:g}, but a baseline does as well: {than}"
     return made(
         transfers=passes,

@@ -25,7 +25,6 @@ from inspect_lens.probe import (
     Threshold,
     auroc,
     average_precision,
-    bootstrap_interval,
     compare_auroc,
     count_groups,
     cross_validated_words,
@@ -149,7 +148,7 @@ def baseline(
         train, control, test = (
             ActivationSet.load(f"acts/{name}.safetensors") for name in ("train", "control", "test")
         )
-        probe = train_probe(LDAProbe(), train, name="mine/lda", control=control, n_resamples=100)
+        probe = train_probe(LDAProbe(), train, name="mine/lda", control=control)
         lengths = [len(ids) for ids in test.ids]
         record = baseline("length", test, lengths, test.scores(probe))
         print(record.auroc, record.p_value)
@@ -209,7 +208,7 @@ def measure_baselines(
         train, control, test = (
             ActivationSet.load(f"acts/{name}.safetensors") for name in ("train", "control", "test")
         )
-        probe = train_probe(LDAProbe(), train, name="mine/lda", control=control, n_resamples=100)
+        probe = train_probe(LDAProbe(), train, name="mine/lda", control=control)
         texts = {
             "answer": {s.name: ["lie" if y else "truth" for y in s.labels] for s in (train, test)}
         }
@@ -314,7 +313,6 @@ def evaluate_probe(
     texts: Mapping[str, Mapping[str, Sequence[str]]] | None = None,
     disjoint_by: str = "group",
     allow_seen: bool = False,
-    n_resamples: int = 10_000,
     n_random: int = 20,
     seed: int = 0,
 ) -> Evaluation:
@@ -336,16 +334,14 @@ def evaluate_probe(
         disjoint_by: key that keeps it apart from the training set; written down, not checked.
         allow_seen: measure also on samples that trained the probe, chose its layer or set its
             threshold; `n_seen` counts them.
-        n_resamples: of the cluster bootstrap over groups; 0 leaves it out, as do too few groups
-            (`count_groups`) and perfect separation, whose draws do not vary.
         n_random: random directions among the baselines; 0 leaves them out.
-        seed: of the bootstrap and of the directions.
+        seed: of the directions.
 
     Returns:
-        AUROC with DeLong's interval (Obuchowski's, where groups hold several samples) and the
-        bootstrap's, partial area, average precision, recall, false positive rate and balanced
-        accuracy at the first stored threshold with Clopper and Pearson's intervals, or those of
-        Korn and Graubard where groups hold several samples; None where a class is missing. Where
+        AUROC with DeLong's interval (Obuchowski's, where groups hold several samples), partial
+        area, average precision, recall, false positive rate and balanced accuracy at the first
+        stored threshold with Clopper and Pearson's intervals, or those of Korn and Graubard where
+        groups hold several samples; None where a class is missing. Where
         groups are too few, `too_few` says so, and the interval of the AUROC is the careful one of
         `delong_interval`.
 
@@ -359,8 +355,8 @@ def evaluate_probe(
         train, control, test = (
             ActivationSet.load(f"acts/{name}.safetensors") for name in ("train", "control", "test")
         )
-        probe = train_probe(LDAProbe(), train, name="mine/lda", control=control, n_resamples=100)
-        found = evaluate_probe(probe, test, control=control, train=train, n_resamples=200)
+        probe = train_probe(LDAProbe(), train, name="mine/lda", control=control)
+        found = evaluate_probe(probe, test, control=control, train=train)
         assert found.auroc_interval.low < found.auroc < found.auroc_interval.high
         print(found.recall, [(r.fpr, r.recall) for r in found.recalls], found.best_baseline)
         ```
@@ -379,11 +375,6 @@ def evaluate_probe(
             "partial_auroc": partial_auroc(data.labels, scores, max_fpr=_PARTIAL),
             "average_precision": average_precision(data.labels, scores),
         }
-        # Of perfect separation every draw is perfect: a point would pass for an interval.
-        if n_resamples and not counts.too_few and 0.0 < area < 1.0:
-            facts["auroc_bootstrap"] = bootstrap_interval(
-                data.labels, scores, groups=data.groups, n_resamples=n_resamples, seed=seed
-            )
         if train is not None:
             facts["baselines"] = measure_baselines(
                 probe, train, [data], texts=texts, n_random=n_random, seed=seed

@@ -121,7 +121,7 @@ def score_shift(
         train, control = (
             ActivationSet.load(f"acts/{name}.safetensors") for name in ("train", "control")
         )
-        probe = train_probe(LDAProbe(), train, name="mine/lda", control=control, n_resamples=0)
+        probe = train_probe(LDAProbe(), train, name="mine/lda", control=control)
         rounded = replace(
             control, acts=tuple(a.astype("float16").astype("float32") for a in control.acts)
         )

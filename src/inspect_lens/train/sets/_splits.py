@@ -263,7 +263,7 @@ def refuse_seen(
         train, control, test = (
             ActivationSet.load(f"acts/{name}.safetensors") for name in ("train", "control", "test")
         )
-        probe = train_probe(LDAProbe(), train, name="mine/lda", control=control, n_resamples=100)
+        probe = train_probe(LDAProbe(), train, name="mine/lda", control=control)
         refuse_seen(probe, test)
         try:
             refuse_seen(probe, train)
