@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from types import ModuleType
 
 from tests.kit.repository import PACKAGE, PUBLIC_ROOMS
@@ -38,3 +40,13 @@ def test_all_is_sorted() -> None:
 
 def test_rooms_say_what_they_own() -> None:
     assert [room for room, module in MODULES.items() if not (module.__doc__ or "").strip()] == []
+
+
+def test_what_hands_type_first_is_the_same_object_and_loads_nothing_before() -> None:
+    import inspect_lens
+
+    for name, room in inspect_lens._MODULES.items():
+        assert getattr(inspect_lens, name) is getattr(MODULES[f"{PACKAGE}.{room}"], name)
+    code = "import sys, inspect_lens; print({'torch', 'inspect_ai', 'sklearn'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert found.stdout.strip() == "set()"
