@@ -36,6 +36,7 @@ from .pooling._pool import (
     pool_scores,
     running_pool,
     sentence_ends,
+    token_values,
 )
 from .pooling._tokens import SELECTIONS, TokenText, select_tokens
 from .statistics._compare import (
@@ -172,5 +173,6 @@ __all__ = [
     "select_tokens",
     "sentence_ends",
     "split_classes",
+    "token_values",
     "write_atomic",
 ]

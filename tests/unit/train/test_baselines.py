@@ -244,6 +244,7 @@ def test_every_family_by_name_trains_on_a_set() -> None:
     quick = {
         "attention": {"steps": 5}, "attention-gdm": {"steps": 5}, "multimax": {"steps": 5},
         "rolling-attention": {"steps": 5}, "mlp": {"steps": 5}, "attention-lite": {"steps": 5},
+        "gated-bipolar": {"steps": 5}, "bilinear": {"steps": 5}, "segment-coherence": {"steps": 5},
         "lr-got": {"epochs": 20},
     }  # fmt: skip
     card = ProbeCard(name="t/p", layers=(0,), hidden=H)

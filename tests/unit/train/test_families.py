@@ -13,13 +13,14 @@ from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
 
-from inspect_lens.errors import SpecError
+from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.probe import (
     HeadOutputs,
     HeadSpec,
     NeuralProbe,
     Probe,
     ProbeCard,
+    auroc,
     delong_interval,
     head_outputs,
     parse_head_pool,
@@ -38,6 +39,7 @@ from inspect_lens.train import (
     TorchLogisticProbe,
     make_estimator,
 )
+from inspect_lens.train.families._head import _coherent
 
 H = 24
 LINEAR: list[Any] = [
@@ -206,6 +208,7 @@ NEURAL: list[Any] = [
         lr=5e-3,
         steps=250,
     ),
+    make_estimator("gated-bipolar", heads=4, mlp_sizes=(16,), lr=5e-3, steps=250),
 ]
 
 
@@ -230,6 +233,11 @@ def written_out(w: dict[str, np.ndarray], x: np.ndarray, pool: str) -> float:
     """The network of the next test for one sample, in plain loops."""
     z = np.maximum(x @ w["w0"].T + w["b0"], 0.0)
     value = np.tanh(z @ w["value"].T)
+    if pool == "bipolar":
+        z = np.stack([(row - row.mean()) / math.sqrt(row.var() + 1e-5) for row in x])
+        z = (z @ w["w0"].T + w["b0"]) ** 2
+        value = z @ w["value"].T + w["value_bias"]
+        value = value * np.log1p(np.exp(z @ w["gate"].T + w["gate_bias"]))
     query = 0.5 * z @ w["query"].T + np.arange(len(x))[:, None] * w["position"]
 
     def attend(part: slice) -> float:
@@ -247,11 +255,17 @@ def written_out(w: dict[str, np.ndarray], x: np.ndarray, pool: str) -> float:
             attend(slice(i, i + width)) for i in range(len(x) - width + 1)
         ),
         "mean": lambda: value.sum() / len(x),
+        "bipolar": lambda: sum(
+            w["output"][0, h] * max(value[:, h]) - w["output"][1, h] * min(value[:, h])
+            for h in range(value.shape[1])
+        ),
     }[pool]()
     return float(total + w["bias"][0])
 
 
-@pytest.mark.parametrize("pool", ["attention", "multimax", "rolling_attention:3", "mean"])
+@pytest.mark.parametrize(
+    "pool", ["attention", "multimax", "rolling_attention:3", "mean", "bipolar"]
+)
 def test_torch_and_numpy_compute_the_same_padded_or_alone(pool: str) -> None:
     rng = np.random.default_rng(0)
     spec = HeadSpec(gate=True, temperature=0.5)
@@ -260,6 +274,12 @@ def test_torch_and_numpy_compute_the_same_padded_or_alone(pool: str) -> None:
         "value": rng.normal(size=(3, 5)), "position": rng.normal(size=3) / 5,
         "bias": rng.normal(size=1),
     }  # fmt: skip
+    if pool == "bipolar":
+        spec = HeadSpec(activation="square", layer_norm=True)
+        weights |= {
+            "gate": rng.normal(size=(3, 5)) / 9, "gate_bias": rng.normal(size=3),
+            "value_bias": rng.normal(size=3), "output": rng.normal(size=(2, 3)),
+        }  # fmt: skip
     weights = {k: v.astype(np.float32).astype(np.float64) for k, v in weights.items()}
     probe = NeuralProbe(
         tensors=weights | {"mean": np.zeros(8), "scale": np.ones(8)},
@@ -268,14 +288,15 @@ def test_torch_and_numpy_compute_the_same_padded_or_alone(pool: str) -> None:
     sequences = [rng.normal(size=(n, 8)) for n in (1, 2, 3, 7)]
     truth = [written_out(weights, s, pool) for s in sequences]
     np.testing.assert_allclose([probe.score(s) for s in sequences], truth, rtol=1e-12)
+    alone = [written_out(weights, row[None], pool) for row in sequences[3]]
+    np.testing.assert_allclose(probe.score_tokens(sequences[3]), alone, rtol=1e-12)
     x, mask = np.zeros((4, 7, 8)), np.zeros((4, 7), dtype=bool)
     for i, s in enumerate(sequences):
         x[i, : len(s)], mask[i, : len(s)] = s, True
     for xp, of in ((np, np.asarray), (torch, torch.from_numpy)):
         w = {k: of(v) for k, v in weights.items()}
         scores = pool_heads(
-            head_outputs(w, spec, of(x), xp=xp), parse_head_pool(pool), w["position"], w["bias"],
-            of(mask), xp=xp,
+            head_outputs(w, spec, of(x), xp=xp), parse_head_pool(pool), w, of(mask), xp=xp
         )  # fmt: skip
         np.testing.assert_allclose(np.asarray(scores), truth, rtol=1e-12)
 
@@ -286,11 +307,12 @@ def test_the_smooth_maximum_reaches_every_token_and_no_padding() -> None:
     mask[0, 3] = False
     values.requires_grad_()
     rule, out = parse_head_pool("multimax"), HeadOutputs(0.0 * values, values)
-    pool_heads(out, rule, None, 0.0, mask, xp=torch, sharpness=1.0).sum().backward()
+    tensors = {"bias": torch.zeros(1)}
+    pool_heads(out, rule, tensors, mask, xp=torch, sharpness=1.0).sum().backward()
     assert values.grad is not None
     assert ((values.grad.abs() > 1e-6) == mask[..., None]).all()
-    sharp = pool_heads(out, rule, None, 0.0, mask, xp=torch, sharpness=1e4)
-    plain = pool_heads(out, rule, None, 0.0, mask, xp=torch)
+    sharp = pool_heads(out, rule, tensors, mask, xp=torch, sharpness=1e4)
+    plain = pool_heads(out, rule, tensors, mask, xp=torch)
     np.testing.assert_allclose(sharp.detach().numpy(), plain.detach().numpy(), rtol=1e-4)
 
 
@@ -305,6 +327,106 @@ def test_an_mlp_learns_what_no_direction_can() -> None:
     assert probe.pool == "max"
     tokens = mlp.decision_function(x[:5])
     assert probe.score(x[:5]) == pytest.approx(tokens.max())
+
+
+def test_a_bilinear_probe_learns_what_no_direction_can_and_the_engine_refuses_it() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(1500, 6)) + 3.0
+    y = ((x[:, 0] - 3) * (x[:, 1] - 3) > 0).astype(int)
+    fitted = make_estimator("bilinear", lr=0.01, steps=600).fit(x[:1000], y[:1000])
+    assert fitted.score(x[1000:], y[1000:]) > 0.9
+    probe = fitted.to_probe(card(hidden=6))
+    # A quadratic form: its second difference along any line is the same everywhere.
+    line = np.outer(np.arange(5.0), rng.normal(size=6)) + rng.normal(size=6)
+    second = np.diff(probe.score_tokens(line), 2)
+    np.testing.assert_allclose(second, second[0], rtol=1e-6)
+    with pytest.raises(UnsupportedError, match="squared units, and the engine runs linear"):
+        probe.for_engine()
+    bipolar = make_estimator("gated-bipolar", heads=2, steps=2).fit(
+        *ragged(20, seed=0, marker=needle)
+    )
+    with pytest.raises(UnsupportedError, match="pool bipolar of 2 heads"):
+        bipolar.to_probe(card(hidden=8)).for_engine()
+
+
+def sustained(x: np.ndarray, label: int) -> None:
+    """Positives hold some evidence in many tokens; the others hold much of it in one."""
+    if label:
+        x[-30:, 2] += 3.0
+    else:
+        x[len(x) // 2, 2] += 9.0
+
+
+def spans(n: int, *, seed: int) -> tuple[list[np.ndarray], np.ndarray]:
+    rng = np.random.default_rng(seed)
+    y = np.arange(n) % 2
+    made = [rng.normal(size=(int(rng.integers(40, 60)), 8)).astype(np.float32) for _ in y]
+    for x, label in zip(made, y, strict=True):
+        sustained(x, int(label))
+    return made, y
+
+
+def test_evidence_that_stays_counts_and_a_spike_does_not() -> None:
+    x, y = spans(200, seed=1)
+    fresh, labels = spans(200, seed=2)
+    estimator = make_estimator("segment-coherence", lr=0.02, steps=300)
+    fitted = estimator.fit(x, y)
+    scores = fitted.decision_function(fresh)
+    spiky = make_estimator("multimax", heads=1, mlp_sizes=(), lr=0.02, steps=300).fit(x, y)
+    assert auroc(labels, scores) > 0.95
+    assert auroc(labels, spiky.decision_function(fresh)) < 0.9
+    probe = fitted.to_probe(card(hidden=8))
+    assert probe.pool == "ema_max:0.1"
+    form = probe.for_engine()
+    assert (form.kind, form.aggregate) == ("linear", "ema_max:0.1")
+    weight, bias = (form.tensors[name].to_float32() for name in ("weight", "bias"))
+    token_scores = fresh[0] @ weight[0] + bias
+    state, largest = token_scores[0], token_scores[0]
+    for score in token_scores[1:]:
+        state = 0.1 * score + 0.9 * state
+        largest = max(largest, state)
+    assert scores[0] == pytest.approx(largest, rel=1e-4)
+
+
+def test_a_segment_is_scored_as_the_paper_writes_it() -> None:
+    rng = np.random.default_rng(0)
+    how = HeadProbe(pool="ema_max:0.1", segment=3, n_segments=2, segment_variance=0.5)
+    lengths = (2, 3, 9)
+    tokens, mask = torch.zeros(3, 9), torch.zeros(3, 9, dtype=torch.bool)
+    rows = [rng.normal(size=n) for n in lengths]
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)], mask[i, : len(row)] = torch.from_numpy(row), True
+    score, spread = _coherent(tokens.requires_grad_(), mask, how)
+    for i, row in enumerate(rows):
+        windows = [row[j : j + 3].mean() for j in range(len(row) - 2)]
+        if not windows:
+            assert float(score[i]) == pytest.approx(row.mean(), abs=1e-6)
+            assert float(spread[i]) == 0.0
+            continue
+        assert float(score[i]) == pytest.approx(np.mean(sorted(windows)[-2:]), abs=1e-6)
+        share = 1 / (1 + np.exp(-np.array(windows) / 2))
+        centre = np.average(windows, weights=share)
+        wanted = np.average((np.array(windows) - centre) ** 2, weights=share)
+        assert float(spread[i]) == pytest.approx(wanted, abs=1e-6)
+    (score.sum() + spread.sum()).backward()
+    assert tokens.grad is not None
+    assert torch.isfinite(tokens.grad).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"pool": "max"}, "segment=0, pool='max'"),
+        ({"pool": "attention", "segment": 4}, "segment=4, pool='attention'"),
+        ({"pool": "", "segment": 4}, "segment=4, pool=''"),
+        ({"segment_variance": 0.1}, "give segment, their length"),
+        ({"activation": "gelu"}, "allowed are relu and square"),
+    ],
+)
+def test_settings_that_nothing_acts_on_are_refused(settings: dict[str, Any], said: str) -> None:
+    x, y = ragged(20, seed=0, marker=needle)
+    with pytest.raises(SpecError, match=said):
+        HeadProbe(steps=2, **settings).fit(x, y)
 
 
 def test_sequences_that_do_not_fit_are_refused() -> None:

@@ -45,6 +45,9 @@ AT_NIGHT = [
         steps=12,
         batch=512,
     ),
+    make_estimator("gated-bipolar", heads=4, mlp_sizes=(8,), lr=0.05, steps=12, batch=512),
+    make_estimator("bilinear", mlp_sizes=(8,), lr=0.1, steps=12, batch=512),
+    make_estimator("segment-coherence", lr=0.2, steps=12, batch=512),
 ]
 
 

@@ -187,6 +187,7 @@ LEARNED = {
     "rolling_attention:3": make_estimator(
         "rolling-attention", pool="rolling_attention:3", steps=20, heads=2, mlp_sizes=(4,)
     ),
+    "bipolar": make_estimator("gated-bipolar", lr=0.02, steps=20, heads=2, mlp_sizes=(4,)),
 }
 
 

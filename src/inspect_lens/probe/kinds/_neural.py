@@ -24,6 +24,7 @@ from inspect_lens.probe.pooling._pool import (
     parse_head_pool,
     pool_head,
     pool_scores,
+    token_values,
 )
 from inspect_lens.spec import EngineProbe, Positions, Site
 
@@ -185,8 +186,9 @@ class CardProbe:
 
         Raises:
             UnsupportedError: the engine has no form for it: a gate, more than one ReLU layer,
-                attention behind a ReLU layer or with a slope over positions, or the pools
-                `rolling_attention` and, with several heads, `multimax`.
+                attention behind a ReLU layer or with a slope over positions, squared units, a
+                layer norm, or the pools `bipolar`, `rolling_attention` and, with several heads,
+                `multimax`.
         """
         raise NotImplementedError
 
@@ -265,11 +267,10 @@ Tensors = Mapping[str, NDArray[np.float32]]
 def neural_form(tensors: Tensors, card: ProbeCard) -> EngineProbe:
     """The form whose aggregated score is that of the probe."""
     pool = parse_head_pool(card.pool)
+    many = pool.name == "multimax" and len(tensors["value"]) > 1
     if pool.name == "attention":
         made = attention_form(tensors, card)
-    elif pool.name == "rolling_attention" or (
-        pool.name == "multimax" and len(tensors["value"]) > 1
-    ):
+    elif pool.name in ("rolling_attention", "bipolar") or many:
         raise _unsupported(card, f"pool {card.pool} of {len(tensors['value'])} heads")
     else:
         made = token_form(tensors, card)
@@ -292,7 +293,7 @@ def alarm_fields(card: ProbeCard) -> dict[str, Any]:
 
 def token_form(tensors: Tensors, card: ProbeCard) -> EngineProbe:
     """The form whose token scores are those of `NeuralProbe.score_tokens`."""
-    _refuse_gate(card)
+    _refuse_parts(tensors, card)
     if "w1" in tensors:
         raise _unsupported(card, "more than one ReLU layer")
     value = _wide(tensors["value"]).sum(axis=0)
@@ -314,7 +315,7 @@ def token_form(tensors: Tensors, card: ProbeCard) -> EngineProbe:
 
 def attention_form(tensors: Tensors, card: ProbeCard) -> EngineProbe:
     """The form whose score at a token is the attention-weighted one of the text up to it."""
-    _refuse_gate(card)
+    _refuse_parts(tensors, card)
     for name, what in (("w0", "a ReLU layer before attention"), ("position", "a slope of the "
                        "attention logits over positions")):  # fmt: skip
         if name in tensors:
@@ -328,9 +329,17 @@ def attention_form(tensors: Tensors, card: ProbeCard) -> EngineProbe:
     return EngineProbe(kind="attention", layers=card.layers, site=card.site, tensors=parts)
 
 
-def _refuse_gate(card: ProbeCard) -> None:
-    if card.head is not None and card.head.gate:
-        raise _unsupported(card, "a tanh gate")
+def _refuse_parts(tensors: Tensors, card: ProbeCard) -> None:
+    head = card.head or HeadSpec()
+    found = {
+        "a tanh gate": head.gate,
+        "a layer norm": head.layer_norm,
+        "squared units": head.activation == "square" and "w0" in tensors,
+        "gated values or values with a bias": bool({"gate", "value_bias", "output"} & set(tensors)),
+    }
+    for what, is_there in found.items():
+        if is_there:
+            raise _unsupported(card, what)
 
 
 def _unsupported(card: ProbeCard, what: str) -> UnsupportedError:
@@ -355,14 +364,15 @@ _CHUNK_TOKENS: Final = 1024
 class NeuralProbe(CardProbe):
     """Scores a sample with a small network on the tokens of one layer.
 
-    A token becomes `z = (x - mean) / scale`, then passes ReLU layers if there are any; each
-    head makes a value and, for attention, a logit of it; the pool of the card makes one number
-    of the tokens. Arithmetic is float64 in numpy; torch is needed for training only.
+    A token becomes `z = (x - mean) / scale`, then passes layers if there are any; each head makes
+    a value and, for attention, a logit of it; the pool of the card makes one number of the tokens.
+    Arithmetic is float64 in numpy; torch is needed for training only.
 
     Args:
-        tensors: float32; `mean`, `scale` (hidden,), `w0`, `b0`, … of ReLU layers, `t0`, … of a
-            JumpReLU, `value` (heads, width), `bias` (1,), and for attention `query` (heads,
-            width) and `position` (heads,).
+        tensors: float32; `mean`, `scale` (hidden,), `w0`, `b0`, … of layers, `t0`, … of a JumpReLU,
+            `value` (heads, width), `bias` (1,), for attention `query` (heads, width) and `position`
+            (heads,), for gated values `gate` (heads, width) and `gate_bias` (heads,), `value_bias`
+            (heads,), and for the pool `bipolar` the `output` (2, heads).
         card: of kind `neural`, with one layer.
         path: folder that it was loaded from.
 
@@ -395,8 +405,15 @@ class NeuralProbe(CardProbe):
             width, layer = size, layer + 1
         heads = len(self.tensors.get("value", ()))
         expected["value"] = (heads, width)
-        optional = {"query": (heads, width), "position": (heads,)}
+        optional = {
+            "query": (heads, width), "position": (heads,), "value_bias": (heads,),
+            "gate": (heads, width), "gate_bias": (heads,), "output": (2, heads),
+        }  # fmt: skip
         expected |= {name: shape for name, shape in optional.items() if name in self.tensors}
+        if ("gate" in self.tensors) != ("gate_bias" in self.tensors):
+            wrong.append("gate without gate_bias, or the other way round")
+        if parse_head_pool(self.pool).name == "bipolar" and "output" not in self.tensors:
+            wrong.append(f"no output (allowed: {(2, heads)}), which the pool bipolar needs")
         for name in sorted(expected.keys() | self.tensors.keys()):
             shape = self.tensors[name].shape if name in self.tensors else None
             if shape != expected.get(name):
@@ -423,12 +440,12 @@ class NeuralProbe(CardProbe):
     def score_tokens(
         self, acts: ArrayLike, layers: Sequence[int] | None = None
     ) -> NDArray[np.float64]:
-        """Value of every token: the sum of its heads plus the bias.
+        """What the probe makes of each token alone: the sum of its heads plus the bias.
 
         For attention these are the values before they are weighted, so their mean is not the
         score of the sample. Arguments are those of `CardProbe`.
         """
-        total: NDArray[np.float64] = self._outputs(acts, layers).value.sum(axis=1) + self._bias
+        total: NDArray[np.float64] = token_values(self._outputs(acts, layers), self._wide)
         return total
 
     def running_scores(
@@ -442,7 +459,7 @@ class NeuralProbe(CardProbe):
         beginnings = (
             HeadOutputs(out.query[:n], out.value[:n]) for n in range(1, 1 + len(out.value))
         )
-        return np.array([pool_head(b, rule, self._position, self._bias) for b in beginnings])
+        return np.array([pool_head(b, rule, self._wide) for b in beginnings])
 
     def attention_weights(
         self, acts: ArrayLike, layers: Sequence[int] | None = None
@@ -460,8 +477,8 @@ class NeuralProbe(CardProbe):
             SpecError: as `score_tokens`.
         """
         query = self._outputs(acts, layers).query
-        if self._position is not None:
-            query = query + np.arange(len(query))[:, None] * self._position
+        if "position" in self._wide:
+            query = query + np.arange(len(query))[:, None] * self._wide["position"]
         weights = np.exp(query - query.max(axis=0))
         share: NDArray[np.float64] = weights / weights.sum(axis=0)
         return share
@@ -482,7 +499,7 @@ class NeuralProbe(CardProbe):
                 "sample, or leave it unscored"
             )
         rule = parse_head_pool(pool or self.pool)
-        return pool_head(out, rule, self._position, self._bias, ends=ends)
+        return pool_head(out, rule, self._wide, ends=ends)
 
     def to_bytes(self) -> bytes:
         """Content of `probe.safetensors`; equal probes give equal bytes."""
@@ -491,14 +508,6 @@ class NeuralProbe(CardProbe):
     @cached_property
     def _wide(self) -> dict[str, NDArray[np.float64]]:
         return {name: tensor.astype(np.float64) for name, tensor in self.tensors.items()}
-
-    @property
-    def _bias(self) -> float:
-        return float(self.tensors["bias"][0])
-
-    @property
-    def _position(self) -> NDArray[np.float64] | None:
-        return self._wide.get("position")
 
     def _outputs(self, acts: ArrayLike, layers: Sequence[int] | None) -> HeadOutputs:
         array, (place,) = self._picked(acts, layers)

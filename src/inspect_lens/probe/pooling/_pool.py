@@ -13,7 +13,7 @@ import re
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -386,10 +386,11 @@ def sentence_ends(pieces: list[str] | tuple[str, ...]) -> NDArray[np.bool_]:
     )
 
 
-LEARNED_POOLS: Final = ("attention", "multimax", "rolling_attention")
-"""Pools that need the queries and values of a neural probe; the last takes a window."""
+LEARNED_POOLS: Final = ("attention", "multimax", "rolling_attention", "bipolar")
+"""Pools that need what a neural probe makes of tokens; `rolling_attention` takes a window."""
 
 _WINDOW: Final = 10
+_NORM_EPSILON: Final = 1e-5  # as torch's LayerNorm has it
 _NEVER: Final = -1e9  # instead of -inf: a window may hold no token at all
 Floats = NDArray[np.float64]
 
@@ -412,7 +413,7 @@ def is_learned(pool: str | Pool) -> bool:
 
 
 class HeadSpec(BaseModel):
-    """Settings of a neural probe apart from weights and pool: temperature, gate, top-k units."""
+    """Settings of a neural probe apart from weights and pool."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -422,6 +423,10 @@ class HeadSpec(BaseModel):
     """Whether values pass through tanh."""
     top_k: int = Field(default=0, ge=0)
     """Units of the last ReLU layer that a token keeps, the largest ones (TopK); 0 keeps all."""
+    activation: Literal["relu", "square"] = "relu"
+    """What layers before the heads end with; the square of a product makes a bilinear form."""
+    layer_norm: bool = False
+    """Whether each token is brought to mean 0 and variance 1 over its dimensions first."""
 
 
 class HeadOutputs(NamedTuple):
@@ -437,8 +442,9 @@ def parse_head_pool(value: str) -> Pool:
 
     Args:
         value: `attention` (softmax over the tokens), `multimax` (largest value per head),
-            `rolling_attention:10` (largest attention value of a window), or a pool that
-            `parse_pool` reads, over token scores.
+            `rolling_attention:10` (largest attention value of a window), `bipolar` (largest and
+            smallest value per head, each with a weight), or a pool that `parse_pool` reads, over
+            token scores.
 
     Returns:
         The rule, its window filled in.
@@ -461,8 +467,8 @@ def parse_head_pool(value: str) -> Pool:
     if name == "rolling_attention" and (not colon or (width.isdecimal() and int(width) > 0)):
         return Pool(name, int(width) if colon else _WINDOW)
     raise SpecError(
-        f"pool={value!r}; allowed are {', '.join(LEARNED_POOLS)}, the last also with a window as "
-        f"in rolling_attention:10, and {', '.join(POOLS)}; correct the name"
+        f"pool={value!r}; allowed are {', '.join(LEARNED_POOLS)}, one also with a window as in "
+        f"rolling_attention:10, and {', '.join(POOLS)}; correct the name"
     )
 
 
@@ -473,10 +479,12 @@ def head_outputs(
 
     Args:
         tensors: `mean`, `scale` (hidden,), both missing for rows that are standardised already;
-            any layers `w0`, `b0`, `w1`, … of a ReLU network (width, previous width), with `t0`,
-            `t1`, … (width,) what a unit has to exceed not to be 0 (JumpReLU), `value` (heads,
-            width), and for attention `query` of the same shape.
-        spec: temperature, gate, and how many units are kept.
+            any layers `w0`, `b0`, `w1`, … of a network (width, previous width), with `t0`, `t1`, …
+            (width,) what a unit has to exceed not to be 0 (JumpReLU); `value` (heads, width) and
+            `value_bias` (heads,), if any; for attention `query` of the shape of `value`; and for
+            gated values `gate` of that shape and `gate_bias` (heads,), whose softplus multiplies
+            them.
+        spec: temperature, gate, activation, and how many units are kept.
         x: (…, tokens, hidden) residual stream.
         xp: numpy, or torch for tensors, which cannot keep the largest units (`HeadSpec.top_k`).
 
@@ -495,10 +503,13 @@ def head_outputs(
         ```
     """
     z = (x - tensors["mean"]) / tensors["scale"] if "mean" in tensors else x
+    if spec.layer_norm:
+        centred = z - z.mean(-1)[..., None]
+        z = centred / xp.sqrt((centred**2).mean(-1)[..., None] + _NORM_EPSILON)
     layer = 0
     while f"w{layer}" in tensors:
         inner = z @ tensors[f"w{layer}"].T + tensors[f"b{layer}"]
-        z = xp.clip(inner, 0.0, None)
+        z = inner * inner if spec.activation == "square" else xp.clip(inner, 0.0, None)
         if f"t{layer}" in tensors:
             z = xp.where(inner > tensors[f"t{layer}"], z, 0.0)
         layer += 1
@@ -507,14 +518,44 @@ def head_outputs(
         z = np.where(z >= least, z, 0.0)
     value = z @ tensors["value"].T
     query = z @ tensors["query"].T * spec.temperature if "query" in tensors else 0.0 * value
+    if "value_bias" in tensors:
+        value = value + tensors["value_bias"]
+    if "gate" in tensors:
+        opening = z @ tensors["gate"].T + tensors["gate_bias"]
+        value = value * xp.logaddexp(0.0 * opening, opening)
     return HeadOutputs(query, xp.tanh(value) if spec.gate else value)
+
+
+def token_values(out: HeadOutputs, tensors: Mapping[str, Any]) -> Any:
+    """Scores of tokens (…, tokens): what a learned pool makes of each alone.
+
+    Args:
+        out: (…, tokens, heads) each.
+        tensors: of the probe: `bias`, and `output` for the pool `bipolar`.
+
+    Returns:
+        (…, tokens).
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.probe import HeadOutputs, token_values
+
+        out = HeadOutputs(query=np.zeros((2, 1)), value=np.array([[1.0], [3.0]]))
+        assert token_values(out, {"bias": np.array([0.5])}).tolist() == [1.5, 3.5]
+        ```
+    """
+    value = out.value
+    if "output" in tensors:
+        value = value * (tensors["output"][0] - tensors["output"][1])
+    return value.sum(-1) + tensors["bias"][0]
 
 
 def pool_heads(
     out: HeadOutputs,
     pool: Pool,
-    position: Any | None,
-    bias: Any,
+    tensors: Mapping[str, Any],
     mask: Any,
     *,
     xp: Any = np,
@@ -526,8 +567,9 @@ def pool_heads(
     Args:
         out: (samples, tokens, heads) each.
         pool: the rule.
-        position: (heads,) slope of the attention logits over the token's index, or None.
-        bias: added in the end.
+        tensors: of the probe: `bias` (1,), added in the end; `position` (heads,), if any, slope of
+            the attention logits over the token's index; and for `bipolar` the `output` (2, heads),
+            weights of the largest values and of the smallest ones with their sign turned.
         mask: (samples, tokens) bool, True where there is a token; they come first.
         xp: numpy, or torch for tensors.
         sharpness: of a smooth maximum for `multimax`, whose gradient reaches all tokens; None
@@ -546,19 +588,25 @@ def pool_heads(
         values = np.array([[[1.0], [3.0], [9.0]]])  # one sample, three tokens, one head
         out = HeadOutputs(query=np.zeros((1, 3, 1)), value=values)
         there = np.array([[True, True, False]])  # the third is padding
-        assert pool_heads(out, parse_head_pool("multimax"), None, 0.5, there).tolist() == [3.5]
+        rule = parse_head_pool("multimax")
+        assert pool_heads(out, rule, {"bias": np.array([0.5])}, there).tolist() == [3.5]
         ```
     """
-    real, value = mask[..., None], out.value
-    if pool.name == "multimax":
-        if sharpness is None:
-            top = xp.amax(xp.where(real, value, _NEVER), axis=-2)
-            return top.sum(axis=-1) + bias
+    real, value, bias = mask[..., None], out.value, tensors["bias"][0]
+    if pool.name == "multimax" and sharpness is not None:
         return _attend(xp.where(real, sharpness * value, _NEVER), value, xp).sum(axis=-1) + bias
+    if pool.name == "multimax":
+        return xp.amax(xp.where(real, value, _NEVER), axis=-2).sum(axis=-1) + bias
+    if pool.name == "bipolar":
+        top, low = (
+            xp.amax(xp.where(real, sign * value, _NEVER), axis=-2) * weight
+            for sign, weight in zip((1.0, -1.0), tensors["output"], strict=True)
+        )
+        return (top + low).sum(axis=-1) + bias
     if pool.name == "mean":
         kept = xp.where(real, value, 0.0).sum(axis=-1).sum(axis=-1)
         return kept / mask.sum(axis=-1) + bias
-    query = xp.where(real, _with_position(out.query, position), _NEVER)
+    query = xp.where(real, _with_position(out.query, tensors.get("position")), _NEVER)
     if pool.name == "attention":
         return _attend(query, value, xp, drop).sum(axis=-1) + bias
     width = min(pool.width, value.shape[-2])
@@ -571,20 +619,14 @@ def pool_heads(
 
 
 def pool_head(
-    out: HeadOutputs,
-    pool: Pool,
-    position: Floats | None,
-    bias: float,
-    *,
-    ends: ArrayLike | None = None,
+    out: HeadOutputs, pool: Pool, tensors: Mapping[str, Any], *, ends: ArrayLike | None = None
 ) -> float:
     """The score of a sample.
 
     Args:
         out: of all tokens, at least one.
         pool: the rule.
-        position: (heads,) slope of the attention logits over the token's index, or None.
-        bias: added in the end.
+        tensors: of the probe, as `pool_heads` takes them.
         ends: (tokens,) bool, sentence ends, where the pool needs them.
 
     Returns:
@@ -598,14 +640,15 @@ def pool_head(
 
         values = np.array([[1.0], [3.0]])  # two tokens, one head
         out = HeadOutputs(query=np.zeros((2, 1)), value=values)
-        assert pool_head(out, parse_head_pool("attention"), position=None, bias=0.5) == 2.5
+        rule = parse_head_pool("attention")
+        assert pool_head(out, rule, {"bias": np.array([0.5])}) == 2.5
         ```
     """
     if not is_learned(pool):
-        return pool_scores(out.value.sum(axis=1) + bias, pool, ends=ends)
+        return pool_scores(token_values(out, tensors), pool, ends=ends)
     whole = np.ones((1, len(out.value)), dtype=bool)
     one = HeadOutputs(out.query[None], out.value[None])
-    return float(pool_heads(one, pool, position, bias, whole)[0])
+    return float(pool_heads(one, pool, tensors, whole)[0])
 
 
 def _windows(values: Any, width: int) -> Any:

@@ -23,9 +23,11 @@ from inspect_lens.probe import (
     NeuralProbe,
     ProbeCard,
     head_outputs,
+    is_learned,
     parse_head_pool,
     pool_head,
     pool_heads,
+    token_values,
 )
 
 from ._binary import BinaryEstimator, Targets
@@ -34,6 +36,7 @@ Sequences = Sequence[NDArray[np.floating[Any]]]
 Tensors = dict[str, NDArray[np.float32]]
 _VALIDATE_FROM: Final = 40  # fewer samples are all needed for the fit
 _SHARPNESS: Final = 1.0  # of the smooth maximum that stands for MultiMax while training
+_SPREAD_TEMPERATURE: Final = 2.0  # of the weights of windows in their variance, arXiv:2604.14865
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -50,19 +53,36 @@ class HeadProbe(BinaryEstimator):
     | `attention-gdm` | two ReLU layers of 100, then 10 heads that attend | arXiv:2601.11516 |
     | `multimax` | the same, then the largest value of each head | arXiv:2601.11516 |
     | `rolling-attention` | the same, then the largest value of 10 tokens | arXiv:2601.11516 |
+    | `gated-bipolar` | gated values, of each the largest and the smallest | arXiv:2601.11516 |
+    | `bilinear` | a quadratic form on single tokens, of rank 32 | arXiv:2509.26238 |
+    | `segment-coherence` | a score per token, trained on the 8 best windows | arXiv:2604.14865 |
+
+    The last is used as the largest moving average of its token scores (`ema_max:0.1`), which an
+    engine computes too. `bilinear` has no linear part, as in the package probelab.
 
     `fit` takes sequences, and a 2-D `X` (rows, hidden) as sequences of one token. It holds a fifth
     of 40 or more samples back for early stopping, whole groups where groups are given.
 
     Args:
-        pool: `attention`, `multimax` or `rolling_attention:10`; empty learns single tokens, whose
-            scores the pool of the card puts together.
-        mlp_sizes: widths of ReLU layers before the heads.
+        pool: `attention`, `multimax`, `bipolar`, `rolling_attention:10` or `mean`, and with
+            `segment` one that is not learned; empty learns single tokens, whose scores the pool of
+            the card puts together.
+        mlp_sizes: widths of layers before the heads.
+        activation: what these layers end with: `relu`, or `square`, without a bias.
+        layer_norm: bring each token to mean 0 and variance 1, in place of scaling by the data.
         heads: how many; their values are summed.
         queries: what the queries of attention are at first, `zeros` or `random`.
         scaled: divide the logits of attention by the root of the width.
         position: learn a slope of the attention logits over the token's index.
         gate: pass values through tanh.
+        softplus_gate: multiply values by the softplus of a gate that is learned beside them.
+        l1: penalty on the absolute weights of values.
+        orthogonal: penalty on the squared difference of their products from the identity.
+        segment: tokens of a window, over which token scores are averaged while training; the
+            `n_segments` windows with the highest means make the score of a sample, so that one
+            token alone decides nothing. A shorter sample counts with its mean. 0: no windows.
+        n_segments: windows that make the score.
+        segment_variance: penalty on the variance of window means in samples of the lower class.
         dropout: share of attention weights dropped while training.
         lr: learning rate of AdamW.
         weight_decay: of AdamW.
@@ -102,6 +122,14 @@ class HeadProbe(BinaryEstimator):
     scaled: bool = False
     position: bool = False
     gate: bool = False
+    activation: Literal["relu", "square"] = "relu"
+    layer_norm: bool = False
+    softplus_gate: bool = False
+    l1: float = 0.0
+    orthogonal: float = 0.0
+    segment: int = 0
+    n_segments: int = 8
+    segment_variance: float = 0.0
     dropout: float = 0.0
     lr: float = 1e-3
     weight_decay: float = 0.0
@@ -126,7 +154,10 @@ class HeadProbe(BinaryEstimator):
     def method(self) -> str:  # type: ignore[override]
         """How the probe is found, for the card."""
         heads = f"{self.heads} heads" if self.heads > 1 else "one head"
-        before = f" on {len(self.mlp_sizes)} ReLU layers" if self.mlp_sizes else ""
+        kind = "ReLU" if self.activation == "relu" else "squared"
+        before = f" on {len(self.mlp_sizes)} {kind} layers" if self.mlp_sizes else ""
+        if self.segment:
+            before += f", trained on the {self.n_segments} highest windows of {self.segment} tokens"
         return f"{heads}{before}, pooled by {self.pool}" if self.pool else f"network{before}"
 
     def _fit(self, x: Sequences, target: Targets) -> None:
@@ -134,12 +165,21 @@ class HeadProbe(BinaryEstimator):
         positive, groups, weight = target
         each = np.ones(len(positive)) if weight is None else weight / weight.mean()
         data = _Labelled(x, positive, each)
-        scaler = _scaler(data)
+        fixed = self._fixed(data)
         kept, held = _hold_back(positive, groups, seed=self.random_state)
         trained, self.losses_ = _train(
-            self, data.part(kept), data.part(held) if len(held) else None, scaler
+            self, data.part(kept), data.part(held) if len(held) else None, fixed
         )
-        self.tensors_ = trained | scaler
+        self.tensors_ = trained | fixed
+
+    def _fixed(self, data: _Labelled) -> Tensors:
+        """Tensors that are not trained."""
+        width = data.sequences[0].shape[1]
+        plain = {"mean": np.zeros(width, np.float32), "scale": np.ones(width, np.float32)}
+        made = plain if self.layer_norm else _scaler(data)
+        if self.activation == "square":
+            made |= {f"b{i}": np.zeros(n, np.float32) for i, n in enumerate(self.mlp_sizes)}
+        return made
 
     def _check_settings(self) -> None:
         """Refuse settings that nothing would act on: the card lists them all."""
@@ -150,7 +190,9 @@ class HeadProbe(BinaryEstimator):
             isinstance(s, int) and s > 0 for s in sizes
         ):
             raise SpecError(f"mlp_sizes={sizes!r}; allowed are widths above 0, such as (16,)")
-        for name in ("heads", "steps", "batch"):
+        if self.activation not in ("relu", "square"):
+            raise SpecError(f"activation={self.activation!r}; allowed are relu and square")
+        for name in ("heads", "steps", "batch", "n_segments"):
             if getattr(self, name) < 1:
                 raise SpecError(f"{name}={getattr(self, name)}; allowed is 1 or more")
         idle = [name for name in ("position", "scaled", "dropout") if getattr(self, name)]
@@ -160,20 +202,24 @@ class HeadProbe(BinaryEstimator):
                 f"{', '.join(idle)}: of attention alone, and pool={self.pool!r}; leave them out, "
                 "or pool by attention"
             )
+        if not self.segment and (self.segment_variance or self.n_segments != 8):
+            raise SpecError("n_segments, segment_variance: of windows; give segment, their length")
+        plain = bool(self.pool) and not is_learned(parse_head_pool(self.pool))
+        if self.segment < 0 or (plain != bool(self.segment) and self.pool != "mean"):
+            raise SpecError(
+                f"segment={self.segment}, pool={self.pool!r}; allowed is a window from 1 token on "
+                "with a pool of token scores, such as ema_max:0.1, and none with a learned pool"
+            )
 
     def _decide(self, x: Sequences) -> NDArray[np.float64]:
         wide = {name: t.astype(np.float64) for name, t in self.tensors_.items()}
         spec, rule = self.spec, parse_head_pool(self.pool or "mean")
-        position, bias = wide.get("position"), float(wide["bias"][0])
         if all(len(s) == 1 for s in x):
             # One-token sequences, all in one product; every pool of one token is its value.
             out = head_outputs(wide, spec, np.concatenate(x).astype(np.float64))
-            return np.asarray(out.value.sum(axis=1) + bias)
+            return np.asarray(token_values(out, wide))
         return np.array(
-            [
-                pool_head(head_outputs(wide, spec, s.astype(np.float64)), rule, position, bias)
-                for s in x
-            ]
+            [pool_head(head_outputs(wide, spec, s.astype(np.float64)), rule, wide) for s in x]
         )
 
     def _freeze(self, card: ProbeCard) -> NeuralProbe:
@@ -184,20 +230,32 @@ class HeadProbe(BinaryEstimator):
     def spec(self) -> HeadSpec:
         """Settings of the probe apart from weights and pool, once the width is known."""
         temperature = 1.0 / float(np.sqrt(self.n_features_in_)) if self.scaled else 1.0
-        return HeadSpec(temperature=temperature, gate=self.gate)
+        return HeadSpec(
+            temperature=temperature,
+            gate=self.gate,
+            activation=self.activation,
+            layer_norm=self.layer_norm,
+        )
 
     def start(self) -> Tensors:
-        """Weights before the first step: ReLU layers, then what heads read of the last of them."""
+        """Weights before the first step: layers, then what heads read of the last of them."""
         rng, width = np.random.default_rng(self.random_state), self.n_features_in_
         made: Tensors = {}
         for i, size in enumerate(self.mlp_sizes):
             bound = np.sqrt(6.0 / width)
             made[f"w{i}"] = rng.uniform(-bound, bound, (size, width)).astype(np.float32)
-            made[f"b{i}"] = np.zeros(size, dtype=np.float32)
+            if self.activation == "relu":
+                made[f"b{i}"] = np.zeros(size, dtype=np.float32)
             width = size
-        attends = "attention" in self.pool
-        for name in ("value", "query")[: 1 + attends]:
-            made[name] = (rng.normal(size=(self.heads, width)) / np.sqrt(width)).astype(np.float32)
+        attends, heads = "attention" in self.pool, self.heads
+        wanted = {"value": True, "query": attends, "gate": self.softplus_gate}
+        for name in (name for name, is_wanted in wanted.items() if is_wanted):
+            made[name] = (rng.normal(size=(heads, width)) / np.sqrt(width)).astype(np.float32)
+        if self.softplus_gate:
+            made["gate_bias"] = np.zeros(heads, dtype=np.float32)
+        if self.pool == "bipolar":
+            made["value_bias"] = np.zeros(heads, dtype=np.float32)
+            made["output"] = (rng.normal(size=(2, heads)) / np.sqrt(heads)).astype(np.float32)
         if attends and self.queries == "zeros":
             made["query"] = np.zeros_like(made["query"])
         if attends and self.position:
@@ -305,11 +363,11 @@ Loss = Callable[[Batch, bool], Any]
 
 
 def _train(
-    how: HeadProbe, data: _Labelled, validation: _Labelled | None, scaler: Tensors
+    how: HeadProbe, data: _Labelled, validation: _Labelled | None, constant: Tensors
 ) -> tuple[Tensors, NDArray[np.float64]]:
     """Weights that did best on the validation set, and the losses there."""
     spec, rule = how.spec, parse_head_pool(how.pool or "mean")
-    fixed = {k: torch.from_numpy(v.copy()).to(how.device) for k, v in scaler.items()}
+    fixed = {k: torch.from_numpy(v.copy()).to(how.device) for k, v in constant.items()}
     weights = {
         k: torch.from_numpy(v.copy()).to(how.device).requires_grad_()
         for k, v in how.start().items()
@@ -320,12 +378,22 @@ def _train(
 
     def loss_of(batch: Batch, train: bool) -> Any:
         x, mask, target, weight = batch
-        logits = pool_heads(
-            head_outputs(weights | fixed, spec, x, xp=torch), rule, weights.get("position"),
-            weights["bias"], mask, xp=torch, sharpness=_SHARPNESS if train else None,
-            drop=drop if train and how.dropout else None,
-        )  # fmt: skip
-        return functional.binary_cross_entropy_with_logits(logits, target, weight)
+        tensors = weights | fixed
+        out = head_outputs(tensors, spec, x, xp=torch)
+        extra: Any = 0.0
+        if how.segment:
+            logits, spread = _coherent(token_values(out, tensors), mask, how)
+            extra = how.segment_variance * (weight * (1.0 - target) * spread).mean()
+        else:
+            logits = pool_heads(
+                out, rule, tensors, mask, xp=torch, sharpness=_SHARPNESS if train else None,
+                drop=drop if train and how.dropout else None,
+            )  # fmt: skip
+        if train and (how.l1 or how.orthogonal):
+            value = weights["value"]
+            off = value @ value.T - torch.eye(how.heads, device=value.device)
+            extra = extra + how.l1 * value.abs().sum() + how.orthogonal * (off**2).sum()
+        return functional.binary_cross_entropy_with_logits(logits, target, weight) + extra
 
     optimiser = torch.optim.AdamW(list(weights.values()), lr=how.lr, weight_decay=how.weight_decay)
     endless = _passes(data, how)
@@ -356,6 +424,28 @@ def _train(
             "loss stays finite; use a smaller lr, or look for outliers in the activations"
         )
     return {k: v.cpu().numpy() for k, v in kept.items()}, np.array(losses)
+
+
+def _coherent(
+    tokens: torch.Tensor, mask: torch.Tensor, how: HeadProbe
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean of the highest window means of each sample, and how much all of them vary."""
+    length = mask.sum(dim=1)
+    whole = torch.where(mask, tokens, 0.0).sum(dim=1) / length
+    if tokens.shape[1] < how.segment:
+        return whole, torch.zeros_like(whole)
+    means = tokens.unfold(1, how.segment, 1).mean(dim=-1)
+    last = torch.arange(how.segment, tokens.shape[1] + 1, device=tokens.device)
+    there = last <= length[:, None]
+    highest = torch.where(there, means, -torch.inf).sort(dim=1, descending=True).values
+    highest, n = highest[:, : how.n_segments], there.sum(dim=1).clamp(max=how.n_segments)
+    picked = torch.arange(highest.shape[1], device=tokens.device) < n[:, None]
+    score = torch.where(picked, highest, 0.0).sum(dim=1) / n.clamp(min=1)
+    share = torch.sigmoid(means / _SPREAD_TEMPERATURE) * there
+    total = share.sum(dim=1).clamp(min=1e-8)
+    centre = (share * means).sum(dim=1) / total
+    spread = (share * (means - centre[:, None]) ** 2).sum(dim=1) / total
+    return torch.where(n > 0, score, whole), spread
 
 
 def _passes(data: _Labelled, how: HeadProbe) -> Iterator[Batch]:
