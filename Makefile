@@ -20,6 +20,9 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo demo-real test nightly real real-core check env lint types imports docs dist lock hooks clean
 
+# Several processes share the cores, and threads of one that wait for each other take them from all.
+check test nightly: export OMP_NUM_THREADS ?= 1
+
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 11
 

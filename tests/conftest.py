@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.kit.api_server import api_server
 from tests.kit.preloaded import forked
+from tests.kit.quiet import draw_nothing_in_quiet
 from tests.kit.repository import ROOT
 from tests.kit.webhook import Webhook, webhook
 
@@ -22,6 +23,7 @@ pytest_plugins = ["tests.kit.leftovers"]
 # Tests share two cores with engines: how long an example takes says nothing.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
+draw_nothing_in_quiet()
 
 MODEL = "organism/checkpoint"
 # Engine and server live side by side; the default takes a share of all memory for each.

@@ -127,7 +127,8 @@ def run(
         if solver is None
         else scripted_lens(reply)
     )
-    (log,) = eval(task, model=model, display="none", log_dir=str(folder), **options)
+    settings = {"display": "none", "log_realtime": False, **options}
+    (log,) = eval(task, model=model, log_dir=str(folder), **settings)
     return log
 
 

@@ -54,7 +54,7 @@ def run(
         scorer=hand_made(),
         epochs=epochs,
     )
-    (log,) = eval(task, model=mock_model(), display="none")
+    (log,) = eval(task, model=mock_model(), display="none", log_realtime=False)
     assert log.status == "success", log.error
     return log
 
@@ -223,7 +223,7 @@ class TestThroughInspect:
         task = Task(
             [Sample(input="x", id=i, metadata=r) for i, r in enumerate(data)], scorer=both()
         )
-        (log,) = eval(task, model=mock_model(), display="none")
+        (log,) = eval(task, model=mock_model(), display="none", log_realtime=False)
         assert values(log) == {
             "up_recall": 0.5, "up_fpr": 0.5, "down_recall": 0.0, "down_fpr": 0.5,
             "recall": 0.0, "fpr": 0.5,
