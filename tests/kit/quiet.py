@@ -1,4 +1,4 @@
-"""What nobody sees is not drawn: Inspect draws each task, and each traceback, also when it is quiet.
+"""What nobody sees is not drawn: Inspect draws tasks and tracebacks also when it is quiet.
 
 It took a third of the time of tests that run evals.
 """
