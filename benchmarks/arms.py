@@ -40,6 +40,8 @@ class Arm:
     note: str = ""
     streams: bool = False
     """Whether answers come as events, which only a server sends; offline the arm is refused."""
+    over_tcp: bool = False
+    """Whether a client fetches by HTTP, as from another host; of an API server alone."""
     refusal: str = ""
     """Why the arm cannot run yet; it is then skipped with this reason."""
 
@@ -154,6 +156,9 @@ ARMS = {
     "idle": Arm("lens", note="every layer tapped, nothing asked for"),
     "idle-4": Arm("lens-4", note="four layers tapped, nothing asked for"),
     "capture-1": Arm("lens", _one_layer, note="one layer, all tokens"),
+    "capture-1-tcp": Arm(
+        "lens", _one_layer, over_tcp=True, note="one layer, all tokens, fetched by HTTP"
+    ),
     "capture-all": Arm(
         "lens", lambda shape, i: {"output_residual_stream": True}, note="all layers, all tokens"
     ),

@@ -14,12 +14,14 @@ import os
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import psutil
 
+from inspect_lens._base.same_host import fetch_here
 from inspect_lens.spec import Add, SteeringVector, to_wire_args
 from tests.kit.api_server import api_server, preemptions
 from tests.kit.process_tree import usage
@@ -31,6 +33,8 @@ from .shapes import Shape
 
 __all__ = ["Served", "body", "check", "joined"]
 
+_THREADS = 8
+"""That fetch from a server of this host, as many as an eval has for that."""
 BYTES = "activations of one request"
 """Key of the fetched bytes beside a response's own."""
 ROWS = "rows of one request"
@@ -83,7 +87,8 @@ class Served:
         ]
         self._post("/reset_prefix_cache", None)
         before, own = self._preemptions(), self._own_ms()
-        seconds, answers = asyncio.run(ask_all(self._url, bodies, limit_s))
+        over_tcp = ARMS[arm].over_tcp or self._is_peer
+        seconds, answers = asyncio.run(ask_all(self._url, bodies, limit_s, over_tcp=over_tcp))
         own = self._own_ms() - own
         for answer, request, (prompt, sampled) in zip(answers, asked, drawn, strict=True):
             has_frame = not self._is_peer and "activations" in answer
@@ -155,7 +160,7 @@ def _steering(vector: Vector) -> Add:
 
 
 async def ask_all(
-    url: str, bodies: Sequence[bytes], limit_s: float
+    url: str, bodies: Sequence[bytes], limit_s: float, *, over_tcp: bool
 ) -> tuple[float, list[dict[str, Any]]]:
     """Ask for all completions at once.
 
@@ -163,6 +168,7 @@ async def ask_all(
         url: of the server.
         bodies: as JSON.
         limit_s: seconds after which to give up.
+        over_tcp: whether to fetch by HTTP, as from another host.
 
     Returns:
         Seconds, and the responses; under `BYTES` what their handle stood for.
@@ -171,6 +177,7 @@ async def ask_all(
         RuntimeError: the server refused one.
     """
     headers = {"Content-Type": "application/json"}
+    loop, threads = asyncio.get_running_loop(), ThreadPoolExecutor(_THREADS)
     async with aiohttp.ClientSession(
         base_url=url,
         connector=aiohttp.TCPConnector(limit=0),
@@ -185,10 +192,14 @@ async def ask_all(
                 streams = response.content_type == "text/event-stream"
             answer: dict[str, Any] = joined(text) if streams else json.loads(text)
             for entry in (answer.get("activations") or {}).values():
-                if handle := entry.get("handle"):
+                if (handle := entry.get("handle")) is None:
+                    continue
+                if over_tcp:
                     async with session.get(f"/v1/activations/{handle}") as response:
                         response.raise_for_status()
                         answer[BYTES] = await response.read()
+                else:
+                    answer[BYTES] = await loop.run_in_executor(threads, fetch_here, handle)
             return answer
 
         started = time.perf_counter()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import quote
 
 import httpx
 
@@ -17,7 +16,7 @@ from ._base.http import (
     DELAYS_S,
     NO_PLUGIN,
     HTTPError,
-    fetch_bytes,
+    fetch_result,
     gives_no_receipts,
     is_broken,
     needs_receipt,
@@ -27,6 +26,7 @@ from ._base.http import (
     with_advice,
 )
 from ._base.partial import PARTIAL_KEY, Joined, Partial
+from ._base.same_host import is_here
 from ._base.to_torch import SavedValues, Tensors, read_results
 from .errors import CaptureError, LensError, SpecError, UnsupportedError
 from .spec import (
@@ -185,6 +185,7 @@ class LensClient:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout_s = timeout
         self._is_peer: bool | None = None
+        self._gives_here: bool | None = None
         self._http = httpx.Client(base_url=self.base_url, headers=self._headers, timeout=timeout)
 
     @property
@@ -221,8 +222,9 @@ class LensClient:
             temperature: of sampling.
             capture_layers: layers whose residual stream to return; True means all.
             steering_vectors: vectors to add.
-            activations_transport: `binary` fetches tensors beside the response; None has them
-                in it.
+            activations_transport: `binary` fetches tensors beside the response, `base64` has
+                them in it; None fetches them from a server of this user on this host, by a socket
+                of this host and without HTTP, and has them in the response of any other.
             capture: a CaptureSpec, for what `capture_layers` cannot say (sites, positions).
             hooks: functions to run on the rows of this request inside the server, which has to
                 allow it (INSPECT_LENS_ALLOW_CODE).
@@ -523,7 +525,7 @@ class LensClient:
 
     def _post(self, path: str, body: dict[str, Any], request: LensRequest | None) -> GenerateOutput:
         body = {"model": self.model, "return_token_ids": True} | body
-        body, request = with_request(body, request)
+        body, request = with_request(body, request, is_here=self._is_here)
         answer = json_of(answer_of(self._http, "POST", path, body))
         choice = answer["choices"][0]
         text = (choice.get("message") or {}).get("content") or choice.get("text") or ""
@@ -539,6 +541,17 @@ class LensClient:
             logprobs=choice.get("logprobs"),
             raw=answer,
         )
+
+    def _is_here(self) -> bool:
+        """Whether tensors of the server come beside its answers, without HTTP."""
+        if self._gives_here is None:
+            answer = answer_of(self._http, "GET", "/v1/inspect_lens")
+            try:
+                name = answer.json()["results"] if answer.is_success else None
+            except (ValueError, KeyError, TypeError):
+                name = None  # another version, or no server of ours
+            self._gives_here = isinstance(name, str) and is_here(name)
+        return self._gives_here
 
     def _check_done(self, request: LensRequest | None, receipt: Mapping[str, Any] | None) -> None:
         missing = not_done(request, receipt)
@@ -575,17 +588,12 @@ class LensClient:
     def _decode(self, name: str, entry: Mapping[str, Any]) -> TensorData:
         raw = None
         if (handle := entry.get("handle")) is not None:
-            url = f"{self.base_url}/v1/activations/{quote(str(handle), safe='')}"
-            answer: int | HTTPError
             try:
-                answer, raw = fetch_bytes(url, self._headers, timeout_s=self._timeout_s)
-            except HTTPError as error:
-                answer = error
-            if answer != httpx.codes.OK:
-                raise CaptureError(
-                    f"activations.{name}: handle {handle!r}: {answer}; it expired, was evicted, or "
-                    "is out of reach behind a gateway; leave out activations_transport"
+                raw = fetch_result(
+                    self.base_url, self._headers, str(handle), timeout_s=self._timeout_s
                 )
+            except HTTPError as error:
+                raise CaptureError(f"activations.{name}: handle {handle!r}: {error}") from error
         try:
             return decode_tensor(entry, field=f"activations.{name}", raw=raw)
         except SpecError as error:
@@ -653,11 +661,16 @@ def _fields(
 
 
 def with_request(
-    body: Mapping[str, Any], request: LensRequest | None, *, streams: bool | None = False
+    body: Mapping[str, Any],
+    request: LensRequest | None,
+    *,
+    streams: bool | None = False,
+    is_here: Callable[[], bool] = lambda: False,
 ) -> tuple[dict[str, Any], LensRequest | None]:
     """Put a request into the body of a call; with `streams` its results come with their tokens.
 
-    With None they do so where they can.
+    With None they do so where they can. `is_here` says whether tensors come beside the answer
+    where the request leaves that open.
     """
     refuse_misspelled(body, "arguments", known=_ARGUMENTS)
     # A server with the plug-in reads lens keys elsewhere, too; in one place any server may
@@ -681,6 +694,9 @@ def with_request(
         if (why := asked.why_not_streamed) is not None:
             raise SpecError(why)
         request = asked.model_copy(update={"stream_results": True})
+        args = own | to_wire_args(to_extra_args(request))
+    elif asked.leaves_transport and not asked.stream_results and is_here():
+        request = asked.over_binary()
         args = own | to_wire_args(to_extra_args(request))
     return ({**rest, "vllm_xargs": args} if args else rest), request
 

@@ -80,6 +80,7 @@ class FakeLensServer:
         self.adapters: dict[str, str] = {}
         self.computes_with: dict[str, str] = {}
         self.handles: dict[str, bytes] = {}
+        self.results: str | None = None  # name by which `serve_here` gives its handles away
         self.probe_scores: dict[str, float] = {}  # what registered probes say of every answer
         self.registry: dict[str, EngineProbe] = {}
         # Statuses and bodies of the next completions; and their texts, with the tools they call.
@@ -133,7 +134,8 @@ class FakeLensServer:
                 return 410, {"detail": "expired"}
             return 200, data
         if path == "/v1/inspect_lens" and self.dialect == "inspect_lens":
-            return 200, {"version": "0", "computes_with": self.computes_with}
+            about = {"computes_with": self.computes_with, "results": self.results}
+            return 200, {"version": "0", **about}
         return 404, {"detail": "Not Found"}
 
     def post(self, path: str, body: JSON) -> tuple[int, Any]:
@@ -292,7 +294,7 @@ class FakeLensServer:
         if transport != "binary":
             return encode_tensor(as_tensor_data(tensor))
         entry, data = encode_frame(as_tensor_data(tensor))
-        handle = uuid.uuid4().hex
+        handle = f"{self.results or 'fake'}-{uuid.uuid4().hex}"
         self.handles[handle] = bytes(data)
         return entry | {"handle": handle, "nbytes": len(data), "transport": "binary"}
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from ssl import SSLContext
 from typing import Any, Final
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import urllib3
@@ -19,17 +19,22 @@ from urllib3.exceptions import HTTPError
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.spec import NATIVE_KEY, LensRequest, to_extra_args
 
+from .same_host import NotHere, fetch_here
+
 __all__ = [
     "DELAYS_S",
     "NO_PLUGIN",
     "HTTPError",
     "fetch_bytes",
+    "fetch_result",
+    "fetched",
     "gives_no_receipts",
     "is_broken",
     "is_transport_error",
     "needs_receipt",
     "no_answer",
     "not_done",
+    "path_of",
     "server_address",
     "with_advice",
 ]
@@ -109,6 +114,44 @@ def fetch_bytes(
     pool = _pool(urlsplit(url).scheme, urlsplit(url).hostname or "")
     response = pool.request("GET", url, headers=headers, timeout=timeout_s)
     return response.status, response.data
+
+
+def path_of(handle: str) -> str:
+    """Where a server has what a handle stands for."""
+    return f"/v1/activations/{quote(handle, safe='')}"
+
+
+def fetch_result(
+    root: str, headers: Mapping[str, str], handle: str, *, timeout_s: float | None
+) -> bytes | memoryview:
+    """Take what a handle stands for, in the calling thread: by HTTP from another host or user.
+
+    Args:
+        root: address of the server, without `/v1`.
+        headers: for it.
+        handle: from its answer.
+        timeout_s: for HTTP.
+
+    Raises:
+        CaptureError: the server has it no longer.
+        HTTPError: the server is out of reach.
+    """
+    try:
+        found = fetch_here(handle)
+    except NotHere:
+        status, data = fetch_bytes(root + path_of(handle), headers, timeout_s=timeout_s)
+        return fetched(handle, status, data)
+    return fetched(handle, 410 if found is None else 200, found or b"")
+
+
+def fetched(handle: str, status: int, data: bytes | memoryview) -> bytes | memoryview:
+    """The bytes of an answer."""
+    if status != 200:
+        raise CaptureError(
+            f"activations: handle {handle!r} answered HTTP {status}; it expired, was evicted, "
+            "or is out of reach behind a gateway; use activations_transport='base64'"
+        )
+    return data
 
 
 @lru_cache(maxsize=32)

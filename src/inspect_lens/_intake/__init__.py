@@ -31,7 +31,7 @@ from ._payload import (
     read_tensors,
     read_vector,
 )
-from ._process import BESIDE, Beside, Lost, Source, Stored, fetch_from, fetched, file_job, write_job
+from ._process import BESIDE, Beside, Lost, Source, Stored, fetch_from, file_job, write_job
 
 __all__ = [
     "BESIDE",
@@ -51,7 +51,6 @@ __all__ = [
     "encode_tensors",
     "fetch_from",
     "fetch_payload",
-    "fetched",
     "file_job",
     "has_file",
     "is_local",

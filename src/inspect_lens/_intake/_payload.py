@@ -200,7 +200,7 @@ def _as_tensor(where: str, dtype: str, array: NDArray[Any]) -> TensorData:
     return TensorData(array, cast("DType", dtype))
 
 
-FetchBytes = Callable[[str], bytes]
+FetchBytes = Callable[[str], bytes | memoryview]
 """Gets the bytes behind a handle, in the calling thread."""
 
 
@@ -230,7 +230,7 @@ def decode_payload(
     choice: ChoiceFields,
     prompt_token_ids: list[int],
     request: LensRequest,
-    raw: Mapping[str, bytes],
+    raw: Mapping[str, bytes | memoryview],
 ) -> Payload:
     """Decode one choice and check that its rows are the tokens that were asked for."""
     try:

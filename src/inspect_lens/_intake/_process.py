@@ -25,11 +25,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
-from urllib.parse import quote
 
 from pydantic_core import to_json
 
-from inspect_lens._base.http import fetch_bytes
+from inspect_lens._base.http import fetch_result
 from inspect_lens._settings import Settings
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import CaptureSpec, LensRequest, LogitLens, QKSpec, Reduce
@@ -38,8 +37,6 @@ from ._files import stamp_of, write_file
 from ._payload import ChoiceFields, Payload, encode_file, fetch_payload
 
 logger = logging.getLogger(__name__)
-
-PATH = "/v1/activations/"
 
 
 class Source(NamedTuple):
@@ -82,21 +79,9 @@ class Stored(NamedTuple):
         )
 
 
-def fetch_from(source: Source, handle: str) -> bytes:
+def fetch_from(source: Source, handle: str) -> bytes | memoryview:
     """Bytes behind a handle, in the calling thread."""
-    url = f"{source.root}{PATH}{quote(handle, safe='')}"
-    status, data = fetch_bytes(url, source.headers, timeout_s=source.timeout_s)
-    return fetched(handle, status, data)
-
-
-def fetched(handle: str, status: int, data: bytes) -> bytes:
-    """The bytes of an answer."""
-    if status != 200:
-        raise CaptureError(
-            f"activations: handle {handle!r} answered HTTP {status}; it expired, was evicted, "
-            "or is out of reach behind a gateway; use activations_transport='base64'"
-        )
-    return data
+    return fetch_result(source.root, source.headers, handle, timeout_s=source.timeout_s)
 
 
 def store(payload: Payload, path: str) -> Stored:

@@ -46,8 +46,6 @@ from ._request import (
     edits_of_every_call,
     environment_capture,
     is_lens_call,
-    leaves_transport,
-    over_binary,
     parse_capture,
     read_body,
     respelled,
@@ -360,8 +358,8 @@ class LensAPI(ServerCalls, LensProvider):
         given = body.pop("vllm_xargs", None) or {}
         args = {key: value for key, value in given.items() if key not in LENS_KEYS}
         if call is not None and (asked := call.request) is not None:
-            if leaves_transport(asked) and await self.offers_binary():
-                asked = over_binary(asked)
+            if asked.leaves_transport and await self.offers_binary():
+                asked = asked.over_binary()
                 expect(call.keep)
             elif asked.scores_tokens:
                 expect(call.keep)

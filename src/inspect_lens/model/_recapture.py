@@ -26,7 +26,6 @@ from inspect_lens.spec import (
 
 from ._handle import MESSAGES, Activations
 from ._places import place_for
-from ._request import over_binary
 from ._response import (
     Keep,
     LensFields,
@@ -118,7 +117,7 @@ async def recapture(
     capture = CaptureSpec(layers="all" if layers == "all" else tuple(layers), site=site)
     request = LensRequest(capture=capture)
     if await api.offers_binary():
-        request = over_binary(request)
+        request = request.over_binary()
     lora = dict(adapter) if isinstance(adapter, Mapping) else None
     if lora is not None:
         await api.load_adapter(lora)

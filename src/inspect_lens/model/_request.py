@@ -30,7 +30,6 @@ from inspect_lens.spec import (
     LensRequest,
     LogitLens,
     ProbeUse,
-    QKSpec,
     SinkUse,
     TensorData,
     check_name,
@@ -349,27 +348,6 @@ def explain_none() -> None:
         return plain(*args, **options)
 
     registry_add(none, registry_info(plain))
-
-
-def leaves_transport(request: LensRequest) -> bool:
-    """Whether a call brings tensors and leaves open how they travel."""
-    return any(spec.transport == "auto" for spec in _specs(request).values())
-
-
-def over_binary(request: LensRequest) -> LensRequest:
-    """The same call, with the binary transport where it was left open."""
-    chosen = {
-        name: spec.model_copy(update={"transport": "binary"})
-        for name, spec in _specs(request).items()
-        if spec.transport == "auto"
-    }
-    return request.model_copy(update=chosen)
-
-
-def _specs(request: LensRequest) -> dict[str, CaptureSpec | QKSpec | LogitLens]:
-    """What a request has that says how it travels, by field."""
-    found = {"capture": request.capture, "qk": request.qk, "lens": request.lens}
-    return {name: spec for name, spec in found.items() if spec is not None}
 
 
 def lens_config(

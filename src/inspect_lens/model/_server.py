@@ -18,7 +18,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from subprocess import Popen
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 import anyio
 import anyio.from_thread
@@ -32,16 +32,18 @@ from inspect_lens._base.http import (
     DELAYS_S,
     HTTPError,
     fetch_bytes,
+    fetched,
     gives_no_receipts,
     is_broken,
     is_transport_error,
     needs_receipt,
     no_answer,
     not_done,
+    path_of,
     server_address,
 )
 from inspect_lens._base.shipped import SERVER_ARGS, model_path, served_name
-from inspect_lens._intake import Source, fetch_from, fetched
+from inspect_lens._intake import Source, fetch_from
 from inspect_lens._settings import variable
 from inspect_lens.client import LensClient
 from inspect_lens.errors import CaptureError, SpecError
@@ -531,15 +533,14 @@ class ServerCalls(VLLMAPI):
         """Probes and lenses at this server."""
         return ServerNames(self._send, self.model_name)
 
-    def fetch(self, handle: str) -> bytes:
+    def fetch(self, handle: str) -> bytes | memoryview:
         """Bytes behind a handle, in a worker thread of the event loop."""
         source = Source(self._server_root(), self._headers(), FETCH_TIMEOUT_S)
         try:
             return fetch_from(source, handle)
         except HTTPError:
             # What the caller's own `http_client` knows of the way there, it alone knows.
-            path = f"/v1/activations/{quote(handle, safe='')}"
-            response = anyio.from_thread.run(self._get, path)
+            response = anyio.from_thread.run(self._get, path_of(handle))
             return fetched(handle, response.status_code, response.content)
 
     async def describe_server(self) -> dict[str, Any]:

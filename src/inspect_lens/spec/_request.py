@@ -205,6 +205,25 @@ class LensRequest(RequestPart):
         return not (self.capture is None and self.qk is None and self.lens is None)
 
     @property
+    def leaves_transport(self) -> bool:
+        """Whether its answer has tensors, and it leaves open how they travel."""
+        return any(part.transport == "auto" for part in self._parts.values())
+
+    def over_binary(self) -> LensRequest:
+        """The same request, with the binary transport where it leaves that open."""
+        parts = {name: part for name, part in self._parts.items() if part.transport == "auto"}
+        chosen = {
+            name: part.model_copy(update={"transport": "binary"}) for name, part in parts.items()
+        }
+        return self.model_copy(update=chosen)
+
+    @property
+    def _parts(self) -> dict[str, CaptureSpec | QKSpec | LogitLens]:
+        """What says how its tensors travel, by field."""
+        found = {"capture": self.capture, "qk": self.qk, "lens": self.lens}
+        return {name: part for name, part in found.items() if part is not None}
+
+    @property
     def tensor_names(self) -> dict[str, tuple[str, ...]]:
         """The tensors that its answer has, by the field that asks for them."""
         names: dict[str, tuple[str, ...]] = {}
@@ -244,9 +263,8 @@ class LensRequest(RequestPart):
                 "only when the last of them is; leave stream_results out, or capture the rows "
                 "with reduce='none'"
             )
-        parts = {"capture": self.capture, "qk": self.qk, "lens": self.lens}
-        for name, part in parts.items():
-            if part is not None and part.transport == "binary":
+        for name, part in self._parts.items():
+            if part.transport == "binary":
                 return (
                     f"stream_results beside {name}.transport='binary': streamed rows stand in the "
                     "events themselves; leave transport out"

@@ -142,10 +142,19 @@ def made(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Served:
     return made
 
 
-@pytest.mark.parametrize("arm", ["idle", "capture-1", "capture-all", "steer", "probes-16x4"])
+@pytest.mark.parametrize(
+    "arm", ["idle", "capture-1", "capture-1-tcp", "capture-all", "steer", "probes-16x4"]
+)
 def test_an_arm_is_asked_for_at_once_fetched_and_checked(
-    made: Served, fake: Fake, arm: str
+    made: Served, fake: Fake, monkeypatch: pytest.MonkeyPatch, arm: str
 ) -> None:
+    taken = list[str]()
+
+    def here(handle: str) -> bytes:
+        taken.append(handle)
+        return b"\0" * int(handle.removeprefix("h"))
+
+    monkeypatch.setattr(served, "fetch_here", here)
     run = made.run(arm, "smoke", 0, 20.0)
     assert run["tokens"] == 6 * 8
     assert run["preemptions"] == 0
@@ -153,7 +162,8 @@ def test_an_arm_is_asked_for_at_once_fetched_and_checked(
     assert fake.most_at_once == 6
     assert fake.paths.index("/reset_prefix_cache") < fake.paths.index("/v1/completions")
     fetched = sum(path.startswith("/v1/activations/") for path in fake.paths)
-    assert fetched == (6 if arm.startswith("capture") else 0)
+    assert fetched == (6 if arm.endswith("tcp") else 0)
+    assert len(taken) == (6 if arm in ("capture-1", "capture-all") else 0)
     for asked in fake.bodies:
         wanted = parse_extra_args(asked.get("vllm_xargs"))
         assert (wanted is None) == (arm == "idle")

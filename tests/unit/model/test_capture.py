@@ -201,7 +201,7 @@ async def test_a_way_that_only_the_own_http_client_knows_is_taken(
     def unreachable(*_: object, **__: object) -> None:
         raise HTTPError("no route")
 
-    monkeypatch.setattr("inspect_lens._intake._process.fetch_bytes", unreachable)
+    monkeypatch.setattr("inspect_lens._base.http.fetch_bytes", unreachable)
     output = await model_of(server).generate(PROMPT, config=lens_config(capture=[1]))
     acts = output.metadata["activations"]
     np.testing.assert_array_equal(acts.numpy(), _expected(acts, (1,)))

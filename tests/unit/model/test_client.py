@@ -3,6 +3,8 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from inspect_lens._base.partial import Partial
+from inspect_lens._base.same_host import serve_here
 from inspect_lens.client import LensClient, VLLMLensClient
 from inspect_lens.errors import CaptureError, LensError, SpecError
 from inspect_lens.spec import (
@@ -146,6 +149,26 @@ def test_hooks_are_sent_and_what_they_saved_is_read(server: FakeLensServer) -> N
 def test_a_server_that_ran_no_hooks_is_an_error(plain: FakeLensServer) -> None:
     with pytest.raises(CaptureError, match="hooks were sent"):
         LensClient(plain.url).generate(PROMPT, hooks=[Hook(fn=print, layer_indices=[1])])
+
+
+def test_a_server_of_this_host_gives_tensors_beside_its_answer(
+    server: FakeLensServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    far = LensClient(server.url).generate(PROMPT, capture_layers=[1])
+    server.results = "ab12"
+    unserved = LensClient(server.url).generate(PROMPT, capture_layers=[1])
+    serve_here("ab12", lambda handle: server.handles.pop(handle, None))
+    client = LensClient(server.url)
+    for asked in ({"capture_layers": [1]}, {"inspect_lens": {"capture": {"layers": [1]}}}):
+        near = client.generate(PROMPT, **asked)
+        np.testing.assert_array_equal(far.activations.numpy(), near.activations.numpy())
+        assert "handle" in near.raw["activations"]["residual_stream"]
+    assert not server.handles
+    assert not any(path.startswith("/v1/activations") for path in server.read)
+    inline = client.generate(PROMPT, capture_layers=[1], activations_transport="base64")
+    for output in (far, unserved, inline):
+        assert "data" in output.raw["activations"]["residual_stream"]
 
 
 def test_queries_and_keys_come_with_what_explains_them(server: FakeLensServer) -> None:

@@ -274,7 +274,7 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
 def _(surface: str, request: pytest.FixtureRequest) -> None:
     monkeypatch, name = request.getfixturevalue("monkeypatch"), SURFACES[surface][1]
     engine = config()
-    if name in ("SharedNames", "serve_siblings", "folder_of_siblings"):
+    if name in ("SharedNames", "folder_of_siblings"):
         engine.parallel_config._api_process_count = 2
     if name == "HookBook":
         monkeypatch.setenv("INSPECT_LENS_ALLOW_CODE", "1")

@@ -25,6 +25,7 @@ import numpy as np
 import zmq
 
 from inspect_lens import errors
+from inspect_lens._base.temp_dirs import let_go, new_folder
 from inspect_lens._engine.export.transport import overflow
 from inspect_lens._engine.hooks.results import Gathered, gather
 from inspect_lens._engine.protocol.envelope import Envelope
@@ -54,7 +55,6 @@ from .placement import (
     told_of_edits,
 )
 from .result_memory import ResultMemory, memory_bytes
-from .temp_dirs import let_go, new_folder
 
 logger = logging.getLogger("vllm.inspect_lens")
 

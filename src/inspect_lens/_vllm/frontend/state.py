@@ -28,7 +28,6 @@ from inspect_lens._vllm.compat.features import (
     when_off,
 )
 from inspect_lens._vllm.http.bodies import payloads
-from inspect_lens._vllm.http.payloads import serve_siblings
 from inspect_lens._vllm.http.server import install_when_serving, is_serving
 from inspect_lens._vllm.registered.contents import (
     SERVER_NAME,
@@ -107,8 +106,6 @@ class FrontEnd:
         """Facts of each engine of this process, or why the lens does not serve it."""
         self.n_processes = 1
         """API servers in front of the engine; each has a store of tensors of its own."""
-        self.siblings: Path | None = None
-        """Folder that several of them share."""
         self.known: Cache[tuple[object, ...], Any] = Cache(_KNOWN_MOST)
         """What was compiled, and what was placed in prompts of a length: a batch asks for one thing
         a thousand times."""
@@ -162,16 +159,11 @@ class FrontEnd:
         self.results.n_processes = self.n_processes
         if self.n_processes > 1 and not self.registry.is_shared:
             try:
-                names = SharedNames(folder_of_siblings(), parse_shared)
-                self.registry.share(names)
-                serve_siblings(names.folder, payloads)
-                self.siblings = names.folder
+                self.registry.share(SharedNames(folder_of_siblings(), parse_shared))
             except OSError as error:
                 logger.warning("inspect_lens: API servers cannot share what they have: %s", error)
-                payloads.refusal = (
-                    "activations_transport: the API servers of this engine cannot share results "
-                    f"({error}), and a fetch may reach one without the result; use base64"
-                )
+        if self.n_processes > 1 or is_serving():
+            payloads.serve(is_needed=self.n_processes > 1)
 
     def _learn(self, processor: Any, vllm_config: Any) -> EngineFacts:
         # Read again: one process can hold engines with different settings.

@@ -10,23 +10,20 @@ are there: whether a client fetches in time, and how long a text becomes, is not
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import secrets
-import socket
-import socketserver
-import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
+from inspect_lens._base.same_host import fetch_here, serve_here
 from inspect_lens._settings import Settings
+from inspect_lens._vllm import clients
 from inspect_lens._vllm.clients import CLIENT
 from inspect_lens._vllm.sinks.sink import own_memory
 from inspect_lens.errors import CapacityError, LensError, UnsupportedError
@@ -58,7 +55,7 @@ class PayloadStore:
         self._ttl_s = ttl_s
         self._on_change = on_change
         self._n_expired = 0
-        self._nonce = secrets.token_hex(4)
+        self._nonce = secrets.token_hex(8)
         # In the order in which they expire.
         self._waiting: dict[str, _Payload] = {}
         self._n_bytes = 0
@@ -68,6 +65,8 @@ class PayloadStore:
         self._timer: threading.Timer | None = None
         self.refusal: str | None = None
         """Why handles of this server are not to be relied on; None where they are."""
+        self.is_served = False
+        """Whether processes of this user can fetch without HTTP."""
 
     @cached_property
     def max_bytes(self) -> int:
@@ -111,6 +110,30 @@ class PayloadStore:
             data = self._take(handle)
             self._tell()
         return data
+
+    def give(self, handle: str) -> bytes | memoryview | None:
+        """As `get`, for a client; with a span."""
+        began, data = time.time_ns(), self.get(handle)
+        clients.fetched(handle, began, *((410, 0) if data is None else (200, len(data))))
+        return data
+
+    def serve(self, *, is_needed: bool) -> None:
+        """Let other processes of this user fetch what this one made.
+
+        Where they cannot, there is HTTP, and handles are refused if a fetch `is_needed` here.
+        """
+        if self.is_served:
+            return
+        try:
+            serve_here(self.name, self.give)
+            self.is_served = True
+        except OSError as error:
+            logger.warning("inspect_lens: results are given away by HTTP alone: %s", error)
+            if is_needed:
+                self.refusal = (
+                    "activations_transport: the API servers of this engine cannot share results "
+                    f"({error}), and a fetch may reach one without the result; use base64"
+                )
 
     def made(self, handle: str) -> bool:
         """Whether a handle is of this store, which may have let it go."""
@@ -189,81 +212,12 @@ class PayloadStore:
 
 logger = logging.getLogger("vllm.inspect_lens")
 
-_SIZE = struct.Struct("<q")
-_GONE = -1
-_LONGEST = 256
-_TIMEOUT_S = 60.0
 
-
-def serve_siblings(folder: Path, payloads: PayloadStore) -> None:
-    """Hand payloads of this process to whoever asks in a folder, for the life of the process."""
-
-    class Handler(socketserver.StreamRequestHandler):
-        timeout = _TIMEOUT_S
-
-        def handle(self) -> None:
-            data = payloads.get(self.rfile.readline(_LONGEST).decode("ascii", "replace").strip())
-            self.wfile.write(_SIZE.pack(_GONE if data is None else len(data)))
-            if data is not None:
-                self.wfile.write(data)
-
-    class Server(socketserver.ThreadingUnixStreamServer):
-        daemon_threads = True
-        request_queue_size = 128
-
-        def handle_error(self, request: object, client_address: object) -> None:
-            logger.warning("inspect_lens: another API server gave up a payload", exc_info=True)
-
-    with _short(folder) as short:
-        server = Server(f"{short}/{payloads.name}.sock", Handler)
-    threading.Thread(target=server.serve_forever, name="inspect-lens-siblings", daemon=True).start()
-
-
-async def fetch_payload(
-    handle: str, payloads: PayloadStore, folder: Path | None
-) -> bytes | memoryview | None:
-    """What waits under a handle, in this process or in another API server of the engine."""
+async def fetch_payload(handle: str, payloads: PayloadStore) -> bytes | memoryview | None:
+    """What waits under a handle, in this process or in another API server of this user."""
     if payloads.made(handle):
-        return payloads.get(handle)
-    if folder is None:
-        raise LookupError(handle)
-    return await asyncio.get_running_loop().run_in_executor(None, ask_sibling, folder, handle)
-
-
-def ask_sibling(folder: Path, handle: str) -> bytes | None:
-    """Fetch a payload from the process that made its handle."""
-    maker = handle.partition("-")[0]
-    if not maker.isalnum() or not handle.isascii() or len(handle) >= _LONGEST:
-        raise LookupError(handle)
-    with socket.socket(socket.AF_UNIX) as sibling:
-        sibling.settimeout(_TIMEOUT_S)
-        try:
-            with _short(folder) as short:
-                sibling.connect(f"{short}/{maker}.sock")
-        except OSError:
-            raise LookupError(handle) from None
-        try:
-            sibling.sendall(f"{handle}\n".encode())
-            with sibling.makefile("rb") as answer:
-                (size,) = _SIZE.unpack(answer.read(_SIZE.size))
-                if size == _GONE:
-                    return None
-                data = answer.read(size)
-        except (OSError, struct.error):
-            raise LookupError(handle) from None  # it has ended meanwhile
-    if len(data) != size:
-        raise LookupError(handle)
-    return data
-
-
-@contextlib.contextmanager
-def _short(folder: Path) -> Iterator[str]:
-    """A path of a folder that leaves room for a name: those of sockets have 107 characters."""
-    own = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{own}"
-    finally:
-        os.close(own)
+        return payloads.give(handle)
+    return await asyncio.get_running_loop().run_in_executor(None, fetch_here, handle)
 
 
 Entries = dict[str, Any]

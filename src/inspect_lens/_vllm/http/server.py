@@ -76,7 +76,7 @@ def unauthorized(setting: str) -> dict[str, dict[str, Any]]:
 def add_routes(app: Any, front_end: FrontEnd, payloads: PayloadStore) -> None:
     registry, hooks = "/v1/inspect_lens/registry", "/v1/hooks"
     _add(app, "GET", "/v1/inspect_lens", _about(front_end, payloads))
-    _add(app, "GET", "/v1/activations/{handle}", _fetch(front_end, payloads))
+    _add(app, "GET", "/v1/activations/{handle}", _fetch(payloads))
     names = _Registry(front_end)
     changes, rules = "registry_key", "admin_key"
     _add(app, "GET", registry, names.listed)
@@ -142,38 +142,37 @@ def _about(front_end: FrontEnd, payloads: PayloadStore) -> Handler:
             **({} if front is None else front.describe()),
             "off": all_off(),
             "stored_bytes": payloads.n_bytes,
+            "results": payloads.name if payloads.is_served else None,
             "computes_with": found,
         }
 
     return about
 
 
-def _fetch(front_end: FrontEnd, payloads: PayloadStore) -> Handler:
+def _fetch(payloads: PayloadStore) -> Handler:
     from fastapi import Response
 
     async def fetch(request: Any) -> Response:
         began, handle = time.time_ns(), request.path_params["handle"]
         try:
-            siblings = getattr(front_end(), "siblings", None)
-            data = await fetch_payload(handle, payloads, siblings)
+            data = await fetch_payload(handle, payloads)
         except LookupError:
+            clients.fetched(handle, began, 404, 0)
             return refuse(
-                *(404, "UnknownHandle", began, handle),
+                *(404, "UnknownHandle", handle),
                 "was not made by this server; behind a load balancer, ask the server that made "
                 "it, or set activations_transport to base64",
             )
         if data is None:
             return refuse(
-                *(410, "ExpiredHandle", began, handle),
+                *(410, "ExpiredHandle", handle),
                 f"has expired {TTL_S:g} s after its result came, or was fetched before",
             )
-        clients.fetched(handle, began, 200, len(data))
         content = data if takes_any_buffer(request.app) else bytes(data)
         return Response(content=content, media_type="application/octet-stream")
 
-    def refuse(status: int, error: str, began: int, handle: str, why: str) -> Response:
+    def refuse(status: int, error: str, handle: str, why: str) -> Response:
         refused_as(status, error)
-        clients.fetched(handle, began, status, 0)
         return Response(status_code=status, content=f"handle {handle!r} {why}")
 
     return fetch

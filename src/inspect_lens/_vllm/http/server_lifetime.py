@@ -19,7 +19,7 @@ import time
 
 import psutil
 
-from inspect_lens._engine.collect.temp_dirs import sweep
+from inspect_lens._base.temp_dirs import sweep
 
 logger = logging.getLogger("vllm.inspect_lens")
 

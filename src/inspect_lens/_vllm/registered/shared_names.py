@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from inspect_lens._engine.collect.temp_dirs import PREFIX, held, let_go, sweep
+from inspect_lens._base.temp_dirs import PREFIX, held, let_go, sweep
 from inspect_lens.errors import CapacityError
 from inspect_lens.probe import write_atomic
 from inspect_lens.spec import EngineConfig, EngineEdits, EngineProbe, LensEntry, ServerConfig

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from inspect_lens._base.temp_dirs import PREFIX, held, let_go, new_folder, sweep
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.collect.temp_dirs import PREFIX, held, let_go, new_folder, sweep
 
 
 @pytest.fixture(autouse=True)

@@ -142,12 +142,10 @@ def test_several_api_servers_without_a_folder_have_the_names_of_the_start(
     monkeypatch.setattr(state, "SharedNames", refused)
     monkeypatch.setattr(state, "install_when_serving", lambda front: None)
     monkeypatch.setattr(engine_facts, "_may_span_hosts", lambda config: False)
-    monkeypatch.setattr(state.payloads, "refusal", None)
+    monkeypatch.setattr(state.payloads, "serve", lambda **_: None)
     front = FrontEnd()
     front.registry.add("of-the-start", probe(8))
     front.learn(SimpleNamespace(), config(2))
-    with pytest.raises(UnsupportedError, match=r"cannot share results .*base64"):
-        state.payloads.admit(1)
     front.engines = [facts(8)]
     assert front.describe()["api_servers"] == 2
     assert front.registry.describe().keys() == {"of-the-start"}
@@ -174,7 +172,7 @@ def test_api_servers_share_the_memory_that_is_kept_of_results(
 ) -> None:
     monkeypatch.setattr(state, "install_when_serving", lambda front: None)
     monkeypatch.setattr(state, "SharedNames", lambda *args: SimpleNamespace(folder=Path("x")))
-    monkeypatch.setattr(state, "serve_siblings", lambda *args: None)
+    monkeypatch.setattr(state.payloads, "serve", lambda **_: None)
     monkeypatch.setattr(engine_facts, "_may_span_hosts", lambda config: False)
     monkeypatch.setattr(collector, "memory_bytes", lambda: 64 << 30)
     front = FrontEnd()

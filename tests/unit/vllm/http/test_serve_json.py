@@ -88,7 +88,7 @@ def test_a_route_gives_out_the_bytes_themselves(memory: ResultMemory) -> None:
     server._routers((), lambda app: None)(app)
     tensor = in_slab(memory, MOST)
     entry = entry_of(tensor, "binary")
-    found = asyncio.run(fetch_payload(entry["handle"], bodies.payloads, None))
+    found = asyncio.run(fetch_payload(entry["handle"], bodies.payloads))
     entry = entry_of(tensor, "binary")
     path = f"/v1/activations/{entry['handle']}"
     answer = TestClient(app).get(path)

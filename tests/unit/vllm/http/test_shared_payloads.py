@@ -1,13 +1,17 @@
-"""A handle may be fetched from any API server of an engine."""
+"""A handle is fetched from any API server of a user, and by this user without HTTP."""
 
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,43 +22,45 @@ pytest.importorskip("fastapi")
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from inspect_lens._base import same_host, temp_dirs
+from inspect_lens._base.http import HTTPError, fetch_result
+from inspect_lens._base.same_host import NotHere, fetch_here, is_here
 from inspect_lens._vllm.http import bodies, server
-from inspect_lens._vllm.http.payloads import PayloadStore, ask_sibling, serve_siblings
+from inspect_lens._vllm.http.payloads import PayloadStore
+from inspect_lens.errors import CaptureError, UnsupportedError
 
 SIZE = 3_000_000
 
 SIBLING = f"""
 import sys
-from pathlib import Path
 from inspect_lens._vllm.http.payloads import PayloadStore
-from inspect_lens._vllm.http.payloads import serve_siblings
-store = PayloadStore(ttl_s=float(sys.argv[2]))
-serve_siblings(Path(sys.argv[1]), store)
+store = PayloadStore(ttl_s=float(sys.argv[1]))
+store.serve(is_needed=True)
 print(store.put(bytes(range(250)) * {SIZE // 250}), flush=True)
 sys.stdin.read()
 """
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     deep = tmp_path / ("a-folder-with-a-long-name" * 5)  # longer than paths of sockets may be
     deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
     return deep
 
 
 def sibling(folder: Path, ttl_s: float) -> Any:
     return subprocess.Popen(
-        [sys.executable, "-c", SIBLING, str(folder), str(ttl_s)],
+        [sys.executable, "-c", SIBLING, str(ttl_s)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ,
+        env={**os.environ, "TMPDIR": str(folder)},
     )
 
 
 @pytest.fixture
-def client(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
-    monkeypatch.setattr(server._Front, "end", SimpleNamespace(siblings=folder))
+def client() -> Iterator[TestClient]:
     app = FastAPI()
     server._routers((), lambda app: None)(app)
     with TestClient(app) as made:
@@ -83,15 +89,120 @@ def test_a_handle_that_nobody_made_gets_404(client: TestClient, handle: str) -> 
     assert client.get(f"/v1/activations/{handle}").status_code == 404
 
 
-def test_a_server_alone_asks_nobody(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server._Front, "end", SimpleNamespace(siblings=None))
+def test_a_server_gives_what_it_made(client: TestClient) -> None:
     assert client.get("/v1/activations/ab12-x").status_code == 404
     handle = bodies.payloads.put(b"mine")
     assert client.get(f"/v1/activations/{handle}").content == b"mine"
 
 
-def test_a_large_payload_arrives_whole(folder: Path) -> None:
+def test_a_large_payload_arrives_whole_and_once() -> None:
     store = PayloadStore()
-    serve_siblings(folder, store)
+    store.serve(is_needed=False)
     data = os.urandom(40_000_000)
-    assert ask_sibling(folder, store.put(data)) == data
+    handle = store.put(data)
+    assert fetch_here(handle) == data
+    assert fetch_here(handle) is None
+    assert store.n_bytes == 0
+
+
+def test_many_threads_fetch_at_once() -> None:
+    store = PayloadStore()
+    store.serve(is_needed=False)
+    handles = {store.put(i.to_bytes(4, "big") * 100_000): i for i in range(64)}
+    with ThreadPoolExecutor(16) as threads:
+        for handle, data in zip(handles, threads.map(fetch_here, handles), strict=True):
+            assert data == handles[handle].to_bytes(4, "big") * 100_000
+
+
+def test_a_process_that_was_killed_leaves_no_folder_and_its_client_asks_by_http(
+    folder: Path,
+) -> None:
+    with sibling(folder, 60.0) as other:
+        handle = other.stdout.readline().strip()
+        assert is_here(handle.partition("-")[0])
+        other.kill()
+    with pytest.raises(NotHere):
+        fetch_here(handle)
+    assert not is_here(handle.partition("-")[0])
+    temp_dirs.sweep()
+    assert not list(folder.iterdir())
+
+
+def test_a_client_that_was_killed_while_it_fetches_leaves_nothing(folder: Path) -> None:
+    store = PayloadStore()
+    store.serve(is_needed=False)
+    handle = store.put(bytes(40_000_000))
+    code = (
+        "import sys, os, signal; from inspect_lens._base import same_host as s;"
+        "s._received = lambda *_: os.kill(os.getpid(), signal.SIGKILL); s.fetch_here(sys.argv[1])"
+    )
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    ended = subprocess.run([sys.executable, "-c", code, handle], env=environment, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    until = time.monotonic() + 10
+    while store.n_bytes and time.monotonic() < until:
+        time.sleep(0.01)
+    assert store.n_bytes == 0
+    assert fetch_here(store.put(b"next")) == b"next"
+
+
+def test_a_connection_that_the_server_closed_is_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(same_host, "_IDLE_S", 1)
+    store = PayloadStore()
+    store.serve(is_needed=False)
+    assert fetch_here(store.put(b"first")) == b"first"
+    time.sleep(1.5)
+    assert fetch_here(store.put(b"second")) == b"second"
+
+
+@pytest.mark.parametrize("fault", ["mode", "link", "owner"])
+def test_a_folder_that_others_may_have_made_is_not_asked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    store = PayloadStore()
+    store.serve(is_needed=False)
+    (own,) = folder.glob(f"*{store.name}")
+    if fault == "mode":
+        own.chmod(0o755)
+    elif fault == "link":
+        own.rename(folder / "elsewhere")
+        own.symlink_to(folder / "elsewhere")
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(NotHere):
+        fetch_here(store.put(b"x"))
+
+
+@pytest.mark.parametrize("size", [-2, 1 << 62])
+def test_a_size_that_no_result_has_is_not_believed(size: int) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs:
+        theirs.sendall(same_host._SIZE.pack(size))
+        with pytest.raises(OSError, match="a result of"):
+            same_host._asked(ours, "ab-x")
+
+
+def test_without_a_folder_handles_are_given_by_http_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/nowhere")
+    alone, several = PayloadStore(), PayloadStore()
+    alone.serve(is_needed=False)
+    several.serve(is_needed=True)
+    assert not alone.is_served
+    assert alone.get(alone.put(b"x")) == b"x"
+    with pytest.raises(UnsupportedError, match="use base64"):
+        several.put(b"x")
+
+
+def test_a_client_of_this_host_takes_results_without_http() -> None:
+    store = PayloadStore()
+    store.serve(is_needed=False)
+    handle = store.put(b"rows")
+    assert fetch_result("http://127.0.0.1:9", {}, handle, timeout_s=1) == b"rows"
+    with pytest.raises(CaptureError, match="HTTP 410"):
+        fetch_result("http://127.0.0.1:9", {}, handle, timeout_s=1)
+    with pytest.raises(HTTPError):
+        fetch_result("http://127.0.0.1:9", {}, "ab12-x", timeout_s=1)
