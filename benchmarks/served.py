@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 import psutil
 
-from inspect_lens._base.same_host import fetch_here
+from inspect_lens.client import fetch_here
 from inspect_lens.spec import Add, SteeringVector, to_wire_args
 from tests.kit.api_server import api_server, preemptions
 from tests.kit.process_tree import usage

@@ -26,7 +26,7 @@ from ._base.http import (
     with_advice,
 )
 from ._base.partial import PARTIAL_KEY, Joined, Partial
-from ._base.same_host import is_here
+from ._base.same_host import fetch_here, is_here
 from ._base.to_torch import SavedValues, Tensors, read_results
 from .errors import CaptureError, LensError, SpecError, UnsupportedError
 from .spec import (
@@ -62,6 +62,7 @@ __all__ = [
     "StreamPart",
     "Tensors",
     "VLLMLensClient",
+    "fetch_here",
 ]
 
 

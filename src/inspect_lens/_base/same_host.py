@@ -74,13 +74,32 @@ def serve_here(name: str, get: GetResult) -> Path:
 
 
 def fetch_here(handle: str) -> memoryview | None:
-    """Take what a handle stands for from the process that made it, in the calling thread.
+    """Fetch a tensor's bytes from a server of this user on this host, without HTTP.
+
+    Args:
+        handle: from `activations` of an answer, where the transport is `binary`.
 
     Returns:
-        The bytes; None where they were fetched before or have expired.
+        `nbytes` bytes in the shape and dtype that stand beside the handle; None where they were
+        fetched before, or have expired.
 
     Raises:
-        NotHere: its process does not run as this user on this host. Ask for it by HTTP.
+        NotHere: the server runs as another user, or on another host; a `LookupError`. Get
+            `/v1/activations/{handle}` from it.
+
+    Example:
+        <!-- test: server -->
+        ```python
+        import httpx
+
+        from inspect_lens.client import fetch_here
+
+        asked = {"output_residual_stream": [4], "activations_transport": "binary"}
+        body = {"prompt": "Velosh was founded by", "max_tokens": 1, **asked}
+        answer = httpx.post("http://localhost:8000/v1/completions", json=body).json()
+        entry = answer["activations"]["residual_stream"]
+        assert len(fetch_here(entry["handle"])) == entry["nbytes"]
+        ```
     """
     name = handle.partition("-")[0]
     if not handle.isascii() or not handle.isprintable() or len(handle) >= _LONGEST:
