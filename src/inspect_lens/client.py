@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import httpx
 
+from ._base.hook_calls import HookCalls
 from ._base.http import (
     DELAYS_S,
     NO_PLUGIN,
@@ -47,7 +48,6 @@ from .spec import (
     decode_saved,
     decode_tensor,
     parse_extra_args,
-    parse_hooks,
     refuse_misspelled,
     split_body,
     to_extra_args,
@@ -154,7 +154,7 @@ class LensStream(Iterator[StreamPart]):
         self.close()
 
 
-class LensClient:
+class LensClient(HookCalls):
     """HTTP client of one server that runs this package or vllm-lens.
 
     Args:
@@ -469,59 +469,10 @@ class LensClient:
     ) -> None:
         self.close()
 
-    # -- hooks that run on every request ---------------------------------------------
-
-    def register_hooks(
-        self,
-        hooks: Sequence[Hook | Mapping[str, Any]],
-        prefetch_params: Sequence[str] | None = None,
-    ) -> None:
-        """Run hooks on every request from now on, whoever sends it.
-
-        Args:
-            hooks: added behind those that are registered.
-            prefetch_params: see `prefetch_params`.
-
-        Raises:
-            SpecError: the server does not run code, or cannot use the hooks.
-        """
-        dumped = [hook.model_dump(mode="json") for hook in parse_hooks(list(hooks), where="hooks")]
-        body: dict[str, Any] = {"hooks": dumped}
-        if prefetch_params:
-            body["prefetch_params"] = list(prefetch_params)
-        self._hooks("register", body)
-
-    def collect_hook_results(self) -> SavedValues:
-        """Get what registered hooks saved for finished requests; the server keeps it until cleared.
-
-        Returns:
-            By request, by index of the hook as text, what `ctx.saved` held.
-        """
-        return SavedValues.of(decode_saved(self._hooks("collect", {}).get("results") or {}))
-
-    def clear_hooks(self) -> None:
-        """Remove the registered hooks from the server, and what they saved."""
-        self._hooks("clear", {})
-
-    def clear_hook_results(self) -> None:
-        """Delete what registered hooks saved, and keep the hooks."""
-        self._hooks("clear_results", {})
-
-    def prefetch_params(self, names: Sequence[str]) -> None:
-        """Make parameters known to `ctx.get_parameter` on all ranks and pipeline stages.
-
-        Args:
-            names: dotted paths from the model, such as `lm_head.weight`.
-        """
-        self._hooks("prefetch", {"params": list(names)})
-
-    def clear_prefetched(self) -> None:
-        """Undo `prefetch_params`, and free the parameters."""
-        self._hooks("clear_prefetched", {})
-
-    def _hooks(self, action: str, body: dict[str, Any]) -> dict[str, Any]:
+    def _hooks(self, action: str, body: dict[str, Any]) -> Mapping[str, Any]:
         path = f"/v1/hooks/{action}"
         answer: dict[str, Any] = json_of(answer_of(self._http, "POST", path, body, again=False))
+        answer["results"] = decode_saved(answer.get("results"))
         return answer
 
     def _post(self, path: str, body: dict[str, Any], request: LensRequest | None) -> GenerateOutput:

@@ -7,11 +7,12 @@ started with `INSPECT_LENS_ALLOW_CODE=1`.
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from inspect_lens._base.hook_calls import HookCalls
 from inspect_lens.errors import SpecError
-from inspect_lens.spec import Hook, Registrable, ServerConfig, parse_hooks
+from inspect_lens.spec import Registrable, ServerConfig
 
 __all__ = [
     "PersistentHooks",
@@ -126,7 +127,7 @@ def registered() -> dict[str, dict[str, Any]]:
     return front_end().registry.describe()
 
 
-class PersistentHooks:
+class PersistentHooks(HookCalls):
     """Hooks of an offline engine that run on every request, before the request's own.
 
     `LensClient` has the same methods for a server.
@@ -170,70 +171,16 @@ class PersistentHooks:
             "INSPECT_LENS_ALLOW_CODE=1 before it is made",
         )
 
-    def register_hooks(
-        self,
-        hooks: Sequence[Hook | Mapping[str, Any]],
-        prefetch_params: Sequence[str] | None = None,
-    ) -> None:
-        """Run hooks on every request from now on.
+    def _hooks(self, action: str, body: dict[str, Any]) -> Mapping[str, Any]:
+        from ._vllm.registered.contents import at_once
 
-        Args:
-            hooks: added behind those that are registered.
-            prefetch_params: see `prefetch_params`.
-
-        Raises:
-            LensError: the engine does not have a layer, or cannot read a function.
-        """
-        parsed = parse_hooks(list(hooks), where="hooks")
-        self._at_once(self._book.register(self._tell, parsed, list(prefetch_params or ())))
-
-    def collect_hook_results(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """Get what the hooks saved for finished requests; it is kept until cleared.
-
-        Returns:
-            What `ctx.saved` held, by request and by index of the hook as text, tensors as torch
-            tensors on the CPU.
-        """
-        from ._vllm.registered.persistent_hooks import live_values
-
-        found: dict[str, dict[str, dict[str, Any]]] = live_values(self._book.results())
-        return found
-
-    def clear_hook_results(self) -> None:
-        """Delete what the hooks saved, and keep the hooks."""
-        self._book.clear_results()
-
-    def clear_hooks(self) -> None:
-        """Remove the hooks, and what they saved."""
-        self._at_once(self._book.clear(self._tell))
-
-    def prefetch_params(self, names: Sequence[str]) -> None:
-        """Make parameters known to `ctx.get_parameter` on all ranks and pipeline stages.
-
-        Without a pipeline it is not needed; it saves gathering them again in each call.
-
-        Args:
-            names: dotted paths from the model, such as `lm_head.weight`.
-
-        Raises:
-            LensError: the engine has no such parameter.
-        """
-        self._at_once(self._book.manage(self._tell, "prefetch", list(names)))
-
-    def clear_prefetched(self) -> None:
-        """Undo `prefetch_params`, and free the parameters."""
-        self._at_once(self._book.manage(self._tell, "clear_prefetched"))
+        return at_once(self._book.act(self._tell, action, body))
 
     async def _tell(self, action: str, payload: Any) -> Sequence[str | None]:
         told: Sequence[str | None] = self._llm.collective_rpc(
             "inspect_lens_hooks", args=(action, payload)
         )
         return told
-
-    def _at_once(self, work: Coroutine[Any, Any, None]) -> None:
-        from ._vllm.registered.contents import at_once
-
-        at_once(work)
 
 
 def sinks() -> dict[str, dict[str, Any]]:

@@ -210,7 +210,7 @@ def test_persistent_hooks_run_on_every_request(persistent: Engine) -> None:
     assert sorted(r["0"]["tokens"] for r in found.values())[0] >= 27
     assert PersistentHooks(engine.llm).collect_hook_results().keys() == found.keys()
     PersistentHooks(engine.llm).clear_hook_results()
-    assert PersistentHooks(engine.llm).collect_hook_results() == {}
+    assert not PersistentHooks(engine.llm).collect_hook_results()
     PersistentHooks(engine.llm).clear_hooks()
     after = engine.run([tokens(30)], hooks(keep, 1))[0]
     torch.testing.assert_close(
@@ -231,7 +231,7 @@ def test_persistent_hooks_that_cannot_be_used_are_refused_at_once(persistent: En
     with pytest.raises(LensError, match="no parameter of that name"):
         PersistentHooks(persistent.llm).prefetch_params(["model.norm.nothing"])
     PersistentHooks(persistent.llm).clear_prefetched()
-    assert PersistentHooks(persistent.llm).collect_hook_results() == {}
+    assert not PersistentHooks(persistent.llm).collect_hook_results()
     assert persistent.run([tokens(5)])[0].outputs[0].token_ids
 
 

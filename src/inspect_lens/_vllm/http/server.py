@@ -34,7 +34,7 @@ from inspect_lens._vllm.registered.contents import (
     parse_item,
     take_name,
 )
-from inspect_lens._vllm.registered.persistent_hooks import HookBook, TellHooks
+from inspect_lens._vllm.registered.persistent_hooks import HOOK_ACTIONS, HookBook
 from inspect_lens.errors import LensError, SpecError
 from inspect_lens.spec import (
     LENS_KEYS,
@@ -44,7 +44,6 @@ from inspect_lens.spec import (
     check_name,
     encode_saved,
     judging,
-    parse_hooks,
     shown,
 )
 
@@ -82,9 +81,9 @@ def add_routes(app: Any, front_end: FrontEnd, payloads: PayloadStore) -> None:
     _add(app, "GET", registry, names.listed)
     _add(app, "POST", registry, names.register, key=changes)
     _add(app, "DELETE", registry + "/{name}", names.remove, key=changes)
-    for name, handler in _HOOKS.items():
-        key = "" if handler is _collect else changes
-        _add(app, "POST", f"{hooks}/{name}", _hook(handler), key=key)
+    for action in HOOK_ACTIONS:
+        key = "" if action == "collect" else changes
+        _add(app, "POST", f"{hooks}/{action}", _hook(action), key=key)
     _add(app, "GET", SERVER_PATH, names.told_server)
     _add(app, "PUT", SERVER_PATH, names.set_server, key=rules)
     _add(app, "DELETE", SERVER_PATH, names.drop_server, key=rules)
@@ -264,10 +263,7 @@ def _tell_through(engine: Any) -> Tell:
     return tell
 
 
-HookHandler = Callable[[HookBook, TellHooks, dict[str, Any]], Awaitable[dict[str, Any]]]
-
-
-def _hook(handler: HookHandler) -> Handler:
+def _hook(action: str) -> Handler:
     async def run(request: Any) -> Any:
         engine = request.app.state.engine_client
         book = HookBook.of(
@@ -283,62 +279,10 @@ def _hook(handler: HookHandler) -> Handler:
             )
             return told
 
-        return await handler(book, tell, await json_body(request))
+        return encode_saved(await book.act(tell, action, await json_body(request)))
 
     return run
 
-
-def _names(body: dict[str, Any], field: str) -> list[str]:
-    names = body.get(field)
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise SpecError(f"{field}: a list of names of parameters is wanted")
-    return names
-
-
-async def _register(book: HookBook, tell: TellHooks, body: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(body.get("hooks"), list):
-        raise SpecError("hooks: a list of hooks is wanted")
-    hooks = parse_hooks(body["hooks"], where="hooks")
-    prefetch = _names(body, "prefetch_params") if body.get("prefetch_params") else []
-    await book.register(tell, hooks, prefetch)
-    return {"status": "ok", "count": len(hooks)}
-
-
-async def _collect(book: HookBook, tell: TellHooks, body: dict[str, Any]) -> dict[str, Any]:
-    return {"results": encode_saved(book.results())}
-
-
-async def _clear(book: HookBook, tell: TellHooks, body: dict[str, Any]) -> dict[str, Any]:
-    await book.clear(tell)
-    return {"status": "ok"}
-
-
-async def _clear_results(book: HookBook, tell: TellHooks, body: dict[str, Any]) -> dict[str, Any]:
-    book.clear_results()
-    return {"status": "ok"}
-
-
-async def _prefetch(book: HookBook, tell: TellHooks, body: dict[str, Any]) -> dict[str, Any]:
-    names = _names(body, "params")
-    await book.manage(tell, "prefetch", names)
-    return {"status": "ok", "params": names}
-
-
-async def _clear_prefetched(
-    book: HookBook, tell: TellHooks, body: dict[str, Any]
-) -> dict[str, Any]:
-    await book.manage(tell, "clear_prefetched")
-    return {"status": "ok"}
-
-
-_HOOKS: dict[str, HookHandler] = {
-    "register": _register,
-    "collect": _collect,
-    "clear": _clear,
-    "clear_results": _clear_results,
-    "prefetch": _prefetch,
-    "clear_prefetched": _clear_prefetched,
-}
 
 _SERVER_MODULES = (
     "vllm.entrypoints.openai.api_server",

@@ -6,14 +6,14 @@ import hashlib
 import itertools
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 from weakref import WeakValueDictionary
 
 from inspect_lens._base.to_torch import to_torch
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.hooks.results import OWN, PERSISTENT, Gathered
 from inspect_lens._engine.hooks.runner import EAGER_KEY
-from inspect_lens.errors import CaptureError, LensError, UnsupportedError
+from inspect_lens.errors import CaptureError, LensError, SpecError, UnsupportedError
 from inspect_lens.spec import (
     EngineFacts,
     Hook,
@@ -21,10 +21,15 @@ from inspect_lens.spec import (
     LensRequest,
     TensorData,
     check_hooks,
+    parse_hooks,
 )
 
 TellHooks = Callable[[str, Any], Awaitable[Sequence[str | None]]]
 """Tells all workers of an engine to do something with hooks; they answer what went wrong."""
+
+HOOK_ACTIONS: Final = (
+    "register", "collect", "clear", "clear_results", "prefetch", "clear_prefetched",
+)  # fmt: skip
 
 _numbers = itertools.count(1)
 
@@ -65,6 +70,30 @@ class HookBook:
             served = f"hooks: the lens does not serve this engine: {reason}"
             raise UnsupportedError(served if reason else no_leave)
         return book
+
+    async def act(self, tell: TellHooks, action: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Do one of `HOOK_ACTIONS`, as a client asks for it."""
+        if action == "collect":
+            return {"results": self.results()}
+        done: dict[str, Any] = {"status": "ok"}
+        if action == "register":
+            if not isinstance(body.get("hooks"), list):
+                raise SpecError("hooks: a list of hooks is wanted")
+            hooks = parse_hooks(body["hooks"], where="hooks")
+            prefetch = _names(body, "prefetch_params") if body.get("prefetch_params") else []
+            await self.register(tell, hooks, prefetch)
+            return done | {"count": len(hooks)}
+        if action == "prefetch":
+            names = _names(body, "params")
+            await self.manage(tell, action, names)
+            return done | {"params": names}
+        if action == "clear":
+            await self.clear(tell)
+        elif action == "clear_results":
+            self.clear_results()
+        else:
+            await self.manage(tell, action)
+        return done
 
     async def register(
         self, tell: TellHooks, hooks: Sequence[Hook], prefetch: Sequence[str] = ()
@@ -121,6 +150,13 @@ class HookBook:
                     "between turns, save less, or raise INSPECT_LENS_HOOK_BYTES"
                 )
             self._results[key], self._sizes[key] = saved, size
+
+
+def _names(body: Mapping[str, Any], field: str) -> list[str]:
+    names = body.get(field)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise SpecError(f"{field}: a list of names of parameters is wanted")
+    return names
 
 
 def seal_eager(request: LensRequest, book: HookBook | None) -> dict[str, Any] | None:
