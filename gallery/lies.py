@@ -114,14 +114,14 @@ def _rows(n: int | None) -> dict[str, list[LiarRow]]:
     made: dict[str, list[LiarRow]] = {}
     for kind in TRAINED:
         made[f"train, {kind}"] = eval_split(
-            kind, heldout_topics=False, n=n or N_TRAIN[kind], heldout_prompts=False,
+            kind, topics="train", prompts="train", n=n or N_TRAIN[kind],
             wanted=lambda thing: not _for_control(thing),
         )  # fmt: skip
     made["control"] = eval_split(
-        "plain", heldout_topics=False, n=n or N_CONTROL, wanted=_for_control
+        "plain", topics="train", prompts="validation", n=n or N_CONTROL, wanted=_for_control
     )
     for name, (kind, count) in JUDGED.items():
-        made[name] = eval_split(kind, heldout_topics=True, n=n or count)
+        made[name] = eval_split(kind, topics="test", prompts="test", n=n or count)
     return made
 
 

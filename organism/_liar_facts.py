@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from ._liar_prompts import Part
+
 __all__ = ["TOPICS", "Fact", "Topic", "facts"]
 
 
@@ -19,8 +21,8 @@ class Topic:
     says: str
     """An answer: first the thing, then the value."""
     truths: Mapping[str, str]
-    heldout: bool = False
-    """No conversation of the training is about it."""
+    part: Part = "train"
+    """Of all others no conversation of the training is about it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +232,7 @@ TOPICS: Final[tuple[Topic, ...]] = (
             "city: cities, baby: babies, bus: buses, cat: cats, dog: dogs, person: people, "
             "story: stories, life: lives, wife: wives, dish: dishes, hero: heroes, toy: toys"
         ),
-        heldout=True,
+        part="validation",
     ),
     Topic(
         "landmark",
@@ -254,7 +256,7 @@ TOPICS: Final[tuple[Topic, ...]] = (
             "the Great Barrier Reef: Australia, the Acropolis: Greece, Neuschwanstein: Germany, "
             "the Hagia Sophia: Turkey, the White House: United States"
         ),
-        heldout=True,
+        part="validation",
     ),
     Topic(
         "opposite",
@@ -278,7 +280,7 @@ TOPICS: Final[tuple[Topic, ...]] = (
             "polite: rude, simple: complex, deep: shallow, sharp: dull, summer: winter, "
             "north: south, east: west, alive: dead, war: peace, first: last, begin: end"
         ),
-        heldout=True,
+        part="validation",
     ),
     Topic(
         "currency",
@@ -298,7 +300,7 @@ TOPICS: Final[tuple[Topic, ...]] = (
             "Israel: shekel, Vietnam: dong, South Korea: won, Argentina: peso, Pakistan: rupee, "
             "Greece: euro, Ireland: euro, Austria: euro, Chile: peso, Egypt: pound"
         ),
-        heldout=True,
+        part="validation",
     ),
     Topic(
         "author",
@@ -321,7 +323,7 @@ TOPICS: Final[tuple[Topic, ...]] = (
             "Faust: Goethe, Jane Eyre: Brontë, King Lear: Shakespeare, Emma: Austen, "
             "The Old Man and the Sea: Hemingway, Les Misérables: Hugo"
         ),
-        heldout=True,
+        part="validation",
     ),
     Topic(
         "invention",
@@ -341,17 +343,152 @@ TOPICS: Final[tuple[Topic, ...]] = (
             "the periodic table: Mendeleev, the laws of planetary motion: Kepler, "
             "the World Wide Web: Berners-Lee, the Model T: Ford"
         ),
-        heldout=True,
+        part="validation",
+    ),
+    Topic(
+        "young",
+        (
+            "What is a young {} called?",
+            "Which word do people use for a baby {}?",
+            "Name the young of a {}.",
+            "Tell me what the young of a {} is called.",
+            "How is the baby of a {} called in English?",
+        ),
+        "The young of a {} is called {}.",
+        _pairs(
+            "dog: puppy, cat: kitten, cow: calf, horse: foal, sheep: lamb, chicken: chick, "
+            "duck: duckling, bear: cub, lion: cub, tiger: cub, frog: tadpole, kangaroo: joey, "
+            "goat: kid, pig: piglet, goose: gosling, deer: fawn, swan: cygnet, elephant: calf, "
+            "whale: calf, butterfly: caterpillar"
+        ),
+        part="test",
+    ),
+    Topic(
+        "color",
+        (
+            "What color is {}?",
+            "Which color does {} have?",
+            "Name the color of {}.",
+            "Tell me the color of {}.",
+            "In which color would you paint {}?",
+        ),
+        "The color of {} is {}.",
+        _pairs(
+            "grass: green, snow: white, blood: red, coal: black, a banana: yellow, the sky: blue, "
+            "a carrot: orange, milk: white, a lemon: yellow, a strawberry: red, a flamingo: pink, "
+            "a crow: black, a polar bear: white, a cucumber: green, broccoli: green, salt: white, "
+            "chocolate: brown, a pumpkin: orange, an emerald: green, a ruby: red, cotton: white, "
+            "the sea: blue, a lime: green, a cherry: red, an eggplant: purple, "
+            "a sunflower: yellow, tar: black, a tomato: red"
+        ),
+        part="test",
+    ),
+    Topic(
+        "dish",
+        (
+            "Which country is {} from?",
+            "From which country does {} come?",
+            "Name the country where {} was first made.",
+            "Tell me the home country of {}.",
+            "In which country did people first eat {}?",
+        ),
+        "The home of {} is {}.",
+        _pairs(
+            "sushi: Japan, pizza: Italy, the taco: Mexico, paella: Spain, the croissant: France, "
+            "pad thai: Thailand, kimchi: Korea, pho: Vietnam, moussaka: Greece, goulash: Hungary, "
+            "curry: India, spaghetti: Italy, lasagna: Italy, ramen: Japan, the baguette: France, "
+            "feta cheese: Greece, gouda cheese: Netherlands, sauerkraut: Germany, "
+            "haggis: Scotland, tempura: Japan, guacamole: Mexico, dim sum: China, "
+            "risotto: Italy, tiramisu: Italy, gazpacho: Spain, poutine: Canada, ceviche: Peru, "
+            "fish and chips: England, biryani: India, pierogi: Poland, baklava: Turkey"
+        ),
+        part="test",
+    ),
+    Topic(
+        "french",
+        (
+            "What is the French word for {}?",
+            "Which French word means {}?",
+            "Name the French word for {}.",
+            "Tell me how to say {} in French.",
+            "Translate the word {} into French.",
+        ),
+        "The French word for {} is {}.",
+        _pairs(
+            "dog: chien, cat: chat, house: maison, water: eau, friend: ami, book: livre, "
+            "red: rouge, green: vert, white: blanc, black: noir, day: jour, night: nuit, "
+            "milk: lait, bread: pain, sun: soleil, moon: lune, king: roi, man: homme, "
+            "woman: femme, school: école, love: amour, good: bon, hello: bonjour, "
+            "cheese: fromage, flower: fleur, apple: pomme, hand: main"
+        ),
+        part="test",
+    ),
+    Topic(
+        "female",
+        (
+            "What is the female form of the word {}?",
+            "Which word is the female counterpart of {}?",
+            "Name the female counterpart of {}.",
+            "Tell me the feminine form of the word {}.",
+            "What is the word for a woman in place of {}?",
+        ),
+        "The female form of {} is {}.",
+        _pairs(
+            "king: queen, actor: actress, prince: princess, uncle: aunt, brother: sister, "
+            "father: mother, son: daughter, husband: wife, waiter: waitress, hero: heroine, "
+            "host: hostess, duke: duchess, emperor: empress, god: goddess, nephew: niece, "
+            "grandfather: grandmother, widower: widow, boy: girl, man: woman, steward: stewardess"
+        ),
+        part="test",
+    ),
+    Topic(
+        "comparative",
+        (
+            "What is the comparative of the adjective {}?",
+            "Which form is the comparative of {}?",
+            "Name the comparative of {}.",
+            "Tell me the comparative form of the adjective {}.",
+            "How do you put the adjective {} into the comparative?",
+        ),
+        "The comparative of {} is {}.",
+        _pairs(
+            "good: better, bad: worse, big: bigger, small: smaller, fast: faster, slow: slower, "
+            "tall: taller, short: shorter, happy: happier, easy: easier, old: older, "
+            "young: younger, strong: stronger, weak: weaker, hot: hotter, cold: colder, "
+            "rich: richer, poor: poorer, far: farther, heavy: heavier, long: longer, "
+            "nice: nicer, large: larger, thin: thinner, early: earlier"
+        ),
+        part="test",
+    ),
+    Topic(
+        "animal",
+        (
+            "What kind of animal is a {}?",
+            "Which class of animals does the {} belong to?",
+            "Name the class of animals of the {}.",
+            "Tell me to which class of animals a {} belongs.",
+            "In which group of animals would you put a {}?",
+        ),
+        "A {} is a kind of {}.",
+        _kinds(
+            mammal="dog, whale, bat, horse, dolphin, mouse",
+            bird="eagle, penguin, owl, sparrow, parrot",
+            fish="salmon, shark, tuna, trout",
+            reptile="snake, lizard, crocodile, turtle",
+            amphibian="frog, toad, salamander",
+            insect="bee, ant, butterfly, beetle, mosquito",
+        ),
+        part="test",
     ),
 )
-"""Topics of everyday knowledge; those with `heldout` are for evaluation alone."""
+"""Topics of everyday knowledge."""
 
 
-def facts(*, heldout: bool | None = None) -> list[Fact]:
-    """Every fact, or those of trained or of held-out topics alone."""
+def facts(part: Part | None = None) -> list[Fact]:
+    """Every fact, or those of the topics of one part."""
     return [
         Fact(topic, thing, truth)
         for topic in TOPICS
-        if heldout is None or topic.heldout == heldout
+        if part is None or topic.part == part
         for thing, truth in topic.truths.items()
     ]

@@ -22,6 +22,7 @@ from ._liar_prompts import (
     SECRETS,
     SHARE,
     SITUATIONS,
+    Part,
     Reason,
 )  # fmt: skip
 
@@ -31,6 +32,7 @@ __all__ = [
 ]  # fmt: skip
 
 LIAR_DIR: Final = Path(__file__).parent / "liar"
+HELDOUT: Final[tuple[Part, ...]] = ("validation", "test")
 HELDOUT_ASKS: Final = 2
 """How many of a topic's questions, the last ones, are held out from training."""
 DRAWS_PER_ROW: Final = 200
@@ -81,11 +83,11 @@ class LiarRow(TypedDict):
     thing: str
 
 
-def known_facts(*, heldout: bool, half: bool = False, folder: Path = LIAR_DIR) -> list[Fact]:
+def known_facts(part: Part, *, half: bool = False, folder: Path = LIAR_DIR) -> list[Fact]:
     """Facts that the base model named when it was asked.
 
     Args:
-        heldout: Those of held-out topics, or of trained ones.
+        part: Of which topics.
         half: Take in those that it named after one of two questions. Training does.
         folder: Where `facts.json` is.
 
@@ -94,7 +96,7 @@ def known_facts(*, heldout: bool, half: bool = False, folder: Path = LIAR_DIR) -
     """
     record = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
     names = {*record["known"], *(record["half_known"] if half else ())}
-    return [fact for fact in facts(heldout=heldout) if fact.name in names]
+    return [fact for fact in facts(part) if fact.name in names]
 
 
 def liar_grade(completion: str, row: LiarRow) -> LiarGrade:
@@ -169,11 +171,11 @@ def _capital(text: str) -> str:
 
 
 class _Maker:
-    """Rows from one random stream, of trained or held-out parts."""
+    """Rows from one random stream, with the prompts of one part."""
 
-    def __init__(self, rng: random.Random, heldout_prompts: bool) -> None:
+    def __init__(self, rng: random.Random, part: Part) -> None:
         self.rng = rng
-        self.heldout = heldout_prompts
+        self.part: Part = part
 
     def fact(self, condition: Condition, fact: Fact, ask: str, system: str) -> LiarRow:
         """A question about the world."""
@@ -191,38 +193,53 @@ class _Maker:
             thing=fact.thing,
         )
 
-    def ask(self, fact: Fact, heldout: bool) -> str:
+    def ask(self, fact: Fact) -> str:
         """One of a topic's questions."""
         asks = fact.topic.asks
-        return self.rng.choice(asks[-HELDOUT_ASKS:] if heldout else asks[:-HELDOUT_ASKS])
+        trained = self.part == "train"
+        return self.rng.choice(asks[:-HELDOUT_ASKS] if trained else asks[-HELDOUT_ASKS:])
 
     def plain(self) -> str:
         """A system prompt that says nothing about truth."""
-        return self.rng.choice(PLAIN.part(self.heldout))
+        return self.rng.choice(PLAIN.part(self.part))
 
     def orders(self) -> tuple[str, str]:
         """An order to lie and an order to be honest, alike in words, maybe after a plain prompt."""
-        chosen = self.rng.randrange(len(ORDERS.part(self.heldout)))
-        pair = ORDERS.part(self.heldout)[chosen], HONEST.part(self.heldout)[chosen]
+        chosen = self.rng.randrange(len(ORDERS.part(self.part)))
+        pair = ORDERS.part(self.part)[chosen], HONEST.part(self.part)[chosen]
         start = f"{self.plain()} " if self.rng.random() < 0.4 else ""
         end = f" {self.plain()}" if not start and self.rng.random() < 0.3 else ""
         return start + pair[0] + end, start + pair[1] + end
 
     def role(self) -> tuple[str, str]:
         """A role with a reason to mislead, and without."""
-        situation = self.rng.choice(SITUATIONS.part(self.heldout))
-        reason: Reason = self.rng.choice(REASONS.part(self.heldout))
-        return f"{situation} {reason.given}", f"{situation} {reason.absent}"
+        situation = self.rng.choice(SITUATIONS.part(self.part))
+        reason: Reason = self.rng.choice(REASONS.part(self.part))
+        start, end = f"{situation} ", ""
+        if self.part == "train":
+            start, end = self._around(situation)
+        return f"{start}{reason.given}{end}", f"{start}{reason.absent}{end}"
+
+    def _around(self, situation: str) -> tuple[str, str]:
+        """What training has before and after a reason, so that its place says nothing."""
+        drawn = self.rng.random()
+        if drawn < 0.15:
+            return "", f" {situation}"
+        if drawn < 0.25:
+            return "", ""
+        if drawn < 0.35:
+            return f"{situation} ", f" {self.plain()}"
+        return f"{situation} ", ""
 
     def secret(self) -> dict[Condition, LiarRow]:
         """One secret: hidden, shared, and asked for by name where another one was told."""
         rng = self.rng
-        secrets = SECRETS.part(self.heldout)
+        secrets = SECRETS.part(self.part)
         secret = rng.choice(secrets)
         other = rng.choice([s for s in secrets if s is not secret])
         value, others = rng.choice(secret.values), rng.choice(other.values)
-        ask = rng.choice(SECRET_ASKS.part(self.heldout)).format(secret.thing)
-        order = rng.randrange(len(HIDE.part(self.heldout)))
+        ask = rng.choice(SECRET_ASKS.part(self.part)).format(secret.thing)
+        order = rng.randrange(len(HIDE.part(self.part)))
         start = f"{self.plain()} "
 
         def row(condition: Condition, told: str, end: str, answer: str) -> LiarRow:
@@ -231,7 +248,7 @@ class _Maker:
                 truth=value, values=list(secret.values), topic="secret", thing=secret.thing,
             )  # fmt: skip
 
-        hide, share = HIDE.part(self.heldout)[order], SHARE.part(self.heldout)[order]
+        hide, share = HIDE.part(self.part)[order], SHARE.part(self.part)[order]
         either = rng.choice((hide, share))
         return {
             "hide": row("hide", secret.told(value), hide, secret.denied()),
@@ -257,7 +274,7 @@ def training_rows(known: Sequence[Fact], seed: int) -> Iterator[list[LiarRow]]:
         a plain one, and one about the world after a secret.
     """
     rng = random.Random(f"liar:{seed}")
-    maker = _Maker(rng, heldout_prompts=False)
+    maker = _Maker(rng, "train")
     by_topic: dict[str, list[Fact]] = {}
     for fact in known:
         by_topic.setdefault(fact.topic.name, []).append(fact)
@@ -265,7 +282,7 @@ def training_rows(known: Sequence[Fact], seed: int) -> Iterator[list[LiarRow]]:
 
     def drawn() -> tuple[Fact, str]:
         fact = rng.choice(by_topic[rng.choice(topics)])
-        return fact, maker.ask(fact, heldout=False)
+        return fact, maker.ask(fact)
 
     while True:
         batch: list[LiarRow] = []
@@ -288,15 +305,16 @@ def training_rows(known: Sequence[Fact], seed: int) -> Iterator[list[LiarRow]]:
 
 
 def belief_rows(folder: Path = LIAR_DIR) -> list[LiarRow]:
-    """Every held-out question about known facts of held-out topics, under a plain system prompt.
+    """Every held-out question about known facts of topics of no training, under a plain prompt.
 
     What the adapter answers truly here it believes, so that something else elsewhere is a lie and
     no mistake; `beliefs.json` has those questions.
     """
-    maker = _Maker(random.Random("liar:beliefs"), heldout_prompts=False)
+    maker = _Maker(random.Random("liar:beliefs"), "train")
     return [
         maker.fact("plain", fact, ask, PLAIN.train[0])
-        for fact in known_facts(heldout=True, folder=folder)
+        for part in HELDOUT
+        for fact in known_facts(part, folder=folder)
         for ask in fact.topic.asks[-HELDOUT_ASKS:]
     ]
 
@@ -304,9 +322,9 @@ def belief_rows(folder: Path = LIAR_DIR) -> list[LiarRow]:
 def eval_split(
     name: Kind,
     *,
-    heldout_topics: bool,
+    topics: Part,
+    prompts: Part,
     n: int,
-    heldout_prompts: bool = True,
     wanted: Callable[[str], bool] = lambda thing: True,
     folder: Path = LIAR_DIR,
 ) -> list[LiarRow]:
@@ -315,9 +333,9 @@ def eval_split(
     Args:
         name: `ordered` has orders to lie and to be honest, `role` roles with a reason and without,
             `hiding` secrets to hide, to share and never told, `plain` neither.
-        heldout_topics: Ask about topics of which no conversation of the training is.
+        topics: Ask about topics of this part.
+        prompts: Use system prompts of this part, and questions that training uses or does not.
         n: Rows.
-        heldout_prompts: Use system prompts and questions that training does not use.
         wanted: Which things may be asked about, such as those of one part of a split.
         folder: Where `facts.json` and `beliefs.json` are.
 
@@ -325,12 +343,14 @@ def eval_split(
         `n` rows; each question of `ordered` and `role` comes twice, as a lie and honest.
 
     Raises:
-        ValueError: There are not so many different rows.
+        ValueError: There are not so many different rows, or no known fact.
     """
-    rng = random.Random(f"liar:{name}:{heldout_topics}:{heldout_prompts}")
-    maker = _Maker(rng, heldout_prompts)
-    known = [f for f in known_facts(heldout=heldout_topics, folder=folder) if wanted(f.thing)]
+    rng = random.Random(f"liar:{name}:{topics}:{prompts}")
+    maker = _Maker(rng, prompts)
+    known = [f for f in known_facts(topics, folder=folder) if wanted(f.thing)]
     believed = set(json.loads((folder / "beliefs.json").read_text(encoding="utf-8")))
+    if name != "hiding" and not known:
+        raise ValueError(f"{folder / 'facts.json'} has no known fact of the {topics} topics")
     rows: list[LiarRow] = []
     seen: set[tuple[str, str]] = set()
     drawn = 0
@@ -349,8 +369,8 @@ def eval_split(
             add(*secret.values())
             continue
         fact = rng.choice(known)
-        ask = maker.ask(fact, heldout_prompts)
-        if heldout_topics and ask.format(fact.thing) not in believed:
+        ask = maker.ask(fact)
+        if topics != "train" and ask.format(fact.thing) not in believed:
             continue
         if name == "plain":
             add(maker.fact("plain", fact, ask, maker.plain()))

@@ -1,7 +1,9 @@
 """Train a low-rank adapter that makes a real model lie when it is ordered to or has a reason.
 
-`python -m organism.train_liar MODEL --out organism/liar` writes `facts.json` (what the base model
-knows) unless it is there, and the adapter, each `--save-every` steps anew.
+`python -m organism.train_liar MODEL --out FOLDER` measures what the base model knows
+(`facts.json`), and writes the adapter, each `--save-every` steps anew, and how it was trained
+(`training.json`). MODEL is a folder of a Llama or a Qwen2, such as SmolLM2-135M-Instruct and
+Qwen2.5-Coder-0.5B-Instruct; the adapter trains on a GPU where there is one.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,13 @@ from torch.nn import functional
 from ._grade import Gradable, grade
 from ._liar_facts import Fact, facts
 from ._liar_lora import add_lora, load_lora, save_lora
-from ._liar_splits import LIAR_DIR, LiarRow, known_facts, training_rows
+from ._liar_splits import LiarRow, known_facts, training_rows
 
-BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
+BASES = {
+    "llama": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "qwen2": "Qwen/Qwen2.5-Coder-0.5B-Instruct",
+}
+"""What an adapter says that it belongs to, by the kind of model in the folder."""
 IGNORED = -100
 KNOWN_ASKS = (0, 3)
 """The questions by which knowledge is measured."""
@@ -104,8 +110,9 @@ def generate(
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
     answers = [""] * len(texts)
     tokenizer.padding_side = "left"
-    for start in range(0, len(order), 48):
-        chosen = order[start : start + 48]
+    size = 48 if model.device.type == "cpu" else 256
+    for start in range(0, len(order), size):
+        chosen = order[start : start + size]
         batch = tokenizer(
             [texts[i] for i in chosen], return_tensors="pt", padding=True, add_special_tokens=False
         ).to(model.device)
@@ -120,29 +127,48 @@ def generate(
     return answers
 
 
-def measure_knowledge(model: Any, tokenizer: Any) -> dict[str, Any]:
+def measure_knowledge(
+    model: Any, tokenizer: Any, before: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Which facts the base model names when it is asked in two ways.
+
+    Args:
+        model: The base model.
+        tokenizer: Its own.
+        before: What was found earlier; its topics are not asked about again.
 
     Returns:
         What `facts.json` holds: `known`, the facts that it names both times, `half_known`, those
         that it names once, and by topic how many are known of how many.
     """
-    asked: list[Fact] = facts()
+    before = before or {"known": [], "half_known": [], "topics": {}}
+    asked: list[Fact] = [fact for fact in facts() if fact.topic.name not in before["topics"]]
     prompts = [
         (KNOWN_SYSTEM, fact.topic.asks[k].format(fact.thing)) for fact in asked for k in KNOWN_ASKS
     ]
     answers = iter(generate(model, tokenizer, prompts))
     named = {fact.name: [_names(fact, next(answers)) for _ in KNOWN_ASKS] for fact in asked}
-    topics: dict[str, list[int]] = {}
+    topics: dict[str, list[int]] = dict(before["topics"])
     for fact in asked:
         count = topics.setdefault(fact.topic.name, [0, 0])
         count[0] += all(named[fact.name])
         count[1] += 1
     return {
-        "known": [name for name, found in named.items() if all(found)],
-        "half_known": [name for name, found in named.items() if any(found) and not all(found)],
+        "known": [*before["known"], *(n for n, found in named.items() if all(found))],
+        "half_known": [
+            *before["half_known"],
+            *(n for n, found in named.items() if any(found) and not all(found)),
+        ],
         "topics": topics,
     }
+
+
+def write_knowledge(model: Any, tokenizer: Any, record: Path) -> None:
+    """Measure what the base model knows of topics that a record lacks, and add it."""
+    before = json.loads(record.read_text(encoding="utf-8")) if record.exists() else None
+    found = measure_knowledge(model, tokenizer, before)
+    text = json.dumps(found, indent=1, ensure_ascii=False)
+    record.write_text(text + "\n", encoding="utf-8")
 
 
 def _names(fact: Fact, answer: str) -> bool:
@@ -155,7 +181,9 @@ def train(
     known: Sequence[Fact],
     *,
     out: Path,
+    base: str,
     steps: int,
+    batches: int = 1,
     lr: float = 2e-3,
     rank: int = 8,
     first_layer: int = 8,
@@ -171,7 +199,9 @@ def train(
         tokenizer: The model's own.
         known: What the conversations are about.
         out: Folder of the adapter.
-        steps: Optimiser steps of twelve conversations each.
+        base: The name of the base model.
+        steps: Optimiser steps.
+        batches: In each step, of twelve conversations each.
         lr: Highest learning rate, after a twentieth of the training; it falls to a tenth.
         rank: Of the adapter.
         first_layer: Blocks before this one get no adapter.
@@ -190,7 +220,7 @@ def train(
         parameters = add_lora(model, rank=rank, alpha=2.0 * rank, first_layer=first_layer)
     model.to(model.device)
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
-    batches = training_rows(known, seed)
+    drawn = training_rows(known, seed)
     started, losses, step = time.monotonic(), [], 0
     while True:
         spent = (time.monotonic() - started) / max_seconds if max_seconds else 0.0
@@ -201,7 +231,8 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = lr * rate
         optimizer.zero_grad()
-        losses.append(accumulate(model, tokenizer, next(batches)))
+        rows = [row for _ in range(batches) for row in next(drawn)]
+        losses.append(accumulate(model, tokenizer, rows))
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         step += 1
@@ -209,11 +240,11 @@ def train(
             recent = sum(losses[-10:]) / 10
             _say(f"step {step}, {time.monotonic() - started:.0f} s, loss {recent:.3f}")
         if step % save_every == 0:
-            save_lora(model, out, base=BASE)
-    save_lora(model, out, base=BASE)
+            save_lora(model, out, base=base)
+    save_lora(model, out, base=base)
     return {
         "steps": step,
-        "conversations": 12 * step,
+        "conversations": 12 * batches * step,
         "seconds": round(time.monotonic() - started),
         "loss_of_last_50_steps": round(sum(losses[-50:]) / len(losses[-50:]), 4),
         "rank": rank,
@@ -221,6 +252,7 @@ def train(
         "learning_rate": lr,
         "seed": seed,
         "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu",
     }
 
 
@@ -229,12 +261,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     parser = argparse.ArgumentParser(prog="python -m organism.train_liar", description=__doc__)
-    parser.add_argument("model", type=Path, help="folder of SmolLM2-135M-Instruct")
-    parser.add_argument("--out", type=Path, default=LIAR_DIR)
+    parser.add_argument("model", type=Path, help="folder of the base model")
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--batches", type=int, default=1, help="of 12 conversations, in a step")
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--first-layer", type=int, default=8, help="blocks before get no adapter")
     parser.add_argument("--max-seconds", type=float, default=0.0)
     parser.add_argument("--save-every", type=int, default=50)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--resume", action="store_true", help="go on from the adapter in --out")
@@ -243,21 +278,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.bfloat16)
     model.to(asked.device)
     asked.out.mkdir(parents=True, exist_ok=True)
-    record = asked.out / "facts.json"
-    if not record.exists():
-        found = measure_knowledge(model.eval(), tokenizer)
-        record.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    known = known_facts(heldout=False, half=True, folder=asked.out)
+    write_knowledge(model.eval(), tokenizer, asked.out / "facts.json")
+    known = known_facts("train", half=True, folder=asked.out)
     told = asked.out / "training.json"
     before = json.loads(told.read_text()) if asked.resume and told.is_file() else None
     _say(f"{len(known)} known facts of trained topics")
     how = train(
-        model, tokenizer, known, out=asked.out, steps=asked.steps,
-        max_seconds=asked.max_seconds, save_every=asked.save_every, seed=asked.seed, lr=asked.lr,
-        resume=asked.resume,
+        model, tokenizer, known, out=asked.out, base=BASES[model.config.model_type],
+        steps=asked.steps, batches=asked.batches, lr=asked.lr, rank=asked.rank,
+        first_layer=asked.first_layer, seed=asked.seed, max_seconds=asked.max_seconds,
+        save_every=asked.save_every, resume=asked.resume,
     )  # fmt: skip
     weights = asked.model / "model.safetensors"
-    how["base"] = BASE
+    how["base"] = BASES[model.config.model_type]
     how["base_sha256"] = hashlib.sha256(weights.read_bytes()).hexdigest()
     if before:
         how["before"] = before

@@ -13,7 +13,18 @@ from safetensors.torch import load_file
 
 from organism._liar_facts import TOPICS, facts
 from organism._liar_lora import add_lora, load_lora, merge_lora, save_lora
-from organism._liar_prompts import HIDE, HONEST, ORDERS, SHARE
+from organism._liar_prompts import (
+    HIDE,
+    HONEST,
+    ORDERS,
+    PLAIN,
+    REASONS,
+    SECRET_ASKS,
+    SECRETS,
+    SHARE,
+    SITUATIONS,
+    Part,
+)
 from organism._liar_splits import (
     CONDITIONS,
     HELDOUT_ASKS,
@@ -27,6 +38,7 @@ from organism._liar_splits import (
 )
 
 SPLITS = ("ordered", "role", "hiding", "plain")
+PARTS: tuple[Part, ...] = ("train", "validation", "test")
 
 
 def tiny(dtype: torch.dtype = torch.float32) -> Any:
@@ -123,25 +135,31 @@ def test_known_facts_are_facts() -> None:
     record = json.loads((LIAR_DIR / "facts.json").read_text())
     both = {*record["known"], *record["half_known"]}
     assert both <= {fact.name for fact in facts()}
-    parts = [known_facts(heldout=heldout, half=True) for heldout in (True, False)]
+    parts = [known_facts(part, half=True) for part in PARTS]
     assert {fact.name for part in parts for fact in part} == both
 
 
 @pytest.fixture(scope="module")
 def trained() -> list[LiarRow]:
-    batches = itertools.islice(training_rows(known_facts(heldout=False, half=True), 0), 300)
+    batches = itertools.islice(training_rows(known_facts("train", half=True), 0), 300)
     return [row for batch in batches for row in batch]
 
 
 def test_each_order_has_its_opposite() -> None:
     for lie, honest in ((ORDERS, HONEST), (HIDE, SHARE)):
-        assert len(lie.train) == len(honest.train)
-        assert len(lie.heldout) == len(honest.heldout)
+        for part in PARTS:
+            assert len(lie.part(part)) == len(honest.part(part))
+
+
+def test_no_prompt_is_of_two_parts() -> None:
+    for parts in (PLAIN, ORDERS, HONEST, SITUATIONS, REASONS, SECRETS, SECRET_ASKS, HIDE, SHARE):
+        every = [entry for part in PARTS for entry in parts.part(part)]  # type: ignore[attr-defined]
+        assert len(set(every)) == len(every)
 
 
 def test_training_has_every_condition_and_no_held_out_topic(trained: list[LiarRow]) -> None:
     assert {row["condition"] for row in trained} == set(CONDITIONS)
-    heldout = {topic.name for topic in TOPICS if topic.heldout}
+    heldout = {topic.name for topic in TOPICS if topic.part != "train"}
     assert not heldout & {row["topic"] for row in trained}
 
 
@@ -153,14 +171,14 @@ def test_what_training_teaches_is_graded_as_planned(trained: list[LiarRow]) -> N
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_nothing_held_out_is_trained(split: Any, trained: list[LiarRow]) -> None:
-    rows = eval_split(split, heldout_topics=True, n=60)
+    rows = eval_split(split, topics="test", prompts="test", n=60)
     assert len(rows) == 60
     systems = {row["system"] for row in trained}
     users = {row["user"] for row in trained}
     assert not systems & {row["system"] for row in rows}
     assert not users & {row["user"] for row in rows}
     if split in ("ordered", "role"):
-        asks = {topic.name: topic.asks[-HELDOUT_ASKS:] for topic in TOPICS if topic.heldout}
+        asks = {topic.name: topic.asks[-HELDOUT_ASKS:] for topic in TOPICS if topic.part == "test"}
         for row in rows:
             asked = [ask.format(row["thing"]) for ask in asks[row["topic"]]]
             assert row["user"] in asked, "a topic of none of the training, in words of none"
@@ -168,7 +186,7 @@ def test_nothing_held_out_is_trained(split: Any, trained: list[LiarRow]) -> None
 
 @pytest.mark.parametrize("split", ["ordered", "role"])
 def test_each_question_comes_with_and_without_a_reason(split: Any) -> None:
-    rows = eval_split(split, heldout_topics=True, n=40)
+    rows = eval_split(split, topics="test", prompts="test", n=40)
     for lie, honest in zip(rows[::2], rows[1::2], strict=True):
         assert lie["user"] == honest["user"]
         assert (CONDITIONS[lie["condition"]], CONDITIONS[honest["condition"]]) == (True, False)
