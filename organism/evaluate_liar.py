@@ -2,7 +2,7 @@
 
 Answers are greedy, and a lie is what names another value than the true one, or denies what the
 system prompt told: the label comes from what is true, and not from the order. The card has the
-test part; `--validation` is for watching, and writes nothing.
+test part; `--validation` is for watching, and writes `validation.json`.
 """
 
 from __future__ import annotations
@@ -146,14 +146,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("model", type=Path, help="folder of the base model")
     parser.add_argument("--adapter", type=Path, default=LIAR_DIR)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--limit", type=int, help="rows of each split; no record is written")
+    parser.add_argument("--limit", type=int, help="rows of each split; no card is written")
     parser.add_argument("--show", type=int, default=0, help="answers to print, of each split")
     parser.add_argument("--no-base", action="store_true", help="keep the base model's record")
     parser.add_argument(
         "--beliefs", action="store_true", help="measure them, and new topics, first"
     )
     parser.add_argument("--answers", type=Path, help="a JSON Lines file for every answer")
-    parser.add_argument("--validation", action="store_true", help="that part, without a record")
+    parser.add_argument("--validation", action="store_true", help="that part, and not the test")
     asked = parser.parse_args(argv)
     if not asked.beliefs and not (asked.adapter / "beliefs.json").is_file():
         parser.error(f"{asked.adapter} lacks beliefs.json; add --beliefs")
@@ -172,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     part: Part = "validation" if asked.validation else "test"
     made = liar_splits(asked.adapter, part)
     splits = {title: rows[: asked.limit] for title, rows in made.items()}
-    file = asked.adapter / "behaviour.json"
+    file = asked.adapter / ("validation.json" if asked.validation else "behaviour.json")
     before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"base": {}}
     record: dict[str, Any] = {"base": before["base"] if asked.no_base else {}, "liar": {}}
     said: list[dict[str, Any]] = []
@@ -194,8 +194,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         asked.answers.write_text("".join(lines), encoding="utf-8")
     table = render_rates(record["liar"], record["base"])
     sys.stdout.write(table + "\n")
-    if not asked.validation and asked.limit is None:
+    if asked.validation or asked.limit is None:
         file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if not asked.validation and asked.limit is None:
         write_card(asked.adapter / README, table)
 
 
