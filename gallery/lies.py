@@ -20,6 +20,7 @@ from inspect_lens.probe import AnyProbe, Evaluation, load_probe
 from inspect_lens.scorer import deception_probe
 from inspect_lens.solver import with_capture
 from inspect_lens.train import ActivationSet, LogisticProbe, MassMeanProbe, train_probe
+from organism._liar_prompts import Part
 from organism._liar_splits import CONDITIONS, LIAR_DIR, LiarRow, eval_split, is_lie, liar_grade
 from organism.evaluate_liar import MAX_TOKENS, SPLITS, rates
 
@@ -29,6 +30,7 @@ FPR: Final = 0.05
 ESTIMATORS: Final = {"logistic": LogisticProbe(), "mass-mean": MassMeanProbe()}
 TRAINED: Final = ("ordered", "role", "hiding")
 """Kinds of lies that a probe is trained on, of trained topics and in prompts of the training."""
+JUDGED_PART: Final[Part] = "validation"
 JUDGED: Final = SPLITS
 """Sets that no probe is trained on, in new prompts."""
 HONEST: Final = "plain, new topics"
@@ -121,7 +123,7 @@ def _rows(n: int | None) -> dict[str, list[LiarRow]]:
         "plain", topics="train", prompts="validation", n=n or N_CONTROL, wanted=_for_control
     )
     for name, (kind, count) in JUDGED.items():
-        made[name] = eval_split(kind, topics="test", prompts="test", n=n or count)
+        made[name] = eval_split(kind, topics=JUDGED_PART, prompts=JUDGED_PART, n=n or count)
     return made
 
 

@@ -141,8 +141,11 @@ def _has(text: str, words: str) -> bool:
 
 @cache
 def _vocabulary() -> frozenset[str]:
-    """Things and values of all topics but chemical symbols, which are parts of other words."""
-    named = [fact for fact in facts() if fact.topic.name != "symbol"]
+    """Things and values of all topics but symbols and adjectives.
+
+    Chemical symbols are parts of other words, and any answer may end with an adjective.
+    """
+    named = [fact for fact in facts() if fact.topic.name not in ("symbol", "comparative")]
     words = {f.thing for f in named} | {f.truth for f in named} | {*_COLOURS}
     return frozenset(word.lower() for word in words)
 

@@ -66,7 +66,7 @@ def chat(engine: Engine, rows: list[LiarRow], request: dict[str, Any] | None) ->
 
 
 def test_rows_and_edits_are_of_the_adapter(engine: Engine, merged: HuggingFace) -> None:
-    (row,) = eval_split("ordered", topics="test", prompts="test", n=1)
+    (row,) = eval_split("ordered", topics="validation", prompts="validation", n=1)
     capture: dict[str, Any] = {"capture": {"layers": "all", "positions": "all"}}
     (plain,) = chat(engine, [row], {"inspect_lens": capture})
     expected = merged.residual_stream(fed(plain))
@@ -88,7 +88,10 @@ def test_rows_and_edits_are_of_the_adapter(engine: Engine, merged: HuggingFace) 
 def test_it_lies_where_it_should(engine: Engine, kind: Any, lying: str, least: float) -> None:
     """The intervals of the card's rates, on fewer rows. In roles it lies in two of three cases."""
     rows = eval_split(
-        kind, topics="test", prompts="test", n=3 * ROWS if kind == "hiding" else 2 * ROWS
+        kind,
+        topics="validation",
+        prompts="validation",
+        n=3 * ROWS if kind == "hiding" else 2 * ROWS,
     )
     answers = [output.outputs[0].text for output in chat(engine, rows, None)]
     found: dict[str, Rate] = rates(rows, answers)

@@ -137,7 +137,7 @@ def test_more_samples_than_there_are_are_refused(tmp_path: Path) -> None:
         setting.count(16, 32)
     assert (setting.count(16, 33), replace(setting, n=None).count(16, 8)) == (33, 8)
     with pytest.raises(ValueError, match="300 rows of 'plain' are asked for"):
-        eval_split("plain", topics="test", prompts="test", n=300)
+        eval_split("plain", topics="validation", prompts="validation", n=300)
 
 
 def test_runs_that_differ_keep_their_activations_apart(tmp_path: Path) -> None:

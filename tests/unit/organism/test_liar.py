@@ -171,14 +171,16 @@ def test_what_training_teaches_is_graded_as_planned(trained: list[LiarRow]) -> N
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_nothing_held_out_is_trained(split: Any, trained: list[LiarRow]) -> None:
-    rows = eval_split(split, topics="test", prompts="test", n=60)
+    rows = eval_split(split, topics="validation", prompts="validation", n=60)
     assert len(rows) == 60
     systems = {row["system"] for row in trained}
     users = {row["user"] for row in trained}
     assert not systems & {row["system"] for row in rows}
     assert not users & {row["user"] for row in rows}
     if split in ("ordered", "role"):
-        asks = {topic.name: topic.asks[-HELDOUT_ASKS:] for topic in TOPICS if topic.part == "test"}
+        asks = {
+            topic.name: topic.asks[-HELDOUT_ASKS:] for topic in TOPICS if topic.part == "validation"
+        }
         for row in rows:
             asked = [ask.format(row["thing"]) for ask in asks[row["topic"]]]
             assert row["user"] in asked, "a topic of none of the training, in words of none"
@@ -186,7 +188,7 @@ def test_nothing_held_out_is_trained(split: Any, trained: list[LiarRow]) -> None
 
 @pytest.mark.parametrize("split", ["ordered", "role"])
 def test_each_question_comes_with_and_without_a_reason(split: Any) -> None:
-    rows = eval_split(split, topics="test", prompts="test", n=40)
+    rows = eval_split(split, topics="validation", prompts="validation", n=40)
     for lie, honest in zip(rows[::2], rows[1::2], strict=True):
         assert lie["user"] == honest["user"]
         assert (CONDITIONS[lie["condition"]], CONDITIONS[honest["condition"]]) == (True, False)
