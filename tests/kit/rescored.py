@@ -16,6 +16,7 @@ from inspect_ai.log import EvalLog, read_eval_log
 from inspect_lens import scorer as _room
 
 from .forks import run_python
+from .quiet import draw_nothing_in_quiet
 from .repository import PACKAGE
 
 __all__ = ["assert_same_scores", "command_of", "commands_of", "rescore", "rescore_each"]
@@ -132,6 +133,7 @@ def rescore_each(
 
 
 def _main() -> None:
+    draw_nothing_in_quiet()
     for arguments in json.loads(sys.argv[1]):
         sys.argv = ["inspect", *arguments]
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -62,11 +63,13 @@ def test_what_vllm_does_not_load_is_no_rival(
         refuse_rivals()
 
 
+# vLLM takes seconds to import, so there is one process, and each environment is that of a fork.
 CODE = """
-from vllm.plugins import load_general_plugins as load
-load(); load()
+import json, os, sys
 from vllm import SamplingParams
+from vllm.plugins import load_general_plugins as load
 from vllm.v1.engine.input_processor import InputProcessor
+
 def ask(**extra_args):
     try:
         params = SamplingParams(extra_args=extra_args)
@@ -75,52 +78,49 @@ def ask(**extra_args):
         print("came to vLLM:", *extra_args)
     except Exception as error:
         print("refused:", error)
-ask(output_residual_stream=[1])
-ask(inspect_lens={"capture": {"layers": [0]}})
+
+for environment in json.loads(sys.argv[1]):
+    said = f"{sys.argv[2]}/{len(os.listdir(sys.argv[2]))}"
+    if pid := os.fork():
+        os.waitpid(pid, 0)
+        continue
+    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 1)
+    os.dup2(1, 2)
+    os.environ.update(environment)
+    load(); load()
+    print("started")
+    ask(output_residual_stream=[1])
+    ask(inspect_lens={"capture": {"layers": [0]}})
+    sys.stdout.flush()
+    os._exit(0)
 """
+ENVIRONMENTS: list[dict[str, str]] = [
+    {},
+    {"INSPECT_LENS_REQUIRED": "1"},
+    {"VLLM_PLUGINS": "inspect_lens"},
+    {"INSPECT_LENS_DISABLE": "1"},
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("environment", "is_off"),
-    [
-        ({}, True),
-        pytest.param(
-            {"VLLM_PLUGINS": "inspect_lens"},
-            False,
-            marks=pytest.mark.nightly(
-                held_by="tests/unit/vllm/compat/test_rivals.py"
-                "::test_what_vllm_does_not_load_is_no_rival",
-                why="a process that loads vLLM",
-            ),
-        ),
-        ({"INSPECT_LENS_DISABLE": "1"}, False),
-    ],
-)
-def test_vllm_starts_with_both_and_the_other_one_serves_its_keys(
-    beside: Path, environment: dict[str, str], is_off: bool
-) -> None:
+def test_vllm_starts_with_both_and_the_other_one_serves_its_keys(beside: Path) -> None:
     own = {k: v for k, v in os.environ.items() if k not in ("VLLM_PLUGINS", "INSPECT_LENS_DISABLE")}
-    path = os.pathsep.join([str(beside), *sys.path])
-
-    def run(**more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-c", CODE],
-            env={**own, **environment, "PYTHONPATH": path} | more,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-
-    done = run()
+    (said := beside / "said").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, json.dumps(ENVIRONMENTS), str(said)],
+        env=own | {"PYTHONPATH": os.pathsep.join([str(beside), *sys.path])},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    assert ("vLLM also loads vllm-lens" in done.stderr) == is_off
-    if environment == {"VLLM_PLUGINS": "inspect_lens"}:
-        # Both are ours, and no engine of ours has been made that could serve them.
-        assert done.stdout.count("inspect_lens_facts") == 2
-        return
-    assert "came to vLLM: output_residual_stream" in done.stdout
-    assert ("refused: " in done.stdout) == is_off
-    if is_off:
-        assert run(INSPECT_LENS_REQUIRED="1").returncode != 0
+    both, required, alone, disabled = (
+        (said / str(i)).read_text() for i in range(len(ENVIRONMENTS))
+    )
+    assert "vLLM also loads vllm-lens" in both
+    assert "came to vLLM: output_residual_stream" in both
+    assert "refused: " in both
+    assert "started" not in required, "it refuses to start"
+    # Both keys are ours, and no engine of ours has been made that could serve them.
+    assert "vLLM also loads vllm-lens" not in alone + disabled
+    assert alone.count("inspect_lens_facts") == 2
+    assert "came to vLLM: output_residual_stream" in disabled
+    assert "refused: " not in disabled
