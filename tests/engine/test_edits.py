@@ -279,7 +279,7 @@ def test_a_condition_on_the_prompt_decides_on_the_answer_also_from_the_cache(
     )
     where: dict[str, Any] = {"layer": 3, "scope": "rest", "reads": "last_prompt"}
     threshold = cosine - 0.01 if fires else cosine + 0.01
-    gate = Gate(direction=probe, threshold=threshold, cosine=True, **where)
+    gate = Gate(direction=probe, threshold=threshold, similarity="cosine", **where)
     extra = ask(
         Add(vector=v, layers=[1], when=gate, positions="completion"),
         capture={"layers": "all", "positions": [127, 128]},

@@ -14,7 +14,9 @@ from inspect_lens.spec import (
     Gate,
     LensRequest,
     Renormalise,
+    Rule,
     Scale,
+    Schedule,
     TapPoint,
     TokenMatch,
     Zero,
@@ -114,7 +116,12 @@ def test_programs_of_all_operations_equal_the_reference(
 
     cases = [edit for edit, _ in edit_cases(seed, width=width)]
     v, probe = random_rows(seed + 50, 2, width) / width**0.5
-    gate = Gate(direction=probe, layer=1, sharpness=2.0 if seed % 2 else None, cosine=seed > 1)
+    gate = Gate(
+        direction=probe,
+        layer=1,
+        sharpness=2.0 if seed % 2 else None,
+        similarity="cosine" if seed > 1 else "dot",
+    )
     for k in range(0, len(cases), 5):
         # The gate reads first: what is left behind some of the others is rounding.
         edits = [Add(vector=v, layers=[1], when=gate), *cases[k : k + 5]]
@@ -211,7 +218,7 @@ def test_gates_that_stay_open_equal_the_reference() -> None:
     [
         {"scope": "next"},
         {"scope": "next", "ema": 0.4, "sharpness": 2.0},
-        {"ema": 0.4, "closes_below": -0.5, "cosine": True},
+        {"ema": 0.4, "closes_below": -0.5, "similarity": "cosine"},
         {"scope": "rest", "ema": 0.4},
     ],
 )
@@ -252,6 +259,98 @@ def test_running_gates_equal_the_reference(options: dict[str, Any]) -> None:
         assert torch.equal(noted, wanted[1])
     assert (noted[:n, 0] > 0).any()
     assert (noted[:n, N_LATCHES] > 0).all()
+
+
+@pytest.mark.parametrize("width", [256, 4096])
+def test_rules_latents_and_schedules_equal_the_reference(width: int) -> None:
+    from inspect_lens._engine.tap.op import edit_rows
+    from inspect_lens._engine.tap.tap_triton import launch
+
+    v, *probes = random_rows(62, 5, width) / width**0.5
+    plain, latent, late, once = (
+        Gate(direction=probe, layer=1, **options)
+        for probe, options in zip(
+            probes,
+            (
+                {"sharpness": 2.0},
+                {"bias": 0.3, "active_above": 0.2, "threshold": 0.4},
+                {"scope": "next", "ema": 0.5, "bias": -0.1, "active_above": 0.0},
+                {"scope": "rest", "threshold": 0.5},
+            ),
+            strict=True,
+        )
+    )
+    rule = Rule(all=[plain], any=[latent, Rule(none=[late])], none=[once])
+    fading = Schedule(points=[(0, 1.0), (300, 0.25)], between="cosine")
+    edits = [
+        Add(vector=v, layers=[1], when=rule, positions="completion", schedule=fading),
+        Add(vector=-v, layers=[1], when=Rule(none=[latent]), positions="completion"),
+    ]
+    state = make_state(width=width, device="cuda")
+    request = LensRequest(edits=edits)
+    bank, steering = admitted(request, state)
+    index = {point: i for i, point in enumerate(state.taps)}
+    n = 12
+    for record in range(n):
+        bank.keep_history(str(record), record, sealed(request, width=width), index)
+    bank.flush()
+    latches, table = state.bank.latches, state.bank.vectors
+    kept = latches.noted, latches.first, table
+    torch.manual_seed(0)
+    changed = 0
+    for step in (0, 1, 1, 2, 3):
+        state.tokens[:n, 0] = configs_of(steering)[-1]
+        state.tokens[:n, 3] = torch.arange(n, device="cuda")
+        state.tokens[:n, 4] = N_PROMPT
+        state.header[0], state.header[2] = n, step
+        state.flags.fill_(1)
+        hidden = torch.randn(n, width, device="cuda")
+        expected, before = hidden.clone(), [one.clone() for one in kept]
+        first = state.bank.table[:, 1][state.tokens[:n, 0].long()]
+        edit_rows(expected, None, first, state.bank, state.tokens[:n, 3:5], step)
+        changed += int((expected != hidden).any(-1).sum())
+        wanted = [one.clone() for one in kept]
+        for one, was in zip(kept, before, strict=True):
+            one.copy_(was)
+        state.bank.registers.fill_(7.0)
+        launch(hidden, None, tap=1, state=state)
+        torch.testing.assert_close(hidden, expected, rtol=1e-3, atol=1e-4)
+        for one, found in zip(wanted, kept, strict=True):
+            torch.testing.assert_close(found, one, rtol=1e-3, atol=1e-4, equal_nan=True)
+    assert changed > n
+
+
+@pytest.mark.parametrize("similarity", ["dot", "cosine", "cast", "latent"])
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_prompt_is_decided_on_the_device_as_on_the_host(similarity: str, is_open: bool) -> None:
+    v, probe = random_rows(63, 2, 256) / 16
+    options: dict[str, Any] = {"similarity": similarity}
+    if similarity == "latent":
+        options = {"bias": 0.5, "active_above": 0.25}
+    prompt = torch.from_numpy(random_rows(64, N_PROMPT, 256))
+    decided: list[torch.Tensor] = []
+    for threshold in (-10.0 if is_open else 10.0, 0.02):
+        gate = Gate(
+            direction=probe, layer=2, scope="rest", reads="prompt_mean", threshold=threshold,
+            **options,
+        )  # fmt: skip
+        edit = Add(vector=v, layers=[1], when=gate, positions="completion")
+        request, found = LensRequest(edits=[edit]), []
+        for device in ("cpu", "cuda"):
+            state = make_state(width=256, device=device)
+            bank, _ = admitted(request, state)
+            index = {point: i for i, point in enumerate(state.taps)}
+            bank.keep_history("a", 7, sealed(request, width=256), index)
+            bank.flush()
+            reads = bank.prompt_reads("a")
+            assert reads is not None
+            for a, b in ((0, 2), (1, N_PROMPT)):
+                bank.read_prompt(reads, a, {state.taps[2]: prompt[a:b].to(device)})
+            latches = state.bank.latches
+            found.append(torch.stack([latches.first[7].long(), latches.noted[7, :N_LATCHES]]).cpu())
+        assert torch.equal(*found)
+        decided.append(found[0])
+    assert int(decided[0][1, 0]) == (N_PROMPT if is_open else 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -29,18 +29,24 @@ VECTOR = st.integers(0, N_VECTORS)
 @st.composite
 def instructions(draw: st.DrawFn) -> tuple[Kind, int, int, tuple[float, ...], bool, int]:
     """Kind, directions that are read and written, parameters, whether it sees edits, and gate."""
-    kind = draw(st.sampled_from([kind for kind in Kind if kind <= Kind.COSINE_GATE]))
+    kinds = [kind for kind in Kind if kind <= Kind.COSINE_GATE or kind == Kind.SCHEDULE]
+    kind = draw(st.sampled_from(kinds))
     a, b, c = draw(NUMBERS), draw(THRESHOLDS), draw(NUMBERS)
-    is_gate = kind >= Kind.GATE
-    if is_gate:
+    is_gate = kind >= Kind.JOIN
+    if kind == Kind.JOIN:
+        a, b = float(draw(st.integers(0, 2))), float(draw(st.integers(0, N_REGISTERS - 1)))
+        c = float(draw(st.booleans()))
+    elif kind == Kind.SCHEDULE:
+        a, b = float(draw(st.integers(1, WIDTH))), float(draw(st.integers(-WIDTH, 2)))
+    elif is_gate:
         a = draw(st.sampled_from([0.5, 4.0, float("inf")]))
     if kind == Kind.CLIP:
         b, c = min(b, c), max(b, c)
     register = draw(st.integers(0 if is_gate else -1, N_REGISTERS - 1))
     return (
         kind,
-        draw(VECTOR),
-        draw(VECTOR),
+        draw(st.integers(1, N_VECTORS)) if kind == Kind.SCHEDULE else draw(VECTOR),
+        0 if kind == Kind.SCHEDULE else draw(VECTOR),
         (a, b, c, float(draw(st.booleans()))),
         draw(st.booleans()),
         register,

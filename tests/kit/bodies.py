@@ -152,11 +152,30 @@ def _gate(rng: Random) -> dict[str, Any]:
         "ema": 0.3,
         "closes_below": -1.0,
         "sharpness": rng.choice([None, 1.0]),
-        "cosine": True,
-        "reads": rng.choice(["prompt", "completion"]),
+        "similarity": rng.choice(["dot", "cosine", "cast"]),
+        "reads": rng.choice(["prompt", "completion", "last_prompt", "prompt_mean"]),
+        "bias": rng.choice([0, 1]),
+        "active_above": 0.5,
+        "conversation": True,
     }
     made = {"direction": _tensor(rng, WIDTH), "layer": rng.randrange(LAYERS)}
     return made | {k: v for k, v in full.items() if rng.random() < 0.3}
+
+
+def _when(rng: Random, depth: int = 0) -> dict[str, Any]:
+    if depth > 4 or rng.random() < 0.6:
+        return _gate(rng)
+    names = [name for name in ("all", "any", "none") if rng.random() < 0.5]
+    return {n: [_when(rng, depth + 1) for _ in range(rng.randrange(3))] for n in names}
+
+
+def _schedule(rng: Random) -> dict[str, Any]:
+    full = {
+        "points": rng.choice([[[0, 1.0], [4, 0.0]], [[3, 1]], [], [[5, 1.0], [2, 1.0]]]),
+        "between": rng.choice(["step", "linear", "cosine", "sine"]),
+        "half_life": rng.choice([4.0, 0, 1e9]),
+    }
+    return {k: v for k, v in full.items() if rng.random() < 0.5}
 
 
 _NUMBERS = (0, 0.5, 1, -1, 10)
@@ -177,7 +196,8 @@ def edit(rng: Random) -> dict[str, Any]:
         "positions": _where(rng),
         "site": rng.choice(SITES),
         "phase": rng.choice(["prefill", "decode", "both"]),
-        "when": _gate(rng),
+        "when": _when(rng),
+        "schedule": _schedule(rng),
         "heads": [0, 1],
         "neurons": [3],
         "experts": [0],

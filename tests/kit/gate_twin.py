@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from inspect_lens.spec import Gate
+from inspect_lens.spec import Gate, Rule
 
-__all__ = ["expected_gate"]
+__all__ = ["expected_factors", "expected_gate"]
 
 
 def expected_gate(
@@ -42,3 +42,32 @@ def expected_gate(
         opens.append(is_open)
     factors = values if gate.scope == "token" else [0.0, *values[:-1]]
     return np.asarray(factors), np.asarray(opens)
+
+
+def expected_factors(
+    when: Gate | Rule, rows: NDArray[np.float64], n_prompt: int
+) -> NDArray[np.float64]:
+    """What a rule makes of sampled tokens, of gates that do not read the prompt.
+
+    Args:
+        when: the rule, or a gate.
+        rows: (layers, tokens, width); what they read.
+        n_prompt: tokens of the prompt.
+
+    Returns:
+        (sampled tokens,) factors of the edit.
+    """
+    if isinstance(when, Gate):
+        u = when.direction.to_float32().astype(np.float64)
+        scores = rows[when.layer, n_prompt:] @ u + when.bias
+        if when.active_above is not None:
+            scores = np.where(scores > when.active_above, scores, 0.0)
+        return expected_gate(when, scores)[0]
+    made = np.ones(rows.shape[1] - n_prompt)
+    for part in when.all:
+        made *= expected_factors(part, rows, n_prompt)
+    for part in when.none:
+        made *= 1.0 - expected_factors(part, rows, n_prompt)
+    if when.any:
+        made *= np.max([expected_factors(part, rows, n_prompt) for part in when.any], axis=0)
+    return made

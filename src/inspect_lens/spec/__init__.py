@@ -15,6 +15,7 @@ from ._edit import *
 from ._edit_list import *
 from ._edits import *
 from ._engine import *
+from ._gate import *
 from ._hook import *
 from ._instruction import *
 from ._latents import *

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from ._engine import (
     tap_point,
     tap_points,
 )
+from ._gate import Gate, Rule
 from ._hook import Hook, code_python
 from ._instruction import (
     MOST_INSTRUCTIONS,
@@ -67,40 +68,39 @@ def check_edits(edits: Sequence[EditBase], facts: EngineFacts) -> int:
             gates.add(token_gate_key(match))
             at_tap.update(tap_point(edit.site, layer) for layer in edit.layers)
             rows += len(edit.layers) * rows_for(width, facts.hidden)
-        if edit.when is not None:
-            check_wide(edit.when.site, f"{field}.when.site")
-            check_layers((edit.when.layer,), edit.when.site, facts, f"{field}.when.layer")
-            gate, at = tap_point(edit.when.site, edit.when.layer), min(edit.layers)
-            is_late = tap_order(gate) > tap_order(tap_point(edit.site, at))
-            if edit.when.is_lasting and facts.is_speculative:
-                raise UnsupportedError(
-                    f"{field}.when: {edit.when.lasts_by} beside speculative decoding, whose "
-                    "rejected drafts would open the gate; use scope='token' without ema and "
-                    "closes_below, or an engine without it"
-                )
-            if is_late and edit.when.scope == "token":
-                raise SpecError(
-                    f"{field}.when: {edit.when.site} of layer {edit.when.layer} comes after "
-                    f"{edit.site} of layer {at}; a gate is read at or before its edit"
-                )
-            if edit.when.is_lasting:
-                latches.add(edit.when.content)
+        for gate in edit.gates:
+            read_at = _check_gate(gate, edit, facts, f"{field}.when")
+            if gate.is_lasting:
+                latches.add(gate.content)
             else:
-                gates.add((edit.when.content, edit.positions, edit.phase))
-            if edit.when.direction.shape[0] != facts.hidden:
-                raise SpecError(
-                    f"{field}.when.direction: {edit.when.direction.shape[0]} wide; the residual "
-                    f"stream of {facts.model} is {facts.hidden} wide"
-                )
-            at_tap[gate] += 1
-            rows += 1
+                gates.add((gate.content, edit.positions, edit.phase))
+            if gate.reads_prompt:
+                # The direction, and the sum so far.
+                rows += 2
+            else:
+                at_tap[read_at] += 1
+                rows += 1 + (gate.active_above is not None or gate.bias != 0)
+        joined = [("when", *of) for of in _joined(edit.when)]
+        factors = (edit.when, match, edit.schedule)
+        if sum(one is not None for one in factors) > 1:
+            joined.append(("factors", i))
+        gates.update((*one, edit.positions, edit.phase) for one in joined)
+        if edit.schedule is not None:
+            gates.add((edit.schedule,))
+            rows += -(-len(edit.schedule.factors) // facts.hidden)
+        n_more = 2 * len(joined) + len(edit.gates) if joined else 0
+        n_more += edit.schedule is not None
+        rows += n_more * len(edit.layers)
+        at_tap.update({tap_point(edit.site, layer): n_more for layer in edit.layers})
         for index, layer in enumerate(edit.layers):
             program = edit.program(index, None if edit.n_listed is None else 0, chosen)
             check_shares(program, width, field)
             at_tap[tap_point(edit.site, layer)] += len(program)
             rows += (edit.n_listed or 1) * _rows_of(program, rows_for(width, facts.hidden))
     if len(gates) > N_REGISTERS:
-        raise SpecError(f"edits: {len(gates)} different gates; {N_REGISTERS} at most")
+        raise SpecError(
+            f"edits: {len(gates)} different gates, rules and schedules; {N_REGISTERS} at most"
+        )
     if len(latches) > N_LATCHES:
         raise SpecError(
             f"edits: {len(latches)} different gates of scope='next' or 'rest', or with ema or "
@@ -113,6 +113,41 @@ def check_edits(edits: Sequence[EditBase], facts: EngineFacts) -> int:
             f"{MOST_INSTRUCTIONS} at most (a subspace has one for each direction)"
         )
     return rows
+
+
+def _check_gate(gate: Gate, edit: EditBase, facts: EngineFacts, field: str) -> TapPoint:
+    """Refuse a gate that the engine cannot read, or not in time; returns where it is read."""
+    check_wide(gate.site, f"{field}.site")
+    check_layers((gate.layer,), gate.site, facts, f"{field}.layer")
+    tap, at = tap_point(gate.site, gate.layer), min(edit.layers)
+    if gate.is_lasting and not gate.reads_prompt and facts.is_speculative:
+        raise UnsupportedError(
+            f"{field}: {gate.lasts_by} beside speculative decoding, whose rejected drafts would "
+            "open the gate; use scope='token' without ema and closes_below, a gate that reads the "
+            "prompt, or an engine without it"
+        )
+    is_late = tap_order(tap) > tap_order(tap_point(edit.site, at))
+    if is_late and gate.scope == "token":
+        raise SpecError(
+            f"{field}: {gate.site} of layer {gate.layer} comes after {edit.site} of layer {at}; a "
+            "gate is read at or before its edit"
+        )
+    if gate.direction.shape[0] != facts.hidden:
+        raise SpecError(
+            f"{field}.direction: {gate.direction.shape[0]} wide; the residual stream of "
+            f"{facts.model} is {facts.hidden} wide"
+        )
+    return tap
+
+
+def _joined(when: Gate | Rule | None) -> Iterator[tuple[object, ...]]:
+    """What needs a register of its own in a rule: each rule, and its alternatives."""
+    if isinstance(when, Rule):
+        yield "rule", when.content
+        if len(when.any) > 1:
+            yield "any", when.content
+        for part in when.parts:
+            yield from _joined(part)
 
 
 def _rows_of(program: Sequence[Instruction], n: int) -> int:
@@ -302,6 +337,12 @@ def check_request(
             probe.alarm_threshold(use)
         taps.update(probe.taps)
     taps |= _captured(request, facts)
+    taps |= {
+        tap_point(gate.site, gate.layer)
+        for edit in request.edits
+        for gate in edit.gates
+        if gate.reads_prompt
+    }
     # Captures and probes share the buffer, and what does not fit would fail its neighbours.
     step_tokens = facts.least_step_tokens or facts.max_step_tokens
     if (rows_needed := facts.rows_of(taps) * step_tokens) > facts.ring_rows:
@@ -309,8 +350,9 @@ def check_request(
         fitting = facts.ring_rows // facts.rows_of(taps)
         smaller = f"max_num_batched_tokens of {fitting} or less, or with " if fitting else ""
         raise UnsupportedError(
-            f"capture.layers, lens and probes: {len(taps)} taps times {step_tokens} tokens a step "
-            f"need {rows_needed} rows and the capture buffer has {facts.ring_rows}; ask for "
+            f"capture.layers, lens, probes and gates of the prompt: {len(taps)} taps times "
+            f"{step_tokens} tokens a step need {rows_needed} rows and the capture buffer has "
+            f"{facts.ring_rows}; ask for "
             f"fewer layers, sites or probes, or start the engine with {smaller}"
             "INSPECT_LENS_RING_BYTES" + (f"={enough}" if enough else " raised")
         )

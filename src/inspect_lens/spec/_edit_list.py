@@ -21,6 +21,7 @@ from . import _edits, _latents  # noqa: F401 - each makes its operations known
 from ._edit import EDITS, EditBase
 from ._edits import Add
 from ._engine import TensorLimits, limits_of
+from ._gate import Schedule
 from ._positions import Phase, Positions, TokenMatch, check_patterns, parse_positions
 from ._tensor import WireModel
 from ._values import PEER_NAMES, STEER_KEY, Flag, Name, Number, Value, read_as, shown
@@ -159,6 +160,8 @@ class EditsUse(Value):
     """Tokens they act on."""
     phase: Phase | None = None
     """Only those of the positions that are `prefill` or `decode` tokens."""
+    schedule: Schedule | None = None
+    """Factor for each sampled token."""
 
     @field_validator("positions", mode="before")
     @classmethod

@@ -110,6 +110,7 @@ class Add(EditBase):
         most = LARGEST_NORM.get(dtype, LARGEST_NORM["float32"])
         most = math.sqrt(most) if self.norm_match else most
         found = abs(self.scale) * (1.0 if self.norm_match else self._norm)
+        found *= 1.0 if self.schedule is None else self.schedule.largest
         if found > most:
             what = "scale with norm_match" if self.norm_match else "norm of scale * vector"
             raise SpecError(
@@ -458,10 +459,10 @@ class Swap(EditBase):
             )
         if not np.isfinite(clean).all():
             raise SpecError("rows: hold NaN or infinity; allowed are finite numbers")
-        if self.when is not None or self.choice or self.phase != "both":
+        if self.when is not None or self.schedule or self.choice or self.phase != "both":
             raise SpecError(
-                "when, phase, heads, neurons, experts: a frozen swap is a vector for each "
-                "position, which has none of these; leave them out"
+                "when, schedule, phase, heads, neurons, experts: a frozen swap is a vector for "
+                "each position, which has none of these; leave them out"
             )
         added = np.empty_like(clean)
         for i in range(len(self.layers)):

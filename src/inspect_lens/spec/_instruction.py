@@ -43,7 +43,8 @@ MOST_INSTRUCTIONS = 64
 """Instructions that one token may get at one tap."""
 
 N_REGISTERS = 8
-"""Gates of scope `token` that one request may compute."""
+"""Registers of one request for what a step computes: gates of scope `token`, rules that join
+several, and schedules."""
 
 N_LATCHES = 4
 """How many gates of one request may keep their decision for later tokens.
@@ -83,23 +84,38 @@ class Kind(IntEnum):
     is written, and where both are 0 it stays."""
     RENORM = 7
     """`s *= |s0|/|s|`, where `s0` is the stream before the first instruction."""
-    GATE = 8
+    JOIN = 8
+    """Nothing is edited: of the value `g` of the register of this instruction, or of `1 - g` where
+    `c` is 1, and of what is in register `b`, that one gets `g` where `a` is 0, the product where it
+    is 1, and the larger one where it is 2."""
+    GATE = 9
     """Nothing is edited: `sigmoid(a*(x - b))`, or for infinite `a` whether `x > b`, goes to a
-    register."""
-    COSINE_GATE = 9
+    register. A gate that writes has two numbers there: with them `x` is `z = x + first` where that
+    is above the second one, and else 0."""
+    COSINE_GATE = 10
     """As `GATE`, of `x/|s|`."""
-    TOKEN_GATE = 10
+    TOKEN_GATE = 11
     """Nothing is edited: whether the id of the token, plus one, is a number of `read` goes to a
     register; where `a` is 1, whether it is none. Zeros of `read` are no ids."""
-    LATCH = 11
+    SCHEDULE = 12
+    """Nothing is edited: of the `a` numbers of `read` the one of the token's place behind position
+    `b` goes to a register; behind the last one that stays."""
+    LATCH = 13
     """Nothing is edited: where `x > b`, the register opens for the tokens behind this one."""
-    COSINE_LATCH = 12
+    COSINE_LATCH = 14
     """As `LATCH`, of `x/|s|`."""
-    RUNNING = 13
+    PROMPT_LAST = 15
+    """No tap runs it: when the last token of a prompt has been computed, the worker reads its row.
+    Where the score is above `b`, the register opens for the tokens behind. For `a` 0 the score is
+    that of `GATE` with `c` and `d` in the place of the two numbers, for 1 the cosine, and for 2
+    that of the row and of `tanh` of its projection."""
+    PROMPT_MEAN = 16
+    """As `PROMPT_LAST`, of the mean over the prompt: of the rows, or of scores with a `d`."""
+    RUNNING = 17
     """Nothing is edited: of `m = d*x + (1 - d)*m'`, where `m'` is that of the token before, or `x`
     of the first one, `sigmoid(a*(m - b))` goes to the register. For infinite `a` it is whether the
     gate is open: it opens where `m > b`, and closes where `m < c` and not `m > b`."""
-    COSINE_RUNNING = 14
+    COSINE_RUNNING = 18
     """As `RUNNING`, of `x/|s|`."""
 
 
@@ -130,6 +146,7 @@ def run_program(
     program: Sequence[Instruction],
     registers: NDArray[np.floating] | None = None,
     token_id: int | None = None,
+    position: int = 0,
 ) -> NDArray[np.float64]:
     """Edit the stream of one token: the definition of a program, in float64.
 
@@ -139,6 +156,7 @@ def run_program(
         registers: (`NEXT_TOKEN + N_LATCHES`,); values of gates, which gates without a state write
             to. What others find depends on other tokens, so they write nothing here.
         token_id: of the token, for programs that ask for it; None is no token's.
+        position: of the token, for schedules.
 
     Returns:
         (width,) float64; the stream after the program.
@@ -169,8 +187,17 @@ def run_program(
             is_named = token_id is not None and bool(np.any(one.read == token_id + 1))
             gates[one.gate] = float(is_named != bool(a))
             continue
+        if one.kind == Kind.SCHEDULE:
+            assert one.read is not None
+            gates[one.gate] = one.read[min(max(position - int(b), 0), int(a) - 1)]
+            continue
+        if one.kind == Kind.JOIN:
+            _join(one, gates)
+            continue
         if one.kind in (Kind.GATE, Kind.COSINE_GATE):
             at = x / norm if one.kind == Kind.COSINE_GATE and norm else x
+            if one.write is not None:
+                at = 0.0 if at + one.write[0] <= one.write[1] else at + float(one.write[0])
             gates[one.gate] = float(at > b) if np.isinf(a) else _sigmoid(a * (at - b))
             continue
         write = np.zeros(1) if one.write is None else one.write.astype(np.float64)
@@ -185,6 +212,13 @@ def run_program(
             step = _factor(one, x, norm) * write
         now = now + (1.0 if one.gate < 0 else gates[one.gate]) * step
     return now
+
+
+def _join(one: Instruction, gates: NDArray[np.floating]) -> None:
+    how, to, is_denied, _ = one.params
+    value = 1.0 - gates[one.gate] if is_denied else gates[one.gate]
+    held = gates[int(to)]
+    gates[int(to)] = (value, held * value, max(held, value))[int(how)]
 
 
 def _factor(one: Instruction, x: float, norm: float) -> float:

@@ -64,7 +64,8 @@ class GateReceipt(Value):
     site: Site
     """Site at which it was read."""
     fired_at: int | None
-    """Position of the first token at which it opened; None where it never did."""
+    """Position of the first token at which it opened; None where it never did. Of a gate that reads
+    the prompt it is that of the prompt's last token."""
     n_tokens: int | None
     """Tokens that were fed with the gate open: with scope `rest` those behind `fired_at`, with
     `next` those behind a token that opened it, and with `token` those that opened it. With
@@ -72,6 +73,12 @@ class GateReceipt(Value):
     the engine went on for more than 16 tokens behind the end, so that it is not known."""
     sha256: str
     """Of the gate: direction, threshold, and what it reads."""
+    began_open: bool = False
+    """Whether the request brought its key, so that its edits acted from the first sampled token on
+    that was fed; `fired_at` still says what it read in this request."""
+    key: str | None = None
+    """Of a gate with `conversation` that is open by now: with it in `open_gates` a later request
+    begins with the gate open. None of all others."""
 
 
 class SteerReceipt(Value):

@@ -17,6 +17,7 @@ from ._edit import EditBase
 from ._edit_list import EngineEdits
 from ._edits import Add
 from ._engine import TensorLimits, result_name
+from ._gate import GateKey
 from ._hook import Hook, parse_hooks
 from ._lens import LENS_NAME, EngineLens, LogitLens
 from ._probe import EngineProbe
@@ -160,6 +161,10 @@ class LensRequest(RequestPart):
     """Store or function of the server that gets the rows too; its name will do. Without `capture`
     the response has none of them."""
 
+    open_gates: tuple[GateKey, ...] = ()
+    """Keys that receipts of earlier requests have given of gates with `conversation`: a gate of
+    this request whose key is among them begins open. Other keys do nothing."""
+
     skip_reading_prefix_cache: Flag | None = None
     """Recompute the whole prompt. None means: where captured prompt tokens need it."""
 
@@ -269,7 +274,7 @@ class LensRequest(RequestPart):
                     f"stream_results beside {name}.transport='binary': streamed rows stand in the "
                     "events themselves; leave transport out"
                 )
-        has_gates = any(e.when is not None and e.when.is_lasting for e in self.edits)
+        has_gates = any(gate.is_lasting for edit in self.edits for gate in edit.gates)
         is_named = bool(self.edits_named or self.configs)
         if not (self.brings_tensors or self.scores_tokens or has_gates or is_named):
             return (

@@ -192,6 +192,7 @@ MOST_OF: Final[dict[str, int]] = {
     "experts": 1024, "neurons": 1 << 16, "site": 64, "sites": 64, "positions": 1 << 19,
     "threshold_positions": 1 << 19, "position_indices": 1 << 19, "token_ids": 4096, "tokens": 1024,
     "prefetch_params": 4096, "params": 4096, "configs": 16,
+    "open_gates": 64, "all": 8, "any": 8, "none": 8,
     # Prompts of a sweep, in token ids or messages.
     "clean": 1 << 19, "corrupted": 1 << 19,
     "tensors": 16, "columns": 256, "shape": 8,
@@ -279,6 +280,7 @@ VLLM_KEYS = ("kv_transfer_params", "ec_transfer_params")
 
 _FIELDS = (
     "capture", "edits", "edits_named", "probes", "hooks", "qk", "lens", "sink", "configs",
+    "open_gates",
 )  # fmt: skip
 OWN_WORDS = {name: f'put it into {{"{NATIVE_KEY}": {{"{name}": ...}}}}' for name in _FIELDS} | {
     "steer": "it is an argument of clients; the key is 'apply_steering_vectors'",

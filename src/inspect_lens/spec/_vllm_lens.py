@@ -273,6 +273,7 @@ def is_plain(edit: EditBase) -> bool:
         and edit.site == RESID_POST
         and edit.phase == "both"
         and edit.when is None
+        and edit.schedule is None
         and (edit.positions == "all" or isinstance(edit.positions, tuple))
         and not is_mask(edit.positions)
     )

@@ -79,7 +79,13 @@ def test_a_gate_is_a_factor_of_the_edits_that_name_it(
     cosine: bool, sharpness: float | None
 ) -> None:
     v, probe, h = random_rows(8, 3)
-    gate = Gate(direction=probe, layer=0, threshold=0.1, sharpness=sharpness, cosine=cosine)
+    gate = Gate(
+        direction=probe,
+        layer=0,
+        threshold=0.1,
+        sharpness=sharpness,
+        similarity="cosine" if cosine else "dot",
+    )
     x = float(h.astype(np.float64) @ (unit(probe) if cosine else probe))
     x /= float(np.linalg.norm(h)) if cosine else 1.0
     factor = float(x > 0.1) if sharpness is None else 1 / (1 + math.exp(-2.0 * (x - 0.1)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from inspect_lens.spec import (
     LensRequest,
     Phase,
     Positions,
+    Rule,
     Site,
     SiteWidth,
     TapPoint,
@@ -76,6 +77,10 @@ class EditEnvelope:
     """Sampled tokens of which a running gate keeps its decision, at most."""
     receipt_sha256: str = ""
     """By which receipts name the edit; empty for a gate."""
+    key: str = ""
+    """Of a gate that may stay open in later requests: what opens it there."""
+    is_open: bool = False
+    """Whether an earlier request has opened it, so that its edits act whatever it reads."""
 
     @property
     def taps(self) -> tuple[TapPoint, ...]:
@@ -109,7 +114,7 @@ class EditEnvelope:
     @property
     def latch(self) -> int | None:
         """Which gate that lasts it computes; None for everything else."""
-        one = self._first
+        one = self.first
         if one is None or one.kind < Kind.LATCH:
             return None
         return (one.gate - N_REGISTERS) % N_LATCHES
@@ -117,7 +122,7 @@ class EditEnvelope:
     @property
     def decides_on(self) -> int | None:
         """How far behind a token a running gate decides, 0 or 1; None for everything else."""
-        one = self._first
+        one = self.first
         if one is None or one.kind < Kind.RUNNING:
             return None
         return int(one.gate >= NEXT_TOKEN)
@@ -125,11 +130,25 @@ class EditEnvelope:
     @property
     def reads_ids(self) -> bool:
         """Whether it looks at the ids of tokens that are fed to the model."""
-        return self._first is not None and self._first.kind == Kind.TOKEN_GATE
+        return self.first is not None and self.first.kind == Kind.TOKEN_GATE
 
     @property
-    def _first(self) -> Instruction | None:
-        """A gate is a program of its own, of one instruction."""
+    def reads_positions(self) -> bool:
+        """Whether what it does depends on where a token lies."""
+        one = self.first
+        return one is not None and (one.kind >= Kind.LATCH or one.kind == Kind.SCHEDULE)
+
+    @property
+    def prompt_from(self) -> int | None:
+        """Of a gate that reads the prompt, the first position it reads; None for all else."""
+        one = self.first
+        if one is None or one.kind not in (Kind.PROMPT_LAST, Kind.PROMPT_MEAN):
+            return None
+        return 0 if one.kind == Kind.PROMPT_MEAN else self.lo
+
+    @property
+    def first(self) -> Instruction | None:
+        """The first instruction; a gate is a program of its own, of one."""
         program = self.programs[0][0]
         return program[0] if program else None
 
@@ -144,39 +163,138 @@ def seal_edits(
     n_prompt: int,
     n_max: int,
     width_of: Callable[[Site], SiteWidth],
+    opened: Collection[str] = (),
 ) -> tuple[EditEnvelope, ...]:
-    """Resolve judged edits; a gate becomes an entry in front of the first edit that reads it."""
-    registers: dict[tuple[object, ...], int] = {}
-    """By content: gates of scope `token`, and those of sampled tokens with some ids."""
-    latches: dict[tuple[object, ...], int] = {}
-    sealed: list[EditEnvelope] = []
+    """Resolve judged edits; a gate becomes an entry in front of the first edit that reads it.
+
+    `opened` are the keys of gates that an earlier request has opened.
+    """
+    sealing = _Sealing(n_prompt, n_max, width_of, frozenset(opened))
     for i, edit in enumerate(edits):
-        where = _where(edit.positions, edit.phase, n_prompt, n_max, f"edits[{i}]")
-        gate = -1
-        if edit.when is not None:
-            is_lasting = edit.when.is_lasting
-            read_at = _read_at(edit.when, n_prompt) if is_lasting else where
-            known = latches if is_lasting else registers
-            content = (edit.when.content, read_at)
-            if content not in known:
-                known[content] = edit.when.first_register + len(known)
-                room = max(n_max - n_prompt, 1) if edit.when.is_running else 0
-                sealed.append(_gate(edit.when, known[content], read_at, room))
-            gate = known[content]
-            if edit.when.shadow:
-                continue
+        sealing.add(edit, f"edits[{i}]")
+    return tuple(sealing.made)
+
+
+_Where = tuple[tuple[int, ...] | None, int, int]
+"""Listed positions or None, and the span."""
+
+
+class _Sealing:
+    """The entries of one request, as they are made, and the registers that its gates have."""
+
+    def __init__(
+        self,
+        n_prompt: int,
+        n_max: int,
+        width_of: Callable[[Site], SiteWidth],
+        opened: frozenset[str],
+    ) -> None:
+        self._n_prompt, self._n_max = n_prompt, n_max
+        self._width_of, self._opened = width_of, opened
+        self._registers: dict[tuple[object, ...], int] = {}
+        """By content: what a step computes for a token."""
+        self._latches: dict[tuple[object, ...], int] = {}
+        self.made: list[EditEnvelope] = []
+
+    def add(self, edit: EditBase, field: str) -> None:
+        """Make the entries of one edit."""
+        where = _where(edit.positions, edit.phase, self._n_prompt, self._n_max, field)
+        width, n = self._width_of(edit.site), len(edit.layers)
+        gate = _ALWAYS if edit.when is None else self._condition(edit.when, edit, where)
+        if gate == _NEVER or (edit.when is not None and edit.when.shadow):
+            return
+        factors = [] if gate == _ALWAYS else [(gate, False)]
         if (match := sampled_match(edit.positions)) is not None:
-            gate = registers.setdefault(token_gate_key(match), len(registers))
-            one = token_gate(match, width_of(edit.site), gate)
-            which = token_gate_key(match), width_of(edit.site), gate, len(edit.layers)
-            looks = made_once(which, partial(_repeated, one, len(edit.layers)))
-            sealed.append(EditEnvelope(edit.site, edit.layers, looks, *where))
-        chosen = chosen_numbers(edit.choice, width_of(edit.site), f"edits[{i}]")
-        same = content_of(edit, width_of(edit.site), gate)
-        made = made_once(same, partial(_programs, edit, chosen, gate))
+            register = self._register(token_gate_key(match))
+            looks = token_gate(match, width, register)
+            self._note((token_gate_key(match), width, register, n), looks, edit, where)
+            factors.append((register, False))
+        if edit.schedule is not None:
+            register = self._register((edit.schedule,))
+            looks = edit.schedule.instruction(register, self._n_prompt)
+            self._note((edit.schedule, self._n_prompt, register, n), looks, edit, where)
+            factors.append((register, False))
+        gate = self._product(factors, edit, where)
+        chosen = chosen_numbers(edit.choice, width, field)
+        made = made_once(content_of(edit, width, gate), partial(_programs, edit, chosen, gate))
         named = edit.sha256 or made.sha256
-        sealed.append(EditEnvelope(edit.site, edit.layers, made, *where, receipt_sha256=named))
-    return tuple(sealed)
+        self.made.append(EditEnvelope(edit.site, edit.layers, made, *where, receipt_sha256=named))
+
+    def _condition(self, when: Gate | Rule, edit: EditBase, where: _Where) -> int:
+        """The register of a gate or a rule, or what it says of all tokens."""
+        if isinstance(when, Gate):
+            return self._gate(when, where)
+        every, some, none = (
+            [self._condition(part, edit, where) for part in parts]
+            for parts in (when.all, when.any, when.none)
+        )
+        if _NEVER in every or _ALWAYS in none or (some and set(some) == {_NEVER}):
+            return _NEVER
+        factors = [(register, False) for register in every if register != _ALWAYS]
+        factors += [(register, True) for register in none if register != _NEVER]
+        if some and _ALWAYS not in some:
+            few = [(register, False) for register in some if register != _NEVER]
+            one = few[0][0] if len(few) == 1 else self._join(few, _LARGEST, edit, where)
+            factors.append((one, False))
+        return self._product(factors, edit, where)
+
+    def _gate(self, gate: Gate, where: _Where) -> int:
+        read_at = _read_at(gate, self._n_prompt) if gate.is_lasting else where
+        known = self._latches if gate.is_lasting else self._registers
+        content = gate.content, gate.conversation, read_at
+        is_open = gate.conversation and gate.key in self._opened
+        if content not in known:
+            known[content] = gate.first_register + len(known)
+            room = max(self._n_max - self._n_prompt, 1) if gate.is_running else 0
+            one = gate.instruction(known[content])
+            made = made_once((gate.content, known[content]), partial(_repeated, one, 1))
+            key = gate.key if gate.conversation else ""
+            self.made.append(
+                EditEnvelope(
+                    gate.site, (gate.layer,), made, *read_at, room, key=key, is_open=is_open
+                )
+            )
+        return _ALWAYS if is_open else known[content]
+
+    def _product(self, factors: list[tuple[int, bool]], edit: EditBase, where: _Where) -> int:
+        """A register with the product of several, some of them denied."""
+        if not factors:
+            return _ALWAYS
+        if len(factors) == 1 and not factors[0][1]:
+            return factors[0][0]
+        return self._join(factors, _PRODUCT, edit, where)
+
+    def _join(
+        self, parts: list[tuple[int, bool]], how: float, edit: EditBase, where: _Where
+    ) -> int:
+        register = self._register((tuple(parts), how, where))
+        for i, (source, is_denied) in enumerate(parts):
+            params = (how if i else _FIRST, float(register), float(is_denied), 0.0)
+            one = Instruction(Kind.JOIN, None, None, params, True, source)
+            self._note((Kind.JOIN, params, source, len(edit.layers)), one, edit, where)
+        return register
+
+    def _register(self, content: tuple[object, ...]) -> int:
+        register = self._registers.setdefault(content, len(self._registers))
+        if register >= N_REGISTERS:
+            raise SpecError(
+                f"edits: their gates, rules and schedules need more than {N_REGISTERS} registers; "
+                "join fewer"
+            )
+        return register
+
+    def _note(
+        self, content: tuple[object, ...], one: Instruction, edit: EditBase, where: _Where
+    ) -> None:
+        """Have something computed at each tap of an edit: each stage of a pipeline needs it."""
+        made = made_once(content, partial(_repeated, one, len(edit.layers)))
+        self.made.append(EditEnvelope(edit.site, edit.layers, made, *where))
+
+
+_ALWAYS, _NEVER = -1, -2
+"""In the place of a register: the edit always acts, or never."""
+_FIRST, _PRODUCT, _LARGEST = 0.0, 1.0, 2.0
+"""See `Kind.JOIN`."""
 
 
 def _programs(edit: EditBase, chosen: Chosen | None, gate: int) -> list[list[Program]]:
@@ -230,17 +348,10 @@ def _where(
 
 def _read_at(gate: Gate, n_prompt: int) -> tuple[tuple[int, ...] | None, int, int]:
     """Listed positions or None, and the span in which a gate that lasts is read."""
-    if gate.reads == "last_prompt":
+    if gate.reads_prompt:
+        # The mean is known when the last token has been computed.
         return (n_prompt - 1,), n_prompt - 1, n_prompt
     return None, n_prompt, EVERY
-
-
-def _gate(
-    gate: Gate, register: int, where: tuple[tuple[int, ...] | None, int, int], room: int
-) -> EditEnvelope:
-    one = gate.instruction(register)
-    made = made_once((gate.content, register), partial(_repeated, one, 1))
-    return EditEnvelope(gate.site, (gate.layer,), made, *where, room)
 
 
 def _gated(program: Program, gate: int) -> Program:
@@ -256,7 +367,7 @@ def pack_edit(edit: EditEnvelope, folder: Path | None) -> tuple[Any, ...]:
     """As msgpack-able data."""
     where = edit.site, edit.layers, edit.positions, edit.lo, edit.hi, edit.room
     return (
-        (*where, edit.receipt_sha256),
+        (*where, edit.receipt_sha256, edit.key, edit.is_open),
         edit.sha256,
         edit.made.packed,
         sent(edit.made.data, edit.made, folder),
@@ -265,10 +376,10 @@ def pack_edit(edit: EditEnvelope, folder: Path | None) -> tuple[Any, ...]:
 
 def unpack_edit(value: Sequence[Any]) -> EditEnvelope:
     """Read what `pack_edit` made."""
-    (site, layers, positions, lo, hi, room, named), sha256, programs, parts = value
+    (site, layers, positions, *rest), sha256, programs, parts = value
     made = unpack_programs(sha256, programs, partial(received, parts))
     positions = None if positions is None else tuple(positions)
-    return EditEnvelope(site, tuple(layers), made, positions, lo, hi, room, named)
+    return EditEnvelope(site, tuple(layers), made, positions, *rest)
 
 
 Span = tuple[int, int]
@@ -310,6 +421,11 @@ class SealedEdits:
     def has_latches(self) -> bool:
         """Whether it has gates whose decisions last."""
         return any(edit.latch is not None for edit in self.edits)
+
+    @cached_property
+    def reads_positions(self) -> bool:
+        """Whether something depends on where tokens lie, so that taps have to know."""
+        return any(edit.reads_positions for edit in self.edits)
 
     @cached_property
     def reads_ids(self) -> bool:
@@ -375,7 +491,9 @@ def seal_request_edits(
     known = _SEALED.get(key)
     if known is not None:
         return known[2]
-    sealed = SealedEdits(seal_edits(request.edits, n_prompt, n_max, facts.width_of))
+    sealed = SealedEdits(
+        seal_edits(request.edits, n_prompt, n_max, facts.width_of, request.open_gates)
+    )
     check_room(sealed.edits, n_max, facts)
     if _suits_any_prompt(request.edits):
         _SEALED.keep(key, (request, facts, sealed), request.tensor_bytes)
@@ -385,6 +503,6 @@ def seal_request_edits(
 def _suits_any_prompt(edits: Sequence[EditBase]) -> bool:
     """Whether every token is edited, and no gate is told by where its token lies."""
     return all(
-        e.positions == "all" and e.phase == "both" and (e.when is None or not e.when.is_lasting)
+        e.positions == "all" and e.phase == "both" and not any(g.is_lasting for g in e.gates)
         for e in edits
     )

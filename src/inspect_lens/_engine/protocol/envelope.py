@@ -21,6 +21,7 @@ from inspect_lens.spec import (
     EngineFacts,
     EngineProbe,
     LensRequest,
+    tap_order,
 )
 
 from .edits import NO_EDITS, EditEnvelope, SealedEdits, seal_request_edits
@@ -31,6 +32,7 @@ from .readouts import (
     CaptureEnvelope,
     LensEnvelope,
     ProbesEnvelope,
+    PromptRead,
     Readout,
     seal_capture,
     seal_lens,
@@ -38,7 +40,7 @@ from .readouts import (
     seal_qk,
 )
 
-VERSION = 17
+VERSION = 18
 
 
 USES_KEY = "uses"
@@ -130,12 +132,22 @@ class Envelope:
     @cached_property
     def alike(self) -> tuple[bytes | None, ...]:
         """What the requests of a batch have in common, of each result."""
-        return tuple([None if part is None else part.alike for part in self.results])
+        return tuple([None if part is None else part.alike for part in self.read])
 
     @cached_property
     def results(self) -> tuple[Readout | None, ...]:
         """What is asked for of each kind, in the order of `READOUTS`."""
         return tuple([getattr(self, name) for name in READOUTS])
+
+    @cached_property
+    def read(self) -> tuple[Readout | None, ...]:
+        """What a worker reads: the results, and behind them what gates read of the prompt."""
+        gates = [edit for edit in self.edits if edit.prompt_from is not None]
+        if not gates:
+            return (*self.results, None)
+        taps = sorted({edit.taps[0] for edit in gates}, key=tap_order)
+        first = min(edit.prompt_from or 0 for edit in gates)
+        return (*self.results, PromptRead(lo=first, hi=self.n_prompt, read=tuple(taps)))
 
     def results_of(self, n_fed: int) -> dict[int, int]:
         """Positions that come, by kind of result, where so many tokens are fed to the model."""
@@ -163,7 +175,7 @@ class Envelope:
     @property
     def _kept(self) -> tuple[int, int, int] | None:
         """How many rows of a token are kept, and first and one past the last position, at most."""
-        parts = [part for part in self.results if part is not None]
+        parts = [part for part in self.read if part is not None]
         if not parts:
             return None
         taps = dict.fromkeys([tap for part in parts for tap in part.taps], 1)

@@ -124,9 +124,13 @@ def _once(kept: _Known, key: Hashable, make: Callable[[], Programs]) -> Programs
     return known
 
 
+_AROUND = ("positions", "phase", "when", "schedule")
+"""Fields that say when an edit acts, and how strongly, which gates know and its programs do not."""
+
+
 def content_of(edit: EditBase, width: SiteWidth, gate: int) -> Hashable:
     """What the programs of an edit depend on, tensors by their hashes."""
-    fields = {k: v for k, v in edit.__dict__.items() if k not in ("positions", "phase", "when")}
+    fields = {k: v for k, v in edit.__dict__.items() if k not in _AROUND}
     values = [v.sha256 if isinstance(v, TensorData) else v for v in fields.values()]
     return type(edit), edit.n_listed, width, gate, *values
 

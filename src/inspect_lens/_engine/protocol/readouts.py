@@ -155,6 +155,26 @@ def span_of(where: Sequence[int]) -> tuple[int, int, tuple[int, ...] | None]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PromptRead(Readout):
+    """What gates read of a prompt: it stays in the worker, and nothing comes of it."""
+
+    read: tuple[TapPoint, ...]
+    """The taps, each once, in tap order."""
+
+    @property
+    def taps(self) -> tuple[TapPoint, ...]:
+        return self.read
+
+    @property
+    def is_read_by_all_ranks(self) -> bool:
+        return True
+
+    @cached_property
+    def alike(self) -> bytes:
+        return written(self.read)
+
+
+@dataclass(frozen=True, kw_only=True)
 class CaptureEnvelope(Readout):
     """Rows to send back."""
 

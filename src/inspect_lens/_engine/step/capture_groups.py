@@ -18,6 +18,7 @@ from inspect_lens._engine.protocol.readouts import (
     LensEnvelope,
     LensForm,
     ProbesEnvelope,
+    PromptRead,
     Readout,
 )
 from inspect_lens._engine.readout.readers import ProbeReader, ProbeStore
@@ -29,6 +30,9 @@ _Key = tuple[tuple[_Rows, Hashable, bool] | None, ...]
 """Of each result the rows that it reads, of a token's at all taps, and what is made of them."""
 
 _KNOWN_MOST = 1024
+
+GATES = len(READOUTS)
+"""Behind the kinds of results, what gates read of prompts; see `Envelope.read`."""
 
 
 class _Wanted(NamedTuple):
@@ -51,6 +55,8 @@ class Result:
     """What probes make of rows."""
     lens: LensForm | None = None
     """What a logit lens makes of rows."""
+    gates: tuple[TapPoint, ...] = ()
+    """Taps whose rows gates of this worker read; then nothing is sent."""
     is_live: bool = False
     """Whether it is looked at as it comes."""
 
@@ -140,8 +146,8 @@ class Groups:
         self.taps: list[Longs] = []
         """Taps of each group, by number."""
         self._known: dict[tuple[bytes | None, ...], _Wanted] = {}
-        self._windows = tuple(Window() for _ in READOUTS)
-        """Of each result."""
+        self._windows = tuple(Window() for _ in range(GATES + 1))
+        """Of each result, and of what gates read."""
 
     def __getitem__(self, group: int) -> Group:
         return self._groups[group]
@@ -162,7 +168,7 @@ class Groups:
     def watch(self, table: RequestTable, slots: Longs, envelopes: Sequence[Envelope]) -> None:
         """Note which rows are wanted, all in all and for each result."""
         table.lo[slots], table.hi[slots] = np.iinfo(np.int64).max, 0
-        results = zip(*[envelope.results for envelope in envelopes], strict=True)
+        results = zip(*[envelope.read for envelope in envelopes], strict=True)
         # What other ranks read alone is none of this one's business.
         here = self._groups[int(table.group[slots[0]])].results
         for stream, (window, of_all) in enumerate(zip(self._windows, results, strict=True)):
@@ -178,7 +184,7 @@ class Groups:
     def watch_listed(self, table: RequestTable, slot: int, envelope: Envelope) -> None:
         """Note, beside, the positions that a request names."""
         here = self._groups[int(table.group[slot])].results
-        for stream, part in enumerate(envelope.results):
+        for stream, part in enumerate(envelope.read):
             if part is not None and part.positions is not None and stream in here:
                 positions = np.asarray(part.positions, dtype=np.int64)
                 self._windows[stream].listed[slot] = positions
@@ -218,11 +224,12 @@ class Groups:
             return known
         key: list[tuple[_Rows, Hashable, bool] | None] = []
         shares: list[tuple[int, int]] = []
-        for stream, asked in enumerate(envelope.results):
+        for stream, asked in enumerate(envelope.read):
             rows = () if asked is None else asked.rows
             here = [i for i, row in enumerate(rows) if row.tap in self._tap_index]
             mine = [i for i in here if rows[i].rank == self._rank]
-            shares.append((mine[0] if mine else 0, len(mine)))
+            if stream != GATES:
+                shares.append((mine[0] if mine else 0, len(mine)))
             read = here if asked is not None and asked.is_read_by_all_ranks else mine
             starts = [int(self._starts[self._tap_index[rows[i].tap]]) for i in read]
             own = tuple(start + rows[i].part for start, i in zip(starts, read, strict=True))
@@ -240,6 +247,8 @@ class Groups:
             return Result(ranks, readout=self._probes.readout(*made), is_live=is_live)
         if stream == LENS:
             return Result(ranks, lens=made)
+        if stream == GATES:
+            return Result(ranks, gates=made)
         return Result(ranks, form=made, is_live=is_live)
 
     def give(self, number: int) -> None:
@@ -269,5 +278,7 @@ def _made(stream: int, asked: Readout | None, taps: tuple[TapPoint, ...]) -> Has
         return asked.names, taps
     if isinstance(asked, LensEnvelope):
         return asked.form
+    if isinstance(asked, PromptRead):
+        return taps
     # Queries and keys are sent as they are.
     return Form.of(asked) if stream == ROWS and isinstance(asked, CaptureEnvelope) else None

@@ -245,7 +245,7 @@ class Sender:
                 return None
             for result in group.results.values():
                 is_combined = result.form is not None and result.form.combine is not None
-                if is_combined or result.lens is not None:
+                if is_combined or result.gates or result.lens is not None:
                     return None
                 if result.readout is None:
                     total += len(result.ranks) * block.n_tokens * row_bytes
@@ -284,10 +284,10 @@ class Sender:
             if result.readout is not None:
                 read = partial(result.readout, ranks=result.ranks)
                 made = self._copier.apply(read, rows)
-            elif result.lens is None:
+            elif result.lens is None and not result.gates:
                 made = self._copier.taps(rows, result.ranks).flatten(1, 2)
             else:
-                continue  # all ranks have read these together
+                continue  # all ranks have read these together, or gates have
             self._send(stream, result.form, block, made, path)
 
     def _send(

@@ -37,10 +37,11 @@ from inspect_lens._engine.readout.reduce import SumTable
 from inspect_lens._engine.tap import buffers
 from inspect_lens._engine.tap.buffers import TapState, maps_for
 from inspect_lens._engine.tap.edit_table import Bank, Steering
+from inspect_lens._engine.tap.prompt_gates import PromptReads
 from inspect_lens.errors import CapacityError, CaptureError
 from inspect_lens.spec import EnginePath, TapPoint
 
-from .capture_groups import Groups
+from .capture_groups import GATES, Groups
 from .exporter import Ring, Rounds, Sender
 
 logger = logging.getLogger("vllm.inspect_lens")
@@ -88,6 +89,8 @@ class LiveRequests:
         self.by_slot: dict[int, Request] = {}
         self.new: set[int] = set()
         """Slots of requests that no step has run yet."""
+        self.prompts: dict[int, PromptReads] = {}
+        """By slot: what gates read of prompts."""
 
     def take_up(self, coming: Mapping[str, Mapping[str, Any]]) -> dict[str, Exception]:
         """Enter requests that no step has run yet."""
@@ -132,6 +135,7 @@ class LiveRequests:
         self._sender.forget(slot)
         del self.by_key[request.key], self.by_slot[slot]
         self.new.discard(slot)
+        self.prompts.pop(slot, None)
         self.table.give(slot)
         self.drafts.remove(slot)
         self._numbers.give(request.key, request.number, is_over=request.is_over)
@@ -218,14 +222,18 @@ class LiveRequests:
             if envelope.edited.reads_ids:
                 self._bank.fed.check()
                 table.by_id.add(slot)
-            if envelope.edited.has_latches:
+            if envelope.edited.reads_positions:
                 table.latched.add(slot)
+            if envelope.edited.has_latches:
                 # One that was pre-empted keeps what its gates have decided.
                 if request.number in self._numbers.fresh:
                     self._bank.drop_history(request.key)
                     self._bank.reset(int(table.record[slot]))
                 record = int(table.record[slot])
                 self._bank.keep_history(request.key, record, envelope, self._tap_index)
+                reads = self._bank.prompt_reads(request.key)
+                if reads is not None and not reads.is_decided:
+                    self.prompts[slot] = reads
             if steering.named is not None:
                 table.named[slot] = steering.named
         if group is not None:
@@ -452,6 +460,8 @@ class Stepper:
         if plan is None:
             return
         try:
+            if self._live.prompts:
+                self._read_prompts()
             if self._is_exporting:
                 self._sender.announce()
                 self._numbers.note_fed(self._steered, path)
@@ -471,6 +481,35 @@ class Stepper:
             self._plan = None
             if self._repeat is None:
                 self.disarm()
+
+    def _read_prompts(self) -> None:
+        """Have gates read what the step has computed of prompts."""
+        blocks, first_row = self._rounds.current()
+        for block in blocks:
+            if (result := self._groups[block.group].results.get(GATES)) is None:
+                continue
+            cut = self._groups.cut(block, GATES)
+            index, counts, first = cut[:3] if cut else (None, block.counts, block.first)
+            ends = np.cumsum(counts)
+            at = first_row + block.base + block.n_tokens * np.asarray(result.ranks)
+            for i, slot in enumerate(block.slots.tolist()):
+                reads, n = self._live.prompts.get(slot), int(counts[i])
+                if reads is None or not n:
+                    continue
+                # Rows of one request lie side by side.
+                begin = int(ends[i]) - n
+                starts = at + (begin if index is None else int(index[begin]))
+                rows = {
+                    tap: self.state.ring[row : row + n]
+                    for tap, row in zip(result.gates, starts.tolist(), strict=True)
+                }
+                try:
+                    self._bank.read_prompt(reads, int(first[i]), rows)
+                except Exception as error:  # noqa: BLE001 - a fault fails its own request
+                    self._fail_slots([slot], error)
+                else:
+                    if reads.is_decided:
+                        self._live.prompts.pop(slot, None)
 
     def _fail_overflown(self) -> None:
         """Fail requests with a row that a tap left as it was; a GPU tells some steps later."""

@@ -30,6 +30,7 @@ from inspect_lens.errors import CapacityError, UnsupportedError
 from inspect_lens.spec import LARGEST_NORM, N_REGISTERS, Instruction, Kind, TapPoint
 
 from .histories import Fed, Latches
+from .prompt_gates import N_PROMPT_ROWS, PromptGate, PromptReads
 
 _NO_HISTORY: tuple[tuple[Any, ...], list[int]] = ((), [])
 
@@ -116,6 +117,8 @@ class Bank:
         """By content: the steering, and how many requests have it."""
         self._histories: dict[str, tuple[tuple[Any, ...], list[int]]] = {}
         """By request, pre-empted ones too: whose decisions are kept, and their first rows."""
+        self._prompts: dict[str, PromptReads] = {}
+        """By request, as above: what its gates have read of its prompt."""
         self.config_taps = np.zeros((rows, taps), dtype=np.bool_)
         """(configurations, taps); whether a configuration steers at a tap."""
         self._new_vectors: dict[int, Row] = {}
@@ -179,8 +182,9 @@ class Bank:
     def keep_history(
         self, key: str, record: int, envelope: Envelope, tap_index: Mapping[TapPoint, int]
     ) -> None:
-        """Make room for what the running gates of a request decide, unless it has it already."""
-        mine = [e for e in envelope.edits if e.room and e.taps[0] in tap_index]
+        """Make room for what gates of a request keep, unless it has it already."""
+        mine = [e for e in envelope.edits if e.latch is not None and e.taps[0] in tap_index]
+        mine = [e for e in mine if e.room or e.prompt_from is not None]
         wanted = record, *[(e.latch, e.lo, e.room) for e in mine]
         if not mine or (key in self._histories and self._histories[key][0] == wanted):
             return
@@ -188,19 +192,44 @@ class Bank:
         held: list[int] = []
         self._histories[key] = wanted, held
         for edit in mine:
-            assert edit.latch is not None
-            n = history_rows(edit.room, self._width)
+            n = history_rows(edit.room, self._width) if edit.room else N_PROMPT_ROWS
             row, _ = self._vectors.take(("history", key, edit.latch), n)
             held.append(row)
-            values = np.full((n, self._width), np.nan, dtype=np.float32)
-            head = values.reshape(-1)[:HEAD]
-            head[:] = 0
-            head[[FIRST, ROOM, AVERAGE]] = edit.lo, edit.room, np.nan
+            if edit.room:
+                values = np.full((n, self._width), np.nan, dtype=np.float32)
+                head = values.reshape(-1)[:HEAD]
+                head[:] = 0
+                head[[FIRST, ROOM, AVERAGE]] = edit.lo, edit.room, np.nan
+            else:
+                assert edit.first is not None
+                assert edit.first.read is not None
+                values = np.stack([np.zeros_like(edit.first.read), edit.first.read])
             self._new_vectors.update(enumerate(values, row))
-            self._tensors.latches.history[record, edit.latch].fill_(row)
+            if edit.room:
+                self._tensors.latches.history[record, edit.latch].fill_(row)
+            else:
+                reads = self._prompts.setdefault(key, PromptReads(record, envelope.n_prompt))
+                reads.gates.append(PromptGate(edit, row))
+
+    def prompt_reads(self, key: str) -> PromptReads | None:
+        """What gates of a request read of its prompt, also of one that has come back."""
+        return self._prompts.get(key)
+
+    def read_prompt(
+        self, reads: PromptReads, first: int, rows: Mapping[TapPoint, torch.Tensor]
+    ) -> None:
+        """Have gates read rows of a prompt, and decide when the last of them has come.
+
+        Args:
+            reads: of the request.
+            first: position of the first row.
+            rows: (tokens, width), by tap.
+        """
+        reads.read(self._tensors.vectors, self._tensors.latches, first, rows)
 
     def drop_history(self, key: str) -> None:
         """Give back the room of a request that will not come back; most have none."""
+        self._prompts.pop(key, None)
         for row in self._histories.pop(key, _NO_HISTORY)[1]:
             self._vectors.give(row)
 
@@ -253,6 +282,8 @@ def _check_gates(envelope: Envelope, tap_index: dict[TapPoint, int]) -> None:
         if any(tap in tap_index for tap in edit.taps):
             for one in (one for at in edit.programs for program in at for one in program):
                 (read if one.kind >= Kind.GATE else used).add(one.gate)
+                if one.kind == Kind.JOIN:
+                    read.add(int(one.params[1]))
     if used - read - {-1}:
         raise UnsupportedError(
             "edits: a gate (when) is read on another stage of the pipeline than its edit; read it "
@@ -283,10 +314,10 @@ Share = tuple[int, int]
 """The numbers of a row that a rank has: where they begin, and how many they are."""
 Content = TypeVar("Content")
 
-SEES_EDITS = 1 << 4
+SEES_EDITS = 1 << 5
 """Bit of an entry's code: it reads the stream as the entries before it left it. The bits below
 are its `Kind`, those above the register of its gate, counted from 1."""
-GATE_SHIFT = 5
+GATE_SHIFT = 6
 
 
 _Term = tuple[int, int, int]
@@ -333,7 +364,7 @@ class Placing:
         """By tap: parts that act there, and which of their layers."""
         for i, part in enumerate(parts):
             for layer, tap in enumerate(part.spec.taps):
-                if tap in tap_index:
+                if tap in tap_index and part.spec.prompt_from is None:
                     self._at_tap.setdefault(tap_index[tap], []).append((i, layer))
         self._seen: dict[tuple[int | None, ...], int] = {}
         self._placed: dict[tuple[_Term, ...], int] = {}
@@ -385,7 +416,13 @@ class Placing:
 
     def _instruction(self, one: Instruction, link: int, share: Share) -> int:
         code = int(one.kind) | (SEES_EDITS if one.sees_edits else 0) | (one.gate + 1) << GATE_SHIFT
-        read, write = self._row(one.read, share), self._row(one.write, share)
+        of_read, of_write = share, share
+        if one.kind > Kind.TOKEN_GATE and one.read is not None:
+            # The stream is whole on each rank, and a schedule is no row of it.
+            of_read = 0, len(one.read)
+        if one.kind >= Kind.GATE and one.write is not None:
+            of_write = 0, len(one.write)
+        read, write = self._row(one.read, of_read), self._row(one.write, of_write)
         return self._entry(code, read, write, link, one.params)
 
     def _entry(self, code: int, read: int, write: int, link: int, params: tuple[float, ...]) -> int:

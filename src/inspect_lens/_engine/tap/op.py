@@ -62,16 +62,23 @@ def edit_rows(
             directions = vectors_at(bank, read, width)
             x = (directions * seen).sum(-1, keepdim=True)
         kind = (code & (SEES_EDITS - 1)).unsqueeze(-1)
-        factor, share, gate, score = _maps(kind, bank.params[entry], x, norm, before)
+        latent = _latents(bank, kind, write)
+        factor, share, gate, score = _maps(kind, bank.params[entry], x, norm, before, latent)
         register = (code >> GATE_SHIFT).long() - 1
         gate = gate.squeeze(-1)
         if bool((kind == Kind.TOKEN_GATE).any()):
             named = (directions == (bank.fed.ids[index] + 1).unsqueeze(-1)).any(-1)
             is_open = (named != (bank.params[entry][:, 0] != 0)).to(gate.dtype)
             gate = torch.where(kind.squeeze(-1) == Kind.TOKEN_GATE, is_open, gate)
+        if bool((kind == Kind.SCHEDULE).any()):
+            planned = _planned(bank, read, bank.params[entry], positions)
+            gate = torch.where(kind.squeeze(-1) == Kind.SCHEDULE, planned, gate)
         found = gate, score.squeeze(-1)
         _note(bank, kind.squeeze(-1), register, owned, found, bank.params[entry])
         gates = _gates(bank, register, owned).unsqueeze(-1)
+        joins = kind.squeeze(-1) == Kind.JOIN
+        if bool(joins.any()):
+            _join(bank, index[joins], bank.params[entry][joins], gates[joins, 0])
         delta += vectors_at(bank, write, width) * (factor * gates)
         is_part = (kind == Kind.PART) & (read != 0).unsqueeze(-1)
         if bool(is_part.any()):
@@ -135,6 +142,40 @@ def _gates(bank: BankTensors, register: torch.Tensor, owned: _Owned) -> torch.Te
     return gates
 
 
+def _latents(
+    bank: BankTensors, kind: torch.Tensor, write: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Which tokens have a gate of a latent; what it adds to the product, and above what it counts.
+
+    Each is (tokens, 1); see `Kind.GATE`.
+    """
+    is_latent = (kind >= Kind.GATE) & (write != 0).unsqueeze(-1)
+    two = bank.vectors[write.long(), :2]
+    return is_latent, two[:, :1], two[:, 1:]
+
+
+def _planned(
+    bank: BankTensors, read: torch.Tensor, params: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """(tokens,); the factors that schedules have for them; anything for tokens without one."""
+    last = (params[:, 0].long() - 1).clamp(min=0)
+    at = (positions - params[:, 1].long()).clamp(min=0).minimum(last)
+    flat = bank.vectors.view(-1)
+    start = read.long() * bank.vectors.shape[1]
+    return flat[(start + at).clamp(max=len(flat) - 1)]
+
+
+def _join(
+    bank: BankTensors, places: torch.Tensor, params: torch.Tensor, gates: torch.Tensor
+) -> None:
+    """Join what is in registers with gates; see `Kind.JOIN`."""
+    how, to, is_denied = params[:, 0], params[:, 1].long(), params[:, 2] != 0
+    value = torch.where(is_denied, 1 - gates, gates)
+    held = bank.registers[places, to]
+    several = torch.where(how == 1, held * value, torch.maximum(held, value))
+    bank.registers[places, to] = torch.where(how == 0, value, several)
+
+
 def vectors_at(bank: BankTensors, numbers: torch.Tensor, width: int) -> torch.Tensor:
     """Directions by their numbers; zeros for number 0."""
     first, n = numbers.long(), -(-width // bank.vectors.shape[1])
@@ -152,6 +193,7 @@ def _maps(
     x: torch.Tensor,
     norm: torch.Tensor,
     before: torch.Tensor,
+    latent: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Factor of what is written, share of the stream that is added to itself, gate, and score."""
     a, b, c, d = params.unsqueeze(-1).unbind(1)
@@ -179,6 +221,8 @@ def _maps(
     is_cosine = (kind == Kind.COSINE_GATE) | (kind == Kind.COSINE_LATCH)
     is_cosine = is_cosine | (kind == Kind.COSINE_RUNNING)
     at = torch.where(is_cosine, x / safe, x)
+    is_latent, added, above = latent
+    at = torch.where(is_latent, torch.where(at + added <= above, zero, at + added), at)
     step = (at > b).to(x.dtype)
     gate = torch.where(torch.isinf(a), step, torch.sigmoid(a * (at - b)))
     return factor, share, gate, at

@@ -31,7 +31,8 @@ LATENT_SET = tl.constexpr(int(Kind.LATENT_SET))
 LATENT_ADD = tl.constexpr(int(Kind.LATENT_ADD))
 BLEND, PART = tl.constexpr(int(Kind.BLEND)), tl.constexpr(int(Kind.PART))
 RENORM = tl.constexpr(int(Kind.RENORM))
-TOKEN_GATE = tl.constexpr(int(Kind.TOKEN_GATE))
+TOKEN_GATE, JOIN = tl.constexpr(int(Kind.TOKEN_GATE)), tl.constexpr(int(Kind.JOIN))
+SCHEDULE = tl.constexpr(int(Kind.SCHEDULE))
 GATE, COSINE_GATE = tl.constexpr(int(Kind.GATE)), tl.constexpr(int(Kind.COSINE_GATE))
 LATCH, COSINE_LATCH = tl.constexpr(int(Kind.LATCH)), tl.constexpr(int(Kind.COSINE_LATCH))
 RUNNING = tl.constexpr(int(Kind.RUNNING))
@@ -254,6 +255,12 @@ def _tap(  # noqa: C901, PLR0915
                         histories + record * N_LATCHES + lasts, mask=lasting >= N_LATCHES, other=0
                     )
                     start = vectors + kept.to(tl.int64) * ROW
+                    if kind >= GATE:  # noqa: SIM102
+                        if write != 0:
+                            # A latent: what is added, and above what it counts.
+                            two = vectors + write.to(tl.int64) * ROW
+                            at_gate += tl.load(two)
+                            at_gate = tl.where(at_gate <= tl.load(two + 1), 0.0, at_gate)
                     if kind >= RUNNING:
                         _decide(start, position, note, at_gate, a, b, c, d)
                     elif kind >= LATCH:
@@ -267,6 +274,10 @@ def _tap(  # noqa: C901, PLR0915
                         named = tl.max(tl.where(direction == fed_id, 1.0, 0.0), axis=0)
                         value = tl.where(a > STEEPEST, step, smooth)
                         value = tl.where(is_by_id, tl.abs(named - a), value)
+                        if kind == SCHEDULE:
+                            past = tl.minimum(position - b.to(tl.int32), a.to(tl.int32) - 1)
+                            past = tl.maximum(past, 0)
+                            value = tl.load(vectors + read.to(tl.int64) * ROW + past)
                         tl.store(gates, value)
                         # A later entry of this tap may read it.
                         tl.debug_barrier()
@@ -277,6 +288,16 @@ def _tap(  # noqa: C901, PLR0915
                     if lasting >= N_LATCHES:
                         # Behind those blocks whose gates decide on the token they read.
                         gate = _decided(start, position - tl.where(lasting < 2 * N_LATCHES, 0, 1))
+                    if kind == JOIN:
+                        to = registers + token.to(tl.int64) * N_REGISTERS + b.to(tl.int32)
+                        operand = tl.where(c != 0, 1.0 - gate, gate)
+                        held = tl.load(to)
+                        several = tl.where(a == 1, held * operand, tl.maximum(held, operand))
+                        # All threads have loaded before one of them stores.
+                        tl.debug_barrier()
+                        tl.store(to, tl.where(a == 0, operand, several))
+                        # A later entry of this tap may read it.
+                        tl.debug_barrier()
                     delta += written * (y * gate)
                     if (share != 0) | (kind == PART):
                         shares = tl.where(kind == PART, -a * direction, share)

@@ -458,9 +458,9 @@ def _placed(compiled: Compiled, params: Any, *, n_prompt: int | None, max_tokens
         raise
     if request.skip_reading_prefix_cache is False and _needs_whole_prompt(envelope):
         raise SpecError(
-            "skip_reading_prefix_cache=false beside a capture, a lens, output_qk or a probe of "
-            "prompt tokens: cached tokens have no rows; leave it out, or ask for "
-            "positions='completion'"
+            "skip_reading_prefix_cache=false beside a capture, a lens, output_qk, a probe or a "
+            "gate of prompt tokens: cached tokens have no rows; leave it out, or ask for "
+            "positions='completion', and of a gate for reads='last_prompt'"
         )
     packed = envelope.pack(front.folder)
     if reads is not None:
@@ -498,7 +498,7 @@ def _needs_whole_prompt(envelope: Envelope) -> bool:
 
     vLLM always computes the last prompt token.
     """
-    return any(part is not None and part.lo < envelope.n_prompt - 1 for part in envelope.results)
+    return any(part is not None and part.lo < envelope.n_prompt - 1 for part in envelope.read)
 
 
 def _prompt_tokens(prompt: Any) -> tuple[bool, Sequence[int] | None]:

@@ -124,7 +124,7 @@ def reuse_of(packed: Mapping[str, Any]) -> Reuse | None:
 def _is_kept(envelope: Envelope, core: Any) -> bool:
     """Whether the rows that a request wants of its prompt are of the kind that is kept."""
     capture, last = envelope.capture, envelope.n_prompt - 1
-    others = [p for p in envelope.results if p is not None and p is not capture]
+    others = [p for p in envelope.read if p is not None and p is not capture]
     return (
         capture is not None
         and capture.positions is None

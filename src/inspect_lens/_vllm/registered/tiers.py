@@ -131,4 +131,10 @@ def compose(
         "edits_named": (), "configs": (), "server": None,
         "probes": (*uses.values(), *(() if server is None else server.probes)),
     }  # fmt: skip
+    if server is not None and request.open_gates:
+        # A client that opens what the operator's own rules deny would leave their edits out.
+        rules = [edit.when for edit in edits[: receipts[0].edits] if edit.when is not None]
+        denied = {key for rule in rules for key in rule.denied}
+        opened = tuple(key for key in request.open_gates if key not in denied)
+        request = request.model_copy(update={"open_gates": opened})
     return request.model_copy(update=changes), Tiers(tuple(receipts), len(uses))

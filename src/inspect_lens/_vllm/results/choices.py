@@ -218,6 +218,8 @@ def _gate_receipts(envelope: Envelope, collected: Collected, n_fed: int) -> tupl
             if at is not None and (decides_on := edit.decides_on) is not None:
                 n_read = n_fed - envelope.n_prompt - decides_on
                 behind = open_among(collected.open_at.get(latch, 0), n_read)
+            if edit.is_open:
+                behind = n_fed - envelope.n_prompt
             made.append(
                 GateReceipt(
                     layer=edit.layers[0],
@@ -225,6 +227,8 @@ def _gate_receipts(envelope: Envelope, collected: Collected, n_fed: int) -> tupl
                     fired_at=at,
                     n_tokens=behind,
                     sha256=edit.sha256,
+                    began_open=edit.is_open,
+                    key=edit.key or None if edit.is_open or at is not None else None,
                 )
             )
     return tuple(made)

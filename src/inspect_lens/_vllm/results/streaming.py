@@ -147,6 +147,8 @@ class Streaming:
                         fired_at=fired[latch],
                         n_tokens=None,
                         sha256=edit.sha256,
+                        began_open=edit.is_open,
+                        key=edit.key or None,
                     )
                 )
         return tuple(made)

@@ -309,8 +309,6 @@ def _install(start: Start) -> str:
     lag = max(LAG, config.parallel_config.pipeline_parallel_size + 1)
     is_first = is_exporting_rank()
     has_shares = any(facts.width_of(tap.site).shards > 1 for tap in here)
-    # A lens reads rows on all ranks, each with its part of the vocabulary.
-    is_exporting = is_first or has_shares or not facts.no_lens
     state = _allocate(worker, facts, settings, here, lag)
     for index, point in enumerate(here):
         block, width = blocks[point.layer], facts.width_of(point.site)
@@ -335,7 +333,7 @@ def _install(start: Start) -> str:
     if {"q", "k"} <= set(facts.sites):
         heads = int(config.model_config.get_total_num_kv_heads())
         exporter.attention = msgspec.msgpack.encode(attention_facts(blocks, heads))
-    stepper = RequestStepper(state, exporter, is_exporting=is_exporting, lag=lag, rank=tp_rank())
+    stepper = RequestStepper(state, exporter, lag=lag, rank=tp_rank())
     widths = {facts.width_of(tap.site) for tap in here}
     # Not before the stepper has told taps where they note faults.
     warm_up(state, {w.width // w.shards for w in widths} - {facts.hidden})

@@ -61,7 +61,8 @@ def gates(draw: st.DrawFn) -> tuple[int, dict[str, Any]]:
     """Layer and options of a running gate."""
     scope: Literal["token", "next", "rest"] = draw(st.sampled_from(("token", "next", "rest")))
     ema = draw(st.sampled_from((0.2, 0.7, 1.0) if scope == "rest" else (None, 0.2, 0.7, 1.0)))
-    options: dict[str, Any] = {"scope": scope, "ema": ema, "cosine": draw(st.booleans())}
+    options: dict[str, Any] = {"scope": scope, "ema": ema}
+    options["similarity"] = draw(st.sampled_from(("dot", "cosine")))
     how = draw(st.sampled_from(("step", "smooth", "hysteresis")))
     if scope != "rest" and how == "smooth":
         options["sharpness"] = 2.0
@@ -98,7 +99,7 @@ def test_a_running_gate_is_its_twin_however_tokens_come(
     scores = np.empty(N_FED - N_PROMPT)
     for i in range(len(scores)):
         row = read[N_PROMPT + i]
-        over = np.linalg.norm(row) * np.linalg.norm(u) if options["cosine"] else 1.0
+        over = np.linalg.norm(row) * np.linalg.norm(u) if options["similarity"] == "cosine" else 1.0
         scores[i] = row @ u / over
     factors, opens = expected_gate(gate, scores)
     wanted[N_PROMPT:] += factors[:, None] * v

@@ -19,7 +19,6 @@ from inspect_lens.spec import (
     Add,
     Clamp,
     EditBase,
-    Gate,
     Kind,
     LensRequest,
     Replace,
@@ -163,13 +162,6 @@ def test_a_worker_that_cannot_read_ids_says_so() -> None:
         (
             {"positions": {"token_ids": [1], "among": "completion"}, "phase": "prefill"},
             "selects no token",
-        ),
-        (
-            {
-                "positions": {"token_ids": [1], "among": "completion"},
-                "when": Gate(direction=V, layer=0),
-            },
-            "an edit has one",
         ),
     ],
 )
