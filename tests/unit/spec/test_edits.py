@@ -117,7 +117,7 @@ def test_a_running_gate_says_what_it_cannot_be() -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"scope": "next", "reads": "completion"}, "reads beside scope='next'"),
         ({"scope": "rest", "closes_below": -1.0}, "gates stay open"),
-        ({"scope": "rest", "reads": "last_prompt", "ema": 0.5}, "reads one token"),
+        ({"scope": "rest", "reads": "last_prompt", "ema": 0.5}, "that is read once"),
         ({"closes_below": 0.0}, "closes_below=0 is not below threshold=0"),
         ({"closes_below": -1.0, "sharpness": 2.0}, "closes_below beside sharpness"),
         ({"ema": 0.0}, "greater than 0"),
