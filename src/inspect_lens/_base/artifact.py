@@ -14,22 +14,26 @@ import json
 import os
 import re
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
 from inspect_lens._base.shipped import shipped_root
 from inspect_lens._base.untrusted import parse_json, read_regular
-from inspect_lens.errors import ArtifactError
+from inspect_lens.errors import ArtifactError, SpecError
+
+Made = TypeVar("Made")
 
 CARD_FILE = "card.json"
 _KEY = "inspect_lens"
@@ -64,11 +68,17 @@ def package_version() -> str:
 
 
 class ArtifactCard(BaseModel):
-    """What cards of vectors and lenses have alike."""
+    """What cards of probes, vectors and lenses have alike."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    HEADER: ClassVar[frozenset[str]]
+    """Fields that decide what the tensors mean, which their file repeats."""
 
     name: str = Field(min_length=1, description="`<model>/<name>`, its folder by custom.")
+    layers: tuple[int, ...] = Field(
+        min_length=1, description="Layers that the tensors are of, ascending and 0-based."
+    )
+    hidden: int = Field(gt=0, description="Width of the residual stream.")
     source: str = Field("", description="Paper or code that the method comes from.")
     notes: tuple[str, ...] = Field((), description="What a reader should know besides.")
     inspect_lens_version: str = Field(
@@ -78,6 +88,17 @@ class ArtifactCard(BaseModel):
     created: datetime = Field(
         default_factory=lambda: datetime.now(UTC).replace(microsecond=0), description="When."
     )
+
+    @field_validator("layers")
+    @classmethod
+    def _ascending(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if list(value) != sorted(set(value)) or value[0] < 0:
+            raise ValueError(f"{value} is not ascending, unique and 0-based; sort the layers")
+        return value
+
+    def header(self) -> dict[str, Any]:
+        """What the tensors' file repeats, as JSON values."""
+        return self.model_dump(mode="json", include=set(self.HEADER))
 
     def render(
         self, facts: Sequence[tuple[str, str]], sections: Sequence[str], *, digest: tuple[str, str]
@@ -98,6 +119,92 @@ class ArtifactCard(BaseModel):
         parts = [f"# {self.name}", getattr(self, "description", ""), table, *sections]
         parts += ["## Notes", notes] if notes else []
         return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def read_only(name: str, given: ArrayLike, dtype: DTypeLike = np.float32) -> NDArray[Any]:
+    """A tensor as an array that nobody writes to; SpecError where it is not finite."""
+    array = np.array(given, dtype=dtype)
+    if not np.isfinite(array).all():
+        raise SpecError(
+            f"{name}: holds NaN or infinity; allowed are finite numbers; check the data that it "
+            "was fitted on, and the learning rate"
+        )
+    array.setflags(write=False)
+    return array
+
+
+class Artifact(ABC):
+    """What probes, vectors and lenses have alike: a card, tensors, and a folder with both."""
+
+    KIND: ClassVar[ArtifactKind]
+    card: Any
+    path: Path | None
+
+    @abstractmethod
+    def _in_file(self) -> Mapping[str, NDArray[Any]]:
+        """The tensors of the safetensors file, by name."""
+
+    @abstractmethod
+    def _render(self, digest: str) -> str:
+        """Content of `card.md`."""
+
+    @property
+    def name(self) -> str:
+        """`<model>/<name>`."""
+        return str(self.card.name)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers of the card, ascending."""
+        return tuple(self.card.layers)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of the safetensors file: tensors, and all that decides what they mean."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    def to_bytes(self) -> bytes:
+        """Content of the safetensors file; what is equal gives equal bytes."""
+        return encode_tensors(self.KIND, self._in_file(), self.card.header())
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the safetensors file, `card.json` and `card.md`, each whole or not at all.
+
+        Args:
+            folder: made when missing; `<model>/<name>` below `probes`, `vectors` or `lenses` by
+                custom.
+
+        Returns:
+            The folder.
+        """
+        return write_artifact(self.KIND, Path(folder), self.to_bytes(), self.card, self._render)
+
+    def _freeze(self, half: Sequence[str] = (), **shapes: tuple[int, ...]) -> None:
+        """Judge the tensors that are fields; those of `half` may be float16."""
+        for name, shape in shapes.items():
+            given = np.asarray(getattr(self, name))
+            stays = name in half and given.dtype == np.float16
+            array = read_only(name, given, np.float16 if stays else np.float32)
+            if array.shape != shape:
+                raise SpecError(
+                    f"{name}: shape {array.shape}; allowed is {shape} for layers {self.layers} of "
+                    f"width {self.card.hidden}; give one row per layer of the card"
+                )
+            object.__setattr__(self, name, array)
+
+    def _repr_params_(self) -> str | dict[str, str]:
+        """What Inspect logs for this object: a path that it can load again, else its identity."""
+        if self.path is not None:
+            return str(self.path)
+        return {"name": self.name, "sha256": self.sha256}
+
+
+def from_files(make: Callable[..., Made], folder: Path, **values: Any) -> Made:
+    """Make what the files of a folder hold; what does not fit is their fault."""
+    try:
+        return make(**values, path=folder)
+    except SpecError as error:
+        raise ArtifactError(f"{folder}: {error}") from None
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -150,7 +257,7 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def encode_tensors(
-    kind: ArtifactKind, tensors: Mapping[str, NDArray[np.float32]], header: Mapping[str, Any]
+    kind: ArtifactKind, tensors: Mapping[str, NDArray[Any]], header: Mapping[str, Any]
 ) -> bytes:
     """Content of the safetensors file."""
     contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
@@ -205,7 +312,6 @@ def write_artifact(
     folder: Path,
     content: bytes,
     card: BaseModel,
-    *,
     render: Callable[[str], str],
 ) -> Path:
     """Write the three files; the card comes last among those that are read back."""

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from inspect_lens._base.artifact import (
+    Artifact,
     ArtifactCard,
     ArtifactKind,
     decode_tensors,
-    encode_tensors,
     find_artifact,
+    from_files,
     markdown_table,
     read_artifact,
-    write_artifact,
 )
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import ModelRef
@@ -64,14 +64,12 @@ class LensQuality(BaseModel):
 class LensCard(ArtifactCard):
     """Facts about a lens; saved as `card.json`, rendered as `card.md`."""
 
+    HEADER = frozenset({"name", "kind", "n_layers", "layers", "hidden", "model"})
+
     kind: LensKind
     """`tuned`: `h + A h + b`; `jacobian`: `J h`."""
     n_layers: int = Field(gt=0)
     """Decoder layers of the model."""
-    layers: Annotated[tuple[int, ...], Field(min_length=1)]
-    """Layers that it translates, ascending, 0-based."""
-    hidden: int = Field(gt=0)
-    """Width of the residual stream."""
     model: ModelRef | None = None
     training: LensTraining | None = None
     quality: tuple[LensQuality, ...] = ()
@@ -82,11 +80,8 @@ class LensCard(ArtifactCard):
     @model_validator(mode="after")
     def _check(self) -> Self:
         layers = self.layers
-        if list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= self.n_layers:
-            raise ValueError(
-                f"layers {layers} of {self.n_layers}; allowed are 0 to {self.n_layers - 1}, "
-                "ascending and each once"
-            )
+        if layers[-1] >= self.n_layers:
+            raise ValueError(f"layers {layers}; allowed are 0 to {self.n_layers - 1}")
         if unknown := {one.layer for one in self.quality} - set(layers):
             raise ValueError(f"quality names layers {sorted(unknown)}, which are none of {layers}")
         return self
@@ -102,35 +97,7 @@ LENS: Final = ArtifactKind(
 )
 
 
-def read_lens_files(path: Path) -> tuple[Path, dict[str, Any], LensCard]:
-    """Folder, tensors and card, checked against each other."""
-    folder, content, card = read_artifact(LENS, path, LensCard.model_validate)
-    tensors: dict[str, Any] = decode_tensors(
-        LENS,
-        content,
-        _header(card),
-        folder,
-        allowed=("matrix", "bias") if card.kind == "tuned" else ("matrix",),
-        exact=True,
-        what=f"a {card.kind} lens",
-        dtypes=("float32", "float16"),
-    )
-    return folder, tensors, card
-
-
-def write_lens_files(folder: Path, tensors: dict[str, NDArray[Any]], card: LensCard) -> Path:
-    """Write the three files; the card comes last among those that are read back."""
-    content = encode_tensors(LENS, tensors, _header(card))
-    return write_artifact(LENS, folder, content, card, render=lambda digest: _render(card, digest))
-
-
-def _header(card: LensCard) -> dict[str, Any]:
-    """What decides what the tensors mean, as JSON values."""
-    values = card.model_dump(mode="json")
-    return {key: values[key] for key in ("name", "kind", "n_layers", "layers", "hidden", "model")}
-
-
-def _render(card: LensCard, digest: str) -> str:
+def _rendered(card: LensCard, digest: str) -> str:
     facts: list[tuple[str, str]] = [("kind", card.kind), ("hidden", str(card.hidden))]
     if card.training:
         t = card.training
@@ -153,7 +120,7 @@ def _render(card: LensCard, digest: str) -> str:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Lens:
+class Lens(Artifact):
     """A tuned or Jacobian lens: one translation per layer, with a card.
 
     A row `h` of a layer becomes `h + A h + b` (tuned) or `J h` (jacobian). The model's final norm
@@ -183,6 +150,8 @@ class Lens:
         ```
     """
 
+    KIND: ClassVar[ArtifactKind] = LENS
+
     matrix: NDArray[np.float32] | NDArray[np.float16]
     card: LensCard
     bias: NDArray[np.float32] | None = None
@@ -190,32 +159,14 @@ class Lens:
 
     def __post_init__(self) -> None:
         card, n = self.card, len(self.card.layers)
-        given = np.asarray(self.matrix)
-        half = given.dtype == np.float16
-        found: dict[str, Any] = {"matrix": np.array(given, np.float16 if half else np.float32)}
         if (self.bias is None) != (card.kind == "jacobian"):
             raise SpecError(
                 f"bias: {'none' if self.bias is None else 'given'} of a {card.kind} lens; a tuned "
                 "lens has one, and a Jacobian lens has none"
             )
+        self._freeze(("matrix",), matrix=(n, card.hidden, card.hidden))
         if self.bias is not None:
-            found["bias"] = np.array(self.bias, np.float32)
-        shapes = {"matrix": (n, card.hidden, card.hidden), "bias": (n, card.hidden)}
-        for name, array in found.items():
-            if array.shape != shapes[name]:
-                raise SpecError(
-                    f"{name}: shape {array.shape}; allowed is {shapes[name]} for {n} layers of "
-                    f"width {card.hidden}"
-                )
-            if not np.isfinite(array).all():
-                raise SpecError(f"{name}: holds NaN or infinity; allowed are finite numbers")
-            array.setflags(write=False)
-            object.__setattr__(self, name, array)
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Layers that it translates, ascending."""
-        return self.card.layers
+            self._freeze(bias=(n, card.hidden))
 
     def translate(self, rows: ArrayLike, layer: int) -> NDArray[np.float32]:
         """Translate rows of a layer into rows for the final norm and the unembedding.
@@ -350,19 +301,11 @@ class Lens:
             tensors=tensors,
         )
 
-    def save(self, folder: str | Path) -> Path:
-        """Write `lens.safetensors`, `card.json` and `card.md`.
+    def _in_file(self) -> Mapping[str, NDArray[Any]]:
+        return {"matrix": self.matrix} | ({} if self.bias is None else {"bias": self.bias})
 
-        Args:
-            folder: made when missing.
-
-        Returns:
-            The folder.
-        """
-        tensors: dict[str, NDArray[Any]] = {"matrix": self.matrix}
-        if self.bias is not None:
-            tensors["bias"] = self.bias
-        return write_lens_files(Path(folder), tensors, self.card)
+    def _render(self, digest: str) -> str:
+        return _rendered(self.card, digest)
 
     def _at(self, layer: int) -> int:
         if layer not in self.layers:
@@ -395,5 +338,11 @@ def load_lens(lens: str | Path | Lens) -> Lens:
     """
     if isinstance(lens, Lens):
         return lens
-    folder, tensors, card = read_lens_files(find_artifact(LENS, lens))
-    return Lens(matrix=tensors["matrix"], bias=tensors.get("bias"), card=card, path=folder)
+    path = find_artifact(LENS, lens)
+    folder, content, card = read_artifact(LENS, path, LensCard.model_validate)
+    tensors = decode_tensors(
+        LENS, content, card.header(), folder, exact=True, what=f"a {card.kind} lens",
+        allowed=("matrix", "bias") if card.kind == "tuned" else ("matrix",),
+        dtypes=("float32", "float16"),
+    )  # fmt: skip
+    return from_files(Lens, folder, **tensors, card=card)

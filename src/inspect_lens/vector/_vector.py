@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Final, Self, TypeAlias
+from typing import Any, ClassVar, Final, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from inspect_lens._base.artifact import (
+    Artifact,
     ArtifactCard,
     ArtifactKind,
     decode_tensors,
-    encode_tensors,
     find_artifact,
+    from_files,
     markdown_table,
     read_artifact,
-    write_artifact,
 )
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import ModelRef
@@ -48,18 +46,16 @@ class VectorTraining(BaseModel):
 class VectorCard(ArtifactCard):
     """Facts about a vector; saved as `card.json`, rendered as `card.md`."""
 
+    HEADER = frozenset({"name", "layers", "layer", "hidden", "site", "model"})
+
     description: str = ""
     """What a positive scale does."""
     method: str = ""
     """How the direction was found, with its settings."""
 
-    layers: Annotated[tuple[int, ...], Field(min_length=1)]
-    """Layers that the vector has a direction for, ascending."""
     layer: int | None = None
     """The layer to steer at when nobody says; None where the vector has several and none was
     chosen."""
-    hidden: int = Field(gt=0)
-    """Width of the residual stream."""
     site: Site = RESID_POST
     """Where in the block the rows were captured, and where the vector is added."""
     positions: str = ""
@@ -75,10 +71,6 @@ class VectorCard(ArtifactCard):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
-            raise ValueError(
-                f"layers {self.layers} are not ascending, unique and 0-based; sort the layers"
-            )
         if self.layer is not None and self.layer not in self.layers:
             raise ValueError(f"layer {self.layer} is none of {self.layers}; choose one of these")
         for name in ("residual_norms", "separation"):
@@ -100,42 +92,7 @@ VECTOR: Final = ArtifactKind(
 )
 
 
-def encode_vector(tensors: dict[str, NDArray[np.float32]], card: VectorCard) -> bytes:
-    """Content of `vector.safetensors`."""
-    return encode_tensors(VECTOR, tensors, _header(card))
-
-
-def read_vector_files(path: Path) -> tuple[Path, dict[str, NDArray[np.float32]], VectorCard]:
-    """Folder, tensors and card, checked against each other."""
-    folder, content, card = read_artifact(VECTOR, path, VectorCard.model_validate)
-    tensors = decode_tensors(
-        VECTOR,
-        content,
-        _header(card),
-        folder,
-        allowed=("direction", "norm"),
-        exact=True,
-        what="a vector",
-    )
-    return folder, tensors, card
-
-
-def write_vector_files(
-    folder: Path, content: bytes, card: VectorCard, norms: Sequence[float]
-) -> Path:
-    """Write the three files; the card comes last among those that are read back."""
-    return write_artifact(
-        VECTOR, folder, content, card, render=lambda digest: _render(card, digest, norms)
-    )
-
-
-def _header(card: VectorCard) -> dict[str, Any]:
-    """What decides where and how the tensors are added, as JSON values."""
-    card_json = card.model_dump(mode="json")
-    return {key: card_json[key] for key in ("name", "layers", "layer", "hidden", "site", "model")}
-
-
-def _render(card: VectorCard, digest: str, norms: Sequence[float]) -> str:
+def _rendered(card: VectorCard, digest: str, norms: Sequence[float]) -> str:
     facts = [("method", card.method), ("site", card.site), ("hidden", str(card.hidden))]
     facts += [("layer", "" if card.layer is None else str(card.layer))]
     facts += [("positions", card.positions)]
@@ -162,7 +119,7 @@ _UNIT_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Vector:
+class Vector(Artifact):
     """A steering vector: a direction and a length for each layer, with a card.
 
     The length is the distance between the two classes along the direction, whatever method found
@@ -193,24 +150,16 @@ class Vector:
         ```
     """
 
+    KIND: ClassVar[ArtifactKind] = VECTOR
+
     direction: NDArray[np.float32]
     norm: NDArray[np.float32]
     card: VectorCard
     path: Path | None = field(default=None)
 
     def __post_init__(self) -> None:
-        n, hidden = len(self.card.layers), self.card.hidden
-        for name, shape in (("direction", (n, hidden)), ("norm", (n,))):
-            array = np.array(getattr(self, name), dtype=np.float32)
-            if array.shape != shape:
-                raise SpecError(
-                    f"{name}: shape {array.shape}; allowed is {shape} for layers "
-                    f"{self.card.layers} of width {hidden}; give one row per layer of the card"
-                )
-            if not np.isfinite(array).all():
-                raise SpecError(f"{name}: holds NaN or infinity; allowed are finite numbers")
-            array.setflags(write=False)
-            object.__setattr__(self, name, array)
+        n = len(self.card.layers)
+        self._freeze(direction=(n, self.card.hidden), norm=(n,))
         lengths = np.linalg.norm(self.direction.astype(np.float64), axis=1)
         if np.abs(lengths - 1.0).max() > _UNIT_TOLERANCE or not (self.norm > 0).all():
             raise SpecError(
@@ -248,24 +197,9 @@ class Vector:
         )
 
     @property
-    def name(self) -> str:
-        """`<model>/<name>`."""
-        return self.card.name
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Layers that the vector has a direction for, ascending."""
-        return self.card.layers
-
-    @property
     def site(self) -> Site:
         """Where in the block it is added."""
         return self.card.site
-
-    @cached_property
-    def sha256(self) -> str:
-        """Hash of `vector.safetensors`."""
-        return hashlib.sha256(self.to_bytes()).hexdigest()
 
     @property
     def label(self) -> str:
@@ -411,20 +345,11 @@ class Vector:
         }
         return replace(made, card=self.card.model_copy(update=facts))
 
-    def to_bytes(self) -> bytes:
-        """Content of `vector.safetensors`; equal vectors give equal bytes."""
-        return encode_vector({"direction": self.direction, "norm": self.norm}, self.card)
+    def _in_file(self) -> Mapping[str, NDArray[Any]]:
+        return {"direction": self.direction, "norm": self.norm}
 
-    def save(self, folder: str | Path) -> Path:
-        """Write `vector.safetensors`, `card.json` and `card.md`, each whole or not at all.
-
-        Args:
-            folder: made when missing; `vectors/<model>/<name>` by custom.
-
-        Returns:
-            The folder.
-        """
-        return write_vector_files(Path(folder), self.to_bytes(), self.card, self.norm.tolist())
+    def _render(self, digest: str) -> str:
+        return _rendered(self.card, digest, self.norm.tolist())
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -439,17 +364,12 @@ class Vector:
         Raises:
             ArtifactError: a file is missing or damaged, or they disagree.
         """
-        folder, tensors, card = read_vector_files(Path(path))
-        try:
-            return cls(**tensors, card=card, path=folder)
-        except SpecError as error:
-            raise ArtifactError(f"{folder}: {error}") from None
-
-    def _repr_params_(self) -> str | dict[str, str]:
-        """What Inspect logs for this object: a path that it can load again, else its identity."""
-        if self.path is not None:
-            return str(self.path)
-        return {"name": self.name, "sha256": self.sha256}
+        folder, content, card = read_artifact(VECTOR, Path(path), VectorCard.model_validate)
+        tensors = decode_tensors(
+            VECTOR, content, card.header(), folder, allowed=("direction", "norm"), exact=True,
+            what="a vector",
+        )  # fmt: skip
+        return from_files(cls, folder, **tensors, card=card)
 
     def _index(self, layer: int) -> int:
         if layer not in self.layers:

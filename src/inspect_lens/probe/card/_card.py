@@ -8,14 +8,13 @@ import hashlib
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from inspect_lens._base.artifact import package_version
+from inspect_lens._base.artifact import ArtifactCard
 from inspect_lens.errors import SpecError
 from inspect_lens.probe.pooling._pool import HeadSpec, is_learned, parse_head_pool, running_pool
 from inspect_lens.probe.statistics._measured import (
@@ -509,22 +508,15 @@ class Calibration(Record):
         return slope * score + (self.intercept or 0.0)
 
 
-class ProbeCard(Record):
+class ProbeCard(ArtifactCard):
     """Facts about a probe; saved as `card.json`, rendered as `card.md`."""
 
-    name: str = Field(min_length=1)
-    """`<model>/<name>`, its folder below `probes/`."""
+    HEADER = frozenset({"name", "layers", "hidden", "site", "positions", "pool", "model"})
+
     description: str = ""
     """What a large score means."""
     method: str = ""
     """How the direction was found, with its settings."""
-    source: str = ""
-    """Paper or code that the method comes from."""
-
-    layers: Annotated[tuple[int, ...], Field(min_length=1)]
-    """Layers that the probe reads, ascending; scores of several layers are averaged."""
-    hidden: int = Field(gt=0)
-    """Width of the residual stream."""
     site: Site = RESID_POST
     positions: Positions = "completion"
     """Tokens that the probe reads; the last sampled token, which is never fed to the model,
@@ -557,11 +549,16 @@ class ProbeCard(Record):
     recall_floor: float = Field(default=RECALL_FLOOR, ge=0.0, le=1.0)
     """Recall at the threshold below which `warnings` says that the probe misses too much."""
 
-    notes: tuple[str, ...] = ()
-    inspect_lens_version: str = Field(default_factory=package_version)
-    command: str = ""
-    """Command that made the probe."""
-    created: datetime = Field(default_factory=lambda: datetime.now(UTC).replace(microsecond=0))
+    def header(self) -> dict[str, Any]:
+        """What decides a score or a verdict, as JSON values."""
+        card = self.model_dump(mode="json")
+        header = {key: card[key] for key in self.HEADER}
+        header["thresholds"] = [[t.fpr, t.value] for t in self.thresholds]
+        if self.kind != "linear" or self.selection:
+            header |= {key: card[key] for key in ("kind", "head", "selection")}
+        if self.follow_up is not None:
+            header["follow_up"] = card["follow_up"]
+        return header
 
     @property
     def answer(self) -> Statistic:
@@ -598,13 +595,6 @@ class ProbeCard(Record):
                 if r.longer and not r.broken
             ]
         return tuple(said)
-
-    @field_validator("layers")
-    @classmethod
-    def _layers(cls, value: tuple[int, ...]) -> tuple[int, ...]:
-        if list(value) != sorted(set(value)) or value[0] < 0:
-            raise ValueError(f"{value} is not ascending, unique and 0-based; sort the layers")
-        return value
 
     @field_validator("positions", mode="before")
     @classmethod

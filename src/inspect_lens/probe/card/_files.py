@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,11 +11,8 @@ from numpy.typing import NDArray
 from inspect_lens._base.artifact import (
     ArtifactKind,
     decode_tensors,
-    encode_tensors,
     markdown_table,
-    read_artifact,
     with_interval,
-    write_artifact,
 )
 from inspect_lens.probe.statistics._compare import format_p_value
 from inspect_lens.probe.statistics._measured import (
@@ -252,46 +249,15 @@ _LINEAR = ("weight", "bias", "mean", "scale")
 _NEURAL = ("value", "bias", "mean", "scale")
 
 
-def encode_probe(tensors: dict[str, NDArray[np.float32]], card: ProbeCard) -> bytes:
-    """Content of `probe.safetensors`."""
-    return encode_tensors(PROBE, tensors, _header(card))
-
-
 def decode_probe(content: bytes, card: ProbeCard, folder: Path) -> dict[str, NDArray[np.float32]]:
     """Read `probe.safetensors` and compare it with the card."""
     linear = card.kind == "linear"
     return decode_tensors(
         PROBE,
         content,
-        _header(card),
+        card.header(),
         folder,
         allowed=_LINEAR if linear else _NEURAL,
         exact=linear,
         what=f"a {card.kind} probe",
     )
-
-
-def write_probe_files(folder: Path, content: bytes, card: ProbeCard) -> Path:
-    """Write the three files; the card comes last among those that are read back."""
-    return write_artifact(
-        PROBE, folder, content, card, render=lambda digest: render_card(card, sha256=digest)
-    )
-
-
-def read_probe_files(path: Path) -> tuple[Path, bytes, ProbeCard]:
-    """Read tensors and card and compare the hash."""
-    folder, content, card = read_artifact(PROBE, path, ProbeCard.model_validate)
-    return folder, content, card
-
-
-def _header(card: ProbeCard) -> dict[str, Any]:
-    """What decides a score or a verdict, as JSON values."""
-    card_json = card.model_dump(mode="json")
-    kept = ("name", "layers", "hidden", "site", "positions", "pool", "model")
-    header = {key: card_json[key] for key in kept}
-    header["thresholds"] = [[t.fpr, t.value] for t in card.thresholds]
-    if card.kind != "linear" or card.selection:
-        header |= {key: card_json[key] for key in ("kind", "head", "selection")}
-    if card.follow_up is not None:
-        header["follow_up"] = card_json["follow_up"]
-    return header

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
@@ -11,12 +11,13 @@ from typing import Any, Final, NamedTuple, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from inspect_lens._base.artifact import from_files, read_artifact
 from inspect_lens.errors import ArtifactError, LensError, SpecError
 from inspect_lens.probe.card._card import Calibration, ProbeCard
-from inspect_lens.probe.card._files import decode_probe, encode_probe, read_probe_files
+from inspect_lens.probe.card._files import PROBE, decode_probe
 from inspect_lens.spec import EngineProbe
 
-from ._neural import CardProbe, alarm_fields, frozen, require_finite
+from ._neural import CardProbe, alarm_fields, require_finite
 
 Floats = NDArray[np.float64]
 _POINTS: Final = 8
@@ -298,15 +299,7 @@ class Probe(CardProbe):
 
     def __post_init__(self) -> None:
         n, hidden = len(self.card.layers), self.card.hidden
-        shapes = {"weight": (n, hidden), "bias": (n,), "mean": (n, hidden), "scale": (n, hidden)}
-        for name, shape in shapes.items():
-            array = frozen(name, getattr(self, name))
-            if array.shape != shape:
-                raise SpecError(
-                    f"{name}: shape {array.shape}; allowed is {shape} for layers "
-                    f"{self.card.layers} of width {hidden}; give one row per layer of the card"
-                )
-            object.__setattr__(self, name, array)
+        self._freeze(weight=(n, hidden), bias=(n,), mean=(n, hidden), scale=(n, hidden))
         if not (self.scale > 0).all():
             raise SpecError(
                 "scale: holds values <= 0; allowed are positive numbers; use 1 for a constant "
@@ -457,12 +450,8 @@ class Probe(CardProbe):
         require_finite(total)
         return total
 
-    def to_bytes(self) -> bytes:
-        """Content of `probe.safetensors`; equal probes give equal bytes."""
-        tensors = {
-            "weight": self.weight, "bias": self.bias, "mean": self.mean, "scale": self.scale
-        }  # fmt: skip
-        return encode_probe(tensors, self.card)
+    def _in_file(self) -> Mapping[str, NDArray[np.float32]]:
+        return {"weight": self.weight, "bias": self.bias, "mean": self.mean, "scale": self.scale}
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -478,14 +467,10 @@ class Probe(CardProbe):
             ArtifactError: a file is missing or damaged, the content hash of the card is not
                 that of the tensors, or both disagree on what decides a score.
         """
-        folder, content, card = read_probe_files(Path(path))
+        folder, content, card = read_artifact(PROBE, Path(path), ProbeCard.model_validate)
         if card.kind != "linear":
             raise ArtifactError(
                 f"{folder}: holds a {card.kind} probe; Probe allows linear ones; use load_probe, "
                 "which reads every kind"
             )
-        tensors = decode_probe(content, card, folder)
-        try:
-            return cls(**tensors, card=card, path=folder)
-        except SpecError as error:
-            raise ArtifactError(f"{folder}: {error}") from None
+        return from_files(cls, folder, **decode_probe(content, card, folder), card=card)

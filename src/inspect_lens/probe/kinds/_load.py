@@ -6,10 +6,11 @@ import hashlib
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from inspect_lens._base.artifact import find_artifact
+from inspect_lens._base.artifact import find_artifact, from_files, read_artifact
 from inspect_lens._base.shipped import model_path
-from inspect_lens.errors import ArtifactError, SpecError
-from inspect_lens.probe.card._files import PROBE, decode_probe, read_probe_files
+from inspect_lens.errors import ArtifactError
+from inspect_lens.probe.card._card import ProbeCard
+from inspect_lens.probe.card._files import PROBE, decode_probe
 
 from ._linear import Probe
 from ._neural import NeuralProbe
@@ -91,13 +92,10 @@ def load_probe(probe: str | Path | AnyProbe) -> AnyProbe:
 
 
 def _read(path: Path) -> AnyProbe:
-    folder, content, card = read_probe_files(path)
+    folder, content, card = read_artifact(PROBE, path, ProbeCard.model_validate)
     if card.kind == "linear":
         return Probe.load(folder)
-    try:
-        return NeuralProbe(tensors=decode_probe(content, card, folder), card=card, path=folder)
-    except SpecError as error:
-        raise ArtifactError(f"{folder}: {error}") from None
+    return from_files(NeuralProbe, folder, tensors=decode_probe(content, card, folder), card=card)
 
 
 _BLOCK_BYTES = 4096

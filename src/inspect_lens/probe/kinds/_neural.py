@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from inspect_lens._base.artifact import Artifact, ArtifactKind, read_only
 from inspect_lens.errors import ArtifactError, SpecError, UnsupportedError
 from inspect_lens.probe.card._card import ProbeCard, Statistic, Threshold
-from inspect_lens.probe.card._files import encode_probe, write_probe_files
+from inspect_lens.probe.card._files import PROBE, render_card
 from inspect_lens.probe.pooling._pool import (
     HeadOutputs,
     HeadSpec,
@@ -29,18 +29,6 @@ from inspect_lens.probe.pooling._pool import (
 from inspect_lens.spec import EngineProbe, Positions, Site
 
 
-def frozen(name: str, given: ArrayLike) -> NDArray[np.float32]:
-    """A tensor of a probe as float32 that nobody writes to; SpecError where it is not finite."""
-    array = np.array(given, dtype=np.float32)
-    if not np.isfinite(array).all():
-        raise SpecError(
-            f"{name}: holds NaN or infinity; allowed are finite numbers; check the data that the "
-            "probe was fitted on, and the learning rate"
-        )
-    array.setflags(write=False)
-    return array
-
-
 def require_finite(scores: NDArray[np.float64]) -> None:
     """Refuse scores (tokens, ...) of activations that hold NaN or infinity."""
     if not np.isfinite(scores).all():
@@ -51,21 +39,14 @@ def require_finite(scores: NDArray[np.float64]) -> None:
         )
 
 
-class CardProbe:
+class CardProbe(Artifact):
     """Base of `Probe` and `NeuralProbe`, which hold a card and tensors."""
 
+    KIND: ClassVar[ArtifactKind] = PROBE
     card: ProbeCard
-    path: Path | None
 
-    @property
-    def name(self) -> str:
-        """`<model>/<name>`."""
-        return self.card.name
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Layers that the probe reads, ascending."""
-        return self.card.layers
+    def _render(self, digest: str) -> str:
+        return render_card(self.card, sha256=digest)
 
     @property
     def hidden(self) -> int:
@@ -234,32 +215,6 @@ class CardProbe:
             )
         return array, [list(layers).index(layer) for layer in self.layers]
 
-    @cached_property
-    def sha256(self) -> str:
-        """Hash of `probe.safetensors`: weights, scaler and all that decides a score."""
-        return hashlib.sha256(self.to_bytes()).hexdigest()
-
-    def to_bytes(self) -> bytes:
-        """Content of `probe.safetensors`; equal probes give equal bytes."""
-        raise NotImplementedError
-
-    def save(self, folder: str | Path) -> Path:
-        """Write `probe.safetensors`, `card.json` and `card.md`, each whole or not at all.
-
-        Args:
-            folder: made when missing; `probes/<model>/<name>` by custom.
-
-        Returns:
-            The folder.
-        """
-        return write_probe_files(Path(folder), self.to_bytes(), self.card)
-
-    def _repr_params_(self) -> str | dict[str, str]:
-        """What Inspect logs for this object: a path that it can load again, else its identity."""
-        if self.path is not None:
-            return str(self.path)
-        return {"name": self.name, "sha256": self.sha256}
-
 
 Tensors = Mapping[str, NDArray[np.float32]]
 
@@ -385,7 +340,7 @@ class NeuralProbe(CardProbe):
     path: Path | None = field(default=None)
 
     def __post_init__(self) -> None:
-        arrays = {name: frozen(name, given) for name, given in self.tensors.items()}
+        arrays = {name: read_only(name, given) for name, given in self.tensors.items()}
         object.__setattr__(self, "tensors", MappingProxyType(arrays))
         self._check()
 
@@ -501,9 +456,8 @@ class NeuralProbe(CardProbe):
         rule = parse_head_pool(pool or self.pool)
         return pool_head(out, rule, self._wide, ends=ends)
 
-    def to_bytes(self) -> bytes:
-        """Content of `probe.safetensors`; equal probes give equal bytes."""
-        return encode_probe(dict(self.tensors), self.card)
+    def _in_file(self) -> Mapping[str, NDArray[np.float32]]:
+        return self.tensors
 
     @cached_property
     def _wide(self) -> dict[str, NDArray[np.float64]]:
