@@ -20,6 +20,7 @@ from typing import Any
 
 import aiohttp
 import psutil
+import urllib3
 
 from inspect_lens.client import fetch_here
 from inspect_lens.spec import Add, SteeringVector, to_wire_args
@@ -34,7 +35,7 @@ from .shapes import Shape
 __all__ = ["Served", "body", "check", "joined"]
 
 _THREADS = 8
-"""That fetch from a server of this host, as many as an eval has for that."""
+"""That fetch, as many as an eval has for that, and by what it has: its event loop is not asked."""
 BYTES = "activations of one request"
 """Key of the fetched bytes beside a response's own."""
 ROWS = "rows of one request"
@@ -178,6 +179,7 @@ async def ask_all(
     """
     headers = {"Content-Type": "application/json"}
     loop, threads = asyncio.get_running_loop(), ThreadPoolExecutor(_THREADS)
+    pool = urllib3.PoolManager(maxsize=_THREADS)
     async with aiohttp.ClientSession(
         base_url=url,
         connector=aiohttp.TCPConnector(limit=0),
@@ -194,13 +196,15 @@ async def ask_all(
             for entry in (answer.get("activations") or {}).values():
                 if (handle := entry.get("handle")) is None:
                     continue
-                if over_tcp:
-                    async with session.get(f"/v1/activations/{handle}") as response:
-                        response.raise_for_status()
-                        answer[BYTES] = await response.read()
-                else:
-                    answer[BYTES] = await loop.run_in_executor(threads, fetch_here, handle)
+                fetch = fetch_by_http if over_tcp else fetch_here
+                answer[BYTES] = await loop.run_in_executor(threads, fetch, handle)
             return answer
+
+        def fetch_by_http(handle: str) -> bytes:
+            response = pool.request("GET", f"{url}/v1/activations/{handle}", timeout=limit_s)
+            if response.status != 200:
+                raise RuntimeError(f"HTTP {response.status}: {response.data[:1000]!r}")
+            return response.data
 
         started = time.perf_counter()
         answers = await asyncio.gather(*map(ask, bodies))
