@@ -28,8 +28,8 @@ def made(lens_server_url: str, tmp_path_factory: pytest.TempPathFactory) -> list
     """The eval of unseen phrasings, and that of harmless answers."""
     folder = tmp_path_factory.mktemp("logs")
     return [
-        run_eval(organism_deception(split="heldout_phrasing"), lens_server_url, folder, limit=120),
-        run_eval(organism_control(), lens_server_url, folder, limit=200),
+        run_eval(organism_deception(split="heldout_phrasing"), lens_server_url, folder, limit=60),
+        run_eval(organism_control(), lens_server_url, folder, limit=100),
     ]
 
 

@@ -193,7 +193,7 @@ def server_process(url: str) -> psutil.Process:
 
 @pytest.mark.parametrize(
     ("make", "n"),
-    [pytest.param(body_of, 150, id="bodies"), pytest.param(pattern_of, 60, id="patterns")],
+    [pytest.param(body_of, 100, id="bodies"), pytest.param(pattern_of, 40, id="patterns")],
 )
 def test_bodies_hurt_nobody(
     client: httpx.Client, lens_server_url: str, make: Callable[[int], tuple[str, str]], n: int
@@ -204,7 +204,7 @@ def test_bodies_hurt_nobody(
 
 @pytest.mark.nightly(
     held_by="tests/engine/test_fuzz_bodies.py::test_bodies_hurt_nobody",
-    why="5,000 bodies and 2,000 patterns; by day 150 and 60",
+    why="5,000 bodies and 2,000 patterns; by day 100 and 40",
 )
 @pytest.mark.parametrize(
     ("make", "n"),
@@ -233,7 +233,7 @@ def check_that_nobody_is_hurt(
 
     with ThreadPoolExecutor(CLIENTS) as pool:
         # What is loaded and made at the first request of a kind is no growth.
-        list(pool.map(lambda seed: send(client, seed, make), range(-50, 0)))
+        list(pool.map(lambda seed: send(client, seed, make), range(-25, 0)))
         idle_health = sorted(timed(client, plain=False) for _ in range(50))
         before = held()
         began = time.perf_counter()
@@ -243,7 +243,7 @@ def check_that_nobody_is_hurt(
         # What the same prompts cost a neighbour where nothing is asked of the lens.
         served = [seed for seed, (status, _) in enumerate(answers) if status == 200]
         with beside(lens_server_url) as usual_neighbour:
-            list(pool.map(lambda seed: send(client, seed, make, plain=True), served[:60]))
+            list(pool.map(lambda seed: send(client, seed, make, plain=True), served[:30]))
         usual = statistics.median(usual_neighbour.plain_s)
     grown = held() - before
     statuses = Counter(status for status, _ in answers)
