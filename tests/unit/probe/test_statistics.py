@@ -234,7 +234,7 @@ def test_the_band_holds_the_true_curve() -> None:
     from scipy.stats import norm
 
     inside = []
-    for seed in range(40):
+    for seed in range(25):
         y = np.repeat([0, 1], 150)
         s = rng.normal(size=300) + d * y
         grid, low, high = roc_band(y, s, grid=[0.1, 0.2, 0.4], n_resamples=200, seed=seed)

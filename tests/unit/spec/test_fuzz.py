@@ -74,7 +74,7 @@ def measured(body: dict[str, object]) -> tuple[LensRequest | LensError | None, f
 
 
 @pytest.mark.slow
-@settings(max_examples=700, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=200, suppress_health_check=list(HealthCheck), deadline=None)
 @given(st.integers(0, 2**63))
 def test_a_body_is_a_request_or_a_typed_refusal(seed: int) -> None:
     body = near_valid(Random(seed))
@@ -95,9 +95,9 @@ def test_a_body_is_a_request_or_a_typed_refusal(seed: int) -> None:
 @pytest.mark.slow
 def test_the_fuzz_has_both_kinds() -> None:
     found = {"request": 0, "none": 0, "refused": 0}
-    for seed in range(400):
+    for seed in range(150):
         try:
             found["none" if judge(near_valid(Random(seed))) is None else "request"] += 1
         except LensError:
             found["refused"] += 1
-    assert min(found.values()) >= 20, found
+    assert min(found.values()) >= 8, found

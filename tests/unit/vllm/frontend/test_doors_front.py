@@ -36,7 +36,8 @@ from tests.unit.vllm.results.test_arrivals import (
     removed,
 )
 from tests.unit.vllm.results.test_results import completion, output
-from tests.unit.vllm.worker.test_doors_worker import fault, raising  # noqa: F401
+from tests.unit.vllm.worker.test_doors_worker import one_fault as fault  # noqa: F401
+from tests.unit.vllm.worker.test_doors_worker import raising
 
 
 @pytest.fixture

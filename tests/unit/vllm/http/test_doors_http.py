@@ -16,7 +16,8 @@ pytest.importorskip("fastapi")
 from inspect_lens._vllm.http import bodies, server
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import LENS_KEYS
-from tests.unit.vllm.worker.test_doors_worker import fault, raising  # noqa: F401
+from tests.unit.vllm.worker.test_doors_worker import one_fault as fault  # noqa: F401
+from tests.unit.vllm.worker.test_doors_worker import raising
 
 OURS: dict[str, Any] = {"output_residual_stream": [0]}
 

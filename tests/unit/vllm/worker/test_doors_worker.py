@@ -38,6 +38,13 @@ def fault(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ba
     return made
 
 
+@pytest.fixture
+def one_fault(monkeypatch: pytest.MonkeyPatch) -> BaseException:
+    """What is hardest to keep in: every guard catches `BaseException`, as `test_doors` reads."""
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_IGN)
+    return KeyboardInterrupt("from code")
+
+
 def raising(fault: BaseException) -> Any:
     def broken(*args: Any, **kwargs: Any) -> Any:
         raise fault
