@@ -34,13 +34,13 @@ demo-real: env  ## lies of a real model, which is downloaded once, and probes of
 
 test: env  ## run everything that runs on a CPU: lint, types, imports, docs, every tier of tests
 	@# Each step runs even where an earlier one failed, so that one run tells all. Tests wait a good
-	@# deal, those with engines most: so there are six processes for two cores. Those that share an
+	@# deal, those with engines most: so there are five processes for two cores. Those that share an
 	@# engine share a process, and no test without one comes into it. What these print comes last.
 	@# A shell keeps Ctrl-C from what it starts beside it, and `env` gives it back.
 	@failed=; $(MAKE) --keep-going --jobs=2 --output-sync=target types docs lint imports \
 	    || failed=" types, docs, lint or imports"; \
 	  plain=$$(mktemp); \
-	  env --default-signal=INT $(PYTEST) -m "not engine and not gpu and not nightly" -n 3 \
+	  env --default-signal=INT $(PYTEST) -m "not engine and not gpu and not nightly" -n 2 \
 	    --durations=25 $(PLAIN) > $$plain 2>&1 & waits=$$!; \
 	  trap "kill -INT $$waits 2> /dev/null; rm -f $$plain" EXIT; \
 	  $(PYTEST) -m "engine and not gpu and not nightly" -n 3 --dist loadscope --durations=25 \
@@ -60,7 +60,7 @@ real-core: env  ## the same on the smallest of them
 
 check: env  ## the fast part, for before a commit: lint, types, imports, contracts, unit
 	@$(MAKE) --keep-going --jobs=2 --output-sync=target types lint imports
-	@$(PYTEST) -q -m "not engine and not gpu and not nightly and not slow" -n 4 \
+	@$(PYTEST) -q -m "not engine and not gpu and not nightly and not slow" -n 3 \
 	  tests/contracts tests/unit
 
 env:  ## make .venv from requirements/cpu.lock (EXTRA=vllm: the ordinary vLLM wheel)

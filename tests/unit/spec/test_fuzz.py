@@ -40,9 +40,9 @@ PROBES = {
     "q": EngineProbe(layers=(2,), tensors=_WEIGHT),
 }
 MOST_SECONDS = 2.0
-MOST_BYTES = 10 << 20
-"""Beside the text of a body: what a table of 4096 vectors and one part of it take, and what the
-first error of a kind leaves in caches."""
+MOST_BYTES = 12 << 20
+"""Beside the text of a body: what a table of 4096 vectors, one part of it and its norms take, and
+what the first error of a kind leaves in caches."""
 
 
 def judge(body: dict[str, object]) -> LensRequest | None:
