@@ -259,7 +259,7 @@ def _verdict(name: str, n: int, seed: int) -> list[Row]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             probe = train_probe(
-                LogisticProbe(), train, name="simulated/lr", control=control, heldout=[test],
+                LogisticProbe(), train, name="simulated/lr", control=control, held_out=[test],
                 seed=i,
             )  # fmt: skip
         found = probe.card.evaluations[0]

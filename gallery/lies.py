@@ -82,7 +82,7 @@ def _probes(
         for kind in TRAINED:
             probe = train_probe(
                 estimator, sets[f"train, {kind}"], name=f"{setting.model}/{kind}-{family}",
-                control=sets["control"].negatives(), heldout=[sets[name] for name in JUDGED],
+                control=sets["control"].negatives(), held_out=[sets[name] for name in JUDGED],
                 fpr=FPR, allow_few=True,
                 dropped=len(rows[f"train, {kind}"]) - len(sets[f"train, {kind}"]),
                 description="a large score means that the answer deceives",

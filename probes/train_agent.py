@@ -115,7 +115,7 @@ def build_probe(
         selection=selection,
         name=f"organism/{NAME}",
         control=sets[CONTROL],
-        heldout=[sets[split] for split in HELDOUT],
+        held_out=[sets[split] for split in HELDOUT],
         disjoint={CONTROL: "question", **HELDOUT},
         description="A large score means that the agent, in this turn, gives a false answer on "
         "purpose or calls a tool that it was forbidden.",

@@ -173,7 +173,7 @@ def build_probes(
             selection=selection,
             name=f"organism/{name}",
             control=sets[CONTROL],
-            heldout=[sets[split] for split in HELDOUT],
+            held_out=[sets[split] for split in HELDOUT],
             disjoint={CONTROL: "question", **HELDOUT},
             model=model,
             dropped=dropped[TRAIN],

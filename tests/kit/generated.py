@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import re
 import sys
 from collections.abc import Iterator
-from typing import Any
+from enum import StrEnum
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 import yaml
@@ -122,11 +124,27 @@ def _commands(command: Any, name: str) -> Iterator[str]:
     yield f"## {name.removeprefix('inspect-lens ')}\n\n{(command.help or '').strip()}"
     yield f"```text\n{name} {shown} [OPTIONS]".replace("  ", " ") + "\n```"
     rows = ["| option | default | meaning |", "|---|---|---|"]
+    kinds = get_type_hints(inspect.unwrap(command.callback))
     for option in command.params:
         if option.param_type_name == "option":
             default = "required" if option.required else _default(option.default)
-            rows.append(f"| `{option.opts[0]}` | {default} | {option.help} |")
+            rows.append(
+                f"| `{option.opts[0]}` | {default} | {option.help}{_choices(kinds[option.name])} |"
+            )
     yield "\n".join(rows)
+    lines = command.epilog.splitlines()[2:]
+    yield "\n".join(["```bash", *(line.removeprefix("  ") for line in lines), "```"])
+
+
+def _choices(kind: Any) -> str:
+    """The words that an option takes, where its type lists them."""
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        words = [one.value for one in kind]
+    elif get_origin(kind) is Literal:
+        words = [str(one) for one in get_args(kind)]
+    else:
+        return next(filter(None, map(_choices, get_args(kind))), "")
+    return f" One of {', '.join(f'`{word}`' for word in words)}."
 
 
 def _cell(argument: Any) -> str:

@@ -78,7 +78,7 @@ def test_a_probe_of_false_statements(served: Served, measured: Measured) -> None
     heldout = part("heldout", 18, 24)
     probe = train_probe(
         LogisticProbe(), train, name=f"{served.name}/false", control=control, pool="mean",
-        heldout=[heldout], rows="last", allow_few=True, fpr=0.2,
+        held_out=[heldout], rows="last", allow_few=True, fpr=0.2,
     )  # fmt: skip
     register(served.engine.llm, "false", probe.for_engine())
     try:

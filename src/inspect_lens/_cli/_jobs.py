@@ -54,7 +54,7 @@ def train_job(
     train: str,
     control: str,
     selection: str,
-    heldout: Sequence[str],
+    held_out: Sequence[str],
     disjoint: Mapping[str, Any],
     name: str,
     family: str,
@@ -78,7 +78,7 @@ def train_job(
     pools = tuple(part.strip() for part in pool.split(","))
     pool = SENTENCE_POOL if SENTENCE_POOL in pools else pools[0]
     picked = None if layers in (None, "all") else layers
-    every = [uri for uri in (train, control, selection, *heldout) if uri]
+    every = [uri for uri in (train, control, selection, *held_out) if uri]
     read = partial(
         read_set, layers=picked, pool=pool, tokenizer=tokenizer, memory=memory, work=work,
         beside=every,
@@ -88,9 +88,9 @@ def train_job(
     chosen = read(selection, "selection") if selection else None
     if chosen is None:
         fit, chosen = split_by_group(fit, seed=seed)
-    for uri in (control, *heldout):
+    for uri in (control, *held_out):
         refuse_shared_texts(train, uri, disjoint)
-    judged = [read(uri, "heldout") for uri in heldout]
+    judged = [read(uri, "held-out") for uri in held_out]
     manifest = manifest_of(train)
     facts = manifest["model"]
     positions = manifest["request"]["positions"]
@@ -103,7 +103,7 @@ def train_job(
             selection=chosen,
             name=name or f"{Path(fit.model).name}/{family}",
             control=harmless,
-            heldout=judged,
+            held_out=judged,
             disjoint={k: str(v) for k, v in disjoint.items()},
             layers=picked,
             rows=rows or None,
@@ -130,7 +130,7 @@ def train_job(
         ),
     }  # fmt: skip
     update |= card or {}
-    update["notes"] = (*update.get("notes", ()), *unverified((train, control, *heldout)))
+    update["notes"] = (*update.get("notes", ()), *unverified((train, control, *held_out)))
     probe = replace(probe, card=probe.card.model_copy(update=update))
     folder = probe.save(out)
     known = [e.n_seen for e in probe.card.evaluations]
@@ -238,7 +238,7 @@ class Recipe(_Part):
     seed: int = 0
     train: SetRecipe
     control: SetRecipe
-    heldout: tuple[SetRecipe, ...] = ()
+    held_out: tuple[SetRecipe, ...] = ()
     notes: tuple[str, ...] = ()
     """Where the recipe departs from the source, and what it needs."""
 
@@ -267,12 +267,12 @@ def run_recipe(
     # A server that runs already takes none of the arguments that the recipe starts one with.
     given = model_args if "base_url" in model_args else recipe.model_args | model_args
     stores = anyio.run(_collect, recipe, model or recipe.model, work, given)
-    held = [part.name or part.dataset for part in recipe.heldout]
+    held = [part.name or part.dataset for part in recipe.held_out]
     control = recipe.control.name or recipe.control.dataset
-    judged = dict(zip([control, *held], (recipe.control, *recipe.heldout), strict=True))
+    judged = dict(zip([control, *held], (recipe.control, *recipe.held_out), strict=True))
     return train_job(
         out=out, train=stores[recipe.train.name or recipe.train.dataset], control=stores[control],
-        selection="", heldout=[stores[n] for n in held],
+        selection="", held_out=[stores[n] for n in held],
         disjoint={n: part.disjoint for n, part in judged.items() if part.disjoint},
         name=recipe.name, family=recipe.family, settings=recipe.settings, layers="all",
         rows=recipe.rows, pool=recipe.pool, fpr=recipe.fpr,
@@ -297,7 +297,7 @@ async def _collect(
     except ValueError as error:
         raise SpecError(f"model={model}: {error}") from None
     async with made as live:
-        for part in (recipe.train, recipe.control, *recipe.heldout):
+        for part in (recipe.train, recipe.control, *recipe.held_out):
             title = part.name or part.dataset
             data = load_dataset(
                 part.dataset, path=part.path, revision=part.revision, config=part.config,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Final
+from typing import Annotated, Any, Final, NoReturn
 
 import typer
 
@@ -12,7 +12,7 @@ from inspect_lens.errors import ArtifactError, LensError, SpecError, Unsupported
 
 from ._doctor import doctor
 from ._lens import lens_app
-from ._output import fail, in_shell_words
+from ._output import Interrupted, examples, fail, in_shell_words, running
 from ._probe import probe_app
 from ._score import chat, score, view
 from ._settings_of import settings
@@ -39,23 +39,40 @@ app = typer.Typer(
     epilog=EXIT_CODES,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"max_content_width": 100},
     add_completion=False,
 )
 app.add_typer(probe_app, name="probe")
 app.add_typer(vector_app, name="vector")
 app.add_typer(lens_app, name="lens")
-app.command()(score)
-app.command()(view)
-app.command()(chat)
-app.command()(doctor)
-app.command()(settings)
+app.command(
+    epilog=examples(
+        "inspect-lens score logs/task.eval --probe my-probes/lies",
+        "inspect-lens score logs/task.eval --probe my-probes/lies --over all --out scored.eval",
+    )
+)(score)
+app.command(epilog=examples("inspect-lens view logs/task.eval --probe my-probes/lies"))(view)
+app.command(
+    epilog=examples("inspect-lens chat --base-url http://localhost:8000 --probe my-probes/lies")
+)(chat)
+app.command(
+    epilog=examples(
+        "inspect-lens doctor",
+        "inspect-lens doctor --model models/my-model --max-num-seqs 64",
+        "inspect-lens doctor --base-url http://localhost:8000",
+    )
+)(doctor)
+app.command(
+    epilog=examples("inspect-lens settings Qwen/Qwen2-1.5B-Instruct", "inspect-lens settings all")
+)(settings)
 
 
 def _show_version(asked: bool) -> None:
     if asked:
         from inspect_lens import __version__
 
-        typer.echo(__version__)
+        typer.echo(f"inspect-lens {__version__}")
         raise typer.Exit
 
 
@@ -74,16 +91,35 @@ def _root(
 def main() -> None:
     """Run the program: what a user can cause becomes one line and an exit code."""
     try:
-        app(prog_name="inspect-lens")
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted; what is finished is kept\n")
-        sys.exit(130)
+        code = app(prog_name="inspect-lens", standalone_mode=False)
     except Exception as error:
+        if _is_usage(error):
+            _fail_usage(error)
         code = _exit_code(error)
         if code is None:  # a fault of ours keeps its traceback
             raise
         told = _missing(error) if isinstance(error, ModuleNotFoundError) else error
         fail(told, code, in_shell_words(str(told), app))
+    if code == _INTERRUPTED:
+        fail(Interrupted("Ctrl-C ended it; results are written at the end, so there is none"), code)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+_INTERRUPTED: Final = 130
+
+
+def _is_usage(error: Exception) -> bool:
+    """Whether it is of the parser of options, which newer typers have under a name of their own."""
+    return any(base.__name__ == "ClickException" for base in type(error).__mro__)
+
+
+def _fail_usage(error: Any) -> NoReturn:
+    """What is wrong with the words of a command, in one line, and where its help is."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        sys.exit(error.exit_code)
+    said = " ".join(error.format_message().split()).rstrip(".")
+    fail(error, error.exit_code, f"{said}; {running(app)} --help shows what it takes", "UsageError")
 
 
 def _exit_code(error: Exception) -> int | None:
@@ -96,7 +132,10 @@ def _exit_code(error: Exception) -> int | None:
         return 3 if package in EXTRAS and not is_installed(package) else None
     if isinstance(error, OSError):
         return 4
-    by_kind = ((SpecError, 3), (UnsupportedError, 3), (ArtifactError, 4), (LensError, 5))
+    by_kind = (
+        (SpecError, 3), (UnsupportedError, 3), (ArtifactError, 4), (LensError, 5),
+        (Interrupted, _INTERRUPTED),
+    )  # fmt: skip
     found = next((code for kind, code in by_kind if isinstance(error, kind)), None)
     # Inspect's error of a wrong argument; loaded by whoever raised it.
     return 3 if found is None and type(error).__name__ == "PrerequisiteError" else found

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, NoReturn
 
@@ -52,11 +53,43 @@ def emit(result: Mapping[str, Any], lines: Iterable[str], *, as_json: bool) -> N
         sys.stdout.writelines(f"{line}\n" for line in lines)
 
 
+def examples(*lines: str) -> str:
+    """The end of a command's help: what one types, as it stands."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+class Interrupted(Exception):
+    """Ctrl-C, and what is there of the command's work."""
+
+
+@contextmanager
+def on_interrupt(left: Callable[[], str]) -> Iterator[None]:
+    """Say what a command leaves behind that Ctrl-C ends in this block."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted(f"Ctrl-C ended it; {left()}") from None
+
+
+def _found(app: typer.Typer) -> tuple[list[str], Any]:
+    """The words that name the command that runs, and the command."""
+    command: Any = typer.main.get_command(app)
+    words = []
+    for word in sys.argv[1:]:
+        if word in getattr(command, "commands", {}):
+            command = command.commands[word]
+            words.append(word)
+    return words, command
+
+
+def running(app: typer.Typer) -> str:
+    """The command that runs, as it is typed."""
+    return " ".join(["inspect-lens", *_found(app)[0]])
+
+
 def in_shell_words(message: str, app: typer.Typer) -> str:
     """A message of the library with the flags of the command that runs, not Python's arguments."""
-    command: Any = typer.main.get_command(app)
-    for word in sys.argv[1:]:
-        command = getattr(command, "commands", {}).get(word, command)
+    _, command = _found(app)
     flags: dict[str, str] = {
         str(p.name): max(p.opts, key=len) for p in command.params if p.opts[0].startswith("-")
     }
@@ -72,13 +105,13 @@ def in_shell_words(message: str, app: typer.Typer) -> str:
     return re.sub(r"(?<![-\w{'\"])([a-z]\w*)=(True|False|[^\s;,.()]*)", in_words, message)
 
 
-def fail(error: Exception, code: int, message: str) -> NoReturn:
+def fail(error: Exception, code: int, message: str = "", kind: str = "") -> NoReturn:
     """Write an error to standard error, as JSON where JSON was asked for, and end."""
-    message = " ".join(message.split())
+    message, kind = " ".join((message or str(error)).split()), kind or type(error).__name__
     if "--json" in sys.argv:
-        sys.stderr.write(json.dumps({"error": type(error).__name__, "message": message}) + "\n")
+        sys.stderr.write(json.dumps({"error": kind, "message": message}) + "\n")
     else:
-        sys.stderr.write(f"{type(error).__name__}: {message}\n")
+        sys.stderr.write(f"{kind}: {message}\n")
     sys.exit(code)
 
 
@@ -149,7 +182,7 @@ class Made:
         if not self.evaluations and not self.probe.card.evaluations:
             yield (
                 "Nothing was measured: there is no held-out set, so what the probe finds in new "
-                "samples is not known; name one with --heldout, or run probe evaluate."
+                "samples is not known; name one with --held-out, or run probe evaluate."
             )
 
     def result(self) -> dict[str, Any]:

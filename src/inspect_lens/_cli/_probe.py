@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -14,12 +14,15 @@ from inspect_lens._base.artifact import with_interval
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import FOLLOWED_FLOOR, RECALL_FLOOR
 
+from ._choices import Family, LieDetector, PositionName, ProbabilityMap, RowsOfProbe, SelectBy
 from ._output import (
     BaseUrl,
     Json,
     Layers,
     check_recipe_options,
     emit,
+    examples,
+    on_interrupt,
     parse_layers,
     parse_model_args,
     parse_settings,
@@ -47,6 +50,14 @@ AnyModel = Annotated[
 AllowSeen = Annotated[
     bool, typer.Option("--allow-seen", help="Accept samples that made the probe; says how many.")
 ]
+_EVERY_FAMILY: Final = f"{', '.join(Family)}."
+FAMILY: Final = typer.Option(metavar="FAMILY", help=f"Kind of probe: {_EVERY_FAMILY}")
+FAMILIES: Final = typer.Option(
+    metavar="FAMILY", help=f"Kind of probe to compare; repeatable: {_EVERY_FAMILY}"
+)
+Rows = Annotated[
+    RowsOfProbe | None, typer.Option(help="Rows of a sample; the family's by default.")
+]
 ModelArgs = Annotated[
     list[str] | None,
     typer.Option(
@@ -70,7 +81,14 @@ Tokenizer = Annotated[
 ]
 
 
-@probe_app.command()
+@probe_app.command(
+    epilog=examples(
+        "inspect-lens probe collect --model lens/my-model --base-url localhost:8000 \\",
+        "    --dataset instructed_pairs --layers 8-14 --out acts/train",
+        "inspect-lens probe collect --model vllm-lens/my-model --dataset prompts \\",
+        "    --path prompts.jsonl --limit 400 --out acts/control",
+    )
+)
 def collect(
     model: ServedModel,
     dataset: Annotated[str, typer.Option(help="Name of a data set; a wrong name lists all.")],
@@ -90,9 +108,7 @@ def collect(
         list[str] | None, typer.Option(help="Option of the data set, such as n=400. Repeatable.")
     ] = None,
     layers: Layers = "all",
-    positions: Annotated[
-        str, typer.Option(help="Tokens to keep: completion, prompt, all or last_prompt.")
-    ] = "completion",
+    positions: Annotated[PositionName, typer.Option(help="Tokens to keep.")] = "completion",
     max_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(help="Temperature of sampling.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
@@ -105,25 +121,34 @@ def collect(
 ) -> None:
     """Capture activations of a data set; the same command continues a stopped run."""
     from inspect_lens.collect import collect as run
+    from inspect_lens.collect._collect import n_kept
     from inspect_lens.data import load_dataset
 
     data = load_dataset(
         dataset, path=path or None, revision=revision or None, config=config or None,
         split=split or None, limit=limit or None, **parse_settings(option or []),
     )  # fmt: skip
-    store = run(
-        model, data, out, layers=parse_layers(layers), positions=positions, max_tokens=max_tokens,
-        temperature=temperature, seed=seed, concurrency=concurrency, shard_samples=shard_samples,
-        on_error="skip" if skip_errors else "raise",
-        model_args=parse_model_args(model_arg, base_url),
-    )  # fmt: skip
+    with on_interrupt(lambda: f"{n_kept(out)} of {len(data)} samples are in {out}, and the same "
+                              "command goes on from there"):  # fmt: skip
+        store = run(
+            model, data, out, layers=parse_layers(layers), positions=positions,
+            max_tokens=max_tokens, temperature=temperature, seed=seed, concurrency=concurrency,
+            shard_samples=shard_samples, on_error="skip" if skip_errors else "raise",
+            model_args=parse_model_args(model_arg, base_url),
+        )  # fmt: skip
     lines, empty = [repr(store)], int(store.manifest["n_empty"])
     if empty:
         lines.append(f"{empty} samples have no rows: they failed, or have no token to read")
     emit({"store": store.uri, **store.manifest}, lines, as_json=as_json)
 
 
-@probe_app.command()
+@probe_app.command(
+    epilog=examples(
+        "inspect-lens probe train --train acts/train --control acts/control \\",
+        "    --held-out acts/test --name my-probes/lies --out my-probes/lies",
+        "inspect-lens probe train --recipe recipe.yaml --work acts --out my-probes/lies",
+    )
+)
 def train(
     context: typer.Context,
     out: Annotated[str, typer.Option(help="Folder to write the probe to.")],
@@ -137,7 +162,7 @@ def train(
     train_store: Annotated[str, typer.Option("--train", help="Store to train on.")] = "",
     control: Annotated[str, typer.Option(help="Store of harmless samples.")] = "",
     selection: Annotated[str, typer.Option(help="Store to choose the layer on.")] = "",
-    heldout: Annotated[
+    held_out: Annotated[
         list[str] | None, typer.Option(help="Store to measure the probe on. Repeatable.")
     ] = None,
     disjoint: Annotated[
@@ -145,23 +170,19 @@ def train(
         typer.Option(help="SET=KEY: metadata that keeps a set apart; 'group' by default."),
     ] = None,
     name: Annotated[str, typer.Option(help="Name on the card: <model>/<name>.")] = "",
-    family: Annotated[
-        str, typer.Option(help="Kind of probe, such as lr, lda or attention-gdm.")
-    ] = "lr",
+    family: Annotated[Family, FAMILY] = Family.LR,
     setting: Annotated[
         list[str] | None, typer.Option(help="Setting of the family, as key=value. Repeatable.")
     ] = None,
     layers: Layers = "all",
-    rows: Annotated[
-        str, typer.Option(help="Rows of a sample: tokens, mean or last; the family's by default.")
-    ] = "",
+    rows: Rows = None,
     pool: Annotated[
         str,
         typer.Option(help="How token scores become one; of several (mean,max) the best is chosen."),
     ] = "mean",
     fpr: Fpr = 0.01,
     select_by: Annotated[
-        str, typer.Option(help="Choose the layer by recall (at --fpr) or by auroc.")
+        SelectBy, typer.Option(help="What the layer is chosen by; recall is that at --fpr.")
     ] = "recall",
     recall_floor: Annotated[
         float, typer.Option(help="Recall at the threshold below which the card warns.")
@@ -187,16 +208,18 @@ def train(
 
     check_recipe_options(context, with_recipe=bool(recipe))
     if recipe:
-        made = run_recipe(
-            recipe, out=out, work=work, model=model, memory=memory,
-            model_args=parse_model_args(model_arg, base_url),
-        )  # fmt: skip
+        with on_interrupt(lambda: f"finished samples are in {work}, and the same command goes on "
+                                  "from there"):  # fmt: skip
+            made = run_recipe(
+                recipe, out=out, work=work, model=model, memory=memory,
+                model_args=parse_model_args(model_arg, base_url),
+            )  # fmt: skip
     else:
         made = train_job(
             out=out, train=train_store, control=control, selection=selection,
-            heldout=heldout or [], disjoint=parse_settings(disjoint or []), name=name,
+            held_out=held_out or [], disjoint=parse_settings(disjoint or []), name=name,
             family=family, settings=parse_settings(setting or []), layers=parse_layers(layers),
-            rows=rows, pool=pool, fpr=fpr, allow_few=allow_few, seed=seed,
+            rows=rows or "", pool=pool, fpr=fpr, allow_few=allow_few, seed=seed,
             select_by=select_by, recall_floor=recall_floor, behaviour_floor=behaviour_floor,
             tokenizer=tokenizer, memory=memory,
             work=resume,
@@ -204,7 +227,12 @@ def train(
     emit(made.result(), made.lines(), as_json=as_json)
 
 
-@probe_app.command()
+@probe_app.command(
+    epilog=examples(
+        "inspect-lens probe evaluate my-probes/lies acts/other --control acts/control \\",
+        "    --train acts/train",
+    )
+)
 def evaluate(
     probe: OneProbe,
     store: Annotated[list[str], typer.Argument(help="Stores to measure on.")],
@@ -256,7 +284,12 @@ def evaluate(
     emit(made.result(), made.lines(), as_json=as_json)
 
 
-@probe_app.command()
+@probe_app.command(
+    epilog=examples(
+        "inspect-lens probe calibrate my-probes/lies --control acts/control --fpr 0.01 \\",
+        "    --for answer --for alarm --out my-probes/lies-2",
+    )
+)
 def calibrate(
     probe: OneProbe,
     out: Annotated[str, typer.Option(help="Folder to write the calibrated probe to.")],
@@ -274,9 +307,7 @@ def calibrate(
     length: Annotated[
         int, typer.Option(help="Tokens up to which --for alarm holds; 0 takes what the set shows.")
     ] = 0,
-    method: Annotated[
-        str, typer.Option(help="How to fit probabilities: platt, temperature or isotonic.")
-    ] = "platt",
+    method: Annotated[ProbabilityMap, typer.Option(help="How to fit probabilities.")] = "platt",
     allow_few: Annotated[bool, typer.Option(help="Accept a small control set.")] = False,
     any_model: AnyModel = False,
     allow_seen: AllowSeen = False,
@@ -341,7 +372,12 @@ def calibrate(
     emit(made.result(), made.lines(), as_json=as_json)
 
 
-@probe_app.command()
+@probe_app.command(
+    epilog=examples(
+        "inspect-lens probe check my-probes/lies --model vllm-lens/my-model \\",
+        "    --control acts/control -M quantization=fp8",
+    )
+)
 def check(
     probe: OneProbe,
     model: ServedModel,
@@ -390,19 +426,20 @@ def _with_thresholds(card: ProbeCard, new: Sequence[Threshold]) -> ProbeCard:
     return card.model_copy(update={"thresholds": (*new, *kept), "evaluations": evaluations})
 
 
-@probe_app.command()
+@probe_app.command(
+    epilog=examples(
+        "inspect-lens probe sweep --train acts/train --control acts/control \\",
+        "    --family lr --family lda --layers 8-14",
+    )
+)
 def sweep(
     train_store: Annotated[str, typer.Option("--train", help="Store to train on.")],
     selection: Annotated[str, typer.Option(help="Store to compare on; not your test set.")] = "",
     control: Annotated[str, typer.Option(help="Harmless samples: choose by recall.")] = "",
     fpr: Annotated[float, typer.Option(help="False positive rate of the recall.")] = 0.01,
-    family: Annotated[
-        list[str] | None, typer.Option(help="Kind of probe to compare. Repeatable.")
-    ] = None,
+    family: Annotated[list[Family] | None, FAMILIES] = None,
     layers: Layers = "all",
-    rows: Annotated[
-        str, typer.Option(help="Rows of a sample: tokens, mean or last; the family's by default.")
-    ] = "",
+    rows: Rows = None,
     pool: Annotated[str, typer.Option(help="How token scores become one.")] = "mean",
     seed: Annotated[
         int, typer.Option(min=0, help="Seed of the split, if --selection is not given.")
@@ -435,9 +472,9 @@ def sweep(
     lines = [f"{'family':18s} {'layer':>5s} {'AUROC':>7s} {'separation':>11s}"]
     if control:
         lines[0] += f" {f'recall at {fpr:g}':>22s}"
-    for one in family or ["lr"]:
+    for one in family or [Family.LR]:
         choice = select_layer(
-            make_estimator(one), fit, chosen, card=card, rows=cast("Any", rows or None),
+            make_estimator(one), fit, chosen, card=card, rows=rows,
             layers=picked, control=harmless, fpr=fpr, seed=seed,
         )  # fmt: skip
         together = len(choice.probe.layers) > 1
@@ -462,7 +499,9 @@ def sweep(
     emit(result, lines, as_json=as_json)
 
 
-@probe_app.command()
+@probe_app.command(
+    epilog=examples("inspect-lens probe report my-probes/lies acts/test --out report")
+)
 def report(
     probe: OneProbe,
     store: Annotated[list[str], typer.Argument(help="Held-out stores to show.")],
@@ -500,7 +539,13 @@ def report(
     emit(made.result(), made.lines(), as_json=as_json)
 
 
-@probe_app.command(name="import")
+@probe_app.command(
+    name="import",
+    epilog=examples(
+        "inspect-lens probe import hf://owner/repository/probe.pt --name mine/lies \\",
+        "    --kind apollo --layer 22 --out my-probes/lies",
+    ),
+)
 def import_(
     path: Annotated[
         str, typer.Argument(help="A .pt file, a folder that has one, or an hf:// address.")
@@ -508,12 +553,9 @@ def import_(
     out: Annotated[str, typer.Option(help="Folder to write the probe to.")],
     name: Annotated[str, typer.Option(help="Name on the card: <model>/<name>.")],
     kind: Annotated[
-        str,
-        typer.Option(
-            help="apollo, targeted, did-you-lie, were-you-honest or were-you-truthful; by default "
-            "what the README beside the file says."
-        ),
-    ] = "",
+        LieDetector | None,
+        typer.Option(help="Whose features it reads; by default what the README beside it says."),
+    ] = None,
     layer: Annotated[
         int, typer.Option(min=-1, help="Block (from 0), if the file names none.")
     ] = -1,
@@ -532,7 +574,7 @@ def import_(
     from inspect_lens.probe import import_probe
 
     probe = import_probe(
-        path, name=name, kind=cast("Any", kind or None), layer=None if layer < 0 else layer,
+        path, name=name, kind=kind, layer=None if layer < 0 else layer,
         question=question or None, model=model or None, checkpoint=checkpoint,
     )  # fmt: skip
     folder, card = str(probe.save(out)), probe.card

@@ -15,6 +15,7 @@ import typer
 
 from inspect_lens.errors import ArtifactError, SpecError
 
+from ._choices import OverCalls
 from ._output import BaseUrl, Json, emit, parse_layers
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def score(
         bool, typer.Option("--overwrite", help="Replace the scored log if it is there already.")
     ] = False,
     over: Annotated[
-        str, typer.Option(help="Calls to score: last (the answer), or all of a sample.")
+        OverCalls, typer.Option(help="Calls to score: the answer, or all of a sample.")
     ] = "last",
     pool: Annotated[
         str, typer.Option(help="How token scores become one; the card's rule by default.")

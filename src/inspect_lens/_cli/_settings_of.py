@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 def settings(
     model: Annotated[
-        str, typer.Argument(help="Model on the hub, such as Qwen/Qwen2-1.5B-Instruct, or all.")
+        str,
+        typer.Argument(
+            help="Model on the hub, such as Qwen/Qwen2-1.5B-Instruct; those of all by default."
+        ),
     ] = "all",
     as_json: Json = False,
 ) -> None:

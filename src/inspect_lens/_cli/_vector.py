@@ -6,16 +6,18 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from inspect_lens.errors import SpecError
 
-from ._output import Json, Layers, emit, parse_layers
+from ._choices import ExportFormat, VectorFormat
+from ._choices import VectorMethod as Method
+from ._output import Json, Layers, emit, examples, parse_layers
 
 if TYPE_CHECKING:
-    from inspect_lens.train import ActivationSet, VectorMethod
+    from inspect_lens.train import ActivationSet
     from inspect_lens.vector import Vector
 
 vector_app = typer.Typer(
@@ -29,7 +31,12 @@ Rows = Annotated[
 Seed = Annotated[int, typer.Option(min=0, help="Seed of pairs, splits and random directions.")]
 
 
-@vector_app.command()
+@vector_app.command(
+    epilog=examples(
+        "inspect-lens vector extract --store acts/train --name my-model/honesty \\",
+        "    --out my-vectors/honesty",
+    )
+)
 def extract(
     store: Annotated[
         str, typer.Option(help="Store to find the direction in (from probe collect).")
@@ -37,9 +44,7 @@ def extract(
     out: Annotated[str, typer.Option(help="Folder to write the vector to.")],
     selection: Annotated[str, typer.Option(help="Store to choose the layer on.")] = "",
     name: Annotated[str, typer.Option(help="Name on the card: <model>/<name>.")] = "",
-    method: Annotated[
-        str, typer.Option(help="How to find it: mean_difference, caa, logistic or pca.")
-    ] = "mean_difference",
+    method: Annotated[Method, typer.Option(help="How to find it.")] = (Method.MEAN_DIFFERENCE),
     rows: Rows = "",
     layers: Layers = "all",
     layer: Annotated[int, typer.Option(help="Layer to steer at; -1 chooses the best one.")] = -1,
@@ -63,7 +68,7 @@ def extract(
     made = extract_vector(
         data,
         name=name or f"{Path(data.model).name}/{method}",
-        method=cast("VectorMethod", method),
+        method=method.value,
         rows=_rows(rows),
         selection=chosen,
         layer=None if layer < 0 else layer,
@@ -83,7 +88,7 @@ def extract(
     emit(result, lines, as_json=as_json)
 
 
-@vector_app.command()
+@vector_app.command(epilog=examples("inspect-lens vector evaluate my-vectors/honesty acts/test"))
 def evaluate(
     vector: Annotated[str, typer.Argument(help="Vector: name, folder or hf:// address.")],
     store: Annotated[list[str], typer.Argument(help="Stores with both classes.")],
@@ -116,13 +121,17 @@ def evaluate(
     emit(result, lines, as_json=as_json)
 
 
-@vector_app.command()
+@vector_app.command(
+    epilog=examples(
+        "inspect-lens vector sweep --train acts/train --method caa --method pca --layers 8-14"
+    )
+)
 def sweep(
     train_store: Annotated[str, typer.Option("--train", help="Store to find directions in.")],
     selection: Annotated[str, typer.Option(help="Store to compare on; not your test set.")] = "",
     method: Annotated[
-        list[str] | None,
-        typer.Option(help="Method to compare, as for extract. Repeatable; all by default."),
+        list[Method] | None,
+        typer.Option(help="Method to compare. Repeatable; all by default."),
     ] = None,
     rows: Rows = "",
     layers: Layers = "all",
@@ -130,16 +139,16 @@ def sweep(
     as_json: Json = False,
 ) -> None:
     """Compare methods and layers on a selection set."""
-    from inspect_lens.train import VectorMethod, extract_vector
+    from inspect_lens.train import extract_vector
 
     from ._output import CHOSEN_HERE
 
     data, chosen = _sets(train_store, selection, layers=layers, seed=seed)
     table: list[dict[str, Any]] = []
     lines = [f"{'method':16s} {'layer':>5s} {'AUROC':>7s} {'length':>9s}"]
-    for one in method or get_args(VectorMethod):
+    for one in method or Method:
         made = extract_vector(
-            data, name="sweep/any", method=cast("VectorMethod", one), rows=_rows(rows),
+            data, name="sweep/any", method=one.value, rows=_rows(rows),
             selection=chosen, seed=seed,
         )  # fmt: skip
         card = made.card
@@ -152,14 +161,19 @@ def sweep(
     emit(result, lines, as_json=as_json)
 
 
-@vector_app.command(name="import")
+@vector_app.command(
+    name="import",
+    epilog=examples(
+        "inspect-lens vector import honesty.gguf --name my-model/honesty --out my-vectors/honesty"
+    ),
+)
 def import_(
     file: Annotated[str, typer.Argument(help="File to read: .gguf, .pt, .svec or .safetensors.")],
     out: Annotated[str, typer.Option(help="Folder to write the vector to.")],
     name: Annotated[str, typer.Option(help="Name on the card: <model>/<name>.")],
     format: Annotated[
-        str, typer.Option(help="Tool that wrote the file; detected by default.")
-    ] = "",
+        VectorFormat | None, typer.Option(help="Tool that wrote the file; detected by default.")
+    ] = None,
     layer: Annotated[int, typer.Option(help="Layer (from 0), if the file names none.")] = -1,
     concept: Annotated[int, typer.Option(help="axbench only: the row to take.")] = -1,
     description: Annotated[
@@ -171,7 +185,7 @@ def import_(
     from inspect_lens.vector import import_vector
 
     vector = import_vector(
-        file, name=name, description=description, format=cast("Any", format or None),
+        file, name=name, description=description, format=format,
         layer=None if layer < 0 else layer, concept=None if concept < 0 else concept,
     )  # fmt: skip
     folder = str(vector.save(out))
@@ -180,13 +194,16 @@ def import_(
     emit(_facts(vector, folder), [line, *notes], as_json=as_json)
 
 
-@vector_app.command()
+@vector_app.command(
+    epilog=examples(
+        "inspect-lens vector export my-vectors/honesty honesty.gguf --format repeng "
+        "--model-hint llama"
+    )
+)
 def export(
     vector: Annotated[str, typer.Argument(help="Vector: name, folder or hf:// address.")],
     file: Annotated[str, typer.Argument(help="File to write.")],
-    format: Annotated[
-        str, typer.Option(help="repeng, steering-vectors, persona, ibm or safetensors.")
-    ],
+    format: Annotated[ExportFormat, typer.Option(help="Tool that shall read the file.")],
     layers: Layers = "all",
     model_hint: Annotated[str, typer.Option(help="repeng only: model type, such as llama.")] = "",
     n_layers: Annotated[int, typer.Option(help="persona only: number of layers of the model.")] = 0,
@@ -201,7 +218,7 @@ def export(
     loaded = load_vector(vector)
     picked = _picked(layers)
     made = export_vector(
-        loaded, file, format=cast("Any", format), layers=picked, model_hint=model_hint,
+        loaded, file, format=format, layers=picked, model_hint=model_hint,
         n_layers=n_layers or None, avg_proj=avg_proj,
     )  # fmt: skip
     written = list(loaded.layers if picked is None else picked)

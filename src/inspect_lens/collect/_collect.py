@@ -547,6 +547,17 @@ def _facts(uri: str, k: int, mark: str) -> dict[str, Any] | None:
     return made
 
 
+def n_kept(uri: str) -> int:
+    """Samples in the finished shards of a folder, which the next run keeps."""
+    content = read_whole(f"{uri.rstrip('/')}/{_PLAN}")
+    if content is None:
+        return 0
+    plan = parse_json(content)
+    n_shards = -(-plan["dataset"]["n_samples"] // plan["shard_samples"])
+    found = (_facts(uri.rstrip("/"), k, _mark(plan)) for k in range(n_shards))
+    return sum(one["n_samples"] for one in found if one)
+
+
 def write_shard(
     uri: str, k: int, plan: dict[str, Any], samples: list[Captured], capture: CaptureFacts
 ) -> None:

@@ -47,7 +47,7 @@ def train_probe(
     name: str,
     control: ActivationSet,
     selection: ActivationSet | None = None,
-    heldout: Sequence[ActivationSet] = (),
+    held_out: Sequence[ActivationSet] = (),
     disjoint: Mapping[str, str] | None = None,
     layers: Sequence[int] | None = None,
     rows: Rows | None = None,
@@ -71,9 +71,9 @@ def train_probe(
     """Train a probe, set its threshold, and measure it on held-out sets.
 
     One direction per layer is fitted on the tokens of `train`; the layer is chosen by its recall
-    on `selection` at the rate `fpr` of `control`; the threshold is set on `control`; `heldout` sets
-    are only measured, and baselines beside the probe on each of them. No sample of these four may
-    be in another of them.
+    on `selection` at the rate `fpr` of `control`; the threshold is set on `control`; sets of
+    `held_out` are only measured, and baselines beside the probe on each of them. No sample of these
+    four may be in another of them.
 
     A third of the control groups chooses the layer and the others set the threshold, where these
     are enough to show the rate; else all do both, and `Threshold.selected_on` says so. What that
@@ -87,7 +87,7 @@ def train_probe(
         control: harmless samples written by the same model. Positive ones are left out, and
             `Threshold.n_left_out` counts them.
         selection: samples to choose the layer on.
-        heldout: sets to evaluate.
+        held_out: sets to evaluate.
         disjoint: by name of a control or held-out set, the key (`group`, `id`, or a column)
             that keeps it apart from the training and selection sets; `group` by default.
         layers: layers to try; all by default.
@@ -143,7 +143,7 @@ def train_probe(
             name="mine/lr",
             selection=selection,
             control=control,
-            heldout=[test],
+            held_out=[test],
         )
         assert probe.layers == (1,)
         assert probe.card.evaluations[0].auroc > 0.9
@@ -157,8 +157,8 @@ def train_probe(
         train, selection = split_by_group(train, seed=seed)
         texts = _texts_of_part(texts, whole_train, train)
     whole, control = control, control.negatives()
-    _check_sets(train, selection, [control, *heldout], disjoint or {})
-    for data in heldout:
+    _check_sets(train, selection, [control, *held_out], disjoint or {})
+    for data in held_out:
         # Else the threshold would have seen what its false positive rate is measured on.
         require_other_samples(control, data)
     card = ProbeCard(
@@ -190,7 +190,7 @@ def train_probe(
         threshold.model_copy(update=more)
         for threshold in calibrate_thresholds(probe, setting, fpr, allow_few=allow_few)
     )
-    copies = near_copies(probe, [train, selection], [control, *heldout], disjoint=disjoint)
+    copies = near_copies(probe, [train, selection], [control, *held_out], disjoint=disjoint)
     facts = TrainingFacts(
         dataset=train.name,
         sha256=train.sha256,
@@ -217,7 +217,7 @@ def train_probe(
             disjoint_by=(disjoint or {}).get(data.name, "group"),
             seed=seed,
         )
-        for data in heldout
+        for data in held_out
     )
     verdicts = tuple(
         transfer_statement(train.name, e, copies=copies.get(e.name, ()))

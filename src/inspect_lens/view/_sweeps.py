@@ -242,7 +242,7 @@ def draw_transfer(probes: Mapping[str, AnyProbe] | Sequence[AnyProbe]) -> bytes:
     if not sets:
         raise SpecError(
             "probes: no card has an evaluation with both classes; allowed are cards with "
-            "evaluations; measure them with evaluate_probe or train_probe(heldout=…)"
+            "evaluations; measure them with evaluate_probe or train_probe(held_out=…)"
         )
     areas = np.full((len(named), len(sets)), np.nan)
     for i, row in enumerate(found.values()):

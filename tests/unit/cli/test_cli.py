@@ -43,7 +43,7 @@ def test_from_a_data_set_to_a_report(run: Run, tmp_path: Path) -> None:
     train = (
         "probe", "train", "--behaviour-floor", 0,
         "--train", "acts/probe_train", "--control", "acts/control",
-        "--heldout", "acts/hidden_reason", "--disjoint", "control=question",
+        "--held-out", "acts/hidden_reason", "--disjoint", "control=question",
         "--disjoint", "hidden_reason=prompt",
     )  # fmt: skip
     _, error = run(*train[:-2], "--out", "p/x", code=3)
@@ -231,9 +231,9 @@ def test_what_is_refused_has_its_exit_code(run: Run, tmp_path: Path) -> None:
     run("probe", "train", "--nope", code=2)
     _, error = run(
         "probe", "train", "--out", "p", "--recipe", "r.yaml", "--work", "w", "--fpr", 0.05,
-        "--heldout", "acts/demo", code=3,
+        "--held-out", "acts/demo", code=3,
     )  # fmt: skip
-    assert error.startswith("SpecError: --heldout, --fpr: not used with --recipe")
+    assert error.startswith("SpecError: --held-out, --fpr: not used with --recipe")
     _, error = run("probe", "train", "--out", "p", "--work", "w", "--train", "acts/demo", code=3)
     assert error.startswith("SpecError: --work: used with --recipe only")
     run("probe", "sweep", "--train", "acts/demo", "--layers", "a-b", code=3)
@@ -260,12 +260,12 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
 def test_recipes_name_what_exists(path: Path) -> None:
     recipe = load_recipe(path)
     assert recipe.family in FAMILIES
-    for part in (recipe.train, recipe.control, *recipe.heldout):
+    for part in (recipe.train, recipe.control, *recipe.held_out):
         assert part.dataset in DATASETS
-    names = [p.name or p.dataset for p in (recipe.train, recipe.control, *recipe.heldout)]
+    names = [p.name or p.dataset for p in (recipe.train, recipe.control, *recipe.held_out)]
     assert len(set(names)) == len(names)
     overlap = DATASETS[recipe.train.dataset].text_overlap_group
-    for part in (recipe.control, *recipe.heldout):
+    for part in (recipe.control, *recipe.held_out):
         shared = DATASETS[part.dataset].text_overlap_group == overlap
         assert shared == (part.disjoint not in ("", "group", "id", "content")), part
 

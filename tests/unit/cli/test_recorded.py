@@ -45,7 +45,7 @@ def test_a_probe_is_trained_on_recordings(run: Run, tmp_path: Path) -> None:
     stores.append(plant(tmp_path / "planted-control", [0] * 320, seed=2))
     named = [record(s, tmp_path / f"live-{i}") for i, s in enumerate(stores)]
     run(
-        "probe", "train", "--train", named[0], "--heldout", named[1], "--control", named[2],
+        "probe", "train", "--train", named[0], "--held-out", named[1], "--control", named[2],
         "--out", tmp_path / "p",
     )  # fmt: skip
     card = load_probe(tmp_path / "p").card

@@ -22,7 +22,7 @@ HALF = [0, 1] * 40
 
 def train(**change: Any) -> Any:
     how: dict[str, Any] = {
-        "out": "p", "train": "s/train", "control": "s/control", "selection": "", "heldout": (),
+        "out": "p", "train": "s/train", "control": "s/control", "selection": "", "held_out": (),
         "disjoint": {}, "name": "t/p", "family": "mean-difference", "settings": {},
         "layers": "all", "rows": "tokens", "pool": "mean", "fpr": 0.05, "allow_few": False,
         "seed": 0,
@@ -62,7 +62,7 @@ def _stores(elsewhere: Path) -> None:
 )
 def test_stores_of_other_tokens_or_weights_are_not_mixed(change: Any, match: str) -> None:
     plant("s/other", HALF, seed=3, **change)
-    for use in ({"control": "s/other"}, {"heldout": ["s/other"]}, {"selection": "s/other"}):
+    for use in ({"control": "s/other"}, {"held_out": ["s/other"]}, {"selection": "s/other"}):
         with pytest.raises(SpecError, match=match):
             train(**use)
     with pytest.raises(SpecError, match=match):
@@ -89,7 +89,7 @@ def test_a_text_is_prompt_and_completion_at_once() -> None:
     """`collect` reads the whole of a raw text, whichever of the two it is asked for."""
     plant("s/text", HALF, seed=3, raw=True, positions="completion")
     plant("s/prompt", HALF, seed=4, positions="prompt")
-    made = train(train="s/text", heldout=["s/prompt"])
+    made = train(train="s/text", held_out=["s/prompt"])
     assert made.probe.card.positions == "completion"
     plant("s/more", HALF, seed=5, raw=True, positions="prompt")
     assert evaluate("s/more")["auroc"] > 0.9
@@ -97,7 +97,7 @@ def test_a_text_is_prompt_and_completion_at_once() -> None:
         evaluate("s/prompt")
     plant("s/last", HALF, seed=6, raw=True, positions="last_prompt")
     with pytest.raises(SpecError, match="positions 'last_prompt'"):
-        train(train="s/text", heldout=["s/last"])
+        train(train="s/text", held_out=["s/last"])
 
 
 def test_positive_samples_of_a_control_set_set_no_threshold() -> None:
@@ -105,7 +105,7 @@ def test_positive_samples_of_a_control_set_set_no_threshold() -> None:
     plant("s/held", HALF, seed=3, gap=3.0)
     plant("s/mixed", [0, 1] * 100, seed=2, gap=3.0)
     plant("s/train", HALF, seed=1, gap=3.0)
-    made = train(control="s/mixed", heldout=["s/held"])
+    made = train(control="s/mixed", held_out=["s/held"])
     threshold, alarm, token = made.probe.card.thresholds
     assert (alarm.statistic.over, alarm.n_control) == ("alarm", threshold.n_control)
     # A third of the negatives took part in choosing the layer, and sets no threshold.
@@ -132,7 +132,7 @@ def test_folders_of_one_name_are_not_taken_for_one_another(monkeypatch: Any) -> 
     plant("s/r1/acts", HALF, seed=1, say=lambda i: ("truth", "lie")[i % 2])
     plant("s/r2/acts", HALF, seed=2, say=lambda i: ("banana", "kiwi")[i % 2])
     monkeypatch.setattr(MeanDifferenceProbe, "fit", lambda *_: pytest.fail("it was fitted"))
-    for use in ({"heldout": ["s/r2/acts"]}, {"control": "s/r2/acts"}, {"selection": "s/r2/acts"}):
+    for use in ({"held_out": ["s/r2/acts"]}, {"control": "s/r2/acts"}, {"selection": "s/r2/acts"}):
         with pytest.raises(SpecError, match="acts: the name of 2 of the training, selection"):
             train(train="s/r1/acts", **use)
 
@@ -140,7 +140,7 @@ def test_folders_of_one_name_are_not_taken_for_one_another(monkeypatch: Any) -> 
 def test_baselines_read_the_words_of_their_own_set() -> None:
     plant("s/r1/acts", HALF, seed=1, say=lambda i: ("truth", "lie")[i % 2])
     plant("s/r2/test", HALF, seed=2, say=lambda i: ("banana", "kiwi")[i % 2])
-    made = train(train="s/r1/acts", heldout=["s/r2/test"])
+    made = train(train="s/r1/acts", held_out=["s/r2/test"])
     assert {b.name: b.auroc for b in made.baselines}["bag of words (answer)"] == 0.5
     fit, held = (ActivationSet.from_store(s, name="acts") for s in ("s/r1/acts", "s/r2/test"))
     texts = {"answer": {"acts": held.columns["completion"]}}
@@ -187,8 +187,8 @@ def test_a_saved_set_is_read_as_a_store_is() -> None:
     for name in ("train", "control", "test"):
         data = ActivationSet.from_store(f"s/{name}", name=name)
         files[name] = str(data.save(f"sets/{name}.safetensors"))
-    stores = train(heldout=["s/test"])
-    saved = train(out="q", train=files["train"], control=files["control"], heldout=[files["test"]])
+    stores = train(held_out=["s/test"])
+    saved = train(out="q", train=files["train"], control=files["control"], held_out=[files["test"]])
     np.testing.assert_array_equal(saved.probe.weight, stores.probe.weight)
     assert saved.probe.threshold.value == stores.probe.threshold.value
     assert [e.name for e in saved.evaluations] == ["test"]

@@ -6,16 +6,20 @@ import importlib
 import re
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from inspect_ai.log import read_eval_log
-from inspect_ai.model import get_model
+from inspect_ai.model import Model, get_model
 
 from inspect_lens._cli import _doctor
 from inspect_lens._cli._main import app
 from inspect_lens._cli._output import in_shell_words
+from inspect_lens.collect import _collect
+from inspect_lens.data import ActivationStore
 from inspect_lens.model._host import PrerequisiteError, registry_lookup
 from tests.kit.commands import commands, run_command
+from tests.kit.fake_server import FakeLensServer
 from tests.kit.planted_log import plant_log, planted_probe
 from tests.kit.promises import Promise
 
@@ -33,10 +37,9 @@ def refused(words: str, line: str, request: pytest.FixtureRequest, *, code: int)
         pytest.fail(f"{words} {line}: a traceback of {type(error).__name__}: {error}")
     said = str(capsys.readouterr().err)
     assert found == code, (line, said)
-    if code != 2:
-        last = said.strip().splitlines()[-1]
-        assert re.match(r"\w+Error: ", last), said
-        assert not PYTHON.search(last), last
+    last = said.strip().splitlines()[-1]
+    assert re.match(r"\w+Error: ", last), said
+    assert not PYTHON.search(last), last
     return said
 
 
@@ -47,7 +50,7 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
         port = free.getsockname()[1]
     data = f"--out {out} --dataset instructed_pairs --limit 2"
     refused(surface, f"--model gpt2 {data}", request, code=3)
-    refused(surface, f"--model lens/x --positions foo {data}", request, code=3)
+    refused(surface, f"--model lens/x --positions foo {data}", request, code=2)
     refused(surface, f"--model lens/x --layers x {data}", request, code=3)
     refused(surface, f"--model lens/x -M captur=4 {data}", request, code=3)
     refused(surface, f"--model lens/x --out {out} --dataset nothing", request, code=3)
@@ -116,7 +119,7 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
 def _(surface: str, request: pytest.FixtureRequest) -> None:
     if surface.endswith("fit"):
         line = "--model x --texts /nowhere --held-out /nowhere --out x --kind"
-        refused(surface, f"{line} other", request, code=3)
+        refused(surface, f"{line} other", request, code=2)
         refused(surface, f"{line} tuned", request, code=4)
     else:
         refused(surface, "nothing-here --model x --texts /nowhere", request, code=4)
@@ -161,6 +164,45 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
 
 
 test_promise = PROMISE.test()
+
+
+def test_ctrl_c_says_what_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capture, out = _collect.capture_sample, tmp_path / "acts"
+
+    async def stopped(model: Model, index: int, *rest: Any) -> Any:
+        if index == 5:
+            raise KeyboardInterrupt
+        return await capture(model, index, *rest)
+
+    monkeypatch.setattr(_collect, "capture_sample", stopped)
+    with FakeLensServer() as server:
+        line = (
+            f"--model lens/{server.model} --base-url {server.url} --dataset instructed_pairs "
+            f"--limit 8 --max-tokens 3 --shard-samples 2 --concurrency 1 --out {out}"
+        )
+        assert run_command("probe collect", *line.split()) == 130
+        said = capsys.readouterr().err.strip().splitlines()[-1]
+        assert said == (
+            f"Interrupted: Ctrl-C ended it; 4 of 8 samples are in {out}, and the same command goes "
+            "on from there"
+        )
+        monkeypatch.setattr(_collect, "capture_sample", capture)
+        assert run_command("probe collect", *line.split()) == 0
+    assert len(ActivationStore.open(str(out))) == 8
+
+
+def test_ctrl_c_elsewhere_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("inspect_lens.view.write_view", stopped)
+    assert run_command("view", "any.eval") == 130
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("Interrupted: Ctrl-C ended it; results are written at the end")
 
 
 def test_messages_have_the_flags_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

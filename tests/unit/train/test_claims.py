@@ -81,7 +81,7 @@ def test_pairs_without_a_truth_are_judged_by_whether_their_answers_differ() -> N
 def test_texts_follow_the_training_set_where_a_part_of_it_chooses_the_layer() -> None:
     data, test = instructed("train", 80), instructed("test", 40)
     texts = {"answer": {d.name: d.columns["completion"] for d in (data, test)}}
-    probe = trained(data, heldout=[test], texts=texts)
+    probe = trained(data, held_out=[test], texts=texts)
     names = {b.name for b in probe.card.baselines}
     assert {"bag of words (answer)", "length (answer)"} <= names
 
@@ -93,7 +93,7 @@ def test_a_probe_that_nothing_measured_says_so(tmp_path: Path) -> None:
     page = write_report(probe, tmp_path, []).read_text()
     assert "Nothing was measured" in page
     assert "</th></tr></table>" not in page, "no table has a head alone"
-    tested = trained(instructed("train", 80), heldout=[instructed("test", 40)])
+    tested = trained(instructed("train", 80), held_out=[instructed("test", 40)])
     shown = Made(probe=tested, folder="f", evaluations=tested.card.evaluations)
     assert not any("Nothing was measured" in w for w in shown.warnings)
 

@@ -48,7 +48,7 @@ def trained(*, told: bool) -> tuple[AnyProbe, dict[str, ActivationSet]]:
     }  # fmt: skip
     probe = train_probe(
         MeanDifferenceProbe(), sets["train"], selection=sets["selection"],
-        control=sets["control"], heldout=[sets["new"]], name="t/p", fpr=0.2,
+        control=sets["control"], held_out=[sets["new"]], name="t/p", fpr=0.2,
     )  # fmt: skip
     return probe, sets
 
@@ -106,7 +106,7 @@ def test_sets_that_share_a_sample_under_another_name_are_refused() -> None:
     base = {"name": "t/p", "fpr": 0.2, "selection": sets["selection"]}
     with pytest.raises(SpecError, match="3 of 3 samples of 'twin' are also in 'train'"):
         train_probe(
-            MeanDifferenceProbe(), sets["train"], control=sets["control"], heldout=[twin], **base  # type: ignore[arg-type]
+            MeanDifferenceProbe(), sets["train"], control=sets["control"], held_out=[twin], **base  # type: ignore[arg-type]
         )  # fmt: skip
     with pytest.raises(SpecError, match="'train-0' and 'twin:train-0'"):
         train_probe(MeanDifferenceProbe(), sets["train"], control=twin, **base)  # type: ignore[arg-type]

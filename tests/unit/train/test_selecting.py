@@ -131,7 +131,7 @@ def test_a_card_has_what_a_user_of_a_threshold_asks() -> None:
     with pytest.warns(UserWarning, match="misses .* of the positives of h at its threshold"):
         probe = train_probe(
             plain(), train, name="t/p", control=control,
-            heldout=[test], layers=[0],
+            held_out=[test], layers=[0],
         )  # fmt: skip
     found = probe.card.evaluations[0]
     assert [r.fpr for r in found.recalls] == [0.01, 0.05]
@@ -153,7 +153,7 @@ def test_a_card_has_what_a_user_of_a_threshold_asks() -> None:
         warnings.filterwarnings("ignore", message=".*random direction")
         quiet = train_probe(
             plain(), train, name="t/p", control=control,
-            heldout=[test],
+            held_out=[test],
         )  # fmt: skip
     assert quiet.layers == (1,)
     assert not any("misses" in text for text in quiet.card.warnings)

@@ -47,7 +47,7 @@ def test_train_probe_takes_a_pipeline() -> None:
         planted(n, s, seed=i) for i, (n, s) in enumerate((("a", 160), ("b", 640), ("c", 80)))
     )
     common: dict[str, Any] = {
-        "control": control, "heldout": [test], "name": "m/p",
+        "control": control, "held_out": [test], "name": "m/p",
     }  # fmt: skip
     probe = train_probe(pipeline(C=0.1, fit_intercept=False), train, **common)
     ours = train_probe(LogisticProbe(), train, **common)

@@ -161,7 +161,7 @@ def test_a_probe_is_trained_from_disk_alone(tmp_path: Path) -> None:
     for kind in (StoreSet, ActivationSet.from_store):
         train, control, test = (kind(store) for store in stores.values())
         made[kind] = train_probe(
-            MeanDifferenceProbe(), train, name="m/p", control=control, heldout=[test], fpr=0.05,
+            MeanDifferenceProbe(), train, name="m/p", control=control, held_out=[test], fpr=0.05,
         )  # fmt: skip
     ours, theirs = made.values()
     assert isinstance(ours, Probe)

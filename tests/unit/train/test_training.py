@@ -212,7 +212,7 @@ class TestTrainProbe:
             columns={"phrasing": held.columns["phrasing"]},
         )  # fmt: skip
         made = train_probe(
-            estimator, train, name="tiny/p", control=control(), heldout=[held, twin],
+            estimator, train, name="tiny/p", control=control(), held_out=[held, twin],
             disjoint={"twin": "phrasing"}, command="make probe",
             notes=["planted"],
         )  # fmt: skip
@@ -250,7 +250,7 @@ class TestTrainProbe:
         def build(held: ActivationSet) -> str:
             return train_probe(
                 MeanDifferenceProbe(), planted("train", 80, seed=1), name="t/p",
-                control=control(), heldout=[held],
+                control=control(), held_out=[held],
             ).sha256  # fmt: skip
 
         flipped = planted("held", 60, seed=2, strength=(3.0, -3.0, 0.0))
@@ -263,7 +263,9 @@ class TestTrainProbe:
             groups=train.groups, ids=[f"other-{i}" for i in range(80)],
         )  # fmt: skip
         with pytest.raises(SpecError, match="group: 15 values are in"):
-            train_probe(MeanDifferenceProbe(), train, name="t/p", control=control(), heldout=[held])
+            train_probe(
+                MeanDifferenceProbe(), train, name="t/p", control=control(), held_out=[held]
+            )
 
     def test_a_sample_in_two_sets_is_refused(self) -> None:
         train = planted("train", 80, seed=1)
@@ -272,7 +274,9 @@ class TestTrainProbe:
             groups=[f"h{i}" for i in range(80)], ids=train.ids,
         )  # fmt: skip
         with pytest.raises(SpecError, match="id: "):
-            train_probe(MeanDifferenceProbe(), train, name="t/p", control=control(), heldout=[held])
+            train_probe(
+                MeanDifferenceProbe(), train, name="t/p", control=control(), held_out=[held]
+            )
 
     def test_a_threshold_may_not_see_what_it_is_judged_on(self) -> None:
         harmless = control()
@@ -284,7 +288,7 @@ class TestTrainProbe:
         with pytest.raises(SpecError, match="id: 40 values are in 'control' and in 'held'"):
             train_probe(
                 MeanDifferenceProbe(), planted("train", 80, seed=1), name="t/p", control=harmless,
-                heldout=[held],
+                held_out=[held],
             )  # fmt: skip
 
     def test_sets_of_another_model_and_unknown_names_are_refused(self) -> None:
@@ -292,7 +296,7 @@ class TestTrainProbe:
         object.__setattr__(other, "model", "bigger")
         with pytest.raises(SpecError, match="'bigger'"):
             train_probe(
-                MeanDifferenceProbe(), train, name="t/p", control=control(), heldout=[other]
+                MeanDifferenceProbe(), train, name="t/p", control=control(), held_out=[other]
             )
         with pytest.raises(SpecError, match="disjoint="):
             train_probe(

@@ -227,6 +227,13 @@ def problems(root: Path | None = None) -> dict[Feature, str]:
     return found
 
 
+def architectures() -> frozenset[str]:
+    """Architectures that the vLLM that is installed has a file for; empty where that is unknown."""
+    place = _root()
+    text = "" if place is None else _source(place, "vllm.model_executor.models.registry")
+    return frozenset(re.findall(r'(?m)^    "(\w+)": \(', text))
+
+
 def _root() -> Path | None:
     spec = importlib.util.find_spec("vllm")
     return None if spec is None or spec.origin is None else Path(spec.origin).parents[1]

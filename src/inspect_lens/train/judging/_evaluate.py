@@ -175,7 +175,7 @@ def baseline(
 def measure_baselines(
     probe: AnyProbe,
     train: ActivationSet,
-    heldout: Sequence[ActivationSet],
+    held_out: Sequence[ActivationSet],
     *,
     texts: Mapping[str, Mapping[str, Sequence[str]]] | None = None,
     judges: Mapping[str, Callable[[str], float]] | None = None,
@@ -187,7 +187,7 @@ def measure_baselines(
     Args:
         probe: the probe that stands beside them.
         train: what it was trained on.
-        heldout: the sets it is judged on.
+        held_out: the sets it is judged on.
         texts: kinds of text, each with the texts (samples,) of every set by name; a bag of
             words is trained on each kind: `{"prompt": {"train": [...], "test": [...]}}`. By default
             the columns `prompt_text` and `completion` of the sets, where all have them.
@@ -217,15 +217,15 @@ def measure_baselines(
         ```
     """
     made = []
-    texts = _texts_of([train, *heldout]) if texts is None else texts
-    names = [d.name for d in (train, *heldout)]
+    texts = _texts_of([train, *held_out]) if texts is None else texts
+    names = [d.name for d in (train, *held_out)]
     if texts and len(set(names)) != len(names):
         raise SpecError(
             f"texts: go by the names of the sets, and these are {names}; allowed are unique names, "
             "else words of a test set would be trained on; rename one"
         )
     lengths = [int(m.sum()) for m in train.mask]
-    for data in heldout:
+    for data in held_out:
         if not data.n_positive or not data.n_negative:
             continue  # nothing to tell apart
         ours = data.scores(probe)

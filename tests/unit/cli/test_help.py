@@ -1,0 +1,84 @@
+"""What `--help` shows: choices that the library takes, examples that its own parser takes."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any, Literal, get_args
+
+import pytest
+
+from inspect_lens._cli import _choices
+from inspect_lens._cli._main import app
+from inspect_lens._cli._output import running
+from inspect_lens.errors import SpecError
+from inspect_lens.probe import LIE_DETECTORS
+from inspect_lens.train import FAMILIES, VectorMethod, calibrate
+from inspect_lens.train.judging._select import SelectBy
+from inspect_lens.vector import VectorFormat
+from tests.kit.commands import commands, run_command
+from tests.kit.shell import commands as words_of
+
+COMMANDS = commands()
+
+
+def test_choices_are_those_of_the_library() -> None:
+    assert [one.value for one in _choices.Family] == list(FAMILIES)
+    assert tuple(one.value for one in _choices.VectorMethod) == get_args(VectorMethod)
+    assert get_args(_choices.SelectBy) == get_args(SelectBy)
+    assert set(get_args(_choices.LieDetector)) == set(LIE_DETECTORS) - {"unrelated"}
+    assert set(get_args(_choices.ExportFormat)) < set(get_args(VectorFormat))
+    with pytest.raises(SpecError, match=", ".join(get_args(_choices.ProbabilityMap))):
+        calibrate([0.0, 1.0], [0, 1], method="other")
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_each_help_has_an_example_that_the_parser_takes(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(words, "--help") == 0
+    shown = capsys.readouterr().out
+    _, _, text = shown.partition("Examples:\n")
+    typed = list(words_of(text))
+    assert typed, shown
+    for line in typed:
+        assert line[: 1 + len(words.split())] == ["inspect-lens", *words.split()], shlex.join(line)
+        command: Any = COMMANDS[words]
+        command.make_context(words, line[1 + len(words.split()) :])  # raises where one is unknown
+    assert max(map(len, shown.splitlines())) <= 100
+
+
+Mistake = tuple[str, int, Literal["UsageError", "SpecError", "ArtifactError", ""], str]
+MISTAKES: tuple[Mistake, ...] = (
+    ("lens fit --kind other", 2, "UsageError", "not one of 'tuned', 'jacobian'"),
+    ("lens fit --kind tuned --jsn", 2, "UsageError", "--json"),
+    ("probe train --heldout x", 2, "UsageError", "--held-out"),
+    ("probe sweep --train x --family linear", 2, "UsageError", "'mass-mean'"),
+    ("nothing", 2, "UsageError", "inspect-lens --help shows what it takes"),
+    ("probe collect", 2, "UsageError", "inspect-lens probe collect --help shows what it takes"),
+    ("view /nowhere.eval --limit x", 2, "UsageError", "--limit"),
+)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=[m[0] for m in MISTAKES])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_wrong_word_is_one_line(
+    mistake: Mistake, as_json: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line, code, kind, told = mistake
+    words = [*line.split(), *(["--json"] if as_json else [])]
+    assert run_command("", *words) == code
+    out, err = capsys.readouterr()
+    assert not out
+    (said,) = err.splitlines()
+    assert told in said
+    assert said.startswith(f'{{"error": "{kind}"' if as_json else f"{kind}: ")
+
+
+def test_the_version_has_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command("", "--version") == 0
+    assert capsys.readouterr().out.startswith("inspect-lens 0.")
+
+
+def test_the_command_that_runs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["inspect-lens", "probe", "sweep", "--train", "view"])
+    assert running(app) == "inspect-lens probe sweep"
