@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import re
+import signal
 import socket
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 from inspect_ai.log import read_eval_log
 from inspect_ai.model import Model, get_model
@@ -173,7 +175,8 @@ def test_ctrl_c_says_what_is_kept(
 
     async def stopped(model: Model, index: int, *rest: Any) -> Any:
         if index == 5:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
+            await anyio.sleep(60)
         return await capture(model, index, *rest)
 
     monkeypatch.setattr(_collect, "capture_sample", stopped)
