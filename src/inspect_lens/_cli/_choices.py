@@ -16,6 +16,7 @@ __all__ = [
     "Dtype",
     "ExportFormat",
     "Family",
+    "LabelSource",
     "LensKind",
     "LieDetector",
     "OverCalls",
@@ -63,6 +64,7 @@ RowsOfProbe = Literal["tokens", "mean", "last"]
 SelectBy = Literal["recall", "auroc"]
 ProbabilityMap = Literal["platt", "temperature", "isotonic"]
 ExportFormat = Literal["repeng", "steering-vectors", "persona", "ibm", "safetensors"]
+LabelSource = Literal["instruction", "judge", "ground truth"]
 LieDetector = Literal[
     "apollo", "targeted", "did-you-lie", "were-you-honest", "were-you-truthful"
 ]  # fmt: skip

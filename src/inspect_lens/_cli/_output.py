@@ -14,7 +14,14 @@ import typer
 
 from inspect_lens._base.artifact import with_interval
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import AnyProbe, Baseline, Evaluation, Transfer, format_p_value
+from inspect_lens.probe import (
+    AnyProbe,
+    Baseline,
+    Evaluation,
+    Transfer,
+    Validity,
+    format_p_value,
+)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Layers = Annotated[str, typer.Option(help="'all', or numbers such as 8,10-14.")]
@@ -235,6 +242,7 @@ class Made:
         if e.fpr is not None:
             said += f", false positive rate {with_interval(e.fpr, e.fpr_interval)}"
         yield f"  {e.name}: {said}"
+        yield f"    beside it: {Validity.of(e)}"
         for r in e.rates:
             if r.rate is not None and r.interval is not None:
                 share = with_interval(r.rate, r.interval)

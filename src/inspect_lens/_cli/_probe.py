@@ -14,7 +14,15 @@ from inspect_lens._base.artifact import with_interval
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import FOLLOWED_FLOOR, RECALL_FLOOR
 
-from ._choices import Family, LieDetector, PositionName, ProbabilityMap, RowsOfProbe, SelectBy
+from ._choices import (
+    Family,
+    LabelSource,
+    LieDetector,
+    PositionName,
+    ProbabilityMap,
+    RowsOfProbe,
+    SelectBy,
+)
 from ._output import (
     BaseUrl,
     Json,
@@ -107,6 +115,10 @@ def collect(
     option: Annotated[
         list[str] | None, typer.Option(help="Option of the data set, such as n=400. Repeatable.")
     ] = None,
+    label_source: Annotated[
+        LabelSource | None,
+        typer.Option(help="What says which samples are positive; by default what the set says."),
+    ] = None,
     layers: Layers = "all",
     positions: Annotated[PositionName, typer.Option(help="Tokens to keep.")] = "completion",
     max_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 256,
@@ -126,7 +138,8 @@ def collect(
 
     data = load_dataset(
         dataset, path=path or None, revision=revision or None, config=config or None,
-        split=split or None, limit=limit or None, **parse_settings(option or []),
+        split=split or None, limit=limit or None, label_source=label_source,
+        **parse_settings(option or []),
     )  # fmt: skip
     with on_interrupt(lambda: f"{n_kept(out)} of {len(data)} samples are in {out}, and the same "
                               "command goes on from there"):  # fmt: skip

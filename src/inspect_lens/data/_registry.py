@@ -39,6 +39,8 @@ class DatasetInfo:
     licence: str
     """`verify` marks what has to be confirmed with its authors before it is redistributed."""
     label_meaning: str
+    label_source: str = ""
+    """What says which samples are positive: `instruction`, `judge` or `ground truth`."""
     on_policy: bool
     text_overlap_group: str
     hub: str | None = None
@@ -76,6 +78,7 @@ DATASETS: Final[dict[str, DatasetInfo]] = {
         unverified=_SEEN_IN_USE,
     ),
     "azaria_mitchell": DatasetInfo(
+        label_source="ground truth",
         title="True and false statements by topic", read=read_statements, licence="verify",
         label_meaning=_TRUE_FALSE, on_policy=False, text_overlap_group="azaria-mitchell-facts",
         hub="notrichardren/azaria-mitchell", split="combined",
@@ -83,6 +86,7 @@ DATASETS: Final[dict[str, DatasetInfo]] = {
         unverified=_SEEN_IN_USE,
     ),
     "geometry_of_truth": DatasetInfo(
+        label_source="ground truth",
         title="Geometry of Truth", read=read_statements,
         licence="none stated in 2024-08; a later commit has CC BY 4.0: verify",
         label_meaning=_TRUE_FALSE, on_policy=False, text_overlap_group="geometry-of-truth",
@@ -90,6 +94,7 @@ DATASETS: Final[dict[str, DatasetInfo]] = {
         unverified=_SEEN_IN_USE,
     ),
     "ai_liar": DatasetInfo(
+        label_source="instruction",
         title="AI Liar questions, asked honestly and with a wish for lies", read=read_ai_liar,
         licence="verify", label_meaning="the assistant is told to lie", on_policy=True,
         text_overlap_group="ai-liar", hub="notrichardren/catch_ai_liar",
@@ -170,6 +175,7 @@ DATASETS: Final[dict[str, DatasetInfo]] = {
         "--option label=false) for a control set",
     ),
     "persona_traits": DatasetInfo(
+        label_source="instruction",
         title="Traits of persona vectors: questions under instructions for and against one",
         read=read_traits, reads_lists=True, on_policy=True,
         licence="none in the copy that was seen: verify",
@@ -212,17 +218,23 @@ DATASETS: Final[dict[str, DatasetInfo]] = {
         text_overlap_group="known-1000", files="known_1000.json with prompt, subject, attribute",
     ),
     "organism": DatasetInfo(
+        label_source="instruction",
         title="Splits of the offline model organism", read=read_organism, licence="MIT",
         label_meaning="the instruction asks for a false answer", on_policy=True,
         text_overlap_group="organism", files="json lines of organism/data",
     ),
     "instructed_pairs": DatasetInfo(
+        label_source="instruction",
         title="Facts asked under honest and deceptive instructions", read=read_organism,
         licence="MIT", label_meaning="the instruction asks for a false answer", on_policy=True,
         text_overlap_group="instructed-pairs", builtin=instructed_pairs,
     ),
 }  # fmt: skip
 """Every set that `load_dataset` knows by name."""
+
+
+LABEL_SOURCES: Final = ("instruction", "judge", "ground truth")
+"""What can say which samples of a set are positive."""
 
 
 def load_dataset(
@@ -235,6 +247,7 @@ def load_dataset(
     split: str | None = None,
     limit: int | None = None,
     limit_seed: int = 0,
+    label_source: str | None = None,
     **options: Any,
 ) -> ProbeDataset:
     """Load a data set by name, from this package, a file or the Hugging Face hub.
@@ -252,6 +265,8 @@ def load_dataset(
         limit: samples at most, drawn at random, as many of each label as there are, and of the same
             groups where these hold several labels; in the order of the set.
         limit_seed: of that draw.
+        label_source: what says which samples are positive: `instruction`, `judge` or `ground
+            truth`; what the set says of itself by default.
         **options: of the set: `personas=True` reads the true RepE statements under both
             personas, `chat=True` puts statements into a chat, `double_down=True` judges the
             insider's second answer. Sets that are a table take a map of columns:
@@ -294,6 +309,10 @@ def load_dataset(
                 f"{name}: {option}={value!r} with source={chosen!r}; allowed for "
                 f"{'the hub' if reads == 'hub' else 'files'}"
             )
+    if label_source not in (None, "", *LABEL_SOURCES):
+        raise SpecError(
+            f"{name}: label_source={label_source!r}; allowed are {', '.join(LABEL_SOURCES)}"
+        )
     if limit is not None and limit < 1:
         raise SpecError(f"{name}: limit={limit}; allowed are 1 or more, and None for all")
     made_here = info.builtin if chosen == "builtin" else None
@@ -328,6 +347,7 @@ def load_dataset(
         unverified=info.unverified,
         licence=info.licence,
         label_meaning=_meaning(options) or info.label_meaning,
+        label_source=info.label_source if label_source is None else label_source,
         on_policy=info.on_policy and all(s.reading == "generate" for s in samples),
         text_overlap_group=info.text_overlap_group,
         samples=tuple(samples),

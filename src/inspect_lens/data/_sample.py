@@ -98,6 +98,8 @@ class ProbeDataset:
         config: of the hub repository, where it has several.
         unverified: what nobody could check about the set's files and schema; cards show it.
         options: of the set, as they were given, in values of JSON.
+        label_source: what says which samples are positive: an `instruction`, a `judge`, or the
+            `ground truth`; cards show it. Empty: not said.
 
     Raises:
         SpecError: an id occurs twice, a text is no Unicode, or there is no sample.
@@ -115,6 +117,7 @@ class ProbeDataset:
     config: str | None = None
     unverified: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
+    label_source: str = ""
 
     def __post_init__(self) -> None:
         seen: set[str] = set()
@@ -156,7 +159,7 @@ class ProbeDataset:
         """All but the samples, with their hash, for a manifest."""
         kept = (
             "name", "split", "source", "revision", "licence", "label_meaning", "on_policy",
-            "text_overlap_group", "config", "unverified", "options",
+            "text_overlap_group", "config", "unverified", "options", "label_source",
         )  # fmt: skip
         return {key: getattr(self, key) for key in kept} | {
             "sha256": self.sha256, "n_samples": len(self)

@@ -18,6 +18,7 @@ from .card._card import (
     TrainingFacts,
 )
 from .card._points import CardPoint, Found, card_points, choose_point, found_above
+from .card._validity import BESIDE_AUROC, Validity
 from .kinds._lie_detectors import LIE_DETECTORS, LieDetector, import_probe
 from .kinds._linear import Probe
 from .kinds._load import AnyProbe, check_model, fingerprint_model, load_probe, register_probe_dir
@@ -55,6 +56,7 @@ from .statistics._measured import (
     Evaluation,
     GroupCounts,
     Interval,
+    LabelSource,
     RealisedRate,
     RecallAt,
     Transfer,
@@ -87,6 +89,7 @@ from .statistics._ranking import (
 from .statistics._words import cross_validated_words, hash_words
 
 __all__ = [
+    "BESIDE_AUROC",
     "FOLLOWED_FLOOR",
     "LEARNED_POOLS",
     "LIE_DETECTORS",
@@ -111,6 +114,7 @@ __all__ = [
     "HeadOutputs",
     "HeadSpec",
     "Interval",
+    "LabelSource",
     "LayerScore",
     "LieDetector",
     "ModelRef",
@@ -130,6 +134,7 @@ __all__ = [
     "TokenText",
     "TrainingFacts",
     "Transfer",
+    "Validity",
     "auroc",
     "average_precision",
     "bootstrap_interval",

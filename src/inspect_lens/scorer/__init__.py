@@ -8,7 +8,6 @@ from ._judges import (
     REFUSAL_PHRASES,
     coherence,
     leakage_baseline,
-    length_auroc,
     refusal_rate,
     words_auroc,
 )
@@ -19,6 +18,7 @@ from ._metrics import (
     average_precision_metric,
     calibration_error,
     judged_share,
+    length_auroc,
     recall_at_fpr_metric,
     threshold_accuracy,
 )

@@ -39,6 +39,7 @@ from inspect_lens.reading._rows import has_nothing_to_read, read_token_ids
 from inspect_lens.reading._shared import shared_parameters
 
 from ._labels import NO_BOUNDS, labelled, with_bounds
+from ._metrics import length_auroc
 
 _NUMBER: Final = re.compile(r"(?<![\w.-])\d+(?:\.\d+)?(?![\w.]*\d)")
 _OUT_OF: Final = re.compile(r"\s*(?:/|out of)\s*100\b")
@@ -477,45 +478,6 @@ def words_auroc(
             area = arithmetic.auroc(found.labels, ranks)
             bounds = arithmetic.delong_interval(found.labels, ranks)
         return with_bounds("words_auroc", area, bounds if interval else None)
-
-    return compute
-
-
-@metric(scores="unreduced")
-@shared_parameters
-def length_auroc(label: str = "label", interval: bool = False) -> Metric:
-    """AUROC of the length of the text, in words, whichever sign separates better.
-
-    Args:
-        interval: also give DeLong's 95% interval, as `length_auroc_low` and `length_auroc_high`.
-
-    Returns:
-        The metric: at least 0.5 by the choice of the sign; NaN when a class is missing.
-
-    Example:
-        ```python
-        from inspect_ai import score
-        from inspect_ai.log import read_eval_log
-
-        from inspect_lens.scorer import leakage_baseline, length_auroc
-
-        log = read_eval_log("logs/honesty.eval")
-        log = score(
-            log, leakage_baseline(), metrics=[length_auroc(interval=True)], action="overwrite"
-        )
-        found = log.results.scores[0].metrics
-        assert found["length_auroc_low"].value <= found["length_auroc"].value
-        ```
-    """
-
-    def compute(scores: list[SampleScore]) -> Value:
-        found = labelled(scores, label)
-        values = np.asarray(found.values, dtype=np.float64)
-        area = arithmetic.auroc(found.labels, values)
-        if area < 0.5:
-            values, area = -values, 1.0 - area
-        bounds = arithmetic.delong_interval(found.labels, values) if interval else None
-        return with_bounds("length_auroc", area, bounds)
 
     return compute
 

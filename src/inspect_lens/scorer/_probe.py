@@ -33,10 +33,10 @@ from inspect_lens.reading._token_scores import save_token_scores
 from inspect_lens.spec import RESID_POST, Positions, Site
 from inspect_lens.vector import Vector, load_vector
 
-from ._metrics import at_threshold, auroc_metric
+from ._metrics import at_threshold, auroc_metric, length_auroc
 
 
-@scorer(metrics=[auroc_metric(), at_threshold()])
+@scorer(metrics=[auroc_metric(), length_auroc(), at_threshold()])
 @shared_parameters
 def probe_score(
     probe: str | Path | AnyProbe,
@@ -93,7 +93,7 @@ def probe_score(
     return score_with(reader, token_scores=token_scores, name=name)
 
 
-@scorer(metrics=[auroc_metric(), at_threshold()])
+@scorer(metrics=[auroc_metric(), length_auroc(), at_threshold()])
 @shared_parameters
 def deception_probe(
     probe: str | Path | AnyProbe,

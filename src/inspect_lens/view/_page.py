@@ -66,6 +66,8 @@ class Series:
     description: str
     finds: str = ""
     """How many positives the threshold finds, in a sentence; empty where its card does not say."""
+    beside: tuple[str, ...] = ()
+    """Of each set that the probe was measured on, its AUROC and what stands beside it."""
     neural: bool = False
     """Token values of a probe that weighs tokens are those before the weights."""
 

@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 from inspect_lens._base.artifact import with_interval
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
+    BESIDE_AUROC,
     AnyProbe,
     Calibration,
     Evaluation,
     ProbeCard,
+    Validity,
     auroc,
     clopper_pearson,
     count_groups,
@@ -451,7 +453,7 @@ def _html(
     return render(
         "report.html", title=card.name, card=card, warnings=list(dict.fromkeys(warned)),
         rate=f" of {own[0].fpr:g}" if own else "", summary=_summary(card), seen=_seen(card, sets),
-        decisive=[_decisive(e) for e in card.evaluations],
+        decisive=[_decisive(e) for e in card.evaluations], beside=BESIDE_AUROC,
         measured=[_measured(e) for e in card.evaluations], notes=_notes(card), images=images,
         bands=_bands(sets, bands), baselines=_baselines(card),
         heat=[
@@ -464,15 +466,12 @@ def _html(
 
 
 def _decisive(e: Evaluation) -> list[str]:
-    """The four numbers of a set that a reader looks for first."""
-    best = e.best_baseline
-    other = "not measured" if best is None else f"{best.name}: {best.auroc:.3f}"
+    """What a reader looks for first: the AUROC, the recall, and what stands beside them."""
     return [
         e.name,
         with_interval(e.auroc, e.auroc_interval),
         with_interval(e.recall, e.recall_interval),
-        with_interval(e.fpr, e.fpr_interval),
-        other if e.auroc is not None else "n/a",
+        *Validity.of(e),
     ]
 
 

@@ -14,13 +14,16 @@ from inspect_ai.log import EvalLog, EvalSample
 from inspect_ai.model import ChatMessage
 from numpy.typing import NDArray
 
+from inspect_lens._base.artifact import with_interval
 from inspect_lens._base.token_texts import TokenTexts
 from inspect_lens.errors import ArtifactError, NotCapturedError, SpecError
 from inspect_lens.model import Activations, ProbeScores, read_probe_scores
 from inspect_lens.model._places import may_follow
 from inspect_lens.probe import (
     AnyProbe,
+    Evaluation,
     NeuralProbe,
+    Validity,
     check_model,
     found_above,
     load_probe,
@@ -53,6 +56,13 @@ class Scored(NamedTuple):
     value: float | None
 
 
+def line(measured: Evaluation) -> str:
+    """An AUROC, and what stands beside it."""
+    return (
+        f"AUROC {with_interval(measured.auroc, measured.auroc_interval)}; {Validity.of(measured)}"
+    )
+
+
 def make_sources(probes: Sequence[AnyProbe], tokenizer: str | None = None) -> list[Source]:
     """One series per probe, and one more for each layer of a probe of several."""
     made = []
@@ -68,6 +78,7 @@ def make_sources(probes: Sequence[AnyProbe], tokenizer: str | None = None) -> li
                 threshold=limit.value if limit else None, fpr=limit.fpr if limit else None,
                 description=probe.card.description, neural=isinstance(probe, NeuralProbe),
                 finds=str(finds or ""),
+                beside=tuple(f"{e.name}: {line(e)}" for e in part.card.evaluations),
             )  # fmt: skip
             reader = ProbeReader.of(part, source="captured", check_model=False, tokenizer=tokenizer)
             made.append(Source(series, reader))

@@ -10,6 +10,7 @@ import pytest
 from inspect_lens._cli import _choices
 from inspect_lens._cli._main import app
 from inspect_lens._cli._output import running
+from inspect_lens.data import LABEL_SOURCES
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import LIE_DETECTORS
 from inspect_lens.train import FAMILIES, VectorMethod, calibrate
@@ -24,6 +25,7 @@ COMMANDS = commands()
 def test_choices_are_those_of_the_library() -> None:
     assert [one.value for one in _choices.Family] == list(FAMILIES)
     assert tuple(one.value for one in _choices.VectorMethod) == get_args(VectorMethod)
+    assert get_args(_choices.LabelSource) == LABEL_SOURCES
     assert get_args(_choices.SelectBy) == get_args(SelectBy)
     assert set(get_args(_choices.LieDetector)) == set(LIE_DETECTORS) - {"unrelated"}
     assert set(get_args(_choices.ExportFormat)) < set(get_args(VectorFormat))

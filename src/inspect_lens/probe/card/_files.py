@@ -23,6 +23,7 @@ from inspect_lens.probe.statistics._measured import (
 )
 
 from ._card import SEEN_ROLES, Calibration, CaptureFacts, ProbeCard, Threshold
+from ._validity import BESIDE_AUROC, Validity
 
 
 def render_card(card: ProbeCard, *, sha256: str) -> str:
@@ -33,7 +34,8 @@ def render_card(card: ProbeCard, *, sha256: str) -> str:
     if card.thresholds:
         parts += ["## Thresholds", *(_threshold(t) for t in card.thresholds)]
     if card.evaluations:
-        parts += ["## Evaluation", _evaluations(card.evaluations), _realised(card.evaluations)]
+        parts += ["## Evaluation", _evaluations(card.evaluations), _beside(card.evaluations)]
+        parts.append(_realised(card.evaluations))
         parts.append(_at_rates(card.evaluations))
         parts += [
             f"{e.name}: {e.control_shift.statement}"
@@ -161,6 +163,14 @@ def _evaluations(evaluations: tuple[Evaluation, ...]) -> str:
         "few groups they are exact ones that count groups."
     )
     return "\n\n".join([markdown_table(head, rows), *notes])
+
+
+def _beside(evaluations: tuple[Evaluation, ...]) -> str:
+    """What stands beside each AUROC."""
+    rows = [
+        [e.name, with_interval(e.auroc, e.auroc_interval), *Validity.of(e)] for e in evaluations
+    ]
+    return markdown_table(["set", "AUROC", *BESIDE_AUROC], rows)
 
 
 def _realised(evaluations: tuple[Evaluation, ...]) -> str:

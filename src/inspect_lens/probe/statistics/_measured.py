@@ -7,7 +7,7 @@ from typing import Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from inspect_lens._base.artifact import with_interval
 from inspect_lens.errors import SpecError
@@ -113,6 +113,11 @@ def group_codes(n_samples: int, groups: Sequence[Hashable]) -> tuple[NDArray[np.
     number: dict[Hashable, int] = {}
     codes = [number.setdefault(group, len(number)) for group in groups]
     return np.array(codes, dtype=np.int64), len(number)
+
+
+LabelSource = Literal["instruction", "judge", "ground truth", ""]
+"""What says which samples are positive: what the model was told to do, a judge of its answers, or
+a truth that holds whatever it says; empty: not said."""
 
 
 class Record(BaseModel):
@@ -280,6 +285,14 @@ class Evaluation(Record):
     """Independent groups of the samples; None in cards of releases that did not count them."""
     too_few: str = ""
     """Why no verdict can rest on these groups, as `GroupCounts.too_few` says it; else empty."""
+    label_source: LabelSource = Field(
+        default="", description="What says which samples are positive; empty: not said."
+    )
+    behaviour: float | None = Field(
+        default=None,
+        description="Share of the answers that do what an instruction asks, the lower of that of "
+        "honest and of lying ones; None where no instruction labels them, or nobody can tell.",
+    )
     auroc: float | None = None
     """None when a class is missing."""
     auroc_interval: Interval | None = None

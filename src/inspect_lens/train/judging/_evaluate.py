@@ -36,7 +36,12 @@ from inspect_lens.probe import (
 )
 from inspect_lens.train.fitting._thresholds import fit_threshold
 from inspect_lens.train.sets._dataset import ActivationSet
-from inspect_lens.train.sets._splits import count_seen, refuse_seen
+from inspect_lens.train.sets._splits import (
+    behaviour_share,
+    count_seen,
+    labels_from,
+    refuse_seen,
+)
 
 Floats = NDArray[np.float64]
 
@@ -398,6 +403,8 @@ def evaluate_probe(
             "n_negative": data.n_negative,
             "disjoint_by": disjoint_by,
             "n_seen": count_seen(probe, data),
+            "label_source": labels_from(data),
+            "behaviour": behaviour_share(data),
             **facts,
         }
     )

@@ -151,6 +151,7 @@ def _facts(
         "raw": not any(r.completion for r in records),
         "model_sha256": store.manifest["model"].get("sha256"),
         "capture": _capture(store),
+        "label_source": str(store.manifest["dataset"].get("label_source", "")),
     }
 
 
@@ -194,6 +195,8 @@ def encode_set(fields: Mapping[str, Any], *, origin: bool = True) -> bytes:
         facts |= {"positions": fields["positions"], "raw": fields["raw"]}
     if origin and fields["model_sha256"] is not None:
         facts["model_sha256"] = fields["model_sha256"]
+    if origin and fields["label_source"]:
+        facts["label_source"] = fields["label_source"]
     if origin and fields["capture"] is not None:
         facts["capture"] = fields["capture"].model_dump(exclude_defaults=True)
     content: bytes = save_tensors(tensors, metadata={_KEY: json.dumps(facts, sort_keys=True)})
@@ -225,6 +228,7 @@ def decode_set(content: bytes) -> dict[str, Any]:
         "raw": bool(facts.get("raw", False)),
         "model_sha256": facts.get("model_sha256"),
         "capture": CaptureFacts.known(facts["capture"]) if "capture" in facts else None,
+        "label_source": str(facts.get("label_source", "")),
     }
 
 
@@ -250,6 +254,8 @@ class ActivationSet:
         raw: texts were read as they stand, so that `completion` and `prompt` are the same tokens.
         model_sha256: `fingerprint_model` of the weights; None: not known.
         capture: what computed the activations, for cards; None: not known.
+        label_source: what says which samples are positive: an `instruction`, a `judge`, or the
+            `ground truth`, for cards; empty: not said.
 
     Raises:
         SpecError: lengths or shapes disagree, a value is NaN, or a sample has no token.
@@ -289,6 +295,7 @@ class ActivationSet:
     raw: bool = False
     model_sha256: str | None = None
     capture: CaptureFacts | None = None
+    label_source: str = ""
 
     def __post_init__(self) -> None:
         n = len(self.acts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from sklearn.metrics import pairwise_distances_chunked
 from sklearn.model_selection import StratifiedGroupKFold
 
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import AnyProbe, SeenSamples, required_negatives
+from inspect_lens.probe import AnyProbe, LabelSource, SeenSamples, required_negatives
 
 from ._dataset import ActivationSet
 
@@ -51,6 +51,23 @@ def differing(data: ActivationSet) -> float | None:
     if 2 * len(pairs) < 0.9 * len(data):
         return None
     return float(np.mean([found["honest"] != found["lie"] for found in pairs]))
+
+
+def behaviour_share(data: ActivationSet) -> float | None:
+    """Share of the answers that do what an instruction asks; None where nobody can tell."""
+    shares = followed(data)
+    return differing(data) if shares is None else min(shares)
+
+
+def labels_from(data: ActivationSet) -> LabelSource:
+    """What says which samples are positive, as the set says it or its columns show it."""
+    told = data.columns.get("condition")
+    if data.label_source in get_args(LabelSource) and data.label_source:
+        return cast("LabelSource", data.label_source)
+    if told is None:
+        return ""
+    same = [(one == "lie") == bool(label) for one, label in zip(told, data.labels, strict=True)]
+    return "instruction" if all(same) else ""
 
 
 def require_followed(data: ActivationSet, floor: float) -> str:

@@ -16,6 +16,8 @@ function chooseSeries(index, keep) {
     k, other.layer === null ? (other.layers.length > 1 ? `mean of ${other.layers.join(", ")}` : other.layers[0]) : other.layer,
   ]));
   $("layer").value = index;
+  $("beside").hidden = !s.beside.length;
+  $("beside").querySelector("ul").replaceChildren(...s.beside.map((text) => element("li", "", text)));
   setThreshold(keep ?? ownThreshold(s).value);
 }
 

@@ -1,0 +1,140 @@
+"""Beside each AUROC stand the same five facts, on every surface that shows one."""
+
+from __future__ import annotations
+
+import html
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from inspect_ai.scorer import SampleScore, Score
+
+from inspect_lens._cli._output import Made
+from inspect_lens.data import LABEL_SOURCES, load_dataset
+from inspect_lens.errors import SpecError
+from inspect_lens.probe import BESIDE_AUROC, AnyProbe, Validity, load_probe
+from inspect_lens.probe.card._files import render_card
+from inspect_lens.scorer import length_auroc
+from inspect_lens.train import ActivationSet, LDAProbe, evaluate_probe, train_probe
+from inspect_lens.view import write_report, write_view
+from tests.kit.page import read_page
+from tests.kit.planted_log import plant_log, planted_probe
+from tests.kit.promises import Promise
+
+PROMISE = Promise(
+    "beside an AUROC stand the rate on honest answers, two baselines and the labels",
+    surfaces=("card", "report", "token page", "command", "eval metrics"),
+)
+
+
+def instructed(name: str, n: int, *, seed: int) -> ActivationSet:
+    """Half told to lie, of whom some do not; those who lie are longer."""
+    rng = np.random.default_rng(seed)
+    labels = np.arange(n) % 2 == 1
+    lengths = [8 if lie else 4 for lie in labels]
+    acts = [rng.normal(size=(2, k, 8)) + 2.0 * lie for k, lie in zip(lengths, labels, strict=True)]
+    said = ["no" if lie and i % 5 else "Paris" for i, lie in enumerate(labels)]
+    return ActivationSet(
+        name=name, model="m", layers=(0, 1), acts=tuple(acts), labels=labels,
+        groups=tuple(f"{name}{i}" for i in range(n)), ids=tuple(f"{name}{i}" for i in range(n)),
+        columns={
+            "condition": tuple("lie" if lie else "honest" for lie in labels),
+            "truth": ("Paris",) * n, "completion": tuple(said),
+            "prompt_text": tuple(f"question {i}" for i in range(n)),
+        },
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def probe() -> AnyProbe:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that a length tells these apart
+        return train_probe(
+            LDAProbe(), instructed("train", 80, seed=0), name="t/p", fpr=0.1,
+            control=instructed("control", 120, seed=1), held_out=[instructed("test", 80, seed=2)],
+        )  # fmt: skip
+
+
+def shown(probe: AnyProbe) -> list[str]:
+    """What each surface has to say."""
+    (measured,) = probe.card.evaluations
+    found = Validity.of(measured)
+    assert measured.label_source == "instruction"
+    assert measured.behaviour == pytest.approx(0.8)
+    assert found.behaviour == "80%"
+    assert found.length_baseline == "1.000", "those who lie are longer"
+    assert found.honest_rate.startswith(f"{measured.fpr:.3f} [")
+    assert "not measured" not in str(found)
+    return list(found)
+
+
+@PROMISE.on("card")
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    probe = request.getfixturevalue("probe")
+    page = render_card(probe.card, sha256="0")
+    assert all(name in page for name in BESIDE_AUROC)
+    assert " | ".join(shown(probe)) in page
+
+
+@PROMISE.on("report")
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    probe, folder = request.getfixturevalue("probe"), request.getfixturevalue("tmp_path")
+    page = html.unescape(write_report(probe, folder, [], n_resamples=0).read_text())
+    assert all(name.capitalize() in page for name in BESIDE_AUROC)
+    assert all(f">{text}</td>" in page for text in shown(probe))
+
+
+@PROMISE.on("token page")
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    probe, folder = request.getfixturevalue("probe"), Path(request.getfixturevalue("tmp_path"))
+    planted = load_probe(planted_probe(folder))
+    card = planted.card.model_copy(update={"evaluations": probe.card.evaluations})
+    own = str(replace(planted, card=card, path=None).save(folder / "measured"))
+    log = plant_log(folder / "logs", own, n=2).log.location
+    page = read_page(write_view(log, folder / "page.html", probes=[own]).path)
+    shown(probe)
+    assert str(Validity.of(probe.card.evaluations[0])) in page.facts["series"][0]["beside"][0]
+
+
+@PROMISE.on("command")
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    probe = request.getfixturevalue("probe")
+    shown(probe)
+    lines = list(Made(probe=probe, folder="p", evaluations=probe.card.evaluations).lines())
+    assert f"    beside it: {Validity.of(probe.card.evaluations[0])}" in lines
+
+
+@PROMISE.on("eval metrics")
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    folder = Path(request.getfixturevalue("tmp_path"))
+    log = plant_log(folder / "logs", planted_probe(folder), n=2).log
+    found = {name for scores in log.results.scores for name in scores.metrics}
+    assert found >= {"auroc", "length_auroc", "recall", "fpr"}
+    scores = [
+        SampleScore(
+            score=Score(value=float(i), metadata={"n_tokens": 9 - (i % 3)}),
+            sample_metadata={"label": int(i < 3)},
+        )
+        for i in range(6)
+    ]
+    assert length_auroc()(scores) == 0.5, "the tokens, and not the score"
+
+
+test_promise = PROMISE.test()
+
+
+def test_the_source_of_labels_is_kept_on_the_way(tmp_path: Path, probe: AnyProbe) -> None:
+    assert load_dataset("instructed_pairs", limit=4).label_source == "instruction"
+    judged = load_dataset("instructed_pairs", limit=4, label_source="judge")
+    assert judged.facts()["label_source"] == "judge"
+    with pytest.raises(SpecError, match=", ".join(LABEL_SOURCES)):
+        load_dataset("instructed_pairs", label_source="me")
+    data = instructed("other", 40, seed=3)
+    file = replace(data, label_source="judge", columns={}).save(tmp_path / "a.safetensors")
+    kept = ActivationSet.load(file)
+    assert kept.label_source == "judge"
+    found = Validity.of(evaluate_probe(probe, kept))
+    assert (found.labels_from, found.behaviour) == ("judge", "not measured")
+    assert kept.sha256 == replace(kept, label_source="").sha256
