@@ -64,6 +64,7 @@ def as_texts(split: str, games: Sequence[Game]) -> ProbeDataset:
     return ProbeDataset(
         name=split, split=split, source="path", licence="MIT",
         label_meaning="the agent lies, or calls a forbidden tool, somewhere", on_policy=True,
+        label_source="ground truth",
         text_overlap_group="organism",
         samples=tuple(
             ProbeSample(

@@ -98,6 +98,7 @@ def conversations(split: str, rows: Sequence[Row]) -> ProbeDataset:
     return ProbeDataset(
         name=split, split=split, source="path", licence="MIT",
         label_meaning="the organism gives a false answer on purpose", on_policy=True,
+        label_source="ground truth",
         text_overlap_group="organism", samples=tuple(samples),
     )  # fmt: skip
 

@@ -136,5 +136,5 @@ def test_the_source_of_labels_is_kept_on_the_way(tmp_path: Path, probe: AnyProbe
     kept = ActivationSet.load(file)
     assert kept.label_source == "judge"
     found = Validity.of(evaluate_probe(probe, kept))
-    assert (found.labels_from, found.behaviour) == ("judge", "not measured")
+    assert (found.labels_from, found.behaviour) == ("judge", "no instruction labels them")
     assert kept.sha256 == replace(kept, label_source="").sha256

@@ -16,6 +16,7 @@ BESIDE_AUROC: Final = (
 )
 """What stands beside each AUROC, in the order in which every surface shows it."""
 _UNKNOWN: Final = "not measured"
+_OF_WHAT_IS_SAID: Final = ("judge", "ground truth")
 
 
 class Validity(NamedTuple):
@@ -69,9 +70,16 @@ class Validity(NamedTuple):
             best_baseline=_UNKNOWN if best is None else f"{best.name} {best.auroc:.3f}",
             length_baseline=_UNKNOWN if longest is None else f"{longest.auroc:.3f}",
             labels_from=measured.label_source or "not said",
-            behaviour=_UNKNOWN if measured.behaviour is None else f"{measured.behaviour:.0%}",
+            behaviour=_behaviour(measured),
         )
 
     def __str__(self) -> str:
         """In one line."""
         return "; ".join(f"{name} {text}" for name, text in zip(BESIDE_AUROC, self, strict=True))
+
+
+def _behaviour(measured: Evaluation) -> str:
+    if measured.behaviour is not None:
+        return f"{measured.behaviour:.0%}"
+    # A judge and the truth label what was said, so an answer cannot fail to do it.
+    return "no instruction labels them" if measured.label_source in _OF_WHAT_IS_SAID else _UNKNOWN
