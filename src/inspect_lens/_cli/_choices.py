@@ -47,6 +47,9 @@ class Family(StrEnum):
     ATTENTION_GDM = "attention-gdm"
     MULTIMAX = "multimax"
     ROLLING_ATTENTION = "rolling-attention"
+    GATED_BIPOLAR = "gated-bipolar"
+    BILINEAR = "bilinear"
+    SEGMENT_COHERENCE = "segment-coherence"
     SAE = "sae"
     ENSEMBLE = "ensemble"
 
