@@ -9,7 +9,6 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Literal
 
-from inspect_lens.spec._positions import PositionName
 from inspect_lens.vector import VectorFormat
 
 __all__ = [
@@ -71,6 +70,7 @@ LabelSource = Literal["instruction", "judge", "ground truth"]
 LieDetector = Literal[
     "apollo", "targeted", "did-you-lie", "were-you-honest", "were-you-truthful"
 ]  # fmt: skip
+PositionName = Literal["all", "prompt", "completion", "last", "last_prompt"]
 LensKind = Literal["tuned", "jacobian"]
 Dtype = Literal["float32", "bfloat16"]
 OverCalls = Literal["last", "all"]

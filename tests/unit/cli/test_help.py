@@ -13,6 +13,7 @@ from inspect_lens._cli._output import running
 from inspect_lens.data import LABEL_SOURCES
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import LIE_DETECTORS
+from inspect_lens.spec._positions import PositionName
 from inspect_lens.train import FAMILIES, VectorMethod, calibrate
 from inspect_lens.train.judging._select import SelectBy
 from inspect_lens.vector import VectorFormat
@@ -25,6 +26,7 @@ COMMANDS = commands()
 def test_choices_are_those_of_the_library() -> None:
     assert [one.value for one in _choices.Family] == list(FAMILIES)
     assert tuple(one.value for one in _choices.VectorMethod) == get_args(VectorMethod)
+    assert get_args(_choices.PositionName) == get_args(PositionName)
     assert get_args(_choices.LabelSource) == LABEL_SOURCES
     assert get_args(_choices.SelectBy) == get_args(SelectBy)
     assert set(get_args(_choices.LieDetector)) == set(LIE_DETECTORS) - {"unrelated"}
