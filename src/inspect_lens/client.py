@@ -84,6 +84,13 @@ class GenerateOutput:
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """The whole response."""
 
+    @property
+    def open_gates(self) -> tuple[str, ...]:
+        """Keys of the gates that may stay open in the next turn and are open by now."""
+        steer = None if self.receipt is None else self.receipt.steer
+        found = [] if steer is None else [gate.key for gate in steer.gates]
+        return tuple(key for key in found if key is not None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StreamPart:
@@ -211,6 +218,7 @@ class LensClient(HookCalls):
         lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None = None,
         sink: SinkUse | Mapping[str, Any] | str | None = None,
         edits: Sequence[Edit | Mapping[str, Any]] | None = None,
+        open_gates: Sequence[str] = (),
         logprobs: int | None = None,
         echo: bool = False,
         **kwargs: Any,
@@ -236,6 +244,8 @@ class LensClient(HookCalls):
                 `SinkUse`; `output.receipt.sink` says what became of them.
             edits: of the residual stream and inside blocks, in this order: `Ablate`, `Clamp`,
                 `Replace` and others of `inspect_lens.spec`.
+            open_gates: `open_gates` of the answer before, so that gates which may stay open over a
+                conversation begin open.
             logprobs: log-probabilities per token.
             echo: return the prompt too.
             **kwargs: other fields of the request body; lens keys among them, such as
@@ -257,7 +267,7 @@ class LensClient(HookCalls):
             body["echo"] = True
         request = request_of(
             capture_layers, steering_vectors, activations_transport, capture, hooks, capture_qk,
-            lens, sink, edits,
+            lens, sink, edits, open_gates,
         )  # fmt: skip
         sampling = {"max_tokens": max_tokens, "temperature": temperature}
         return self._post("/v1/completions", body | sampling | kwargs, request)
@@ -277,12 +287,13 @@ class LensClient(HookCalls):
         lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None = None,
         sink: SinkUse | Mapping[str, Any] | str | None = None,
         edits: Sequence[Edit | Mapping[str, Any]] | None = None,
+        open_gates: Sequence[str] = (),
         **kwargs: Any,
     ) -> GenerateOutput:
         """Complete a chat; arguments, result and errors are those of `generate`."""
         request = request_of(
             capture_layers, steering_vectors, activations_transport, capture, hooks, capture_qk,
-            lens, sink, edits,
+            lens, sink, edits, open_gates,
         )  # fmt: skip
         body: dict[str, Any] = {"messages": [dict(message) for message in messages]}
         sampling = {"max_tokens": max_tokens, "temperature": temperature}
@@ -303,6 +314,7 @@ class LensClient(HookCalls):
         lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None = None,
         sink: SinkUse | Mapping[str, Any] | str | None = None,
         edits: Sequence[Edit | Mapping[str, Any]] | None = None,
+        open_gates: Sequence[str] = (),
         stream_results: bool | None = None,
         **kwargs: Any,
     ) -> LensStream:
@@ -355,8 +367,9 @@ class LensClient(HookCalls):
         if (prompt is None) == (messages is None):
             raise SpecError("prompt and messages: give one of them")
         request = request_of(
-            capture_layers, steering_vectors, None, capture, hooks, capture_qk, lens, sink, edits
-        )
+            capture_layers, steering_vectors, None, capture, hooks, capture_qk, lens, sink, edits,
+            open_gates,
+        )  # fmt: skip
         asked: dict[str, Any] = {"prompt": prompt}
         if messages is not None:
             asked = {"messages": [dict(message) for message in messages]}
@@ -557,7 +570,7 @@ VLLMLensClient = LensClient
 
 _ARGUMENTS = (
     "capture_layers", "steering_vectors", "activations_transport", "capture", "hooks",
-    "capture_qk", "lens", "sink", "edits",
+    "capture_qk", "lens", "sink", "edits", "open_gates",
 )  # fmt: skip
 """Of `LensClient.generate`, for the lens."""
 
@@ -572,6 +585,7 @@ def request_of(
     lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None,
     sink: SinkUse | Mapping[str, Any] | str | None = None,
     edits: Sequence[Edit | Mapping[str, Any]] | None = None,
+    open_gates: Sequence[str] = (),
 ) -> LensRequest | None:
     """Read them; the arguments are those of `LensClient.generate`."""
     args: dict[str, Any] = {}
@@ -587,7 +601,7 @@ def request_of(
     if transport is not None:
         args["activations_transport"] = transport
     request = parse_extra_args(args)
-    native: dict[str, Any] = {}
+    native: dict[str, Any] = {"open_gates": list(open_gates)} if open_gates else {}
     if capture is not None:
         if capture_layers is not None:
             raise SpecError("capture and capture_layers: give one of them")

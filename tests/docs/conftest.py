@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.example_files import write_logs, write_sets
+from tests.kit.example_files import write_logs, write_published, write_sets
 from tests.kit.repository import ROOT
 
 
@@ -20,6 +20,7 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "tests/data").symlink_to(ROOT / "tests/data")
     # Scores are written beside a log.
     shutil.copytree(ROOT / "docs/live", tmp_path / "docs/live")
+    write_published(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("INSPECT_DISPLAY", "none")
     monkeypatch.setenv("INSPECT_LOG_DIR", str(tmp_path / "logs"))

@@ -12,6 +12,7 @@ import torch
 from inspect_lens import SteeringVector
 from tests.engine.conftest import HIDDEN, Engine, start, tokens
 from tests.engine.test_capture import ALL, TOLERANCE, fed
+from tests.engine.test_conditions import check_schedules
 from tests.engine.test_reductions import check, request
 from tests.kit.reference import HuggingFace, max_relative_error
 from tests.kit.streamed import joined, outputs_of
@@ -109,5 +110,14 @@ def test_rows_that_are_streamed_are_those_of_accepted_tokens(
         assert mine.positions("residual_stream") == list(range(len(fed_tokens)))
         assert max_relative_error(rows, hugging_face.residual_stream(fed_tokens)) <= TOLERANCE
         assert mine.sizes == [(n, len(prompt) + n - 1) for n, _ in mine.sizes]
+    proposed, accepted = (now - then for now, then in zip(drafts(drafting), before, strict=True))
+    assert 0 < accepted < proposed
+
+
+def test_schedules_and_conditions_of_the_prompt_beside_drafts(
+    drafting: Engine, hugging_face: HuggingFace
+) -> None:
+    before = drafts(drafting)
+    check_schedules(drafting, hugging_face, max_tokens=60)
     proposed, accepted = (now - then for now, then in zip(drafts(drafting), before, strict=True))
     assert 0 < accepted < proposed

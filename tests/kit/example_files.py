@@ -7,6 +7,7 @@ process in the place of a server: the organism's own answers and activations, la
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -28,7 +29,7 @@ from .planted_log import TOKENIZER, encode
 from .reference import HuggingFace
 from .scripted import scripted_lens
 
-__all__ = ["LOG", "generate", "organism", "write_logs", "write_sets"]
+__all__ = ["LOG", "generate", "organism", "write_logs", "write_published", "write_sets"]
 
 LOG = "logs/honesty.eval"
 MODEL = "vllm-lens/organism/checkpoint"
@@ -54,6 +55,18 @@ def write_sets(folder: Path) -> None:
         if name == "control":
             data = data.subset(np.flatnonzero(~data.labels), name=name)
         data.save(folder / f"{name}.safetensors")
+
+
+def write_published(folder: Path) -> None:
+    """Write two vectors as CAST does, of a model that is 256 wide and has six blocks.
+
+    Args:
+        folder: gets `condition_harmful.svec` and `refusal_behavior.svec`.
+    """
+    for seed, name in enumerate(("condition_harmful", "refusal_behavior")):
+        rows = np.random.default_rng(seed).standard_normal((6, 256)).round(4)
+        made = {"model_type": "llama", "directions": dict(enumerate(rows.tolist()))}
+        (folder / f"{name}.svec").write_text(json.dumps({**made, "explained_variances": {}}))
 
 
 def write_logs(folder: Path) -> None:

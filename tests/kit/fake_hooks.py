@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from inspect_lens.spec import (
+    Gate,
+    GateReceipt,
     LensRequest,
     QKSpec,
     SteerReceipt,
@@ -62,4 +64,23 @@ def steering_of(request: LensRequest, n_fed: int) -> SteerReceipt | None:
         *(tensor.sha256 for edit in request.edits for tensor in edit.all_tensors),
     ]
     layers = tuple(sorted({layer for layers in at for layer in layers}))
-    return SteerReceipt(layers=layers, n_tokens=n_fed, vectors=tuple(vectors))
+    gates = tuple(_gate(gate, request) for edit in request.edits for gate in edit.gates)
+    lasting = tuple(gate for gate in gates if gate is not None)
+    return SteerReceipt(layers=layers, n_tokens=n_fed, vectors=tuple(vectors), gates=lasting)
+
+
+def _gate(gate: Gate, request: LensRequest) -> GateReceipt | None:
+    """Of a gate of a conversation: it opens by itself where its threshold is below 0."""
+    if not gate.conversation:
+        return None
+    began = gate.key in request.open_gates
+    fires = gate.threshold < 0
+    return GateReceipt(
+        layer=gate.layer,
+        site=gate.site,
+        fired_at=1,
+        n_tokens=0,
+        sha256=gate.key,
+        began_open=began,
+        key=gate.key if began or fires else None,
+    )

@@ -51,7 +51,17 @@ from ._request import (
     respelled,
     save_vectors,
 )
-from ._response import Keep, LensFields, Mode, StreamFields, attach, expect, take_fields
+from ._response import (
+    Keep,
+    LensFields,
+    Mode,
+    StreamFields,
+    attach,
+    expect,
+    note_open_gates,
+    take_fields,
+    with_open_gates,
+)
 from ._scope import LensProvider, inherited_requests, scope_of
 from ._scores import Asked, ProbeLike, ask_probes, including
 from ._server import (
@@ -279,11 +289,13 @@ class LensAPI(ServerCalls, LensProvider):
     # -- a call ----------------------------------------------------------------
 
     @override
-    def typed_body(self, config: GenerateConfig) -> dict[str, Any] | None:
+    def typed_body(
+        self, config: GenerateConfig, messages: Sequence[ChatMessage] = ()
+    ) -> dict[str, Any] | None:
         """The config's `extra_body` with scopes and the default capture, spelled in one way."""
-        return self._read(config).extra_body or None
+        return self._read(config, messages).extra_body or None
 
-    def _read(self, config: GenerateConfig) -> Body:
+    def _read(self, config: GenerateConfig, messages: Sequence[ChatMessage]) -> Body:
         scope = scope_of(self)
         said = config.extra_body and not isinstance(config.extra_body, Settled)
         # Only of a call that says something it has to be known whether it says so itself.
@@ -293,6 +305,9 @@ class LensAPI(ServerCalls, LensProvider):
         if asked.capture is not None:
             default = including(default, asked.capture)
         body, request = read_body(config.extra_body, default, scope, inherited, asked.uses)
+        opened = with_open_gates(request, messages)
+        if opened is not None and opened is not request:
+            body, request = respelled(body, opened), opened
         return Body(Settled(body), request)
 
     @override
@@ -303,7 +318,7 @@ class LensAPI(ServerCalls, LensProvider):
         tool_choice: ToolChoice,
         config: GenerateConfig,
     ) -> ModelOutput | tuple[ModelOutput | Exception, ModelCall]:
-        body, request = self._read(config)
+        body, request = self._read(config, input)
         refused = dict(self._asked.refused)
         if request is not None and request.probes:
             request, more = await self.names.serve(request)
@@ -326,6 +341,7 @@ class LensAPI(ServerCalls, LensProvider):
         output = result[0] if isinstance(result, tuple) else result
         if isinstance(output, ModelOutput) and call.fields is not None and call.fields.choices:
             await self._check_done(request, call.fields)
+            note_open_gates(output, call.fields)
             source = Source(self._server_root(), self._headers(), FETCH_TIMEOUT_S)
             is_read = request is not None and (request.brings_tensors or request.scores_tokens)
             await attach(
@@ -444,7 +460,7 @@ class LensRequests(Hooks):
         if api is None or api.qualified_model_name != data.model_name:
             return
         try:
-            data.config.extra_body = api.typed_body(data.config)
+            data.config.extra_body = api.typed_body(data.config, data.input)
         except LensError:
             # Inspect only warns about errors in hooks; the provider raises this one again.
             return

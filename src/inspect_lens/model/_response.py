@@ -85,6 +85,45 @@ def take_fields(completion: BaseModel) -> LensFields:
     return fields
 
 
+def note_open_gates(output: ModelOutput, fields: LensFields) -> None:
+    """Keep on each message which gates of a conversation are open behind it.
+
+    There it survives caches, forks and logs, and goes wherever the conversation goes.
+    """
+    for choice, received in zip(output.choices, fields.choices, strict=False):
+        receipt = received.receipt or {}
+        gates = (receipt.get("steer") or {}).get("gates") or ()
+        keys = [gate["key"] for gate in gates if gate.get("key")]
+        if keys:
+            is_named = any(not tier.get("opted_out") for tier in receipt.get("tiers") or ())
+            kept = {"keys": keys, "named": is_named}
+            choice.message.metadata = {**(choice.message.metadata or {}), OPEN_GATES: kept}
+
+
+def with_open_gates(
+    request: LensRequest | None, messages: Sequence[ChatMessage]
+) -> LensRequest | None:
+    """The request of a call with the gates that its conversation has opened."""
+    own: set[str] = set()
+    names = False
+    if request is not None:
+        own = {gate.key for edit in request.edits for gate in edit.gates if gate.conversation}
+        names = bool(request.edits_named or request.configs)
+    found = dict.fromkeys(() if request is None else request.open_gates)
+    for message in messages:
+        kept = (message.metadata or {}).get(OPEN_GATES)
+        if isinstance(kept, Mapping):
+            # Of what a server knows by name, and of its own edits, it alone knows the gates.
+            is_any = names or kept.get("named")
+            found |= dict.fromkeys(key for key in kept["keys"] if is_any or key in own)
+    keys = tuple(found)
+    if request is None:
+        return LensRequest(open_gates=keys) if keys else None
+    return (
+        request if keys == request.open_gates else request.model_copy(update={"open_gates": keys})
+    )
+
+
 def fetch_payloads(fields: LensFields, request: LensRequest, fetch: FetchBytes) -> list[Payload]:
     """Decode the activations of every choice; not for the event loop."""
     payloads = []
@@ -106,6 +145,8 @@ def missing_activations(index: int, count: int) -> str:
     )
 
 
+OPEN_GATES = "inspect_lens_open_gates"
+"""Of a message's metadata."""
 _RESULTS = ("activations", "hook_results", "inspect_lens")
 
 

@@ -36,7 +36,9 @@ class LensProvider(ABC):
     """What a model's provider is that can do what a lens request asks for."""
 
     @abstractmethod
-    def typed_body(self, config: GenerateConfig) -> dict[str, Any] | None:
+    def typed_body(
+        self, config: GenerateConfig, messages: Sequence[ChatMessage] = ()
+    ) -> dict[str, Any] | None:
         """The config's `extra_body` with scopes and the default capture, spelled in one way."""
 
 

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import (
     RESID_POST,
+    Gate,
     Latent,
     LatentMode,
     Latents,
@@ -390,6 +391,65 @@ class SparseAutoencoder(SparseEncoder):
         where = self._chosen(latents, layers, site, threshold)
         return Reconstruct(
             decoder_bias=self.decoder_bias, strength=strength, positions=positions, **where
+        )
+
+    def gate(
+        self,
+        latent: int,
+        *,
+        threshold: float = 0.0,
+        active_above: float | None = None,
+        layer: int | None = None,
+        site: Site | None = None,
+        **options: Any,
+    ) -> Gate:
+        """The gate that a latent opens, for `when` of an edit.
+
+        Args:
+            latent: number of the feature.
+            threshold: activation above which it opens.
+            active_above: above which the latent is active; by default that of the file, as for
+                `threshold` of `latent`.
+            layer: at which it is read; by default the layer of the file.
+            site: where in this layer; by default that of the file.
+            **options: other fields of `Gate`, such as `scope` or `reads`.
+
+        Returns:
+            The gate.
+
+        Raises:
+            SpecError: as for `latent`.
+
+        Example:
+            ```python
+            import numpy as np
+
+            from inspect_lens.sae import SparseAutoencoder
+            from inspect_lens.spec import Ablate
+
+            rng = np.random.default_rng(0)
+            sae = SparseAutoencoder(
+                weight=rng.standard_normal((64, 256), dtype=np.float32),
+                bias=np.zeros(64, dtype=np.float32),
+                decoder=rng.standard_normal((64, 256), dtype=np.float32),
+                decoder_bias=np.zeros(256, dtype=np.float32),
+                hook="blocks.4.hook_resid_post",
+            )
+            gate = sae.gate(17, threshold=2.0)
+            edit = Ablate(direction=sae.decoder[3], layers=[5], when=gate)
+            assert (gate.layer, gate.active_above) == (4, 0.0)
+            ```
+        """
+        (at,) = self._latents([latent])
+        at_layer, at_site = self.settle(layer, site)
+        return Gate(
+            direction=self.weight[at],
+            bias=float(self.bias[at]),
+            threshold=float(threshold),
+            active_above=self._threshold(int(at), active_above),
+            layer=at_layer,
+            site=at_site,
+            **options,
         )
 
     def _chosen(

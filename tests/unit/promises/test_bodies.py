@@ -156,6 +156,10 @@ INSIDE: dict[str, Any] = {
     "LogitLens": lambda part: {"lens": part},
     "SinkUse": lambda part: {"sink": part},
     "Gate": lambda part: {"edits": [{"op": "zero", "layers": [1], "when": part}]},
+    "Rule": lambda part: {"edits": [{"op": "zero", "layers": [1], "when": {"all": [part]}}]},
+    "Schedule": lambda part: {
+        "edits": [{"op": "zero", "layers": [1], "positions": "completion", "schedule": part}]
+    },
 }
 """Where in a request a model stands."""
 ROW = [1.0] + [0.0] * (WIDTH - 1)
@@ -165,6 +169,8 @@ RIGHT: dict[str, dict[str, Any]] = {
     "SinkUse": {"name": "s"},
     "Hook": {"fn": {"cloudpickle": "gAROLg=="}, "layer_indices": [1]},
     "Gate": {"direction": ROW, "layer": 1},
+    "Rule": {"any": [{"direction": ROW, "layer": 1}]},
+    "Schedule": {"half_life": 2.0},
     "EngineProbe": {"layers": [1], "tensors": {"weight": [ROW]}},
     "EngineLens": {
         "kind": "jacobian",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.reading import LatentReader
 from inspect_lens.sae import SparseAutoencoder, SparseEncoder, read_autoencoder, read_sae
-from inspect_lens.spec import run_program
+from inspect_lens.spec import Add, run_program
 from inspect_lens.train import SAEFeatureProbe
 from tests.kit.autoencoders import Definition, H, N, write_gemma_1, write_gemma_2, write_saelens
 
@@ -78,6 +79,22 @@ def test_an_edit_moves_the_stream_by_the_latents_own_row(
     moved = (sae.decode(clamped) - sae.decode(latents)).numpy()
     for row, step in zip(ROWS, moved, strict=True):
         np.testing.assert_allclose(run_program(row, edit.program(0)) - row, step, atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", ["jumprelu", "gemma 2"])
+def test_a_gate_opens_where_the_latent_is_active_enough(kind: str, tmp_path: Path) -> None:
+    sae, path, scale = saved(kind, tmp_path)
+    found = sae(torch.from_numpy(ROWS))[:, 17].numpy()
+    least = float(np.median(found[found > 0]))
+    gate = read_autoencoder(path, norm_scale=scale).gate(
+        17, threshold=least, layer=4, site="resid_post"
+    )
+    write = np.eye(ROWS.shape[1], dtype=np.float32)[0]
+    edit = Add(vector=write, layers=[4], when=gate)
+    gated = [replace(one, gate=0) for one in edit.program(0)]
+    moved = [run_program(row, [gate.instruction(0), *gated])[0] - row[0] for row in ROWS]
+    assert 0 < sum(found > least) < sum(found > 0)
+    np.testing.assert_allclose(moved, found > least, atol=1e-5)
 
 
 def test_several_latents_are_set_and_some_are_a_reconstruction(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from sklearn.metrics import f1_score
 
 from inspect_lens.errors import SpecError
+from inspect_lens.spec import Add, Rule
 from inspect_lens.train import (
     ActivationSet,
     Condition,
@@ -129,3 +130,15 @@ def test_a_condition_needs_both_classes_and_a_common_layer() -> None:
     for wrong, layers in ((data, [3]), (data.subset([0, 2]), None)):
         with pytest.raises(SpecError, match=re.escape("allowed are layers of both")):
             fit_condition(vector, wrong, layers=layers)
+
+
+@pytest.mark.parametrize("rows", ["mean", "last"])
+@pytest.mark.parametrize("acts", ["above", "below"])
+def test_an_engine_decides_by_the_same_condition(rows: Any, acts: Any) -> None:
+    direction = np.random.default_rng(3).standard_normal(H)
+    made = Condition(4, direction, 0.2, acts, 1.0, rows).when
+    (gate,) = made.gates
+    assert isinstance(made, Rule) == (acts == "below")
+    assert (gate.layer, gate.similarity, gate.scope) == (4, "cast", "rest")
+    assert gate.reads == ("prompt_mean" if rows == "mean" else "last_prompt")
+    Add(vector=direction, layers=[2], when=made, positions="completion")

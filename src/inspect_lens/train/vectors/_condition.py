@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens.errors import SpecError
+from inspect_lens.spec import Gate, Rule
 from inspect_lens.train.sets._dataset import ActivationSet
 from inspect_lens.vector import Vector
 
@@ -50,6 +51,19 @@ class Condition(NamedTuple):
         read = rows.mean(axis=0) if self.rows == "mean" else rows[-1]
         value = float(similarity(read, self.direction))
         return value > self.threshold if self.acts == "above" else value < self.threshold
+
+    @property
+    def when(self) -> Gate | Rule:
+        """The same for an engine: `when` of an edit of sampled tokens."""
+        gate = Gate(
+            direction=self.direction.astype(np.float32),
+            layer=self.layer,
+            threshold=self.threshold,
+            similarity="cast",
+            scope="rest",
+            reads="prompt_mean" if self.rows == "mean" else "last_prompt",
+        )
+        return gate if self.acts == "above" else Rule(none=(gate,))
 
 
 def similarity(rows: ArrayLike, direction: ArrayLike) -> NDArray[np.float64]:

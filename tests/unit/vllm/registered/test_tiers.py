@@ -32,7 +32,9 @@ from inspect_lens.spec import (
     EngineConfig,
     EngineEdits,
     EngineProbe,
+    Gate,
     LensRequest,
+    Rule,
     ServerConfig,
 )
 from tests.unit.vllm.compat.test_facts import config as engine_config
@@ -77,6 +79,20 @@ def test_tiers_act_in_their_order(front: FrontEnd) -> None:
         ("server", None, 2), ("named", "b", 1), ("named", "a", 2),
     ]  # fmt: skip
     assert (composed.configs, composed.edits_named, composed.server) == ((), (), None)
+
+
+def test_a_client_opens_no_gate_that_the_operators_own_rule_denies(front: FrontEnd) -> None:
+    gate = Gate(direction=np.ones(HIDDEN), layer=0, scope="rest", conversation=True)
+    own = gate.model_copy(update={"threshold": 3.0})
+    keys = (gate.key, own.key)
+    asked = LensRequest(
+        edits=[add(9).model_copy(update={"when": own, "positions": "completion"})], open_gates=keys
+    )
+    for rule, kept in ((gate, keys), (Rule(none=[gate]), keys[1:]), (Rule(any=[gate]), keys)):
+        edit = add(7).model_copy(update={"when": rule, "positions": "completion"})
+        serve(front, edits=[edit])
+        made, _ = compose(front.registry, asked)
+        assert made.open_gates == kept
 
 
 def test_a_request_says_how_its_configurations_probe_is_read_and_not_the_servers(

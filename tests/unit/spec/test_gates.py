@@ -1,0 +1,123 @@
+"""Rules, schedules, and what gates, rules and schedules cannot be."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inspect_lens import LensRequest
+from inspect_lens.errors import SpecError
+from inspect_lens.spec import (
+    MOST_SCHEDULED,
+    Add,
+    Gate,
+    Rule,
+    Schedule,
+    parse_edits,
+    parse_extra_args,
+    to_extra_args,
+    to_wire_args,
+)
+
+V = np.ones(4)
+FORM = {"op": "add", "vector": V.tolist(), "layers": [1], "positions": "completion"}
+GATE = {"direction": V.tolist(), "layer": 0}
+
+
+def test_a_schedule_is_its_closed_form() -> None:
+    k = np.arange(12)
+    line = Schedule(points=[(2, 1.0), (6, -1.0), (10, 3.0)])
+    np.testing.assert_allclose(
+        [line.at(i) for i in k], np.interp(k, [2, 6, 10], [1.0, -1.0, 3.0]), rtol=1e-6
+    )
+    smooth = Schedule(points=[(0, 2.0), (8, 0.0)], between="cosine")
+    wanted = 1.0 + np.cos(np.pi * np.minimum(k, 8) / 8)
+    np.testing.assert_allclose([smooth.at(i) for i in k], wanted, atol=1e-6)
+    steps = Schedule(points=[(0, 0.5), (3, 2.0)], between="step")
+    assert [steps.at(i) for i in k] == [0.5] * 3 + [2.0] * 9
+    halving = Schedule(half_life=2.5)
+    np.testing.assert_allclose([halving.at(i) for i in k], 0.5 ** (k / 2.5), rtol=1e-6)
+    assert halving.at(10**6) == 0.0
+    assert len(Schedule(half_life=512.0).factors) <= MOST_SCHEDULED
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"schedule": {}}, "give points or half_life"),
+        ({"schedule": {"points": [[0, 1.0]], "half_life": 2.0}}, "one of them"),
+        ({"schedule": {"points": [[3, 1.0], [3, 2.0]]}}, "tokens that ascend"),
+        ({"schedule": {"points": [[0, 1.0], [MOST_SCHEDULED, 2.0]]}}, "at most 16383"),
+        ({"schedule": {"points": [[0, float("nan")]]}}, "not finite"),
+        ({"schedule": {"points": [[0, 1e9]]}}, "beyond 10000"),
+        ({"schedule": {"half_life": 0.0}}, "half_life"),
+        ({"schedule": {"half_life": 2.0, "between": "step"}}, "leave it out"),
+        ({"schedule": {"half_life": 2.0}, "positions": "all"}, "counts sampled tokens"),
+        ({"when": {}}, "when.gate.direction"),
+        ({"when": {"all": []}}, "give all, any or none"),
+        ({"when": {"any": [GATE] * 8, "none": [GATE]}}, "a rule of 9 gates; 8 at most"),
+        ({"when": {"all": [{"all": [{"all": [{"all": [{"all": GATE}]}]}]}]}}, "nested 5 deep"),
+        ({"when": {"all": [GATE], "threshold": 2.0}}, "when.rule.threshold"),
+        (
+            {"when": {"all": [GATE, {**GATE, "scope": "rest", "shadow": True}]}},
+            "shadow of some of its gates",
+        ),
+        (
+            {"when": {"none": [{**GATE, "scope": "next"}]}, "positions": "all"},
+            "decides on sampled tokens",
+        ),
+        ({"when": {**GATE, "reads": "prompt_mean"}}, "belongs to scope='rest'"),
+        ({"when": {**GATE, "conversation": True}}, "conversation beside scope='token'"),
+        ({"when": {**GATE, "similarity": "cast"}}, "is that of a prompt"),
+        ({"when": {**GATE, "similarity": "cosine", "bias": 1.0}}, "a latent is read as a product"),
+        ({"when": {**GATE, "active_above": -1.0}}, "active_above"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        parse_edits([{**FORM, **change}])
+
+
+def test_rules_and_schedules_survive_the_wire_and_the_log() -> None:
+    latent = Gate(direction=V, layer=0, bias=-0.5, active_above=0.25, threshold=1.0)
+    about = Gate(
+        direction=V, layer=3, scope="rest", reads="prompt_mean", similarity="cast",
+        conversation=True,
+    )  # fmt: skip
+    rule = Rule(all=[about], any=[latent, Rule(none=[latent])])
+    edit = Add(
+        vector=V, layers=[1], when=rule, positions="completion", schedule=Schedule(half_life=4.0)
+    )
+    request = LensRequest(edits=[edit], open_gates=[about.key])
+    wire = to_wire_args(to_extra_args(request))
+    back = parse_extra_args(json.loads(json.dumps(wire)))
+    assert back is not None
+    (made,) = back.edits
+    assert made.when is not None
+    assert made.when.content == rule.content
+    assert (made.schedule, back.open_gates) == (edit.schedule, (about.key,))
+    assert len(edit.all_tensors) == 4
+    assert "data" not in json.dumps(edit.reference())
+    # What is not asked for is left out: the form that older servers know.
+    plain = Add(vector=V, layers=[1], when=Gate(direction=V, layer=0)).model_dump(mode="json")
+    assert "schedule" not in plain
+    assert not {"bias", "active_above", "conversation", "reads"} & set(plain["when"])
+
+
+@pytest.mark.parametrize("keys", [["x"], ["A" * 64], ["0" * 64] * 65, [5]])
+def test_keys_are_hashes_and_not_many(keys: Any) -> None:
+    with pytest.raises(SpecError, match="open_gates"):
+        parse_extra_args({"inspect_lens": {"open_gates": keys}})
+
+
+def test_a_keys_gate_is_what_it_reads_and_how_it_decides() -> None:
+    def gate(**options: Any) -> Gate:
+        return Gate(**{"direction": V, "layer": 0, "scope": "rest", **options})
+
+    same = gate(), gate(conversation=True), gate(shadow=True), gate(reads="completion")
+    assert len({one.key for one in same}) == 1
+    others = gate(threshold=1.0), gate(layer=1), gate(ema=0.5), gate(direction=V * 2)
+    assert len({one.key for one in (same[0], *others)}) == 5
