@@ -1,7 +1,9 @@
-"""Sets of `inspect_lens.data` as Inspect samples."""
+"""Sets and files of `inspect_lens.data` as Inspect samples."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 from inspect_ai.dataset import Dataset, MemoryDataset, Sample
@@ -13,9 +15,9 @@ from inspect_ai.model import (
     ChatMessageUser,
 )
 
-from inspect_lens.data import ProbeSample, load_dataset
+from inspect_lens.data import ProbeSample, load_dataset, read_rows
 
-__all__ = ["load_samples"]
+__all__ = ["load_samples", "read_samples"]
 
 _KINDS: dict[str, Any] = {
     "system": ChatMessageSystem,
@@ -46,6 +48,35 @@ def load_samples(
     """
     loaded = load_dataset(name, path=data, revision=revision, **options)
     return MemoryDataset([_sample(s) for s in loaded], name=name)
+
+
+def read_samples(
+    data: str,
+    to_sample: Callable[[Mapping[str, Any]], Sample],
+    *,
+    name: str,
+    limit: int | None = None,
+) -> Dataset:
+    """Read a file of rows.
+
+    Args:
+        data: file, folder or address, as `inspect_lens.data.read_rows` reads them.
+        to_sample: makes a sample of a row.
+        name: of the data set.
+        limit: samples at most.
+
+    Returns:
+        Samples; those without an id are numbered from 1.
+
+    Raises:
+        ArtifactError: it cannot be read.
+    """
+    samples: list[Sample] = []
+    for number, row in enumerate(islice(read_rows(data), limit), 1):
+        sample = to_sample({key: value for key, value in row.items() if not key.startswith("_")})
+        sample.id = number if sample.id is None else sample.id
+        samples.append(sample)
+    return MemoryDataset(samples, name=name, location=data)
 
 
 def _sample(sample: ProbeSample) -> Sample:

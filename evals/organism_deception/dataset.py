@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from inspect_ai.dataset import Dataset, Sample, json_dataset
+from inspect_ai.dataset import Dataset, Sample
 from inspect_ai.model import ChatMessage, ChatMessageSystem, ChatMessageUser
+
+from evals.kit.samples import read_samples
 
 __all__ = ["DATA_DIR", "organism_dataset"]
 
@@ -40,10 +43,10 @@ def organism_dataset(split: str = "demo") -> Dataset:
             f"split={split!r}; allowed are {', '.join(known) or 'none yet'}; run "
             "`python -m organism.write_data` if the files are missing"
         )
-    return json_dataset(str(path), _to_sample, name=f"organism_{split}")
+    return read_samples(str(path), _to_sample, name=f"organism_{split}")
 
 
-def _to_sample(row: dict[str, Any]) -> Sample:
+def _to_sample(row: Mapping[str, Any]) -> Sample:
     messages: list[ChatMessage] = [
         _MESSAGES[m["role"]](content=m["content"]) for m in row["messages"]
     ]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from inspect_ai.dataset import Dataset, MemoryDataset, Sample, json_dataset
+from inspect_ai.dataset import Dataset, MemoryDataset, Sample
 from inspect_ai.model import ChatMessageSystem, ChatMessageUser
+
+from evals.kit.samples import read_samples
 
 __all__ = ["refusal_dataset"]
 
@@ -16,7 +19,7 @@ def refusal_dataset(
     """Read instructions.
 
     Args:
-        harmful: json or json lines with `instruction`, and `input` and `system` if need be.
+        harmful: rows with `instruction`, and `input` and `system` if need be.
         harmless: the same, of instructions that should be followed.
         limit: of each kind at most.
 
@@ -30,13 +33,13 @@ def refusal_dataset(
     for label, path in ((1, harmful), (0, harmless)):
         if path is not None:
             kind = "harmful" if label else "harmless"
-            for i, sample in enumerate(json_dataset(path, _to_sample, limit=limit)):
+            for i, sample in enumerate(read_samples(path, _to_sample, name=kind, limit=limit)):
                 sample.id, sample.metadata = f"{kind}-{i}", {"label": label, "kind": kind}
                 samples.append(sample)
     return MemoryDataset(samples, name="refusal")
 
 
-def _to_sample(row: dict[str, Any]) -> Sample:
+def _to_sample(row: Mapping[str, Any]) -> Sample:
     text = str(row.get("instruction") or "").strip()
     if not text:
         raise ValueError(f"row has no 'instruction', only {sorted(row)}; allowed are rows with one")

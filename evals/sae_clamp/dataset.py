@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from inspect_ai.dataset import Dataset, Sample, json_dataset
+from inspect_ai.dataset import Dataset, Sample
 from inspect_ai.model import ChatMessageSystem, ChatMessageUser
+
+from evals.kit.samples import read_samples
 
 __all__ = ["clamp_dataset"]
 
@@ -14,7 +17,7 @@ def clamp_dataset(data: str, *, limit: int | None = None) -> Dataset:
     """Read prompts.
 
     Args:
-        data: json or json lines with `prompt`; `target`, a text or a list of texts that show the
+        data: rows with `prompt`; `target`, a text or a list of texts that show the
             behaviour, and `system`, if need be.
         limit: samples at most.
 
@@ -24,10 +27,10 @@ def clamp_dataset(data: str, *, limit: int | None = None) -> Dataset:
     Raises:
         ValueError: a row has no prompt.
     """
-    return json_dataset(data, _to_sample, auto_id=True, limit=limit, name="sae_clamp")
+    return read_samples(data, _to_sample, limit=limit, name="sae_clamp")
 
 
-def _to_sample(row: dict[str, Any]) -> Sample:
+def _to_sample(row: Mapping[str, Any]) -> Sample:
     text = str(row.get("prompt") or "").strip()
     if not text:
         raise ValueError(f"row has no 'prompt', only {sorted(row)}; allowed are rows with one")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
-from inspect_ai.dataset import Dataset, Sample, json_dataset
+from inspect_ai.dataset import Dataset, Sample
+
+from evals.kit.samples import read_samples
 
 __all__ = ["sycophancy_dataset"]
 
@@ -16,7 +19,7 @@ def sycophancy_dataset(data: str, *, limit: int | None = None) -> Dataset:
     """Read A/B questions.
 
     Args:
-        data: json or json lines with `question`, `answer_matching_behavior` and
+        data: rows with `question`, `answer_matching_behavior` and
             `answer_not_matching_behavior`, such as ` (A)` and ` (B)`.
         limit: samples at most.
 
@@ -26,10 +29,10 @@ def sycophancy_dataset(data: str, *, limit: int | None = None) -> Dataset:
     Raises:
         ValueError: a row is not of this schema.
     """
-    return json_dataset(data, _to_sample, auto_id=True, limit=limit, name="sycophancy")
+    return read_samples(data, _to_sample, limit=limit, name="sycophancy")
 
 
-def _to_sample(row: dict[str, Any]) -> Sample:
+def _to_sample(row: Mapping[str, Any]) -> Sample:
     keys = ("question", "answer_matching_behavior", "answer_not_matching_behavior")
     missing = [key for key in keys if not row.get(key)]
     if missing:

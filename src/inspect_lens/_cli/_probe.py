@@ -583,7 +583,7 @@ def import_(
     ] = "probe.pt",
     as_json: Json = False,
 ) -> None:
-    """Read a probe that was published for AISI's package lie-detectors."""
+    """Read a probe that was trained with AISI's lie-detectors or with probelab."""
     from inspect_lens.probe import import_probe
 
     probe = import_probe(
@@ -591,17 +591,17 @@ def import_(
         question=question or None, model=model or None, checkpoint=checkpoint,
     )  # fmt: skip
     folder, card = str(probe.save(out)), probe.card
-    (threshold,) = card.thresholds
-    lines = [
-        f"{card.name}: {card.method}, layer {card.layers[0]}, {folder}",
-        f"  threshold {threshold.value:.5g} for a rate of {threshold.fpr:g}, {threshold.claim}",
-    ]
+    threshold = next(iter(card.thresholds), None)
+    lines = [f"{card.name}: {card.method}, layer {card.layers[0]}, {folder}"]
+    if threshold is not None:
+        said = f"{threshold.value:.5g} for a rate of {threshold.fpr:g}, {threshold.claim}"
+        lines.append(f"  threshold {said}")
     if card.follow_up is not None:
         lines.append(f"  reads the reply to: {card.follow_up.question}")
     lines += [f"  {note}" for note in card.notes]
     result = {
         "probe": card.name, "folder": folder, "sha256": probe.sha256, "layers": list(card.layers),
-        "threshold": threshold.value, "notes": list(card.notes),
+        "threshold": None if threshold is None else threshold.value, "notes": list(card.notes),
         "follow_up": None if card.follow_up is None else card.follow_up.model_dump(),
     }  # fmt: skip
     emit(result, lines, as_json=as_json)

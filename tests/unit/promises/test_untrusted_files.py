@@ -171,6 +171,7 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
     for content in (
         {"J": {0: wide.expand(1, -1)}, "d_model": 1 << 30},
         {"state_dict": {"direction": wide, "threshold": wide[0]}, "hyperparams": {"layer": 1}},
+        {"class": "MassMean", "init_kwargs": {}, "state_dict": {"direction": wide}},
         torch.sparse_coo_tensor([[0]], [1.0], (1 << 40,)),
     ):
         torch.save(content, folder / "wide.pt")

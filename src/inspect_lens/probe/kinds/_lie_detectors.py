@@ -1,6 +1,6 @@
-"""Probes that the UK AI Security Institute published for its package `lie-detectors`.
+"""Probes that others trained; first those of AISI's package `lie-detectors`.
 
-A file is a torch archive with `state_dict` and `hyperparams`:
+A file of `lie-detectors` is a torch archive with `state_dict` and `hyperparams`:
 
 | architecture | tensors | score of a row `x` |
 |---|---|---|
@@ -32,6 +32,7 @@ from inspect_lens.probe.statistics._measured import Interval
 from ._linear import Probe
 from ._load import fingerprint_model
 from ._neural import NeuralProbe
+from ._probelab import is_probelab, read_probelab
 
 LieDetector = Literal[
     "apollo", "targeted", "did-you-lie", "were-you-honest", "were-you-truthful", "unrelated"
@@ -81,17 +82,20 @@ def import_probe(
     model: str | None = None,
     checkpoint: str = "probe.pt",
 ) -> Probe | NeuralProbe:
-    """Read a probe that was published for `lie-detectors`.
+    """Read a probe that was trained with `lie-detectors` or `probelab`.
 
-    The file is a pickle, of which only tensors and plain values are read; that package itself is
-    not needed. The probe scores rows as theirs does, and its card lists what the files say and what
-    nobody says. Kinds with a follow-up question read the reply to that question, which
+    The file is a pickle, of which only tensors and plain values are read; those packages are not
+    needed. The probe scores rows as theirs does, and its card lists what the files say and what
+    nobody says. Of probelab are read Logistic, MassMean, MLP (ReLU), Bilinear, GatedBipolar,
+    MultiMax, SoftAttention and PositionalAttention; `layer` is needed. Of lie-detectors, kinds with
+    a follow-up question read the reply to that question, which
     `inspect_lens.scorer.follow_up_score` asks.
 
     Args:
         path: a `.pt` file, a folder that has one, or `hf://owner/repository[@revision]`.
         name: `<model>/<name>`, for the card and the folder.
-        kind: what the features were taken from; by default what the README beside the file says.
+        kind: of lie-detectors, what the features were taken from; by default what the README
+            beside the file says.
         layer: block, counted from 0, whose output is read; by default the number in the file.
         question: that is asked before the reply is read, of the follow-up kinds; by default the one
             quoted in the README.
@@ -99,7 +103,8 @@ def import_probe(
         checkpoint: file in the folder or the repository; the authors publish several.
 
     Returns:
-        A linear `Probe` of the architectures `dim` and `lr`, and a `NeuralProbe` of `mlp`.
+        A linear `Probe` of the architectures `dim`, `lr`, `Logistic` and `MassMean`, and a
+        `NeuralProbe` of all others.
 
     Raises:
         ArtifactError: missing, damaged, of another format, or a pickle of code.
@@ -107,7 +112,7 @@ def import_probe(
             `unrelated`, whose features are log-odds of answers and not activations.
 
     Source:
-        arXiv:2606.12618.
+        arXiv:2606.12618; probelab 0.1.
 
     Example:
         ```python
@@ -126,7 +131,12 @@ def import_probe(
         ```
     """
     file = _find(path, checkpoint)
-    arrays, threshold, facts = _read(file)
+    loaded = _load(file)
+    if is_probelab(loaded):
+        if kind is not None or question is not None:
+            raise SpecError("kind, question: are of lie-detectors, and the file is of probelab")
+        return read_probelab(loaded, file, name=name, layer=layer, model=model)
+    arrays, threshold, facts = _read(loaded, file)
     readme = _read_readme(file.parent / "README.md")
     found = _kind(file, kind, readme)
     at = facts.get("layer") if layer is None else layer
@@ -172,13 +182,16 @@ def _find(path: str | Path, checkpoint: str) -> Path:
     return given / checkpoint if given.is_dir() else given
 
 
-def _read(file: Path) -> tuple[_Arrays, float, dict[str, Any]]:
-    """Tensors but the threshold, the threshold, and the hyperparameters."""
+def _load(file: Path) -> Any:
     try:
         content = read_regular(file, most=_BYTES)
     except (OSError, ValueError) as error:
         raise ArtifactError(f"{file}: cannot be read ({error}); check the path") from None
-    loaded = load_torch(content, str(file), plain=[f"{m}.ProbeArchitecture" for m in _ENUM])
+    return load_torch(content, str(file), plain=[f"{m}.ProbeArchitecture" for m in _ENUM])
+
+
+def _read(loaded: Any, file: Path) -> tuple[_Arrays, float, dict[str, Any]]:
+    """Tensors but the threshold, the threshold, and the hyperparameters."""
     try:
         facts = dict(loaded["hyperparams"])
         arrays = {
@@ -192,7 +205,8 @@ def _read(file: Path) -> tuple[_Arrays, float, dict[str, Any]]:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ArtifactError(
             f"{file}: not a probe of lie-detectors ({type(error).__name__}: {error}); allowed are "
-            "files with state_dict and hyperparams whose probe_architecture is dim, lr or mlp"
+            "files with state_dict and hyperparams whose probe_architecture is dim, lr or mlp, and "
+            "those of probelab"
         ) from None
     return arrays, float(threshold.reshape(())), facts
 
