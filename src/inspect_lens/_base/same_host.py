@@ -11,6 +11,7 @@ in two processes took three times as long as sending it.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -25,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .temp_dirs import PREFIX, held, sweep
+from .temp_dirs import PREFIX, held, let_go, sweep
 
 logger = logging.getLogger("vllm.inspect_lens")
 
@@ -59,18 +60,24 @@ def serve_here(name: str, get: GetResult) -> Path:
         get: called in threads.
 
     Returns:
-        The folder of the socket; whoever next makes such a folder removes it, once this process
-        has ended.
+        The folder of the socket; it goes with this process, and if that is killed, whoever next
+        makes such a folder removes it.
 
     Raises:
         OSError: there is no folder for temporary files that this process can write.
     """
     sweep()
-    folder, _ = held(lambda: _made(_folder(name)))
+    folder, lock = held(lambda: _made(_folder(name)))
+    atexit.register(_end, folder, lock, os.getpid())
     with _short(folder) as short:
         server = _Server(f"{short}/{_SOCKET}", get)
     threading.Thread(target=server.serve_forever, name="inspect-lens-results", daemon=True).start()
     return folder
+
+
+def _end(folder: Path, lock: int, process: int) -> None:
+    if os.getpid() == process:  # a forked child has the lock, and none of the right to clean up
+        let_go(folder, lock)
 
 
 def fetch_here(handle: str) -> memoryview | None:

@@ -82,6 +82,7 @@ def test_a_handle_of_another_process_is_fetched_from_there(
         assert unknown.status_code == 410
         other.stdin.close()
     assert client.get(f"/v1/activations/{handle}").status_code == 404, "it has ended"
+    assert not list(folder.iterdir())
 
 
 @pytest.mark.parametrize("handle", ["unknown", "..-x", "%2e%2e-x", "a" * 300, "é-x", "."])
