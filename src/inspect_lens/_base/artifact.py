@@ -101,7 +101,12 @@ class ArtifactCard(BaseModel):
         return self.model_dump(mode="json", include=set(self.HEADER))
 
     def render(
-        self, facts: Sequence[tuple[str, str]], sections: Sequence[str], *, digest: tuple[str, str]
+        self,
+        facts: Sequence[tuple[str, str]],
+        sections: Sequence[str],
+        *,
+        digest: tuple[str, str],
+        warnings: Sequence[str] = (),
     ) -> str:
         """The card as markdown: name, a table of facts with the origin, and what follows it."""
         model: Any = getattr(self, "model", None)
@@ -116,7 +121,9 @@ class ArtifactCard(BaseModel):
         ]  # fmt: skip
         table = markdown_table(["fact", "value"], [[k, v] for k, v in rows if v])
         notes = "\n".join(f"- {note}" for note in self.notes)
-        parts = [f"# {self.name}", getattr(self, "description", ""), table, *sections]
+        parts = [f"# {self.name}", getattr(self, "description", "")]
+        parts += [f"> **Warning.** {text}" for text in warnings]
+        parts += [table, *sections]
         parts += ["## Notes", notes] if notes else []
         return "\n\n".join(part for part in parts if part) + "\n"
 

@@ -20,7 +20,6 @@ from inspect_lens.data import ActivationStore
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import (
     FOLLOWED_FLOOR,
-    RECALL_FLOOR,
     SENTENCE_POOL,
     AnyProbe,
     Evaluation,
@@ -62,18 +61,14 @@ def train_job(
     layers: Any,
     rows: Any,
     pool: str,
-    fpr: float,
-    allow_few: bool,
     seed: int,
-    select_by: Any = "recall",
-    recall_floor: float = RECALL_FLOOR,
-    behaviour_floor: float = FOLLOWED_FLOOR,
     tokenizer: str = "",
     memory: float = MEMORY,
     work: str = "",
     card: Mapping[str, Any] | None = None,
+    **how: Any,
 ) -> Made:
-    """Train, save, report."""
+    """Train as `how` tells `train_probe`, save, report."""
     estimator = make_estimator(family, **settings)
     pools = tuple(part.strip() for part in pool.split(","))
     pool = SENTENCE_POOL if SENTENCE_POOL in pools else pools[0]
@@ -110,17 +105,13 @@ def train_job(
             pool=pools[0],
             pools=pools,
             positions=parse_positions(positions, field="positions"),
-            fpr=fpr,
-            select_by=select_by,
-            recall_floor=recall_floor,
-            behaviour_floor=behaviour_floor,
-            allow_few=allow_few,
             seed=seed,
             model=ModelRef(name=facts["name"], sha256=facts["sha256"]),
             on_policy=bool(manifest["dataset"]["on_policy"]),
             dropped=int(manifest["n_samples"]) - n_read,
             description=str(manifest["dataset"]["label_meaning"]),
             command=shlex.join(["inspect-lens", *sys.argv[1:]]),
+            **how,
         )
     check = next((d for d in judged if d.n_positive and d.n_negative), None)
     update: dict[str, Any] = {

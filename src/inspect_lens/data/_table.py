@@ -71,7 +71,8 @@ class Columns(BaseModel):
     keep: Names = ()
     """Columns that stay with the sample."""
     where: Mapping[str, Any] | None = None
-    """Values that rows must have, or lists of them, by column."""
+    """Values that rows must have, or lists of them, by column; `1`, `1.0` and `true` are one, as
+    are upper and lower case."""
 
     @classmethod
     def of(cls, base: Columns, options: Mapping[str, Any]) -> Columns:
@@ -195,7 +196,7 @@ def _is_wanted(row: Row, where: Mapping[str, Any] | None, index: int) -> bool:
     for key, value in (where or {}).items():
         allowed = value if isinstance(value, list | tuple) else [value]
         there = row[key] if key in row else get(row, key, index)
-        if str(there) not in map(str, allowed):
+        if _value(there) not in map(_value, allowed):
             return False
     return True
 

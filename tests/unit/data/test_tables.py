@@ -103,7 +103,7 @@ def test_rows_are_chosen_by_their_values(tmp_path: Path) -> None:
     rows = [
         {"messages": talk, "deceptive": d, "model": m} for d in (True, False) for m in ("a", "b")
     ]
-    data = load("liars_bench", tmp_path / "a.json", rows, where={"model": "b"})
+    data = load("liars_bench", tmp_path / "a.json", rows, where={"model": "B"})
     assert [(s.label, s.completion, s.columns) for s in data] == [
         (True, "No.", {"model": "b"}), (False, "No.", {"model": "b"}),
     ]  # fmt: skip

@@ -28,9 +28,7 @@ from ._validity import BESIDE_AUROC, Validity
 
 def render_card(card: ProbeCard, *, sha256: str) -> str:
     """Render a card."""
-    parts = [f"# {card.name}", card.description]
-    parts += [f"> **Warning.** {text}" for text in _warnings(card)]
-    parts.append(_facts(card, sha256))
+    parts: list[str] = []
     if card.thresholds:
         parts += ["## Thresholds", *(_threshold(t) for t in card.thresholds)]
     if card.evaluations:
@@ -49,14 +47,10 @@ def render_card(card: ProbeCard, *, sha256: str) -> str:
         parts += ["## Calibration", _calibration(card.calibration)]
     if card.sweep:
         parts += ["## Layer sweep (selection set)", _CHOSEN, _sweep(card)]
-    if card.notes:
-        parts += ["## Notes", "\n".join(f"- {note}" for note in card.notes)]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _warnings(card: ProbeCard) -> tuple[str, ...]:
     copies = card.training.near_duplicates if card.training else ()
-    return (*card.warnings, *copies)
+    return card.render(
+        _facts(card), parts, digest=("probe sha256", sha256), warnings=(*card.warnings, *copies)
+    )
 
 
 _CHOSEN: Final = (
@@ -70,10 +64,9 @@ _ROWS: Final = {
 }
 
 
-def _facts(card: ProbeCard, sha256: str) -> str:
+def _facts(card: ProbeCard) -> list[tuple[str, str]]:
     rows = [
         ("method", card.method),
-        ("source", card.source),
         ("layers", ", ".join(map(str, card.layers))),
         ("site", card.site),
         ("positions", str(card.positions)),
@@ -82,8 +75,6 @@ def _facts(card: ProbeCard, sha256: str) -> str:
         ("follow-up question", card.follow_up.question if card.follow_up else ""),
         ("hidden", str(card.hidden)),
     ]
-    if card.model:
-        rows += [("model", card.model.name), ("model sha256", card.model.sha256 or "not recorded")]
     if card.capture:
         rows += _capture(card.capture)
     if card.training:
@@ -101,13 +92,7 @@ def _facts(card: ProbeCard, sha256: str) -> str:
     if card.seen:
         counts = ", ".join(f"{card.seen.count(r)} {r}" for r in SEEN_ROLES if card.seen.count(r))
         rows.append(("samples listed", f"{counts}, by {card.seen.by}"))
-    rows += [
-        ("probe sha256", sha256),
-        ("inspect_lens", card.inspect_lens_version),
-        ("command", f"`{card.command}`" if card.command else ""),
-        ("created", card.created.isoformat()),
-    ]
-    return markdown_table(["fact", "value"], [[k, v] for k, v in rows if v])
+    return rows
 
 
 def _capture(c: CaptureFacts) -> list[tuple[str, str]]:
