@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.kit.api_server import api_server
+from tests.kit.certificates import read_no_authorities
 from tests.kit.preloaded import forked
 from tests.kit.quiet import draw_nothing_in_quiet
 from tests.kit.repository import ROOT
@@ -24,6 +25,7 @@ pytest_plugins = ["tests.kit.leftovers"]
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
 draw_nothing_in_quiet()
+read_no_authorities()
 
 MODEL = "organism/checkpoint"
 # Engine and server live side by side; the default takes a share of all memory for each.

@@ -15,6 +15,7 @@ from inspect_ai.log import EvalLog, read_eval_log
 
 from inspect_lens import scorer as _room
 
+from .certificates import read_no_authorities
 from .forks import run_python
 from .quiet import draw_nothing_in_quiet
 from .repository import PACKAGE
@@ -134,6 +135,7 @@ def rescore_each(
 
 def _main() -> None:
     draw_nothing_in_quiet()
+    read_no_authorities()
     for arguments in json.loads(sys.argv[1]):
         sys.argv = ["inspect", *arguments]
         try:
