@@ -133,6 +133,50 @@ def _gated(hidden: int, layer: int) -> Request:
     return {"inspect_lens": LensRequest(edits=(edit,))}
 
 
+@lru_cache(maxsize=8)
+def _joined(hidden: int, layer: int) -> Request:
+    from inspect_lens import LensRequest
+    from inspect_lens.spec import Add, Gate, Rule, Schedule
+
+    once, token, latent = (
+        Gate(direction=direction(hidden, 1), layer=layer, scope="rest"),
+        Gate(direction=direction(hidden, 2), layer=layer, sharpness=2.0),
+        Gate(direction=direction(hidden, 3), layer=layer, active_above=0.0),
+    )
+    edit = Add(
+        vector=direction(hidden, 0),
+        layers=[2 * layer],
+        scale=0.5,
+        when=Rule(any=[once, latent], none=[token]),
+        positions="completion",
+        schedule=Schedule(half_life=64.0),
+    )
+    return {"inspect_lens": LensRequest(edits=(edit,))}
+
+
+@lru_cache(maxsize=8)
+def _prompt_gated(hidden: int, layer: int) -> Request:
+    from inspect_lens import LensRequest
+    from inspect_lens.spec import Add, Gate
+
+    gate = Gate(
+        direction=direction(hidden, 1),
+        layer=layer,
+        threshold=0.05,
+        similarity="cast",
+        scope="rest",
+        reads="prompt_mean",
+    )
+    edit = Add(
+        vector=direction(hidden, 0),
+        layers=[2 * layer],
+        scale=0.5,
+        when=gate,
+        positions="completion",
+    )
+    return {"inspect_lens": LensRequest(edits=(edit,))}
+
+
 _OFF = {"INSPECT_LENS_DISABLE": "1"}
 
 ENGINES = {
@@ -204,6 +248,16 @@ ARMS = {
         "lens",
         lambda shape, i: _gated(shape.hidden, shape.layer),
         note="a vector, gated by a probe of an earlier layer",
+    ),
+    "rule": Arm(
+        "lens",
+        lambda shape, i: _joined(shape.hidden, shape.layer),
+        note="a vector with a schedule, behind a rule over three gates, completion only",
+    ),
+    "gate-prompt": Arm(
+        "lens",
+        lambda shape, i: _prompt_gated(shape.hidden, shape.layer),
+        note="a vector on the completion, behind a gate of the prompt's mean",
     ),
     "mixed": Arm(
         "lens", _mixed, note="half of the requests plain, a quarter capture-1, a quarter steer"

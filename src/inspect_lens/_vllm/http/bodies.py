@@ -632,7 +632,8 @@ def _refuse_together(
         )
     if not path.endswith(_TIERED):
         return
-    if request is None or request.model_copy(update={"configs": (), "server": None}) != NO_REQUEST:
+    tiers = {"configs": (), "server": None, "open_gates": ()}
+    if request is None or request.model_copy(update=tiers) != NO_REQUEST:
         _refuse_lost(path, fields)
     elif fields.get("background"):
         raise UnsupportedError(
