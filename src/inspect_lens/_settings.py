@@ -31,6 +31,11 @@ class Settings:
     """Sites that get a tap in those layers, comma-separated: `resid_pre`, `q`, `k`, `v`, `z`,
     `attn_out`, `resid_mid`, `router_logits`, `mlp_hidden`, `mlp_out`, `resid_post`. `all` stands
     for `resid_pre,attn_out,mlp_out,resid_post`. Requests for other sites are refused."""
+    layer_path: str = ""
+    """Where the decoder layers of a loaded model are, for one in which they are not found: a path
+    of modules with `{i}` for the index of the layer, such as `model.blocks.{i}`. The start-up check
+    then proves that these layers return the residual stream; see [model
+    layouts](../reference/compatibility.md#model-layouts)."""
     ring_bytes: int = 1 << 30
     """Bytes, at most, of the buffer that captured rows are written to. It always fits one token of
     each sequence (`max_num_seqs`) at all taps; while a step's rows could be too many for it,

@@ -111,7 +111,7 @@ class FrontEnd:
         a thousand times."""
         self.row_caches: WeakSet[RowCache] = WeakSet()
         """Captured rows of earlier requests, of each engine that is still there."""
-        self._told: set[tuple[str, tuple[str, ...]]] = set()
+        self._told: Cache[tuple[str, tuple[str, ...]], bool] = Cache(_KNOWN_MOST)
         self.results = Results(self.settings.result_timeout_s)
         self.sinks = Sinks()
         self.registry = Registry(items, self.settings)
@@ -353,8 +353,8 @@ class FrontEnd:
     def _warn_of(self, reads: Reads) -> None:
         """Say once of each probe that its alarm was calibrated with other numerics."""
         for use, differs in zip(reads.uses, reads.differences, strict=True):
-            if differs and (told := (use.name, differs)) not in self._told:
-                self._told.add(told)
+            if differs and self._told.get(told := (use.name, differs)) is None:
+                self._told.keep(told, True)
                 logger.warning(
                     "probe %r: its alarm threshold was calibrated elsewhere, and this engine "
                     "computes with %s; its rate of false alarms may differ here, and inspect-lens "

@@ -12,19 +12,27 @@ from torch import nn
 from inspect_lens.errors import UnsupportedError
 from inspect_lens.spec import Site
 
-from .residual_layout import Layout
+from .residual_layout import Layout, layout_of
 
-_HINT = "set INSPECT_LENS_DISABLE=1 to run this model without the lens"
+_HINT = (
+    "name the layers by hand with INSPECT_LENS_LAYER_PATH, or set INSPECT_LENS_DISABLE=1 to run "
+    "this model without the lens"
+)
+_INDEX = "{i}"
+_NAMED = "_inspect_lens_named"
+"""Attribute of a layer that was named by hand."""
 
 
-def decoder_layers(model: nn.Module, n_layers: int) -> list[nn.Module | None]:
-    """Find the decoder layers of a loaded model.
+def decoder_layers(model: nn.Module, n_layers: int, path: str = "") -> list[nn.Module | None]:
+    """Find the decoder layers of a loaded model, or take those of a path with `{i}` in it.
 
-    They are the one list of modules with `n_layers` entries in which the entries of this
-    pipeline stage hold attention or state-space layers. In some hybrids a part of the entries
+    Without a path they are the one list of modules with `n_layers` entries in which the entries of
+    this pipeline stage hold attention or state-space layers. In some hybrids a part of the entries
     has a feed-forward module only; a list where all have one is preferred. Lists of the same
     layers, as Gemma 4 has them, are one list.
     """
+    if path:
+        return _named_layers(model, n_layers, path)
     found: dict[str, list[nn.Module | None]] = {}
     mixed: dict[str, list[nn.Module | None]] = {}
     for name, module in model.named_modules():
@@ -42,6 +50,47 @@ def decoder_layers(model: nn.Module, n_layers: int) -> list[nn.Module | None]:
             f"{len(found)} lists of {n_layers} layers with attention ({sorted(found)}); {_HINT}"
         )
     return next(iter(found.values()))
+
+
+def _named_layers(model: nn.Module, n_layers: int, path: str) -> list[nn.Module | None]:
+    """The layers of a path; whether the stream runs through them is for the start-up check."""
+    what = f"INSPECT_LENS_LAYER_PATH={path!r}"
+    if _INDEX not in path:
+        raise UnsupportedError(
+            f"{what}: write {_INDEX} where the index of the layer is, as in 'model.layers.{_INDEX}'"
+        )
+    layers: list[nn.Module | None] = []
+    for index in range(n_layers):
+        try:
+            layer = model.get_submodule(path.replace(_INDEX, str(index)))
+        except AttributeError:
+            lists = [
+                f"{name}.{_INDEX}"
+                for name, module in model.named_modules()
+                if isinstance(module, nn.ModuleList) and len(module) == n_layers
+            ]
+            raise UnsupportedError(
+                f"{what}: {type(model).__name__} has {n_layers} layers, and nothing under the path "
+                f"of layer {index}; lists of {n_layers} modules: {', '.join(lists) or 'none'}"
+            ) from None
+        layers.append(None if _is_elsewhere(layer) else layer)
+    here = [layer for layer in layers if layer is not None]
+    # Modules are equal only to themselves.
+    if len(set(here)) != len(here):
+        raise UnsupportedError(f"{what}: two of its layers are one module")
+    for layer in here:
+        setattr(layer, _NAMED, True)
+    return layers
+
+
+def layout_here(layer: nn.Module) -> Layout:
+    """What a decoder layer returns, by its source.
+
+    Where the source does not show it and the layer was named by hand, a pair counts as two halves
+    of the stream, and the start-up check tells whether it is so.
+    """
+    layout = layout_of(type(layer))
+    return "fused" if layout == "unknown" and hasattr(layer, _NAMED) else layout
 
 
 def _is_elsewhere(layer: nn.Module) -> bool:

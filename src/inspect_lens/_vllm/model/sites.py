@@ -28,12 +28,13 @@ from .find_layers import (
     describe,
     input_of,
     is_linear,
+    layout_here,
     module_output,
     projections,
     split_output,
     written_argument,
 )
-from .residual_layout import forward_of, layout_of, terms_of
+from .residual_layout import forward_of, terms_of
 
 Rows = tuple[torch.Tensor, torch.Tensor | None]
 """What a tap gets: rows, and the other half of the stream where it has two."""
@@ -58,7 +59,7 @@ def _resid_pre(block: nn.Module, width: int) -> Place:
 
 
 def _resid_post(block: nn.Module, width: int) -> Place:
-    layout = layout_of(type(block))
+    layout = layout_here(block)
     return Place(block, lambda _args, _kwargs, output: split_output(block, output, layout), False)
 
 

@@ -29,7 +29,7 @@ from inspect_lens._engine.protocol.readouts import RowPart
 from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._engine.tap.buffers import CAPTURE, HEAD, TapState, install
 from inspect_lens.errors import CompatError, UnsupportedError
-from inspect_lens.spec import SITE_TABLE, Add, CaptureSpec, EngineFacts, LensRequest
+from inspect_lens.spec import SITE_TABLE, Add, CaptureSpec, Edit, EngineFacts, LensRequest
 
 KEYS = ("inspect_lens_check_plain", "inspect_lens_check_steered")
 """How the names of the two requests begin; each run has its own."""
@@ -81,16 +81,18 @@ def own_rows(facts: EngineFacts, state: TapState, rank: int) -> list[int]:
     ]
 
 
+def steering(state: TapState, n: int, vectors: torch.Tensor) -> tuple[Edit, ...]:
+    """Vectors, (1 or positions, hidden), for the first tokens at one tap."""
+    values = vectors.numpy()
+    site, layer = state.taps[steered_tap(state)]
+    vector = values[0] if len(values) == 1 else values[None]
+    return (Add(vector=vector, layers=(layer,), site=site, positions=tuple(range(n))),)
+
+
 def envelope(
-    reply: str, facts: EngineFacts, state: TapState, n: int, vectors: torch.Tensor | None = None
+    reply: str, facts: EngineFacts, state: TapState, n: int, edits: tuple[Edit, ...] = ()
 ) -> Envelope:
-    """A capture of the first tokens at all taps, and vectors for them, as a front-end seals it."""
-    edits: tuple[Add, ...] = ()
-    if vectors is not None:
-        values = vectors.numpy()
-        site, layer = state.taps[steered_tap(state)]
-        vector = values[0] if len(values) == 1 else values[None]
-        edits = (Add(vector=vector, layers=(layer,), site=site, positions=tuple(range(n))),)
+    """A capture of the first tokens at all taps, and edits, as a front-end seals it."""
     made = seal(
         LensRequest(capture=CaptureSpec(layers=facts.layers, site=facts.sites), edits=edits),
         facts,

@@ -26,9 +26,8 @@ from inspect_lens._engine.tap.op import tap
 from inspect_lens._vllm.compat.engine_facts import is_compiled
 from inspect_lens._vllm.compat.features import guarded, idle
 from inspect_lens._vllm.compat.monkeypatches import EAGER_PATCHES, monkeypatch, verify, wrap
-from inspect_lens._vllm.model.find_layers import BlockInput, as_rows, split_output
+from inspect_lens._vllm.model.find_layers import BlockInput, as_rows, layout_here, split_output
 from inspect_lens._vllm.model.parameters import Ranks
-from inspect_lens._vllm.model.residual_layout import layout_of
 from inspect_lens._vllm.model.sites import ctl_name
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import ENVELOPE_KEY, EnginePath
@@ -101,7 +100,7 @@ class LayerHooks:
     def _after(self, layer: int, asks: bool, block: nn.Module, args: Any, output: Any) -> Any:
         try:
             with self._together(asks):
-                hidden, residual = split_output(block, output, layout_of(type(block)))
+                hidden, residual = split_output(block, output, layout_here(block))
                 edits = self._hooks.run(layer, False, functools.partial(_stream, hidden, residual))
             if not edits:
                 return None

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -39,7 +38,7 @@ from inspect_lens._engine.export.transport import Exporter
 from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._vllm.compat.engine_facts import is_compiled
 from inspect_lens.errors import CompatError
-from inspect_lens.spec import SITE_TABLE, EngineFacts, EnginePath
+from inspect_lens.spec import SITE_TABLE, Edit, EngineFacts, EnginePath
 
 from .check_requests import (
     KEYS,
@@ -51,7 +50,9 @@ from .check_requests import (
     own_rows,
     signs,
     steered_row,
+    steering,
 )
+from .check_stream import StreamProbe, row_error
 from .runners import checked_steps
 
 logger = logging.getLogger("vllm.inspect_lens")
@@ -98,8 +99,13 @@ def check_steps(
     scale: float,
     rank: int = 0,
     may_force_eager: bool = True,
+    named: tuple[str, float] | None = None,
 ) -> None:
-    """Feed two requests in chunks, in every way there is, and compare rows with eager ones."""
+    """Feed two requests in chunks, in every way there is, and compare rows with eager ones.
+
+    Of layers that were named by hand, by a path and with the size of their largest rows, it is
+    shown, too, that they return the residual stream.
+    """
     began = time.monotonic()
     inbox = Inbox(exporter)
     check = _Check(runner, stepper, inbox, facts, scale, rank)
@@ -111,11 +117,12 @@ def check_steps(
         for shape in shapes[:1] if is_plain else shapes:
             try:
                 # The same passes on all ranks, whatever their rows say.
-                plain = check.run(shape, is_eager=may_force_eager, is_steered=False)
-                eager = own = check.run(shape, is_eager=may_force_eager, is_steered=True)
+                plain = check.run(shape, is_eager=may_force_eager)
+                steered = check.steering(shape)
+                eager = own = check.run(shape, is_eager=may_force_eager, edits=steered)
                 if not is_plain:
-                    own = check.run(shape, is_eager=False, is_steered=True)
-                again = check.run(shape, is_eager=may_force_eager, is_steered=False)
+                    own = check.run(shape, is_eager=False, edits=steered)
+                again = check.run(shape, is_eager=may_force_eager)
             except _NoPassError as error:
                 logger.warning(
                     "inspect_lens: the start-up check could not run %s: %s", shape.name, error
@@ -126,6 +133,9 @@ def check_steps(
                 found += faults
                 n_compared = max(n_compared, sum(same))
                 paths.append(f"{own.path} ({shape.name})")
+        if named is not None and not found:
+            probe = StreamProbe(*named, stepper.state)
+            _check_stream(check, shapes, probe, is_eager=may_force_eager)
     finally:
         check.clear()
         inbox.close()
@@ -149,6 +159,25 @@ def check_steps(
     )
 
 
+def _check_stream(
+    check: _Check, shapes: list[_Shape], probe: StreamProbe, *, is_eager: bool
+) -> None:
+    """Refuse layers that were named by hand where nothing shows that they return the stream."""
+    for replaced in (0, 1):
+        try:
+            shape = shapes[0]
+            runs = []
+            for edits in probe.edits(shape.length, replaced):
+                _empty_cache(check.runner)
+                runs.append(check.run(shape, is_eager=is_eager, edits=(edits, edits)))
+        except (IndexError, _NoPassError) as error:
+            raise probe.refusal(f"the start-up check could not run them ({error})") from error
+        if check.rows:
+            rows = [{tap: run.ring[i].float() for i, tap in enumerate(check.taps)} for run in runs]
+            is_overflown = any(run.exported.is_overflown for run in runs)
+            probe.judge(*rows, replaced, is_overflown=is_overflown)
+
+
 class _NoPassError(Exception):
     """This vLLM has no such dummy run."""
 
@@ -165,7 +194,7 @@ class _Check:
         scale: float,
         rank: int,
     ) -> None:
-        self._runner = runner
+        self.runner = runner
         # The wrapper would make the taps idle.
         self._dummy_run = getattr(runner._dummy_run, "inspect_lens_original", runner._dummy_run)
         self._stepper = stepper
@@ -193,18 +222,22 @@ class _Check:
         n = shape.length if rows >= shape.length else 1
         return torch.from_numpy(signs(n, self._facts.hidden) * np.float32(self._scale))
 
-    def run(self, shape: _Shape, *, is_eager: bool, is_steered: bool) -> _Run:
+    def steering(self, shape: _Shape) -> tuple[tuple[Edit, ...], ...]:
+        """Edits of the two requests where one of them is steered."""
+        state = self._stepper.state
+        return (), steering(state, shape.length, self.vectors(shape)) if self.can_steer else ()
+
+    def run(
+        self, shape: _Shape, *, is_eager: bool, edits: tuple[tuple[Edit, ...], ...] = ((), ())
+    ) -> _Run:
         stepper, state = self._stepper, self._stepper.state
         n_rows, hidden = len(self.rows), state.ring.shape[1]
         ring = torch.zeros(n_rows, 2, shape.length, hidden, dtype=state.ring.dtype)
         silent = torch.zeros(n_rows, dtype=torch.bool)
-        vectors = self.vectors(shape)
         self._n_runs += 1
         keys = [f"{key}_{self._n_runs}" for key in KEYS]
-        for key in keys:
-            is_mine = is_steered and self.can_steer and key == keys[1]
-            steers = vectors if is_mine else None
-            asked = envelope(self._inbox.address, self._facts, state, shape.length, steers)
+        for key, own in zip(keys, edits, strict=True):
+            asked = envelope(self._inbox.address, self._facts, state, shape.length, own)
             stepper.add(key, asked.pack())
         position = np.zeros(2, dtype=np.int64)
         marker = marker_of(state.ring)
@@ -241,7 +274,7 @@ class _Check:
 
     def _pass(self, shape: _Shape) -> None:
         # Of a later stage of a pipeline: what passes work on in place, and read again.
-        held = getattr(self._runner, "intermediate_tensors", None)
+        held = getattr(self.runner, "intermediate_tensors", None)
         for tensor in getattr(held, "tensors", {}).values():
             with torch.inference_mode():  # as it was made
                 tensor.copy_(torch.linspace(-1, 1, tensor.shape[-1], device=tensor.device))
@@ -273,7 +306,7 @@ class _Check:
     def _path(self, modes: Sequence[str], *, is_eager: bool) -> EnginePath:
         if is_eager:
             return "eager"
-        otherwise: EnginePath = "compiled" if is_compiled(self._runner.vllm_config) else "eager"
+        otherwise: EnginePath = "compiled" if is_compiled(self.runner.vllm_config) else "eager"
         return _PATHS.get(modes[-1], otherwise) if modes else otherwise
 
 
@@ -344,26 +377,19 @@ def _judge(
     # a few tenths of its length; a row of another token, or of another step, by about its length.
     most = 0.05 if own.ring.dtype == torch.float32 else 0.5
     base = plain.ring.float()
-    steady = (_error(base, again.ring.float()) <= most / 5).flatten(1).all(dim=1)
+    steady = (row_error(base, again.ring.float()) <= most / 5).flatten(1).all(dim=1)
     steady = steady.cummin(dim=0).values  # what follows something unsteady agrees by chance
     if steered_at is not None and check.can_steer and steady[steered_at]:
         steered = base[steered_at].clone()
         steered[1] += check.vectors(shape)
         for run in (eager, own):
-            wrong = bool((_error(steered, run.ring[steered_at].float()) > most / 2).any())
+            wrong = bool((row_error(steered, run.ring[steered_at].float()) > most / 2).any())
             at = [wrong and i == steered_at for i in range(len(taps))]
             say(run, at, "do not have the steering vectors")
-    differs = (_error(eager.ring.float(), own.ring.float()) > most).flatten(1).any(dim=1)
+    differs = (row_error(eager.ring.float(), own.ring.float()) > most).flatten(1).any(dim=1)
     if not found:
         say(own, (differs & steady).tolist(), "have other rows than an eager pass")
     return found, steady.tolist()
-
-
-def _error(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Distance of rows in parts of their length; infinite where either is not finite."""
-    size = torch.maximum(one.norm(dim=-1), other.norm(dim=-1)).clamp(min=1e-12)
-    error: torch.Tensor = (one - other).norm(dim=-1) / size
-    return error.nan_to_num(nan=math.inf)
 
 
 def _place(

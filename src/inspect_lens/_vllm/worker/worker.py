@@ -297,9 +297,14 @@ def _install(start: Start) -> str:
     worker, config, settings = start.worker, start.config, Settings.load()
     if (reason := refusal(config)) is not None:
         raise UnsupportedError(reason)
+    if settings.layer_path and not settings.self_check:
+        raise UnsupportedError(
+            "INSPECT_LENS_LAYER_PATH needs the start-up check, which shows whether these are the "
+            "decoder layers; unset INSPECT_LENS_SELF_CHECK"
+        )
     runner = worker.model_runner
     facts = facts_of(config, settings)
-    blocks = decoder_layers(runner.get_model(), facts.n_layers)
+    blocks = decoder_layers(runner.get_model(), facts.n_layers, settings.layer_path)
     # A stage of a pipeline has the taps of its layers, which may be none.
     here = tuple(tap for tap in facts.taps if blocks[tap.layer] is not None)
     if not here:
@@ -321,7 +326,11 @@ def _install(start: Start) -> str:
     start.undo.callback(setattr, config, "additional_config", config.additional_config)
     config.additional_config = {
         **(config.additional_config or {}),
-        "inspect_lens": {"abi": ABI, "taps": [f"{site}.{layer}" for site, layer in facts.taps]},
+        "inspect_lens": {
+            "abi": ABI,
+            "taps": [f"{site}.{layer}" for site, layer in facts.taps],
+            "layers": settings.layer_path,
+        },
     }
     # vLLM 0.26 counts memory by what the model loader used; newer releases measure it.
     if hasattr(runner, "model_memory_usage"):
@@ -356,7 +365,13 @@ def _install(start: Start) -> str:
     # Whether a feed-forward module leaves a sum to others shows only in its values.
     if settings.self_check or (tp_size() > 1 and "mlp_out" in facts.sites):
         start.check = functools.partial(
-            _check, worker, stepper, exporter, facts, is_whole=settings.self_check
+            _check,
+            worker,
+            stepper,
+            exporter,
+            facts,
+            is_whole=settings.self_check,
+            layer_path=settings.layer_path,
         )
     install(state)
     logger.info(
@@ -482,10 +497,21 @@ def _max_tokens(config: Any, facts: EngineFacts) -> int:
 
 
 def _check(
-    worker: Any, stepper: RequestStepper, exporter: Exporter, facts: EngineFacts, *, is_whole: bool
+    worker: Any,
+    stepper: RequestStepper,
+    exporter: Exporter,
+    facts: EngineFacts,
+    *,
+    is_whole: bool,
+    layer_path: str,
 ) -> None:
     rows = check_taps(worker.model_runner, stepper, is_sharded=tp_size() > 1)
     if is_whole:
+        named = None
+        if layer_path:
+            sizes = rows.float().norm(dim=-1).nan_to_num(nan=0.0)
+            loudest = rows[int(sizes.argmax())]
+            named = layer_path, scale_for(loudest, is_sharded=tp_size() > 1)
         check_steps(
             worker.model_runner,
             stepper,
@@ -494,4 +520,5 @@ def _check(
             scale=scale_for(rows[steered_row(stepper.state)], is_sharded=tp_size() > 1),
             rank=tp_rank(),
             may_force_eager=stepper.hooks is not None,
+            named=named,
         )

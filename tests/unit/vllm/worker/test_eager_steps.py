@@ -121,7 +121,7 @@ def is_v2(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture
 def made(is_v2: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Runner, Stepper]:
-    monkeypatch.setattr(runners, "layout_of", lambda kind: "fused")
+    monkeypatch.setattr(runners, "layout_here", lambda layer: "fused")
     runner = Runner()
     stepper: Any = Stepper(HookRunner(layers=[0], allowed=True, most_bytes=1 << 20))
     state: Any = SimpleNamespace(is_active=False)

@@ -49,8 +49,8 @@ def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bl
     made = Block()
     made.layout = request.param
     known = {"fused": "fused", "stale": "stale"}.get(request.param, "fused")
-    monkeypatch.setattr(runners, "layout_of", lambda kind: known)
-    monkeypatch.setattr("inspect_lens._vllm.model.sites.layout_of", lambda kind: known)
+    monkeypatch.setattr(runners, "layout_here", lambda layer: known)
+    monkeypatch.setattr("inspect_lens._vllm.model.sites.layout_here", lambda layer: known)
     return made
 
 
