@@ -44,7 +44,13 @@ class Settings:
     """Bytes of memory that a worker shares with front-ends for rows on their way. On a GPU it is
     pinned at start-up."""
     bank_bytes: int = 128 << 20
-    """Upper bound, in bytes, of the table of steering rows."""
+    """Upper bound, in bytes, of the table of steering rows. A request whose edits do not fit beside
+    those of requests that run starts when there is room for them."""
+    edit_wait_s: float = 300.0
+    """Seconds that the first of the requests that wait for room in that table waits at most, while
+    others keep it. Then it is refused, with a 429."""
+    edit_queue: int = 100_000
+    """Requests that wait for room in that table, at most. Further ones are refused, with a 429."""
     sum_bytes: int = 256 << 20
     """Upper bound, in bytes, of the table in which `mean`, `max` and `last` of sampled tokens grow
     inside the engine; rows of requests that do not fit there are sent one by one. In 16 bits a

@@ -11,18 +11,18 @@ from torch import nn
 from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
 
 
-class UnclearLayer(LlamaDecoderLayer):
+class UnclearLayer(LlamaDecoderLayer):  # type: ignore[misc]
     """Returns what Llama's layer does; the analysis of its source cannot follow a loop."""
 
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         for _ in range(1):
-            pair = super().forward(positions, hidden_states, residual)
-        return pair
+            hidden, added = super().forward(positions, hidden_states, residual)
+        return hidden, added
 
 
-class LyingLayer(LlamaDecoderLayer):
+class LyingLayer(LlamaDecoderLayer):  # type: ignore[misc]
     """Returns the whole stream beside a half of it that nothing adds, behind a loop as well."""
 
     def forward(
@@ -33,7 +33,7 @@ class LyingLayer(LlamaDecoderLayer):
         return hidden + left, left.clone()
 
 
-class UnclearLlamaModel(LlamaModel):
+class UnclearLlamaModel(LlamaModel):  # type: ignore[misc]
     """Has three lists of as many modules, two of them with attention."""
 
     def __init__(self, **options: Any) -> None:
@@ -43,7 +43,7 @@ class UnclearLlamaModel(LlamaModel):
         self.transforms = nn.ModuleList(layer.mlp for layer in self.layers)
 
 
-class UnclearLlamaForCausalLM(LlamaForCausalLM):
+class UnclearLlamaForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
     """Llama with these layers."""
 
     layer: type[nn.Module] = UnclearLayer

@@ -44,6 +44,7 @@ from inspect_lens.spec import (
 
 from .programs import (
     MOST_POSITIONS,
+    N_PROMPT_ROWS,
     Program,
     Programs,
     content_of,
@@ -321,6 +322,17 @@ def check_room(edits: Sequence[EditEnvelope], n_max: int, facts: EngineFacts) ->
         )
 
 
+def most_numbers(edits: Sequence[EditEnvelope], hidden: int) -> int:
+    """Vectors, instructions or configurations of the edit table, whichever are more, at most."""
+    vectors = sum(history_rows(edit.room, hidden) for edit in edits if edit.room)
+    vectors += sum(N_PROMPT_ROWS for edit in edits if edit.prompt_from is not None)
+    vectors += sum(-(-len(row) // (4 * hidden)) for edit in edits for row in edit.made.data)
+    # Tokens in front of the end of the prompt, those behind it, and those that are listed.
+    kinds = 2 + len({p for edit in edits for p in edit.positions or ()})
+    chain = sum(max(map(len, at_layer)) for edit in edits for at_layer in edit.programs)
+    return max(vectors, kinds * chain)
+
+
 def _where(
     positions: Positions, phase: Phase, n_prompt: int, n_max: int, field: str
 ) -> tuple[tuple[int, ...] | None, int, int]:
@@ -390,6 +402,9 @@ class SealedEdits:
     """The edits of a request, in order."""
 
     edits: tuple[EditEnvelope, ...] = ()
+    most_numbers: int = 0
+    """Numbers that it takes of the table of vectors, or of another one, at most; known where a
+    request is sealed."""
     _packed: dict[Path | None, bytes] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
@@ -491,10 +506,9 @@ def seal_request_edits(
     known = _SEALED.get(key)
     if known is not None:
         return known[2]
-    sealed = SealedEdits(
-        seal_edits(request.edits, n_prompt, n_max, facts.width_of, request.open_gates)
-    )
-    check_room(sealed.edits, n_max, facts)
+    edits = seal_edits(request.edits, n_prompt, n_max, facts.width_of, request.open_gates)
+    check_room(edits, n_max, facts)
+    sealed = SealedEdits(edits, most_numbers(edits, facts.hidden))
     if _suits_any_prompt(request.edits):
         _SEALED.keep(key, (request, facts, sealed), request.tensor_bytes)
     return sealed

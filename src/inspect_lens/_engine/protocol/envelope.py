@@ -40,7 +40,7 @@ from .readouts import (
     seal_qk,
 )
 
-VERSION = 18
+VERSION = 19
 
 
 USES_KEY = "uses"
@@ -50,6 +50,8 @@ HASH_KEY = "hash"
 """Of a packed envelope: `Envelope.steer_hash`."""
 _STREAMED_KEY = "streamed"
 """Of a packed envelope: `Envelope.is_streamed`."""
+NUMBERS_KEY = "numbers"
+"""Of a packed envelope: `SealedEdits.most_numbers`."""
 KEPT_KEY = "kept"
 """Of a packed envelope: what the scheduler has to know, see `Envelope._kept`."""
 CACHED_KEY = "cached"
@@ -193,6 +195,7 @@ class Envelope:
                 "reply": self.reply,
                 "pid": self.pid,
                 HASH_KEY: self.steer_hash,
+                NUMBERS_KEY: self.edited.most_numbers,
                 KEPT_KEY: self._kept,
                 LENS_KEY: None if self.lens is None else self.lens.lens,
                 _STREAMED_KEY: self.is_streamed,

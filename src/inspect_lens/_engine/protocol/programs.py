@@ -174,6 +174,11 @@ MOST_POSITIONS = 1 << 23
 """Positions of a request that the numbers above can tell apart."""
 
 
+N_PROMPT_ROWS = 2
+"""Rows of the table of vectors that a gate has which reads a prompt: the sum so far, and the
+direction."""
+
+
 def history_rows(room: int, width: int) -> int:
     """Rows of the table of vectors that a history takes."""
     return -(-(HEAD + room) // width)

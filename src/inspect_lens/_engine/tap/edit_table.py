@@ -25,12 +25,19 @@ from inspect_lens._engine.plan.step_plan import Named
 from inspect_lens._engine.protocol.edits import EVERY, EditEnvelope
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.messages import BOARD_SIZE
-from inspect_lens._engine.protocol.programs import AVERAGE, FIRST, HEAD, ROOM, history_rows
+from inspect_lens._engine.protocol.programs import (
+    AVERAGE,
+    FIRST,
+    HEAD,
+    N_PROMPT_ROWS,
+    ROOM,
+    history_rows,
+)
 from inspect_lens.errors import CapacityError, UnsupportedError
 from inspect_lens.spec import LARGEST_NORM, N_REGISTERS, Instruction, Kind, TapPoint
 
 from .histories import Fed, Latches
-from .prompt_gates import N_PROMPT_ROWS, PromptGate, PromptReads
+from .prompt_gates import PromptGate, PromptReads
 
 _NO_HISTORY: tuple[tuple[Any, ...], list[int]] = ((), [])
 
@@ -102,14 +109,14 @@ class Steering:
     """Names all of it: whoever brings the same while it is held shares it."""
 
 
-class Bank:
-    """Host side of the table: allocation, sharing by content, and reference counts."""
+class Placements:
+    """Who holds which numbers of the table: sharing by content, and reference counts.
 
-    def __init__(self, tensors: BankTensors, shares: Sequence[Share] | None = None) -> None:
-        self._tensors = tensors
-        rows, taps = tensors.table.shape
-        self._width = tensors.vectors.shape[1]
-        self._shares = shares or [(0, self._width)] * taps
+    The process that schedules has one too, so that it starts no request that does not fit.
+    """
+
+    def __init__(self, rows: int, width: int, shares: Sequence[Share]) -> None:
+        self._width, self._shares = width, shares
         self._vectors: Shared[tuple[Any, ...]] = Shared(rows, "steering table")
         self._entries: Shared[tuple[Any, ...]] = Shared(rows, "table of instructions")
         self._configs: Shared[tuple[int, ...]] = Shared(rows, "table of configurations")
@@ -117,25 +124,11 @@ class Bank:
         """By content: the steering, and how many requests have it."""
         self._histories: dict[str, tuple[tuple[Any, ...], list[int]]] = {}
         """By request, pre-empted ones too: whose decisions are kept, and their first rows."""
-        self._prompts: dict[str, PromptReads] = {}
-        """By request, as above: what its gates have read of its prompt."""
-        self.config_taps = np.zeros((rows, taps), dtype=np.bool_)
-        """(configurations, taps); whether a configuration steers at a tap."""
-        self._new_vectors: dict[int, Row] = {}
-        self._new_entries: dict[int, tuple[tuple[int, ...], tuple[float, ...]]] = {}
-        self._new_configs: dict[int, tuple[int, ...]] = {}
-        """By row: what `flush` has to write. A row that was given back and taken again has the
-        content that was taken last."""
 
     @property
     def rows_in_use(self) -> int:
         """Vectors that some request holds."""
         return self._vectors.in_use
-
-    @property
-    def fed(self) -> Fed:
-        """Ids of the tokens of the running step."""
-        return self._tensors.fed
 
     def admit(self, envelope: Envelope, tap_index: dict[TapPoint, int]) -> Steering:
         """Place the edits of one request."""
@@ -159,7 +152,7 @@ class Bank:
             behind = placing.config_at(edge, False) if edge else every
             positions = sorted({p for part in parts for p in part.index})
             ids = np.asarray([placing.config_at(p, True) for p in positions], dtype=np.int32)
-            self._note(placing)
+            self._place(placing)
         except BaseException:
             self._release(placing.held, placing.configs)
             raise
@@ -167,17 +160,6 @@ class Bank:
         if positions or behind != every:
             named = Named(np.asarray(positions, dtype=np.int64), ids, edge, behind)
         return Steering(every, named, placing.held, placing.configs, content)
-
-    def reset(self, record: int) -> None:
-        """Shut the gates of a new request that last."""
-        latches = self._tensors.latches
-        if not latches.can_tell:
-            raise UnsupportedError(
-                "edits: a gate whose decisions last needs shared memory that the driver can pin, "
-                "and it refused; use scope='token' without ema and closes_below, or raise the "
-                "limit of locked memory"
-            )
-        latches.reset(record)
 
     def keep_history(
         self, key: str, record: int, envelope: Envelope, tap_index: Mapping[TapPoint, int]
@@ -195,41 +177,10 @@ class Bank:
             n = history_rows(edit.room, self._width) if edit.room else N_PROMPT_ROWS
             row, _ = self._vectors.take(("history", key, edit.latch), n)
             held.append(row)
-            if edit.room:
-                values = np.full((n, self._width), np.nan, dtype=np.float32)
-                head = values.reshape(-1)[:HEAD]
-                head[:] = 0
-                head[[FIRST, ROOM, AVERAGE]] = edit.lo, edit.room, np.nan
-            else:
-                assert edit.first is not None
-                assert edit.first.read is not None
-                values = np.stack([np.zeros_like(edit.first.read), edit.first.read])
-            self._new_vectors.update(enumerate(values, row))
-            if edit.room:
-                self._tensors.latches.history[record, edit.latch].fill_(row)
-            else:
-                reads = self._prompts.setdefault(key, PromptReads(record, envelope.n_prompt))
-                reads.gates.append(PromptGate(edit, row))
-
-    def prompt_reads(self, key: str) -> PromptReads | None:
-        """What gates of a request read of its prompt, also of one that has come back."""
-        return self._prompts.get(key)
-
-    def read_prompt(
-        self, reads: PromptReads, first: int, rows: Mapping[TapPoint, torch.Tensor]
-    ) -> None:
-        """Have gates read rows of a prompt, and decide when the last of them has come.
-
-        Args:
-            reads: of the request.
-            first: position of the first row.
-            rows: (tokens, width), by tap.
-        """
-        reads.read(self._tensors.vectors, self._tensors.latches, first, rows)
+            self._begin_history(edit, key, record, row, envelope.n_prompt)
 
     def drop_history(self, key: str) -> None:
         """Give back the room of a request that will not come back; most have none."""
-        self._prompts.pop(key, None)
         for row in self._histories.pop(key, _NO_HISTORY)[1]:
             self._vectors.give(row)
 
@@ -250,7 +201,88 @@ class Bank:
         for config in configs:
             self._configs.give(config)
 
-    def _note(self, placing: Placing) -> None:
+    def _place(self, placing: Placing) -> None:
+        """What is new of a request was found a place."""
+
+    def _begin_history(
+        self, edit: EditEnvelope, key: str, record: int, row: int, n_prompt: int
+    ) -> None:
+        """What a gate keeps was found a place."""
+
+
+class Bank(Placements):
+    """The table of a worker: placements, and what of them has to be written to the device."""
+
+    def __init__(self, tensors: BankTensors, shares: Sequence[Share] | None = None) -> None:
+        rows, taps = tensors.table.shape
+        width = tensors.vectors.shape[1]
+        super().__init__(rows, width, shares or [(0, width)] * taps)
+        self._tensors = tensors
+        self.config_taps = np.zeros((rows, taps), dtype=np.bool_)
+        """(configurations, taps); whether a configuration steers at a tap."""
+        self._new_vectors: dict[int, Row] = {}
+        self._new_entries: dict[int, tuple[tuple[int, ...], tuple[float, ...]]] = {}
+        self._new_configs: dict[int, tuple[int, ...]] = {}
+        """By row: what `flush` has to write. A row that was given back and taken again has the
+        content that was taken last."""
+        self._prompts: dict[str, PromptReads] = {}
+        """By request, pre-empted ones too: what its gates have read of its prompt."""
+
+    @property
+    def fed(self) -> Fed:
+        """Ids of the tokens of the running step."""
+        return self._tensors.fed
+
+    def reset(self, record: int) -> None:
+        """Shut the gates of a new request that last."""
+        latches = self._tensors.latches
+        if not latches.can_tell:
+            raise UnsupportedError(
+                "edits: a gate whose decisions last needs shared memory that the driver can pin, "
+                "and it refused; use scope='token' without ema and closes_below, or raise the "
+                "limit of locked memory"
+            )
+        latches.reset(record)
+
+    def _begin_history(
+        self, edit: EditEnvelope, key: str, record: int, row: int, n_prompt: int
+    ) -> None:
+        if edit.room:
+            n = history_rows(edit.room, self._width)
+            values = np.full((n, self._width), np.nan, dtype=np.float32)
+            head = values.reshape(-1)[:HEAD]
+            head[:] = 0
+            head[[FIRST, ROOM, AVERAGE]] = edit.lo, edit.room, np.nan
+            self._tensors.latches.history[record, edit.latch].fill_(row)
+        else:
+            assert edit.first is not None
+            assert edit.first.read is not None
+            values = np.stack([np.zeros_like(edit.first.read), edit.first.read])
+            reads = self._prompts.setdefault(key, PromptReads(record, n_prompt))
+            reads.gates.append(PromptGate(edit, row))
+        self._new_vectors.update(enumerate(values, row))
+
+    def drop_history(self, key: str) -> None:
+        super().drop_history(key)
+        self._prompts.pop(key, None)
+
+    def prompt_reads(self, key: str) -> PromptReads | None:
+        """What gates of a request read of its prompt, also of one that has come back."""
+        return self._prompts.get(key)
+
+    def read_prompt(
+        self, reads: PromptReads, first: int, rows: Mapping[TapPoint, torch.Tensor]
+    ) -> None:
+        """Have gates read rows of a prompt, and decide when the last of them has come.
+
+        Args:
+            reads: of the request.
+            first: position of the first row.
+            rows: (tokens, width), by tap.
+        """
+        reads.read(self._tensors.vectors, self._tensors.latches, first, rows)
+
+    def _place(self, placing: Placing) -> None:
         """Keep what is new of a request for `flush`."""
         self._new_vectors.update(placing.new_rows)
         for entry, words, params in placing.new_entries:

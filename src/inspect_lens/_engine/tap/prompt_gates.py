@@ -20,9 +20,6 @@ from inspect_lens.spec import Kind, TapPoint
 
 from .histories import NEVER, Latches
 
-N_PROMPT_ROWS = 2
-"""Rows of the table of vectors that such a gate has: the sum so far, and the direction."""
-
 
 @dataclass(frozen=True)
 class PromptGate:

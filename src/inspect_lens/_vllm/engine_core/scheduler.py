@@ -8,6 +8,8 @@ many, it gets a lower limit for the tokens of a step. The buffer has room for on
 sequence at all taps (`facts_of`), so requests that sample never wait. An engine whose buffer holds
 its largest step is left alone.
 
+**Edits.** A request is not started before the table has room for its edits, see `EditQueue`.
+
 **Cache hits.** A request that captures prompt tokens reads the prefix cache as far as its front-end
 has rows of the same tokens from before, see `RowCache`. Behind that they have to be computed.
 
@@ -27,7 +29,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Set
+from functools import partial
 from typing import Any
 
 from inspect_lens._engine.hooks.runner import EAGER_KEY
@@ -38,17 +42,13 @@ from inspect_lens._vllm.compat.connectors import Behaviour, behaviours_of, loads
 from inspect_lens._vllm.compat.engine_facts import facts_of, refusal
 from inspect_lens._vllm.compat.features import reason_of, turn_off_engine
 from inspect_lens._vllm.http.server_lifetime import end_engine_with_parent
-from inspect_lens.spec import ENVELOPE_KEY
+
+from .edit_queue import EditQueue, kept_back, sealed_of
 
 logger = logging.getLogger("vllm.inspect_lens")
 
-_ATTRIBUTE = "inspect_lens_rows"
-
-
-def _sealed(request: Any) -> Any:
-    """The envelope of a request; None for one that asks nothing of the lens."""
-    extra = getattr(getattr(request, "sampling_params", None), "extra_args", None)
-    return extra.get(ENVELOPE_KEY) if extra else None
+_ROWS, _EDITS = "inspect_lens_rows", "inspect_lens_edits"
+"""Attributes of a scheduler."""
 
 
 class StepRows:
@@ -66,7 +66,7 @@ class StepRows:
 
     def add(self, request: Any) -> None:
         """Take note of a request that is about to feed its prompt, or to feed it again."""
-        kept = (_sealed(request) or {}).get(KEPT_KEY)
+        kept = (sealed_of(request) or {}).get(KEPT_KEY)
         if kept is None or self._most * self._taps <= self._rows:
             return
         taps, lo, hi = kept
@@ -97,52 +97,85 @@ class StepRows:
         return not self._prompts
 
 
-def _rows_of(scheduler: Any) -> StepRows:
-    """The rows of a scheduler's steps, worked out when they are first asked for."""
-    found: StepRows | None = getattr(scheduler, _ATTRIBUTE, None)
-    if found is None:
-        config, most = scheduler.vllm_config, int(scheduler.max_num_scheduled_tokens)
-        if refusal(config) is not None:
-            found = StepRows(rows=1, taps=0, most=most, least=most)
-        else:
-            facts = facts_of(config, Settings.load())
-            found = StepRows(
-                rows=facts.ring_rows,
-                taps=facts.rows_of(facts.taps),
-                most=most,
-                least=facts.least_step_tokens or most,
-            )
-        setattr(scheduler, _ATTRIBUTE, found)
-    return found
+def _prepare(scheduler: Any) -> None:
+    """Work out what a scheduler has to know of the lens, when the first request asks for it."""
+    config, most = scheduler.vllm_config, int(scheduler.max_num_scheduled_tokens)
+    if refusal(config) is not None:
+        setattr(scheduler, _ROWS, StepRows(rows=1, taps=0, most=most, least=most))
+        return
+    settings = Settings.load()
+    facts = facts_of(config, settings)
+    rows = StepRows(
+        rows=facts.ring_rows,
+        taps=facts.rows_of(facts.taps),
+        most=most,
+        least=facts.least_step_tokens or most,
+    )
+    edits = EditQueue(facts, most_s=settings.edit_wait_s, most_waiting=settings.edit_queue)
+    setattr(scheduler, _ROWS, rows)
+    setattr(scheduler, _EDITS, edits)
 
 
 def _schedule(original: Callable[..., Any]) -> Callable[..., Any]:
     def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
-        rows: StepRows | None = getattr(self, _ATTRIBUTE, None)
-        if rows is None or rows.is_idle:
-            return original(self, *args, **kwargs)
-        most = self.max_num_scheduled_tokens
-        try:
-            try:
-                self.max_num_scheduled_tokens = min(most, rows.limit())
-            except BaseException as error:
-                if ends_process(error):
-                    raise
-                # The worker fails those whose rows do not fit.
-                logger.exception("inspect_lens: a step's rows could not be counted")
-            return original(self, *args, **kwargs)
-        finally:
-            self.max_num_scheduled_tokens = most
+        rows: StepRows | None = getattr(self, _ROWS, None)
+        edits: EditQueue | None = getattr(self, _EDITS, None)
+        if edits is not None and not edits.is_idle:
+            return _with_room(self, edits, rows, partial(original, self, *args, **kwargs))
+        return _within(self, rows, partial(original, self, *args, **kwargs))
 
     return schedule
+
+
+def _within(scheduler: Any, rows: StepRows | None, schedule: Callable[[], Any]) -> Any:
+    """Schedule a step whose rows fit the buffer."""
+    if rows is None or rows.is_idle:
+        return schedule()
+    most = scheduler.max_num_scheduled_tokens
+    try:
+        try:
+            scheduler.max_num_scheduled_tokens = min(most, rows.limit())
+        except BaseException as error:
+            if ends_process(error):
+                raise
+            # The worker fails those whose rows do not fit.
+            logger.exception("inspect_lens: a step's rows could not be counted")
+        return schedule()
+    finally:
+        scheduler.max_num_scheduled_tokens = most
+
+
+def _with_room(
+    scheduler: Any, edits: EditQueue, rows: StepRows | None, schedule: Callable[[], Any]
+) -> Any:
+    """Schedule a step that starts no request whose edits have no room in the table."""
+    back: list[Any] = []
+    try:
+        # Workers hear of these with the step, and before of what it starts.
+        edits.forget(scheduler.finished_req_ids)
+        n_free = scheduler.max_num_running_reqs - len(scheduler.running)
+        back = edits.held_back(n_free, is_in_order=isinstance(scheduler.waiting, deque))
+    except BaseException as error:
+        if ends_process(error):
+            raise
+        # The worker fails those whose edits do not fit.
+        logger.exception("inspect_lens: it is not known whether edits fit the table")
+    with kept_back(scheduler, back):
+        output = _within(scheduler, rows, schedule)
+    edits.started(request.req_id for request in output.scheduled_new_reqs)
+    return output
 
 
 def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
     def note(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, request, *args, **kwargs)
         try:
-            if _sealed(request) is not None:
-                _rows_of(self).add(request)
+            if sealed_of(request) is not None:
+                if getattr(self, _ROWS, None) is None:
+                    _prepare(self)
+                getattr(self, _ROWS).add(request)
+                if (edits := getattr(self, _EDITS, None)) is not None:
+                    edits.add(request)
         except BaseException as error:
             if ends_process(error):
                 raise
@@ -169,7 +202,7 @@ class _Bounded:
 def _get_computed_blocks(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_computed_blocks(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            limit = (_sealed(request) or {}).get(CACHED_KEY)
+            limit = (sealed_of(request) or {}).get(CACHED_KEY)
         except BaseException as error:
             if ends_process(error):
                 raise
@@ -209,7 +242,7 @@ class ConnectorGuard:
 
     def mark(self, request: Any) -> str | None:
         """Hash of what steers a request; None of one that nothing does."""
-        sealed = _sealed(request) or {}
+        sealed = sealed_of(request) or {}
         steer, eager = sealed.get(HASH_KEY), sealed.get(EAGER_KEY)
         if eager is not None:
             return f"hooks:{eager['hash']}"
@@ -221,7 +254,7 @@ class ConnectorGuard:
         transfer = getattr(request, "kv_transfer_params", None)
         if self._is_by_request and transfer and transfer.get(MARK_KEY) != self.mark(request):
             return 0
-        if (sealed := _sealed(request)) is None:
+        if (sealed := sealed_of(request)) is None:
             return None
         # Rows of a token that is computed twice would count twice in a sum.
         if self._loads_again:

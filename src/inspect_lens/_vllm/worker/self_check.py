@@ -175,7 +175,7 @@ def _check_stream(
         if check.rows:
             rows = [{tap: run.ring[i].float() for i, tap in enumerate(check.taps)} for run in runs]
             is_overflown = any(run.exported.is_overflown for run in runs)
-            probe.judge(*rows, replaced, is_overflown=is_overflown)
+            probe.judge(rows[0], rows[1], replaced, is_overflown=is_overflown)
 
 
 class _NoPassError(Exception):
