@@ -68,10 +68,11 @@ def _rotate(hidden: int, layer: int) -> tuple[Any, ...]:
 
 
 def _latent(hidden: int, layer: int) -> tuple[Any, ...]:
-    from inspect_lens.spec import Latent
+    from inspect_lens.spec import Latents
 
-    encoder, decoder = direction(hidden, 1), direction(hidden, 2)
-    return (Latent(encoder=encoder, decoder=decoder, threshold=0.1, value=1.0, layers=[layer]),)
+    encoder, decoder = direction(hidden, 1)[None], direction(hidden, 2)[None]
+    one = Latents(encoder=encoder, decoder=decoder, threshold=[0.1], value=[1.0], layers=[layer])
+    return (one,)
 
 
 def _low_rank(hidden: int, layer: int) -> tuple[Any, ...]:

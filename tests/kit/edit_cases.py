@@ -15,7 +15,6 @@ from inspect_lens.spec import (
     Clamp,
     EditBase,
     Insert,
-    Latent,
     LatentMode,
     Latents,
     LowRank,
@@ -184,8 +183,8 @@ def edit_cases(
         ),
         *(
             (
-                Latent(
-                    encoder=e, decoder=d, bias=0.25, threshold=t, value=2.0,
+                Latents(
+                    encoder=e[None], decoder=d[None], bias=[0.25], threshold=[t], value=[2.0],
                     mode=mode, only_if_active=only, **at,
                 ),
                 lambda h, t=t, mode=mode, only=only: latent(

@@ -16,7 +16,6 @@ from inspect_lens.errors import SpecError
 from inspect_lens.spec import (
     RESID_POST,
     Gate,
-    Latent,
     LatentMode,
     Latents,
     Positions,
@@ -259,7 +258,7 @@ class SparseAutoencoder(SparseEncoder):
             decoder_bias=np.zeros(256, dtype=np.float32),
             hook="blocks.4.hook_resid_post",
         )
-        clamp = sae.latent(17, value=10.0)  # an edit for LensRequest, lens_config or with_lens
+        clamp = sae.latents({17: 10.0})  # an edit for LensRequest, lens_config or with_lens
         assert clamp.layers == (4,) and clamp.mode == "set"
         assert sae.reconstruct(np.zeros((2, 256))).shape == (2, 256)
         ```
@@ -289,45 +288,6 @@ class SparseAutoencoder(SparseEncoder):
             made.append(self.activations(x[first : first + step]) @ decoder + self.decoder_bias)
         return np.concatenate(made)
 
-    def latent(
-        self,
-        latent: int,
-        value: float,
-        *,
-        mode: LatentMode = "set",
-        only_if_active: bool = False,
-        layers: Sequence[int] | None = None,
-        site: Site | None = None,
-        positions: Positions = "all",
-        threshold: float | None = None,
-    ) -> Latent:
-        """The edit that sets, raises or increases one latent.
-
-        Args:
-            latent: number of the feature.
-            value: the activation afterwards, its minimum, or what is added to it.
-            mode: `set`, `add`, or `at_least` for a minimum.
-            only_if_active: leave tokens alone on which the latent is not active.
-            layers: at which it acts; by default the layer of the file.
-            site: where in these layers; by default that of the file.
-            positions: tokens that it acts on.
-            threshold: above which the latent is active; by default that of the file. A TopK
-                autoencoder has none: give the smallest activation that its latents have on your
-                data.
-
-        Returns:
-            The edit.
-
-        Raises:
-            SpecError: no such latent, no layer is known, or a TopK without threshold.
-        """
-        (at,) = self._latents([latent])
-        return Latent(
-            encoder=self.weight[at], decoder=self.decoder[at], bias=float(self.bias[at]),
-            threshold=self._threshold(int(at), threshold), value=value, mode=mode,
-            only_if_active=only_if_active, positions=positions, **self._place(layers, site),
-        )  # fmt: skip
-
     def latents(
         self,
         values: Mapping[int, float],
@@ -342,19 +302,22 @@ class SparseAutoencoder(SparseEncoder):
         """The edit that sets, raises or increases up to 63 latents, all read from one stream.
 
         Args:
-            values: by number of the feature: as `value` of `latent`.
-            mode: see `latent`; so are the others.
+            values: by number of the feature: the activation afterwards, its minimum, or what is
+                added to it.
+            mode: `set`, `add`, or `at_least` for a minimum.
             only_if_active: leave each latent alone where it is not active.
             layers: at which it acts; by default the layer of the file.
             site: where in these layers; by default that of the file.
             positions: tokens that it acts on.
-            threshold: above which all of them are active; by default those of the file.
+            threshold: above which all of them are active; by default those of the file. A TopK
+                autoencoder has none: give the smallest activation that its latents have on your
+                data.
 
         Returns:
             The edit.
 
         Raises:
-            SpecError: as for `latent`.
+            SpecError: no such latent, no layer is known, or a TopK without threshold.
         """
         where = self._chosen(list(values), layers, site, threshold)
         return Latents(
@@ -386,7 +349,7 @@ class SparseAutoencoder(SparseEncoder):
             The edit.
 
         Raises:
-            SpecError: as for `latent`.
+            SpecError: as for `latents`.
         """
         where = self._chosen(latents, layers, site, threshold)
         return Reconstruct(
@@ -409,7 +372,7 @@ class SparseAutoencoder(SparseEncoder):
             latent: number of the feature.
             threshold: activation above which it opens.
             active_above: above which the latent is active; by default that of the file, as for
-                `threshold` of `latent`.
+                `threshold` of `latents`.
             layer: at which it is read; by default the layer of the file.
             site: where in this layer; by default that of the file.
             **options: other fields of `Gate`, such as `scope` or `reads`.
@@ -418,7 +381,7 @@ class SparseAutoencoder(SparseEncoder):
             The gate.
 
         Raises:
-            SpecError: as for `latent`.
+            SpecError: as for `latents`.
 
         Example:
             ```python

@@ -88,8 +88,8 @@ def read_autoencoder(path: str | Path, *, norm_scale: float | None = None) -> Sp
         w, b = rng.standard_normal((32, 64)), np.zeros(64)
         np.savez("params.npz", W_enc=w, b_enc=b, threshold=b + 0.5, W_dec=w.T, b_dec=np.zeros(32))
         sae = read_autoencoder("params.npz")
-        edit = sae.latent(17, value=10.0, layers=[4])
-        assert edit.threshold == 0.5
+        edit = sae.latents({17: 10.0}, layers=[4])
+        assert edit.threshold.to_float32() == [0.5]
         ```
     """
     return _read(path, norm_scale, decoder=True).autoencoder(Path(path))

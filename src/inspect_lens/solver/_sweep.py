@@ -26,8 +26,8 @@ from inspect_lens.reading._stored import CellKind, CellScores, number_of
 from inspect_lens.sae import MatchedLatents, SparseAutoencoder, matched_latents, read_autoencoder
 from inspect_lens.spec import (
     EditBase,
-    Latent,
     LatentMode,
+    Latents,
     Positions,
     Site,
     parse_edits,
@@ -448,9 +448,9 @@ def _latents(
             "controls=[] for none"
         )
 
-    def clamp(number: int, value: float) -> Latent:
-        return encoder.latent(
-            number, value, mode=asked.mode, only_if_active=asked.only_if_active,
+    def clamp(number: int, value: float) -> Latents:
+        return encoder.latents(
+            {number: value}, mode=asked.mode, only_if_active=asked.only_if_active,
             layers=[reader.layer], site=reader.site, positions=positions,
             threshold=asked.threshold,
         )  # fmt: skip

@@ -94,7 +94,7 @@ class Gate(WireModel):
     `cast`, of the prompt only, the cosine of the row and of `tanh` of its projection on the
     direction. That one has no sign: it says how much of the row lies along the direction."""
     bias: Number = Field(default=0.0, allow_inf_nan=False)
-    """Added to the product: of a latent, as `Latent.bias`."""
+    """Added to the product: of a latent, as `Latents.bias`."""
     active_above: Number | None = Field(default=None, allow_inf_nan=False, ge=0)
     """Of a latent: the score is `z = <s, direction> + bias` where that is larger than this, and
     else 0, as in JumpReLU (0 is ReLU); None leaves `z` as it is."""

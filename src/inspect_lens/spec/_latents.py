@@ -14,7 +14,6 @@ from ._values import Flag, Number
 
 __all__ = [
     "MOST_LATENTS",
-    "Latent",
     "LatentMode",
     "Latents",
     "Reconstruct",
@@ -23,69 +22,6 @@ __all__ = [
 
 LatentMode = Literal["set", "add", "at_least"]
 """What becomes of an activation: a value, the value added, or the value where it is less."""
-
-
-class Latent(EditBase):
-    """Set, raise or add to a sparse autoencoder's latent, and leave the rest of the stream alone.
-
-    The latent's activation is `z = <encoder, h> + bias` where `z > threshold`, else 0: JumpReLU,
-    or ReLU with a threshold of 0. With `mode="set"` the stream becomes
-    `h + (value - activation) * decoder`, with `mode="add"` `h + value * decoder`. With
-    `mode="at_least"` it is set where the activation is below `value`; other tokens stay as they
-    are. What the autoencoder does not explain stays as it is.
-
-    A TopK autoencoder has no threshold of its own: whether a latent is among the k largest depends
-    on all others. Give the smallest activation that its latents have on your data (BatchTopK
-    autoencoders are published with that number).
-
-    Source:
-        Clamping of features: "Scaling Monosemanticity" (Anthropic, 2024); JumpReLU:
-        arXiv:2407.14435.
-
-    Example:
-        ```python
-        import numpy as np
-
-        from inspect_lens.spec import Latent
-
-        rng = np.random.default_rng(0)
-        bridge = Latent(
-            encoder=rng.standard_normal(256),
-            decoder=rng.standard_normal(256),
-            threshold=0.4,
-            value=10.0,
-            layers=[3],
-        )
-        assert bridge.mode == "set"
-        ```
-    """
-
-    op: Literal["latent"] = "latent"
-    encoder: Tensor
-    """(width,); the latent's column of the encoder."""
-    decoder: Tensor
-    """(width,); the latent's row of the decoder."""
-    bias: Number = Field(default=0.0, allow_inf_nan=False)
-    """The latent's bias. Where the autoencoder takes a bias off its input first, that is
-    `b_enc - <encoder, b_dec>`."""
-    threshold: Number = Field(default=0.0, allow_inf_nan=False, ge=0)
-    """The latent is active above it."""
-    value: Number = Field(allow_inf_nan=False)
-    """The activation afterwards, its minimum, or what is added to it."""
-    mode: LatentMode = "set"
-    """Whether `value` takes the place of the activation, is its minimum, or is added to it."""
-    only_if_active: Flag = False
-    """Leave tokens alone on which the latent is not active."""
-
-    tensor_fields: ClassVar[dict[str, int]] = {"encoder": 1, "decoder": 1}
-    direction_fields: ClassVar[frozenset[str]] = frozenset({"encoder", "decoder"})
-
-    def _program(self, index: int, listed: int | None) -> tuple[Instruction, ...]:
-        kind = Kind.LATENT_ADD if self.mode == "add" else Kind.LATENT_SET
-        left = float(self.only_if_active) + (2.0 if self.mode == "at_least" else 0.0)
-        params = (self.bias, self.threshold, self.value, left)
-        read = np.ascontiguousarray(self.at("encoder", index))
-        return (Instruction(kind, read, np.ascontiguousarray(self.at("decoder", index)), params),)
 
 
 MOST_LATENTS = MOST_INSTRUCTIONS - 1
@@ -100,7 +36,8 @@ class _Several(EditBase):
     decoder: Tensor
     """(latents, width); the latents' rows of the decoder."""
     bias: Tensor | None = None
-    """(latents,); the latents' biases, as for `Latent`; None for zeros."""
+    """(latents,); the latents' biases; None for zeros. Where the autoencoder takes a bias off its
+    input first, a latent's is `b_enc - <encoder, b_dec>`."""
     threshold: Tensor | None = None
     """(latents,); a latent is active above it; None for zeros, which is ReLU."""
 
@@ -128,15 +65,26 @@ class _Several(EditBase):
 
 
 class Latents(_Several):
-    """Set, raise or add to several latents at once, and leave the rest of the stream alone.
+    """Set, raise or add to latents of a sparse autoencoder, and leave the rest of the stream alone.
 
-    Their activations are those of one stream, the one in front of this edit:
-    `h - D^T a(h) + D^T value`, where `a` is what `Latent` describes and `D` has the rows of the
-    decoder. A list of `Latent` edits is something else: each reads what the one before has left,
-    and the encoder of one latent reads some of what the decoder of another writes.
+    A latent's activation is `z = <encoder, h> + bias` where `z > threshold`, else 0: JumpReLU, or
+    ReLU with a threshold of 0. With `mode="set"` the stream becomes
+    `h + (value - activation) * decoder`, with `mode="add"` `h + value * decoder`. With
+    `mode="at_least"` it is set where the activation is below `value`; other tokens stay as they
+    are. What the autoencoder does not explain stays as it is.
+
+    The activations of several latents are those of one stream, the one in front of this edit:
+    `h - D^T a(h) + D^T value`, where `D` has the rows of the decoder. A list of edits of one latent
+    each is something else: each reads what the one before has left, and the encoder of one latent
+    reads some of what the decoder of another writes.
+
+    A TopK autoencoder has no threshold of its own: whether a latent is among the k largest depends
+    on all others. Give the smallest activation that its latents have on your data (BatchTopK
+    autoencoders are published with that number).
 
     Source:
-        As for `Latent`.
+        Clamping of features: "Scaling Monosemanticity" (Anthropic, 2024); JumpReLU:
+        arXiv:2407.14435.
 
     Example:
         ```python

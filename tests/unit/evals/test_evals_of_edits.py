@@ -14,7 +14,7 @@ from inspect_ai.model import ModelOutput, ModelUsage, get_model
 
 from evals.refusal_ablation import refusal_ablation
 from evals.sae_clamp import clamp_dataset, sae_clamp
-from inspect_lens.spec import Ablate, Add, Latent, LensRequest, parse_extra_args
+from inspect_lens.spec import Ablate, Add, Latents, LensRequest, parse_extra_args
 from inspect_lens.vector import Vector, VectorCard
 from tests.kit.fake_server import FakeLensServer
 
@@ -49,11 +49,15 @@ class Model(FakeLensServer):
             if isinstance(edit, Add) and _is_refusal(edit.vector):
                 assert (edit.layers, edit.site, edit.scale) == ((LAYER,), "resid_post", 1.5)
                 refuses = True
-            if isinstance(edit, Latent) and edit.value >= 5 and edit.encoder.to_float32()[1]:
+            if isinstance(edit, Latents) and _is_bridge(edit):
                 message["content"] = "The bridge is golden."
                 return answer
         message["content"] = "I\u2019m sorry, no." if refuses else "Here is how."
         return answer
+
+
+def _is_bridge(edit: Latents) -> bool:
+    return bool(edit.value.to_float32()[0] >= 5 and edit.encoder.to_float32()[0, 1])
 
 
 def _is_refusal(tensor: Any) -> bool:

@@ -191,7 +191,6 @@ OTHER = ROW[::-1]
 RIGHT_EDITS: dict[str, dict[str, Any]] = {
     "Clamp": {"max": 1.0},
     "Insert": {"instead_of": OTHER},
-    "Latent": {"value": 1.0},
     "Latents": {"value": [1.0]},
     "Rotate": {"degrees": 10, "plane": [ROW, OTHER]},
     "Scale": {"factor": 0.5},
@@ -265,7 +264,7 @@ ELSEWHERE = ("accepted", "the body cannot be read:", "INSPECT_LENS_ALLOW_CODE")
 NAMED_OTHERWISE = {
     "Hook.fn",
     "Insert.concept",
-    "Latent.encoder",
+    "Latents.encoder",
     "Swap.first",
     "EngineLens.n_layers",
 }

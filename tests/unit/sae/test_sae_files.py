@@ -69,7 +69,7 @@ def test_an_edit_moves_the_stream_by_the_latents_own_row(
     """What the autoencoder says afterwards with the latent at the value, and the same error."""
     sae, path, scale = saved(kind, tmp_path)
     made = read_autoencoder(path, norm_scale=scale)
-    edit = made.latent(17, 8.0, only_if_active=only_if_active, layers=[4], site="resid_post")
+    edit = made.latents({17: 8.0}, only_if_active=only_if_active, layers=[4], site="resid_post")
     assert edit.layers == (4,)
     latents = sae(torch.from_numpy(ROWS))
     clamped = latents.clone()
@@ -121,9 +121,11 @@ def test_several_latents_are_set_and_some_are_a_reconstruction(tmp_path: Path) -
 def test_a_top_k_edit_needs_a_threshold(tmp_path: Path) -> None:
     made = read_autoencoder(saved("topk b_dec", tmp_path)[1])
     with pytest.raises(SpecError, match="among the 5 largest"):
-        made.latent(3, 1.0)
-    edit = made.latent(3, 1.0, mode="add", threshold=2.5)
-    assert (edit.threshold, edit.layers, edit.site) == (2.5, (9,), "resid_post")
+        made.latents({3: 1.0})
+    edit = made.latents({3: 1.0}, mode="add", threshold=2.5)
+    assert edit.threshold is not None
+    assert edit.threshold.to_float32() == [2.5]
+    assert (edit.layers, edit.site) == ((9,), "resid_post")
 
 
 @pytest.mark.parametrize(
@@ -180,7 +182,11 @@ def test_layer_and_site_of_a_file_hold_in_readers_and_edits(
     reader = LatentReader.of(path, [3], layer=9, source="captured")
     assert (reader.layer, reader.site) == (layer, site)
     made = read_autoencoder(path)
-    for edit in (made.latent(3, 1.0, layers=[9]), made.latents({3: 1.0}), made.reconstruction([3])):
+    for edit in (
+        made.latents({3: 1.0}, layers=[9]),
+        made.latents({3: 1.0}),
+        made.reconstruction([3]),
+    ):
         assert (edit.layers, edit.site) == ((layer,), site)
     over = LatentReader.of(path, [3], layer=4, site="resid_mid", source="captured")
     assert (over.layer, over.site) == (4, "resid_mid")
@@ -199,7 +205,7 @@ def test_what_is_not_served_is_refused_and_not_read_elsewhere(tmp_path: Path) ->
         with pytest.raises(SpecError, match="is not served"):
             LatentReader.of(path, [3], layer=4)
         with pytest.raises(SpecError, match="is not served"):
-            read_autoencoder(path).latent(3, 1.0, layers=[4])
+            read_autoencoder(path).latents({3: 1.0}, layers=[4])
     folder = tmp_path / "models--google--gemma-scope-2b-pt-mlp" / "layer_4"
     folder.mkdir(parents=True)
     with pytest.raises(SpecError, match="gemma-scope-2b-pt-mlp"):

@@ -26,7 +26,7 @@ from inspect_lens.solver import (
     with_lens,
     with_steering,
 )
-from inspect_lens.spec import Ablate, Add, EditBase, Latent, Zero
+from inspect_lens.spec import Ablate, Add, EditBase, Latents, Zero
 from tests.kit.fake_server import FakeLensServer, at_site, residual, tokens_of
 
 from .conftest import LAYER, H, run, sample, sent
@@ -198,11 +198,13 @@ def test_a_latent_is_set_beside_those_that_are_as_active(server: FakeLensServer)
     found = []
     for body in server.requests[1:]:
         (edit,) = sent(body).edits
-        assert isinstance(edit, Latent)
+        assert isinstance(edit, Latents)
+        assert edit.bias is not None
         (number,) = np.flatnonzero(edit.encoder.to_float32()) - 1
-        assert edit.decoder.to_float32()[number + 1] == 2.0
-        assert (edit.layers, edit.bias, edit.mode) == ((LAYER,), sae.bias[number], "set")
-        found.append((int(number), edit.value))
+        assert edit.decoder.to_float32()[0, number + 1] == 2.0
+        assert (edit.layers, edit.mode) == ((LAYER,), "set")
+        assert edit.bias.to_float32() == [sae.bias[number]]
+        found.append((int(number), float(edit.value.to_float32()[0])))
     assert sorted(found) == sorted((i, v) for i in (0, *nearest) for v in (0.0, 7.5))
     made = read_cells(Store(sample(log).store))
     assert [(c.kind, c.vector, c.layer, c.scale) for c in made] == [
@@ -230,9 +232,11 @@ def test_a_latent_may_be_added_to_at_another_place_without_controls(server: Fake
     assert infos(log) == []
     assert len(server.requests) == 2
     (edit,) = next(edits for body in server.requests if (edits := sent(body).edits))
-    assert isinstance(edit, Latent)
+    assert isinstance(edit, Latents)
+    assert edit.threshold is not None
     assert (edit.layers, edit.site, edit.positions) == ((1,), "attn_out", "completion")
-    assert (edit.mode, edit.only_if_active, edit.threshold) == ("add", True, 0.5)
+    assert (edit.mode, edit.only_if_active) == ("add", True)
+    assert edit.threshold.to_float32() == [0.5]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from inspect_lens.spec import (
     Ablate,
     Add,
     Gate,
-    Latent,
+    Latents,
     LensRequest,
     Renormalise,
     Replace,
@@ -86,9 +86,10 @@ def test_a_latent_is_raised_where_it_is_less_and_no_other_bit_changes(only: bool
     value = float(np.quantile(z[z > 0], 0.5))
     raised = (z < value) & ((z > 0) | (not only))
     assert 0 < raised.sum() < len(z)
-    edit = Latent(
-        encoder=e, decoder=d, value=value, mode="at_least", only_if_active=only, layers=[1]
-    )
+    edit = Latents(
+        encoder=e[None], decoder=d[None], value=[value], mode="at_least", only_if_active=only,
+        layers=[1],
+    )  # fmt: skip
     state = make_state()
     _, steering = admitted(LensRequest(edits=[edit]), state)
     out = run(state, configs_of(steering), x)[1]
