@@ -62,27 +62,20 @@ def edit_rows(
             directions = vectors_at(bank, read, width)
             x = (directions * seen).sum(-1, keepdim=True)
         kind = (code & (SEES_EDITS - 1)).unsqueeze(-1)
-        latent = _latents(bank, kind, write)
-        factor, share, gate, score = _maps(kind, bank.params[entry], x, norm, before, latent)
-        register = (code >> GATE_SHIFT).long() - 1
-        gate = gate.squeeze(-1)
-        if bool((kind == Kind.TOKEN_GATE).any()):
-            named = (directions == (bank.fed.ids[index] + 1).unsqueeze(-1)).any(-1)
-            is_open = (named != (bank.params[entry][:, 0] != 0)).to(gate.dtype)
-            gate = torch.where(kind.squeeze(-1) == Kind.TOKEN_GATE, is_open, gate)
-        if bool((kind == Kind.SCHEDULE).any()):
-            planned = _planned(bank, read, bank.params[entry], positions)
-            gate = torch.where(kind.squeeze(-1) == Kind.SCHEDULE, planned, gate)
-        found = gate, score.squeeze(-1)
-        _note(bank, kind.squeeze(-1), register, owned, found, bank.params[entry])
+        params, register = bank.params[entry], (code >> GATE_SHIFT).long() - 1
+        factor, share = _maps(kind, params, x, norm, before)
+        # Most chains have edits alone.
+        decides = bool((kind >= Kind.JOIN).any())
+        if decides:
+            one = _Instruction(kind.squeeze(-1), register, params, read, write)
+            _note(bank, one, owned, _score(bank, one, x, norm), directions)
         gates = _gates(bank, register, owned).unsqueeze(-1)
-        joins = kind.squeeze(-1) == Kind.JOIN
-        if bool(joins.any()):
-            _join(bank, index[joins], bank.params[entry][joins], gates[joins, 0])
+        if decides:
+            _join(bank, one, owned, gates.squeeze(-1))
         delta += vectors_at(bank, write, width) * (factor * gates)
         is_part = (kind == Kind.PART) & (read != 0).unsqueeze(-1)
         if bool(is_part.any()):
-            taken = directions * seen * (bank.params[entry][:, :1] * gates)
+            taken = directions * seen * (params[:, :1] * gates)
             delta -= torch.where(is_part, taken, torch.zeros_like(seen))
         if bool(share.any()):
             delta += torch.where(share != 0, seen * (share * gates), torch.zeros_like(seen))
@@ -103,17 +96,48 @@ class _Owned(NamedTuple):
     positions: torch.Tensor
 
 
+class _Instruction(NamedTuple):
+    """The instruction of each token; all but `params` are (tokens,)."""
+
+    kind: torch.Tensor
+    register: torch.Tensor
+    params: torch.Tensor
+    read: torch.Tensor
+    write: torch.Tensor
+
+
+def _score(
+    bank: BankTensors, one: _Instruction, x: torch.Tensor, norm: torch.Tensor
+) -> torch.Tensor:
+    """(tokens,); what gates read, by the definition of `Kind.GATE`."""
+    x, norm, kind = x.squeeze(-1), norm.squeeze(-1), one.kind
+    is_cosine = (kind == Kind.COSINE_GATE) | (kind == Kind.COSINE_LATCH)
+    is_cosine = is_cosine | (kind == Kind.COSINE_RUNNING)
+    at = torch.where(is_cosine, x / torch.where(norm > 0, norm, torch.ones_like(norm)), x)
+    is_latent = (kind >= Kind.GATE) & (one.write != 0)
+    added, above = bank.vectors[one.write.long(), :2].unbind(-1)
+    active = torch.where(at + added <= above, torch.zeros_like(at), at + added)
+    return torch.where(is_latent, active, at)
+
+
 def _note(
     bank: BankTensors,
-    kind: torch.Tensor,
-    register: torch.Tensor,
+    one: _Instruction,
     owned: _Owned,
-    found: tuple[torch.Tensor, torch.Tensor],
-    params: torch.Tensor,
+    score: torch.Tensor,
+    directions: torch.Tensor,
 ) -> None:
-    """Have gates take note of their values and scores, `found`; all but `params` are (tokens,)."""
+    """Have gates take note of what they say of their tokens."""
     places, records, positions = owned
-    gate, score = found
+    kind, register, params = one.kind, one.register, one.params
+    a, b = params[:, 0], params[:, 1]
+    step = (score > b).to(score.dtype)
+    gate = torch.where(torch.isinf(a), step, torch.sigmoid(a * (score - b)))
+    if bool((kind == Kind.TOKEN_GATE).any()):
+        named = (directions == (bank.fed.ids[places] + 1).unsqueeze(-1)).any(-1)
+        gate = torch.where(kind == Kind.TOKEN_GATE, (named != (a != 0)).to(gate.dtype), gate)
+    if bool((kind == Kind.SCHEDULE).any()):
+        gate = torch.where(kind == Kind.SCHEDULE, _planned(bank, one, positions), gate)
     runs = kind >= Kind.RUNNING
     if bool(runs.any()):
         of = records[runs], register[runs], positions[runs]
@@ -142,33 +166,21 @@ def _gates(bank: BankTensors, register: torch.Tensor, owned: _Owned) -> torch.Te
     return gates
 
 
-def _latents(
-    bank: BankTensors, kind: torch.Tensor, write: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Which tokens have a gate of a latent; what it adds to the product, and above what it counts.
-
-    Each is (tokens, 1); see `Kind.GATE`.
-    """
-    is_latent = (kind >= Kind.GATE) & (write != 0).unsqueeze(-1)
-    two = bank.vectors[write.long(), :2]
-    return is_latent, two[:, :1], two[:, 1:]
-
-
-def _planned(
-    bank: BankTensors, read: torch.Tensor, params: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
+def _planned(bank: BankTensors, one: _Instruction, positions: torch.Tensor) -> torch.Tensor:
     """(tokens,); the factors that schedules have for them; anything for tokens without one."""
-    last = (params[:, 0].long() - 1).clamp(min=0)
-    at = (positions - params[:, 1].long()).clamp(min=0).minimum(last)
+    last = (one.params[:, 0].long() - 1).clamp(min=0)
+    at = (positions - one.params[:, 1].long()).clamp(min=0).minimum(last)
     flat = bank.vectors.view(-1)
-    start = read.long() * bank.vectors.shape[1]
+    start = one.read.long() * bank.vectors.shape[1]
     return flat[(start + at).clamp(max=len(flat) - 1)]
 
 
-def _join(
-    bank: BankTensors, places: torch.Tensor, params: torch.Tensor, gates: torch.Tensor
-) -> None:
-    """Join what is in registers with gates; see `Kind.JOIN`."""
+def _join(bank: BankTensors, one: _Instruction, owned: _Owned, gates: torch.Tensor) -> None:
+    """Join gates with what is in registers; see `Kind.JOIN`."""
+    joins = one.kind == Kind.JOIN
+    if not bool(joins.any()):
+        return
+    params, places, gates = one.params[joins], owned.places[joins], gates[joins]
     how, to, is_denied = params[:, 0], params[:, 1].long(), params[:, 2] != 0
     value = torch.where(is_denied, 1 - gates, gates)
     held = bank.registers[places, to]
@@ -193,9 +205,8 @@ def _maps(
     x: torch.Tensor,
     norm: torch.Tensor,
     before: torch.Tensor,
-    latent: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Factor of what is written, share of the stream that is added to itself, gate, and score."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factor of what is written, and share of the stream that is added to itself."""
     a, b, c, d = params.unsqueeze(-1).unbind(1)
     zero, one = torch.zeros_like(x), torch.ones_like(x)
     z = x + a
@@ -218,14 +229,7 @@ def _maps(
     share = torch.where(kind == Kind.BLEND, -a, zero)
     safe = torch.where(norm > 0, norm, one)
     share = torch.where((kind == Kind.RENORM) & (norm > 0), before / safe - 1, share)
-    is_cosine = (kind == Kind.COSINE_GATE) | (kind == Kind.COSINE_LATCH)
-    is_cosine = is_cosine | (kind == Kind.COSINE_RUNNING)
-    at = torch.where(is_cosine, x / safe, x)
-    is_latent, added, above = latent
-    at = torch.where(is_latent, torch.where(at + added <= above, zero, at + added), at)
-    step = (at > b).to(x.dtype)
-    gate = torch.where(torch.isinf(a), step, torch.sigmoid(a * (at - b)))
-    return factor, share, gate, at
+    return factor, share
 
 
 def capture_rows(
