@@ -160,6 +160,11 @@ CHOSEN_HERE: Final = (
 )
 
 
+TIED_HERE: Final = (
+    "~ is within one standard error of the best: these samples do not tell which of them is better."
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Made:
     """A probe, and what a command has to say of it."""
@@ -214,6 +219,8 @@ class Made:
         yield f"{self.probe.name}: layer {', '.join(map(str, self.probe.layers))}, {self.folder}"
         for text in self.warnings:
             yield f"  WARNING: {text}"
+        if self.probe.card.training and (ties := self.probe.card.training.ties):
+            yield f"  {ties}"
         for t in self.probe.card.thresholds:
             few = f", {t.few_groups}" if t.few_groups else ""
             rest = f" ({t.n_left_out} positive ones left out)" if t.n_left_out else ""

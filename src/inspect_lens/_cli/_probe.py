@@ -466,7 +466,7 @@ def sweep(
     from inspect_lens.probe import ProbeCard, auroc
     from inspect_lens.train import make_estimator, select_layer, split_by_group
 
-    from ._output import CHOSEN_HERE
+    from ._output import CHOSEN_HERE, TIED_HERE
     from ._stores import read_set
 
     picked = None if layers == "all" else parse_layers(layers)
@@ -498,8 +498,9 @@ def sweep(
             lines.append(f"{one:18s} {','.join(map(str, joint)):>5s} {area:7.4f} *")
         for score in choice.sweep:
             best = score.layer in choice.probe.layers and not together
-            table.append({"family": one, "chosen": best, **score.model_dump()})
-            mark = " *" if best else ""
+            tied = score.layer in choice.tied
+            table.append({"family": one, "chosen": best, "tied": tied, **score.model_dump()})
+            mark = " *" if best else " ~" if tied else ""
             recall = ""
             if score.recall_interval is not None:
                 recall = f" {with_interval(score.recall, score.recall_interval):>22s}"
@@ -508,6 +509,8 @@ def sweep(
                 f"{recall}{mark}"
             )
     lines.append(CHOSEN_HERE)
+    if any(row.get("tied") for row in table):
+        lines.append(TIED_HERE)
     result = {"selection": chosen.name, "n": len(chosen), "sweep": table}
     emit(result, lines, as_json=as_json)
 

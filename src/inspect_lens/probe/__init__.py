@@ -71,6 +71,7 @@ from .statistics._metrics import (
     rate_interval,
     recall_at_fpr,
     required_negatives,
+    smallest_rate,
     split_classes,
 )
 from .statistics._ranking import (
@@ -177,6 +178,7 @@ __all__ = [
     "running_pool",
     "select_tokens",
     "sentence_ends",
+    "smallest_rate",
     "split_classes",
     "token_values",
     "write_atomic",

@@ -203,6 +203,7 @@ def train_probe(
         on_policy=on_policy,
         rows=rows_of(estimator, rows),
         selected_by=chosen.by or "",
+        tied_layers=chosen.tied,
         near_duplicates=tuple(text for texts in copies.values() for text in texts),
     )
     seen = list_seen(probe, train, selection, control)

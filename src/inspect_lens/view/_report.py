@@ -517,6 +517,8 @@ def _notes(card: ProbeCard) -> list[str]:
     notes = [
         f"{e.name}: {e.too_few}; no verdict can rest on it." for e in card.evaluations if e.too_few
     ]
+    if card.training and card.training.ties:
+        notes.append(card.training.ties)
     shifts = [(e.name, e.control_shift) for e in card.evaluations]
     return notes + [f"{name}: {s.statement}" for name, s in shifts if s is not None and s.statement]
 

@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks.probe_statistics import FALSE_TRANSFERS, WORLDS, verdicts
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import ProbeCard, recall_draws
+from inspect_lens.probe import ProbeCard, recall_draws, required_negatives, smallest_rate
+from inspect_lens.probe.card._files import render_card
 from inspect_lens.train import (
     ActivationSet,
     MeanDifferenceProbe,
@@ -18,6 +19,7 @@ from inspect_lens.train import (
     train_probe,
     transfer_statement,
 )
+from inspect_lens.train.judging._select import SelectBy
 from inspect_lens.train.sets._splits import near_copies, split_control
 
 LAYERS = (0, 1)
@@ -67,6 +69,52 @@ def test_the_layer_is_the_one_that_the_threshold_asks_for() -> None:
     assert right == 20
     with pytest.raises(SpecError, match="there is no control set"):
         select_layer(plain(), train, selection, card=card, select_by="recall")
+
+
+def thirty_layers(name: str, n: int, *, seed: int, harmless: bool = False) -> ActivationSet:
+    """Layers 10 to 19 tell the classes equally well, and the others less."""
+    rng = np.random.default_rng(seed)
+    y = np.zeros(n, dtype=bool) if harmless else np.arange(n) % 2 == 1
+    gap = np.where((np.arange(30) >= 10) & (np.arange(30) < 20), 3.0, 0.6)
+    acts = rng.normal(size=(n, 30, 1, 4))
+    acts[..., 0, 0] += gap * y[:, None]
+    return ActivationSet(
+        name=name, model="m", layers=tuple(range(30)), labels=y, acts=tuple(acts),
+        groups=[f"{name}-{i}" for i in range(n)], ids=[f"{name}-{i}" for i in range(n)],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("by", ["recall", "auroc"])
+def test_layers_that_a_few_samples_do_not_tell_apart_are_named(by: SelectBy) -> None:
+    for seed in range(5):
+        train, selection = (thirty_layers(n, k, seed=seed + k) for n, k in (("t", 150), ("s", 50)))
+        control = thirty_layers("c", 200, seed=seed + 500, harmless=True)
+        chosen = select_layer(
+            plain(), train, selection, fpr=0.05, select_by=by, control=control,
+            card=ProbeCard(name="t/p", layers=(0,), hidden=4),
+        )  # fmt: skip
+        assert chosen.probe.layers[0] in range(10, 20)
+        assert chosen.probe.layers[0] not in chosen.tied
+        assert chosen.tied, "noise of fifty samples tells few of ten equal layers apart"
+        assert not set(chosen.tied) - set(range(10, 20))
+
+
+def test_a_small_control_set_is_told_its_rate_and_a_card_its_ties() -> None:
+    train, small = thirty_layers("t", 200, seed=3), thirty_layers("c", 60, seed=9, harmless=True)
+    with pytest.raises(SpecError, match=r"ask for fpr=0\.05, the smallest rate that 60 can show"):
+        train_probe(plain(), train, name="t/p", control=small)
+    probe = train_probe(plain(), train, name="t/p", control=small, fpr=0.05)
+    facts = probe.card.training
+    assert facts is not None
+    assert facts.tied_layers
+    assert facts.ties in render_card(probe.card, sha256="0")
+
+
+@pytest.mark.parametrize("n", [4, 59, 60, 124, 299, 300, 301, 5000])
+def test_the_smallest_rate_is_one_that_can_be_shown(n: int) -> None:
+    rate = smallest_rate(n)
+    assert required_negatives(rate) <= n
+    assert rate <= 1.1 * 3 / n + 1e-12
 
 
 def test_a_pool_is_chosen_with_the_layer() -> None:

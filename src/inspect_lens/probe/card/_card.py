@@ -350,6 +350,25 @@ class TrainingFacts(Record):
     whole samples were read, and in cards of releases that did not write it."""
     selected_by: str = ""
     """What the layer was chosen by: `recall` at the threshold's rate, or `auroc`."""
+    tied_layers: tuple[int, ...] = Field(
+        default=(),
+        description="Other layers within one standard error of the best, among which the selection "
+        "set does not tell; the one with the widest separation was taken.",
+    )
+
+    @property
+    def ties(self) -> str:
+        """That other layers may be as good, in a sentence; empty where none is."""
+        if not self.tied_layers:
+            return ""
+        one = len(self.tied_layers) == 1
+        names = ", ".join(map(str, self.tied_layers))
+        return (
+            f"Layer{'' if one else 's'} {names} {'is' if one else 'are'} within one standard error "
+            f"of the best on the {self.selection_n} samples that chose, so they do not tell which "
+            "is better; of these, the layer whose classes lie farthest apart was taken."
+        )
+
     near_duplicates: tuple[str, ...] = ()
     """Samples of judged sets that are all but copies of training or selection samples, in words."""
 

@@ -229,7 +229,10 @@ def _sweep(card: ProbeCard) -> str:
         "control set, each with its own threshold.",
         "auroc": "The layer was chosen by AUROC.",
     }
-    return "\n\n".join(part for part in (markdown_table(head, rows), said.get(by, "")) if part)
+    ties = card.training.ties if card.training else ""
+    return "\n\n".join(
+        part for part in (markdown_table(head, rows), said.get(by, ""), ties) if part
+    )
 
 
 PROBE: Final = ArtifactKind(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -138,6 +138,32 @@ def required_negatives(fpr: float) -> int:
         ```
     """
     return math.ceil(3 / _rate(fpr))
+
+
+def smallest_rate(n: int) -> float:
+    """The smallest false positive rate that so many negatives can show, rounded up.
+
+    Args:
+        n: independent negatives, 4 or more.
+
+    Returns:
+        The least rate of two digits for which `required_negatives` is at most `n`.
+
+    Example:
+        ```python
+        from inspect_lens.probe import required_negatives, smallest_rate
+
+        assert smallest_rate(300) == 0.01
+        assert required_negatives(smallest_rate(124)) <= 124
+        ```
+    """
+    if n < _FEWEST:
+        raise SpecError(f"n={n}: so few negatives show no rate; allowed are {_FEWEST} or more")
+    digits = 1 - math.floor(math.log10(3 / n))
+    return math.ceil(round(3 / n * 10**digits, 6)) / 10**digits
+
+
+_FEWEST: Final = 4
 
 
 def conformal_threshold(

@@ -25,6 +25,7 @@ from inspect_lens.probe import (
     is_learned,
     rate_interval,
     required_negatives,
+    smallest_rate,
     split_classes,
 )
 from inspect_lens.train.families._ensemble import fit_platt
@@ -88,9 +89,9 @@ def fit_threshold(
         size += "" if found == scores.size else f", but {found} independent groups"
         raise SpecError(
             f"control_scores: {size} of {control!r} for a false positive rate of {fpr:g}; allowed "
-            f"are {need} or more, as fewer cannot show that rate; score more control samples of "
-            "other groups, ask for a larger rate, or pass allow_few=True (--allow-few) and read "
-            "the interval"
+            f"are {need} or more, as fewer cannot show that rate; {_larger(found)}score more "
+            "control samples of other groups, or pass allow_few=True (--allow-few) and read the "
+            "interval"
         )
     by_group = groups is not None and found < scores.size and found + 1 >= 1.0 / fpr - 1e-9
     value = conformal_threshold(scores, fpr, groups=groups if by_group else None)
@@ -108,6 +109,15 @@ def fit_threshold(
         interval=rate_interval(above, groups),
         rule="groups" if by_group else "samples",
     )
+
+
+def _larger(found: int) -> str:
+    """The smallest rate that so many groups show, as advice; empty where they show none."""
+    try:
+        rate = smallest_rate(found)
+    except SpecError:
+        return ""
+    return f"ask for fpr={rate:g}, the smallest rate that {found} can show, "
 
 
 def calibrate_threshold(

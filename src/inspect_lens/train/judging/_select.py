@@ -47,6 +47,9 @@ class LayerChoice(NamedTuple):
     """Every layer, measured on the selection set."""
     by: SelectBy | None = None
     """What it was chosen by; None where nothing was, as of an ensemble."""
+    tied: tuple[int, ...] = ()
+    """Other layers within one standard error of the best: the selection set does not tell which of
+    them is better."""
 
 
 def select_layer(
@@ -68,13 +71,14 @@ def select_layer(
 
     By `recall`, that is the layer whose threshold, set on `control` for the rate `fpr`, lies below
     most positives of the selection set. Both sets are drawn again and again (whole groups of them),
-    and the mean over draws counts. Of layers within one sample of the best, the one wins whose
-    positives lie farthest from both the selection set's and the control set's negatives, in pooled
-    standard deviations; then the lowest layer.
-
-    By `auroc`, the highest AUROC on the selection set wins, then the separation. A layer can
+    and the mean over draws counts. By `auroc`, the AUROC on the selection set counts. A layer can
     have the larger AUROC and miss most positives at a rate of 1%, so this is not what a threshold
     asks for.
+
+    The best of thirty layers on some fifty samples is the best by luck, too. So layers within one
+    standard error of the best count as equal (`LayerChoice.tied` names them), and of these the one
+    wins whose positives lie farthest from both the selection set's and the control set's negatives,
+    in pooled standard deviations; then the lowest layer.
 
     An `EnsembleProbe` reads several layers at once, so nothing is chosen: it is fitted on
     `layers`, or at 20, 35, 50, 65 and 80% of the set's layers, and the sweep is that of its base.
@@ -96,6 +100,9 @@ def select_layer(
 
     Returns:
         The choice.
+
+    Source:
+        One-standard-error rule: Breiman et al. 1984, section 3.4.3.
 
     Raises:
         SpecError: a group straddles the sets, they are of different models or positions, a class is
@@ -158,14 +165,23 @@ def select_layer(
         joint = clone(estimator).set_params(n_layers=len(read))
         whole = fit_on(joint, train, read, rows=rows)
         return LayerChoice(whole.to_probe(card.model_copy(update={"layers": read})), sweep)
-    if by == "auroc":
-        best = max(fitted, key=lambda f: (f[0].auroc, f[0].separation, -f[0].layer))
-    else:
-        # One positive more or less of the selection set is no difference.
-        enough = max(f[0].recall or 0.0 for f in fitted) - 1.0 / selection.n_positive
-        near = [f for f in fitted if (f[0].recall or 0.0) >= enough]
-        best = max(near, key=lambda f: (f[0].separation, -f[0].layer))
-    return LayerChoice(best[1], sweep, by)
+    first = max(sweep, key=lambda score: _value(score, by))
+    # One positive more or less of the selection set is no difference, either.
+    enough = _value(first, by) - max(_error(first, by), 1.0 / selection.n_positive)
+    near = [f for f in fitted if _value(f[0], by) >= enough]
+    best, probe = max(near, key=lambda f: (f[0].separation, -f[0].layer))
+    tied = sorted({score.layer for score, _ in near} - {best.layer})
+    return LayerChoice(probe, sweep, by, tuple(tied))
+
+
+def _value(score: LayerScore, by: SelectBy) -> float:
+    return score.auroc if by == "auroc" else score.recall or 0.0
+
+
+def _error(score: LayerScore, by: SelectBy) -> float:
+    """The standard error, by the half of the 95% interval below the value."""
+    interval = score.auroc_interval if by == "auroc" else score.recall_interval
+    return 0.0 if interval is None else max(_value(score, by) - interval.low, 0.0) / 1.96
 
 
 def _how(select_by: SelectBy | None, control: ActivationSet | None) -> SelectBy:
