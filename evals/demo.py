@@ -88,7 +88,7 @@ def _run(options: argparse.Namespace) -> list[Any]:
     return inspect_eval(
         [organism_deception(split=SPLIT), organism_control()],
         model=f"vllm-lens/{CHECKPOINT}",
-        model_args={"max_model_len": 1024, "kv_cache_memory_bytes": 256 << 20},
+        model_args={"max_model_len": 1024},
         log_dir=options.log_dir,
         limit=options.limit,
         display=options.display,

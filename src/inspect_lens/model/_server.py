@@ -43,6 +43,7 @@ from inspect_lens._base.http import (
     server_address,
 )
 from inspect_lens._base.shipped import SERVER_ARGS, model_path, served_name
+from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens._intake import Source, fetch_from
 from inspect_lens._settings import variable
 from inspect_lens.client import LensClient
@@ -128,12 +129,11 @@ def start_server(
             # There requests without an adapter get the answer of the one in the last slot.
             wanted["max_loras"] = int(wanted.get("max_loras", 1)) + 1
     wanted, devices = configure_devices(wanted, parallel_size_param="tensor_parallel_size")
-    if (share := _free_share(wanted)) is not None:
-        wanted["gpu_memory_utilization"] = share
     if (known_as := served_name(model)) is not None:
         wanted.setdefault("served_model_name", known_as)
         for key, value in SERVER_ARGS.get(model, {}).items():
             wanted.setdefault(key, value)
+    wanted |= _memory_on_cpus(model, wanted)
     timeout = wanted.pop("timeout", None)
     # Whoever reaches the port can read activations and steer, so it listens on loopback.
     host = wanted.pop("host", "127.0.0.1")
@@ -158,17 +158,45 @@ def start_server(
     )
 
 
-def _free_share(wanted: Mapping[str, Any]) -> float | None:
-    """The part of this machine's memory that a server on its CPUs may ask for; None elsewhere.
+def _memory_on_cpus(model: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """What a server on this machine's CPUs asks for as its key-value cache; nothing elsewhere.
 
-    vLLM asks for 92 % of it by default and gives up where less is free, which the process that
-    starts the server is enough for.
+    vLLM asks for 92 % of the memory by default, and gives up where less is free, which the process
+    that starts the server is enough for. A model whose folder is here gets room for some of its
+    longest contexts, in a quarter of what is free; of another one nothing is known but the memory.
     """
     names = {key.replace("-", "_") for key in wanted}
     if names & {"gpu_memory_utilization", "kv_cache_memory_bytes"} or not _is_for_cpus():
-        return None
+        return {}
     memory = psutil.virtual_memory()
-    return math.floor(80 * min(memory.available / memory.total, 1.0)) / 100
+    context = _context_bytes(model, wanted)
+    if context is None:
+        share = min(memory.available / memory.total, 1.0)
+        return {"gpu_memory_utilization": math.floor(80 * share) / 100}
+    usual = min(max(CONTEXTS * context, LEAST_CACHE), memory.available // 4)
+    # One context has to fit, or vLLM does not start.
+    return {"kv_cache_memory_bytes": min(max(usual, 2 * context), memory.available * 4 // 5)}
+
+
+CONTEXTS = 8
+"""Sequences of the longest length for which a server on CPUs has keys and values at once."""
+LEAST_CACHE = 64 << 20
+
+
+def _context_bytes(model: str, wanted: Mapping[str, Any]) -> int | None:
+    """Keys and values of one sequence of the longest length; None where the folder is not here."""
+    try:
+        whole = parse_json(read_regular(Path(model_path(model)) / "config.json"))
+        config = whole.get("text_config", whole)
+        heads = int(config["num_attention_heads"])
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        width = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
+        options = {key.replace("-", "_"): value for key, value in wanted.items()}
+        length = int(options.get("max_model_len") or config["max_position_embeddings"])
+        per_token = 2 * int(config["num_hidden_layers"]) * kv_heads * width
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
+        return None
+    return 4 * per_token * length  # of float32, the widest
 
 
 def children_of(process: Popen[str] | None) -> list[psutil.Process]:

@@ -117,6 +117,10 @@ def test_the_command_and_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert args["timeout"] == 5, "a restart needs them again"
 
 
+TOKEN = 2 * 6 * 256 * 4
+"""Bytes of keys and values of a token, below."""
+
+
 @pytest.mark.parametrize("chosen", [{}, {"kv-cache-memory-bytes": 1 << 28}, {"timeout": 5}])
 @pytest.mark.parametrize("is_cpu", [True, False])
 def test_a_server_on_cpus_asks_for_memory_that_is_free(
@@ -135,6 +139,28 @@ def test_a_server_on_cpus_asks_for_memory_that_is_free(
     _server.start_server("org/tiny", port=None, api_key="k", server=VLLMServer(), args=chosen)
     asks = is_cpu and "kv-cache-memory-bytes" not in chosen
     assert seen["server_args"].get("gpu_memory_utilization") == (0.2 if asks else None)
+
+
+@pytest.mark.parametrize(
+    ("length", "free", "cache"),
+    [
+        (1024, 8 << 30, 8 * 1024 * TOKEN),  # eight of the longest contexts
+        (16, 8 << 30, 64 << 20),
+        (65536, 8 << 30, 2 << 30),  # a quarter of what is free
+        (65536, 2 << 30, 2 * 65536 * TOKEN),  # one context has to fit, and another one
+        (65536, 1 << 30, (1 << 30) * 4 // 5),
+    ],
+)
+def test_a_cache_on_cpus_is_as_large_as_the_model_and_the_memory_ask(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, length: int, free: int, cache: int
+) -> None:
+    config = {"num_hidden_layers": 6, "num_attention_heads": 4, "hidden_size": 256}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(_server, "_is_for_cpus", lambda: True)
+    memory = SimpleNamespace(available=free, total=24 << 30)
+    monkeypatch.setattr(_server.psutil, "virtual_memory", lambda: memory)
+    found = _server._memory_on_cpus(str(tmp_path), {"max-model-len": length})
+    assert found == {"kv_cache_memory_bytes": cache}
 
 
 _EVAL = """

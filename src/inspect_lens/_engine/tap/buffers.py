@@ -23,6 +23,7 @@ from inspect_lens.errors import LensError
 from inspect_lens.spec import TapPoint
 
 from .edit_table import BankTensors, Share
+from .memory import zeros
 
 HEAD = 3
 """Numbers of the header before the flags: tokens described, ring row at which the step begins, and
@@ -114,9 +115,9 @@ class TapState:
             base=torch.full((max_groups, n + 1), -1, dtype=torch.int32, device=device),
             # Row 0 is "nothing", so one more than asked for.
             bank=BankTensors.allocate(bank_rows + 1, hidden, n, device, max_tokens),
-            ring=torch.zeros(parts * part_rows, hidden, dtype=dtype, device=device),
-            sums=torch.zeros(sum_rows, hidden, dtype=torch.float32, device=device),
-            latest=torch.zeros(lag * sum_rows, hidden, dtype=dtype, device=device),
+            ring=zeros(parts * part_rows, hidden, dtype=dtype, device=device),
+            sums=zeros(sum_rows, hidden, dtype=torch.float32, device=device),
+            latest=zeros(lag * sum_rows, hidden, dtype=dtype, device=device),
             scratch=torch.empty(scratch_bytes // 4, dtype=torch.float32, device=device),
             # Until somebody has shared memory for it.
             faults=torch.zeros(BOARD_SIZE, dtype=torch.int64, device=device),

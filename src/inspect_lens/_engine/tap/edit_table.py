@@ -37,6 +37,7 @@ from inspect_lens.errors import CapacityError, UnsupportedError
 from inspect_lens.spec import LARGEST_NORM, N_REGISTERS, Instruction, Kind, TapPoint
 
 from .histories import Fed, Latches
+from .memory import zeros
 from .prompt_gates import PromptGate, PromptReads
 
 _NO_HISTORY: tuple[tuple[Any, ...], list[int]] = ((), [])
@@ -75,10 +76,10 @@ class BankTensors:
     ) -> BankTensors:
         """Allocate a zeroed table of `rows` vectors, and as many entries and configurations."""
         return cls(
-            torch.zeros(rows, hidden, dtype=torch.float32, device=device),
-            torch.zeros(rows, 4, dtype=torch.int32, device=device),
-            torch.zeros(rows, 4, dtype=torch.float32, device=device),
-            torch.zeros(rows, taps, dtype=torch.int32, device=device),
+            zeros(rows, hidden, dtype=torch.float32, device=device),
+            zeros(rows, 4, dtype=torch.int32, device=device),
+            zeros(rows, 4, dtype=torch.float32, device=device),
+            zeros(rows, taps, dtype=torch.int32, device=device),
             torch.zeros(max_tokens, N_REGISTERS, dtype=torch.float32, device=device),
             Latches.allocate(BOARD_SIZE, device),
             Fed(torch.zeros(max_tokens, dtype=torch.int32, device=device)),

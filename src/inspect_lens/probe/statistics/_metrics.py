@@ -160,7 +160,8 @@ def smallest_rate(n: int) -> float:
     if n < _FEWEST:
         raise SpecError(f"n={n}: so few negatives show no rate; allowed are {_FEWEST} or more")
     digits = 1 - math.floor(math.log10(3 / n))
-    return math.ceil(round(3 / n * 10**digits, 6)) / 10**digits
+    scale = 10.0**digits
+    return math.ceil(round(3 / n * scale, 6)) / scale
 
 
 _FEWEST: Final = 4
