@@ -63,18 +63,54 @@ class Unembedding(Protocol):
 
 
 @dataclass(frozen=True)
-class _Request:
-    """What a step has of one request."""
+class _Rows:
+    """What a step has of the requests that ask for one form, one behind the other."""
 
-    key: str
-    slot: int
+    keys: list[str]
+    slots: Longs
+    counts: Longs
+    """Tokens of each."""
+    first: Longs
     index: NDArray[np.int64]
-    """(layers, tokens); rows of the ring."""
-    first: int
-    listed: Longs | None
+    """(layers, tokens of all); rows of the ring."""
+    listed: Mapping[int, Longs]
+    """By place of the request, positions that it names."""
+
+    def taken(self, which: Sequence[int]) -> _Rows:
+        """Some of the requests, in another order."""
+        ends, counts = np.cumsum(self.counts), self.counts[which]
+        shift = (ends - self.counts)[which] - (np.cumsum(counts) - counts)
+        columns = np.repeat(shift, counts) + np.arange(counts.sum())
+        return _Rows(
+            [self.keys[i] for i in which],
+            self.slots[which],
+            counts,
+            self.first[which],
+            self.index[:, columns],
+            {n: self.listed[i] for n, i in enumerate(which) if i in self.listed},
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[_Rows]) -> _Rows:
+        """Those of several blocks."""
+        if len(parts) == 1:
+            return parts[0]
+        keys: list[str] = []
+        listed: dict[int, Longs] = {}
+        for part in parts:
+            listed |= {len(keys) + i: one for i, one in part.listed.items()}
+            keys += part.keys
+        return cls(
+            keys,
+            np.concatenate([part.slots for part in parts]),
+            np.concatenate([part.counts for part in parts]),
+            np.concatenate([part.first for part in parts]),
+            np.concatenate([part.index for part in parts], axis=1),
+            listed,
+        )
 
 
-_Work = list[tuple[LensForm, list[_Request]]]
+_Work = list[tuple[LensForm, _Rows]]
 
 
 class RequestStepper(Stepper):
@@ -201,7 +237,7 @@ class RequestStepper(Stepper):
         work: _Work = []
         problem: Exception | None = None
         try:
-            work = self._work()
+            work = self._work(is_alone=head.n_ranks == 1)
         except Exception as error:  # noqa: BLE001 - the other ranks wait to be told
             problem = error
         if head.n_ranks > 1:
@@ -216,15 +252,19 @@ class RequestStepper(Stepper):
             raise problem
         self._sender.seen = list(self._parts(head, work))
 
-    def _work(self) -> _Work:
-        """What there is to read in the running step, in an order that all ranks have."""
+    def _work(self, *, is_alone: bool) -> _Work:
+        """What there is to read in the running step, in an order that all ranks have.
+
+        No Python for each request where all are of one block, as while they decode.
+        """
         if self._plan is None:
             return []
         blocks, first_row = self._rounds.current()
-        found: dict[LensForm, list[_Request]] = {}
+        found: dict[LensForm, list[_Rows]] = {}
         live = self._live.by_slot
         for block in blocks:
-            if not any(slot in live for slot in block.slots.tolist()):
+            slots = block.slots.tolist()
+            if not any(slot in live for slot in slots):
                 continue
             if (lens := self._groups[block.group].results.get(LENS)) is None:
                 continue
@@ -233,24 +273,25 @@ class RequestStepper(Stepper):
                 cut = np.arange(block.n_tokens), block.counts, block.first, block.listed
             index, counts, first, listed = cut
             starts = first_row + block.base + block.n_tokens * np.asarray(lens.ranks)
+            keys = [live[slot].key if slot in live else "" for slot in slots]
             at = starts[:, None] + index
-            ends = np.cumsum(counts)
-            for i, slot in enumerate(block.slots.tolist()):
-                if counts[i] and slot in live:
-                    mine = at[:, ends[i] - counts[i] : ends[i]]
-                    where = listed.get(i)
-                    request = _Request(live[slot].key, slot, mine, int(first[i]), where)
-                    assert lens.lens is not None
-                    found.setdefault(lens.lens, []).append(request)
-        return [(form, sorted(found[form], key=lambda one: one.key)) for form in sorted(found)]
+            # Copies: a step that is repeated goes on with the block's own.
+            rows = _Rows(keys, block.slots.copy(), counts.copy(), first.copy(), at, listed)
+            which = [i for i, n in enumerate(rows.counts.tolist()) if n and keys[i]]
+            assert lens.lens is not None
+            if which:
+                taken = rows if len(which) == len(keys) else rows.taken(which)
+                found.setdefault(lens.lens, []).append(taken)
+        work = [(form, _Rows.joined(found[form])) for form in sorted(found)]
+        return work if is_alone else [(form, _in_order(rows)) for form, rows in work]
 
     def _parts(self, head: Unembedding, work: _Work) -> Iterator[Part]:
         """What the rows of each form predict."""
         at_once = rows_at_once(head.vocab)
         problem: Exception | None = None
         lenses = dict(self._named.values())
-        for form, requests in work:
-            index = np.concatenate([request.index for request in requests], axis=1)
+        for form, asked in work:
+            index = asked.index
             flat = index.reshape(-1)
             made: list[torch.Tensor] = []
             for a in range(0, len(flat), at_once):
@@ -267,7 +308,7 @@ class RequestStepper(Stepper):
                     problem = error
             if made and problem is None:
                 numbers = torch.cat(made).view(*index.shape, form.columns)
-                yield _part(numbers, requests)
+                yield Part(numbers, asked.slots, asked.counts, asked.first, dict(asked.listed))
         if problem is not None:
             raise problem
 
@@ -298,20 +339,15 @@ def _spans(layers: Sequence[int], n: int, start: int, stop: int) -> list[Span]:
     ]
 
 
-def _part(numbers: torch.Tensor, requests: list[_Request]) -> Part:
-    return Part(
-        numbers,
-        np.asarray([request.slot for request in requests], dtype=np.int64),
-        np.asarray([request.index.shape[1] for request in requests], dtype=np.int64),
-        np.asarray([request.first for request in requests], dtype=np.int64),
-        {i: one.listed for i, one in enumerate(requests) if one.listed is not None},
-    )
+def _in_order(rows: _Rows) -> _Rows:
+    """By key, which ranks have alike."""
+    return rows.taken(sorted(range(len(rows.keys)), key=rows.keys.__getitem__))
 
 
 def _digest(work: _Work) -> str:
     """The work in so few letters that ranks can compare it."""
     told = [
-        (form, [(one.key, one.index.shape[1], one.first) for one in requests])
-        for form, requests in work
+        (form, list(zip(rows.keys, rows.counts.tolist(), rows.first.tolist(), strict=True)))
+        for form, rows in work
     ]
     return hashlib.sha256(repr(told).encode()).hexdigest()
