@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from tests.kit.example_files import write_logs, write_published, write_sets
 from tests.kit.repository import ROOT
@@ -30,7 +32,18 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="session")
 def example_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`logs` and `acts`, as the reference says that examples find them."""
-    folder = tmp_path_factory.mktemp("example_files")
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return _written(tmp_path_factory.mktemp("example_files"))
+    # The processes of one run have this folder in common, and the first of them writes.
+    shared = tmp_path_factory.getbasetemp().parent
+    with FileLock(shared / "example_files.lock"):
+        if not (done := shared / "example_files.done").exists():
+            _written(shared / "example_files")
+            done.touch()
+    return shared / "example_files"
+
+
+def _written(folder: Path) -> Path:
     write_logs(folder / "logs")
     write_sets(folder / "acts")
     return folder

@@ -14,13 +14,15 @@ from tests.kit.repository import ROOT
 
 pytestmark = pytest.mark.engine
 
-LIMITS = {"probe_train": 160, "control": 310, "heldout_phrasing": 120, "heldout_entity": 60}
+LIMITS = {"probe_train": 160, "control": 100, "heldout_phrasing": 120, "heldout_entity": 60}
 
 
 def test_a_recipe_finds_what_was_planted(lens_server_url: str, tmp_path: Path) -> None:
     text = (ROOT / "probes/recipes/organism.yaml").read_text(encoding="utf-8")
     for name, limit in LIMITS.items():
         text = text.replace(f"name: {name},", f"name: {name}, limit: {limit},")
+    # A hundred controls can show this rate.
+    text = text.replace("fpr: 0.01", "fpr: 0.05")
     lines = [line for line in text.splitlines() if "hidden_reason" not in line]
     assert sum("limit:" in line for line in lines) == len(LIMITS)
     recipe = tmp_path / "recipe.yaml"

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer.main
 
 from tests.kit.fake_server import FakeLensServer
+
+# All commands are made anew each time that one of them is run.
+typer.main.get_command = functools.cache(typer.main.get_command)
 
 
 @pytest.fixture

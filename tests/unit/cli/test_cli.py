@@ -38,10 +38,10 @@ def test_from_a_data_set_to_a_report(run: Run, tmp_path: Path) -> None:
     with FakeLensServer() as server:
         made = collect(run, server, "probe_train", "--limit", 160)
         assert (made["n_samples"], made["layers"]) == (160, [0, 1, 2, 3])
-        collect(run, server, "control", "--limit", 320)
+        collect(run, server, "control", "--limit", 100)
         collect(run, server, "hidden_reason", "--limit", 60)
     train = (
-        "probe", "train", "--behaviour-floor", 0,
+        "probe", "train", "--behaviour-floor", 0, "--fpr", 0.05,
         "--train", "acts/probe_train", "--control", "acts/control",
         "--held-out", "acts/hidden_reason", "--disjoint", "control=question",
         "--disjoint", "hidden_reason=prompt",
@@ -76,10 +76,10 @@ def test_from_a_data_set_to_a_report(run: Run, tmp_path: Path) -> None:
 
     assert (measured["n_seen"], measured["disjoint_by"]) == (0, "content")
     wider = run.json(
-        "probe", "calibrate", "p/lr", "--control", "acts/control", "--fpr", 0.05, "--labelled",
+        "probe", "calibrate", "p/lr", "--control", "acts/control", "--fpr", 0.2, "--labelled",
         "acts/hidden_reason", "--method", "temperature", "--out", "p/wider",
     )  # fmt: skip
-    assert wider["thresholds"][0]["fpr"] == 0.05
+    assert wider["thresholds"][0]["fpr"] == 0.2
     assert wider["thresholds"][0]["n_above"] > probe["thresholds"][0]["n_above"]
     rewritten = load_probe("p/wider").card
     assert rewritten.calibration is not None
@@ -88,7 +88,7 @@ def test_from_a_data_set_to_a_report(run: Run, tmp_path: Path) -> None:
     assert [(e.recall, e.fpr, e.fpr_interval) for e in rewritten.evaluations] == [(None,) * 3]
     assert rewritten.evaluations[0].auroc == probe["evaluations"][0]["auroc"]
     run(
-        "probe", "train", "--behaviour-floor", 0,
+        "probe", "train", "--behaviour-floor", 0, "--fpr", 0.05,
         "--train", "acts/probe_train", "--control", "acts/control",
         "--selection", "acts/hidden_reason", "--disjoint", "control=question", "--out", "p/alone",
     )  # fmt: skip
@@ -283,7 +283,8 @@ def test_a_recipe_runs_from_data_sets_to_a_probe(
         text.replace("organism/data", str(DATA))
         .replace("- {dataset: organism,", "- {dataset: organism, limit: 40,")
         .replace("name: probe_train,", "name: probe_train, limit: 120,")
-        .replace("name: control,", "name: control, limit: 310,")
+        .replace("name: control,", "name: control, limit: 100,")
+        .replace("fpr: 0.01", "fpr: 0.05")
         + "positions: prompt\nbehaviour_floor: 0.0\n"
     )
     with FakeLensServer(n_layers=2) as server:
