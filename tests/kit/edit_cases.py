@@ -23,7 +23,6 @@ from inspect_lens.spec import (
     Replace,
     Rotate,
     Scale,
-    Set,
     Swap,
     Zero,
 )
@@ -161,7 +160,7 @@ def edit_cases(
             Clamp(direction=v, value=3.0, strength=0.5, **at),
             _along(v, lambda x: x + 0.5 * (3.0 - x)),
         ),
-        (Set(direction=v, value=-1.5, **at), _along(v, lambda x: -1.5)),
+        (Clamp(direction=v, value=-1.5, **at), _along(v, lambda x: -1.5)),
         (Scale(direction=v, factor=3.0, **at), _along(v, lambda x: 3.0 * x)),
         (
             ProjectOut(directions=random_rows(seed + 3, 3, width), **at),

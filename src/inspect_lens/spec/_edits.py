@@ -30,7 +30,6 @@ __all__ = [
     "Replace",
     "Rotate",
     "Scale",
-    "Set",
     "Swap",
     "Zero",
 ]
@@ -159,10 +158,11 @@ class Ablate(EditBase):
 class Clamp(EditBase):
     """Keep the projection on a direction within bounds: `x` becomes `min(max(x, min), max)`.
 
-    `x` is `<h, v>` with `v` of norm 1. `value` is short for equal bounds.
+    `x` is `<h, v>` with `v` of norm 1. `value` is short for equal bounds, which set it.
 
     Source:
-        Activation capping, as in arXiv:2601.10387.
+        Activation capping, as in arXiv:2601.10387; with `value`, `adjust_rs` of IBM's vLLM-Hook,
+        whose `avg_proj` it is.
 
     Example:
         ```python
@@ -203,38 +203,6 @@ class Clamp(EditBase):
         high = self.max if self.value is None else self.value
         bounds = (-math.inf if low is None else low, math.inf if high is None else high)
         return (Instruction(Kind.CLIP, v, v, (self.strength, *bounds, 0.0)),)
-
-
-class Set(EditBase):
-    """Set the projection on a direction: `h + strength * (value - <h, v>) * v`, `v` of norm 1.
-
-    Source:
-        `adjust_rs` of IBM's vLLM-Hook, whose `avg_proj` is `value`.
-
-    Example:
-        ```python
-        import numpy as np
-
-        from inspect_lens.spec import Set
-
-        assert Set(direction=np.ones(256), layers=[3], value=1.0).strength == 1.0
-        ```
-    """
-
-    op: Literal["set"] = "set"
-    direction: Tensor
-    """(width,); of any norm but 0."""
-    value: Number = Field(allow_inf_nan=False)
-    """The projection afterwards."""
-    strength: Number = Field(default=1.0, allow_inf_nan=False)
-    """Share of the way to it."""
-
-    tensor_fields: ClassVar[dict[str, int]] = {"direction": 1}
-
-    def _program(self, index: int, listed: int | None) -> tuple[Instruction, ...]:
-        v = unit(self.at("direction", index))
-        params = (-self.strength, self.strength * self.value, 0.0, 0.0)
-        return (Instruction(Kind.LINEAR, v, v, params),)
 
 
 class Scale(EditBase):

@@ -194,7 +194,6 @@ RIGHT_EDITS: dict[str, dict[str, Any]] = {
     "Latents": {"value": [1.0]},
     "Rotate": {"degrees": 10, "plane": [ROW, OTHER]},
     "Scale": {"factor": 0.5},
-    "Set": {"value": 1.0},
     "Swap": {"second": OTHER},
 }
 
