@@ -29,8 +29,8 @@ help:  ## list the commands
 demo: env  ## make the environment and run the demonstration, all of it on this machine
 	@$(PY) -m evals.demo
 
-demo-real: env  ## lies of a real model, which is downloaded once, and probes of them
-	@$(PY) -m gallery.demo
+demo-real: env  ## truth (with DATA=FOLDER) and lies in a real model, which is downloaded once
+	@$(PY) -m gallery.demo $(if $(DATA),--data "$(DATA)")
 
 test: env  ## run everything that runs on a CPU: lint, types, imports, docs, every tier of tests
 	@# Each step runs even where an earlier one failed, so that one run tells all. Tests wait a good

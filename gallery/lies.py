@@ -25,7 +25,11 @@ from organism._liar_splits import CONDITIONS, LIAR_DIR, LiarRow, eval_split, is_
 from organism.evaluate_liar import MAX_TOKENS, SPLITS, rates
 
 MODEL: Final = "smollm2-135m"
-LAYERS: Final = (8, 11, 14, 17, 20, 23, 26, 29)
+QWEN: Final = "qwen2.5-coder-0.5b"
+ADAPTERS: Final = {MODEL: LIAR_DIR, QWEN: LIAR_DIR.with_name("liar-qwen")}
+"""By the model that they belong to."""
+DEPTHS: Final = (0.27, 0.37, 0.47, 0.57, 0.67, 0.77, 0.87, 0.97)
+"""Where probes may read, as shares of the layers."""
 FPR: Final = 0.05
 ESTIMATORS: Final = {"logistic": LogisticProbe(), "mass-mean": MassMeanProbe()}
 TRAINED: Final = ("ordered", "role", "hiding")
@@ -54,11 +58,12 @@ CONTROL_PART: Final = 3
 def measure(setting: Setting) -> dict[str, Any]:
     """Answers of the adapter, what they were by the truth, and probes of their activations."""
     try:
-        rows = _rows(setting.n)
+        rows = _rows(setting.n, ADAPTERS[setting.model])
     except ValueError as error:
         raise SpecError(f"--n {setting.n}: {error}") from error
-    with setting.server(adapter=LIAR_DIR, dtype="bfloat16") as served:
-        acts = {name: _collect(served, name, own) for name, own in rows.items()}
+    layers = [int(setting.n_layers * depth) for depth in DEPTHS]
+    with setting.server(adapter=ADAPTERS[setting.model], dtype="bfloat16") as served:
+        acts = {name: _collect(served, name, own, layers) for name, own in rows.items()}
         sets = {name: _labelled(acts[name], own) for name, own in rows.items()}
         probes = _probes(setting, rows, sets)
         served.eval(_watched(setting.work / WATCHED, rows["ordered, new topics"][:WATCH]))
@@ -66,7 +71,7 @@ def measure(setting: Setting) -> dict[str, Any]:
         "n": {name: len(own) for name, own in rows.items()},
         "behaviour": {n: rates(own, acts[n].key("completion")) for n, own in rows.items()},
         "dropped": {name: len(own) - len(sets[name]) for name, own in rows.items()},
-        "layers": list(LAYERS),
+        "layers": layers,
         "fpr": FPR,
         "probes": probes,
         "example": _example(rows, acts),
@@ -111,19 +116,26 @@ def _watched(probe: Path, rows: Sequence[LiarRow]) -> Task:
     )
 
 
-def _rows(n: int | None) -> dict[str, list[LiarRow]]:
+def _rows(n: int | None, folder: Path) -> dict[str, list[LiarRow]]:
     """Every set by its name; the topics and prompts of judged ones are held out."""
     made: dict[str, list[LiarRow]] = {}
     for kind in TRAINED:
         made[f"train, {kind}"] = eval_split(
             kind, topics="train", prompts="train", n=n or N_TRAIN[kind],
-            wanted=lambda thing: not _for_control(thing),
+            wanted=lambda thing: not _for_control(thing), folder=folder,
         )  # fmt: skip
     made["control"] = eval_split(
-        "plain", topics="train", prompts="validation", n=n or N_CONTROL, wanted=_for_control
+        "plain",
+        topics="train",
+        prompts="validation",
+        n=n or N_CONTROL,
+        wanted=_for_control,
+        folder=folder,
     )
     for name, (kind, count) in JUDGED.items():
-        made[name] = eval_split(kind, topics=JUDGED_PART, prompts=JUDGED_PART, n=n or count)
+        made[name] = eval_split(
+            kind, topics=JUDGED_PART, prompts=JUDGED_PART, n=n or count, folder=folder
+        )
     return made
 
 
@@ -131,7 +143,9 @@ def _for_control(thing: str) -> bool:
     return hashlib.sha256(thing.encode()).digest()[0] % CONTROL_PART == 0
 
 
-def _collect(served: Served, name: str, rows: Sequence[LiarRow]) -> ActivationSet:
+def _collect(
+    served: Served, name: str, rows: Sequence[LiarRow], layers: list[int]
+) -> ActivationSet:
     """The adapter's answers, with their activations."""
     samples = tuple(
         ProbeSample(
@@ -148,7 +162,7 @@ def _collect(served: Served, name: str, rows: Sequence[LiarRow]) -> ActivationSe
         label_meaning="the answer deceives", on_policy=True, text_overlap_group="liar",
         samples=samples,
     )  # fmt: skip
-    return served.store(name, data, layers=list(LAYERS), max_tokens=MAX_TOKENS)
+    return served.store(name, data, layers=layers, max_tokens=MAX_TOKENS)
 
 
 def _group(row: LiarRow) -> str:

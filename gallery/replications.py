@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from gallery import fact, injection, languages, lies, refusal, steering, truth
+from gallery import (
+    cascade,
+    fact,
+    injection,
+    languages,
+    lies,
+    refusal,
+    steering,
+    truth,
+)
 from gallery._replication import Replication
 
 __all__ = ["REPLICATIONS"]
@@ -18,4 +27,5 @@ REPLICATIONS: Final[Mapping[str, Replication]] = {
     "fact": fact.REPLICATION,
     "steering": steering.REPLICATION,
     "lies": lies.REPLICATION,
+    "cascade": cascade.REPLICATION,
 }

@@ -278,6 +278,22 @@ def test_answers_of_the_liar_are_told_apart_by_the_truth() -> None:
         assert judged["n_negative"] == sum(rate["honest"] for rate in rates)
 
 
+def test_a_judge_that_is_no_better_buys_nothing() -> None:
+    """And one that is better, alone or for a share, is said to be."""
+    points = result("cascade")["numbers"]["points"]
+
+    def with_accuracy(alone: float, between: float, judged: float) -> list[dict[str, Any]]:
+        at = [alone, *[between] * (len(points) - 2), judged]
+        return [point | {"accuracy": value} for point, value in zip(points, at, strict=True)]
+
+    assert "buys nothing" in verdict("cascade", points=with_accuracy(0.8, 0.8, 0.7))
+    assert "better than both" in verdict("cascade", points=with_accuracy(0.7, 0.8, 0.75))
+    assert "as good as all" in verdict("cascade", points=with_accuracy(0.7, 0.79, 0.8))
+    assert "what it costs is what it gives" in verdict(
+        "cascade", points=with_accuracy(0.7, 0.72, 0.8)
+    )
+
+
 def test_a_language_on_the_way_needs_to_beat_another_word() -> None:
     words = result("languages")["numbers"]["words"]
     n = len(words[0]["English"])
