@@ -337,6 +337,7 @@ class LensClient(HookCalls):
             lens: likewise.
             sink: likewise.
             edits: likewise.
+            open_gates: likewise.
             stream_results: whether tensors come with their tokens, or all of them at the end; text
                 and token scores of probes come as they are made in any case. None sends them with
                 their tokens unless one of them is made of several tokens, as with `reduce="mean"`,
