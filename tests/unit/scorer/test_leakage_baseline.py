@@ -92,14 +92,14 @@ def test_prompt_both_and_groups(tmp_path: Path) -> None:
 
 
 def test_alone() -> None:
-    def sample(words: int, label: int, name: int = 0) -> SampleScore:
-        return SampleScore(
-            score=Score(value=words), sample_id=name, sample_metadata={"label": label}
-        )
+    def sample(length: int, label: int, name: int = 0, **known: str) -> SampleScore:
+        score = Score(value=length, metadata=known)
+        return SampleScore(score=score, sample_id=name, sample_metadata={"label": label})
 
-    lengths = [sample(9, 0), sample(8, 0), sample(3, 1), sample(8, 1)]
+    lengths = [sample(n, label, words="") for n, label in ((9, 0), (8, 0), (3, 1), (8, 1))]
     found: Any = length_auroc(interval=True)(lengths)
     assert found["length_auroc"] == pytest.approx(1 - 0.125)
+    assert math.isnan(length_auroc()([sample(9, i % 2) for i in range(8)]))  # type: ignore[arg-type]
     assert found["length_auroc_low"] < found["length_auroc"] < found["length_auroc_high"]
     assert math.isnan(length_auroc()([]))  # type: ignore[arg-type]
     assert math.isnan(words_auroc()(lengths[:3]))  # type: ignore[arg-type]
