@@ -28,6 +28,7 @@ from ._series import (
     score_call,
     shared_prefix,
     split_call,
+    template_tokens,
 )
 
 _PREVIEW = 240
@@ -251,6 +252,9 @@ def _read_call(
         ]
     )
     marks = texts.special(prompt) if texts.is_known else None
+    shown_apart = texts.special(whole)
+    if marks is not None:
+        shown_apart[: len(prompt)] = template_tokens(pieces[: len(prompt)], call.messages, marks)
     shift = start - folded
     turns = tuple(
         TurnView(role, max(a, folded) + shift, b + shift, generated=b > len(prompt))
@@ -263,7 +267,7 @@ def _read_call(
         origin="activations" if here else "kept",
     )  # fmt: skip
     return _Part(
-        view, list(whole[folded:]), pieces[folded:], texts.special(whole[folded:]),
+        view, list(whole[folded:]), pieces[folded:], shown_apart[folded:],
         scores[:, folded:].copy(), scores[:, :folded], whole,
     )  # fmt: skip
 

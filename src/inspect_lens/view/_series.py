@@ -225,35 +225,77 @@ def find_turns(
     the turn before, the others open the next. What a template changes or leaves out has no turn
     of its own.
     """
-    if not pieces:
-        return []
+    found = _texts_found(pieces, messages, special)
+    if not found:
+        return [Span("prompt", 0, len(pieces))] if pieces else []
+    spans: list[Span] = []
+    start = 0
+    for i, (which, _, stop) in enumerate(found):
+        last = i + 1 == len(found)
+        gap = (len(pieces) if last else found[i + 1].start) - stop
+        # The token that closes a turn; one that stands alone opens the next one.
+        end = stop + 1 if gap > 1 or (last and gap) else stop
+        spans.append(Span(messages[which].role, start, end))
+        start = end
+    if start < len(pieces):
+        spans.append(Span("assistant", start, len(pieces)))
+    return [span for span in spans if span.stop > span.start]
+
+
+class _FoundText(NamedTuple):
+    """Tokens `[start, stop)` that hold the text of a message."""
+
+    message: int
+    """Its place among the messages."""
+    start: int
+    stop: int
+
+
+def _texts_found(
+    pieces: Sequence[str], messages: Sequence[ChatMessage], special: Sequence[bool] | None
+) -> list[_FoundText]:
+    """The texts of messages that stand in a prompt, in order and unchanged."""
     ends = list(accumulate(len(piece) for piece in pieces))
     marks = special or [False] * len(pieces)
     text = "".join("\0" * len(p) if mark else p for p, mark in zip(pieces, marks, strict=True))
-    found: list[tuple[str, int, int]] = []
+    found: list[_FoundText] = []
     cursor = 0
-    for message in messages:
+    for i, message in enumerate(messages):
         wanted = message.text.strip()
         at = _find(text, wanted, cursor, ends) if wanted else -1
         if at < 0:
             continue
         cursor = at + len(wanted)
-        first = _token_at(ends, at)
-        found.append((message.role, first, _token_at(ends, cursor - 1) + 1))
+        found.append(_FoundText(i, _token_at(ends, at), _token_at(ends, cursor - 1) + 1))
+    return found
+
+
+def template_tokens(
+    pieces: Sequence[str], messages: Sequence[ChatMessage], special: Sequence[bool]
+) -> list[bool]:
+    """Which tokens of a prompt the template wrote around the messages, and nobody else.
+
+    They are names of roles, a system prompt of the template's own, descriptions of tools, and the
+    opening of the answer. Nothing is said of what stands beside a message that was not found whole,
+    such as one with tool calls.
+    """
+    marks = list(special)
+    found = _texts_found(pieces, messages, special)
     if not found:
-        return [Span("prompt", 0, len(pieces))]
-    spans: list[Span] = []
-    start = 0
-    for i, (role, _, stop) in enumerate(found):
-        last = i + 1 == len(found)
-        gap = (len(pieces) if last else found[i + 1][1]) - stop
-        # The token that closes a turn; one that stands alone opens the next one.
-        end = stop + 1 if gap > 1 or (last and gap) else stop
-        spans.append(Span(role, start, end))
-        start = end
-    if start < len(pieces):
-        spans.append(Span("assistant", start, len(pieces)))
-    return [span for span in spans if span.stop > span.start]
+        return marks
+    whole = [not _has_more(message) for message in messages]
+    before = _FoundText(-1, 0, 0)
+    for text in [*found, _FoundText(len(messages), len(pieces), len(pieces))]:
+        sides = [whole[i] for i in (before.message, text.message) if 0 <= i < len(messages)]
+        if text.message == before.message + 1 and all(sides):
+            marks[before.stop : text.start] = [True] * (text.start - before.stop)
+        before = text
+    return marks
+
+
+def _has_more(message: ChatMessage) -> bool:
+    """Whether a template writes more of a message than its text: thoughts, calls, images."""
+    return not isinstance(message.content, str) or bool(getattr(message, "tool_calls", None))
 
 
 def shared_prefix(first: Sequence[int], second: Sequence[int]) -> int:

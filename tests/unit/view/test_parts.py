@@ -10,12 +10,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from inspect_ai.model import ChatMessage, ChatMessageAssistant, ChatMessageUser
+from inspect_ai.model import (
+    ChatMessage,
+    ChatMessageAssistant,
+    ChatMessageSystem,
+    ChatMessageUser,
+)
+from inspect_ai.tool import ToolCall
 
 from inspect_lens._base.token_texts import TokenTexts, _Tokenizer
 from inspect_lens.view import sparkline
 from inspect_lens.view._page import LEVELS, Range
-from inspect_lens.view._series import find_turns, shared_prefix
+from inspect_lens.view._series import find_turns, shared_prefix, template_tokens
 from tests.kit.planted_log import TOKENIZER
 
 WORDS = st.lists(st.sampled_from(["a", "bc", "d e", "?"]), min_size=1, max_size=4).map(" ".join)
@@ -121,3 +127,25 @@ def test_tokens_that_are_only_together_a_character_share_it() -> None:
 )
 def test_sparkline(values: list[float], line: str) -> None:
     assert sparkline(values) == line
+
+
+def test_what_the_template_wrote_is_told_from_what_somebody_said() -> None:
+    asked = "<|im_start|> system \n You are Qwen. <|im_end|> \n <|im_start|> user \n Hi there"
+    pieces = [*asked.split(" "), "<|im_end|>", "\n", "<|im_start|>", "assistant", "\n"]
+    special = [piece.startswith("<|") for piece in pieces]
+    user = ChatMessageUser(content="Hithere")
+    marks = template_tokens(pieces, [user], special)
+    assert [p for p, mark in zip(pieces, marks, strict=True) if not mark] == ["Hi", "there"]
+    own = ChatMessageSystem(content="YouareQwen.")
+    marks = template_tokens(pieces, [own, user], special)
+    said = [p for p, mark in zip(pieces, marks, strict=True) if not mark]
+    assert said == ["You", "are", "Qwen.", "Hi", "there"]
+    # Of a message that is not there as it stands nothing is known, nor of what is beside it.
+    lost = template_tokens(pieces, [ChatMessageSystem(content="Another"), user], special)
+    assert not lost[pieces.index("You")]
+    assert lost[-1], "behind the last message all is known"
+    called = ChatMessageAssistant(
+        content="Hithere", tool_calls=[ToolCall(id="1", function="f", arguments={})]
+    )
+    assert template_tokens(pieces, [own, called], special)[-2:] == [False, False]
+    assert template_tokens(pieces, [], special) == special
