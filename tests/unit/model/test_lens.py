@@ -14,7 +14,7 @@ from inspect_lens._intake import ChoiceFields, decode_payload
 from inspect_lens.client import request_of
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.model import lens_config
-from inspect_lens.model._request import leaves_transport, over_binary, read_body
+from inspect_lens.model._request import read_body
 from inspect_lens.spec import (
     LensReceipt,
     LogitLens,
@@ -48,9 +48,9 @@ def test_a_scope_gives_way_to_the_call() -> None:
 
 def test_it_travels_beside_the_response_where_that_is_left_open() -> None:
     request = LensRequest(lens=LENS)
-    assert leaves_transport(request)
-    assert over_binary(request).lens == LENS.model_copy(update={"transport": "binary"})
-    assert not leaves_transport(over_binary(request))
+    assert request.leaves_transport
+    assert request.over_binary().lens == LENS.model_copy(update={"transport": "binary"})
+    assert not request.over_binary().leaves_transport
 
 
 @pytest.mark.parametrize("lens", [LENS, {"layers": [2, 4], "top_k": 1, "tokens": [7]}])
