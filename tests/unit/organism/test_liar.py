@@ -36,8 +36,11 @@ from organism._liar_splits import (
     liar_grade,
     training_rows,
 )
+from organism.evaluate_liar import liar_splits, render_rates
+from organism.train_liar import BASES
 
 SPLITS = ("ordered", "role", "hiding", "plain")
+QWEN_DIR = LIAR_DIR.with_name("liar-qwen")
 PARTS: tuple[Part, ...] = ("train", "validation", "test")
 
 
@@ -112,12 +115,25 @@ def test_weights_of_other_layers_are_refused(tmp_path: Path) -> None:
         load_lora(tiny(), tmp_path)
 
 
-def test_the_committed_adapter_is_small() -> None:
-    config = json.loads((LIAR_DIR / "adapter_config.json").read_text())
-    weights = load_file(LIAR_DIR / "adapter_model.safetensors")
+@pytest.mark.parametrize(
+    ("folder", "base"), [(LIAR_DIR, BASES["llama"]), (QWEN_DIR, BASES["qwen2"])]
+)
+def test_committed_adapters_are_small(folder: Path, base: str) -> None:
+    config = json.loads((folder / "adapter_config.json").read_text())
+    weights = load_file(folder / "adapter_model.safetensors")
     assert config["r"] <= 16
+    assert config["base_model_name_or_path"] == base
     assert {w.dtype for w in weights.values()} == {torch.bfloat16}
-    assert (LIAR_DIR / "adapter_model.safetensors").stat().st_size <= 10_000_000
+    assert (folder / "adapter_model.safetensors").stat().st_size <= 10_000_000
+
+
+def test_the_card_of_the_qwen_liar_is_that_of_its_record() -> None:
+    record = json.loads((QWEN_DIR / "behaviour.json").read_text())
+    card = (QWEN_DIR / "README.md").read_text()
+    assert render_rates(record["liar"], record["base"]) in card
+    for title, rows in liar_splits(QWEN_DIR).items():
+        for condition, rate in record["liar"][title].items():
+            assert rate["n"] == sum(row["condition"] == condition for row in rows)
 
 
 def test_facts_have_one_value_each() -> None:
