@@ -426,7 +426,7 @@ class _Work:
     ) -> None:
         sample = self.dataset.samples[index]
         try:
-            captured = await self._capture(index, sample)
+            captured = await capture_or_skip(self.model, index, sample, self.how, self.on_error)
         finally:
             requests.release()
         samples = self.done[k]
@@ -448,13 +448,17 @@ class _Work:
                 return CaptureFacts()
         return self.capture
 
-    async def _capture(self, index: int, sample: ProbeSample) -> Captured:
-        try:
-            return await capture_sample(self.model, index, sample, self.how)
-        except LensError as error:
-            if self.on_error == "raise":
-                raise
-            return _skipped(index, sample, str(error))
+
+async def capture_or_skip(
+    model: Model, index: int, sample: ProbeSample, how: Request, on_error: str
+) -> Captured:
+    """Capture one sample; with `skip`, one that fails has no rows and the reason."""
+    try:
+        return await capture_sample(model, index, sample, how)
+    except LensError as error:
+        if on_error == "raise":
+            raise
+        return _skipped(index, sample, str(error))
 
 
 def _skipped(index: int, sample: ProbeSample, reason: str) -> Captured:

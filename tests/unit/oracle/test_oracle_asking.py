@@ -94,6 +94,31 @@ def test_vectors_go_to_the_placeholders_of_the_adapters_prompt(
     assert server.adapters == {bodies[0]["model"]: str(Path("oracles/tiny").resolve())}
 
 
+def test_an_oracle_of_several_layers_sees_them_in_one_prompt(
+    server: FakeLensServer, model: Model, write_oracle: Any
+) -> None:
+    """The format of arXiv:2606.02609: a block of the prefix for each layer, and more strength."""
+    folder = write_oracle(act_layer_combinations=[[1, 2, 3]], steering_coefficient=2.0)
+
+    async def run() -> Any:
+        output = await answered(model)
+        return output, await ask_oracle(output, QUESTION, folder, model=model, controls=False)
+
+    output, (answer,) = anyio.run(run)
+    assert answer.layers == (1, 2, 3)
+    handle = activations(output)
+    assert handle is not None
+    (body,) = asked(server)
+    blocks = "".join(f"Layer: {layer}\n ? ? \n" for layer in (1, 2, 3))
+    assert body["messages"][0]["content"] == blocks + QUESTION
+    (vector,) = steering(body)
+    assert (vector.scale, vector.norm_match) == (2.0, True)
+    # <user> Layer: 1 ? ? Layer: 2 ? ? Layer: 3 ? ?
+    assert vector.positions == (3, 4, 7, 8, 11, 12)
+    shown = handle.numpy()[[handle.layers.index(n) for n in (1, 2, 3)], handle.n_prompt :][:, :2]
+    assert np.array_equal(vector.vector.to_float32()[0], shown.reshape(6, -1))
+
+
 def _crc(handle: Any) -> int:
     import zlib
 
