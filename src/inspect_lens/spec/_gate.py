@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from functools import cached_property
+from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 import numpy as np
@@ -283,7 +283,7 @@ class Gate(WireModel):
         how = self.threshold, self.sharpness, self.scope, self.reads or "completion"
         return score, self.layer, self.site, *how, self.ema, self.closes_below
 
-    @cached_property
+    @property
     def key(self) -> str:
         """By which a later request opens it: a hash of what it reads and how it decides."""
         return hashlib.sha256(repr(self.content).encode()).hexdigest()
@@ -455,25 +455,10 @@ class Schedule(Value):
             )
         return self
 
-    @cached_property
+    @property
     def factors(self) -> Row:
         """(tokens,) float32; that of the first sampled tokens, of which the last one stays."""
-        if self.points is None:
-            assert self.half_life is not None
-            n = math.ceil(_FADED * self.half_life)
-            return np.append(0.5 ** (np.arange(n) / self.half_life), 0.0).astype(np.float32)
-        tokens, values = (np.asarray(x, dtype=np.float64) for x in zip(*self.points, strict=True))
-        k = np.arange(int(tokens[-1]) + 1)
-        before = np.clip(np.searchsorted(tokens, k, side="right") - 1, 0, None)
-        after = np.minimum(before + 1, len(tokens) - 1)
-        span = np.where(after > before, tokens[after] - tokens[before], 1.0)
-        share = np.clip((k - tokens[before]) / span, 0.0, 1.0)
-        if self.between == "step":
-            share = np.zeros_like(share)
-        elif self.between == "cosine":
-            share = (1.0 - np.cos(np.pi * share)) / 2.0
-        made: Row = (values[before] + share * (values[after] - values[before])).astype(np.float32)
-        return made
+        return _factors(self.points, self.between, self.half_life)
 
     def at(self, token: int) -> float:
         """The factor of a sampled token, counted from 0."""
@@ -499,3 +484,33 @@ class Schedule(Value):
 
 
 _LARGEST_FACTOR = 1e4
+
+
+@lru_cache(maxsize=256)
+def _factors(
+    points: tuple[tuple[int, float], ...] | None, between: str | None, half_life: float | None
+) -> Row:
+    made = _points(points, between) if half_life is None else _halving(half_life)
+    made.flags.writeable = False
+    return made
+
+
+def _halving(half_life: float) -> Row:
+    n = math.ceil(_FADED * half_life)
+    return np.append(0.5 ** (np.arange(n) / half_life), 0.0).astype(np.float32)
+
+
+def _points(points: tuple[tuple[int, float], ...] | None, between: str | None) -> Row:
+    assert points is not None
+    tokens, values = (np.asarray(x, dtype=np.float64) for x in zip(*points, strict=True))
+    k = np.arange(int(tokens[-1]) + 1)
+    before = np.clip(np.searchsorted(tokens, k, side="right") - 1, 0, None)
+    after = np.minimum(before + 1, len(tokens) - 1)
+    span = np.where(after > before, tokens[after] - tokens[before], 1.0)
+    share = np.clip((k - tokens[before]) / span, 0.0, 1.0)
+    if between == "step":
+        share = np.zeros_like(share)
+    elif between == "cosine":
+        share = (1.0 - np.cos(np.pi * share)) / 2.0
+    made: Row = (values[before] + share * (values[after] - values[before])).astype(np.float32)
+    return made

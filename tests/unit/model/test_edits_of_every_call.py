@@ -170,7 +170,14 @@ def test_names_are_looked_up_in_edits_alone(server: Any, run_eval: Any, model_of
     run_eval(server, n=1, model=model_of(server, edits=edit), solver=generate())
     (sent,) = asked(server.requests[-1]).edits
     assert sent.when is not None
-    assert sent.when.direction.shape == (256,)
+    assert sent.when.gates[0].direction.shape == (256,)
+    late = {"schedule": {"points": [[0, 0.0], [8, 1.0]]}, "positions": "completion"}
+    edit = [{**edit[0], "when": {"all": [gate], "none": [{"any": [gate, gate]}]}, **late}]
+    run_eval(server, n=1, model=model_of(server, edits=edit), solver=generate())
+    (sent,) = asked(server.requests[-1]).edits
+    assert [one.direction.sha256 for one in sent.gates] == [sent.gates[0].direction.sha256] * 3
+    assert sent.schedule is not None
+    assert sent.schedule.at(4) == 0.5
 
 
 @pytest.mark.parametrize("steer", [5, True])
