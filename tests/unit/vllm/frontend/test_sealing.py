@@ -29,7 +29,13 @@ from inspect_lens.errors import (
     SpecError,
     UnsupportedError,
 )
-from inspect_lens.spec import ENVELOPE_KEY, EngineEdits, EngineProbe, SteeringVector
+from inspect_lens.spec import (
+    ENVELOPE_KEY,
+    EngineEdits,
+    EngineProbe,
+    SteeringVector,
+    parse_edits,
+)
 from inspect_lens.spec._cache import BYTES_BESIDE, Budget, Cache
 from tests.unit.vllm.frontend.test_front import facts, probe
 
@@ -366,3 +372,41 @@ def test_an_error_that_vllm_wraps_without_a_word_is_told(error: LensError) -> No
     with pytest.raises(Exception, match=str(error)) as told:
         asyncio.run(read())
     assert isinstance(told.value, type(error)) or isinstance(error, CapacityError)
+
+
+def gated(**gate: Any) -> dict[str, Any]:
+    when = {"direction": [1.0] * 8, "layer": 2, "scope": "rest", **gate}
+    edit = {"op": "add", "vector": [1.0] * 8, "layers": [1], "positions": "completion"}
+    return {"edits": [{**edit, "when": when}]}
+
+
+def test_only_the_mean_of_a_prompt_needs_all_of_it_computed(processor: Any) -> None:
+    mean, last = gated(reads="prompt_mean"), gated(reads="last_prompt")
+    for asked, is_whole in ((mean, True), (last, False), (gated(), False)):
+        core = process(processor, IDS, parameters(extra(**asked), {}))
+        assert core.sampling_params.skip_reading_prefix_cache is (True if is_whole else None)
+        packed = core.sampling_params.extra_args["_inspect_lens"]
+        arrived = Envelope.unpack(msgspec.msgpack.decode(msgspec.msgpack.encode(packed)))
+        read = arrived.read[-1]
+        assert (read is None) == ("reads" not in asked["edits"][0]["when"])
+        if read is not None:
+            assert (read.lo, read.hi) == (0 if is_whole else N_PROMPT - 1, N_PROMPT)
+            # The scheduler counts its rows, of one tap.
+            assert packed["kept"] == (1, read.lo, read.hi)
+        # What lies in front of the last prompt token is shared with plain requests.
+        assert f"@{N_PROMPT if read is None else N_PROMPT - 1}:" in core.cache_salt
+    for edge in (call, process):
+        asked = {**mean, "skip_reading_prefix_cache": False}
+        with pytest.raises(SpecError, match="gate of prompt tokens"):
+            edge(processor, IDS, parameters(extra(**asked), {}))
+
+
+def test_blocks_of_a_conversation_whose_gate_is_open_are_others(processor: Any) -> None:
+    asked = gated(conversation=True)
+    (edit,) = parse_edits(asked["edits"])
+    (gate,) = edit.gates
+    salts = [
+        process(processor, IDS, parameters(extra(**asked, **opened), {})).cache_salt
+        for opened in ({}, {"open_gates": [gate.key]}, {"open_gates": ["0" * 64]})
+    ]
+    assert salts[0] == salts[2] != salts[1]
