@@ -16,6 +16,7 @@ import os
 import signal
 import threading
 import time
+from typing import cast
 
 import psutil
 
@@ -32,8 +33,10 @@ _ENGINE = "EngineCore"
 
 def end_engine_with_parent() -> None:
     """End this process with the one that started it, where it is an engine's own."""
-    if multiprocessing.current_process().name.startswith(_ENGINE):
-        end_with(os.getppid())
+    parent = multiprocessing.parent_process()
+    if parent is not None and multiprocessing.current_process().name.startswith(_ENGINE):
+        # Loading a model takes minutes: the one that started it may have gone by now.
+        end_with(cast("int", parent.pid))
 
 
 def end_with(parent: int) -> None:

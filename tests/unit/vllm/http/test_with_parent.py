@@ -77,8 +77,14 @@ from inspect_lens._vllm.http import server_lifetime
 server_lifetime._POLL_S, server_lifetime._GRACE_S = 0.05, 0.5
 
 def run(pipe):
+    parent = os.getppid()
+    if {is_late}:
+        pipe.send(os.getpid())
+        while os.getppid() == parent:
+            time.sleep(0.05)
     server_lifetime.end_engine_with_parent()
-    pipe.send(os.getpid())
+    if not {is_late}:
+        pipe.send(os.getpid())
     time.sleep(120)
 
 if __name__ == "__main__":
@@ -91,12 +97,14 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.parametrize("is_late", [False, True], ids=["running", "starting"])
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_an_engine_ends_with_the_process_that_started_it_and_nothing_else_does(
-    started: list[psutil.Process], method: str, tmp_path: Path
+    started: list[psutil.Process], method: str, is_late: bool, tmp_path: Path
 ) -> None:
     program = tmp_path / "program.py"
-    program.write_text(ENGINE.format(method=method, names=["EngineCore", "EngineCore_DP1", "mine"]))
+    names = ["EngineCore", "EngineCore_DP1", "mine"]
+    program.write_text(ENGINE.format(method=method, names=names, is_late=is_late))
     source = f"import runpy; runpy.run_path({str(program)!r}, run_name='__main__')"
     client = start(source, started)
     *engines, other = started[1:]
