@@ -45,8 +45,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     made = Engine()
     with ThreadPoolExecutor(1) as pool:
         front = SimpleNamespace(results=made.results, waiting=pool, registry=made.registry)
-        for module in (wrappers, wrappers):
-            monkeypatch.setattr(module, "front_end", lambda: front)
+        monkeypatch.setattr(wrappers, "front_end", lambda: front)
         yield made
         monkeypatch.undo()
     assert made.results.n_open == made.collector.n_open == 0
@@ -134,14 +133,11 @@ def test_an_alarm_that_cannot_be_looked_at_ends_its_own_text(
     assert nothing is None
 
 
-@pytest.mark.parametrize("where", ["keep_tickets"])
 def test_outputs_that_cannot_be_merged_are_an_error_to_their_reader(
-    monkeypatch: pytest.MonkeyPatch,
-    fault: BaseException,
-    where: str,
+    monkeypatch: pytest.MonkeyPatch, fault: BaseException
 ) -> None:
     add = FRONT_END_WRAPPERS["output_add"](lambda self, later, aggregate: None)
-    monkeypatch.setattr(wrappers, where, raising(fault))
+    monkeypatch.setattr(wrappers, "keep_tickets", raising(fault))
     plain, ours = output(completion(0)), output(completion(0))
     add(plain, output(completion(0)), True)
     add(ours, output(completion(0, "k")), True)
