@@ -58,6 +58,6 @@ def test_every_setting_on_the_page_exists() -> None:
 
 
 def test_settings_that_messages_say_to_raise_are_on_the_page() -> None:
-    told = set(re.findall(r"(?:raise|set|with|lower) (INSPECT_LENS_[A-Z_]+)", source()))
+    told = set(re.findall(r"\b(?:raise|set|with|lower) (INSPECT_LENS_[A-Z_]+)", source()))
     assert len(told) >= 8
     assert {name for name in told if name not in PAGE} == set()
