@@ -47,7 +47,11 @@ probe_app = typer.Typer(
 
 OneProbe = Annotated[str, typer.Argument(help="Probe: name, folder or hf:// address.")]
 ServedModel = Annotated[
-    str, typer.Option(help="vllm-lens/<model> starts a server; lens/<model> uses --base-url.")
+    str,
+    typer.Option(
+        help="lens/<model>, or vllm-lens/<model>, which is the same: that of the server at "
+        "--base-url; without one, a server is started for it."
+    ),
 ]
 Concurrency = Annotated[int, typer.Option(min=1, help="Requests at the same time.")]
 Fpr = Annotated[float, typer.Option(help="False positive rate that the threshold allows.")]

@@ -236,7 +236,11 @@ def view(
 def chat(
     base_url: BaseUrl,
     model: Annotated[
-        str, typer.Option(help="Model as lens/<served name>; the server's first by default.")
+        str,
+        typer.Option(
+            help="Model as lens/<served name>, or vllm-lens/<served name>; the server's first by "
+            "default."
+        ),
     ] = "",
     probe: Annotated[
         str, typer.Option(help="Probe: its name on the server, or a probe to register there.")

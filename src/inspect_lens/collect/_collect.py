@@ -142,6 +142,14 @@ async def computing_facts(model: Model) -> CaptureFacts:
     return CaptureFacts.known(told)
 
 
+async def facts_if_told(model: Model) -> CaptureFacts | None:
+    """The same; None of a server that is gone, since what it has computed must not be lost."""
+    try:
+        return await computing_facts(model)
+    except (LensError, OSError):
+        return None
+
+
 async def _generate(
     model: Model, index: int, sample: ProbeSample, how: Request
 ) -> tuple[Activations, str]:
@@ -442,11 +450,8 @@ class _Work:
     async def _computed_with(self) -> CaptureFacts:
         """Asked once, when the server has answered; a server that is gone tells nothing."""
         if self.capture is None:
-            try:
-                self.capture = await computing_facts(self.model)
-            except LensError:
-                return CaptureFacts()
-        return self.capture
+            self.capture = await facts_if_told(self.model)
+        return self.capture or CaptureFacts()
 
 
 async def capture_or_skip(

@@ -18,7 +18,7 @@ from inspect_lens.errors import SpecError
 from inspect_lens.model import recapture
 from inspect_lens.probe import CaptureFacts
 
-from ._collect import computing_facts, opened, rows_at
+from ._collect import facts_if_told, opened, rows_at
 
 
 class FedAgain(NamedTuple):
@@ -114,5 +114,5 @@ async def feed_again(
                     tasks.start_soon(one, i, sample)
         except BaseExceptionGroup as group:
             raise first_error(group) from None
-        capture = await computing_facts(live)
+        capture = await facts_if_told(live) or CaptureFacts()
     return FedAgain(tuple(rows for rows in made if rows is not None), capture)

@@ -413,7 +413,8 @@ class LensAPI(ServerCalls, LensProvider):
         except APIConnectionError as error:
             # Of the same type, so that Inspect tries again as ever; OpenAI says "Connection error."
             cause = error.__cause__ or error
-            error.args = (str(no_answer(self._server_root(), cause, self.told())),)
+            error.message = str(no_answer(self._server_root(), cause, self.told()))
+            error.args = (error.message,)  # logs show the one, and tracebacks the other
             raise
 
     @override

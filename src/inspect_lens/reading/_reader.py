@@ -192,12 +192,6 @@ class Reading:
         return promise(self.reader, cut, self.model_name, n, differences=self.differences)
 
     @property
-    def covered(self) -> bool:
-        """Whether the threshold holds for answers of this length, as far as the card says."""
-        point = self.threshold
-        return point is None or point.statistic.covers(len(self.rows.positions), point.n_tokens)
-
-    @property
     def is_above(self) -> bool | None:
         """Whether the value is above the threshold; None without one."""
         return None if self.threshold is None else self.value > self.threshold.value

@@ -74,6 +74,8 @@ class GateDecision(BaseModel):
     """Rate at which harmless answers are acted on; None where the threshold is not the card's."""
     recall: float | None = None
     """Share that the threshold finds of the positives of the held-out set where it finds least."""
+    computed_with: tuple[str, ...] = ()
+    """What of the engine differs from the card's, by which its rates are not known to hold here."""
     threshold_tokens: int | None = None
     """Tokens up to which the rate of a threshold of the server holds, as its receipt says."""
     attempts: tuple[GateAttempt, ...]
@@ -333,6 +335,8 @@ class _Tried(NamedTuple):
     record: GateAttempt
     n_tokens: int | None = None
     """Tokens that a probe read; None where it read none, or the server did."""
+    differences: tuple[str, ...] = ()
+    """As of its reading (`Reading.differences`)."""
 
 
 @solver
@@ -451,7 +455,9 @@ def probe_gate(
         known = [
             {} if cut is None else promise(reader, cut, None, one.n_tokens).rates for one in tried
         ]
-        return _finish(gate, state, tried, turn, **(known[-1] if all(known) else {}))
+        differs = tuple(dict.fromkeys(text for one in tried for text in one.differences))
+        rates = known[-1] if all(known) else {}
+        return _finish(gate, state, tried, turn, computed_with=differs, **rates)
 
     return _turn_by_turn(judged)
 
@@ -534,7 +540,9 @@ async def _generate(
         scale=None if steer is None else steer.scale,
         tool_calls=_called(made),
     )
-    return _Tried(made, record, None if reading is None else len(reading.rows.positions))
+    if reading is None:
+        return _Tried(made, record)
+    return _Tried(made, record, len(reading.rows.positions), reading.differences)
 
 
 def _stronger(vector: Add, times: int) -> Add:

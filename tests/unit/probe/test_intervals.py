@@ -65,6 +65,8 @@ def test_perfect_separation_gets_a_conservative_interval_not_a_point() -> None:
 def test_one_class_has_no_interval() -> None:
     assert math.isnan(delong_interval([1, 1], [0.0, 1.0]).low)
     assert math.isnan(bootstrap_interval([0, 0], [0.0, 1.0], n_resamples=10).high)
+    with pytest.raises(SpecError, match="allowed is 1 or more"):
+        bootstrap_interval([0, 1], [0.0, 1.0], n_resamples=0)
 
 
 def test_bootstrap_agrees_with_delong_and_repeats() -> None:

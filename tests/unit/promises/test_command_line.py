@@ -6,11 +6,14 @@ import importlib
 import re
 import signal
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
+from inspect_ai import Task, eval
+from inspect_ai.dataset import Sample
 from inspect_ai.log import read_eval_log
 from inspect_ai.model import Model, get_model
 
@@ -230,3 +233,20 @@ def test_an_eval_without_its_probe_says_which_arguments_it_takes() -> None:
         factory()
     with pytest.raises(PrerequisiteError, match=r"no -T prob=….*did you mean 'probe'"):
         factory(prob="a/b")
+
+
+@pytest.mark.parametrize("provider", ["lens", "vllm-lens"])
+def test_a_missing_server_is_an_error_with_its_address_within_seconds(
+    provider: str, tmp_path: Path
+) -> None:
+    """In an eval, whose samples wait for it, under both names of the provider."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    began = time.monotonic()
+    (log,) = eval(
+        Task(dataset=[Sample(input="hi")]), model=f"{provider}/x", model_base_url=f"{url}/v1",
+        display="none", log_dir=str(tmp_path),
+    )  # fmt: skip
+    assert time.monotonic() - began < 60
+    assert log.error is not None
+    assert log.error.message.startswith(f"no server answers at {url} (model x)")
