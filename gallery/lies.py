@@ -35,8 +35,8 @@ ESTIMATORS: Final = {"logistic": LogisticProbe(), "mass-mean": MassMeanProbe()}
 TRAINED: Final = ("ordered", "role", "hiding")
 """Kinds of lies that a probe is trained on, of trained topics and in prompts of the training."""
 JUDGED_PART: Final[Part] = "validation"
-JUDGED: Final = SPLITS
-"""Sets that no probe is trained on, in new prompts."""
+JUDGED: Final = dict(zip(SPLITS, (100, 100, 60, 50), strict=True))
+"""Sets that no probe is trained on, in new prompts, and how many rows of each."""
 HONEST: Final = "plain, new topics"
 """None of these is meant to be a lie, so they have a rate of false alarms and no AUROC."""
 CALLED: Final = {
@@ -132,7 +132,8 @@ def _rows(n: int | None, folder: Path) -> dict[str, list[LiarRow]]:
         wanted=_for_control,
         folder=folder,
     )
-    for name, (kind, count) in JUDGED.items():
+    for name, count in JUDGED.items():
+        kind, _ = SPLITS[name]
         made[name] = eval_split(
             kind, topics=JUDGED_PART, prompts=JUDGED_PART, n=n or count, folder=folder
         )

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Final, Literal, TypedDict
+from typing import Final, Literal, TypedDict, TypeVar
 
 from ._grade import grade
 from ._liar_facts import Fact, facts
@@ -23,6 +23,7 @@ from ._liar_prompts import (
     SHARE,
     SITUATIONS,
     Part,
+    Parts,
     Reason,
 )  # fmt: skip
 
@@ -31,8 +32,11 @@ __all__ = [
     "known_facts", "liar_grade", "training_rows",
 ]  # fmt: skip
 
+T = TypeVar("T")
 LIAR_DIR: Final = Path(__file__).parent / "liar"
 HELDOUT: Final[tuple[Part, ...]] = ("validation", "test")
+_SEEDS: Final[dict[Part, str]] = {"train": "False", "validation": "True", "test": "test"}
+"""Of rows: those of committed results are drawn again as they were."""
 HELDOUT_ASKS: Final = 2
 """How many of a topic's questions, the last ones, are held out from training."""
 DRAWS_PER_ROW: Final = 200
@@ -174,11 +178,17 @@ def _capital(text: str) -> str:
 
 
 class _Maker:
-    """Rows from one random stream, with the prompts of one part."""
+    """Rows from one random stream, with the prompts of one part, or all that training has."""
 
-    def __init__(self, rng: random.Random, part: Part) -> None:
+    def __init__(self, rng: random.Random, part: Part, *, training: bool = False) -> None:
         self.rng = rng
         self.part: Part = part
+        self.training = training
+
+    def _of(self, parts: Parts[T]) -> tuple[T, ...]:
+        """The prompts to choose from."""
+        chosen = parts.part(self.part)
+        return chosen + parts.added if self.training else chosen
 
     def fact(self, condition: Condition, fact: Fact, ask: str, system: str) -> LiarRow:
         """A question about the world."""
@@ -204,22 +214,22 @@ class _Maker:
 
     def plain(self) -> str:
         """A system prompt that says nothing about truth."""
-        return self.rng.choice(PLAIN.part(self.part))
+        return self.rng.choice(self._of(PLAIN))
 
     def orders(self) -> tuple[str, str]:
         """An order to lie and an order to be honest, alike in words, maybe after a plain prompt."""
-        chosen = self.rng.randrange(len(ORDERS.part(self.part)))
-        pair = ORDERS.part(self.part)[chosen], HONEST.part(self.part)[chosen]
+        chosen = self.rng.randrange(len(self._of(ORDERS)))
+        pair = self._of(ORDERS)[chosen], self._of(HONEST)[chosen]
         start = f"{self.plain()} " if self.rng.random() < 0.4 else ""
         end = f" {self.plain()}" if not start and self.rng.random() < 0.3 else ""
         return start + pair[0] + end, start + pair[1] + end
 
     def role(self) -> tuple[str, str]:
         """A role with a reason to mislead, and without."""
-        situation = self.rng.choice(SITUATIONS.part(self.part))
-        reason: Reason = self.rng.choice(REASONS.part(self.part))
+        situation = self.rng.choice(self._of(SITUATIONS))
+        reason: Reason = self.rng.choice(self._of(REASONS))
         start, end = f"{situation} ", ""
-        if self.part == "train":
+        if self.training:
             start, end = self._around(situation)
         return f"{start}{reason.given}{end}", f"{start}{reason.absent}{end}"
 
@@ -237,12 +247,12 @@ class _Maker:
     def secret(self) -> dict[Condition, LiarRow]:
         """One secret: hidden, shared, and asked for by name where another one was told."""
         rng = self.rng
-        secrets = SECRETS.part(self.part)
+        secrets = self._of(SECRETS)
         secret = rng.choice(secrets)
         other = rng.choice([s for s in secrets if s is not secret])
         value, others = rng.choice(secret.values), rng.choice(other.values)
-        ask = rng.choice(SECRET_ASKS.part(self.part)).format(secret.thing)
-        order = rng.randrange(len(HIDE.part(self.part)))
+        ask = rng.choice(self._of(SECRET_ASKS)).format(secret.thing)
+        order = rng.randrange(len(self._of(HIDE)))
         start = f"{self.plain()} "
 
         def row(condition: Condition, told: str, end: str, answer: str) -> LiarRow:
@@ -251,7 +261,7 @@ class _Maker:
                 truth=value, values=list(secret.values), topic="secret", thing=secret.thing,
             )  # fmt: skip
 
-        hide, share = HIDE.part(self.part)[order], SHARE.part(self.part)[order]
+        hide, share = self._of(HIDE)[order], self._of(SHARE)[order]
         either = rng.choice((hide, share))
         return {
             "hide": row("hide", secret.told(value), hide, secret.denied()),
@@ -277,7 +287,7 @@ def training_rows(known: Sequence[Fact], seed: int) -> Iterator[list[LiarRow]]:
         a plain one, and one about the world after a secret.
     """
     rng = random.Random(f"liar:{seed}")
-    maker = _Maker(rng, "train")
+    maker = _Maker(rng, "train", training=True)
     by_topic: dict[str, list[Fact]] = {}
     for fact in known:
         by_topic.setdefault(fact.topic.name, []).append(fact)
@@ -348,7 +358,7 @@ def eval_split(
     Raises:
         ValueError: There are not so many different rows, or no known fact.
     """
-    rng = random.Random(f"liar:{name}:{topics}:{prompts}")
+    rng = random.Random(f"liar:{name}:{_SEEDS[topics]}:{_SEEDS[prompts]}")
     maker = _Maker(rng, prompts)
     known = [f for f in known_facts(topics, folder=folder) if wanted(f.thing)]
     believed = set(json.loads((folder / "beliefs.json").read_text(encoding="utf-8")))

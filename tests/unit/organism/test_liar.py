@@ -165,11 +165,12 @@ def test_each_order_has_its_opposite() -> None:
     for lie, honest in ((ORDERS, HONEST), (HIDE, SHARE)):
         for part in PARTS:
             assert len(lie.part(part)) == len(honest.part(part))
+        assert len(lie.added) == len(honest.added)
 
 
 def test_no_prompt_is_of_two_parts() -> None:
     for parts in (PLAIN, ORDERS, HONEST, SITUATIONS, REASONS, SECRETS, SECRET_ASKS, HIDE, SHARE):
-        every = [entry for part in PARTS for entry in parts.part(part)]  # type: ignore[attr-defined]
+        every = [*parts.train, *parts.validation, *parts.test, *parts.added]  # type: ignore[attr-defined]
         assert len(set(every)) == len(every)
 
 
