@@ -68,6 +68,9 @@ def expected(estimator: Any) -> dict[str, str]:
     if isinstance(estimator, LATProbe) or getattr(estimator, "shrinkage", "") == "ledoit-wolf":
         return REFUSED
     drawn = isinstance(estimator, HeadProbe | EnsembleProbe | SAEFeatureProbe)
+    if getattr(estimator, "activation", "") == "square":
+        # Classes on either side of the mean are alike to a quadratic form without a linear part.
+        return REPEATED | {"check_classifiers_train": "its classes differ along a direction"}
     return REPEATED if drawn else {}
 
 
