@@ -24,6 +24,7 @@ the passes.
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import time
 from collections.abc import Sequence
@@ -52,7 +53,7 @@ from .check_requests import (
     steered_row,
     steering,
 )
-from .check_stream import StreamProbe, row_error
+from .check_stream import SIZES, StreamProbe, row_error
 from .runners import checked_steps
 
 logger = logging.getLogger("vllm.inspect_lens")
@@ -163,11 +164,11 @@ def _check_stream(
     check: _Check, shapes: list[_Shape], probe: StreamProbe, *, is_eager: bool
 ) -> None:
     """Refuse layers that were named by hand where nothing shows that they return the stream."""
-    for replaced in (0, 1):
+    for size, replaced in itertools.product(SIZES, (0, 1)):
         try:
             shape = shapes[0]
             runs = []
-            for edits in probe.edits(shape.length, replaced):
+            for edits in probe.edits(shape.length, size, replaced):
                 _empty_cache(check.runner)
                 runs.append(check.run(shape, is_eager=is_eager, edits=(edits, edits)))
         except (IndexError, _NoPassError) as error:
@@ -175,7 +176,7 @@ def _check_stream(
         if check.rows:
             rows = [{tap: run.ring[i].float() for i, tap in enumerate(check.taps)} for run in runs]
             is_overflown = any(run.exported.is_overflown for run in runs)
-            probe.judge(rows[0], rows[1], replaced, is_overflown=is_overflown)
+            probe.judge(rows[0], rows[1], size, replaced, is_overflown=is_overflown)
 
 
 class _NoPassError(Exception):

@@ -21,9 +21,10 @@ from inspect_lens._engine.tap.op import tap
 from inspect_lens._vllm.compat.features import idle
 from inspect_lens._vllm.worker import check_requests
 from inspect_lens._vllm.worker.check_requests import check_taps, scale_for
+from inspect_lens._vllm.worker.check_stream import StreamProbe
 from inspect_lens._vllm.worker.runners import _Step, note
 from inspect_lens._vllm.worker.self_check import check_steps
-from inspect_lens.errors import CompatError
+from inspect_lens.errors import CompatError, UnsupportedError
 from inspect_lens.spec import tap_points
 from tests.kit.steps import FACTS
 
@@ -344,3 +345,64 @@ def test_a_rank_that_sends_nothing_runs_the_same_passes(
     assert silent.runner.ran == worker.runner.ran
     assert silent.is_clean()
     silent.stepper.close()
+
+
+def branch(x: torch.Tensor, ctl: torch.Tensor) -> torch.Tensor:
+    """Modules that write to the stream, and are not it."""
+    made = torch.tanh(x) + torch.linspace(1, 2, HIDDEN)
+    tap(made, None, ctl)
+    return x + made
+
+
+def blind(x: torch.Tensor, ctl: torch.Tensor) -> torch.Tensor:
+    """Attention in a dummy pass, which sees nothing."""
+    made = torch.linspace(1, 2, HIDDEN).repeat(len(x), 1)
+    tap(made, None, ctl)
+    return x + made
+
+
+def stale(x: torch.Tensor, ctl: torch.Tensor) -> torch.Tensor:
+    """A pair whose first half is all that the next layer reads."""
+    made, other = x + torch.tanh(x) + 1, torch.tanh(x)
+    tap(made, other, ctl)
+    return made
+
+
+def halves(x: torch.Tensor, ctl: torch.Tensor) -> torch.Tensor:
+    """A pair that is a sum, as layers return it."""
+    made, other = torch.tanh(x) + 1, x.clone()
+    tap(made, other, ctl)
+    return made + other
+
+
+@pytest.mark.parametrize("layer", [branch, blind, stale, halves], ids=lambda one: one.__name__)
+def test_layers_that_were_named_by_hand_have_to_be_the_stream(
+    layer: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dummy_run(
+        self: Runner, num_tokens: int, force_attention: bool = False, uniform_decode: bool = False
+    ) -> None:
+        note((SimpleNamespace(name="NONE" if _Step.is_eager else GRAPHS[uniform_decode]), None))
+        x = torch.ones(num_tokens, HIDDEN)
+        for ctl in self.ctls:
+            x = layer(x, ctl)
+
+    monkeypatch.setattr(Runner, "_dummy_run", dummy_run)
+    made = Worker()
+    try:
+        # Without a name it is not asked: rows are those of an eager pass.
+        made.check()
+        if layer is halves:
+            made.check(named=("model.{i}", 4.0))
+        else:
+            with pytest.raises(UnsupportedError, match=r"model\.\{i\}.*do not return the residual"):
+                made.check(named=("model.{i}", 4.0))
+        assert made.is_clean()
+    finally:
+        made.stepper.close()
+
+
+def test_layers_of_one_tap_cannot_be_told_from_others(worker: Worker) -> None:
+    state = SimpleNamespace(taps=TAPS[:1], ring=worker.state.ring)
+    with pytest.raises(UnsupportedError, match=r"cannot be told: .* two or more in INSPECT_LENS_"):
+        StreamProbe("model.{i}", 1.0, state)  # type: ignore[arg-type]

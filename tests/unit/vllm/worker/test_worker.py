@@ -17,7 +17,7 @@ from inspect_lens._engine.protocol.readouts import LAG
 from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._engine.tap.buffers import TapState
 from inspect_lens._settings import Settings
-from inspect_lens._vllm.model.find_layers import decoder_layers, split_output
+from inspect_lens._vllm.model.find_layers import decoder_layers, layout_here, split_output
 from inspect_lens._vllm.worker.check_requests import check_taps
 from inspect_lens._vllm.worker.worker import add_tap, sums_that_fit
 from inspect_lens.errors import CompatError, UnsupportedError
@@ -75,6 +75,45 @@ def test_layers_of_another_stage_are_none() -> None:
 def test_an_unknown_structure_is_refused_by_name(model: nn.Module) -> None:
     with pytest.raises(UnsupportedError, match=r"Model.*INSPECT_LENS_DISABLE"):
         decoder_layers(model, 3)
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("layers", r"write \{i\} where the index"),
+        ("blocks.{i}", r"Model has 3 layers, and nothing under .* layer 0; .*: layers\.\{i\}, oth"),
+        ("layers.0.mixer", "write"),
+        ("more", "write"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_refused_and_names_the_lists_that_are_there(
+    path: str, reason: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=rf"INSPECT_LENS_LAYER_PATH='.*{reason}"):
+        decoder_layers(Model(3), 3, path)
+
+
+def test_named_layers_are_taken_as_they_are_and_an_unknown_pair_counts_as_a_sum() -> None:
+    class Odd(Layer):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+            for _ in range(1):
+                pair = x + y, x - y
+            return pair
+
+    model = Model(2, twice=True)
+    model.more = nn.ModuleList([Odd(), Layer()])
+    assert layout_here(model.more[0]) == "unknown"
+    assert decoder_layers(model, 2, "more.{i}") == [*model.more]
+    # What the source does show stays as it is.
+    assert [layout_here(layer) for layer in model.more] == ["fused", "plain"]
+    assert layout_here(model.layers[0]) == "plain"
+
+
+def test_one_module_for_two_layers_is_refused() -> None:
+    model = Model(2)
+    model.layers[1] = model.layers[0]
+    with pytest.raises(UnsupportedError, match="two of its layers are one module"):
+        decoder_layers(model, 2, "layers.{i}")
 
 
 def test_layers_of_transformers_whose_kernels_lie_beside_the_model_are_found() -> None:
