@@ -78,6 +78,11 @@ class EditQueue:
         """Whether no request has edits."""
         return not (self._waiting or self._started)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether all requests with edits have started."""
+        return not self._waiting
+
     def add(self, request: Any) -> None:
         """Take note of a request that has come, or was pre-empted."""
         key, sealed = request.request_id, sealed_of(request)
@@ -199,11 +204,18 @@ def kept_back(scheduler: Any, requests: list[Any]) -> Iterator[None]:
         return
     waiting = scheduler.waiting
     before = list(waiting) if isinstance(waiting, deque) else []
-    waiting.remove_requests(requests)
+    is_all = len(before) == len(requests)
+    if is_all:
+        waiting.clear()
+    else:
+        waiting.remove_requests(requests)
     try:
         yield
     finally:
-        if isinstance(waiting, deque):
+        if is_all:
+            # Behind what was pre-empted in this step.
+            waiting.extend(before)
+        elif isinstance(waiting, deque):
             apart, known = set(map(id, requests)), set(map(id, before))
             left = set(map(id, waiting))
             # What was pre-empted in this step stands in front.

@@ -150,16 +150,21 @@ def _with_room(
 ) -> Any:
     """Schedule a step that starts no request whose edits have no room in the table."""
     back: list[Any] = []
+    is_settled = False
     try:
         # Workers hear of these with the step, and before of what it starts.
         edits.forget(scheduler.finished_req_ids)
-        n_free = scheduler.max_num_running_reqs - len(scheduler.running)
-        back = edits.held_back(n_free, is_in_order=isinstance(scheduler.waiting, deque))
+        is_settled = edits.is_settled
+        if not is_settled:
+            n_free = scheduler.max_num_running_reqs - len(scheduler.running)
+            back = edits.held_back(n_free, is_in_order=isinstance(scheduler.waiting, deque))
     except BaseException as error:
         if ends_process(error):
             raise
         # The worker fails those whose edits do not fit.
         logger.exception("inspect_lens: it is not known whether edits fit the table")
+    if is_settled:
+        return _within(scheduler, rows, schedule)
     with kept_back(scheduler, back):
         output = _within(scheduler, rows, schedule)
     edits.started(request.req_id for request in output.scheduled_new_reqs)

@@ -92,7 +92,8 @@ class Queue(deque[Request]):
     add, pop = deque.append, deque.popleft
 
     def remove_requests(self, requests: list[Request]) -> None:
-        kept = [one for one in self if one not in requests]
+        gone = set(map(id, requests))
+        kept = [one for one in self if id(one) not in gone]
         self.clear()
         self.extend(kept)
 
