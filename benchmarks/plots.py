@@ -26,15 +26,18 @@ RESULTS: Final = Path(__file__).with_name("results")
 ASSETS: Final = Path(__file__).parents[1] / "docs/assets"
 
 TIMES: Final = "\N{MULTIPLICATION SIGN}"
-_COST: Final = (
-    "cost-h200-1", "cost-h200-2", "cost-h200-5-sites", "cost-h200-6-families",
-)  # fmt: skip
-_FAMILIES: Final = ("cost-h200-6-families",)
+_ENGINE: Final = ("engine-h200",)
+_HTTP: Final = ("http-h200-1", "http-h200-2")
 _OTHERS: Final = ("others-h200-slow-host", "others-h200-fast-host", "others-h200-1000-requests")
+_PEER_EVAL: Final = "others-h200-eval"
 _LOADS: Final = {"8x256": "8 requests", "256x128": "256 requests", "512x128": "512 requests"}
 _ARMS: Final = {
     "idle": "idle", "capture-1": "capture, one layer", "capture-all": "capture, all layers",
     "probes-16x4": f"16 probes {TIMES} 4 layers", "steer": "steering",
+}  # fmt: skip
+_HTTP_ARMS: Final = {
+    "capture-1": "capture, one layer, on the same host",
+    "capture-1-tcp": "the same, from another host", "probes-16x4": _ARMS["probes-16x4"],
 }  # fmt: skip
 _EVALS: Final = {
     "256 connections": "256 connections", "32 connections": "32 connections",
@@ -115,16 +118,13 @@ def sections(read: Read = read_result) -> tuple[Section, ...]:
         read: gives a result by its name.
     """
     cost = [
-        Row(f"{requests}: {said}", _ratios(read, _COST, load, arm))
+        Row(f"{requests}: {said}", _spread(read, _ENGINE, load, arm))
         for load, requests in _LOADS.items()
         for arm, said in _ARMS.items()
     ]
     served = [
-        Row(f"{requests}: {_ARMS[arm]}", _ratios(read, ("http-h200",), load, arm))
-        for load, requests in (
-            ("256x128", "256 requests"), ("512x128", "512 requests"), ("alpaca", "mixed lengths"),
-        )
-        for arm in ("capture-1", "probes-16x4")
+        Row(f"256 requests: {said}", _spread(read, _HTTP, "256x128", arm))
+        for arm, said in _HTTP_ARMS.items()
     ]  # fmt: skip
     peers = [
         Row(f"{_peer(read, _OTHERS)}, {n} requests", _ratios(read, _OTHERS, load, "vllm-lens"))
@@ -134,7 +134,7 @@ def sections(read: Read = read_result) -> tuple[Section, ...]:
         ratios = _ratios(read, ("others-h200-eager-hf",), "8x256", arm)
         peers.append(Row(f"{said}, 8 requests", ratios))
     loses = [
-        Row(f"512 requests: {said}", _ratios(read, _FAMILIES, "512x128", arm))
+        Row(f"512 requests: {said}", _spread(read, _ENGINE, "512x128", arm))
         for arm, said in (
             ("programs-256", "256 edit programs"), ("qk-1", "queries and keys"),
             ("router-1", "router logits"), ("logit-lens", "logit lens, 4 layers"),
@@ -147,8 +147,8 @@ def sections(read: Read = read_result) -> tuple[Section, ...]:
         for arm, what in _EVAL_ARMS.items()
     ]
     of_evals.append(
-        Row(f"256: {_peer(read, ('eval',))}, capture",
-            _eval_ratios(read, "256 connections", "peer", "plain"))
+        Row(f"256: {_peer(read, (_PEER_EVAL,))}, capture",
+            _eval_ratios(read, "256 connections", "peer", "plain", _PEER_EVAL))
     )  # fmt: skip
     over_idle = [
         Row(f"{said}: {what}", _eval_ratios(read, load, arm, "idle"))
@@ -187,10 +187,24 @@ def _ratios(read: Read, names: Sequence[str], load: str, arm: str) -> tuple[floa
     return tuple(found)
 
 
-def _eval_ratios(read: Read, load: str, arm: str, over: str) -> tuple[float, ...]:
+def _spread(read: Read, names: Sequence[str], load: str, arm: str) -> tuple[float, ...]:
+    """Each run of an arm over the median of `default` of the same file, as in evals."""
+    ratios: list[float] = []
+    for name in names:
+        runs = [run for run in read(name)["runs"] if run["load"] == load]
+        (found,) = [run for run in runs if run["arm"] == arm]
+        (plain,) = [r for r in runs if (r["arm"], r["model"]) == ("default", found["model"])]
+        divisor = statistics.median(plain["seconds"])
+        ratios += [value / divisor for value in found["seconds"]]
+    return tuple(ratios)
+
+
+def _eval_ratios(
+    read: Read, load: str, arm: str, over: str, name: str = "eval"
+) -> tuple[float, ...]:
     """Each run of an arm over the median of another, so that the median is that of the file."""
     seconds: dict[str, list[float]] = {}
-    for run in read("eval")["runs"]:
+    for run in read(name)["runs"]:
         if run["load"] == load:
             seconds.setdefault(run["arm"], []).append(run["seconds"])
     divisor = statistics.median(seconds[over])
@@ -210,8 +224,10 @@ def costs_markdown(*, short: bool = False) -> str:
         (f"capture one layer, steer, or run 16 probes {offline}", engine,
          tuple(_ARMS[arm] for arm in ("capture-1", "steer", "probes-16x4")), True),
         (f"capture all 32 layers {offline}", engine, (_ARMS["capture-all"],), True),
-        ("capture one layer over HTTP, all answers of one length", http,
-         (f"requests: {_ARMS['capture-1']}",), True),
+        ("capture one layer over HTTP, on the server's host", http,
+         (f"requests: {_HTTP_ARMS['capture-1']}",), True),
+        ("capture one layer over HTTP, from another host", http,
+         (f"requests: {_HTTP_ARMS['capture-1-tcp']}",), False),
         *((f"run an Inspect eval with {said}", over, (f": {_EVAL_ARMS[arm]}",), shown)
           for said, arm, shown in (("capture and a scorer", "capture-scored", True),
                                    ("the probe in the engine", "probe-scored", False))
@@ -257,7 +273,7 @@ def techniques_markdown(read: Read = read_result) -> str:
     """
     lines = ["| what each request asks for | 8 | 256 | 512 |", "|---|---|---|---|"]
     for arm, said in _TECHNIQUES.items():
-        ratios = (f"{_ratios(read, _FAMILIES, load, arm)[0]:.2f}" for load in _LOADS)
+        ratios = (f"{statistics.median(_spread(read, _ENGINE, load, arm)):.2f}" for load in _LOADS)
         lines.append(f"| {said} | {' | '.join(ratios)} |")
     return "\n".join(lines)
 

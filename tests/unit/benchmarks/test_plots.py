@@ -35,16 +35,14 @@ def result(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("palette", ["light", "dark"])
 def test_numbers_in_the_picture_are_those_of_the_files(palette: str) -> None:
     svg = (ROOT / f"docs/assets/benchmarks-{palette}.svg").read_text(encoding="utf-8")
-    # From seconds, not from the ratios in the files, and without the functions that draw.
-    ratios = []
-    for number in ("1", "2", "5-sites"):
-        runs = result(f"cost-h200-{number}")["runs"]
-        median = {
-            run["arm"]: statistics.median(run["seconds"])
-            for run in runs
-            if run["load"] == "512x128"
-        }
-        ratios.append(median["capture-all"] / median["default"])
+    # Without the functions that draw.
+    took = medians("engine-h200", "512x128")
+    (seconds,) = [
+        run["seconds"]
+        for run in result("engine-h200")["runs"]
+        if (run["load"], run["arm"]) == ("512x128", "capture-all")
+    ]
+    ratios = [value / took["default"] for value in seconds]
     wanted = [statistics.median(ratios), min(ratios), max(ratios)]
     assert shown(svg, "512 requests: capture, all layers") == pytest.approx(wanted, abs=6e-4)
 
@@ -74,13 +72,13 @@ def test_figure_and_table_of_an_eval_are_of_the_same_runs_over_both_denominators
     assert (inspect.over, idle.over) == (
         "Inspect's vllm provider without the lens", "our provider with the lens idle",
     )  # fmt: skip
-    known = {"agent of 20 turns": "agents, 20 turns 5"}
+    known = {"agent of 20 turns": "agents, 20 turns 3"}
     arms = {"capture": "capture", "capture-scored": "capture and score",
             "probe-scored": "probe in the engine"}  # fmt: skip
     for load in ("256 connections", "32 connections", "agent of 20 turns"):
         took = medians("eval", load)
         for arm, said in arms.items():
-            told = table[f"{known.get(load, load + ' 6')} {said}"]
+            told = table[f"{known.get(load, load + ' 4')} {said}"]
             for section, over, number in zip((inspect, idle), ("plain", "idle"), told, strict=True):
                 ratio = took[arm] / took[over]
                 label = f"{load.replace('agent of', 'agents,')}: {said}"
@@ -98,7 +96,7 @@ def test_the_page_tells_what_each_technique_took() -> None:
     ):
         (row,) = re.findall(rf"^\| {said} \| (.+) \|$", text, re.MULTILINE)
         for load, told in zip(("8x256", "256x128", "512x128"), row.split(" | "), strict=True):
-            took = medians("cost-h200-6-families", load)
+            took = medians("engine-h200", load)
             assert float(told) == pytest.approx(took[arm] / took["default"], abs=5.1e-3)
 
 
