@@ -19,6 +19,8 @@ INSIDE = (
     "_engine.hooks.runner:HookRunner.run",
     "_vllm.compat.features:idle.run",
     "_vllm.engine_core.scheduler:GuardedConnector._marked",
+    "_vllm.engine_core.scheduler:_within",
+    "_vllm.engine_core.scheduler:_with_room",
     "_vllm.frontend.wrappers:_errors_told",
     "_vllm.frontend.wrappers:carry_now",
     "_vllm.http.bodies:LensBodies.__call__",
@@ -39,6 +41,7 @@ FINE = {
     "_vllm.worker.runners:_dispatch_v1.determine": "sets one argument",
     "_vllm.worker.runners:_dispatch_v2.dispatch": "asks `wants_eager`, which is guarded",
     "_vllm.frontend.wrappers:_input_processor_init.init": "start",
+    "_vllm.engine_core.scheduler:_schedule.schedule": "chooses one of two that are guarded",
     "_vllm.engine_core.scheduler:_scheduler_init.init": "start",
     "_vllm.engine_core.scheduler:GuardedConnector.update_state_after_alloc": "looks in a set",
     "_vllm.engine_core.scheduler:GuardedConnector.build_connector_meta": "a fault ends the "
