@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +19,7 @@ from ._choices import OverCalls
 from ._output import BaseUrl, Json, emit, parse_layers
 
 if TYPE_CHECKING:
-    from inspect_ai.log import EvalLog, EvalScore
+    from inspect_ai.log import EvalLog, EvalMetric
     from inspect_ai.scorer import Score
 
     from inspect_lens.reading import ProbeReader
@@ -104,10 +104,15 @@ def score(
         [score for key, score in (new.scores or {}).items() if key not in (old.scores or {})]
         for old, new in pairs
     ]
-    results = scored.results.scores[-len(scorers) :]
+    # Inspect may have several results of one scorer, each with some of its metrics.
+    results: dict[str, dict[str, EvalMetric]] = {}
+    for result in scored.results.scores:
+        results.setdefault(result.name, {}).update(result.metrics)
     found = [
-        _said(reader, result, [each[i] for each in added if len(each) == len(scorers)])
-        for i, (reader, result) in enumerate(zip(readers, results, strict=True))
+        _said(reader, name, results[name], [each[i] for each in added if len(each) == len(scorers)])
+        for i, (reader, name) in enumerate(
+            zip(readers, list(results)[-len(scorers) :], strict=True)
+        )
     ]
     lines = [f"{target}: {len(scored.samples or [])} samples"]
     for one in found:
@@ -154,7 +159,9 @@ def _write(log: EvalLog, target: str) -> None:
         beside.unlink(missing_ok=True)
 
 
-def _said(reader: ProbeReader, result: EvalScore, scores: Sequence[Score]) -> dict[str, Any]:
+def _said(
+    reader: ProbeReader, name: str, metrics: Mapping[str, EvalMetric], scores: Sequence[Score]
+) -> dict[str, Any]:
     """What one scorer says of the whole log."""
     from inspect_lens.reading._thresholds import promise
 
@@ -171,12 +178,12 @@ def _said(reader: ProbeReader, result: EvalScore, scores: Sequence[Score]) -> di
             "or of lengths that it was not set on."
         )
     return {
-        "name": f"{reader.probe.name} {reader.pool}", "scorer": result.name,
+        "name": f"{reader.probe.name} {reader.pool}", "scorer": name,
         "probe": reader.probe.name, "pool": reader.pool, "n_scored": len(read),
         "sources": sorted({str((s.metadata or {})["source"]) for s in read}),
         "threshold": threshold,
         "n_above": sum(s.answer == "above threshold" for s in read),
-        "metrics": {name: _known(m.value) for name, m in result.metrics.items()},
+        "metrics": {key: _known(metric.value) for key, metric in metrics.items()},
         "means": means,
     }  # fmt: skip
 

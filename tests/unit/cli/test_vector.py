@@ -69,10 +69,17 @@ def test_a_vector_goes_out_and_comes_back() -> None:
     np.testing.assert_allclose(load_vector("w").raw(LAYER), load_vector("v").raw(LAYER), rtol=1e-5)
 
 
+def test_a_method_that_there_is_not_is_wrong_usage() -> None:
+    words = ["vector", "extract", "--store", "s/train", "--out", "v", "--method", "best"]
+    made = CliRunner().invoke(app, words)
+    assert made.exit_code == 2
+    assert "'mean_difference'" in made.output
+    assert not Path("v").exists()
+
+
 @pytest.mark.parametrize(
     ("args", "match"),
     [
-        (("extract", "--store", "s/train", "--out", "v", "--method", "best"), "allowed are mean"),
         (("extract", "--store", "s/train", "--out", "v", "--rows", "some"), "an index such as -2"),
         (("extract", "--store", "", "--out", "v"), "is missing"),
     ],
