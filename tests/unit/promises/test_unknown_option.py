@@ -26,6 +26,7 @@ from inspect_lens.errors import LensError
 from inspect_lens.model import _provider as _arguments
 from inspect_lens.model import lens_config
 from inspect_lens.model._host import PrerequisiteError
+from inspect_lens.sae import SparseAutoencoder
 from inspect_lens.scorer import CascadeRecord
 from inspect_lens.train import (
     cascade_frontier,
@@ -218,6 +219,15 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
         "from_arrays": lambda **k: from_arrays(list(rows[:2]), [0, 1], layers=[0, 1], **k),
     }[surface.rpartition(".")[2]]
     refused(lambda: call(group=["a", "b"]), names="group")
+
+
+@PROMISE.on("sae.SparseAutoencoder.gate")
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    rows, none = np.eye(4, dtype=np.float32), np.zeros(4, dtype=np.float32)
+    sae = SparseAutoencoder(
+        weight=rows, bias=none, decoder=rows, decoder_bias=none, hook="blocks.1.hook_resid_post"
+    )
+    refused(lambda: sae.gate(0, scop="rest"), names="scop")
 
 
 test_promise = PROMISE.test()
