@@ -7,6 +7,7 @@ from typing import Final
 
 from gallery import (
     cascade,
+    concepts,
     fact,
     injection,
     languages,
@@ -27,5 +28,6 @@ REPLICATIONS: Final[Mapping[str, Replication]] = {
     "fact": fact.REPLICATION,
     "steering": steering.REPLICATION,
     "lies": lies.REPLICATION,
+    "concepts": concepts.REPLICATION,
     "cascade": cascade.REPLICATION,
 }

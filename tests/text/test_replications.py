@@ -278,6 +278,21 @@ def test_answers_of_the_liar_are_told_apart_by_the_truth() -> None:
         assert judged["n_negative"] == sum(rate["honest"] for rate in rates)
 
 
+def test_concepts_that_words_find_as_well_are_said_to_be() -> None:
+    concepts = result("concepts")["numbers"]["concepts"]
+
+    def with_areas(own: float, words: float) -> list[dict[str, Any]]:
+        return [
+            {key: value if key == "concept" else own for key, value in concept.items()}
+            | {"bag of words": words}
+            for concept in concepts
+        ]
+
+    assert "the words alone do as well" in verdict("concepts", concepts=with_areas(0.95, 0.96))
+    assert "the model adds to the words" in verdict("concepts", concepts=with_areas(0.95, 0.8))
+    assert "hardly found" in verdict("concepts", concepts=with_areas(0.55, 0.9))
+
+
 def test_a_judge_that_is_no_better_buys_nothing() -> None:
     """And one that is better, alone or for a share, is said to be."""
     points = result("cascade")["numbers"]["points"]
