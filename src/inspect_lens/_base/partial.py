@@ -15,8 +15,6 @@ from .to_torch import Tensors
 
 PARTIAL_KEY = "inspect_lens_partial"
 """Of an event of a stream: what has come of each choice, as a list."""
-_COMPRESSED_FROM = 1 << 16
-"""Bytes of a tensor from which on packing it is worth the time."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +67,14 @@ class Partial:
                 yield piece
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in an event."""
+        """As it stands in an event; tensors not compressed, as in the binary transport."""
         made: dict[str, Any] = {}
         if self.scores:
             made["probes"] = {name: list(scores) for name, scores in self.scores.items()}
         if self.tensors:
             made["activations"] = {
                 name: {
-                    **encode_tensor(tensor, compress=tensor.nbytes >= _COMPRESSED_FROM),
+                    **encode_tensor(tensor, compress=False),
                     **_said(self.positions[name]),
                 }
                 for name, tensor in self.tensors.items()

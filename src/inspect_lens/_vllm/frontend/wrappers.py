@@ -32,10 +32,12 @@ from inspect_lens._vllm.results.choices import (
     has_fields,
     has_tickets,
     keep_tickets,
+    running_choices,
     running_keys,
     ticket_keys,
 )
 from inspect_lens._vllm.results.event_loop import arrivals_of
+from inspect_lens._vllm.results.streaming import Pace
 from inspect_lens._vllm.sinks.process import is_by_rule, offers, settle, settle_now
 from inspect_lens.errors import CapacityError, CaptureError, LensError, UnsupportedError
 from inspect_lens.spec import ENVELOPE_KEY, LENS_KEYS, NO_REQUEST
@@ -119,8 +121,9 @@ def _carry_and_encode(output: Any, body: Body | None) -> None:
     _encode(output, body)
 
 
-_LARGE_PART = 1 << 17
-"""Bytes of rows that take longer to copy and to spell as JSON than to hand to a thread."""
+_LARGE_PART = 1 << 19
+"""Bytes of rows that take longer to copy and to spell as JSON than to hand to a thread: most of a
+millisecond."""
 
 
 _EVENT_BYTES = 1 << 20
@@ -402,13 +405,15 @@ async def _with_results(
     outputs: AsyncGenerator[Any, None], body: Body | None, first: int, missing: int
 ) -> AsyncGenerator[Any, None]:
     """Outputs with their results, of which so many are missing still."""
+    pace = None if body is None else Pace()
     try:
         # With n > 1 and streaming, choices finish in different outputs of one request.
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 if (fault := getattr(output, "inspect_lens_fault", None)) is not None:
                     raise fault
-                if carries_results(output):
+                choices = running_choices(output)
+                if choices and (pace is None or pace.is_due(choices)):
                     with _errors_told():
                         await _carry(output, body)
                 if has_tickets(output):
@@ -425,6 +430,9 @@ async def _with_results(
         if body is not None:
             body.error = error
         raise
+    finally:
+        if pace is not None:
+            pace.end()
 
 
 def _async_generate(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
 
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from inspect_lens._base.partial import PARTIAL_KEY
 from inspect_lens._engine.protocol.processes import ends_process
@@ -216,7 +216,7 @@ class Answer:
             await self._send_parts(body.parts, kind)
             body.parts = []
         if is_end and body.results:
-            await self._send(_event(_last_event(body.results, kind)))
+            await self._send(_event(json.dumps(_last_event(body.results, kind)).encode()))
         await self._send(message)
         if body.parts and not is_end:
             sent = _choices_in(data)
@@ -232,7 +232,9 @@ class Answer:
         pieces = [piece for part in parts for piece in part]
         is_small = len(pieces) == len(parts)
         for some in [pieces] if is_small and pieces else [[piece] for piece in pieces]:
-            await self._send(_event({"object": kind, "choices": [], PARTIAL_KEY: some}))
+            event = {"object": kind, "choices": [], PARTIAL_KEY: some}
+            # Four times as fast with rows as Python's own.
+            await self._send(_event(to_json(event)))
             if not is_small:
                 await asyncio.sleep(0)  # other responses have their turn
 
@@ -268,9 +270,9 @@ def with_results(data: bytes, found: dict[int, dict[str, Any]]) -> bytes:
     return json.dumps(response, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def _event(value: dict[str, Any]) -> Message:
-    data = f"data: {json.dumps(value)}\n\n".encode()
-    return {"type": "http.response.body", "body": data, "more_body": True}
+def _event(value: bytes) -> Message:
+    """An event of so much JSON."""
+    return {"type": "http.response.body", "body": b"data: %b\n\n" % value, "more_body": True}
 
 
 def _last_event(found: dict[int, dict[str, Any]], kind: str) -> dict[str, Any]:

@@ -322,6 +322,11 @@ def running_keys(output: Any) -> list[str]:
     return [c.inspect_lens_running.key for c in filter(is_running, choices_of(output))]
 
 
+def running_choices(output: Any) -> list[int]:
+    """Choices of an output that go on, by their index."""
+    return [c.index for c in filter(is_running, choices_of(output))]
+
+
 def carries_results(output: Any) -> bool:
     """Whether an output has choices that go on and want what is ready."""
     return any(map(is_running, choices_of(output)))

@@ -9,7 +9,8 @@ is on its way.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,42 @@ from inspect_lens._vllm.registered.probe_scores import Reading
 from inspect_lens._vllm.registered.prompt_rows import Reuse
 from inspect_lens._vllm.sinks.sink import HIDDEN
 from inspect_lens.spec import GateReceipt, TensorData
+
+
+_PER_OTHER_S, _AT_MOST_S = 0.002, 0.5
+"""Seconds between two events of a stream that carry results: for each other stream; at most."""
+
+
+class Pace:
+    """Which events of one answer carry results.
+
+    Such an event costs the event loop of all more than two of text do, however little is in it. So
+    the more streams are under way, the more tokens share one: a stream has the next after
+    `_PER_OTHER_S` for each other stream, and after `_AT_MOST_S` in any case. One that is alone has
+    it with its next token. The first token always has it, and the last event brings what is left.
+    """
+
+    _n_under_way = 0
+    """Choices whose events carry results, of all answers."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, float] = {}
+        """By choice, when its last event with results was made."""
+
+    def is_due(self, choices: Collection[int]) -> bool:
+        """Whether an event that tells of these choices carries results; noted, if so."""
+        now, new = time.monotonic(), set(choices).difference(self._last)
+        pause = min(_PER_OTHER_S * (Pace._n_under_way - 1), _AT_MOST_S)
+        if not new and all(now - self._last[i] < pause for i in choices):
+            return False
+        Pace._n_under_way += len(new)
+        self._last |= dict.fromkeys(choices, now)
+        return True
+
+    def end(self) -> None:
+        """Note that the answer is over."""
+        Pace._n_under_way -= len(self._last)
+        self._last = {}
 
 
 class Streaming:
