@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -11,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import httpx
+from pydantic_core import from_json
 
 from ._base.hook_calls import HookCalls
 from ._base.http import (
@@ -321,8 +321,9 @@ class LensClient(HookCalls):
         """Complete a prompt or a chat, and read rows while the text is written.
 
         A row comes right behind the token that was sampled from it, in a part of its own; those of
-        the prompt come behind the first token, in several parts if they are many. A client that
-        reads slowly slows down nobody else.
+        the prompt come behind the first token, in several parts if they are many. Of a server with
+        many streams under way, rows of several tokens share a part, which comes half a second
+        behind the first of them at most. A client that reads slowly slows down nobody else.
 
         Args:
             prompt: as text or token ids.
@@ -707,7 +708,7 @@ def events_of(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
         if not line.startswith("data: ") or line == "data: [DONE]":
             continue
         try:
-            event: dict[str, Any] = json.loads(line.removeprefix("data: "))
+            event: dict[str, Any] = from_json(line.removeprefix("data: "))
         except ValueError as why:
             raise CaptureError(f"the server sent an event that is not JSON ({why})") from None
         if (error := event.get("error")) is not None:

@@ -7,7 +7,6 @@ float32 on demand, which is exact. The JSON form is the one that vllm-lens 1.3 u
 
 from __future__ import annotations
 
-import base64
 import binascii
 import hashlib
 import math
@@ -19,6 +18,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, cast, get_args
 
 import numpy as np
+import pybase64
 import zstandard
 from numpy.typing import NDArray
 from pydantic import InstanceOf, PlainSerializer, SerializationInfo
@@ -147,10 +147,11 @@ def encode_tensor(tensor: TensorData, *, compress: bool = True) -> dict[str, Any
         ```
     """
     if not compress:
-        return {"data": base64.b64encode(_bytes_of(tensor)).decode("ascii"), **_entry(tensor)}
+        data = pybase64.b64encode_as_string(_bytes_of(tensor))
+        return {"data": data, **_entry(tensor)}
     # A fresh context per call: zstd contexts must not be shared between threads.
     frame = zstandard.ZstdCompressor(level=1).compress(_bytes_of(tensor))
-    data = base64.b64encode(frame).decode("ascii")
+    data = pybase64.b64encode_as_string(frame)
     return {"data": data, **_entry(tensor), "compression": "zstd"}
 
 
@@ -276,7 +277,7 @@ def _payload(data: object, size: int, field: str) -> bytes:
     if len(data) // 4 * 3 > size + size // 64 + 1024:
         raise SpecError(f"{field}: data has {len(data)} characters, and {size} bytes are declared")
     try:
-        return base64.b64decode(data, validate=True)
+        return pybase64.b64decode(data, validate=True)
     except (ValueError, binascii.Error) as error:
         raise _no_tensor(field, f"data is no base64: {error}") from None
 

@@ -27,7 +27,6 @@ from inspect_lens._vllm.registered.prompt_rows import Reuse
 from inspect_lens._vllm.sinks.sink import HIDDEN
 from inspect_lens.spec import GateReceipt, TensorData
 
-
 _PER_OTHER_S, _AT_MOST_S = 0.002, 0.5
 """Seconds between two events of a stream that carry results: for each other stream; at most."""
 

@@ -16,7 +16,15 @@ from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
 from inspect_lens._base.partial import PARTIAL_KEY
-from inspect_lens._vllm.http.bodies import SERVED, Answer, Body, LensBodies, check_unread, read_body
+from inspect_lens._vllm.http.bodies import (
+    SERVED,
+    Answer,
+    Body,
+    LensBodies,
+    Part,
+    check_unread,
+    read_body,
+)
 from inspect_lens.errors import SpecError, UnsupportedError
 
 
@@ -217,7 +225,7 @@ def scored(*scores: tuple[int, float], n_prompts: int) -> Body:
     body = Body(kind="text_completion")
     for _ in range(n_prompts):
         body.begin(SimpleNamespace(extra_args=None, n=2 // n_prompts))
-    body.parts = [[{"index": i, "probes": {"p": [score]}}] for i, score in scores]
+    body.parts = [Part(i, [{"index": i, "probes": {"p": [score]}}]) for i, score in scores]
     return body
 
 
@@ -234,9 +242,21 @@ def test_scores_of_several_prompts_come_behind_their_own_tokens() -> None:
     assert told == [1, [1.0], 0, [0.0], 1, [1.1]]
 
 
+def test_parts_of_several_prompts_keep_to_their_outputs_where_some_carry_nothing() -> None:
+    """Outputs are taken ahead: the part of the third one is not sent with the first token."""
+    body = scored(n_prompts=2)
+    for score in (0.0, None, 0.2):
+        choice = SimpleNamespace(index=0, inspect_lens_running=None)
+        if score is not None:
+            choice.inspect_lens_partial_json = [{"probes": {"p": [score]}}]
+        body.take(SimpleNamespace(outputs=[choice]), 1)
+    event = b'data: {"choices": [{"index": 1, "text": "a"}]}\n\n'
+    assert told_in(body, [event] * 3) == [1, [0.0], 1, 1, [0.2]]
+
+
 def test_pieces_of_a_large_part_have_events_of_their_own() -> None:
     body = scored((0, 0.0), (0, 0.2), n_prompts=1)
-    body.parts[0].append({"index": 0, "probes": {"p": [0.1]}})
+    body.parts[0].pieces.append({"index": 0, "probes": {"p": [0.1]}})
     event = b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n'
     assert told_in(body, [event]) == [0, [0.0], [0.1], [0.2]]
 

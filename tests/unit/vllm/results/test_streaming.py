@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import threading
 from collections.abc import Iterator
@@ -20,8 +21,10 @@ from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._base.partial import PARTIAL_KEY, Joined, Partial
 from inspect_lens._engine.collect.placement import Further, Pending
 from inspect_lens._vllm.frontend.wrappers import FRONT_END_WRAPPERS
+from inspect_lens._vllm.results import streaming
 from inspect_lens._vllm.results.choices import Ticket
 from inspect_lens._vllm.results.event_loop import arrivals_of
+from inspect_lens._vllm.results.streaming import Pace
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import GateReceipt, TensorData
 from tests.unit.vllm.results.test_ahead import N_MAX, N_PROMPT, Engine
@@ -218,7 +221,50 @@ def test_gates_are_read_as_they_were_written_and_rows_without_their_positions_ar
 def test_events_of_a_stream_have_rows_behind_their_tokens_and_the_receipt_last(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the outputs that vLLM's handler takes to what leaves the application."""
+    n_last = N_MAX - N_PROMPT + 1
+    assert served(engine, monkeypatch) == ["text", True] * n_last + [False]
+
+
+def test_among_many_streams_tokens_share_an_event_and_none_is_lost(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = Pace()
+    others.is_due(range(300))
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            streaming, "time", SimpleNamespace(monotonic=itertools.count(0, 0.2).__next__)
+        )
+        kinds = served(engine, monkeypatch)
+    others.end()
+    # Half a second is over with the fourth token; the fifth is the last.
+    assert kinds == ["text", True, "text", "text", "text", True, "text", True, False]
+
+
+def test_the_pace_is_that_of_the_streams_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(streaming, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    mine, others = Pace(), Pace()
+
+    def next_due() -> float:
+        """Seconds until the next event with results."""
+        began = now[0]
+        while not mine.is_due([0]):
+            now[0] += 1 / 1024
+        return now[0] - began
+
+    assert next_due() == next_due() == 0.0, "with each token where a stream is alone"
+    for n, seconds in ((10, 0.02), (100, 0.2), (1000, 0.5), (10_000, 0.5)):
+        assert all(others.is_due([i]) for i in range(len(others._last), n)), "the first of each"
+        assert next_due() == pytest.approx(seconds, abs=1 / 512)
+    assert not mine.is_due([0])
+    assert mine.is_due([0, 1]), "another choice has its first token in the same event"
+    others.end()
+    mine.end()
+    assert Pace._n_under_way == 0
+
+
+def served(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Of each event of an answer, whether it is vLLM's, and if not whether it is of a part."""
     from inspect_lens._vllm.frontend import wrappers
     from inspect_lens._vllm.http.bodies import SERVED, Answer, Body
 
@@ -269,15 +315,16 @@ def test_events_of_a_stream_have_rows_behind_their_tokens_and_the_receipt_last(
     assert sent.pop() == b"data: [DONE]\n\n"
     events = [json.loads(part.removeprefix(b"data: ")) for part in sent[1:]]
     kinds = ["text" if event["choices"] else PARTIAL_KEY in event for event in events]
-    assert kinds == ["text", True] * n_last + [False]
-    joined, positions = Joined(), list[int]()
-    for i, event in enumerate(events[1:-1:2]):
-        (value,) = event[PARTIAL_KEY]
-        part = Partial.from_json(value)
-        joined.add(part)
-        positions += part.positions["residual_stream"]
-        assert positions == list(range(N_PROMPT + i)), "as far as its token was fed"
+    joined, positions, n_tokens = Joined(), list[int](), 0
+    for event in events[:-1]:
+        n_tokens += len(event["choices"])
+        for value in event.get(PARTIAL_KEY, ()):
+            part = Partial.from_json(value)
+            joined.add(part)
+            positions += part.positions["residual_stream"]
+            assert positions == list(range(N_PROMPT + n_tokens - 1)), "as far as its token was fed"
     receipt = events[-1]["inspect_lens"]
     assert receipt["capture"]["n_positions"] == N_MAX == len(positions)
     assert "activations" not in events[-1], "each row once"
     assert joined.tensors()["residual_stream"].shape[:2] == (2, N_MAX)
+    return kinds
