@@ -347,6 +347,11 @@ class Reading:
                 return use.use.name
         return None
 
+    def raised(self) -> list[tuple[int, ProbeReceipt]]:
+        """Probes that have raised an alarm, by index; a score that is none does not hide it."""
+        uses = [use for use in self._uses if use.alarm_position is not None]
+        return [(use.at, use.receipt(may_lack=True)) for use in uses]
+
     def receipts(self) -> tuple[ProbeReceipt, ...]:
         if len(self._plain) == 1 and not self._reads.others:
             return self._plain[0].receipts()
@@ -426,9 +431,14 @@ class _Use:
         return scores
 
     def _pool_further(self, scores: Floats, positions: NDArray[np.int64]) -> None:
-        self._is_nan = self._is_nan or bool(np.isnan(scores).any())
         if self._is_nan:
             return  # of which the receipt tells; a generation is not ended by it
+        bad = np.isnan(scores)
+        if bad.any():
+            self._is_nan = True
+            scores = scores[: int(bad.argmax())]  # in front of it an alarm is one
+            if not len(scores):
+                return
         watches = self._threshold is not None
         if self._n == len(scores) and not watches:
             self._whole = scores
@@ -440,26 +450,28 @@ class _Use:
                 self._whole = None
         n_judged = 0
         if watches and self.alarm_position is None:
-            for score, position in zip(scores.tolist(), positions.tolist(), strict=True):
+            for score, position in zip(scores.tolist(), positions.tolist(), strict=False):
                 n_judged += 1
                 if self._running.update([score]).value > cast("float", self._threshold):
                     self.alarm_position = position
                     break
         self._running.update(scores[n_judged:])
 
-    def _score(self) -> float | None:
+    def _score(self, *, may_lack: bool) -> float | None:
         if self._is_nan:
+            if may_lack:
+                return None
             raise no_number(self.use.name)
         if self._whole is not None:
             return _pooled(self._whole, self._pool)
         return None if self._running is None else self._running.value
 
-    def receipt(self) -> ProbeReceipt:
+    def receipt(self, *, may_lack: bool = False) -> ProbeReceipt:
         return ProbeReceipt(
             name=self.use.name,
             sha256=self.probe.sha256,
             aggregate="attention" if self._attention else self._pool,
-            score=self._score(),
+            score=self._score(may_lack=may_lack),
             n_tokens=self._n,
             first_position=self._first,
             tokens=tuple(self._tokens) if self.use.tokens else None,

@@ -9,6 +9,7 @@ says, beside those of the request.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
@@ -75,6 +76,22 @@ def receipts_of(
             tier = tier.model_copy(update={"probes": probes[n_own:]})
         made.append(tier)
     return probes[:n_own], tuple(made)
+
+
+def alarms_of(
+    packed: Packed, raised: Iterable[tuple[int, ProbeReceipt]]
+) -> tuple[TierReceipt, ...]:
+    """The tiers of a request, with those of the server's probes that have raised an alarm.
+
+    Args:
+        packed: tiers of the request.
+        raised: probes with an alarm, by their index among all that were read.
+    """
+    found = tuple(probe for i, probe in raised if i >= packed[0])
+    return tuple(
+        tier.model_copy(update={"probes": found}) if tier.tier == "server" else tier
+        for tier in receipts_of(packed, ())[1]
+    )
 
 
 def compose(

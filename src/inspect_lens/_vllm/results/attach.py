@@ -31,12 +31,10 @@ from .choices import (
     Expected,
     Job,
     Ticket,
-    fill_probes,
     is_light,
     is_ready,
     is_running,
     prepare,
-    receipt_of,
     take_whole,
 )
 from .streaming import Streaming
@@ -303,13 +301,18 @@ class Results:
     def alarm(self, key: str, n_completion: int) -> str | None:
         """Name of a probe whose alarm has to end a running request, by what has come."""
         expected = self._expected.get(key)
-        if expected is None or expected.reading is None or expected.streaming is None:
+        if expected is None or expected.reading is None:
             return None
-        n_fed = expected.n_fed(n_completion)
-        # How many of the tokens are accepted drafts of the last step is not known here.
-        settled = expected.settled(n_fed, 1)
-        expected.streaming.read_scores(key, n_fed, settled, self.the_collector())
+        self._read_scores(key, expected, n_completion)
         return expected.reading.alarm()
+
+    def _read_scores(self, key: str, expected: Expected, n_completion: int) -> None:
+        """Have probes read what has come of so many sampled tokens."""
+        if expected.streaming is not None and n_completion:
+            n_fed = expected.n_fed(n_completion)
+            # How many of the tokens are accepted drafts of the last step is not known here.
+            settled = expected.settled(n_fed, 1)
+            expected.streaming.read_scores(key, n_fed, settled, self.the_collector())
 
     def streams(self, key: str) -> bool:
         """Whether outputs of a request carry results before the last one does."""
@@ -381,24 +384,35 @@ class Results:
         for key in ids:
             expected = self._expected.get(key)
             for choice in tuple(self._choices.get(expected.request if expected else key, ())):
-                self._tell_alarms(choice)
+                self._tell_broken_off(choice)
                 if self.take_over(choice) is not None:
                     self.the_collector().discard(choice)
 
-    def _tell_alarms(self, key: str) -> None:
+    def _tell_broken_off(self, key: str) -> None:
         """Tell what the server's probes found in an answer that its client has broken off."""
         expected = self._expected.get(key)
         if expected is None or expected.said is None:
             return
         try:
             ids, text = expected.said()
-            self.alarm(key, len(ids))
-            fill_probes(receipt := receipt_of(expected, len(ids)), expected)
-            expected.tell_alarms(receipt, text)
         except BaseException as error:
             if ends_process(error):
                 raise
-            logger.error("inspect_lens: alarms of %s cannot be told", key, exc_info=error)
+            logger.error("inspect_lens: what %s said is not known", key, exc_info=error)
+            return
+        self._tell_alarms(key, expected, len(ids), text)
+
+    def _tell_alarms(self, key: str, expected: Expected, n_completion: int, text: str) -> None:
+        """Tell of alarms in what has come of an answer whose results nobody puts together."""
+        if expected.said is None or expected.has_told:
+            return
+        try:
+            self._read_scores(key, expected, n_completion)
+        except BaseException as error:
+            if ends_process(error):
+                raise
+            logger.error("inspect_lens: scores of %s cannot be read", key, exc_info=error)
+        expected.tell_alarms(n_completion, text)
 
     def forget(self, output: Any) -> None:
         """Forget what was to be put on an output; nobody waits for it any more."""
@@ -514,7 +528,10 @@ class Results:
 
     def _drop(self, job: Job, error: BaseException) -> None:
         for choice in job.choices:
-            self.the_collector().discard(choice.ticket.key)
+            ticket = choice.ticket
+            text = ticket.said[1] if ticket.said else ""
+            self._tell_alarms(ticket.key, choice.expected, ticket.n_completion, text)
+            self.the_collector().discard(ticket.key)
 
     def _begin(self, job: Job) -> None:
         for completion in job.output.outputs:

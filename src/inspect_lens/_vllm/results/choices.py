@@ -25,7 +25,7 @@ from inspect_lens._vllm.registered.named import put_lens, put_qk, tensors_by_nam
 from inspect_lens._vllm.registered.persistent_hooks import EagerResults, put_eager, take_eager
 from inspect_lens._vllm.registered.probe_scores import Reading, Whole
 from inspect_lens._vllm.registered.prompt_rows import Reuse, reuse_of
-from inspect_lens._vllm.registered.tiers import TIERS_KEY, receipts_of
+from inspect_lens._vllm.registered.tiers import TIERS_KEY, alarms_of, receipts_of
 from inspect_lens._vllm.sinks import alerts
 from inspect_lens._vllm.sinks.process import SinkTask, task_of
 from inspect_lens._vllm.sinks.sink import HIDDEN, Done, Exchange
@@ -82,6 +82,8 @@ class Expected:
     """See `Registry.hold`."""
     said: Callable[[], tuple[tuple[int, ...], str]] | None = None
     """Gives what was sampled so far, where somebody hears of an answer that is broken off."""
+    has_told: bool = False
+    """Whether alarms were told."""
     streaming: Streaming | None = field(init=False)
     """What its outputs carry before the last one; None where nothing comes by token."""
 
@@ -112,10 +114,20 @@ class Expected:
         """Captured positions whose rows are known already."""
         return 0 if self.reuse is None else self.reuse.n_positions
 
-    def tell_alarms(self, receipt: Receipt, text: str) -> None:
-        """Tell of alarms of the server's probes, once nothing more is read."""
-        if receipt.tiers and (by := self.asked_by) is not None:
+    def tell_alarms(self, n_completion: int, text: str) -> None:
+        """Tell once of alarms of the server's probes, whatever became of the other results."""
+        packed, reading, by = self.packed.get(TIERS_KEY), self.reading, self.asked_by
+        if packed is None or reading is None or by is None or self.has_told:
+            return
+        self.has_told = True
+        try:
+            receipt = receipt_of(self, n_completion)
+            receipt.__dict__["tiers"] = alarms_of(packed, reading.raised())
             alerts.look_at(receipt, key=by.key, prompt=by.prompt, text=text)
+        except BaseException as error:
+            if ends_process(error):
+                raise
+            logger.exception("inspect_lens: alarms of %s cannot be told", by.key)
 
     def n_fed(self, n_completion: int) -> int:
         """Tokens that a request fed to the model which sampled so many."""
@@ -164,13 +176,6 @@ def shorten(receipt: Receipt, expected: Expected, n_completion: int) -> None:
     receipt.__dict__["capture"] = _capture_receipt(expected, n_completion)
 
 
-def fill_probes(receipt: Receipt, expected: Expected) -> None:
-    """Add to a receipt what probes have read, and what the server does to all requests."""
-    probes = () if expected.reading is None else expected.reading.receipts()
-    values = receipt.__dict__
-    values["probes"], values["tiers"] = receipts_of(expected.packed.get(TIERS_KEY), probes)
-
-
 def fill(
     receipt: Receipt,
     expected: Expected,
@@ -194,7 +199,8 @@ def fill(
             vectors=edited.hashes,
             gates=_gate_receipts(expected.envelope, collected, n_fed),
         )
-    fill_probes(receipt, expected)
+    probes = () if expected.reading is None else expected.reading.receipts()
+    values["probes"], values["tiers"] = receipts_of(expected.packed.get(TIERS_KEY), probes)
     if (qk := expected.envelope.qk) is not None:
         n_fed = expected.n_fed(receipt.n_completion)
         values["qk"] = QKReceipt(layers=qk.layers, n_positions=n_fed, dtype=qk.dtype)
@@ -538,7 +544,7 @@ class Choice:
         if expected.sink is not None:
             self._offer(captured)
         said = self.ticket.said
-        expected.tell_alarms(receipt, said[1] if said else "")
+        expected.tell_alarms(self.ticket.n_completion, said[1] if said else "")
 
     def _finish_stream(self, streaming: Streaming, collected: Collected) -> None:
         """Put on the choice what no output of it has carried, which completes the others."""

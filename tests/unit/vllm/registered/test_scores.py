@@ -90,6 +90,17 @@ def test_an_alarm_stops_once_and_where_it_was_raised() -> None:
     assert (receipt.alarm_position, receipt.stopped, receipt.threshold) == (4, True, 1.0)
 
 
+def test_a_score_that_is_no_number_hides_no_alarm() -> None:
+    use = {"name": "lin", "positions": "all", "alarm": "flag", "threshold": 1.0}
+    found = reading([use])
+    assert found.raised() == []
+    found.feed(np.asarray([0.0, 5.0, np.nan], dtype=np.float32).reshape(1, 3, 1))
+    ((i, raised),) = found.raised()
+    assert (i, raised.alarm_position, raised.score) == (0, 1, None)
+    with pytest.raises(CaptureError, match="lin"):
+        found.receipts()
+
+
 @pytest.mark.parametrize("aggregate", ["mean", "last", "max", "top_k_mean:2", "ema:0.3"])
 @pytest.mark.parametrize("alarm", [None, "flag"])
 def test_the_state_of_an_aggregate_does_not_grow_with_the_tokens(

@@ -21,12 +21,15 @@ from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._base.partial import PARTIAL_KEY, Joined, Partial
 from inspect_lens._engine.collect.placement import Further, Pending
 from inspect_lens._vllm.frontend.wrappers import FRONT_END_WRAPPERS
+from inspect_lens._vllm.registered.tiers import TIERS_KEY
 from inspect_lens._vllm.results import streaming
 from inspect_lens._vllm.results.choices import Ticket
 from inspect_lens._vllm.results.event_loop import arrivals_of
 from inspect_lens._vllm.results.streaming import Pace
+from inspect_lens._vllm.sinks import alerts
+from inspect_lens._vllm.sinks.sink import Exchange
 from inspect_lens.errors import SpecError
-from inspect_lens.spec import GateReceipt, TensorData
+from inspect_lens.spec import GateReceipt, TensorData, TierReceipt
 from tests.unit.vllm.results.test_ahead import N_MAX, N_PROMPT, Engine
 from tests.unit.vllm.results.test_results import completion, output
 
@@ -328,3 +331,35 @@ def served(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     assert "activations" not in events[-1], "each row once"
     assert joined.tensors()["residual_stream"].shape[:2] == (2, N_MAX)
     return kinds
+
+
+@pytest.mark.parametrize("end", ["fails", "is broken off", "is whole"])
+def test_an_alarm_of_the_servers_probe_is_told_whatever_becomes_of_the_results(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(alerts, "look_at", lambda receipt, **by: told.append((receipt, by)))
+    key = engine.start(LensRequest(probes=[{"name": "p", "alarm": "flag", "threshold": -1e6}]))
+    expected = engine.results.expected(key)
+    assert expected is not None
+    tier = TierReceipt(tier="server", sha256="s", edits=0)
+    expected.packed = {**expected.packed, TIERS_KEY: (0, [tier.model_dump(mode="json")])}
+    expected.asked_by = Exchange("cmpl-1", (1, 2), "what was asked")
+    engine.results.hear(key, lambda: ((7, 8), "so far"))
+    engine.step([key], 0, N_PROMPT)
+    if end == "is whole":
+        engine.run([key])
+    else:
+        engine.step([key], N_PROMPT)
+    engine.settle()
+    if end == "is broken off":
+        engine.results.abandon([key])
+        engine.worker.stepper.remove(key)
+    else:
+        if end == "fails":
+            engine.results.spoil(key, RuntimeError("of ours"))
+        engine.end([key], 2 if end == "fails" else N_MAX - N_PROMPT + 1)
+    ((receipt, by),) = told
+    (probe,) = receipt.tiers[0].probes
+    assert (probe.name, probe.alarm_position) == ("p", N_PROMPT)
+    assert by["prompt"] == "what was asked"
