@@ -192,7 +192,9 @@ def _context_bytes(model: str, wanted: Mapping[str, Any]) -> int | None:
         kv_heads = int(config.get("num_key_value_heads") or heads)
         width = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
         options = {key.replace("-", "_"): value for key, value in wanted.items()}
-        length = int(options.get("max_model_len") or config["max_position_embeddings"])
+        given = int(options.get("max_model_len") or 0)
+        # With -1 vLLM chooses, and takes the longest that fits.
+        length = given if given > 0 else int(config["max_position_embeddings"])
         per_token = 2 * int(config["num_hidden_layers"]) * kv_heads * width
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
         return None

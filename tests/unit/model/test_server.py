@@ -149,12 +149,15 @@ def test_a_server_on_cpus_asks_for_memory_that_is_free(
         (65536, 8 << 30, 2 << 30),  # a quarter of what is free
         (65536, 2 << 30, 2 * 65536 * TOKEN),  # one context has to fit, and another one
         (65536, 1 << 30, (1 << 30) * 4 // 5),
+        (-1, 8 << 30, 8 * 2048 * TOKEN),  # as long as the model can
+        ("", 8 << 30, 8 * 2048 * TOKEN),
     ],
 )
 def test_a_cache_on_cpus_is_as_large_as_the_model_and_the_memory_ask(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, length: int, free: int, cache: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, length: Any, free: int, cache: int
 ) -> None:
     config = {"num_hidden_layers": 6, "num_attention_heads": 4, "hidden_size": 256}
+    config["max_position_embeddings"] = 2048
     (tmp_path / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr(_server, "_is_for_cpus", lambda: True)
     memory = SimpleNamespace(available=free, total=24 << 30)
