@@ -38,7 +38,7 @@ from inspect_lens._intake import (
     write_job,
 )
 from inspect_lens.errors import CaptureError, SpecError
-from inspect_lens.spec import LensRequest, Numerics
+from inspect_lens.spec import LensRequest, Numerics, is_gate_key
 
 from ._handle import MESSAGES, NUMERICS, Activations
 from ._host import active_call
@@ -115,13 +115,15 @@ def with_open_gates(
         if isinstance(kept, Mapping):
             # Of what a server knows by name, and of its own edits, it alone knows the gates.
             is_any = names or kept.get("named")
-            found |= dict.fromkeys(key for key in kept["keys"] if is_any or key in own)
-    keys = tuple(found)
+            keys = kept.get("keys")
+            known = [key for key in keys if is_gate_key(key)] if isinstance(keys, list) else []
+            found |= dict.fromkeys(key for key in known if is_any or key in own)
+    opened = tuple(found)
     if request is None:
-        return LensRequest(open_gates=keys) if keys else None
-    return (
-        request if keys == request.open_gates else request.model_copy(update={"open_gates": keys})
-    )
+        return LensRequest(open_gates=opened) if opened else None
+    if opened == request.open_gates:
+        return request
+    return request.model_copy(update={"open_gates": opened})
 
 
 def fetch_payloads(fields: LensFields, request: LensRequest, fetch: FetchBytes) -> list[Payload]:

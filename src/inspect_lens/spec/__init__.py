@@ -58,6 +58,7 @@ _SHARED = frozenset(
         "forget_parsed",
         "in_phase",
         "in_site_order",
+        "is_gate_key",
         "is_mask",
         "judging",
         "lens_args",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
@@ -31,10 +32,18 @@ __all__ = [
     "Gate",
     "Rule",
     "Schedule",
+    "is_gate_key",
 ]
 
-GateKey: TypeAlias = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+_KEY = re.compile("[0-9a-f]{64}")
+GateKey: TypeAlias = Annotated[str, Field(pattern=f"^{_KEY.pattern}$")]
 """What a receipt has of a gate that may stay open in later requests."""
+
+
+def is_gate_key(value: object) -> bool:
+    """Whether a value of somebody else can be the key of a gate."""
+    return isinstance(value, str) and _KEY.fullmatch(value) is not None
+
 
 MOST_GATES = 8
 """Gates that one rule may join."""

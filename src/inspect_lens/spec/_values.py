@@ -192,7 +192,7 @@ MOST_OF: Final[dict[str, int]] = {
     "experts": 1024, "neurons": 1 << 16, "site": 64, "sites": 64, "positions": 1 << 19,
     "threshold_positions": 1 << 19, "position_indices": 1 << 19, "token_ids": 4096, "tokens": 1024,
     "prefetch_params": 4096, "params": 4096, "configs": 16,
-    "open_gates": 64, "all": 8, "any": 8, "none": 8, "points": 1024,
+    "open_gates": 256 * 8, "all": 8, "any": 8, "none": 8, "points": 1024,
     # Prompts of a sweep, in token ids or messages.
     "clean": 1 << 19, "corrupted": 1 << 19,
     "tensors": 16, "columns": 256, "shape": 8,

@@ -234,6 +234,10 @@ def load_json(field: str, value: Any) -> Any:
     return loaded
 
 
+_THEIRS = {"capture", "edits", "hooks", "qk", "skip_reading_prefix_cache"}
+"""Fields of a request that the keys of vllm-lens may say."""
+
+
 def to_vllm_lens(request: LensRequest) -> dict[str, Any] | None:
     """The request by the keys of vllm-lens, which either server reads; None where they cannot."""
     capture, qk = request.capture, request.qk
@@ -241,14 +245,12 @@ def to_vllm_lens(request: LensRequest) -> dict[str, Any] | None:
         not all(is_plain(edit) for edit in request.edits)
         or (capture is not None and not capture.is_plain)
         or (capture is not None and qk is not None and capture.transport != qk.transport)
-        or request.edits_named
-        or request.configs
-        or request.server is not None
-        or request.probes
-        or request.lens is not None
-        or request.sink is not None
         or request.skip_reading_prefix_cache is False
-        or request.stream_results
+        or any(
+            getattr(request, name) != field.default
+            for name, field in type(request).model_fields.items()
+            if name not in _THEIRS
+        )
     ):
         return None
     args: dict[str, Any] = {}

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from inspect_ai.event import ModelEvent
-from inspect_ai.model import ChatMessageUser, GenerateConfig
+from inspect_ai.model import ChatMessageAssistant, ChatMessageUser, GenerateConfig
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from inspect_lens.client import LensClient
 from inspect_lens.model import lens_config
+from inspect_lens.model._response import OPEN_GATES, with_open_gates
 from inspect_lens.spec import Add, Gate, LensRequest, parse_extra_args
 
 
@@ -78,4 +80,38 @@ def test_the_client_passes_on_what_an_answer_tells(server: Any) -> None:
             [{"role": "user", "content": "b"}], edits=[STAYS], open_gates=[STAYS.gates[0].key]
         )
         assert second.open_gates == (STAYS.gates[0].key,)
-    assert sent(server)[-2:] == [(), (STAYS.gates[0].key,)]
+        # The server may know the gate, by a name or as its operator's.
+        client.generate("c", open_gates=first.open_gates)
+    assert sent(server)[-3:] == [(), (STAYS.gates[0].key,), first.open_gates]
+
+
+@pytest.mark.parametrize("capture", [None, {"layers": [1]}])
+def test_a_gate_of_the_servers_own_is_told_to_be_open(
+    server: Any, run_eval: Any, model_of: Any, capture: Any
+) -> None:
+    key = FIRES.gates[0].key
+
+    @solver
+    def after_one() -> Solver:
+        async def solve(state: TaskState, generate: Generate) -> TaskState:
+            kept = {OPEN_GATES: {"keys": [key], "named": True}}
+            state.messages.append(ChatMessageAssistant(content="yes", metadata=kept))
+            state.messages.append(ChatMessageUser(content="go on"))
+            return await generate(state)
+
+        return solve
+
+    config = lens_config(capture=capture, base=GenerateConfig()) if capture else GenerateConfig()
+    log = run_eval(server, n=1, model=model_of(server), config=config, solver=after_one())
+    assert log.status == "success", log.error
+    assert sent(server) == [(key,)]
+
+
+@pytest.mark.parametrize(
+    "kept", [{}, {"keys": None}, {"keys": 5}, {"keys": "0" * 64}, {"keys": [5, "x", ["0"]]}, "x"]
+)
+def test_metadata_of_others_opens_nothing(kept: Any) -> None:
+    message = ChatMessageAssistant(content="x", metadata={OPEN_GATES: kept})
+    if isinstance(kept, dict):
+        kept["named"] = True
+    assert with_open_gates(None, [message]) is None

@@ -11,6 +11,7 @@ import pytest
 from inspect_lens import LensRequest
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import (
+    MOST_GATES,
     MOST_SCHEDULED,
     Add,
     Gate,
@@ -21,6 +22,7 @@ from inspect_lens.spec import (
     to_extra_args,
     to_wire_args,
 )
+from inspect_lens.spec._values import MOST_OF
 
 V = np.ones(4)
 FORM = {"op": "add", "vector": V.tolist(), "layers": [1], "positions": "completion"}
@@ -107,10 +109,14 @@ def test_rules_and_schedules_survive_the_wire_and_the_log() -> None:
     assert not {"bias", "active_above", "conversation", "reads"} & set(plain["when"])
 
 
-@pytest.mark.parametrize("keys", [["x"], ["A" * 64], ["0" * 64] * 65, [5]])
+@pytest.mark.parametrize("keys", [["x"], ["A" * 64], ["0" * 64] * 2049, [5]])
 def test_keys_are_hashes_and_not_many(keys: Any) -> None:
     with pytest.raises(SpecError, match="open_gates"):
         parse_extra_args({"inspect_lens": {"open_gates": keys}})
+
+
+def test_all_gates_that_a_request_can_have_may_be_open_in_the_next_one() -> None:
+    assert MOST_OF["open_gates"] == MOST_OF["edits"] * MOST_GATES
 
 
 def test_a_keys_gate_is_what_it_reads_and_how_it_decides() -> None:

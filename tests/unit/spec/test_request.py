@@ -249,6 +249,34 @@ def test_only_what_vllm_lens_has_words_for_is_spelled_its_way(changes: Any) -> N
     assert list(to_extra_args(steered)) == [key]
 
 
+FIELDS: dict[str, Any] = {
+    "capture": {"layers": [1]},
+    "edits": [{"op": "add", "vector": [[1.0] * 8], "layers": [1]}],
+    "edits_named": ["e"],
+    "probes": ["p"],
+    "configs": ["c"],
+    "server": False,
+    "hooks": [{"fn": {"cloudpickle": "aGk="}, "layer_indices": [1]}],
+    "qk": [1],
+    "lens": [1],
+    "sink": "s",
+    "open_gates": ["0" * 64],
+    "skip_reading_prefix_cache": False,
+    "stream_results": True,
+}
+
+
+@pytest.mark.parametrize("name", LensRequest.model_fields)
+def test_each_field_arrives_alone_and_beside_a_capture(name: str) -> None:
+    both = {"capture": FIELDS["capture"], name: FIELDS[name]}
+    # Of nothing else that comes token by token, there is nothing to stream.
+    for fields in [both] if name == "stream_results" else [both, {name: FIELDS[name]}]:
+        request = LensRequest.model_validate(fields)
+        back = parse_extra_args(json.loads(json.dumps(to_wire_args(to_extra_args(request)))))
+        assert back is not None
+        assert back.model_dump(mode="json") == request.model_dump(mode="json")
+
+
 def test_equal_requests_are_one_object_and_others_are_not() -> None:
     def parsed(**probe: Any) -> LensRequest:
         request = parse_extra_args({"inspect_lens": {"probes": [{"name": "p", **probe}, "q"]}})
