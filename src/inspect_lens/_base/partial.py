@@ -7,9 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import pybase64
+from pydantic_core import to_json
 
 from inspect_lens.errors import SpecError
-from inspect_lens.spec import GateReceipt, TensorData, decode_tensor, encode_tensor, judging
+from inspect_lens.spec import GateReceipt, TensorData, decode_tensor, encode_frame, judging
 
 from .to_torch import Tensors
 
@@ -51,7 +53,11 @@ class Partial:
 
     def split(self, most_bytes: int) -> Iterator[Partial]:
         """The same in pieces of about so many bytes at most, along the tokens."""
-        n = max(1, -(-self.nbytes // most_bytes))
+        n = -(-self.nbytes // most_bytes)
+        if n <= 1:
+            if self:
+                yield self
+            return
         for i in range(n):
             tensors: dict[str, TensorData] = {}
             positions: dict[str, Sequence[int]] = {}
@@ -66,22 +72,22 @@ class Partial:
             if piece:
                 yield piece
 
-    def to_json(self) -> dict[str, Any]:
-        """As it stands in an event; tensors not compressed, as in the binary transport."""
-        made: dict[str, Any] = {}
+    def to_json(self) -> bytes:
+        """An object of JSON, as it stands in an event."""
+        made: list[bytes] = []
         if self.scores:
-            made["probes"] = {name: list(scores) for name, scores in self.scores.items()}
+            scores = {name: list(scores) for name, scores in self.scores.items()}
+            made.append(b'"probes":%b' % to_json(scores))
         if self.tensors:
-            made["activations"] = {
-                name: {
-                    **encode_tensor(tensor, compress=False),
-                    **_said(self.positions[name]),
-                }
+            entries = [
+                b"%b:%b" % (to_json(name), _spelled(tensor, self.positions[name]))
                 for name, tensor in self.tensors.items()
-            }
+            ]
+            made.append(b'"activations":{%b}' % b",".join(entries))
         if self.gates:
-            made["gates"] = [gate.model_dump(mode="json") for gate in self.gates]
-        return made
+            gates = [gate.model_dump(mode="json") for gate in self.gates]
+            made.append(b'"gates":%b' % to_json(gates))
+        return b"{%b}" % b",".join(made)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Partial:
@@ -99,6 +105,12 @@ class Partial:
                 positions[name] = _read(entry, tensor, field_name)
             gates = tuple(map(GateReceipt.model_validate, value.get("gates") or ()))
         return cls(value.get("probes") or {}, tensors, positions, gates)
+
+
+def _spelled(tensor: TensorData, positions: Sequence[int]) -> bytes:
+    """A tensor as JSON, put together by hand: nothing in base64 has to be looked at again."""
+    entry, frame = encode_frame(tensor)
+    return b'{"data":"%b",%b' % (pybase64.b64encode(frame), to_json(entry | _said(positions))[1:])
 
 
 def _said(positions: Sequence[int]) -> dict[str, Any]:

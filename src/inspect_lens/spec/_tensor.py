@@ -123,15 +123,14 @@ def freeze_tensor(tensor: TensorData) -> TensorData:
     return TensorData(storage, tensor.dtype)
 
 
-def encode_tensor(tensor: TensorData, *, compress: bool = True) -> dict[str, Any]:
+def encode_tensor(tensor: TensorData) -> dict[str, Any]:
     """Encode a tensor as JSON: zstd level 1, then base64.
 
     Args:
         tensor: the tensor.
-        compress: whether to use zstd, which for a row or two takes longer than to send it.
 
     Returns:
-        `{"data", "dtype", "original_dtype", "shape", "compression"}`, the last with zstd alone.
+        `{"data", "dtype", "original_dtype", "shape", "compression"}`.
 
     Source:
         The wire form of vllm-lens 1.3.0; checked with bytes that package produced.
@@ -146,9 +145,6 @@ def encode_tensor(tensor: TensorData, *, compress: bool = True) -> dict[str, Any
         assert (value["shape"], value["dtype"]) == ([4], "float32")
         ```
     """
-    if not compress:
-        data = pybase64.b64encode_as_string(_bytes_of(tensor))
-        return {"data": data, **_entry(tensor)}
     # A fresh context per call: zstd contexts must not be shared between threads.
     frame = zstandard.ZstdCompressor(level=1).compress(_bytes_of(tensor))
     data = pybase64.b64encode_as_string(frame)
@@ -156,7 +152,7 @@ def encode_tensor(tensor: TensorData, *, compress: bool = True) -> dict[str, Any
 
 
 def encode_frame(tensor: TensorData) -> tuple[dict[str, Any], memoryview]:
-    """Encode a tensor for the binary transport: what `encode_tensor` says, and the bytes.
+    """Encode a tensor for the binary transport, or an event: what `encode_tensor` says, and bytes.
 
     Not compressed: activations in 16 bits lose a fifth of their bytes at most, and both sides
     would spend more time on that than a network of a data centre on the bytes.

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -315,7 +315,8 @@ class Collector:
                 return None
             found = pending.further(since, n_fed, settled)
         # Without the lock, for which all results wait: rows that have come do not change.
-        return replace(found, rows={kind: rows.copy() for kind, rows in found.rows.items()})
+        rows = {kind: rows.copy() for kind, rows in found.rows.items()}
+        return Further(rows, found.fired, found.attention)
 
     def has_further(
         self, key: str, since: Mapping[int, int], *, n_fed: int, settled: int | None

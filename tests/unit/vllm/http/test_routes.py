@@ -15,7 +15,7 @@ pytest.importorskip("fastapi")
 from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
-from inspect_lens._base.partial import PARTIAL_KEY
+from inspect_lens._base.partial import PARTIAL_KEY, Partial
 from inspect_lens._vllm.http.bodies import (
     SERVED,
     Answer,
@@ -133,7 +133,7 @@ def answer(
             SimpleNamespace(
                 index=i,
                 inspect_lens_json=result,
-                inspect_lens_partial_json=[{"probes": {"p": [0.5]}}],
+                inspect_lens_partial_json=[b'{"probes":{"p":[0.5]}}'],
             )
             for i, result in enumerate(results)
         ]
@@ -220,12 +220,16 @@ def told_in(body: Body, parts: list[bytes]) -> list[Any]:
     ]
 
 
+def piece(index: int, score: float) -> bytes:
+    return json.dumps({"index": index, "probes": {"p": [score]}}).encode()
+
+
 def scored(*scores: tuple[int, float], n_prompts: int) -> Body:
     """A body of whose choices scores have come."""
     body = Body(kind="text_completion")
     for _ in range(n_prompts):
         body.begin(SimpleNamespace(extra_args=None, n=2 // n_prompts))
-    body.parts = [Part(i, [{"index": i, "probes": {"p": [score]}}]) for i, score in scores]
+    body.parts = [Part(i, [piece(i, score)]) for i, score in scores]
     return body
 
 
@@ -248,7 +252,7 @@ def test_parts_of_several_prompts_keep_to_their_outputs_where_some_carry_nothing
     for score in (0.0, None, 0.2):
         choice = SimpleNamespace(index=0, inspect_lens_running=None)
         if score is not None:
-            choice.inspect_lens_partial_json = [{"probes": {"p": [score]}}]
+            choice.inspect_lens_partial_json = [Partial({"p": [score]}).to_json()]
         body.take(SimpleNamespace(outputs=[choice]), 1)
     event = b'data: {"choices": [{"index": 1, "text": "a"}]}\n\n'
     assert told_in(body, [event] * 3) == [1, [0.0], 1, 1, [0.2]]
@@ -256,7 +260,7 @@ def test_parts_of_several_prompts_keep_to_their_outputs_where_some_carry_nothing
 
 def test_pieces_of_a_large_part_have_events_of_their_own() -> None:
     body = scored((0, 0.0), (0, 0.2), n_prompts=1)
-    body.parts[0].pieces.append({"index": 0, "probes": {"p": [0.1]}})
+    body.parts[0].pieces.append(piece(0, 0.1))
     event = b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n'
     assert told_in(body, [event]) == [0, [0.0], [0.1], [0.2]]
 
@@ -281,7 +285,7 @@ def test_scores_of_a_chat_come_behind_the_tokens_of_their_choice_and_not_behind_
 def test_other_protocols_have_no_events_of_ours_between_theirs(path: str) -> None:
     body = read_body(path, b'{"model": "m@c", "messages": []}', None, configs={"m@c": "c"})
     assert body is not None
-    choice = SimpleNamespace(index=0, inspect_lens_partial_json=[{"probes": {"p": [1.0]}}])
+    choice = SimpleNamespace(index=0, inspect_lens_partial_json=[Partial({"p": [1.0]}).to_json()])
     body.take(SimpleNamespace(outputs=[choice]), 0)
     assert bool(body.parts) is (path == "/v1/chat/completions")
 
