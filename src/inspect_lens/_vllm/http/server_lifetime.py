@@ -16,6 +16,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import psutil
@@ -35,19 +37,25 @@ def end_engine_with_parent() -> None:
     """End this process with the one that started it, where it is an engine's own."""
     parent = multiprocessing.parent_process()
     if parent is not None and multiprocessing.current_process().name.startswith(_ENGINE):
-        # Loading a model takes minutes: the one that started it may have gone by now.
-        end_with(cast("int", parent.pid))
+        # Loading a model takes minutes: the one that started it may have gone by now. Under a fork
+        # server it is not the parent that the system knows.
+        _watch(cast("int", parent.pid), parent.is_alive)
 
 
 def end_with(parent: int) -> None:
     """End this process, and all below it, once its parent is gone."""
-    threading.Thread(target=_end_with, args=(parent,), name="inspect-lens-end", daemon=True).start()
+    _watch(parent, lambda: os.getppid() == parent)
 
 
-def _end_with(parent: int) -> None:
+def _watch(parent: int, is_there: Callable[[], bool]) -> None:
+    target = partial(_end_with, parent, is_there)
+    threading.Thread(target=target, name="inspect-lens-end", daemon=True).start()
+
+
+def _end_with(parent: int, is_there: Callable[[], bool]) -> None:
     # A signal that the kernel sends at the parent's end would come when the thread ends that
     # started this process, which may be long before.
-    while os.getppid() == parent:
+    while is_there():
         time.sleep(_POLL_S)
     logger.warning("inspect_lens: process %d, which started this one, is gone; ending", parent)
     deadline = time.monotonic() + _GRACE_S
