@@ -39,12 +39,20 @@ def end_engine_with_parent() -> None:
     if parent is not None and multiprocessing.current_process().name.startswith(_ENGINE):
         # Loading a model takes minutes: the one that started it may have gone by now. Under a fork
         # server it is not the parent that the system knows.
-        _watch(cast("int", parent.pid), parent.is_alive)
+        pid = cast("int", parent.pid)
+        _watch(pid, partial(_runs, pid))
 
 
 def end_with(parent: int) -> None:
     """End this process, and all below it, once its parent is gone."""
     _watch(parent, lambda: os.getppid() == parent)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _watch(parent: int, is_there: Callable[[], bool]) -> None:
