@@ -77,13 +77,13 @@ def auroc_metric(
     return compute
 
 
-@metric(scores="unreduced")
+@metric
 @shared_parameters
 def length_auroc(label: str = "label", interval: bool = False) -> Metric:
     """AUROC of the length of the text, whichever sign separates better.
 
     The length is the tokens that a probe read, to stand beside its AUROC, and of
-    `leakage_baseline` the words.
+    `leakage_baseline` the words. Of a sample with several epochs it is the first one's.
 
     Args:
         interval: also give DeLong's 95% interval, as `length_auroc_low` and `length_auroc_high`.
