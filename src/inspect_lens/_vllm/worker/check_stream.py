@@ -82,10 +82,10 @@ class StreamProbe:
 
     def judge(
         self, plain: Rows, added: Rows, size: float, replaced: int, *, is_overflown: bool
-    ) -> None:
-        """Raise where rows behind a replaced layer depend on what was added in front of it."""
+    ) -> UnsupportedError | None:
+        """A refusal where rows behind a replaced layer depend on what was added before it."""
         if is_overflown or not all(rows.isfinite().all() for rows in plain.values()):
-            raise self.refusal(
+            return self.refusal(
                 "rows of the start-up check are too large, or not finite; try another dtype"
             )
         put, vector = torch.from_numpy(self._vectors(size))
@@ -99,11 +99,12 @@ class StreamProbe:
                 if is_gone or bool((error > self._most[size]).any()):
                     around.append(str(self._taps[index - 1].layer))
         if around:
-            raise UnsupportedError(
+            return UnsupportedError(
                 f"INSPECT_LENS_LAYER_PATH={self._path!r}: these modules do not return the residual "
                 "stream: later layers do not see what was put in its place, and that alone, at "
                 f"layer {', '.join(around)}; name the decoder layers"
             )
+        return None
 
 
 def row_error(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

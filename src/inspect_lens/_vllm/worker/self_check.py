@@ -38,7 +38,7 @@ import torch
 from inspect_lens._engine.export.transport import Exporter
 from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._vllm.compat.engine_facts import is_compiled
-from inspect_lens.errors import CompatError
+from inspect_lens.errors import CompatError, UnsupportedError
 from inspect_lens.spec import SITE_TABLE, Edit, EngineFacts, EnginePath
 
 from .check_requests import (
@@ -134,9 +134,9 @@ def check_steps(
                 found += faults
                 n_compared = max(n_compared, sum(same))
                 paths.append(f"{own.path} ({shape.name})")
-        if named is not None and not found:
-            probe = StreamProbe(*named, stepper.state)
-            _check_stream(check, shapes, probe, is_eager=may_force_eager)
+        refused = None
+        if named is not None:
+            refused = _stream_refusal(check, shapes, named, is_eager=may_force_eager)
     finally:
         check.clear()
         inbox.close()
@@ -146,6 +146,8 @@ def check_steps(
             "would get wrong rows. Set INSPECT_LENS_DISABLE=1 to run without the lens, or try "
             "enforce_eager; please report it"
         )
+    if refused is not None:
+        raise refused
     if check.rows and not paths:
         logger.warning("inspect_lens: the start-up check has shown only that every tap fires")
         return
@@ -160,23 +162,31 @@ def check_steps(
     )
 
 
-def _check_stream(
-    check: _Check, shapes: list[_Shape], probe: StreamProbe, *, is_eager: bool
-) -> None:
-    """Refuse layers that were named by hand where nothing shows that they return the stream."""
-    for size, replaced in itertools.product(SIZES, (0, 1)):
-        try:
+def _stream_refusal(
+    check: _Check, shapes: list[_Shape], named: tuple[str, float], *, is_eager: bool
+) -> UnsupportedError | None:
+    """Why layers that were named by hand are not served: nothing shows that they return the stream.
+
+    All ranks run the same passes to the end, because only those that send rows can judge.
+    """
+    refused: UnsupportedError | None = None
+    try:
+        probe = StreamProbe(*named, check.stepper.state)
+        for size, replaced in itertools.product(SIZES, (0, 1)):
             shape = shapes[0]
             runs = []
             for edits in probe.edits(shape.length, size, replaced):
                 _empty_cache(check.runner)
                 runs.append(check.run(shape, is_eager=is_eager, edits=(edits, edits)))
-        except (IndexError, _NoPassError) as error:
-            raise probe.refusal(f"the start-up check could not run them ({error})") from error
-        if check.rows:
-            rows = [{tap: run.ring[i].float() for i, tap in enumerate(check.taps)} for run in runs]
-            is_overflown = any(run.exported.is_overflown for run in runs)
-            probe.judge(rows[0], rows[1], size, replaced, is_overflown=is_overflown)
+            if check.rows and refused is None:
+                rows = [{t: run.ring[i].float() for i, t in enumerate(check.taps)} for run in runs]
+                is_overflown = any(run.exported.is_overflown for run in runs)
+                refused = probe.judge(rows[0], rows[1], size, replaced, is_overflown=is_overflown)
+    except (IndexError, _NoPassError) as error:
+        return probe.refusal(f"the start-up check could not run them ({error})")
+    except UnsupportedError as error:
+        return error
+    return refused
 
 
 class _NoPassError(Exception):
@@ -198,7 +208,7 @@ class _Check:
         self.runner = runner
         # The wrapper would make the taps idle.
         self._dummy_run = getattr(runner._dummy_run, "inspect_lens_original", runner._dummy_run)
-        self._stepper = stepper
+        self.stepper = stepper
         self._inbox = inbox
         self._facts = facts
         self._scale = scale
@@ -215,23 +225,23 @@ class _Check:
     @property
     def can_steer(self) -> bool:
         """Whether there is a tap that may be written."""
-        return any(SITE_TABLE[tap.site].is_wide for tap in self._stepper.state.taps)
+        return any(SITE_TABLE[tap.site].is_wide for tap in self.stepper.state.taps)
 
     def vectors(self, shape: _Shape) -> torch.Tensor:
         """(positions or 1, hidden) of the steered request."""
-        rows = self._stepper.state.bank.vectors.shape[0] - 1
+        rows = self.stepper.state.bank.vectors.shape[0] - 1
         n = shape.length if rows >= shape.length else 1
         return torch.from_numpy(signs(n, self._facts.hidden) * np.float32(self._scale))
 
     def steering(self, shape: _Shape) -> tuple[tuple[Edit, ...], ...]:
         """Edits of the two requests where one of them is steered."""
-        state = self._stepper.state
+        state = self.stepper.state
         return (), steering(state, shape.length, self.vectors(shape)) if self.can_steer else ()
 
     def run(
         self, shape: _Shape, *, is_eager: bool, edits: tuple[tuple[Edit, ...], ...] = ((), ())
     ) -> _Run:
-        stepper, state = self._stepper, self._stepper.state
+        stepper, state = self.stepper, self.stepper.state
         n_rows, hidden = len(self.rows), state.ring.shape[1]
         ring = torch.zeros(n_rows, 2, shape.length, hidden, dtype=state.ring.dtype)
         silent = torch.zeros(n_rows, dtype=torch.bool)
@@ -271,7 +281,7 @@ class _Check:
 
     def clear(self) -> None:
         for start, stop in self._used:
-            self._stepper.state.ring[start:stop].zero_()
+            self.stepper.state.ring[start:stop].zero_()
 
     def _pass(self, shape: _Shape) -> None:
         # Of a later stage of a pipeline: what passes work on in place, and read again.
@@ -301,7 +311,7 @@ class _Check:
         On a GPU attention may be one of them, which then takes memory for the whole cache.
         """
         stance: Any = getattr(torch.compiler, "set_stance", None)
-        is_wanted = is_eager and stance is not None and not self._stepper.state.ring.is_cuda
+        is_wanted = is_eager and stance is not None and not self.stepper.state.ring.is_cuda
         return stance("force_eager") if is_wanted else nullcontext()
 
     def _path(self, modes: Sequence[str], *, is_eager: bool) -> EnginePath:

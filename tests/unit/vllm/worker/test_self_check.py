@@ -402,6 +402,33 @@ def test_layers_that_were_named_by_hand_have_to_be_the_stream(
         made.stepper.close()
 
 
+def test_ranks_run_the_same_passes_where_one_refuses_layers_that_were_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def passes(rank: int, hurt: Any = None) -> tuple[list[str], str]:
+        made, said = Worker(), ""
+        made.runner.hurt = hurt
+        if rank:
+            made.stepper._is_exporting = made.stepper._live._is_exporting = False
+        try:
+            made.check(rank=rank, named=("model.{i}", 4.0))
+        except (CompatError, UnsupportedError) as error:
+            said = str(error)
+        finally:
+            made.stepper.close()
+        return made.runner.ran, said
+
+    monkeypatch.setattr(check_requests, "_WAIT_S", 0.3)
+    # Later layers see nothing of what was before the second.
+    stuck = lambda i, mode, x: x if i != 1 else torch.full_like(x, 3.0)  # noqa: E731
+    silent = lambda i, mode, x: None if i == 1 and mode == "FULL" else x  # noqa: E731
+    for hurt, reason in ((stuck, "do not return the residual"), (silent, "did not write")):
+        (first, said), (second, nothing) = passes(0, hurt), passes(1, hurt)
+        assert reason in said
+        assert nothing == ""
+        assert first == second
+
+
 def test_layers_of_one_tap_cannot_be_told_from_others(worker: Worker) -> None:
     state = SimpleNamespace(taps=TAPS[:1], ring=worker.state.ring)
     with pytest.raises(UnsupportedError, match=r"cannot be told: .* two or more in INSPECT_LENS_"):
