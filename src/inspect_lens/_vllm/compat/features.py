@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -190,6 +190,14 @@ def all_off() -> dict[Feature, str]:
 def require(feature: Feature) -> None:
     if (reason := is_off(feature)) is not None:
         raise UnsupportedError(f"{FEATURES[feature]}: off in this server: {reason}")
+
+
+def queued(waiting: Any) -> Iterable[Any]:
+    """What is in a queue of vLLM's scheduler, in any order.
+
+    One by priority sorts where it is iterated, which takes 20 ms of 5,000 requests.
+    """
+    return getattr(waiting, "_heap", waiting)  # type: ignore[no-any-return]
 
 
 def busy(message: str) -> Exception:

@@ -6,9 +6,13 @@ stays in vLLM's own queue, where it can be cancelled like any other. Edited requ
 order in which they came, because small ones would otherwise pass a large one for good. Requests
 without edits pass.
 
-What a request takes is known exactly where it is placed as a worker would place it, since requests
-share what they have in common. That costs time, so it is done only while a number that every
-request brings along, of what it takes at most, says that the table might be too small.
+How many numbers a request takes is known exactly where it is placed in a table of the same size,
+since requests share what they have in common. That costs time, so it is done only while a number
+that every request brings along, of what it takes at most, says that the table might be too small.
+
+Where free rows lie in a worker's table is not known here. What needs several in a row (a gate that
+keeps an average, a direction that is wider than a row) is refused by the worker where there are
+enough, but scattered.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from typing import Any
 from inspect_lens._engine.protocol.envelope import HASH_KEY, NUMBERS_KEY, Envelope
 from inspect_lens._engine.protocol.readouts import share_of
 from inspect_lens._engine.tap.edit_table import Placements, Steering
+from inspect_lens._vllm.compat.features import queued
 from inspect_lens.errors import CapacityError, LensError
 from inspect_lens.spec import ENVELOPE_KEY, EngineFacts
 
@@ -71,6 +76,8 @@ class EditQueue:
         """By request; None for one that a worker has to judge."""
         self._first: tuple[str, float] | None = None
         """The first of those that wait, and since when."""
+        self._is_full = False
+        """Whether that one has had no room, and what is placed has not changed since."""
         self._is_told = False
 
     @property
@@ -112,6 +119,10 @@ class EditQueue:
         for key in keys:
             if (request := self._waiting.pop(key, None)) is not None:
                 self._started[key] = request
+                if self._table is not None and self._placed.get(key) is None:
+                    # The worker may have room for what was not asked for here.
+                    self._placed[key] = self._place(key, request, may_fail=True)
+                    self._is_full = False
 
     def held_back(self, n_free: int, *, is_in_order: bool = True) -> list[Any]:
         """Requests that the next step must not start.
@@ -124,7 +135,7 @@ class EditQueue:
         if self._most <= self._facts.bank_rows:
             self._table = None
             self._placed.clear()
-            self._first = None
+            self._first, self._is_full = None, False
             return []
         if not self._waiting or n_free <= 0:
             return []
@@ -147,22 +158,26 @@ class EditQueue:
 
     def _may_start(self, key: str, request: Any) -> bool:
         """Whether the first of those that wait has room now, or need not wait any longer."""
-        try:
-            # With the table to itself it waits for nobody.
-            self._placed[key] = self._place(key, request, may_fail=not self._placed)
-        except CapacityError:
-            if not self._is_told:
-                self._is_told = True
-                logger.warning(
-                    "inspect_lens: requests wait, since the edits of those that run fill the edit "
-                    "table; INSPECT_LENS_BANK_BYTES makes it larger"
-                )
-            if self._first is None or self._first[0] != key:
-                self._first = key, self._now()
-            if self._now() - self._first[1] < self._most_s:
-                return False
-            self._placed[key] = None
-        self._first = None
+        if self._first is None or self._first[0] != key:
+            self._first, self._is_full = (key, self._now()), False
+        if not self._is_full:
+            try:
+                # With the table to itself it waits for nobody.
+                self._placed[key] = self._place(key, request, may_fail=not self._placed)
+            except CapacityError:
+                self._is_full = True
+                if not self._is_told:
+                    self._is_told = True
+                    logger.warning(
+                        "inspect_lens: requests wait, since the edits of those that run fill the "
+                        "edit table; INSPECT_LENS_BANK_BYTES makes it larger"
+                    )
+            else:
+                self._first = None
+                return True
+        if self._now() - self._first[1] < self._most_s:
+            return False
+        self._placed[key] = self._first = None
         return True
 
     def _new_table(self) -> Placements:
@@ -189,6 +204,10 @@ class EditQueue:
         return steering
 
     def _take_back(self, key: str) -> None:
+        if self._first is not None and self._first[0] == key:
+            self._first = None
+        if key in self._placed:
+            self._is_full = False
         steering = self._placed.pop(key, None)
         if self._table is not None:
             self._table.drop_history(key)
@@ -199,10 +218,13 @@ class EditQueue:
 @contextmanager
 def kept_back(scheduler: Any, requests: list[Any]) -> Iterator[None]:
     """Take requests out of the queue of a scheduler for one step."""
+    waiting = scheduler.waiting
+    # vLLM has other queues, too. What stands there must not come into this one.
+    here = set(map(id, queued(waiting))) if requests else set()
+    requests = [request for request in requests if id(request) in here]
     if not requests:
         yield
         return
-    waiting = scheduler.waiting
     before = list(waiting) if isinstance(waiting, deque) else []
     is_all = len(before) == len(requests)
     if is_all:

@@ -1,4 +1,4 @@
-"""Requests whose edits do not fit the table wait, in order, and a worker never refuses one."""
+"""Requests whose edits do not fit the table wait, in order, instead of being refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from inspect_lens._engine.protocol.envelope import Envelope, seal
 from inspect_lens._engine.tap.edit_table import Placements, Steering
-from inspect_lens._vllm.engine_core.edit_queue import EditQueue
+from inspect_lens._vllm.engine_core.edit_queue import EditQueue, kept_back
 from inspect_lens._vllm.engine_core.scheduler import SCHEDULER_WRAPPERS, StepRows
 from inspect_lens.errors import CapacityError
 from inspect_lens.spec import ENVELOPE_KEY, Add, EngineFacts, LensRequest
@@ -242,6 +242,85 @@ def test_the_wait_and_the_queue_are_bounded_and_the_worker_refuses_what_is_beyon
     assert scheduler.refused == ["3", "1"]
     # The next one's time begins when it is the first.
     assert scheduler.began == ["0", "3", "1"]
+
+
+def test_what_waits_is_looked_at_again_only_when_something_was_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known, looked_at = facts(bank_rows=3), []
+    place = EditQueue._place
+
+    def counting(self: EditQueue, key: str, one: Any, *, may_fail: bool) -> Any:
+        looked_at.append(key)
+        return place(self, key, one, may_fail=may_fail)
+
+    monkeypatch.setattr(EditQueue, "_place", counting)
+    scheduler = Scheduler(known, Queue())
+    large, second, third = (
+        request(str(i), seeds, known) for i, seeds in enumerate([(1, 2), (3, 4), (5, 6)])
+    )
+    add(scheduler, large)
+    add(scheduler, second)
+    for _ in range(3):
+        step(scheduler)
+    assert looked_at == ["0", "1"]
+    add(scheduler, third)
+    step(scheduler)
+    scheduler.end(third)
+    step(scheduler)
+    assert looked_at == ["0", "1"], "one that waits holds nothing that it could give back"
+    scheduler.end(large)
+    step(scheduler)
+    assert scheduler.began == ["0", "1"]
+
+
+def test_one_that_came_back_under_its_name_is_looked_at_anew() -> None:
+    known = facts(bank_rows=3)
+    scheduler = Scheduler(known, Queue())
+    large, second = (request(str(i), seeds, known) for i, seeds in enumerate([(1, 2), (3, 4)]))
+    add(scheduler, large)
+    add(scheduler, second)
+    step(scheduler)
+    scheduler.end(second)
+    step(scheduler)
+    add(scheduler, request("1", (1, 2), known, positions=(0,)))
+    step(scheduler)
+    assert scheduler.began == ["0", "1"]
+
+
+def test_what_starts_without_having_waited_takes_its_rows_as_well() -> None:
+    known = facts(bank_rows=3)
+    scheduler = Scheduler(known, Queue(), most_waiting=1)
+    first, waits, beyond, later = (
+        request(str(i), seeds, known) for i, seeds in enumerate([(1, 2), (3, 4), (5,), (6,)])
+    )
+    for one in (first, waits, beyond):
+        add(scheduler, one)
+    step(scheduler)
+    assert scheduler.began == ["0", "2"], "one waits, and the worker has room for the next"
+    scheduler.end(first)
+    add(scheduler, later)
+    step(scheduler)
+    step(scheduler)
+    assert (scheduler.began, scheduler.refused) == (["0", "2", "1"], [])
+
+
+@pytest.mark.parametrize("name", ["FCFSRequestQueue", "PriorityRequestQueue"])
+def test_only_what_stands_in_the_queue_is_taken_out_of_it_and_put_back(name: str) -> None:
+    from vllm.v1.core.sched import request_queue
+
+    class One(Request):
+        __hash__ = object.__hash__
+
+    elsewhere, kept, free = (One(request_id=str(i), priority=0, arrival=i) for i in range(3))
+    for stays in ([free], [free, kept]):
+        waiting = getattr(request_queue, name)()
+        for one in stays:
+            waiting.add_request(one)
+        before = list(waiting)
+        with kept_back(SimpleNamespace(waiting=waiting), [elsewhere, kept]):
+            assert list(waiting) == [free]
+        assert list(waiting) == before
 
 
 def test_a_fault_of_ours_starts_requests_as_vllm_would(monkeypatch: pytest.MonkeyPatch) -> None:
