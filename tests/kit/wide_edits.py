@@ -53,13 +53,14 @@ def wide_state(
 
 
 def admitted_at(edit: EditBase, facts: EngineFacts, state: TapState) -> int:
-    """Put an edit of all tokens into the table, and return its configuration."""
+    """Put an edit of all tokens or of all sampled ones into the table, and return its
+    configuration."""
     request = LensRequest(edits=[edit])
     check_request(request, facts)
     envelope = Envelope.unpack(
         dict(seal(request, facts, reply="", n_prompt=4, max_tokens=4).pack())
     )
     bank = Bank(state.bank, state.shares)
-    config = bank.admit(envelope, {tap: i for i, tap in enumerate(state.taps)}).config
+    steering = bank.admit(envelope, {tap: i for i, tap in enumerate(state.taps)})
     bank.flush()
-    return config
+    return steering.config if steering.named is None else steering.named.behind

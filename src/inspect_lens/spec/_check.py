@@ -71,7 +71,7 @@ def check_edits(edits: Sequence[EditBase], facts: EngineFacts) -> int:
         for gate in edit.gates:
             read_at = _check_gate(gate, edit, facts, f"{field}.when")
             if gate.is_lasting:
-                latches.add(gate.content)
+                latches.add((gate.content, gate.conversation))
             else:
                 gates.add((gate.content, edit.positions, edit.phase))
             if gate.reads_prompt:

@@ -389,7 +389,7 @@ class Rule(WireModel):
     @property
     def content(self) -> tuple[object, ...]:
         """What makes two rules the same."""
-        return tuple(tuple(part.content for part in getattr(self, name)) for name in self.names)
+        return tuple(tuple(map(_told_apart, getattr(self, name))) for name in self.names)
 
     @model_serializer(mode="wrap")
     def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -402,6 +402,11 @@ When: TypeAlias = Annotated[
 ]
 """A gate, or a rule that joins several."""
 Rule.model_rebuild()
+
+
+def _told_apart(part: Gate | Rule) -> tuple[object, ...]:
+    # Only one that may stay open is open where an earlier request has opened it.
+    return (part.content, part.conversation) if isinstance(part, Gate) else part.content
 
 
 def _depth(rule: Rule) -> int:

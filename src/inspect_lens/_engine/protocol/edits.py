@@ -206,12 +206,12 @@ class _Sealing:
             return
         factors = [] if gate == _ALWAYS else [(gate, False)]
         if (match := sampled_match(edit.positions)) is not None:
-            register = self._register(token_gate_key(match))
+            register = self._register(token_gate_key(match), self._registers)
             looks = token_gate(match, width, register)
             self._note((token_gate_key(match), width, register, n), looks, edit, where)
             factors.append((register, False))
         if edit.schedule is not None:
-            register = self._register((edit.schedule,))
+            register = self._register((edit.schedule,), self._registers)
             looks = edit.schedule.instruction(register, self._n_prompt)
             self._note((edit.schedule, self._n_prompt, register, n), looks, edit, where)
             factors.append((register, False))
@@ -244,18 +244,19 @@ class _Sealing:
         known = self._latches if gate.is_lasting else self._registers
         content = gate.content, gate.conversation, read_at
         is_open = gate.conversation and gate.key in self._opened
-        if content not in known:
-            known[content] = gate.first_register + len(known)
+        is_new = content not in known
+        register = gate.first_register + self._register(content, known)
+        if is_new:
             room = max(self._n_max - self._n_prompt, 1) if gate.is_running else 0
-            one = gate.instruction(known[content])
-            made = made_once((gate.content, known[content]), partial(_repeated, one, 1))
+            one = gate.instruction(register)
+            made = made_once((gate.content, register), partial(_repeated, one, 1))
             key = gate.key if gate.conversation else ""
             self.made.append(
                 EditEnvelope(
                     gate.site, (gate.layer,), made, *read_at, room, key=key, is_open=is_open
                 )
             )
-        return _ALWAYS if is_open else known[content]
+        return _ALWAYS if is_open else register
 
     def _product(self, factors: list[tuple[int, bool]], edit: EditBase, where: _Where) -> int:
         """A register with the product of several, some of them denied."""
@@ -268,18 +269,20 @@ class _Sealing:
     def _join(
         self, parts: list[tuple[int, bool]], how: float, edit: EditBase, where: _Where
     ) -> int:
-        register = self._register((tuple(parts), how, where))
+        register = self._register((tuple(parts), how, where), self._registers)
         for i, (source, is_denied) in enumerate(parts):
             params = (how if i else _FIRST, float(register), float(is_denied), 0.0)
             one = Instruction(Kind.JOIN, None, None, params, True, source)
             self._note((Kind.JOIN, params, source, len(edit.layers)), one, edit, where)
         return register
 
-    def _register(self, content: tuple[object, ...]) -> int:
-        register = self._registers.setdefault(content, len(self._registers))
-        if register >= N_REGISTERS:
+    def _register(self, content: tuple[object, ...], known: dict[tuple[object, ...], int]) -> int:
+        """The number of some content in its block of registers."""
+        most = N_LATCHES if known is self._latches else N_REGISTERS
+        register = known.setdefault(content, len(known))
+        if register >= most:
             raise SpecError(
-                f"edits: their gates, rules and schedules need more than {N_REGISTERS} registers; "
+                f"edits: their gates, rules and schedules need more than {most} registers; "
                 "join fewer"
             )
         return register

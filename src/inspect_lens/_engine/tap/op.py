@@ -58,10 +58,12 @@ def edit_rows(
             seen = torch.where(again, stream + delta, seen)
             norm = torch.linalg.vector_norm(seen, dim=-1, keepdim=True)
         x = torch.zeros_like(norm)
-        if bool(read.any()):
-            directions = vectors_at(bank, read, width)
-            x = (directions * seen).sum(-1, keepdim=True)
         kind = (code & (SEES_EDITS - 1)).unsqueeze(-1)
+        if bool(read.any()):
+            # A schedule is no row of the site, and takes fewer rows of the table than one.
+            is_row = kind.squeeze(-1) != Kind.SCHEDULE
+            directions = vectors_at(bank, torch.where(is_row, read, 0), width)
+            x = (directions * seen).sum(-1, keepdim=True)
         params, register = bank.params[entry], (code >> GATE_SHIFT).long() - 1
         factor, share = _maps(kind, params, x, norm, before)
         # Most chains have edits alone.

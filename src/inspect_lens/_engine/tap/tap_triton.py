@@ -208,9 +208,12 @@ def _tap(  # noqa: C901, PLR0915
                 position = _keep(numbers + 4) + _keep(header + 2)
                 entry = row
                 while entry != 0:
+                    kind = code & (SEES_EDITS - 1)
                     vector = vectors + read.to(tl.int64) * ROW + offsets
+                    # A schedule is no row of the site, and takes fewer rows of the table than one.
+                    is_row = (read != 0) & (kind != SCHEDULE)
                     direction = tl.load(
-                        vector, inside & (read != 0), other=0.0, eviction_policy="evict_last"
+                        vector, inside & is_row, other=0.0, eviction_policy="evict_last"
                     )
                     target = vectors + write.to(tl.int64) * ROW + offsets
                     is_other = (write != 0) & (write != read)
@@ -225,7 +228,6 @@ def _tap(  # noqa: C901, PLR0915
                     squares, x = tl.reduce((seen * seen, direction * seen), 0, _add_both)
                     norm = tl.sqrt(squares)
                     before = tl.where(before < 0, norm, before)
-                    kind = code & (SEES_EDITS - 1)
                     register = (code >> GATE_SHIFT) - 1
                     z = x + a
                     activation = tl.where(z > b, z, 0.0)

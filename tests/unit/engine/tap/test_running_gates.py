@@ -12,11 +12,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inspect_lens._engine.protocol.edits import seal_edits
 from inspect_lens._engine.protocol.envelope import seal
 from inspect_lens._engine.protocol.programs import COUNT_SHIFT, LAST_SHIFT, RECENT_BITS, open_among
 from inspect_lens._engine.tap.edit_table import Bank
 from inspect_lens.errors import CapacityError, SpecError, UnsupportedError
-from inspect_lens.spec import N_LATCHES, Add, Gate, LensRequest, check_request
+from inspect_lens.spec import (
+    N_LATCHES,
+    N_REGISTERS,
+    Add,
+    EditBase,
+    Gate,
+    LensRequest,
+    Rule,
+    check_request,
+)
 from tests.kit.edit_cases import random_rows
 from tests.kit.edit_table import N_FED, configs_of, facts, make_state, run, sealed, streams
 from tests.kit.gate_twin import expected_gate
@@ -242,3 +252,31 @@ def test_the_engines_facts_decide_what_a_running_gate_can_be() -> None:
     check_request(LensRequest(edits=many[:N_LATCHES]), facts())
     with pytest.raises(SpecError, match=r"5 different gates of scope='next' or 'rest'.*4 at most"):
         check_request(LensRequest(edits=many), facts())
+
+
+def test_a_gate_of_a_conversation_is_another_one_and_all_have_a_register() -> None:
+    v, *probes = random_rows(9, 5)
+
+    def asked(probe: Any, conversation: bool) -> Gate:
+        return Gate(direction=probe, layer=0, scope="rest", conversation=conversation)
+
+    def edits(rules: list[Any]) -> list[EditBase]:
+        return [Add(vector=v, layers=[1], when=one, positions="completion") for one in rules]
+
+    both = [asked(probes[0], flag) for flag in (False, True)]
+    two = [asked(probes[1], flag) for flag in (False, True)]
+    check_request(LensRequest(edits=edits([*both, *two])), facts())
+    many = edits([*(asked(probe, False) for probe in probes), both[1]])
+    with pytest.raises(SpecError, match="5 different gates of scope='next' or 'rest'"):
+        check_request(LensRequest(edits=many), facts())
+    with pytest.raises(SpecError, match=f"more than {N_LATCHES} registers"):
+        seal_edits(many, 4, 8, facts().width_of)
+    # Rules over them are different ones, too.
+    rules = [Rule(all=[a, b]) for a in both for b in two]
+    others = [Gate(direction=probe, layer=0) for probe in random_rows(10, N_REGISTERS - 4)]
+    check_request(LensRequest(edits=edits([*rules, *others])), facts())
+    others.append(Gate(direction=v, layer=0))
+    with pytest.raises(SpecError, match=f"{N_REGISTERS + 1} different gates"):
+        check_request(LensRequest(edits=edits([*rules, *others])), facts())
+    with pytest.raises(SpecError, match=f"more than {N_REGISTERS} registers"):
+        seal_edits(edits([*rules, *others]), 4, 8, facts().width_of)

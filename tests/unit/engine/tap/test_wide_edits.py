@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ from inspect_lens.spec import (
     Renormalise,
     Replace,
     Scale,
+    Schedule,
     Zero,
     check_edits,
 )
@@ -110,6 +113,19 @@ def test_an_expert_can_be_switched_off() -> None:
     found = edited(edit, facts, rows)
     assert (found.argsort(axis=1)[:, 0] == 3).all()
     assert np.array_equal(np.delete(found, 3, axis=1), np.delete(rows, 3, axis=1))
+
+
+def test_a_schedule_takes_less_of_the_table_than_a_row_of_the_site() -> None:
+    # The table ends behind the schedule.
+    facts = replace(wide_facts("z", WIDTH, HEADS, row=6), bank_rows=4)
+    state, rows = wide_state(facts, torch.float32, torch.device("cpu")), random_rows(4, 1, WIDTH)
+    fading = Schedule(points=[(0, 0.5), (6, 0.0)])
+    edit = Zero(layers=[1], site="z", positions="completion", schedule=fading)
+    found = torch.from_numpy(rows.copy())
+    first = state.bank.table[admitted_at(edit, facts, state), 1].repeat(1)
+    owners = torch.tensor([[0, 4]], dtype=torch.int32)
+    assert not len(edit_rows(found, None, first, state.bank, owners))
+    np.testing.assert_allclose(found.numpy(), rows / 2, rtol=1e-6)
 
 
 def test_directions_of_several_rows_come_and_go() -> None:
