@@ -416,6 +416,8 @@ def test_edits_of_rows_of_another_width_equal_the_reference(
     part = {"heads": [1, 3]} if heads else {"neurons": [0, width - 1, 5]}
     edits += [Zero(layers=[layer], site=site, **part)]
     edits += [Scale(layers=[layer], site=site, factor=0.5, **part)]
+    fading = Schedule(half_life=2.0)
+    edits += [Zero(layers=[layer], site=site, positions="completion", schedule=fading)]
     for edit in edits:
         state = wide_state(facts, dtype, device)
         config = admitted_at(edit, facts, state)
@@ -424,6 +426,7 @@ def test_edits_of_rows_of_another_width_equal_the_reference(
         expected, before = hidden.clone(), hidden.clone()
         state.tokens[:n, 0] = torch.tensor([0, *[config] * (n - 1)], device=device)
         state.tokens[:n, 1] = -1
+        state.tokens[:n, 4] = torch.arange(n, device=device)
         state.header[0] = n
         state.flags.fill_(1)
         rows = state.bank.table[:, layer][state.tokens[:n, 0].long()]

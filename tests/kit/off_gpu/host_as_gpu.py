@@ -34,6 +34,7 @@ class HostAsGpu(TorchFunctionMode):
         if func is torch.Tensor.pin_memory:
             return args[0]
         named = dict(kwargs or {})
+        named.pop("pin_memory", None)
         if "device" in named:
             named["device"] = _on_host(named["device"])
         # To strings it does nothing: they are equations and modes, too.

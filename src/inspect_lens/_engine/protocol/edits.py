@@ -325,11 +325,18 @@ def check_room(edits: Sequence[EditEnvelope], n_max: int, facts: EngineFacts) ->
         )
 
 
+def own_rows(edits: Sequence[EditEnvelope], hidden: int) -> int:
+    """Vectors of the edit table that gates keep, which no two requests share."""
+    rows = sum(history_rows(edit.room, hidden) for edit in edits if edit.room)
+    return rows + sum(N_PROMPT_ROWS for edit in edits if edit.prompt_from is not None)
+
+
 def most_numbers(edits: Sequence[EditEnvelope], hidden: int) -> int:
-    """Vectors, instructions or configurations of the edit table, whichever are more, at most."""
-    vectors = sum(history_rows(edit.room, hidden) for edit in edits if edit.room)
-    vectors += sum(N_PROMPT_ROWS for edit in edits if edit.prompt_from is not None)
-    vectors += sum(-(-len(row) // (4 * hidden)) for edit in edits for row in edit.made.data)
+    """Vectors, instructions or configurations of the edit table, whichever are more, at most.
+
+    Those that requests with equal edits share.
+    """
+    vectors = sum(-(-len(row) // (4 * hidden)) for edit in edits for row in edit.made.data)
     # Tokens in front of the end of the prompt, those behind it, and those that are listed.
     kinds = 2 + len({p for edit in edits for p in edit.positions or ()})
     chain = sum(max(map(len, at_layer)) for edit in edits for at_layer in edit.programs)
@@ -405,9 +412,8 @@ class SealedEdits:
     """The edits of a request, in order."""
 
     edits: tuple[EditEnvelope, ...] = ()
-    most_numbers: int = 0
-    """Numbers that it takes of the table of vectors, or of another one, at most; known where a
-    request is sealed."""
+    numbers: tuple[int, int] = (0, 0)
+    """`most_numbers` and `own_rows` of it; known where a request is sealed."""
     _packed: dict[Path | None, bytes] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
@@ -511,7 +517,8 @@ def seal_request_edits(
         return known[2]
     edits = seal_edits(request.edits, n_prompt, n_max, facts.width_of, request.open_gates)
     check_room(edits, n_max, facts)
-    sealed = SealedEdits(edits, most_numbers(edits, facts.hidden))
+    numbers = most_numbers(edits, facts.hidden), own_rows(edits, facts.hidden)
+    sealed = SealedEdits(edits, numbers)
     if _suits_any_prompt(request.edits):
         _SEALED.keep(key, (request, facts, sealed), request.tensor_bytes)
     return sealed

@@ -51,7 +51,7 @@ HASH_KEY = "hash"
 _STREAMED_KEY = "streamed"
 """Of a packed envelope: `Envelope.is_streamed`."""
 NUMBERS_KEY = "numbers"
-"""Of a packed envelope: `SealedEdits.most_numbers`."""
+"""Of a packed envelope: `SealedEdits.numbers`."""
 KEPT_KEY = "kept"
 """Of a packed envelope: what the scheduler has to know, see `Envelope._kept`."""
 CACHED_KEY = "cached"
@@ -195,7 +195,7 @@ class Envelope:
                 "reply": self.reply,
                 "pid": self.pid,
                 HASH_KEY: self.steer_hash,
-                NUMBERS_KEY: self.edited.most_numbers,
+                NUMBERS_KEY: self.edited.numbers,
                 KEPT_KEY: self._kept,
                 LENS_KEY: None if self.lens is None else self.lens.lens,
                 _STREAMED_KEY: self.is_streamed,

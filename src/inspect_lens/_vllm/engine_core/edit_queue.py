@@ -67,7 +67,8 @@ class EditQueue:
         self._started: dict[str, Any] = {}
         """Those that have, pre-empted ones too."""
         self._contents: dict[str, list[int]] = {}
-        """By content: numbers of the table that it takes at most, and how many requests have it."""
+        """By content: numbers of the table that its requests share, at most, and how many they
+        are."""
         self._most = 0
         """Numbers that all of them take at most."""
         self._table: Placements | None = None
@@ -97,8 +98,9 @@ class EditQueue:
         if content is None or key in self._started or key in self._waiting:
             return
         self._waiting[key] = request
-        known = self._contents.setdefault(content, [sealed[NUMBERS_KEY], 0])
-        self._most += 0 if known[1] else known[0]
+        shared, own = sealed[NUMBERS_KEY]
+        known = self._contents.setdefault(content, [shared, 0])
+        self._most += own + (0 if known[1] else shared)
         known[1] += 1
 
     def forget(self, keys: Iterable[str]) -> None:
@@ -106,8 +108,10 @@ class EditQueue:
         for key in keys:
             request = self._started.pop(key, None) or self._waiting.pop(key, None)
             if request is not None:
-                content = sealed_of(request)[HASH_KEY]
+                sealed = sealed_of(request)
+                content = sealed[HASH_KEY]
                 known = self._contents[content]
+                self._most -= sealed[NUMBERS_KEY][1]
                 known[1] -= 1
                 if not known[1]:
                     self._most -= known[0]

@@ -20,7 +20,7 @@ from inspect_lens._engine.tap.edit_table import Placements, Steering
 from inspect_lens._vllm.engine_core.edit_queue import EditQueue, kept_back
 from inspect_lens._vllm.engine_core.scheduler import SCHEDULER_WRAPPERS, StepRows
 from inspect_lens.errors import CapacityError
-from inspect_lens.spec import ENVELOPE_KEY, Add, EngineFacts, LensRequest
+from inspect_lens.spec import ENVELOPE_KEY, Add, EngineFacts, Gate, LensRequest
 from tests.kit.edit_cases import WIDTH
 from tests.kit.edit_table import LAYERS, facts
 
@@ -35,7 +35,13 @@ class Request(SimpleNamespace):
 
 
 def request(
-    key: str, seeds: tuple[int, ...], known: EngineFacts, *, positions: Any = "all"
+    key: str,
+    seeds: tuple[int, ...],
+    known: EngineFacts,
+    *,
+    positions: Any = "all",
+    when: Gate | None = None,
+    max_tokens: int = 4,
 ) -> Request:
     """One that adds some vectors to all layers; seeds say which."""
     edits = [
@@ -43,13 +49,15 @@ def request(
             vector=np.random.default_rng(seed).standard_normal(WIDTH).astype("f4"),
             layers=LAYERS,
             positions=positions,
+            when=when,
         )
         for seed in seeds
     ]
     extra: dict[str, Any] = {}
     if edits:
         asked = LensRequest(edits=tuple(edits))
-        extra[ENVELOPE_KEY] = dict(seal(asked, known, reply="r", n_prompt=9, max_tokens=4).pack())
+        envelope = seal(asked, known, reply="r", n_prompt=9, max_tokens=max_tokens)
+        extra[ENVELOPE_KEY] = dict(envelope.pack())
     return Request(
         request_id=key,
         sampling_params=SimpleNamespace(extra_args=extra),
@@ -126,6 +134,7 @@ class Scheduler:
         for key in self.finished_req_ids:
             if (steering := self.held.pop(key, None)) is not None:
                 self.table.release(steering)
+                self.table.drop_history(key)
         self.finished_req_ids = set()
         new = []
         while len(self.waiting) and len(self.running) < SEQS:
@@ -137,6 +146,7 @@ class Scheduler:
                 envelope = Envelope.unpack(one.sampling_params.extra_args[ENVELOPE_KEY])
                 try:
                     self.held[one.request_id] = self.table.admit(envelope, self.tap_index)
+                    self.table.keep_history(one.request_id, 0, envelope, self.tap_index)
                 except CapacityError:
                     self.refused.append(one.request_id)
         return SimpleNamespace(scheduled_new_reqs=new)
@@ -225,6 +235,27 @@ def test_what_requests_have_in_common_is_counted_once() -> None:
     step(scheduler)
     assert len(scheduler.began) == SEQS
     assert scheduler.refused == []
+
+
+def test_what_gates_keep_is_counted_for_each_request() -> None:
+    # Two rows that they share, and for each request those of 96 decisions.
+    known = facts(bank_rows=12)
+    gate = Gate(direction=np.ones(WIDTH), layer=0, scope="next")
+    scheduler = Scheduler(known, Queue())
+    requests = [
+        request(str(i), (1,), known, positions="completion", when=gate, max_tokens=96)
+        for i in range(SEQS)
+    ]
+    for one in requests:
+        add(scheduler, one)
+    step(scheduler)
+    assert (scheduler.began, scheduler.refused) == (["0", "1"], [])
+    for one in requests:
+        scheduler.end(one)
+        step(scheduler)
+    assert (len(scheduler.began), scheduler.refused) == (SEQS, [])
+    assert scheduler.inspect_lens_edits.is_idle
+    assert scheduler.inspect_lens_edits._most == 0
 
 
 def test_the_wait_and_the_queue_are_bounded_and_the_worker_refuses_what_is_beyond() -> None:
