@@ -21,6 +21,7 @@ from typing import Any
 import aiohttp
 import psutil
 import urllib3
+from pydantic_core import from_json
 
 from inspect_lens.client import fetch_here
 from inspect_lens.spec import Add, SteeringVector, to_wire_args
@@ -186,19 +187,23 @@ async def ask_all(
         timeout=aiohttp.ClientTimeout(total=limit_s),
     ) as session:
 
-        async def ask(content: bytes) -> dict[str, Any]:
+        async def ask(content: bytes) -> tuple[dict[str, Any], bytes]:
             async with session.post("/v1/completions", data=content, headers=headers) as response:
                 text = await response.read()
                 if response.status != 200:
                     raise RuntimeError(f"HTTP {response.status}: {text[:1000]!r}")
                 streams = response.content_type == "text/event-stream"
-            answer: dict[str, Any] = joined(text) if streams else json.loads(text)
+            events = text if streams else b""
+            if streams:  # the others are read when the clock has stopped
+                with_handle = (line[6:] for line in events.splitlines() if b'"handle"' in line)
+                text = next(with_handle, b"{}")
+            answer: dict[str, Any] = json.loads(text)
             for entry in (answer.get("activations") or {}).values():
                 if (handle := entry.get("handle")) is None:
                     continue
                 fetch = fetch_by_http if over_tcp else fetch_here
                 answer[BYTES] = await loop.run_in_executor(threads, fetch, handle)
-            return answer
+            return answer, events
 
         def fetch_by_http(handle: str) -> bytes:
             response = pool.request("GET", f"{url}/v1/activations/{handle}", timeout=limit_s)
@@ -208,7 +213,8 @@ async def ask_all(
 
         started = time.perf_counter()
         answers = await asyncio.gather(*map(ask, bodies))
-        return time.perf_counter() - started, list(answers)
+        seconds = time.perf_counter() - started
+        return seconds, [joined(events) | answer for answer, events in answers]
 
 
 def joined(text: bytes) -> dict[str, Any]:
@@ -218,7 +224,7 @@ def joined(text: bytes) -> dict[str, Any]:
     for line in text.splitlines():
         if not line.startswith(b"data: {"):
             continue
-        event: dict[str, Any] = json.loads(line[6:])
+        event: dict[str, Any] = from_json(line[6:])
         for part in event.get("inspect_lens_partial", ()):
             entry = part["activations"]["residual_stream"]
             rows += entry["shape"][1]
