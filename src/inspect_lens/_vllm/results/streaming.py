@@ -34,7 +34,7 @@ _PER_OTHER_S, _AT_MOST_S = 0.002, 0.5
 class Pace:
     """Which events of one answer carry results.
 
-    Such an event costs the event loop of all more than two of text do, however little is in it. So
+    Such an event costs the event loop of all as much as one of text, however little is in it. So
     the more streams are under way, the more tokens share one: a stream has the next after
     `_PER_OTHER_S` for each other stream, and after `_AT_MOST_S` in any case. One that is alone has
     it with its next token. The first token always has it, and the last event brings what is left.
