@@ -409,7 +409,7 @@ class SparseAutoencoder(SparseEncoder):
             direction=self.weight[at],
             bias=float(self.bias[at]),
             threshold=float(threshold),
-            active_above=self._threshold(int(at), active_above),
+            active_above=self._threshold(int(at), active_above, "active_above"),
             layer=at_layer,
             site=at_site,
             **options,
@@ -426,7 +426,7 @@ class SparseAutoencoder(SparseEncoder):
         at = self._latents(latents)
         return {
             "encoder": self.weight[at], "decoder": self.decoder[at], "bias": self.bias[at],
-            "threshold": [self._threshold(int(one), threshold) for one in at],
+            "threshold": [self._threshold(int(one), threshold, "threshold") for one in at],
             **self._place(layers, site),
         }  # fmt: skip
 
@@ -435,14 +435,14 @@ class SparseAutoencoder(SparseEncoder):
         places = [self.settle(layer, site) for layer in ([None] if layers is None else layers)]
         return {"layers": tuple(layer for layer, _ in places), "site": places[0][1]}
 
-    def _threshold(self, latent: int, given: float | None) -> float:
+    def _threshold(self, latent: int, given: float | None, field: str) -> float:
         if given is not None:
             return given
         if self.top_k:
             raise SpecError(
-                f"threshold: whether a latent is among the {self.top_k} largest depends on all "
-                "others, and an edit sees one; pass the smallest activation that latents have on "
-                "your data"
+                f"{field}: whether a latent is among the {self.top_k} largest depends on all "
+                "others, which an engine does not compute; pass the smallest activation that "
+                "latents have on your data"
             )
         return 0.0 if self.threshold is None else max(float(self.threshold[latent]), 0.0)
 

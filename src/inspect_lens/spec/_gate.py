@@ -168,6 +168,11 @@ class Gate(WireModel):
                 f"bias and active_above beside similarity={self.similarity!r}: a latent is read as "
                 "a product; leave one of them out"
             )
+        for name in _LATENT_FIELDS:
+            if abs(getattr(self, name) or 0.0) > float(np.finfo(np.float32).max):
+                raise ValueError(
+                    f"{name}={getattr(self, name):g}: beyond float32, which latents are read in"
+                )
         if self.similarity == "cast" and not self.reads_prompt:
             raise ValueError(
                 "similarity='cast' is that of a prompt; set scope='rest' and reads='prompt_mean' "
@@ -290,7 +295,9 @@ class Gate(WireModel):
         """What makes two gates the same."""
         score = self.direction.sha256, self.similarity, self.bias, self.active_above
         how = self.threshold, self.sharpness, self.scope, self.reads or "completion"
-        return score, self.layer, self.site, *how, self.ema, self.closes_below
+        parts = *score, self.layer, self.site, *how, self.ema, self.closes_below
+        # `key` is of what is written here, and -0.0 is 0.0.
+        return tuple(part + 0.0 if isinstance(part, float) else part for part in parts)
 
     @property
     def key(self) -> str:
@@ -475,8 +482,8 @@ class Schedule(Value):
         return _factors(self.points, self.between, self.half_life)
 
     def at(self, token: int) -> float:
-        """The factor of a sampled token, counted from 0."""
-        return float(self.factors[min(token, len(self.factors) - 1)])
+        """The factor of a sampled token, counted from 0; that of the first one in front of it."""
+        return float(self.factors[min(max(token, 0), len(self.factors) - 1)])
 
     @property
     def largest(self) -> float:

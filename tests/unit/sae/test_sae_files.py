@@ -120,8 +120,10 @@ def test_several_latents_are_set_and_some_are_a_reconstruction(tmp_path: Path) -
 
 def test_a_top_k_edit_needs_a_threshold(tmp_path: Path) -> None:
     made = read_autoencoder(saved("topk b_dec", tmp_path)[1])
-    with pytest.raises(SpecError, match="among the 5 largest"):
+    with pytest.raises(SpecError, match=r"^threshold: .* among the 5 largest"):
         made.latents({3: 1.0})
+    with pytest.raises(SpecError, match=r"^active_above: .* among the 5 largest"):
+        made.gate(3, threshold=1.0)
     edit = made.latents({3: 1.0}, mode="add", threshold=2.5)
     assert edit.threshold is not None
     assert edit.threshold.to_float32() == [2.5]

@@ -43,6 +43,7 @@ def test_a_schedule_is_its_closed_form() -> None:
     halving = Schedule(half_life=2.5)
     np.testing.assert_allclose([halving.at(i) for i in k], 0.5 ** (k / 2.5), rtol=1e-6)
     assert halving.at(10**6) == 0.0
+    assert line.at(-1) == line.at(0), "in front of the sampled tokens, as where it runs"
     assert len(Schedule(half_life=512.0).factors) <= MOST_SCHEDULED
 
 
@@ -76,6 +77,8 @@ def test_a_schedule_is_its_closed_form() -> None:
         ({"when": {**GATE, "similarity": "cast"}}, "is that of a prompt"),
         ({"when": {**GATE, "similarity": "cosine", "bias": 1.0}}, "a latent is read as a product"),
         ({"when": {**GATE, "active_above": -1.0}}, "active_above"),
+        ({"when": {**GATE, "active_above": 1e39}}, r"active_above=1e\+39: .* float32"),
+        ({"when": {**GATE, "bias": -1e39}}, r"bias=-1e\+39: .* float32"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(change: dict[str, Any], says: str) -> None:
@@ -125,5 +128,10 @@ def test_a_keys_gate_is_what_it_reads_and_how_it_decides() -> None:
 
     same = gate(), gate(conversation=True), gate(shadow=True), gate(reads="completion")
     assert len({one.key for one in same}) == 1
+    zeros = (
+        gate(reads="last_prompt", threshold=zero, bias=zero, active_above=zero)
+        for zero in (0.0, -0.0)
+    )
+    assert len({one.key for one in zeros}) == 1, "equal gates have one key"
     others = gate(threshold=1.0), gate(layer=1), gate(ema=0.5), gate(direction=V * 2)
     assert len({one.key for one in (same[0], *others)}) == 5
