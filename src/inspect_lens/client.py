@@ -492,7 +492,11 @@ class LensClient(HookCalls):
 
     def _post(self, path: str, body: dict[str, Any], request: LensRequest | None) -> GenerateOutput:
         body = {"model": self.model, "return_token_ids": True} | body
-        body, request = with_request(body, request, is_here=self._is_here)
+        # Of several choices only the first one's tensors are fetched; the others' would stay there.
+        takes_all = body.get("n") in (None, 1)
+        body, request = with_request(
+            body, request, is_here=self._is_here if takes_all else lambda: False
+        )
         answer = json_of(answer_of(self._http, "POST", path, body))
         choice = answer["choices"][0]
         text = (choice.get("message") or {}).get("content") or choice.get("text") or ""
@@ -561,6 +565,15 @@ class LensClient(HookCalls):
                 )
             except HTTPError as error:
                 raise CaptureError(f"activations.{name}: handle {handle!r}: {error}") from error
+            except CaptureError as error:
+                if not self._gives_here:
+                    raise
+                # A load balancer may send requests elsewhere than to the server of this host.
+                self._gives_here = False
+                raise CaptureError(
+                    f"{error}. Later calls of this client have tensors in their answers, unless "
+                    "they ask for binary"
+                ) from None
         try:
             return decode_tensor(entry, field=f"activations.{name}", raw=raw)
         except SpecError as error:

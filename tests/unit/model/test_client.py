@@ -171,6 +171,35 @@ def test_a_server_of_this_host_gives_tensors_beside_its_answer(
         assert "data" in output.raw["activations"]["residual_stream"]
 
 
+def test_of_several_choices_no_tensors_stay_in_a_server_of_this_host(
+    server: FakeLensServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    server.results = "ab13"
+    serve_here("ab13", lambda handle: server.handles.pop(handle, None))
+    client = LensClient(server.url)
+    client.generate(PROMPT, capture_layers=[1], n=2)
+    client.chat([{"role": "user", "content": PROMPT}], capture_layers=[1], n=2)
+    for body in server.requests[-2:]:
+        assert body["vllm_xargs"] == {"output_residual_stream": "[1]"}
+    assert not server.handles
+    near = client.generate(PROMPT, capture_layers=[1], n=1)
+    assert "handle" in near.raw["activations"]["residual_stream"]
+
+
+def test_a_client_whose_results_are_elsewhere_has_them_in_its_answers_from_then_on(
+    server: FakeLensServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    server.results = "ab14"
+    serve_here("ab14", lambda handle: None)
+    client = LensClient(server.url)
+    with pytest.raises(CaptureError, match=r"HTTP 410.* Later calls of this client have tensors"):
+        client.generate(PROMPT, capture_layers=[1])
+    later = client.generate(PROMPT, capture_layers=[1])
+    assert "data" in later.raw["activations"]["residual_stream"]
+
+
 def test_queries_and_keys_come_with_what_explains_them(server: FakeLensServer) -> None:
     for transport in (None, "binary"):
         out = LensClient(server.url).generate(
