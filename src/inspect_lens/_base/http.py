@@ -130,14 +130,14 @@ def fetch_result(
         root: address of the server, without `/v1`.
         headers: for it.
         handle: from its answer.
-        timeout_s: for HTTP.
+        timeout_s: how long to wait for a next piece; None waits for ever.
 
     Raises:
-        CaptureError: the server has it no longer.
+        CaptureError: the server has it no longer, or does not give it in time.
         HTTPError: the server is out of reach.
     """
     try:
-        found = fetch_here(handle)
+        found = fetch_here(handle, timeout_s=timeout_s)
     except NotHere:
         status, data = fetch_bytes(root + path_of(handle), headers, timeout_s=timeout_s)
         return fetched(handle, status, data)

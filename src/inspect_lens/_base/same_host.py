@@ -23,8 +23,12 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from typing_extensions import override
+
+from inspect_lens.errors import CaptureError
 
 from .temp_dirs import PREFIX, held, let_go, sweep
 
@@ -68,23 +72,47 @@ def serve_here(name: str, get: GetResult) -> Path:
     """
     sweep()
     folder, lock = held(lambda: _made(_folder(name)))
-    atexit.register(_end, folder, lock, os.getpid())
+    _held.append((folder, lock))
     with _short(folder) as short:
         server = _Server(f"{short}/{_SOCKET}", get)
+    _servers.append(server)
     threading.Thread(target=server.serve_forever, name="inspect-lens-results", daemon=True).start()
     return folder
 
 
-def _end(folder: Path, lock: int, process: int) -> None:
-    if os.getpid() == process:  # a forked child has the lock, and none of the right to clean up
+_held: list[tuple[Path, int]] = []
+_servers: list[_Server] = []
+
+
+@atexit.register
+def _end() -> None:
+    for folder, lock in _held:
         let_go(folder, lock)
 
 
-def fetch_here(handle: str) -> memoryview | None:
+def _forget() -> None:
+    """Close what a forked child has of its parent: a server that it keeps would seem to live."""
+    for _, lock in _held:
+        os.close(lock)
+    for server in _servers:
+        for connection in (server.socket, *server.connections):
+            os.close(connection.detach())
+    for kept in _kept.values():
+        for connection in kept:
+            connection.close()
+    for inherited in (_held, _servers, _kept):
+        inherited.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def fetch_here(handle: str, *, timeout_s: float | None = 60.0) -> memoryview | None:
     """Fetch a tensor's bytes from a server of this user on this host, without HTTP.
 
     Args:
         handle: from `activations` of an answer, where the transport is `binary`.
+        timeout_s: how long to wait for a next piece; None waits for ever.
 
     Returns:
         `nbytes` bytes in the shape and dtype that stand beside the handle; None where they were
@@ -93,6 +121,7 @@ def fetch_here(handle: str) -> memoryview | None:
     Raises:
         NotHere: the server runs as another user, or on another host; a `LookupError`. Get
             `/v1/activations/{handle}` from it.
+        CaptureError: the server has the handle, and what it stands for did not come.
 
     Example:
         <!-- test: server -->
@@ -111,31 +140,60 @@ def fetch_here(handle: str) -> memoryview | None:
     name = handle.partition("-")[0]
     if not handle.isascii() or not handle.isprintable() or len(handle) >= _LONGEST:
         raise NotHere(handle)
-    kept = _kept.get((os.getpid(), name), [])
     while True:
-        connection = None
-        with contextlib.suppress(IndexError):
-            connection = kept.pop()
-        is_new = connection is None
+        kept = _kept_one(name)
         try:
-            connection = connection or _connected(name)
-            found = _asked(connection, handle)
+            connection = kept or _connected(name)
         except OSError:
-            if connection is not None:
-                connection.close()
-            if is_new:
+            raise NotHere(handle) from None
+        try:
+            _set_timeouts(connection, timeout_s, timeout_s)
+            found = _asked(connection, handle)
+        except _Closed:
+            connection.close()
+            if kept is None:
                 raise NotHere(handle) from None
             continue  # the server closes those that nobody uses
+        except OSError as error:
+            # It may have taken the result out of its store, so nobody is asked again.
+            connection.close()
+            why = str(error)
+            if isinstance(error, BlockingIOError):
+                why = f"the server on this host gave nothing for {timeout_s:g} s"
+            raise CaptureError(f"activations: handle {handle!r}: {why}; ask for it anew") from None
         _keep(name, connection)
         return found
 
 
+def _kept_one(name: str) -> socket.socket | None:
+    with contextlib.suppress(KeyError, IndexError):
+        return _kept[name].pop()
+    return None
+
+
 def _keep(name: str, connection: socket.socket) -> None:
-    kept = _kept.setdefault((os.getpid(), name), [])
+    if name not in _kept:
+        _close_ended()
+    kept = _kept.setdefault(name, [])
     if len(kept) < _CONNECTIONS:
         kept.append(connection)
     else:
         connection.close()
+
+
+def _close_ended() -> None:
+    """Close connections to servers that have ended: their names never come again."""
+    for kept in list(_kept.values()):
+        for connection in list(kept):
+            try:
+                connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                continue  # it lives, and has nothing to say
+            except OSError:
+                pass
+            with contextlib.suppress(ValueError):  # another thread has just taken it
+                kept.remove(connection)
+                connection.close()
 
 
 def is_here(name: str) -> bool:
@@ -147,9 +205,17 @@ def is_here(name: str) -> bool:
     return True
 
 
+class _Closed(OSError):
+    """The server ended the connection before it answered."""
+
+
 def _asked(connection: socket.socket, handle: str) -> memoryview | None:
-    connection.sendall(f"{handle}\n".encode())
-    (size,) = _SIZE.unpack(_received(connection, _SIZE.size))
+    try:
+        connection.sendall(f"{handle}\n".encode())
+        answer = _received(connection, _SIZE.size)
+    except (BrokenPipeError, ConnectionResetError):
+        raise _Closed from None
+    (size,) = _SIZE.unpack(answer)
     if size == _GONE:
         return None
     if not 0 <= size <= _MOST_BYTES:
@@ -170,8 +236,8 @@ def _received(connection: socket.socket, size: int) -> memoryview:
     return data.toreadonly()
 
 
-_kept: dict[tuple[int, str], list[socket.socket]] = {}
-"""Connections that nobody uses at present, by server and by process: a forked one has others."""
+_kept: dict[str, list[socket.socket]] = {}
+"""Connections that nobody uses at present, by server."""
 
 
 def _connected(name: str) -> socket.socket:
@@ -180,7 +246,7 @@ def _connected(name: str) -> socket.socket:
         raise FileNotFoundError(name)
     made = socket.socket(socket.AF_UNIX)
     try:
-        _set_timeouts(made, _TIMEOUT_S)
+        _set_timeouts(made, _TIMEOUT_S, _TIMEOUT_S)
         with _short(_folder(name)) as short:
             made.connect(f"{short}/{_SOCKET}")
         _check_user(made)
@@ -190,13 +256,16 @@ def _connected(name: str) -> socket.socket:
     return made
 
 
-def _set_timeouts(connection: socket.socket, idle_s: float) -> None:
+def _set_timeouts(connection: socket.socket, receive_s: float | None, send_s: float | None) -> None:
     """Have the kernel end what takes too long.
 
     Python's own timeouts let go of the interpreter for each piece that a socket takes.
     """
-    for option, seconds in ((socket.SO_RCVTIMEO, idle_s), (socket.SO_SNDTIMEO, _TIMEOUT_S)):
-        connection.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(seconds), 0))
+    for option, seconds in ((socket.SO_RCVTIMEO, receive_s), (socket.SO_SNDTIMEO, send_s)):
+        # Nothing at all stands for ever.
+        microseconds = 0 if seconds is None else max(int(seconds * 1e6), 1)
+        timeval = _TIMEVAL.pack(*divmod(microseconds, 1_000_000))
+        connection.setsockopt(socket.SOL_SOCKET, option, timeval)
 
 
 def _check_user(connection: socket.socket) -> None:
@@ -211,7 +280,18 @@ class _Server(socketserver.ThreadingUnixStreamServer):
 
     def __init__(self, path: str, get: GetResult) -> None:
         self.get = get
+        self.connections: set[socket.socket] = set()
         super().__init__(path, _Connection)
+
+    @override
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.connections.add(request)
+        super().process_request(request, client_address)
+
+    @override
+    def shutdown_request(self, request: Any) -> None:
+        self.connections.discard(request)
+        super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
         logger.warning("inspect_lens: a result could not be given away", exc_info=True)
@@ -221,15 +301,19 @@ class _Connection(socketserver.StreamRequestHandler):
     server: _Server
 
     def handle(self) -> None:
-        _set_timeouts(self.connection, _IDLE_S)
+        _set_timeouts(self.connection, _IDLE_S, _TIMEOUT_S)
         # A client that goes, or asks for nothing for long, is no fault.
         with contextlib.suppress(OSError):
             _check_user(self.connection)
             while (line := self.rfile.readline(_LONGEST)).endswith(b"\n"):
-                data = self.server.get(line.decode("ascii", "replace").rstrip("\n"))
-                self.connection.sendall(_SIZE.pack(_GONE if data is None else len(data)))
-                if data is not None:
-                    self.connection.sendall(data)
+                self._give(line.decode("ascii", "replace").rstrip("\n"))
+
+    def _give(self, handle: str) -> None:
+        # In a call of its own: what was given is not held until the next one is asked for.
+        data = self.server.get(handle)
+        self.connection.sendall(_SIZE.pack(_GONE if data is None else len(data)))
+        if data is not None:
+            self.connection.sendall(data)
 
 
 def _folder(name: str) -> Path:

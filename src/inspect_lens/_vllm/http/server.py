@@ -35,7 +35,7 @@ from inspect_lens._vllm.registered.contents import (
     take_name,
 )
 from inspect_lens._vllm.registered.persistent_hooks import HOOK_ACTIONS, HookBook
-from inspect_lens.errors import LensError, SpecError
+from inspect_lens.errors import CaptureError, LensError, SpecError
 from inspect_lens.spec import (
     LENS_KEYS,
     Registrable,
@@ -168,6 +168,8 @@ def _fetch(payloads: PayloadStore) -> Handler:
                 "was not made by this server; behind a load balancer, ask the server that made "
                 "it, or set activations_transport to base64",
             )
+        except CaptureError as error:
+            return refuse(*(504, "SlowServer", handle), f"did not come: {error}")
         if data is None:
             return refuse(
                 *(410, "ExpiredHandle", handle),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,7 +28,7 @@ from fastapi.testclient import TestClient
 from inspect_lens._base import same_host, temp_dirs
 from inspect_lens._base.http import HTTPError, fetch_result
 from inspect_lens._base.same_host import NotHere, fetch_here, is_here
-from inspect_lens._vllm.http import bodies, server
+from inspect_lens._vllm.http import bodies, payloads, server
 from inspect_lens._vllm.http.payloads import PayloadStore
 from inspect_lens.errors import CaptureError, UnsupportedError
 
@@ -47,6 +50,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
     return deep
+
+
+def new_name() -> str:
+    """Of a server; names of servers never come again."""
+    return secrets.token_hex(8)
 
 
 def sibling(folder: Path, ttl_s: float) -> Any:
@@ -156,6 +164,109 @@ def test_a_connection_that_the_server_closed_is_made_again(
     assert fetch_here(store.put(b"first")) == b"first"
     time.sleep(1.5)
     assert fetch_here(store.put(b"second")) == b"second"
+
+
+def test_what_was_fetched_is_held_no_longer() -> None:
+    store = PayloadStore()
+    store.serve(is_needed=False)
+    data = memoryview(bytes(1000))
+    seen = weakref.ref(data)
+    handle = store.put(data)
+    del data
+    assert fetch_here(handle) == bytes(1000)
+    until = time.monotonic() + 10
+    while seen() is not None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert seen() is None
+
+
+@pytest.mark.parametrize("says", ["nothing", "half"])
+def test_a_server_that_does_not_answer_in_time_is_asked_once(says: str) -> None:
+    name, asked = new_name(), list[str]()
+    waits = threading.Event()
+
+    class Half(bytes):
+        def __len__(self) -> int:
+            return 2 * super().__len__()
+
+    def get(handle: str) -> bytes | None:
+        asked.append(handle)
+        if says == "nothing":
+            waits.wait(20)
+        return Half(b"late") if says == "half" else b"late"
+
+    same_host.serve_here(name, get)
+    for _ in range(3):
+        same_host._kept.setdefault(name, []).append(same_host._connected(name))
+    # Neither by another connection nor by HTTP.
+    with pytest.raises(CaptureError, match=rf"'{name}-x': .* gave nothing for 0\.2 s"):
+        fetch_result("http://127.0.0.1:9", {}, f"{name}-x", timeout_s=0.2)
+    waits.set()
+    assert asked == [f"{name}-x"]
+
+
+def test_a_sibling_that_does_not_answer_is_a_504(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(handle: str) -> None:
+        raise CaptureError(f"{handle}: slow")
+
+    monkeypatch.setattr(payloads, "fetch_here", slow)
+    answer = client.get("/v1/activations/ab12-x")
+    assert (answer.status_code, "ab12-x: slow" in answer.text) == (504, True)
+
+
+def test_connections_to_servers_that_have_ended_are_closed(folder: Path) -> None:
+    names = []
+    for _ in range(3):
+        with sibling(folder, 60.0) as other:
+            handle = other.stdout.readline().strip()
+            assert fetch_here(handle)
+            names.append(handle.partition("-")[0])
+            other.kill()
+    assert [len(same_host._kept[name]) for name in names] == [0, 0, 1]
+
+
+FORKING = """
+import os, sys, time
+from inspect_lens._base import same_host
+same_host.serve_here(sys.argv[1], lambda handle: b"x")
+sys.stdin.readline()  # a client is connected
+if not (child := os.fork()):
+    time.sleep(60)
+    os._exit(0)
+print(child, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_forked_child_does_not_look_like_its_ended_server(folder: Path) -> None:
+    name = new_name()
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKING, name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(folder)},
+    ) as other:
+        until = time.monotonic() + 30
+        while not is_here(name) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert fetch_here(f"{name}-x") == b"x"
+        other.stdin.write("\n")
+        other.stdin.flush()
+        child = int(other.stdout.readline())
+        try:
+            assert fetch_here(f"{name}-x") == b"x"
+            other.kill()
+            other.wait()
+            with pytest.raises(NotHere):
+                fetch_here(f"{name}-x", timeout_s=5)
+            assert not is_here(name)
+            temp_dirs.sweep()
+            assert not list(folder.iterdir())
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("fault", ["mode", "link", "owner"])
