@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -36,7 +34,7 @@ from inspect_lens.train import (
 )
 from inspect_lens.view import ReportSet, write_report
 
-from ._output import Made, parse_layers
+from ._output import Made, parse_layers, typed_command
 from ._stores import (
     MEMORY,
     manifest_of,
@@ -110,7 +108,7 @@ def train_job(
             on_policy=bool(manifest["dataset"]["on_policy"]),
             dropped=int(manifest["n_samples"]) - n_read,
             description=str(manifest["dataset"]["label_meaning"]),
-            command=shlex.join(["inspect-lens", *sys.argv[1:]]),
+            command=typed_command(),
             **how,
         )
     check = next((d for d in judged if d.n_positive and d.n_negative), None)

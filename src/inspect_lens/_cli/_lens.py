@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +15,7 @@ from inspect_lens.errors import ArtifactError, SpecError
 
 from ._choices import Dtype as DtypeName
 from ._choices import LensKind
-from ._output import Json, emit, examples, parse_layers
+from ._output import Json, emit, examples, parse_layers, typed_command
 
 if TYPE_CHECKING:
     from inspect_lens.lens import LensQuality
@@ -82,7 +80,7 @@ def fit(
         "layers": None if picked == "all" else picked,
         "dataset": Path(texts).name,
         "model_ref": ModelRef(name=model, sha256=fingerprint_model(model) if is_folder else None),
-        "command": shlex.join(["inspect-lens", *sys.argv[1:]]),
+        "command": typed_command(),
     }
     about |= {"max_tokens": max_tokens} if max_tokens else {}
     about |= {} if skip_first < 0 else {"skip_first": skip_first}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -94,6 +95,14 @@ def running(app: typer.Typer) -> str:
     return " ".join(["inspect-lens", *_found(app)[0]])
 
 
+_SECRET: Final = re.compile(r"(\w*(?:api_?key|_token|secret|password)=).+", re.IGNORECASE)
+
+
+def typed_command() -> str:
+    """The command that runs with all of its words, as a card keeps it: a key is no part of it."""
+    return shlex.join(["inspect-lens", *(_SECRET.sub(r"\1***", word) for word in sys.argv[1:])])
+
+
 def in_shell_words(message: str, app: typer.Typer) -> str:
     """A message of the library with the flags of the command that runs, not Python's arguments."""
     _, command = _found(app)
@@ -161,7 +170,7 @@ CHOSEN_HERE: Final = (
 
 
 TIED_HERE: Final = (
-    "~ is within one standard error of the best: these samples do not tell which of them is better."
+    "~ is not shown to be worse than the best: these samples do not tell which of them is better."
 )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +12,7 @@ from inspect_lens.errors import SpecError
 
 from ._choices import ExportFormat, VectorFormat
 from ._choices import VectorMethod as Method
-from ._output import Json, Layers, emit, examples, parse_layers
+from ._output import Json, Layers, emit, examples, parse_layers, typed_command
 
 if TYPE_CHECKING:
     from inspect_lens.train import ActivationSet
@@ -76,7 +74,7 @@ def extract(
         model=ModelRef(name=facts["model"]["name"], sha256=facts["model"]["sha256"]),
         on_policy=bool(facts["dataset"]["on_policy"]),
         description=description or str(facts["dataset"]["label_meaning"]),
-        command=shlex.join(["inspect-lens", *sys.argv[1:]]),
+        command=typed_command(),
     )
     folder, card = made.save(out), made.card
     lines = [f"{made.name}: layers {_list(made.layers)}, steers at {card.layer}, {folder}"]

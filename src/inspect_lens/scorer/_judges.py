@@ -476,7 +476,7 @@ def words_auroc(
                 [_words(s) for s in found.scores], found.labels, groups=names, folds=folds
             )
             area = arithmetic.auroc(found.labels, ranks)
-            bounds = arithmetic.delong_interval(found.labels, ranks)
+            bounds = arithmetic.delong_interval(found.labels, ranks, groups=names)
         return with_bounds("words_auroc", area, bounds if interval else None)
 
     return compute

@@ -264,8 +264,10 @@ class _Run:
             completion=judged.completion, value=judged.value, is_above=judged.is_above,
             tool_calls=judged.functions,
         )  # fmt: skip
-        known = self.judge.promise(judged).rates
-        return self.gate.decide(self.state, [attempt], len(self.turns), **known)
+        return self.gate.decide(
+            self.state, [attempt], len(self.turns),
+            computed_with=tuple(judged.differences), **self.judge.promise(judged).rates,
+        )  # fmt: skip
 
     def _approver(self) -> Approver:
         """Judges turns, and then lets the approver decide that was there before."""

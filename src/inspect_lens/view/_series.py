@@ -276,16 +276,22 @@ def template_tokens(
     """Which tokens of a prompt the template wrote around the messages, and nobody else.
 
     They are names of roles, a system prompt of the template's own, descriptions of tools, and the
-    opening of the answer. Nothing is said of what stands beside a message that was not found whole,
-    such as one with tool calls.
+    opening of the answer. Nothing is said of what stands beside a message that a template writes
+    more of than its text, such as one with tool calls, nor from the first message on whose text is
+    not there as it stands: what follows it may have been found inside it.
     """
     marks = list(special)
     found = _texts_found(pieces, messages, special)
     if not found:
         return marks
+    placed = {text.message for text in found}
+    said = (i for i, message in enumerate(messages) if message.text.strip())
+    missed = next((i for i in said if i not in placed), len(messages) + 1)
     whole = [not _has_more(message) for message in messages]
     before = _FoundText(-1, 0, 0)
     for text in [*found, _FoundText(len(messages), len(pieces), len(pieces))]:
+        if text.message > missed:
+            break
         sides = [whole[i] for i in (before.message, text.message) if 0 <= i < len(messages)]
         if text.message == before.message + 1 and all(sides):
             marks[before.stop : text.start] = [True] * (text.start - before.stop)

@@ -9,7 +9,7 @@ import pytest
 
 from inspect_lens._cli import _choices
 from inspect_lens._cli._main import app
-from inspect_lens._cli._output import running
+from inspect_lens._cli._output import running, typed_command
 from inspect_lens.data import LABEL_SOURCES
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import LIE_DETECTORS
@@ -86,3 +86,17 @@ def test_the_version_has_a_name(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_command_that_runs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["inspect-lens", "probe", "sweep", "--train", "view"])
     assert running(app) == "inspect-lens probe sweep"
+
+
+@pytest.mark.parametrize(
+    "given", [["-M", "api_key=S3"], ["--model-arg=api_key=S3"], ["-MAPI_KEY=S3"]]
+)
+def test_a_key_is_no_part_of_the_command_on_a_card(
+    given: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = ["-M", "max_tokens=9", "--disjoint", "a b=group"]
+    monkeypatch.setattr("sys.argv", ["inspect-lens", "probe", "train", *given, *others])
+    made = typed_command()
+    assert "S3" not in made
+    assert "=***" in made
+    assert made.endswith("-M max_tokens=9 --disjoint 'a b=group'")

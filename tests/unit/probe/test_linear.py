@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from inspect_lens.errors import ArtifactError, SpecError
-from inspect_lens.probe import Interval, Probe, ProbeCard, Threshold
+from inspect_lens.probe import Evaluation, Interval, Probe, ProbeCard, Threshold, Transfer
 
 H = 16
 
@@ -119,13 +119,21 @@ def test_at_takes_one_layer_and_drops_a_threshold_of_several() -> None:
         value=0.5, fpr=0.01, control="c", n_control=300, n_above=2,
         interval=Interval(low=0, high=1, method="m"),
     )  # fmt: skip
-    probe, x = make((1, 4), thresholds=(threshold,)), acts(2)
+    measured = Evaluation(
+        name="held", sha256="0", n_positive=9, n_negative=9, disjoint_by="group", auroc=0.9
+    )
+    verdict = Transfer(set="held", transfers=True, bar=0.8, statement="it does")
+    judged = {"evaluations": (measured,), "transfers": (verdict,)}
+    probe, x = make((1, 4), thresholds=(threshold,), **judged), acts(2)
     one = probe.at(4)
     assert one.layers == (4,)
     assert one.threshold is None
+    assert (one.card.evaluations, one.card.transfers) == ((), ()), "they are of both layers"
     both = [probe.at(layer).score_tokens(x, [1, 4]) for layer in (1, 4)]
     np.testing.assert_allclose(np.mean(both, axis=0), probe.score_tokens(x))
-    assert make((3,), thresholds=(threshold,)).at(3).threshold == threshold
+    alone = make((3,), thresholds=(threshold,), **judged).at(3)
+    assert alone.threshold == threshold
+    assert alone.card.evaluations == judged["evaluations"]
     with pytest.raises(ArtifactError, match="directions at"):
         probe.at(2)
 

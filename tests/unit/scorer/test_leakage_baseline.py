@@ -107,3 +107,22 @@ def test_alone() -> None:
         words_auroc()([sample(9, i % 2, i) for i in range(8)])
     with pytest.raises(SpecError, match="allowed are completion, prompt, both"):
         leakage_baseline("answer")  # type: ignore[arg-type]
+
+
+def test_epochs_of_one_sample_are_no_more_samples_for_the_words() -> None:
+    rng = np.random.default_rng(0)
+    texts = [("yes " if rng.random() < 0.3 + 0.4 * (k % 2) else "no ") * 3 for k in range(40)]
+
+    def width(epochs: int) -> float:
+        made = [
+            SampleScore(
+                score=Score(value=3.0, metadata={"words": text}),
+                sample_id=k, sample_metadata={"label": k % 2},
+            )
+            for _ in range(epochs)
+            for k, text in enumerate(texts)
+        ]  # fmt: skip
+        found: Any = words_auroc(interval=True)(made)
+        return float(found["words_auroc_high"] - found["words_auroc_low"])
+
+    assert width(8) > 0.7 * width(1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from inspect_ai.util import store
 
 from inspect_lens.agents import probe_approver
 from inspect_lens.errors import SpecError
+from inspect_lens.probe import CaptureFacts, Interval, Threshold, load_probe
 from inspect_lens.scorer import monitor_alarm, probe_score
 from inspect_lens.solver import (
     contrastive_pairs,
@@ -94,6 +97,29 @@ def test_stop_ends_the_sample_before_the_tool_runs(
     assert scores["probe_score"].value == pytest.approx(15.25)
     assert (scores["probe_score"].metadata or {})["turn"] == 1
     assert (scores["monitor_alarm"].value, scores["monitor_alarm"].metadata["turn"]) == (1, 1)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("inner", [None, "react"])
+def test_a_decision_says_what_the_server_computes_with_otherwise(
+    server: FakeLensServer, elsewhere: Path, inner: str | None
+) -> None:
+    plain = load_probe("tiny/p")
+    made_by = CaptureFacts(engine="vllm 0.32.0", dtype="bfloat16")
+    limit = Threshold(
+        value=CUT, fpr=0.01, control="c", n_control=300, n_above=3,
+        interval=Interval(low=0, high=1, method="m"),
+    )  # fmt: skip
+    known = {"capture": made_by, "name": "tiny/q", "thresholds": (limit,)}
+    card = plain.card.model_copy(update=known)
+    replace(plain, card=card).save(elsewhere / "probes/tiny/q")
+    server.computes_with = {"engine": "vllm 0.32.0", "dtype": "float16"}
+    says(server, (CALM, "one"))
+    last = [] if inner is None else [("submit", {"answer": "done"})]
+    server.says_next.append((CALM, last))
+    agents: dict[str, Any] = {} if inner is None else {"inner": react(tools=[send()])}
+    gate = probe_gate("tiny/q", CUT, "stop", **agents)
+    log = run(server, gate if inner else [use_tools(send()), gate], n=1)
+    assert {d.computed_with for d in decisions(log)} == {("dtype float16 instead of bfloat16",)}
 
 
 def test_flag_lets_an_agent_go_on_and_marks_the_turn(server: FakeLensServer) -> None:

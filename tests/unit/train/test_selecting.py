@@ -99,6 +99,30 @@ def test_layers_that_a_few_samples_do_not_tell_apart_are_named(by: SelectBy) -> 
         assert not set(chosen.tied) - set(range(10, 20))
 
 
+def test_near_one_a_layer_that_is_shown_to_be_worse_is_no_tie() -> None:
+    y = np.arange(50) % 2 == 1
+
+    def one(name: str) -> ActivationSet:
+        rng = np.random.default_rng(len(name))
+        noise = rng.normal(size=50)
+        acts = [
+            (gap * y + 0.7 * noise + 0.7 * rng.normal(size=50)).reshape(50, 1, 1)
+            for gap in (5.0, 1.0)
+        ]
+        return ActivationSet(
+            name=name, model="m", layers=(0, 1), labels=y,
+            acts=tuple(np.stack(acts, axis=1)),
+            groups=[f"{name}-{i}" for i in range(50)], ids=[f"{name}-{i}" for i in range(50)],
+        )  # fmt: skip
+
+    choice = select_layer(
+        plain(), one("t"), one("selection"), card=ProbeCard(name="t/p", layers=(0,), hidden=1)
+    )
+    assert choice.sweep[0].auroc > 0.99
+    assert 0.7 < choice.sweep[1].auroc < 0.95
+    assert choice.tied == ()
+
+
 def test_a_small_control_set_is_told_its_rate_and_a_card_its_ties() -> None:
     train, small = thirty_layers("t", 200, seed=3), thirty_layers("c", 60, seed=9, harmless=True)
     with pytest.raises(SpecError, match=r"ask for fpr=0\.05, the smallest rate that 60 can show"):

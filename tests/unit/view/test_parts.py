@@ -140,12 +140,24 @@ def test_what_the_template_wrote_is_told_from_what_somebody_said() -> None:
     marks = template_tokens(pieces, [own, user], special)
     said = [p for p, mark in zip(pieces, marks, strict=True) if not mark]
     assert said == ["You", "are", "Qwen.", "Hi", "there"]
-    # Of a message that is not there as it stands nothing is known, nor of what is beside it.
+    # Of a message that is not there as it stands nothing is known, nor of what follows.
     lost = template_tokens(pieces, [ChatMessageSystem(content="Another"), user], special)
     assert not lost[pieces.index("You")]
-    assert lost[-1], "behind the last message all is known"
+    assert lost == special
     called = ChatMessageAssistant(
         content="Hithere", tool_calls=[ToolCall(id="1", function="f", arguments={})]
     )
     assert template_tokens(pieces, [own, called], special)[-2:] == [False, False]
     assert template_tokens(pieces, [], special) == special
+
+
+def test_words_of_a_message_that_the_template_changed_are_not_the_templates() -> None:
+    written = "<|u|> Say OK , then attack <|e|> <|a|> OK <|e|> <|u|> go <|e|>"
+    pieces = written.split(" ")
+    special = [piece.startswith("<|") for piece in pieces]
+    talk = [
+        ChatMessageUser(content="Say OK,\tthenattack"),  # a tab that the template leaves out
+        ChatMessageAssistant(content="OK"),
+        ChatMessageUser(content="go"),
+    ]
+    assert template_tokens(pieces, talk, special) == special

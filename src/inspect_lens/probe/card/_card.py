@@ -352,8 +352,8 @@ class TrainingFacts(Record):
     """What the layer was chosen by: `recall` at the threshold's rate, or `auroc`."""
     tied_layers: tuple[int, ...] = Field(
         default=(),
-        description="Other layers within one standard error of the best, among which the selection "
-        "set does not tell; the one with the widest separation was taken.",
+        description="Other layers that the selection set does not show to be worse than the best; "
+        "the one with the widest separation was taken.",
     )
 
     @property
@@ -364,9 +364,9 @@ class TrainingFacts(Record):
         one = len(self.tied_layers) == 1
         names = ", ".join(map(str, self.tied_layers))
         return (
-            f"Layer{'' if one else 's'} {names} {'is' if one else 'are'} within one standard error "
-            f"of the best on the {self.selection_n} samples that chose, so they do not tell which "
-            "is better; of these, the layer whose classes lie farthest apart was taken."
+            f"Layer{'' if one else 's'} {names} {'is' if one else 'are'} not shown to be worse "
+            f"than the best by the {self.selection_n} samples that chose; of these, the layer whose "
+            "classes lie farthest apart was taken."
         )
 
     near_duplicates: tuple[str, ...] = ()

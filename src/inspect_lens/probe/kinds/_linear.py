@@ -424,7 +424,9 @@ class Probe(CardProbe):
         if self.layers == (layer,):
             return self
         row = [self.layers.index(layer)]
-        dropped: dict[str, object] = {"thresholds": (), "calibration": None}
+        dropped: dict[str, object] = {
+            "thresholds": (), "calibration": None, "evaluations": (), "transfers": (),
+        }  # fmt: skip
         card = self.card.model_copy(update={"layers": (layer,), **dropped})
         return replace(
             self, weight=self.weight[row], bias=self.bias[row], mean=self.mean[row],

@@ -137,7 +137,7 @@ class CardProbe(Artifact):
         return pool_scores(self.score_tokens(acts, layers), pool or self.pool, ends=ends)
 
     def at(self, layer: int) -> Self:
-        """The probe of one of its layers; what was set for several layers is dropped.
+        """The probe of one of its layers; what was set for or measured on several is dropped.
 
         Args:
             layer: one of `layers`.

@@ -19,6 +19,7 @@ from inspect_lens.probe import (
     LayerScore,
     ProbeCard,
     auroc,
+    compare_auroc,
     delong_interval,
     recall_draws,
 )
@@ -48,8 +49,7 @@ class LayerChoice(NamedTuple):
     by: SelectBy | None = None
     """What it was chosen by; None where nothing was, as of an ensemble."""
     tied: tuple[int, ...] = ()
-    """Other layers within one standard error of the best: the selection set does not tell which of
-    them is better."""
+    """Other layers that the selection set does not show to be worse than the best."""
 
 
 def select_layer(
@@ -75,9 +75,11 @@ def select_layer(
     have the larger AUROC and miss most positives at a rate of 1%, so this is not what a threshold
     asks for.
 
-    The best of thirty layers on some fifty samples is the best by luck, too. So layers within one
-    standard error of the best count as equal (`LayerChoice.tied` names them), and of these the one
-    wins whose positives lie farthest from both the selection set's and the control set's negatives,
+    The best of thirty layers on some fifty samples is the best by luck, too. So layers that the
+    selection set does not show to be worse count as equal (`LayerChoice.tied` names them): recalls
+    within one standard error of the best, or one positive sample; and AUROCs whose paired
+    difference to the best has 0 in its 95% interval (`compare_auroc`). Of these the one wins
+    whose positives lie farthest from both the selection set's and the control set's negatives,
     in pooled standard deviations; then the lowest layer.
 
     An `EnsembleProbe` reads several layers at once, so nothing is chosen: it is fitted on
@@ -102,7 +104,7 @@ def select_layer(
         The choice.
 
     Source:
-        One-standard-error rule: Breiman et al. 1984, section 3.4.3.
+        One-standard-error rule, for recalls: Breiman et al. 1984, section 3.4.3.
 
     Raises:
         SpecError: a group straddles the sets, they are of different models or positions, a class is
@@ -150,38 +152,57 @@ def select_layer(
         )
     measure = partial(_measure, control=None if control is None else control.negatives(),
                       fpr=fpr, n_draws=n_draws, seed=seed)  # fmt: skip
-    fitted: list[tuple[LayerScore, AnyProbe]] = []
+    fitted: list[_Tried] = []
     for layer, fit in fit_layers(single, train, tried, rows=rows):
         at_layer = card.model_copy(update={"layers": (layer,), "pool": pooled[0]})
         probe = fit.to_probe(at_layer)
         for pool in pooled:
             if pool != pooled[0]:
                 probe = replace(probe, card=probe.card.model_copy(update={"pool": pool}))
-            fitted.append((measure(probe, layer, selection), probe))
-    fitted.sort(key=lambda f: f[0].layer)
-    sweep = tuple(score for score, _ in fitted)
+            scores = selection.scores(probe)
+            fitted.append(_Tried(measure(probe, layer, selection, scores), probe, scores))
+    fitted.sort(key=lambda tried: tried.score.layer)
+    sweep = tuple(tried.score for tried in fitted)
     if isinstance(estimator, EnsembleProbe):
         read = tried if layers is not None else tuple(tried[i] for i in layers_at(len(tried)))
         joint = clone(estimator).set_params(n_layers=len(read))
         whole = fit_on(joint, train, read, rows=rows)
         return LayerChoice(whole.to_probe(card.model_copy(update={"layers": read})), sweep)
-    first = max(sweep, key=lambda score: _value(score, by))
-    # One positive more or less of the selection set is no difference, either.
-    enough = _value(first, by) - max(_error(first, by), 1.0 / selection.n_positive)
-    near = [f for f in fitted if _value(f[0], by) >= enough]
-    best, probe = max(near, key=lambda f: (f[0].separation, -f[0].layer))
-    tied = sorted({score.layer for score, _ in near} - {best.layer})
-    return LayerChoice(probe, sweep, by, tuple(tied))
+    near = _as_good(fitted, selection, by)
+    best = max(near, key=lambda tried: (tried.score.separation, -tried.score.layer))
+    tied = sorted({tried.score.layer for tried in near} - {best.score.layer})
+    return LayerChoice(best.probe, sweep, by, tuple(tied))
 
 
-def _value(score: LayerScore, by: SelectBy) -> float:
-    return score.auroc if by == "auroc" else score.recall or 0.0
+class _Tried(NamedTuple):
+    """A probe of one layer, and how it did on the selection set."""
+
+    score: LayerScore
+    probe: AnyProbe
+    scores: NDArray[np.float64]
+    """(samples,) of the selection set."""
 
 
-def _error(score: LayerScore, by: SelectBy) -> float:
-    """The standard error, by the half of the 95% interval below the value."""
-    interval = score.auroc_interval if by == "auroc" else score.recall_interval
-    return 0.0 if interval is None else max(_value(score, by) - interval.low, 0.0) / 1.96
+def _as_good(fitted: list[_Tried], selection: ActivationSet, by: SelectBy) -> list[_Tried]:
+    """The best, and those that the selection set does not show to be worse."""
+    if by == "recall":
+        values = [tried.score.recall or 0.0 for tried in fitted]
+        interval = fitted[values.index(max(values))].score.recall_interval
+        error = 0.0 if interval is None else max(max(values) - interval.low, 0.0) / 1.96
+        # One positive more or less of the selection set is no difference, either.
+        enough = max(values) - max(error, 1.0 / selection.n_positive)
+        return [tried for tried, value in zip(fitted, values, strict=True) if value >= enough]
+    if min(selection.n_positive, selection.n_negative) < 2:  # which shows nothing
+        return fitted
+    first = max(fitted, key=lambda tried: tried.score.auroc)
+    return [
+        tried
+        for tried in fitted
+        if compare_auroc(
+            selection.labels, first.scores, tried.scores, groups=selection.groups
+        ).interval.low
+        <= 0.0
+    ]
 
 
 def _how(select_by: SelectBy | None, control: ActivationSet | None) -> SelectBy:
@@ -199,13 +220,14 @@ def _measure(
     probe: AnyProbe,
     layer: int,
     selection: ActivationSet,
+    scores: NDArray[np.float64],
     *,
     control: ActivationSet | None,
     fpr: float,
     n_draws: int,
     seed: int,
 ) -> LayerScore:
-    scores, labels = selection.scores(probe), selection.labels
+    labels = selection.labels
     made = LayerScore(
         layer=layer,
         pool=probe.pool,
