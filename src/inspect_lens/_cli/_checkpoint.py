@@ -11,9 +11,15 @@ from inspect_lens._settings import Settings
 from inspect_lens._vllm.compat.features import architectures
 from inspect_lens.errors import ArtifactError
 
-_INDICES: Final = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_WEIGHTS: Final = (
+    ("model.safetensors.index.json", "*.safetensors"),
+    ("pytorch_model.bin.index.json", "*.bin"),
+    ("", "*.gguf"),
+)
+"""Indices, and the files that each is of, in vLLM's order."""
 _TOKENIZERS: Final = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "spiece.model",
+    "tiktoken.model",
 )  # fmt: skip
 _GIB: Final = 1 << 30
 
@@ -22,14 +28,15 @@ def checkpoint_facts(model: str) -> dict[str, Any]:
     """What is in the folder of a checkpoint, and what is wrong with it, each with what helps."""
     folder = Path(model)
     config = _config(folder, model)
-    names = [str(name) for name in config.get("architectures") or ()]
-    weights, missing = _weights(folder)
+    listed = config.get("architectures")
+    names = [str(name) for name in listed] if isinstance(listed, list) else []
+    weights, missing, unread = _weights(folder)
     found: dict[str, Any] = {
         "folder": model,
         "architectures": names,
         "weights_bytes": sum(path.stat().st_size for path in weights),
         "weights_files": len(weights),
-        "tokenizer": any((folder / name).is_file() for name in _TOKENIZERS),
+        "tokenizer": _has_tokenizer(folder),
         "chat_template": _has_template(folder),
     }
     wrong = []
@@ -39,7 +46,9 @@ def checkpoint_facts(model: str) -> dict[str, Any]:
             f"{', '.join(names)} is no architecture of the vLLM that is installed; vLLM may still "
             "serve it by transformers: try --model-impl transformers, or a newer vLLM"
         )
-    if missing:
+    if unread:
+        wrong.append(f"{unread} cannot be read as an index of weights; download it again")
+    elif missing:
         wrong.append(
             f"{len(missing)} of its weight files are not there, such as {missing[0]}; download the "
             "checkpoint again"
@@ -73,24 +82,39 @@ def _config(folder: Path, model: str) -> dict[str, Any]:
     return found
 
 
-def _weights(folder: Path) -> tuple[list[Path], list[str]]:
-    """Files of weights, and those that the index names and that are not there."""
-    for name in _INDICES:
-        if (folder / name).is_file():
-            told = set(parse_json(read_regular(folder / name)).get("weight_map", {}).values())
-            paths = {one: folder / one for one in sorted(map(str, told))}
+def _weights(folder: Path) -> tuple[list[Path], list[str], str]:
+    """Files of weights, those that the index names and that are not there, and a broken index."""
+    for index, kind in _WEIGHTS:
+        found = sorted(folder.glob(kind))
+        if index and (folder / index).is_file():
+            try:
+                told = set(parse_json(read_regular(folder / index))["weight_map"].values())
+                paths = {one: folder / one for one in sorted(map(str, told))}
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                return found, [], index
             there = [path for path in paths.values() if path.is_file()]
-            return there, [one for one, path in paths.items() if not path.is_file()]
-    kinds = ("*.safetensors", "*.bin", "*.gguf")
-    return next((found for kind in kinds if (found := sorted(folder.glob(kind)))), []), []
+            return there, [one for one, path in paths.items() if not path.is_file()], ""
+        if found:  # which vLLM takes, whatever index of another kind is left there
+            return found, [], ""
+    return [], [], ""
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    there = any((folder / name).is_file() for name in _TOKENIZERS)
+    return there or any(folder.glob("*.tiktoken")) or _tokenizer_says(folder, "auto_map")
 
 
 def _has_template(folder: Path) -> bool:
-    if any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
-        return True
+    # Mistral's tokenizer writes chats without a template.
+    names = ("chat_template.jinja", "chat_template.json", "tekken.json")
+    there = any((folder / name).is_file() for name in names)
+    return there or _tokenizer_says(folder, "chat_template")
+
+
+def _tokenizer_says(folder: Path, key: str) -> bool:
     path = folder / "tokenizer_config.json"
     try:
-        return path.is_file() and bool(parse_json(read_regular(path)).get("chat_template"))
+        return path.is_file() and bool(parse_json(read_regular(path)).get(key))
     except (OSError, ValueError, AttributeError):
         return False
 
@@ -121,6 +145,8 @@ def buffer_facts(
         layers, hidden = int(config["num_hidden_layers"]), int(config["hidden_size"])
         heads = int(config.get("num_attention_heads") or 1)
         kv_heads = int(config.get("num_key_value_heads") or heads)
+        if min(layers, hidden, heads, kv_heads) < 1:
+            raise ValueError("each is 1 or more")
         head_size = int(config.get("head_dim") or hidden // heads)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArtifactError(

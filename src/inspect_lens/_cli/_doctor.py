@@ -276,9 +276,12 @@ def _too_large(found: dict[str, Any]) -> str | None:
     needed = model["weights_bytes"] + buffers["capture_bytes"] + buffers["steering_bytes"]
     free = machine["free_gib"]
     if buffers["device"] == "cuda":
-        if not machine["gpus"]:
+        # A driver that does not tell it says "[N/A]".
+        told = [gpu["memory.free"].split()[0] for gpu in machine["gpus"]]
+        known = [float(mib) for mib in told if mib.isdecimal()]
+        if not known:
             return None
-        free = max(float(gpu["memory.free"].split()[0]) for gpu in machine["gpus"]) / 1024
+        free = max(known) / 1024
     if needed / 2**30 <= free:
         return None
     return (

@@ -93,6 +93,8 @@ def main() -> None:
     try:
         code = app(prog_name="inspect-lens", standalone_mode=False)
     except Exception as error:
+        if type(error).__name__ == "Abort":  # of an input that ended
+            fail(Interrupted("the command was ended while it asked for input"), _INTERRUPTED)
         if _is_usage(error):
             _fail_usage(error)
         code = _exit_code(error)

@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, NoReturn
 
@@ -77,6 +77,15 @@ def on_interrupt(left: Callable[[], str]) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise Interrupted(f"Ctrl-C ended it; {left()}") from None
+
+
+def kept_fits(folder: str) -> AbstractContextManager[None]:
+    """As `on_interrupt`, for a command that keeps its finished fits where a folder is named."""
+    if not folder:
+        return nullcontext()
+    return on_interrupt(
+        lambda: f"finished fits are in {folder}, and the same command goes on from there"
+    )
 
 
 def _found(app: typer.Typer) -> tuple[list[str], Any]:

@@ -30,6 +30,7 @@ from ._output import (
     check_recipe_options,
     emit,
     examples,
+    kept_fits,
     on_interrupt,
     parse_layers,
     parse_model_args,
@@ -232,15 +233,16 @@ def train(
                 model_args=parse_model_args(model_arg, base_url),
             )  # fmt: skip
     else:
-        made = train_job(
-            out=out, train=train_store, control=control, selection=selection,
-            held_out=held_out or [], disjoint=parse_settings(disjoint or []), name=name,
-            family=family, settings=parse_settings(setting or []), layers=parse_layers(layers),
-            rows=rows or "", pool=pool, fpr=fpr, allow_few=allow_few, seed=seed,
-            select_by=select_by, recall_floor=recall_floor, behaviour_floor=behaviour_floor,
-            tokenizer=tokenizer, memory=memory,
-            work=resume,
-        )  # fmt: skip
+        with kept_fits(resume):
+            made = train_job(
+                out=out, train=train_store, control=control, selection=selection,
+                held_out=held_out or [], disjoint=parse_settings(disjoint or []), name=name,
+                family=family, settings=parse_settings(setting or []), layers=parse_layers(layers),
+                rows=rows or "", pool=pool, fpr=fpr, allow_few=allow_few, seed=seed,
+                select_by=select_by, recall_floor=recall_floor, behaviour_floor=behaviour_floor,
+                tokenizer=tokenizer, memory=memory,
+                work=resume,
+            )  # fmt: skip
     emit(made.result(), made.lines(), as_json=as_json)
 
 
@@ -489,11 +491,13 @@ def sweep(
     lines = [f"{'family':18s} {'layer':>5s} {'AUROC':>7s} {'separation':>11s}"]
     if control:
         lines[0] += f" {f'recall at {fpr:g}':>22s}"
-    for one in family or [Family.LR]:
-        choice = select_layer(
-            make_estimator(one), fit, chosen, card=card, rows=rows,
-            layers=picked, control=harmless, fpr=fpr, seed=seed,
-        )  # fmt: skip
+    choose = partial(
+        select_layer, train=fit, selection=chosen, card=card, rows=rows, layers=picked,
+        control=harmless, fpr=fpr, seed=seed,
+    )  # fmt: skip
+    with kept_fits(resume):
+        choices = [(one, choose(make_estimator(one))) for one in family or [Family.LR]]
+    for one, choice in choices:
         together = len(choice.probe.layers) > 1
         if together:
             area = auroc(chosen.labels, chosen.scores(choice.probe))

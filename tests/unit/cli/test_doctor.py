@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 pytest.importorskip("vllm")
 
 from inspect_lens._cli import _doctor
+from inspect_lens._cli._checkpoint import checkpoint_facts
 from inspect_lens._cli._main import app
 from tests.kit.repository import ROOT
 
@@ -237,10 +238,63 @@ def test_a_driver_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "config",
     ["[]", "{", '{"num_hidden_layers": null, "hidden_size": 8}',
-     '{"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": [1]}'],
+     '{"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": [1]}',
+     '{"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": "0"}',
+     '{"num_hidden_layers": 2, "hidden_size": 0}', '{"architectures": 3}'],
 )  # fmt: skip
 def test_a_configuration_without_a_width_is_one_line(run: Run, tmp_path: Path, config: str) -> None:
     (tmp_path / "config.json").write_text(config)
     _, err = run("doctor", "--model", tmp_path, code=4)
     assert err.count("\n") == 1
     assert "config.json" in err
+
+
+def checkpoint(folder: Path, **files: str) -> list[str]:
+    config = {"architectures": [], "num_hidden_layers": 2, "hidden_size": 8}
+    files = {"config.json": json.dumps(config), "tokenizer.json": "{}", **files}
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    wrong: list[str] = checkpoint_facts(str(folder))["wrong"]
+    return wrong
+
+
+@pytest.mark.parametrize(
+    "index",
+    ['{"weight_map": ', "[]", "{}", '{"weight_map": [1]}', '{"weight_map": null}',
+     '{"weight_map": {"a": ["x"]}}'],
+)  # fmt: skip
+def test_an_index_of_weights_that_is_broken_is_told(tmp_path: Path, index: str) -> None:
+    (said,) = checkpoint(tmp_path, **{"model.safetensors.index.json": index})
+    assert said.startswith("model.safetensors.index.json cannot be read as an index")
+
+
+def test_an_index_that_was_left_behind_is_not_looked_at(tmp_path: Path) -> None:
+    left = '{"weight_map": {"a": "pytorch_model-00001-of-00002.bin"}}'
+    files = {"pytorch_model.bin.index.json": left}
+    (said,) = checkpoint(tmp_path, **files)
+    assert "1 of its weight files are not there" in said
+    assert checkpoint(tmp_path, **files, **{"model.safetensors": "x"}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "chats"),
+    [("tiktoken.model", "", False), ("qwen.tiktoken", "", False), ("tekken.json", "{}", True),
+     ("tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["t.T", null]}}', False)],
+)  # fmt: skip
+def test_every_kind_of_tokenizer_is_one(tmp_path: Path, name: str, text: str, chats: bool) -> None:
+    checkpoint(tmp_path, **{name: text})
+    (tmp_path / "tokenizer.json").unlink()
+    found = checkpoint_facts(str(tmp_path))
+    assert (found["tokenizer"], found["chat_template"]) == (True, chats)
+
+
+@pytest.mark.parametrize("free", ["[N/A]", "[Not Supported]", "N/A"])
+def test_a_gpu_that_does_not_tell_its_memory_is_not_judged(free: str) -> None:
+    found: dict[str, Any] = {
+        "model": {"weights_bytes": 10**15},
+        "buffers": {"capture_bytes": 0, "steering_bytes": 0, "device": "cuda"},
+        "machine": {"free_gib": 1.0, "gpus": [{"memory.free": free}]},
+    }
+    assert _doctor._too_large(found) is None
+    found["machine"]["gpus"].append({"memory.free": "1000 MiB"})
+    assert "are free" in (_doctor._too_large(found) or "")

@@ -6,10 +6,11 @@ import shlex
 from typing import Any, Literal, get_args
 
 import pytest
+import typer
 
-from inspect_lens._cli import _choices
+from inspect_lens._cli import _choices, _main
 from inspect_lens._cli._main import app
-from inspect_lens._cli._output import running, typed_command
+from inspect_lens._cli._output import Interrupted, kept_fits, running, typed_command
 from inspect_lens.data import LABEL_SOURCES
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import LIE_DETECTORS
@@ -100,3 +101,24 @@ def test_a_key_is_no_part_of_the_command_on_a_card(
     assert "S3" not in made
     assert "=***" in made
     assert made.endswith("-M max_tokens=9 --disjoint 'a b=group'")
+
+
+def test_ctrl_c_says_where_finished_fits_are() -> None:
+    told = "finished fits are in work/fits, and the same command"
+    with pytest.raises(Interrupted, match=told), kept_fits("work/fits"):
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt), kept_fits(""):
+        raise KeyboardInterrupt
+
+
+def test_an_input_that_ends_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ended(**_: Any) -> None:
+        raise typer.Abort
+
+    monkeypatch.setattr(_main, "app", ended)
+    with pytest.raises(SystemExit) as ending:
+        _main.main()
+    assert ending.value.code == 130
+    assert capsys.readouterr().err.count("\n") == 1

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -123,7 +125,7 @@ def test_at_takes_one_layer_and_drops_a_threshold_of_several() -> None:
         name="held", sha256="0", n_positive=9, n_negative=9, disjoint_by="group", auroc=0.9
     )
     verdict = Transfer(set="held", transfers=True, bar=0.8, statement="it does")
-    judged = {"evaluations": (measured,), "transfers": (verdict,)}
+    judged: dict[str, Any] = {"evaluations": (measured,), "transfers": (verdict,)}
     probe, x = make((1, 4), thresholds=(threshold,), **judged), acts(2)
     one = probe.at(4)
     assert one.layers == (4,)

@@ -68,6 +68,13 @@ def test_what_is_not_read_is_refused(tmp_path: Path) -> None:
             import_probe(tmp_path / "broken.pt", name="a/b", layer=1)
 
 
+@pytest.mark.parametrize("family", [["x"], None, {"MLP": 1}])
+def test_a_class_that_is_no_name_is_refused(tmp_path: Path, family: object) -> None:
+    torch.save({"class": family, "init_kwargs": {}, "state_dict": {}}, tmp_path / "odd.pt")
+    with pytest.raises(ArtifactError, match="of probelab; read are"):
+        import_probe(tmp_path / "odd.pt", name="a/b", layer=1)
+
+
 def test_a_pickled_classifier_of_sae_probes_is_refused(tmp_path: Path) -> None:
     """That package saves objects of scikit-learn, and reading them runs code from the file."""
     fitted = LogisticRegression().fit(np.random.default_rng(0).normal(size=(8, 3)), [0, 1] * 4)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import math
 from pathlib import Path
 from typing import Any
@@ -113,10 +114,13 @@ def test_epochs_of_one_sample_are_no_more_samples_for_the_words() -> None:
     rng = np.random.default_rng(0)
     texts = [("yes " if rng.random() < 0.3 + 0.4 * (k % 2) else "no ") * 3 for k in range(40)]
 
+    def packed(text: str) -> str:
+        return base64.b64encode(hash_words(text).astype("<u2").tobytes()).decode()
+
     def width(epochs: int) -> float:
         made = [
             SampleScore(
-                score=Score(value=3.0, metadata={"words": text}),
+                score=Score(value=3.0, metadata={"words": packed(text)}),
                 sample_id=k, sample_metadata={"label": k % 2},
             )
             for _ in range(epochs)

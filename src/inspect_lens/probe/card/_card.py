@@ -365,8 +365,8 @@ class TrainingFacts(Record):
         names = ", ".join(map(str, self.tied_layers))
         return (
             f"Layer{'' if one else 's'} {names} {'is' if one else 'are'} not shown to be worse "
-            f"than the best by the {self.selection_n} samples that chose; of these, the layer whose "
-            "classes lie farthest apart was taken."
+            f"than the best by the {self.selection_n} samples that chose; of these, the layer "
+            "whose classes lie farthest apart was taken."
         )
 
     near_duplicates: tuple[str, ...] = ()

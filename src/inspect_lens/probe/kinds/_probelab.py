@@ -43,7 +43,7 @@ def read_probelab(
 ) -> Probe | NeuralProbe:
     """The probe that a file of probelab holds; arguments are those of `import_probe`."""
     family = loaded["class"]
-    if family not in _READERS:
+    if not isinstance(family, str) or family not in _READERS:
         raise ArtifactError(
             f"{file}: a probe of the class {str(family)[:80]!r} of probelab; read are "
             f"{', '.join(sorted(_READERS))}; the others compute what no probe here does"
