@@ -354,6 +354,12 @@ def read_artifact(
             raise ValueError(f"format {stored['format']!r}, this release reads {kind.format!r}")
         digest, card = stored["sha256"], parse(stored["card"])
     except (ValueError, KeyError, TypeError, ValidationError) as error:
+        if isinstance(error, ValidationError) and (unknown := _unknown_fields(error)):
+            raise ArtifactError(
+                f"{folder / CARD_FILE}: has fields that this version does not know "
+                f"({', '.join(unknown)}), so another version of inspect_lens wrote it; use that "
+                f"version, or make the {kind.name} again"
+            ) from None
         raise ArtifactError(
             f"{folder / CARD_FILE}: not a card ({type(error).__name__}: {error}); allowed is what "
             f"{kind.writer} writes; restore the file, or update inspect_lens if a newer one wrote "
@@ -366,6 +372,14 @@ def read_artifact(
             f"damaged or replaced; restore both files, or train the {kind.name} again"
         )
     return folder, content, card
+
+
+def _unknown_fields(error: ValidationError) -> list[str]:
+    """Fields of a card that its class does not have, where nothing else is wrong with it."""
+    found = error.errors(include_url=False, include_input=False)
+    if any(one["type"] != "extra_forbidden" for one in found):
+        return []
+    return [".".join(map(str, one["loc"])) for one in found]
 
 
 def is_artifact(kind: ArtifactKind, path: Path) -> bool:

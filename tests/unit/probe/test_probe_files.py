@@ -165,6 +165,16 @@ def test_files_that_are_no_probe_are_refused(tmp_path: Path) -> None:
         Probe.load(tmp_path)
 
 
+def test_a_card_with_unknown_fields_is_of_another_version(tmp_path: Path) -> None:
+    make().save(tmp_path)
+    _edit(tmp_path, {"colour": "blue"})
+    with pytest.raises(ArtifactError, match=r"\(colour\), so another version"):
+        Probe.load(tmp_path)
+    _edit(tmp_path, {"layers": "none"})
+    with pytest.raises(ArtifactError, match="not a card"):
+        Probe.load(tmp_path)
+
+
 def test_the_rendered_card_shows_the_facts(tmp_path: Path) -> None:
     probe = make(
         method="difference | of means",
