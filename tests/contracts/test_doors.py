@@ -53,7 +53,6 @@ FINE = {
     "_vllm.frontend.state:_call_utility.call_utility": "a call of the operator's own",
     "_vllm.frontend.state:_call_utility_async.call_utility": "as above",
     "_vllm.http.sweep_route:Sweeps._lines.end": "cancels futures, and forgets a key",
-    "_vllm.http.server_lifetime:_end_with": "a thread of its own, which nobody shares",
     "_vllm.worker.worker:refusal_here": "reads a field; vLLM tells its caller what it raises",
     "_vllm.worker.worker:stats": "reads numbers; vLLM tells its caller what it raises",
     "_vllm.worker.worker:exported_taps": "reads names, as above",
