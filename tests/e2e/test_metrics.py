@@ -138,8 +138,10 @@ def test_words_of_an_instruction_give_the_label_away_and_those_of_an_answer_do_n
     n = [len(s.output.completion.split()) for s in texts.samples or []]
     area = roc_auc_score(planted(texts), n)
     assert answer["length_auroc"] == pytest.approx(max(area, 1.0 - area), abs=0.1)
-    # Of a probe's score it is what the score says in the better direction.
-    assert metrics(log)["length_auroc"] == pytest.approx(metrics(log)["auroc"])
+    # Of a probe's score it is that of the tokens which it read.
+    read = [next(iter((s.scores or {}).values())).metadata for s in log.samples or []]
+    area = roc_auc_score(planted(log), [(known or {})["n_tokens"] for known in read])
+    assert metrics(log)["length_auroc"] == pytest.approx(max(area, 1.0 - area))
     again = rescore(
         texts,
         [command_of("leakage_baseline", {"text": text}) for text in ("prompt", "completion")],
