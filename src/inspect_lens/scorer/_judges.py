@@ -495,7 +495,8 @@ def leakage_baseline(text: Text = "completion") -> Scorer:
     Returns:
         The scorer. The value is the number of words. The metadata holds the distinct words and
         pairs of words as 16-bit hashes, about three characters each, so that a log can be judged
-        without its text.
+        without its text. Inspect puts `words_auroc`, which reads every epoch, into another result
+        of the log than `length_auroc`.
 
     Raises:
         SpecError: another text.
@@ -510,8 +511,8 @@ def leakage_baseline(text: Text = "completion") -> Scorer:
         log = score(
             read_eval_log("logs/honesty.eval"), leakage_baseline("prompt"), action="overwrite"
         )
-        metrics = log.results.scores[0].metrics
-        print(metrics["words_auroc"].value, metrics["length_auroc"].value)
+        for found in log.results.scores:
+            print({name: metric.value for name, metric in found.metrics.items()})
         ```
     """
     if text not in get_args(Text):
