@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import socket
 import tempfile
 from pathlib import Path
@@ -156,9 +157,9 @@ def test_a_server_of_this_host_gives_tensors_beside_its_answer(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     far = LensClient(server.url).generate(PROMPT, capture_layers=[1])
-    server.results = "ab12"
+    server.results = name = secrets.token_hex(8)  # names of servers never come again
     unserved = LensClient(server.url).generate(PROMPT, capture_layers=[1])
-    serve_here("ab12", lambda handle: server.handles.pop(handle, None))
+    serve_here(name, lambda handle: server.handles.pop(handle, None))
     client = LensClient(server.url)
     for asked in ({"capture_layers": [1]}, {"inspect_lens": {"capture": {"layers": [1]}}}):
         near = client.generate(PROMPT, **asked)
