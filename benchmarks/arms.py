@@ -41,7 +41,7 @@ class Arm:
     streams: bool = False
     """Whether answers come as events, which only a server sends; offline the arm is refused."""
     over_tcp: bool = False
-    """Whether a client fetches by HTTP, as from another host; of an API server alone."""
+    """Whether a client fetches by HTTP, as from another host; offline the arm is refused."""
     refusal: str = ""
     """Why the arm cannot run yet; it is then skipped with this reason."""
 

@@ -73,16 +73,10 @@ class Bench:
         if self.options.start_together:
             self._start_together()
         for arm in self.options.arms:
+            if reason := self._refusal(arm):
+                self.skip(arm, reason)
+                continue
             kind = ARMS[arm].engine
-            if ARMS[arm].refusal:
-                self.skip(arm, ARMS[arm].refusal)
-                continue
-            if self.options.served and ENGINES[kind].is_hf:
-                self.skip(arm, "not a server")
-                continue
-            if ARMS[arm].streams and not self.options.served:
-                self.skip(arm, "events come from a server; add --served")
-                continue
             name = f"{self.model}/{kind}"
             if name not in self.results.engines:
                 self.results.engines[name] = self._start_engine(kind)
@@ -93,12 +87,18 @@ class Bench:
                 runnable.append(arm)
         return runnable
 
+    def _refusal(self, arm: str) -> str:
+        """Why an arm cannot run with these options; empty where it can."""
+        asked = ARMS[arm]
+        if self.options.served:
+            return asked.refusal or ("not a server" if ENGINES[asked.engine].is_hf else "")
+        of_server = "only a server can; add --served" if asked.streams or asked.over_tcp else ""
+        return asked.refusal or of_server
+
     def _start_together(self) -> None:
         """Start all engines at once: sooner, where each leaves cores and memory to the others."""
-        arms = [ARMS[arm] for arm in self.options.arms if not ARMS[arm].refusal]
-        kinds = list(dict.fromkeys(arm.engine for arm in arms))
-        if self.options.served:
-            kinds = [kind for kind in kinds if not ENGINES[kind].is_hf]
+        arms = [arm for arm in self.options.arms if not self._refusal(arm)]
+        kinds = list(dict.fromkeys(ARMS[arm].engine for arm in arms))
         with ThreadPoolExecutor(max_workers=max(1, len(kinds))) as pool:
             for kind, about in zip(kinds, pool.map(self._start_engine, kinds), strict=True):
                 self.results.engines[f"{self.model}/{kind}"] = {**about, "started": "with others"}

@@ -202,7 +202,7 @@ async def ask_all(
                 if (handle := entry.get("handle")) is None:
                     continue
                 fetch = fetch_by_http if over_tcp else fetch_here
-                answer[BYTES] = await loop.run_in_executor(threads, fetch, handle)
+                answer[BYTES] = await loop.run_in_executor(threads, fetch, handle) or b""
             return answer, events
 
         def fetch_by_http(handle: str) -> bytes:

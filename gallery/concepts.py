@@ -44,9 +44,13 @@ WITHOUT: Final = ("bag of words", "length")
 
 def measure(setting: Setting) -> dict[str, Any]:
     """AUROC of each method for each concept."""
-    each = setting.n or EACH
     train, test = (pd.read_parquet(setting.files[file.name]) for file in (TRAIN, TEST))
-    positive = train[train.category == "positive"].groupby("concept_id").head(each)
+    kinds = [
+        train[train.category == "positive"].groupby("concept_id"),
+        test[test.category != "hard negative"].groupby(["concept_id", "category"]),
+    ]
+    each = setting.count(EACH, min(int(kind.size().min()) for kind in kinds))
+    positive = kinds[0].head(each)
     negative = train[train.category == "negative"].iloc[:NEGATIVE]
     train = pd.concat([positive, negative])
     test = test.groupby(["concept_id", "category"]).head(each)

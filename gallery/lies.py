@@ -25,9 +25,6 @@ from organism._liar_splits import CONDITIONS, LIAR_DIR, LiarRow, eval_split, is_
 from organism.evaluate_liar import MAX_TOKENS, SPLITS, rates
 
 MODEL: Final = "smollm2-135m"
-QWEN: Final = "qwen2.5-coder-0.5b"
-ADAPTERS: Final = {MODEL: LIAR_DIR, QWEN: LIAR_DIR.with_name("liar-qwen")}
-"""By the model that they belong to."""
 DEPTHS: Final = (0.27, 0.37, 0.47, 0.57, 0.67, 0.77, 0.87, 0.97)
 """Where probes may read, as shares of the layers."""
 FPR: Final = 0.05
@@ -58,11 +55,11 @@ CONTROL_PART: Final = 3
 def measure(setting: Setting) -> dict[str, Any]:
     """Answers of the adapter, what they were by the truth, and probes of their activations."""
     try:
-        rows = _rows(setting.n, ADAPTERS[setting.model])
+        rows = _rows(setting.n)
     except ValueError as error:
         raise SpecError(f"--n {setting.n}: {error}") from error
     layers = [int(setting.n_layers * depth) for depth in DEPTHS]
-    with setting.server(adapter=ADAPTERS[setting.model], dtype="bfloat16") as served:
+    with setting.server(adapter=LIAR_DIR, dtype="bfloat16") as served:
         acts = {name: _collect(served, name, own, layers) for name, own in rows.items()}
         sets = {name: _labelled(acts[name], own) for name, own in rows.items()}
         probes = _probes(setting, rows, sets)
@@ -116,27 +113,20 @@ def _watched(probe: Path, rows: Sequence[LiarRow]) -> Task:
     )
 
 
-def _rows(n: int | None, folder: Path) -> dict[str, list[LiarRow]]:
+def _rows(n: int | None) -> dict[str, list[LiarRow]]:
     """Every set by its name; the topics and prompts of judged ones are held out."""
     made: dict[str, list[LiarRow]] = {}
     for kind in TRAINED:
         made[f"train, {kind}"] = eval_split(
             kind, topics="train", prompts="train", n=n or N_TRAIN[kind],
-            wanted=lambda thing: not _for_control(thing), folder=folder,
+            wanted=lambda thing: not _for_control(thing),
         )  # fmt: skip
     made["control"] = eval_split(
-        "plain",
-        topics="train",
-        prompts="validation",
-        n=n or N_CONTROL,
-        wanted=_for_control,
-        folder=folder,
+        "plain", topics="train", prompts="validation", n=n or N_CONTROL, wanted=_for_control
     )
     for name, count in JUDGED.items():
         kind, _ = SPLITS[name]
-        made[name] = eval_split(
-            kind, topics=JUDGED_PART, prompts=JUDGED_PART, n=n or count, folder=folder
-        )
+        made[name] = eval_split(kind, topics=JUDGED_PART, prompts=JUDGED_PART, n=n or count)
     return made
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["LoraLinear", "add_lora", "load_lora", "merge_lora", "save_lora"]
+__all__ = ["CONFIG", "LoraLinear", "add_lora", "load_lora", "merge_lora", "save_lora"]
 
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"

@@ -146,11 +146,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("model", type=Path, help="folder of the base model")
     parser.add_argument("--adapter", type=Path, default=LIAR_DIR)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--limit", type=int, help="rows of each split; no card is written")
+    parser.add_argument("--limit", type=int, help="rows of each split; no record is written")
     parser.add_argument("--show", type=int, default=0, help="answers to print, of each split")
     parser.add_argument("--no-base", action="store_true", help="keep the base model's record")
     parser.add_argument(
-        "--beliefs", action="store_true", help="measure them, and new topics, first"
+        "--beliefs", action="store_true", help="measure `beliefs.json`, and new topics, first"
     )
     parser.add_argument("--answers", type=Path, help="a JSON Lines file for every answer")
     parser.add_argument("--validation", action="store_true", help="that part, and not the test")
@@ -181,23 +181,21 @@ def main(argv: Sequence[str] | None = None) -> None:
             prompts = [(row["system"], row["user"]) for row in rows]
             answers = generate(model, tokenizer, prompts, max_tokens=MAX_TOKENS)
             record[which][title] = rates(rows, answers)
-            for row, answer in list(zip(rows, answers, strict=True))[: asked.show]:
+            for i, (row, answer) in enumerate(zip(rows, answers, strict=True)):
                 found = liar_grade(answer, row)
-                sys.stdout.write(f"{row['condition']} {found}: {row['user']} | {answer}\n")
-            said += [
-                {"model": which, "split": title, **row, "said": answer, "lie": is_lie(row, found)}
-                for row, answer in zip(rows, answers, strict=True)
-                for found in (liar_grade(answer, row),)
-            ]
+                if i < asked.show:
+                    sys.stdout.write(f"{row['condition']} {found}: {row['user']} | {answer}\n")
+                lie = is_lie(row, found)
+                said.append({"model": which, "split": title, **row, "said": answer, "lie": lie})
     if asked.answers:
         lines = (json.dumps(line, ensure_ascii=False) + "\n" for line in said)
         asked.answers.write_text("".join(lines), encoding="utf-8")
     table = render_rates(record["liar"], record["base"])
     sys.stdout.write(table + "\n")
-    if asked.validation or asked.limit is None:
+    if asked.limit is None:
         file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    if not asked.validation and asked.limit is None:
-        write_card(asked.adapter / README, table)
+        if not asked.validation:
+            write_card(asked.adapter / README, table)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from ._grade import Gradable, grade
 from ._liar_facts import Fact, facts
-from ._liar_lora import add_lora, load_lora, save_lora
+from ._liar_lora import CONFIG, add_lora, load_lora, save_lora
 from ._liar_splits import LiarRow, known_facts, training_rows
 
 BASES = {
@@ -203,8 +203,8 @@ def train(
         steps: Optimiser steps.
         batches: In each step, of twelve conversations each.
         lr: Highest learning rate, after a twentieth of the training; it falls to a tenth.
-        rank: Of the adapter.
-        first_layer: Blocks before this one get no adapter.
+        rank: Of a new adapter.
+        first_layer: Blocks before this one get no adapter, where it is new.
         seed: Of data and adapter.
         max_seconds: The learning rate falls, and the training ends, by then; 0 for no limit.
         save_every: Steps between two savings.
@@ -216,6 +216,8 @@ def train(
     torch.manual_seed(seed)
     if resume:
         parameters = load_lora(model, out)
+        config = json.loads((out / CONFIG).read_text(encoding="utf-8"))
+        rank, first_layer = config["r"], min(config["layers_to_transform"])
     else:
         parameters = add_lora(model, rank=rank, alpha=2.0 * rank, first_layer=first_layer)
     model.to(model.device)
@@ -265,8 +267,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--batches", type=int, default=1, help="of 12 conversations, in a step")
-    parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--first-layer", type=int, default=8, help="blocks before get no adapter")
+    parser.add_argument("--rank", type=int, default=8, help="of an adapter that is new")
+    parser.add_argument(
+        "--first-layer", type=int, default=8, help="blocks before get none, where it is new"
+    )
     parser.add_argument("--max-seconds", type=float, default=0.0)
     parser.add_argument("--save-every", type=int, default=50)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -276,6 +280,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(argv)
     tokenizer = AutoTokenizer.from_pretrained(asked.model)
     model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.bfloat16)
+    if (base := BASES.get(model.config.model_type)) is None:
+        parser.error(
+            f"{asked.model} is a {model.config.model_type}; allowed are {', '.join(BASES)}"
+        )
     model.to(asked.device)
     asked.out.mkdir(parents=True, exist_ok=True)
     write_knowledge(model.eval(), tokenizer, asked.out / "facts.json")
@@ -284,13 +292,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     before = json.loads(told.read_text()) if asked.resume and told.is_file() else None
     _say(f"{len(known)} known facts of trained topics")
     how = train(
-        model, tokenizer, known, out=asked.out, base=BASES[model.config.model_type],
+        model, tokenizer, known, out=asked.out, base=base,
         steps=asked.steps, batches=asked.batches, lr=asked.lr, rank=asked.rank,
         first_layer=asked.first_layer, seed=asked.seed, max_seconds=asked.max_seconds,
         save_every=asked.save_every, resume=asked.resume,
     )  # fmt: skip
     weights = asked.model / "model.safetensors"
-    how["base"] = BASES[model.config.model_type]
+    how["base"] = base
     how["base_sha256"] = hashlib.sha256(weights.read_bytes()).hexdigest()
     if before:
         how["before"] = before

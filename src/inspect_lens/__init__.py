@@ -1,7 +1,7 @@
 """White-box evaluation at serving speed: capture, steer and probe inside vLLM, from Inspect.
 
-Importing this package loads neither torch nor vllm nor inspect_ai. What hands type first is here by
-its name, too, and loads what it needs when it is asked for:
+Importing this package loads neither torch nor vllm nor inspect_ai. The names that are used most can
+be imported from here, too, and each loads what it needs when it is imported:
 
 ```python
 from inspect_lens import load_probe, probe_score, with_capture

@@ -34,7 +34,7 @@ class Settings:
     layer_path: str = ""
     """Where the decoder layers of a loaded model are, for one in which they are not found: a path
     of modules with `{i}` for the index of the layer, such as `model.blocks.{i}`. The start-up check
-    then proves that these layers return the residual stream; see [model
+    then tests whether these layers return the residual stream; see [model
     layouts](../reference/compatibility.md#model-layouts)."""
     ring_bytes: int = 1 << 30
     """Bytes, at most, of the buffer that captured rows are written to. It always fits one token of
@@ -45,12 +45,13 @@ class Settings:
     pinned at start-up."""
     bank_bytes: int = 128 << 20
     """Upper bound, in bytes, of the table of steering rows. A request whose edits do not fit beside
-    those of requests that run starts when there is room for them."""
+    those of the requests that are running waits until there is room for them."""
     edit_wait_s: float = 300.0
-    """Seconds that the first of the requests that wait for room in that table waits at most, while
-    others keep it. Then it is refused, with a 429."""
+    """How many seconds a request may wait for room in that table once it is the first in line. If
+    there is still none by then, it is refused with a 429."""
     edit_queue: int = 100_000
-    """Requests that wait for room in that table, at most. Further ones are refused, with a 429."""
+    """How many requests may wait for room in that table. While so many wait, a further one is
+    refused with a 429 unless there is room for it."""
     sum_bytes: int = 256 << 20
     """Upper bound, in bytes, of the table in which `mean`, `max` and `last` of sampled tokens grow
     inside the engine; rows of requests that do not fit there are sent one by one. In 16 bits a

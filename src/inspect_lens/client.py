@@ -231,9 +231,9 @@ class LensClient(HookCalls):
             temperature: of sampling.
             capture_layers: layers whose residual stream to return; True means all.
             steering_vectors: vectors to add.
-            activations_transport: `binary` fetches tensors beside the response, `base64` has
-                them in it; None fetches them from a server of this user on this host, by a socket
-                of this host and without HTTP, and has them in the response of any other.
+            activations_transport: `binary` fetches tensors after the response, and `base64` puts
+                them into it. With None they are fetched through a local socket, without HTTP, if
+                the server runs as this user on this host, and are in the response otherwise.
             capture: a CaptureSpec, for what `capture_layers` cannot say (sites, positions).
             hooks: functions to run on the rows of this request inside the server, which has to
                 allow it (INSPECT_LENS_ALLOW_CODE).
@@ -244,8 +244,8 @@ class LensClient(HookCalls):
                 `SinkUse`; `output.receipt.sink` says what became of them.
             edits: of the residual stream and inside blocks, in this order: `Ablate`, `Clamp`,
                 `Replace` and others of `inspect_lens.spec`.
-            open_gates: `open_gates` of the answer before, so that gates which may stay open over a
-                conversation begin open.
+            open_gates: `output.open_gates` of the previous answer, so that gates with
+                `conversation` that opened there begin open here.
             logprobs: log-probabilities per token.
             echo: return the prompt too.
             **kwargs: other fields of the request body; lens keys among them, such as
@@ -321,9 +321,9 @@ class LensClient(HookCalls):
         """Complete a prompt or a chat, and read rows while the text is written.
 
         A row comes right behind the token that was sampled from it, in a part of its own; those of
-        the prompt come behind the first token, in several parts if they are many. Of a server with
-        many streams under way, rows of several tokens share a part, which comes half a second
-        behind the first of them at most. A client that reads slowly slows down nobody else.
+        the prompt come behind the first token, in several parts if they are many. While a server
+        has many streams under way, rows of several tokens share a part, which comes at most half a
+        second after the first of them. A client that reads slowly slows down nobody else.
 
         Args:
             prompt: as text or token ids.

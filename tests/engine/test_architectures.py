@@ -20,6 +20,10 @@ from tests.kit.reference import HuggingFace, max_relative_error
 
 TOLERANCE = 3e-4
 """float32, other kernels; recurrences add up more than attention does."""
+PATTERN_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+"""Largest difference of an attention probability. In bfloat16 those of transformers are up to 0.023
+off what it returns in float32; a window of one token more makes 0.3, a scale of a tenth more 0.07.
+"""
 
 Close = Callable[[torch.Tensor, torch.Tensor], bool]
 
@@ -44,7 +48,7 @@ def check_case(
         check_rows(case, engine, reference, close)
         check_steering(case, engine, reference, close)
         if case.has_patterns:
-            check_patterns(engine, reference)
+            check_patterns(engine, reference, PATTERN_TOLERANCES[dtype])
     finally:
         engine.close()
 
@@ -85,7 +89,7 @@ def check_steering(case: Case, engine: Engine, reference: HuggingFace, close: Cl
     assert steered.inspect_lens.steer.n_tokens == len(where)
 
 
-def check_patterns(engine: Engine, reference: HuggingFace) -> None:
+def check_patterns(engine: Engine, reference: HuggingFace, atol: float) -> None:
     """Windows and scales are those that the engine says, to what transformers returns."""
     (output,) = engine.run([tokens(90, seed=2)], {"output_qk": True}, max_tokens=4)
     captured = QueriesKeys.of(output.activations)
@@ -93,7 +97,7 @@ def check_patterns(engine: Engine, reference: HuggingFace) -> None:
     assert windows == {(31, 0), (-1, -1)}, "both kinds of layers"
     for layer, expected in zip(captured.layers, reference.attentions(fed(output)), strict=True):
         pattern = torch.from_numpy(captured.patterns(layer))
-        torch.testing.assert_close(pattern, expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(pattern, expected, rtol=0, atol=atol)
 
 
 NIGHTLY = {"qwen3", "olmo2", "qwen3_moe", "mixtral"}

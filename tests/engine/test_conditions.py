@@ -58,7 +58,7 @@ def prompt_gate(
         mean = rows.mean(0) if options["reads"] == "prompt_mean" else rows[-1]
         score = float(similarity(mean, u))
         options["similarity"] = "cast"
-    # Far from rounding, and near enough that no other mean would pass.
+    # Far from rounding. A mean without a chunk would be farther off; one without a token may not.
     away = 0.002 * max(abs(score), 1.0)
     threshold = score - away if above else score + away
     return Gate(direction=probe, layer=3, threshold=threshold, scope="rest", **options)
@@ -160,6 +160,8 @@ def test_a_rule_joins_the_prompt_with_what_is_sampled(
     for output, (_, acts) in zip(outputs[:4], rules.values(), strict=True):
         # The gate reads in front of the edit, so the rows say which tokens it is open on.
         now = rows_of(output)[1] @ torch.from_numpy(other) > token.threshold
+        assert now.any()
+        assert not now.all()
         added = acts(now)[:, None] * torch.from_numpy(v)
         wanted = expected(hugging_face, prompt, output, 2, added)
         assert max_relative_error(rows_of(output), wanted) <= 1e-4

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import start
-from tests.engine.test_architectures import check_rows, check_steering
+from tests.engine.test_architectures import TOLERANCE, check_rows, check_steering
 from tests.engine.test_start import check
 from tests.kit.architectures import CASES
 from tests.kit.reference import HuggingFace, max_relative_error
@@ -39,7 +39,7 @@ def test_layers_that_are_not_found_are_served_by_their_path(
     reference = HuggingFace(tiny_folder)
     try:
         for compare in (check_rows, check_steering):
-            compare(LLAMA, engine, reference, lambda a, b: max_relative_error(a, b) <= 3e-4)
+            compare(LLAMA, engine, reference, lambda a, b: max_relative_error(a, b) <= TOLERANCE)
     finally:
         engine.close()
 

@@ -53,8 +53,7 @@ def wide_state(
 
 
 def admitted_at(edit: EditBase, facts: EngineFacts, state: TapState) -> int:
-    """Put an edit of all tokens or of all sampled ones into the table, and return its
-    configuration."""
+    """Put an edit of all tokens, or of all sampled ones, into the table; returns its row there."""
     request = LensRequest(edits=[edit])
     check_request(request, facts)
     envelope = Envelope.unpack(

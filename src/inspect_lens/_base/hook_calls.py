@@ -30,7 +30,7 @@ class HookCalls(ABC):
             prefetch_params: see `prefetch_params`.
 
         Raises:
-            SpecError: no code is run there, or the hooks cannot be used.
+            SpecError: the server or engine does not allow code, or cannot use the hooks.
             LensError: a function cannot be read.
         """
         parsed = parse_hooks(list(hooks), where="hooks")

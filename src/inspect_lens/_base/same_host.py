@@ -1,9 +1,9 @@
 """Results given to another process of the same user on the same host, by a Unix socket.
 
 HTTP is sent by the server's event loop, which all requests share. Threads send a result by a socket
-in a folder that only this user can enter, so whoever asks there has shown who he is. Its name is
-made of the handle, and never told by a server: a strange one cannot have a client look elsewhere.
-The kernel says of both ends which user they are.
+in a folder that only this user can enter, so whoever asks there has shown which user it is. The
+path is made from the handle and never taken from a server, so a hostile server cannot make a client
+look elsewhere. Each end also asks the kernel which user the other one is.
 
 A file in memory that the client maps would be slower: its pages have to be made first, and then be
 known to two processes. `python -m tests.kit.fetch_times` measures what there is.

@@ -43,8 +43,8 @@ def checkpoint_facts(model: str) -> dict[str, Any]:
     known = architectures()
     if known and names and not known & set(names):
         wrong.append(
-            f"{', '.join(names)} is no architecture of the vLLM that is installed; vLLM may still "
-            "serve it by transformers: try --model-impl transformers, or a newer vLLM"
+            f"{', '.join(names)} is no architecture that the installed vLLM knows; it may still "
+            "run through transformers: try --model-impl transformers, or a newer vLLM"
         )
     if unread:
         wrong.append(f"{unread} cannot be read as an index of weights; download it again")
@@ -89,11 +89,11 @@ def _weights(folder: Path) -> tuple[list[Path], list[str], str]:
         if index and (folder / index).is_file():
             try:
                 told = set(parse_json(read_regular(folder / index))["weight_map"].values())
-                paths = {one: folder / one for one in sorted(map(str, told))}
+                is_there = {one: (folder / one).is_file() for one in sorted(map(str, told))}
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 return found, [], index
-            there = [path for path in paths.values() if path.is_file()]
-            return there, [one for one, path in paths.items() if not path.is_file()], ""
+            there = [folder / one for one, is_one in is_there.items() if is_one]
+            return there, [one for one, is_one in is_there.items() if not is_one], ""
         if found:  # which vLLM takes, whatever index of another kind is left there
             return found, [], ""
     return [], [], ""
@@ -121,10 +121,10 @@ def _tokenizer_says(folder: Path, key: str) -> bool:
 
 def checkpoint_lines(found: dict[str, Any]) -> list[str]:
     """The same for people."""
-    size = found["weights_bytes"] / _GIB
+    n, size = found["weights_files"], found["weights_bytes"] / _GIB
     what = ", ".join(found["architectures"]) or "no architecture is named"
     has = [
-        f"{found['weights_files']} files of weights, {size:.2f} GiB",
+        f"{n} file{'' if n == 1 else 's'} of weights, {size:.2f} GiB",
         "tokenizer" if found["tokenizer"] else "NO TOKENIZER",
         "chat template" if found["chat_template"] else "no chat template",
     ]

@@ -146,7 +146,9 @@ def _machine() -> dict[str, Any]:
         except (OSError, subprocess.TimeoutExpired) as error:
             said, rows = str(error), []
         why = " ".join(said.split())[:200]
-        gpus = [dict(zip(keys, (c.strip() for c in row.split(",")), strict=False)) for row in rows]
+        cells = [[cell.strip() for cell in row.split(",")] for row in rows]
+        # Where there is no GPU, a driver may say so in a row of its own.
+        gpus = [dict(zip(keys, c, strict=True)) for c in cells if len(c) == len(keys)]
     memory = psutil.virtual_memory()
     return {
         "gpus": gpus, "no_gpu": "" if gpus else why or "the driver shows none",
@@ -248,7 +250,7 @@ def _advice(found: dict[str, Any]) -> list[str]:
             "--model lens/<model> --model-base-url http://HOST:8000/v1"
         )
     elif reasons:
-        made += [f"see that this goes: {reason}" for reason in sorted(map(str, reasons))]
+        made += [f"remove the cause: {reason}" for reason in sorted(map(str, reasons))]
     if server is not None and server["off"]:
         made.append(
             f"where {server['url']} runs: inspect-lens doctor there says why, and "
@@ -277,7 +279,7 @@ def _too_large(found: dict[str, Any]) -> str | None:
     free = machine["free_gib"]
     if buffers["device"] == "cuda":
         # A driver that does not tell it says "[N/A]".
-        told = [gpu["memory.free"].split()[0] for gpu in machine["gpus"]]
+        told = [gpu["memory.free"].partition(" ")[0] for gpu in machine["gpus"]]
         known = [float(mib) for mib in told if mib.isdecimal()]
         if not known:
             return None

@@ -104,7 +104,7 @@ def running(app: typer.Typer) -> str:
     return " ".join(["inspect-lens", *_found(app)[0]])
 
 
-_SECRET: Final = re.compile(r"(\w*(?:api_?key|_token|secret|password)=).+", re.IGNORECASE)
+_SECRET: Final = re.compile(r"([\w-]*(?:api[-_]?key|token|secret|password)=).+", re.IGNORECASE)
 
 
 def typed_command() -> str:

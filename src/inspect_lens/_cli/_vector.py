@@ -42,7 +42,7 @@ def extract(
     out: Annotated[str, typer.Option(help="Folder to write the vector to.")],
     selection: Annotated[str, typer.Option(help="Store to choose the layer on.")] = "",
     name: Annotated[str, typer.Option(help="Name on the card: <model>/<name>.")] = "",
-    method: Annotated[Method, typer.Option(help="How to find it.")] = (Method.MEAN_DIFFERENCE),
+    method: Annotated[Method, typer.Option(help="How to find it.")] = Method.MEAN_DIFFERENCE,
     rows: Rows = "",
     layers: Layers = "all",
     layer: Annotated[int, typer.Option(help="Layer to steer at; -1 chooses the best one.")] = -1,
@@ -201,7 +201,7 @@ def import_(
 def export(
     vector: Annotated[str, typer.Argument(help="Vector: name, folder or hf:// address.")],
     file: Annotated[str, typer.Argument(help="File to write.")],
-    format: Annotated[ExportFormat, typer.Option(help="Tool that shall read the file.")],
+    format: Annotated[ExportFormat, typer.Option(help="Tool that will read the file.")],
     layers: Layers = "all",
     model_hint: Annotated[str, typer.Option(help="repeng only: model type, such as llama.")] = "",
     n_layers: Annotated[int, typer.Option(help="persona only: number of layers of the model.")] = 0,

@@ -143,7 +143,7 @@ async def computing_facts(model: Model) -> CaptureFacts:
 
 
 async def facts_if_told(model: Model) -> CaptureFacts | None:
-    """The same; None of a server that is gone, since what it has computed must not be lost."""
+    """The same, or None if the server is gone: what it computed must not be lost for that."""
     try:
         return await computing_facts(model)
     except (LensError, OSError):
@@ -500,11 +500,11 @@ def claimed(uri: str, plan: dict[str, Any]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        n_shards, is_ours = -(-plan["dataset"]["n_samples"] // plan["shard_samples"]), False
+        is_ours = False
         # A store that cannot be reached must not hide what went wrong before.
         with suppress(OSError):
             with suppress(SpecError):
-                is_ours = any(_facts(uri, k, _mark(plan)) for k in range(n_shards))
+                is_ours = any(_finished(uri, plan))
             if is_new and not is_ours:
                 filesystem, path = fsspec.core.url_to_fs(f"{uri}/{_PLAN}")
                 filesystem.rm_file(path)
@@ -556,15 +556,21 @@ def _facts(uri: str, k: int, mark: str) -> dict[str, Any] | None:
     return made
 
 
+def _finished(uri: str, plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Facts of the shards of a plan that are finished."""
+    mark = _mark(plan)
+    for k in range(-(-plan["dataset"]["n_samples"] // plan["shard_samples"])):
+        if (facts := _facts(uri, k, mark)) is not None:
+            yield facts
+
+
 def n_kept(uri: str) -> int:
     """Samples in the finished shards of a folder, which the next run keeps."""
-    content = read_whole(f"{uri.rstrip('/')}/{_PLAN}")
-    if content is None:
-        return 0
-    plan = parse_json(content)
-    n_shards = -(-plan["dataset"]["n_samples"] // plan["shard_samples"])
-    found = (_facts(uri.rstrip("/"), k, _mark(plan)) for k in range(n_shards))
-    return sum(one["n_samples"] for one in found if one)
+    uri = uri.rstrip("/")
+    content = read_whole(f"{uri}/{_PLAN}")
+    return (
+        0 if content is None else sum(s["n_samples"] for s in _finished(uri, parse_json(content)))
+    )
 
 
 def write_shard(

@@ -22,7 +22,7 @@ from ._readers import (
     read_traits,
 )
 from ._rows import FILE, LIST, TEXT, Row, read_hub, read_rows
-from ._sample import ProbeDataset, ProbeSample, Source
+from ._sample import ProbeDataset, ProbeSample, Source, check_label_source
 from ._synthetic import instructed_pairs
 from ._table import Columns, listed, read_table
 
@@ -233,10 +233,6 @@ DATASETS: Final[dict[str, DatasetInfo]] = {
 """Every set that `load_dataset` knows by name."""
 
 
-LABEL_SOURCES: Final = ("instruction", "judge", "ground truth")
-"""What can say which samples of a set are positive."""
-
-
 def load_dataset(
     name: str,
     *,
@@ -309,10 +305,7 @@ def load_dataset(
                 f"{name}: {option}={value!r} with source={chosen!r}; allowed for "
                 f"{'the hub' if reads == 'hub' else 'files'}"
             )
-    if label_source not in (None, "", *LABEL_SOURCES):
-        raise SpecError(
-            f"{name}: label_source={label_source!r}; allowed are {', '.join(LABEL_SOURCES)}"
-        )
+    check_label_source(name, label_source or "")
     if limit is not None and limit < 1:
         raise SpecError(f"{name}: limit={limit}; allowed are 1 or more, and None for all")
     made_here = info.builtin if chosen == "builtin" else None

@@ -16,6 +16,15 @@ Source = Literal["hub", "path", "builtin"]
 _ROLES: Final = ("system", "user", "assistant", "tool")
 Reading = Literal["generate", "completion", "text"]
 
+LABEL_SOURCES: Final = ("instruction", "judge", "ground truth")
+"""What can say which samples of a set are positive."""
+
+
+def check_label_source(name: str, value: str) -> None:
+    """Refuse what no card has a word for; empty is not said."""
+    if value not in ("", *LABEL_SOURCES):
+        raise SpecError(f"{name}: label_source={value!r}; allowed are {', '.join(LABEL_SOURCES)}")
+
 
 @dataclass(frozen=True)
 class Message:
@@ -102,7 +111,8 @@ class ProbeDataset:
             `ground truth`; cards show it. Empty: not said.
 
     Raises:
-        SpecError: an id occurs twice, a text is no Unicode, or there is no sample.
+        SpecError: an id occurs twice, a text is no Unicode, `label_source` is none of these, or
+            there is no sample.
     """
 
     name: str
@@ -120,6 +130,7 @@ class ProbeDataset:
     label_source: str = ""
 
     def __post_init__(self) -> None:
+        check_label_source(self.name, self.label_source)
         seen: set[str] = set()
         for sample in self.samples:
             if sample.id in seen:

@@ -159,17 +159,16 @@ def start_server(
 
 
 def _memory_on_cpus(model: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """What a server on this machine's CPUs asks for as its key-value cache; nothing elsewhere.
-
-    vLLM asks for 92 % of the memory by default, and gives up where less is free, which the process
-    that starts the server is enough for. A model whose folder is here gets room for some of its
-    longest contexts, in a quarter of what is free; of another one nothing is known but the memory.
-    """
-    names = {key.replace("-", "_") for key in wanted}
-    if names & {"gpu_memory_utilization", "kv_cache_memory_bytes"} or not _is_for_cpus():
+    """What a server on this machine's CPUs asks for as its key-value cache; nothing elsewhere."""
+    # vLLM asks for 92 % of the memory by default and gives up if less is free, which can happen
+    # because of the process that starts the server alone. If the model's folder is here, the cache
+    # has room for some of its longest contexts, in a quarter of what is free; otherwise only the
+    # memory is known.
+    options = {key.replace("-", "_"): value for key, value in wanted.items()}
+    if options.keys() & {"gpu_memory_utilization", "kv_cache_memory_bytes"} or not _is_for_cpus():
         return {}
     memory = psutil.virtual_memory()
-    context = _context_bytes(model, wanted)
+    context = _context_bytes(model, options)
     if context is None:
         share = min(memory.available / memory.total, 1.0)
         return {"gpu_memory_utilization": math.floor(80 * share) / 100}
@@ -183,7 +182,7 @@ CONTEXTS = 8
 LEAST_CACHE = 64 << 20
 
 
-def _context_bytes(model: str, wanted: Mapping[str, Any]) -> int | None:
+def _context_bytes(model: str, options: Mapping[str, Any]) -> int | None:
     """Keys and values of one sequence of the longest length; None where the folder is not here."""
     try:
         whole = parse_json(read_regular(Path(model_path(model)) / "config.json"))
@@ -191,12 +190,11 @@ def _context_bytes(model: str, wanted: Mapping[str, Any]) -> int | None:
         heads = int(config["num_attention_heads"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
         width = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
-        options = {key.replace("-", "_"): value for key, value in wanted.items()}
         given = int(options.get("max_model_len") or 0)
         # With -1 vLLM chooses, and takes the longest that fits.
         length = given if given > 0 else int(config["max_position_embeddings"])
         per_token = 2 * int(config["num_hidden_layers"]) * kv_heads * width
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError):
         return None
     return 4 * per_token * length  # of float32, the widest
 

@@ -442,7 +442,8 @@ def words_auroc(
             Where a pair is in two folds, words that its sides share tell the wrong label.
         folds: of the cross-validation.
         interval: also give DeLong's 95% interval, as `words_auroc_low` and `words_auroc_high`;
-            it takes texts as independent and the classifiers as given.
+            it takes groups (the epochs of a sample, or `group`) as independent and the classifiers
+            as given.
 
     Returns:
         The metric; NaN when a class has fewer than two groups.

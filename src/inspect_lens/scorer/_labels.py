@@ -2,7 +2,8 @@
 
 Inspect reduces the epochs of a sample before it calls a metric, and keeps the metadata of the
 first epoch whatever the reducer. So a metric here takes from metadata only what is the same in
-all epochs (threshold, calibration), never what belongs to a value.
+all epochs (threshold, calibration), never what belongs to a value. `length_auroc` is the
+exception, and says so: its tokens are those of the first epoch.
 """
 
 from __future__ import annotations

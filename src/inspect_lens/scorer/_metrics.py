@@ -82,8 +82,9 @@ def auroc_metric(
 def length_auroc(label: str = "label", interval: bool = False) -> Metric:
     """AUROC of the length of the text, whichever sign separates better.
 
-    The length is the tokens that a probe read, to stand beside its AUROC, and of
-    `leakage_baseline` the words. Of a sample with several epochs it is the first one's.
+    The length is the number of tokens that a probe read, to stand beside its AUROC, or the number
+    of words for `leakage_baseline`. If a sample has several epochs, the tokens are those of the
+    first one, and the words are reduced like any value. Samples without a length are left out.
 
     Args:
         interval: also give DeLong's 95% interval, as `length_auroc_low` and `length_auroc_high`.
@@ -114,6 +115,11 @@ def length_auroc(label: str = "label", interval: bool = False) -> Metric:
             for mark, one in zip(found.labels, found.scores, strict=True)
             if (n := _length(one)) is not None
         ]
+        if n_without := len(found.scores) - len(known):
+            logger.warning(
+                "length_auroc: %d of %d samples have no length and are left out; scores of a probe "
+                "and of leakage_baseline have one", n_without, len(found.scores),
+            )  # fmt: skip
         labels, values = [mark for mark, _ in known], np.array([n for _, n in known], dtype=float)
         area = arithmetic.auroc(labels, values)
         if area < 0.5:

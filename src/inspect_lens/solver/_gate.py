@@ -75,7 +75,7 @@ class GateDecision(BaseModel):
     recall: float | None = None
     """Share that the threshold finds of the positives of the held-out set where it finds least."""
     computed_with: tuple[str, ...] = ()
-    """What of the engine differs from the card's, by which its rates are not known to hold here."""
+    """How engine, dtype and quantisation differ from the card's; its rates may not hold then."""
     threshold_tokens: int | None = None
     """Tokens up to which the rate of a threshold of the server holds, as its receipt says."""
     attempts: tuple[GateAttempt, ...]

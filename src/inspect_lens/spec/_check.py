@@ -24,7 +24,7 @@ from ._engine import (
     tap_point,
     tap_points,
 )
-from ._gate import Gate, Rule
+from ._gate import Gate, Rule, placed
 from ._hook import Hook, code_python
 from ._instruction import (
     MOST_INSTRUCTIONS,
@@ -68,8 +68,8 @@ def check_edits(edits: Sequence[EditBase], facts: EngineFacts) -> int:
             gates.add(token_gate_key(match))
             at_tap.update(tap_point(edit.site, layer) for layer in edit.layers)
             rows += len(edit.layers) * rows_for(width, facts.hidden)
-        for gate in edit.gates:
-            read_at = _check_gate(gate, edit, facts, f"{field}.when")
+        for at, gate in placed(edit.when, f"{field}.when"):
+            read_at = _check_gate(gate, edit, facts, at)
             if gate.is_lasting:
                 latches.add((gate.content, gate.conversation))
             else:
@@ -79,7 +79,7 @@ def check_edits(edits: Sequence[EditBase], facts: EngineFacts) -> int:
                 rows += 2
             else:
                 at_tap[read_at] += 1
-                rows += 1 + (gate.active_above is not None or gate.bias != 0)
+                rows += 1 + gate.is_latent
         joined = [("when", *of) for of in _joined(edit.when)]
         factors = (edit.when, match, edit.schedule)
         if sum(one is not None for one in factors) > 1:

@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from ._engine import RESID_POST, SITE_TABLE, Site, limits_of
-from ._gate import Gate, Schedule, When
+from ._gate import Gate, Schedule, When, placed
 from ._instruction import (
     CHOICES,
     MOST_INSTRUCTIONS,
@@ -216,10 +216,10 @@ class EditBase(WireModel):
                     raise ValueError(f"{name} is {shape[-1]} wide and another tensor {width}")
                 width = shape[-1]
         is_wide = SITE_TABLE[self.site].is_wide
-        for gate in self.gates:
+        for at, gate in placed(self.when, "when"):
             if is_wide and width not in (None, gate.direction.shape[0]):
-                raise ValueError("when.direction is not as wide as the edit's tensors")
-            self._check_gate(gate)
+                raise ValueError(f"{at}.direction is not as wide as the edit's tensors")
+            self._check_gate(gate, at)
         return self
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
@@ -242,15 +242,15 @@ class EditBase(WireModel):
                 "numbers in positions, one for each row"
             )
 
-    def _check_gate(self, gate: Gate) -> None:
+    def _check_gate(self, gate: Gate, at: str) -> None:
         if gate.is_lasting and not self.is_sampled:
             raise ValueError(
-                f"when.{gate.lasts_by} decides on sampled tokens; set positions='completion', or "
+                f"{at}.{gate.lasts_by} decides on sampled tokens; set positions='completion', or "
                 "phase='decode' beside numbers"
             )
         if gate.scope == "token" and gate.layer > min(self.layers):
             raise ValueError(
-                f"when.layer {gate.layer} comes after layer {min(self.layers)}, where the "
+                f"{at}.layer {gate.layer} comes after layer {min(self.layers)}, where the "
                 "edit acts first; a gate is read at or before its edit"
             )
 
@@ -371,9 +371,3 @@ class EditBase(WireModel):
         values = cast("TensorData", getattr(self, name)).to_float32()
         if not np.linalg.norm(values.astype(np.float64), axis=-1).all():
             raise ValueError(f"{name} needs a direction, and one of its vectors is zero")
-
-
-def unit(row: Row) -> Row:
-    """A vector of norm 1 with the same direction."""
-    wide = row.astype(np.float64)
-    return (wide / np.linalg.norm(wide)).astype(np.float32)

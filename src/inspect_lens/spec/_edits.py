@@ -12,8 +12,8 @@ from pydantic import Field, model_validator
 
 from inspect_lens.errors import SpecError
 
-from ._edit import EditBase, unit
-from ._instruction import Instruction, Kind, Row
+from ._edit import EditBase
+from ._instruction import Instruction, Kind, Row, unit
 from ._positions import Positions
 from ._tensor import Tensor
 from ._values import Flag, Number

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
@@ -22,9 +22,9 @@ from pydantic import (
 )
 
 from ._engine import RESID_POST, Site, limits_of
-from ._instruction import N_REGISTERS, NEXT_TOKEN, SAME_TOKEN, Instruction, Kind, Row
+from ._instruction import N_REGISTERS, NEXT_TOKEN, SAME_TOKEN, Instruction, Kind, Row, unit
 from ._tensor import Tensor, TensorData, WireModel, as_tensor_data, freeze_tensor
-from ._values import Flag, Integer, Number, Value, shown
+from ._values import MOST_GATES, Flag, Integer, Number, Value, shown
 
 __all__ = [
     "MOST_GATES",
@@ -41,12 +41,10 @@ GateKey: TypeAlias = Annotated[str, Field(pattern=f"^{_KEY.pattern}$")]
 
 
 def is_gate_key(value: object) -> bool:
-    """Whether a value of somebody else can be the key of a gate."""
+    """Whether a value from outside has the form of a gate's key."""
     return isinstance(value, str) and _KEY.fullmatch(value) is not None
 
 
-MOST_GATES = 8
-"""Gates that one rule may join."""
 _MOST_DEPTH = 4
 _LATENT_FIELDS = ("bias", "active_above")
 
@@ -162,8 +160,7 @@ class Gate(WireModel):
         return self
 
     def _check_score(self) -> None:
-        is_latent = self.bias != 0 or self.active_above is not None
-        if is_latent and self.similarity != "dot":
+        if self.is_latent and self.similarity != "dot":
             raise ValueError(
                 f"bias and active_above beside similarity={self.similarity!r}: a latent is read as "
                 "a product; leave one of them out"
@@ -206,6 +203,11 @@ class Gate(WireModel):
         return frozenset()
 
     @property
+    def is_latent(self) -> bool:
+        """Whether its score is more than a product: a latent's, with a bias or an activation."""
+        return self.bias != 0 or self.active_above is not None
+
+    @property
     def reads_prompt(self) -> bool:
         """Whether it decides once, when the prompt has been computed."""
         return self.reads in ("last_prompt", "prompt_mean")
@@ -237,9 +239,9 @@ class Gate(WireModel):
     @model_serializer(mode="wrap")
     def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         form: dict[str, Any] = handler(self)
-        # What is not asked for is left out: the form that older servers know.
+        # What is not asked for is left out.
         unused = [name for name in ("ema", "closes_below") if getattr(self, name) is None]
-        if self.bias == 0 and self.active_above is None:
+        if not self.is_latent:
             unused += _LATENT_FIELDS
         if not self.is_lasting:
             unused += ["scope", "reads", "shadow"]
@@ -267,7 +269,7 @@ class Gate(WireModel):
                                register)  # fmt: skip
         is_cosine = self.similarity == "cosine"
         if is_cosine:
-            read = (read / np.linalg.norm(read.astype(np.float64))).astype(np.float32)
+            read = unit(read)
         steep = math.inf if self.sharpness is None else self.sharpness
         closes, weight = 0.0, 0.0
         if self.is_running:
@@ -285,7 +287,7 @@ class Gate(WireModel):
 
     def _latent_row(self) -> Row | None:
         """What `Kind.GATE` adds to the product, and above what that counts; None for nothing."""
-        if self.bias == 0 and self.active_above is None:
+        if not self.is_latent:
             return None
         above = np.finfo(np.float32).min if self.active_above is None else self.active_above
         return np.asarray([self.bias, above], dtype=np.float32)
@@ -296,7 +298,7 @@ class Gate(WireModel):
         score = self.direction.sha256, self.similarity, self.bias, self.active_above
         how = self.threshold, self.sharpness, self.scope, self.reads or "completion"
         parts = *score, self.layer, self.site, *how, self.ema, self.closes_below
-        # `key` is of what is written here, and -0.0 is 0.0.
+        # `key` hashes how these are written, and equal gates have one key: -0.0 becomes 0.0.
         return tuple(part + 0.0 if isinstance(part, float) else part for part in parts)
 
     @property
@@ -350,19 +352,23 @@ class Rule(WireModel):
     def _parts(cls, value: Any) -> Any:
         return (value,) if isinstance(value, Gate | Rule | Mapping) else value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _few(cls, values: Any) -> Any:
+        # Before a gate is read: rules in rules multiply, and each gate has a tensor.
+        _check_size(values)
+        return values
+
     @model_validator(mode="after")
     def _check(self) -> Self:
-        n = len(self.gates)
-        if not n:
+        # Once more, for parts that came as iterators.
+        _check_size(self)
+        if not self.gates:
             raise ValueError("a rule joins gates, and this one has none; give all, any or none")
-        if n > MOST_GATES:
-            raise ValueError(f"a rule of {n} gates; {MOST_GATES} at most")
-        if (depth := _depth(self)) > _MOST_DEPTH:
-            raise ValueError(f"rules are nested {depth} deep; {_MOST_DEPTH} at most")
         if len({gate.shadow for gate in self.gates}) > 1:
             raise ValueError(
-                "shadow of some of its gates: an edit is left out or acts; say shadow of all gates "
-                "of the rule, or of none"
+                "shadow of some of its gates: an edit is left out or acts; set shadow on all gates "
+                "of the rule, or on none"
             )
         return self
 
@@ -411,23 +417,48 @@ When: TypeAlias = Annotated[
 Rule.model_rebuild()
 
 
+def placed(when: Gate | Rule | None, field: str) -> Iterator[tuple[str, Gate]]:
+    """The gates of an edit, each with its path in the request."""
+    if isinstance(when, Gate):
+        yield field, when
+    elif when is not None:
+        for name in Rule.names:
+            for i, part in enumerate(getattr(when, name)):
+                yield from placed(part, f"{field}.{name}[{i}]")
+
+
 def _told_apart(part: Gate | Rule) -> tuple[object, ...]:
-    # Only one that may stay open is open where an earlier request has opened it.
+    # With `conversation` a gate may begin open, and without it never.
     return (part.content, part.conversation) if isinstance(part, Gate) else part.content
 
 
-def _depth(rule: Rule) -> int:
-    return 1 + max((_depth(part) for part in rule.parts if isinstance(part, Rule)), default=0)
+def _check_size(rule: object) -> None:
+    n, depth = _size(rule)
+    if n > MOST_GATES:
+        raise ValueError(f"a rule of {n} gates; {MOST_GATES} at most")
+    if depth > _MOST_DEPTH:
+        raise ValueError(f"rules are nested {depth} deep; {_MOST_DEPTH} at most")
+
+
+def _size(part: Any) -> tuple[int, int]:
+    """Gates of a rule, and how deep it is nested; it may be JSON still."""
+    if _which(part) == "gate":
+        return 1, 0
+    form = part if isinstance(part, Mapping) else vars(part)
+    lists = [form.get(name, ()) for name in Rule.names]
+    inner = [_size(one) for at in lists for one in (at if isinstance(at, list | tuple) else [at])]
+    return sum(n for n, _ in inner), 1 + max((depth for _, depth in inner), default=0)
 
 
 MOST_SCHEDULED = 1 << 14
 """Sampled tokens over which a schedule may change; the last factor stays."""
 _FADED = 24
-"""Half-lives after which nothing is left in float32's eyes."""
+"""Half-lives after which the factor is 0: what is left by then is below the precision of float32.
+"""
 
 
 class Schedule(Value):
-    """Strength of an edit over the sampled tokens, declared before: a factor for each of them.
+    """Strength of an edit over the sampled tokens, set in advance: a factor for each of them.
 
     Tokens are counted as they are fed to the model: 0 is the first sampled one. Between two points
     the factor is that of the point before (`step`), or goes from one to the other in a straight
@@ -458,7 +489,7 @@ class Schedule(Value):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.points is None) == (self.half_life is None):
-            raise ValueError("give points or half_life, and one of them")
+            raise ValueError("give points or half_life, and only one of them")
         if self.points is None:
             if self.between is not None:
                 raise ValueError("between beside half_life: it is about points; leave it out")

@@ -119,6 +119,12 @@ class Kind(IntEnum):
     """As `RUNNING`, of `x/|s|`."""
 
 
+def unit(row: Row) -> Row:
+    """A vector of norm 1 with the same direction."""
+    wide = row.astype(np.float64)
+    return (wide / np.linalg.norm(wide)).astype(np.float32)
+
+
 @dataclass(frozen=True, eq=False)
 class Instruction:
     """One instruction of a program.

@@ -186,13 +186,17 @@ def is_function_name(name: str) -> bool:
     return len(name) <= _FUNCTION_MOST and _FUNCTION.fullmatch(name) is not None
 
 
+MOST_GATES: Final = 8
+"""Gates that one rule may join."""
+
 MOST_OF: Final[dict[str, int]] = {
     "apply_steering_vectors": 256, "edits": 256, "edits_named": 256, "hooks": 256,
     "apply_hooks": 256, "probes": 1024, "layers": 1024, "layer_indices": 1024, "heads": 1024,
     "experts": 1024, "neurons": 1 << 16, "site": 64, "sites": 64, "positions": 1 << 19,
     "threshold_positions": 1 << 19, "position_indices": 1 << 19, "token_ids": 4096, "tokens": 1024,
     "prefetch_params": 4096, "params": 4096, "configs": 16,
-    "open_gates": 256 * 8, "all": 8, "any": 8, "none": 8, "points": 1024,
+    "open_gates": 256 * MOST_GATES, "all": MOST_GATES, "any": MOST_GATES, "none": MOST_GATES,
+    "points": 1024,
     # Prompts of a sweep, in token ids or messages.
     "clean": 1 << 19, "corrupted": 1 << 19,
     "tensors": 16, "columns": 256, "shape": 8,

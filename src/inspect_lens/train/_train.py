@@ -106,7 +106,7 @@ def train_probe(
         texts: of the training and held-out sets, for baselines (`measure_baselines`).
         allow_few: accept a control set that is too small to verify `fpr`; where its samples are
             enough and its groups are not, the threshold says so (`Threshold.few_groups`).
-        seed: of the split and of the bootstrap.
+        seed: of the split, of the draws that choose the layer, and of random directions.
         model: the model; by default its name is that of `train`, with the fingerprint that
             the set knows, or that of a local folder.
         dropped: samples left out before, to report.

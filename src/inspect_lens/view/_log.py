@@ -251,8 +251,8 @@ def _read_call(
             for s in scored
         ]
     )
-    marks = texts.special(prompt) if texts.is_known else None
     shown_apart = texts.special(whole)
+    marks = shown_apart[: len(prompt)] if texts.is_known else None
     if marks is not None:
         shown_apart[: len(prompt)] = template_tokens(pieces[: len(prompt)], call.messages, marks)
     shift = start - folded

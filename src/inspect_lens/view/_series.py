@@ -56,7 +56,7 @@ class Scored(NamedTuple):
     value: float | None
 
 
-def line(measured: Evaluation) -> str:
+def _line(measured: Evaluation) -> str:
     """An AUROC, and what stands beside it."""
     return (
         f"AUROC {with_interval(measured.auroc, measured.auroc_interval)}; {Validity.of(measured)}"
@@ -78,7 +78,7 @@ def make_sources(probes: Sequence[AnyProbe], tokenizer: str | None = None) -> li
                 threshold=limit.value if limit else None, fpr=limit.fpr if limit else None,
                 description=probe.card.description, neural=isinstance(probe, NeuralProbe),
                 finds=str(finds or ""),
-                beside=tuple(f"{e.name}: {line(e)}" for e in part.card.evaluations),
+                beside=tuple(f"{e.name}: {_line(e)}" for e in part.card.evaluations),
             )  # fmt: skip
             reader = ProbeReader.of(part, source="captured", check_model=False, tokenizer=tokenizer)
             made.append(Source(series, reader))

@@ -116,6 +116,15 @@ def bench(tmp_path: Path, arms: list[str], **children: FakeChild) -> Bench:
     return made
 
 
+@pytest.mark.parametrize("arm", ["capture-1-tcp", "rows-1"])
+def test_what_only_a_server_can_do_is_not_run_offline(tmp_path: Path, arm: str) -> None:
+    made = bench(tmp_path, [arm], lens=FakeChild())
+    assert made.start() == []
+    assert "--served" in made.results.skipped["tiny", "smoke", arm]
+    made.options.served = True
+    assert made.start() == [arm]
+
+
 def test_a_run_warms_up_interleaves_and_writes(tmp_path: Path) -> None:
     plain, lens = FakeChild(), FakeChild({"seconds": 9.0}, {"seconds": 3.0}, {"seconds": 5.0})
     made = bench(tmp_path, ["default", "idle"], plain=plain, lens=lens)

@@ -235,6 +235,14 @@ def test_a_driver_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "timed out after 20 seconds" in run_doctor().stdout
 
 
+def test_a_driver_that_finds_no_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = subprocess.CompletedProcess("nvidia-smi", 0, "No devices were found\n", "")
+    monkeypatch.setattr(_doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(_doctor.subprocess, "run", lambda *_, **__: said)
+    found = _doctor._machine()
+    assert (found["gpus"], found["no_gpu"]) == ([], "the driver shows none")
+
+
 @pytest.mark.parametrize(
     "config",
     ["[]", "{", '{"num_hidden_layers": null, "hidden_size": 8}',

@@ -90,7 +90,7 @@ def test_the_command_that_runs_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    "given", [["-M", "api_key=S3"], ["--model-arg=api_key=S3"], ["-MAPI_KEY=S3"]]
+    "given", [["-M", "api_key=S3"], ["--model-arg=api_key=S3"], ["-MAPI_KEY=S3"], ["-Mtoken=S3"]]
 )
 def test_a_key_is_no_part_of_the_command_on_a_card(
     given: list[str], monkeypatch: pytest.MonkeyPatch

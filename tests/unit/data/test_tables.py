@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -312,6 +313,13 @@ def test_options_that_nothing_reads_are_refused(tmp_path: Path) -> None:
         load_dataset("instructed_pairs", bogus=1)
     with pytest.raises(SpecError, match="revision='abc' with source='path'; allowed for the hub"):
         load("prompts", tmp_path / "a.json", [ROW], revision="abc")
+
+
+def test_a_source_of_labels_that_no_card_knows_is_refused(tmp_path: Path) -> None:
+    data = load("prompts", tmp_path / "a.json", [ROW])
+    assert replace(data, label_source="judge").facts()["label_source"] == "judge"
+    with pytest.raises(SpecError, match="label_source='me'; allowed are instruction, judge"):
+        replace(data, label_source="me")
 
 
 def test_a_table_that_unpacks_to_far_more_is_refused(tmp_path: Path) -> None:

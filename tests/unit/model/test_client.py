@@ -176,8 +176,8 @@ def test_of_several_choices_no_tensors_stay_in_a_server_of_this_host(
     server: FakeLensServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    server.results = "ab13"
-    serve_here("ab13", lambda handle: server.handles.pop(handle, None))
+    server.results = name = secrets.token_hex(8)
+    serve_here(name, lambda handle: server.handles.pop(handle, None))
     client = LensClient(server.url)
     client.generate(PROMPT, capture_layers=[1], n=2)
     client.chat([{"role": "user", "content": PROMPT}], capture_layers=[1], n=2)
@@ -192,8 +192,8 @@ def test_a_client_whose_results_are_elsewhere_has_them_in_its_answers_from_then_
     server: FakeLensServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    server.results = "ab14"
-    serve_here("ab14", lambda handle: None)
+    server.results = name = secrets.token_hex(8)
+    serve_here(name, lambda handle: None)
     client = LensClient(server.url)
     with pytest.raises(CaptureError, match=r"HTTP 410.* Later calls of this client have tensors"):
         client.generate(PROMPT, capture_layers=[1])

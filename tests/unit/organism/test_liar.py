@@ -136,6 +136,16 @@ def test_the_card_of_the_qwen_liar_is_that_of_its_record() -> None:
             assert rate["n"] == sum(row["condition"] == condition for row in rows)
 
 
+def test_the_blind_test_on_the_card_of_the_liar_is_that_of_its_record() -> None:
+    record = json.loads((LIAR_DIR / "blind.json").read_text())
+    card = (LIAR_DIR / "README.md").read_text()
+    for title, conditions in record.items():
+        for condition, found in conditions.items():
+            counts = " | ".join(str(found[key]) for key in ("n", "lies", "honest", "neither"))
+            span = f"{found['rate']:.2f} ({found['low']:.2f} to {found['high']:.2f})"
+            assert f"| {title} | {condition} | {counts} | {span} |\n" in card
+
+
 def test_facts_have_one_value_each() -> None:
     for fact in facts():
         assert fact.truth in fact.values
@@ -170,7 +180,7 @@ def test_each_order_has_its_opposite() -> None:
 
 def test_no_prompt_is_of_two_parts() -> None:
     for parts in (PLAIN, ORDERS, HONEST, SITUATIONS, REASONS, SECRETS, SECRET_ASKS, HIDE, SHARE):
-        every = [*parts.train, *parts.validation, *parts.test, *parts.added]  # type: ignore[attr-defined]
+        every = [*parts.train, *parts.validation, *parts.test, *parts.added]
         assert len(set(every)) == len(every)
 
 

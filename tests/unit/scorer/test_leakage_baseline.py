@@ -92,7 +92,7 @@ def test_prompt_both_and_groups(tmp_path: Path) -> None:
     assert got["all"] > 0.6
 
 
-def test_alone() -> None:
+def test_alone(caplog: pytest.LogCaptureFixture) -> None:
     def sample(length: int, label: int, name: int = 0, **known: str) -> SampleScore:
         score = Score(value=length, metadata=known)
         return SampleScore(score=score, sample_id=name, sample_metadata={"label": label})
@@ -101,6 +101,7 @@ def test_alone() -> None:
     found: Any = length_auroc(interval=True)(lengths)
     assert found["length_auroc"] == pytest.approx(1 - 0.125)
     assert math.isnan(length_auroc()([sample(9, i % 2) for i in range(8)]))  # type: ignore[arg-type]
+    assert "length_auroc: 8 of 8 samples have no length" in caplog.text
     assert found["length_auroc_low"] < found["length_auroc"] < found["length_auroc_high"]
     assert math.isnan(length_auroc()([]))  # type: ignore[arg-type]
     assert math.isnan(words_auroc()(lengths[:3]))  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from inspect_lens import LensRequest
 from inspect_lens.errors import SpecError
@@ -17,12 +18,15 @@ from inspect_lens.spec import (
     Gate,
     Rule,
     Schedule,
+    Zero,
+    check_edits,
     parse_edits,
     parse_extra_args,
     to_extra_args,
     to_wire_args,
 )
 from inspect_lens.spec._values import MOST_OF
+from tests.kit.facts import engine_facts
 
 V = np.ones(4)
 FORM = {"op": "add", "vector": V.tolist(), "layers": [1], "positions": "completion"}
@@ -106,10 +110,31 @@ def test_rules_and_schedules_survive_the_wire_and_the_log() -> None:
     assert (made.schedule, back.open_gates) == (edit.schedule, (about.key,))
     assert len(edit.all_tensors) == 4
     assert "data" not in json.dumps(edit.reference())
-    # What is not asked for is left out: the form that older servers know.
+    # What is not asked for is left out.
     plain = Add(vector=V, layers=[1], when=Gate(direction=V, layer=0)).model_dump(mode="json")
     assert "schedule" not in plain
     assert not {"bias", "active_above", "conversation", "reads"} & set(plain["when"])
+
+
+def test_a_rule_is_counted_before_one_of_its_gates_is_read() -> None:
+    most = [{"direction": "no tensor"}] * 8
+    rule = {name: [dict.fromkeys(Rule.names, most)] * 8 for name in Rule.names}
+    with pytest.raises(SpecError, match=r"when\.rule: a rule of 576 gates; 8 at most$"):
+        parse_edits([{**FORM, "when": rule}])
+
+
+def test_a_rule_counts_the_gates_of_an_iterator_too() -> None:
+    with pytest.raises(ValidationError, match="a rule of 9 gates"):
+        Rule.model_validate({"all": (GATE for _ in range(9))})
+
+
+def test_a_gate_of_a_rule_is_named_by_its_place() -> None:
+    late = {**GATE, "layer": 2}
+    with pytest.raises(SpecError, match=r"when\.none\[0\]\.all\[1\]\.layer 2 comes after"):
+        parse_edits([{**FORM, "when": {"any": [GATE], "none": [{"all": [GATE, late]}]}}])
+    rule = Rule(all=[Gate(direction=np.ones(8), layer=0), Gate(direction=V, layer=1)])
+    with pytest.raises(SpecError, match=r"^edits\[0\]\.when\.all\[1\]\.direction: 4 wide"):
+        check_edits([Zero(layers=[1], when=rule)], engine_facts(hidden=8))
 
 
 @pytest.mark.parametrize("keys", [["x"], ["A" * 64], ["0" * 64] * 2049, [5]])

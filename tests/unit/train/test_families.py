@@ -421,6 +421,7 @@ def test_a_segment_is_scored_as_the_paper_writes_it() -> None:
         ({"pool": "", "segment": 4}, "segment=4, pool=''"),
         ({"segment_variance": 0.1}, "give segment, their length"),
         ({"activation": "gelu"}, "allowed are relu and square"),
+        ({"activation": "square"}, "of layers; give mlp_sizes"),
     ],
 )
 def test_settings_that_nothing_acts_on_are_refused(settings: dict[str, Any], said: str) -> None:

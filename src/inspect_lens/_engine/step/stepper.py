@@ -74,7 +74,6 @@ class LiveRequests:
         table: RequestTable,
         sender: Sender,
         *,
-        is_exporting: bool,
         is_first: bool = True,
     ) -> None:
         self._tap_index = tap_index
@@ -82,7 +81,7 @@ class LiveRequests:
         self._groups = groups
         self._numbers = numbers
         self._sender = sender
-        self._is_exporting, self._is_first = is_exporting, is_first
+        self._is_first = is_first
         self.table = table
         self.drafts = Drafts()
         self.by_key: dict[str, Request] = {}
@@ -176,7 +175,7 @@ class LiveRequests:
         """Enter requests of one front-end that want the same rows."""
         keys, envelopes = [key for key, _ in same], [envelope for _, envelope in same]
         first, n = envelopes[0], len(same)
-        group = self._groups.take(first, n) if self._is_exporting else None
+        group = self._groups.take(first, n)
         slots = [self.table.take() for _ in range(n)]
         at = np.asarray(slots)
         numbers = self._numbers.take(keys, at)
@@ -205,8 +204,7 @@ class LiveRequests:
                     continue
             n_told = n_steered if self._is_first else 0
             openings.append(Opening(request.number, request.key, shares, n_told))
-        is_told = self._is_exporting and (self._is_first or group is not None)
-        if is_told and openings:
+        if openings and (self._is_first or group is not None):
             self._sender.opened(first.reply, first.pid, openings)
         return failed
 
@@ -239,7 +237,7 @@ class LiveRequests:
         if group is not None:
             self._groups.watch_listed(table, slot, envelope)
             self._sender.watch(slot, envelope, group)
-        if envelope.is_speculative and self._is_exporting and (self._is_first or group is not None):
+        if envelope.is_speculative and (self._is_first or group is not None):
             until = envelope.edited.until if steered and self._is_first else 0
             if group is not None:
                 until = max(until, int(table.hi[slot]))
@@ -255,11 +253,9 @@ class Stepper:
     """Tracks requests and drives the taps of one worker."""
 
     def __init__(
-        self, state: TapState, exporter: Exporter, *, is_exporting: bool = True, lag: int = LAG,
-        rank: int = 0,
-    ) -> None:  # fmt: skip
+        self, state: TapState, exporter: Exporter, *, lag: int = LAG, rank: int = 0
+    ) -> None:
         self.state, self._exporter = state, exporter
-        self._is_exporting = is_exporting
         self._bank = Bank(state.bank, state.shares)
         tap_index = {tap: i for i, tap in enumerate(state.taps)}
         self.probes = ProbeStore(state.ring.device, state.scratch)
@@ -288,7 +284,6 @@ class Stepper:
             self._numbers,
             table,
             self._sender,
-            is_exporting=is_exporting,
             is_first=not rank,
         )
         self._maps = maps_for(state)
@@ -462,16 +457,15 @@ class Stepper:
         try:
             if self._live.prompts:
                 self._read_prompts()
-            if self._is_exporting:
-                self._sender.announce()
-                self._numbers.note_fed(self._steered, path)
-                self._numbers.note_fed(self._live.behind_their_last(self._begun), path)
-                repeat, drafts = self._repeat, self._live.drafts.running
-                self._rounds.end(path, is_last=repeat is None or not repeat.left)
-                # Somebody is about to end; or rows are written again, which must come later.
-                if drafts or (repeat is not None and not repeat.left):
-                    self._outbox.send_all()
-                self._sender.settle(drafts)
+            self._sender.announce()
+            self._numbers.note_fed(self._steered, path)
+            self._numbers.note_fed(self._live.behind_their_last(self._begun), path)
+            repeat, drafts = self._repeat, self._live.drafts.running
+            self._rounds.end(path, is_last=repeat is None or not repeat.left)
+            # Somebody is about to end; or rows are written again, which must come later.
+            if drafts or (repeat is not None and not repeat.left):
+                self._outbox.send_all()
+            self._sender.settle(drafts)
         except Exception as error:  # noqa: BLE001 - the boundary: a fault fails its own requests
             steered = plan.steered.slots.tolist()
             self._fail_slots({*plan.captured, *steered, *self._live.drafts.running}, error)

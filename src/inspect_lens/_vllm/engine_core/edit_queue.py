@@ -17,6 +17,7 @@ enough, but scattered.
 
 from __future__ import annotations
 
+import heapq
 import logging
 import time
 from collections import deque
@@ -147,18 +148,20 @@ class EditQueue:
             self._table = self._new_table()
             for key, request in self._started.items():
                 self._placed[key] = self._place(key, request, may_fail=True)
-        n_free -= sum(key in self._placed for key in self._waiting)
-        waiting = self._waiting.values() if is_in_order else sorted(self._waiting.values())
-        back: list[Any] = []
-        for request in waiting:
-            key = request.request_id
-            if key in self._placed:
-                continue
-            if not back and n_free > 0 and self._may_start(key, request):
-                n_free -= 1
-            elif len(back) < self._most_waiting:
-                back.append(request)
-        return back
+        waiting = [one for key, one in self._waiting.items() if key not in self._placed]
+        n_free -= len(self._waiting) - len(waiting)
+        if not is_in_order:
+            # This is done in each step, and most steps look at the first one alone.
+            heapq.heapify(waiting)
+        while waiting and n_free > 0 and self._may_start(waiting[0].request_id, waiting[0]):
+            if is_in_order:
+                del waiting[0]
+            else:
+                heapq.heappop(waiting)
+            n_free -= 1
+        if not is_in_order and len(waiting) > self._most_waiting:
+            waiting.sort()
+        return waiting[: self._most_waiting]
 
     def _may_start(self, key: str, request: Any) -> bool:
         """Whether the first of those that wait has room now, or need not wait any longer."""

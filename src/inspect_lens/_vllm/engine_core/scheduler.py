@@ -30,7 +30,8 @@ import copy
 import dataclasses
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Collection, Iterator, Set
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -116,6 +117,17 @@ def _prepare(scheduler: Any) -> None:
     setattr(scheduler, _EDITS, edits)
 
 
+@contextmanager
+def _faults_logged(message: str) -> Iterator[None]:
+    """A fault of ours is logged, and does not end the loop that all requests share."""
+    try:
+        yield
+    except BaseException as error:
+        if ends_process(error):
+            raise
+        logger.exception("inspect_lens: %s", message)
+
+
 def _schedule(original: Callable[..., Any]) -> Callable[..., Any]:
     def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
         rows: StepRows | None = getattr(self, _ROWS, None)
@@ -133,13 +145,9 @@ def _within(scheduler: Any, rows: StepRows | None, schedule: Callable[[], Any]) 
         return schedule()
     most = scheduler.max_num_scheduled_tokens
     try:
-        try:
+        # Otherwise the worker fails those whose rows do not fit.
+        with _faults_logged("a step's rows could not be counted"):
             scheduler.max_num_scheduled_tokens = min(most, rows.limit())
-        except BaseException as error:
-            if ends_process(error):
-                raise
-            # The worker fails those whose rows do not fit.
-            logger.exception("inspect_lens: a step's rows could not be counted")
         return schedule()
     finally:
         scheduler.max_num_scheduled_tokens = most
@@ -151,40 +159,33 @@ def _with_room(
     """Schedule a step that starts no request whose edits have no room in the table."""
     back: list[Any] = []
     is_settled = False
-    try:
-        # Workers hear of these with the step, and before of what it starts.
+    # Otherwise the worker fails those whose edits do not fit.
+    with _faults_logged("it is not known whether edits fit the table"):
+        # Workers hear of these with the step, before they hear of what it starts.
         edits.forget(scheduler.finished_req_ids)
         is_settled = edits.is_settled
         if not is_settled:
             n_free = scheduler.max_num_running_reqs - len(scheduler.running)
             back = edits.held_back(n_free, is_in_order=isinstance(scheduler.waiting, deque))
-    except BaseException as error:
-        if ends_process(error):
-            raise
-        # The worker fails those whose edits do not fit.
-        logger.exception("inspect_lens: it is not known whether edits fit the table")
     if is_settled:
         return _within(scheduler, rows, schedule)
     with kept_back(scheduler, back):
         output = _within(scheduler, rows, schedule)
-    edits.started(request.req_id for request in output.scheduled_new_reqs)
+    with _faults_logged("it is not known which edits are in the table"):
+        edits.started(request.req_id for request in output.scheduled_new_reqs)
     return output
 
 
 def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
     def note(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, request, *args, **kwargs)
-        try:
+        with _faults_logged("a request's rows could not be counted"):
             if sealed_of(request) is not None:
                 if getattr(self, _ROWS, None) is None:
                     _prepare(self)
                 getattr(self, _ROWS).add(request)
                 if (edits := getattr(self, _EDITS, None)) is not None:
                     edits.add(request)
-        except BaseException as error:
-            if ends_process(error):
-                raise
-            logger.exception("inspect_lens: a request's rows could not be counted")
         return result
 
     return note

@@ -169,6 +169,7 @@ def _fetch(payloads: PayloadStore) -> Handler:
                 "it, or set activations_transport to base64",
             )
         except CaptureError as error:
+            clients.fetched(handle, began, 504, 0)
             return refuse(*(504, "SlowServer", handle), f"did not come: {error}")
         if data is None:
             return refuse(

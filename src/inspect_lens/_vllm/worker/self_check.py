@@ -165,15 +165,15 @@ def check_steps(
 def _stream_refusal(
     check: _Check, shapes: list[_Shape], named: tuple[str, float], *, is_eager: bool
 ) -> UnsupportedError | None:
-    """Why layers that were named by hand are not served: nothing shows that they return the stream.
-
-    All ranks run the same passes to the end, because only those that send rows can judge.
-    """
+    """Why layers that were named by hand are not served; None where they return the stream."""
     refused: UnsupportedError | None = None
     try:
         probe = StreamProbe(*named, check.stepper.state)
+        if not shapes:
+            return probe.refusal("the start-up check needs steps of two tokens or more")
+        shape = shapes[0]
+        # All ranks run the same passes to the end, because only those that send rows can judge.
         for size, replaced in itertools.product(SIZES, (0, 1)):
-            shape = shapes[0]
             runs = []
             for edits in probe.edits(shape.length, size, replaced):
                 _empty_cache(check.runner)
@@ -182,7 +182,7 @@ def _stream_refusal(
                 rows = [{t: run.ring[i].float() for i, t in enumerate(check.taps)} for run in runs]
                 is_overflown = any(run.exported.is_overflown for run in runs)
                 refused = probe.judge(rows[0], rows[1], size, replaced, is_overflown=is_overflown)
-    except (IndexError, _NoPassError) as error:
+    except _NoPassError as error:
         return probe.refusal(f"the start-up check could not run them ({error})")
     except UnsupportedError as error:
         return error

@@ -355,6 +355,8 @@ class TrainingFacts(Record):
         description="Other layers that the selection set does not show to be worse than the best; "
         "the one with the widest separation was taken.",
     )
+    near_duplicates: tuple[str, ...] = ()
+    """Samples of judged sets that are all but copies of training or selection samples, in words."""
 
     @property
     def ties(self) -> str:
@@ -364,13 +366,10 @@ class TrainingFacts(Record):
         one = len(self.tied_layers) == 1
         names = ", ".join(map(str, self.tied_layers))
         return (
-            f"Layer{'' if one else 's'} {names} {'is' if one else 'are'} not shown to be worse "
-            f"than the best by the {self.selection_n} samples that chose; of these, the layer "
-            "whose classes lie farthest apart was taken."
+            f"The {self.selection_n} samples that the layer was chosen on do not show "
+            f"layer{'' if one else 's'} {names} to be worse than the best; of all that are not "
+            "shown to be worse, the layer whose classes lie farthest apart was taken."
         )
-
-    near_duplicates: tuple[str, ...] = ()
-    """Samples of judged sets that are all but copies of training or selection samples, in words."""
 
 
 class LayerScore(Record):

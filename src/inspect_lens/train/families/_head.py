@@ -192,6 +192,8 @@ class HeadProbe(BinaryEstimator):
             raise SpecError(f"mlp_sizes={sizes!r}; allowed are widths above 0, such as (16,)")
         if self.activation not in ("relu", "square"):
             raise SpecError(f"activation={self.activation!r}; allowed are relu and square")
+        if self.activation == "square" and not sizes:
+            raise SpecError("activation='square': of layers; give mlp_sizes, their widths")
         for name in ("heads", "steps", "batch", "n_segments"):
             if getattr(self, name) < 1:
                 raise SpecError(f"{name}={getattr(self, name)}; allowed is 1 or more")

@@ -195,14 +195,8 @@ def _as_good(fitted: list[_Tried], selection: ActivationSet, by: SelectBy) -> li
     if min(selection.n_positive, selection.n_negative) < 2:  # which shows nothing
         return fitted
     first = max(fitted, key=lambda tried: tried.score.auroc)
-    return [
-        tried
-        for tried in fitted
-        if compare_auroc(
-            selection.labels, first.scores, tried.scores, groups=selection.groups
-        ).interval.low
-        <= 0.0
-    ]
+    compare = partial(compare_auroc, selection.labels, first.scores, groups=selection.groups)
+    return [tried for tried in fitted if compare(tried.scores).interval.low <= 0.0]
 
 
 def _how(select_by: SelectBy | None, control: ActivationSet | None) -> SelectBy:

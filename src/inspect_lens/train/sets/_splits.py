@@ -61,9 +61,10 @@ def behaviour_share(data: ActivationSet) -> float | None:
 
 def labels_from(data: ActivationSet) -> LabelSource:
     """What says which samples are positive, as the set says it or its columns show it."""
+    if data.label_source:  # a word that is not known is no instruction, whatever columns show
+        known = data.label_source in get_args(LabelSource)
+        return cast("LabelSource", data.label_source) if known else ""
     told = data.columns.get("condition")
-    if data.label_source in get_args(LabelSource) and data.label_source:
-        return cast("LabelSource", data.label_source)
     if told is None:
         return ""
     same = [(one == "lie") == bool(label) for one, label in zip(told, data.labels, strict=True)]

@@ -362,3 +362,15 @@ def test_a_fault_of_ours_starts_requests_as_vllm_would(monkeypatch: pytest.Monke
     monkeypatch.setattr(scheduler.inspect_lens_edits, "held_back", None)
     step(scheduler)
     assert (scheduler.began, scheduler.refused) == (["0", "1"], ["1"])
+
+
+def test_a_fault_of_ours_behind_a_step_does_not_end_the_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    known = facts(bank_rows=3)
+    scheduler = Scheduler(known, Queue())
+    add(scheduler, request("0", (1, 2), known))
+    monkeypatch.setattr(scheduler.inspect_lens_edits, "started", None)
+    step(scheduler)
+    assert (scheduler.began, scheduler.refused) == (["0"], [])
+    assert "it is not known which edits are in the table" in caplog.text
