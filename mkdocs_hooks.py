@@ -15,7 +15,7 @@ import griffe
 
 from inspect_lens.reading._shared import complete_arguments
 
-_PAGES: list[tuple[str, str, str]] = []
+_PAGES: list[tuple[str, str]] = []
 # Characters up to which a word of code stays on one line; a telephone shows about 40.
 _ONE_LINE = 30
 
@@ -47,7 +47,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
     if page.file.src_uri == "changelog.md":
         changelog = Path(config.config_file_path).with_name("CHANGELOG.md")
         markdown = changelog.read_text(encoding="utf-8").replace("](docs/", "](")
-    _PAGES.append((page.file.src_uri, page.title or page.file.name, markdown))
+    _PAGES.append((page.file.src_uri, markdown))
     return markdown
 
 
@@ -84,16 +84,16 @@ def on_post_page(output: str, **_: Any) -> str:
 def on_post_build(*, config: Any) -> None:
     """Write the copies and the list."""
     site = Path(config.site_dir)
-    found = {uri: (title, text) for uri, title, text in _PAGES}
+    found = dict(_PAGES)
     lines = [f"# {config.site_name}", "", f"> {config.site_description}"]
     for section, uris in _sections(config.nav):
         lines += ["", f"## {section}", ""]
         for uri in uris:
-            title, text = found[uri]
+            text = found[uri]
             target = site / uri
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text, encoding="utf-8")
-            lines.append(f"- [{title}]({uri}){_first_sentence(text)}")
+            lines.append(f"- [{_heading(text)}]({uri}){_first_sentence(text)}")
     (site / "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -103,11 +103,15 @@ def _sections(nav: Any) -> list[tuple[str, list[str]]]:
 
 def _uris(items: Any) -> Any:
     for item in items:
-        for below in item.values():
-            if isinstance(below, str):
-                yield below
-            else:
+        if isinstance(item, str):
+            yield item
+        else:
+            for below in item.values():
                 yield from _uris(below)
+
+
+def _heading(text: str) -> str:
+    return next(line for line in text.splitlines() if line.startswith("# "))[2:].replace("`", "")
 
 
 def _first_sentence(text: str) -> str:
