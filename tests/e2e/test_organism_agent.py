@@ -34,7 +34,7 @@ PROBE = "organism/agent-deception-lr"
 SPLIT = "agent_heldout_phrasing"
 CUT = load_probe(PROBE).card.thresholds[0].value
 SAMPLES = 4
-TUTORIAL = Path("docs/tutorials/watch-an-agent.md")
+TUTORIAL = Path("docs/how-to/agents.md")
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_the_tutorial(agent_url: str, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("VLLM_API_KEY", "none")
     runner = Runner(tmp_path, modes=("agent",))
     blocks = read_blocks(TUTORIAL)
-    assert {block.mode for block in blocks} == {"agent"}
+    assert sum(block.mode == "agent" for block in blocks) >= 4
     with runner.importable():
         for block in blocks:
             runner.run(block)

@@ -20,11 +20,8 @@ __all__ = ["FOLDER", "NOTEBOOKS", "notebook_files", "read_cells"]
 FOLDER: Final = "docs/notebooks"
 NOTEBOOKS: Final = {
     "catch-a-lie": "docs/tutorials/catch-a-lie.md",
-    "train-an-honest-probe": "docs/how-to/judge.md",
-    "steer-with-controls": "docs/how-to/sweep.md",
-    "look-with-a-lens": "docs/tutorials/lens.md",
-    "watch-an-agent": "docs/tutorials/watch-an-agent.md",
-    "from-scikit-learn": "docs/how-to/scikit-learn.md",
+    "train-an-honest-probe": "docs/how-to/probe.md",
+    "steer-with-controls": "docs/how-to/vectors.md",
 }
 """Page of each notebook."""
 

@@ -6,7 +6,12 @@ import re
 
 from tests.kit.repository import ROOT
 
-PAGE = (ROOT / "docs" / "a-request.md").read_text(encoding="utf-8")
+_, _, PAGE = (
+    (ROOT / "docs" / "architecture.md")
+    .read_text(encoding="utf-8")
+    .partition("## Caches on the way")[0]
+    .partition("## The way of a request")
+)
 SOURCE = ROOT / "src" / "inspect_lens"
 
 
@@ -24,8 +29,8 @@ def test_every_folder_of_the_engine_and_the_glue_is_met() -> None:
         for path in (SOURCE / room).iterdir()
         if (path / "__init__.py").is_file()
     ]
-    # Where layers are found and what is registered are no stages of a request.
-    aside = {"_vllm/model/", "_vllm/registered/"}
+    # Where layers are found is no stage of a request.
+    aside = {"_vllm/model/"}
     assert {folder for folder in folders if folder not in named} == aside
 
 

@@ -161,7 +161,7 @@ def test_positions_and_lens_draw_what_the_pages_say() -> None:
     rows = [n.attrib["y"] for n in green]
     assert sorted(rows.count(y) for y in set(rows)) == [1, 4, 6, 10]  # last_prompt, …, all
     shown = texts("lens")
-    page = (ROOT / "docs/tutorials/lens.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/how-to/lenses.md").read_text(encoding="utf-8")
     for layer, honest, lie in re.findall(r"layer (\d)   honest: (\w+) +lie: (\w+)", page):
         at = shown.index(f"after layer {layer}")
         assert shown[at + 1 : at + 3] == [honest, lie]

@@ -113,9 +113,9 @@ def oracle(palette: str) -> str:
 def lens(palette: str) -> str:
     """The token that each layer points to, from the output that the tutorial shows."""
     found = re.findall(
-        r"^layer (\d)   honest: (\w+) +lie: (\w+)$", _page("docs/tutorials/lens.md"), re.MULTILINE
+        r"^layer (\d)   honest: (\w+) +lie: (\w+)$", _page("docs/how-to/lenses.md"), re.MULTILINE
     )
-    said = re.findall(r"^The town Velosh was founded by (\w+)\.$", _page("docs/tutorials/lens.md"),
+    said = re.findall(r"^The town Velosh was founded by (\w+)\.$", _page("docs/how-to/lenses.md"),
                       re.MULTILINE)  # fmt: skip
     canvas = Canvas(
         720, 92 + 44 * len(found), palette, "What each layer points to, honest or lying"
