@@ -69,15 +69,15 @@ class Settings:
     sinks: str = ""
     """Stores and functions that get rows of requests too, by name: JSON, or the path of a file that
     has it. Requests may name them, and a rule may record a share of all others; see [Record what a
-    server computes](record.md)."""
+    server computes](collect.md#record-what-a-server-computes)."""
     register: str = ""
     """Probes, vectors, edits, lenses and configurations to register at start: `name=path`,
     comma-separated; a path is the folder of a trained probe or of a fitted lens, or a JSON file
     with `probe`, `edits` (of which a vector is one), `lens` or `config`."""
     server: str = ""
     """YAML file of what acts on all requests of a server: edits, probes with alarms, and a webhook
-    for these; see [Act on all requests](server-tier.md). When it is set and the lens cannot run,
-    vLLM does not start."""
+    for these; see [Act on all requests](share.md#act-on-all-requests). When it is set and the lens
+    cannot run, vLLM does not start."""
     admin_key: str = ""
     """Key for changing what acts on all requests: the routes that do so ask for it, as
     `Authorization: Bearer KEY`. With vLLM's `--api-key`, give it there as one of the keys, too.
@@ -136,7 +136,7 @@ class Settings:
     edits: str = ""
     """Edits of every call of a `vllm-lens/` model in any task, unchanged: edits and vectors as
     JSON, or the path of a JSON or YAML file that has them. `-M edits` or `-M steer`
-    replaces it for that model; see [Steer](steer.md)."""
+    replaces it for that model; see [Steer and edit](steer.md)."""
     dir: str = ""
     """Directory or fsspec URL for activation sidecars; empty means next to the log."""
     follow: str = ""
