@@ -25,6 +25,8 @@ class Block:
     ids: list[int]
     scores: NDArray[np.float64]
     """(series, tokens), NaN where there is none."""
+    read: NDArray[np.bool_]
+    """(series, tokens), the tokens whose scores make the score of a call."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def _script(html: str, name: str) -> str:
 def _block(line: str, facts: dict[str, Any]) -> Block:
     data = gzip.decompress(base64.b64decode(line, validate=True))
     size, n = (int.from_bytes(data[i : i + 4], "little") for i in (0, 4))
-    calls = json.loads(data[8 : 8 + size])["calls"]
+    header = json.loads(data[8 : 8 + size])
     planes = np.frombuffer(data, np.uint8, offset=8 + size).reshape(-1, n).astype(np.int64)
     index = planes[0] + 256 * planes[1] + 65536 * planes[2]
     scores = []
@@ -67,8 +69,12 @@ def _block(line: str, facts: dict[str, Any]) -> Block:
         step = (series["high"] - series["low"]) / (facts["levels"] - 1)
         scores.append(np.where(level == 0, np.nan, series["low"] + (level - 1) * step))
     assert len(planes) == 3 + 2 * len(facts["series"])
+    read = np.zeros((len(scores), n), np.bool_)
+    for row, runs in zip(read, header["read"], strict=True):
+        for start, stop in runs:
+            row[start:stop] = True
     table = facts["tokens"]
     return Block(
-        calls, [table["texts"][i] for i in index], [table["ids"][i] for i in index],
-        np.array(scores),
+        header["calls"], [table["texts"][i] for i in index], [table["ids"][i] for i in index],
+        np.array(scores), read,
     )  # fmt: skip

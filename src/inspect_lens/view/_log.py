@@ -74,8 +74,9 @@ class _Part(NamedTuple):
     tokens: list[str]
     special: list[bool]
     scores: NDArray[np.float32]
-    again: NDArray[np.float32]
-    """(series, folded) scores of the tokens that stand in the call before."""
+    """(series, tokens of the call), with those that stand in the call before."""
+    read: NDArray[np.bool_]
+    """(series, tokens of the call)."""
     whole: tuple[int, ...]
     """Every token of the call; empty where not all are known."""
 
@@ -122,8 +123,6 @@ def read_sample(
     parts: list[_Part] = []
     before: tuple[int, ...] = ()
     said: list[ChatMessage] = []
-    # Tokens that lack a score, by position in the latest call.
-    lacking: dict[int, tuple[_Part, int]] = {}
     start = 0
     for call in _calls(sample, kept, location):
         records = kept.of(call.choice.message.id)
@@ -133,24 +132,13 @@ def read_sample(
         else:
             new = [m for m in call.messages if m.id is None or m.id not in {o.id for o in said}]
             part = _lay_out(call, records, sources, texts, messages=new, start=start)
-        folded = part.view.folded
-        lacking = {p: at for p, at in lacking.items() if p < folded}
-        if np.isfinite(part.again).any():
-            for position, (earlier, i) in lacking.items():
-                # A call never reads its own last token; the call after it does.
-                known = np.isnan(earlier.scores[:, i]) & np.isfinite(part.again[:, position])
-                earlier.scores[known, i] = part.again[known, position]
-        lacking |= {
-            folded + int(i): (part, int(i))
-            for i in np.flatnonzero(np.isnan(part.scores).any(axis=0))
-            if part.whole
-        }
         parts.append(part)
         start += len(part.ids)
         before = part.whole
         said = [*call.messages, call.choice.message]
     if parts and parts[-1].whole and parts[-1].view.origin == "kept":
         parts[-1] = _with_end(parts[-1], said[-1].text)
+    scores, read = _joined(parts, len(sources))
     return SampleView(
         id=str(sample.id),
         epoch=sample.epoch,
@@ -163,12 +151,30 @@ def read_sample(
         token_ids=np.array([i for part in parts for i in part.ids], dtype=np.int64),
         tokens=[text for part in parts for text in part.tokens],
         special=np.array([flag for part in parts for flag in part.special], dtype=bool),
-        token_scores=np.concatenate(
-            [part.scores for part in parts] or [np.zeros((len(sources), 0), np.float32)], axis=1
-        ),
+        token_scores=scores, read=read,
         kept_by=tuple(dict.fromkeys(r.scorer for r in kept.all() if r.scorer)),
         lost=kept.lost[0] if kept.lost else "",
     )  # fmt: skip
+
+
+def _joined(
+    parts: Sequence[_Part], n_series: int
+) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """Scores of all tokens of a sample, (series, tokens), and which of them were read."""
+    total = sum(len(part.ids) for part in parts)
+    scores = np.full((n_series, total), np.nan, np.float32)
+    read = np.zeros((n_series, total), np.bool_)
+    # Where the tokens of the latest call stand in the sample.
+    at = np.zeros(0, np.int64)
+    start = 0
+    for part in parts:
+        stop = start + len(part.ids)
+        at = np.concatenate([at[: part.view.folded], np.arange(start, stop)])
+        # A call never reads its own last token; the call after it does.
+        scores[:, at] = np.where(np.isnan(scores[:, at]), part.scores, scores[:, at])
+        read[:, at] |= part.read
+        start = stop
+    return scores, read
 
 
 def _calls(sample: EvalSample, kept: SavedScores, location: str) -> Iterator[_Call]:
@@ -245,12 +251,11 @@ def _read_call(
         or saved_call(records, source, len(whole))
         for source in sources
     ]
-    scores = np.stack(
-        [
-            np.full(len(whole), np.nan, np.float32) if s is None else s.scores[: len(whole)]
-            for s in scored
-        ]
-    )
+    scores = np.full((len(sources), len(whole)), np.nan, np.float32)
+    read = np.zeros(scores.shape, np.bool_)
+    for k, found in enumerate(scored):
+        if found is not None:
+            scores[k], read[k] = found.scores[: len(whole)], found.read[: len(whole)]
     shown_apart = texts.special(whole)
     marks = shown_apart[: len(prompt)] if texts.is_known else None
     if marks is not None:
@@ -267,8 +272,7 @@ def _read_call(
         origin="activations" if here else "kept",
     )  # fmt: skip
     return _Part(
-        view, list(whole[folded:]), pieces[folded:], shown_apart[folded:],
-        scores[:, folded:].copy(), scores[:, :folded], whole,
+        view, list(whole[folded:]), pieces[folded:], shown_apart[folded:], scores, read, whole
     )  # fmt: skip
 
 
@@ -286,6 +290,7 @@ def _with_end(part: _Part, said: str) -> _Part:
         view=replace(part.view, turns=(*turns[:-1], last)), ids=[*part.ids, -1],
         tokens=[*part.tokens, said[len(shown) :]], special=[*part.special, False],
         scores=np.concatenate([part.scores, column], axis=1),
+        read=np.concatenate([part.read, np.zeros(column.shape, np.bool_)], axis=1),
     )  # fmt: skip
 
 
@@ -318,7 +323,7 @@ def _lay_out(
         origin="kept" if records else "none", positions=tuple(layout.positions),
     )  # fmt: skip
     return _Part(
-        view, layout.ids, layout.tokens, texts.special(layout.ids), scores, scores[:, :0], ()
+        view, layout.ids, layout.tokens, texts.special(layout.ids), scores, np.isfinite(scores), ()
     )
 
 

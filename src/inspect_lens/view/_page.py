@@ -124,6 +124,8 @@ class SampleView:
     """(tokens,) marks of the template."""
     token_scores: NDArray[np.float32] = field(repr=False)
     """(series, tokens); NaN where a token was not captured."""
+    read: NDArray[np.bool_] = field(repr=False)
+    """(series, tokens) the tokens whose scores make the score of a call."""
     kept_by: tuple[str, ...] = ()
     """Scorers whose files gave token scores to calls without activations."""
     lost: str = ""
@@ -184,7 +186,10 @@ class TokenTable:
 
 
 def ranges(samples: Sequence[SampleView], n_series: int) -> list[Range]:
-    """Range of each series over all samples; zeros where it has no score at all."""
+    """Range of each series over all samples; zeros where it has no score at all.
+
+    Ends are of all scores, quantiles of the tokens that were read, as far as there are any.
+    """
     made = []
     for i in range(n_series):
         parts = [s.token_scores[i][np.isfinite(s.token_scores[i])] for s in samples]
@@ -192,7 +197,10 @@ def ranges(samples: Sequence[SampleView], n_series: int) -> list[Range]:
         if not values.size:
             made.append(Range(0.0, 0.0, 0.0, 0.0, 0.0))
             continue
-        q02, median, q98 = np.quantile(_ordinary(values), [0.02, 0.5, 0.98]).tolist()
+        marked = [s.token_scores[i][np.isfinite(s.token_scores[i]) & s.read[i]] for s in samples]
+        read = np.concatenate(marked)
+        shown = _ordinary(read if read.size else values)
+        q02, median, q98 = np.quantile(shown, [0.02, 0.5, 0.98]).tolist()
         made.append(Range(float(values.min()), float(values.max()), q02, median, q98))
     return made
 
@@ -216,7 +224,8 @@ def pack_sample(sample: SampleView, table: TokenTable, spread: Sequence[Range]) 
                     "turns": [[t.role, t.start, t.stop, int(t.generated)] for t in call.turns],
                 }
                 for call in sample.calls
-            ]
+            ],
+            "read": [_runs(row) for row in sample.read],
         },
         separators=(",", ":"),
     ).encode()  # fmt: skip
@@ -229,6 +238,13 @@ def pack_sample(sample: SampleView, table: TokenTable, spread: Sequence[Range]) 
     # No time of day: the same log gives the same page.
     packed = gzip.compress(size + header + b"".join(planes), compresslevel=6, mtime=0)
     return base64.b64encode(packed).decode("ascii")
+
+
+def _runs(marks: NDArray[np.bool_]) -> list[list[int]]:
+    """Where marks are set, as `[start, stop]`."""
+    edges = np.flatnonzero(np.diff(marks.astype(np.int8), prepend=0, append=0))
+    found: list[list[int]] = edges.reshape(-1, 2).tolist()
+    return found
 
 
 def _number(value: float | None) -> float | None:

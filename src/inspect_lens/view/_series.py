@@ -54,6 +54,8 @@ class Scored(NamedTuple):
     scores: NDArray[np.float32]
     """(n_prompt + n_completion,) float32; NaN where a token has no row."""
     value: float | None
+    read: NDArray[np.bool_]
+    """(n_prompt + n_completion,) the tokens whose scores the value is made of."""
 
 
 def _line(measured: Evaluation) -> str:
@@ -104,7 +106,10 @@ def kept_sources(records: Sequence[TokenScores], have: Sequence[Source]) -> list
 
 
 def score_call(handle: Activations, source: Source) -> Scored | None:
-    """Score every captured token of a call, and pool those that the probe reads."""
+    """Score every captured token of a call, and pool those that the probe reads.
+
+    Where its value cannot be made here, every token that has a score counts as read.
+    """
     if source.reader is None:
         return None
     probe = source.reader.probe
@@ -116,12 +121,16 @@ def score_call(handle: Activations, source: Source) -> Scored | None:
     scores = np.full(max(total, max(rows.positions, default=-1) + 1), np.nan)
     if len(rows.positions):
         scores[list(rows.positions)] = probe.score_tokens(rows.acts, rows.layers)
+    scores = scores[:total].astype(np.float32)
     try:
         found = source.reader.read_captured(handle, model_name=handle.origin.get("model"))
-    except ArtifactError:
-        found = None  # not all that it reads was captured, or no tokenizer is here
-    value = None if found is None else found.value
-    return Scored(scores[:total].astype(np.float32), value)
+    except ArtifactError:  # not all that it reads was captured, or no tokenizer is here
+        return Scored(scores, None, np.isfinite(scores))
+    read = np.zeros(total, dtype=np.bool_)
+    if found is None:
+        return Scored(scores, None, read)
+    read[list(found.rows.positions)] = True
+    return Scored(scores, found.value, read)
 
 
 def _say(positions: object) -> str:
@@ -413,7 +422,7 @@ def saved_call(records: Sequence[TokenScores], source: Source, size: int) -> Sco
     for record in own:
         inside = record.positions < size
         scores[record.positions[inside]] = record.scores[inside]
-    return Scored(scores, own[0].value)
+    return Scored(scores, own[0].value, np.isfinite(scores))
 
 
 class CallLayout(NamedTuple):

@@ -271,7 +271,7 @@ def _facts(
                 "id": s.id, "epoch": s.epoch, "label": _label(s.label), "target": s.target,
                 "text": s.preview, "scores": [s.scores.get(name) for name in columns],
                 "values": [None if v is None else float(f"{v:.6g}") for v in s.values],
-                "top": [_top(row) for row in s.token_scores],
+                "top": [_top(row[read]) for row, read in zip(s.token_scores, s.read, strict=True)],
                 "tokens": int((s.token_ids >= 0).sum()), "calls": len(s.calls),
                 "origin": _origin(s),
             }

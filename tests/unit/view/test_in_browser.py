@@ -33,21 +33,29 @@ def test_tokens_have_the_text_and_colour_of_their_score(page: tuple[Path, Page])
         await ready(0);
         const spans = [...document.querySelectorAll("#talk [data-i]")];
         seen.text = spans.map((s) => s.textContent);
-        seen.kind = spans.map((s) => [...s.classList].filter((c) => "wcu".includes(c))[0]);
+        const kinds = () => spans.map((s) => [...s.classList].filter((c) => "wcu".includes(c))[0]);
+        seen.kind = kinds();
+        seen.unread = [0, 1].map((t) => document.querySelector(`#turn-${t} .line`).textContent);
         seen.strength = spans.map((s) => Number(s.style.getPropertyValue("--a")));
         const warm = document.querySelector(".t.w"), cool = document.querySelector(".t.c");
         seen.underlined = [warm, cool].map((s) => getComputedStyle(s).boxShadow !== "none");
+        $("all-tokens").click();
+        seen.every = kinds();
         seen.rows = document.querySelectorAll(".row").length;
         seen.roles = [...document.querySelectorAll(".turn .who b")].map((b) => b.textContent);
         """,
+        hash="#s=0",
     )
     block = data.blocks[0]
     assert [t.replace("↵", "") for t in seen["text"]] == block.tokens
-    kinds = ["u" if np.isnan(s) else "w" if s > 1.0 else "c" for s in block.scores[0]]
-    assert seen["kind"] == kinds
-    scored = np.isfinite(block.scores[0])
-    strength = np.array(seen["strength"])[scored]
-    assert np.corrcoef(strength, np.abs(block.scores[0][scored] - 1.0))[0, 1] > 0.95
+    scored, read = np.isfinite(block.scores[0]), block.read[0]
+    assert (scored & ~read).any()
+    kinds = ["w" if s > 1.0 else "c" for s in block.scores[0]]
+    assert seen["every"] == [k if s else "u" for k, s in zip(kinds, scored, strict=True)]
+    assert seen["kind"] == [k if r else "u" for k, r in zip(kinds, read, strict=True)]
+    assert seen["unread"] == ["not read by the probe", "not read by the probe"], "system and user"
+    strength = np.array(seen["strength"])[read]
+    assert np.corrcoef(strength, np.abs(block.scores[0][read] - 1.0))[0, 1] > 0.95
     assert seen["underlined"] == [True, False], "not by colour alone"
     assert 5 < seen["rows"] < 40, "rows that nobody sees are not made"
     assert seen["roles"] == ["system", "user", "assistant", *["user", "assistant"] * 2]
@@ -93,16 +101,18 @@ def test_probe_layer_threshold_search_and_keys(page: tuple[Path, Page]) -> None:
         seen.theme = before !== document.documentElement.dataset.theme;
         seen.kept.push(localStorage.getItem("inspect-lens-theme"));
         """,
+        hash="#s=0",
     )
     first = data.blocks[0].scores
     assert seen["layers"] == ["mean of 1, 2", "1", "2"]
     median = data.facts["series"][1]["median"]
-    assert seen["layer1"] == int((first[1] > median).sum())
+    read = data.blocks[0].read
+    assert seen["layer1"] == int((first[1] > median)[read[1]].sum())
     assert seen["own"] == "median"
-    assert seen["all"] == int(np.isfinite(first[0]).sum())
+    assert seen["all"] == int(read[0].sum())
     assert "40 above the threshold" in seen["count"]
     assert seen["reset"] == "1"
-    hot = np.flatnonzero(first[0] > 1.0)
+    hot = np.flatnonzero((first[0] > 1.0) & read[0])
     assert seen["hot"] == seen["back"] == hot[0]
     assert f"score{first[0][hot[0]]:.3f}" in seen["tip"]
     assert f"token id{data.blocks[0].ids[hot[0]]}" in seen["tip"]
@@ -117,6 +127,22 @@ def test_probe_layer_threshold_search_and_keys(page: tuple[Path, Page]) -> None:
     assert seen["theme"] is True
     assert seen["kept"][0] is None, "the theme of the system is no choice"
     assert seen["kept"][1] in ("light", "dark")
+
+
+def test_a_page_opens_at_the_sample_with_the_highest_score(page: tuple[Path, Page]) -> None:
+    path, data = page
+    values = [sample["values"][0] for sample in data.facts["samples"]]
+    highest = int(np.argmax(values))
+    assert highest != 0
+    seen = run_in_page(
+        path,
+        """
+        await until(() => document.documentElement.dataset.ready);
+        seen.open = document.documentElement.dataset.ready;
+        seen.row = document.querySelector('.row[aria-selected="true"] .id').textContent;
+        """,
+    )
+    assert seen == {"open": str(highest), "row": data.facts["samples"][highest]["id"]}
 
 
 def test_an_address_opens_its_token_and_a_narrow_window_has_a_drawer(

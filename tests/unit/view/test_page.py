@@ -64,9 +64,13 @@ def test_a_learned_pool_and_a_selection_of_the_card_make_the_value(tmp_path: Pat
     few = ProbeCard(name="t/f", selection="last:2", **card)
     probes = [NeuralProbe(tensors=tensors, card=neural), Probe.from_direction(axis, card=few)]
     page = page_of(planted, tmp_path / "p.html", probes=probes)
-    for sample, rows, (prompt, _) in zip(
-        page.facts["samples"], planted.scores, planted.ids, strict=True
+    for sample, block, rows, (prompt, completion) in zip(
+        page.facts["samples"], page.blocks, planted.scores, planted.ids, strict=True
     ):
+        n, total = len(prompt), len(prompt) + len(completion)
+        # Of the completion, without its last token, which the model never read.
+        assert np.flatnonzero(block.read[0]).tolist() == list(range(n, total - 1))
+        assert np.flatnonzero(block.read[1]).tolist() == [total - 3, total - 2]
         read = rows[0, len(prompt) :]
         weights = np.exp(read - read.max())
         assert sample["values"][0] == pytest.approx(weights @ read / weights.sum(), rel=1e-4)
@@ -88,6 +92,8 @@ def test_a_conversation_repeats_no_token(tmp_path: Path) -> None:
     for (asked, said), after in zip(planted.ids[:-1], planted.scores[1:], strict=True):
         last = len(asked) + len(said) - 1
         assert block.scores[0, last] == pytest.approx(after.mean(axis=0)[last], abs=1e-3)
+    said = {p for asked, answer in planted.ids for p in range(len(asked), len(asked + answer) - 1)}
+    assert set(np.flatnonzero(block.read[0])) == said, "what each call read of its own answer"
     turns = [turn for call in block.calls for turn in call["turns"]]
     assert [(role, bool(made)) for role, _, _, made in turns] == [
         ("system", False), ("user", False), ("assistant", True), ("user", False),
@@ -210,9 +216,15 @@ def test_the_scale_of_colours_leaves_out_attention_sinks() -> None:
     # As a probe reads real models: the first token of each sample is twenty times as long.
     scores = np.random.default_rng(0).normal(scale=3, size=(30, 1, 40)).astype(np.float32)
     scores[:15, 0, 0], scores[15:, 0, 0] = -169, 169
-    samples: Any = [SimpleNamespace(token_scores=rows) for rows in scores]
+    every = np.ones((1, 40), bool)
+    samples: Any = [SimpleNamespace(token_scores=rows, read=every) for rows in scores]
     (found,) = ranges(samples, 1)
     assert (found.low, found.high) == (-169, 169)
     assert -8 < found.q02 < -4 < 4 < found.q98 < 8
-    (flat,) = ranges([SimpleNamespace(token_scores=np.array([[1.0, 1.0, 9.0]]))], 1)  # type: ignore[list-item]
-    assert flat.q98 > 8
+    flat: Any = SimpleNamespace(token_scores=np.array([[1.0, 1.0, 9.0]]), read=every[:, :3])
+    assert ranges([flat], 1)[0].q98 > 8
+    unread: Any = SimpleNamespace(
+        token_scores=np.array([[-50.0, 1.0, 9.0]]), read=np.array([[False, True, True]])
+    )
+    (found,) = ranges([unread], 1)
+    assert (found.low, found.q02 >= 1) == (-50, True), "colours are of what was read"

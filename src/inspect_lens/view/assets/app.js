@@ -1,5 +1,5 @@
 // What the page shows now, and what keys, mouse and address change in it.
-const state = { series: 0, threshold: 0, open: null, turn: 0, cursor: -1 };
+const state = { series: 0, threshold: 0, all: false, open: null, turn: 0, cursor: -1 };
 
 function options(select, pairs) {
   select.replaceChildren(...pairs.map(([value, text]) => new Option(text, value)));
@@ -55,8 +55,7 @@ async function openSample(index, after) {
   drawTalk();
   drawTurnList();
   $("main").scrollTop = 0;
-  const scored = (turn) => open.scores[state.series].subarray(turn.start, turn.stop).some((v) => !Number.isNaN(v));
-  let made = open.turns.findIndex((turn) => turn.made && scored(turn));
+  let made = open.turns.findIndex((turn) => turn.made && summary(open, turn).n > 0);
   if (made < 0) made = open.turns.findIndex((turn) => turn.made);
   setTurn(Math.max(0, made), false);
   drawStrip();
@@ -136,7 +135,7 @@ function setCursor(i) {
 function stepHot(by) {
   const scores = state.open.scores[state.series], n = state.open.n;
   let i = state.cursor >= 0 ? state.cursor : by > 0 ? -1 : n;
-  for (i += by; i >= 0 && i < n; i += by) if (scores[i] > state.threshold) { setCursor(i); return; }
+  for (i += by; i >= 0 && i < n; i += by) if (counts(state.open, i) && scores[i] > state.threshold) { setCursor(i); return; }
   $("said").textContent = "no further token above the threshold";
 }
 
@@ -172,6 +171,10 @@ function wireControls() {
   });
   $("threshold-text").addEventListener("change", () => setThreshold(parseFloat($("threshold-text").value)));
   $("threshold-reset").addEventListener("click", () => setThreshold(ownThreshold(series[state.series]).value));
+  $("all-tokens").addEventListener("change", () => {
+    state.all = $("all-tokens").checked;
+    if (state.open) { repaint(); drawStrip(); }
+  });
   $("turn-back").addEventListener("click", () => setTurn(state.turn - 1, true));
   $("turn-next").addEventListener("click", () => setTurn(state.turn + 1, true));
   $("hot-back").addEventListener("click", () => stepHot(-1));
@@ -236,6 +239,14 @@ function wireKeys() {
   });
 }
 
+// The sample that is looked for first; the first one where none has a score.
+function highestSample() {
+  const of = (key) => (i) => samples[i][key][state.series];
+  const highest = (value) => samples.map((_, i) => i).filter((i) => value(i) !== null)
+    .reduce((best, i) => (best === null || value(i) > value(best) ? i : best), null);
+  return highest(of("values")) ?? highest(of("top")) ?? 0;
+}
+
 function begin() {
   const { task, model, name, created } = facts.log;
   $("task").textContent = task;
@@ -255,7 +266,7 @@ function begin() {
   const asked = readHash();
   chooseSeries(asked.k ?? 0, asked.t ?? undefined);
   if (samples.length) {
-    const first = asked.s ?? list.order[0] ?? 0;
+    const first = asked.s ?? highestSample();
     openSample(first, () => asked.i !== null && asked.i < state.open.n && setCursor(asked.i));
   } else $("talk").append(element("p", "empty", "The log has no samples."));
 }

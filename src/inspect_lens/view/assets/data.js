@@ -18,7 +18,7 @@ function fromBase64(text) {
 }
 
 // A sample unpacked: calls, turns, index of each token, and per series a Float32Array with NaN
-// where a token has no score. Layout: see _pack.py.
+// where a token has no score. Layout: `pack_sample` in _page.py.
 async function openBlock(index) {
   const bytes = await gunzip(fromBase64(blocks[index]));
   const view = new DataView(bytes.buffer);
@@ -38,11 +38,16 @@ async function openBlock(index) {
     }
     return made;
   });
+  const read = header.read.map((runs) => {
+    const made = new Uint8Array(n);
+    for (const [start, stop] of runs) made.fill(1, start, stop);
+    return made;
+  });
   const turns = [];
   header.calls.forEach((call, c) => {
     for (const [role, start, stop, made] of call.turns) turns.push({ role, start, stop, made: !!made, call: c });
   });
-  return { n, token, scores, calls: header.calls, turns };
+  return { n, token, scores, read, calls: header.calls, turns };
 }
 
 const textOf = (index) => facts.tokens.texts[index];

@@ -18,20 +18,24 @@ function drawStrip() {
   drawTurns(pen, open, x, height);
   const base = y(state.threshold), step = Math.max(1, width / open.n);
   // Many tokens share a pixel: the farthest from the threshold is drawn.
-  const extreme = new Map();
+  const extreme = new Map(), unread = new Map();
   for (let i = 0; i < open.n; i++) {
     if (Number.isNaN(scores[i])) continue;
-    const at = Math.floor(x(i)), known = extreme.get(at);
+    const kept = counts(open, i) ? extreme : unread;
+    const at = Math.floor(x(i)), known = kept.get(at);
     if (known === undefined || Math.abs(scores[i] - state.threshold) > Math.abs(known - state.threshold)) {
-      extreme.set(at, scores[i]);
+      kept.set(at, scores[i]);
     }
   }
-  for (const [at, value] of extreme) {
-    const warm = value > state.threshold;
-    pen.fillStyle = `rgb(${colour(warm ? "--warm" : "--cool")} / ${warm ? 0.9 : 0.55})`;
-    const top = y(value);
-    pen.fillRect(at, Math.min(top, base), Math.max(1, step - (step > 3 ? 1 : 0)), Math.max(1, Math.abs(base - top)));
-  }
+  const bars = (values, fill) => {
+    for (const [at, value] of values) {
+      pen.fillStyle = fill(value > state.threshold);
+      const top = y(value);
+      pen.fillRect(at, Math.min(top, base), Math.max(1, step - (step > 3 ? 1 : 0)), Math.max(1, Math.abs(base - top)));
+    }
+  };
+  bars(unread, () => colour("--line"));
+  bars(extreme, (warm) => `rgb(${colour(warm ? "--warm" : "--cool")} / ${warm ? 0.9 : 0.55})`);
   pen.strokeStyle = colour("--ink");
   pen.setLineDash([4, 3]);
   pen.beginPath();

@@ -64,7 +64,7 @@ function makeWho(open, turn) {
   if (facts.n) {
     who.append(element("span", "line", `mean ${number(facts.mean)} max ${number(facts.max)}`));
     who.append(element("span", facts.above ? "line warm" : "line", `${facts.above} above`));
-  } else who.append(element("span", "line", "not scored"));
+  } else who.append(element("span", "line", facts.scored ? "not read by the probe" : "not scored"));
   return who;
 }
 
@@ -77,14 +77,21 @@ function countOf(open, turn) {
 
 function summary(open, turn) {
   const scores = open.scores[state.series];
-  let n = 0, sum = 0, max = -Infinity, above = 0;
+  let n = 0, sum = 0, max = -Infinity, above = 0, scored = false;
   for (let i = turn.start; i < turn.stop; i++) {
     if (Number.isNaN(scores[i])) continue;
+    scored = true;
+    if (!counts(open, i)) continue;
     n++; sum += scores[i];
     if (scores[i] > max) max = scores[i];
     if (scores[i] > state.threshold) above++;
   }
-  return { n, mean: sum / n, max, above };
+  return { n, mean: sum / n, max, above, scored };
+}
+
+// Whether a token has a score that the sample's score is made of, or all were asked for.
+function counts(open, i) {
+  return !Number.isNaN(open.scores[state.series][i]) && (state.all || open.read[state.series][i] === 1);
 }
 
 function fillPiece(piece) {
@@ -107,7 +114,7 @@ function fillPiece(piece) {
 function paint(span, i) {
   const s = series[state.series], value = state.open.scores[state.series][i];
   let name = "t";
-  if (Number.isNaN(value)) name += " u";
+  if (!counts(state.open, i)) name += " u";
   else {
     const part = share(value, state.threshold, reach(s, state.threshold));
     name += part > 0 ? " w" : " c";
@@ -147,6 +154,7 @@ function tipFor(i) {
   const rows = [
     ["score", number(value)],
     ["against threshold", Number.isNaN(value) ? (call.origin === "activations" ? "not captured" : "not scored") : value > state.threshold ? "▲ above" : "▽ not above"],
+    ...(Number.isNaN(value) || open.read[state.series][i] ? [] : [["read by the probe", "no"]]),
     ["position", `${at.position} (${at.position < call.prompt ? "prompt" : `completion ${at.position - call.prompt}`})`],
     ["token id", facts.tokens.ids[index]],
     ["turn", turn ? turn.role : "–"],
