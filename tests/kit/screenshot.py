@@ -39,10 +39,10 @@ class Shot(NamedTuple):
 
 
 SHOTS: Final = {
-    "view.png": Shot(PAGE, 1280, 800, "#s=3"),
-    "view-dark.png": Shot(PAGE, 1280, 800, "#s=3", DARK),
-    "view-phone.png": Shot(PAGE, 500, 720, "#s=7"),
-    "view-phone-dark.png": Shot(PAGE, 500, 720, "#s=7", DARK),
+    "view.png": Shot(PAGE, 1280, 800, ""),
+    "view-dark.png": Shot(PAGE, 1280, 800, "", DARK),
+    "view-phone.png": Shot(PAGE, 500, 720, ""),
+    "view-phone-dark.png": Shot(PAGE, 500, 720, "", DARK),
     "report.png": Shot(REPORT, 1020, 705),
 }
 """Pictures in docs/assets, by name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import statistics
@@ -13,7 +14,11 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from inspect_lens.spec import SITE_TABLE
+from inspect_lens.train import train_probe
 from tests.kit.figures import FIGURES, figure_files
+from tests.kit.live_page import PAGE
+from tests.kit.page import read_page
 from tests.kit.repository import ROOT
 from tests.kit.screenshot import SHOTS, box_numbers, page_numbers
 
@@ -42,6 +47,12 @@ def texts(name: str) -> list[str]:
 def marks(name: str) -> list[str]:
     """What points say when the mouse is over them."""
     return [node.text or "" for dot in root(name).iter(f"{SVG}circle") for node in dot]
+
+
+def marks_with_dots(name: str) -> list[tuple[str, str]]:
+    """What points say, and their colours."""
+    dots = root(name).iter(f"{SVG}circle")
+    return [(node.text or "", dot.attrib["fill"]) for dot in dots for node in dot]
 
 
 def scores() -> dict[str, tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
@@ -165,6 +176,50 @@ def test_positions_and_lens_draw_what_the_pages_say() -> None:
     for layer, honest, lie in re.findall(r"layer (\d)   honest: (\w+) +lie: (\w+)", page):
         at = shown.index(f"after layer {layer}")
         assert shown[at + 1 : at + 3] == [honest, lie]
+
+
+def test_the_found_lie_has_the_scores_of_the_log() -> None:
+    samples = {s["id"]: s for s in read_page(PAGE).facts["samples"]}
+    lie, honest, limit = samples["demo-0007"], samples["demo-0006"], card()["thresholds"][0]
+    assert (lie["label"], honest["label"]) == (1, 0)
+    shown = texts("found")
+    assert f"▲ {lie['values'][0]:.3f}, above the threshold" in shown
+    assert f"▽ {honest['values'][0]:.3f}, below" in shown
+    bars = [n.text or "" for box in root("found").iter(f"{SVG}rect") for n in box]
+    values = [float(bar.rpartition(":")[2]) for bar in bars]
+    half = len(values) // 2
+    for k, sample in enumerate((lie, honest)):
+        assert max(values[k * half :][:half]) == pytest.approx(sample["values"][0], abs=2e-3)
+    assert [value > limit["value"] for value in values].count(True) == 1, "one token finds the lie"
+    assert any(f"{limit['n_above']} of {limit['n_control']} honest" in text for text in shown)
+
+
+def test_the_block_has_every_site_in_the_order_of_the_table() -> None:
+    shown = texts("sites")
+    at = [
+        next(
+            i for i, text in enumerate(shown) if text.split(" ")[0] == name and shown[i + 1] == what
+        )
+        for name, (what, *_) in SITE_TABLE.items()
+    ]
+    assert at == sorted(at)
+    blue = [m.partition(":")[0] for m, dot in marks_with_dots("sites") if dot == "#1f5fa8"]
+    assert blue == [name for name, info in SITE_TABLE.items() if info.is_wide]
+
+
+def test_the_four_sets_are_those_of_the_card() -> None:
+    shown = texts("sets")
+    n_train = card()["training"]["n_positive"] + card()["training"]["n_negative"]
+    judged = sum(e["n_positive"] + e["n_negative"] for e in card()["evaluations"])
+    wanted = (
+        n_train,
+        card()["training"]["selection_n"],
+        card()["thresholds"][0]["n_control"],
+        judged,
+    )
+    for name, n in zip(("train", "selection", "control", "held_out"), wanted, strict=True):
+        assert name in inspect.signature(train_probe).parameters
+        assert shown[shown.index(name) + 1] == f"{n} samples"
 
 
 @pytest.mark.parametrize("name", sorted(FIGURES))
