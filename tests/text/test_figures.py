@@ -20,7 +20,7 @@ from tests.kit.figures import FIGURES, figure_files
 from tests.kit.live_page import PAGE
 from tests.kit.page import read_page
 from tests.kit.repository import ROOT
-from tests.kit.screenshot import SHOTS, box_numbers, page_numbers
+from tests.kit.screenshot import SHOTS, box_numbers, numbers_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 PROBE = ROOT / "probes/organism/deception-lr"
@@ -247,8 +247,7 @@ def test_screenshots_show_the_numbers_that_are_there_now() -> None:
     for name, shot in SHOTS.items():
         noted = read(f"docs/assets/{Path(name).stem}.json")
         assert noted["source"] == str(shot.source.relative_to(ROOT))
-        current = box_numbers() if noted["source"].startswith("probes") else page_numbers()
-        assert noted["shows"] == current, "run: python -m tests.kit.screenshot"
+        assert noted["shows"] == numbers_of(shot.source), "run: python -m tests.kit.screenshot"
 
 
 def test_the_box_of_the_report_has_the_numbers_of_the_card() -> None:

@@ -157,9 +157,7 @@ def read_sample(
     )  # fmt: skip
 
 
-def _joined(
-    parts: Sequence[_Part], n_series: int
-) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+def _joined(parts: Sequence[_Part], n_series: int) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
     """Scores of all tokens of a sample, (series, tokens), and which of them were read."""
     total = sum(len(part.ids) for part in parts)
     scores = np.full((n_series, total), np.nan, np.float32)
