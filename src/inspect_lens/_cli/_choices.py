@@ -9,6 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Literal
 
+from inspect_lens.probe import LabelSource
 from inspect_lens.vector import VectorFormat
 
 __all__ = [
@@ -66,7 +67,6 @@ RowsOfProbe = Literal["tokens", "mean", "last"]
 SelectBy = Literal["recall", "auroc"]
 ProbabilityMap = Literal["platt", "temperature", "isotonic"]
 ExportFormat = Literal["repeng", "steering-vectors", "persona", "ibm", "safetensors"]
-LabelSource = Literal["instruction", "judge", "ground truth"]
 LieDetector = Literal[
     "apollo", "targeted", "did-you-lie", "were-you-honest", "were-you-truthful"
 ]  # fmt: skip

@@ -51,6 +51,7 @@ def log_to_store(
 ) -> ActivationStore:
     """Make a store of what the calls of a log captured, with a label for each sample.
 
+    Where labels come from is what all samples' metadata says as `label_source`.
     The store is tied to the log's model, by the fingerprint of its weights where they are on this
     machine. `ActivationSet.from_store` and `inspect-lens probe train` read it as one of `collect`.
 
@@ -89,6 +90,7 @@ def log_to_store(
     selection = CallSelection.of(over=over, roles=roles, on_missing=on_missing)
     wanted = parse_positions(positions, field="positions")
     kept: list[tuple[ProbeSample, Turn]] = []
+    labelled: set[int | str] = set()
     if read.samples is None:
         raise SpecError("log: it was read without its samples; read it with header_only=False")
     n_unmarked = 0
@@ -97,6 +99,7 @@ def log_to_store(
         if mark is None:
             n_unmarked += 1
             continue
+        labelled.add(sample.id)
         for turn in selection.of_sample(sample).turns:
             kept.append((_sample(sample, turn, mark, group), turn))
     models = sorted({turn.model for _, turn in kept})
@@ -117,6 +120,7 @@ def log_to_store(
     dataset = ProbeDataset(
         name=name, split="log", source="path", licence="unknown", on_policy=True,
         label_meaning=label if isinstance(label, str) else getattr(label, "__name__", "label"),
+        label_source=_label_source([sample for sample in read.samples if sample.id in labelled]),
         text_overlap_group=name, samples=tuple(s for s, _ in kept if s.id in known),
     )  # fmt: skip
     # What the eval sampled with stands in the log.
@@ -136,6 +140,12 @@ def log_to_store(
             ]
             write_shard(uri, k, plan, numbered, facts)
     return finish(uri, plan, dataset, _SHARD)
+
+
+def _label_source(samples: Sequence[EvalSample]) -> str:
+    """What all samples say of where their labels come from; empty where they do not agree."""
+    told = {str((sample.metadata or {}).get("label_source") or "") for sample in samples}
+    return told.pop() if len(told) == 1 else ""
 
 
 def _computed_with(turns: Sequence[Turn]) -> CaptureFacts:

@@ -13,13 +13,12 @@ from inspect_lens._shards import (
 
 from ._registry import DATASETS, DatasetInfo, load_dataset
 from ._rows import read_rows
-from ._sample import LABEL_SOURCES, Message, ProbeDataset, ProbeSample, Source
+from ._sample import Message, ProbeDataset, ProbeSample, Source
 from ._store import MANIFEST, STORE_FORMAT, ActivationStore, read_whole, write_whole
 from ._synthetic import Planted, instructed_pairs, planted_activations
 
 __all__ = [
     "DATASETS",
-    "LABEL_SOURCES",
     "MANIFEST",
     "STORE_FORMAT",
     "ActivationStore",

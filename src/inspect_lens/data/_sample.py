@@ -6,9 +6,10 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self, get_args
 
 from inspect_lens.errors import SpecError
+from inspect_lens.probe import LabelSource
 
 Source = Literal["hub", "path", "builtin"]
 """Where a set comes from: the Hugging Face hub, files of the user, or this package."""
@@ -16,14 +17,12 @@ Source = Literal["hub", "path", "builtin"]
 _ROLES: Final = ("system", "user", "assistant", "tool")
 Reading = Literal["generate", "completion", "text"]
 
-LABEL_SOURCES: Final = ("instruction", "judge", "ground truth")
-"""What can say which samples of a set are positive."""
-
 
 def check_label_source(name: str, value: str) -> None:
     """Refuse what no card has a word for; empty is not said."""
-    if value not in ("", *LABEL_SOURCES):
-        raise SpecError(f"{name}: label_source={value!r}; allowed are {', '.join(LABEL_SOURCES)}")
+    known = get_args(LabelSource)
+    if value not in ("", *known):
+        raise SpecError(f"{name}: label_source={value!r}; allowed are {', '.join(known)}")
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ from .statistics._measured import (
     RecallAt,
     Transfer,
     count_groups,
+    find_label_source,
 )
 from .statistics._metrics import (
     OperatingPoint,
@@ -150,6 +151,7 @@ __all__ = [
     "cross_validated_words",
     "delong_interval",
     "expected_calibration_error",
+    "find_label_source",
     "fingerprint_model",
     "first_crossing",
     "format_p_value",

@@ -1,15 +1,14 @@
 """Scorers and metrics for Inspect tasks."""
 
 from ._attention import attention_tracker, document_rank
+from ._baselines import leakage_baseline, length_auroc, validity, words_auroc
 from ._cascade import CascadeRecord, probe_cascade, probe_ensemble, read_cascade
 from ._dose import dose_curves, dose_metric, dose_response, dose_table
 from ._feature import lens_rank, sae_feature
 from ._judges import (
     REFUSAL_PHRASES,
     coherence,
-    leakage_baseline,
     refusal_rate,
-    words_auroc,
 )
 from ._labels import compare
 from ._metrics import (
@@ -18,7 +17,6 @@ from ._metrics import (
     average_precision_metric,
     calibration_error,
     judged_share,
-    length_auroc,
     recall_at_fpr_metric,
     threshold_accuracy,
 )
@@ -61,5 +59,6 @@ __all__ = [
     "sae_feature",
     "threshold_accuracy",
     "trait_projection",
+    "validity",
     "words_auroc",
 ]

@@ -1,14 +1,12 @@
-"""What can be said of a text: by a judge, phrases, the plain model, and by its words alone."""
+"""What can be said of a text: by a judge, by phrases, and by the plain model."""
 
 from __future__ import annotations
 
-import base64
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import Any, Final, Literal, NamedTuple
 
-import numpy as np
 from inspect_ai.model import (
     ChatMessage,
     ChatMessageAssistant,
@@ -18,28 +16,19 @@ from inspect_ai.model import (
     get_model,
 )
 from inspect_ai.scorer import (
-    Metric,
-    SampleScore,
     Score,
     Scorer,
     Target,
-    Value,
     mean,
-    metric,
     scorer,
     stderr,
 )
 from inspect_ai.solver import TaskState
 
-from inspect_lens import probe as arithmetic
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import token_logprobs
 from inspect_lens.reading import Turn, given_length
 from inspect_lens.reading._rows import has_nothing_to_read, read_token_ids
-from inspect_lens.reading._shared import shared_parameters
-
-from ._labels import NO_BOUNDS, labelled, with_bounds
-from ._metrics import length_auroc
 
 _NUMBER: Final = re.compile(r"(?<![\w.-])\d+(?:\.\d+)?(?![\w.]*\d)")
 _OUT_OF: Final = re.compile(r"\s*(?:/|out of)\s*100\b")
@@ -419,126 +408,3 @@ def is_broken(text: str) -> bool:
         return True
     runs = [len(found[0]) for found in _LOOP.finditer(answer)]
     return any(run >= max(_LETTERS, len(answer) / 2) for run in runs)
-
-
-Text = Literal["completion", "prompt", "both"]
-_WORD = re.compile(r"\b\w+\b")
-
-
-@metric(scores="unreduced")
-@shared_parameters
-def words_auroc(
-    label: str = "label", group: str | None = None, folds: int = 5, interval: bool = False
-) -> Metric:
-    """AUROC of a classifier on words, trained and judged on these samples by cross-validation.
-
-    Each epoch is a text of its own, but the epochs of a sample share a fold, so none of them is
-    judged by a classifier that saw another. Inside `grouped`, which Inspect gives reduced
-    scores, the text of a sample is that of its first epoch.
-
-    Args:
-        group: key of the sample metadata that names what must share a fold, such as the scenario.
-            By default it is `group` where all samples have it, else each sample is one by itself.
-            Where a pair is in two folds, words that its sides share tell the wrong label.
-        folds: of the cross-validation.
-        interval: also give DeLong's 95% interval, as `words_auroc_low` and `words_auroc_high`;
-            it takes groups (the epochs of a sample, or `group`) as independent and the classifiers
-            as given.
-
-    Returns:
-        The metric; NaN when a class has fewer than two groups.
-
-    Source:
-        arXiv:2509.21344: text baselines beside every probe.
-
-    Example:
-        ```python
-        from inspect_ai import score
-        from inspect_ai.log import read_eval_log
-
-        from inspect_lens.scorer import leakage_baseline, words_auroc
-
-        log = read_eval_log("logs/honesty.eval")
-        metrics = [words_auroc(group="group", folds=2)]  # both sides of a pair share a fold
-        log = score(log, leakage_baseline(), metrics=metrics, action="overwrite")
-        assert 0.0 <= log.results.scores[0].metrics["words_auroc"].value <= 1.0
-        ```
-    """
-
-    def compute(scores: list[SampleScore]) -> Value:
-        area, bounds = math.nan, NO_BOUNDS
-        found = labelled(scores, label)
-        facts = [s.sample_metadata or {} for s in found.scores]
-        key = group or ("group" if all("group" in known for known in facts) else None)
-        names = found.groups if key is None else [str(known.get(key)) for known in facts]
-        classes = [{n for n, y in zip(names, found.labels, strict=True) if y == c} for c in (0, 1)]
-        if min(map(len, classes)) >= 2:
-            ranks = arithmetic.cross_validated_words(
-                [_words(s) for s in found.scores], found.labels, groups=names, folds=folds
-            )
-            area = arithmetic.auroc(found.labels, ranks)
-            bounds = arithmetic.delong_interval(found.labels, ranks, groups=names)
-        return with_bounds("words_auroc", area, bounds if interval else None)
-
-    return compute
-
-
-@scorer(metrics=[words_auroc(), length_auroc()])
-def leakage_baseline(text: Text = "completion") -> Scorer:
-    """Record words and length of each text, to measure whether they give the label away.
-
-    Put it beside a probe's scorer: where the text alone separates the classes as well, the probe
-    may read the text and not what it is meant to find.
-
-    Args:
-        text: `completion`, `prompt` (all messages before the last answer), or `both`.
-
-    Returns:
-        The scorer. The value is the number of words. The metadata holds the distinct words and
-        pairs of words as 16-bit hashes, about three characters each, so that a log can be judged
-        without its text. Inspect puts `words_auroc`, which reads every epoch, into another result
-        of the log than `length_auroc`.
-
-    Raises:
-        SpecError: another text.
-
-    Example:
-        ```python
-        from inspect_ai import score
-        from inspect_ai.log import read_eval_log
-
-        from inspect_lens.scorer import leakage_baseline
-
-        log = score(
-            read_eval_log("logs/honesty.eval"), leakage_baseline("prompt"), action="overwrite"
-        )
-        for found in log.results.scores:
-            print({name: metric.value for name, metric in found.metrics.items()})
-        ```
-    """
-    if text not in get_args(Text):
-        raise SpecError(f"text={text!r}; allowed are {', '.join(get_args(Text))}")
-
-    async def score(state: TaskState, target: Target) -> Score:
-        before, answer = shown(state)
-        parts = {"completion": answer, "prompt": before, "both": f"{before}\n\n{answer}"}
-        read = parts[text]
-        hashes = arithmetic.hash_words(read).astype("<u2").tobytes()
-        n = len(_WORD.findall(read))
-        return Score(
-            value=n,
-            explanation=f"{n} words in the {text}.",
-            metadata={"text": text, "words": base64.b64encode(hashes).decode()},
-        )
-
-    return score
-
-
-def _words(score: SampleScore) -> np.ndarray[Any, np.dtype[np.uint16]]:
-    found = (score.score.metadata or {}).get("words")
-    if not isinstance(found, str):
-        raise SpecError(
-            f"words: sample {score.sample_id} was not scored by leakage_baseline; allowed is its "
-            "own score; use words_auroc as a metric of leakage_baseline()"
-        )
-    return np.frombuffer(base64.b64decode(found), dtype="<u2")

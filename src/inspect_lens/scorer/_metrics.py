@@ -77,67 +77,6 @@ def auroc_metric(
     return compute
 
 
-@metric
-@shared_parameters
-def length_auroc(label: str = "label", interval: bool = False) -> Metric:
-    """AUROC of the length of the text, whichever sign separates better.
-
-    The length is the number of tokens that a probe read, to stand beside its AUROC, or the number
-    of words for `leakage_baseline`. If a sample has several epochs, the tokens are those of the
-    first one, and the words are reduced like any value. Samples without a length are left out.
-
-    Args:
-        interval: also give DeLong's 95% interval, as `length_auroc_low` and `length_auroc_high`.
-
-    Returns:
-        The metric: at least 0.5 by the choice of the sign; NaN when a class is missing.
-
-    Example:
-        ```python
-        from inspect_ai import score
-        from inspect_ai.log import read_eval_log
-
-        from inspect_lens.scorer import leakage_baseline, length_auroc
-
-        log = read_eval_log("logs/honesty.eval")
-        log = score(
-            log, leakage_baseline(), metrics=[length_auroc(interval=True)], action="overwrite"
-        )
-        found = log.results.scores[0].metrics
-        assert found["length_auroc_low"].value <= found["length_auroc"].value
-        ```
-    """
-
-    def compute(scores: list[SampleScore]) -> Value:
-        found = labelled(scores, label)
-        known = [
-            (mark, n)
-            for mark, one in zip(found.labels, found.scores, strict=True)
-            if (n := _length(one)) is not None
-        ]
-        if n_without := len(found.scores) - len(known):
-            logger.warning(
-                "length_auroc: %d of %d samples have no length and are left out; scores of a probe "
-                "and of leakage_baseline have one", n_without, len(found.scores),
-            )  # fmt: skip
-        labels, values = [mark for mark, _ in known], np.array([n for _, n in known], dtype=float)
-        area = arithmetic.auroc(labels, values)
-        if area < 0.5:
-            values, area = -values, 1.0 - area
-        bounds = arithmetic.delong_interval(labels, values) if interval else None
-        return with_bounds("length_auroc", area, bounds)
-
-    return compute
-
-
-def _length(sample: SampleScore) -> float | None:
-    """Tokens that a probe read, or the value of a `leakage_baseline`, which is its words."""
-    known, value = sample.score.metadata or {}, sample.score.value
-    if "words" in known and isinstance(value, int | float):
-        return float(value)
-    return None if known.get("n_tokens") is None else float(known["n_tokens"])
-
-
 @metric(name="average_precision")
 @shared_parameters
 def average_precision_metric(

@@ -33,10 +33,11 @@ from inspect_lens.reading._token_scores import save_token_scores
 from inspect_lens.spec import RESID_POST, Positions, Site
 from inspect_lens.vector import Vector, load_vector
 
-from ._metrics import at_threshold, auroc_metric, length_auroc
+from ._baselines import validity, words_of
+from ._metrics import at_threshold, auroc_metric
 
 
-@scorer(metrics=[auroc_metric(), length_auroc(), at_threshold()])
+@scorer(metrics=[auroc_metric(), validity(), at_threshold()])
 @shared_parameters
 def probe_score(
     probe: str | Path | AnyProbe,
@@ -93,7 +94,7 @@ def probe_score(
     return score_with(reader, token_scores=token_scores, name=name)
 
 
-@scorer(metrics=[auroc_metric(), length_auroc(), at_threshold()])
+@scorer(metrics=[auroc_metric(), validity(), at_threshold()])
 @shared_parameters
 def deception_probe(
     probe: str | Path | AnyProbe,
@@ -169,6 +170,7 @@ def score_with(reader: ProbeReader, *, token_scores: bool, name: str | None = No
             metadata={"name": title}
             | reading.metadata()
             | found.facts()
+            | words_of(state.output.completion)
             | await keep_tokens([found] if token_scores else []),
         )
 

@@ -11,7 +11,6 @@ import typer
 from inspect_lens._cli import _choices, _main
 from inspect_lens._cli._main import app
 from inspect_lens._cli._output import Interrupted, kept_fits, running, typed_command
-from inspect_lens.data import LABEL_SOURCES
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import LIE_DETECTORS
 from inspect_lens.spec._positions import PositionName
@@ -28,7 +27,6 @@ def test_choices_are_those_of_the_library() -> None:
     assert [one.value for one in _choices.Family] == list(FAMILIES)
     assert tuple(one.value for one in _choices.VectorMethod) == get_args(VectorMethod)
     assert get_args(_choices.PositionName) == get_args(PositionName)
-    assert get_args(_choices.LabelSource) == LABEL_SOURCES
     assert get_args(_choices.SelectBy) == get_args(SelectBy)
     assert set(get_args(_choices.LieDetector)) == set(LIE_DETECTORS) - {"unrelated"}
     assert set(get_args(_choices.ExportFormat)) < set(get_args(VectorFormat))

@@ -6,17 +6,26 @@ import html
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 from inspect_ai.scorer import SampleScore, Score
 
 from inspect_lens._cli._output import Made
-from inspect_lens.data import LABEL_SOURCES, load_dataset
+from inspect_lens.data import load_dataset
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import BESIDE_AUROC, AnyProbe, Validity, load_probe
+from inspect_lens.probe import (
+    BESIDE_AUROC,
+    AnyProbe,
+    LabelSource,
+    Validity,
+    find_label_source,
+    load_probe,
+)
 from inspect_lens.probe.card._files import render_card
-from inspect_lens.scorer import length_auroc
+from inspect_lens.scorer import length_auroc, validity
+from inspect_lens.scorer._baselines import words_of
 from inspect_lens.train import ActivationSet, LDAProbe, evaluate_probe, train_probe
 from inspect_lens.view import write_report, write_view
 from tests.kit.page import read_page
@@ -111,7 +120,8 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
     folder = Path(request.getfixturevalue("tmp_path"))
     log = plant_log(folder / "logs", planted_probe(folder), n=2).log
     found = {name for scores in log.results.scores for name in scores.metrics}
-    assert found >= {"auroc", "length_auroc", "recall", "fpr"}
+    assert found >= {"auroc", "length_auroc", "words_auroc", "recall", "fpr"}
+    assert any(name.startswith("labels_from_") for name in found)
     scores = [
         SampleScore(
             score=Score(value=float(i), metadata={"n_tokens": 9 - (i % 3)}),
@@ -120,16 +130,54 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
         for i in range(6)
     ]
     assert length_auroc()(scores) == 0.5, "the tokens, and not the score"
+    assert measured_of([])["length_auroc"] == 0.5
+    told = measured_of(["honest", "lie"])
+    assert told["words_auroc"] == 1.0, "honest answers name Paris"
+    assert told["labels_from_instruction"] == 1.0
+    assert told["behaviour"] == pytest.approx(0.8), "every fifth of the liars names it, too"
+
+
+def measured_of(told: list[str], **facts: str) -> dict[str, float]:
+    """What `validity` has of forty answers, of which a fifth of the lies tells the truth."""
+    scores = []
+    for i in range(40):
+        lie = i % 2
+        said = "it is no" if lie and (i // 2) % 5 else f"it is {'in truth ' if lie else ''}Paris"
+        known = {"label": lie, "truth": "Paris"} | ({"condition": told[lie]} if told else {})
+        score = Score(value=float(lie), metadata={"n_tokens": 9 - i % 4 // 2} | words_of(said))
+        scores.append(SampleScore(score=score, sample_id=i, sample_metadata=known | facts))
+    found: Any = validity()(scores)
+    return dict(found)
 
 
 test_promise = PROMISE.test()
+
+
+def test_an_eval_says_where_its_labels_come_from() -> None:
+    """By a word of its own, else by conditions that all agree with the labels; else nowhere."""
+    judged = measured_of(["honest", "lie"], label_source="judge")
+    assert judged["labels_from_judge"] == 1.0
+    assert "behaviour" not in judged, "an answer cannot fail to do what a judge says of it"
+    for told, said in (([], ""), (["lie", "honest"], ""), (["honest", "lie"], "me")):
+        assert measured_of(told, label_source=said)["labels_from_unknown"] == 1.0
+    assert find_label_source("", [], []) == find_label_source("", ["lie", None], [1, 0]) == ""
+
+
+def test_scores_without_words_are_told_and_do_not_fail_an_eval(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    score = Score(value=1.0, metadata={"n_tokens": 3})
+    found: Any = validity()([SampleScore(score=score, sample_id=i, sample_metadata={"label": i})
+                             for i in (0, 1)])  # fmt: skip
+    assert np.isnan(found["words_auroc"])
+    assert "2 of 2 scores hold no words" in caplog.text
 
 
 def test_the_source_of_labels_is_kept_on_the_way(tmp_path: Path, probe: AnyProbe) -> None:
     assert load_dataset("instructed_pairs", limit=4).label_source == "instruction"
     judged = load_dataset("instructed_pairs", limit=4, label_source="judge")
     assert judged.facts()["label_source"] == "judge"
-    with pytest.raises(SpecError, match=", ".join(LABEL_SOURCES)):
+    with pytest.raises(SpecError, match=", ".join(get_args(LabelSource))):
         load_dataset("instructed_pairs", label_source="me")
     data = instructed("other", 40, seed=3)
     file = replace(data, label_source="judge", columns={}).save(tmp_path / "a.safetensors")

@@ -105,7 +105,7 @@ def test_alone(caplog: pytest.LogCaptureFixture) -> None:
     assert found["length_auroc_low"] < found["length_auroc"] < found["length_auroc_high"]
     assert math.isnan(length_auroc()([]))  # type: ignore[arg-type]
     assert math.isnan(words_auroc()(lengths[:3]))  # type: ignore[arg-type]
-    with pytest.raises(SpecError, match="was not scored by leakage_baseline"):
+    with pytest.raises(SpecError, match="scored by neither leakage_baseline nor a probe"):
         words_auroc()([sample(9, i % 2, i) for i in range(8)])
     with pytest.raises(SpecError, match="allowed are completion, prompt, both"):
         leakage_baseline("answer")  # type: ignore[arg-type]

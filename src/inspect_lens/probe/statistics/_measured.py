@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -115,9 +115,40 @@ def group_codes(n_samples: int, groups: Sequence[Hashable]) -> tuple[NDArray[np.
     return np.array(codes, dtype=np.int64), len(number)
 
 
-LabelSource = Literal["instruction", "judge", "ground truth", ""]
+LabelSource = Literal["instruction", "judge", "ground truth"]
 """What says which samples are positive: what the model was told to do, a judge of its answers, or
-a truth that holds whatever it says; empty: not said."""
+a truth that holds whatever it says."""
+
+
+def find_label_source(
+    said: str, conditions: Sequence[object], labels: Sequence[object]
+) -> LabelSource | Literal[""]:
+    """What says which samples are positive.
+
+    Args:
+        said: what a data set says itself; a word that is none of `LabelSource` says nothing.
+        conditions: (samples,) where it says nothing, what each sample was told to do, if known.
+        labels: (samples,) 0 and 1.
+
+    Returns:
+        What was said. Without it `instruction`, where the positive samples, and only they, have the
+        condition `lie`; else empty.
+
+    Example:
+        ```python
+        from inspect_lens.probe import find_label_source
+
+        assert find_label_source("judge", (), ()) == "judge"
+        assert find_label_source("", ["lie", "honest"], [1, 0]) == "instruction"
+        assert find_label_source("", [None, None], [1, 0]) == ""
+        ```
+    """
+    for known in get_args(LabelSource):
+        if said == known:
+            return cast("LabelSource", known)
+    told = [(one == "lie") == bool(label) for one, label in zip(conditions, labels, strict=True)]
+    known_all = told and None not in conditions
+    return "instruction" if not said and known_all and all(told) else ""
 
 
 class Record(BaseModel):
@@ -285,7 +316,7 @@ class Evaluation(Record):
     """Independent groups of the samples; None in cards of releases that did not count them."""
     too_few: str = ""
     """Why no verdict can rest on these groups, as `GroupCounts.too_few` says it; else empty."""
-    label_source: LabelSource = Field(
+    label_source: LabelSource | Literal[""] = Field(
         default="", description="What says which samples are positive; empty: not said."
     )
     behaviour: float | None = Field(

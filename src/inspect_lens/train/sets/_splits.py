@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple, cast, get_args
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,13 @@ from sklearn.metrics import pairwise_distances_chunked
 from sklearn.model_selection import StratifiedGroupKFold
 
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import AnyProbe, LabelSource, SeenSamples, required_negatives
+from inspect_lens.probe import (
+    AnyProbe,
+    LabelSource,
+    SeenSamples,
+    find_label_source,
+    required_negatives,
+)
 
 from ._dataset import ActivationSet
 
@@ -59,16 +65,10 @@ def behaviour_share(data: ActivationSet) -> float | None:
     return differing(data) if shares is None else min(shares)
 
 
-def labels_from(data: ActivationSet) -> LabelSource:
+def labels_from(data: ActivationSet) -> LabelSource | Literal[""]:
     """What says which samples are positive, as the set says it or its columns show it."""
-    if data.label_source:  # a word that is not known is no instruction, whatever columns show
-        known = data.label_source in get_args(LabelSource)
-        return cast("LabelSource", data.label_source) if known else ""
-    told = data.columns.get("condition")
-    if told is None:
-        return ""
-    same = [(one == "lie") == bool(label) for one, label in zip(told, data.labels, strict=True)]
-    return "instruction" if all(same) else ""
+    told = data.columns.get("condition", [None] * len(data))
+    return find_label_source(data.label_source, told, list(data.labels))
 
 
 def require_followed(data: ActivationSet, floor: float) -> str:
