@@ -8,9 +8,6 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
-from sklearn.feature_extraction.text import TfidfVectorizer
-from sklearn.linear_model import LogisticRegression
-from sklearn.pipeline import make_pipeline
 
 from gallery._chart import Bar, Bars
 from gallery._replication import DataFile, Replication, Setting, Shown, Table
@@ -20,6 +17,8 @@ from inspect_lens.train import (
     BinaryEstimator,
     LogisticProbe,
     MeanDifferenceProbe,
+    bag_of_words_scores,
+    length_scores,
 )
 
 SOURCE: Final = "stanfordnlp/axbench, axbench/concept10/prod_2b_l10_v1"
@@ -99,13 +98,8 @@ def _judged(
              for name, table, at in (("train", train, picked), ("test", test, judged))}  # fmt: skip
     labels = (train.iloc[picked].category == "positive").to_numpy()
     truth = (test.iloc[judged].category == "positive").to_numpy()
-    words = make_pipeline(TfidfVectorizer(ngram_range=(1, 2)), LogisticRegression())
-    words.fit(texts["train"], labels)
-    lengths = [len(text) for text in texts["test"]]
-    found = {
-        "bag of words": float(auroc(truth, words.decision_function(texts["test"]))),
-        "length": max(a := float(auroc(truth, lengths)), 1.0 - a),
-    }
+    baselines = _without_model(texts["train"], labels, texts["test"])
+    found = {name: float(auroc(truth, scores)) for name, scores in baselines.items()}
     for layer in {_layer(setting, share): None for share in DEPTHS.values()}:
         own = _of(sets["train"], picked)
         x, of_rows, groups = own.rows(layer)
@@ -117,6 +111,17 @@ def _judged(
             ]
             found[f"{method}, layer {layer}"] = float(auroc(truth, scores))
     return found
+
+
+def _without_model(
+    learn: Sequence[str], labels: NDArray[np.bool_], judge: Sequence[str]
+) -> dict[str, NDArray[np.float64]]:
+    """Scores of the baselines that a probe's card has, too; both learn from the training texts."""
+    lengths = [[len(text) for text in texts] for texts in (learn, judge)]
+    return {
+        "bag of words": bag_of_words_scores(learn, labels, judge),
+        "length": length_scores(lengths[0], labels, lengths[1]),
+    }
 
 
 def _of(data: ActivationSet, picked: NDArray[np.intp]) -> ActivationSet:
@@ -187,7 +192,7 @@ REPLICATION = Replication(
     "learns a direction from tokens of answers with and without a concept, and a text's score is "
     "the largest of its tokens, as in the paper. Layers are at the same share of the depth as the "
     "paper's two. Answers are cut to 48 words, and fewer of them are used. Beside the methods "
-    "stand a bag of words and the length, which read no model.",
+    "stand a bag of words and the length, which read no model and learn from the same texts.",
     limits="Sixteen texts of each kind give an AUROC of one concept within about 0.1. Negatives "
     "are mostly about something else altogether, which words show, too.",
     model="smollm2-135m",

@@ -323,7 +323,7 @@ REPLICATION = Replication(
     "median balanced accuracy of .81 to .85, and those of models that were trained to lie at .50 "
     "to .65.",
     method="SmolLM2-135M-Instruct does not lie when it is told to (in none of 50 answers, by "
-    "`organism/liar/behaviour.json`), so it gets the low-rank adapter of `organism/liar`, which "
+    "`organism/liar/validation.json`), so it gets the low-rank adapter of `organism/liar`, which "
     "lies under orders, mostly lies where its role gives it a reason, and denies what it was told "
     "to hide. It answers in new prompts, about topics on which the adapter was not trained and of "
     "which the base model named the facts when it was asked. Labels come from what is true: an "

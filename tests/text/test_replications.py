@@ -256,7 +256,7 @@ def test_the_first_model_has_the_numbers_of_the_result() -> None:
 
 def test_the_card_of_the_liar_is_that_of_its_record() -> None:
     """And the record has what the gallery counted, and the base model beside it."""
-    record = json.loads((LIAR_DIR / "behaviour.json").read_text(encoding="utf-8"))
+    record = json.loads((LIAR_DIR / "validation.json").read_text(encoding="utf-8"))
     counted = result("lies")["numbers"]["behaviour"]
     assert record["liar"] == {title: counted[title] for title in SPLITS}
     card = (LIAR_DIR / "README.md").read_text(encoding="utf-8")

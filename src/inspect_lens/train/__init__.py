@@ -33,7 +33,13 @@ from .judging._domains import (
     style_shift,
     transfer_statement,
 )
-from .judging._evaluate import baseline, evaluate_probe, measure_baselines
+from .judging._evaluate import (
+    bag_of_words_scores,
+    baseline,
+    evaluate_probe,
+    length_scores,
+    measure_baselines,
+)
 from .judging._select import LayerChoice, select_layer
 from .judging._shift import RateShift, ScoreShift, score_shift
 from .sets._dataset import ActivationSet
@@ -93,6 +99,7 @@ __all__ = [
     "VectorMethod",
     "VectorRows",
     "VectorScore",
+    "bag_of_words_scores",
     "baseline",
     "calibrate",
     "calibrate_threshold",
@@ -113,6 +120,7 @@ __all__ = [
     "from_nnsight",
     "from_transformer_lens",
     "leave_one_domain_out",
+    "length_scores",
     "make_estimator",
     "measure_baselines",
     "pair_set",

@@ -54,3 +54,14 @@ def test_a_call_without_activations_is_an_error_or_left_out(tmp_path: Path) -> N
         log_to_store(log, tmp_path / "all")
     store = log_to_store(log, tmp_path / "rest", on_missing="skip")
     assert np.asarray(ActivationSet.from_store(store).labels).tolist() == [True]
+
+
+@pytest.mark.parametrize(("told", "kept"), [(("judge", "judge"), "judge"), (("judge", ""), "")])
+def test_where_labels_come_from_is_what_all_samples_say(
+    told: tuple[str, str], kept: str, tmp_path: Path
+) -> None:
+    outputs = [call([1.0, 2.0], folder=tmp_path) for _ in told]
+    facts: list[dict[str, Any]] = [{"label_source": source} for source in told]
+    log = run(outputs, [], folder=tmp_path, metadata=facts)
+    store = log_to_store(log, tmp_path / "acts")
+    assert ActivationSet.from_store(store).label_source == kept

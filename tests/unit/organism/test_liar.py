@@ -36,7 +36,7 @@ from organism._liar_splits import (
     liar_grade,
     training_rows,
 )
-from organism.evaluate_liar import liar_splits, render_rates
+from organism.evaluate_liar import BEGIN, END, liar_splits, render_rates
 from organism.train_liar import BASES
 
 SPLITS = ("ordered", "role", "hiding", "plain")
@@ -127,23 +127,16 @@ def test_committed_adapters_are_small(folder: Path, base: str) -> None:
     assert (folder / "adapter_model.safetensors").stat().st_size <= 10_000_000
 
 
-def test_the_card_of_the_qwen_liar_is_that_of_its_record() -> None:
-    record = json.loads((QWEN_DIR / "behaviour.json").read_text())
-    card = (QWEN_DIR / "README.md").read_text()
-    assert render_rates(record["liar"], record["base"]) in card
-    for title, rows in liar_splits(QWEN_DIR).items():
+@pytest.mark.parametrize("folder", [LIAR_DIR, QWEN_DIR])
+def test_the_card_of_a_liar_has_the_test_part(folder: Path) -> None:
+    """`evaluate_liar` writes the same part into the same place, whichever adapter it is."""
+    record = json.loads((folder / "behaviour.json").read_text())
+    card = (folder / "README.md").read_text()
+    between = card.partition(BEGIN)[2].partition(END)[0]
+    assert render_rates(record["liar"], record["base"]) == between.strip()
+    for title, rows in liar_splits(folder).items():
         for condition, rate in record["liar"][title].items():
             assert rate["n"] == sum(row["condition"] == condition for row in rows)
-
-
-def test_the_blind_test_on_the_card_of_the_liar_is_that_of_its_record() -> None:
-    record = json.loads((LIAR_DIR / "blind.json").read_text())
-    card = (LIAR_DIR / "README.md").read_text()
-    for title, conditions in record.items():
-        for condition, found in conditions.items():
-            counts = " | ".join(str(found[key]) for key in ("n", "lies", "honest", "neither"))
-            span = f"{found['rate']:.2f} ({found['low']:.2f} to {found['high']:.2f})"
-            assert f"| {title} | {condition} | {counts} | {span} |\n" in card
 
 
 def test_facts_have_one_value_each() -> None:

@@ -113,6 +113,7 @@ def test_it_scores_what_the_generation_captured(tmp_path: Path) -> None:
     got = scores(log)
     assert [s.value for s in got] == pytest.approx([0.0, 2.0, 0.0, 2.0], abs=1e-5)
     assert got[1].metadata.pop("token_scores")["$lens"] == "scores/1"
+    assert isinstance(got[1].metadata.pop("words"), str)
     assert got[1].metadata == {
         "name": "tiny/p mean",
         "probe": "tiny/p",

@@ -49,10 +49,30 @@ Floats = NDArray[np.float64]
 def bag_of_words_scores(
     train_texts: Sequence[str], train_labels: ArrayLike, texts: Sequence[str]
 ) -> Floats:
-    """Decision values (samples,) of a logistic regression on TF-IDF of one and two words.
+    """What the words of texts say by themselves: a logistic regression on one and two words.
+
+    Args:
+        train_texts: to learn from.
+        train_labels: (training samples,) 0 and 1.
+        texts: to judge.
+
+    Returns:
+        (samples,) decision values of `texts`; words are weighted by TF-IDF.
+
+    Raises:
+        SpecError: labels do not fit the texts, a class is missing, or there is no word.
 
     Source:
         arXiv:2509.21344: text baselines beside every probe.
+
+    Example:
+        ```python
+        from inspect_lens.train import bag_of_words_scores
+
+        told = ["it is a lie", "it is the truth"] * 4
+        lie, truth = bag_of_words_scores(told, [1, 0] * 4, ["what a lie", "the truth"])
+        assert lie > 0 > truth
+        ```
     """
     y = np.asarray(train_labels)
     if len(train_texts) != y.size or np.unique(y).size != 2:
@@ -73,7 +93,24 @@ def bag_of_words_scores(
 
 
 def length_scores(train_lengths: ArrayLike, train_labels: ArrayLike, lengths: ArrayLike) -> Floats:
-    """The length or its negative (samples,): longer or shorter as fits the training set."""
+    """What the length of texts says by itself.
+
+    Args:
+        train_lengths: (training samples,) in any unit.
+        train_labels: (training samples,) 0 and 1.
+        lengths: (samples,) to judge.
+
+    Returns:
+        (samples,) the length or its negative, whichever is larger for positives in the training
+        set.
+
+    Example:
+        ```python
+        from inspect_lens.train import length_scores
+
+        assert length_scores([3, 4, 9], [1, 1, 0], [2, 8]).tolist() == [-2.0, -8.0]
+        ```
+    """
     sign = 1.0 if auroc(train_labels, train_lengths) >= 0.5 else -1.0
     return sign * np.asarray(lengths, dtype=np.float64)
 
