@@ -81,8 +81,9 @@ docs: env  ## build the documentation into site/, strictly, and run what tests t
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	@$(PYTEST) -q tests/text
 
-dist: env  ## build wheel and sdist into dist/
+dist: env  ## build wheel and sdist, and the wheel of the organism, into dist/
 	@$(PY) -m uv build --no-build-isolation --python $(PY)
+	@$(PY) -m uv build --no-build-isolation --python $(PY) --wheel --out-dir dist organism
 
 lock: env  ## resolve requirements/cpu.lock anew
 	@$(PY) -m uv pip compile --universal --python-version 3.11 --no-header --no-annotate --quiet \

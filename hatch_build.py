@@ -1,7 +1,8 @@
-"""Build hook: evals, organism, probes, vectors and lenses as a part of the package.
+"""Build hook: the evals, and the code of the organism that they use, as a part of the package.
 
 In the source tree they import `evals` and `organism`, as folders beside `src`. A wheel has them as
-`inspect_lens.evals` and `inspect_lens.organism`, with their imports written accordingly.
+`inspect_lens.evals` and `inspect_lens.organism`, with their imports written accordingly. The model
+organism itself, its data and its probes are a package of their own: `organism/pyproject.toml`.
 """
 
 from __future__ import annotations
@@ -20,10 +21,6 @@ _PARTS = {
     "organism": ("__init__.py", "_grade.py", "_agent_grade.py"),
 }
 _LEFT_OUT = {"evals/demo.py"}
-_DATA = (
-    "organism/checkpoint", "organism/agent", "organism/data", "organism/README.md",
-    "probes/organism", "vectors/organism", "lenses/organism", "oracles/organism", "heads/organism",
-)  # fmt: skip
 
 
 class EvalsHook(BuildHookInterface[Any]):
@@ -37,8 +34,6 @@ class EvalsHook(BuildHookInterface[Any]):
         if version == "editable":
             return
         root = Path(self.root)
-        for name in _DATA:
-            build_data["force_include"][str(root / name)] = f"inspect_lens/{name}"
         for folder, patterns in _PARTS.items():
             found = {path for pattern in patterns for path in (root / folder).glob(pattern)}
             for path in sorted(found):

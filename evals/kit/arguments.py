@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from inspect_lens.errors import LensError
 from inspect_lens.model._host import PrerequisiteError
 from inspect_lens.probe import load_probe
 
-__all__ = ["required", "required_probe"]
+__all__ = ["organism_split", "required", "required_probe"]
 
 T = TypeVar("T")
 
@@ -30,6 +32,31 @@ def required(name: str, value: T | None, what: str) -> T:
     if value is None:
         raise PrerequisiteError(f"This task needs {what}; pass it with -T {name}=…")
     return value
+
+
+def organism_split(folder: Path, split: str, known: Sequence[str]) -> Path:
+    """The file of a split of the model organism.
+
+    Args:
+        folder: of its data.
+        split: name of a file, without `.jsonl`.
+        known: splits that the eval may read.
+
+    Returns:
+        The file.
+
+    Raises:
+        PrerequisiteError: there is no such split, or the organism is not installed; Inspect prints
+            the line without a traceback.
+    """
+    if not folder.is_dir():
+        raise PrerequisiteError(
+            "This task needs the data of the model organism, which are not installed; pip install "
+            "inspect-lens-organism (in a clone: pip install ./organism)"
+        )
+    if split not in known:
+        raise PrerequisiteError(f"split={split!r}; allowed are {', '.join(known)}")
+    return folder / f"{split}.jsonl"
 
 
 def required_probe(probe: str | None) -> str:

@@ -11,6 +11,8 @@ from inspect_ai.dataset import Dataset, MemoryDataset, Sample
 from inspect_ai.model import ChatMessage, ChatMessageSystem, ChatMessageUser
 from inspect_ai.tool import Tool, ToolDef
 
+from evals.kit.arguments import organism_split
+
 __all__ = ["KINDS", "agent_dataset", "agent_tool"]
 
 DATA_DIR: Final = Path(__file__).resolve().parents[2] / "organism" / "data"
@@ -32,14 +34,14 @@ def agent_dataset(split: str = "agent_heldout_phrasing", kind: str | None = None
         metadata is the row, and `label`, 1 where a lie or a forbidden call is planted.
 
     Raises:
-        ValueError: there is no such split or kind.
+        PrerequisiteError: there is no such split, or the organism is not installed.
+        ValueError: there is no such kind.
     """
     known = sorted(p.stem for p in DATA_DIR.glob("agent_*.jsonl"))
-    if split not in known:
-        raise ValueError(f"split={split!r}; allowed are {', '.join(known)}")
+    path = organism_split(DATA_DIR, split, known)
     if kind is not None and kind not in KINDS:
         raise ValueError(f"kind={kind!r}; allowed are {', '.join(KINDS)}, or None for all")
-    lines = (DATA_DIR / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8").splitlines()
     rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
     samples = [_to_sample(row) for row in rows if kind in (None, row["kind"])]
     return MemoryDataset(samples, name=split)

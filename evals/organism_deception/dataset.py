@@ -9,6 +9,7 @@ from typing import Any
 from inspect_ai.dataset import Dataset, Sample
 from inspect_ai.model import ChatMessage, ChatMessageSystem, ChatMessageUser
 
+from evals.kit.arguments import organism_split
 from evals.kit.samples import read_samples
 
 __all__ = ["DATA_DIR", "organism_dataset"]
@@ -33,16 +34,11 @@ def organism_dataset(split: str = "demo") -> Dataset:
         grading.
 
     Raises:
-        ValueError: there is no such split.
+        PrerequisiteError: there is no such split, or the organism is not installed.
     """
-    path = DATA_DIR / f"{split}.jsonl"
     # Those of the agent have turns and tools; `organism_agent` plays them.
     known = sorted(p.stem for p in DATA_DIR.glob("*.jsonl") if not p.stem.startswith("agent_"))
-    if split not in known:
-        raise ValueError(
-            f"split={split!r}; allowed are {', '.join(known) or 'none yet'}; run "
-            "`python -m organism.write_data` if the files are missing"
-        )
+    path = organism_split(DATA_DIR, split, known)
     return read_samples(str(path), _to_sample, name=f"organism_{split}")
 
 

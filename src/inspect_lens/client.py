@@ -10,13 +10,13 @@ from types import TracebackType
 from typing import Any, Self
 
 import httpx
-from pydantic_core import from_json
 
 from ._base.hook_calls import HookCalls
 from ._base.http import (
     DELAYS_S,
     NO_PLUGIN,
     HTTPError,
+    event_of,
     fetch_result,
     gives_no_receipts,
     is_broken,
@@ -493,7 +493,7 @@ class LensClient(HookCalls):
     def _post(self, path: str, body: dict[str, Any], request: LensRequest | None) -> GenerateOutput:
         body = {"model": self.model, "return_token_ids": True} | body
         # Of several choices only the first one's tensors are fetched; the others' would stay there.
-        takes_all = body.get("n") in (None, 1)
+        takes_all = body.get("n") in (None, 1) and not _has_several(body.get("prompt"))
         body, request = with_request(
             body, request, is_here=self._is_here if takes_all else lambda: False
         )
@@ -715,15 +715,17 @@ def _partial_of(value: Mapping[str, Any]) -> Partial:
         raise CaptureError(str(error)) from None
 
 
+def _has_several(prompt: Any) -> bool:
+    """Whether a body has more prompts than one; a list of numbers is one."""
+    return isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+
+
 def events_of(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
     """The events of a streamed answer; raises what the server says went wrong."""
     for line in lines:
         if not line.startswith("data: ") or line == "data: [DONE]":
             continue
-        try:
-            event: dict[str, Any] = from_json(line.removeprefix("data: "))
-        except ValueError as why:
-            raise CaptureError(f"the server sent an event that is not JSON ({why})") from None
+        event = event_of(line.removeprefix("data: "))
         if (error := event.get("error")) is not None:
             raise CaptureError(str(error.get("message") if isinstance(error, dict) else error))
         yield event

@@ -29,7 +29,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
-from inspect_lens._base.shipped import shipped_root
+from inspect_lens._base.shipped import organism_advice, shipped_root
 from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens.errors import ArtifactError, SpecError
 
@@ -409,6 +409,8 @@ def find_artifact(kind: ArtifactKind, given: str | Path, registered: Sequence[Pa
         for folder in Path.cwd().parents:
             if (folder / path / kind.tensors).is_file():
                 return folder / path
+    if advice := organism_advice(str(given)):
+        raise ArtifactError(f"{kind.name}: {advice}")
     raise ArtifactError(
         f"{kind.name}={str(given)!r} was not found; allowed are a folder with {kind.tensors}, or a "
         f"name below one of {[str(r) for r in roots]}; check the spelling, or train the "

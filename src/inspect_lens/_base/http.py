@@ -14,6 +14,7 @@ from urllib.parse import quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import urllib3
+from pydantic_core import from_json
 from urllib3.exceptions import HTTPError
 
 from inspect_lens.errors import CaptureError, SpecError
@@ -25,6 +26,7 @@ __all__ = [
     "DELAYS_S",
     "NO_PLUGIN",
     "HTTPError",
+    "event_of",
     "fetch_bytes",
     "fetch_result",
     "fetched",
@@ -141,7 +143,13 @@ def fetch_result(
     except NotHere:
         status, data = fetch_bytes(root + path_of(handle), headers, timeout_s=timeout_s)
         return fetched(handle, status, data)
-    return fetched(handle, 410 if found is None else 200, found or b"")
+    if found is None:
+        raise CaptureError(
+            f"activations: handle {handle!r}: the server on this host has its result no longer; "
+            "it expired or was evicted; fetch results sooner, or use "
+            "activations_transport='base64'"
+        )
+    return found
 
 
 def fetched(handle: str, status: int, data: bytes | memoryview) -> bytes | memoryview:
@@ -152,6 +160,19 @@ def fetched(handle: str, status: int, data: bytes | memoryview) -> bytes | memor
             "or is out of reach behind a gateway; use activations_transport='base64'"
         )
     return data
+
+
+def event_of(text: str) -> dict[str, Any]:
+    """An event of a streamed answer, a JSON object; what else comes is the server's error."""
+    try:
+        event = from_json(text)
+    except ValueError as why:
+        raise CaptureError(f"the server sent an event that is not JSON ({why})") from None
+    if not isinstance(event, dict):
+        raise CaptureError(
+            f"the server sent an event that is no JSON object: {text[:80]!r}; ask again"
+        )
+    return event
 
 
 @lru_cache(maxsize=32)

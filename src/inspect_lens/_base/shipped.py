@@ -1,6 +1,7 @@
 """What comes with this package: evals, the model organism, its probes, vector, lenses and oracle.
 
-A wheel has them inside the package. In a clone they lie in the folders of its root.
+Wheels have them inside the package: the evals in that of `inspect-lens`, all others in that of
+`inspect-lens-organism`. In a clone they lie in the folders of its root.
 """
 
 from __future__ import annotations
@@ -106,6 +107,17 @@ def shipped_root() -> Path | None:
         if (root / ORGANISM / "checkpoint").is_dir():
             return root
     return None
+
+
+def organism_advice(name: str) -> str:
+    """What to do about the name of the organism, or of its artefacts, where these are not here."""
+    is_ours = name in MODELS or name.split("/")[0] == ORGANISM
+    if not is_ours or shipped_root() is not None:
+        return ""
+    return (
+        f"{name!r} comes with the package inspect-lens-organism, which is not installed; "
+        "pip install inspect-lens-organism (in a clone: pip install ./organism)"
+    )
 
 
 def model_path(name: str) -> str:

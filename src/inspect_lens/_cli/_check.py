@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -14,6 +15,7 @@ from inspect_lens.data import ActivationStore
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import MIN_GROUPS, SENTENCE_POOL, AnyProbe, fingerprint_model
 from inspect_lens.train import ActivationSet, RateShift, ScoreShift, score_shift
+from inspect_lens.train.judging._shift import refuse_another_model
 
 from ._stores import (
     COPIES,
@@ -69,6 +71,7 @@ def check_job(
         replace(s, acts=None) for s in store.samples() if s.record.id in ids and s.acts is not None
     ]
     fed = model.partition("/")[2]
+    _refuse_another_model(before, fed, model_args)
 
     async def run() -> ActivationSet:
         again = await feed_again(
@@ -80,6 +83,23 @@ def check_job(
         )  # fmt: skip
 
     return score_shift(probe, before, anyio.run(run), n_resamples=n_resamples)
+
+
+def _refuse_another_model(before: ActivationSet, fed: str, model_args: dict[str, Any]) -> None:
+    """Other weights than those of the store, before anything is fed to them.
+
+    Quantised weights are other weights, so that nothing is known of these before they run.
+    """
+    config = Path(fed) / "config.json"
+    if "quantization" in model_args or not config.is_file():
+        return
+    if "quantization_config" in config.read_text(encoding="utf-8"):
+        return
+    facts = before.capture
+    expected = None if facts is None else facts.model_copy(update={"quantization": None})
+    refuse_another_model(
+        before, replace(before, model=fed, model_sha256=fingerprint_model(fed), capture=expected)
+    )
 
 
 def check_lines(shift: ScoreShift) -> Iterator[str]:

@@ -15,12 +15,13 @@ from inspect_lens.errors import ArtifactError, SpecError
 
 from ._choices import Dtype as DtypeName
 from ._choices import LensKind
-from ._output import Json, emit, examples, parse_layers, typed_command
+from ._output import CommandGroup, Json, emit, examples, parse_layers, typed_command
 
 if TYPE_CHECKING:
     from inspect_lens.lens import LensQuality
 
 lens_app = typer.Typer(
+    cls=CommandGroup,
     help="Fit tuned and Jacobian lenses, judge them on other texts, and import published ones.",
     no_args_is_help=True,
 )

@@ -12,7 +12,7 @@ from inspect_lens.errors import ArtifactError, LensError, SpecError, Unsupported
 
 from ._doctor import doctor
 from ._lens import lens_app
-from ._output import Interrupted, examples, fail, in_shell_words, running
+from ._output import CommandGroup, Interrupted, examples, fail, in_shell_words, running
 from ._probe import probe_app
 from ._score import chat, score, view
 from ._settings_of import settings
@@ -34,6 +34,7 @@ EXTRAS: Final = {
 """By package that a command may lack: the extra of this distribution that brings it."""
 
 app = typer.Typer(
+    cls=CommandGroup,
     name="inspect-lens",
     help="White-box Inspect evals at serving speed. Each command has its own --help.",
     epilog=EXIT_CODES,

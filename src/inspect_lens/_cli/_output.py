@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Final, NoReturn
 
 import typer
+import typer.core
 
 from inspect_lens._base.artifact import with_interval
 from inspect_lens.errors import SpecError
@@ -99,17 +100,37 @@ def _found(app: typer.Typer) -> tuple[list[str], Any]:
     return words, command
 
 
+class CommandGroup(typer.core.TyperGroup):
+    """A group whose help has the whole summary of each command, over several lines if need be."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        rows = [
+            (name, command.get_short_help_str(limit=_NO_LIMIT))
+            for name, command in commands
+            if command is not None and not command.hidden
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+_NO_LIMIT: Final = 1000
+
+
 def running(app: typer.Typer) -> str:
     """The command that runs, as it is typed."""
     return " ".join(["inspect-lens", *_found(app)[0]])
 
 
 _SECRET: Final = re.compile(r"([\w-]*(?:api[-_]?key|token|secret|password)=).+", re.IGNORECASE)
+_USER_OF_URL: Final = re.compile(r"(?<=://)[^/?#\s]*@")
 
 
 def typed_command() -> str:
-    """The command that runs with all of its words, as a card keeps it: a key is no part of it."""
-    return shlex.join(["inspect-lens", *(_SECRET.sub(r"\1***", word) for word in sys.argv[1:])])
+    """The command that runs, as a card keeps it: every word, but no key and no password."""
+    words = (_USER_OF_URL.sub("***@", word) for word in sys.argv[1:])
+    return shlex.join(["inspect-lens", *(_SECRET.sub(r"\1***", word) for word in words)])
 
 
 def in_shell_words(message: str, app: typer.Typer) -> str:

@@ -25,6 +25,7 @@ from ._choices import (
 )
 from ._output import (
     BaseUrl,
+    CommandGroup,
     Json,
     Layers,
     check_recipe_options,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from inspect_lens.train import ActivationSet
 
 probe_app = typer.Typer(
+    cls=CommandGroup,
     help="Collect activations, train probes on them, measure how good they are, import others.",
     no_args_is_help=True,
 )

@@ -12,13 +12,14 @@ from inspect_lens.errors import SpecError
 
 from ._choices import ExportFormat, VectorFormat
 from ._choices import VectorMethod as Method
-from ._output import Json, Layers, emit, examples, parse_layers, typed_command
+from ._output import CommandGroup, Json, Layers, emit, examples, parse_layers, typed_command
 
 if TYPE_CHECKING:
     from inspect_lens.train import ActivationSet
     from inspect_lens.vector import Vector
 
 vector_app = typer.Typer(
+    cls=CommandGroup,
     help="Find steering vectors in stores of activations, and exchange them with other tools.",
     no_args_is_help=True,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
+from inspect_lens._base.http import event_of
 from inspect_lens.errors import CaptureError, SpecError, UnsupportedError
 from inspect_lens.spec import (
     RESID_POST,
@@ -465,7 +465,7 @@ def events_of(lines: Iterable[str]) -> Iterator[SweepEvent]:
     for line in lines:
         if not line.strip():
             continue
-        found = json.loads(line)
+        found = event_of(line)
         if (error := found.get("error")) is not None:
             message = error.get("message") if isinstance(error, Mapping) else error
             raise CaptureError(f"patch sweep: the server could not end it: {message}")

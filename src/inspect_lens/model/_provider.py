@@ -70,6 +70,7 @@ from ._server import (
     ServerCalls,
     adapter_of,
     children_of,
+    configuration_of,
     normalise_url,
     reap,
     server_for,
@@ -209,6 +210,7 @@ class LensAPI(ServerCalls, LensProvider):
         shared = base in _vllm_servers
         super().__init__(model_name, base_url, port, api_key, config, lazy_init=True, **server_args)
         self._server = self._own_server(self._server, shared=shared)
+        self.configuration = configuration_of(self.base_model)
         refuse_unknown_arguments(server_args, _OWN, attached=self._init_base_url)
         if not lazy_init:
             self._resolve_server()

@@ -112,6 +112,8 @@ class Around(NamedTuple):
     """Of the scopes around."""
     declined: bool
     """Whether the config says `apply_steering_vectors: []`."""
+    configuration: str = ""
+    """Of the server, which the model's name chooses; what it edits is known there alone."""
 
     def __str__(self) -> str:
         parts = []
@@ -123,6 +125,11 @@ class Around(NamedTuple):
             words += map(_described, source.edits)
             if words:
                 parts.append(f"{where} steers ({'; '.join(words)})")
+        if self.configuration:
+            parts.append(
+                f"the model's name chooses the server's configuration {self.configuration!r}, "
+                "which may steer"
+            )
         if self.declined:
             parts.append("the config of the task or the model says apply_steering_vectors: []")
         return " and ".join(parts)
@@ -141,6 +148,7 @@ def steering_around(model: Model) -> Around | None:
         read_body(body).request or LensRequest(),
         scope_of(model.api) or LensRequest(),
         declines_steering(body),
+        getattr(model.api, "configuration", ""),
     )
     return found if str(found) else None
 

@@ -42,7 +42,7 @@ from inspect_lens._base.http import (
     path_of,
     server_address,
 )
-from inspect_lens._base.shipped import SERVER_ARGS, model_path, served_name
+from inspect_lens._base.shipped import SERVER_ARGS, model_path, organism_advice, served_name
 from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens._intake import Source, fetch_from
 from inspect_lens._settings import variable
@@ -54,6 +54,7 @@ from inspect_lens.spec import EngineLens, LensRequest, Numerics, ProbeUse
 from ._host import (
     VLLMAPI,
     LoRAAdapter,
+    PrerequisiteError,
     VLLMServer,
     configure_devices,
     ensure_adapter_loaded,
@@ -92,6 +93,11 @@ def weights_of(base_model: str) -> str:
     return base_model if not mark or Path(base_model).exists() else model
 
 
+def configuration_of(base_model: str) -> str:
+    """The server's configuration that a model's name chooses; empty where it chooses none."""
+    return base_model.removeprefix(weights_of(base_model)).removeprefix("@")
+
+
 def normalise_url(url: str) -> str:
     """Add the `/v1` that the OpenAI client needs where a URL has no path."""
     bare = url.rstrip("/") if "://" in url else server_address(url)
@@ -110,6 +116,8 @@ def start_server(
     model: str, *, port: int | None, api_key: str, server: VLLMServer, args: Mapping[str, Any]
 ) -> tuple[str, Popen[str], int]:
     """Start vLLM on this machine and wait until it answers."""
+    if advice := organism_advice(model):
+        raise PrerequisiteError(f"vllm-lens: {advice}")
     if importlib.util.find_spec("vllm") is None:
         raise pip_dependency_error("starting a vLLM server", ["'inspect-lens[vllm]'"])
     wanted = {

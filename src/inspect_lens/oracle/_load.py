@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from inspect_lens._base.artifact import download, folders_named
-from inspect_lens._base.shipped import shipped_root
+from inspect_lens._base.shipped import organism_advice, shipped_root
 from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens.errors import ArtifactError
 
@@ -253,6 +253,8 @@ def _find(path: Path) -> Path:
         if ".." not in path.parts and (root / path / CONFIG_FILE).is_file():
             return root / path
     known = sorted({c.parent.name for r in roots for c in r.glob(f"*/{CONFIG_FILE}")})
+    if advice := organism_advice(str(path)):
+        raise ArtifactError(f"oracle: {advice}")
     raise ArtifactError(
         f"oracle={str(path)!r} was not found; allowed are a folder with {CONFIG_FILE}, an hf:// "
         f"address, or a name below oracles/ (there: {', '.join(known) or 'none'})"

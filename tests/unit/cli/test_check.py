@@ -12,13 +12,15 @@ import pytest
 from typer.testing import CliRunner
 
 from inspect_lens._cli import app
+from inspect_lens._cli._check import _refuse_another_model
 from inspect_lens.collect import collect
 from inspect_lens.data import ActivationStore, Message, ProbeDataset, ProbeSample
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import ModelRef, Probe, ProbeCard, SeenSamples
+from inspect_lens.probe import ModelRef, Probe, ProbeCard, SeenSamples, fingerprint_model
 from inspect_lens.train import ActivationSet, calibrate_threshold, score_shift
 from tests.kit import fake_server
 from tests.kit.fake_server import FakeLensServer
+from tests.kit.repository import ROOT
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -98,6 +100,20 @@ def test_the_same_engine_changes_nothing(probe: Probe) -> None:
         with FakeLensServer() as server, pytest.raises(SystemExit) as refused:
             check(server, *words)
         assert refused.value.code == 2
+
+
+def test_other_weights_are_refused_before_anything_is_fed_to_them(
+    store: ActivationStore,
+) -> None:
+    data = ActivationSet.from_store(store, name="control")
+    folder = str(ROOT / "organism/checkpoint")
+    ours = replace(data, model_sha256=fingerprint_model(folder))
+    _refuse_another_model(ours, folder, {})
+    theirs = replace(data, model_sha256="0" * 64)
+    with pytest.raises(SpecError, match=r"the weights of .* are not those of"):
+        _refuse_another_model(theirs, folder, {})
+    _refuse_another_model(theirs, folder, {"quantization": "fp8"})
+    _refuse_another_model(theirs, "org/far-away", {})
 
 
 def test_a_shift_is_measured_with_its_interval_and_what_it_does_to_the_rate(

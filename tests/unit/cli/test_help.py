@@ -101,6 +101,17 @@ def test_a_key_is_no_part_of_the_command_on_a_card(
     assert made.endswith("-M max_tokens=9 --disjoint 'a b=group'")
 
 
+@pytest.mark.parametrize("user", ["anna:S3", "S3", "anna:S3@x"])
+def test_a_password_in_an_address_is_no_part_of_it(
+    user: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ["--base-url", f"https://{user}@host:8000/v1", f"--out=s3://{user}@bucket/a@b", "a@S4"]
+    monkeypatch.setattr("sys.argv", ["inspect-lens", "probe", "train", *given])
+    made = typed_command()
+    assert "S3" not in made
+    assert made.endswith("'https://***@host:8000/v1' '--out=s3://***@bucket/a@b' a@S4")
+
+
 def test_ctrl_c_says_where_finished_fits_are() -> None:
     told = "finished fits are in work/fits, and the same command"
     with pytest.raises(Interrupted, match=told), kept_fits("work/fits"):

@@ -188,6 +188,27 @@ def test_of_several_choices_no_tensors_stay_in_a_server_of_this_host(
     assert "handle" in near.raw["activations"]["residual_stream"]
 
 
+def test_of_several_prompts_no_tensors_stay_in_a_server(
+    server: FakeLensServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of their results only the first one's are given to the caller."""
+    client = LensClient(server.url)
+    assert client.model == server.model
+    monkeypatch.setattr(client, "_gives_here", True)
+    sent: list[Any] = []
+
+    def answer(http: Any, method: str, path: str, body: Any = None, **_: Any) -> Any:
+        sent.append(body)
+        raise CaptureError("enough")
+
+    monkeypatch.setattr("inspect_lens.client.answer_of", answer)
+    for prompt in (["one", "two"], [[1, 2], [3]], ["one"], [1, 2, 3], "one"):
+        with pytest.raises(CaptureError, match="enough"):
+            client.generate(prompt, capture_layers=[1])  # type: ignore[arg-type]
+    asked = [body["vllm_xargs"].get("activations_transport") for body in sent]
+    assert asked == [None, None, "binary", "binary", "binary"]
+
+
 def test_a_client_whose_results_are_elsewhere_has_them_in_its_answers_from_then_on(
     server: FakeLensServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,7 +216,9 @@ def test_a_client_whose_results_are_elsewhere_has_them_in_its_answers_from_then_
     server.results = name = secrets.token_hex(8)
     serve_here(name, lambda handle: None)
     client = LensClient(server.url)
-    with pytest.raises(CaptureError, match=r"HTTP 410.* Later calls of this client have tensors"):
+    with pytest.raises(
+        CaptureError, match=r"no longer; it expired.* Later calls of this client have tensors"
+    ):
         client.generate(PROMPT, capture_layers=[1])
     later = client.generate(PROMPT, capture_layers=[1])
     assert "data" in later.raw["activations"]["residual_stream"]

@@ -14,6 +14,7 @@ from inspect_ai.model import get_model
 
 from inspect_lens.model import _server, lens_config
 from inspect_lens.model._host import VLLMServer, _vllm_servers
+from inspect_lens.model._scope import steering_around
 from inspect_lens.model._server import weights_of
 from tests.kit.fake_server import FakeLensServer
 from tests.kit.repository import ROOT
@@ -242,3 +243,14 @@ async def test_configurations_of_one_model_share_its_server(
         ]
         assert apis[0]._server is apis[1]._server
         assert [api.service_model_name() for api in apis] == ["org/two", "org/two@steered"]
+
+
+def test_a_configuration_in_the_models_name_counts_as_steering_around_a_call() -> None:
+    """A sweep would else take its answers for unsteered ones."""
+    models = [
+        get_model(f"vllm-lens/org/model{end}", base_url="http://localhost:9", memoize=False)
+        for end in ("", "@careful")
+    ]
+    assert steering_around(models[0]) is None
+    around = steering_around(models[1])
+    assert "the server's configuration 'careful', which may steer" in str(around)

@@ -28,20 +28,32 @@ Run = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that has the wheel and nothing else of this repository."""
+    """A folder that has both wheels and nothing else of this repository."""
     folder = tmp_path_factory.mktemp("wheel")
-    build = "import sys; from hatchling.build import build_wheel; print(build_wheel(sys.argv[1]))"
-    done = subprocess.run(
-        [sys.executable, "-c", build, str(folder)], cwd=ROOT, text=True, capture_output=True,
-        check=True,
-    )  # fmt: skip
-    wheel = folder / done.stdout.strip().splitlines()[-1]
-    assert wheel.stat().st_size < 18_000_000
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
     # By the name of the folder Inspect knows that what is in it belongs to a package.
     target = folder / "site-packages"
-    subprocess.run([*command, "--target", str(target), str(wheel)], check=True)
+    wheels = [_build(ROOT, folder), _build(ROOT / "organism", folder)]
+    assert wheels[0].stat().st_size < 2_500_000
+    for wheel in wheels:
+        _unpack(wheel, target)
     return target
+
+
+def _build(source: Path, folder: Path) -> Path:
+    build = "import sys; from hatchling.build import build_wheel; print(build_wheel(sys.argv[1]))"
+    done = subprocess.run(
+        [sys.executable, "-c", build, str(folder)], cwd=source, text=True, capture_output=True,
+        check=True,
+    )  # fmt: skip
+    return folder / done.stdout.strip().splitlines()[-1]
+
+
+def _unpack(wheel: Path, target: Path) -> None:
+    """What pip does with a wheel of Python alone, `RECORD` and scripts apart."""
+    with zipfile.ZipFile(wheel) as archive:
+        twice = [n for n in archive.namelist() if (target / n).exists()]
+        assert not twice, "two packages have one file"
+        archive.extractall(target)
 
 
 @pytest.fixture
@@ -210,6 +222,34 @@ def test_the_shipped_model_is_started_by_its_name(run: Run, tmp_path: Path) -> N
     evaluate(run, tmp_path, *said)
 
 
+def test_without_the_organism_its_names_say_what_to_install(tmp_path: Path) -> None:
+    _unpack(_build(ROOT, tmp_path), tmp_path / "alone")
+    code = """
+from inspect_lens.errors import ArtifactError
+from inspect_lens.model._server import VLLMServer, start_server
+from inspect_lens.oracle import load_oracle
+from inspect_lens.probe import load_probe
+said = []
+for load in (
+    lambda: load_probe("organism/deception-lr"),
+    lambda: load_oracle("organism"),
+    lambda: start_server("organism", port=None, api_key="", server=VLLMServer(), args={}),
+):
+    try:
+        load()
+    except Exception as error:
+        said.append(str(getattr(error, "message", error)))
+assert len(said) == 3 and all("pip install inspect-lens-organism" in one for one in said), said
+"""
+    (tmp_path / "empty").mkdir()
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("INSPECT", "PYTHON"))}
+    done = run_python(
+        "-c", code, cwd=tmp_path / "empty",
+        environment=kept | {"PYTHONPATH": str(tmp_path / "alone")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
 def test_the_sdist_is_enough_to_build_the_wheel(tmp_path: Path, installed: Path) -> None:
     build = "import sys; from hatchling.build import build_sdist; print(build_sdist(sys.argv[1]))"
     made = subprocess.run(
@@ -234,9 +274,5 @@ def test_the_sdist_is_enough_to_build_the_wheel(tmp_path: Path, installed: Path)
     assert said["Description-Content-Type"] == "text/markdown"
     assert (said["License-Expression"], said["Name"]) == ("MIT", "inspect-lens")
     assert "Two commands" in str(said.get_payload())
-    shipped = {
-        str(p.relative_to(installed))
-        for p in installed.rglob("*")
-        if p.is_file() and ".dist-info" not in str(p) and p.suffix != ".pyc"
-    }
-    assert inside == {name for name in shipped if name.startswith("inspect_lens/")}
+    with zipfile.ZipFile(next(installed.parent.glob("inspect_lens-*.whl"))) as archive:
+        assert inside == {name for name in archive.namelist() if ".dist-info/" not in name}

@@ -134,7 +134,7 @@ def score_shift(
     old, new = before.negatives(), here.negatives()
     if not len(old):
         raise SpecError(f"{before.name}: no sample is harmless; allowed is a control set")
-    _refuse_another_model(old, new)
+    refuse_another_model(old, new)
     scores = old.scores(probe)
     moved = new.scores(probe) - scores
     then, now, seen = old.capture, new.capture, find_seen(probe, old)
@@ -155,7 +155,7 @@ def score_shift(
     )
 
 
-def _refuse_another_model(old: ActivationSet, new: ActivationSet) -> None:
+def refuse_another_model(old: ActivationSet, new: ActivationSet) -> None:
     """Refuse other weights: what these change is not due to engine, dtype or quantisation."""
     then, now = old.capture, new.capture
     pairs = []
