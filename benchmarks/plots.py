@@ -19,7 +19,7 @@ from xml.sax.saxutils import escape
 
 __all__ = [
     "RESULTS", "TIMES", "Row", "Section", "costs_markdown", "draw", "evals_markdown",
-    "figure_files", "main", "sections", "techniques_markdown",
+    "figure_files", "main", "peers_markdown", "sections", "techniques_markdown", "walk_markdown",
 ]  # fmt: skip
 
 RESULTS: Final = Path(__file__).with_name("results")
@@ -242,6 +242,50 @@ def costs_markdown(*, short: bool = False) -> str:
             typical = low if low == high else f"{low} to {high}"
             lines.append(f"| {said} | {section.over} | {typical} | {worst:.2f} |")
     return "\n".join(lines)
+
+
+def peers_markdown(read: Read = read_result) -> str:
+    """The table of other tools that capture one layer, and of this package in the same files.
+
+    Args:
+        read: gives a result by its name.
+    """
+    (peers,) = (section for section in sections(read) if section.what.startswith("Other tools"))
+    lines = [f"| capture one layer with | time over {peers.over} |", "|---|---|"]
+    for row in peers.rows:
+        low, high = (f"{f(row.ratios):.1f}" for f in (min, max))
+        lines.append(f"| {row.label} | {low if low == high else f'{low} to {high}'} |")
+    for load, said in {**_LOADS, "1000x128": "1000 requests"}.items():
+        ratios = _ratios(read, _OTHERS, load, "capture-1")
+        if ratios:
+            low, high = (f"{f(ratios):.2f}" for f in (min, max))
+            spread = low if low == high else f"{low} to {high}"
+            lines.append(f"| this package, in the same files, {said} | {spread} |")
+    return "\n".join(lines)
+
+
+_STEPS: Final = {
+    "doctor": "check with `doctor`",
+    "server": "start the server, without the download of weights",
+    "collect_train_400": "collect 400 answers to train on",
+    "collect_control_500": "collect 500 harmless answers",
+    "collect_heldout_200": "collect 200 held-out answers",
+    "train": "train the probe on three layers",
+    "eval_200_samples": "score an eval of 200 samples",
+    "view": "write the page of all tokens",
+}
+
+
+def walk_markdown(read: Read = read_result) -> str:
+    """The table of seconds that each step of the page on a first real model took.
+
+    Args:
+        read: gives a result by its name.
+    """
+    seconds = read("eval")["walk"]["seconds"]
+    lines = ["| step | seconds |", "|---|---|"]
+    lines += [f"| {said} | {seconds[step]} |" for step, said in _STEPS.items()]
+    return "\n".join([*lines, f"| in all | {sum(seconds.values())} |"])
 
 
 def evals_markdown(read: Read = read_result) -> str:

@@ -34,8 +34,8 @@ class Settings:
     layer_path: str = ""
     """Where the decoder layers of a loaded model are, for one in which they are not found: a path
     of modules with `{i}` for the index of the layer, such as `model.blocks.{i}`. The start-up check
-    then tests whether these layers return the residual stream; see [model
-    layouts](../reference/compatibility.md#model-layouts)."""
+    then tests whether these layers return the residual stream; see [Which models
+    work](../models.md#if-your-model-is-refused)."""
     ring_bytes: int = 1 << 30
     """Bytes, at most, of the buffer that captured rows are written to. It always fits one token of
     each sequence (`max_num_seqs`) at all taps; while a step's rows could be too many for it,

@@ -34,6 +34,7 @@ from .gallery import oracles_markdown, probes_markdown
 from .notebooks import notebook_files
 from .real_results import real_models_markdown
 from .repository import ROOT
+from .start_pages import findings_markdown, layouts_markdown, walks_markdown
 
 COMMAND = "python -m tests.kit.generated"
 
@@ -161,12 +162,17 @@ def generated_files() -> dict[str, str]:
     content: dict[str, str] = {}
     for path, part, text in (
         ("README.md", "costs", plots.costs_markdown(short=True)),
+        ("README.md", "findings", findings_markdown()),
+        ("docs/first-model.md", "walk", plots.walk_markdown()),
+        ("docs/compare.md", "peers", plots.peers_markdown()),
+        ("docs/install.md", "walks", walks_markdown()),
         ("docs/benchmarks.md", "costs", plots.costs_markdown()),
         ("docs/benchmarks.md", "evals", plots.evals_markdown()),
         ("docs/benchmarks.md", "techniques", plots.techniques_markdown()),
         ("docs/how-to/settings.md", "settings", settings_markdown()),
         ("docs/reference/compatibility.md", "monkeypatches", patches_markdown()),
-        ("docs/reference/compatibility.md", "real-models", real_models_markdown()),
+        ("docs/models.md", "real-models", real_models_markdown()),
+        ("docs/models.md", "layouts", layouts_markdown()),
         ("docs/how-to/serve.md", "metrics", metrics_markdown()),
         ("docs/how-to/serve.md", "traces", traces_markdown()),
         ("docs/evals.md", "evals", evals_markdown()),

@@ -19,7 +19,6 @@ __all__ = ["FOLDER", "NOTEBOOKS", "notebook_files", "read_cells"]
 
 FOLDER: Final = "docs/notebooks"
 NOTEBOOKS: Final = {
-    "catch-a-lie": "docs/tutorials/catch-a-lie.md",
     "train-an-honest-probe": "docs/how-to/probe.md",
     "steer-with-controls": "docs/how-to/vectors.md",
 }
