@@ -49,7 +49,7 @@ def _findings() -> Iterator[tuple[str, str, str, str]]:
     rates, n = refusal["numbers"]["rates"], refusal["numbers"]["n"]
     ablated, unedited = (round(rates[f"harmful_{key}"] * n) for key in ("ablated", "unedited"))
     yield (
-        "[does it refuse harmful instructions without one direction?](docs/replications/refusal.md)",
+        "[does it still refuse without one direction?](docs/replications/refusal.md)",
         refusal["model"], f"{ablated} of {n} refused", f"unedited: {unedited} of {n}",
     )  # fmt: skip
     injection = _result("injection")
