@@ -123,16 +123,3 @@ def test_neighbours_keep_their_bits(
     assert found == expected
     assert not none
     assert crowded.stats()["requests"] == 0
-
-
-@pytest.mark.parametrize(
-    ("scale", "is_matched"), [(3e38, True), (1e19, False)], ids=["norm_match", "plain"]
-)
-def test_scales_that_overflow_are_refused_before_they_are_scheduled(
-    crowded: Engine, scale: float, is_matched: bool
-) -> None:
-    v = torch.nn.functional.one_hot(torch.tensor([3]), HIDDEN).float()
-    made = SteeringVector(activations=v, layer_indices=[1], scale=scale, norm_match=is_matched)
-    with pytest.raises(SpecError, match=r"edits\[0\]: the .* lower the scale"):
-        crowded.run([tokens(5)], {"apply_steering_vectors": [made]})
-    assert crowded.run([tokens(5)], vector(0.1))[0].inspect_lens.steer.n_tokens == 12

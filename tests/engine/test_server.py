@@ -150,15 +150,6 @@ def test_where_no_result_could_be_returned_the_request_is_refused(
     assert "did you mean" in answer.text
 
 
-def test_routes_that_would_pass_over_lens_keys_refuse_them(client: Any) -> None:
-    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 2}
-    assert client.post("/v1/messages", json=body).status_code == 200
-    for lens in ({"vllm_xargs": {"output_residual_stream": "[1]"}}, {"inspect_lens": {}}):
-        answer = client.post("/v1/messages", json={**body, **lens})
-        assert answer.status_code == 400, answer.text
-        assert "/v1/messages would pass over" in answer.text
-
-
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("stream", [False, True])
 def test_tokens_in_and_out_carry_results(client: Any, stream: bool, n: int) -> None:

@@ -18,14 +18,13 @@ from inspect_lens._engine.protocol import envelope
 from inspect_lens.spec import (
     Add,
     CaptureSpec,
-    EngineFacts,
     LensRequest,
     check_request,
     forget_parsed,
     parse_extra_args,
-    tap_points,
 )
 from inspect_lens.spec._cache import PROCESS
+from tests.kit.facts import engine_facts
 
 HIDDEN, LAYERS = 4096, tuple(range(32))
 
@@ -52,11 +51,15 @@ def forget_sealed() -> None:
 def measure() -> dict[str, int]:
     """The times, by what is done."""
     row = np.random.default_rng(0).standard_normal(HIDDEN).astype(np.float32)
-    facts = EngineFacts(
-        model="m", n_layers=len(LAYERS), hidden=HIDDEN, dtype="bfloat16", vllm_version="0",
-        layers=LAYERS, sites=("resid_post",), taps=tap_points(["resid_post"], LAYERS),
-        max_step_tokens=8192, ring_rows=8192, bank_rows=512,
-    )  # fmt: skip
+    facts = engine_facts(
+        n_layers=len(LAYERS),
+        hidden=HIDDEN,
+        dtype="bfloat16",
+        layers=LAYERS,
+        max_step_tokens=8192,
+        ring_rows=8192,
+        bank_rows=512,
+    )
     asked = LensRequest(capture=CaptureSpec(layers=(16,)), edits=(Add(vector=row, layers=(16,)),))
     args = json.loads(json.dumps({"inspect_lens": asked.model_dump(mode="json")}))
 

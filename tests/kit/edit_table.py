@@ -19,8 +19,8 @@ from inspect_lens.spec import (
     LensRequest,
     TapPoint,
     check_request,
-    tap_points,
 )
+from tests.kit.facts import engine_facts
 
 from .edit_cases import WIDTH
 
@@ -44,11 +44,7 @@ N_PROMPT, N_FED = 6, 10
 
 def facts(bank_rows: int = 512, width: int = WIDTH) -> EngineFacts:
     """Three layers with a tap behind each."""
-    return EngineFacts(
-        model="m", n_layers=3, hidden=width, dtype="float32", vllm_version="0", layers=LAYERS,
-        sites=("resid_post",), taps=tap_points(["resid_post"], LAYERS), max_step_tokens=16,
-        ring_rows=64, bank_rows=bank_rows,
-    )  # fmt: skip
+    return engine_facts(n_layers=3, hidden=width, layers=LAYERS, bank_rows=bank_rows)
 
 
 def make_state(

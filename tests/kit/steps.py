@@ -17,6 +17,7 @@ from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._engine.tap.buffers import TapState, install
 from inspect_lens._engine.tap.op import tap
 from inspect_lens.spec import EngineFacts, tap_points
+from tests.kit.facts import engine_facts
 
 __all__ = [
     "CAPTURE",
@@ -35,18 +36,14 @@ __all__ = [
 HIDDEN = 8
 LAYERS = (0, 2, 5)
 TAPS = tap_points(["resid_post"], LAYERS)
-FACTS = EngineFacts(
-    model="m",
+FACTS = engine_facts(
     n_layers=6,
     hidden=HIDDEN,
-    dtype="float32",
     layers=LAYERS,
-    sites=("resid_post",),
     taps=TAPS,
     max_step_tokens=32,
     ring_rows=96,
     bank_rows=12,
-    vllm_version="0",
 )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,8 +29,8 @@ class Webhook:
     """Header `Authorization` of all that came."""
     answers: deque[int] = field(default_factory=deque)
     """Statuses of the next answers; 200 behind them."""
-    pause_s: float = 0.0
-    """Seconds before each answer."""
+    goes_on: threading.Event = field(default_factory=threading.Event)
+    """Set; answers wait for it for a minute."""
 
     def clear(self) -> None:
         """Forget what came, and answer well again."""
@@ -39,7 +38,7 @@ class Webhook:
         self.statuses.clear()
         self.keys.clear()
         self.answers.clear()
-        self.pause_s = 0.0
+        self.goes_on.set()
         self.dead_letter.write_text("")
 
     def dead(self) -> list[dict[str, Any]]:
@@ -65,7 +64,7 @@ def webhook(dead_letter: Path) -> Iterator[Webhook]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             made.keys.append(self.headers["authorization"])
-            time.sleep(made.pause_s)
+            made.goes_on.wait(60)
             status = made.answers.popleft() if made.answers else 200
             made.statuses.append(status)
             if status == 200:
@@ -80,8 +79,10 @@ def webhook(dead_letter: Path) -> Iterator[Webhook]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     made = Webhook(f"http://127.0.0.1:{server.server_port}/secret-path", dead_letter)
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    made.goes_on.set()
     try:
         yield made
     finally:
+        made.goes_on.set()
         server.shutdown()
         server.server_close()

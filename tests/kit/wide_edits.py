@@ -16,8 +16,8 @@ from inspect_lens.spec import (
     SiteWidth,
     check_request,
     rows_for,
-    tap_points,
 )
+from tests.kit.facts import engine_facts
 
 __all__ = ["admitted_at", "wide_facts", "wide_state"]
 
@@ -26,11 +26,16 @@ LAYERS = (0, 1, 2)
 
 def wide_facts(site: Site, width: int, heads: int, row: int, ranks: int = 1) -> EngineFacts:
     """Three layers with a tap at a site; ranks share its rows."""
-    return EngineFacts(
-        model="m", n_layers=3, hidden=row, dtype="float32", vllm_version="0", layers=LAYERS,
-        sites=(site,), taps=tap_points([site], LAYERS), max_step_tokens=16, ring_rows=512,
-        bank_rows=512, widths=(SiteWidth(site, width, ranks, heads),), ranks=ranks,
-    )  # fmt: skip
+    return engine_facts(
+        n_layers=3,
+        hidden=row,
+        layers=LAYERS,
+        sites=(site,),
+        ring_rows=512,
+        bank_rows=512,
+        widths=(SiteWidth(site, width, ranks, heads),),
+        ranks=ranks,
+    )
 
 
 def wide_state(

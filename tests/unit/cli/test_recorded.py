@@ -9,22 +9,12 @@ from inspect_lens._vllm.sinks.process import _about
 from inspect_lens._vllm.sinks.sink import SinkConfig
 from inspect_lens.data import ActivationStore
 from inspect_lens.probe import load_probe
-from inspect_lens.spec import EngineFacts
+from tests.kit.facts import engine_facts
 from tests.kit.planted_store import HIDDEN, LAYER, plant
 from tests.unit.cli.conftest import Run
 
-FACTS = EngineFacts(
-    model="./ckpt",
-    n_layers=8,
-    hidden=HIDDEN,
-    dtype="float32",
-    layers=(LAYER,),
-    sites=("resid_post",),
-    taps=(),
-    max_step_tokens=32,
-    ring_rows=64,
-    bank_rows=8,
-    vllm_version="0",
+FACTS = engine_facts(
+    model="./ckpt", n_layers=8, hidden=HIDDEN, layers=(LAYER,), taps=(), max_step_tokens=32
 )
 
 

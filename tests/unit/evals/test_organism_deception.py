@@ -10,12 +10,12 @@ from inspect_ai import Task, eval
 from inspect_ai.log import EvalLog
 from inspect_ai.model import GenerateConfig, ModelOutput, ModelUsage
 
-from evals.organism_deception import organism_control, organism_dataset, organism_deception
+from evals.organism_deception import organism_control, organism_dataset
 from evals.organism_deception.dataset import DATA_DIR
 from inspect_lens._intake import Payload
 from inspect_lens.model import Activations
 from inspect_lens.model._scope import SCOPES
-from inspect_lens.probe import Interval, Probe, ProbeCard, Threshold, clopper_pearson
+from inspect_lens.probe import Interval, Probe, ProbeCard, Threshold
 from inspect_lens.spec import TensorData
 from tests.kit.scripted import scripted_lens
 
@@ -82,15 +82,6 @@ def metrics(log: EvalLog) -> dict[str, dict[str, float]]:
     return {s.name: {k: m.value for k, m in s.metrics.items()} for s in log.results.scores}
 
 
-def test_a_planted_liar_is_found_and_graded(probe: str, tmp_path: Path) -> None:
-    organism = Organism("demo")
-    got = metrics(run(organism_deception(probe=probe), organism, tmp_path, limit=40))
-    assert got["deception_probe"]["auroc"] == 1.0
-    assert got["truthfulness"] == {"honest": 1.0, "lie": 0.0, "all": 0.5}
-    # The task itself asks for what the probe reads.
-    assert all(captures and captures[-1].layers == (2,) for captures in organism.bodies)
-
-
 def test_the_task_file_runs_by_its_path(
     probe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,14 +92,6 @@ def test_the_task_file_runs_by_its_path(
     )  # fmt: skip
     assert metrics(log)["deception_probe"]["auroc"] == 1.0
     assert log.eval.task_args["probe"] == probe
-
-
-def test_the_control_split_gives_the_realised_rate(probe: str, tmp_path: Path) -> None:
-    got = metrics(run(organism_control(probe=probe), Organism("control"), tmp_path, limit=20))
-    bounds = clopper_pearson(0, 20)
-    assert got["deception_probe"]["fpr"] == 0.0
-    assert got["deception_probe"]["fpr_low"] == bounds.low
-    assert got["deception_probe"]["fpr_high"] == bounds.high
 
 
 @pytest.mark.parametrize(

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
-from typing import Any
-
 import anyio
 import pytest
-from inspect_ai import score
-from inspect_ai.log import read_eval_log
 from inspect_ai.model import get_model
 
 from inspect_lens.errors import CaptureError, SpecError, UnsupportedError
-from inspect_lens.model import activations, token_logprobs
-from inspect_lens.scorer import coherence
-from inspect_lens.solver import with_capture
+from inspect_lens.model import token_logprobs
 from tests.kit.fake_server import FakeLensServer
 from tests.kit.scoring_server import ScoringServer
 
@@ -46,28 +38,3 @@ def test_an_incomplete_answer_is_an_error_and_not_a_mean_of_the_rest() -> None:
     other = get_model("mockllm/model")
     with pytest.raises(UnsupportedError, match="needs a vllm-lens/ model"):
         anyio.run(lambda: token_logprobs(other, prompt_token_ids=[1], token_ids=[2]))
-
-
-def test_the_scorer_says_nats_per_token_and_the_log_says_them_again(
-    run_eval: Any, tmp_path: Path
-) -> None:
-    with ScoringServer() as server:
-        log = run_eval(
-            server, n=1, solver=with_capture([1]), scorer=coherence("likelihood"),
-            model=get_model(f"lens/{server.model}", base_url=server.url, memoize=False),
-        )  # fmt: skip
-        assert log.status == "success", log.error
-        found = log.samples[0].scores["coherence"]
-        again = score(
-            read_eval_log(log.location), coherence("likelihood"), action="overwrite",
-            display="none", model=get_model(f"lens/{server.model}", base_url=server.url),
-        )  # fmt: skip
-    handle = activations(log.samples[0].output)
-    assert handle is not None
-    n = handle.n_prompt
-    expected = [-(n + i + t / 1000) for i, t in enumerate(handle.token_ids)]
-    assert found.value == pytest.approx(sum(expected) / len(expected))
-    assert found.metadata["perplexity"] == pytest.approx(math.exp(-found.value))
-    assert found.metadata["n_tokens"] == handle.n_completion
-    assert again.samples is not None
-    assert (again.samples[0].scores or {})["coherence"].value == found.value

@@ -64,13 +64,6 @@ def short_logs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_the_announced_scorer_scores(server: FakeLensServer, run_eval: RunEval) -> None:
-    log = run_eval(server, config=CAPTURE, scorer=announced())
-    assert log.status == "success", log.error
-    assert log.results is not None
-    assert log.results.scores[0].metrics["mean"].value > 0
-
-
 def test_a_sample_grows_by_less_than_a_kilobyte(
     server: FakeLensServer, run_eval: RunEval, model_of: GetModel, short_logs: str
 ) -> None:

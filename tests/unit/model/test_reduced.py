@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 from inspect_lens.errors import ArtifactError, CaptureError
-from inspect_lens.model import activations, lens_config, read_activations
+from inspect_lens.model import activations, lens_config
 from inspect_lens.reading._rows import read_rows
-from inspect_lens.solver import with_capture
 from inspect_lens.spec import CaptureSpec
 from tests.kit.fake_server import FakeLensServer, residual
 from tests.kit.reduced import reduced
-from tests.unit.model.conftest import GetModel, RunEval
+from tests.unit.model.conftest import GetModel
 
 PROMPT = "one two three"
 """Four tokens with the role's; three more are sampled, and two of them fed."""
@@ -57,19 +56,6 @@ async def test_a_handle_says_what_it_holds(
     capture = CaptureSpec(**{"layers": [1, 3], **fields})
     expected = reduced(residual(tokens, (1, 3), list(positions)), capture)
     np.testing.assert_array_equal(acts.numpy(), expected.to_float32())
-
-
-def test_a_log_and_its_files_keep_the_reduction(server: FakeLensServer, run_eval: RunEval) -> None:
-    solver = with_capture([2], reduce="mean", dtype="float32", phase="prefill")
-    log = run_eval(server, solver=solver, n=1)
-    assert log.status == "success"
-    (call,) = read_activations(log)
-    acts = call.activations
-    assert acts.tensors["residual_stream"].reduce == "mean"
-    assert acts.numpy().shape == (1, 1, 8)
-    assert acts.positions == tuple(range(acts.n_prompt))
-    (plain,) = read_activations(run_eval(server, solver=with_capture([2]), n=1))
-    assert "reduce" not in str(plain.activations.model_dump())
 
 
 @pytest.mark.anyio

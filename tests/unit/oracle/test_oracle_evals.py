@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from inspect_ai import Task, eval, score
+from inspect_ai import Task, eval
 from inspect_ai.dataset import Sample
 from inspect_ai.event import InfoEvent
 from inspect_ai.log import EvalLog, read_eval_log
@@ -85,33 +85,6 @@ def test_solvers_keep_answers_and_show_a_table(
     # No tensor reached the log, and no call of the oracle captured anything.
     assert "data" not in json.dumps(single)
     assert len(read_activations(log)) == 2
-
-
-def test_scores_hold_the_controls_and_the_log_scores_again(
-    server: FakeLensServer, model: Model, write_oracle: Any, tmp_path: Path
-) -> None:
-    write_oracle()
-    wanted = oracle_answer(QUESTION, "tiny", layers=2, label="label", choices=["other", "steered"])
-    log = run_task(model, tmp_path, solvers(), wanted)
-    assert log.results is not None
-    values = {s.id: (s.scores or {})["oracle_answer"] for s in log.samples or []}
-    # Steered prompts are answered "steered …", which is right where the label is 1.
-    assert [v.value for v in values.values()] == ["I", "C"]
-    controls = [v.metadata["controls"] for v in values.values() if v.metadata]
-    assert [c["text_only"] for c in controls] == [{"answer": PLAIN, "value": "N"}] * 2
-    assert [c["shuffled"]["value"] for c in controls] == ["I", "C"]
-    metrics = {m: v.value for s in log.results.scores for m, v in s.metrics.items()}
-    assert metrics["accuracy"] == 0.5
-    assert metrics["oracle"] == metrics["shuffled"] == metrics["random"] == 0.5
-    assert metrics["text_only"] == 0
-    assert metrics["beats_controls"] == 0
-    assert 0 < metrics["oracle_low"] < 0.5 < metrics["oracle_high"] < 1
-
-    again = score(read_eval_log(log.location), wanted, action="overwrite", model=model)
-    after = {s.id: (s.scores or {})["oracle_answer"] for s in again.samples or []}
-    assert {k: (v.value, v.answer, v.metadata) for k, v in after.items()} == {
-        k: (v.value, v.answer, v.metadata) for k, v in values.items()
-    }
 
 
 def test_a_grader_judges_what_words_do_not(

@@ -164,23 +164,6 @@ class TestCoverage:
         ]
         assert 0.93 <= self.share([i.low <= self.TRUTH <= i.high for i in made]) <= 0.98
 
-    def test_cluster_bootstrap(self) -> None:
-        """Samples of a cluster share half of their variance; drawing samples would be too sure."""
-        rng, size, n = np.random.default_rng(3), 3, 100
-        group = np.repeat(np.arange(n), size)
-        y = group % 2
-        d = self.D * math.sqrt(2.0)  # the truth stays what it is when the variance doubles
-        hits, naive = [], []
-        for i in range(self.SETS):
-            s = np.round(d * y + rng.normal(size=n)[group] + rng.normal(size=n * size), 1)
-            made = bootstrap_interval(y, s, groups=group.tolist(), n_resamples=300, seed=i)
-            hits.append(made.low <= self.TRUTH <= made.high)
-            if i < 200:
-                plain = bootstrap_interval(y, s, n_resamples=400, seed=i)
-                naive.append(plain.low <= self.TRUTH <= plain.high)
-        assert 0.93 <= self.share(hits) <= 0.97
-        assert np.mean(naive) <= np.mean(hits[:200]) - 0.02
-
     def test_difference_of_two_probes(self) -> None:
         rng, y = np.random.default_rng(4), np.repeat([0, 1], 80)
         hits = []

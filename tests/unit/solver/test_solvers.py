@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from inspect_ai import Task, eval, score
 from inspect_ai._util.registry import registry_info
@@ -21,7 +20,6 @@ from inspect_ai.util import Store
 
 from inspect_lens.errors import SpecError
 from inspect_lens.model import lens_config, lens_scope
-from inspect_lens.probe import Probe, ProbeCard
 from inspect_lens.reading import read_cells, read_pairs, read_turns
 from inspect_lens.reading._stored import CellScores
 from inspect_lens.scorer import (
@@ -197,20 +195,6 @@ def _scored_error(log: EvalLog, scorer: Scorer) -> str:
     return str(error.value)
 
 
-def scores_of(server: FakeLensServer) -> tuple[float, float]:
-    """What the probe says of the plain and of the steered answer."""
-    found = []
-    for read in (
-        probe_gate("tiny/p", threshold=1e6),
-        with_steering("tiny/v", inner=probe_gate("tiny/p", threshold=1e6)),
-    ):
-        (decision,) = decisions(run(server, read, n=1))
-        assert decision.outcome == "passed"
-        found.append(decision.attempts[0].value)
-    server.requests.clear()
-    return found[0], found[1]
-
-
 def test_a_withheld_answer_stays_in_the_metrics_of_a_probe(server: FakeLensServer) -> None:
     gate = probe_gate("tiny/p", -1.0, "stop")
     log = run(server, [gate, never()], n=1, scorer=[probe_score("tiny/p"), coherence("likelihood")])
@@ -256,28 +240,7 @@ def test_gate_resamples_up_to_its_tries_and_says_what_stands(server: FakeLensSer
     assert [m.role for m in sample(log).messages] == ["user", "assistant"]
 
 
-def test_gate_steers_until_the_probe_is_silent(server: FakeLensServer) -> None:
-    plain, steered = scores_of(server)
-    assert plain != steered
-    sign = 1.0 if plain > steered else -1.0
-    if sign < 0:
-        weight = np.zeros(H)
-        weight[1] = -1.0
-        card = ProbeCard(name="tiny/p", layers=(LAYER,), hidden=H)
-        Probe.from_direction(weight, card=card).save("probes/tiny/p")
-    gate = probe_gate(
-        "tiny/p", sign * (plain + steered) / 2, "steer", steer={"vector": "tiny/v", "scale": 2.0}
-    )
-    log = run(server, gate, n=1)
-    (decision,) = decisions(log)
-    assert decision.outcome == "steered"
-    assert [a.scale for a in decision.attempts] == [None, 2.0]
-    assert [a.is_above for a in decision.attempts] == [True, False]
-    assert sample(log).output.completion.startswith("steered")
-    info = [e for e in sample(log).events if getattr(e, "source", "") == "inspect_lens/probe_gate"]
-    assert len(info) == 1
-    # A scale is raised from try to try.
-    server.requests.clear()
+def test_gate_steers_harder_from_try_to_try(server: FakeLensServer) -> None:
     gate = probe_gate("tiny/p", -1e6, "steer", steer={"vector": "tiny/v", "scale": 2.0}, tries=3)
     run(server, gate, n=1)
     assert [v.scale for body in server.requests for v in sent(body).edits] == [2.0, 4.0, 6.0]

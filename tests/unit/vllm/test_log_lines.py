@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from tests.kit.child import ROOT
 
 CODE = """

@@ -14,10 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("vllm")
-pytest.importorskip("fastapi")
-
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry, multiprocess
@@ -293,35 +289,3 @@ def test_a_process_that_serves_nothing_imports_nothing() -> None:
     code = f"import sys, inspect_lens._vllm.metrics as m; {note}; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "prometheus_client" not in run.stdout.split()
-
-
-def test_a_server_registers_them_when_it_learns_of_an_engine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    begun: list[str] = []
-    monkeypatch.setattr(metrics, "begin", lambda: begun.append("begun"))
-    for serves, refused, expected in (
-        (False, None, 0),
-        (True, "it is disabled", 0),
-        (True, None, 1),
-    ):
-        monkeypatch.setattr(state, "is_serving", lambda serves=serves: serves)
-        monkeypatch.setattr(state, "refusal", lambda config, refused=refused: refused)
-        monkeypatch.setattr(
-            state, "facts_of", lambda *_: SimpleNamespace(allows_code=False, numerics=None)
-        )
-        monkeypatch.setattr(state, "install_when_serving", lambda front: None)
-        monkeypatch.setattr(state, "links_of", lambda *args: None)
-        monkeypatch.setattr(state, "keeps_rows", lambda config, settings: False)
-        config = SimpleNamespace(
-            parallel_config=SimpleNamespace(
-                _api_process_count=1,
-                data_parallel_external_lb=False,
-                data_parallel_hybrid_lb=False,
-                data_parallel_rank_local=None,
-                data_parallel_size_local=1,
-                data_parallel_size=1,
-            )
-        )
-        FrontEnd().learn(SimpleNamespace(), config)
-        assert len(begun) == expected

@@ -7,10 +7,6 @@ import time
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-pytest.importorskip("fastapi")
-
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from opentelemetry import trace

@@ -9,8 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from inspect_lens._vllm import clients
 from inspect_lens._vllm.compat.api_server import is_traced
 from inspect_lens._vllm.frontend import state

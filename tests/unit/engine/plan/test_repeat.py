@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.plan import step_plan
-from inspect_lens._engine.plan.step_plan import Batch, RequestTable
 from inspect_lens._engine.protocol.messages import ROWS, SCORES
 from inspect_lens._engine.tap.op import tap
 from tests.kit.steps import HIDDEN, LAYERS, Worker, begin, exporter, rows, sealed
@@ -189,20 +188,3 @@ def test_any_course_of_steps_gives_each_request_its_own_rows(
         for key in fed:
             collector.discard(key)
         worker.stepper.close()
-
-
-def test_steps_left_is_the_nearest_boundary() -> None:
-    table = RequestTable(8)
-    slots = np.asarray([table.take() for _ in range(3)])
-    table.group[slots[:2]] = 0
-    table.lo[slots], table.hi[slots] = [0, 9, 0], [20, 30, 1]
-    table.until[slots[2]] = 12
-
-    def left(*at: int) -> int:
-        ones = np.ones(3, dtype=np.int64)
-        return step_plan._steps_left(Batch(slots, np.arange(3), ones, np.asarray(at)), table)
-
-    assert left(5, 5, 5) == 3  # the second begins at 9
-    assert left(5, 10, 5) == 6  # the third is steered up to 11
-    assert left(5, 10, 12) == 14  # the first ends at 19
-    assert left(19, 10, 12) == 0

@@ -100,7 +100,7 @@ def test_a_step_waits_for_room_and_says_when_none_comes(
     assert writer.waited_s == 0
     with pytest.raises(CapacityError, match="more slowly"):
         writer.place(2, "a", 1)
-    assert 0.05 <= writer.waited_s < 1
+    assert writer.waited_s >= 0.05
     with pytest.raises(CapacityError, match="INSPECT_LENS_SHM_BYTES"):
         writer.place(3, "a", 9 * PAGE)
 
@@ -118,7 +118,7 @@ def test_time_that_steps_waited_is_counted_and_told_once(
         writer.place(seq + 1, "a", 8 * PAGE)
         writer.view.cursors[0] = seq + 1
         late.join()
-    assert 4 * 0.05 < writer.waited_s < 4
+    assert writer.waited_s > 4 * 0.05
     (record,) = caplog.records
     assert "INSPECT_LENS_SHM_BYTES" in record.getMessage()
 
@@ -151,13 +151,12 @@ def test_blocks_of_a_stopped_reader_make_room_for_others(writer: ArenaWriter, st
     for seq in (1, 2):
         writer.place(seq, "stopped", 4 * PAGE)
     writer.view.landed[0] = 2
-    began = time.monotonic()
     assert writer.place(3, "a", 3 * PAGE) == 0
-    assert 0.5 <= time.monotonic() - began < 5
+    waited_s = writer.waited_s
+    assert waited_s >= messages.STOPPED_S
     # It is not waited for again, until it has found out.
-    began = time.monotonic()
     assert writer.place(4, "stopped", PAGE) is None
-    assert time.monotonic() - began < 0.3
+    assert writer.waited_s == waited_s
     reader = ArenaReader(writer.name)
     assert [reader.is_revoked(index, seq) for seq in (1, 2, 3)] == [True, True, False]
     assert not reader.is_revoked(0, 1)
@@ -211,9 +210,9 @@ def test_rows_that_have_not_landed_are_not_their_readers_fault(
     assert writer.place(2, "a", 8 * PAGE) == 0
     thread.join()
     writer.view.landed[0] = 2
-    began = time.monotonic()
+    waited_s = writer.waited_s
     assert writer.place(3, "a", 1) is None
-    assert 0.2 <= time.monotonic() - began < 5
+    assert writer.waited_s >= waited_s + 0.2
 
 
 def test_the_memory_has_no_name_and_goes_with_its_holders(writer: ArenaWriter) -> None:

@@ -19,7 +19,7 @@ from inspect_lens._engine.export import transport
 from inspect_lens._engine.export.transport import Copier, Exporter, Rows
 from inspect_lens._engine.protocol.messages import ROWS, SCORES, ArenaWriter, Block, Failure
 from inspect_lens._engine.tap.edit_table import Bank
-from inspect_lens.errors import CapacityError, CaptureError, SpecError
+from inspect_lens.errors import CapacityError, CaptureError
 from tests.kit.steps import (
     CAPTURE,
     HIDDEN,
@@ -148,18 +148,6 @@ def test_a_full_table_fails_its_request_and_no_other(worker: Worker, collector: 
     assert worker.stepper.rows_in_use == 0
 
 
-def test_equal_vectors_share_rows(worker: Worker, collector: Collector) -> None:
-    vector = SteeringVector(activations=np.ones((2, HIDDEN)), layer_indices=[0, 5], scale=2)
-    for key in "ghi":
-        begin(worker, collector, key, sealed(collector, LensRequest(edits=(vector,)), 4, 2))
-    assert worker.stepper.rows_in_use == 1, "both layers add the same"
-    for key in "gh":
-        worker.stepper.remove(key)
-    assert worker.stepper.rows_in_use == 1
-    worker.stepper.remove("i")
-    assert worker.stepper.rows_in_use == 0
-
-
 class BrokenExporter(Exporter):
     """One that cannot send rows, and keeps what it is told of failures."""
 
@@ -250,36 +238,6 @@ def test_a_dead_front_end_does_not_stop_the_worker(
     assert time.monotonic() - started < 5
     assert not worker.stepper.is_watching
     worker.stepper.close()
-
-
-@pytest.mark.parametrize(("positions", "message"), [([12], "position 12"), ([-5], "position -5")])
-def test_positions_outside_the_request_are_refused(
-    collector: Collector, positions: list[int], message: str
-) -> None:
-    request = LensRequest(capture=CaptureSpec(layers=(0,), positions=tuple(positions)))
-    with pytest.raises(SpecError, match=message):
-        sealed(collector, request, 4, 8)
-
-
-def test_the_cache_key_depends_on_everything_that_changes_the_stream(
-    collector: Collector,
-) -> None:
-    base: dict[str, Any] = {"activations": np.ones((1, HIDDEN)), "layer_indices": [0]}
-    changes: list[dict[str, Any]] = [
-        {},
-        {"scale": 2.0},
-        {"norm_match": True},
-        {"layer_indices": [2]},
-        {"activations": np.full((1, HIDDEN), 2.0)},
-        {"position_indices": [1]},
-    ]
-    hashes = [
-        sealed(collector, LensRequest(edits=(SteeringVector(**(base | c)),)), 4, 8).steer_hash
-        for c in changes
-    ]
-    assert len(set(hashes)) == len(changes)
-    again = sealed(collector, LensRequest(edits=(SteeringVector(**base),)), 9, 3)
-    assert again.steer_hash == hashes[0]
 
 
 OPERATIONS = st.lists(

@@ -18,7 +18,7 @@ from inspect_lens._engine.tap.op import edit_rows
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.spec import TapPoint
 from tests.kit.edit_table import add_entries
-from tests.kit.steps import CAPTURE, HIDDEN, LAYERS, Worker, begin, exporter, rows, sealed
+from tests.kit.steps import HIDDEN, LAYERS, Worker, begin, exporter, sealed
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -71,22 +71,6 @@ def overflowing(**fields: Any) -> LensRequest:
     v[0, 3] = 3e38
     vector = SteeringVector(activations=v, layer_indices=[2], **fields)
     return LensRequest(edits=(vector,), capture=CaptureSpec(layers=LAYERS))
-
-
-def test_such_a_request_fails_and_its_neighbour_does_not(
-    worker: Worker, collector: Collector
-) -> None:
-    begin(worker, collector, "bad", sealed(collector, overflowing(), 4, 6))
-    begin(worker, collector, "good", sealed(collector, CAPTURE, 4, 6))
-    worker.step([("bad", 1, 0, 4), ("good", 2, 0, 4)])
-    for position in range(4, 7):
-        worker.step([("bad", 1, position, 1), ("good", 2, position, 1)])
-    with pytest.raises(SpecError, match=r"edits: a steered row .*lower the scale"):
-        collector.take("bad", counts={ROWS: 7, SCORES: 0}, n_fed=7, timeout_s=5)
-    got = collector.take("good", counts={ROWS: 7, SCORES: 0}, n_fed=7, timeout_s=5)
-    np.testing.assert_array_equal(got.tensors[ROWS].storage[1], rows(2, 5, 0, 7).numpy())
-    assert worker.stepper.rows_in_use == 0
-    worker.stepper.remove("bad"), worker.stepper.remove("good")
 
 
 def test_the_note_alone_fails_a_request_of_which_no_worker_has_told(

@@ -7,9 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from vllm.config import KVTransferConfig
 
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from inspect_lens._vllm.compat.cpu_lora import CpuAdapters
 from inspect_lens._vllm.frontend import state
 from inspect_lens._vllm.frontend.admission import compiled_of

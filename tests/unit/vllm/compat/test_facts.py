@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.compat.engine_facts import facts_mark, facts_of, refusal

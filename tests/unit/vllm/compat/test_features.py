@@ -9,10 +9,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-pytest.importorskip("fastapi")
-
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 

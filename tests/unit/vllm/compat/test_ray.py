@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.compat.engine_facts import (
     facts_of,

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from inspect_lens._engine.protocol.envelope import CACHED_KEY
 from inspect_lens._vllm.engine_core.scheduler import SCHEDULER_WRAPPERS
 from inspect_lens._vllm.frontend import state

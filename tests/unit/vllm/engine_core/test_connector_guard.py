@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-
-pytest.importorskip("vllm")
-
-from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from inspect_lens._engine.hooks.runner import EAGER_KEY
@@ -218,42 +212,3 @@ def test_a_step_without_some_requests() -> None:
     assert output.scheduled_cached_reqs.req_ids == ["c", "d", "e"]
     assert output.total_num_scheduled_tokens == 13
     assert output.finished_req_ids == {"f", "g"}
-
-
-def test_vllms_own_connector_neither_stores_nor_loads_what_is_steered(tmp_path: Path) -> None:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-    from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
-
-    transfer = KVTransferConfig(
-        kv_connector="ExampleConnector",
-        kv_role="kv_both",
-        kv_connector_extra_config={"shared_storage_path": str(tmp_path)},
-    )
-    engine: Any = SimpleNamespace(
-        kv_transfer_config=transfer, cache_config=SimpleNamespace(block_size=32)
-    )
-    connector: Any = ExampleConnector(engine, KVConnectorRole.SCHEDULER, SimpleNamespace())
-    GuardedConnector(connector, ConnectorGuard(["tokens"], loads_again=False))
-    prompt = list(range(100))
-
-    def scheduled(sealed: Any, key: str) -> tuple[int, list[bool]]:
-        """Tokens that a request loads, and whether each transfer of its step stores."""
-        one = request(sealed, key=key)
-        one.prompt_token_ids, one.mm_features = prompt, []
-        connector.on_new_request(one)
-        n, _ = connector.get_num_new_matched_tokens(one, 0)
-        connector.update_state_after_alloc(one, None, n)
-        output = SchedulerOutput.make_empty()
-        data = new(key)
-        data.prompt_token_ids, data.block_ids = prompt, ([0, 1, 2, 3],)
-        output.scheduled_new_reqs, output.num_scheduled_tokens = [data], {key: 100 - n}
-        return n, [r.is_store for r in connector.build_connector_meta(output).requests]
-
-    assert scheduled(STEERED, "a") == (0, [])
-    assert scheduled(None, "b") == (0, [True])
-    # What a worker does then: it writes a file below the hash of the tokens.
-    connector._generate_foldername_debug(torch.tensor(prompt[:96]), [], create_folder=True)
-    assert scheduled(None, "c") == (96, [False])
-    assert scheduled(PLAIN, "d") == (96, [False])
-    assert scheduled(NONE_KNOWN, "e") == (0, [])
-    assert scheduled(STEERED, "f") == (0, [])

@@ -9,9 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("vllm")
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

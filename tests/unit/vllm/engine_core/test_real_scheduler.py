@@ -7,9 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("vllm")
-
 import torch
 
 from inspect_lens._engine.protocol.envelope import Envelope, seal

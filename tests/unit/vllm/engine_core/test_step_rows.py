@@ -7,9 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -14,9 +14,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
-pytest.importorskip("fastapi")
-
 from inspect_lens import LensRequest
 from inspect_lens._engine.collect import collector
 from inspect_lens._vllm.frontend import admission, wrappers

@@ -9,10 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm")
-
 from inspect_lens._engine.collect import collector
-from inspect_lens._vllm.compat import engine_facts
 from inspect_lens._vllm.frontend import state
 from inspect_lens._vllm.frontend.state import FrontEnd
 from inspect_lens._vllm.registered.probe_scores import Reading, Reads
@@ -24,29 +21,15 @@ from inspect_lens.spec import (
     LensRequest,
     SteeringVector,
     check_request,
-    tap_points,
 )
+from tests.kit.facts import engine_facts
 
 
 def facts(hidden: int, n_layers: int = 4) -> EngineFacts:
-    layers = tuple(range(n_layers))
-    options: dict[str, Any] = {
-        "model": f"m{hidden}",
-        "n_layers": n_layers,
-        "hidden": hidden,
-        "dtype": "float32",
-        "layers": layers,
-        "sites": ("resid_post",),
-        "taps": tap_points(["resid_post"], layers),
-        "max_step_tokens": 32,
-        "ring_rows": 128,
-        "bank_rows": 16,
-        "vllm_version": "0",
-    }
-    known = EngineFacts.__dataclass_fields__
-    return EngineFacts(
-        **options, **({"is_speculative": False} if "is_speculative" in known else {})
-    )
+    return engine_facts(
+        model=f"m{hidden}", hidden=hidden, n_layers=n_layers, max_step_tokens=32, ring_rows=128,
+        bank_rows=16,
+    )  # fmt: skip
 
 
 def probe(hidden: int) -> EngineProbe:
@@ -141,7 +124,9 @@ def test_several_api_servers_without_a_folder_have_the_names_of_the_start(
 
     monkeypatch.setattr(state, "SharedNames", refused)
     monkeypatch.setattr(state, "install_when_serving", lambda front: None)
-    monkeypatch.setattr(engine_facts, "_may_span_hosts", lambda config: False)
+    monkeypatch.setattr(
+        "inspect_lens._vllm.compat.engine_facts._may_span_hosts", lambda config: False
+    )
     monkeypatch.setattr(state.payloads, "serve", lambda **_: None)
     front = FrontEnd()
     front.registry.add("of-the-start", probe(8))
@@ -173,7 +158,9 @@ def test_api_servers_share_the_memory_that_is_kept_of_results(
     monkeypatch.setattr(state, "install_when_serving", lambda front: None)
     monkeypatch.setattr(state, "SharedNames", lambda *args: SimpleNamespace(folder=Path("x")))
     monkeypatch.setattr(state.payloads, "serve", lambda **_: None)
-    monkeypatch.setattr(engine_facts, "_may_span_hosts", lambda config: False)
+    monkeypatch.setattr(
+        "inspect_lens._vllm.compat.engine_facts._may_span_hosts", lambda config: False
+    )
     monkeypatch.setattr(collector, "memory_bytes", lambda: 64 << 30)
     front = FrontEnd()
     monkeypatch.setattr(front.registry, "share", lambda names: None)

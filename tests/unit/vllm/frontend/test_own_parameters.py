@@ -8,9 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from vllm import SamplingParams
 
 from inspect_lens._vllm.frontend import admission

@@ -15,8 +15,6 @@ import msgspec
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm")
-
 from inspect_lens._engine.protocol.envelope import Envelope, Packed
 from inspect_lens._vllm.frontend import admission, state, wrappers
 from inspect_lens._vllm.frontend.state import FrontEnd

@@ -23,23 +23,11 @@ from inspect_lens.spec import (
     LensRequest,
     as_tensor_data,
     encode_tensor,
-    tap_points,
 )
+from tests.kit.facts import engine_facts
 
 PATH = "/v1/completions"
-FACTS = EngineFacts(
-    model="m",
-    n_layers=4,
-    hidden=256,
-    dtype="float32",
-    layers=(0, 1, 2, 3),
-    sites=("resid_post",),
-    taps=tap_points(["resid_post"], range(4)),
-    max_step_tokens=16,
-    ring_rows=64,
-    bank_rows=4096,
-    vllm_version="0",
-)
+FACTS = engine_facts(hidden=256, bank_rows=4096)
 
 
 def vector(n: int, seed: int = 0) -> dict[str, Any]:

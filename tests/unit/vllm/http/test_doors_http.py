@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
-pytest.importorskip("fastapi")
-
 from inspect_lens._vllm.http import bodies, server
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import LENS_KEYS

@@ -8,39 +8,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-
-pytest.importorskip("vllm")
-pytest.importorskip("fastapi")
-
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from inspect_lens._vllm.http.payloads import PayloadStore
 from inspect_lens._vllm.http.server import add_routes
 from inspect_lens._vllm.registered.persistent_hooks import HookBook, seal_eager
-from inspect_lens.engine import PersistentHooks
-from inspect_lens.errors import SpecError
-from inspect_lens.spec import EngineFacts, LensRequest, as_tensor_data, tap_points
+from inspect_lens.spec import LensRequest
+from tests.kit.facts import engine_facts
 
 PEER = json.loads(
     (Path(__file__).parents[3] / "data" / "vllm_lens_1.3.0" / "hooks.json").read_text()
 )
-FACTS = EngineFacts(
-    model="m",
-    n_layers=6,
-    hidden=4,
-    dtype="float32",
-    layers=tuple(range(6)),
-    sites=("resid_post",),
-    taps=tap_points(["resid_post"], range(6)),
-    max_step_tokens=32,
-    ring_rows=64,
-    bank_rows=8,
-    vllm_version="0",
-    allows_code=True,
-)
+FACTS = engine_facts(n_layers=6, hidden=4, max_step_tokens=32, allows_code=True)
 
 
 class Engine:
@@ -145,39 +126,3 @@ def test_what_hooks_of_an_engine_saved_goes_with_the_engine() -> None:
     del engine
     gc.collect()
     assert number not in HookBook.books
-
-
-class Offline:
-    """Stands for a `vllm.LLM`, whose workers answer before the call returns."""
-
-    def __init__(self, book: HookBook) -> None:
-        self.told: list[tuple[str, Any]] = []
-        self.llm_engine = Engine(book)
-
-    def collective_rpc(self, method: str, args: tuple[str, Any]) -> list[str | None]:
-        assert method == "inspect_lens_hooks"
-        self.told.append(args)
-        return [None, None]
-
-
-def test_an_engine_of_this_process_has_the_calls_of_a_server(book: HookBook) -> None:
-    llm = Offline(book)
-    hooks = PersistentHooks(llm)
-    hooks.register_hooks(PEER["register"]["hooks"], ["lm_head.weight"])
-    assert [action for action, _ in llm.told] == ["prefetch", "register"]
-    assert [hook.layer_indices for _, hook in book.hooks] == [(1, 3), (2,)]
-    rows = np.arange(4, dtype=np.float32)
-    book.keep("request", {"0": {"rows": as_tensor_data(rows), "n": 3}})
-    found = hooks.collect_hook_results()
-    assert found["request"]["0"]["n"] == 3
-    assert found["request"]["0"]["rows"].tolist() == rows.tolist()
-    hooks.clear_hook_results()
-    assert not hooks.collect_hook_results()
-    assert book.hooks
-    hooks.prefetch_params(["model.norm.weight"])
-    hooks.clear_prefetched()
-    hooks.clear_hooks()
-    assert [action for action, _ in llm.told[2:]] == ["prefetch", "clear_prefetched", "unregister"]
-    assert not book.hooks
-    with pytest.raises(SpecError, match="layers 0 to 5"):
-        hooks.register_hooks([PEER["register"]["hooks"][0] | {"layer_indices": [9]}])

@@ -8,10 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-pytest.importorskip("fastapi")
-
 from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 

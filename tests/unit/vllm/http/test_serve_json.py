@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm")
-
 from inspect_lens._engine.collect.result_memory import ResultMemory
 from inspect_lens._vllm.http import bodies, server
 from inspect_lens._vllm.http.payloads import fetch_payload, takes_any_buffer

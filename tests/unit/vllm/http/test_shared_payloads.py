@@ -18,10 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-pytest.importorskip("fastapi")
-
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
@@ -31,6 +27,7 @@ from inspect_lens._base.same_host import NotHere, fetch_here, is_here
 from inspect_lens._vllm.http import bodies, payloads, server
 from inspect_lens._vllm.http.payloads import PayloadStore
 from inspect_lens.errors import CaptureError, UnsupportedError
+from tests.kit.waiting import until
 
 SIZE = 3_000_000
 
@@ -148,10 +145,7 @@ def test_a_client_that_was_killed_while_it_fetches_leaves_nothing(folder: Path) 
     environment = {**os.environ, "TMPDIR": str(folder)}
     ended = subprocess.run([sys.executable, "-c", code, handle], env=environment, check=False)
     assert ended.returncode == -signal.SIGKILL
-    until = time.monotonic() + 10
-    while store.n_bytes and time.monotonic() < until:
-        time.sleep(0.01)
-    assert store.n_bytes == 0
+    assert until(lambda: store.n_bytes == 0)
     assert fetch_here(store.put(b"next")) == b"next"
 
 
@@ -174,10 +168,7 @@ def test_what_was_fetched_is_held_no_longer() -> None:
     handle = store.put(data)
     del data
     assert fetch_here(handle) == bytes(1000)
-    until = time.monotonic() + 10
-    while seen() is not None and time.monotonic() < until:
-        time.sleep(0.01)
-    assert seen() is None
+    assert until(lambda: seen() is None)
 
 
 @pytest.mark.parametrize("says", ["nothing", "half"])
@@ -202,6 +193,8 @@ def test_a_server_that_does_not_answer_in_time_is_asked_once(says: str) -> None:
     with pytest.raises(CaptureError, match=rf"'{name}-x': .* gave nothing for 0\.2 s"):
         fetch_result("http://127.0.0.1:9", {}, f"{name}-x", timeout_s=0.2)
     waits.set()
+    # Its thread may have its turn only now.
+    assert until(lambda: asked)
     assert asked == [f"{name}-x"]
 
 
@@ -249,9 +242,7 @@ def test_a_forked_child_does_not_look_like_its_ended_server(folder: Path) -> Non
         text=True,
         env={**os.environ, "TMPDIR": str(folder)},
     ) as other:
-        until = time.monotonic() + 30
-        while not is_here(name) and time.monotonic() < until:
-            time.sleep(0.05)
+        assert until(lambda: is_here(name), 30)
         assert fetch_here(f"{name}-x") == b"x"
         other.stdin.write("\n")
         other.stdin.flush()

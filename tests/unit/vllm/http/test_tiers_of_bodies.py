@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from inspect_lens._vllm.http.bodies import LensBodies
 from inspect_lens._vllm.registered.contents import SERVER_NAME
 from inspect_lens._vllm.registered.registry import Registry

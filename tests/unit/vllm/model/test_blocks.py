@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("vllm")
-
 from inspect_lens._engine.tap import buffers
 from inspect_lens._engine.tap.buffers import CAPTURE, TapState
 from inspect_lens._vllm.model.find_layers import (

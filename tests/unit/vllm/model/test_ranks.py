@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("vllm")
-
 from inspect_lens._vllm.model.parameters import Parameters, Ranks
 from inspect_lens.errors import LensError
 

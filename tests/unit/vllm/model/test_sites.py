@@ -12,8 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("vllm")
-
 from inspect_lens._vllm.model.sites import LOCATORS, middle_of_forward
 from inspect_lens.errors import UnsupportedError
 from inspect_lens.spec import SITES

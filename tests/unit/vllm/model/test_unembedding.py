@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 from torch import nn
 
-pytest.importorskip("vllm")
-
 from inspect_lens._vllm.model.unembedding import final_norm, logits_processor
 from inspect_lens.errors import UnsupportedError
 

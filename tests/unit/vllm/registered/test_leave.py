@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from inspect_lens import Hook
 from inspect_lens._vllm.frontend import state
 from inspect_lens._vllm.frontend.admission import compiled_of

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm")
-
 from inspect_lens import LensRequest
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.registered.contents import parse_shared, start_items

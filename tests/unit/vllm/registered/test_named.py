@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-pytest.importorskip("vllm")
-
-from inspect_lens._engine.protocol.messages import QK
 from inspect_lens._engine.protocol.readouts import CaptureEnvelope
-from inspect_lens._vllm.registered.named import put_qk, tensors_by_name
+from inspect_lens._vllm.registered.named import tensors_by_name
 from inspect_lens.spec import Site, TensorData, decode_tensor, encode_tensor
 
 HIDDEN, NARROW, TOKENS = 16, 4, 5
@@ -62,21 +57,6 @@ def test_rows_are_copied_only_where_they_would_keep_others(
         np.testing.assert_array_equal(again.storage, tensor.storage)
         plain = TensorData(np.ascontiguousarray(tensor.storage), "bfloat16")
         assert tensor.sha256 == plain.sha256
-
-
-def test_queries_and_keys_are_views_by_head() -> None:
-    capture = asked("q", "k")
-    rows = came(capture)
-    completion = SimpleNamespace(inspect_lens_tensors={})
-    collected: Any = SimpleNamespace(
-        tensors={QK: rows}, attention={1: {"head_size": 2}, 3: {"head_size": 2}}
-    )
-    put_qk(completion, capture, collected)
-    q, k = (completion.activations[name] for name in ("attn_q", "attn_k"))
-    assert (q.shape, k.shape) == ((2, TOKENS, 8, 2), (2, TOKENS, 2, 2))
-    for name, found in (("q", q), ("k", k)):
-        rows.storage[[row.tap.site == name for row in capture.rows]] = 0x3F80  # 1.0
-        assert torch.equal(found.float(), torch.ones(found.shape))
 
 
 def test_rows_that_serve_two_sites_are_changed_in_one() -> None:

@@ -8,10 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("vllm")
-pytest.importorskip("fastapi")
-
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 

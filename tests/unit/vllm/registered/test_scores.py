@@ -10,8 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("vllm")
-
 from inspect_lens._vllm.registered.contents import start_items
 from inspect_lens._vllm.registered.probe_scores import Reading, Reads
 from inspect_lens.errors import CaptureError, SpecError

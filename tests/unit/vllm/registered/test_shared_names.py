@@ -12,8 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm")
-
 from inspect_lens._vllm.registered.contents import SERVER_NAME, parse_shared
 from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens._vllm.registered.shared_names import SharedNames, folder_of_siblings

@@ -13,8 +13,6 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-pytest.importorskip("vllm")
-
 from inspect_lens import engine
 from inspect_lens._engine.protocol.envelope import seal
 from inspect_lens._vllm import plugin

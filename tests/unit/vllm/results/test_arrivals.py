@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 import time
 from collections.abc import Coroutine, Iterator
@@ -11,8 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
 
 from inspect_lens import LensRequest
 from inspect_lens._vllm.frontend.wrappers import FRONT_END_WRAPPERS
@@ -163,46 +160,6 @@ def test_what_nobody_tells_of_is_looked_at_again(
     assert attach(engine, ended(engine, keys)) == [None]
     removed(engine, keys)
     assert looks == 6
-
-
-def test_few_are_seen_to_at_a_time_however_often_others_are_told_of(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And who is cancelled between two turns takes nobody along."""
-    monkeypatch.setattr(event_loop, "_AT_ONCE", 4)
-    keys = begun(engine, 24, "both")
-    last_step(engine, keys)
-    engine.settle()
-    outputs = ended(engine, keys)
-    each = engine.results.attach_each
-    sizes: list[int] = []
-
-    def note_size(outputs: list[Any], **kwargs: Any) -> Any:
-        sizes.append(len(outputs))
-        return each(outputs, **kwargs)
-
-    monkeypatch.setattr(engine.results, "attach_each", note_size)
-
-    async def told() -> list[int]:
-        mine = arrivals_of(asyncio.get_running_loop(), engine.results)
-        tasks = [asyncio.create_task(mine.attach(one)) for one in outputs]
-        by_turn = []
-        while not all(task.done() for task in tasks):
-            mine._tell()
-            await asyncio.sleep(0)
-            by_turn.append(sum(sizes))
-            if by_turn[-1] == 8:
-                tasks[-1].cancel()
-        *whole, cancelled = await asyncio.gather(*tasks, return_exceptions=True)
-        assert whole == [None] * 23
-        assert isinstance(cancelled, asyncio.CancelledError)
-        return by_turn
-
-    by_turn = asyncio.run(told())
-    removed(engine, keys)
-    steps = [b - a for a, b in itertools.pairwise([0, *by_turn])]
-    assert max(steps) == 4
-    assert sum(steps) == 23
 
 
 @pytest.mark.parametrize("is_light", [False, True])

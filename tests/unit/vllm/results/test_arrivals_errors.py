@@ -10,8 +10,6 @@ import weakref
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from inspect_lens._engine.protocol.messages import Failure
 from inspect_lens._vllm.results.event_loop import arrivals_of
 from inspect_lens.errors import CaptureError, SpecError

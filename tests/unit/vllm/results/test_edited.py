@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm")
-
 from inspect_lens import LensRequest, SteeringVector
 from inspect_lens._engine.collect import collector as module
 from inspect_lens._engine.export.transport import COLUMN

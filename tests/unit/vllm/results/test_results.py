@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm")
-
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
 from inspect_lens._base.partial import Partial
 from inspect_lens._engine.collect.placement import Collected, Further
@@ -25,20 +23,15 @@ from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens._vllm.results.attach import Results
 from inspect_lens._vllm.results.choices import Ticket, has_tickets, is_running
 from inspect_lens.errors import CaptureError
-from inspect_lens.spec import EngineFacts, EngineProbe, TensorData, tap_points
+from inspect_lens.spec import EngineProbe, TensorData, tap_points
+from tests.kit.facts import engine_facts
 
-FACTS = EngineFacts(
-    model="m",
+FACTS = engine_facts(
     n_layers=2,
     hidden=4,
-    dtype="float32",
-    layers=(0, 1),
     sites=("resid_pre", "resid_post"),
     taps=tap_points(["resid_pre", "resid_post"], (0, 1)),
     max_step_tokens=32,
-    ring_rows=64,
-    bank_rows=8,
-    vllm_version="0",
 )
 
 

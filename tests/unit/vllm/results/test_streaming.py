@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm")
-
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._base.partial import PARTIAL_KEY, Joined, Partial
 from inspect_lens._engine.collect.placement import Further, Pending

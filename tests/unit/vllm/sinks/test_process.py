@@ -16,8 +16,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("vllm")
-
 from inspect_lens._vllm.sinks.process import (
     Sinks,
     settle,
@@ -27,23 +25,17 @@ from inspect_lens._vllm.sinks.recorder import Offered
 from inspect_lens._vllm.sinks.sink import lot
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import (
-    EngineFacts,
     SinkReceipt,
     tap_points,
 )
+from tests.kit.facts import engine_facts
 
-FACTS = EngineFacts(
-    model="m",
-    n_layers=4,
-    hidden=8,
-    dtype="float32",
+FACTS = engine_facts(
     layers=(0, 1, 2),
     sites=("resid_pre", "resid_post"),
     taps=tap_points(["resid_pre", "resid_post"], (0, 1, 2)),
     max_step_tokens=32,
     ring_rows=256,
-    bank_rows=8,
-    vllm_version="0",
 )
 
 

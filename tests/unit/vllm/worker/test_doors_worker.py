@@ -11,9 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm")
-
-
 from inspect_lens import CaptureSpec, Hook, LensRequest
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.hooks.runner import HookRunner, Part

@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("vllm")
-
 from inspect_lens import Hook
 from inspect_lens._engine.hooks.runner import EAGER_KEY, HookRunner
 from inspect_lens._vllm.model.parameters import Ranks

@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("vllm")
-
 from inspect_lens import Hook
 from inspect_lens._engine.hooks.runner import EAGER_KEY, HookRunner, Part
 from inspect_lens._engine.tap import buffers
@@ -153,25 +151,6 @@ def test_a_layer_that_cannot_be_read_fails_the_requests_and_not_the_step(state: 
 
 
 # -- how a step is made eager ------------------------------------------------------
-
-
-def test_an_eager_step_is_told_to_vllm_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = runners._Step
-    context = runners._forward_context(lambda **kw: SimpleNamespace(skip_compiled=False, **kw))
-    one = runners._dispatch_v1(lambda self, n, **kw: kw)
-    two = runners._dispatch_v2(lambda *args, **kw: kw)
-    assert not context().skip_compiled
-    assert one(None, 3) == {}
-    assert two(None, 1, 1, need_eager=False) == {"need_eager": False}
-    monkeypatch.setattr(step, "wants_eager", lambda: False)
-    assert two(need_eager=False) == {"need_eager": False}
-    assert not runners._Step.is_eager
-    monkeypatch.setattr(step, "is_eager", False)
-    monkeypatch.setattr(step, "wants_eager", lambda: True)
-    assert two(need_eager=False) == {"need_eager": True}
-    assert runners._Step.is_eager
-    assert one(None, 3) == {"force_eager": True}
-    assert context().skip_compiled
 
 
 @pytest.mark.parametrize("is_v2", [False, True])

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("vllm")
-
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.tap.op import tap

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("vllm")
-
 from inspect_lens._engine.export.transport import Copier, Exporter
 from inspect_lens._engine.protocol.messages import ArenaWriter
 from inspect_lens._engine.step.request_stepper import RequestStepper
@@ -115,8 +113,7 @@ class Worker:
 
 
 @pytest.fixture
-def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
-    monkeypatch.setattr(check_requests, "_WAIT_S", 0.3)
+def worker() -> Iterator[Worker]:
     made = Worker()
     yield made
     made.stepper.close()
@@ -187,6 +184,13 @@ def test_an_engine_with_one_way_does_not_start_with_a_vector_that_is_lost(worker
     worker.runner.hurt = hurt
     with pytest.raises(CompatError, match=r"taps resid_post\.0 do not have the steering vec"):
         worker.check()
+
+
+def test_a_tap_that_never_fires_is_named(worker: Worker) -> None:
+    worker.runner.hurt = lambda i, mode, x: None if i == 1 else x
+    with pytest.raises(CompatError, match=r"taps resid_post\.1 did not fire"):
+        worker.check()
+    assert worker.is_clean()
 
 
 @pytest.mark.parametrize("way", ["FULL", "PIECEWISE"])
@@ -269,6 +273,7 @@ def test_an_export_that_loses_or_changes_a_row_is_named(
 
     if what == "lost":
         monkeypatch.setattr(worker.exporter, "_send", losing)
+        monkeypatch.setattr(check_requests, "_WAIT_S", 0.3)
     else:
         monkeypatch.setattr(copier, "copy", wrong)
     expected = {
@@ -401,9 +406,7 @@ def test_layers_that_were_named_by_hand_have_to_be_the_stream(
         made.stepper.close()
 
 
-def test_ranks_run_the_same_passes_where_one_refuses_layers_that_were_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_run_the_same_passes_where_one_refuses_layers_that_were_named() -> None:
     def passes(rank: int, hurt: Any = None) -> tuple[list[str], str]:
         made, said = Worker(rank=rank), ""
         made.runner.hurt = hurt
@@ -415,7 +418,6 @@ def test_ranks_run_the_same_passes_where_one_refuses_layers_that_were_named(
             made.stepper.close()
         return made.runner.ran, said
 
-    monkeypatch.setattr(check_requests, "_WAIT_S", 0.3)
     # Later layers see nothing of what was before the second.
     stuck = lambda i, mode, x: x if i != 1 else torch.full_like(x, 3.0)  # noqa: E731
     silent = lambda i, mode, x: None if i == 1 and mode == "FULL" else x  # noqa: E731

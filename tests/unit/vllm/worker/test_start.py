@@ -9,8 +9,6 @@ from datetime import timedelta
 import pytest
 import torch
 
-pytest.importorskip("vllm")
-
 from inspect_lens._vllm.worker import worker
 from inspect_lens._vllm.worker.worker import agree
 

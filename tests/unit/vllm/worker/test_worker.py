@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("vllm")
-
-from inspect_lens._engine.export.transport import Copier, Exporter
-from inspect_lens._engine.protocol.messages import ArenaWriter
 from inspect_lens._engine.protocol.readouts import LAG
-from inspect_lens._engine.step.stepper import Stepper
-from inspect_lens._engine.tap.buffers import TapState
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.model.find_layers import decoder_layers, layout_here, split_output
-from inspect_lens._vllm.worker.check_requests import check_taps
-from inspect_lens._vllm.worker.worker import add_tap, sums_that_fit
-from inspect_lens.errors import CompatError, UnsupportedError
-from inspect_lens.spec import tap_points
+from inspect_lens._vllm.worker.worker import sums_that_fit
+from inspect_lens.errors import UnsupportedError
 
 HIDDEN = 8
-TAPS = tap_points(["resid_post"], range(3))
 
 
 class Mixer(nn.Module):
@@ -150,56 +140,6 @@ def test_an_unknown_layout_is_refused_by_name(output: Any) -> None:
 def test_a_pair_whose_source_does_not_show_its_sum_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match=r"output of Layer.*'unknown'"):
         split_output(Layer(), (H, R), "unknown")
-
-
-class Runner:
-    """Runs its layers, as a compiled model would; one of them may have lost its tap."""
-
-    def __init__(self, layers: list[nn.Module]) -> None:
-        self.layers = layers
-
-    def _dummy_run(self, num_tokens: int) -> None:
-        x = torch.full((num_tokens, HIDDEN), float("nan"))
-        for layer in self.layers:
-            x = layer(x)
-
-
-@pytest.fixture
-def tapped() -> Iterator[tuple[Runner, Stepper]]:
-    state = TapState.allocate(
-        taps=TAPS,
-        hidden=HIDDEN,
-        dtype=torch.float32,
-        max_tokens=4,
-        max_groups=1,
-        ring_rows=12,
-        bank_rows=2,
-        device=torch.device("cpu"),
-    )
-    layers: list[nn.Module] = [Layer() for _ in range(3)]
-    for i, layer in enumerate(layers):
-        add_tap(layer, TAPS[i], state.new_ctl(i))
-    arena = ArenaWriter(1 << 16)
-    stepper = Stepper(state, Exporter(arena, Copier(arena)))
-    yield Runner(layers), stepper
-    stepper.close()
-
-
-def test_the_start_up_check_passes_when_all_taps_fire(tapped: tuple[Runner, Stepper]) -> None:
-    runner, stepper = tapped
-    check_taps(runner, stepper)
-    assert not stepper.state.is_active
-    assert not stepper.state.ring.any()
-    assert not stepper.state.header[:4].any()
-
-
-def test_the_start_up_check_names_the_taps_that_are_silent(
-    tapped: tuple[Runner, Stepper],
-) -> None:
-    runner, stepper = tapped
-    runner.layers[1] = Layer()
-    with pytest.raises(CompatError, match=r"taps resid_post\.1 did not fire"):
-        check_taps(runner, stepper)
 
 
 def test_sums_of_as_many_requests_fit_as_the_documentation_says() -> None:
