@@ -18,10 +18,7 @@ from inspect_lens.spec import (
     encode_saved,
 )
 
-__all__ = ["COLLECTED", "qk_of", "saved_of", "steering_of"]
-
-COLLECTED = encode_saved({"cmpl-1": {"0": {"x": TensorData(np.ones(2, np.float32), "float32")}}})
-"""What persistent hooks have saved at any time."""
+__all__ = ["qk_of", "saved_of", "steering_of"]
 
 
 def saved_of(request: LensRequest | None, index: int) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from inspect_lens.spec import (
 )
 
 from . import fake_probes
-from .fake_hooks import COLLECTED, qk_of, saved_of, steering_of
+from .fake_hooks import qk_of, saved_of, steering_of
 from .fake_rows import at_site, residual, tokens_of
 from .reduced import reduced, selected
 
@@ -148,9 +148,6 @@ class FakeLensServer:
             return 200, {"tokens": tokens_of(body.get("prompt") or _chat_text(body))}
         if path == "/v1/inspect_lens/registry" and self.dialect == "inspect_lens":
             return self._register(body)
-        if path.startswith("/v1/hooks/"):
-            self.requests.append(body)
-            return 200, {"status": "ok", "results": COLLECTED}
         if path not in ("/v1/chat/completions", "/v1/completions"):
             return 404, {"detail": "Not Found"}
         self.requests.append(body)

@@ -4,8 +4,7 @@ import json
 
 import numpy as np
 import pytest
-import torch
-from inspect_ai.model import ChatMessageUser, GenerateConfig
+from inspect_ai.model import GenerateConfig
 from pydantic import BaseModel
 
 from inspect_lens._base.http import HTTPError
@@ -19,31 +18,11 @@ from .conftest import GetModel
 pytestmark = pytest.mark.anyio
 
 PROMPT = "one two three"
-README = GenerateConfig(
-    extra_body={
-        "extra_args": {"output_residual_stream": [2, 1]},
-        "chat_template_kwargs": {"enable_thinking": False},
-    }
-)
 
 
 def _expected(acts: Activations, layers: tuple[int, ...]) -> np.ndarray:
     tokens = [*acts.prompt_token_ids, *acts.token_ids]
     return residual(tokens, layers, list(acts.positions)).to_float32()
-
-
-async def test_the_readme_of_vllm_lens_works(server: FakeLensServer, model_of: GetModel) -> None:
-    output = await model_of(server).generate([ChatMessageUser(content=PROMPT)], config=README)
-    stream = output.metadata["activations"]["residual_stream"]
-    assert isinstance(stream, torch.Tensor)
-    assert stream.dtype == torch.bfloat16
-    # "<user> one two three" and three words: the last sampled token has no row.
-    assert stream.shape == (2, 4 + 3 - 1, 8)
-    probe = torch.nn.Linear(8, 1, dtype=torch.bfloat16)
-    assert isinstance(probe(stream[0]).mean().item(), float)
-    # What vllm-lens puts beside it is there as well.
-    assert output.metadata["prompt_token_ids"] == tokens_of("<user> one two three")
-    assert output.metadata.get("token_ids") == tokens_of(output.completion)
 
 
 async def test_rows_are_the_tokens(server: FakeLensServer, model_of: GetModel) -> None:

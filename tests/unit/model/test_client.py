@@ -130,23 +130,6 @@ def test_steering_and_probes_that_a_server_passes_over_are_an_error(
     assert peer.read.count("/openapi.json") == 1 + n_asked
 
 
-def test_hooks_are_sent_and_what_they_saved_is_read(server: FakeLensServer) -> None:
-    def note(ctx: Any, h: Any) -> None:
-        ctx.saved["n"] = len(h)
-
-    client = LensClient(server.url)
-    hooks = [Hook(fn=note, layer_indices=[1]), Hook(fn=note, layer_indices=[0, 2], pre=True)]
-    out = client.generate(PROMPT, hooks=hooks)
-    (first, second) = json.loads(server.requests[-1]["vllm_xargs"]["apply_hooks"])
-    assert (first["layer_indices"], second["pre"]) == ([1], True)
-    assert out.hook_results is not None
-    assert out.hook_results["1"]["layers"] == [0, 2]
-    rows = out.hook_results["1"]["rows"][0]
-    assert isinstance(rows, torch.Tensor)
-    assert rows.tolist() == [[1.0] * 3] * 2
-    assert client.generate(PROMPT).hook_results is None
-
-
 def test_a_server_that_ran_no_hooks_is_an_error(plain: FakeLensServer) -> None:
     with pytest.raises(CaptureError, match="hooks were sent"):
         LensClient(plain.url).generate(PROMPT, hooks=[Hook(fn=print, layer_indices=[1])])
@@ -236,24 +219,6 @@ def test_queries_and_keys_come_with_what_explains_them(server: FakeLensServer) -
         assert found["attn_k"].shape[2:] == (1, 4)
         assert found["qk_layers"] == [1, 2]
         assert found["qk_meta"][0] == {"scale": 0.5}
-
-
-def test_persistent_hooks_over_http(server: FakeLensServer) -> None:
-    client = LensClient(server.url)
-    client.register_hooks([Hook(fn=print, layer_indices=[1])], prefetch_params=["lm_head.weight"])
-    assert server.paths[-1] == "/v1/hooks/register"
-    assert server.requests[-1]["prefetch_params"] == ["lm_head.weight"]
-    assert server.requests[-1]["hooks"][0]["layer_indices"] == [1]
-    assert client.collect_hook_results()["cmpl-1"]["0"]["x"].tolist() == [1.0, 1.0]
-    client.prefetch_params(["a.b"])
-    assert server.requests[-1] == {"params": ["a.b"]}
-    for name in ("clear_hooks", "clear_hook_results", "clear_prefetched"):
-        getattr(client, name)()
-    assert [p.rpartition("/")[2] for p in server.paths[-3:]] == [
-        "clear",
-        "clear_results",
-        "clear_prefetched",
-    ]
 
 
 def test_errors_carry_the_words_of_the_server(

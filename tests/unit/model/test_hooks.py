@@ -90,22 +90,6 @@ async def test_a_server_that_runs_no_hooks_is_an_error(
         await model_of(plain).generate(PROMPT, config=lens_config(hooks=[HOOK]))
 
 
-async def test_queries_and_keys_are_in_the_handle(
-    server: FakeLensServer, model_of: GetModel
-) -> None:
-    config = lens_config(capture=[1], qk=[0, 2])
-    output = await model_of(server).generate(PROMPT, config=config)
-    handle = output.metadata["activations"]
-    assert set(handle) == {"residual_stream", "attn_q", "attn_k"}
-    assert handle["attn_q"].shape[2:] == (2, 4)
-    assert handle.tensors["attn_k"].layers == (0, 2)
-    assert output.metadata["qk_layers"] == [0, 2]
-    assert output.metadata["qk_meta"][0]["scale"] == 0.5
-    assert lens_config(qk=False, base=config).extra_body["extra_args"] == {
-        "output_residual_stream": [1]
-    }
-
-
 def test_configs_merge_hooks() -> None:
     first = lens_config(hooks=[HOOK])
     assert lens_config(base=first).extra_body["extra_args"]["apply_hooks"][0].fn is HOOK.fn
