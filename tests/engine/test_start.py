@@ -35,18 +35,3 @@ def test_a_site_that_only_the_loaded_model_shows_to_be_missing(
     monkeypatch.delenv("INSPECT_LENS_REQUIRED", raising=False)
     engine = start(write(hybrid, tmp_path), max_model_len=64, enforce_eager=True)
     check(engine, "z: .* has not softmax attention")
-
-
-def test_a_fault_of_ours_while_an_engine_starts(
-    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In its first pass; `tests/unit/promises/test_start.py` has every place."""
-    from inspect_lens._vllm.worker import worker
-
-    def planted(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("planted")
-
-    monkeypatch.setattr(worker, "tap", planted)
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    monkeypatch.delenv("INSPECT_LENS_REQUIRED", raising=False)
-    check(start(tiny_folder, max_model_len=64, enforce_eager=True), "planted")

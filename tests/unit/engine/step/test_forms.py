@@ -17,7 +17,7 @@ from inspect_lens._engine.protocol import readouts
 from inspect_lens._engine.protocol.envelope import seal
 from inspect_lens._engine.protocol.messages import ROWS, SCORES, ArenaWriter
 from inspect_lens._engine.protocol.readouts import narrowed, seal_capture
-from inspect_lens.errors import CaptureError, SpecError
+from inspect_lens.errors import CaptureError
 from inspect_lens.spec import EngineProbe, ProbeUse, Reduction
 from tests.kit.cases import DTYPES, KEYS, Case, checked, compare, noise
 from tests.kit.steps import FACTS, HIDDEN, LAYERS, Worker, begin, exporter, sealed
@@ -214,18 +214,3 @@ def test_a_long_sum_does_not_lose_its_small_terms() -> None:
     found = asked.merge(rows, None, map).storage[0, 0, 0]
     exact = rows.astype(np.float64).mean()
     assert abs(found - exact) <= np.spacing(np.float32(exact))
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ({"positions": [True, False]}, "mask has 2 booleans and the prompt has 5 tokens"),
-        ({"positions": [1, 2], "phase": "decode"}, "none of capture.positions belongs to it"),
-        ({"positions": [-9]}, "outside this request"),
-    ],
-)
-def test_positions_that_do_not_fit_the_prompt_are_refused(
-    collector: Collector, spec: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(SpecError, match=message):
-        sealed(collector, LensRequest(capture=CaptureSpec(**spec)), 5, 4)

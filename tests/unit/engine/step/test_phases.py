@@ -6,14 +6,12 @@ import itertools
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.protocol.messages import ROWS, SCORES
-from inspect_lens.errors import SpecError
 from inspect_lens.spec import EditsUse
 from tests.kit.steps import HIDDEN, Worker, begin, rows, sealed
 
@@ -113,23 +111,8 @@ def test_the_cache_key_has_the_phase_and_where_it_ends(collector: Collector) -> 
     assert key() == key(7, 9)
 
 
-def test_a_phase_without_any_of_the_positions_is_refused(collector: Collector) -> None:
-    request = LensRequest(edits=(vector(0, phase="decode", position_indices=(-1, 2)),))
-    with pytest.raises(SpecError, match=r"edits\[0\]: phase='decode' beside"):
-        sealed(collector, request, N_PROMPT, 4)
-
-
 def test_a_registered_vector_can_be_used_in_one_phase() -> None:
     (used,) = EditsUse(name="v", phase="decode").apply([vector(0)])
     assert used.phase == "decode"
     assert EditsUse(name="v").apply([used])[0] is used
     assert used.model_dump()["phase"] == used.reference()["phase"] == "decode"
-
-
-def test_how_steps_ran_is_known_of_a_request_that_sends_no_rows(
-    worker: Worker, collector: Collector
-) -> None:
-    begin(worker, collector, "w", sealed(collector, LensRequest(edits=(vector(0),)), 3, 2))
-    worker.step([("w", 1, 0, 3)])
-    got = collector.take("w", counts={ROWS: 0, SCORES: 0}, n_fed=3, timeout_s=5)
-    assert (got.paths, got.n_steered) == (("eager",), 3)
