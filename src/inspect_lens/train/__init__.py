@@ -24,6 +24,7 @@ from .families._sae import SAEFeatureProbe
 from .fitting._across import CarriedProbe, transfer_probe
 from .fitting._fit import fit_layers, fit_on
 from .fitting._thresholds import calibrate, calibrate_threshold, fit_threshold
+from .judging._cross_validate import CrossValidated, FoldScore, cross_validate_probe
 from .judging._domains import (
     CascadePoint,
     DomainScore,
@@ -73,9 +74,11 @@ __all__ = [
     "CarriedProbe",
     "CascadePoint",
     "Condition",
+    "CrossValidated",
     "DirectionEstimator",
     "DomainScore",
     "EnsembleProbe",
+    "FoldScore",
     "HeadProbe",
     "LATProbe",
     "LDAProbe",
@@ -104,6 +107,7 @@ __all__ = [
     "calibrate",
     "calibrate_threshold",
     "cascade_frontier",
+    "cross_validate_probe",
     "erase",
     "evaluate_lens",
     "evaluate_probe",
