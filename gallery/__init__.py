@@ -5,6 +5,6 @@ verdict, the tables and the figure of them. Pages and figures of the documentati
 numbers in `gallery/results` by `python -m tests.kit.generated`.
 """
 
-from gallery._page import replication_files, replications_markdown
+from gallery._page import replication_files, replication_link, replications_markdown
 
-__all__ = ["replication_files", "replications_markdown"]
+__all__ = ["replication_files", "replication_link", "replications_markdown"]

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import re
+from collections.abc import Mapping
+from typing import Any, Final
 
 from gallery._chart import draw
 from gallery._replication import RESULTS, Replication, Table
 from gallery.replications import REPLICATIONS
 from tests.kit.figures._canvas import PALETTES
 
-__all__ = ["page", "replication_files", "replications_markdown"]
+__all__ = ["PAGES", "page", "replication_files", "replication_link", "replications_markdown"]
+
+PAGES: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
+    "lies": ("Lies, and a judge of them", ("lies", "cascade")),
+    "truth": ("Truth and other concepts", ("truth", "concepts")),
+    "steering": ("Refusal and steering", ("refusal", "steering")),
+    "mechanisms": ("Attention, languages and facts", ("injection", "languages", "fact")),
+}
+"""Pages of the documentation by file: the heading, and the replications on it."""
 
 
 def page(name: str, about: Replication, result: dict[str, Any], *, figures: str, made: str) -> str:
@@ -82,16 +92,28 @@ def _results() -> dict[str, dict[str, Any]]:
 def replication_files() -> dict[str, str]:
     """Pages and figures of the documentation, by path from the root."""
     made = {}
-    for name, result in _results().items():
-        about = REPLICATIONS[name]
-        made[f"docs/replications/{name}.md"] = page(
-            name, about, result, figures="../assets",
-            made=f"`python -m tests.kit.generated` of gallery/results/{name}.json",
-        )  # fmt: skip
-        chart = about.show(result["numbers"]).chart
+    results = _results()
+    for file, (title, names) in PAGES.items():
+        parts = [f"# {title}\n"]
+        for name in names:
+            text = page(
+                name, REPLICATIONS[name], results[name], figures="../assets",
+                made=f"`python -m tests.kit.generated` of gallery/results/{name}.json",
+            )  # fmt: skip
+            parts.append(re.sub(r"^#", "##", text, flags=re.MULTILINE))
+        made[f"docs/replications/{file}.md"] = "\n".join(parts)
+    for name, result in results.items():
+        chart = REPLICATIONS[name].show(result["numbers"]).chart
         for palette in PALETTES:
             made[f"docs/assets/replication-{name}-{palette}.svg"] = draw(chart, palette)
     return made
+
+
+def replication_link(name: str) -> str:
+    """Where a replication is described, from the folder `docs`."""
+    (file,) = (file for file, (_, names) in PAGES.items() if name in names)
+    anchor = re.sub(r"[^\w\s-]", "", REPLICATIONS[name].title).lower().replace(" ", "-")
+    return f"replications/{file}.md#{anchor}"
 
 
 def replications_markdown() -> str:
@@ -101,5 +123,5 @@ def replications_markdown() -> str:
         about = REPLICATIONS[name]
         said = about.show(result["numbers"]).verdict
         said = said[0].upper() + said[1:]
-        rows.append(f"| [{about.title}](replications/{name}.md) | {result['model']} | {said} |")
+        rows.append(f"| [{about.title}]({replication_link(name)}) | {result['model']} | {said} |")
     return "\n".join(rows)

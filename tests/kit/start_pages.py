@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from gallery import replication_link
+
 from .repository import ROOT
 
 __all__ = ["findings_markdown", "layouts_markdown", "walks_markdown"]
@@ -39,7 +41,7 @@ def _findings() -> Iterator[tuple[str, str, str, str]]:
         low, high = judged["auroc_interval"]
         baseline, its_own = judged["best_baseline"]
         yield (
-            f"[{said}](docs/replications/lies.md)", lies["model"],
+            f"[{said}]({_link('lies')})", lies["model"],
             f"AUROC {judged['auroc']:.3f} [{low:.3f}, {high:.3f}] on "
             f"{judged['n_positive']} lies and {judged['n_negative']} honest answers; "
             f"{judged['fpr']:.0%} of the honest ones are above the threshold",
@@ -49,16 +51,20 @@ def _findings() -> Iterator[tuple[str, str, str, str]]:
     rates, n = refusal["numbers"]["rates"], refusal["numbers"]["n"]
     ablated, unedited = (round(rates[f"harmful_{key}"] * n) for key in ("ablated", "unedited"))
     yield (
-        "[does it still refuse without one direction?](docs/replications/refusal.md)",
+        f"[does it still refuse without one direction?]({_link('refusal')})",
         refusal["model"], f"{ablated} of {n} refused", f"unedited: {unedited} of {n}",
     )  # fmt: skip
     injection = _result("injection")
     plain, padded = (injection["numbers"][f"auroc_{key}"][0] for key in ("plain", "padded"))
     yield (
-        "[does attention show a prompt injection?](docs/replications/injection.md)",
+        f"[does attention show a prompt injection?]({_link('injection')})",
         injection["model"], f"AUROC {plain:.3f} against plain prompts",
         f"{padded:.3f} against harmless prompts of the same length",
     )  # fmt: skip
+
+
+def _link(name: str) -> str:
+    return f"docs/{replication_link(name)}"
 
 
 def _result(name: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pytest
 
 from gallery.__main__ import main as gallery
 from gallery._chart import Bar, Bars, Heat, Line, Lines, draw
-from gallery._page import page
+from gallery._page import PAGES, page
 from gallery._replication import (
     RESULTS,
     DataFile,
@@ -49,11 +49,12 @@ def test_a_result_names_its_model_weights_and_data(name: str) -> None:
     assert set(found["data"]) == {file.name for file in about.files}
     assert all(len(used["sha256"]) == 64 for used in found["data"].values())
     assert found["command"].startswith(f".venv/bin/python -m gallery {name} --model {about.model}")
-    page = (ROOT / "docs" / "replications" / f"{name}.md").read_text(encoding="utf-8")
+    (file,) = (file for file, (_, names) in PAGES.items() if name in names)
+    page = (ROOT / "docs" / "replications" / f"{file}.md").read_text(encoding="utf-8")
     assert found["weights"] in page
     assert found["sha256"] in page
     assert f"arxiv.org/abs/{about.arxiv}" in page
-    assert f"replications/{name}.md" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert f"replications/{file}.md" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", list(REPLICATIONS))
