@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,7 +61,11 @@ def places_of(
 
 
 def check_sampled_edits(
-    run: Any, prompts: list[list[int]], hidden: int, layers: tuple[int, ...], tolerance: float
+    run: Any,
+    prompts: list[list[int]],
+    hidden: int,
+    layers: tuple[int, ...],
+    compare: Callable[[torch.Tensor, torch.Tensor], None],
 ) -> None:
     """Edits by id equal the same edits at the positions that a first run shows, on every stage.
 
@@ -69,7 +74,7 @@ def check_sampled_edits(
         prompts: more than one.
         hidden: width of the model.
         layers: that are edited, at least two.
-        tolerance: relative and absolute, of rows.
+        compare: `compare(found, wanted)` fails where rows of two runs of one batch differ.
     """
     plain = run(prompts, max_tokens=N)
     chosen = some_ids(plain, prompts)
@@ -86,4 +91,4 @@ def check_sampled_edits(
         wanted = run(prompts, listed, max_tokens=N)
         for out, same in zip(found, wanted, strict=True):
             assert ids_of(out) == ids_of(same)
-            torch.testing.assert_close(rows_of(out), rows_of(same), rtol=tolerance, atol=tolerance)
+            compare(rows_of(out), rows_of(same))
