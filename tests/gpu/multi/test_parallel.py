@@ -27,7 +27,7 @@ import torch
 
 from inspect_lens import SteeringVector
 from inspect_lens.client import LensClient
-from inspect_lens.spec import BLOCK_SITES, result_name
+from inspect_lens.spec import BLOCK_SITES, Add, result_name
 from tests.engine.conftest import Engine, start, tokens
 from tests.kit.architectures import CASES, LAYERS, Case, write
 from tests.kit.engine_probes import check_probes
@@ -82,7 +82,7 @@ class Seen:
     """Tokens fed, and the stream after every layer, steered."""
 
 
-def vectors() -> list[SteeringVector]:
+def vectors() -> list[Add]:
     v = torch.randn(len(STEERED_LAYERS), HIDDEN, generator=torch.Generator().manual_seed(0))
     return [SteeringVector(activations=2.0 * v, layer_indices=list(STEERED_LAYERS))]
 
@@ -178,7 +178,7 @@ def check(seen: Seen, name: str) -> None:
         assert list(found) == [result_name(site) for site in BLOCK_SITES]
         for site, rows in found.items():
             same(rows, expected[site])
-    rows = torch.from_numpy(vectors()[0].activations.to_float32().copy())
+    rows = torch.from_numpy(vectors()[0].vector.to_float32().copy())
     edits = {
         layer: (lambda h, v=row: h + v) for layer, row in zip(STEERED_LAYERS, rows, strict=True)
     }
