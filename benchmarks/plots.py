@@ -28,6 +28,7 @@ ASSETS: Final = Path(__file__).parents[1] / "docs/assets"
 TIMES: Final = "\N{MULTIPLICATION SIGN}"
 _ENGINE: Final = ("engine-h200",)
 _HTTP: Final = ("http-h200-1", "http-h200-2")
+_PARALLEL: Final = "parallel-h100-x4"
 _OTHERS: Final = ("others-h200-slow-host", "others-h200-fast-host", "others-h200-1000-requests")
 _PEER_EVAL: Final = "others-h200-eval"
 _LOADS: Final = {"8x256": "8 requests", "256x128": "256 requests", "512x128": "512 requests"}
@@ -320,6 +321,24 @@ def techniques_markdown(read: Read = read_result) -> str:
         ratios = (f"{statistics.median(_spread(read, _ENGINE, load, arm)):.2f}" for load in _LOADS)
         lines.append(f"| {said} | {' | '.join(ratios)} |")
     return "\n".join(lines)
+
+
+def parallel_markdown(read: Read = read_result) -> str:
+    """The table of a model over four GPUs, over vLLM without the lens on as many.
+
+    Args:
+        read: gives a result by its name.
+    """
+    loads = ("64x128", "256x128")
+    lines = ["| what each request asks for | 64 requests | 256 requests |", "|---|---|---|"]
+    for arm in ("idle", "capture-1", "probes-16x4", "steer"):
+        cells = (_range(_spread(read, (_PARALLEL,), load, arm)) for load in loads)
+        lines.append(f"| {'nothing' if arm == 'idle' else _ARMS[arm]} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _range(ratios: Sequence[float]) -> str:
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 _PALETTES: Final = {

@@ -111,27 +111,6 @@ SHAPES = {
         "bfloat16",
         kv_gib=4,
     ),
-    "opt-30b": Shape(
-        {
-            "architectures": ["OPTForCausalLM"],
-            "model_type": "opt",
-            "hidden_size": 7168,
-            "word_embed_proj_dim": 7168,
-            "ffn_dim": 28672,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 56,
-            "vocab_size": 50272,
-            "max_position_embeddings": 2048,
-            "do_layer_norm_before": True,
-            "activation_function": "relu",
-            "torch_dtype": "float16",
-            "bos_token_id": 2,
-            "eos_token_id": 2,
-            "pad_token_id": 1,
-        },
-        "float16",
-        kv_gib=4,
-    ),
     "qwen3-0.6b": Shape(
         {
             **_llama(1024, 3072, 28, 16, 151936),
@@ -159,5 +138,5 @@ SHAPES = {
     "tiny": Shape(_llama(256, 512, 4, 4, 512), "float32", kv_gib=0.0625, max_model_len=256),
 }
 """Llama-8B; Llama-70B with 48 of its 80 layers and GLM-4.5-Air with 23 of its 46, which two engines
-have room for on four cards; OPT-30B, Qwen3-0.6B, Qwen3-30B-A3B with 12 of its 48 layers, and two
+have room for on four cards; Qwen3-0.6B, Qwen3-30B-A3B with 12 of its 48 layers, and two
 that a CPU runs in a second, one of them with experts."""

@@ -169,6 +169,7 @@ def generated_files() -> dict[str, str]:
         ("docs/benchmarks.md", "costs", plots.costs_markdown()),
         ("docs/benchmarks.md", "evals", plots.evals_markdown()),
         ("docs/benchmarks.md", "techniques", plots.techniques_markdown()),
+        ("docs/benchmarks.md", "parallel", plots.parallel_markdown()),
         ("docs/how-to/settings.md", "settings", settings_markdown()),
         ("docs/reference/compatibility.md", "monkeypatches", patches_markdown()),
         ("docs/models.md", "real-models", real_models_markdown()),
