@@ -452,7 +452,8 @@ def _html(
     own = card.thresholds_for(card.answer)
     return render(
         "report.html", title=card.name, card=card, warnings=list(dict.fromkeys(warned)),
-        rate=f" of {own[0].fpr:g}" if own else "", summary=_summary(card), seen=_seen(card, sets),
+        rate=f" for a rate of {own[0].fpr:g}" if own else "",
+        introduction=_introduction(card), summary=_summary(card), seen=_seen(card, sets),
         decisive=[_decisive(e) for e in card.evaluations], beside=BESIDE_AUROC,
         measured=[_measured(e) for e in card.evaluations], notes=_notes(card), images=images,
         bands=_bands(sets, bands), baselines=_baselines(card),
@@ -481,6 +482,29 @@ def _bands(sets: Sequence[ReportSet], drawn: bool) -> str:
         return "."
     left_out = [f"{s.name} has no band: {s.no_band}." for s in sets if s.both and s.no_band]
     return " ".join([", with pointwise 95% bootstrap bands.", *left_out])
+
+
+def _introduction(card: ProbeCard) -> str:
+    """What the page is about, for somebody who sees a report for the first time."""
+    model = "a model" if card.model is None else card.model.name
+    layers = ", ".join(map(str, card.layers))
+    several = "s" if len(card.layers) > 1 else ""
+    parts = [f"This probe reads the activations of {model} at layer{several} {layers}, and gives "
+             "each answer a score."]  # fmt: skip
+    own = card.thresholds_for(card.answer)
+    if own:
+        parts.append(
+            f"An answer whose score is above {own[0].value:.4g}, its threshold, is flagged."
+        )
+    if card.evaluations:
+        parts.append(
+            "The table has one line for each set that the probe was measured on. AUROC says how "
+            "well its scores tell positives from negatives: 1 is without a mistake, and 0.5 is "
+            "chance. Recall is the share of positives that are flagged. Beside them stands what "
+            "an AUROC alone does not show: how many negatives are flagged, too, and what is "
+            "reached without looking into the model."
+        )
+    return " ".join(parts)
 
 
 def _summary(card: ProbeCard) -> str:

@@ -113,10 +113,11 @@ def test_the_box_on_top_says_what_decides(tmp_path: Path) -> None:
     reader.feed(html)
     text = " ".join(reader.text)
     box = text[text.index("Warning") : text.index("Held-out sets")]
+    assert "This probe reads the activations of" in text[: text.index("Warning")]
     for wanted in (
-        "misses 80%", "AUROC", "0.912 [0.810, 0.970]", "Recall at the threshold",
-        "0.200 [0.100, 0.300]", "Honest answers above the threshold", "0.013 [0.100, 0.300]",
-        "Best baseline", "length 0.550", "Labels from",
+        "misses 80%", "AUROC", "0.912 [0.810, 0.970]", "recall at the threshold",
+        "0.200 [0.100, 0.300]", "honest answers above the threshold", "0.013 [0.100, 0.300]",
+        "best baseline", "length 0.550", "labels from",
     ):  # fmt: skip
         assert wanted in box, wanted
     fine = probe().card.evaluations[0].model_copy(update={"recall": 0.9, "recall_interval": I})

@@ -11,6 +11,7 @@ from inspect_lens.view import write_view
 from tests.kit.browser import BROWSER, run_in_page
 from tests.kit.page import Page, read_page
 from tests.kit.planted_log import TOKENIZER, lose_activations, plant_log, planted_probe
+from tests.kit.screenshot import REPORT
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
 
@@ -210,3 +211,21 @@ def test_the_page_says_where_its_scores_come_from(tmp_path: Path) -> None:
     assert seen["notes"] == list(made.notes)
     assert "its tokens were not scored" in seen["message"]
     assert f"position{len(planted.ids[-1][0])} (completion 0)" in seen["token"]
+
+
+def test_a_report_fits_a_narrow_window(tmp_path: Path) -> None:
+    (tmp_path / "report.html").write_text(REPORT.read_text(encoding="utf-8"), encoding="utf-8")
+    seen = run_in_page(
+        tmp_path / "report.html",
+        """
+        seen.wide = document.documentElement.scrollWidth <= innerWidth;
+        const tables = [...document.querySelectorAll("main .wide")];
+        seen.names = new Set(tables.map((t) => t.getAttribute("aria-label"))).size;
+        seen.tables = tables.length;
+        seen.reached = tables.every((t) => t.tabIndex === 0);
+        """,
+        width=500,
+    )
+    assert seen["wide"]
+    assert seen["reached"]
+    assert seen["names"] == seen["tables"] >= 4
