@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,50 @@ _PAGES: list[tuple[str, str]] = []
 _ONE_LINE = 30
 
 
-class SharedParameters(griffe.Extension):
-    """Puts the text of shared parameters into docstrings, as the decorator does at run time."""
+# Where names are used; coverage names everything once, and so says nothing of use.
+_SHOWN_IN = ("README.md", "docs/*.md", "docs/how-to/*.md", "docs/tutorials/*.md", "evals/*/*.py")
+_NOT_USE = {"coverage.md", "changelog.md"}
+_SENTENCE_END = re.compile(r"(?<=[.?!])\s+(?=[A-Z`*])")
+
+
+class PublicObjects(griffe.Extension):
+    """What pages of the reference show of objects: their text, their summary, their order."""
+
+    def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Put the whole first sentence on the first line, which is all that a summary shows."""
+        if obj.docstring is not None:
+            first, gap, rest = obj.docstring.value.partition("\n\n")
+            if not first.startswith(("    ", "- ", "|")):
+                sentences = _SENTENCE_END.split(" ".join(first.split()))
+                obj.docstring.value = "\n".join(sentences) + gap + rest
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Order what packages export by use: names that more pages and evals use come first."""
+        root = Path(__file__).parent
+        pages = [page for pattern in _SHOWN_IN for page in root.glob(pattern)]
+        uses = Counter(
+            word
+            for page in pages
+            if page.name not in _NOT_USE
+            for word in set(re.findall(r"\w+", page.read_text(encoding="utf-8")))
+        )
+        for module in (pkg, *_modules_below(pkg)):
+            if module.exports:
+                module.exports = sorted(map(str, module.exports), key=lambda n: (-uses[n], n))
 
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
-        """Complete a function that is decorated with `shared_parameters`."""
+        """Put in the text of shared parameters, as `shared_parameters` does at run time."""
         names = [str(one.value).rpartition(".")[2] for one in func.decorators]
         if "shared_parameters" in names and func.docstring is not None:
             parameters = [one.name for one in func.parameters]
             func.docstring.value = complete_arguments(func.docstring.value, parameters)
+
+
+def _modules_below(module: griffe.Module) -> Iterator[griffe.Module]:
+    for below in module.modules.values():
+        if isinstance(below, griffe.Module):
+            yield below
+            yield from _modules_below(below)
 
 
 def on_config(config: Any) -> Any:

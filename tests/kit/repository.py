@@ -11,7 +11,7 @@ from typing import cast
 
 import griffe
 
-from mkdocs_hooks import SharedParameters
+from mkdocs_hooks import PublicObjects
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "inspect_lens"
@@ -60,7 +60,7 @@ def package() -> griffe.Object | griffe.Alias:
     """The package as its source says, so that decorators hide nothing, as the pages show it."""
     return griffe.load(
         PACKAGE, search_paths=[str(ROOT / "src")], resolve_aliases=True,
-        extensions=griffe.load_extensions(SharedParameters),
+        extensions=griffe.load_extensions(PublicObjects),
     )  # fmt: skip
 
 

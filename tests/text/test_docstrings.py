@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import griffe
 
 from tests.kit.docstrings import documented_arguments, refers_to_twin, signature_arguments
@@ -34,3 +37,31 @@ def test_everything_public_has_a_docstring() -> None:
         **dict(public_objects()), **dict(public_functions()),
     }  # fmt: skip
     assert not [path for path, found in documented.items() if not found.docstring]
+
+
+def test_the_first_line_is_a_whole_sentence_for_summaries() -> None:
+    """Summaries of pages show the first line; `PublicObjects` puts the whole sentence there."""
+    first = {
+        path: found.docstring.value.partition("\n")[0]
+        for path, found in public_objects()
+        if found.docstring
+    }
+    assert not {path: line for path, line in first.items() if not line.endswith((".", ":", "?"))}
+
+
+def test_the_prompt_tells_what_fields_are() -> None:
+    code = """
+import sys
+sys.ps1 = ">>> "
+import pydoc
+from inspect_lens.probe import Threshold
+from inspect_lens.spec import CaptureSpec
+for one in (CaptureSpec, Threshold):
+    print(pydoc.render_doc(one, renderer=pydoc.plaintext))
+"""
+    made = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout
+    assert "phase: Keep only those of the positions that are `prefill`" in made
+    assert "fpr: False positive rate that it was set for." in made
+    assert "Example:" in made

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator
 from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
@@ -32,6 +32,7 @@ from safetensors.numpy import save as save_tensors
 from inspect_lens._base.shipped import organism_advice, shipped_root
 from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.spec._values import Value
 
 Made = TypeVar("Made")
 
@@ -67,10 +68,9 @@ def package_version() -> str:
         return "unknown"
 
 
-class ArtifactCard(BaseModel):
+class ArtifactCard(Value):
     """What cards of probes, vectors and lenses have alike."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     HEADER: ClassVar[frozenset[str]]
     """Fields that decide what the tensors mean, which their file repeats."""
 

@@ -7,10 +7,11 @@ from typing import Final, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from inspect_lens._base.artifact import with_interval
 from inspect_lens.errors import SpecError
+from inspect_lens.spec._values import Value
 
 MIN_GROUPS: Final = 8
 """Fewest groups for a test or an interval."""
@@ -151,10 +152,8 @@ def find_label_source(
     return "instruction" if not said and known_all and all(told) else ""
 
 
-class Record(BaseModel):
+class Record(Value):
     """Facts that do not change."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Interval(Record):
