@@ -121,7 +121,7 @@ def _fail_usage(error: Any) -> NoReturn:
     if type(error).__name__ == "NoArgsIsHelpError":
         error.show()
         sys.exit(error.exit_code)
-    said = " ".join(error.format_message().split()).rstrip(".")
+    said = " ".join(error.format_message().split()).rstrip(".").replace("Value error, ", "")
     fail(error, error.exit_code, f"{said}; {running(app)} --help shows what it takes", "UsageError")
 
 
