@@ -32,7 +32,7 @@ from safetensors.numpy import save as save_tensors
 from inspect_lens._base.shipped import organism_advice, shipped_root
 from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens.errors import ArtifactError, SpecError
-from inspect_lens.spec._values import Value
+from inspect_lens.spec import Value
 
 Made = TypeVar("Made")
 

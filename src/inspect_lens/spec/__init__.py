@@ -40,6 +40,7 @@ _SHARED = frozenset(
         "RequestPart",
         "STEER_KEY",
         "TensorLimits",
+        "Value",
         "check_counts",
         "check_edits",
         "check_engine_lens",

@@ -40,6 +40,7 @@ __all__ = [
     "OWN_WORDS",
     "PLACES",
     "STEER_KEY",
+    "Value",
     "check_counts",
     "check_name",
     "check_size",

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from inspect_lens._base.artifact import with_interval
 from inspect_lens.errors import SpecError
-from inspect_lens.spec._values import Value
+from inspect_lens.spec import Value
 
 MIN_GROUPS: Final = 8
 """Fewest groups for a test or an interval."""
