@@ -16,7 +16,6 @@ from inspect_ai.solver import TaskState, generate
 from sklearn.metrics import roc_auc_score
 
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import clopper_pearson
 from inspect_lens.scorer import at_threshold, auroc_metric, recall_at_fpr_metric, threshold_accuracy
 
 Value = Callable[[TaskState], Any]
@@ -86,15 +85,6 @@ def sample(value: float, **metadata: Any) -> SampleScore:
 
 
 class TestThroughInspect:
-    def test_auroc(self) -> None:
-        data = rows()
-        assert values(run(data, [auroc_metric()])) == {"auroc": pytest.approx(expected_auroc(data))}
-
-    def test_interval(self) -> None:
-        got = values(run(rows(), [auroc_metric(interval=True)]))
-        assert set(got) == {"auroc", "auroc_low", "auroc_high"}
-        assert got["auroc_low"] < got["auroc"] < got["auroc_high"]
-
     def test_epochs_are_reduced_first(self) -> None:
         rng = np.random.default_rng(3)
         noise: dict[tuple[int, int], float] = {}
@@ -171,22 +161,6 @@ class TestThroughInspect:
         (record,) = caplog.records
         assert "300 negatives or more" in record.getMessage()
         assert "too few scores" in record.getMessage()
-
-    @pytest.mark.slow
-    def test_recall_and_fpr_at_the_stored_threshold(self) -> None:
-        data = [{"label": 0, "score": float(i), "threshold": 97.0} for i in range(100)]
-        data += [{"label": 1, "score": s, "threshold": 97.0} for s in (97.0, 97.5, 98.0, 1.0)]
-        assert values(run(data, [at_threshold(interval=False)])) == {"recall": 0.5, "fpr": 0.02}
-        got = values(run(data, [at_threshold()]))
-        found, alarms = clopper_pearson(2, 4), clopper_pearson(2, 100)
-        assert got == {
-            "recall": 0.5, "recall_low": found.low, "recall_high": found.high,
-            "fpr": 0.02, "fpr_low": alarms.low, "fpr_high": alarms.high,
-        }  # fmt: skip
-        assert values(run(data, [at_threshold(0.5, interval=False)])) == {
-            "recall": 1.0,
-            "fpr": 0.99,
-        }
 
     def test_a_rate_that_cannot_be_known_is_left_out(
         self, caplog: pytest.LogCaptureFixture
