@@ -30,13 +30,13 @@ def record(planted: str, uri: Path) -> str:
 
 
 def test_a_probe_is_trained_on_recordings(run: Run, tmp_path: Path) -> None:
-    labels = [i % 2 for i in range(200)]
+    labels = [i % 2 for i in range(100)]
     stores = [plant(tmp_path / f"planted-{i}", labels, seed=i) for i in range(2)]
-    stores.append(plant(tmp_path / "planted-control", [0] * 320, seed=2))
+    stores.append(plant(tmp_path / "planted-control", [0] * 80, seed=2))
     named = [record(s, tmp_path / f"live-{i}") for i, s in enumerate(stores)]
     run(
         "probe", "train", "--train", named[0], "--held-out", named[1], "--control", named[2],
-        "--out", tmp_path / "p",
+        "--fpr", 0.05, "--out", tmp_path / "p",
     )  # fmt: skip
     card = load_probe(tmp_path / "p").card
     assert card.model is not None

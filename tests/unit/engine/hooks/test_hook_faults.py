@@ -46,6 +46,21 @@ def test_rows_that_are_not_finite_go_on_as_they_were_and_fail_their_request(
     assert take(collector, "b", 3).n_fed == 3
 
 
+@pytest.mark.parametrize("kind", [SystemExit, GeneratorExit, BaseException])
+def test_a_hook_that_would_end_the_process_fails_its_request(
+    worker: Worker, collector: Collector, kind: type[BaseException]
+) -> None:
+    def leave(ctx: Any, h: torch.Tensor) -> None:
+        raise kind("out")
+
+    begin(worker, collector, "a", hook(leave, 2))
+    worker.run([("a", 0, 3)])
+    with pytest.raises(HookError, match=kind.__name__):
+        take(collector, "a", 3)
+    worker.stepper.remove("a")
+    assert not worker.hooks.live
+
+
 def rows_of(stream: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     return stream[start:stop].clone()
 
