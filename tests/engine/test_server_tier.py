@@ -15,6 +15,7 @@ import pytest
 from inspect_lens.probe import Probe, load_probe
 from inspect_lens.spec import Ablate, Add, EngineEdits
 from tests.conftest import ADMIN_KEY
+from tests.kit.waiting import until
 from tests.kit.webhook import Webhook
 
 pytestmark = pytest.mark.engine
@@ -233,10 +234,7 @@ ALARM = {"name": "watched", "alarm": "flag", "aggregate": "last", "threshold": -
 
 
 def wait_for(reached: Any) -> None:
-    until = time.monotonic() + 20
-    while not reached():
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    assert until(reached, 20)
 
 
 def test_probes_of_the_server_read_beside_those_of_a_request(

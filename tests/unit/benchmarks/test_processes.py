@@ -13,6 +13,7 @@ import pytest
 
 from tests.kit.child import ROOT, Child, ChildError
 from tests.kit.process_tree import cpu_model, settled_usage, usage
+from tests.kit.waiting import until
 
 ECHO = """
 import os, subprocess, sys, time
@@ -70,19 +71,13 @@ def test_a_late_answer_is_an_error_and_closing_ends_grandchildren(
     process = psutil.Process(grandchild)
     child.close()
     # It is nobody's child now: ended, or ended and not yet collected.
-    deadline = time.monotonic() + 5
-    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
 
 
 def test_a_paused_child_does_nothing_until_it_is_resumed_and_can_be_closed(child: Child) -> None:
     grandchild = psutil.Process(child.ask(30, do="echo", text="")["grandchild"])
     child.pause()
-    deadline = time.monotonic() + 5
-    while grandchild.status() != psutil.STATUS_STOPPED:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert until(lambda: grandchild.status() == psutil.STATUS_STOPPED)
     child.send(do="echo", text="later")
     with pytest.raises(ChildError, match="no answer"):
         child.receive(0.5)

@@ -109,16 +109,19 @@ def test_equal_edits_share_what_was_made_for_any_prompt(name: str) -> None:
 
 CHANGES: dict[str, Any] = {
     "vector": ROWS[1], "layers": (1, 3), "scale": 2.0, "norm_match": True, "site": "attn_out",
-    "when": Gate(direction=ROWS[2], layer=0),
+    "when": Gate(direction=ROWS[2], layer=0), "positions": (2,), "phase": "decode",
 }  # fmt: skip
 
 
+def resolved(**fields: Any) -> SealedEdits:
+    edits = LensRequest(edits=[Add(**fields)]).edits
+    return SealedEdits(tuple(seal_edits(edits, 6, 9, FACTS.width_of)))
+
+
 @pytest.mark.parametrize("changed", CHANGES)
-def test_edits_that_differ_in_anything_share_nothing(changed: str) -> None:
+def test_edits_that_differ_in_anything_share_no_block_of_the_cache(changed: str) -> None:
     base: dict[str, Any] = {"vector": ROW, "layers": (1, 2), "scale": 1.0, "norm_match": False}
-    one, other = (
-        seal_edits(LensRequest(edits=[Add(**fields)]).edits, 6, 9, FACTS.width_of)[-1]
-        for fields in (base, {**base, changed: CHANGES[changed]})
-    )
-    assert one.made is not other.made
-    assert (one.sha256, one.layers, one.site) != (other.sha256, other.layers, other.site)
+    one, other = resolved(**base), resolved(**{**base, changed: CHANGES[changed]})
+    assert one.content == resolved(**base).content != other.content
+    if changed not in ("positions", "phase"):
+        assert one.edits[-1].made is not other.edits[-1].made

@@ -108,9 +108,7 @@ def test_a_worker_that_goes_fails_what_it_has_under_way_and_nothing_else(far: Co
     for key, worker in (("lost", first), ("kept", second)):
         begin(worker, far, key, sealed(far, request, N, 2))
         worker.step([(key, 3, 0, 15)])
-    deadline = time.monotonic() + 5
-    while not all(p.shares for p in far._pending.values()) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert until(lambda: all(p.shares for p in far._pending.values()))
     first.stepper.close()
     began = time.monotonic()
     with pytest.raises(CaptureError, match="a worker on another host has gone"):

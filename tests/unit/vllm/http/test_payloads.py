@@ -12,6 +12,7 @@ import pytest
 from inspect_lens._vllm.clients import CLIENT, NotesClient
 from inspect_lens._vllm.http.payloads import PayloadStore
 from inspect_lens.errors import CapacityError, UnsupportedError
+from tests.kit.waiting import until
 
 
 def test_a_payload_is_there_until_it_is_fetched_or_expires() -> None:
@@ -96,10 +97,7 @@ def test_nothing_is_held_though_nobody_asks_again() -> None:
     store = PayloadStore(ttl_s=0.1)
     store.get(store.put(b"fetched"))
     store.put(b"forgotten")
-    deadline = time.monotonic() + 10
-    while store._n_bytes and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert store._n_bytes == 0
+    assert until(lambda: store.n_bytes == 0)
 
 
 def test_clients_are_told_apart_by_their_address_and_key() -> None:

@@ -31,6 +31,7 @@ from inspect_lens.data import Recording
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import SinkReceipt, SinkUse, TensorData
 from tests.kit.repository import ROOT
+from tests.kit.waiting import until
 
 ABOUT = {
     "model": {"name": "m", "sha256": None}, "layers": [3], "hidden": 8, "dtype": "float32",
@@ -137,21 +138,15 @@ def test_a_slow_sink_spills_and_drains_in_the_end(tmp_path: Path) -> None:
     for i in range(300):
         told.append(recorder.take(done(f"r{i}"), waits=True))
         time.sleep(0.001)
-    deadline = time.monotonic() + 20
-    while recorder.counts["spilled"] < 200 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert recorder.counts["spilled"] >= 200
+    assert until(lambda: recorder.counts["spilled"] >= 200, 20)
 
     def on_disk() -> int:
         return sum(f.stat().st_size for f in tmp_path.glob("live/shard-*"))
 
     # A shard that is being spilled at the moment is on disk and not yet counted.
-    while recorder.describe()["spilled_bytes"] != on_disk() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert recorder.describe()["spilled_bytes"] == on_disk() > 0
+    assert until(lambda: recorder.describe()["spilled_bytes"] == on_disk() > 0, 20)
     receiver.may_go.set()
-    while recorder.describe()["spilled_bytes"] and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert until(lambda: recorder.describe()["spilled_bytes"] == 0, 20)
     assert recorder.flush(20)
     counts = statuses(recorder)
     # What is spilled counts once as that, and once when it is written.
@@ -206,9 +201,7 @@ def test_what_a_killed_process_spilled_is_written_by_the_next(tmp_path: Path) ->
         process.send_signal(signal.SIGKILL)
         process.wait()
         after = store_of(uri)(**spill)
-        deadline = time.monotonic() + 20
-        while after.describe()["spilled_bytes"] and time.monotonic() < deadline:
-            time.sleep(0.02)
+        assert until(lambda: after.describe()["spilled_bytes"] == 0, 20)
     finally:
         process.kill()
         process.wait()
