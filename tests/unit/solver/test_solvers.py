@@ -240,12 +240,6 @@ def test_gate_resamples_up_to_its_tries_and_says_what_stands(server: FakeLensSer
     assert [m.role for m in sample(log).messages] == ["user", "assistant"]
 
 
-def test_gate_steers_harder_from_try_to_try(server: FakeLensServer) -> None:
-    gate = probe_gate("tiny/p", -1e6, "steer", steer={"vector": "tiny/v", "scale": 2.0}, tries=3)
-    run(server, gate, n=1)
-    assert [v.scale for body in server.requests for v in sent(body).edits] == [2.0, 4.0, 6.0]
-
-
 @pytest.mark.parametrize(("score_", "outcome"), [(2.0, "stopped"), (0.5, "passed")])
 def test_gate_takes_the_word_of_a_probe_in_the_engine(
     server: FakeLensServer, score_: float, outcome: str
