@@ -56,7 +56,7 @@ real: env  ## run the tests on three real models, which are downloaded once; mak
 	@$(PY) -m tests.kit.generated
 
 real-core: env  ## the same on the smallest of them
-	@$(PYTEST) -m real -n 0 tests/real --durations=10 -k smollm2
+	@$(PYTEST) -m real -n 0 tests/real --durations=10 -k "smollm2 or liar"
 
 check: env  ## the fast part, for before a commit: lint, types, imports, contracts, unit
 	@$(MAKE) --keep-going --jobs=2 --output-sync=target types lint imports
