@@ -58,6 +58,9 @@ def test_no_registry_host() -> None:
 def test_version_is_stated_once_and_has_a_changelog_entry() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["version"] == inspect_lens.__version__
+    own = tomllib.loads((ROOT / "organism/pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert own["version"] == project["version"]
+    assert own["dependencies"] == [f"inspect-lens=={project['version']}"]
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert re.search(rf"^## \[{re.escape(inspect_lens.__version__)}\]", changelog, re.MULTILINE)
 
