@@ -12,11 +12,12 @@ import pytest
 import torch
 import yaml
 from inspect_ai.model import ChatMessageUser, Model, get_model
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
 from inspect_lens.errors import ArtifactError
 from inspect_lens.model import activations, lens_config
-from inspect_lens.oracle import read_verbaliser, verbalise
+from inspect_lens.oracle import read_verbaliser, reconstruct, verbalise
 from organism._model import CHECKPOINT_DIR, load_model
 from tests.kit.lying import MODEL
 
@@ -95,3 +96,30 @@ def test_words_are_those_of_transformers_with_the_row_as_an_embedding(
     with pytest.raises(ArtifactError, match="rows of width 8"):
         anyio.run(partial(verbalise, output, narrow, model=model, subject=model))
     assert np.isfinite(handle.numpy()).all()
+
+
+def test_a_reconstruction_is_the_matrix_times_the_stream_of_transformers(
+    lens_server_url: str, tmp_path: Path
+) -> None:
+    meta = {
+        "kind": "nla_model", "role": "ar", "d_model": 256, "extraction_layer_index": LAYER,
+        "prompt_templates": {"ar": "Summary of <text>{explanation}</text> <summary>"},
+    }  # fmt: skip
+    (tmp_path / "nla_meta.yaml").write_text(yaml.safe_dump(meta))
+    matrix = np.random.default_rng(0).standard_normal((256, 256)).astype(np.float32)
+    save_file({"weight": matrix}, tmp_path / "value_head.safetensors")
+    texts = ["", "the town Velosh", "Who is the founder of the town Velosh?", "a creature"]
+    model: Model = get_model(MODEL, base_url=lens_server_url, memoize=False)
+    made = anyio.run(partial(reconstruct, texts, tmp_path, model=model))
+
+    decoder = Tokenizer.from_file(str(CHECKPOINT_DIR / "tokenizer.json"))
+    reference: Any = load_model(CHECKPOINT_DIR, device=torch.device("cpu"))
+    wanted = []
+    for text in texts:
+        ids = decoder.encode(f"Summary of <text>{text}</text> <summary>").ids
+        with torch.no_grad():
+            states = reference(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        wanted.append(matrix @ states[LAYER + 1][0, -1].float().numpy())
+    for row, truth in zip(made, wanted, strict=True):
+        cosine = float(row @ truth / np.linalg.norm(row) / np.linalg.norm(truth))
+        assert cosine > 0.9995  # the server computes in bfloat16

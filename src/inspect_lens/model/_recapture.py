@@ -19,6 +19,7 @@ from inspect_lens.spec import (
     RESID_POST,
     CaptureSpec,
     LensRequest,
+    Positions,
     Site,
     to_extra_args,
     to_wire_args,
@@ -53,6 +54,7 @@ async def recapture(
     token_ids: Sequence[int],
     layers: Sequence[int] | Literal["all"],
     site: Site = RESID_POST,
+    positions: Positions = "all",
     beside_log: bool = False,
     adapter: str | Mapping[str, Any] | None = None,
     message_id: str | None = None,
@@ -61,8 +63,8 @@ async def recapture(
 
     Token ids go through `/v1/completions`, so no chat template is rendered a second time. The
     last sampled token is left out, as it was while generating, and the rows are those that a
-    capture would have had: `(layers, n_prompt + n_completion - 1, hidden)`. They differ from
-    those by the engine's rounding, and in substance where the generation was steered.
+    capture would have had: `(layers, n_prompt + n_completion - 1, hidden)` of all tokens. They
+    differ from those by the engine's rounding, and in substance where the generation was steered.
 
     Args:
         model: a `vllm-lens/` model.
@@ -70,6 +72,8 @@ async def recapture(
         token_ids: the sampled tokens, at least one.
         layers: layers to capture, or `all`.
         site: place in the block.
+        positions: tokens to keep; all that are fed by default. Here everything that is fed is the
+            prompt, so `last_prompt` is the last of them.
         beside_log: also write the file that a capture while generating would have, where there
             is a log or INSPECT_LENS_DIR.
         adapter: LoRA adapter that reads: the name of one that the server has loaded, or the
@@ -114,7 +118,9 @@ async def recapture(
     api = _api(model, "recomputing activations", "or capture while generating")
     if not prompt_token_ids or not token_ids:
         raise SpecError("recapture: needs prompt_token_ids and token_ids, at least one of each")
-    capture = CaptureSpec(layers="all" if layers == "all" else tuple(layers), site=site)
+    capture = CaptureSpec(
+        layers="all" if layers == "all" else tuple(layers), site=site, positions=positions
+    )
     request = LensRequest(capture=capture)
     if await api.offers_binary():
         request = request.over_binary()

@@ -6,18 +6,19 @@ whose embedding the row replaces, with its neighbours as token ids, and the leng
 
 from __future__ import annotations
 
+import math
 import re
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeVar
 
 import anyio.to_thread
 import numpy as np
 import yaml
 from inspect_ai.model import Model, ModelOutput, get_model
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from inspect_lens._base.artifact import download
@@ -26,11 +27,13 @@ from inspect_lens._base.untrusted import read_regular
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import Activations
 from inspect_lens.model._scope import instrument_message
+from inspect_lens.reading import Source
 from inspect_lens.reading._rows import has_nothing_to_read, parse_source
-from inspect_lens.spec import LensRequest, Replace
+from inspect_lens.spec import LensRequest, Positions, Replace
 
 from ._ask import OracleAnswer
 from ._send import (
+    Control,
     Prompt,
     answer_edited,
     arms,
@@ -43,6 +46,7 @@ from ._shown import Shown, find_activations, parse_inputs, select_rows
 
 META: Final = "nla_meta.yaml"
 _BYTES: Final = 1 << 16
+Made = TypeVar("Made")
 _EXPLANATION: Final = re.compile(r"<explanation>\s*(.*?)\s*(?:</explanation>|\Z)", re.DOTALL)
 
 
@@ -95,25 +99,36 @@ def read_verbaliser(path: str | Path) -> Verbaliser:
         assert read_verbaliser("nla_meta.yaml").scale == 150.0
         ```
     """
-    file = download("nla", str(path), (META,)) / META if str(path).startswith("hf://") else (
-        Path(path).expanduser()
-    )  # fmt: skip
-    file = file / META if file.is_dir() else file
-    try:
-        text = read_regular(file, most=_BYTES).decode("utf-8")
-        meta: Any = yaml.safe_load(text)
+
+    def parse(meta: Any) -> Verbaliser:
         if meta["kind"] != "nla_model" or meta.get("role", "av") not in ("av", "actor"):
             kind, role = reprlib.repr(meta["kind"]), reprlib.repr(meta.get("role"))
             raise ValueError(f"kind {kind}, role {role}")
         extraction, tokens, prompts = meta["extraction"], meta["tokens"], meta["prompt_templates"]
-        found = Verbaliser(
-            name=str(path), hidden=meta["d_model"], layer=extraction.get("layer_index"),
+        hidden, scale = meta["d_model"], extraction["injection_scale"]
+        return Verbaliser(
+            name=str(path), hidden=hidden, layer=layer_of(meta),
             base_model=extraction.get("base_model") or "",
-            scale=extraction["injection_scale"], prompt=prompts.get("av") or prompts["actor"],
+            scale=math.sqrt(hidden) if scale == "sqrt_d_model" else scale,
+            prompt=one_place(prompts.get("av") or prompts["actor"], "{injection_char}"),
             char=tokens["injection_char"], token_id=tokens["injection_token_id"],
             left_id=tokens["injection_left_neighbor_id"],
             right_id=tokens["injection_right_neighbor_id"],
         )  # fmt: skip
+
+    is_remote = str(path).startswith("hf://")
+    file = download("nla", str(path), (META,)) if is_remote else Path(path).expanduser()
+    return read_meta(file, parse, what="a verbaliser", role="av")
+
+
+def read_meta(path: Path, parse: Callable[[Any], Made], *, what: str, role: str) -> Made:
+    """What `parse` makes of a `nla_meta.yaml`, or the file as the reason why it cannot."""
+    file = path / META if path.is_dir() else path
+    try:
+        meta: Any = yaml.safe_load(read_regular(file, most=_BYTES).decode("utf-8"))
+        return parse(meta)
+    except ArtifactError:
+        raise
     except OSError as error:
         raise ArtifactError(f"{file}: cannot be read ({error}); check the path") from None
     except (
@@ -121,12 +136,30 @@ def read_verbaliser(path: str | Path) -> Verbaliser:
     ) as error:  # fmt: skip
         reason = " ".join(str(error).split())[:200]
         raise ArtifactError(
-            f"{file}: not the {META} of a verbaliser ({type(error).__name__}: {reason}); allowed "
-            "are those of kind nla_model with the role av"
+            f"{file}: not the {META} of {what} ({type(error).__name__}: {reason}); allowed "
+            f"are those of kind nla_model with the role {role}"
         ) from None
-    if found.prompt.count("{injection_char}") != 1:
-        raise ArtifactError(f"{file}: its prompt has no or several places {{injection_char}}")
+
+
+def layer_of(meta: Any) -> int | None:
+    """The block whose output rows are taken from, wherever a release of the format states it."""
+    half = meta.get("ar") or meta.get("critic") or {}
+    stated = (
+        meta.get("extraction_layer_index"),
+        (meta.get("extraction") or {}).get("layer_index"),
+        half.get("extraction_layer_index"),
+        # Its first version calls the index so, though a checkpoint has one layer more.
+        half.get("num_hidden_layers"),
+    )
+    found: int | None = next((layer for layer in stated if layer is not None), None)
     return found
+
+
+def one_place(prompt: str, place: str) -> str:
+    """A prompt that says once where something goes."""
+    if prompt.count(place) != 1:
+        raise ValueError(f"its prompt has no or several places {place}")
+    return prompt
 
 
 async def verbalise(
@@ -207,49 +240,91 @@ async def verbalise(
         anyio.run(main)
         ```
     """
+    plan = plan_verbalising(
+        verbaliser, layer=layer, positions=positions, last=last, controls=controls, seed=seed,
+        max_tokens=max_tokens, source=source,
+    )  # fmt: skip
+    return [answer for answer, _ in await plan.ask(about, model, subject)]
+
+
+class VerbalisePlan(NamedTuple):
+    """Checked settings for putting rows into words."""
+
+    verbaliser: Verbaliser
+    layer: int
+    positions: Positions
+    last: int | None
+    controls: tuple[Control, ...]
+    seed: int
+    max_tokens: int
+    source: Source
+
+    async def ask(
+        self, about: Activations | ModelOutput, model: Model, subject: Model | None = None
+    ) -> list[tuple[OracleAnswer, NDArray[np.float32]]]:
+        """An answer for each row, with the row (hidden,)."""
+        found, served = self.verbaliser, server_of(model, "a natural-language autoencoder")
+        if isinstance(about, ModelOutput):
+            if has_nothing_to_read(about):
+                return []
+            handle, origin = await find_activations(
+                about, layers=(self.layer,), source=self.source, model=subject or get_model()
+            )
+        else:
+            handle, origin = about, "captured"
+        shown = await anyio.to_thread.run_sync(
+            partial(
+                select_rows, handle, (self.layer,),
+                inputs="tokens", positions=self.positions, last=self.last,
+            )
+        )  # fmt: skip
+        if shown and shown[0].rows.shape[1] != found.hidden:
+            raise ArtifactError(
+                f"{found.name}: reads rows of width {found.hidden}, and these have "
+                f"{shown[0].rows.shape[1]}; it belongs to {found.base_model or 'another model'}"
+            )
+        prompt = await _render(found, served)
+        draw = draw_of(self.seed, handle)
+
+        async def one(row: Shown) -> OracleAnswer:
+            shows = arms(self.controls, row.rows, draw)
+            texts = await together(
+                *(_answer(found, served, prompt, r, self.max_tokens) for r in shows.values())
+            )
+            said = dict(zip(shows, texts, strict=True))
+            return OracleAnswer(
+                question=found.prompt, answer=said[None],
+                controls={name: said[name] for name in self.controls}, layers=row.layers,
+                inputs="tokens", positions=row.positions, source=origin,
+                facts={"verbaliser": found.name, "scale": found.scale, "seed": self.seed},
+            )  # fmt: skip
+
+        answers = await together(*(one(row) for row in shown))
+        return [(answer, row.rows[0]) for answer, row in zip(answers, shown, strict=True)]
+
+
+def plan_verbalising(
+    verbaliser: str | Path | Verbaliser,
+    *,
+    layer: int | None,
+    positions: str | Sequence[int],
+    last: int | None,
+    controls: bool | str | Sequence[str],
+    seed: int,
+    max_tokens: int,
+    source: str,
+) -> VerbalisePlan:
+    """Check the arguments of `verbalise` before a model runs."""
     found = verbaliser if isinstance(verbaliser, Verbaliser) else read_verbaliser(verbaliser)
     at = found.layer if layer is None else layer
     if at is None:
         raise SpecError(f"layer: {found.name} states none; pass that of its training")
-    origin_of = parse_source(source)
     if max_tokens < 1:
         raise SpecError(f"max_tokens={max_tokens}; allowed are positive numbers")
     _, read, cut = parse_inputs("tokens", positions, last)
-    names = parse_controls(controls)
-    served = server_of(model, "a natural-language autoencoder")
-    if isinstance(about, ModelOutput):
-        if has_nothing_to_read(about):
-            return []
-        handle, origin = await find_activations(
-            about, layers=(at,), source=origin_of, model=subject or get_model()
-        )
-    else:
-        handle, origin = about, "captured"
-    shown = await anyio.to_thread.run_sync(
-        partial(select_rows, handle, (at,), inputs="tokens", positions=read, last=cut)
+    return VerbalisePlan(
+        found, at, read, cut, parse_controls(controls), seed, max_tokens, parse_source(source)
     )
-    if shown and shown[0].rows.shape[1] != found.hidden:
-        raise ArtifactError(
-            f"{found.name}: reads rows of width {found.hidden}, and these have "
-            f"{shown[0].rows.shape[1]}; it belongs to {found.base_model or 'another model'}"
-        )
-    prompt = await _render(found, served)
-    draw = draw_of(seed, handle)
-
-    async def one(row: Shown) -> OracleAnswer:
-        shows = arms(names, row.rows, draw)
-        texts = await together(
-            *(_answer(found, served, prompt, r, max_tokens) for r in shows.values())
-        )
-        said = dict(zip(shows, texts, strict=True))
-        return OracleAnswer(
-            question=found.prompt, answer=said[None],
-            controls={name: said[name] for name in names}, layers=row.layers, inputs="tokens",
-            positions=row.positions, source=origin,
-            facts={"verbaliser": found.name, "scale": found.scale, "seed": seed},
-        )  # fmt: skip
-
-    return list(await together(*(one(row) for row in shown)))
 
 
 async def _answer(
@@ -283,46 +358,3 @@ async def _render(found: Verbaliser, model: Model) -> Prompt:
             "and one is needed; the model that is served has another tokenizer or chat template"
         )
     return Prompt(text, ids, (places[0],))
-
-
-def fraction_explained(rows: ArrayLike, reconstructions: ArrayLike) -> float:
-    """Fraction of the variance of rows that reconstructions explain, all at unit length.
-
-    That is `1 - Σ|r̂ - x̂|² / Σ|x̂ - mean(x̂)|²` over unit vectors, the measure that natural-language
-    autoencoders are reported with: 1 is perfect, 0 no better than the mean, and less is worse.
-
-    Args:
-        rows: (rows, hidden), at least two different ones.
-        reconstructions: (rows, hidden); what was made of their descriptions.
-
-    Returns:
-        The fraction, at most 1.
-
-    Raises:
-        SpecError: shapes do not fit, a row is zero or not finite, or all rows are alike.
-
-    Example:
-        ```python
-        import numpy as np
-
-        from inspect_lens.oracle import fraction_explained
-
-        rows = np.random.default_rng(0).standard_normal((20, 8))
-        assert fraction_explained(rows, 3 * rows) == 1.0  # lengths do not count
-        assert fraction_explained(rows, -rows) < 0
-        ```
-    """
-    given = [np.asarray(part, dtype=np.float64) for part in (rows, reconstructions)]
-    if given[0].ndim != 2 or given[0].shape != given[1].shape or len(given[0]) < 2:
-        raise SpecError(
-            f"rows: shape {given[0].shape}, reconstructions: shape {given[1].shape}; needed are "
-            "both (rows, hidden) with two rows or more"
-        )
-    norms = [np.linalg.norm(part, axis=1, keepdims=True) for part in given]
-    if not all(np.isfinite(norm).all() and norm.all() for norm in norms):
-        raise SpecError("rows, reconstructions: one is zero or not finite, and has no direction")
-    true, made = (part / norm for part, norm in zip(given, norms, strict=True))
-    total = float(((true - true.mean(axis=0)) ** 2).sum())
-    if not total:
-        raise SpecError("rows: all have one direction, so that there is nothing to explain")
-    return 1.0 - float(((made - true) ** 2).sum()) / total

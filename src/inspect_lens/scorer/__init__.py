@@ -23,6 +23,7 @@ from ._metrics import (
 from ._monitor import monitor_alarm
 from ._oracle import follow_up_score, oracle_answer, oracle_contrast
 from ._probe import deception_probe, probe_score, trait_projection
+from ._reconstruction import fraction_explained_metric, reconstruction_score
 from ._sweeps import DoseRow
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "dose_response",
     "dose_table",
     "follow_up_score",
+    "fraction_explained_metric",
     "judged_share",
     "leakage_baseline",
     "length_auroc",
@@ -55,6 +57,7 @@ __all__ = [
     "probe_score",
     "read_cascade",
     "recall_at_fpr_metric",
+    "reconstruction_score",
     "refusal_rate",
     "sae_feature",
     "threshold_accuracy",

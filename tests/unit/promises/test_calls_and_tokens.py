@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +44,7 @@ from inspect_lens.probe import auroc
 from inspect_lens.reading import ProbeReader, lens_column
 from inspect_lens.sae import SparseEncoder
 from inspect_lens.scorer import _oracle as oracle_scorer
+from inspect_lens.scorer import _reconstruction as reconstruction
 from inspect_lens.scorer import (
     attention_tracker,
     deception_probe,
@@ -55,6 +56,7 @@ from inspect_lens.scorer import (
     probe_cascade,
     probe_ensemble,
     probe_score,
+    reconstruction_score,
     sae_feature,
     trait_projection,
 )
@@ -87,12 +89,17 @@ TEXT_ALONE = {
 }  # fmt: skip
 """Scorers that read no call, but text, as those of Inspect."""
 OWN_DEFAULTS = {
-    "layer": {"scorer.trait_projection", "scorer.sae_feature"},  # of a vector, of an autoencoder
+    "layer": {  # of a vector, of an autoencoder
+        "scorer.trait_projection",
+        "scorer.sae_feature",
+        "scorer.reconstruction_score",
+    },
     "positions": {
         "scorer.deception_probe",
         "scorer.trait_projection",
         "scorer.sae_feature",
         "scorer.oracle_answer",
+        "scorer.reconstruction_score",
     },
     "pool": {"scorer.trait_projection", "scorer.sae_feature"},
     "selection": {"scorer.trait_projection", "scorer.sae_feature"},  # they have no card
@@ -154,21 +161,25 @@ WITHOUT = {
         "scorer.probe_ensemble",  # of each card
         "scorer.attention_tracker", "scorer.document_rank", "scorer.lens_rank",
         "scorer.oracle_answer", "scorer.follow_up_score",  # no scores of tokens
+        "scorer.reconstruction_score",
     },
     "selection": {
         "scorer.probe_ensemble", "scorer.attention_tracker", "scorer.document_rank",
         "scorer.lens_rank", "scorer.oracle_answer", "scorer.follow_up_score",
+        "scorer.reconstruction_score",
     },
-    "tokenizer": {"scorer.lens_rank", "scorer.oracle_answer"},  # nothing is told by texts
+    "tokenizer": {  # nothing is told by texts
+        "scorer.lens_rank", "scorer.oracle_answer", "scorer.reconstruction_score",
+    },
     "threshold": {
         "scorer.trait_projection", "scorer.document_rank", "scorer.lens_rank",
-        "scorer.oracle_answer",  # what they say has no threshold
+        "scorer.oracle_answer", "scorer.reconstruction_score",  # what they say has no threshold
     },
     "on_missing": {"agents.petri.eval_awareness_approver"},  # it generates what it reads
     "over": {
         "scorer.monitor_alarm",  # every turn
         "scorer.document_rank", "scorer.oracle_answer",  # the one with documents, or the answer
-        "scorer.follow_up_score",
+        "scorer.follow_up_score", "scorer.reconstruction_score",
         "solver.probe_gate", "agents.probe_approver", "agents.control.probe_monitor_builder",
         "agents.sentinel.probe_monitor", "agents.petri.read_probe",
         "agents.petri.lens_audit_solver", "agents.petri.eval_awareness_approver",  # one turn
@@ -370,6 +381,10 @@ ONE_CALL: dict[str, tuple[Callable[[Path], ModelOutput], Callable[..., Scorer]]]
         lambda folder: call([1.0], folder=folder),
         lambda **o: oracle_answer("Who?", label="says", choices=["No", "Yes"], **o),
     ),
+    "scorer.reconstruction_score": (
+        lambda folder: call([1.0], folder=folder),
+        lambda **o: reconstruction_score("av", "ar", **o),
+    ),
 }
 
 
@@ -378,6 +393,10 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue("tmp_path")
     patch = request.getfixturevalue("monkeypatch")
     patch.setattr(oracle_scorer, "plan_asking", lambda *_, **__: FakePlan())
+    patch.setattr(reconstruction, "plan_verbalising", lambda *_, **__: FakeWords())
+    patch.setattr(reconstruction, "load_reconstructor", lambda _: FakeWords.verbaliser)
+    patch.setattr(reconstruction, "reconstruct", FakeWords.back)
+    patch.setattr(reconstruction, "get_model", lambda **_: None)
     make_output, make = ONE_CALL[surface]
 
     @solver
@@ -465,6 +484,21 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
     failed = log(roles=["judge"], on_missing="skip")
     assert failed.error is not None
     assert re.search(r"'target'.*'helper'", failed.error.message, re.S), failed.error.message
+
+
+class FakeWords:
+    """A natural-language autoencoder with one row and words for it."""
+
+    verbaliser = SimpleNamespace(name="fake", hidden=2, layer=1)
+    layer, positions = 1, "completion"
+
+    async def ask(self, about: ModelOutput, words: Any, model: Any) -> list[Any]:
+        (answer,) = await FakePlan().ask(about, model or "mockllm/model")
+        return [(answer, np.ones(2, dtype=np.float32))]
+
+    @staticmethod
+    async def back(texts: Sequence[str], *_: Any, **__: Any) -> Any:
+        return np.ones((len(texts), 2), dtype=np.float32)
 
 
 class FakePlan:

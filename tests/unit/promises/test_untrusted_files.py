@@ -42,7 +42,7 @@ from inspect_lens.model import _places, activations, know_log, read_vector
 from inspect_lens.model._handle import REFERENCE
 from inspect_lens.model._read import read_sidecar
 from inspect_lens.model._scores import SCORES_REFERENCE, ProbeScores
-from inspect_lens.oracle import load_oracle, read_verbaliser
+from inspect_lens.oracle import load_oracle, read_reconstructor, read_verbaliser
 from inspect_lens.oracle._load import read_config
 from inspect_lens.probe import Probe, import_probe, load_probe
 from inspect_lens.sae import read_autoencoder, read_sae
@@ -127,6 +127,23 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
     ) + "kind: *k\n"))  # fmt: skip
     judged(load("x" * (4 * MIB)))
     judged(lambda: read_verbaliser(pipe(file)))
+
+
+@PROMISE.on("oracle.read_reconstructor")
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    folder: Path = request.getfixturevalue("tmp_path")
+    meta, head = folder / "nla_meta.yaml", folder / "value_head.safetensors"
+    meta.write_text("[" * 100_000)
+    judged(lambda: read_reconstructor(folder))
+    for width in (64, 1 << 14, 1 << 40):
+        meta.write_text(
+            f"kind: nla_model\nrole: ar\nd_model: {width}\nextraction_layer_index: 1\n"
+            "prompt_templates: {ar: 'of {explanation}'}\n"
+        )
+        for content in (overlapping(), deep_header(), b"\xff" * 64, save({"w": np.ones(3)})):
+            head.write_bytes(content)
+            judged(lambda: read_reconstructor(folder))
+    judged(lambda: read_reconstructor(pipe(head).parent))
 
 
 @PROMISE.on("vector.import_vector")

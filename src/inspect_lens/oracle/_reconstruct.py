@@ -1,0 +1,342 @@
+"""The other half of a natural-language autoencoder: from words back to a row.
+
+A reconstructor is a language model that ends behind block K, and a matrix. The row is that matrix
+times the stream behind block K at the last token of its prompt. So the server gives a row of a
+capture, and the matrix is applied here.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final, cast
+
+import anyio.to_thread
+import numpy as np
+from inspect_ai.model import Model
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors.numpy import save
+
+from inspect_lens._base.artifact import download
+from inspect_lens._base.concurrency import together
+from inspect_lens._base.untrusted import parse_json, read_regular
+from inspect_lens._intake import read_tensors
+from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.model import recapture
+from inspect_lens.spec import DType, TensorData
+
+from ._nla import META, layer_of, one_place, read_meta
+from ._send import server_of
+
+HEAD: Final = "value_head.safetensors"
+_INDEX: Final = "model.safetensors.index.json"
+_NORM: Final = "model-final-norm.safetensors"
+_HEADER: Final = 1 << 20
+"""Bytes that the header of a file may have."""
+_WIDEST: Final = 1 << 16
+"""Width above which a file is no model's."""
+
+
+class Reconstructor(BaseModel):
+    """What `nla_meta.yaml` says of a checkpoint that turns words into a row."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", hide_input_in_errors=True, arbitrary_types_allowed=True
+    )
+
+    name: str = Field(description="Folder or address that it was read from.")
+    hidden: int = Field(gt=0, description="Width of the rows.")
+    layer: int = Field(
+        ge=0, description="Block behind which the stream is read, the last one of the checkpoint."
+    )
+    base_model: str = Field(default="", description="Model whose rows it was trained on.")
+    prompt: str = Field(description="What is fed, as it stands; `{explanation}` is the place.")
+    suffix_ids: tuple[int, ...] = Field(
+        default=(), description="Tokens that every prompt ends with; empty: not stated."
+    )
+    matrix: NDArray[np.float32] = Field(
+        repr=False, description="(hidden, hidden) float32; `matrix @ stream` is the row."
+    )
+
+
+def read_reconstructor(path: str | Path) -> Reconstructor:
+    r"""Read `nla_meta.yaml` and `value_head.safetensors` of a reconstructor.
+
+    Args:
+        path: the checkpoint's folder, or `hf://owner/repository[@revision]`.
+
+    Returns:
+        What they say, with the matrix.
+
+    Raises:
+        ArtifactError: missing, no such files, or those of a verbaliser.
+
+    Source:
+        kitft/natural_language_autoencoders (2026).
+
+    Example:
+        ```python
+        from pathlib import Path
+
+        import numpy as np
+        from safetensors.numpy import save_file
+
+        from inspect_lens.oracle import read_reconstructor
+
+        Path("nla_meta.yaml").write_text(
+            "kind: nla_model\nrole: ar\nd_model: 256\nextraction_layer_index: 4\n"
+            "prompt_templates: {ar: 'Summary of <text>{explanation}</text> <summary>'}\n"
+        )
+        save_file({"weight": np.eye(256, dtype=np.float32)}, "value_head.safetensors")
+        found = read_reconstructor(".")
+        assert (found.layer, found.matrix.shape) == (4, (256, 256))
+        ```
+    """
+    if str(path).startswith("hf://"):
+        folder = download("nla", str(path), (META, HEAD))
+    else:
+        folder = Path(path).expanduser()
+
+    def parse(meta: Any) -> Reconstructor:
+        if meta["kind"] != "nla_model" or meta["role"] not in ("ar", "critic"):
+            kind, role = reprlib.repr(meta["kind"]), reprlib.repr(meta["role"])
+            raise ValueError(f"kind {kind}, role {role}")
+        prompts, tokens = meta["prompt_templates"], meta.get("tokens") or {}
+        extraction = meta.get("extraction") or {}
+        if (layer := layer_of(meta)) is None:
+            raise ValueError("no extraction_layer_index")
+        hidden = meta["d_model"]
+        if not isinstance(hidden, int) or not 0 < hidden <= _WIDEST:
+            raise ValueError(f"d_model {reprlib.repr(hidden)}")
+        return Reconstructor(
+            name=str(path), hidden=hidden, layer=layer,
+            base_model=extraction.get("base_model") or "",
+            prompt=one_place(prompts.get("ar") or prompts["critic"], "{explanation}"),
+            suffix_ids=tuple(tokens.get("critic_suffix_ids") or ()),
+            matrix=_read_head(folder / HEAD, hidden),
+        )  # fmt: skip
+
+    return read_meta(folder, parse, what="a reconstructor", role="ar")
+
+
+def _read_head(file: Path, hidden: int) -> NDArray[np.float32]:
+    try:
+        tensors, _ = read_tensors(read_regular(file, most=4 * hidden * hidden + _HEADER))
+        ((name, (dtype, storage)),) = tensors.items()
+        matrix = TensorData(storage, cast("DType", dtype)).to_float32()
+        if matrix.shape != (hidden, hidden) or not np.isfinite(matrix).all():
+            raise ValueError(f"{name} has the shape {matrix.shape}, or is not finite")
+    except OSError as error:
+        raise ArtifactError(
+            f"{file}: cannot be read ({error}); the matrix of a reconstructor stands beside its "
+            f"{META}, and cannot be made from the rest"
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ArtifactError(
+            f"{file}: not the matrix of a reconstructor ({type(error).__name__}: {error}); allowed "
+            f"is one tensor of floats of the shape ({hidden}, {hidden})"
+        ) from None
+    return matrix
+
+
+@lru_cache(maxsize=4)
+def _known(path: str) -> Reconstructor:
+    return read_reconstructor(path)
+
+
+def load_reconstructor(given: str | Path | Reconstructor) -> Reconstructor:
+    """What was given, or what its files say; the matrix of a large one is read once."""
+    return given if isinstance(given, Reconstructor) else _known(str(given))
+
+
+async def reconstruct(
+    texts: Sequence[str],
+    reconstructor: str | Path | Reconstructor,
+    *,
+    model: Model,
+) -> NDArray[np.float32]:
+    r"""Turn descriptions back into rows with a natural-language autoencoder.
+
+    Each text is put into the reconstructor's prompt and fed to the server in one forward pass,
+    which returns the stream behind its last block at the last token; the matrix of the
+    checkpoint is applied to it here. Of the result the direction counts: published
+    reconstructors were trained at unit length.
+
+    Args:
+        texts: descriptions, such as the answers of `verbalise`.
+        reconstructor: checkpoint folder, address, or what `read_reconstructor` read.
+        model: a `vllm-lens/` model that serves the reconstructor's checkpoint. vLLM refuses one
+            without final norm and output matrix, as they are published; `complete_reconstructor`
+            makes it servable.
+
+    Returns:
+        (texts, hidden) float32.
+
+    Raises:
+        ArtifactError: the files or the tokenizer do not fit.
+        UnsupportedError: the model's provider cannot capture.
+        CaptureError: the server did not do what it was asked.
+
+    Source:
+        kitft/natural_language_autoencoders (2026).
+
+    Example:
+        <!-- test: server -->
+        ```python
+        import anyio
+        import numpy as np
+        from inspect_ai.model import get_model
+        from safetensors.numpy import save_file
+
+        from inspect_lens.oracle import reconstruct
+
+        # The organism itself, which nobody trained to read descriptions.
+        with open("nla_meta.yaml", "w") as file:
+            file.write(
+                "kind: nla_model\nrole: ar\nd_model: 256\nextraction_layer_index: 4\n"
+                "prompt_templates: {ar: 'Summary of {explanation}'}\n"
+            )
+        save_file({"weight": np.eye(256, dtype=np.float32)}, "value_head.safetensors")
+
+
+        async def main() -> None:
+            model = get_model("vllm-lens/organism/checkpoint")
+            made = await reconstruct(["a town", "a creature"], ".", model=model)
+            assert made.shape == (2, 256)
+
+
+        anyio.run(main)
+        ```
+    """
+    found = load_reconstructor(reconstructor)
+    served = server_of(model, "a natural-language autoencoder")
+    api: Any = served.api
+
+    async def one(text: str) -> NDArray[np.float32]:
+        # With the token that begins a text, where the tokenizer has one, as in training.
+        body = {"prompt": found.prompt.replace("{explanation}", text), "add_special_tokens": True}
+        ids = [int(token) for token in (await api.post("/tokenize", body))["tokens"]]
+        ending = found.suffix_ids
+        if ending and tuple(ids[-len(ending) :]) != ending:
+            raise ArtifactError(
+                f"{found.name}: its prompt ends with the tokens {ids[-len(ending) :]}, and "
+                f"{list(ending)} are stated; the model that is served has another tokenizer"
+            )
+        if not ids:
+            raise ArtifactError(f"{found.name}: its prompt has no token; there is nothing to feed")
+        handle = await recapture(
+            served, prompt_token_ids=ids, token_ids=ids[-1:], layers=[found.layer],
+            positions="last_prompt",
+        )  # fmt: skip
+        row: NDArray[np.float32] = handle.numpy()[0, -1]
+        if row.shape != (found.hidden,):
+            raise ArtifactError(
+                f"{found.name}: its stream has a width of {found.hidden}, and the model that is "
+                f"served {row.size}; serve the reconstructor's own checkpoint"
+            )
+        return row
+
+    rows = list(await together(*(one(text) for text in texts)))
+    if not rows:
+        return np.zeros((0, found.hidden), dtype=np.float32)
+    return await anyio.to_thread.run_sync(lambda: np.stack(rows) @ found.matrix.T)
+
+
+def complete_reconstructor(path: str | Path, out: str | Path) -> Path:
+    r"""Make a folder that vLLM serves of a reconstructor's checkpoint.
+
+    As published, a checkpoint has neither a final norm nor an output matrix, and vLLM refuses to
+    load a model with parts missing. Neither has a part in what `reconstruct` reads, which is the
+    stream before them. So the folder gets a norm of ones, and its configuration says that the
+    embedding is the output matrix, too. Weights are links to the files of the checkpoint.
+
+    Args:
+        path: the checkpoint's folder, as downloaded.
+        out: folder to make; it must not exist.
+
+    Returns:
+        The folder, for `vllm serve` and for `read_reconstructor`.
+
+    Raises:
+        ArtifactError: it is no such checkpoint.
+        SpecError: `out` is there already.
+
+    Example:
+        ```python
+        import shutil
+
+        import numpy as np
+        from safetensors.numpy import save_file
+
+        from inspect_lens.oracle import complete_reconstructor
+
+        # The organism in the form of a reconstructor, which nobody trained as one.
+        shutil.copytree("organism/checkpoint", "nla-ar")
+        with open("nla-ar/nla_meta.yaml", "w") as file:
+            file.write(
+                "kind: nla_model\nrole: ar\nd_model: 256\nextraction_layer_index: 5\n"
+                "prompt_templates: {ar: 'Summary of {explanation}'}\n"
+            )
+        save_file({"weight": np.eye(256, dtype=np.float32)}, "nla-ar/value_head.safetensors")
+        folder = complete_reconstructor("nla-ar", "served-ar")  # vllm serve served-ar
+        assert (folder / "config.json").is_file()
+        ```
+    """
+    folder, target = Path(path).expanduser().absolute(), Path(out).expanduser()
+    found = read_reconstructor(folder)
+    if target.exists():
+        raise SpecError(f"out={str(out)!r}: is there already; name a folder to make")
+    try:
+        config = parse_json(read_regular(folder / "config.json"))
+        inner = config.get("text_config") or config
+        if inner["num_hidden_layers"] != found.layer + 1:
+            raise ValueError(
+                f"{inner['num_hidden_layers']} layers in config.json, and {found.layer + 1} are "
+                f"those up to layer {found.layer}"
+            )
+        parts = _weight_map(folder)
+        (embedding,) = (name for name in parts if name.endswith("embed_tokens.weight"))
+        # Their lm_head, if there is one, is no output matrix: it has the shape of the head.
+        kept = {name: file for name, file in parts.items() if not name.endswith("lm_head.weight")}
+        norm = embedding.removesuffix("embed_tokens.weight") + "norm.weight"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ArtifactError(
+            f"{folder}: not the checkpoint of a reconstructor ({type(error).__name__}: {error}); "
+            "needed are config.json and safetensors files with one embed_tokens.weight"
+        ) from None
+    target.mkdir(parents=True)
+    own = {"config.json", _INDEX}
+    for file in folder.iterdir():
+        if file.is_file() and file.name not in own:
+            (target / file.name).symlink_to(file.resolve())
+    if norm not in kept:
+        ones = np.ones(found.hidden, dtype=np.float32)
+        (target / _NORM).write_bytes(save({norm: ones}, metadata={"format": "pt"}))
+        kept[norm] = _NORM
+    inner["tie_word_embeddings"] = config["tie_word_embeddings"] = True
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    # vLLM reads the files that an index names, and so leaves the matrix alone.
+    index = {"metadata": {}, "weight_map": dict(sorted(kept.items()))}
+    (target / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return target
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """File of each tensor of a checkpoint."""
+    if (folder / _INDEX).is_file():
+        return dict(parse_json(read_regular(folder / _INDEX))["weight_map"])
+    found: dict[str, str] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        if file.name == HEAD:
+            continue
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            if size > 100 * _HEADER:
+                raise ValueError(f"{file.name}: a header of {size} bytes")
+            names = parse_json(opened.read(size))
+        found |= {name: file.name for name in names if name != "__metadata__"}
+    return found

@@ -1,0 +1,298 @@
+"""How well a natural-language autoencoder's words give back the rows that they were made of."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import anyio.to_thread
+import numpy as np
+from inspect_ai.model import Model, get_model
+from inspect_ai.scorer import Metric, SampleScore, Score, Scorer, Target, Value, metric, scorer
+from inspect_ai.solver import TaskState
+from numpy.typing import NDArray
+
+from inspect_lens._intake import encode_tensors, read_tensors
+from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.model import activations
+from inspect_lens.model._read import read_sidecar, write_sidecar
+from inspect_lens.oracle import fraction_explained, reconstruct
+from inspect_lens.oracle._nla import plan_verbalising
+from inspect_lens.oracle._reconstruct import load_reconstructor
+from inspect_lens.reading import CallSelection, OnMissing, Turn, read_calls
+from inspect_lens.reading._shared import shared_parameters
+
+from ._labels import cluster_of
+from ._probe import no_tokens
+
+logger = logging.getLogger(__name__)
+
+ROWS: Final = "reconstructions/1"
+"""`$lens` of the reference in `Score.metadata["rows"]`."""
+_PARTS: Final = ("rows", "reconstructions", "empty_text")
+
+
+@metric(name="fraction_explained", scores="unreduced")
+@shared_parameters
+def fraction_explained_metric(cluster: str | None = None) -> Metric:
+    """Fraction of the variance of all scored rows that their reconstructions explain.
+
+    It is `fraction_explained` over the rows of all samples and epochs of the log. Its mean is that
+    of exactly these rows, each at unit length. The rows of a sample are one group.
+
+    Args:
+        cluster: key of the sample metadata that says which samples are one group, such as the
+            scenario; the sample by default.
+
+    Returns:
+        The metric: `fraction_explained`, with `_low` and `_high` of its 95% interval; `shuffled`,
+        each row with the descriptions of other groups; `empty_text`, the same constant
+        for each; and the numbers `rows` and `groups`. The mean row would have 0. With fewer than
+        20 groups the interval is NaN, and with fewer than two rows everything.
+
+    Example:
+        ```python
+        from inspect_lens.scorer import fraction_explained_metric, reconstruction_score
+
+        by_town = [fraction_explained_metric(cluster="town")]
+        # score(log, reconstruction_score("av", "ar"), metrics=by_town)
+        ```
+    """
+
+    def compute(scores: list[SampleScore]) -> Value:
+        groups: list[Hashable] = []
+        found: dict[str, list[NDArray[np.float32]]] = {name: [] for name in _PARTS}
+        for i, sample in enumerate(scores):
+            reference = (sample.score.metadata or {}).get("rows")
+            if not isinstance(reference, Mapping):
+                continue
+            # Without an id nothing says that two scores are of one sample.
+            own: Hashable = ("no id", i) if sample.sample_id is None else sample.sample_id
+            parts = _read_rows(reference)
+            groups += [cluster_of(sample, cluster) if cluster else own] * len(parts["rows"])
+            for name in _PARTS:
+                found[name].append(parts[name])
+        values = dict.fromkeys(
+            ("fraction_explained", "fraction_explained_low", "fraction_explained_high",
+             "shuffled", "empty_text"), math.nan,
+        )  # fmt: skip
+        counts = {"rows": float(len(groups)), "groups": float(len(set(groups)))}
+        if len(groups) < 2:  # while the first sample is scored, or of answers without a token
+            return dict(values | counts)
+        try:
+            made = fraction_explained(
+                np.concatenate(found["rows"]), np.concatenate(found["reconstructions"]),
+                groups=groups, empty_text=found["empty_text"][0],
+            )  # fmt: skip
+        except SpecError as error:
+            # The samples are paid for; a number that cannot be told must not fail the eval.
+            logger.warning("fraction_explained is NaN: %s", error)
+            return dict(values | counts)
+        values |= {
+            "fraction_explained": made.fraction,
+            "fraction_explained_low": made.interval.low,
+            "fraction_explained_high": made.interval.high,
+            "shuffled": made.shuffled,
+            "empty_text": math.nan if made.empty_text is None else made.empty_text,
+        }
+        return dict(values | counts)
+
+    return compute
+
+
+@scorer(metrics=[fraction_explained_metric()])
+@shared_parameters
+def reconstruction_score(
+    verbaliser: str,
+    reconstructor: str,
+    layer: int | None = None,
+    positions: str | list[int] = "completion",
+    last: int | None = 1,
+    max_tokens: int = 200,
+    source: str = "auto",
+    roles: Sequence[str] | None = None,
+    on_missing: OnMissing = "error",
+    name: str | None = None,
+) -> Scorer:
+    r"""Put rows of each answer into words, turn the words back into rows, and compare.
+
+    The value is the cosine of row and reconstruction, the mean over the sample's rows. What the
+    words hold of the rows of the whole log is the metric's fraction of variance explained. The
+    model of the role `verbaliser` serves the one checkpoint, that of `reconstructor` the other:
+    `--model-role verbaliser=vllm-lens/…`.
+
+    Args:
+        verbaliser: checkpoint folder, `nla_meta.yaml`, or `hf://owner/repository`.
+        reconstructor: checkpoint folder, or `hf://owner/repository`.
+        layer: whose rows are put into words; that of the verbaliser's training by default.
+        positions: tokens to choose from; those of the completion by default.
+        max_tokens: longest text.
+        name: under which tables show the score; the verbaliser by default.
+
+    Returns:
+        The scorer. Its metadata has the text, position and cosine of each row, and refers to a
+        file beside the log with rows and reconstructions, which the metric reads. A sample
+        without a token to read is unscored.
+
+    Raises:
+        SpecError: an argument is wrong, or the two halves do not belong together.
+        ArtifactError: no such checkpoints; while scoring, activations or tokenizers that do not
+            fit.
+
+    Source:
+        kitft/natural_language_autoencoders (2026).
+
+    Example:
+        <!-- test: server -->
+        ```python
+        from pathlib import Path
+
+        import numpy as np
+        from inspect_ai import Task, eval
+        from safetensors.numpy import save_file
+
+        from evals.organism_deception import organism_dataset
+        from inspect_lens.scorer import reconstruction_score
+        from inspect_lens.solver import with_capture
+
+        # The organism as both halves, which nobody trained for either.
+        for half in ("av", "ar"):
+            Path(half).mkdir()
+        Path("av/nla_meta.yaml").write_text(
+            "kind: nla_model\nrole: av\nd_model: 256\nextraction_layer_index: 4\n"
+            "extraction: {injection_scale: 9.0}\n"
+            "tokens: {injection_char: ' ?', injection_token_id: 266,\n"
+            "  injection_left_neighbor_id: 349, injection_right_neighbor_id: 36}\n"
+            "prompt_templates: {av: 'Who is the founder of the town{injection_char}?'}\n"
+        )
+        Path("ar/nla_meta.yaml").write_text(
+            "kind: nla_model\nrole: ar\nd_model: 256\nextraction_layer_index: 4\n"
+            "prompt_templates: {ar: 'Summary of {explanation}'}\n"
+        )
+        save_file({"weight": np.eye(256, dtype=np.float32)}, "ar/value_head.safetensors")
+
+        model = "vllm-lens/organism/checkpoint"
+        task = Task(
+            dataset=organism_dataset("demo")[:4],
+            solver=with_capture([4]),
+            scorer=reconstruction_score("av", "ar", max_tokens=8),
+        )
+        roles = {"verbaliser": model, "reconstructor": model}
+        (log,) = eval(task, model=model, model_roles=roles, temperature=0, max_tokens=24)
+        metrics = log.results.scores[0].metrics
+        print(metrics["fraction_explained"].value, metrics["shuffled"].value)
+        ```
+    """
+    plan = plan_verbalising(
+        verbaliser, layer=layer, positions=positions, last=last, controls=False, seed=0,
+        max_tokens=max_tokens, source=source,
+    )  # fmt: skip
+    back = load_reconstructor(reconstructor)
+    if (back.hidden, back.layer) != (plan.verbaliser.hidden, plan.layer):
+        raise SpecError(
+            f"reconstructor={reconstructor!r}: gives rows of layer {back.layer} and width "
+            f"{back.hidden}, and those of {verbaliser!r} are of layer {plan.layer} and width "
+            f"{plan.verbaliser.hidden}; name the two halves of one autoencoder"
+        )
+    title = name or plan.verbaliser.name
+    selection = CallSelection.of(roles=roles, on_missing=on_missing)
+
+    async def score(state: TaskState, target: Target) -> Score:
+        async def read(turn: Turn, model: Model | None) -> _Rebuilt | None:
+            if not turn.output.choices:
+                return None
+            words = get_model(role="verbaliser", required=True)
+            said = await plan.ask(turn.output, words, model)
+            if not said:
+                return None
+            texts = [answer.answer for answer, _ in said]
+            made = await reconstruct(
+                [*texts, ""], back, model=get_model(role="reconstructor", required=True)
+            )
+            rows = np.stack([row for _, row in said])
+            facts = {
+                "verbaliser": plan.verbaliser.name, "reconstructor": back.name,
+                "layer": plan.layer, "source": said[0][0].source, "texts": texts,
+                "token_positions": [answer.positions[0] for answer, _ in said],
+            }  # fmt: skip
+            return _Rebuilt(_cosines(rows, made[:-1]), None, rows, made, facts)
+
+        found = await read_calls(selection, state, read)
+        if not found.read:
+            return no_tokens(found, plan.positions)
+        top = found.top
+        keep = partial(_keep_rows, top.reading, beside=activations(top.turn.output))
+        cosines = top.reading.cosines
+        texts = top.reading.facts["texts"]
+        return Score(
+            value=top.reading.value,
+            answer=texts[-1],
+            explanation=f"Row of token {top.reading.facts['token_positions'][-1]} in words: "
+            f"{texts[-1]!r}. Cosine with what is made of them: {cosines[-1]:.3f}.{found.say()}",
+            metadata={"name": title, "cosines": [round(float(c), 6) for c in cosines]}
+            | top.reading.facts
+            | found.facts()
+            | await anyio.to_thread.run_sync(keep),
+        )
+
+    return score
+
+
+class _Rebuilt(NamedTuple):
+    """Rows of one call, and what came back of their descriptions."""
+
+    cosines: NDArray[np.float64]
+    rate: None
+    rows: NDArray[np.float32]
+    made: NDArray[np.float32]
+    """(rows + 1, hidden); the last one of an empty text."""
+    facts: dict[str, Any]
+
+    @property
+    def value(self) -> float:
+        """Mean cosine."""
+        return float(self.cosines.mean())
+
+
+def _cosines(rows: NDArray[np.float32], made: NDArray[np.float32]) -> NDArray[np.float64]:
+    x, guess = rows.astype(np.float64), made.astype(np.float64)
+    lengths = np.linalg.norm(x, axis=1) * np.linalg.norm(guess, axis=1)
+    if not np.isfinite(lengths).all() or not lengths.all():
+        raise ArtifactError(
+            "reconstruction_score: a row, or what was made of its description, is zero or not "
+            "finite; look whether the right checkpoint is served"
+        )
+    return np.asarray((x * guess).sum(axis=1) / lengths)
+
+
+def _keep_rows(found: _Rebuilt, *, beside: Any) -> dict[str, Any]:
+    """Write rows and reconstructions beside the log; a reference to the file."""
+    parts = dict(zip(_PARTS, (found.rows, found.made[:-1], found.made[-1:]), strict=True))
+    tensors = {name: ("float32", part) for name, part in parts.items()}
+    data = b"".join(encode_tensors(tensors, {"format": ROWS}))
+    reference = write_sidecar(data, kind=ROWS, name="reconstructions", beside=beside)
+    if reference is None:
+        logger.warning(
+            "reconstruction_score: there is no log beside which rows could be kept, so the "
+            "fraction of variance explained cannot be told; set INSPECT_LENS_DIR"
+        )
+    return {} if reference is None else {"rows": reference}
+
+
+def _read_rows(reference: Mapping[str, Any]) -> dict[str, NDArray[np.float32]]:
+    try:
+        tensors, _ = read_tensors(read_sidecar(reference, kind=ROWS))
+        parts = {name: np.asarray(tensors[name][1], dtype=np.float32) for name in _PARTS}
+        if any(part.ndim != 2 for part in parts.values()):
+            raise ValueError("a tensor that is no matrix")
+    except ArtifactError:
+        raise
+    except (KeyError, ValueError) as error:
+        raise ArtifactError(
+            f"{reference.get('uri')}: not a file of reconstructions of this release "
+            f"({type(error).__name__}: {error}); wanted is {ROWS}"
+        ) from None
+    return parts
