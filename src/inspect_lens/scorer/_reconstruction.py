@@ -65,7 +65,8 @@ def fraction_explained_metric(cluster: str | None = None) -> Metric:
     def compute(scores: list[SampleScore]) -> Value:
         groups: list[Hashable] = []
         found: dict[str, list[NDArray[np.float32]]] = {name: [] for name in _PARTS}
-        for i, sample in enumerate(scores):
+        # Samples end in any order, and draws of groups should not depend on it.
+        for i, sample in enumerate(sorted(scores, key=lambda one: str(one.sample_id))):
             reference = (sample.score.metadata or {}).get("rows")
             if not isinstance(reference, Mapping):
                 continue
