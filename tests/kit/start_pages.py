@@ -90,10 +90,11 @@ def layouts_markdown() -> str:
 
 def walks_markdown() -> str:
     """The table of walks through the first pages from a fresh clone."""
-    rows = ["| you want | commands | minutes | what came out |", "|---|---|---|---|"]
+    rows = ["| you want | commands | minutes | what came out | walked |", "|---|---|---|---|---|"]
     record = json.loads((ROOT / "benchmarks/results/walks.json").read_text("utf-8"))
     for walk in record["walks"]:
         rows.append(
-            f"| {walk['want']} | {walk['commands']} | {walk['minutes']} | {walk['result']} |"
+            f"| {walk['want']} | {walk['commands']} | {walk['minutes']} | {walk['result']} "
+            f"| {walk['date']} |"
         )
     return "\n".join(rows)
