@@ -52,14 +52,9 @@ def measure() -> dict[str, int]:
     """The times, by what is done."""
     row = np.random.default_rng(0).standard_normal(HIDDEN).astype(np.float32)
     facts = engine_facts(
-        n_layers=len(LAYERS),
-        hidden=HIDDEN,
-        dtype="bfloat16",
-        layers=LAYERS,
-        max_step_tokens=8192,
-        ring_rows=8192,
-        bank_rows=512,
-    )
+        n_layers=len(LAYERS), hidden=HIDDEN, dtype="bfloat16", layers=LAYERS, max_step_tokens=8192,
+        ring_rows=8192, bank_rows=512,
+    )  # fmt: skip
     asked = LensRequest(capture=CaptureSpec(layers=(16,)), edits=(Add(vector=row, layers=(16,)),))
     args = json.loads(json.dumps({"inspect_lens": asked.model_dump(mode="json")}))
 

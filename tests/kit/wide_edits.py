@@ -27,15 +27,9 @@ LAYERS = (0, 1, 2)
 def wide_facts(site: Site, width: int, heads: int, row: int, ranks: int = 1) -> EngineFacts:
     """Three layers with a tap at a site; ranks share its rows."""
     return engine_facts(
-        n_layers=3,
-        hidden=row,
-        layers=LAYERS,
-        sites=(site,),
-        ring_rows=512,
-        bank_rows=512,
-        widths=(SiteWidth(site, width, ranks, heads),),
-        ranks=ranks,
-    )
+        n_layers=3, hidden=row, layers=LAYERS, sites=(site,), ring_rows=512, bank_rows=512,
+        widths=(SiteWidth(site, width, ranks, heads),), ranks=ranks,
+    )  # fmt: skip
 
 
 def wide_state(

@@ -27,12 +27,9 @@ from inspect_lens.spec import EngineProbe, TensorData, tap_points
 from tests.kit.facts import engine_facts
 
 FACTS = engine_facts(
-    n_layers=2,
-    hidden=4,
-    sites=("resid_pre", "resid_post"),
-    taps=tap_points(["resid_pre", "resid_post"], (0, 1)),
-    max_step_tokens=32,
-)
+    n_layers=2, hidden=4, sites=("resid_pre", "resid_post"),
+    taps=tap_points(["resid_pre", "resid_post"], (0, 1)), max_step_tokens=32,
+)  # fmt: skip
 
 
 def completion(index: int, key: str | None = None) -> Any:

@@ -31,12 +31,9 @@ from inspect_lens.spec import (
 from tests.kit.facts import engine_facts
 
 FACTS = engine_facts(
-    layers=(0, 1, 2),
-    sites=("resid_pre", "resid_post"),
-    taps=tap_points(["resid_pre", "resid_post"], (0, 1, 2)),
-    max_step_tokens=32,
-    ring_rows=256,
-)
+    layers=(0, 1, 2), sites=("resid_pre", "resid_post"),
+    taps=tap_points(["resid_pre", "resid_post"], (0, 1, 2)), max_step_tokens=32, ring_rows=256,
+)  # fmt: skip
 
 
 def sinks(**named: Any) -> Sinks:
