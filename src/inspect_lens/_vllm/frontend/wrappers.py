@@ -183,6 +183,8 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         except BaseException as error:  # noqa: BLE001 - the loop is everybody's
             pass_over(error, uses_lens=has_lens_keys(params) or acts_on_all(self))
         if found is None and rule is None:
+            if has_lens_keys(params, LENS_KEYS):  # which ask for nothing, such as `false`
+                params = without_lens_keys(params)
             return original(self, request_id, prompt, params, *args, **kwargs)
         if found is not None and kwargs.get("resumable"):
             raise resumable()

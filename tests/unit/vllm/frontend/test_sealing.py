@@ -408,3 +408,15 @@ def test_blocks_of_a_conversation_whose_gate_is_open_are_others(processor: Any) 
         for opened in ({}, {"open_gates": [gate.key]}, {"open_gates": ["0" * 64]})
     ]
     assert salts[0] == salts[2] != salts[1]
+
+
+@pytest.mark.parametrize("asked", [{"inspect_lens": {}}, {"output_residual_stream": False}])
+def test_a_request_that_asks_for_nothing_goes_on_as_a_plain_one(
+    processor: Any, asked: dict[str, Any]
+) -> None:
+    core = process(processor, IDS, parameters(asked, {}))
+    assert core.sampling_params.extra_args is None
+    came: list[Any] = []
+    add = wrappers.FRONT_END_WRAPPERS["add_request"](lambda self, request, *rest: came.append(1))
+    add(None, core, "a prompt")
+    assert came
