@@ -16,10 +16,10 @@ __all__ = ["PAGES", "page", "replication_files", "replication_link", "replicatio
 
 PAGES: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "lies": ("Lies, and a judge of them", ("lies", "cascade")),
-    "truth": ("Truth and other concepts", ("truth", "concepts")),
-    "steering": ("Refusal and steering", ("refusal", "steering")),
+    "directions": ("Directions of truth, concepts, refusal and mood",
+                   ("truth", "concepts", "refusal", "steering")),
     "mechanisms": ("Attention, languages and facts", ("injection", "languages", "fact")),
-}
+}  # fmt: skip
 """Pages of the documentation by file: the heading, and the replications on it."""
 
 

@@ -178,8 +178,8 @@ def generated_files() -> dict[str, str]:
         ("docs/how-to/serve.md", "traces", traces_markdown()),
         ("docs/evals.md", "evals", evals_markdown()),
         ("docs/reference/cli.md", "cli", cli_markdown()),
-        ("docs/gallery.md", "probes", probes_markdown()),
-        ("docs/gallery.md", "oracles", oracles_markdown()),
+        ("docs/evals.md", "probes", probes_markdown()),
+        ("docs/evals.md", "oracles", oracles_markdown()),
         ("docs/replications.md", "replications", replications_markdown()),
         ("docs/coverage.md", "coverage", coverage_markdown()),
     ):
