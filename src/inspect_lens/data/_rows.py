@@ -151,6 +151,11 @@ def _row(item: Any) -> Row:
     raise ValueError(f"a row that is a {type(item).__name__}; wanted are objects, or texts")
 
 
+_DOWNLOAD: Final = (
+    "download the files and name them (`path` in Python, --path in the shell, -T data=… of an eval)"
+)
+
+
 def read_hub(
     repository: str, *, config: str | None, split: str, revision: str | None
 ) -> Iterator[Row]:
@@ -159,15 +164,13 @@ def read_hub(
         datasets: Any = importlib.import_module("datasets")
     except ImportError:
         raise ArtifactError(
-            f"{repository}: needs the package datasets; install inspect-lens[train], or download "
-            "the files and name them: path=, `--path` of probe collect, or `-T data=` of an eval"
+            f"{repository}: needs the package datasets; install inspect-lens[train], or {_DOWNLOAD}"
         ) from None
     try:
         loaded = datasets.load_dataset(repository, config, split=split, revision=revision)
     except Exception as error:  # noqa: BLE001 (the hub raises errors of many packages)
         raise ArtifactError(
             f"{repository} (split {split!r}, revision {revision!r}): could not be loaded "
-            f"({type(error).__name__}: {error}); check access and names, or download the files and "
-            "name them: path=, `--path` of probe collect, or `-T data=` of an eval"
+            f"({type(error).__name__}: {error}); check access and names, or {_DOWNLOAD}"
         ) from None
     yield from loaded
