@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.spec import Value
 
 Kind = Literal["attention_tracker", "core", "refusal_direction", "verbaliser"]
 """Lists of heads (`attention_tracker`, `core`), a vector with its layer (`refusal_direction`), or a
 natural-language autoencoder (`verbaliser`)."""
 
 
-class PublishedSetting(BaseModel):
+class PublishedSetting(Value):
     """One setting that was published for one model.
 
     Example:
@@ -29,8 +30,6 @@ class PublishedSetting(BaseModel):
         print(heads.source, heads.licence)
         ```
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Kind
     model: str = Field(description="Model on the Hugging Face hub, as the source names it.")

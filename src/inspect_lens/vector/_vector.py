@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 
 from inspect_lens._base.artifact import (
     Artifact,
@@ -24,13 +24,11 @@ from inspect_lens._base.artifact import (
 )
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import ModelRef
-from inspect_lens.spec import RESID_POST, Add, Site, explain
+from inspect_lens.spec import RESID_POST, Add, Site, Value, explain
 
 
-class VectorTraining(BaseModel):
+class VectorTraining(Value):
     """Facts about the samples that a steering vector was found on."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     dataset: str
     sha256: str = ""

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from inspect_lens._base.artifact import ArtifactCard
 from inspect_lens.errors import SpecError
@@ -26,7 +26,7 @@ from inspect_lens.probe.statistics._measured import (
     Transfer,
 )
 from inspect_lens.probe.statistics._metrics import required_negatives
-from inspect_lens.spec import RESID_POST, Numerics, Positions, Site, parse_positions
+from inspect_lens.spec import RESID_POST, Numerics, Positions, Site, Value, parse_positions
 
 Over = Literal["answer", "alarm", "token"]
 """`answer`: one score of a whole answer; `alarm`: the running score after every token, which is the
@@ -141,14 +141,12 @@ the probabilities."""
 _BYTES: Final = 6  # of 100,000 samples and 10,000 others, one in 280,000 times two collide
 
 
-class SeenSamples(BaseModel):
+class SeenSamples(Value):
     """Hashes of the samples that took part in making a probe.
 
     A hash is the first 6 bytes of the SHA-256 of what a sample is; the hashes of a role are
     sorted, put together and written in base64: 8 characters per sample.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     by: Literal["content", "activations"]
     """What was hashed: what the model was shown, or the rows that it gave."""

@@ -17,10 +17,10 @@ from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from inspect_lens.errors import SpecError
-from inspect_lens.spec import POOLS, SENTENCE_POOL, Pool, parse_pool
+from inspect_lens.spec import POOLS, SENTENCE_POOL, Pool, Value, parse_pool
 
 _SENTENCE_END = re.compile(r"[.!?](?:[\"')\]]*)\s*$|\n\s*$")
 
@@ -412,10 +412,8 @@ def is_learned(pool: str | Pool) -> bool:
     return str(pool).partition(":")[0] in LEARNED_POOLS
 
 
-class HeadSpec(BaseModel):
+class HeadSpec(Value):
     """Settings of a neural probe apart from weights and pool."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     temperature: float = 1.0
     """Queries are multiplied by it; 1/sqrt(hidden) for scaled attention."""

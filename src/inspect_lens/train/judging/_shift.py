@@ -6,18 +6,17 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import MIN_GROUPS, AnyProbe, Interval, Statistic, rate_interval
+from inspect_lens.spec import Value
 from inspect_lens.train.sets._dataset import ActivationSet
 from inspect_lens.train.sets._splits import CELLS, find_seen
 
 
-class RateShift(BaseModel):
+class RateShift(Value):
     """One threshold of a card on the same control answers, as two engines compute them."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     statistic: str = Field(description="What is compared with it, in words.")
     value: float = Field(description="The threshold; a score strictly above it is flagged.")
@@ -55,10 +54,8 @@ class RateShift(BaseModel):
         return None if seen is None or seen.high > 2 * self.fpr else True
 
 
-class ScoreShift(BaseModel):
+class ScoreShift(Value):
     """How far a probe's scores moved on one control set, and what that does to its thresholds."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     probe: str
     control: str = Field(description="Name of the control set.")
