@@ -170,7 +170,7 @@ def score_with(reader: ProbeReader, *, token_scores: bool, name: str | None = No
             metadata={"name": title}
             | reading.metadata()
             | found.facts()
-            | words_of(state.output.completion)
+            | words_of(found.top.turn.output.completion)
             | await keep_tokens([found] if token_scores else []),
         )
 

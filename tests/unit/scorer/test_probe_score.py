@@ -17,6 +17,7 @@ from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import Activations
 from inspect_lens.probe import Interval, ModelRef, Probe, ProbeCard, Threshold
 from inspect_lens.scorer import deception_probe, probe_score
+from inspect_lens.scorer._baselines import words_of
 from inspect_lens.spec import CaptureReceipt, Receipt, SteerReceipt, TensorData
 
 H, LAYERS = 8, (1, 3)
@@ -113,7 +114,8 @@ def test_it_scores_what_the_generation_captured(tmp_path: Path) -> None:
     got = scores(log)
     assert [s.value for s in got] == pytest.approx([0.0, 2.0, 0.0, 2.0], abs=1e-5)
     assert got[1].metadata.pop("token_scores")["$lens"] == "scores/1"
-    assert isinstance(got[1].metadata.pop("words"), str)
+    assert log.samples is not None
+    assert got[1].metadata.pop("words") == words_of(log.samples[1].output.completion)["words"]
     assert got[1].metadata == {
         "name": "tiny/p mean",
         "probe": "tiny/p",
