@@ -140,7 +140,7 @@ def lens(palette: str) -> str:
 
 def conformance(palette: str) -> str:
     """Ten tests, both packages, from the table of the page."""
-    results = _page("docs/conformance.md").partition("## Results")[2]
+    results = _page("docs/coverage.md").partition("## Results")[2]
     rows = re.findall(r"^\| \d+ \| ([^|]+) \| (pass|fail): [^|]+\| (pass|fail): ", results,
                       re.MULTILINE)  # fmt: skip
     canvas = Canvas(720, 66 + 30 * len(rows), palette, "Ten tests of two packages on vLLM 0.32")
