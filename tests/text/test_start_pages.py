@@ -73,3 +73,13 @@ def test_the_site_has_a_page_in_the_navigation_once_and_not_many() -> None:
     nav = yaml.safe_load(re.split(r"^nav:", (ROOT / "mkdocs.yml").read_text(), flags=re.M)[1])
     found = [page for group in nav for pages in group.values() for page in pages]
     assert len(found) == len(set(found)) <= 48
+
+
+def test_links_of_the_readme_reach_their_headings() -> None:
+    for page, anchor in re.findall(
+        r"\]\(([\w/.-]+)(?:#([\w-]+))?\)", (ROOT / "README.md").read_text(encoding="utf-8")
+    ):
+        assert (ROOT / page).exists(), page
+        headings = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+        slugs = {re.sub(r"[^\w\s-]", "", one).lower().replace(" ", "-") for one in headings}
+        assert not anchor or anchor in slugs, f"{page}#{anchor}"
