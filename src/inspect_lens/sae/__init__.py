@@ -1,7 +1,8 @@
 """Sparse autoencoders: read their files, compute latents of rows, and make edits of latents.
 
 A file of SAELens or Gemma Scope goes in. `SparseEncoder` says which latents are active in captured
-rows, and `SparseAutoencoder` also makes the edits that change them in an engine.
+rows, and `SparseAutoencoder` also makes the edits that change them in an engine, and the form in
+which an engine keeps all of it.
 `matched_latents` finds others to compare such an edit with.
 """
 

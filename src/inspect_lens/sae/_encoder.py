@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -15,12 +15,17 @@ from numpy.typing import ArrayLike, NDArray
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import (
     RESID_POST,
+    AutoencoderKind,
+    EngineAutoencoder,
     Gate,
     LatentMode,
     Latents,
     Positions,
     Reconstruct,
     Site,
+    Splice,
+    SpliceMode,
+    as_tensor_data,
 )
 
 Floats = NDArray[np.float32]
@@ -355,6 +360,92 @@ class SparseAutoencoder(SparseEncoder):
         return Reconstruct(
             decoder_bias=self.decoder_bias, strength=strength, positions=positions, **where
         )
+
+    def for_engine(self, dtype: Literal["float32", "float16"] = "float32") -> EngineAutoencoder:
+        """The form that an engine registers, for `Splice`.
+
+        Args:
+            dtype: of encoder and decoder on the device, in which their products are computed.
+                float16 takes half of the memory. Latents near their threshold may differ, and
+                rows with a number above 65504 make their request fail.
+
+        Returns:
+            All of it.
+
+        Raises:
+            ValueError: it holds NaN or infinity, in that dtype.
+        """
+        kind: AutoencoderKind = "relu" if self.threshold is None else "jumprelu"
+        arrays = {
+            "encoder": self.weight.astype(dtype, copy=False),
+            "decoder": self.decoder.astype(dtype, copy=False),
+            "bias": self.bias,
+            "decoder_bias": self.decoder_bias,
+        }
+        if self.threshold is not None and kind == "jumprelu" and not self.top_k:
+            arrays["threshold"] = self.threshold
+        return EngineAutoencoder(
+            kind="topk" if self.top_k else kind,
+            layers=() if self.place is None else (self.place[0],),
+            top_k=self.top_k,
+            tensors={name: as_tensor_data(array) for name, array in arrays.items()},
+        )
+
+    def splice(
+        self,
+        name: str,
+        latents: Mapping[int, float] | None = None,
+        *,
+        error_term: bool = False,
+        mode: SpliceMode = "set",
+        only_if_active: bool = False,
+        layers: Sequence[int] | None = None,
+        site: Site | None = None,
+        positions: Positions = "all",
+    ) -> Splice:
+        """The edit that puts what all latents make of the stream in its place.
+
+        Args:
+            name: under which the engine has `for_engine()`.
+            latents: that are changed before they are decoded, and a number for each.
+            error_term: add back what is not explained.
+            mode: what becomes of the activation of a latent that is changed.
+            only_if_active: leave each latent alone where it is not active.
+            layers: see `latents`; so are the others.
+            site: where in these layers.
+            positions: tokens that it acts on.
+
+        Returns:
+            The edit.
+
+        Raises:
+            SpecError: no such latent, or no layer is known.
+
+        Example:
+            ```python
+            import numpy as np
+
+            from inspect_lens.sae import SparseAutoencoder
+
+            rng = np.random.default_rng(0)
+            sae = SparseAutoencoder(
+                weight=rng.standard_normal((64, 256), dtype=np.float32),
+                bias=np.zeros(64, dtype=np.float32),
+                decoder=rng.standard_normal((64, 256), dtype=np.float32),
+                decoder_bias=np.zeros(256, dtype=np.float32),
+                hook="blocks.4.hook_resid_post",
+            )
+            form = sae.for_engine()  # for inspect_lens.engine.register
+            edit = sae.splice("layer-4", {17: 0.0}, error_term=True)
+            assert (form.hidden, edit.layers) == (256, (4,))
+            ```
+        """
+        changed = dict(latents or {})
+        self._latents(list(changed))
+        return Splice(
+            sae=name, latents=changed, error_term=error_term, mode=mode,
+            only_if_active=only_if_active, positions=positions, **self._place(layers, site),
+        )  # fmt: skip
 
     def gate(
         self,

@@ -24,6 +24,7 @@ from ._positions import *
 from ._probe import *
 from ._receipt import *
 from ._request import *
+from ._splice import *
 from ._tensor import *
 from ._values import *
 from ._vllm_lens import *
@@ -43,6 +44,7 @@ _SHARED = frozenset(
         "Value",
         "check_counts",
         "check_edits",
+        "check_engine_autoencoder",
         "check_engine_lens",
         "check_hooks",
         "check_lens",

@@ -41,6 +41,7 @@ from ._instruction import (
 from ._lens import LogitLens
 from ._probe import EngineProbe
 from ._request import LensRequest
+from ._splice import Splice
 
 __all__ = [
     "check_edits",
@@ -115,6 +116,22 @@ def check_edits(edits: Sequence[EditBase], facts: EngineFacts) -> int:
     return rows
 
 
+def _check_spliced(edits: Sequence[EditBase]) -> None:
+    """Refuse a second autoencoder where there is one: a tap runs its kernel before it and after."""
+    found: set[TapPoint] = set()
+    for i, edit in enumerate(edits):
+        if not isinstance(edit, Splice):
+            continue
+        for layer in edit.layers:
+            tap = tap_point(edit.site, layer)
+            if tap in found:
+                raise SpecError(
+                    f"edits[{i}]: a second autoencoder at {edit.site} of layer {layer}; splice one "
+                    "in at most, with all changes of latents in one edit"
+                )
+            found.add(tap)
+
+
 def _check_gate(gate: Gate, edit: EditBase, facts: EngineFacts, field: str) -> TapPoint:
     """Refuse a gate that the engine cannot read, or not in time; returns where it is read."""
     check_wide(gate.site, f"{field}.site")
@@ -182,6 +199,12 @@ def check_shares(program: Sequence[Instruction], width: SiteWidth, field: str) -
         return
     own = width.width // width.shards
     for one in program:
+        if one.kind == Kind.SPLICE:
+            raise UnsupportedError(
+                f"{field}: {width.site} is split over {width.shards} tensor-parallel ranks, and an "
+                "autoencoder reads whole rows; splice one that reads the stream, or the output of "
+                "attention or of the feed-forward module"
+            )
         needs_norm = one.kind in (Kind.NORM, Kind.RENORM)
         is_local = one.kind in (Kind.BLEND, Kind.PART) or one.read is None
         parts = [np.flatnonzero(row) // own for row in (one.read, one.write) if row is not None]
@@ -357,6 +380,7 @@ def check_request(
             "INSPECT_LENS_RING_BYTES" + (f"={enough}" if enough else " raised")
         )
     rows = check_edits(request.edits, facts)
+    _check_spliced(request.edits)
     if rows > facts.bank_rows:
         raise UnsupportedError(f"edits: {full_table(rows, facts.bank_rows)}")
 

@@ -16,6 +16,7 @@ from ._edit_list import Edit, EditsUse, parse_edits
 from ._engine import limits_of
 from ._positions import TokenMatch, check_patterns
 from ._probe import ProbeUse
+from ._splice import Splice
 from ._tensor import WireModel
 from ._values import FIELDS_INSTEAD, Flag, shown
 
@@ -110,7 +111,9 @@ class EngineConfig(RequestPart):
     @property
     def names(self) -> set[str]:
         """What it refers to by name."""
-        return {use.name for use in self.edits_named} | {use.name for use in self.probes}
+        spliced = {edit.sae for edit in self.edits if isinstance(edit, Splice)}
+        used = {use.name for use in self.edits_named} | {use.name for use in self.probes}
+        return spliced | used
 
     @property
     def nbytes(self) -> int:

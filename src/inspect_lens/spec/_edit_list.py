@@ -17,7 +17,7 @@ from pydantic import (
 
 from inspect_lens.errors import SpecError
 
-from . import _edits, _latents  # noqa: F401 - each makes its operations known
+from . import _edits, _latents, _splice  # noqa: F401 - each makes its operations known
 from ._edit import EDITS, EditBase
 from ._edits import Add
 from ._engine import TensorLimits, limits_of

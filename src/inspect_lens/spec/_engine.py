@@ -286,6 +286,11 @@ WEIGHT_BYTES: Final[dict[str, tuple[int, str]]] = {
         f"a lens that a client sends has {1 << 30} at most; store it as float16, leave out layers, "
         "or register it at the server's start with INSPECT_LENS_REGISTER",
     ),
+    "autoencoder": (
+        1 << 30,
+        f"an autoencoder that a client sends has {1 << 30} at most; store it as float16, or "
+        "register it at the server's start with INSPECT_LENS_REGISTER",
+    ),
 }
 """Of one tensor: the most bytes, and what to say of more. An operator's lens comes from a file."""
 
@@ -364,7 +369,7 @@ class TensorLimits:
 
     def judge_weights(self, shape: tuple[int, ...], itemsize: int, *, axes: str, what: str) -> None:
         """Judge the declared shape of a tensor of a probe or a lens."""
-        if len(shape) != len(axes) and (what == "lens" or math.prod(shape) != 1):
+        if len(shape) != len(axes) and (what != "probe" or math.prod(shape) != 1):
             raise SpecError(f"shape {shape}; it needs {len(axes)} axes")
         if len(shape) == len(axes):
             if axes.startswith("l"):

@@ -8,7 +8,7 @@ The kernels of the engine are tested against `run_program`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Final, Literal, NamedTuple
 
@@ -84,38 +84,44 @@ class Kind(IntEnum):
     is written, and where both are 0 it stays."""
     RENORM = 7
     """`s *= |s0|/|s|`, where `s0` is the stream before the first instruction."""
-    JOIN = 8
+    SPLICE = 8
+    """`s += r - s`, where `r` is what the autoencoder with the hash `content` makes of `s`. No
+    kernel runs it: a tap ends its chain here, has dense products computed, and runs the rest.
+    `read` has numbers of latents and `write` a number for each, which is set (`a` 0), added (1),
+    multiplied with (2), a minimum (3) or a maximum (4). Where `b` is 1 the error term is added,
+    and where `c` is 1 only active latents are changed."""
+    JOIN = 9
     """Nothing is edited: of the value `g` of the register of this instruction, or of `1 - g` where
     `c` is 1, and of what is in register `b`, that one gets `g` where `a` is 0, the product where it
     is 1, and the larger one where it is 2."""
-    GATE = 9
+    GATE = 10
     """Nothing is edited: `sigmoid(a*(x - b))`, or for infinite `a` whether `x > b`, goes to a
     register. A gate that writes has two numbers there: with them `x` is `z = x + first` where that
     is above the second one, and else 0."""
-    COSINE_GATE = 10
+    COSINE_GATE = 11
     """As `GATE`, of `x/|s|`."""
-    TOKEN_GATE = 11
+    TOKEN_GATE = 12
     """Nothing is edited: whether the id of the token, plus one, is a number of `read` goes to a
     register; where `a` is 1, whether it is none. Zeros of `read` are no ids."""
-    SCHEDULE = 12
+    SCHEDULE = 13
     """Nothing is edited: of the `a` numbers of `read` the one of the token's place behind position
     `b` goes to a register; behind the last one that stays."""
-    LATCH = 13
+    LATCH = 14
     """Nothing is edited: where `x > b`, the register opens for the tokens behind this one."""
-    COSINE_LATCH = 14
+    COSINE_LATCH = 15
     """As `LATCH`, of `x/|s|`."""
-    PROMPT_LAST = 15
+    PROMPT_LAST = 16
     """No tap runs it: when the last token of a prompt has been computed, the worker reads its row.
     Where the score is above `b`, the register opens for the tokens behind. For `a` 0 the score is
     that of `GATE` with `c` and `d` in the place of the two numbers, for 1 the cosine, and for 2
     that of the row and of `tanh` of its projection."""
-    PROMPT_MEAN = 16
+    PROMPT_MEAN = 17
     """As `PROMPT_LAST`, of the mean over the prompt: of the rows, or of scores with a `d`."""
-    RUNNING = 17
+    RUNNING = 18
     """Nothing is edited: of `m = d*x + (1 - d)*m'`, where `m'` is that of the token before, or `x`
     of the first one, `sigmoid(a*(m - b))` goes to the register. For infinite `a` it is whether the
     gate is open: it opens where `m > b`, and closes where `m < c` and not `m > b`."""
-    COSINE_RUNNING = 18
+    COSINE_RUNNING = 19
     """As `RUNNING`, of `x/|s|`."""
 
 
@@ -137,6 +143,7 @@ class Instruction:
         sees_edits: whether it reads the stream with the edits of the instructions before it.
             Those of one operation read the same stream.
         gate: register that its edit is multiplied with, or that a gate is written to; -1 for none.
+        content: hash of what workers keep for it, the autoencoder of `SPLICE`.
     """
 
     kind: Kind
@@ -145,6 +152,7 @@ class Instruction:
     params: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
     sees_edits: bool = field(default=True)
     gate: int = -1
+    content: str = ""
 
 
 def run_program(
@@ -229,6 +237,8 @@ def _join(one: Instruction, gates: NDArray[np.floating]) -> None:
 
 def _factor(one: Instruction, x: float, norm: float) -> float:
     a, b, c, d = one.params
+    if one.kind == Kind.SPLICE:
+        raise ValueError("the weights of an autoencoder are no part of a program")
     if one.kind == Kind.LINEAR:
         return a * x + b
     if one.kind == Kind.NORM:
@@ -274,9 +284,7 @@ class Chosen(NamedTuple):
         kind, read = one.kind, one.read
         if kind == Kind.BLEND:
             kind, read = Kind.PART, np.ones(len(self.numbers), dtype=np.float32)
-        return Instruction(
-            kind, self._row(read), self._row(one.write), one.params, one.sees_edits, one.gate
-        )
+        return replace(one, kind=kind, read=self._row(read), write=self._row(one.write))
 
     def _row(self, values: Row | None) -> Row | None:
         if values is None:

@@ -21,6 +21,7 @@ from ._gate import GateKey
 from ._hook import Hook, parse_hooks
 from ._lens import LENS_NAME, EngineLens, LogitLens
 from ._probe import EngineProbe
+from ._splice import EngineAutoencoder
 from ._values import (
     LENS_KEYS,
     NATIVE_KEY,
@@ -383,9 +384,11 @@ def _check_keys(extra_args: Mapping[str, Any], *, has_lens: bool) -> None:
         )
 
 
-Registrable: TypeAlias = EngineProbe | EditBase | EngineEdits | EngineLens | EngineConfig
-"""A probe, a vector or edits, a lens, or a configuration, as `inspect_lens.engine.register` takes
-it."""
+Registrable: TypeAlias = (
+    EngineProbe | EditBase | EngineEdits | EngineLens | EngineAutoencoder | EngineConfig
+)
+"""A probe, a vector or edits, a lens, an autoencoder, or a configuration, as
+`inspect_lens.engine.register` takes it."""
 
 _DEPTH = 3
 """Of mappings inside a body that are looked through for lens keys."""

@@ -96,6 +96,8 @@ class RequestTable:
         """Requests with gates whose decisions last, so that taps have to know the positions."""
         self.by_id: set[int] = set()
         """Requests with edits of sampled tokens that have some ids."""
+        self.spliced: set[int] = set()
+        """Requests that put an autoencoder into the stream."""
         self._free = list(range(capacity - 1, -1, -1))
 
     def take(self) -> int:
@@ -127,6 +129,7 @@ class RequestTable:
         self.named.pop(slot, None)
         self.latched.discard(slot)
         self.by_id.discard(slot)
+        self.spliced.discard(slot)
         self._free.append(slot)
 
 

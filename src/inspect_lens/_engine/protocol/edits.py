@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
@@ -379,10 +379,7 @@ def _read_at(gate: Gate, n_prompt: int) -> tuple[tuple[int, ...] | None, int, in
 def _gated(program: Program, gate: int) -> Program:
     if gate < 0:
         return program
-    return tuple(
-        Instruction(one.kind, one.read, one.write, one.params, one.sees_edits, gate)
-        for one in program
-    )
+    return tuple(replace(one, gate=gate) for one in program)
 
 
 def pack_edit(edit: EditEnvelope, folder: Path | None) -> tuple[Any, ...]:
@@ -440,6 +437,12 @@ class SealedEdits:
     def hashes(self) -> tuple[str, ...]:
         """sha256 of what each does, gates aside: for receipts."""
         return tuple(s.receipt_sha256 for s in self.edits if s.receipt_sha256)
+
+    @cached_property
+    def autoencoders(self) -> tuple[str, ...]:
+        """Hashes of autoencoders that are spliced in, which workers keep."""
+        programs = [p for e in self.edits for at_layer in e.programs for p in at_layer]
+        return tuple(sorted({one.content for p in programs for one in p if one.content}))
 
     @cached_property
     def has_latches(self) -> bool:

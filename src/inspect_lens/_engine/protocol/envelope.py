@@ -40,7 +40,7 @@ from .readouts import (
     seal_qk,
 )
 
-VERSION = 19
+VERSION = 20
 
 
 USES_KEY = "uses"
@@ -50,6 +50,9 @@ HASH_KEY = "hash"
 """Of a packed envelope: `Envelope.steer_hash`."""
 _STREAMED_KEY = "streamed"
 """Of a packed envelope: `Envelope.is_streamed`."""
+SPLICED_KEY = "spliced"
+"""Of a packed envelope: of a request that splices an autoencoder in, one past the last position
+that is edited; else None."""
 NUMBERS_KEY = "numbers"
 """Of a packed envelope: `SealedEdits.numbers`."""
 KEPT_KEY = "kept"
@@ -196,6 +199,7 @@ class Envelope:
                 "pid": self.pid,
                 HASH_KEY: self.steer_hash,
                 NUMBERS_KEY: self.edited.numbers,
+                SPLICED_KEY: self.edited.until if self.edited.autoencoders else None,
                 KEPT_KEY: self._kept,
                 LENS_KEY: None if self.lens is None else self.lens.lens,
                 _STREAMED_KEY: self.is_streamed,

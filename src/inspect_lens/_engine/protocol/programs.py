@@ -69,7 +69,7 @@ def _of(by_layer: Sequence[Sequence[Program]]) -> Programs:
             tuple(
                 (
                     int(one.kind), number(one.read), number(one.write), one.params,
-                    one.sees_edits, one.gate,
+                    one.sees_edits, one.gate, one.content,
                 )
                 for one in program
             )
@@ -94,7 +94,7 @@ def _read(
     rows = [np.frombuffer(one, dtype="<f4") for one in data]
 
     def instruction(one: Sequence[Any]) -> Instruction:
-        kind, read, write, (a, b, c, d), sees_edits, gate = one
+        kind, read, write, (a, b, c, d), sees_edits, gate, content = one
         return Instruction(
             Kind(kind),
             None if read < 0 else rows[read],
@@ -102,6 +102,7 @@ def _read(
             (a, b, c, d),
             sees_edits,
             gate,
+            content,
         )
 
     by_layer = tuple(
@@ -132,7 +133,7 @@ def content_of(edit: EditBase, width: SiteWidth, gate: int) -> Hashable:
     """What the programs of an edit depend on, tensors by their hashes."""
     fields = {k: v for k, v in edit.__dict__.items() if k not in _AROUND}
     values = [v.sha256 if isinstance(v, TensorData) else v for v in fields.values()]
-    return type(edit), edit.n_listed, width, gate, *values
+    return type(edit), edit.n_listed, edit.sha256, width, gate, *values
 
 
 def made_once(content: Hashable, make: Callable[[], Sequence[Sequence[Program]]]) -> Programs:

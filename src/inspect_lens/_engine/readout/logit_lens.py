@@ -9,8 +9,9 @@ import torch
 
 from inspect_lens._base.to_torch import to_torch
 from inspect_lens._engine.protocol.readouts import LensForm
+from inspect_lens._engine.tap.splice import Autoencoder
 from inspect_lens.errors import CapacityError, SpecError
-from inspect_lens.spec import EngineLens
+from inspect_lens.spec import EngineAutoencoder, EngineLens
 
 LOGIT_BYTES: Final = 512 << 20
 """Of the logits of rows read at once, were they float32. More pieces read the matrix more often."""
@@ -131,47 +132,61 @@ class Translator:
 
 
 class LensStore:
-    """Lenses that a worker knows, by content hash."""
+    """Lenses and autoencoders that a worker knows, by content hash; they share one bound."""
 
     def __init__(self, device: torch.device, most_bytes: int = _MOST_BYTES) -> None:
         self.most_bytes = most_bytes
         self._device = device
-        self._known: dict[str, Translator] = {}
+        self._known: dict[str, Translator | Autoencoder] = {}
 
     @property
     def nbytes(self) -> int:
         """Of tensors on the device that are registered."""
-        return sum(translator.nbytes for translator in self._known.values())
+        return sum(one.nbytes for one in self._known.values())
 
-    def add(self, lens: EngineLens) -> None:
-        """Make a lens known; twice is fine."""
-        entry = lens.entry
+    def add(self, item: EngineLens | EngineAutoencoder) -> None:
+        """Make a lens or an autoencoder known; twice is fine."""
+        entry = item.entry
         if entry.sha256 in self._known:
             return
         if self.nbytes + entry.nbytes > self.most_bytes:
             raise CapacityError(
-                f"the lens has {entry.nbytes} bytes, others on the device have {self.nbytes}, and "
-                f"allowed are {self.most_bytes}; remove some, store it as float16, or raise "
-                "INSPECT_LENS_LENS_BYTES"
+                f"the {item.what} has {entry.nbytes} bytes, others on the device have "
+                f"{self.nbytes}, and allowed are {self.most_bytes}; remove some, store it as "
+                "float16, or raise INSPECT_LENS_LENS_BYTES"
             )
         try:
-            self._known[entry.sha256] = Translator(lens, self._device)
+            if isinstance(item, EngineLens):
+                self._known[entry.sha256] = Translator(item, self._device)
+            else:
+                self._known[entry.sha256] = Autoencoder(item, self._device)
         except torch.OutOfMemoryError:
             raise CapacityError(
-                f"the device has no {entry.nbytes} bytes for the lens; register it at the engine's "
-                "start with INSPECT_LENS_REGISTER, so that vLLM leaves room for it, or lower "
-                "gpu_memory_utilization"
+                f"the device has no {entry.nbytes} bytes for the {item.what}; register it at the "
+                "engine's start with INSPECT_LENS_REGISTER, so that vLLM leaves room for it, or "
+                "lower gpu_memory_utilization"
             ) from None
 
     def remove(self, sha256: str) -> None:
-        """Forget a lens; running requests keep what they have."""
+        """Forget one of them; running requests keep what they have."""
         self._known.pop(sha256, None)
 
     def get(self, sha256: str) -> Translator:
         """A lens."""
         known = self._known.get(sha256)
-        if known is None:
-            raise SpecError(
-                f"lens: this worker does not know {sha256[:12]}; register it with this engine again"
-            )
+        if not isinstance(known, Translator):
+            raise _unknown("lens", sha256)
         return known
+
+    def autoencoder(self, sha256: str) -> Autoencoder:
+        """An autoencoder."""
+        known = self._known.get(sha256)
+        if not isinstance(known, Autoencoder):
+            raise _unknown("splice", sha256)
+        return known
+
+
+def _unknown(what: str, sha256: str) -> SpecError:
+    return SpecError(
+        f"{what}: this worker does not know {sha256[:12]}; register it with this engine again"
+    )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from inspect_lens._engine.hooks.runner import EAGER_KEY, HookRunner
 from inspect_lens._engine.plan.step_plan import Longs
+from inspect_lens._engine.protocol.envelope import SPLICED_KEY
 from inspect_lens._engine.protocol.messages import LENS
 from inspect_lens._engine.protocol.processes import as_exception, ends_process
 from inspect_lens._engine.protocol.readouts import LENS_KEY, LensForm
@@ -133,6 +134,12 @@ class RequestStepper(Stepper):
         """Live requests with a lens; one that failed here is there until it is over."""
         self.lenses = LensStore(self.state.ring.device)
         """Registered lenses."""
+        self._bank.splices.find = self.lenses.autoencoder
+        self._until: dict[str, int] = {}
+        """Of live requests that splice an autoencoder in, failed ones too, as ranks have to decide
+        alike: one past the last position that they edit."""
+        self._at: dict[str, int] = {}
+        """Of these, position at which their latest step begins."""
         self._named: dict[str, tuple[str, Translator]] = {}
         """Of live requests that name a lens: its hash, and the lens itself, which they keep."""
 
@@ -140,12 +147,25 @@ class RequestStepper(Stepper):
     def is_watching(self) -> bool:
         """See `Stepper.is_watching`; other ranks may go on with what has failed here."""
         has_hooks = self.hooks is not None and bool(self.hooks.live)
-        return super().is_watching or bool(self._asking) or has_hooks
+        return super().is_watching or bool(self._asking or self._until) or has_hooks
+
+    @property
+    def splices(self) -> bool:
+        """Whether any live request splices an autoencoder in."""
+        return bool(self._until)
+
+    def replays_none(self, keys: Container[str]) -> bool:
+        """Whether a step with some requests replays no graph, so that autoencoders have a part."""
+        return any(
+            key in keys and self._at.get(key, 0) < until for key, until in self._until.items()
+        )
 
     def add(self, key: str, envelope: Mapping[str, Any]) -> None:
         super().add(key, envelope)
         if (sha256 := envelope.get(LENS_KEY)) is not None:
             self._add_lens(key, sha256)
+        if (until := envelope.get(SPLICED_KEY)) is not None:
+            self._until[key] = until
         if EAGER_KEY in envelope:
             self._add_hooks(key, envelope)
 
@@ -182,6 +202,8 @@ class RequestStepper(Stepper):
                 self.hooks.remove(key)
         self._asking.discard(key)
         self._named.pop(key, None)
+        self._until.pop(key, None)
+        self._at.pop(key, None)
         super().remove(key)
 
     def flush(self, keys: Sequence[str]) -> None:
@@ -216,6 +238,9 @@ class RequestStepper(Stepper):
 
     def begin(self, keys: Sequence[str], offset: Longs, n_tokens: Longs, position: Longs) -> None:
         self._asks = frozenset(self._asking.intersection(keys)) if self._asking else frozenset()
+        if known := self._until:
+            rows = zip(keys, position.tolist(), strict=False)
+            self._at |= {key: at for key, at in rows if key in known}
         super().begin(keys, offset, n_tokens, position)
 
     def end_step(self, path: EnginePath) -> None:

@@ -217,6 +217,8 @@ class LiveRequests:
             table.config[slot] = steering.config
             table.record[slot] = request.number % BOARD_SIZE
             table.until[slot] = envelope.edited.until
+            if envelope.edited.autoencoders:
+                table.spliced.add(slot)
             if envelope.edited.reads_ids:
                 self._bank.fed.check()
                 table.by_id.add(slot)
@@ -443,6 +445,7 @@ class Stepper:
             self._plan, self._steered = plan, plan.steered
             if plan.is_active:
                 self._maps.write(plan, first_row)
+                self.state.splices = self._bank.splices.work(plan.tokens[:, 0])
             else:
                 self.disarm()
         except Exception as error:  # noqa: BLE001 - the boundary: a fault fails its own requests
@@ -457,6 +460,8 @@ class Stepper:
         try:
             if self._live.prompts:
                 self._read_prompts()
+            if self.state.splices:
+                self._check_spliced()
             self._sender.announce()
             self._numbers.note_fed(self._steered, path)
             self._numbers.note_fed(self._live.behind_their_last(self._begun), path)
@@ -475,6 +480,16 @@ class Stepper:
             self._plan = None
             if self._repeat is None:
                 self.disarm()
+
+    def _check_spliced(self) -> None:
+        """Fail requests whose autoencoder was not put into the stream at all of its taps."""
+        state, error = self.state, self.state.splice_error
+        missing = state.splices.keys() - state.spliced
+        state.spliced, state.splice_error = set(), None
+        if missing:
+            error = error or CaptureError("a step replayed a graph, in which it has no part")
+            slots = [s for s in self._steered.slots.tolist() if s in self._live.table.spliced]
+            self._fail_slots(slots, CaptureError(f"splice: the autoencoder did not run: {error}"))
 
     def _read_prompts(self) -> None:
         """Have gates read what the step has computed of prompts."""

@@ -24,6 +24,7 @@ from inspect_lens.spec import TapPoint
 
 from .edit_table import BankTensors, Share
 from .memory import zeros
+from .splice import Work
 
 HEAD = 3
 """Numbers of the header before the flags: tokens described, ring row at which the step begins, and
@@ -63,6 +64,9 @@ class TapState:
         tap_of: index by address of a tap's `ctl` tensor.
         steering: per tap, whether this step steers there.
         capturing: per tap, whether this step captures there.
+        splices: by tap, autoencoders that this step puts into the stream.
+        spliced: taps at which that was done.
+        splice_error: what went wrong there.
         is_active: whether any tap does anything in this step; the taps' only question in a
             step that asks for nothing.
     """
@@ -83,6 +87,9 @@ class TapState:
     tap_of: dict[int, int] = field(default_factory=dict)
     steering: list[bool] = field(default_factory=list)
     capturing: list[bool] = field(default_factory=list)
+    splices: dict[int, list[Work]] = field(default_factory=dict)
+    spliced: set[int] = field(default_factory=set)
+    splice_error: Exception | None = None
     is_active: bool = False
 
     @classmethod
@@ -303,6 +310,7 @@ def _tell_host(state: TapState, plan: StepPlan) -> None:
 
 def _forget(state: TapState) -> None:
     state.is_active = False
+    state.splices = {}
     state.steering = state.capturing = [False] * len(state.taps)
 
 

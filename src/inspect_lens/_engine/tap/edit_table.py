@@ -39,6 +39,7 @@ from inspect_lens.spec import LARGEST_NORM, N_REGISTERS, Instruction, Kind, TapP
 from .histories import Fed, Latches
 from .memory import zeros
 from .prompt_gates import PromptGate, PromptReads
+from .splice import Splices
 
 _NO_HISTORY: tuple[tuple[Any, ...], list[int]] = ((), [])
 
@@ -57,6 +58,7 @@ class BankTensors:
         entries: (rows, 4) int32; code, vector that is read, vector that is written, next entry.
         params: (rows, 4) float32; see `Kind`.
         table: (configurations, taps) int32; the first entry of a configuration at a tap, or 0.
+        rest: the same; of entries behind an autoencoder.
         registers: (tokens, `N_REGISTERS`) float32; gates of the running step.
         latches: gates whose decisions last.
         fed: ids of the tokens of the running step.
@@ -66,6 +68,7 @@ class BankTensors:
     entries: torch.Tensor
     params: torch.Tensor
     table: torch.Tensor
+    rest: torch.Tensor
     registers: torch.Tensor
     latches: Latches
     fed: Fed
@@ -80,6 +83,7 @@ class BankTensors:
             zeros(rows, 4, dtype=torch.int32, device=device),
             zeros(rows, 4, dtype=torch.float32, device=device),
             zeros(rows, taps, dtype=torch.int32, device=device),
+            zeros(rows, taps, dtype=torch.int32, device=device),
             torch.zeros(max_tokens, N_REGISTERS, dtype=torch.float32, device=device),
             Latches.allocate(BOARD_SIZE, device),
             Fed(torch.zeros(max_tokens, dtype=torch.int32, device=device)),
@@ -89,7 +93,8 @@ class BankTensors:
     def nbytes(self) -> int:
         """Bytes on the device."""
         tensors = (
-            self.vectors, self.entries, self.params, self.table, self.registers, self.fed.ids,
+            self.vectors, self.entries, self.params, self.table, self.rest, self.registers,
+            self.fed.ids,
         )  # fmt: skip
         return self.latches.nbytes + sum(t.numel() * t.element_size() for t in tensors)
 
@@ -120,7 +125,7 @@ class Placements:
         self._width, self._shares = width, shares
         self._vectors: Shared[tuple[Any, ...]] = Shared(rows, "steering table")
         self._entries: Shared[tuple[Any, ...]] = Shared(rows, "table of instructions")
-        self._configs: Shared[tuple[int, ...]] = Shared(rows, "table of configurations")
+        self._configs: Shared[tuple[Any, ...]] = Shared(rows, "table of configurations")
         self._held: dict[str, tuple[Steering, int]] = {}
         """By content: the steering, and how many requests have it."""
         self._histories: dict[str, tuple[tuple[Any, ...], list[int]]] = {}
@@ -224,10 +229,13 @@ class Bank(Placements):
         self._new_vectors: dict[int, Row] = {}
         self._new_entries: dict[int, tuple[tuple[int, ...], tuple[float, ...]]] = {}
         self._new_configs: dict[int, tuple[int, ...]] = {}
+        self._new_rests: dict[int, NDArray[np.int32]] = {}
         """By row: what `flush` has to write. A row that was given back and taken again has the
         content that was taken last."""
         self._prompts: dict[str, PromptReads] = {}
         """By request, pre-empted ones too: what its gates have read of its prompt."""
+        self.splices = Splices(tensors.table.device)
+        """Configurations with an autoencoder."""
 
     @property
     def fed(self) -> Fed:
@@ -285,12 +293,27 @@ class Bank(Placements):
 
     def _place(self, placing: Placing) -> None:
         """Keep what is new of a request for `flush`."""
+        for config, _, chains in placing.new_configs:
+            if chains:
+                self.splices.add(config, chains)
         self._new_vectors.update(placing.new_rows)
         for entry, words, params in placing.new_entries:
             self._new_entries[entry] = words, params
-        for config, first in placing.new_configs:
+        for config, first, chains in placing.new_configs:
             self._new_configs[config] = first
             self.config_taps[config] = np.asarray(first) != 0
+            if chains:
+                self.config_taps[config, list(chains)] = True
+                rest = self._new_rests[config] = np.zeros(len(first), dtype=np.int32)
+                for tap, chain in chains.items():
+                    rest[tap] = chain.rest
+
+    def _release(self, held: Held, configs: list[int]) -> None:
+        super()._release(held, configs)
+        for config in configs:
+            if self.splices.has(config) and not self._configs.is_held(config):
+                self.splices.drop(config)
+                self._new_rests[config] = np.zeros(len(self._shares), dtype=np.int32)
 
     def flush(self) -> None:
         """Put what is new where taps read it, once for all requests that were admitted together."""
@@ -305,6 +328,9 @@ class Bank(Placements):
             _upload(to.params, {at: params for at, (_, params) in entries.items()})
         if configs:
             _upload(to.table, configs)
+        if self._new_rests:
+            _upload(to.rest, self._new_rests)
+            self._new_rests = {}
 
 
 def _check_gates(envelope: Envelope, tap_index: dict[TapPoint, int]) -> None:
@@ -380,13 +406,32 @@ class Held(NamedTuple):
     entries: list[int]
 
 
+class Chain(NamedTuple):
+    """What happens to one token at one tap."""
+
+    first: int
+    """The first entry, or 0."""
+    splice: Instruction | None = None
+    """The autoencoder behind these entries."""
+    rest: int = 0
+    """The first entry behind the autoencoder, or 0."""
+
+    @property
+    def content(self) -> tuple[Any, ...]:
+        """What the autoencoder does."""
+        one = self.splice
+        assert one is not None
+        rows = [b"" if row is None else row.tobytes() for row in (one.read, one.write)]
+        return one.content, one.params, one.gate, *rows
+
+
 class Placing:
     """The vectors, entries and configurations of one request, as they are found or taken."""
 
     def __init__(
         self,
         parts: list[Programs],
-        tables: tuple[Shared[tuple[Any, ...]], Shared[tuple[Any, ...]], Shared[tuple[int, ...]]],
+        tables: tuple[Shared[tuple[Any, ...]], Shared[tuple[Any, ...]], Shared[tuple[Any, ...]]],
         shares: Sequence[Share],
         tap_index: dict[TapPoint, int],
         width: int,
@@ -400,7 +445,7 @@ class Placing:
                 if tap in tap_index and part.spec.prompt_from is None:
                     self._at_tap.setdefault(tap_index[tap], []).append((i, layer))
         self._seen: dict[tuple[int | None, ...], int] = {}
-        self._placed: dict[tuple[_Term, ...], int] = {}
+        self._placed: dict[tuple[_Term, ...], Chain] = {}
         self._digests: dict[int, bytes] = {}
         """By identity of a row of this request: its hash."""
         for part in parts:
@@ -411,7 +456,8 @@ class Placing:
         self.new_rows: list[tuple[int, Row]] = []
         self.new_entries: list[tuple[int, tuple[int, ...], tuple[float, ...]]] = []
         """Entry, its words and its parameters."""
-        self.new_configs: list[tuple[int, tuple[int, ...]]] = []
+        self.new_configs: list[tuple[int, tuple[int, ...], dict[int, Chain]]] = []
+        """Configuration, its first entry at each tap, and by tap the chains with an autoencoder."""
 
     def config_at(self, position: int, is_named: bool) -> int:
         """Configuration of a token; see `Programs.row_at`."""
@@ -422,28 +468,36 @@ class Placing:
         return found
 
     def _config(self, what: tuple[int | None, ...]) -> int:
-        row_of = [0] * len(self._shares)
+        row_of, spliced = [0] * len(self._shares), dict[int, Chain]()
         for tap, here in self._at_tap.items():
             terms = tuple([(i, layer, r) for i, layer in here if (r := what[i]) is not None])
             if terms:
-                row_of[tap] = self._place(terms, self._shares[tap])
-        if not any(row_of):
+                chain = self._place(terms, self._shares[tap])
+                row_of[tap] = chain.first
+                if chain.splice is not None:
+                    spliced[tap] = chain
+        if not (spliced or any(row_of)):
             return 0
         rows = tuple(row_of)
-        config, is_new = self._of_configs.take(rows)
+        more = [(tap, chain.rest, chain.content) for tap, chain in spliced.items()]
+        config, is_new = self._of_configs.take((rows, tuple(more)))
         self.configs.append(config)
         if is_new:
-            self.new_configs.append((config, rows))
+            self.new_configs.append((config, rows, spliced))
         return config
 
-    def _place(self, terms: tuple[_Term, ...], share: Share) -> int:
-        """First entry for one token at one tap."""
+    def _place(self, terms: tuple[_Term, ...], share: Share) -> Chain:
+        """What happens to one token at one tap."""
         found = self._placed.get(terms)
         if found is None:
-            found = 0
+            found = Chain(0)
             for i, layer, row in reversed(terms):
                 for one in reversed(self._parts[i].spec.programs[layer][max(row, 0)]):
-                    found = self._instruction(one, found, share)
+                    if one.kind == Kind.SPLICE:
+                        found = Chain(0, one, found.first)
+                    else:
+                        entry = self._instruction(one, found.first, share)
+                        found = found._replace(first=entry)
             self._placed[terms] = found
         return found
 
@@ -520,6 +574,10 @@ class Shared(Generic[Content]):
                 self._runs[number] = n
         self._uses[number] = self._uses.get(number, 0) + 1
         return number, is_new
+
+    def is_held(self, number: int) -> bool:
+        """Whether anybody uses a number."""
+        return number in self._uses
 
     def give(self, number: int) -> None:
         """Give back one use of a number."""

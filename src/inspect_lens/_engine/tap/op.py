@@ -19,6 +19,7 @@ from inspect_lens._engine.tap.histories import decide, factors
 from inspect_lens.spec import N_REGISTERS, SAME_TOKEN, Kind
 
 from . import buffers
+from .splice import splice_rows
 
 
 def edit_rows(
@@ -278,10 +279,39 @@ def _tap_cpu(hidden: torch.Tensor, residual: torch.Tensor | None, ctl: torch.Ten
         left = edit_rows(hidden, residual, rows, state.bank, tokens[:, 3:5], int(state.header[2]))
         if len(left):
             state.faults[tokens[left, 3].long()] = 1
+        if tap in state.splices and _splice(hidden, residual, state, tap):
+            rows = state.bank.rest[:, tap].index_select(0, tokens[:, 0])
+            owners, elapsed = tokens[:, 3:5], int(state.header[2])
+            left = edit_rows(hidden, residual, rows, state.bank, owners, elapsed)
+            if len(left):
+                state.faults[tokens[left, 3].long()] = 1
     if state.capturing[tap]:
         rows = ring_rows(tokens, state.base[:, tap], int(state.header[1]))
         apart = state.base[:, -1].index_select(0, tokens[:, 1].clamp(min=0))
         capture_rows(hidden, residual, rows, state.ring, apart)
+
+
+def _splice(
+    hidden: torch.Tensor, residual: torch.Tensor | None, state: buffers.TapState, tap: int
+) -> bool:
+    """Put autoencoders into the stream at a tap; what goes wrong fails the requests that ask."""
+    try:
+        for work in state.splices[tap]:
+            splice_rows(
+                hidden,
+                residual,
+                work,
+                state.bank,
+                state.tokens[:, 3:5],
+                state.header[2],
+                state.faults,
+                largest_norm(hidden.dtype),
+            )
+    except Exception as error:  # noqa: BLE001 - the forward pass is that of other requests, too
+        state.splice_error = error
+        return False
+    state.spliced.add(tap)
+    return True
 
 
 def _tap_cuda(hidden: torch.Tensor, residual: torch.Tensor | None, ctl: torch.Tensor) -> None:
@@ -299,6 +329,9 @@ def _tap_cuda(hidden: torch.Tensor, residual: torch.Tensor | None, ctl: torch.Te
     from .tap_triton import launch
 
     launch(hidden, residual, tap=tap, state=state)
+    if is_asked and state.steering[tap] and tap in state.splices:  # noqa: SIM102 - it does work
+        if _splice(hidden, residual, state, tap):
+            launch(hidden, residual, tap=tap, state=state, table=state.bank.rest)
 
 
 def warm_up(state: buffers.TapState, widths: Iterable[int] = ()) -> None:

@@ -325,9 +325,14 @@ def _tap(  # noqa: C901, PLR0915
 
 
 def launch(
-    hidden: torch.Tensor, residual: torch.Tensor | None, *, tap: int, state: TapState
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+    *,
+    tap: int,
+    state: TapState,
+    table: torch.Tensor | None = None,
 ) -> None:
-    """Edit and capture the rows of one tap.
+    """Edit and capture the rows of one tap; with `BankTensors.rest` as table, once more.
 
     A row that is not as wide as the stream takes several rows of the ring and of the table of
     directions, or a part of one; a program of the kernel has all of it.
@@ -354,7 +359,7 @@ def launch(
         bank.latches.history,
         bank.latches.noted,
         bank.latches.noted.stride(0),
-        bank.table,
+        bank.table if table is None else table,
         state.ring,
         state.faults,
         state.faults.stride(0),

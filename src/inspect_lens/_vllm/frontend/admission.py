@@ -537,6 +537,7 @@ def expect(
     hashes = () if envelope.probes is None else envelope.probes.names
     if envelope.lens is not None and envelope.lens.lens:
         hashes = (*hashes, envelope.lens.lens)
+    hashes = (*hashes, *envelope.edited.autoencoders)
     front.results.expect(
         request.request_id,
         packed,

@@ -49,6 +49,7 @@ from inspect_lens.errors import LensError, SpecError, UnsupportedError
 from inspect_lens.spec import (
     NO_REQUEST,
     Cache,
+    EngineAutoencoder,
     EngineConfig,
     EngineEdits,
     EngineFacts,
@@ -56,6 +57,7 @@ from inspect_lens.spec import (
     EngineProbe,
     LensRequest,
     Registrable,
+    check_engine_autoencoder,
     check_engine_lens,
     check_probe,
     check_request,
@@ -276,12 +278,15 @@ class FrontEnd:
                     check_probe(item, facts, f"probe {name!r}")
                 elif isinstance(item, EngineLens):
                     check_engine_lens(item, facts, f"lens {name!r}")
+                elif isinstance(item, EngineAutoencoder):
+                    check_engine_autoencoder(item, facts, f"sae {name!r}")
                 elif isinstance(item, EngineConfig):
                     self._check_config(item, facts)
                 else:
                     edits = kept_of(item)
                     assert isinstance(edits, EngineEdits)
-                    check_request(LensRequest(edits=edits.edits), facts)
+                    looked_up = self.registry.edits_of(edits, f"edits {name!r}")
+                    check_request(LensRequest(edits=looked_up), facts)
                 return
             except LensError as error:
                 problem = error

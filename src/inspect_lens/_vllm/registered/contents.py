@@ -22,7 +22,9 @@ from inspect_lens.errors import ArtifactError, LensError, SpecError
 from inspect_lens.lens import load_lens
 from inspect_lens.probe import Probe, load_probe
 from inspect_lens.spec import (
+    AutoencoderEntry,
     EditBase,
+    EngineAutoencoder,
     EngineConfig,
     EngineEdits,
     EngineLens,
@@ -37,13 +39,16 @@ from inspect_lens.spec import (
     shown,
 )
 
-Item = EngineProbe | EngineEdits | LensEntry | EngineConfig
-"""What a front-end keeps; of a lens, the workers have the tensors."""
+Entry = LensEntry | AutoencoderEntry
+"""Of what workers have the tensors, within one bound."""
+Item = EngineProbe | EngineEdits | LensEntry | AutoencoderEntry | EngineConfig
+"""What a front-end keeps."""
 
 WORDS = {
     EngineProbe: "probe",
     EngineEdits: "edits",
     LensEntry: "lens",
+    AutoencoderEntry: "sae",
     EngineConfig: "config",
     None: "name",
 }
@@ -56,12 +61,12 @@ _LENS_FILE = "lens.safetensors"
 def kept_of(item: Registrable) -> Item:
     if isinstance(item, EditBase):
         return EngineEdits(edits=(item,))
-    return item.entry if isinstance(item, EngineLens) else item
+    return item.entry if isinstance(item, EngineLens | EngineAutoencoder) else item
 
 
 def nbytes_of(item: Item) -> int:
     """Bytes that it takes of this process, with all its tensors."""
-    if isinstance(item, LensEntry):
+    if isinstance(item, Entry):
         return 0  # of the workers; they have a limit of their own
     if isinstance(item, EngineProbe):
         return sum(tensor.nbytes for tensor in item.tensors.values())
@@ -76,13 +81,14 @@ def parse_item(
         "probe": EngineProbe,
         "edits": EngineEdits,
         "lens": EngineLens,
+        "sae": EngineAutoencoder,
         "config": EngineConfig,
     }
     given = [kind for kind in kinds if kind in body]
     if len(given) != 1 or set(body) - {"name", *kinds}:
         raise SpecError(
             f"the body has {shown(sorted(map(str, body)))}; it has to have 'name', and one "
-            "of 'probe', 'edits' (of which a vector is one), 'lens' and 'config'"
+            "of 'probe', 'edits' (of which a vector is one), 'lens', 'sae' and 'config'"
         )
     name = check_name(body.get("name"))
     context = None if limits is None else limits.context
@@ -95,6 +101,8 @@ def parse_shared(body: Mapping[str, Any]) -> tuple[str, Item]:
     """Read what another front-end of the same engine keeps of a registered name."""
     if "entry" in body:
         return body["name"], LensEntry.model_validate(body["entry"])
+    if "sae_entry" in body:
+        return body["name"], AutoencoderEntry.model_validate(body["sae_entry"])
     if "server" in body:
         return SERVER_NAME, ServerConfig.model_validate(body["server"])
     name, item = parse_item(body)
@@ -142,9 +150,17 @@ def start_reference(name: str) -> str:
 
 def hash_at_workers(item: Item | Registrable | None) -> str | None:
     """Hash under which workers keep it; None where it comes with each request."""
-    if isinstance(item, EngineLens):
-        return item.entry.sha256
-    return item.sha256 if isinstance(item, EngineProbe | LensEntry) else None
+    if isinstance(item, EngineProbe | EngineLens | EngineAutoencoder | Entry):
+        return item.sha256
+    return None
+
+
+def read_kept(item: Mapping[str, Any]) -> EngineProbe | EngineLens | EngineAutoencoder:
+    """Read what workers keep, as a front-end sends it."""
+    for kind in (EngineLens, EngineAutoencoder):
+        if item.get("kind") in kind.shapes:
+            return kind.model_validate(item)
+    return EngineProbe.model_validate(item)
 
 
 class _Store(Protocol):
@@ -157,7 +173,7 @@ class WorkerContents:
     """Contents of a worker by hash, with the references to them."""
 
     def __init__(self, probes: _Store, lenses: _Store) -> None:
-        self._stores = {EngineProbe: probes, EngineLens: lenses}
+        self._stores = {EngineProbe: probes, EngineLens: lenses, EngineAutoencoder: lenses}
         self._of: dict[str, tuple[_Store, str]] = {}
 
     def add(self, reference: str, item: Registrable) -> None:

@@ -14,6 +14,7 @@ from inspect_lens._engine.protocol.envelope import Envelope, uses_of
 from inspect_lens._settings import Settings
 from inspect_lens.errors import CapacityError, SpecError
 from inspect_lens.spec import (
+    AutoencoderEntry,
     Edit,
     EngineConfig,
     EngineEdits,
@@ -24,12 +25,14 @@ from inspect_lens.spec import (
     Registrable,
     RequestPart,
     ServerConfig,
+    Splice,
     check_name,
 )
 
 from .contents import (
     SERVER_NAME,
     WORDS,
+    Entry,
     Item,
     Uses,
     hash_at_workers,
@@ -156,7 +159,7 @@ class Registry:
                 f"{len(self._items)} names are registered, and allowed are "
                 f"{limits.registry_names}; remove some, or raise INSPECT_LENS_REGISTRY_NAMES"
             )
-        if isinstance(item, LensEntry):
+        if isinstance(item, Entry):
             self._check_room(name, item)
             return
         others = sum(nbytes_of(i) for n, i in self._items.items() if n != name)
@@ -193,15 +196,15 @@ class Registry:
             if not isinstance(self._items.get(use.name), EngineProbe):
                 raise SpecError(f"probes: {self._unknown(use.name, EngineProbe)}")
 
-    def _check_room(self, name: str, lens: LensEntry) -> None:
-        """Refuse a lens that does not fit on the devices; one that it replaces is still there."""
-        known = {i.sha256: i.nbytes for i in self._items.values() if isinstance(i, LensEntry)}
-        others = sum(n for sha256, n in known.items() if sha256 != lens.sha256)
-        if others + lens.nbytes > self._settings.lens_bytes:
+    def _check_room(self, name: str, item: Entry) -> None:
+        """Refuse what does not fit on the devices; what it replaces is still there."""
+        known = {i.sha256: i.nbytes for i in self._items.values() if isinstance(i, Entry)}
+        others = sum(n for sha256, n in known.items() if sha256 != item.sha256)
+        if others + item.nbytes > self._settings.lens_bytes:
             raise CapacityError(
-                f"lens {name!r} has {lens.nbytes} bytes, other lenses have {others}, and allowed "
-                f"are {self._settings.lens_bytes} on each device; remove some, store it as "
-                "float16, or raise INSPECT_LENS_LENS_BYTES"
+                f"{WORDS[type(item)]} {name!r} has {item.nbytes} bytes, other lenses and "
+                f"autoencoders have {others}, and allowed are {self._settings.lens_bytes} on each "
+                "device; remove some, store it as float16, or raise INSPECT_LENS_LENS_BYTES"
             )
 
     def remove(self, name: str) -> None:
@@ -299,10 +302,10 @@ class Registry:
             raise SpecError(f"configs: {self._unknown(name, EngineConfig)}")
         return found
 
-    def edits_of(self, part: RequestPart, field: str) -> tuple[Edit, ...]:
+    def edits_of(self, part: RequestPart | EngineEdits, field: str) -> tuple[Edit, ...]:
         """Edits of a request or a configuration, those that it names first."""
         found: list[Edit] = []
-        for named in part.edits_named:
+        for named in () if isinstance(part, EngineEdits) else part.edits_named:
             item = self._items.get(named.name)
             if not isinstance(item, EngineEdits):
                 raise SpecError(f"{field}: {self._unknown(named.name, EngineEdits)}")
@@ -310,7 +313,16 @@ class Registry:
                 found += named.apply(item.edits)
             except SpecError as error:
                 raise SpecError(f"{field}: {error}") from None
-        return (*found, *part.edits)
+        return tuple(map(self._looked_up, (*found, *part.edits)))
+
+    def _looked_up(self, edit: Edit) -> Edit:
+        """An edit with what the name of its autoencoder stands for."""
+        if not isinstance(edit, Splice):
+            return edit
+        entry = self._items.get(edit.sae)
+        if not isinstance(entry, AutoencoderEntry):
+            raise SpecError(f"splice.sae: {self._unknown(edit.sae, AutoencoderEntry)}")
+        return edit.resolved(entry)
 
     def reads_of(self, packed: Mapping[str, Any]) -> Reads:
         """How the probes of a sealed request are read; they may have been removed since."""

@@ -24,7 +24,14 @@ import numpy as np
 from inspect_lens._base.temp_dirs import PREFIX, held, let_go, sweep
 from inspect_lens.errors import CapacityError
 from inspect_lens.probe import write_atomic
-from inspect_lens.spec import EngineConfig, EngineEdits, EngineProbe, LensEntry, ServerConfig
+from inspect_lens.spec import (
+    AutoencoderEntry,
+    EngineConfig,
+    EngineEdits,
+    EngineProbe,
+    LensEntry,
+    ServerConfig,
+)
 
 from .contents import N_COUNTS, Item, Uses
 
@@ -32,6 +39,7 @@ _KINDS: Final[Mapping[type, str]] = {
     EngineProbe: "probe",
     EngineEdits: "edits",
     LensEntry: "entry",
+    AutoencoderEntry: "sae_entry",
     EngineConfig: "config",
     ServerConfig: "server",
 }

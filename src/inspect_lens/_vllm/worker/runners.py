@@ -3,7 +3,8 @@
 A step in which a request with hooks runs is an eager one. vLLM has the means for encoder-decoder
 models: a step can be told to replay no graph, and to call the model as it was before compilation.
 Here a step is told so when one of its requests needs Python in the layers; the steps before and
-behind it are compiled or replayed as ever.
+behind it are compiled or replayed as ever. A step that splices an autoencoder in is told the first
+only: the compiled model calls taps from Python, where no graph has recorded them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from torch import nn
 from inspect_lens._engine.hooks.runner import HookRunner, Needs, Part
 from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens._engine.step.request_stepper import RequestStepper
-from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._engine.tap.buffers import CAPTURE, TapState
 from inspect_lens._engine.tap.op import tap
 from inspect_lens._vllm.compat.engine_facts import is_compiled
@@ -168,8 +168,13 @@ class _Step:
     """The step that this process runs; class attributes, so that no `global` is needed."""
 
     is_eager = False
+    """Whether the model is called as it was before compilation."""
+    replays_none = False
+    """Whether no graph is replayed, so that taps reach Python between compiled kernels."""
     wants_eager: Callable[[], bool] | None = None
     """Asked where the V2 runner chooses its graph; set while a real step runs."""
+    wants_none: Callable[[], bool] | None = None
+    """The same, of `replays_none`."""
     modes: list[str] | None = None
     """Names of the modes that vLLM has chosen; kept during the start-up check only."""
 
@@ -218,7 +223,7 @@ def _forward_context(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _dispatch_v1(original: Callable[..., Any]) -> Callable[..., Any]:
     def determine(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _Step.is_eager:
+        if _Step.is_eager or _Step.replays_none:
             kwargs["force_eager"] = True
         return note(original(self, *args, **kwargs))
 
@@ -229,6 +234,8 @@ def _dispatch_v2(original: Callable[..., Any]) -> Callable[..., Any]:
     def dispatch(*args: Any, **kwargs: Any) -> Any:
         if _Step.wants_eager is not None and _Step.wants_eager():
             _Step.is_eager = True
+            kwargs["need_eager"] = True
+        elif _Step.wants_none is not None and _Step.wants_none():
             kwargs["need_eager"] = True
         return note(original(*args, **kwargs))
 
@@ -282,7 +289,7 @@ class Eager:
 class _Runner:
     """What both have in common. Dummy runs are nobody's steps: the taps are idle in them."""
 
-    def __init__(self, runner: Any, stepper: Stepper) -> None:
+    def __init__(self, runner: Any, stepper: RequestStepper) -> None:
         self._runner = runner
         self._stepper = stepper
         self.eager: Eager | None = None
@@ -334,6 +341,8 @@ class RunnerV1(_Runner):
                 guarded(stepper, self._begin, num_scheduled_tokens)
             elif stepper.is_armed:
                 guarded(stepper, stepper.disarm)
+            keys = self._runner.input_batch.req_ids
+            _Step.replays_none = stepper.splices and stepper.replays_none(keys)
             if self.eager is not None and self.eager.live:
                 guarded(stepper, self._begin_eager, num_scheduled_tokens)
             return result
@@ -346,6 +355,7 @@ class RunnerV1(_Runner):
                     guarded(stepper, self._end)
                 return result
             finally:
+                _Step.replays_none = False
                 self._end_eager()
 
         stepper.state.bank.fed.source = self._fed
@@ -396,7 +406,7 @@ class RunnerV2(_Runner):
     replayed.
     """
 
-    def __init__(self, runner: Any, stepper: Stepper) -> None:
+    def __init__(self, runner: Any, stepper: RequestStepper) -> None:
         super().__init__(runner, stepper)
         self._graph: EnginePath | None = None
         self._watched: Any = None
@@ -409,6 +419,10 @@ class RunnerV2(_Runner):
         def wants_eager() -> bool:
             return bool(guarded(stepper, self._wants_eager))
 
+        def wants_none() -> bool:
+            scheduled = self._scheduled.num_scheduled_tokens
+            return stepper.splices and bool(guarded(stepper, stepper.replays_none, scheduled))
+
         @functools.wraps(execute)
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             if stepper.is_watching:
@@ -417,7 +431,7 @@ class RunnerV2(_Runner):
                 return execute(scheduler_output, *args, **kwargs)
             if self.eager is not None:
                 self._scheduled = scheduler_output
-                _Step.wants_eager = wants_eager
+                _Step.wants_eager, _Step.wants_none = wants_eager, wants_none
             try:
                 result = execute(scheduler_output, *args, **kwargs)
                 if stepper.is_watching:
@@ -425,7 +439,7 @@ class RunnerV2(_Runner):
                 return result
             finally:
                 self._scheduled = None
-                _Step.wants_eager = None
+                _Step.wants_eager = _Step.wants_none = None
                 self._end_eager()
 
         stepper.state.bank.fed.source = self._fed
@@ -521,6 +535,6 @@ def _layout_v2(input_batch: Any) -> tuple[Any, Any, Any, Any]:
     )
 
 
-def adapter_of(runner: Any, stepper: Stepper) -> RunnerV1 | RunnerV2:
+def adapter_of(runner: Any, stepper: RequestStepper) -> RunnerV1 | RunnerV2:
     """What attaches a stepper to a runner; the newer one keeps per-model state in an object."""
     return (RunnerV2 if hasattr(runner, "model_state") else RunnerV1)(runner, stepper)

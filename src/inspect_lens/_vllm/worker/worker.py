@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import torch
@@ -32,13 +32,16 @@ from inspect_lens._vllm.model.find_layers import block_module, check_reduced, de
 from inspect_lens._vllm.model.parameters import Parameters, Ranks
 from inspect_lens._vllm.model.sites import LOCATORS, attention_facts, ctl_name
 from inspect_lens._vllm.model.unembedding import VocabHead
-from inspect_lens._vllm.registered.contents import WorkerContents, start_items, start_reference
+from inspect_lens._vllm.registered.contents import (
+    WorkerContents,
+    read_kept,
+    start_items,
+    start_reference,
+)
 from inspect_lens.errors import CompatError, LensError, UnsupportedError
 from inspect_lens.spec import (
     EngineFacts,
     EngineLens,
-    EngineProbe,
-    LensKind,
     TapPoint,
     check_engine_lens,
     rows_for,
@@ -260,7 +263,7 @@ def stats(worker: Any) -> dict[str, int]:
 
 
 def register(worker: Any, reference: str, item: dict[str, Any] | None) -> bool | str:
-    """Keep a probe or a lens under a reference (`registered/contents.py`); None gives it up.
+    """Keep an item under a reference (`registered/contents.py`); None gives it up.
 
     Called on all workers by name. Returns whether the lens is active here, or what went wrong as
     text: an exception would count as a failure of the engine.
@@ -272,8 +275,7 @@ def register(worker: Any, reference: str, item: dict[str, Any] | None) -> bool |
             if item is None:
                 kept.remove(reference)
             else:
-                is_lens = item.get("kind") in get_args(LensKind)
-                kept.add(reference, (EngineLens if is_lens else EngineProbe).model_validate(item))
+                kept.add(reference, read_kept(item))
     except BaseException as error:
         if ends_process(error):
             raise

@@ -1,0 +1,258 @@
+"""Autoencoders on the device, and what a tap does to put what they make of rows in their place.
+
+Thousands of latents are dense products of all rows of a step that ask, and not a chain of
+instructions of one token. They run beside the kernel of the tap: it ends each chain where an
+autoencoder comes, and runs the rest of it afterwards, out of a second table. A replayed graph
+launches what was captured and nothing else, so steps that splice replay none (`RequestStepper`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.functional import linear
+
+from inspect_lens._base.to_torch import to_torch
+from inspect_lens.errors import LensError
+from inspect_lens.spec import (
+    N_REGISTERS,
+    SAME_TOKEN,
+    EngineAutoencoder,
+    Instruction,
+)
+
+from .histories import factors
+
+if TYPE_CHECKING:
+    from .edit_table import BankTensors, Chain
+
+_ACTIVATIONS: Final = 1 << 24
+"""Activations, in float32, that are made at once, so that a step's memory is bounded."""
+_SET, _ADD, _SCALE, _AT_LEAST, _AT_MOST = range(5)
+
+
+class Autoencoder:
+    """One autoencoder on one device; see `EngineAutoencoder` for what it computes."""
+
+    def __init__(self, item: EngineAutoencoder, device: torch.device) -> None:
+        tensors = {name: to_torch(tensor).to(device) for name, tensor in item.tensors.items()}
+        self.encoder, self.decoder = tensors["encoder"], tensors["decoder"]
+        self.bias, self.decoder_bias = tensors["bias"].float(), tensors["decoder_bias"].float()
+        threshold = tensors.get("threshold")
+        self.threshold = None if threshold is None else threshold.float().clamp(min=0)
+        self.top_k = item.top_k
+        self.nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        """Of the tensors on the device."""
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows whose activations are made at once."""
+        return max(1, _ACTIVATIONS // len(self.encoder))
+
+    def activations(self, rows: torch.Tensor, latents: torch.Tensor | None = None) -> torch.Tensor:
+        """(rows, latents) float32; of some of the latents, unless they compete for `top_k`."""
+        encoder, bias, threshold = self.encoder, self.bias, self.threshold
+        if latents is not None:
+            encoder, bias = encoder[latents], bias[latents]
+            threshold = None if threshold is None else threshold[latents]
+        found = linear(rows.to(encoder.dtype), encoder).float() + bias
+        counts = found > (0.0 if threshold is None else threshold)
+        if self.top_k:
+            last = torch.topk(found, self.top_k, dim=-1).values[:, -1:]
+            counts &= found >= last
+        return torch.where(counts, found, torch.zeros_like(found))
+
+    def written(
+        self, activations: torch.Tensor, latents: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """(rows, width) float32; what activations of latents write, the bias aside."""
+        decoder = self.decoder if latents is None else self.decoder[latents]
+        return (activations.to(decoder.dtype) @ decoder).float()
+
+
+@dataclass(frozen=True, eq=False)
+class Splice:
+    """One autoencoder with the changes of one edit."""
+
+    autoencoder: Autoencoder
+    latents: torch.Tensor
+    """(changed,) int64."""
+    values: torch.Tensor
+    """(changed,) float32."""
+    mode: int
+    adds_error: bool
+    only_if_active: bool
+    gate: int
+    """Register that the edit is multiplied with, or -1."""
+
+    @classmethod
+    def of(cls, one: Instruction, autoencoder: Autoencoder) -> Splice:
+        """What an instruction says, on the device of the autoencoder."""
+        device = autoencoder.encoder.device
+
+        def on_device(row: object, dtype: torch.dtype) -> torch.Tensor:
+            made = torch.as_tensor([] if row is None else row).to(dtype)
+            if device.type == "cuda":
+                made = made.pin_memory()
+            return made.to(device, non_blocking=True)
+
+        mode, adds_error, only_if_active, _ = one.params
+        return cls(
+            autoencoder,
+            on_device(one.read, torch.int64),
+            on_device(one.write, torch.float32),
+            int(mode),
+            bool(adds_error),
+            bool(only_if_active),
+            one.gate,
+        )
+
+    def step(self, stream: torch.Tensor) -> torch.Tensor:
+        """(rows, width) float32; what is added to rows, gates aside."""
+        own = self.autoencoder
+        if self.adds_error:
+            # The rest of what it makes of the rows, and the error term, add up to the rows.
+            if own.top_k:
+                before = own.activations(stream)[:, self.latents]
+            else:
+                before = own.activations(stream, self.latents)
+            return own.written(self._changed(before) - before, self.latents)
+        found = own.activations(stream)
+        if len(self.latents):
+            found[:, self.latents] = self._changed(found[:, self.latents])
+        return own.written(found) + own.decoder_bias - stream
+
+    def _changed(self, before: torch.Tensor) -> torch.Tensor:
+        values = self.values.expand_as(before)
+        if self.mode == _SET:
+            after = values
+        elif self.mode == _ADD:
+            after = before + values
+        elif self.mode == _SCALE:
+            after = before * values
+        else:
+            after = (torch.maximum if self.mode == _AT_LEAST else torch.minimum)(before, values)
+        return torch.where(before > 0, after, before) if self.only_if_active else after
+
+
+class Work(NamedTuple):
+    """What one autoencoder does at one tap in a step."""
+
+    splice: Splice
+    rows: torch.Tensor
+    """(rows,) int64, on the device; tokens of the step."""
+
+
+class Splices:
+    """Which configurations of the edit table splice an autoencoder in, and at which taps."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._at: dict[int, dict[int, Splice]] = {}
+        self._known: WeakValueDictionary[Any, Splice] = WeakValueDictionary()
+        """By content, so that rows of several requests go through one product."""
+        self.find: Callable[[str], Autoencoder] = _unknown
+        """Gives an autoencoder by its hash."""
+
+    def add(self, config: int, chains: Mapping[int, Chain]) -> None:
+        """Note what a configuration splices in, by tap."""
+        self._at[config] = {tap: self._splice(chain) for tap, chain in chains.items()}
+
+    def _splice(self, chain: Chain) -> Splice:
+        assert chain.splice is not None
+        known = self._known.get(chain.content)
+        if known is None:
+            autoencoder = self.find(chain.splice.content)
+            known = self._known[chain.content] = Splice.of(chain.splice, autoencoder)
+        return known
+
+    def has(self, config: int) -> bool:
+        """Whether a configuration splices anything in."""
+        return config in self._at
+
+    def drop(self, config: int) -> None:
+        """Forget a configuration."""
+        del self._at[config]
+
+    def work(self, configs: NDArray[np.int32]) -> dict[int, list[Work]]:
+        """What a step has to do beside the kernels, by tap; for configurations of its tokens."""
+        if not self._at:
+            return {}
+        rows: dict[int, dict[Splice, list[torch.Tensor]]] = {}
+        for config in np.unique(configs).tolist():
+            if splices := self._at.get(config):
+                index = torch.from_numpy(np.flatnonzero(configs == config))
+                for tap, splice in splices.items():
+                    rows.setdefault(tap, {}).setdefault(splice, []).append(index)
+        return {
+            tap: [Work(splice, self._on_device(parts)) for splice, parts in of.items()]
+            for tap, of in rows.items()
+        }
+
+    def _on_device(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        index = torch.cat(parts)
+        if self._device.type == "cuda":
+            # From pageable memory the copy would wait for everything that the GPU has been given.
+            index = index.pin_memory()
+        return index.to(self._device, non_blocking=True)
+
+
+def _unknown(sha256: str) -> Autoencoder:
+    raise LensError(f"edits: this worker keeps no autoencoders, and so not {sha256[:12]}")
+
+
+def splice_rows(
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+    work: Work,
+    bank: BankTensors,
+    owners: torch.Tensor,
+    elapsed: torch.Tensor,
+    faults: torch.Tensor,
+    largest: float,
+) -> None:
+    """Put what an autoencoder makes of the stream of some tokens in its place; waits for no device.
+
+    Sums are taken in float32 and rounded once. A row whose norm would be above `largest`, or not
+    finite, is not written, and its request is noted in `faults`, as the kernel of the tap does.
+    """
+    for index in torch.split(work.rows, work.splice.autoencoder.rows_at_once):
+        mine = hidden[index].float()
+        other = 0.0 if residual is None else residual[index].float()
+        records, positions = owners[index, 0].long(), owners[index, 1].long() + elapsed
+        step = work.splice.step(mine + other)
+        gate = _gate(work.splice.gate, bank, index, records, positions)
+        if gate is not None:
+            # Where a gate is shut, a row that the autoencoder cannot read stays as it is.
+            step = torch.where(gate[:, None] != 0, step * gate[:, None], torch.zeros_like(step))
+        edited = (mine + step).to(hidden.dtype)
+        is_fine = (edited.float() + other).square().sum(dim=-1) <= largest**2
+        hidden[index] = torch.where(is_fine[:, None], edited, hidden[index])
+        # Tokens of one request are many: all of them write the same number.
+        is_bad = torch.zeros(len(faults), dtype=torch.int32, device=hidden.device)
+        is_bad.scatter_reduce_(0, records, (~is_fine).int(), "amax")
+        faults[records] = torch.maximum(faults[records], is_bad[records].to(faults.dtype))
+
+
+def _gate(
+    register: int,
+    bank: BankTensors,
+    index: torch.Tensor,
+    records: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor | None:
+    """(rows,) float32; what the edit of each token is multiplied with, None for 1."""
+    if register < 0:
+        return None
+    if register < N_REGISTERS:
+        return bank.registers[index, register]
+    registers = torch.full_like(records, register)
+    if register < SAME_TOKEN:
+        return bank.latches.is_behind(records, registers, positions).float()
+    return factors(bank.vectors, bank.latches, records, registers, positions)

@@ -1,0 +1,288 @@
+"""A whole sparse autoencoder in the place of the stream: its weights, registered, and the edit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
+
+import numpy as np
+from pydantic import Field, PrivateAttr, field_validator, model_validator
+
+from inspect_lens.errors import SpecError
+
+from ._edit import EditBase
+from ._engine import EngineFacts
+from ._instruction import Instruction, Kind
+from ._probe import Weights
+from ._tensor import Tensor
+from ._values import Flag, Integer, Name, Value, integer, shown
+
+__all__ = [
+    "AutoencoderEntry",
+    "AutoencoderKind",
+    "EngineAutoencoder",
+    "Splice",
+    "SpliceMode",
+    "check_engine_autoencoder",
+]
+
+AutoencoderKind = Literal["relu", "jumprelu", "topk"]
+"""Which latents count: those above 0, above their threshold, or the `top_k` largest above 0."""
+
+SpliceMode = Literal["set", "add", "scale", "at_least", "at_most"]
+"""What becomes of an activation: a value, the value added, that many times as much, or the value
+where it is less, or more."""
+
+SPLICE_MODES: tuple[SpliceMode, ...] = ("set", "add", "scale", "at_least", "at_most")
+
+_MOST_CHANGED = 4096
+"""Latents that one edit changes: each of them is a number of the request."""
+
+
+class AutoencoderEntry(Value):
+    """A registered autoencoder without its tensors, which the workers hold."""
+
+    kind: AutoencoderKind
+    """Which latents count."""
+    hidden: int
+    """Width of the rows that it reads and writes."""
+    n_latents: int
+    """Latents."""
+    layers: tuple[int, ...]
+    """Layers that it was trained on, as its file says; empty where that is not known."""
+    sha256: str
+    """Of all that decides what it computes."""
+    nbytes: int
+    """Bytes of its tensors on each device."""
+
+    def reference(self) -> dict[str, Any]:
+        """The short form for logs and lists."""
+        return {
+            "$lens": "sae/1",
+            "sha256": self.sha256,
+            "kind": self.kind,
+            "latents": self.n_latents,
+            "layers": list(self.layers),
+        }
+
+
+class EngineAutoencoder(Weights):
+    """A sparse autoencoder as the engine applies it to whole rows.
+
+    Latents of a row `x` are `encoder @ x + bias` where they count, else 0, and the reconstruction
+    is `latents @ decoder + decoder_bias`. Products are computed in the dtype of the weights, and
+    the rest in float32.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from inspect_lens.spec import EngineAutoencoder
+
+        eye, zeros = np.eye(256, dtype=np.float32), np.zeros(256, dtype=np.float32)
+        sae = EngineAutoencoder(
+            kind="relu",
+            tensors={"encoder": eye, "bias": zeros, "decoder": eye, "decoder_bias": zeros},
+        )
+        assert (sae.hidden, sae.entry.n_latents) == (256, 256)
+        ```
+    """
+
+    shapes: ClassVar[dict[str, dict[str, str]]] = {
+        kind: {"encoder": "nw", "bias": "n", "decoder": "nw", "decoder_bias": "w"} | more
+        for kind, more in (("relu", {}), ("jumprelu", {"threshold": "n"}), ("topk", {}))
+    }
+    what: ClassVar[str] = "autoencoder"
+
+    kind: AutoencoderKind
+    """Which latents count."""
+    layers: tuple[int, ...] = ()
+    """Layers that it was trained on, 0-based, for lists; an edit says where it acts."""
+    top_k: Integer = 0
+    """Latents that count on each row, of kind `topk`."""
+    tensors: dict[str, Tensor]
+    """By name, with n latents and width w: `encoder` (n, w), `bias` (n,), what is subtracted from
+    the input folded in, `decoder` (n, w), `decoder_bias` (w,), and of kind `jumprelu` `threshold`
+    (n,). float32, float16 and bfloat16 stay as they are on the device."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        shape = self.tensors["encoder"].shape
+        if len(shape) != 2 or 0 in shape:
+            raise ValueError(f"tensors.encoder has shape {shape}; it needs (latents, width)")
+        sizes = dict(zip("nw", shape, strict=True))
+        for name, axes in self.shapes[self.kind].items():
+            wanted = tuple(sizes[axis] for axis in axes)
+            if self.tensors[name].shape != wanted:
+                raise ValueError(
+                    f"tensors.{name} has shape {self.tensors[name].shape}; an encoder {shape} "
+                    f"needs {wanted}"
+                )
+        if (self.kind == "topk") != (0 < self.top_k <= shape[0]) or self.top_k < 0:
+            raise ValueError(
+                f"top_k={self.top_k} of kind {self.kind!r}; kind 'topk' needs 1 to {shape[0]}, and "
+                "the others 0"
+            )
+        dtypes = {self.tensors[name].dtype for name in ("encoder", "decoder")}
+        if len(dtypes) != 1:
+            raise ValueError(f"encoder and decoder have the dtypes {sorted(dtypes)}; give them one")
+        self.check_finite()
+        return self
+
+    @property
+    def hidden(self) -> int:
+        """Width of the rows that it reads and writes."""
+        return self.tensors["encoder"].shape[1]
+
+    def _identity(self) -> tuple[Any, ...]:
+        return "sae", self.kind, self.top_k
+
+    @property
+    def entry(self) -> AutoencoderEntry:
+        """What a front-end keeps of it."""
+        return AutoencoderEntry(
+            kind=self.kind,
+            hidden=self.hidden,
+            n_latents=self.tensors["encoder"].shape[0],
+            layers=self.layers,
+            sha256=self.sha256,
+            nbytes=self.nbytes,
+        )
+
+    def reference(self) -> dict[str, Any]:
+        """The short form for logs: what it is, without the tensors."""
+        return self.entry.reference()
+
+
+class Splice(EditBase):
+    """Put the reconstruction of a registered autoencoder in the place of the stream.
+
+    The row `x` becomes `D(a)`, where `a` are its latents and `D` decodes them. With `error_term`
+    what the autoencoder does not explain is added back: `D(a) + (x - D(a))`, which is `x`. Latents
+    that you change are changed before they are decoded, and the error term stays that of the
+    unchanged ones. So `error_term=True` with one latent set to 0 takes away what that latent
+    writes, and nothing else.
+
+    All latents are computed, however many there are, by dense products. They run beside the graphs
+    that vLLM replays: steps in which such a request takes part replay none, and call the compiled
+    model instead. `Latents` changes up to 63 latents within graphs, and `Reconstruct` keeps up to
+    63. A row can have one autoencoder at a site.
+
+    Edits in front of this one act before it, on the stream that it then reads, and those behind it
+    act on what it has written; so a `Renormalise` behind it gives back the norm that it left.
+
+    Source:
+        Splicing an autoencoder into the forward pass: arXiv:2309.08600; error terms:
+        arXiv:2403.19647. `HookedSAETransformer` of SAELens calls the second `use_error_term`.
+
+    Example:
+        ```python
+        from inspect_lens.spec import Splice
+
+        whole = Splice(sae="layer-4", layers=[4])
+        without_17 = Splice(sae="layer-4", layers=[4], error_term=True, latents={17: 0.0})
+        assert without_17.latents == ((17, 0.0),)
+        ```
+    """
+
+    op: Literal["splice"] = "splice"
+    sae: Name
+    """Name under which the autoencoder is registered."""
+    error_term: Flag = False
+    """Add back what the autoencoder does not explain."""
+    latents: tuple[tuple[int, float], ...] = ()
+    """Latents that are changed, by number, such as `{17: 0.0}`; 4096 at most."""
+    mode: SpliceMode = Field(default="set")
+    """What the numbers of `latents` are: activations, or `add`, `scale`, `at_least`, `at_most`."""
+    only_if_active: Flag = False
+    """Change a latent only on tokens on which it is active."""
+
+    _entry: AutoencoderEntry | None = PrivateAttr(default=None)
+
+    @field_validator("latents", mode="before")
+    @classmethod
+    def _pairs(cls, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            value = list(value.items())
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{shown(value)}; give numbers by latent, such as {{17: 0.0}}")
+        if len(value) > _MOST_CHANGED:
+            raise ValueError(f"{len(value)} latents; {_MOST_CHANGED} at most")
+        return tuple(map(_pair, value))
+
+    @model_validator(mode="after")
+    def _check_latents(self) -> Self:
+        numbers = [number for number, _ in self.latents]
+        if len(set(numbers)) != len(numbers) or min(numbers, default=0) < 0:
+            raise ValueError(f"latents: {shown(numbers)}; name each once, from 0 on")
+        if self.choice:
+            raise ValueError(f"an autoencoder reads whole rows; leave {', '.join(self.choice)} out")
+        return self
+
+    def resolved(self, entry: AutoencoderEntry) -> Splice:
+        """The same edit, with what its name stands for.
+
+        Args:
+            entry: registered under the name.
+
+        Returns:
+            The edit, which can be judged and sealed.
+
+        Raises:
+            SpecError: it changes a latent that the autoencoder does not have.
+        """
+        if wrong := [number for number, _ in self.latents if number >= entry.n_latents]:
+            raise SpecError(
+                f"latents: {wrong[0]}; the autoencoder {self.sae!r} has 0 to {entry.n_latents - 1}"
+            )
+        copy = self.model_copy()
+        copy._look_up(entry)  # noqa: SLF001 - it is of this class
+        return copy
+
+    def _look_up(self, entry: AutoencoderEntry) -> None:
+        self._entry = entry
+
+    @property
+    def sha256(self) -> str | None:
+        """Of the autoencoder, by which receipts name the edit; None before it is looked up."""
+        return None if self._entry is None else self._entry.sha256
+
+    @property
+    def width(self) -> int | None:
+        """Width of the rows; None before the autoencoder is looked up."""
+        return None if self._entry is None else self._entry.hidden
+
+    def _program(self, index: int, listed: int | None) -> tuple[Instruction, ...]:
+        how = float(SPLICE_MODES.index(self.mode))
+        params = how, float(self.error_term), float(self.only_if_active), 0.0
+        numbers = values = None
+        if self.latents:
+            numbers, values = np.asarray(self.latents, dtype=np.float32).T.copy()
+        return (Instruction(Kind.SPLICE, numbers, values, params, content=self.sha256 or ""),)
+
+
+def check_engine_autoencoder(
+    sae: EngineAutoencoder, facts: EngineFacts, field: str = "sae"
+) -> None:
+    """Check an autoencoder against the engine that will run it."""
+    widths = {site: facts.width_of(site).width for site in facts.sites}
+    if sae.hidden not in widths.values():
+        served = ", ".join(f"{site} {width}" for site, width in widths.items())
+        raise SpecError(
+            f"{field}: reads rows of width {sae.hidden}; {facts.model} has rows of these widths: "
+            f"{served} (INSPECT_LENS_SITES says which sites are served)"
+        )
+
+
+def _pair(item: Any) -> tuple[int, float]:
+    """One entry of `latents`; JSON has texts for keys."""
+    if not isinstance(item, list | tuple) or len(item) != 2:
+        raise ValueError(f"{shown(item)}; give pairs of a latent and a number")
+    number, value = item
+    if isinstance(number, str) and number.isascii() and number.isdigit() and len(number) < 12:
+        number = int(number)
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise ValueError(f"latent {shown(number)}: {shown(value)}; give a number")
+    if not np.isfinite(np.float32(value)):
+        raise ValueError(f"latent {shown(number)}: {shown(value)}; give a finite float32 number")
+    return integer(number), float(value)
