@@ -18,16 +18,26 @@ H, N = 24, 60
 class Definition(torch.nn.Module):
     """An SAE as SAELens and Gemma Scope define its features, in torch."""
 
-    def __init__(self, kind: str, *, subtract: bool, k: int = 5, scale: float = 1.0) -> None:
+    def __init__(
+        self,
+        kind: str,
+        *,
+        subtract: bool,
+        k: int = 5,
+        scale: float = 1.0,
+        width: int = H,
+        latents: int = N,
+    ) -> None:
         super().__init__()
         rng = torch.Generator().manual_seed(0)
         self.kind, self.subtract, self.k, self.scale = kind, subtract, k, scale
         self.rescaled = False
         self.factor: torch.Tensor | None = None
-        self.w_enc = torch.randn(H, N, generator=rng)
-        self.w_dec = torch.randn(N, H, generator=rng)
-        self.b_enc, self.b_dec = torch.randn(N, generator=rng), torch.randn(H, generator=rng)
-        self.threshold = torch.rand(N, generator=rng) * 6
+        self.w_enc = torch.randn(width, latents, generator=rng)
+        self.w_dec = torch.randn(latents, width, generator=rng)
+        self.b_enc = torch.randn(latents, generator=rng)
+        self.b_dec = torch.randn(width, generator=rng)
+        self.threshold = torch.rand(latents, generator=rng) * 6
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x * self.scale - self.subtract * self.b_dec
@@ -59,7 +69,8 @@ def write_saelens(folder: Path, sae: Definition, **facts: Any) -> Path:
     """What `SAE.save_model` of SAELens 6 writes."""
     meta = {"hook_name": "blocks.9.hook_resid_post", "model_name": "made-up"}
     known = {
-        "architecture": sae.kind, "d_in": H, "d_sae": N, "dtype": "float32", "device": "cpu",
+        "architecture": sae.kind, "d_in": len(sae.b_dec), "d_sae": len(sae.b_enc),
+        "dtype": "float32", "device": "cpu",
         "apply_b_dec_to_input": sae.subtract, "normalize_activations": "none",
         "reshape_activations": "none", "metadata": meta,
     }  # fmt: skip

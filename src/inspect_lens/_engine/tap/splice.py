@@ -97,7 +97,7 @@ class Splice:
         device = autoencoder.encoder.device
 
         def on_device(row: object, dtype: torch.dtype) -> torch.Tensor:
-            made = torch.as_tensor([] if row is None else row).to(dtype)
+            made = torch.from_numpy(np.array([] if row is None else row)).to(dtype)
             if device.type == "cuda":
                 made = made.pin_memory()
             return made.to(device, non_blocking=True)
