@@ -15,7 +15,7 @@ from ._engine import EngineFacts
 from ._instruction import Instruction, Kind
 from ._probe import Weights
 from ._tensor import Tensor
-from ._values import Flag, Integer, Name, Value, integer, shown
+from ._values import MOST_OF, Flag, Integer, Name, Value, integer, shown
 
 __all__ = [
     "AutoencoderEntry",
@@ -34,9 +34,6 @@ SpliceMode = Literal["set", "add", "scale", "at_least", "at_most"]
 where it is less, or more."""
 
 SPLICE_MODES: tuple[SpliceMode, ...] = ("set", "add", "scale", "at_least", "at_most")
-
-_MOST_CHANGED = 4096
-"""Latents that one edit changes: each of them is a number of the request."""
 
 
 class AutoencoderEntry(Value):
@@ -206,8 +203,8 @@ class Splice(EditBase):
             value = list(value.items())
         if not isinstance(value, list | tuple):
             raise ValueError(f"{shown(value)}; give numbers by latent, such as {{17: 0.0}}")
-        if len(value) > _MOST_CHANGED:
-            raise ValueError(f"{len(value)} latents; {_MOST_CHANGED} at most")
+        if len(value) > MOST_OF["latents"]:
+            raise ValueError(f"{len(value)} latents; {MOST_OF['latents']} at most")
         return tuple(map(_pair, value))
 
     @model_validator(mode="after")

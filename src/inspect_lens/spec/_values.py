@@ -241,7 +241,7 @@ MOST_OF: Final[dict[str, int]] = {
     "threshold_positions": 1 << 19, "position_indices": 1 << 19, "token_ids": 4096, "tokens": 1024,
     "prefetch_params": 4096, "params": 4096, "configs": 16,
     "open_gates": 256 * MOST_GATES, "all": MOST_GATES, "any": MOST_GATES, "none": MOST_GATES,
-    "points": 1024,
+    "points": 1024, "latents": 4096,
     # Prompts of a sweep, in token ids or messages.
     "clean": 1 << 19, "corrupted": 1 << 19,
     "tensors": 16, "columns": 256, "shape": 8,

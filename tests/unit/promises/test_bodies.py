@@ -30,6 +30,7 @@ from inspect_lens.errors import UnsupportedError
 from inspect_lens.spec import (
     EDITS,
     EditBase,
+    EngineAutoencoder,
     EngineConfig,
     EngineEdits,
     EngineLens,
@@ -55,6 +56,7 @@ ROOTS: dict[str, dict[str, type[BaseModel]]] = {
         "probe": EngineProbe,
         "edits": EngineEdits,
         "lens": EngineLens,
+        "sae": EngineAutoencoder,
         "config": EngineConfig,
     },
     SERVER: {"": ServerConfig},
@@ -178,6 +180,10 @@ RIGHT: dict[str, dict[str, Any]] = {
         "layers": [1],
         "tensors": {"matrix": [[ROW] * 4]},
     },
+    "EngineAutoencoder": {
+        "kind": "relu",
+        "tensors": {"encoder": [ROW], "bias": [0.0], "decoder": [ROW], "decoder_bias": ROW},
+    },
     "EngineEdits": {"edits": [{"op": "zero", "layers": [1]}]},
     "EngineConfig": {"edits": [{"op": "zero", "layers": [1]}]},
     "ServerConfig": {"edits": [{"op": "zero", "layers": [1]}]},
@@ -194,6 +200,7 @@ RIGHT_EDITS: dict[str, dict[str, Any]] = {
     "Latents": {"value": [1.0]},
     "Rotate": {"degrees": 10, "plane": [ROW, OTHER]},
     "Scale": {"factor": 0.5},
+    "Splice": {"sae": "a"},
     "Swap": {"second": OTHER},
 }
 
