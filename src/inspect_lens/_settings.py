@@ -96,8 +96,8 @@ class Settings:
     """Bytes of probe weights on each device, of all requests that run. A request beyond it gets a
     429, one that alone is larger a 400."""
     lens_bytes: int = 1 << 30
-    """Bytes of tuned and Jacobian lenses on each device, of all that are registered. Each
-    tensor-parallel rank has them whole."""
+    """Bytes of tuned and Jacobian lenses and of autoencoders on each device, of all that are
+    registered. Each tensor-parallel rank has them whole."""
     registry_key: str = ""
     """Key that routes which register, replace or remove names and hooks ask for, as `Authorization:
     Bearer KEY`. With vLLM's `--api-key`, give it there as one of the keys, too. Empty asks for

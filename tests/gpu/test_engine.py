@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from inspect_lens import SteeringVector
+from inspect_lens.engine import register, unregister
+from inspect_lens.sae import SparseAutoencoder
 from tests.engine.conftest import Engine, start, tokens
+from tests.kit.autoencoders import Definition
 from tests.kit.engine_probes import check_probes
 from tests.kit.reference import HuggingFace
 from tests.kit.tiny_models import tiny_llama
@@ -147,3 +150,42 @@ def test_a_big_batch_of_many_configurations(engine: Engine) -> None:
     for i, output in enumerate(outputs):
         assert output.activations["residual_stream"].shape == (1, 30 + i % 7 + 15, HIDDEN)
         assert output.inspect_lens.steer.n_tokens == 30 + i % 7 + 15
+
+
+def test_an_autoencoder_runs_between_compiled_kernels_and_other_steps_replay_graphs(
+    engine: Engine, hugging_face: HuggingFace
+) -> None:
+    sae = Definition("jumprelu", subtract=True, width=HIDDEN, latents=4096)
+    sae.w_enc, sae.w_dec, sae.b_dec = sae.w_enc / 4, sae.w_dec / 200, sae.b_dec / 4
+    arrays = {
+        "weight": sae.w_enc.T.contiguous(),
+        "bias": sae.b_enc - sae.b_dec @ sae.w_enc,
+        "threshold": sae.threshold,
+        "decoder": sae.w_dec,
+        "decoder_bias": sae.b_dec,
+    }
+    form = SparseAutoencoder(**{name: array.numpy() for name, array in arrays.items()})
+    register(engine.llm, "sae", form.for_engine())
+    try:
+        engine.llm.reset_prefix_cache()
+        prompts = [tokens(100 + i, seed=i) for i in range(8)]
+
+        def ask(**options: Any) -> dict[str, Any]:
+            edit = form.splice("sae", layers=[2], **options)
+            return {"inspect_lens": {"edits": [edit], "capture": {"layers": "all"}}}
+
+        outputs = engine.run(prompts, [ask(), ask(error_term=True), *[ALL] * 6], max_tokens=12)
+        there = {2: lambda x: sae.decode(sae(x))}
+        expected = hugging_face.residual_stream(fed(outputs[0]), there)
+        assert cosine(outputs[0].activations["residual_stream"], expected) >= 0.998
+        for output in outputs[1:]:
+            rows = output.activations["residual_stream"]
+            assert cosine(rows, hugging_face.residual_stream(fed(output))) >= 0.998
+        assert set(outputs[0].inspect_lens.paths) == {"compiled"}
+        after = engine.run([prompts[3]], ALL, max_tokens=12)[0]
+        assert "graph" in after.inspect_lens.paths
+        # Of the prompt alone: the answer's steps replay graphs.
+        part = engine.run([prompts[4]], ask(positions="prompt"), max_tokens=12)[0]
+        assert "graph" in part.inspect_lens.paths
+    finally:
+        unregister(engine.llm, "sae")
