@@ -106,7 +106,7 @@ def test_a_run_is_that_of_hugging_face_with_the_autoencoder_at_the_layer(
         wanted = hugging_face.residual_stream(fed(prompt, output), there)
         assert max_relative_error(rows_of(output), wanted) < 1e-4
         receipt = output.inspect_lens.steer
-        assert receipt.hashes == (saes[name].for_engine().sha256,)
+        assert receipt.vectors == (saes[name].for_engine().sha256,)
         assert (receipt.layers, receipt.n_tokens) == ((1,), len(prompt) + 8)
         assert output.inspect_lens.cache_salted
     assert outputs[3].outputs[0].token_ids == plain[3].outputs[0].token_ids
