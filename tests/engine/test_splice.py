@@ -138,14 +138,14 @@ def test_with_its_error_term_it_changes_no_bit_and_one_latent_what_that_writes(
             logprobs=5,
         )
         assert same.outputs[0].token_ids == plain.outputs[0].token_ids
-        assert max_relative_error(rows_of(same), rows_of(plain)) < 1e-5
+        assert max_relative_error(rows_of(same), rows_of(plain)) < 1e-4
         for output, error_term in ((changed, True), (whole, False)):
             there = {1: hook(definitions[name], scaled(latent, 3.0), error_term=error_term)}
             wanted = hugging_face.residual_stream(fed(prompt, output), there)
             assert max_relative_error(rows_of(output), wanted) < 1e-4
         assert not torch.allclose(rows_of(changed)[1, :80], rows_of(plain)[1, :80], atol=1e-3)
-    solo = engine.run([prompt], ask(saes["relu"].splice("relu", error_term=True)), max_tokens=6)
-    assert torch.equal(rows_of(solo[0]), rows_of(engine.run([prompt], ask(), max_tokens=6)[0]))
+    alone = engine.run([prompt], ask(saes["relu"].splice("relu", error_term=True)), max_tokens=6)
+    assert torch.equal(rows_of(alone[0]), rows_of(plain))
 
 
 def test_edits_in_front_act_before_it_and_those_behind_on_what_it_wrote(
@@ -214,7 +214,8 @@ def test_positions_and_gates_choose_tokens_as_for_any_edit(
     shut = Splice(sae="relu", layers=[1], when=never, positions="completion")
     rows = rows_of(engine.run([prompt], ask(shut), max_tokens=6)[0])
     assert max_relative_error(rows, plain) < 1e-5
-    half = Splice(sae="relu", layers=[1], positions="completion", schedule={"factors": [0.5, 0.0]})
+    fading = {"points": [[0, 0.5], [1, 0.0]], "between": "step"}
+    half = Splice(sae="relu", layers=[1], positions="completion", schedule=fading)
     rows = rows_of(engine.run([prompt], ask(half), max_tokens=6)[0])
     before = plain[1, 70]
     wanted = before + 0.5 * (made(before[None])[0] - before)
@@ -229,7 +230,7 @@ def test_a_name_is_looked_up_in_registered_edits_and_what_does_not_fit_is_refuse
     register(engine.llm, "spliced", EngineEdits(edits=[edit]))
     try:
         outputs = engine.run([prompt] * 2, [ask(edit), ask(edits_named=["spliced"])], max_tokens=4)
-        assert torch.equal(*map(rows_of, outputs))
+        assert max_relative_error(*map(rows_of, outputs)) < 1e-4
         shown = registered()["relu"]
         assert (shown["kind"], shown["latents"], shown["layers"]) == ("relu", N_LATENTS, [1])
     finally:
