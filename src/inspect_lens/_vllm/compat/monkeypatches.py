@@ -203,7 +203,7 @@ EAGER_PATCHES: tuple[Monkeypatch, ...] = (
         "vllm.v1.worker.gpu.model_runner:dispatch_cg_and_sync_dp",
         ("cudagraph_manager", "num_reqs", "num_tokens"),
         "worker",
-        "a step with hooks replays no graph; the V2 runner",
+        "a step with hooks or an autoencoder replays no graph; the V2 runner",
         ("need_eager",),
     ),
     Monkeypatch(
@@ -211,7 +211,7 @@ EAGER_PATCHES: tuple[Monkeypatch, ...] = (
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._determine_batch_execution_and_padding",
         ("self", "num_tokens", "num_reqs"),
         "worker",
-        "a step with hooks replays no graph; the V1 runner",
+        "a step with hooks or an autoencoder replays no graph; the V1 runner",
         ("force_eager",),
     ),
 )
