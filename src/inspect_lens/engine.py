@@ -25,13 +25,14 @@ __all__ = [
 
 
 def register(llm: Any, name: str, item: Registrable, *, replace: bool = False) -> dict[str, Any]:
-    """Name a probe, a vector, edits, a lens or a configuration for requests to an offline engine.
+    """Name a probe, a vector, edits, a lens, an autoencoder or a configuration for requests.
 
     Args:
         llm: a `vllm.LLM` of this process.
         name: requests say `{"inspect_lens": {"probes": [name]}}` for a probe,
             `{"inspect_lens": {"edits_named": [name]}}` for a vector or other edits,
-            `{"inspect_lens": {"lens": {"name": name}}}` for a lens, and
+            `{"inspect_lens": {"lens": {"name": name}}}` for a lens, `Splice(sae=name, …)` among
+            their edits for an autoencoder, and
             `{"inspect_lens": {"configs": [name]}}` for a configuration.
         item: what to register; the same content twice is fine.
         replace: whether the name may stand for something else so far.
