@@ -13,8 +13,8 @@ import torch
 from inspect_lens import Hook, SteeringVector
 from inspect_lens.attention import QueriesKeys
 from inspect_lens.engine import PersistentHooks, register, unregister
-from inspect_lens.errors import HookError, SpecError, UnsupportedError
-from inspect_lens.spec import BLOCK_SITES
+from inspect_lens.errors import HookError, SpecError
+from inspect_lens.spec import BLOCK_SITES, EngineProbe
 from tests.engine.conftest import HIDDEN, LAYERS, Engine, start, tokens
 from tests.engine.test_capture import TOLERANCE, fed
 from tests.engine.test_logit_lens import CHOSEN, random_lens
@@ -67,7 +67,8 @@ def test_shares_of_ranks_are_put_together(two: Engine, hugging_face: HuggingFace
     check(outputs[2], {site: rows.norm(dim=-1, keepdim=True) for site, rows in expected.items()})
 
 
-def test_a_lens_joins_the_vocabulary_of_the_ranks(two: Engine, hugging_face: HuggingFace) -> None:
+def test_a_lens_reads_rows_of_all_workers(two: Engine, hugging_face: HuggingFace) -> None:
+    # With tensor parallelism the vocabulary is joined; on a pipeline rows go to the last stage.
     mixed = [
         ask_lens(layers="all", tokens=CHOSEN),
         None,
@@ -77,10 +78,6 @@ def test_a_lens_joins_the_vocabulary_of_the_ranks(two: Engine, hugging_face: Hug
     ]
     prompts = [tokens(n, seed=n) for n in (3, 40, 90, 20, 30)]
     lens = random_lens("jacobian", 5)
-    if two.llm.llm_engine.vllm_config.parallel_config.pipeline_parallel_size > 1:
-        with pytest.raises(UnsupportedError, match="lens: with pipeline parallelism"):
-            two.run(prompts[:1], mixed[0])
-        return
     register(two.llm, "j", lens.for_engine())
     outputs = two.run(prompts, mixed, max_tokens=9)
     unregister(two.llm, "j")
@@ -161,6 +158,74 @@ def test_probes_read_layers_of_both_stages(two: Engine) -> None:
     finally:
         for name in probes:
             unregister(two.llm, name)
+
+
+MLP = EngineProbe(
+    kind="mlp",
+    layers=(0, 1, LAYERS - 1),
+    tensors={
+        "w1": np.random.default_rng(2).normal(size=(3, 6, HIDDEN)).astype(np.float32) / 10,
+        "w2": np.random.default_rng(3).normal(size=6).astype(np.float32),
+    },
+)
+
+
+def test_an_mlp_reads_layers_of_both_stages(two: Engine) -> None:
+    w1, w2 = (MLP.tensors[name].to_float32().astype(float) for name in ("w1", "w2"))
+    uses = [
+        {"name": "mlp", "positions": "all", "tokens": True},
+        {"name": "linear", "positions": "all", "tokens": True},
+    ]
+    mean = [{"name": "mlp", "positions": "completion"}]
+    rows = {"capture": {"layers": "all"}}
+    asked: list[Any] = [
+        {"inspect_lens": {"probes": uses, **rows}},
+        {"inspect_lens": {"probes": mean, **rows}},
+        ALL,
+        # A window of its own beside that of the probe.
+        {"inspect_lens": {"probes": uses, "lens": {"layers": [1, 2], "positions": [3, 9]}, **rows}},
+        None,
+    ]
+    # Prompts in several chunks, and then out of the prefix cache.
+    prompts = [tokens(n, seed=n) for n in (1, 150, 30, 90, 40)]
+    for name, probe in {"mlp": MLP, "linear": LINEAR}.items():
+        register(two.llm, name, probe)
+    try:
+        for outputs in [two.run(prompts, asked, max_tokens=9) for _ in range(2)]:
+            for i in (0, 1, 3):
+                x = outputs[i].activations["residual_stream"].double().numpy()
+                units = sum(x[layer] @ w.T for layer, w in zip(MLP.layers, w1, strict=True))
+                scores = np.maximum(units, 0) @ w2
+                found = outputs[i].inspect_lens.probes
+                if i == 1:
+                    assert found[0].score == pytest.approx(scores[150:].mean(), abs=1e-3)
+                    continue
+                np.testing.assert_allclose(found[0].tokens, scores, rtol=1e-3, atol=1e-3)
+                linear = expected(outputs[i].activations["residual_stream"])["linear"]
+                np.testing.assert_allclose(found[1].tokens, linear, rtol=1e-3, atol=1e-3)
+    finally:
+        for name in ("mlp", "linear"):
+            unregister(two.llm, name)
+
+
+def test_lenses_of_many_requests_at_once(two: Engine, hugging_face: HuggingFace) -> None:
+    """More sequences than run together, of any length, so that some begin while others run."""
+    forms: list[Any] = [
+        ask_lens(layers=[0], tokens=CHOSEN),
+        ask_lens(layers="all", tokens=CHOSEN, positions=[0, 2, 5]),
+        ask_lens({"layers": [LAYERS - 1]}, layers=[LAYERS - 1, 1], tokens=CHOSEN),
+        ask_lens(layers=[0, 2], tokens=CHOSEN, positions="completion"),
+        None,
+        {**ALL, "apply_steering_vectors": [
+            SteeringVector(activations=torch.ones(1, HIDDEN), layer_indices=[0], scale=2.0)
+        ]},
+    ]  # fmt: skip
+    prompts = [tokens(6 + 7 * (i % 9), seed=100 + i) for i in range(24)]
+    asked = [forms[i % len(forms)] for i in range(24)]
+    outputs = two.run(prompts, asked, max_tokens=6)
+    for i, output in enumerate(outputs):
+        if i % len(forms) < 4:
+            check_lens(output, hugging_face)
 
 
 def test_each_tap_is_sent_by_one_worker(two: Engine) -> None:

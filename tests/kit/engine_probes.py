@@ -12,18 +12,21 @@ from inspect_lens.spec import EngineProbe
 
 
 def check_probes(llm: Any, run: Any, prompts: list[list[int]], hidden: int, layers: int) -> Any:
-    """Register a linear and an attention probe, read both, and return the outputs.
+    """Register a linear and an attention probe and an MLP, read them, and return the outputs.
 
-    `run(prompts, extra_args, max_tokens=...)` generates. The linear probe reads the first, a
-    middle and the last layer, so that every stage of a pipeline has a share.
+    `run(prompts, extra_args, max_tokens=...)` generates. The linear probe and the MLP read the
+    first, a middle and the last layer, so that every stage of a pipeline has a share.
     """
     rng = np.random.default_rng(0)
     read = (0, layers // 2, layers - 1)
     linear = rng.normal(size=(3, hidden)).astype(np.float32)
     heads = {n: rng.normal(size=(2, hidden)).astype(np.float32) for n in ("query", "value")}
+    w1 = rng.normal(size=(3, 4, hidden)).astype(np.float32)
+    w2 = rng.normal(size=4).astype(np.float32)
     probes = {
         "linear": EngineProbe(layers=read, tensors={"weight": linear, "bias": np.float32(1)}),
         "heads": EngineProbe(kind="attention", layers=(layers // 2,), tensors=heads),
+        "mlp": EngineProbe(kind="mlp", layers=read, tensors={"w1": w1, "w2": w2}),
     }
     for name, probe in probes.items():
         register(llm, name, probe)
@@ -57,5 +60,11 @@ def check_probes(llm: Any, run: Any, prompts: list[list[int]], hidden: int, laye
             expected = ((weight * values).sum(axis=0) / weight.sum(axis=0)).sum()
             assert output.inspect_lens.probes[1].score == pytest.approx(
                 expected, rel=1e-3, abs=1e-2
+            )
+            units = sum(x[layer] @ w.T for layer, w in zip(read, w1.astype(float), strict=True))
+            truth = np.maximum(units, 0) @ w2
+            # Units and their sum are of float32.
+            np.testing.assert_allclose(
+                output.inspect_lens.probes[2].tokens, truth, rtol=1e-3, atol=1e-3 * abs(units).max()
             )
     return outputs

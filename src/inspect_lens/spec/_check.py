@@ -252,8 +252,6 @@ def _how_to_serve(site: Site, layer: int, facts: EngineFacts) -> str:
 
 def check_lens(lens: LogitLens, facts: EngineFacts) -> tuple[TapPoint, ...]:
     """Check a logit lens against the engine that will run it."""
-    if facts.no_lens:
-        raise UnsupportedError(f"lens: {facts.no_lens}")
     is_all = lens.layers == "all"
     layers = tuple(range(facts.n_layers)) if lens.layers == "all" else lens.layers
     what = "'all' needs each layer, and layer" if is_all else "layer"

@@ -238,8 +238,6 @@ class EngineFacts:
     """Tensor-parallel ranks."""
     vocab: int = 0
     """Tokens of the model's vocabulary; 0: not known."""
-    no_lens: str = ""
-    """Why the engine cannot read rows with its unembedding, or empty where it can."""
     no_steering: str = ""
     """Why the engine's requests must not be steered, or empty where they may be."""
     quantization: str | None = None

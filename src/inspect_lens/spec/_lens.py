@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, field_validator, model_validator
 
-from inspect_lens.errors import SpecError, UnsupportedError
+from inspect_lens.errors import SpecError
 
 from ._capture import Layers, Transport
 from ._engine import EngineFacts
@@ -384,8 +384,6 @@ def check_engine_lens(
     lens: EngineLens | LensEntry, facts: EngineFacts, field: str = "lens"
 ) -> None:
     """Check a lens against the engine that will apply it."""
-    if facts.no_lens:
-        raise UnsupportedError(f"{field}: {facts.no_lens}")
     if (lens.hidden, lens.n_layers) != (facts.hidden, facts.n_layers):
         raise SpecError(
             f"{field}: fitted to a model of {lens.n_layers} layers and width {lens.hidden}; "

@@ -186,6 +186,30 @@ def check(seen: Seen, name: str) -> None:
         same(stream, reference(name).residual_stream(ids, edits))
 
 
+def check_lens(engine: Engine, name: str) -> None:
+    """What a lens reads is what the model's head makes of the rows of the same request."""
+    asked: list[Any] = [
+        {"inspect_lens": {"capture": {}, "lens": {"layers": "all", "top_k": 3, "tokens": [7]}}},
+        {"inspect_lens": {"capture": {}, "lens": {"layers": [0], "top_k": 1, "tokens": [7]}}},
+        None,
+    ]
+    # More than run together, so that some begin while others run.
+    prompts, requests = PROMPTS * 6, [asked[i % 3] for i in range(6 * len(PROMPTS))]
+    model = reference(name).model
+    for output, request in zip(engine.run(prompts, requests, max_tokens=9), requests, strict=True):
+        if request is None:
+            continue
+        table = output.inspect_lens.lens.result(output.activations)
+        rows = output.activations["residual_stream"].to(model.dtype).to(model.device)
+        with torch.no_grad():
+            logits = model.lm_head(model.model.norm(rows[list(table.layers)]))
+        truth = logits.float().log_softmax(dim=-1).transpose(0, 1).cpu()[list(table.positions)]
+        best = truth.topk(table.logprobs.shape[-1], dim=-1).values
+        torch.testing.assert_close(torch.from_numpy(table.logprobs), best, atol=0.1, rtol=0)
+        chosen = torch.from_numpy(table.target_logprobs[..., 0])
+        torch.testing.assert_close(chosen, truth[..., 7], atol=0.1, rtol=0)
+
+
 @pytest.mark.parametrize("name", ENGINES)
 def test_an_engine_on_several_gpus_equals_one(name: str) -> None:
     model, n_gpus, options = ENGINES[name]
@@ -195,6 +219,7 @@ def test_an_engine_on_several_gpus_equals_one(name: str) -> None:
     try:
         seen = observe(engine)
         check_probes(engine.llm, engine.run, PROMPTS, HIDDEN, LAYERS)
+        check_lens(engine, model)
         edited = (0, LAYERS // 2, LAYERS - 1)
         check_sampled_edits(
             engine.run, PROMPTS, HIDDEN, edited, compare_routed if is_routed(model) else compare

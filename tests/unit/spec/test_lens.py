@@ -77,7 +77,6 @@ def test_what_is_wrong_is_named(lens: dict[str, Any], words: str) -> None:
         ({"layers": "all"}, {}, UnsupportedError, "'all' needs each layer, and layer 1"),
         ({"layers": [0], "tokens": [100]}, {}, SpecError, "id 100; m has ids 0 to 99"),
         ({"layers": [0], "top_k": 9}, {"vocab": 8}, SpecError, "m has 8 tokens"),
-        ({"layers": [0]}, {"no_lens": "with pipelines"}, UnsupportedError, "lens: with pipelines"),
         ({"layers": [0, 5]}, {"ring_rows": 63}, UnsupportedError, "gates of the prompt: 2 taps"),
     ],
 )

@@ -314,7 +314,8 @@ class Pending:
     def accept(self, message: Saved | Failure) -> None:
         """Take what hooks saved on a stage, in the place of what it sent before; or its failure."""
         if isinstance(message, Failure):
-            self.failure = message
+            # What other workers tell of later comes of the first one.
+            self.failure = self.failure or message
             return
         self._saved[tuple(unpack_saved(message.data)["layers"])] = message
 

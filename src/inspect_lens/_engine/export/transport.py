@@ -73,6 +73,17 @@ class Copier:
         """Some tokens of (taps, tokens, width) rows."""
         return rows[:, torch.from_numpy(index)]
 
+    def gather(self, rows: torch.Tensor, index: NDArray[np.int64], into: torch.Tensor) -> None:
+        """Copy some of (rows, width) to others."""
+        torch.index_select(rows, 0, self._index(index, rows.device), out=into)
+
+    def scatter(self, rows: torch.Tensor, index: NDArray[np.int64], into: torch.Tensor) -> None:
+        """Copy (rows, width) to some others."""
+        into.index_copy_(0, self._index(index, rows.device), rows)
+
+    def _index(self, index: NDArray[np.int64], device: torch.device) -> torch.Tensor:
+        return torch.from_numpy(index)
+
     def taps(self, rows: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
         """Some taps of (taps, …) rows."""
         if ranks == tuple(range(ranks[0], ranks[0] + len(ranks))):
@@ -147,8 +158,10 @@ class StreamCopier(Copier):
         torch.cuda.current_stream().wait_event(self._released[part])
 
     def select(self, rows: torch.Tensor, index: NDArray[np.int64]) -> torch.Tensor:
-        where = torch.from_numpy(index).pin_memory().to(rows.device, non_blocking=True)
-        return rows.index_select(1, where)
+        return rows.index_select(1, self._index(index, rows.device))
+
+    def _index(self, index: NDArray[np.int64], device: torch.device) -> torch.Tensor:
+        return torch.from_numpy(index).pin_memory().to(device, non_blocking=True)
 
     def apply(
         self, readout: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor

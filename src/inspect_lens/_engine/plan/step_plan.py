@@ -174,8 +174,8 @@ class StepPlan:
 
     @property
     def is_active(self) -> bool:
-        """Whether any tap has something to do."""
-        return bool(self.steers.any() or self.captures.any())
+        """Whether any tap has something to do, or a row has a place."""
+        return bool(self.blocks or self.steers.any())
 
     @property
     def captured(self) -> set[int]:
@@ -203,6 +203,9 @@ def plan_step(
     blocks, base, used = _capture(batch, table, tokens, group_taps, tap_rows)
     if used > ring_rows:
         raise OverflowError(f"a step needs {used} ring rows and there are {ring_rows}")
+    if (n_taps := config_taps.shape[1]) < len(tap_rows):
+        # Rows of taps of other stages are not this one's to write.
+        base = np.delete(base, np.s_[n_taps:-1], axis=1)
     captures: Bools = np.logical_or.reduce(base[:, :-1] >= 0, axis=0)
     return StepPlan(tokens, base, steers, captures, blocks, steered, used)
 

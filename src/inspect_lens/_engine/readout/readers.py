@@ -28,8 +28,8 @@ _MOST_BYTES: Final = 1 << 30
 _SHARES: Final = 16
 """On a GPU, parts of a row that are multiplied at the same time: see `launch`."""
 
-_Key = tuple[tuple[str, ...], tuple[TapPoint, ...]]
-"""Probes and taps of a readout."""
+_Key = tuple[tuple[str, ...], tuple[TapPoint, ...], int]
+"""Probes and taps of a readout, and how many of these are borrowed."""
 
 _INDICES = 8
 """Choices of taps whose indices are kept on the device."""
@@ -40,7 +40,9 @@ class ProbeReader:
 
     A number per token and column comes out: the share of these taps in a linear score, or in the
     logits and values of an attention head, or the whole score of an MLP. Shares are added where
-    they arrive, so that taps of several pipeline stages need not meet.
+    they arrive, so that taps of several pipeline stages need not meet. Only an MLP needs all its
+    taps in one place: the last of `taps` are `n_borrowed` ones of earlier stages, for MLPs alone,
+    and an MLP that has not all of them here is read elsewhere.
     """
 
     def __init__(
@@ -49,9 +51,11 @@ class ProbeReader:
         taps: Sequence[TapPoint],
         device: torch.device,
         *,
+        n_borrowed: int = 0,
         scratch: torch.Tensor | None = None,
     ) -> None:
-        rank = {tap: i for i, tap in enumerate(taps)}
+        every = {tap: i for i, tap in enumerate(taps)}
+        rank = {tap: i for tap, i in every.items() if i < len(taps) - n_borrowed}
         hidden = probes[0].hidden
         self.columns = sum(probe.columns for probe in probes)
         weight = np.zeros((len(taps), self.columns, hidden), dtype=np.float32)
@@ -80,12 +84,7 @@ class ProbeReader:
                     query, value = (probe.tensors[n].to_float32() for n in ("query", "value"))
                     weight[rank[tap], column : column + heads] = query
                     weight[rank[tap], column + heads : column + 2 * heads] = value
-            elif own:
-                if len(own) != len(probe.taps):
-                    raise UnsupportedError(
-                        f"probe: an MLP over layers {probe.layers} needs them all on one pipeline "
-                        "stage"
-                    )
+            elif own and all(tap in every for tap in probe.taps):
                 k = probe.tensors["w2"].shape[0]
                 b1 = (
                     on_device("b1", probe)
@@ -95,7 +94,7 @@ class ProbeReader:
                 self._mlps.append(
                     (
                         column,
-                        [rank[tap] for tap in own],
+                        [every[tap] for tap in probe.taps],
                         on_device("w1", probe),
                         b1,
                         on_device("w2", probe),
@@ -224,20 +223,28 @@ class ProbeStore:
         """Of weights on the device, in use or kept."""
         return sum(readout.nbytes for readout in self._used.values())
 
-    def readout(self, names: tuple[str, ...], taps: tuple[TapPoint, ...]) -> ProbeReader:
-        """The readout of some probes at some taps of this worker."""
+    def find(self, names: Sequence[str]) -> list[EngineProbe]:
+        """Some of the probes."""
         missing = [name for name in names if name not in self._probes]
         if missing:
             raise SpecError(
                 f"probes: this worker does not know {', '.join(m[:12] for m in missing)}; "
                 "register them with this engine again"
             )
-        key = (names, taps)
+        return [self._probes[name] for name in names]
+
+    def readout(
+        self, names: tuple[str, ...], taps: tuple[TapPoint, ...], n_borrowed: int = 0
+    ) -> ProbeReader:
+        """The readout of some probes at some taps of this worker; see `ProbeReader`."""
+        probes = self.find(names)
+        key = (names, taps, n_borrowed)
         made = self._used.get(key)
         if made is None:
-            probes = [self._probes[name] for name in names]
             self._make_room(sum(probe.columns for probe in probes), probes, taps)
-            made = ProbeReader(probes, taps, self._device, scratch=self._scratch)
+            made = ProbeReader(
+                probes, taps, self._device, n_borrowed=n_borrowed, scratch=self._scratch
+            )
             self._used[key] = made
         self._keep(key, made)
         return made

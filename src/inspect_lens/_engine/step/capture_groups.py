@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -20,14 +20,31 @@ from inspect_lens._engine.protocol.readouts import (
     ProbesEnvelope,
     PromptRead,
     Readout,
+    RowPart,
 )
 from inspect_lens._engine.readout.readers import ProbeReader, ProbeStore
 from inspect_lens._engine.readout.reduce import Form
-from inspect_lens.spec import TapPoint
+from inspect_lens.spec import TapPoint, tap_order
 
 _Rows = tuple[int, ...]
-_Key = tuple[tuple[_Rows, Hashable, bool] | None, ...]
-"""Of each result the rows that it reads, of a token's at all taps, and what is made of them."""
+
+
+class _Read(NamedTuple):
+    """What a worker does for one result."""
+
+    rows: _Rows
+    """Those that it reads, of a token's at all taps."""
+    made: Hashable
+    """What is made of them."""
+    is_live: bool
+    lent: _Rows = ()
+    """Rows that a later stage of the pipeline reads."""
+    borrowed: tuple[TapPoint, ...] = ()
+    """Taps of earlier stages, whose rows are the last ones of `rows`."""
+
+
+_Key = tuple[_Read | None, ...]
+"""Of each result what is done for it."""
 
 _KNOWN_MOST = 1024
 
@@ -55,6 +72,12 @@ class Result:
     """What probes make of rows."""
     lens: LensForm | None = None
     """What a logit lens makes of rows."""
+    lent: tuple[int, ...] = ()
+    """Ring rows of a token that a later stage of the pipeline reads, and whose taps they are."""
+    lent_taps: tuple[TapPoint, ...] = ()
+    borrowed: tuple[int, ...] = ()
+    """Ring rows of a token that are filled with rows of earlier stages, and whose taps they are."""
+    borrowed_taps: tuple[TapPoint, ...] = ()
     gates: tuple[TapPoint, ...] = ()
     """Taps whose rows gates of this worker read; then nothing is sent."""
     is_live: bool = False
@@ -73,6 +96,11 @@ class Group:
     """Whether one of its results is looked at as it comes."""
     results: dict[int, Result]
     """By kind; see `READOUTS`."""
+
+    @property
+    def crosses(self) -> bool:
+        """Whether rows go to other stages of a pipeline, or come from there."""
+        return any(result.lent or result.borrowed for result in self.results.values())
 
 
 class Window:
@@ -132,8 +160,14 @@ class Groups:
         probes: ProbeStore,
         tap_rows: Longs,
         rank: int = 0,
+        *,
+        remote: Sequence[TapPoint] = (),
+        is_last: bool = True,
     ) -> None:
-        self._tap_index = tap_index
+        self._n_taps = len(tap_index)
+        self._tap_index = tap_index | {tap: self._n_taps + i for i, tap in enumerate(remote)}
+        """Taps of earlier stages of a pipeline are behind those of this one."""
+        self._is_last = is_last
         self._tap_rows = tap_rows
         self._starts = np.cumsum(tap_rows) - tap_rows
         self._rank = rank
@@ -198,13 +232,13 @@ class Groups:
             return None
         number = self._number.get(key)
         if number is None:
-            wanted = [row for part in key if part is not None for row in part[0]]
+            wanted = [row for part in key if part is not None for row in (*part.rows, *part.lent)]
             taps = np.unique(self._starts.searchsorted(wanted, side="right") - 1)
             counts, starts = self._tap_rows[taps], self._starts[taps]
             of_each = [range(s, s + n) for s, n in zip(starts, counts, strict=True)]
             rank = {row: i for i, row in enumerate(chain.from_iterable(of_each))}
             results = {
-                stream: self._result(stream, tuple(rank[row] for row in part[0]), *part[1:])
+                stream: self._result(stream, part, rank)
                 for stream, part in enumerate(key)
                 if part is not None
             }
@@ -222,34 +256,103 @@ class Groups:
         alike = envelope.alike
         if (known := self._known.get(alike)) is not None:
             return known
-        key: list[tuple[_Rows, Hashable, bool] | None] = []
+        key: list[_Read | None] = []
         shares: list[tuple[int, int]] = []
         for stream, asked in enumerate(envelope.read):
             rows = () if asked is None else asked.rows
-            here = [i for i, row in enumerate(rows) if row.tap in self._tap_index]
+            here = [i for i, row in enumerate(rows) if self._is_here(row.tap)]
             mine = [i for i in here if rows[i].rank == self._rank]
+            read = here if asked is not None and asked.is_read_by_all_ranks else mine
+            lent, borrowed = self._over_stages(asked, read)
+            if isinstance(asked, LensEnvelope):
+                # The last stage reads what all of them have.
+                read = list(range(len(rows))) if self._is_last else []
+                mine = [i for i in read if rows[i].rank == self._rank]
+            elif borrowed:
+                read = [*read, *borrowed]
             if stream != GATES:
                 shares.append((mine[0] if mine else 0, len(mine)))
-            read = here if asked is not None and asked.is_read_by_all_ranks else mine
-            starts = [int(self._starts[self._tap_index[rows[i].tap]]) for i in read]
-            own = tuple(start + rows[i].part for start, i in zip(starts, read, strict=True))
             made = _made(stream, asked, tuple(rows[i].tap for i in read))
+            if isinstance(asked, ProbesEnvelope):
+                made = asked.names, tuple(rows[i].tap for i in read), len(borrowed)
             is_live = asked is not None and asked.is_live
-            key.append((own, made, is_live) if own else None)
+            found = _Read(
+                self._numbers_of(rows, read),
+                made if read else None,
+                is_live,
+                self._numbers_of(rows, lent),
+                tuple(rows[i].tap for i in borrowed),
+            )
+            key.append(found if read or lent else None)
         wanted = _Wanted(tuple(key) if any(key) else None, shares)
         if len(self._known) >= _KNOWN_MOST:
             self._known.clear()
         self._known[alike] = wanted
         return wanted
 
-    def _result(self, stream: int, ranks: _Rows, made: Any, is_live: bool) -> Result:
+    def _is_here(self, tap: TapPoint) -> bool:
+        return self._tap_index.get(tap, self._n_taps) < self._n_taps
+
+    def _numbers_of(self, rows: Sequence[RowPart], which: Sequence[int]) -> _Rows:
+        """Where some rows stand among those of a token at all taps."""
+        starts = [int(self._starts[self._tap_index[rows[i].tap]]) for i in which]
+        return tuple(start + rows[i].part for start, i in zip(starts, which, strict=True))
+
+    def _over_stages(
+        self, asked: Readout | None, read: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """Of a result's rows those that a later stage reads, and those that come from earlier ones.
+
+        A lens reads on the last stage, which has the unembedding, and an MLP where its last layer
+        is. All else is read where it is.
+        """
+        if isinstance(asked, LensEnvelope):
+            if not self._is_last:
+                return list(read), []
+            return [], [i for i, row in enumerate(asked.rows) if not self._is_here(row.tap)]
+        if not isinstance(asked, ProbesEnvelope) or not read:
+            return [], []
+        lent: set[TapPoint] = set()
+        borrowed: set[TapPoint] = set()
+        for probe in self._probes.find(asked.names):
+            here = {tap for tap in probe.taps if self._is_here(tap)}
+            if probe.kind != "mlp" or not here or len(here) == len(probe.taps):
+                continue
+            if max(probe.taps, key=tap_order) in here:
+                borrowed |= set(probe.taps) - here
+            else:
+                lent |= here
+        rows = list(enumerate(asked.rows))
+        return [i for i, row in rows if row.tap in lent], [
+            i for i, row in rows if row.tap in borrowed
+        ]
+
+    def _result(self, stream: int, read: _Read, rank: Mapping[int, int]) -> Result:
+        """What a group does for one result; `rank` says which of its rows a row is."""
+        ranks = tuple(rank[row] for row in read.rows)
+        made: Any = read.made
+        result = Result(
+            ranks,
+            lent=tuple(rank[row] for row in read.lent),
+            lent_taps=tuple(self._tap_of(row) for row in read.lent),
+            borrowed_taps=read.borrowed,
+            borrowed=tuple(rank[int(self._starts[self._tap_index[tap]])] for tap in read.borrowed),
+            is_live=read.is_live,
+        )
+        if not ranks:
+            return result
         if stream == SCORES:
-            return Result(ranks, readout=self._probes.readout(*made), is_live=is_live)
+            return replace(result, readout=self._probes.readout(*made))
         if stream == LENS:
-            return Result(ranks, lens=made)
+            return replace(result, lens=made)
         if stream == GATES:
-            return Result(ranks, gates=made)
-        return Result(ranks, form=made, is_live=is_live)
+            return replace(result, gates=made)
+        return replace(result, form=made)
+
+    def _tap_of(self, row: int) -> TapPoint:
+        """Whose row one of a token's is."""
+        taps = list(self._tap_index)
+        return taps[int(self._starts.searchsorted(row, side="right")) - 1]
 
     def give(self, number: int) -> None:
         """Take note that a request has gone."""
@@ -274,8 +377,6 @@ class Groups:
 
 def _made(stream: int, asked: Readout | None, taps: tuple[TapPoint, ...]) -> Hashable:
     """What a worker makes of the rows of a result: what tells groups apart beside the rows."""
-    if isinstance(asked, ProbesEnvelope):
-        return asked.names, taps
     if isinstance(asked, LensEnvelope):
         return asked.form
     if isinstance(asked, PromptRead):

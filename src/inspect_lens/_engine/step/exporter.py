@@ -241,7 +241,7 @@ class Sender:
         total, row_bytes = 0, self._ring.shape[1] * self._ring.element_size()
         for block in blocks:
             group = self._groups[block.group]
-            if group.is_live:
+            if group.is_live or group.crosses:
                 return None
             for result in group.results.values():
                 is_combined = result.form is not None and result.form.combine is not None
@@ -284,10 +284,10 @@ class Sender:
             if result.readout is not None:
                 read = partial(result.readout, ranks=result.ranks)
                 made = self._copier.apply(read, rows)
-            elif result.lens is None and not result.gates:
+            elif result.ranks and result.lens is None and not result.gates:
                 made = self._copier.taps(rows, result.ranks).flatten(1, 2)
             else:
-                continue  # all ranks have read these together, or gates have
+                continue  # all ranks or gates have read these together, or another stage does
             self._send(stream, result.form, block, made, path)
 
     def _send(

@@ -41,6 +41,7 @@ from inspect_lens._engine.readout.reduce import Part
 from inspect_lens.errors import CaptureError, LensError, UnsupportedError
 from inspect_lens.spec import EnginePath
 
+from .stages import Stages, missing_rows
 from .stepper import Stepper
 
 logger = logging.getLogger("vllm.inspect_lens")
@@ -123,6 +124,8 @@ class RequestStepper(Stepper):
     """Why there is none."""
     hooks: HookRunner | None = None
     """Set once, when the model is there."""
+    stages: Stages | None = None
+    """Set once, on a pipeline."""
     _asks: frozenset[str] = frozenset()
     """Requests of the running step with a lens, as the scheduler has them: alike on all ranks."""
 
@@ -170,6 +173,8 @@ class RequestStepper(Stepper):
             self._add_hooks(key, envelope)
 
     def _add_lens(self, key: str, sha256: str) -> None:
+        if self.stages is not None and not self.stages.is_last:
+            return  # its rows are read on the last stage
         self._asking.add(key)
         problem: LensError | None = None
         if self.head is None:
@@ -244,6 +249,8 @@ class RequestStepper(Stepper):
         super().begin(keys, offset, n_tokens, position)
 
     def end_step(self, path: EnginePath) -> None:
+        if self.stages is not None and self._plan is not None:
+            self._cross(self.stages)
         if self._asks:
             asks, self._asks = self._asks, frozenset()
             try:
@@ -253,6 +260,24 @@ class RequestStepper(Stepper):
                 for key in asks & self._live.by_key.keys():
                     self._fail(key, error)
         super().end_step(path)
+
+    def _cross(self, stages: Stages) -> None:
+        """Take rows of other stages into the ring, and lend them some of this one."""
+        blocks, first_row = self._rounds.current()
+        live = self._live.by_slot
+
+        def key_of(slot: int) -> str:
+            return live[slot].key if slot in live else ""
+
+        ring, copier = self.state.ring, self._exporter.copier
+        try:
+            missing = stages.cross(self._groups, blocks, first_row, ring, copier, key_of)
+        except Exception as error:  # noqa: BLE001 - the boundary: a fault fails its own requests
+            asking = [block for block in blocks if self._groups[block.group].crosses]
+            self._fail_slots([s for block in asking for s in block.slots.tolist()], error)
+        else:
+            for key in missing:
+                self._fail(key, missing_rows())
 
     def _read(self) -> None:
         """Read the rows of the step."""

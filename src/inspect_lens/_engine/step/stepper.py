@@ -255,13 +255,22 @@ class Stepper:
     """Tracks requests and drives the taps of one worker."""
 
     def __init__(
-        self, state: TapState, exporter: Exporter, *, lag: int = LAG, rank: int = 0
+        self,
+        state: TapState,
+        exporter: Exporter,
+        *,
+        lag: int = LAG,
+        rank: int = 0,
+        is_last: bool = True,
     ) -> None:
         self.state, self._exporter = state, exporter
         self._bank = Bank(state.bank, state.shares)
         tap_index = {tap: i for i, tap in enumerate(state.taps)}
         self.probes = ProbeStore(state.ring.device, state.scratch)
-        self._groups = Groups(tap_index, self.probes, state.tap_rows, rank)
+        self._tap_rows = state.kept_rows
+        self._groups = Groups(
+            tap_index, self.probes, self._tap_rows, rank, remote=state.remote, is_last=is_last
+        )
         self._numbers = Numbers(exporter.arena.view.board)
         self._faults = Faults(exporter.arena.view.board, exporter.copier)
         state.faults = self._faults.move_to(state.ring.device)
@@ -437,7 +446,7 @@ class Stepper:
                 self._groups.taps,
                 self._bank.config_taps,
                 ring_rows=self.state.step_rows,
-                tap_rows=self.state.tap_rows,
+                tap_rows=self._tap_rows,
             )
             first_row = self._rounds.begin(plan)
             self._live.drafts.begin(batch)

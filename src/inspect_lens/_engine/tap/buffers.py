@@ -41,6 +41,7 @@ class TapState:
 
     Attributes:
         taps: what each tap reads, in the order of the forward pass.
+        remote: taps of earlier stages of a pipeline, whose rows may come from there: see `Stages`.
         header: int32; one allocation that a step fills in one copy: the number of tokens that
             the maps describe, the ring row at which the step's rows begin, steps since then, a
             flag per tap, and five numbers per token.
@@ -84,6 +85,7 @@ class TapState:
     tap_rows: NDArray[np.int64]
     shares: tuple[Share, ...]
     parts: int = 1
+    remote: tuple[TapPoint, ...] = ()
     tap_of: dict[int, int] = field(default_factory=dict)
     steering: list[bool] = field(default_factory=list)
     capturing: list[bool] = field(default_factory=list)
@@ -110,6 +112,7 @@ class TapState:
         parts: int | None = None,
         tap_rows: Sequence[int] | None = None,
         shares: Sequence[Share] | None = None,
+        remote: tuple[TapPoint, ...] = (),
     ) -> TapState:
         """Allocate all buffers of a worker."""
         n = len(taps)
@@ -132,6 +135,7 @@ class TapState:
             tap_rows=np.asarray([1] * n if tap_rows is None else tap_rows, dtype=np.int64),
             shares=((0, hidden),) * n if shares is None else tuple(shares),
             parts=parts,
+            remote=remote,
             steering=[False] * n,
             capturing=[False] * n,
         )
@@ -161,6 +165,11 @@ class TapState:
     def row_taps(self) -> list[TapPoint]:
         """The tap of each of a token's rows at all taps."""
         return [tap for tap, n in zip(self.taps, self.tap_rows, strict=True) for _ in range(n)]
+
+    @property
+    def kept_rows(self) -> NDArray[np.int64]:
+        """(taps + remote taps,); ring rows of a token of each tap, those of other stages last."""
+        return np.append(self.tap_rows, np.ones(len(self.remote), dtype=np.int64))
 
     @property
     def part_rows(self) -> int:

@@ -336,7 +336,7 @@ def _tap_cuda(hidden: torch.Tensor, residual: torch.Tensor | None, ctl: torch.Te
 
 def warm_up(state: buffers.TapState, widths: Iterable[int] = ()) -> None:
     """Compile the kernels for all layouts: a graph capture must not be the first launch."""
-    if not state.ring.is_cuda:
+    if not state.ring.is_cuda or not state.taps:
         return
     from .tap_triton import launch
 

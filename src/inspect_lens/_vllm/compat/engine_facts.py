@@ -317,7 +317,6 @@ def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
         widths=widths,
         ranks=ranks,
         vocab=int(getattr(model.hf_text_config, "vocab_size", 0)),
-        no_lens=_no_lens(vllm_config),
         no_steering=no_steering(vllm_config, settings),
         quantization=getattr(model, "quantization", None),
     )
@@ -346,16 +345,6 @@ def _sha256(content: Any) -> str | None:
         return None
     text = content if isinstance(content, str) else json.dumps(content, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _no_lens(vllm_config: Any) -> str:
-    """Why rows cannot go through the unembedding, or empty where they can."""
-    if getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1) == 1:
-        return ""
-    return (
-        "with pipeline parallelism the unembedding is on the last stage, and rows of other layers "
-        "are not; use tensor parallelism, or capture the rows"
-    )
 
 
 def _least_step_tokens(vllm_config: Any, step: int) -> int:

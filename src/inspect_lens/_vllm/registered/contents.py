@@ -272,7 +272,7 @@ def at_once(work: Coroutine[Any, Any, Result]) -> Result:
 
 
 def _raise_first(answers: Sequence[object]) -> None:
-    # On a pipeline, a stage without taps has nothing to note.
+    # One may be without the lens, which its log says.
     if problem := next((answer for answer in answers if isinstance(answer, str)), None):
         raise LensError(problem)
     if not any(answers):

@@ -21,6 +21,7 @@ from torch import nn
 from inspect_lens._engine.hooks.runner import HookRunner, Needs, Part
 from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens._engine.step.request_stepper import RequestStepper
+from inspect_lens._engine.step.stages import LIST_KEY
 from inspect_lens._engine.tap.buffers import CAPTURE, TapState
 from inspect_lens._engine.tap.op import tap
 from inspect_lens._vllm.compat.engine_facts import is_compiled
@@ -304,6 +305,35 @@ class _Runner:
     def _end(self) -> None:
         self._stepper.end_step("eager" if _Step.is_eager else self._path())
 
+    def _pass_on(self, execute: Callable[..., Any]) -> Callable[..., Any]:
+        """On a pipeline, have rows cross the stages beside what `execute_model` gets and returns.
+
+        What it returns may be memory of a graph that is replayed again, so it is left as it is.
+        """
+        stepper, stages = self._stepper, self._stepper.stages
+        if stages is None:
+            return execute
+
+        @functools.wraps(execute)
+        def execute_model(scheduler_output: Any, received: Any = None, **kwargs: Any) -> Any:
+            if kwargs.get("dummy_run"):
+                return execute(scheduler_output, received, **kwargs)
+            guarded(stepper, self._take, received)
+            result = execute(scheduler_output, received, **kwargs)
+            going = guarded(stepper, stages.give)
+            if going and (tensors := getattr(result, "tensors", None)) is not None:
+                return type(result)({**tensors, **going})
+            return result
+
+        return execute_model
+
+    def _take(self, received: Any) -> None:
+        stages = self._stepper.stages
+        assert stages is not None
+        # To read the attribute would wait for the tensors, which a step without ours does later.
+        has_rows = received is not None and LIST_KEY in vars(received)["tensors"]
+        stages.take(received.tensors if has_rows else None, self._stepper.state.ring.shape[1])
+
     def _path(self) -> EnginePath:
         return "compiled" if is_compiled(self._runner.vllm_config) else "eager"
 
@@ -363,6 +393,7 @@ class RunnerV1(_Runner):
         runner._update_states = update_states
         runner._prepare_inputs = prepare_inputs
         runner._model_forward = model_forward
+        runner.execute_model = self._pass_on(runner.execute_model)
 
     def _follow(self, scheduler_output: Any) -> None:
         stepper = self._stepper
@@ -444,7 +475,7 @@ class RunnerV2(_Runner):
 
         stepper.state.bank.fed.source = self._fed
         self._runner._dummy_run = idle(stepper, self._runner._dummy_run)
-        self._runner.execute_model = execute_model
+        self._runner.execute_model = self._pass_on(execute_model)
 
     def _attach_state(self) -> None:
         stepper, state = self._stepper, self._runner.model_state

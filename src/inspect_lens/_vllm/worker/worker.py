@@ -22,6 +22,7 @@ from inspect_lens._engine.protocol.readouts import LAG, share_of
 from inspect_lens._engine.readout.logit_lens import warm_up_lens
 from inspect_lens._engine.readout.readers import READOUT_BYTES, warm_up_readout
 from inspect_lens._engine.step.request_stepper import RequestStepper
+from inspect_lens._engine.step.stages import Stages
 from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._engine.tap.buffers import TapState, install
 from inspect_lens._engine.tap.op import tap, warm_up
@@ -40,6 +41,7 @@ from inspect_lens._vllm.registered.contents import (
 )
 from inspect_lens.errors import CompatError, LensError, UnsupportedError
 from inspect_lens.spec import (
+    SITE_TABLE,
     EngineFacts,
     EngineLens,
     TapPoint,
@@ -92,7 +94,7 @@ def manage_hooks(worker: Any, action: str, payload: Any) -> str | None:
     parameters: Parameters | None = getattr(runner, "inspect_lens_parameters", None)
     try:
         if action == "prefetch":
-            # A pipeline stage without taps has no hooks, and may have what others want.
+            # A worker without the lens has no hooks, and may have what others want.
             (parameters or Parameters(runner.get_model())).prefetch(payload)
         elif stepper is None or stepper.hooks is None or parameters is None:
             return None
@@ -309,14 +311,13 @@ def _install(start: Start) -> str:
     blocks = decoder_layers(runner.get_model(), facts.n_layers, settings.layer_path)
     # A stage of a pipeline has the taps of its layers, which may be none.
     here = tuple(tap for tap in facts.taps if blocks[tap.layer] is not None)
-    if not here:
-        logger.info("inspect_lens: no taps in this stage of the pipeline")
-        return facts_mark(facts)
     # As many steps may be under way as the pipeline has stages, and one more.
     lag = max(LAG, config.parallel_config.pipeline_parallel_size + 1)
     is_first = is_exporting_rank()
     has_shares = any(facts.width_of(tap.site).shards > 1 for tap in here)
-    state = _allocate(worker, facts, settings, here, lag)
+    first = next(i for i, block in enumerate(blocks) if block is not None)
+    before = (tap for tap in facts.taps if tap.layer < first and SITE_TABLE[tap.site].is_wide)
+    state = _allocate(worker, facts, settings, here, lag, remote=tuple(before))
     for index, point in enumerate(here):
         block, width = blocks[point.layer], facts.width_of(point.site)
         assert block is not None
@@ -344,7 +345,10 @@ def _install(start: Start) -> str:
     if {"q", "k"} <= set(facts.sites):
         heads = int(config.model_config.get_total_num_kv_heads())
         exporter.attention = msgspec.msgpack.encode(attention_facts(blocks, heads))
-    stepper = RequestStepper(state, exporter, lag=lag, rank=tp_rank())
+    stages = stages_here()
+    is_last = stages is None or stages.is_last
+    stepper = RequestStepper(state, exporter, lag=lag, rank=tp_rank(), is_last=is_last)
+    stepper.stages = stages
     widths = {facts.width_of(tap.site) for tap in here}
     # Not before the stepper has told taps where they note faults.
     warm_up(state, {w.width // w.shards for w in widths} - {facts.hidden})
@@ -358,14 +362,14 @@ def _install(start: Start) -> str:
         runner.inspect_lens_kept.add(start_reference(name), item)
     if hasattr(runner, "model_memory_usage"):
         runner.model_memory_usage += stepper.lenses.nbytes
-    _give_head(stepper, runner.get_model(), blocks, facts)
+    _give_head(stepper, runner.get_model(), blocks)
     runner.inspect_lens = stepper
     adapter = adapter_of(runner, stepper)
     adapter.attach()
     sent = exporter if is_first else None
     _attach_hooks(runner, adapter, stepper, sent, blocks, facts, settings)
     # Whether a feed-forward module leaves a sum to others shows only in its values.
-    if settings.self_check or (tp_size() > 1 and "mlp_out" in facts.sites):
+    if here and (settings.self_check or (tp_size() > 1 and "mlp_out" in facts.sites)):
         start.check = functools.partial(
             _check,
             worker,
@@ -386,7 +390,7 @@ def _install(start: Start) -> str:
         facts.n_layers,
         state.step_rows,
         facts.bank_rows,
-        len(state.sums) // len(state.row_taps),
+        len(state.sums) // max(1, len(state.row_taps)),
         state.nbytes / 2**20,
         arena.nbytes / 2**20,
     )
@@ -394,7 +398,13 @@ def _install(start: Start) -> str:
 
 
 def _allocate(
-    worker: Any, facts: EngineFacts, settings: Settings, taps: tuple[TapPoint, ...], lag: int
+    worker: Any,
+    facts: EngineFacts,
+    settings: Settings,
+    taps: tuple[TapPoint, ...],
+    lag: int,
+    *,
+    remote: tuple[TapPoint, ...],
 ) -> TapState:
     config = worker.vllm_config
     dtype, is_first = config.model_config.dtype, is_exporting_rank()
@@ -407,7 +417,7 @@ def _allocate(
         dtype=dtype,
         max_tokens=_max_tokens(config, facts),
         max_groups=max_requests,
-        ring_rows=min(facts.ring_rows, sum(tap_rows) * facts.max_step_tokens),
+        ring_rows=min(facts.ring_rows, (sum(tap_rows) + len(remote)) * facts.max_step_tokens),
         bank_rows=facts.bank_rows,
         device=worker.device,
         # The others' rows are the same, or shares, which they send one by one.
@@ -416,16 +426,15 @@ def _allocate(
         scratch_bytes=READOUT_BYTES if is_first and worker.device.type == "cuda" else 0,
         tap_rows=tap_rows,
         shares=[share_of(facts.width_of(tap.site), facts.ranks, tp_rank()) for tap in taps],
+        remote=remote,
     )
 
 
-def _give_head(
-    stepper: RequestStepper, model: Any, blocks: list[nn.Module | None], facts: EngineFacts
-) -> None:
+def _give_head(stepper: RequestStepper, model: Any, blocks: list[nn.Module | None]) -> None:
     """Get ready for the logit lens, or note why requests for it fail."""
+    if stepper.stages is not None and not stepper.stages.is_last:
+        return
     try:
-        if facts.no_lens:
-            raise UnsupportedError(facts.no_lens)
         stepper.head = VocabHead(model, blocks)
         ring = stepper.state.ring
         warm_up_lens(stepper.head.vocab, ring.dtype, ring.device)
@@ -446,6 +455,16 @@ def _attach_hooks(runner: Any, adapter: RunnerV1 | RunnerV2, *args: Any) -> None
 def is_exporting_rank() -> bool:
     """Whether this rank sends rows: the stream is the same on all tensor-parallel ranks."""
     return tp_rank() == 0
+
+
+def stages_here() -> Stages | None:
+    """This worker's part in what crosses the stages of a pipeline; None without one."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    group = get_pp_group()
+    if group.world_size == 1:
+        return None
+    return Stages(is_last=bool(group.is_last_rank), ranks=tp_size())
 
 
 def tp_rank() -> int:

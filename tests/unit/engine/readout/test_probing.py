@@ -15,7 +15,7 @@ from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.protocol.envelope import Envelope, seal
 from inspect_lens._engine.protocol.messages import ROWS, SCORES
 from inspect_lens._engine.readout.readers import ProbeReader
-from inspect_lens.errors import SpecError, UnsupportedError
+from inspect_lens.errors import SpecError
 from inspect_lens.spec import EngineProbe, ProbeUse, TapPoint
 from tests.kit.steps import FACTS, HIDDEN, LAYERS, Worker, exporter, rows
 
@@ -68,9 +68,17 @@ def test_a_readout_is_the_formula_of_each_kind(dtype: torch.dtype) -> None:
     )
 
 
-def test_an_mlp_over_two_pipeline_stages_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="one pipeline stage"):
-        ProbeReader([mlp(0, 5)], [TapPoint("resid_post", 0)], torch.device("cpu"))
+def test_an_mlp_over_two_pipeline_stages_is_read_where_its_last_layer_is() -> None:
+    first, last = (TapPoint("resid_post", layer) for layer in (0, 5))
+    probes = [mlp(0, 5), linear(0, 5)]
+    x = torch.from_numpy(np.random.default_rng(1).normal(size=(2, 7, HIDDEN)).astype(np.float32))
+    cpu = torch.device("cpu")
+    whole = ProbeReader(probes, [first, last], cpu)(x)
+    early = ProbeReader(probes, [first], cpu)(x[:1])
+    assert not early[..., 0].any()
+    # The rows of the first layer come from the other stage, for the MLP alone.
+    late = ProbeReader(probes, [last, first], cpu, n_borrowed=1)(x.flip(0))
+    torch.testing.assert_close(early + late, whole)
 
 
 def begin(

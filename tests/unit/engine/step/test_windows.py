@@ -18,6 +18,9 @@ FIRST, SECOND = (tap_points((RESID_POST,), (layer,))[0] for layer in (0, 1))
 
 
 class Probes:
+    def find(self, names: Any) -> list[Any]:
+        return []
+
     def readout(self, *_: Any) -> object:
         return object()
 
