@@ -118,6 +118,9 @@ class TierReceipt(Value):
     """What the server's probes found. Those of a configuration are in the receipt's `probes`."""
     opted_out: bool = False
     """Whether the request left it out; then nothing of it acted."""
+    denied_open_gates: tuple[str, ...] = ()
+    """Keys of the request's `open_gates` that did not count, because rules of the server deny the
+    gate (`none`): a client could else leave the operator's edits out."""
 
 
 class Receipt(Value):

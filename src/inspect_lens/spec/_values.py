@@ -17,7 +17,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar, cast
 
@@ -282,8 +282,9 @@ def check_counts(value: object, *, field: str = "") -> None:
             continue
         if name in TENSORS and not isinstance(item, dict):
             continue
-        total += len(item)
         most = MOST_OF.get(name, _MOST_OTHERS)
+        rows = None if depth + 1 >= _MOST_DEPTH else _rows_of_plain(item, most)
+        total += len(item) + (rows or 0)
         if len(item) > most:
             raise SpecError(f"{path or 'inspect_lens'}: has {len(item)} entries; {most} at most")
         if total > MOST_ENTRIES:
@@ -299,13 +300,34 @@ def check_counts(value: object, *, field: str = "") -> None:
                 for key, inner in pairs
                 if isinstance(inner, list | tuple | dict)
             ]
-        elif not set(map(type, item)) <= {int, bool, float, str}:
+        elif rows is None:
             waiting += [
                 (f"{path}[{i}]", name if isinstance(inner, list | tuple) else "", inner, depth + 1)
                 for i, inner in enumerate(item)
                 if isinstance(inner, list | tuple | dict) and inner
             ]
 
+
+def _rows_of_plain(
+    item: list[object] | tuple[object, ...] | dict[Any, object], most: int
+) -> int | None:
+    """Entries of the lists in a list, at most `most` in each; None where it needs a closer look.
+
+    Pairs such as the points of a schedule come in great number, and nothing is in them to look at.
+    """
+    if isinstance(item, dict):
+        return None
+    kinds = set(map(type, item))
+    if kinds <= _PLAIN:
+        return 0
+    if not kinds <= {list, tuple}:
+        return None
+    rows = cast("Sequence[Sequence[object]]", item)
+    is_plain = set(map(type, chain.from_iterable(rows))) <= _PLAIN
+    return sum(map(len, rows)) if is_plain and max(map(len, rows)) <= most else None
+
+
+_PLAIN: Final[set[type]] = {int, bool, float, str}
 
 NATIVE_KEY = "inspect_lens"
 """Key of `extra_args` that takes a whole `LensRequest`."""

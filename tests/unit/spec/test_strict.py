@@ -17,6 +17,7 @@ from inspect_lens.spec import (
     EngineProbe,
     Pool,
     as_tensor_data,
+    check_counts,
     check_name,
     check_request,
     encode_tensor,
@@ -241,3 +242,24 @@ def test_a_misspelled_key_is_found_among_as_many_as_a_body_may_have() -> None:
             refuse_misspelled([*others, "output_residual_streem"], "the body")
     with pytest.raises(SpecError, match="1025 keys; 1024 at most"):
         refuse_misspelled(list(map(str, range(1025))), "the body")
+
+
+@pytest.mark.parametrize("shape", [(150, 1024, 2), (150, 1025, 2), (1, 2, 1025), (513, 1, 1)])
+def test_lists_of_pairs_are_counted_as_all_others(shape: tuple[int, int, int]) -> None:
+    n_edits, n_points, n_numbers = shape
+    points = [[0] * n_numbers for _ in range(n_points)]
+    body = {"edits": [{"schedule": {"points": points}} for _ in range(n_edits)]}
+    if n_points > 1024:
+        with pytest.raises(SpecError, match=r"schedule.points: has 1025 entries; 1024 at most"):
+            check_counts(body)
+    elif n_numbers > 1024:
+        with pytest.raises(SpecError, match=r"points\[1\]: has 1025 entries; 1024 at most"):
+            check_counts(body)
+    elif n_edits > 256:
+        with pytest.raises(SpecError, match=r"edits: has 513 entries; 256 at most"):
+            check_counts(body)
+    else:
+        check_counts(body)
+        body["more"] = [{"schedule": {"points": points}} for _ in range(100)]
+        with pytest.raises(SpecError, match="entries in all its lists"):
+            check_counts(body)

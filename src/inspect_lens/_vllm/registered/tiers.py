@@ -153,5 +153,7 @@ def compose(
         rules = [edit.when for edit in edits[: receipts[0].edits] if edit.when is not None]
         denied = {key for rule in rules for key in rule.denied}
         opened = tuple(key for key in request.open_gates if key not in denied)
+        left_out = tuple(key for key in request.open_gates if key in denied)
+        receipts[0] = receipts[0].model_copy(update={"denied_open_gates": left_out})
         request = request.model_copy(update={"open_gates": opened})
     return request.model_copy(update=changes), Tiers(tuple(receipts), len(uses))

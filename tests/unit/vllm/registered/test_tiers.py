@@ -89,8 +89,10 @@ def test_a_client_opens_no_gate_that_the_operators_own_rule_denies(front: FrontE
     for rule, kept in ((gate, keys), (Rule(none=[gate]), keys[1:]), (Rule(any=[gate]), keys)):
         edit = add(7).model_copy(update={"when": rule, "positions": "completion"})
         serve(front, edits=[edit])
-        made, _ = compose(front.registry, asked)
+        made, tiers = compose(front.registry, asked)
         assert made.open_gates == kept
+        denied = tuple(key for key in keys if key not in kept)
+        assert tiers.receipts[0].denied_open_gates == denied, "the receipt says what was left out"
 
 
 def test_a_request_says_how_its_configurations_probe_is_read_and_not_the_servers(
