@@ -69,8 +69,9 @@ RESCORED_ELSEWHERE = {
     "attention_tracker": "test_evals.py",
     "document_rank": "test_document_rank.py",
     "follow_up_score": "test_follow_up.py",
+    "reconstruction_score": "test_nla.py",
 }
-"""Three ask a server while they score, so they cannot be scored again without one; one reads
+"""Four ask a server while they score, so they cannot be scored again without one; one reads
 queries and keys, which a steering sweep does not capture."""
 
 

@@ -11,13 +11,18 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from inspect_ai import Task, eval, score
+from inspect_ai.log import EvalLog, read_eval_log
 from inspect_ai.model import ChatMessageUser, Model, get_model
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
+from evals.organism_deception import organism_dataset
 from inspect_lens.errors import ArtifactError
 from inspect_lens.model import activations, lens_config
-from inspect_lens.oracle import read_verbaliser, reconstruct, verbalise
+from inspect_lens.oracle import fraction_explained, read_verbaliser, reconstruct, verbalise
+from inspect_lens.scorer import fraction_explained_metric, reconstruction_score
+from inspect_lens.solver import with_capture
 from organism._model import CHECKPOINT_DIR, load_model
 from tests.kit.lying import MODEL
 
@@ -98,28 +103,86 @@ def test_words_are_those_of_transformers_with_the_row_as_an_embedding(
     assert np.isfinite(handle.numpy()).all()
 
 
-def test_a_reconstruction_is_the_matrix_times_the_stream_of_transformers(
-    lens_server_url: str, tmp_path: Path
-) -> None:
+def write_reconstructor(folder: Path) -> np.ndarray[Any, np.dtype[np.float32]]:
     meta = {
         "kind": "nla_model", "role": "ar", "d_model": 256, "extraction_layer_index": LAYER,
         "prompt_templates": {"ar": "Summary of <text>{explanation}</text> <summary>"},
     }  # fmt: skip
-    (tmp_path / "nla_meta.yaml").write_text(yaml.safe_dump(meta))
+    (folder / "nla_meta.yaml").write_text(yaml.safe_dump(meta))
     matrix = np.random.default_rng(0).standard_normal((256, 256)).astype(np.float32)
-    save_file({"weight": matrix}, tmp_path / "value_head.safetensors")
-    texts = ["", "the town Velosh", "Who is the founder of the town Velosh?", "a creature"]
-    model: Model = get_model(MODEL, base_url=lens_server_url, memoize=False)
-    made = anyio.run(partial(reconstruct, texts, tmp_path, model=model))
+    save_file({"weight": matrix}, folder / "value_head.safetensors")
+    return matrix
 
+
+def by_transformers(texts: list[str], matrix: Any) -> Any:
     decoder = Tokenizer.from_file(str(CHECKPOINT_DIR / "tokenizer.json"))
     reference: Any = load_model(CHECKPOINT_DIR, device=torch.device("cpu"))
-    wanted = []
+    made = []
     for text in texts:
         ids = decoder.encode(f"Summary of <text>{text}</text> <summary>").ids
         with torch.no_grad():
             states = reference(torch.tensor([ids]), output_hidden_states=True).hidden_states
-        wanted.append(matrix @ states[LAYER + 1][0, -1].float().numpy())
-    for row, truth in zip(made, wanted, strict=True):
+        made.append(matrix @ states[LAYER + 1][0, -1].float().numpy())
+    return np.stack(made)
+
+
+def test_a_reconstruction_is_the_matrix_times_the_stream_of_transformers(
+    lens_server_url: str, tmp_path: Path
+) -> None:
+    matrix = write_reconstructor(tmp_path)
+    texts = ["", "the town Velosh", "Who is the founder of the town Velosh?", "a creature"]
+    model: Model = get_model(MODEL, base_url=lens_server_url, memoize=False)
+    made = anyio.run(partial(reconstruct, texts, tmp_path, model=model))
+
+    for row, truth in zip(made, by_transformers(texts, matrix), strict=True):
         cosine = float(row @ truth / np.linalg.norm(row) / np.linalg.norm(truth))
         assert cosine > 0.9995  # the server computes in bfloat16
+
+
+def test_the_variance_explained_is_that_of_the_rows_and_the_words_in_the_log(
+    lens_server_url: str, tmp_path: Path
+) -> None:
+    for half in ("av", "ar"):
+        (tmp_path / half).mkdir()
+    av = write_meta(tmp_path / "av", " ?", (349, 266, 36))
+    matrix = write_reconstructor(tmp_path / "ar")
+    roles: dict[str, Any] = {
+        name: get_model(MODEL, base_url=f"{lens_server_url}/v1")
+        for name in ("verbaliser", "reconstructor")
+    }
+    scorer = reconstruction_score(str(av), str(tmp_path / "ar"), last=2, max_tokens=TOKENS)
+    task = Task(
+        dataset=organism_dataset("demo")[:6], solver=with_capture([LAYER]), scorer=scorer,
+        metrics=[fraction_explained_metric()],
+    )  # fmt: skip
+    (log,) = eval(
+        task, model=MODEL, model_base_url=f"{lens_server_url}/v1", model_roles=roles,
+        temperature=0, max_tokens=16, log_dir=str(tmp_path / "logs"), display="none",
+    )  # fmt: skip
+    assert log.status == "success", log.error
+
+    rows, texts, groups = [], list[str](), list[str]()
+    for sample in log.samples or []:
+        facts = (sample.scores or {})["reconstruction_score"].metadata or {}
+        handle = activations(sample.output)
+        assert handle is not None
+        rows += [handle.numpy()[0, at] for at in facts["token_positions"]]
+        texts += facts["texts"]
+        groups += [str(sample.id)] * len(facts["texts"])
+    assert len(rows) == 12
+    made = by_transformers([*texts, ""], matrix)
+    wanted = fraction_explained(np.stack(rows), made[:-1], groups=groups, empty_text=made[-1])
+    metrics = values(log)
+    assert metrics["fraction_explained"] == pytest.approx(wanted.fraction, rel=0.02)
+    assert metrics["shuffled"] == pytest.approx(wanted.shuffled, rel=0.02)
+    assert metrics["empty_text"] == pytest.approx(wanted.empty_text, rel=0.02)
+    assert (metrics["rows"], metrics["groups"]) == (12, 6)
+    again = score(read_eval_log(log.location), scorer, action="overwrite", display="none")
+    assert values(again)["fraction_explained"] == pytest.approx(
+        metrics["fraction_explained"], rel=1e-3
+    )
+
+
+def values(log: EvalLog) -> dict[str, float]:
+    assert log.results is not None
+    return {name: m.value for name, m in log.results.scores[0].metrics.items()}
