@@ -315,7 +315,7 @@ def _install(start: Start) -> str:
     lag = max(LAG, config.parallel_config.pipeline_parallel_size + 1)
     is_first = is_exporting_rank()
     has_shares = any(facts.width_of(tap.site).shards > 1 for tap in here)
-    first = next(i for i, block in enumerate(blocks) if block is not None)
+    first = next((i for i, block in enumerate(blocks) if block is not None), facts.n_layers)
     before = (tap for tap in facts.taps if tap.layer < first and SITE_TABLE[tap.site].is_wide)
     state = _allocate(worker, facts, settings, here, lag, remote=tuple(before))
     for index, point in enumerate(here):
