@@ -235,7 +235,7 @@ def test_a_name_is_looked_up_in_registered_edits_and_what_does_not_fit_is_refuse
         assert (shown["kind"], shown["latents"], shown["layers"]) == ("relu", N_LATENTS, [1])
     finally:
         unregister(engine.llm, "spliced")
-    two = saes["topk"].splice("topk", layers=[2])
+    two = Splice(sae="topk", layers=[2])
     for edits, words in (
         ([Splice(sae="nobody", layers=[1])], "no sae is registered as 'nobody'"),
         ([Splice(sae="relu", layers=[1], latents={N_LATENTS: 1.0})], "has 0 to 319"),
