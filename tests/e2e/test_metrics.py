@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from inspect_lens.scorer import (
     probe_score,
     recall_at_fpr_metric,
     threshold_accuracy,
+    validity,
     words_auroc,
 )
 from inspect_lens.solver import with_capture
@@ -45,7 +47,7 @@ METRICS = [
     at_threshold(),
     threshold_accuracy(interval=True),
     calibration_error(n_bins=BINS),
-    length_auroc(),
+    validity(),
 ]
 
 
@@ -110,6 +112,18 @@ def test_the_error_of_the_calibration_that_the_card_stores(log: EvalLog) -> None
         for b in np.unique(places)
     ]
     assert 0.25 > metrics(log)["calibration_error"] == pytest.approx(sum(gaps))
+
+
+def test_labels_are_of_instructions_that_the_answers_follow(log: EvalLog) -> None:
+    found, y = metrics(log), planted(log)
+    assert found["labels_from_instruction"] == 1.0
+    answers = [re.findall(r"\w+", s.output.completion.lower()) for s in log.samples or []]
+    named = np.array(
+        [s.metadata["truth"].lower() in a for s, a in zip(log.samples or [], answers, strict=True)]
+    )
+    obeyed = min(named[y == 0].mean(), 1.0 - named[y == 1].mean())
+    assert 0.8 <= found["behaviour"] == pytest.approx(obeyed)
+    assert 0.0 <= found["words_auroc"] <= 1.0
 
 
 def test_words_of_an_instruction_give_the_label_away_and_those_of_an_answer_do_not(
