@@ -315,11 +315,14 @@ class _Runner:
             return execute
 
         @functools.wraps(execute)
-        def execute_model(scheduler_output: Any, received: Any = None, **kwargs: Any) -> Any:
+        def execute_model(
+            scheduler_output: Any, intermediate_tensors: Any = None, **kwargs: Any
+        ) -> Any:
+            # Named as by vLLM, whose dummy runs give it by its name.
             if kwargs.get("dummy_run"):
-                return execute(scheduler_output, received, **kwargs)
-            guarded(stepper, self._take, received)
-            result = execute(scheduler_output, received, **kwargs)
+                return execute(scheduler_output, intermediate_tensors, **kwargs)
+            guarded(stepper, self._take, intermediate_tensors)
+            result = execute(scheduler_output, intermediate_tensors, **kwargs)
             going = guarded(stepper, stages.give)
             if going and (tensors := getattr(result, "tensors", None)) is not None:
                 return type(result)({**tensors, **going})

@@ -12,6 +12,8 @@ import torch
 
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
 from inspect_lens._engine.collect.collector import Collector
+from inspect_lens._engine.step.request_stepper import RequestStepper
+from inspect_lens._engine.step.stages import Stages
 from inspect_lens._engine.tap.op import tap
 from inspect_lens._vllm.worker.runners import RunnerV1, RunnerV2
 from inspect_lens.spec import ENVELOPE_KEY, Add, TokenMatch
@@ -58,7 +60,12 @@ class FakeV2:
         gone, self._gone = self._gone, set()
         self.execute_model(SimpleNamespace(finished_req_ids=gone, layout=layout))
 
-    def execute_model(self, scheduler_output: Any, dummy_run: bool = False) -> None:
+    def execute_model(
+        self, scheduler_output: Any, intermediate_tensors: Any = None, dummy_run: bool = False
+    ) -> None:
+        if dummy_run:
+            self.model(scheduler_output.n)
+            return
         step = scheduler_output.layout
         for key in sorted(scheduler_output.finished_req_ids):
             self.model_state.remove_request(key)
@@ -74,7 +81,9 @@ class FakeV2:
         self.model(int(counts.sum()))
 
     def _dummy_run(self, n: int) -> None:
-        self.model(n)
+        # As vLLM's own: what it gives is named.
+        dummy = SimpleNamespace(finished_req_ids=set(), n=n)
+        self.execute_model(dummy, intermediate_tensors=None, dummy_run=True)
 
 
 class FakeV1:
@@ -105,7 +114,9 @@ class FakeV1:
     def step(self, layout: dict[str, tuple[int, int]]) -> None:
         self.execute_model(layout)
 
-    def execute_model(self, step: dict[str, tuple[int, int]]) -> None:
+    def execute_model(
+        self, step: dict[str, tuple[int, int]], intermediate_tensors: Any = None
+    ) -> None:
         new, self._waiting, gone, self._gone = self._waiting, [], self._gone, set()
         self._update_states(SimpleNamespace(finished_req_ids=gone, scheduled_new_reqs=new))
         counts = np.asarray([n for _, n in step.values()])
@@ -118,20 +129,23 @@ class FakeV1:
         self.model(n)
 
 
-@pytest.fixture(params=["v1", "v2"])
+@pytest.fixture(params=["v1", "v2", "v1 of a pipeline", "v2 of a pipeline"])
 def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     worker = Worker(exporter())
+    worker.stepper = stepper = RequestStepper(worker.state, worker.stepper._exporter)
+    if "pipeline" in request.param:
+        stepper.stages = Stages(is_last=False)
     model = Model(worker)
-    if request.param == "v1":
+    if request.param.startswith("v1"):
         made: Any = FakeV1(model)
-        adapter: Any = RunnerV1(made, worker.stepper)
+        adapter: Any = RunnerV1(made, stepper)
     else:
         made = FakeV2(model)
-        adapter = RunnerV2(made, worker.stepper)
+        adapter = RunnerV2(made, stepper)
     monkeypatch.setattr(adapter, "_path", lambda: "eager")
     adapter.attach()
     yield made
-    worker.stepper.close()
+    stepper.close()
 
 
 def test_a_repeated_step_is_over_for_dummy_runs_and_for_others(runner: Any) -> None:
