@@ -22,7 +22,7 @@ _ONE_LINE = 30
 
 
 # Where names are used; coverage names everything once, and so says nothing of use.
-_SHOWN_IN = ("README.md", "docs/*.md", "docs/how-to/*.md", "docs/tutorials/*.md", "evals/*/*.py")
+_SHOWN_IN = ("README.md", "docs/*.md", "docs/how-to/*.md", "evals/*/*.py")
 _NOT_USE = {"coverage.md", "changelog.md"}
 _SENTENCE_END = re.compile(r"(?<=[.?!])\s+(?=[A-Z`*])")
 

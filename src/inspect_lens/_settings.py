@@ -71,9 +71,9 @@ class Settings:
     has it. Requests may name them, and a rule may record a share of all others; see [Record what a
     server computes](collect.md#record-what-a-server-computes)."""
     register: str = ""
-    """Probes, vectors, edits, lenses and configurations to register at start: `name=path`,
-    comma-separated; a path is the folder of a trained probe or of a fitted lens, or a JSON file
-    with `probe`, `edits` (of which a vector is one), `lens` or `config`."""
+    """Probes, vectors, edits, lenses, autoencoders and configurations to register at start:
+    `name=path`, comma-separated; a path is the folder of a trained probe or of a fitted lens, or a
+    JSON file with `probe`, `edits` (of which a vector is one), `lens`, `sae` or `config`."""
     server: str = ""
     """YAML file of what acts on all requests of a server: edits, probes with alarms, and a webhook
     for these; see [Act on all requests](share.md#act-on-all-requests). When it is set and the lens
@@ -86,8 +86,8 @@ class Settings:
     """Key that is sent with each alert to its webhook, as `Authorization: Bearer KEY`. Empty sends
     none."""
     registry_names: int = 1024
-    """Names that clients may register, of probes, vectors, edits, lenses and configurations
-    together."""
+    """Names that clients may register, of probes, vectors, edits, lenses, autoencoders and
+    configurations together."""
     registry_bytes: int = 1 << 30
     """Bytes of probes and vectors that clients may register, together."""
     probe_columns: int = 4096
@@ -149,8 +149,7 @@ class Settings:
     process, if there is more than a handful. Otherwise threads of the Inspect process do it."""
     garbage_threshold: int = 200_000
     """Objects that Python makes before it looks for garbage, in a process that runs evals
-    (`gc.set_threshold`; Python's own 700 costs a fifth of an eval's time). 0 leaves Python's
-    collector as it is."""
+    (`gc.set_threshold`; Python's own is 700). 0 leaves Python's collector as it is."""
     parent: int = 0
     """Process with which a vLLM server ends, as a number; the provider sets it for the servers that
     it starts. 0: none."""

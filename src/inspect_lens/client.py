@@ -638,7 +638,9 @@ def _fields(
     asked: CaptureSpec | LogitLens | Mapping[str, Any], transport: str | None
 ) -> dict[str, Any]:
     fields = dict(asked) if isinstance(asked, Mapping) else asked.model_dump()
-    return fields if transport is None else fields | {"transport": transport}
+    if transport is None:
+        return fields
+    return fields | {"transport": "inline" if transport == "base64" else transport}
 
 
 def with_request(

@@ -118,6 +118,9 @@ def fetch_bytes(
     return response.status, response.data
 
 
+_INLINE = 'have tensors in the answer, with "transport": "inline" in the capture'
+
+
 def path_of(handle: str) -> str:
     """Where a server has what a handle stands for."""
     return f"/v1/activations/{quote(handle, safe='')}"
@@ -146,8 +149,7 @@ def fetch_result(
     if found is None:
         raise CaptureError(
             f"activations: handle {handle!r}: the server on this host has its result no longer; "
-            "it expired or was evicted; fetch results sooner, or use "
-            "activations_transport='base64'"
+            f"it expired, or was fetched before; fetch results sooner, or {_INLINE}"
         )
     return found
 
@@ -156,8 +158,8 @@ def fetched(handle: str, status: int, data: bytes | memoryview) -> bytes | memor
     """The bytes of an answer."""
     if status != 200:
         raise CaptureError(
-            f"activations: handle {handle!r} answered HTTP {status}; it expired, was evicted, "
-            "or is out of reach behind a gateway; use activations_transport='base64'"
+            f"activations: handle {handle!r} answered HTTP {status}; it expired, was fetched "
+            f"before, or is out of reach behind a gateway; {_INLINE}"
         )
     return data
 

@@ -15,7 +15,7 @@ import torch
 
 from inspect_lens._base.partial import Partial
 from inspect_lens._base.same_host import serve_here
-from inspect_lens.client import LensClient, VLLMLensClient
+from inspect_lens.client import LensClient, VLLMLensClient, request_of
 from inspect_lens.errors import CaptureError, LensError, SpecError
 from inspect_lens.spec import (
     CaptureReceipt,
@@ -150,9 +150,29 @@ def test_a_server_of_this_host_gives_tensors_beside_its_answer(
         assert "handle" in near.raw["activations"]["residual_stream"]
     assert not server.handles
     assert not any(path.startswith("/v1/activations") for path in server.read)
-    inline = client.generate(PROMPT, capture_layers=[1], activations_transport="base64")
-    for output in (far, unserved, inline):
+    for output in (far, unserved):
         assert "data" in output.raw["activations"]["residual_stream"]
+
+
+@pytest.mark.parametrize("asked", [{"capture_layers": [1]}, {"capture": {"layers": [1]}}])
+def test_base64_leaves_no_tensors_in_a_server_however_the_rows_are_asked_for(
+    server: FakeLensServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    server.results = name = secrets.token_hex(8)
+    serve_here(name, lambda handle: server.handles.pop(handle, None))
+    client = LensClient(server.url)
+    inline = client.generate(PROMPT, **asked, activations_transport="base64")
+    assert "data" in inline.raw["activations"]["residual_stream"]
+
+
+def test_transport_of_a_lens_has_the_names_of_the_argument() -> None:
+    asked = request_of(None, None, "base64", None, None, None, [1])
+    assert asked is not None
+    assert asked.lens is not None
+    assert asked.lens.transport == "inline"
+    with pytest.raises(SpecError, match="activations_transport='bsae64'; allowed are base64"):
+        request_of(None, None, "bsae64", None, None, None, [1])
 
 
 def test_of_several_choices_no_tensors_stay_in_a_server_of_this_host(

@@ -166,7 +166,7 @@ def _fetch(payloads: PayloadStore) -> Handler:
             return refuse(
                 *(404, "UnknownHandle", handle),
                 "was not made by this server; behind a load balancer, ask the server that made "
-                "it, or set activations_transport to base64",
+                'it, or have tensors in the answer, with "transport": "inline" in the capture',
             )
         except CaptureError as error:
             clients.fetched(handle, began, 504, 0)
