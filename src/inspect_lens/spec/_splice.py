@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Final, Literal, Self
 
 import numpy as np
 from pydantic import Field, PrivateAttr, field_validator, model_validator
@@ -32,6 +32,10 @@ AutoencoderKind = Literal["relu", "jumprelu", "topk"]
 SpliceMode = Literal["set", "add", "scale", "at_least", "at_most"]
 """What becomes of an activation: a value, the value added, that many times as much, or the value
 where it is less, or more."""
+
+_MOST_LATENTS: Final = 1 << 24
+"""Up to there float32, in which programs are sent, tells numbers apart."""
+_LARGEST: Final = float(np.finfo(np.float32).max)
 
 SPLICE_MODES: tuple[SpliceMode, ...] = ("set", "add", "scale", "at_least", "at_most")
 
@@ -123,6 +127,8 @@ class EngineAutoencoder(Weights):
         dtypes = {self.tensors[name].dtype for name in ("encoder", "decoder")}
         if len(dtypes) != 1:
             raise ValueError(f"encoder and decoder have the dtypes {sorted(dtypes)}; give them one")
+        if not all(0 <= layer < 1 << 31 for layer in self.layers):
+            raise ValueError(f"layers {shown(self.layers)}; name layers from 0 on")
         self.check_finite()
         return self
 
@@ -210,8 +216,13 @@ class Splice(EditBase):
     @model_validator(mode="after")
     def _check_latents(self) -> Self:
         numbers = [number for number, _ in self.latents]
-        if len(set(numbers)) != len(numbers) or min(numbers, default=0) < 0:
-            raise ValueError(f"latents: {shown(numbers)}; name each once, from 0 on")
+        if len(set(numbers)) != len(numbers):
+            raise ValueError(f"latents: {shown(numbers)}; name each once")
+        if not numbers and (self.mode != "set" or self.only_if_active):
+            raise ValueError(
+                "mode and only_if_active say how latents are changed, and without latents nothing "
+                "is; name latents, or leave both out"
+            )
         if self.choice:
             raise ValueError(f"an autoencoder reads whole rows; leave {', '.join(self.choice)} out")
         return self
@@ -240,9 +251,9 @@ class Splice(EditBase):
         self._entry = entry
 
     @property
-    def sha256(self) -> str | None:
-        """Of the autoencoder, by which receipts name the edit; None before it is looked up."""
-        return None if self._entry is None else self._entry.sha256
+    def content(self) -> str:
+        """sha256 of the autoencoder; empty before it is looked up."""
+        return "" if self._entry is None else self._entry.sha256
 
     @property
     def width(self) -> int | None:
@@ -255,7 +266,7 @@ class Splice(EditBase):
         numbers = values = None
         if self.latents:
             numbers, values = np.asarray(self.latents, dtype=np.float32).T.copy()
-        return (Instruction(Kind.SPLICE, numbers, values, params, content=self.sha256 or ""),)
+        return (Instruction(Kind.SPLICE, numbers, values, params, content=self.content),)
 
 
 def check_engine_autoencoder(
@@ -269,6 +280,11 @@ def check_engine_autoencoder(
             f"{field}: reads rows of width {sae.hidden}; {facts.model} has rows of these widths: "
             f"{served} (INSPECT_LENS_SITES says which sites are served)"
         )
+    if wrong := [layer for layer in sae.layers if layer >= facts.n_layers]:
+        raise SpecError(
+            f"{field}: trained on layer {wrong[0]}; {facts.model} has layers 0 to "
+            f"{facts.n_layers - 1}; leave layers out if its layers do not matter"
+        )
 
 
 def _pair(item: Any) -> tuple[int, float]:
@@ -278,8 +294,13 @@ def _pair(item: Any) -> tuple[int, float]:
     number, value = item
     if isinstance(number, str) and number.isascii() and number.isdigit() and len(number) < 12:
         number = int(number)
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-        raise ValueError(f"latent {shown(number)}: {shown(value)}; give a number")
-    if not np.isfinite(np.float32(value)):
-        raise ValueError(f"latent {shown(number)}: {shown(value)}; give a finite float32 number")
-    return integer(number), float(value)
+    number = integer(number)
+    if not 0 <= number < _MOST_LATENTS:
+        raise ValueError(f"latent {shown(number)}; numbers are from 0 to {_MOST_LATENTS - 1}")
+    if isinstance(value, np.number):
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"latent {number}: {shown(value)}; give a number")
+    if not abs(value) <= _LARGEST:
+        raise ValueError(f"latent {number}: {shown(value)}; give a finite float32 number")
+    return number, float(value)

@@ -133,7 +133,7 @@ def content_of(edit: EditBase, width: SiteWidth, gate: int) -> Hashable:
     """What the programs of an edit depend on, tensors by their hashes."""
     fields = {k: v for k, v in edit.__dict__.items() if k not in _AROUND}
     values = [v.sha256 if isinstance(v, TensorData) else v for v in fields.values()]
-    return type(edit), edit.n_listed, edit.sha256, width, gate, *values
+    return type(edit), edit.n_listed, edit.content, width, gate, *values
 
 
 def made_once(content: Hashable, make: Callable[[], Sequence[Sequence[Program]]]) -> Programs:

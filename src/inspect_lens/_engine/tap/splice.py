@@ -64,8 +64,8 @@ class Autoencoder:
         found = linear(rows.to(encoder.dtype), encoder).float() + bias
         counts = found > (0.0 if threshold is None else threshold)
         if self.top_k:
-            last = torch.topk(found, self.top_k, dim=-1).values[:, -1:]
-            counts &= found >= last
+            largest = torch.topk(found, self.top_k, dim=-1).indices
+            counts &= torch.zeros_like(counts).scatter_(-1, largest, value=True)
         return torch.where(counts, found, torch.zeros_like(found))
 
     def written(
@@ -114,7 +114,13 @@ class Splice:
         )
 
     def step(self, stream: torch.Tensor) -> torch.Tensor:
-        """(rows, width) float32; what is added to rows, gates aside."""
+        """(rows, width) float32; what is added to rows, gates aside; NaN to what it cannot read."""
+        read = stream.to(self.autoencoder.encoder.dtype)
+        # An infinity in float16 turns latents off, whose sums then look like those of other rows.
+        fits = read.isfinite().all(dim=-1, keepdim=True)
+        return torch.where(fits, self._step(stream), torch.nan)
+
+    def _step(self, stream: torch.Tensor) -> torch.Tensor:
         own = self.autoencoder
         if self.adds_error:
             # The rest of what it makes of the rows, and the error term, add up to the rows.

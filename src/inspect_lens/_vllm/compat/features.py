@@ -30,14 +30,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.inspect_lens")
 
 Feature = Literal[
-    "lens", "http", "hooks", "qk", "logits", "parameters", "busy", "sweeps", "connectors", "traces",
-    "models",
+    "lens", "http", "hooks", "splice", "qk", "logits", "parameters", "busy", "sweeps", "connectors",
+    "traces", "models",
 ]  # fmt: skip
 
 FEATURES: dict[Feature, str] = {
     "lens": "captures, steering and probes",
     "http": "lens requests over HTTP",
     "hooks": "custom hooks",
+    "splice": "whole autoencoders",
     "qk": "queries and keys",
     "logits": "the logit lens",
     "parameters": "parameters of the model for hooks",
@@ -167,6 +168,7 @@ _PATCHES: dict[Feature, tuple[Monkeypatch, ...]] = {
     "lens": PATCHES,
     "http": SERVER_PATCHES,
     "hooks": EAGER_PATCHES,
+    "splice": EAGER_PATCHES,
 }
 
 

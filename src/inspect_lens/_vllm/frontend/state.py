@@ -57,6 +57,7 @@ from inspect_lens.spec import (
     EngineProbe,
     LensRequest,
     Registrable,
+    Splice,
     check_engine_autoencoder,
     check_engine_lens,
     check_probe,
@@ -337,6 +338,8 @@ class FrontEnd:
         tiers = NO_TIERS
         try:
             composed, tiers = compose(self.registry, request)
+            if any(isinstance(edit, Splice) for edit in composed.edits):
+                require("splice")
             resolved = self.sinks.resolve(self.registry.resolve(composed), facts)
             probes = self.registry.probes
             check_request(resolved, facts, probes)

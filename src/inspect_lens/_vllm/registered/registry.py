@@ -154,6 +154,8 @@ class Registry:
         self._check_unused(name)
         if isinstance(item, EngineConfig):
             self._check_names(item)
+        elif isinstance(item, EngineEdits):
+            self.edits_of(item, "edits")
         if known is None and len(self._items) >= limits.registry_names:
             raise CapacityError(
                 f"{len(self._items)} names are registered, and allowed are "
@@ -170,10 +172,10 @@ class Registry:
             )
 
     def _check_unused(self, name: str) -> None:
-        """Refuse to change what a configuration names behind the back of whoever has set it."""
+        """Refuse to change what others name behind the back of whoever has registered these."""
         # What the server does is told of first.
-        for user, config in sorted(self._items.items(), key=lambda one: one[0] != SERVER_NAME):
-            if not isinstance(config, EngineConfig) or name not in config.names:
+        for user, item in sorted(self._items.items(), key=lambda one: one[0] != SERVER_NAME):
+            if not isinstance(item, EngineConfig | EngineEdits) or name not in item.names:
                 continue
             if user == SERVER_NAME:
                 raise SpecError(
@@ -181,9 +183,10 @@ class Registry:
                     "replaced or removed once that no longer names it (PUT or DELETE "
                     "/v1/inspect_lens/server)"
                 )
+            what = "configuration" if isinstance(item, EngineConfig) else "edits"
             raise SpecError(
-                f"{name!r} is used by the configuration {user!r}; it can be replaced or removed "
-                "once that no longer names it, or is removed"
+                f"{name!r} is used by the {what} {user!r}; it can be replaced or removed once that "
+                "no longer names it, or is removed"
             )
 
     def _check_names(self, config: EngineConfig) -> None:
@@ -262,7 +265,11 @@ class Registry:
 
     def sha256_of(self, config: EngineConfig) -> str:
         """Of all that a configuration does, with the contents of what it names."""
-        named = {name: self._items.get(name) for name in sorted(config.names)}
+        names = config.names
+        for use in config.edits_named:
+            if isinstance(item := self._items.get(use.name), EngineEdits):
+                names |= item.names
+        named = {name: self._items.get(name) for name in names}
         contents = {name: item and item.reference() for name, item in named.items()}
         form = json.dumps([config.sha256, contents], sort_keys=True)
         return hashlib.sha256(form.encode()).hexdigest()

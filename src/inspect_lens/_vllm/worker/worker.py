@@ -443,13 +443,13 @@ def _give_head(stepper: RequestStepper, model: Any, blocks: list[nn.Module | Non
 
 
 def _attach_hooks(runner: Any, adapter: RunnerV1 | RunnerV2, *args: Any) -> None:
-    """Get ready for hooks, or go on without them where this vLLM has not what they need."""
+    """Get ready for hooks and autoencoders, or go on without where this vLLM lacks a name."""
     try:
         attach_hooks(runner, adapter, *args)
     except CompatError as error:
         if is_required():
             raise
-        logger.warning("inspect_lens: custom hooks: off: %s", error)
+        logger.warning("inspect_lens: custom hooks and whole autoencoders: off: %s", error)
 
 
 def is_exporting_rank() -> bool:

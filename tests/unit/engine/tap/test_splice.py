@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from inspect_lens._engine.readout.logit_lens import LensStore
 from inspect_lens._engine.tap.buffers import TapState
 from inspect_lens._engine.tap.edit_table import Bank
 from inspect_lens._engine.tap.splice import Autoencoder
+from inspect_lens._engine.tap.splice import Splice as DeviceSplice
 from inspect_lens.errors import CapacityError, SpecError
 from inspect_lens.sae import SparseAutoencoder
 from inspect_lens.spec import Add, EditBase, Gate, LensRequest, Scale, Splice
@@ -96,10 +98,8 @@ def test_the_stream_becomes_what_the_definition_says(
     seed: int, kind: str, mode: Any, error_term: bool, active: bool, latents: dict[int, float]
 ) -> None:
     sae, x = _sae(seed, kind), streams(seed + 3)
-    edit = Splice(
-        sae="s", layers=[1], latents=latents, mode=mode, error_term=error_term,
-        only_if_active=active,
-    )  # fmt: skip
+    how = {"mode": mode, "only_if_active": active} if latents else {}
+    edit = Splice(sae="s", layers=[1], latents=latents, error_term=error_term, **how)
     out = _run(sae, [edit], x)
     torch.testing.assert_close(out[1].double(), _defined(sae, edit, x[1]), rtol=2e-4, atol=2e-4)
     assert torch.equal(out[0], x[0])
@@ -174,6 +174,36 @@ def test_a_row_too_large_to_be_written_stays_and_its_request_is_noted() -> None:
     assert state.faults.nonzero().flatten().tolist() == [7]
 
 
+@pytest.mark.parametrize("error_term", [False, True])
+def test_a_row_that_float16_cannot_hold_is_no_row_to_read(error_term: bool) -> None:
+    form = _sae(8, "relu").for_engine("float16")
+    rows, own = streams(9)[1][:3].clone(), Autoencoder(form, torch.device("cpu"))
+    rows[1, 5] = 7e4
+    for latent in range(N):
+        edit = Splice(sae="s", layers=[1], latents={latent: 0.0}, error_term=error_term)
+        (one,) = edit.resolved(form.entry).program(0)
+        step = DeviceSplice.of(one, own).step(rows)
+        assert step.isfinite().all(dim=-1).tolist() == [True, False, True]
+
+
+def test_of_latents_that_tie_an_engine_keeps_as_many_as_top_k_says() -> None:
+    twice = np.repeat(np.eye(WIDTH, dtype=np.float32), 2, axis=0)
+    zeros = np.zeros(len(twice), dtype=np.float32)
+    sae = SparseAutoencoder(
+        weight=twice, bias=zeros, decoder=twice, decoder_bias=zeros[:WIDTH], top_k=3
+    )
+    own = Autoencoder(sae.for_engine(), torch.device("cpu"))
+    found = own.activations(torch.arange(1.0, WIDTH + 1)[None])
+    assert int((found > 0).sum()) == 3
+    assert found.max() == WIDTH
+
+
+def test_thresholds_beside_top_k_are_refused() -> None:
+    both = replace(_sae(0, "jumprelu"), top_k=3)
+    with pytest.raises(SpecError, match="top_k=3"):
+        both.for_engine()
+
+
 def test_a_configuration_that_is_given_back_leaves_nothing_behind() -> None:
     state, sae = make_state(), _sae(10, "relu")
     edits = [Splice(sae="s", layers=[1]), Add(vector=random_rows(11, 1)[0], layers=[1])]
@@ -212,13 +242,19 @@ def test_what_an_edit_cannot_mean_is_refused() -> None:
         (7, 1.0),
     )
     for fields, words in (
-        ({"latents": {-1: 1.0}}, "from 0 on"),
+        ({"latents": {-1: 1.0}}, "from 0 to"),
         ({"latents": [[1, 2.0], [1, 3.0]]}, "each once"),
         ({"latents": {1: float("inf")}}, "finite"),
         ({"latents": {"x": 1.0}}, "integer"),
         ({"latents": {1: True}}, "give a number"),
         ({"site": "z", "heads": [0]}, "whole rows"),
         ({"mode": "clamp"}, "mode"),
+        ({"latents": {1: 10**400}}, "finite"),
+        ({"latents": {1: 1e39}}, "finite"),
+        ({"latents": [[10**4000, 1.0]]}, r"(?s)^.{0,400}from 0 to"),
+        ({"latents": {1 << 24: 1.0}}, "from 0 to"),
+        ({"mode": "scale"}, "without latents"),
+        ({"only_if_active": True}, "without latents"),
     ):
         with pytest.raises(ValueError, match=words):
             Splice(**{"sae": "s", "layers": [1], **fields})  # type: ignore[arg-type]

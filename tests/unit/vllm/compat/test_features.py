@@ -15,7 +15,12 @@ from fastapi.testclient import TestClient
 from inspect_lens._vllm import plugin
 from inspect_lens._vllm.compat import features
 from inspect_lens._vllm.compat.features import USED_NAMES, busy, has, problems
-from inspect_lens._vllm.compat.monkeypatches import EAGER_PATCHES, PATCHES, SERVER_PATCHES
+from inspect_lens._vllm.compat.monkeypatches import (
+    EAGER_PATCHES,
+    PATCHES,
+    SERVER_PATCHES,
+    Monkeypatch,
+)
 from inspect_lens._vllm.frontend import admission
 from inspect_lens._vllm.http import server
 from inspect_lens.errors import CompatError, UnsupportedError
@@ -64,6 +69,18 @@ def test_this_vllm_lacks_nothing() -> None:
 def test_no_vllm_at_all_is_a_reason(tmp_path: Path) -> None:
     (tmp_path / "vllm").mkdir()
     assert problems(tmp_path).keys() == features.FEATURES.keys()
+
+
+@pytest.mark.parametrize("patch", EAGER_PATCHES, ids=[patch.name for patch in EAGER_PATCHES])
+def test_what_decides_on_graphs_is_needed_by_hooks_and_autoencoders(
+    monkeypatch: pytest.MonkeyPatch, patch: Monkeypatch
+) -> None:
+    known = features.has
+    monkeypatch.setattr(
+        features, "has", lambda place, name, more=(): name != patch.target and known(place, name)
+    )
+    assert problems().keys() >= {"hooks", "splice"}
+    assert "lens" not in problems()
 
 
 def test_a_missing_name_turns_one_feature_off_and_vllm_starts(

@@ -10,15 +10,18 @@ import numpy as np
 import pytest
 
 from inspect_lens._engine.collect import collector
+from inspect_lens._vllm.compat import features
 from inspect_lens._vllm.frontend import state
 from inspect_lens._vllm.frontend.state import FrontEnd
 from inspect_lens._vllm.registered.probe_scores import Reading, Reads
 from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec import (
+    EngineAutoencoder,
     EngineFacts,
     EngineProbe,
     LensRequest,
+    Splice,
     SteeringVector,
     check_request,
 )
@@ -83,6 +86,20 @@ def test_a_verdict_holds_for_its_engine_until_a_name_changes() -> None:
     front.register("a", probe(16))
     with pytest.raises(SpecError, match="m8"):
         front.compile(request, ours)
+
+
+def test_where_graphs_cannot_be_left_out_autoencoders_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    front, eye = FrontEnd(), np.eye(8, dtype=np.float32)
+    tensors = {"encoder": eye, "bias": eye[0], "decoder": eye, "decoder_bias": eye[0]}
+    front.register("mine", EngineAutoencoder(kind="relu", tensors=tensors))
+    request = LensRequest(edits=[Splice(sae="mine", layers=[1])])
+    front.compile(request, facts(8))
+    monkeypatch.setattr(features._Off, "reasons", {"splice": "this vLLM has no dispatcher"})
+    with pytest.raises(UnsupportedError, match=r"whole autoencoders: off .* no dispatcher"):
+        front.compile(LensRequest(edits=request.edits), facts(8))
+    front.compile(LensRequest(capture={"layers": [1]}), facts(8))
 
 
 def test_names_of_equal_weights_keep_what_is_their_own() -> None:

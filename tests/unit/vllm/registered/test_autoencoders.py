@@ -25,6 +25,7 @@ from inspect_lens.sae import SparseAutoencoder
 from inspect_lens.spec import (
     EngineAutoencoder,
     EngineConfig,
+    EngineEdits,
     LensRequest,
     Splice,
     check_engine_autoencoder,
@@ -50,21 +51,22 @@ def asking(**options: object) -> LensRequest:
 
 def test_requests_and_configurations_get_what_the_name_stands_for_and_their_own_blocks() -> None:
     one, other = form(), form(5)
-    registry, salts = Registry({"mine": one}), set()
+    registry, salts, named = Registry({"mine": one}), set(), set()
     for item, options in ((one, {}), (one, {"latents": {"3": 0.0}}), (other, {})):
         registry.add("mine", item, replace=True, reference="r")
         composed, _ = compose(registry, asking(**options))
         check_request(composed, facts())
         sealed = seal(composed, facts(), reply="here", n_prompt=N_PROMPT, max_tokens=4)
         assert sealed.edited.autoencoders == (item.sha256,)
-        assert sealed.edited.hashes == (item.sha256,)
         assert sealed.pack()[SPLICED_KEY] > N_PROMPT
         salts.add(sealed.steer_hash)
+        named.add(sealed.edited.hashes)
     assert len(salts) == 3, "another content is another key of the cache"
+    assert len(named) == 3, "receipts tell apart what does different things"
     config = EngineConfig(edits=[Splice(sae="mine", layers=[2])])
     registry.add("whole", config)
     composed, _ = compose(registry, LensRequest(configs=["whole"]))
-    assert composed.edits[0].sha256 == other.sha256
+    assert composed.edits[0].content == other.sha256
     with pytest.raises(SpecError, match="'mine' is used by the configuration 'whole'"):
         registry.remove("mine")
     with pytest.raises(SpecError, match="no sae is registered as 'nobody'"):
@@ -73,9 +75,33 @@ def test_requests_and_configurations_get_what_the_name_stands_for_and_their_own_
         registry.resolve(LensRequest(lens={"name": "mine"}))
 
 
+def test_what_registered_edits_name_stays_behind_configurations_too() -> None:
+    hashes = set()
+    for item in (form(), form(5)):
+        registry = Registry({"mine": item})
+        registry.add("listed", EngineEdits(edits=[Splice(sae="mine", layers=[1])]))
+        registry.add("conf", EngineConfig(edits_named=[{"name": "listed"}]))
+        hashes.add(registry.sha256_of(registry.config("conf")))
+        with pytest.raises(SpecError, match="'mine' is used by the edits 'listed'"):
+            registry.add("mine", form(9), replace=True, reference="r")
+        with pytest.raises(SpecError, match="'mine' is used by the edits 'listed'"):
+            registry.remove("mine")
+        with pytest.raises(SpecError, match="no sae is registered as 'nobody'"):
+            registry.add("other", EngineEdits(edits=[Splice(sae="nobody", layers=[1])]))
+        for name in ("conf", "listed", "mine"):
+            registry.remove(name)
+    assert len(hashes) == 2, "a configuration does what the autoencoder of its edits does"
+
+
 def test_what_does_not_fit_is_refused_before_it_costs_anything() -> None:
     with pytest.raises(SpecError, match=f"rows of width {WIDTH + 1}; m has rows of these widths"):
         check_engine_autoencoder(form(width=WIDTH + 1), facts())
+    n = facts().n_layers
+    with pytest.raises(SpecError, match=f"layer {n}; m has layers 0 to {n - 1}"):
+        check_engine_autoencoder(form().model_copy(update={"layers": (0, n)}), facts())
+    for wrong in (-1, 1 << 31, 10**30):
+        with pytest.raises(ValueError, match=r"layers \(-?\d+,\)"):
+            EngineAutoencoder(kind="relu", layers=(wrong,), tensors=form().tensors)
     registry = Registry({"mine": form()})
     with pytest.raises(SpecError, match="has 0 to 29"):
         compose(registry, asking(latents={"30": 1.0}))
@@ -124,7 +150,7 @@ def test_it_travels_whole_to_workers_and_as_an_entry_to_other_front_ends(tmp_pat
     second.share(SharedNames(tmp_path / "names", parse_shared))
     assert second.describe()["mine"] == item.entry.reference()
     composed, _ = compose(second, asking())
-    assert composed.edits[0].sha256 == item.sha256
+    assert composed.edits[0].content == item.sha256
     with pytest.raises(ValueError, match="top_k"):
         EngineAutoencoder(kind="topk", tensors=item.tensors)
     ones = np.ones((2, WIDTH))
