@@ -61,7 +61,9 @@ class Verbaliser(BaseModel):
         default=None, ge=0, description="Block whose output it was trained on; None: not stated."
     )
     base_model: str = Field(default="", description="Model whose rows it was trained on.")
-    scale: float = Field(gt=0, description="Length that each row gets before it is put in.")
+    scale: float = Field(
+        gt=0, allow_inf_nan=False, description="Length that each row gets before it is put in."
+    )
     prompt: str = Field(description="Message of the user; `{injection_char}` is the place.")
     char: str = Field(min_length=1, description="Character that stands at the place.")
     token_id: int = Field(description="Its token.")
@@ -132,7 +134,8 @@ def read_meta(path: Path, parse: Callable[[Any], Made], *, what: str, role: str)
     except OSError as error:
         raise ArtifactError(f"{file}: cannot be read ({error}); check the path") from None
     except (
-        ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError
+        ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError,
+        yaml.YAMLError,
     ) as error:  # fmt: skip
         reason = " ".join(str(error).split())[:200]
         raise ArtifactError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import reprlib
+import tempfile
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -308,20 +309,25 @@ def complete_reconstructor(path: str | Path, out: str | Path) -> Path:
             f"{folder}: not the checkpoint of a reconstructor ({type(error).__name__}: {error}); "
             "needed are config.json and safetensors files with one embed_tokens.weight"
         ) from None
-    target.mkdir(parents=True)
-    own = {"config.json", _INDEX}
-    for file in folder.iterdir():
-        if file.is_file() and file.name not in own:
-            (target / file.name).symlink_to(file.resolve())
-    if norm not in kept:
-        ones = np.ones(found.hidden, dtype=np.float32)
-        (target / _NORM).write_bytes(save({norm: ones}, metadata={"format": "pt"}))
-        kept[norm] = _NORM
-    inner["tie_word_embeddings"] = config["tie_word_embeddings"] = True
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    # vLLM reads the files that an index names, and so leaves the matrix alone.
-    index = {"metadata": {}, "weight_map": dict(sorted(kept.items()))}
-    (target / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # The folder is there whole or not at all.
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as beside:
+        made = Path(beside) / target.name
+        made.mkdir()
+        own = {"config.json", _INDEX}
+        for file in folder.iterdir():
+            if file.is_file() and file.name not in own:
+                (made / file.name).symlink_to(file.resolve())
+        if norm not in kept:
+            ones = np.ones(found.hidden, dtype=np.float32)
+            (made / _NORM).write_bytes(save({norm: ones}, metadata={"format": "pt"}))
+            kept[norm] = _NORM
+        inner["tie_word_embeddings"] = config["tie_word_embeddings"] = True
+        (made / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        # vLLM reads the files that an index names, and so leaves the matrix alone.
+        index = {"metadata": {}, "weight_map": dict(sorted(kept.items()))}
+        (made / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        made.rename(target)
     return target
 
 

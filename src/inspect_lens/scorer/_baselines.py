@@ -6,6 +6,7 @@ import base64
 import logging
 import math
 import re
+import zlib
 from collections import Counter
 from typing import Any, Final, Literal, get_args
 
@@ -20,12 +21,16 @@ from inspect_lens.probe import Interval, find_label_source
 from inspect_lens.reading._shared import shared_parameters
 
 from ._judges import shown
-from ._labels import NO_BOUNDS, Labelled, labelled, with_bounds
+from ._labels import NO_BOUNDS, Labelled, cluster_of, labelled, with_bounds
 
 logger = logging.getLogger(__name__)
 
 Text = Literal["completion", "prompt", "both"]
 _WORD: Final = re.compile(r"\b\w+\b")
+_MOST: Final = 1000
+"""Answers that `validity` takes words of: it is computed again and again while samples end."""
+READS_PROMPT: Final = "reads_prompt_alone"
+"""Set in a score's metadata where its probe read no token of the answer."""
 
 
 @metric
@@ -105,15 +110,17 @@ def words_auroc(
 
     Args:
         group: key of the sample metadata that names what must share a fold, such as the scenario.
-            By default it is `group` where all samples have it, else each sample is one by itself.
-            Where a pair is in two folds, words that its sides share tell the wrong label.
+            By default it is `group` where all samples have a value of it, else each sample is one
+            by itself. Where a pair is in two folds, words that its sides share tell the wrong
+            label.
         folds: of the cross-validation.
         interval: also give DeLong's 95% interval, as `words_auroc_low` and `words_auroc_high`;
             it takes groups (the epochs of a sample, or `group`) as independent and the classifiers
             as given.
 
     Returns:
-        The metric; NaN when a class has fewer than two groups.
+        The metric; NaN when a class has fewer than two groups. A sample without the named `group`
+        is refused.
 
     Source:
         arXiv:2509.21344: text baselines beside every probe.
@@ -133,16 +140,22 @@ def words_auroc(
     """
 
     def compute(scores: list[SampleScore]) -> Value:
-        area, bounds = _area_of_words(labelled(scores, label), group, folds)
+        found = labelled(scores, label)
+        area, bounds = _area_of_words(found, _names(found, group), folds)
         return with_bounds("words_auroc", area, bounds if interval else None)
 
     return compute
 
 
-def _area_of_words(found: Labelled, group: str | None, folds: int = 5) -> tuple[float, Interval]:
-    facts = [s.sample_metadata or {} for s in found.scores]
-    key = group or ("group" if all("group" in known for known in facts) else None)
-    names = found.groups if key is None else [str(known.get(key)) for known in facts]
+def _names(found: Labelled, group: str | None) -> list[str]:
+    """What each sample must share a fold with."""
+    if group:
+        return [cluster_of(one, group, argument="group") for one in found.scores]
+    given = [(one.sample_metadata or {}).get("group") for one in found.scores]
+    return found.groups if any(name is None for name in given) else [str(name) for name in given]
+
+
+def _area_of_words(found: Labelled, names: list[str], folds: int = 5) -> tuple[float, Interval]:
     classes = [{n for n, y in zip(names, found.labels, strict=True) if y == c} for c in (0, 1)]
     if min(map(len, classes)) < 2:
         return math.nan, NO_BOUNDS
@@ -163,7 +176,11 @@ def validity(label: str = "label", group: str | None = None) -> Metric:
 
     - `length_auroc` and `words_auroc`, as the metrics of these names: AUROC of the number of tokens
       that the probe read, and of a classifier on the words of the answers. The larger one is the
-      best baseline. Both are of the first epoch.
+      best baseline. Both are of the first epoch. Of a probe that reads the prompt alone the words
+      of the answers are no baseline, and `words_auroc` is NaN; that of
+      `leakage_baseline("prompt")` is one.
+    - `words_n`: the number of answers that `words_auroc` is of, where there are more than 1,000.
+      It is then of 1,000 of them, the same ones in each run: those whose ids hash lowest.
     - `labels_from_instruction`, `labels_from_judge`, `labels_from_ground_truth` and
       `labels_from_unknown`: the share of labels that come from there, without those that are 0.
       The metadata says it as `label_source`; where it does not, labels that are those of the
@@ -174,7 +191,8 @@ def validity(label: str = "label", group: str | None = None) -> Metric:
 
     Args:
         group: key of the sample metadata that names what must share a fold of `words_auroc`; by
-            default `group` where all samples have it.
+            default `group` where all samples have a value of it. A sample without a named one is
+            refused.
 
     Returns:
         The metric; AUROCs are NaN when a class is missing.
@@ -197,10 +215,13 @@ def validity(label: str = "label", group: str | None = None) -> Metric:
 
     def compute(scores: list[SampleScore]) -> Value:
         found = labelled(scores, label)
-        made: dict[str, Any] = {
-            "length_auroc": _area_of_length(found)[0],
-            "words_auroc": _area_of_words(found, group)[0] if _have_words(found) else math.nan,
-        }
+        names = _names(found, group)
+        made: dict[str, Any] = {"length_auroc": _area_of_length(found)[0], "words_auroc": math.nan}
+        if _have_words(found):
+            few, few_names = _at_most(found, names)
+            made["words_auroc"] = _area_of_words(few, few_names)[0]
+            if len(few.scores) < len(found.scores):
+                made["words_n"] = len(few.scores)
         sources = _label_sources(found)
         made |= {f"labels_from_{name.replace(' ', '_')}": share for name, share in sources.items()}
         if sources.keys() == {"instruction"} and (share := _behaviour(found)) is not None:
@@ -210,9 +231,23 @@ def validity(label: str = "label", group: str | None = None) -> Metric:
     return compute
 
 
+def _at_most(found: Labelled, names: list[str]) -> tuple[Labelled, list[str]]:
+    """`_MOST` samples, the same ones in whatever order samples end."""
+    ids = [str(one.sample_id) for one in found.scores]
+    at = sorted(range(len(ids)), key=lambda i: (zlib.crc32(ids[i].encode()), ids[i]))[:_MOST]
+    at.sort()
+    return Labelled(*([part[i] for i in at] for part in found)), [names[i] for i in at]
+
+
 def _have_words(found: Labelled) -> bool:
     """Whether every score has its words; a metric that cannot be told must not fail the eval."""
-    lacking = sum("words" not in (one.score.metadata or {}) for one in found.scores)
+    if any((one.score.metadata or {}).get(READS_PROMPT) for one in found.scores):
+        logger.warning(
+            "words_auroc is nan: the probe read the prompt alone, and words are those of answers; "
+            'that of leakage_baseline("prompt") is the baseline'
+        )
+        return False
+    lacking = sum(_words_or_none(one) is None for one in found.scores)
     if lacking:
         logger.warning(
             "words_auroc is nan: %d of %d scores hold no words; those of a probe and of "
@@ -238,10 +273,11 @@ def _behaviour(found: Labelled) -> float | None:
     """The smaller share of honest answers and lies that are what they were told to be."""
     shares: dict[int, list[bool]] = {0: [], 1: []}
     for sample, mark in zip(found.scores, found.labels, strict=True):
-        truth = (sample.sample_metadata or {}).get("truth")
-        if not isinstance(truth, str) or "words" not in (sample.score.metadata or {}):
+        truth, words = (sample.sample_metadata or {}).get("truth"), _words_or_none(sample)
+        wanted = arithmetic.hash_words(truth if isinstance(truth, str) else "")
+        if not wanted.size or words is None:
             return None
-        names = bool(np.isin(arithmetic.hash_words(truth), _words(sample)).all())
+        names = bool(np.isin(wanted, words).all())
         shares[mark].append(names != bool(mark))
     return min(sum(did) / len(did) for did in shares.values()) if all(shares.values()) else None
 
@@ -302,11 +338,20 @@ def words_of(text: str) -> dict[str, str]:
     return {"words": base64.b64encode(hashes).decode()}
 
 
-def _words(score: SampleScore) -> np.ndarray[Any, np.dtype[np.uint16]]:
-    found = (score.score.metadata or {}).get("words")
-    if not isinstance(found, str):
+def _words(score: SampleScore) -> NDArray[np.uint16]:
+    found = _words_or_none(score)
+    if found is None:
         raise SpecError(
             f"words: sample {score.sample_id} was scored by neither leakage_baseline nor a probe; "
             "allowed are their scores; use words_auroc as a metric of leakage_baseline()"
         )
-    return np.frombuffer(base64.b64decode(found), dtype="<u2")
+    return found
+
+
+def _words_or_none(score: SampleScore) -> NDArray[np.uint16] | None:
+    """What `words_of` wrote; None where there is nothing, or something else."""
+    found = (score.score.metadata or {}).get("words")
+    try:
+        return np.frombuffer(base64.b64decode(found), dtype="<u2") if found is not None else None
+    except (ValueError, TypeError):
+        return None

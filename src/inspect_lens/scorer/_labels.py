@@ -29,12 +29,12 @@ logger = logging.getLogger(__name__)
 _RESAMPLES = 1000
 
 
-def cluster_of(sample: SampleScore, key: str) -> str:
+def cluster_of(sample: SampleScore, key: str, *, argument: str = "cluster") -> str:
     """The cluster of a sample."""
     found = (sample.sample_metadata or {}).get(key)
     if found is None or found != found:
         raise SpecError(
-            f"cluster={key!r}: sample {sample.sample_id} has no such metadata; allowed is a key "
+            f"{argument}={key!r}: sample {sample.sample_id} has no such metadata; allowed is a key "
             f"that every sample has, such as {sorted(sample.sample_metadata or {})}"
         )
     return str(found)

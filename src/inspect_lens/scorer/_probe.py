@@ -33,7 +33,7 @@ from inspect_lens.reading._token_scores import save_token_scores
 from inspect_lens.spec import RESID_POST, Positions, Site
 from inspect_lens.vector import Vector, load_vector
 
-from ._baselines import validity, words_of
+from ._baselines import READS_PROMPT, validity, words_of
 from ._metrics import at_threshold, auroc_metric
 
 
@@ -163,6 +163,7 @@ def score_with(reader: ProbeReader, *, token_scores: bool, name: str | None = No
         if not found.read:
             return no_tokens(found, reader.positions)
         reading = found.top.reading
+        reads_prompt = max(reading.rows.positions) < reading.rows.n_prompt
         return Score(
             value=reading.value,
             answer=reading.verdict,
@@ -171,6 +172,7 @@ def score_with(reader: ProbeReader, *, token_scores: bool, name: str | None = No
             | reading.metadata()
             | found.facts()
             | words_of(found.top.turn.output.completion)
+            | ({READS_PROMPT: True} if reads_prompt else {})
             | await keep_tokens([found] if token_scores else []),
         )
 

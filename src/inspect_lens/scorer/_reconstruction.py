@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from inspect_lens._intake import encode_tensors, read_tensors
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import activations
+from inspect_lens.model._places import MemoryStore
 from inspect_lens.model._read import read_sidecar, write_sidecar
 from inspect_lens.oracle import fraction_explained, reconstruct
 from inspect_lens.oracle._nla import plan_verbalising
@@ -32,7 +33,29 @@ logger = logging.getLogger(__name__)
 
 ROWS: Final = "reconstructions/1"
 """`$lens` of the reference in `Score.metadata["rows"]`."""
-_PARTS: Final = ("rows", "reconstructions", "empty_text")
+
+
+class _Parts(NamedTuple):
+    """What a file beside the log holds."""
+
+    rows: NDArray[np.float32]
+    reconstructions: NDArray[np.float32]
+    empty_text: NDArray[np.float32]
+    """(1, hidden)."""
+
+    @property
+    def width(self) -> int:
+        """Of the rows."""
+        return self.rows.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all three."""
+        return sum(part.nbytes for part in self)
+
+
+_READ: MemoryStore[_Parts] = MemoryStore(1 << 28)
+"""By the hash in the reference: a metric is computed again and again while samples end."""
 
 
 @metric(name="fraction_explained", scores="unreduced")
@@ -48,10 +71,10 @@ def fraction_explained_metric(cluster: str | None = None) -> Metric:
             scenario; the sample by default.
 
     Returns:
-        The metric: `fraction_explained`, with `_low` and `_high` of its 95% interval; `shuffled`,
-        each row with the descriptions of other groups; `empty_text`, the same constant
-        for each; and the numbers `rows` and `groups`. The mean row would have 0. With fewer than
-        20 groups the interval is NaN, and with fewer than two rows everything.
+        The metric: `fraction_explained`; `shuffled`, each row with the descriptions of other
+        groups; `empty_text`, the same constant for each; the numbers `rows` and `groups`; and
+        `left_out`, samples whose file cannot be read or has rows of another width. The mean row
+        would have 0. With fewer than two rows the fractions are NaN.
 
     Example:
         ```python
@@ -64,29 +87,42 @@ def fraction_explained_metric(cluster: str | None = None) -> Metric:
 
     def compute(scores: list[SampleScore]) -> Value:
         groups: list[Hashable] = []
-        found: dict[str, list[NDArray[np.float32]]] = {name: [] for name in _PARTS}
-        # Samples end in any order, and draws of groups should not depend on it.
+        found: list[_Parts] = []
+        left_out: list[str] = []
+        # Samples end in any order, and what stands for the empty text should not depend on it.
         for i, sample in enumerate(sorted(scores, key=lambda one: str(one.sample_id))):
             reference = (sample.score.metadata or {}).get("rows")
             if not isinstance(reference, Mapping):
                 continue
             # Without an id nothing says that two scores are of one sample.
             own: Hashable = ("no id", i) if sample.sample_id is None else sample.sample_id
-            parts = _read_rows(reference)
-            groups += [cluster_of(sample, cluster) if cluster else own] * len(parts["rows"])
-            for name in _PARTS:
-                found[name].append(parts[name])
-        values = dict.fromkeys(
-            ("fraction_explained", "fraction_explained_low", "fraction_explained_high",
-             "shuffled", "empty_text"), math.nan,
-        )  # fmt: skip
-        counts = {"rows": float(len(groups)), "groups": float(len(set(groups)))}
+            group = cluster_of(sample, cluster) if cluster else own
+            try:
+                parts = _read_rows(reference)
+            except (ArtifactError, OSError) as error:
+                left_out.append(str(error))
+                continue
+            if found and parts.width != found[0].width:
+                left_out.append(f"{reference['uri']}: rows of width {parts.width}, and the first "
+                                f"ones have {found[0].width}")  # fmt: skip
+                continue
+            groups += [group] * len(parts.rows)
+            found.append(parts)
+        if left_out:
+            logger.warning(
+                "fraction_explained is without %d of %d samples: %s",
+                len(left_out), len(scores), left_out[0],
+            )  # fmt: skip
+        values = dict.fromkeys(("fraction_explained", "shuffled", "empty_text"), math.nan)
+        counts = {"rows": float(len(groups)), "groups": float(len(set(groups))),
+                  "left_out": float(len(left_out))}  # fmt: skip
         if len(groups) < 2:  # while the first sample is scored, or of answers without a token
             return dict(values | counts)
         try:
             made = fraction_explained(
-                np.concatenate(found["rows"]), np.concatenate(found["reconstructions"]),
-                groups=groups, empty_text=found["empty_text"][0],
+                np.concatenate([parts.rows for parts in found]),
+                np.concatenate([parts.reconstructions for parts in found]),
+                groups=groups, empty_text=found[0].empty_text,
             )  # fmt: skip
         except SpecError as error:
             # The samples are paid for; a number that cannot be told must not fail the eval.
@@ -94,8 +130,6 @@ def fraction_explained_metric(cluster: str | None = None) -> Metric:
             return dict(values | counts)
         values |= {
             "fraction_explained": made.fraction,
-            "fraction_explained_low": made.interval.low,
-            "fraction_explained_high": made.interval.high,
             "shuffled": made.shuffled,
             "empty_text": math.nan if made.empty_text is None else made.empty_text,
         }
@@ -198,6 +232,12 @@ def reconstruction_score(
             f"{back.hidden}, and those of {verbaliser!r} are of layer {plan.layer} and width "
             f"{plan.verbaliser.hidden}; name the two halves of one autoencoder"
         )
+    bases = (plan.verbaliser.base_model, back.base_model)
+    if all(bases) and bases[0] != bases[1]:
+        raise SpecError(
+            f"reconstructor={reconstructor!r}: gives rows of {bases[1]!r}, and {verbaliser!r} "
+            f"reads those of {bases[0]!r}; name the two halves of one autoencoder"
+        )
     title = name or plan.verbaliser.name
     selection = CallSelection.of(roles=roles, on_missing=on_missing)
 
@@ -271,8 +311,8 @@ def _cosines(rows: NDArray[np.float32], made: NDArray[np.float32]) -> NDArray[np
 
 def _keep_rows(found: _Rebuilt, *, beside: Any) -> dict[str, Any]:
     """Write rows and reconstructions beside the log; a reference to the file."""
-    parts = dict(zip(_PARTS, (found.rows, found.made[:-1], found.made[-1:]), strict=True))
-    tensors = {name: ("float32", part) for name, part in parts.items()}
+    parts = _Parts(found.rows, found.made[:-1], found.made[-1:])
+    tensors = {name: ("float32", part) for name, part in parts._asdict().items()}
     data = b"".join(encode_tensors(tensors, {"format": ROWS}))
     reference = write_sidecar(data, kind=ROWS, name="reconstructions", beside=beside)
     if reference is None:
@@ -280,14 +320,19 @@ def _keep_rows(found: _Rebuilt, *, beside: Any) -> dict[str, Any]:
             "reconstruction_score: there is no log beside which rows could be kept, so the "
             "fraction of variance explained cannot be told; set INSPECT_LENS_DIR"
         )
-    return {} if reference is None else {"rows": reference}
+        return {}
+    _READ.put(reference["sha256"], parts)
+    return {"rows": reference}
 
 
-def _read_rows(reference: Mapping[str, Any]) -> dict[str, NDArray[np.float32]]:
+def _read_rows(reference: Mapping[str, Any]) -> _Parts:
+    key = str(reference.get("sha256"))
+    if (known := _READ.get(key)) is not None:
+        return known
     try:
         tensors, _ = read_tensors(read_sidecar(reference, kind=ROWS))
-        parts = {name: np.asarray(tensors[name][1], dtype=np.float32) for name in _PARTS}
-        if any(part.ndim != 2 for part in parts.values()):
+        parts = _Parts(*(np.asarray(tensors[n][1], dtype=np.float32) for n in _Parts._fields))
+        if any(part.ndim != 2 for part in parts):
             raise ValueError("a tensor that is no matrix")
     except ArtifactError:
         raise
@@ -296,4 +341,5 @@ def _read_rows(reference: Mapping[str, Any]) -> dict[str, NDArray[np.float32]]:
             f"{reference.get('uri')}: not a file of reconstructions of this release "
             f"({type(error).__name__}: {error}); wanted is {ROWS}"
         ) from None
+    _READ.put(key, parts)
     return parts

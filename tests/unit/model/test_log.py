@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -54,13 +56,26 @@ def _expected(acts: Activations) -> np.ndarray:
     return residual(tokens, acts.layers, list(acts.positions)).to_float32()
 
 
-def test_without_a_capture_a_sample_is_as_large_as_on_inspects_own_provider(
-    server: FakeLensServer, run_eval: RunEval
+@pytest.fixture
+def short_logs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A folder of ordinary length: its path is in each reference."""
+    folder = Path("/tmp") / f"lens-{tmp_path_factory.mktemp('x').parent.name}"
+    yield str(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_sample_grows_by_less_than_a_kilobyte(
+    server: FakeLensServer, run_eval: RunEval, short_logs: str
 ) -> None:
+    """And without a capture by nothing, compared with Inspect's own provider."""
     vllm = get_model("vllm/org/tiny", base_url=f"{server.url}/v1", memoize=False)
-    # Twelve samples, because Inspect logs the raw call of the first five only.
-    bare, idle = run_eval(server, model=vllm, n=12), run_eval(server, n=12)
-    assert _sample_bytes(idle) - _sample_bytes(bare) < 128
+    for config, most in ((CAPTURE, 1024), (None, 128)):
+        # Twelve samples, because Inspect logs the raw call of the first five only.
+        bare, ours = (
+            run_eval(server, config=config, model=model, n=12, log_dir=short_logs)
+            for model in (vllm, None)
+        )
+        assert _sample_bytes(ours) - _sample_bytes(bare) < most
 
 
 def test_the_reference_is_small_and_says_what_there_is(

@@ -35,9 +35,7 @@ def test_it_is_one_minus_the_error_over_the_variance_of_directions() -> None:
     found = fraction_explained(rows, made)
     assert found.fraction == pytest.approx(wanted)
     assert (found.n_rows, found.n_groups, found.empty_text) == (90, 90, None)
-    perfect = fraction_explained(rows, 0.01 * rows)
-    assert perfect.fraction == pytest.approx(1.0)
-    assert perfect.interval.low == perfect.interval.high == pytest.approx(1.0)
+    assert fraction_explained(rows, 0.01 * rows).fraction == pytest.approx(1.0)
 
 
 def test_the_mean_row_has_nothing_but_for_its_length() -> None:
@@ -55,7 +53,7 @@ def test_the_mean_row_has_nothing_but_for_its_length() -> None:
 def test_no_constant_is_better_than_the_mean(seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows = rng.standard_normal((6, 3)) + 2 * rng.standard_normal(3)
-    found = fraction_explained(rows, rows, empty_text=rng.standard_normal(3), n_resamples=1)
+    found = fraction_explained(rows, rows, empty_text=rng.standard_normal(3))
     assert found.empty_text is not None
     assert found.empty_text <= 1e-9
 
@@ -75,24 +73,6 @@ def test_shuffled_is_the_mean_over_all_pairs_of_two_groups() -> None:
     assert math.isnan(fraction_explained(rows, made, groups=[0] * 14).shuffled)
 
 
-def test_whole_groups_are_drawn() -> None:
-    rows, made, groups = planted(3)
-    of_groups = fraction_explained(rows, made, groups=groups)
-    assert of_groups.interval.low < of_groups.fraction < of_groups.interval.high
-    assert of_groups.interval.method == "cluster bootstrap BCa"
-    # Three copies of each row say no more than one.
-    once = fraction_explained(rows[::3], made[::3])
-    thrice = fraction_explained(
-        np.repeat(rows[::3], 3, axis=0), np.repeat(made[::3], 3, axis=0), groups=groups
-    )
-    assert thrice.fraction == pytest.approx(once.fraction)
-    assert thrice.interval.low == pytest.approx(once.interval.low)
-    assert thrice.interval.high == pytest.approx(once.interval.high)
-    few = fraction_explained(rows[:57], made[:57], groups=groups[:57]).interval
-    assert math.isnan(few.low)
-    assert few.method.endswith("too few groups (19)")
-
-
 def test_what_has_no_direction_or_does_not_fit_is_refused() -> None:
     rows, _, _ = planted(4)
     for bad in (rows[:1], rows[:, :3], np.zeros_like(rows), rows * np.nan):
@@ -104,5 +84,3 @@ def test_what_has_no_direction_or_does_not_fit_is_refused() -> None:
         fraction_explained(rows, rows, groups=[1, 2])
     with pytest.raises(SpecError, match="empty_text: 3 numbers"):
         fraction_explained(rows, rows, empty_text=[1.0, 2.0, 3.0])
-    with pytest.raises(SpecError, match="n_resamples=0"):
-        fraction_explained(rows, rows, n_resamples=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,8 @@ def test_the_contract_of_a_verbaliser_is_read(tmp_path: Path) -> None:
         ({"tokens": None}, "not the nla_meta.yaml"),
         ({"d_model": "wide"}, "not the nla_meta.yaml"),
         ({"extraction": {"injection_scale": None}}, "not the nla_meta.yaml"),
+        ({"extraction": {"injection_scale": math.inf}}, "finite"),
+        ({"d_model": 10**400, "extraction": {"injection_scale": "sqrt_d_model"}}, "OverflowError"),
         ({"prompt_templates": {"av": "no place"}}, "no or several places"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from inspect_ai import Task, eval
 from inspect_ai.dataset import Sample
 from inspect_ai.log import read_eval_log
 from inspect_ai.model import get_model
-from inspect_ai.scorer import SampleScore
+from inspect_ai.scorer import SampleScore, Score
 from inspect_ai.solver import generate
 from safetensors.numpy import save_file
 from safetensors.torch import load_file as load_torch
@@ -23,13 +24,19 @@ from safetensors.torch import save_file as save_torch
 from transformers import AutoModelForCausalLM
 
 from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.model._places import MemoryStore
 from inspect_lens.oracle import (
+    _reconstruct,
     complete_reconstructor,
     fraction_explained,
     read_reconstructor,
     reconstruct,
 )
-from inspect_lens.scorer import fraction_explained_metric, reconstruction_score
+from inspect_lens.scorer import (
+    _reconstruction,
+    fraction_explained_metric,
+    reconstruction_score,
+)
 from inspect_lens.spec import parse_extra_args
 from organism._model import CHECKPOINT_DIR
 from tests.kit.fake_server import FakeLensServer, residual, tokens_of
@@ -134,11 +141,22 @@ VERBALISER = {
 
 @pytest.mark.parametrize("planted", [True, False])
 def test_the_metric_is_the_fraction_over_the_rows_of_all_samples(
-    tmp_path: Path, planted: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    planted: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """With the planted pair, words and prompt are the text behind which the row stands, and the
     matrix changes its length alone, so everything is explained."""
     monkeypatch.chdir(tmp_path)
+    read: list[str] = []
+
+    def read_sidecar(reference: Any, *, kind: str) -> bytes:
+        read.append(reference["uri"])
+        return real(reference, kind=kind)
+
+    real = _reconstruction.read_sidecar
+    monkeypatch.setattr(_reconstruction, "read_sidecar", read_sidecar)
     ends = [f"dog{i}" + " now" * (i % 3) for i in range(24)]
     back = META | {"prompt_templates": {"ar": "<user> tell me about {explanation}"}, "tokens": {}}
     matrix = 3 * np.eye(HIDDEN, dtype=np.float32) if planted else MATRIX
@@ -175,21 +193,33 @@ def test_the_metric_is_the_fraction_over_the_rows_of_all_samples(
     assert log.results is not None
     metrics = {name: m.value for name, m in log.results.scores[0].metrics.items()}
     assert metrics["fraction_explained"] == pytest.approx(wanted.fraction, abs=1e-5)
-    assert metrics["fraction_explained_low"] == pytest.approx(wanted.interval.low, rel=1e-3)
     assert metrics["shuffled"] == pytest.approx(wanted.shuffled, abs=1e-5)
     assert metrics["empty_text"] == pytest.approx(wanted.empty_text, abs=1e-5)
-    assert (metrics["rows"], metrics["groups"]) == (24, 24)
+    assert (metrics["rows"], metrics["groups"], metrics["left_out"]) == (24, 24, 0)
+    assert len(read) == 0, "what the process has written it does not read again"
     assert (wanted.fraction == pytest.approx(1.0)) is planted
     # The log has references; the numbers stand beside it, and go with it.
-    read = read_eval_log(log.location)
-    facts = (read.samples or [])[0].scores["reconstruction_score"].metadata  # type: ignore[index]
+    logged = read_eval_log(log.location).samples or []
+    facts = logged[0].scores["reconstruction_score"].metadata  # type: ignore[index]
     assert facts is not None
     assert set(facts["rows"]) == {"$lens", "uri", "root", "sha256"}
+    # A lost file, and one with rows of another model, cost their own samples.
     (tmp_path / "logs" / facts["rows"]["uri"]).unlink()
+    monkeypatch.setattr(_reconstruction, "_READ", MemoryStore(1 << 20))
+    scores = [SampleScore(score=(one.scores or {})["reconstruction_score"]) for one in logged]
+    monkeypatch.setenv("INSPECT_LENS_DIR", str(tmp_path / "more"))
+    wide = _reconstruction._Rebuilt(np.ones(1), None, np.eye(1, 9), np.eye(2, 9), {})
+    scores.append(SampleScore(score=Score(value=1.0, metadata=_reconstruction._keep_rows(
+        wide, beside=None))))  # fmt: skip
+    lost = sum(one.score.metadata["rows"] == facts["rows"] for one in scores[:-1])  # type: ignore[index]
     compute: Any = fraction_explained_metric()
-    logged = [(sample.scores or {})["reconstruction_score"] for sample in read.samples or []]
-    with pytest.raises(ArtifactError, match="missing"):
-        compute([SampleScore(score=one) for one in logged])
+    found = compute(scores)
+    assert (found["rows"], found["left_out"]) == (24 - lost, lost + 1)
+    assert math.isfinite(found["fraction_explained"])
+    assert f"is without {lost + 1} of 25 samples" in caplog.text
+    n_read = len(read)
+    assert compute(scores) == found
+    assert set(read[n_read:]) == {facts["rows"]["uri"]}, "but for what it cannot read"
 
 
 def test_two_halves_of_different_autoencoders_are_refused(tmp_path: Path) -> None:
@@ -197,10 +227,21 @@ def test_two_halves_of_different_autoencoders_are_refused(tmp_path: Path) -> Non
     ar = saved(tmp_path / "ar", META | {"extraction_layer_index": 1})
     with pytest.raises(SpecError, match="of layer 1 and width 8, and those of"):
         reconstruction_score(str(av), str(ar))
+    stated: Any = VERBALISER["extraction"]
+    saved(av, VERBALISER | {"extraction": stated | {"base_model": "org/one"}}, None)
+    ar = saved(tmp_path / "ar2", META | {"extraction": {"base_model": "org/two"}})
+    with pytest.raises(SpecError, match=r"rows of 'org/two', and .* reads those of 'org/one'"):
+        reconstruction_score(str(av), str(ar))
+
+
+def interrupt(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
-def test_a_published_checkpoint_is_completed_for_vllm(tmp_path: Path, is_sharded: bool) -> None:
+def test_a_published_checkpoint_is_completed_for_vllm(
+    tmp_path: Path, is_sharded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The organism up to block 3, saved as the training code does: no norm, no output matrix."""
     layer, ids = 3, torch.tensor([[5, 17, 203, 44]])
     whole: Any = AutoModelForCausalLM.from_pretrained(CHECKPOINT_DIR)
@@ -241,6 +282,11 @@ def test_a_published_checkpoint_is_completed_for_vllm(tmp_path: Path, is_sharded
         torch.testing.assert_close(seen[0], wanted)
     with pytest.raises(SpecError, match="is there already"):
         complete_reconstructor(folder, made)
+    with monkeypatch.context() as broken:
+        broken.setattr(_reconstruct.json, "dumps", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            complete_reconstructor(folder, tmp_path / "half")
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["ar", "served"]
     config["num_hidden_layers"] = 6
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ArtifactError, match=r"6 layers in config\.json, and 4 are"):

@@ -24,7 +24,7 @@ from inspect_lens.probe import (
     load_probe,
 )
 from inspect_lens.probe.card._files import render_card
-from inspect_lens.scorer import length_auroc, validity
+from inspect_lens.scorer import _baselines, length_auroc, validity, words_auroc
 from inspect_lens.scorer._baselines import words_of
 from inspect_lens.train import ActivationSet, LDAProbe, evaluate_probe, train_probe
 from inspect_lens.view import write_report, write_view
@@ -91,7 +91,7 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
 def _(surface: str, request: pytest.FixtureRequest) -> None:
     probe, folder = request.getfixturevalue("probe"), request.getfixturevalue("tmp_path")
     page = html.unescape(write_report(probe, folder, [], n_resamples=0).read_text())
-    assert all(name.capitalize() in page for name in BESIDE_AUROC)
+    assert all(name in page for name in BESIDE_AUROC)
     assert all(f">{text}</td>" in page for text in shown(probe))
 
 
@@ -186,3 +186,60 @@ def test_the_source_of_labels_is_kept_on_the_way(tmp_path: Path, probe: AnyProbe
     found = Validity.of(evaluate_probe(probe, kept))
     assert (found.labels_from, found.behaviour) == ("judge", "no instruction labels them")
     assert kept.sha256 == replace(kept, label_source="").sha256
+
+
+def answers(n: int, said: dict[str, Any] | None = None) -> list[SampleScore]:
+    """Scores of n answers, every second one of which lies and says so."""
+    return [
+        SampleScore(
+            score=Score(
+                value=float(i),
+                metadata={"n_tokens": 3} | (said or words_of("lie" if i % 2 else "truth")),
+            ),
+            sample_id=i,
+            sample_metadata={"label": i % 2, "group": None},
+        )
+        for i in range(n)
+    ]
+
+
+def measured(scores: list[SampleScore], **arguments: Any) -> dict[str, float]:
+    found: Any = validity(**arguments)(scores)
+    return dict(found)
+
+
+def test_a_group_that_is_named_is_there_and_one_by_default_has_a_value() -> None:
+    assert measured(answers(20))["words_auroc"] == 1.0, "None is no group"
+    for metric in (validity, words_auroc):
+        with pytest.raises(SpecError, match="group='scenaro': sample 0 has no such metadata"):
+            metric(group="scenaro")(answers(20))
+
+
+@pytest.mark.parametrize("said", [{"words": None}, {"words": "!!!x"}, {"words": "AAAA"}])
+def test_words_that_are_none_are_told_and_do_not_fail_an_eval(said: dict[str, Any]) -> None:
+    assert np.isnan(measured(answers(8, said))["words_auroc"])
+    with pytest.raises(SpecError, match="scored by neither"):
+        words_auroc()(answers(8, said))
+
+
+def test_many_answers_are_judged_by_some_of_them_which_order_does_not_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_baselines, "_MOST", 30)
+    assert "words_n" not in measured(answers(30))
+    taken = []
+    monkeypatch.setattr(_baselines, "_words", lambda one: taken.append(one.sample_id) or [1])
+    assert measured(answers(90))["words_n"] == 30
+    measured(answers(90)[::-1])
+    assert taken[:30] == taken[:29:-1]
+    assert len(set(taken)) == 30
+    assert 5 < sum(i % 2 for i in taken[:30]) < 25, "of both classes"
+
+
+def test_behaviour_is_unknown_where_the_truth_has_no_word() -> None:
+    for truth, share in (("?", None), ("truth", 1.0)):
+        scores = answers(8)
+        for one in scores:
+            one.sample_metadata = {"label": one.sample_id % 2, "truth": truth,
+                                   "label_source": "instruction"}  # type: ignore[operator]  # fmt: skip
+        assert measured(scores).get("behaviour") == share

@@ -108,6 +108,20 @@ def scores(log: EvalLog) -> list[Any]:
     return [next(iter((s.scores or {}).values())) for s in log.samples]
 
 
+def test_the_words_of_answers_are_no_baseline_of_what_the_prompt_tells(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for positions in ("last", "prompt", "last_prompt"):
+        scorer = probe_score(probe(), positions=positions)  # type: ignore[arg-type]
+        log = run(captured(), scorer, folder=tmp_path)
+        reads_prompt = positions != "last"
+        marked = [(one.metadata or {}).get("reads_prompt_alone", False) for one in scores(log)]
+        assert marked == [reads_prompt] * 4
+        assert log.results is not None
+        assert math.isnan(log.results.scores[0].metrics["words_auroc"].value) is reads_prompt
+        assert ("read the prompt alone" in caplog.text) is reads_prompt
+
+
 def test_it_scores_what_the_generation_captured(tmp_path: Path) -> None:
     made = probe()
     log = run(captured(), probe_score(made), folder=tmp_path)

@@ -162,6 +162,18 @@ class TestThroughInspect:
         assert "300 negatives or more" in record.getMessage()
         assert "too few scores" in record.getMessage()
 
+    def test_a_threshold_of_the_caller_goes_before_that_of_the_scores(self) -> None:
+        scored = [
+            SampleScore(
+                score=Score(value=value, metadata={"threshold": 0.9}), sample_id=i,
+                sample_metadata={"label": label},
+            )
+            for i, (value, label) in enumerate(((0.2, 0), (0.7, 0), (0.8, 1), (0.95, 1)))
+        ]  # fmt: skip
+        assert at_threshold(interval=False)(scored) == {"recall": 0.5, "fpr": 0.0}
+        assert at_threshold(0.5, interval=False)(scored) == {"recall": 1.0, "fpr": 0.5}
+        assert threshold_accuracy(0.1)(scored) == 0.5
+
     def test_a_rate_that_cannot_be_known_is_left_out(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:

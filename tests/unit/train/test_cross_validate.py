@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
@@ -76,3 +78,21 @@ def test_each_fold_is_judged_by_a_probe_that_has_not_seen_its_groups() -> None:
 def test_more_folds_than_groups_are_refused(folds: int) -> None:
     with pytest.raises(SpecError, match=rf"folds={folds}: d has \d groups of the rarer class"):
         cross_validate_probe(plain(), few("d", seed=0, n=14), folds=folds)
+
+
+def test_a_sample_that_a_fold_is_judged_on_is_in_no_other_place() -> None:
+    data = few("d", seed=0, n=40)
+    other = replace(few("c", seed=1, n=40), ids=data.ids)
+    for control, shared in ((other, "id: 40 values"), (replace(data, ids=other.groups), "group")):
+        with pytest.raises(SpecError, match=shared):
+            cross_validate_probe(plain(), data, control=control)
+    contents = [f"text {i}" for i in range(40)]
+    contents[-1] = contents[0]
+    for seed in range(3):  # in whichever folds, and on whichever side of the split inside one
+        copied = replace(data, contents=tuple(contents))
+        with pytest.raises(
+            SpecError,
+            match=r"content: 1 of \d+ samples .* 'd-0' and 'd-39'|"
+            r"content: 1 of \d+ samples .* 'd-39' and 'd-0'",
+        ):
+            cross_validate_probe(plain(), copied, seed=seed)

@@ -1,4 +1,4 @@
-"""Where spans are on, and what a process without them does."""
+"""Where spans and metrics are on, and what a process without them does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from inspect_lens._vllm import clients
+from inspect_lens._vllm import clients, metrics
 from inspect_lens._vllm.compat.api_server import is_traced
 from inspect_lens._vllm.frontend import state
 from inspect_lens._vllm.frontend.state import FrontEnd
@@ -34,12 +34,17 @@ def test_without_the_package_there_are_no_spans(off: Sent, monkeypatch: pytest.M
     assert not clients.is_on()
 
 
-@pytest.mark.parametrize("endpoint", [None, "http://localhost:4317"])
-def test_a_front_end_begins_them_where_its_engine_is_traced(
-    off: Sent, monkeypatch: pytest.MonkeyPatch, endpoint: str | None
+@pytest.mark.parametrize(
+    ("serves", "endpoint"),
+    [(True, None), (True, "http://localhost:4317"), (False, "http://localhost:4317")],
+)
+def test_a_process_that_serves_begins_metrics_and_spans_where_its_engine_is_traced(
+    off: Sent, monkeypatch: pytest.MonkeyPatch, serves: bool, endpoint: str | None
 ) -> None:
+    begun: list[bool] = []
+    monkeypatch.setattr(metrics, "begin", lambda: begun.append(True))
     monkeypatch.setattr(state, "refusal", lambda config: None)
-    monkeypatch.setattr(state, "is_serving", lambda: True)
+    monkeypatch.setattr(state, "is_serving", lambda: serves)
     monkeypatch.setattr(
         state,
         "facts_of",
@@ -60,7 +65,9 @@ def test_a_front_end_begins_them_where_its_engine_is_traced(
         observability_config=SimpleNamespace(otlp_traces_endpoint=endpoint),
     )
     FrontEnd().learn(SimpleNamespace(), config)
-    assert clients.is_on() is is_traced(config) is (endpoint is not None)
+    assert is_traced(config) is (endpoint is not None)
+    assert clients.is_on() is (serves and endpoint is not None)
+    assert begun == [True] * serves
 
 
 def test_the_page_lists_every_span() -> None:

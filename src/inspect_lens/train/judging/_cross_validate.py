@@ -15,7 +15,11 @@ from inspect_lens.errors import SpecError
 from inspect_lens.probe import Interval, ProbeCard, auroc, delong_interval
 from inspect_lens.train.families._binary import BinaryEstimator, Rows
 from inspect_lens.train.sets._dataset import ActivationSet
-from inspect_lens.train.sets._splits import split_by_group
+from inspect_lens.train.sets._splits import (
+    require_disjoint,
+    require_other_samples,
+    split_by_group,
+)
 
 from ._select import SelectBy, select_layer
 
@@ -70,14 +74,16 @@ def cross_validate_probe(
 
     Args:
         estimator: unfitted, one of scikit-learn too.
-        data: the samples. Those of one group are never on both sides.
-        control: harmless samples, for `select_layer`; they share no group with `data`.
+        data: the samples. Those of one group are never on both sides, and copies of a sample, as
+            far as the set knows their content, are refused where they are.
+        control: harmless samples, for `select_layer`; they share no group and no sample with
+            `data`.
         select_by: what a layer is chosen by, see `select_layer`.
         fpr: false positive rate at which recall counts.
         layers: layers to try; all of the set by default.
         pool: how token scores become one score.
         rows: what one row of a fit is, for families that read rows.
-        folds: at least 2; fewer than the groups of either class.
+        folds: at least 2, and at most as many as the groups of either class.
         seed: of the folds, and of the split inside each.
 
     Returns:
@@ -87,7 +93,8 @@ def cross_validate_probe(
         Nested cross-validation: Varma and Simon 2006, BMC Bioinformatics 7:91.
 
     Raises:
-        SpecError: too few samples or groups for so many folds, or as for `select_layer`.
+        SpecError: too few samples or groups for so many folds, sets or folds that share a sample,
+            or as for `select_layer`.
 
     Example:
         ```python
@@ -105,18 +112,22 @@ def cross_validate_probe(
             f"folds={folds}: {data.name} has {fewest} groups of the rarer class; allowed are 2 "
             "folds to as many as these groups; use fewer folds, or finer groups"
         )
+    if control is not None:
+        require_other_samples(data, control)
+        require_disjoint(data, control)
     card = ProbeCard(
         name=f"{data.name}/fold", layers=data.layers[:1], hidden=data.hidden, pool=pool
     )
     splitter = StratifiedGroupKFold(n_splits=folds, shuffle=True, random_state=seed)
     ranks, made = np.full(len(data), np.nan), []
     for rest, aside in splitter.split(np.zeros(len(data)), data.labels, data.groups):
-        train, selection = split_by_group(data.subset(rest), seed=seed)
+        seen, judged = data.subset(rest), data.subset(aside, name=f"{data.name}/fold")
+        require_other_samples(seen, judged)
+        train, selection = split_by_group(seen, seed=seed)
         chosen = select_layer(
             estimator, train, selection, card=card, control=control, select_by=select_by, fpr=fpr,
             layers=layers, rows=rows, seed=seed,
         )  # fmt: skip
-        judged = data.subset(aside)
         scores = judged.scores(chosen.probe)
         ranks[aside] = (rankdata(scores) - 0.5) / len(aside)
         area = auroc(judged.labels, scores)

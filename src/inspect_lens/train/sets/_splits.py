@@ -142,7 +142,7 @@ def require_disjoint(one: ActivationSet, other: ActivationSet, *, key: str = "gr
         raise SpecError(
             f"{key}: {len(shared)} values are in {one.name!r} and in {other.name!r}, such as "
             f"{shared[:3]}; allowed are sets that share none; split by {key}, or name the key "
-            "that does keep them apart in disjoint="
+            "that does keep them apart in disjoint= of train_probe"
         )
 
 
@@ -196,7 +196,7 @@ def split_by_group(
         raise SpecError(
             f"{data.name}: {n_groups} groups, {data.n_positive} positive and {data.n_negative} "
             f"negative samples; allowed are {folds} or more of each for fraction={fraction:g}; "
-            "use finer groups, or pass selection= yourself"
+            "use finer groups or more samples, or selection= of train_probe"
         )
     splitter = StratifiedGroupKFold(n_splits=folds, shuffle=True, random_state=seed)
     rest, part = next(splitter.split(np.zeros(len(data)), data.labels, data.groups))
