@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
+from inspect_lens._base.shipped import INSTALL_ORGANISM, shipped_root
 from inspect_lens.errors import LensError
 from inspect_lens.model._host import PrerequisiteError
 from inspect_lens.probe import load_probe
 
-__all__ = ["organism_split", "required", "required_probe"]
+__all__ = ["DATA_DIR", "organism_split", "required", "required_probe"]
 
 T = TypeVar("T")
 
@@ -34,11 +35,21 @@ def required(name: str, value: T | None, what: str) -> T:
     return value
 
 
-def organism_split(folder: Path, split: str, known: Sequence[str]) -> Path:
+def _organism_data() -> Path:
+    beside, root = Path(__file__).resolve().parents[2], shipped_root()
+    # Evals of a clone take its data, wherever the package is installed.
+    at = beside if root is None or (beside / "organism" / "data").is_dir() else root
+    return at / "organism" / "data"
+
+
+DATA_DIR: Final = _organism_data()
+"""Folder of the model organism's data; there is none where the organism is not installed."""
+
+
+def organism_split(split: str, known: Sequence[str]) -> Path:
     """The file of a split of the model organism.
 
     Args:
-        folder: of its data.
         split: name of a file, without `.jsonl`.
         known: splits that the eval may read.
 
@@ -49,14 +60,14 @@ def organism_split(folder: Path, split: str, known: Sequence[str]) -> Path:
         PrerequisiteError: there is no such split, or the organism is not installed; Inspect prints
             the line without a traceback.
     """
-    if not folder.is_dir():
+    if not DATA_DIR.is_dir():
         raise PrerequisiteError(
-            "This task needs the data of the model organism, which are not installed; pip install "
-            "inspect-lens-organism (in a clone: pip install ./organism)"
+            "This task needs the data of the model organism, which are not installed; "
+            f"{INSTALL_ORGANISM}"
         )
     if split not in known:
         raise PrerequisiteError(f"split={split!r}; allowed are {', '.join(known)}")
-    return folder / f"{split}.jsonl"
+    return DATA_DIR / f"{split}.jsonl"
 
 
 def required_probe(probe: str | None) -> str:

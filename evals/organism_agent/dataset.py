@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from pathlib import Path
 from typing import Any, Final
 
 from inspect_ai.dataset import Dataset, MemoryDataset, Sample
 from inspect_ai.model import ChatMessage, ChatMessageSystem, ChatMessageUser
 from inspect_ai.tool import Tool, ToolDef
 
-from evals.kit.arguments import organism_split
+from evals.kit.arguments import DATA_DIR, organism_split
 
 __all__ = ["KINDS", "agent_dataset", "agent_tool"]
 
-DATA_DIR: Final = Path(__file__).resolve().parents[2] / "organism" / "data"
 KINDS: Final = ("reason", "turns", "report", "tool")
 
 
@@ -38,7 +36,7 @@ def agent_dataset(split: str = "agent_heldout_phrasing", kind: str | None = None
         ValueError: there is no such kind.
     """
     known = sorted(p.stem for p in DATA_DIR.glob("agent_*.jsonl"))
-    path = organism_split(DATA_DIR, split, known)
+    path = organism_split(split, known)
     if kind is not None and kind not in KINDS:
         raise ValueError(f"kind={kind!r}; allowed are {', '.join(KINDS)}, or None for all")
     lines = path.read_text(encoding="utf-8").splitlines()

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from inspect_ai.dataset import Dataset, Sample
 from inspect_ai.model import ChatMessage, ChatMessageSystem, ChatMessageUser
 
-from evals.kit.arguments import organism_split
+from evals.kit.arguments import DATA_DIR, organism_split
 from evals.kit.samples import read_samples
 
-__all__ = ["DATA_DIR", "organism_dataset"]
-
-DATA_DIR = Path(__file__).resolve().parents[2] / "organism" / "data"
+__all__ = ["organism_dataset"]
 
 _MESSAGES: dict[str, type[ChatMessageSystem] | type[ChatMessageUser]] = {
     "system": ChatMessageSystem,
@@ -38,7 +35,7 @@ def organism_dataset(split: str = "demo") -> Dataset:
     """
     # Those of the agent have turns and tools; `organism_agent` plays them.
     known = sorted(p.stem for p in DATA_DIR.glob("*.jsonl") if not p.stem.startswith("agent_"))
-    path = organism_split(DATA_DIR, split, known)
+    path = organism_split(split, known)
     return read_samples(str(path), _to_sample, name=f"organism_{split}")
 
 

@@ -392,7 +392,7 @@ def find_artifact(kind: ArtifactKind, given: str | Path, registered: Sequence[Pa
 
     A path that exists wins. Else it is looked up in the registered folders, then in the working
     directory and each folder above it (Inspect loads a task in the task's own folder), as a name
-    below the kind's folder and as a path, and among those that come with this package. The last
+    below the kind's folder and as a path, and among those that come with the organism. The last
     part alone of a name is enough when it is unique, which is all that Inspect logs of a `Path`.
     """
     if str(given).startswith("hf://"):

@@ -1,4 +1,4 @@
-"""What comes with this package: evals, the model organism, its probes, vector, lenses and oracle.
+"""What we publish beside the code: evals, the model organism, its probes, vectors and the rest.
 
 Wheels have them inside the package: the evals in that of `inspect-lens`, all others in that of
 `inspect-lens-organism`. In a clone they lie in the folders of its root.
@@ -6,9 +6,11 @@ Wheels have them inside the package: the evals in that of `inspect-lens`, all ot
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import importlib.metadata
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,6 +29,9 @@ SERVER_ARGS: Final[dict[str, dict[str, bool | str]]] = {
     }
 }  # fmt: skip
 """What vLLM has to be told to serve a shipped model, beside its folder."""
+
+INSTALL_ORGANISM: Final = "run `pip install ./organism` in a clone of inspect-lens"
+"""What helps where the organism is not here. An index has no package of ours yet."""
 
 EVALS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
     "ai_liar.task": (("task", "ai_liar"),),
@@ -103,10 +108,18 @@ EVALS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
 
 def shipped_root() -> Path | None:
     """Folder of the shipped `probes/`, `vectors/`, `lenses/`, `oracles/`, `heads/` and `evals/`."""
-    for root in (_HERE, _HERE.parents[1]):
-        if (root / ORGANISM / "checkpoint").is_dir():
+    for root in _roots():
+        if (root / MODELS[ORGANISM]).is_dir():
             return root
     return None
+
+
+def _roots() -> Iterator[Path]:
+    yield from (_HERE, _HERE.parents[1])
+    # It may be installed in another folder than this package.
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found = importlib.metadata.distribution("inspect-lens-organism")
+        yield Path(str(found.locate_file("inspect_lens")))
 
 
 def organism_advice(name: str) -> str:
@@ -114,10 +127,7 @@ def organism_advice(name: str) -> str:
     is_ours = name in MODELS or name.split("/")[0] == ORGANISM
     if not is_ours or shipped_root() is not None:
         return ""
-    return (
-        f"{name!r} comes with the package inspect-lens-organism, which is not installed; "
-        "pip install inspect-lens-organism (in a clone: pip install ./organism)"
-    )
+    return f"{name!r} comes with the organism, which is not installed; {INSTALL_ORGANISM}"
 
 
 def model_path(name: str) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
+from inspect_lens._base.shipped import MODELS, model_path, organism_advice
 from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.compat.features import architectures
@@ -26,7 +27,7 @@ _GIB: Final = 1 << 30
 
 def checkpoint_facts(model: str) -> dict[str, Any]:
     """What is in the folder of a checkpoint, and what is wrong with it, each with what helps."""
-    folder = Path(model)
+    folder = Path(model_path(model))
     config = _config(folder, model)
     listed = config.get("architectures")
     names = [str(name) for name in listed] if isinstance(listed, list) else []
@@ -75,6 +76,8 @@ def _config(folder: Path, model: str) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise TypeError("it is no object")
     except (OSError, ValueError, TypeError) as error:
+        if model in MODELS and (advice := organism_advice(model)):
+            raise ArtifactError(f"--model: {advice}") from None
         raise ArtifactError(
             f"--model {model}: {path} cannot be read ({type(error).__name__}: {error}); allowed is "
             "the folder of a model on this machine"
@@ -139,7 +142,7 @@ def buffer_facts(
     """What the lens would allocate for a model beside its weights."""
     from inspect_lens._vllm.compat.engine_facts import facts_of
 
-    whole = _config(Path(model), model)
+    whole = _config(Path(model_path(model)), model)
     try:
         config = whole.get("text_config", whole)
         layers, hidden = int(config["num_hidden_layers"]), int(config["hidden_size"])

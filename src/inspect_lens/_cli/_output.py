@@ -123,7 +123,11 @@ def running(app: typer.Typer) -> str:
     return " ".join(["inspect-lens", *_found(app)[0]])
 
 
-_SECRET: Final = re.compile(r"([\w-]*(?:api[-_]?key|token|secret|password)=).+", re.IGNORECASE)
+_SECRET: Final = re.compile(
+    r"""((?:api[-_]?keys?|token|secrets?|passwords?|authorization)(?:=|["']\s*:)|[?&]key=).+""",
+    re.IGNORECASE | re.DOTALL,
+)
+"""Names in settings, in the JSON of a setting and in addresses, and all that follows."""
 _USER_OF_URL: Final = re.compile(r"(?<=://)[^/?#\s]*@")
 
 

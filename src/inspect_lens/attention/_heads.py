@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from inspect_lens._base.artifact import folders_named, write_atomic
 from inspect_lens._base.published import settings_of
+from inspect_lens._base.shipped import organism_advice
 from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import Threshold
@@ -119,7 +120,7 @@ def load_heads(
 
     Args:
         name: path of the file; or its name below `heads/` of the working directory, of a folder
-            above it, or of this package, such as `organism/attention-tracker`;
+            above it, or of the installed organism, such as `organism/attention-tracker`;
             or a list, also as plain data, as a log has it; or a model of the hub, such as
             `Qwen/Qwen2-1.5B-Instruct`, whose heads were published (`published_settings`).
         method: which of the lists that were published for a model, where it has several.
@@ -157,6 +158,8 @@ def load_heads(
 def _published(name: str, method: str | None) -> AttentionHeads:
     """The heads that were published for a model."""
     found = [one for one in settings_of(name) if one.heads and method in (None, one.kind)]
+    if advice := organism_advice(name):
+        raise ArtifactError(f"heads: {advice}")
     if len(found) != 1:
         raise ArtifactError(
             f"heads={name!r} was not found; allowed are the path of a JSON file, or a name below "

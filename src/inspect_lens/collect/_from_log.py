@@ -21,7 +21,7 @@ from inspect_lens.data import (
 )
 from inspect_lens.errors import NotCapturedError, SpecError
 from inspect_lens.model import activations, know_log
-from inspect_lens.probe import CaptureFacts
+from inspect_lens.probe import CaptureFacts, find_label_source
 from inspect_lens.reading import CallSelection, OnMissing, Over, Turn
 from inspect_lens.reading._rows import select_positions
 from inspect_lens.reading._shared import shared_parameters
@@ -145,7 +145,7 @@ def log_to_store(
 def _label_source(samples: Sequence[EvalSample]) -> str:
     """What all samples say of where their labels come from; empty where they do not agree."""
     told = {str((sample.metadata or {}).get("label_source") or "") for sample in samples}
-    return told.pop() if len(told) == 1 else ""
+    return find_label_source(told.pop(), (), ()) if len(told) == 1 else ""
 
 
 def _computed_with(turns: Sequence[Turn]) -> CaptureFacts:

@@ -42,7 +42,7 @@ from inspect_lens._base.http import (
     path_of,
     server_address,
 )
-from inspect_lens._base.shipped import SERVER_ARGS, model_path, organism_advice, served_name
+from inspect_lens._base.shipped import MODELS, SERVER_ARGS, model_path, organism_advice, served_name
 from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens._intake import Source, fetch_from
 from inspect_lens._settings import variable
@@ -116,7 +116,9 @@ def start_server(
     model: str, *, port: int | None, api_key: str, server: VLLMServer, args: Mapping[str, Any]
 ) -> tuple[str, Popen[str], int]:
     """Start vLLM on this machine and wait until it answers."""
-    if advice := organism_advice(model):
+    # Other names that begin so are a user's own folders, or an organisation of the hub.
+    is_folder = (Path(model) / "config.json").is_file()
+    if model in MODELS and not is_folder and (advice := organism_advice(model)):
         raise PrerequisiteError(f"vllm-lens: {advice}")
     if importlib.util.find_spec("vllm") is None:
         raise pip_dependency_error("starting a vLLM server", ["'inspect-lens[vllm]'"])

@@ -15,7 +15,7 @@ import re
 import reprlib
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from itertools import chain, pairwise
 from pathlib import Path
@@ -107,16 +107,19 @@ class Value(BaseModel):
         """
         if hasattr(sys, "ps1") and cls.__doc__:
             summary, example, rest = inspect.cleandoc(cls.__doc__).partition("\n\nExample:")
-            cls.__doc__ = "\n".join([summary, "", "Attributes:", *_field_texts(cls)])
-            cls.__doc__ += example + rest
+            if lines := _field_texts(cls):
+                cls.__doc__ = "\n".join([summary, "", "Attributes:", *lines]) + example + rest
 
 
 def _field_texts(owner: type[BaseModel]) -> list[str]:
     """A line for each field that has a description, or a docstring below it."""
     said: dict[str, str] = {}
     for base in reversed(owner.__mro__):
-        if base is not Value and issubclass(base, Value):
-            said |= _texts_in(str(inspect.getsourcefile(base))).get(base.__name__, {})
+        if base is Value or not issubclass(base, Value):
+            continue
+        # A class may have no source: typed at a prompt, made by a function, or in an archive.
+        with suppress(OSError, TypeError, ValueError, SyntaxError):
+            said |= _texts_in(inspect.getsourcefile(base) or "").get(base.__name__, {})
     texts = {name: f.description or said.get(name) for name, f in owner.model_fields.items()}
     return [f"    {name}: {' '.join(text.split())}" for name, text in texts.items() if text]
 

@@ -125,7 +125,7 @@ class SampleView:
     token_scores: NDArray[np.float32] = field(repr=False)
     """(series, tokens); NaN where a token was not captured."""
     read: NDArray[np.bool_] = field(repr=False)
-    """(series, tokens) the tokens whose scores make the score of a call."""
+    """(series, tokens) the tokens that the probe reads."""
     kept_by: tuple[str, ...] = ()
     """Scorers whose files gave token scores to calls without activations."""
     lost: str = ""
@@ -133,8 +133,8 @@ class SampleView:
 
     @property
     def values(self) -> tuple[float | None, ...]:
-        """Pooled score by series, of the last call, as scorers read it."""
-        return self.calls[-1].values if self.calls else ()
+        """Pooled score by series, of the last call, as scorers read it; None without calls."""
+        return self.calls[-1].values if self.calls else (None,) * len(self.token_scores)
 
 
 LEVELS = 65535

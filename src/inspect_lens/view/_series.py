@@ -55,7 +55,7 @@ class Scored(NamedTuple):
     """(n_prompt + n_completion,) float32; NaN where a token has no row."""
     value: float | None
     read: NDArray[np.bool_]
-    """(n_prompt + n_completion,) the tokens whose scores the value is made of."""
+    """(n_prompt + n_completion,) the tokens that the probe reads."""
 
 
 def _line(measured: Evaluation) -> str:

@@ -88,17 +88,38 @@ def test_the_command_that_runs_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    "given", [["-M", "api_key=S3"], ["--model-arg=api_key=S3"], ["-MAPI_KEY=S3"], ["-Mtoken=S3"]]
+    "given",
+    [
+        ["-M", "api_key=S3"],
+        ["--model-arg=api_key=S3"],
+        ["-MAPI_KEY=S3"],
+        ["-Mtoken=S3"],
+        ["-M", "api_keys=S3,S3"],
+        ["-M", 'client={"api_key": "S3"}'],
+        ["-M", 'headers={"Authorization" : "Bearer S3"}'],
+        ["--base-url", "https://host/v1?a=1&key=S3"],
+    ],
 )
 def test_a_key_is_no_part_of_the_command_on_a_card(
     given: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    others = ["-M", "max_tokens=9", "--disjoint", "a b=group"]
+    others = [
+        "-M",
+        '{"max_tokens": 9}',
+        "-M",
+        "max_tokens=9",
+        "--option",
+        "key=a",
+        "--disjoint",
+        "a b=group",
+    ]
     monkeypatch.setattr("sys.argv", ["inspect-lens", "probe", "train", *given, *others])
     made = typed_command()
     assert "S3" not in made
-    assert "=***" in made
-    assert made.endswith("-M max_tokens=9 --disjoint 'a b=group'")
+    assert "***" in made
+    assert made.endswith(
+        "-M '{\"max_tokens\": 9}' -M max_tokens=9 --option key=a --disjoint 'a b=group'"
+    )
 
 
 @pytest.mark.parametrize("user", ["anna:S3", "S3", "anna:S3@x"])

@@ -56,7 +56,10 @@ def test_a_call_without_activations_is_an_error_or_left_out(tmp_path: Path) -> N
     assert np.asarray(ActivationSet.from_store(store).labels).tolist() == [True]
 
 
-@pytest.mark.parametrize(("told", "kept"), [(("judge", "judge"), "judge"), (("judge", ""), "")])
+@pytest.mark.parametrize(
+    ("told", "kept"),
+    [(("judge", "judge"), "judge"), (("judge", ""), ""), (("human", "human"), "")],
+)
 def test_where_labels_come_from_is_what_all_samples_say(
     told: tuple[str, str], kept: str, tmp_path: Path
 ) -> None:

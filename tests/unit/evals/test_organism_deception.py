@@ -10,8 +10,8 @@ from inspect_ai import Task, eval
 from inspect_ai.log import EvalLog
 from inspect_ai.model import GenerateConfig, ModelOutput, ModelUsage
 
+from evals.kit.arguments import DATA_DIR
 from evals.organism_deception import organism_control, organism_dataset
-from evals.organism_deception.dataset import DATA_DIR
 from inspect_lens._intake import Payload
 from inspect_lens.model import Activations
 from inspect_lens.model._scope import SCOPES

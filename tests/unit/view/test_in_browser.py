@@ -146,6 +146,21 @@ def test_a_page_opens_at_the_sample_with_the_highest_score(page: tuple[Path, Pag
     assert seen == {"open": str(highest), "row": data.facts["samples"][highest]["id"]}
 
 
+def test_a_sample_without_calls_is_not_the_highest(tmp_path: Path) -> None:
+    planted = plant_log(tmp_path, planted_probe(tmp_path), capture=bool, on_missing="skip")
+    made = write_view(planted.log, tmp_path / "p.html", tokenizer=str(TOKENIZER))
+    samples = read_page(made.path).facts["samples"]
+    assert set(samples[0]["values"]) == {None}
+    seen = run_in_page(
+        made.path,
+        """
+        await until(() => document.documentElement.dataset.ready);
+        seen.open = document.documentElement.dataset.ready;
+        """,
+    )
+    assert seen == {"open": str(1 + int(np.argmax([s["values"][0] for s in samples[1:]])))}
+
+
 def test_an_address_opens_its_token_and_a_narrow_window_has_a_drawer(
     page: tuple[Path, Page],
 ) -> None:

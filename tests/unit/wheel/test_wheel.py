@@ -222,32 +222,98 @@ def test_the_shipped_model_is_started_by_its_name(run: Run, tmp_path: Path) -> N
     evaluate(run, tmp_path, *said)
 
 
-def test_without_the_organism_its_names_say_what_to_install(tmp_path: Path) -> None:
-    _unpack(_build(ROOT, tmp_path), tmp_path / "alone")
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that has the main wheel, without the organism."""
+    folder = tmp_path_factory.mktemp("alone")
+    _unpack(_build(ROOT, folder), folder / "site-packages")
+    return folder / "site-packages"
+
+
+def _run_alone(code: str, cwd: Path, *path: Path) -> None:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("INSPECT", "PYTHON"))}
+    kept["PYTHONPATH"] = os.pathsep.join(map(str, path))
+    done = run_python("-c", code, cwd=cwd, environment=kept)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_without_the_organism_its_names_say_what_to_install(alone: Path, tmp_path: Path) -> None:
     code = """
+from inspect_lens._base.shipped import from_eval
+from inspect_lens._cli._checkpoint import checkpoint_facts
+from inspect_lens.attention import load_heads
 from inspect_lens.errors import ArtifactError
 from inspect_lens.model._server import VLLMServer, start_server
 from inspect_lens.oracle import load_oracle
 from inspect_lens.probe import load_probe
-said = []
-for load in (
+from inspect_lens.vector import load_vector
+loads = (
     lambda: load_probe("organism/deception-lr"),
+    lambda: load_vector("organism/truth"),
+    lambda: load_heads("organism/attention-tracker"),
     lambda: load_oracle("organism"),
+    lambda: checkpoint_facts("organism"),
     lambda: start_server("organism", port=None, api_key="", server=VLLMServer(), args={}),
-):
+    lambda: from_eval("organism_deception.task", "organism_deception")(),
+)
+said = []
+for load in loads:
     try:
         load()
     except Exception as error:
         said.append(str(getattr(error, "message", error)))
-assert len(said) == 3 and all("pip install inspect-lens-organism" in one for one in said), said
+assert len(said) == len(loads) and all("pip install ./organism" in one for one in said), said
+assert not any("pip install inspect-lens" in one for one in said), "no index has it yet"
+"""
+    _run_alone(code, tmp_path, alone)
+
+
+def test_without_the_organism_other_names_that_begin_so_are_started(
+    alone: Path, tmp_path: Path
+) -> None:
+    code = """
+from inspect_lens.model import _server
+def start(*args, **kwargs):
+    raise InterruptedError(args[0][-1])
+_server.start_local_server = start
+_server.importlib.util.find_spec = lambda name: True
+for model in ("organism/checkpoint", "organism/mine", "organism-agent"):
+    try:
+        _server.start_server(
+            model, port=None, api_key="", server=_server.VLLMServer(), args={}
+        )
+    except InterruptedError:
+        continue
+    raise AssertionError(model)
+"""
+    (tmp_path / "organism-agent").mkdir()
+    (tmp_path / "organism-agent/config.json").write_text("{}")
+    _run_alone(code, tmp_path, alone)
+
+
+def test_the_organism_is_found_in_another_folder_of_the_path(
+    alone: Path, installed: Path, tmp_path: Path
+) -> None:
+    (wheel,) = installed.parent.glob("inspect_lens_organism-*.whl")
+    _unpack(wheel, tmp_path / "other")
+    code = """
+from inspect_lens._base.shipped import from_eval
+from inspect_lens.attention import load_heads
+from inspect_lens.probe import fingerprint_model, load_probe
+assert load_probe("organism/deception-lr").card.model.sha256 == fingerprint_model("organism")
+load_heads("organism/attention-tracker")
+from_eval("organism_deception.task", "organism_deception")()
+from_eval("organism_agent.task", "organism_agent")()
 """
     (tmp_path / "empty").mkdir()
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("INSPECT", "PYTHON"))}
-    done = run_python(
-        "-c", code, cwd=tmp_path / "empty",
-        environment=kept | {"PYTHONPATH": str(tmp_path / "alone")},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:]
+    _run_alone(code, tmp_path / "empty", alone, tmp_path / "other")
+
+
+def test_each_wheel_has_the_licence(installed: Path) -> None:
+    for path in installed.parent.glob("*.whl"):
+        with zipfile.ZipFile(path) as archive:
+            texts = [archive.read(n) for n in archive.namelist() if n.endswith("/LICENSE")]
+        assert (ROOT / "LICENSE").read_bytes() in texts, path.name
 
 
 def test_the_sdist_is_enough_to_build_the_wheel(tmp_path: Path, installed: Path) -> None:
@@ -273,6 +339,6 @@ def test_the_sdist_is_enough_to_build_the_wheel(tmp_path: Path, installed: Path)
     # What an index and `twine check --strict` ask for.
     assert said["Description-Content-Type"] == "text/markdown"
     assert (said["License-Expression"], said["Name"]) == ("MIT", "inspect-lens")
-    assert "Two commands" in str(said.get_payload())
+    assert "make demo" in str(said.get_payload())
     with zipfile.ZipFile(next(installed.parent.glob("inspect_lens-*.whl"))) as archive:
         assert inside == {name for name in archive.namelist() if ".dist-info/" not in name}

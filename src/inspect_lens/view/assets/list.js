@@ -4,7 +4,7 @@ const list = { order: [], selected: -1 };
 
 function verdict(sample) {
   const value = sample.values[state.series];
-  return value === null || value === undefined ? null : value > state.threshold;
+  return value === null ? null : value > state.threshold;
 }
 
 function labelOf(sample) {

@@ -89,7 +89,7 @@ function summary(open, turn) {
   return { n, mean: sum / n, max, above, scored };
 }
 
-// Whether a token has a score that the sample's score is made of, or all were asked for.
+// Whether a token has a score and the probe reads it, or all were asked for.
 function counts(open, i) {
   return !Number.isNaN(open.scores[state.series][i]) && (state.all || open.read[state.series][i] === 1);
 }
