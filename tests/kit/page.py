@@ -61,14 +61,14 @@ def _block(line: str, facts: dict[str, Any]) -> Block:
     data = gzip.decompress(base64.b64decode(line, validate=True))
     size, n = (int.from_bytes(data[i : i + 4], "little") for i in (0, 4))
     header = json.loads(data[8 : 8 + size])
-    planes = np.frombuffer(data, np.uint8, offset=8 + size).reshape(-1, n).astype(np.int64)
+    n_planes = 3 + 2 * len(facts["series"])
+    planes = np.frombuffer(data[8 + size :], np.uint8).reshape(n_planes, n).astype(np.int64)
     index = planes[0] + 256 * planes[1] + 65536 * planes[2]
     scores = []
     for k, series in enumerate(facts["series"]):
         level = planes[3 + 2 * k] + 256 * planes[4 + 2 * k]
         step = (series["high"] - series["low"]) / (facts["levels"] - 1)
         scores.append(np.where(level == 0, np.nan, series["low"] + (level - 1) * step))
-    assert len(planes) == 3 + 2 * len(facts["series"])
     read = np.zeros((len(scores), n), np.bool_)
     for row, runs in zip(read, header["read"], strict=True):
         for start, stop in runs:
