@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
-from inspect_lens._base.shipped import INSTALL_ORGANISM, shipped_root
 from inspect_lens.errors import LensError
 from inspect_lens.model._host import PrerequisiteError
 from inspect_lens.probe import load_probe
@@ -35,14 +34,7 @@ def required(name: str, value: T | None, what: str) -> T:
     return value
 
 
-def _organism_data() -> Path:
-    beside, root = Path(__file__).resolve().parents[2], shipped_root()
-    # Evals of a clone take its data, wherever the package is installed.
-    at = beside if root is None or (beside / "organism" / "data").is_dir() else root
-    return at / "organism" / "data"
-
-
-DATA_DIR: Final = _organism_data()
+DATA_DIR: Final = Path(__file__).resolve().parents[2] / "organism" / "data"
 """Folder of the model organism's data; there is none where the organism is not installed."""
 
 
@@ -62,8 +54,8 @@ def organism_split(split: str, known: Sequence[str]) -> Path:
     """
     if not DATA_DIR.is_dir():
         raise PrerequisiteError(
-            "This task needs the data of the model organism, which are not installed; "
-            f"{INSTALL_ORGANISM}"
+            "This task needs the data of the model organism, which are not installed; run "
+            "`pip install ./organism` in a clone of inspect-lens"
         )
     if split not in known:
         raise PrerequisiteError(f"split={split!r}; allowed are {', '.join(known)}")

@@ -30,9 +30,6 @@ SERVER_ARGS: Final[dict[str, dict[str, bool | str]]] = {
 }  # fmt: skip
 """What vLLM has to be told to serve a shipped model, beside its folder."""
 
-INSTALL_ORGANISM: Final = "run `pip install ./organism` in a clone of inspect-lens"
-"""What helps where the organism is not here. An index has no package of ours yet."""
-
 EVALS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
     "ai_liar.task": (("task", "ai_liar"),),
     "geometry_of_truth.task": (("task", "geometry_of_truth"), ("scorer", "statement_probe")),
@@ -127,7 +124,11 @@ def organism_advice(name: str) -> str:
     is_ours = name in MODELS or name.split("/")[0] == ORGANISM
     if not is_ours or shipped_root() is not None:
         return ""
-    return f"{name!r} comes with the organism, which is not installed; {INSTALL_ORGANISM}"
+    # Not by a name of an index, where no package is ours yet.
+    return (
+        f"{name!r} comes with the organism, which is not installed; run `pip install ./organism` "
+        "in a clone of inspect-lens"
+    )
 
 
 def model_path(name: str) -> str:

@@ -297,13 +297,10 @@ def test_the_organism_is_found_in_another_folder_of_the_path(
     (wheel,) = installed.parent.glob("inspect_lens_organism-*.whl")
     _unpack(wheel, tmp_path / "other")
     code = """
-from inspect_lens._base.shipped import from_eval
 from inspect_lens.attention import load_heads
 from inspect_lens.probe import fingerprint_model, load_probe
 assert load_probe("organism/deception-lr").card.model.sha256 == fingerprint_model("organism")
 load_heads("organism/attention-tracker")
-from_eval("organism_deception.task", "organism_deception")()
-from_eval("organism_agent.task", "organism_agent")()
 """
     (tmp_path / "empty").mkdir()
     _run_alone(code, tmp_path / "empty", alone, tmp_path / "other")
