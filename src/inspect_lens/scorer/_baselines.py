@@ -236,7 +236,13 @@ def _at_most(found: Labelled, names: list[str]) -> tuple[Labelled, list[str]]:
     ids = [str(one.sample_id) for one in found.scores]
     at = sorted(range(len(ids)), key=lambda i: (zlib.crc32(ids[i].encode()), ids[i]))[:_MOST]
     at.sort()
-    return Labelled(*([part[i] for i in at] for part in found)), [names[i] for i in at]
+    few = Labelled(
+        labels=[found.labels[i] for i in at],
+        values=[found.values[i] for i in at],
+        groups=[found.groups[i] for i in at],
+        scores=[found.scores[i] for i in at],
+    )
+    return few, [names[i] for i in at]
 
 
 def _have_words(found: Labelled) -> bool:

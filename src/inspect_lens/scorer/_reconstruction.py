@@ -46,7 +46,7 @@ class _Parts(NamedTuple):
     @property
     def width(self) -> int:
         """Of the rows."""
-        return self.rows.shape[1]
+        return int(self.rows.shape[1])
 
     @property
     def nbytes(self) -> int:
