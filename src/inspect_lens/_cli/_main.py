@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final, NoReturn
 
 import typer
 
+from inspect_lens._base.installed import install_extra
 from inspect_lens._settings import Settings
 from inspect_lens.errors import ArtifactError, LensError, SpecError, UnsupportedError
 
@@ -149,5 +150,5 @@ def _missing(error: ModuleNotFoundError) -> UnsupportedError:
     extra = EXTRAS[package]
     return UnsupportedError(
         f"this command needs the package {package!r}, which is not installed; the extra {extra!r} "
-        f'brings it: give pip install ".[{extra}]" in a clone'
+        f"brings it: {install_extra(extra)}"
     )

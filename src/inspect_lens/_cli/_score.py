@@ -24,8 +24,17 @@ if TYPE_CHECKING:
 
     from inspect_lens.reading import ProbeReader
 
+
+def _named(log: str) -> str:
+    """Refuse the empty word that a shell makes of `"$(ls logs/*.eval)"` where there is no log."""
+    if not log:
+        raise SpecError("LOG: no log is named; run the eval first, and then name its .eval file")
+    return log
+
+
 LogFile = Annotated[
-    str, typer.Argument(help="Inspect log (.eval), with its .lens folder next to it.")
+    str,
+    typer.Argument(help="Inspect log (.eval), with its .lens folder next to it.", callback=_named),
 ]
 AnyProbes = Annotated[
     bool, typer.Option("--any-model", help="Accept probes that were trained on another model.")

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inspect_lens._base.artifact import write_atomic
+from inspect_lens._base.installed import install_extra
 from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens.errors import ArtifactError, LensError, SpecError
 from inspect_lens.spec import Site
@@ -368,9 +369,7 @@ def draw_cells(
         figure_class: Any = importlib.import_module("matplotlib.figure").Figure
         canvas: Any = importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg
     except ImportError:
-        raise LensError(
-            "figure: needs matplotlib; install it with: pip install 'inspect-lens[train]'"
-        ) from None
+        raise LensError(f"figure: needs the package matplotlib: {install_extra('train')}") from None
     n_layers, n = values.shape
     width, height = max(4.8, 1.9 + 0.3 * n), max(2.6, 1.5 + 0.22 * n_layers)
     figure = figure_class(figsize=(width, height), dpi=130, layout="constrained")

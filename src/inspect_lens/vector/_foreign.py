@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
+from inspect_lens._base.installed import install_extra
 from inspect_lens._base.untrusted import judge_total, load_torch, parse_json, read_regular
 from inspect_lens.errors import ArtifactError, LensError, SpecError
 from inspect_lens.probe import ModelRef, write_atomic
@@ -536,7 +537,7 @@ def _torch_file(value: Any) -> bytes:
     try:
         torch: Any = importlib.import_module("torch")
     except ImportError:
-        raise LensError("a .pt file needs torch; install inspect-lens[train]") from None
+        raise LensError(f"a .pt file needs the package torch: {install_extra('train')}") from None
 
     def convert(inner: Any) -> Any:
         if isinstance(inner, dict):

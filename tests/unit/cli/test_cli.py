@@ -193,7 +193,7 @@ def test_a_missing_package_names_its_extra() -> None:
     assert ended.returncode == 3, ended.stderr
     assert len(ended.stderr.splitlines()) == 1
     assert "needs the package 'matplotlib'" in ended.stderr
-    assert 'give pip install ".[train]" in a clone' in ended.stderr
+    assert 'brings it: pip install ".[train]" in a clone' in ended.stderr
 
 
 def test_what_is_refused_has_its_exit_code(run: Run, tmp_path: Path) -> None:

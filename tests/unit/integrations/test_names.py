@@ -41,7 +41,7 @@ def test_without_the_package_the_error_names_the_extra(
     )
     for name in [n for n in sys.modules if n.startswith(f"inspect_lens.agents.{room}")]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(PrerequisiteError, match=rf"inspect-lens\[{extra}\]"):
+    with pytest.raises(PrerequisiteError, match=rf"'{extra}' brings it: pip install"):
         importlib.import_module(f"inspect_lens.agents.{room}")
 
 

@@ -134,7 +134,7 @@ def test_a_server_on_cpus_asks_for_memory_that_is_free(
         return "http://localhost:1/v1", None, 1
 
     monkeypatch.setattr(_server, "start_local_server", start)
-    monkeypatch.setattr(_server, "_is_for_cpus", lambda: is_cpu)
+    monkeypatch.setattr(_server, "is_for_cpus", lambda: is_cpu)
     free = SimpleNamespace(available=6 << 30, total=24 << 30)
     monkeypatch.setattr(_server.psutil, "virtual_memory", lambda: free)
     _server.start_server("org/tiny", port=None, api_key="k", server=VLLMServer(), args=chosen)
@@ -160,7 +160,7 @@ def test_a_cache_on_cpus_is_as_large_as_the_model_and_the_memory_ask(
     config = {"num_hidden_layers": 6, "num_attention_heads": 4, "hidden_size": 256}
     config["max_position_embeddings"] = 2048
     (tmp_path / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr(_server, "_is_for_cpus", lambda: True)
+    monkeypatch.setattr(_server, "is_for_cpus", lambda: True)
     memory = SimpleNamespace(available=free, total=24 << 30)
     monkeypatch.setattr(_server.psutil, "virtual_memory", lambda: memory)
     found = _server._memory_on_cpus(str(tmp_path), {"max-model-len": length})

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens._base.artifact import from_files, read_artifact
-from inspect_lens.errors import ArtifactError, LensError, SpecError
+from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe.card._card import Calibration, ProbeCard
 from inspect_lens.probe.card._files import PROBE, decode_probe
 from inspect_lens.spec import EngineProbe
@@ -238,12 +238,9 @@ def _compare(model: LinearModel, estimator: Any) -> None:
 
 def write_linear(weight: Floats, bias: float, mean: Floats, scale: Floats) -> Any:
     """A fitted pipeline of StandardScaler and LogisticRegression with these numbers."""
-    try:
-        linear: Any = importlib.import_module("sklearn.linear_model")
-        scaling: Any = importlib.import_module("sklearn.preprocessing")
-        pipeline: Any = importlib.import_module("sklearn.pipeline")
-    except ImportError:
-        raise LensError("to_sklearn: needs scikit-learn; install inspect-lens[train]") from None
+    linear: Any = importlib.import_module("sklearn.linear_model")
+    scaling: Any = importlib.import_module("sklearn.preprocessing")
+    pipeline: Any = importlib.import_module("sklearn.pipeline")
     scaler = scaling.StandardScaler()
     scaler.mean_, scaler.scale_, scaler.var_ = mean, scale, scale**2
     scaler.n_features_in_, scaler.n_samples_seen_ = mean.size, np.int64(1)
@@ -388,7 +385,6 @@ class Probe(CardProbe):
         Raises:
             SpecError: the probe has several layers, and none is named.
             ArtifactError: it has no direction at that layer.
-            LensError: scikit-learn is not installed.
         """
         if layer is None and len(self.layers) != 1:
             raise SpecError(
