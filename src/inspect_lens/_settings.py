@@ -37,9 +37,10 @@ class Settings:
     then tests whether these layers return the residual stream; see [Which models
     work](../models.md#if-your-model-is-refused)."""
     ring_bytes: int = 1 << 30
-    """Bytes, at most, of the buffer that captured rows are written to. It always fits one token of
-    each sequence (`max_num_seqs`) at all taps; while a step's rows could be too many for it,
-    prompts are fed in smaller chunks."""
+    """Bytes, at most, of the buffer that captured rows are written to, and on a pipeline also of
+    the rows that travel between its stages. It always fits one token of each sequence
+    (`max_num_seqs`) at all taps; while a step's rows could be too many for it, prompts are fed in
+    smaller chunks."""
     shm_bytes: int = 1 << 30
     """Bytes of memory that a worker shares with front-ends for rows on their way. On a GPU it is
     pinned at start-up."""

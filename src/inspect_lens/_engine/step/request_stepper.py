@@ -250,7 +250,9 @@ class RequestStepper(Stepper):
 
     def end_step(self, path: EnginePath) -> None:
         if self.stages is not None and self._plan is not None:
-            self._cross(self.stages)
+            groups = {block.group for block in self._plan.blocks}
+            if any(self._groups[group].crosses for group in groups):
+                self._cross(self.stages)
         if self._asks:
             asks, self._asks = self._asks, frozenset()
             try:

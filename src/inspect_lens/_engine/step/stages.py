@@ -33,6 +33,9 @@ LIST_KEY: Final = "inspect_lens.list"
 ROWS_KEY: Final = "inspect_lens.rows"
 """Of tensors beside those of the engine."""
 
+_PIECE_BYTES: Final = 64 << 20
+"""Of rows that are on their way from what came into the ring."""
+
 
 class Lent(msgspec.Struct, array_like=True):
     """Rows of some requests at some taps: (taps, tokens), one behind the other."""
@@ -75,7 +78,8 @@ class Crossing:
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], hidden: int) -> Crossing:
         """What `tensors` made."""
-        told = tensors[LIST_KEY].numpy().tobytes()
+        # Ray may have moved it to the device.
+        told = tensors[LIST_KEY].cpu().numpy().tobytes()
         return cls(msgspec.json.decode(told, type=list[Lent]), tensors[ROWS_KEY], hidden)
 
     @classmethod
@@ -83,7 +87,9 @@ class Crossing:
         """Memory for so many rows like those of the ring."""
         hidden = ring.shape[1]
         size = n * hidden
-        return cls(lists, ring.new_zeros(size + _padding(size, ranks)), hidden)
+        flat = ring.new_empty(size + _padding(size, ranks))
+        flat[size:] = 0
+        return cls(lists, flat, hidden)
 
 
 def _padding(n: int, ranks: int) -> int:
@@ -130,14 +136,38 @@ class _Place(NamedTuple):
 
 
 class Stages:
-    """The part of one worker in what crosses the stages."""
+    """The part of one worker in what crosses the stages.
 
-    def __init__(self, *, is_last: bool, ranks: int = 1) -> None:
+    Args:
+        is_first: whether nothing comes.
+        is_last: whether nothing leaves.
+        ranks: tensor-parallel ranks of the stage.
+        most_rows: that cross with a step; None for as many as there are.
+    """
+
+    def __init__(
+        self,
+        *,
+        is_first: bool = False,
+        is_last: bool,
+        ranks: int = 1,
+        most_rows: int | None = None,
+    ) -> None:
+        self.is_first = is_first
         self.is_last = is_last
         self._ranks = ranks
+        self._most_rows = most_rows
         self._came: Crossing | None = None
         """With the running step."""
         self._going: Crossing | None = None
+
+    def nbytes(self, row_bytes: int) -> int:
+        """Bytes on the device that steps may need at once.
+
+        What came; and what leaves, of which the engine holds that of the step before.
+        """
+        copies = (not self.is_first) + 2 * (not self.is_last)
+        return copies * (self._most_rows or 0) * row_bytes
 
     def take(self, tensors: dict[str, torch.Tensor] | None, hidden: int) -> None:
         """Take what came with a step out of what the engine has received."""
@@ -193,8 +223,11 @@ class Stages:
                     out_of.append(found)
                     into.append(rows[:, end - count : end].reshape(-1))
         if into and self._came is not None:
-            moved = copier.select(self._came.rows[None], np.concatenate(out_of))[0]
-            copier.scatter(moved, np.concatenate(into), ring)
+            source, target = np.concatenate(out_of), np.concatenate(into)
+            step = max(1, _PIECE_BYTES // (ring.shape[1] * ring.element_size()))
+            for a in range(0, len(source), step):
+                moved = copier.select(self._came.rows[None], source[a : a + step])[0]
+                copier.scatter(moved, target[a : a + step], ring)
         return missing
 
     def _lend(self, parts: Sequence[_Part], ring: torch.Tensor, copier: Copier) -> None:
@@ -212,6 +245,12 @@ class Stages:
                 n += rows.size
         if not taken:
             return
+        if self._most_rows is not None and n > self._most_rows:
+            raise CaptureError(
+                f"a step has {n} rows for other stages of the pipeline, and {self._most_rows} fit; "
+                "read a lens and MLP probes in requests of their own, or start the engine with a "
+                "larger INSPECT_LENS_RING_BYTES"
+            )
         made = Crossing.room_for(lists, n, ring, self._ranks)
         if going is not None:
             made.rows[:n_before] = going.rows

@@ -288,7 +288,11 @@ def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
     step = int(vllm_config.scheduler_config.max_num_batched_tokens)
     # On a GPU a step fills up to one half of the buffer while the other is copied out.
     halves = 1 if vllm_config.device_config.device_type == "cpu" else 2
-    row_bytes = halves * hidden * _ITEM_BYTES.get(dtype, 4)
+    # On a pipeline as many rows may come from one stage, and leave to another with this step while
+    # those of the step before are still being sent.
+    stages = int(getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1))
+    crossing = min(stages, 3) if stages > 1 else 0
+    row_bytes = (halves + crossing) * hidden * _ITEM_BYTES.get(dtype, 4)
     least = _least_step_tokens(vllm_config, step)
     rows = {width.site: rows_for(width, hidden) for width in widths}
     token_rows = sum(rows.get(tap.site, 1) for tap in taps)

@@ -18,6 +18,10 @@ _HINT = (
     "name the layers by hand with INSPECT_LENS_LAYER_PATH, or set INSPECT_LENS_DISABLE=1 to run "
     "this model without the lens"
 )
+_NO_LAYER = (
+    "a stage of the pipeline has no decoder layer; start with fewer stages, or give each one layer "
+    "or more in VLLM_PP_LAYER_PARTITION"
+)
 _INDEX = "{i}"
 _NAMED = "_inspect_lens_named"
 """Attribute of a layer that was named by hand."""
@@ -32,7 +36,10 @@ def decoder_layers(model: nn.Module, n_layers: int, path: str = "") -> list[nn.M
     layers, as Gemma 4 has them, are one list.
     """
     if path:
-        return _named_layers(model, n_layers, path)
+        named = _named_layers(model, n_layers, path)
+        if all(layer is None for layer in named):
+            raise UnsupportedError(_NO_LAYER)
+        return named
     found: dict[str, list[nn.Module | None]] = {}
     mixed: dict[str, list[nn.Module | None]] = {}
     for name, module in model.named_modules():
@@ -44,6 +51,13 @@ def decoder_layers(model: nn.Module, n_layers: int, path: str = "") -> list[nn.M
             if any(mixers) and layers not in kind.values():
                 kind[name] = layers
     found = found or mixed
+    if not found and any(
+        isinstance(module, nn.ModuleList)
+        and len(module) == n_layers
+        and all(_is_elsewhere(layer) for layer in module)
+        for module in model.modules()
+    ):
+        raise UnsupportedError(_NO_LAYER)
     if len(found) != 1:
         raise UnsupportedError(
             f"inspect_lens cannot tell the decoder layers of {type(model).__name__}: "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -134,6 +134,8 @@ class Start:
         """Takes the lens out of the model again."""
         self.check: Callable[[], None] = lambda: None
         """Raises what is wrong with the lens that was put in; run when the model is warm."""
+        self.step_bytes = 0
+        """On the device, that steps need beside what was allocated."""
 
     def run(self, prepare: Callable[[Start], str]) -> None:
         """Prepare the model, and have the lens checked once the model is warm."""
@@ -173,7 +175,8 @@ class Start:
         @functools.wraps(original)
         def run(*args: Any, **kwargs: Any) -> Any:
             try:
-                result = original(*args, **kwargs)
+                with nullcontext() if is_last else self._step_memory():
+                    result = original(*args, **kwargs)
             except Exception as error:
                 if off(self.config) is not None:
                     raise
@@ -186,6 +189,15 @@ class Start:
             return result
 
         return run
+
+    @contextmanager
+    def _step_memory(self) -> Iterator[None]:
+        """Hold memory that steps will need, so that vLLM does not give it to its cache."""
+        held = torch.empty(self.step_bytes, dtype=torch.uint8, device=self.worker.device)
+        try:
+            yield
+        finally:
+            del held
 
 
 def refusal_here(worker: Any) -> str | None:
@@ -315,7 +327,7 @@ def _install(start: Start) -> str:
     lag = max(LAG, config.parallel_config.pipeline_parallel_size + 1)
     is_first = is_exporting_rank()
     has_shares = any(facts.width_of(tap.site).shards > 1 for tap in here)
-    first = next((i for i, block in enumerate(blocks) if block is not None), facts.n_layers)
+    first = next(i for i, block in enumerate(blocks) if block is not None)
     before = (tap for tap in facts.taps if tap.layer < first and SITE_TABLE[tap.site].is_wide)
     state = _allocate(worker, facts, settings, here, lag, remote=tuple(before))
     for index, point in enumerate(here):
@@ -345,10 +357,14 @@ def _install(start: Start) -> str:
     if {"q", "k"} <= set(facts.sites):
         heads = int(config.model_config.get_total_num_kv_heads())
         exporter.attention = msgspec.msgpack.encode(attention_facts(blocks, heads))
-    stages = stages_here()
+    stages = stages_here(facts.ring_rows)
     is_last = stages is None or stages.is_last
     stepper = RequestStepper(state, exporter, lag=lag, rank=tp_rank(), is_last=is_last)
     stepper.stages = stages
+    if stages is not None:
+        start.step_bytes = stages.nbytes(facts.hidden * state.ring.element_size())
+        if hasattr(runner, "model_memory_usage"):
+            runner.model_memory_usage += start.step_bytes
     widths = {facts.width_of(tap.site) for tap in here}
     # Not before the stepper has told taps where they note faults.
     warm_up(state, {w.width // w.shards for w in widths} - {facts.hidden})
@@ -457,14 +473,19 @@ def is_exporting_rank() -> bool:
     return tp_rank() == 0
 
 
-def stages_here() -> Stages | None:
+def stages_here(most_rows: int) -> Stages | None:
     """This worker's part in what crosses the stages of a pipeline; None without one."""
     from vllm.distributed.parallel_state import get_pp_group
 
     group = get_pp_group()
     if group.world_size == 1:
         return None
-    return Stages(is_last=bool(group.is_last_rank), ranks=tp_size())
+    return Stages(
+        is_first=bool(group.is_first_rank),
+        is_last=bool(group.is_last_rank),
+        ranks=tp_size(),
+        most_rows=most_rows,
+    )
 
 
 def tp_rank() -> int:

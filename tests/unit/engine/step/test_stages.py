@@ -199,3 +199,53 @@ def test_what_crosses_is_read_as_it_was_sent(ranks: int) -> None:
     found = Crossing.of({LIST_KEY: tensors[LIST_KEY], ROWS_KEY: tensors[ROWS_KEY]}, HIDDEN)
     assert found.lists == lists
     torch.testing.assert_close(found.rows, ring[:3])
+
+
+def test_a_step_in_which_nothing_crosses_does_nothing_for_it(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = Pipeline((0, 2), (5,))
+    calls: list[int] = []
+    monkeypatch.setattr(Stages, "cross", lambda *args: calls.append(1) or [])
+    try:
+        pipeline.begin(collector, "a", sealed(collector, LensRequest(capture={}), 4, 8))
+        pipeline.step(("a", 1, 0, 4))
+        pipeline.step(("a", 1, 4, 1))
+        pipeline.drain()
+        assert not calls
+        pipeline.begin(collector, "b", sealed(collector, asked(), 4, 8))
+        pipeline.step(("b", 2, 0, 4))
+        pipeline.drain()
+        assert len(calls) == 2
+    finally:
+        pipeline.close()
+
+
+def test_more_rows_than_fit_fail_their_requests_and_say_so(collector: Collector) -> None:
+    pipeline = Pipeline((0, 2), (5,))
+    pipeline.stages[0].stepper.stages = pipeline.stages[0].stages = Stages(
+        is_first=True, is_last=False, ranks=2, most_rows=3
+    )
+    try:
+        for key in ("a", "b"):
+            pipeline.begin(collector, key, sealed(collector, asked(), 4, 8))
+        pipeline.begin(collector, "c", sealed(collector, LensRequest(capture={}), 4, 8))
+        pipeline.step(("a", 1, 0, 2), ("b", 2, 0, 2), ("c", 3, 0, 2))
+        pipeline.drain()
+        for key in ("a", "b"):
+            with pytest.raises(CaptureError, match=r"4 rows for other stages .* 3 fit"):
+                take(collector, key, 2, 2)
+        assert "c" in pipeline.stages[1].stepper._live.by_key
+    finally:
+        pipeline.close()
+
+
+def test_what_comes_is_put_in_place_in_pieces(
+    pipeline: Pipeline, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inspect_lens._engine.step.stages._PIECE_BYTES", 12 * HIDDEN)
+    pipeline.begin(collector, "a", sealed(collector, asked(), 10, 8))
+    pipeline.step(("a", 1, 0, 6))
+    pipeline.step(("a", 1, 6, 4), ("x", 9, 0, 2))
+    pipeline.drain()
+    check(take(collector, "a", 10, 10).tensors[LENS], 1, range(10))

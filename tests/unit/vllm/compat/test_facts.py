@@ -237,6 +237,18 @@ def test_what_a_refusal_advises_is_enough(device: str, dtype: str) -> None:
             check_request(request, facts_of(config(**options), settings))
 
 
+@pytest.mark.parametrize(("stages", "copies"), [(1, 2), (2, 4), (3, 5), (8, 5)])
+def test_what_crosses_a_pipeline_has_its_part_of_the_memory(stages: int, copies: int) -> None:
+    changes = {
+        "device_config__device_type": "cuda",
+        "parallel_config__pipeline_parallel_size": stages,
+        "scheduler_config__max_num_batched_tokens": 4096,
+    }
+    facts = facts_of(config(**changes), Settings(ring_bytes=1 << 18))
+    # Rows of 8 numbers of 4 bytes.
+    assert facts.ring_rows == (1 << 18) // (copies * 32)
+
+
 def test_no_step_of_no_tokens_is_advised() -> None:
     tiny = Settings(ring_bytes=100, sites="all")
     with pytest.raises(UnsupportedError) as refused:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from inspect_lens._engine.step.stages import Stages
 from inspect_lens._vllm.worker import worker
-from inspect_lens._vllm.worker.worker import agree
+from inspect_lens._vllm.worker.worker import Start, agree
 
 Ranks = Callable[..., list[str | None]]
 
@@ -61,6 +65,46 @@ def test_what_is_wrong_on_one_rank_turns_the_lens_off_on_all(ranks: Ranks) -> No
 def test_a_worker_without_the_plug_in_turns_it_off_on_the_others(ranks: Ranks) -> None:
     (reason,) = ranks(("mark", None))
     assert "install it on all hosts" in str(reason)
+
+
+def test_what_steps_of_a_pipeline_will_need_is_held_while_memory_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held: list[int] = []
+    empty, now = torch.empty, set[int]()  # sizes that are held now
+
+    def counted(n: int, **options: Any) -> torch.Tensor:
+        made = empty(n, **options)
+        now.add(n)
+        weakref.finalize(made, now.discard, n)
+        return made
+
+    monkeypatch.setattr(torch, "empty", counted)
+    measure = lambda: held.append(sum(now))  # noqa: E731
+    here = SimpleNamespace(
+        vllm_config=SimpleNamespace(),
+        device=torch.device("cpu"),
+        determine_available_memory=measure,
+        compile_or_warm_up_model=measure,
+    )
+
+    def prepare(start: Start) -> str:
+        start.step_bytes = 1000
+        return ""
+
+    Start(here).run(prepare)
+    here.determine_available_memory()
+    here.compile_or_warm_up_model()
+    measure()
+    assert held == [1000, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "copies"), [(True, False, 2), (False, False, 3), (False, True, 1)]
+)
+def test_what_a_stage_may_need(first: bool, last: bool, copies: int) -> None:
+    stages = Stages(is_first=first, is_last=last, most_rows=7)
+    assert stages.nbytes(10) == copies * 70
 
 
 def test_one_worker_needs_no_store(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,16 @@ def test_layers_of_another_stage_are_none() -> None:
     assert decoder_layers(model, 3)[0] is None
 
 
+@pytest.mark.parametrize("path", ["", "layers.{i}"])
+def test_a_stage_without_layers_is_refused_in_words_of_its_own(path: str) -> None:
+    from vllm.model_executor.models.utils import PPMissingLayer
+
+    model = Model(3)
+    model.layers = nn.ModuleList(PPMissingLayer() for _ in range(3))
+    with pytest.raises(UnsupportedError, match=r"no decoder layer; .*VLLM_PP_LAYER_PARTITION"):
+        decoder_layers(model, 3, path)
+
+
 @pytest.mark.parametrize(
     "model", [Model(2), Model(3, twice=True), Model(3, mixers=False)], ids=["few", "two", "none"]
 )
