@@ -14,6 +14,7 @@ from evals.kit.arguments import DATA_DIR
 from evals.organism_deception import organism_control, organism_dataset
 from inspect_lens._intake import Payload
 from inspect_lens.model import Activations
+from inspect_lens.model._host import PrerequisiteError
 from inspect_lens.model._scope import SCOPES
 from inspect_lens.probe import Interval, Probe, ProbeCard, Threshold
 from inspect_lens.spec import TensorData
@@ -121,7 +122,7 @@ def test_the_threshold_is_measured_on_rows_that_did_not_set_it(probe: str) -> No
 
 
 def test_an_unknown_split_is_refused() -> None:
-    with pytest.raises(ValueError, match="allowed are control, demo"):
+    with pytest.raises(PrerequisiteError, match="allowed are control, demo"):
         organism_dataset("exam")
 
 
