@@ -489,7 +489,7 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
 class FakeWords:
     """A natural-language autoencoder with one row and words for it."""
 
-    verbaliser = SimpleNamespace(name="fake", hidden=2, layer=1)
+    verbaliser = SimpleNamespace(name="fake", hidden=2, layer=1, base_model="")
     layer, positions = 1, "completion"
 
     async def ask(self, about: ModelOutput, words: Any, model: Any) -> list[Any]:

@@ -24,8 +24,8 @@ from inspect_lens._vllm.http.server import add_routes
 from inspect_lens._vllm.registered.contents import (
     WorkerContents,
     hash_at_workers,
-    parse_item,
     parse_shared,
+    read_kept,
 )
 from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens._vllm.registered.shared_names import SharedNames
@@ -33,6 +33,7 @@ from inspect_lens.errors import SpecError
 from inspect_lens.spec import (
     Add,
     EditBase,
+    EngineAutoencoder,
     EngineConfig,
     EngineEdits,
     EngineLens,
@@ -57,10 +58,19 @@ MAKE: dict[type, Callable[[int], Any]] = {
         layers=(0,),
         tensors={"matrix": np.full((1, HIDDEN, HIDDEN), i + 1, np.float32)},
     ),
+    EngineAutoencoder: lambda i: EngineAutoencoder(
+        kind="relu",
+        tensors={
+            "encoder": np.full((2, HIDDEN), i + 1, np.float32),
+            "bias": np.zeros(2, np.float32),
+            "decoder": np.ones((2, HIDDEN), np.float32),
+            "decoder_bias": np.zeros(HIDDEN, np.float32),
+        },
+    ),
 }
 KEYS = {
     EngineProbe: "probe", EditBase: "edits", EngineEdits: "edits", EngineLens: "lens",
-    EngineConfig: "config",
+    EngineConfig: "config", EngineAutoencoder: "sae",
 }  # fmt: skip
 
 PROMISE = Promise(
@@ -96,8 +106,7 @@ class Engine:
             if wire is None:
                 kept.remove(reference)
             else:
-                key = "lens" if "n_layers" in wire else "probe"
-                kept.add(reference, parse_item({"name": "x", key: wire})[1])
+                kept.add(reference, read_kept(wire))
             await asyncio.sleep(random.random() * 2e-3)
             return True
 

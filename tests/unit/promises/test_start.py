@@ -155,6 +155,7 @@ class Runner:
         self.model = nn.ModuleDict({"layers": nn.ModuleList(Layer() for _ in range(4))})
         self.model.requires_grad_(requires_grad=False)
         self._update_states = self._prepare_inputs = self._model_forward = lambda *a, **k: None
+        self.execute_model = lambda *a, **k: None
 
     def get_model(self) -> nn.Module:
         return self.model
@@ -200,12 +201,14 @@ class Worker:
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     # Classes that are made of the real one have to be there before another stands for it.
     import vllm.model_executor.layers.attention
-    import vllm.model_executor.models.utils  # noqa: F401
+    import vllm.model_executor.models.utils
+    import vllm.v1.worker.gpu_model_runner  # noqa: F401
     from vllm.model_executor.layers import attention_layer_base
 
     monkeypatch.setattr(attention_layer_base, "AttentionLayerBase", Attention)
     for name in ("tp_rank", "tp_size"):
         monkeypatch.setattr(worker_module, name, lambda n=int(name == "tp_size"): n)
+    monkeypatch.setattr(worker_module, "stages_here", lambda most_rows: None)
     monkeypatch.setattr(worker_module, "attach_hooks", lambda *args: None)
     return configured()
 

@@ -102,6 +102,7 @@ class Stepper:
         self.hooks = hooks
         self.failed: dict[str, str] = {}
         self.is_watching = self.is_armed = False
+        self.stages, self.splices = None, False
         self.state = SimpleNamespace(bank=SimpleNamespace(fed=SimpleNamespace(source=None)))
 
     def fail(self, key: str, error: Exception) -> None:
