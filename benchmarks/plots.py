@@ -19,7 +19,8 @@ from xml.sax.saxutils import escape
 
 __all__ = [
     "RESULTS", "TIMES", "Row", "Section", "costs_markdown", "draw", "evals_markdown",
-    "figure_files", "main", "peers_markdown", "sections", "techniques_markdown", "walk_markdown",
+    "figure_files", "main", "parallel_markdown", "peers_markdown", "sections",
+    "techniques_markdown", "walk_markdown",
 ]  # fmt: skip
 
 RESULTS: Final = Path(__file__).with_name("results")
@@ -254,15 +255,18 @@ def peers_markdown(read: Read = read_result) -> str:
     (peers,) = (section for section in sections(read) if section.what.startswith("Other tools"))
     lines = [f"| capture one layer with | time over {peers.over} |", "|---|---|"]
     for row in peers.rows:
-        low, high = (f"{f(row.ratios):.1f}" for f in (min, max))
-        lines.append(f"| {row.label} | {low if low == high else f'{low} to {high}'} |")
+        lines.append(f"| {row.label} | {_from_to(row.ratios, digits=1)} |")
     for load, said in {**_LOADS, "1000x128": "1000 requests"}.items():
         ratios = _ratios(read, _OTHERS, load, "capture-1")
         if ratios:
-            low, high = (f"{f(ratios):.2f}" for f in (min, max))
-            spread = low if low == high else f"{low} to {high}"
+            spread = _from_to(ratios, digits=2)
             lines.append(f"| this package, in the same files, {said} | {spread} |")
     return "\n".join(lines)
+
+
+def _from_to(ratios: Sequence[float], *, digits: int) -> str:
+    low, high = (f"{f(ratios):.{digits}f}" for f in (min, max))
+    return low if low == high else f"{low} to {high}"
 
 
 _STEPS: Final = {
@@ -286,7 +290,7 @@ def walk_markdown(read: Read = read_result) -> str:
     seconds = read("eval")["walk"]["seconds"]
     lines = ["| step | seconds |", "|---|---|"]
     lines += [f"| {said} | {seconds[step]} |" for step, said in _STEPS.items()]
-    return "\n".join([*lines, f"| in all | {sum(seconds.values())} |"])
+    return "\n".join([*lines, f"| in all | {sum(seconds[step] for step in _STEPS)} |"])
 
 
 def evals_markdown(read: Read = read_result) -> str:

@@ -49,7 +49,6 @@ class Shot(NamedTuple):
     source: Path
     width: int
     height: int
-    hash: str = ""
     option: str = ""
 
 
@@ -149,7 +148,7 @@ def main() -> None:
         for name, shot in SHOTS.items():
             url = f"{viewer}/sample/{_SHOWN}/1/scoring"
             if shot.source != LOG:
-                url = f"{shot.source.as_uri()}{shot.hash}"
+                url = shot.source.as_uri()
             for _ in range(_TRIES):
                 content = take(
                     url,

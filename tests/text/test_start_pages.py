@@ -76,9 +76,11 @@ def test_the_site_has_a_page_in_the_navigation_once_and_not_many() -> None:
 
 
 def test_links_of_the_readme_reach_their_headings() -> None:
-    for page, anchor in re.findall(
+    links = re.findall(
         r"\]\(([\w/.-]+)(?:#([\w-]+))?\)", (ROOT / "README.md").read_text(encoding="utf-8")
-    ):
+    )
+    assert any(anchor for _, anchor in links)
+    for page, anchor in links:
         assert (ROOT / page).exists(), page
         headings = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
         slugs = {re.sub(r"[^\w\s-]", "", one).lower().replace(" ", "-") for one in headings}

@@ -148,7 +148,7 @@ def fetch_result(
         return fetched(handle, status, data)
     if found is None:
         raise CaptureError(
-            f"activations: handle {handle!r}: the server on this host has its result no longer; "
+            f"activations: handle {handle!r}: the server on this host no longer has its result; "
             f"it expired, or was fetched before; fetch results sooner, or {_INLINE}"
         )
     return found
@@ -172,7 +172,7 @@ def event_of(text: str) -> dict[str, Any]:
         raise CaptureError(f"the server sent an event that is not JSON ({why})") from None
     if not isinstance(event, dict):
         raise CaptureError(
-            f"the server sent an event that is no JSON object: {text[:80]!r}; ask again"
+            f"the server sent an event that is not a JSON object: {text[:80]!r}; ask again"
         )
     return event
 

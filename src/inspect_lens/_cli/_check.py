@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 
 from inspect_lens._base.artifact import with_interval
+from inspect_lens._base.shipped import model_path
 from inspect_lens.collect import feed_again
 from inspect_lens.data import ActivationStore
 from inspect_lens.errors import SpecError
@@ -86,14 +87,12 @@ def check_job(
 
 
 def _refuse_another_model(before: ActivationSet, fed: str, model_args: dict[str, Any]) -> None:
-    """Other weights than those of the store, before anything is fed to them.
-
-    Quantised weights are other weights, so that nothing is known of these before they run.
-    """
-    config = Path(fed) / "config.json"
+    """Refuse other weights than those of the store, before anything is fed to them."""
+    # Quantised weights always differ from those of the store, so they are judged after they ran.
+    config = Path(model_path(fed)) / "config.json"
     if "quantization" in model_args or not config.is_file():
         return
-    if "quantization_config" in config.read_text(encoding="utf-8"):
+    if b"quantization_config" in config.read_bytes():
         return
     facts = before.capture
     expected = None if facts is None else facts.model_copy(update={"quantization": None})

@@ -90,7 +90,7 @@ def log_to_store(
     selection = CallSelection.of(over=over, roles=roles, on_missing=on_missing)
     wanted = parse_positions(positions, field="positions")
     kept: list[tuple[ProbeSample, Turn]] = []
-    labelled: set[int | str] = set()
+    labelled: list[EvalSample] = []
     if read.samples is None:
         raise SpecError("log: it was read without its samples; read it with header_only=False")
     n_unmarked = 0
@@ -99,7 +99,7 @@ def log_to_store(
         if mark is None:
             n_unmarked += 1
             continue
-        labelled.add(sample.id)
+        labelled.append(sample)
         for turn in selection.of_sample(sample).turns:
             kept.append((_sample(sample, turn, mark, group), turn))
     models = sorted({turn.model for _, turn in kept})
@@ -120,7 +120,7 @@ def log_to_store(
     dataset = ProbeDataset(
         name=name, split="log", source="path", licence="unknown", on_policy=True,
         label_meaning=label if isinstance(label, str) else getattr(label, "__name__", "label"),
-        label_source=_label_source([sample for sample in read.samples if sample.id in labelled]),
+        label_source=_label_source(labelled),
         text_overlap_group=name, samples=tuple(s for s, _ in kept if s.id in known),
     )  # fmt: skip
     # What the eval sampled with stands in the log.

@@ -25,7 +25,7 @@ from safetensors.numpy import save
 from inspect_lens._base.artifact import download
 from inspect_lens._base.concurrency import together
 from inspect_lens._base.untrusted import parse_json, read_regular
-from inspect_lens._intake import read_tensors
+from inspect_lens._intake import read_tensors, stamp_of
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import recapture
 from inspect_lens.spec import DType, TensorData
@@ -145,13 +145,16 @@ def _read_head(file: Path, hidden: int) -> NDArray[np.float32]:
 
 
 @lru_cache(maxsize=4)
-def _known(path: str) -> Reconstructor:
+def _known(path: str, stamps: tuple[str | None, ...]) -> Reconstructor:
     return read_reconstructor(path)
 
 
 def load_reconstructor(given: str | Path | Reconstructor) -> Reconstructor:
-    """What was given, or what its files say; the matrix of a large one is read once."""
-    return given if isinstance(given, Reconstructor) else _known(str(given))
+    """What was given, or what its files say; files that do not change are read once."""
+    if isinstance(given, Reconstructor):
+        return given
+    folder = Path(given).expanduser()
+    return _known(str(given), tuple(stamp_of(str(folder / name)) for name in (META, HEAD)))
 
 
 async def reconstruct(
@@ -164,7 +167,7 @@ async def reconstruct(
 
     Each text is put into the reconstructor's prompt and fed to the server in one forward pass,
     which returns the stream behind its last block at the last token; the matrix of the
-    checkpoint is applied to it here. Of the result the direction counts: published
+    checkpoint is applied to it here. Only the direction of the result counts, because published
     reconstructors were trained at unit length.
 
     Args:
@@ -248,7 +251,7 @@ async def reconstruct(
 
 
 def complete_reconstructor(path: str | Path, out: str | Path) -> Path:
-    r"""Make a folder that vLLM serves of a reconstructor's checkpoint.
+    r"""Make a folder that vLLM can serve from a reconstructor's checkpoint.
 
     As published, a checkpoint has neither a final norm nor an output matrix, and vLLM refuses to
     load a model with parts missing. Neither has a part in what `reconstruct` reads, which is the

@@ -371,7 +371,7 @@ class SparseAutoencoder(SparseEncoder):
                 rows with a number above 65504 make their request fail.
 
         Returns:
-            All of it.
+            Its weights and its kind, ready to be registered.
 
         Raises:
             SpecError: it has thresholds and `top_k`, of which an engine computes one.

@@ -120,7 +120,7 @@ class TierReceipt(Value):
     """Whether the request left it out; then nothing of it acted."""
     denied_open_gates: tuple[str, ...] = ()
     """Keys of the request's `open_gates` that did not count, because rules of the server deny the
-    gate (`none`): a client could else leave the operator's edits out."""
+    gate (`none`). If they did count, a client could turn off the operator's edits with them."""
 
 
 class Receipt(Value):

@@ -30,11 +30,11 @@ AutoencoderKind = Literal["relu", "jumprelu", "topk"]
 """Which latents count: those above 0, above their threshold, or the `top_k` largest above 0."""
 
 SpliceMode = Literal["set", "add", "scale", "at_least", "at_most"]
-"""What becomes of an activation: a value, the value added, that many times as much, or the value
-where it is less, or more."""
+"""What happens to an activation: it is set to the number, the number is added to it, it is
+multiplied by the number, or it is raised or lowered to the number."""
 
 _MOST_LATENTS: Final = 1 << 24
-"""Up to there float32, in which programs are sent, tells numbers apart."""
+"""Programs are sent in float32, which represents integers exactly up to here."""
 _LARGEST: Final = float(np.finfo(np.float32).max)
 
 SPLICE_MODES: tuple[SpliceMode, ...] = ("set", "add", "scale", "at_least", "at_most")
@@ -48,11 +48,11 @@ class AutoencoderEntry(Value):
     hidden: int
     """Width of the rows that it reads and writes."""
     n_latents: int
-    """Latents."""
+    """How many latents it has."""
     layers: tuple[int, ...]
     """Layers that it was trained on, as its file says; empty where that is not known."""
     sha256: str
-    """Of all that decides what it computes."""
+    """Hash of everything that decides what it computes."""
     nbytes: int
     """Bytes of its tensors on each device."""
 
@@ -196,7 +196,9 @@ class Splice(EditBase):
     latents: tuple[tuple[int, float], ...] = ()
     """Latents that are changed, by number, such as `{17: 0.0}`; 4096 at most."""
     mode: SpliceMode = Field(default="set")
-    """What the numbers of `latents` are: activations, or `add`, `scale`, `at_least`, `at_most`."""
+    """What is done with the numbers of `latents`: an activation is set to its number (`set`), the
+    number is added to it (`add`), it is multiplied by the number (`scale`), or the number is its
+    lower (`at_least`) or upper bound (`at_most`)."""
     only_if_active: Flag = False
     """Change a latent only on tokens on which it is active."""
 

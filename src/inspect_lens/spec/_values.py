@@ -101,10 +101,8 @@ class Value(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """Have `help()` show what each field is, as the pages of the reference do.
-
-        Only at a prompt, as reading the sources takes a fifth of the time of the import.
-        """
+        """Have `help()` show what each field is, as the pages of the reference do."""
+        # Only at a prompt: reading the sources would slow down each import.
         if hasattr(sys, "ps1") and cls.__doc__:
             summary, example, rest = inspect.cleandoc(cls.__doc__).partition("\n\nExample:")
             if lines := _field_texts(cls):
@@ -286,10 +284,10 @@ def check_counts(value: object, *, field: str = "") -> None:
         if name in TENSORS and not isinstance(item, dict):
             continue
         most = MOST_OF.get(name, _MOST_OTHERS)
-        rows = None if depth + 1 >= _MOST_DEPTH else _rows_of_plain(item, most)
-        total += len(item) + (rows or 0)
         if len(item) > most:
             raise SpecError(f"{path or 'inspect_lens'}: has {len(item)} entries; {most} at most")
+        rows = None if depth + 1 >= _MOST_DEPTH else _rows_of_plain(item, most)
+        total += len(item) + (rows or 0)
         if total > MOST_ENTRIES:
             raise SpecError(
                 f"{field or 'inspect_lens'}: has more than {MOST_ENTRIES} entries in all its lists"
@@ -314,10 +312,8 @@ def check_counts(value: object, *, field: str = "") -> None:
 def _rows_of_plain(
     item: list[object] | tuple[object, ...] | dict[Any, object], most: int
 ) -> int | None:
-    """Entries of the lists in a list, at most `most` in each; None where it needs a closer look.
-
-    Pairs such as the points of a schedule come in great number, and nothing is in them to look at.
-    """
+    """Entries of the lists in a list, at most `most` in each; None where it needs a closer look."""
+    # Pairs, such as the points of a schedule, come in great numbers and hold only plain values.
     if isinstance(item, dict):
         return None
     kinds = set(map(type, item))

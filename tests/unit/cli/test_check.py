@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from inspect_lens._cli import app
+from inspect_lens._cli import _check, app
 from inspect_lens._cli._check import _refuse_another_model
 from inspect_lens.collect import collect
 from inspect_lens.data import ActivationStore, Message, ProbeDataset, ProbeSample
@@ -114,6 +114,17 @@ def test_other_weights_are_refused_before_anything_is_fed_to_them(
         _refuse_another_model(theirs, folder, {})
     _refuse_another_model(theirs, folder, {"quantization": "fp8"})
     _refuse_another_model(theirs, "org/far-away", {})
+
+
+@pytest.mark.usefixtures("probe")
+def test_the_command_asks_whose_weights_they_are_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise SpecError("other weights")
+
+    monkeypatch.setattr(_check, "_refuse_another_model", refuse)
+    with FakeLensServer() as server, pytest.raises(SpecError, match="other weights"):
+        check(server)
+    assert not server.requests
 
 
 def test_a_shift_is_measured_with_its_interval_and_what_it_does_to_the_rate(

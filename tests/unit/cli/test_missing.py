@@ -39,6 +39,7 @@ def test_an_extra_is_installed_as_the_package_was(
 def test_one_place_says_how_to_install_an_extra() -> None:
     own = ROOT / "src/inspect_lens/_base/installed.py"
     said = re.compile(r"inspect-lens\[|\"\.\[")
+    assert said.search(own.read_text())
     others = [p for p in (ROOT / "src").rglob("*.py") if p != own and said.search(p.read_text())]
     assert others == []
 

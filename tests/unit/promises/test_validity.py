@@ -146,8 +146,7 @@ def measured_of(told: list[str], **facts: str) -> dict[str, float]:
         known = {"label": lie, "truth": "Paris"} | ({"condition": told[lie]} if told else {})
         score = Score(value=float(lie), metadata={"n_tokens": 9 - i % 4 // 2} | words_of(said))
         scores.append(SampleScore(score=score, sample_id=i, sample_metadata=known | facts))
-    found: Any = validity()(scores)
-    return dict(found)
+    return measured(scores)
 
 
 test_promise = PROMISE.test()

@@ -307,7 +307,9 @@ load_heads("organism/attention-tracker")
 
 
 def test_each_wheel_has_the_licence(installed: Path) -> None:
-    for path in installed.parent.glob("*.whl"):
+    wheels = list(installed.parent.glob("*.whl"))
+    assert len(wheels) == 2
+    for path in wheels:
         with zipfile.ZipFile(path) as archive:
             texts = [archive.read(n) for n in archive.namelist() if n.endswith("/LICENSE")]
         assert (ROOT / "LICENSE").read_bytes() in texts, path.name

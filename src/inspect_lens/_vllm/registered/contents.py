@@ -40,7 +40,7 @@ from inspect_lens.spec import (
 )
 
 Entry = LensEntry | AutoencoderEntry
-"""Of what workers have the tensors, within one bound."""
+"""Stands for an item whose tensors the workers hold; one byte limit covers all of them."""
 Item = EngineProbe | EngineEdits | LensEntry | AutoencoderEntry | EngineConfig
 """What a front-end keeps."""
 

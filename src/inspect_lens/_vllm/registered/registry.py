@@ -172,7 +172,7 @@ class Registry:
             )
 
     def _check_unused(self, name: str) -> None:
-        """Refuse to change what others name behind the back of whoever has registered these."""
+        """Refuse to change an item that a configuration or edits refer to by name."""
         # What the server does is told of first.
         for user, item in sorted(self._items.items(), key=lambda one: one[0] != SERVER_NAME):
             if not isinstance(item, EngineConfig | EngineEdits) or name not in item.names:

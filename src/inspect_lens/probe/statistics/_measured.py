@@ -127,13 +127,14 @@ def find_label_source(
     """What says which samples are positive.
 
     Args:
-        said: what a data set says itself; a word that is none of `LabelSource` says nothing.
-        conditions: (samples,) where it says nothing, what each sample was told to do, if known.
+        said: what a data set says itself, or empty if it says nothing.
+        conditions: (samples,) what each sample was told to do, if known; used if `said` is empty.
         labels: (samples,) 0 and 1.
 
     Returns:
-        What was said. Without it `instruction`, where the positive samples, and only they, have the
-        condition `lie`; else empty.
+        What was said, or empty for a word that is none of `LabelSource`. If nothing was said,
+        `instruction` where the positive samples, and only they, have the condition `lie`, and
+        otherwise empty.
 
     Example:
         ```python

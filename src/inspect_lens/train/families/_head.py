@@ -193,7 +193,9 @@ class HeadProbe(BinaryEstimator):
         if self.activation not in ("relu", "square"):
             raise SpecError(f"activation={self.activation!r}; allowed are relu and square")
         if self.activation == "square" and not sizes:
-            raise SpecError("activation='square': of layers; give mlp_sizes, their widths")
+            raise SpecError(
+                "activation='square': needs the widths of layers; give mlp_sizes, such as (16,)"
+            )
         for name in ("heads", "steps", "batch", "n_segments"):
             if getattr(self, name) < 1:
                 raise SpecError(f"{name}={getattr(self, name)}; allowed is 1 or more")

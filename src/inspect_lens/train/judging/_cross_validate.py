@@ -12,7 +12,7 @@ from sklearn.base import BaseEstimator
 from sklearn.model_selection import StratifiedGroupKFold
 
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import Interval, ProbeCard, auroc, delong_interval
+from inspect_lens.probe import Interval, ProbeCard, auroc, count_groups, delong_interval
 from inspect_lens.train.families._binary import BinaryEstimator, Rows
 from inspect_lens.train.sets._dataset import ActivationSet
 from inspect_lens.train.sets._splits import (
@@ -106,7 +106,8 @@ def cross_validate_probe(
         assert [fold.layers for fold in found.folds] == [(1,)] * 4
         ```
     """
-    fewest = min(_groups(data, label) for label in (True, False))
+    counts = count_groups(data.labels, data.groups)
+    fewest = min(counts.positive, counts.negative)
     if not 2 <= folds <= fewest:
         raise SpecError(
             f"folds={folds}: {data.name} has {fewest} groups of the rarer class; allowed are 2 "
@@ -138,7 +139,3 @@ def cross_validate_probe(
         folds=tuple(made),
         ranks=ranks,
     )
-
-
-def _groups(data: ActivationSet, label: bool) -> int:
-    return len({g for g, y in zip(data.groups, data.labels, strict=True) if bool(y) is label})

@@ -52,6 +52,10 @@ def taken(collector: Collector, key: str, n: int) -> np.ndarray:
     return np.asarray(found)
 
 
+def made_of(number: int, n: int) -> np.ndarray:
+    return SAE.reconstruct(rows(number, 2, 0, n).numpy())
+
+
 def test_rows_of_prompt_and_answer_are_replaced_and_neighbours_keep_their_bits(
     worker: SplicingWorker, collector: Collector
 ) -> None:
@@ -70,8 +74,7 @@ def test_rows_of_prompt_and_answer_are_replaced_and_neighbours_keep_their_bits(
     assert not worker.stepper.replays_none({"b", "c"}), "it is past its prompt"
     found = taken(collector, "a", 8)
     assert np.array_equal(found[0], rows(1, 0, 0, 8))
-    made = SAE.reconstruct(rows(1, 2, 0, 8).numpy())
-    np.testing.assert_allclose(found[1], made, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(found[1], made_of(1, 8), rtol=1e-4, atol=1e-4)
     found = taken(collector, "b", 8)
     np.testing.assert_allclose(found[1, :5], made_of(2, 5), rtol=1e-4, atol=1e-4)
     assert np.array_equal(found[1, 5:], rows(2, 2, 5, 3))
@@ -83,10 +86,6 @@ def test_rows_of_prompt_and_answer_are_replaced_and_neighbours_keep_their_bits(
     assert not worker.stepper.splices
     assert not worker.stepper.is_watching
     assert worker.stepper.rows_in_use == 0
-
-
-def made_of(number: int, n: int) -> np.ndarray:
-    return SAE.reconstruct(rows(number, 2, 0, n).numpy())
 
 
 def test_a_step_that_replayed_a_graph_fails_those_who_asked_and_nobody_else(
