@@ -220,7 +220,7 @@ def test_a_client_whose_results_are_elsewhere_has_them_in_its_answers_from_then_
     serve_here(name, lambda handle: None)
     client = LensClient(server.url)
     with pytest.raises(
-        CaptureError, match=r"no longer; it expired.* Later calls of this client have tensors"
+        CaptureError, match=r"no longer has its result; .* Later calls of this client have tensors"
     ):
         client.generate(PROMPT, capture_layers=[1])
     later = client.generate(PROMPT, capture_layers=[1])

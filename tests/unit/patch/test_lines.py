@@ -60,7 +60,7 @@ def test_what_is_missing_is_an_error() -> None:
     error = json.dumps({"error": {"message": "the engine is gone", "code": 500}})
     with pytest.raises(CaptureError, match="could not end it: the engine is gone"):
         gather(events_of([*lines[:4], error]))
-    with pytest.raises(CaptureError, match=r"no JSON object: '\[1, 2\]'"):
+    with pytest.raises(CaptureError, match=r"not a JSON object: '\[1, 2\]'"):
         gather(events_of([*lines[:4], "[1, 2]"]))
     with pytest.raises(CaptureError, match="not JSON"):
         gather(events_of([*lines[:4], "<html>"]))
