@@ -48,6 +48,7 @@ from .spec import (
     decode_saved,
     decode_tensor,
     parse_extra_args,
+    read_transport,
     refuse_misspelled,
     split_body,
     to_extra_args,
@@ -638,9 +639,7 @@ def _fields(
     asked: CaptureSpec | LogitLens | Mapping[str, Any], transport: str | None
 ) -> dict[str, Any]:
     fields = dict(asked) if isinstance(asked, Mapping) else asked.model_dump()
-    if transport is None:
-        return fields
-    return fields | {"transport": "inline" if transport == "base64" else transport}
+    return fields if transport is None else fields | {"transport": read_transport(transport)}
 
 
 def with_request(

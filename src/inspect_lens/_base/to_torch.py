@@ -35,8 +35,8 @@ def _torch() -> Any:
         return importlib.import_module("torch")
     except ImportError:
         raise LensError(
-            "reading activations as torch tensors needs torch; install it, or use "
-            "`.numpy(name)` for float32 arrays"
+            "tensors are read as those of torch, which is not installed; install torch, or read "
+            "activations with their method numpy(), which gives float32 arrays"
         ) from None
 
 

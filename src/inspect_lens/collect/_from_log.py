@@ -19,9 +19,10 @@ from inspect_lens.data import (
     ProbeSample,
     SampleRecord,
 )
+from inspect_lens.data._sample import check_label_source
 from inspect_lens.errors import NotCapturedError, SpecError
 from inspect_lens.model import activations, know_log
-from inspect_lens.probe import CaptureFacts, find_label_source
+from inspect_lens.probe import CaptureFacts
 from inspect_lens.reading import CallSelection, OnMissing, Over, Turn
 from inspect_lens.reading._rows import select_positions
 from inspect_lens.reading._shared import shared_parameters
@@ -51,7 +52,8 @@ def log_to_store(
 ) -> ActivationStore:
     """Make a store of what the calls of a log captured, with a label for each sample.
 
-    Where labels come from is what all samples' metadata says as `label_source`.
+    Where labels come from is what all samples' metadata says as `label_source`. What else their
+    metadata says in a text, a number, true or false becomes a column, such as `condition`.
     The store is tied to the log's model, by the fingerprint of its weights where they are on this
     machine. `ActivationSet.from_store` and `inspect-lens probe train` read it as one of `collect`.
 
@@ -71,8 +73,8 @@ def log_to_store(
 
     Raises:
         ArtifactError: a call captured nothing, or not these tokens.
-        SpecError: a label that is none, no sample with one, calls of several models, or a folder
-            that holds another store.
+        SpecError: a label that is none, no sample with one, a `label_source` that no card has a
+            word for, calls of several models, or a folder that holds another store.
 
     Example:
         ```python
@@ -145,7 +147,9 @@ def log_to_store(
 def _label_source(samples: Sequence[EvalSample]) -> str:
     """What all samples say of where their labels come from; empty where they do not agree."""
     told = {str((sample.metadata or {}).get("label_source") or "") for sample in samples}
-    return find_label_source(told.pop(), (), ()) if len(told) == 1 else ""
+    for word in sorted(told):
+        check_label_source("log", word)
+    return told.pop() if len(told) == 1 else ""
 
 
 def _computed_with(turns: Sequence[Turn]) -> CaptureFacts:
@@ -198,6 +202,9 @@ def _sample(sample: EvalSample, turn: Turn, mark: bool, group: str | None) -> Pr
         label=mark,
         group=str(sample.id if group is None else facts[group]),
         completion=turn.output.completion,
+        columns={
+            key: str(value) for key, value in facts.items() if isinstance(value, str | int | float)
+        },
     )
 
 
@@ -222,7 +229,7 @@ def _captured(
         return None
     record = SampleRecord(
         index=0, id=sample.id, label=sample.label, group=sample.group, n_rows=len(positions),
-        n_prompt=handle.n_prompt, completion=sample.completion or "", columns={},
+        n_prompt=handle.n_prompt, completion=sample.completion or "", columns=sample.columns,
         prompt="\n".join(m.content for m in sample.messages), content=sample.content_id,
     )  # fmt: skip
     ids = (*handle.prompt_token_ids, *handle.token_ids)

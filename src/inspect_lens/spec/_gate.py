@@ -433,21 +433,20 @@ def _told_apart(part: Gate | Rule) -> tuple[object, ...]:
 
 
 def _check_size(rule: object) -> None:
-    n, depth = _size(rule)
-    if n > MOST_GATES:
+    if (n := _n_gates(rule)) > MOST_GATES:
         raise ValueError(f"a rule of {n} gates; {MOST_GATES} at most")
-    if depth > _MOST_DEPTH:
-        raise ValueError(f"rules are nested {depth} deep; {_MOST_DEPTH} at most")
 
 
-def _size(part: Any) -> tuple[int, int]:
-    """Gates of a rule, and how deep it is nested; it may be JSON still."""
+def _n_gates(part: Any, depth: int = 0) -> int:
+    """Gates of a rule, which may be JSON still and nested deeper than Python can follow."""
     if _which(part) == "gate":
-        return 1, 0
+        return 1
+    if depth == _MOST_DEPTH:
+        raise ValueError(f"rules are nested more than {_MOST_DEPTH} deep; join gates in fewer")
     form = part if isinstance(part, Mapping) else vars(part)
     lists = [form.get(name, ()) for name in Rule.names]
-    inner = [_size(one) for at in lists for one in (at if isinstance(at, list | tuple) else [at])]
-    return sum(n for n, _ in inner), 1 + max((depth for _, depth in inner), default=0)
+    inner = [one for at in lists for one in (at if isinstance(at, list | tuple) else [at])]
+    return sum(_n_gates(one, depth + 1) for one in inner)
 
 
 MOST_SCHEDULED = 1 << 14

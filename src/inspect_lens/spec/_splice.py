@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Final, Literal, Self
+from typing import Any, ClassVar, Final, Literal, Self, get_args
 
 import numpy as np
 from pydantic import Field, PrivateAttr, field_validator, model_validator
@@ -18,6 +18,7 @@ from ._tensor import Tensor
 from ._values import MOST_OF, Flag, Integer, Name, Value, integer, shown
 
 __all__ = [
+    "SPLICE_MODES",
     "AutoencoderEntry",
     "AutoencoderKind",
     "EngineAutoencoder",
@@ -36,8 +37,8 @@ multiplied by the number, or it is raised or lowered to the number."""
 _MOST_LATENTS: Final = 1 << 24
 """Programs are sent in float32, which represents integers exactly up to here."""
 _LARGEST: Final = float(np.finfo(np.float32).max)
-
-SPLICE_MODES: tuple[SpliceMode, ...] = ("set", "add", "scale", "at_least", "at_most")
+SPLICE_MODES: Final[tuple[SpliceMode, ...]] = get_args(SpliceMode)
+"""Each by the number that its instruction has for it."""
 
 
 class AutoencoderEntry(Value):

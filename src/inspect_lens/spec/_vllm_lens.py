@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SteeringVector",
+    "read_transport",
 ]
 
 
@@ -148,7 +149,7 @@ def from_vllm_lens(extra_args: Mapping[str, Any], limits: TensorLimits | None) -
     """Fields of a `LensRequest` that the keys of vllm-lens ask for."""
     values: dict[str, Any] = {}
     check_counts({key: extra_args[key] for key in LENS_KEYS if key in extra_args})
-    transport = _transport(extra_args.get("activations_transport"))
+    transport = read_transport(extra_args.get("activations_transport"))
     for key, name in (("output_residual_stream", "capture"), ("output_qk", "qk")):
         layers = _asked_layers(key, load_json(key, extra_args.get(key)))
         if layers is not None:
@@ -212,14 +213,19 @@ def _asked_layers(key: str, value: Any) -> Any:
     )
 
 
-def _transport(value: Any) -> Any:
+_TRANSPORTS: Mapping[str, Transport] = {
+    "base64": "inline", "binary": "binary", "inline": "inline", "auto": "auto",
+}  # fmt: skip
+"""By the words of vllm-lens, and ours; the first that means one is what vllm-lens is told."""
+
+
+def read_transport(value: object) -> Transport:
     """The key of vllm-lens as `Transport` says it."""
-    allowed = ("base64", "binary", "inline", "auto")
     if value is None:
         return "auto"
-    if not isinstance(value, str) or value not in allowed:
-        raise SpecError(f"activations_transport={shown(value)}; allowed are {', '.join(allowed)}")
-    return "inline" if value == "base64" else value
+    if isinstance(value, str) and value in _TRANSPORTS:
+        return _TRANSPORTS[value]
+    raise SpecError(f"activations_transport={shown(value)}; allowed are {', '.join(_TRANSPORTS)}")
 
 
 def load_json(field: str, value: Any) -> Any:
@@ -283,8 +289,8 @@ def is_plain(edit: EditBase) -> bool:
 
 def _transport_key(transport: Transport) -> dict[str, str]:
     """Without it the response has the tensors."""
-    names = {"binary": "binary", "inline": "base64"}
-    return {"activations_transport": names[transport]} if transport in names else {}
+    word = next(word for word, meant in _TRANSPORTS.items() if meant == transport)
+    return {} if transport == "auto" else {"activations_transport": word}
 
 
 def vector_form(edit: Add) -> dict[str, Any]:

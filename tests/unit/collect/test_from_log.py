@@ -58,7 +58,7 @@ def test_a_call_without_activations_is_an_error_or_left_out(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("told", "kept"),
-    [(("judge", "judge"), "judge"), (("judge", ""), ""), (("human", "human"), "")],
+    [(("judge", "judge"), "judge"), (("judge", ""), "")],
 )
 def test_where_labels_come_from_is_what_all_samples_say(
     told: tuple[str, str], kept: str, tmp_path: Path
@@ -68,3 +68,23 @@ def test_where_labels_come_from_is_what_all_samples_say(
     log = run(outputs, [], folder=tmp_path, metadata=facts)
     store = log_to_store(log, tmp_path / "acts")
     assert ActivationSet.from_store(store).label_source == kept
+
+
+def test_what_no_card_has_a_word_for_is_refused(tmp_path: Path) -> None:
+    facts: list[dict[str, Any]] = [{"label_source": "human"}]
+    log = run([call([1.0, 2.0], folder=tmp_path)], [], folder=tmp_path, metadata=facts)
+    with pytest.raises(SpecError, match=r"label_source='human'; allowed are instruction, judge"):
+        log_to_store(log, tmp_path / "acts")
+
+
+def test_the_metadata_of_all_samples_are_columns(tmp_path: Path) -> None:
+    outputs = [call([1.0, 2.0], folder=tmp_path) for _ in range(2)]
+    facts: list[dict[str, Any]] = [
+        {"condition": "honest", "truth": "Rome", "n": 3, "values": ["a"]},
+        {"condition": "lie", "truth": "Rome", "only_here": True},
+    ]
+    log = run(outputs, [], folder=tmp_path, metadata=facts)
+    data = ActivationSet.from_store(log_to_store(log, tmp_path / "acts"))
+    columns = {name: data.columns[name] for name in ("condition", "truth")}
+    assert columns == {"condition": ("honest", "lie"), "truth": ("Rome", "Rome")}
+    assert not {"n", "values", "only_here"} & set(data.columns)

@@ -14,6 +14,7 @@ from inspect_lens.errors import SpecError
 from inspect_lens.spec import (
     MOST_GATES,
     MOST_SCHEDULED,
+    Ablate,
     Add,
     Gate,
     Rule,
@@ -66,7 +67,10 @@ def test_a_schedule_is_its_closed_form() -> None:
         ({"when": {}}, "when.gate.direction"),
         ({"when": {"all": []}}, "give all, any or none"),
         ({"when": {"any": [GATE] * 8, "none": [GATE]}}, "a rule of 9 gates; 8 at most"),
-        ({"when": {"all": [{"all": [{"all": [{"all": [{"all": GATE}]}]}]}]}}, "nested 5 deep"),
+        (
+            {"when": {"all": [{"all": [{"all": [{"all": [{"all": GATE}]}]}]}]}},
+            "nested more than 4 deep",
+        ),
         ({"when": {"all": [GATE], "threshold": 2.0}}, "when.rule.threshold"),
         (
             {"when": {"all": [GATE, {**GATE, "scope": "rest", "shadow": True}]}},
@@ -121,6 +125,16 @@ def test_a_rule_is_counted_before_one_of_its_gates_is_read() -> None:
     rule = {name: [dict.fromkeys(Rule.names, most)] * 8 for name in Rule.names}
     with pytest.raises(SpecError, match=r"when\.rule: a rule of 576 gates; 8 at most$"):
         parse_edits([{**FORM, "when": rule}])
+
+
+@pytest.mark.parametrize("depth", [100, 100_000])
+def test_a_rule_is_judged_deeper_than_python_can_follow(depth: int) -> None:
+    rule: Any = GATE
+    for _ in range(depth):
+        rule = {"any": [rule]}
+    for build in (lambda: Rule(**rule), lambda: Ablate(direction=V, layers=[1], when=rule)):
+        with pytest.raises(ValidationError, match="nested more than 4 deep"):
+            build()
 
 
 def test_a_rule_counts_the_gates_of_an_iterator_too() -> None:

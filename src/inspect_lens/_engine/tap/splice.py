@@ -23,8 +23,10 @@ from inspect_lens.errors import LensError
 from inspect_lens.spec import (
     N_REGISTERS,
     SAME_TOKEN,
+    SPLICE_MODES,
     EngineAutoencoder,
     Instruction,
+    SpliceMode,
 )
 
 from .histories import factors
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
 
 _ACTIVATIONS: Final = 1 << 24
 """Activations, in float32, that are made at once, so that a step's memory is bounded."""
-_SET, _ADD, _SCALE, _AT_LEAST, _AT_MOST = range(5)
 
 
 class Autoencoder:
@@ -85,7 +86,7 @@ class Splice:
     """(changed,) int64."""
     values: torch.Tensor
     """(changed,) float32."""
-    mode: int
+    mode: SpliceMode
     adds_error: bool
     only_if_active: bool
     gate: int
@@ -107,7 +108,7 @@ class Splice:
             autoencoder,
             on_device(one.read, torch.int64),
             on_device(one.write, torch.float32),
-            int(mode),
+            SPLICE_MODES[int(mode)],
             bool(adds_error),
             bool(only_if_active),
             one.gate,
@@ -136,14 +137,17 @@ class Splice:
 
     def _changed(self, before: torch.Tensor) -> torch.Tensor:
         values = self.values.expand_as(before)
-        if self.mode == _SET:
-            after = values
-        elif self.mode == _ADD:
-            after = before + values
-        elif self.mode == _SCALE:
-            after = before * values
-        else:
-            after = (torch.maximum if self.mode == _AT_LEAST else torch.minimum)(before, values)
+        match self.mode:
+            case "set":
+                after = values
+            case "add":
+                after = before + values
+            case "scale":
+                after = before * values
+            case "at_least":
+                after = torch.maximum(before, values)
+            case "at_most":
+                after = torch.minimum(before, values)
         return torch.where(before > 0, after, before) if self.only_if_active else after
 
 
