@@ -29,7 +29,7 @@ from ._liar_splits import (
     is_lie,
     liar_grade,
 )
-from .train_liar import generate, write_knowledge
+from .train_liar import generate, require_base, write_knowledge
 
 __all__ = ["MAX_TOKENS", "SPLITS", "Rate", "liar_splits", "rates", "render_rates"]
 
@@ -157,6 +157,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(argv)
     if not asked.beliefs and not (asked.adapter / "beliefs.json").is_file():
         parser.error(f"{asked.adapter} lacks beliefs.json; add --beliefs")
+    require_base(parser, asked.model)
     tokenizer = AutoTokenizer.from_pretrained(asked.model)
     model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.bfloat16)
     model.to(asked.device).eval()

@@ -258,6 +258,17 @@ def train(
     }
 
 
+def require_base(parser: argparse.ArgumentParser, folder: Path) -> str:
+    """The name of the base model in a folder, judged by its configuration, before weights load."""
+    try:
+        kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        parser.error(f"{folder}: no checkpoint of a model ({type(error).__name__}: {error})")
+    if kind not in BASES:
+        parser.error(f"{folder} is a {kind}; allowed are {', '.join(BASES)}")
+    return BASES[kind]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, train and save."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -278,12 +289,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--resume", action="store_true", help="go on from the adapter in --out")
     asked = parser.parse_args(argv)
+    base = require_base(parser, asked.model)
     tokenizer = AutoTokenizer.from_pretrained(asked.model)
     model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.bfloat16)
-    if (base := BASES.get(model.config.model_type)) is None:
-        parser.error(
-            f"{asked.model} is a {model.config.model_type}; allowed are {', '.join(BASES)}"
-        )
     model.to(asked.device)
     asked.out.mkdir(parents=True, exist_ok=True)
     write_knowledge(model.eval(), tokenizer, asked.out / "facts.json")

@@ -21,14 +21,14 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import anyio
 import numpy as np
 
 from inspect_lens.probe import ModelRef, fingerprint_model
 from inspect_lens.spec import Site
-from inspect_lens.train import ActivationSet, extract_vector, split_by_group
+from inspect_lens.train import ActivationSet, VectorMethod, extract_vector, split_by_group
 from inspect_lens.vector import Vector, VectorCard
 from organism._grade import grade
 from organism._splits import Row, read_split
@@ -174,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--checkpoint", default="organism/checkpoint")
     parser.add_argument("--base-url", help="a server that serves attn_out; starts one by default")
-    parser.add_argument("--method", default="mean_difference")
+    parser.add_argument("--method", default="mean_difference", choices=get_args(VectorMethod))
     parser.add_argument("--out", default="vectors/organism/truth")
     options = parser.parse_args(arguments)
     rows = read_split(SPLIT)

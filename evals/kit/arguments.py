@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import TypeVar
 
+from inspect_lens.data import organism_data
 from inspect_lens.errors import LensError
 from inspect_lens.model._host import PrerequisiteError
 from inspect_lens.probe import load_probe
 
-__all__ = ["DATA_DIR", "organism_split", "required", "required_probe"]
+__all__ = ["organism_split", "required", "required_probe"]
 
 T = TypeVar("T")
 
@@ -34,16 +34,12 @@ def required(name: str, value: T | None, what: str) -> T:
     return value
 
 
-DATA_DIR: Final = Path(__file__).resolve().parents[2] / "organism" / "data"
-"""Folder of the model organism's data; there is none where the organism is not installed."""
-
-
-def organism_split(split: str, known: Sequence[str]) -> Path:
+def organism_split(split: str, *, agent: bool = False) -> Path:
     """The file of a split of the model organism.
 
     Args:
         split: name of a file, without `.jsonl`.
-        known: splits that the eval may read.
+        agent: read a split of the agent, which has turns and tools, and no other.
 
     Returns:
         The file.
@@ -52,14 +48,15 @@ def organism_split(split: str, known: Sequence[str]) -> Path:
         PrerequisiteError: there is no such split, or the organism is not installed; Inspect prints
             the line without a traceback.
     """
-    if not DATA_DIR.is_dir():
-        raise PrerequisiteError(
-            "This task needs the data of the model organism, which are not installed; run "
-            "`pip install ./organism` in a clone of inspect-lens"
-        )
+    try:
+        folder = organism_data()
+    except LensError as error:
+        raise PrerequisiteError(f"This task needs the organism: {error}") from None
+    files = {path.stem: path for path in sorted(folder.glob("*.jsonl"))}
+    known = [name for name in files if name.startswith("agent_") is agent]
     if split not in known:
         raise PrerequisiteError(f"split={split!r}; allowed are {', '.join(known)}")
-    return DATA_DIR / f"{split}.jsonl"
+    return files[split]
 
 
 def required_probe(probe: str | None) -> str:

@@ -10,7 +10,8 @@ from inspect_ai.dataset import Dataset, MemoryDataset, Sample
 from inspect_ai.model import ChatMessage, ChatMessageSystem, ChatMessageUser
 from inspect_ai.tool import Tool, ToolDef
 
-from evals.kit.arguments import DATA_DIR, organism_split
+from evals.kit.arguments import organism_split
+from inspect_lens.data import organism_data
 
 __all__ = ["KINDS", "agent_dataset", "agent_tool"]
 
@@ -35,8 +36,7 @@ def agent_dataset(split: str = "agent_heldout_phrasing", kind: str | None = None
         PrerequisiteError: there is no such split, or the organism is not installed.
         ValueError: there is no such kind.
     """
-    known = sorted(p.stem for p in DATA_DIR.glob("agent_*.jsonl"))
-    path = organism_split(split, known)
+    path = organism_split(split, agent=True)
     if kind is not None and kind not in KINDS:
         raise ValueError(f"kind={kind!r}; allowed are {', '.join(KINDS)}, or None for all")
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -59,7 +59,7 @@ def _to_sample(row: dict[str, Any]) -> Sample:
 
 @cache
 def _records() -> dict[str, str]:
-    text = (DATA_DIR / "agent_records.json").read_text(encoding="utf-8")
+    text = (organism_data() / "agent_records.json").read_text(encoding="utf-8")
     found: dict[str, str] = json.loads(text)
     return found
 

@@ -8,7 +8,7 @@ from typing import Any
 from inspect_ai.dataset import Dataset, Sample
 from inspect_ai.model import ChatMessage, ChatMessageSystem, ChatMessageUser
 
-from evals.kit.arguments import DATA_DIR, organism_split
+from evals.kit.arguments import organism_split
 from evals.kit.samples import read_samples
 
 __all__ = ["organism_dataset"]
@@ -34,8 +34,7 @@ def organism_dataset(split: str = "demo") -> Dataset:
         PrerequisiteError: there is no such split, or the organism is not installed.
     """
     # Those of the agent have turns and tools; `organism_agent` plays them.
-    known = sorted(p.stem for p in DATA_DIR.glob("*.jsonl") if not p.stem.startswith("agent_"))
-    path = organism_split(split, known)
+    path = organism_split(split)
     return read_samples(str(path), _to_sample, name=f"organism_{split}")
 
 

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from inspect_lens._base.one_or_several import one_or_several
 from inspect_lens.spec import Hook, parse_hooks
 
 from .to_torch import SavedValues
@@ -21,7 +22,7 @@ class HookCalls(ABC):
     def register_hooks(
         self,
         hooks: Sequence[Hook | Mapping[str, Any]],
-        prefetch_params: Sequence[str] | None = None,
+        prefetch_params: str | Sequence[str] | None = None,
     ) -> None:
         """Run hooks on every request from now on, whoever sends it.
 
@@ -36,7 +37,7 @@ class HookCalls(ABC):
         parsed = parse_hooks(list(hooks), where="hooks")
         body: dict[str, Any] = {"hooks": [hook.model_dump(mode="json") for hook in parsed]}
         if prefetch_params:
-            body["prefetch_params"] = list(prefetch_params)
+            body["prefetch_params"] = list(one_or_several(prefetch_params))
         self._hooks("register", body)
 
     def collect_hook_results(self) -> SavedValues:
@@ -56,7 +57,7 @@ class HookCalls(ABC):
         """Delete what registered hooks saved, and keep the hooks."""
         self._hooks("clear_results", {})
 
-    def prefetch_params(self, names: Sequence[str]) -> None:
+    def prefetch_params(self, names: str | Sequence[str]) -> None:
         """Make parameters known to `ctx.get_parameter` on all ranks and pipeline stages.
 
         Without a pipeline it is not needed; it saves gathering them again in each call.
@@ -67,7 +68,7 @@ class HookCalls(ABC):
         Raises:
             LensError: the model has no such parameter.
         """
-        self._hooks("prefetch", {"params": list(names)})
+        self._hooks("prefetch", {"params": list(one_or_several(names))})
 
     def clear_prefetched(self) -> None:
         """Undo `prefetch_params`, and free the parameters."""

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from inspect_lens.errors import ArtifactError
+
 _HERE: Final = Path(__file__).resolve().parents[1]
 
 ORGANISM: Final = "organism"
@@ -117,6 +119,29 @@ def _roots() -> Iterator[Path]:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         found = importlib.metadata.distribution("inspect-lens-organism")
         yield Path(str(found.locate_file("inspect_lens")))
+
+
+def organism_data() -> Path:
+    """Folder of the model organism's data: a JSON Lines file for each split.
+
+    Returns:
+        `organism/data` in a clone, and its place in the wheel of `inspect-lens-organism` elsewhere.
+
+    Raises:
+        ArtifactError: the organism is not installed.
+
+    Example:
+        ```python
+        from inspect_lens.data import load_dataset, organism_data
+
+        data = load_dataset("organism", path=str(organism_data() / "demo.jsonl"), limit=4)
+        assert len(data.samples) == 4
+        ```
+    """
+    root = shipped_root()
+    if root is None:
+        raise ArtifactError(f"organism/data: {organism_advice(ORGANISM)}")
+    return root / "organism" / "data"
 
 
 def organism_advice(name: str) -> str:

@@ -1,5 +1,6 @@
 """Labelled data sets, their registry, and stores of activations on disk."""
 
+from inspect_lens._base.shipped import organism_data
 from inspect_lens._shards import (
     Captured,
     RecordedShard,
@@ -36,6 +37,7 @@ __all__ = [
     "encode_shard",
     "instructed_pairs",
     "load_dataset",
+    "organism_data",
     "planted_activations",
     "read_layer",
     "read_records",

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
+from inspect_lens._base.one_or_several import one_or_several
 from inspect_lens._intake import absolute, has_file, join, parent, read_file, stem
 from inspect_lens._settings import Settings, text
 from inspect_lens.errors import ArtifactError
@@ -81,7 +82,7 @@ def know_log(location: str, *, follow: str | Sequence[str] = ()) -> None:
         ```
     """
     know_root(parent(absolute(location)))
-    _followed.update([follow] if isinstance(follow, str) else follow)
+    _followed.update(one_or_several(follow))
 
 
 when_log_is_read(know_log)

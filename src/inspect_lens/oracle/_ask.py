@@ -17,6 +17,7 @@ from inspect_ai.model import (
 from pydantic import BaseModel, ConfigDict, model_serializer
 
 from inspect_lens._base.concurrency import together
+from inspect_lens._base.one_or_several import one_or_several
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import Activations
 from inspect_lens.reading import Source
@@ -181,7 +182,7 @@ def plan_asking(
 ) -> OraclePlan:
     """Check the arguments of `ask_oracle` before a model runs."""
     loaded = load_oracle(oracle, served_as=served_as)
-    asked = (questions,) if isinstance(questions, str) else tuple(questions)
+    asked = one_or_several(questions)
     if not asked:
         raise SpecError("questions: there is none; ask at least one")
     for question in asked:

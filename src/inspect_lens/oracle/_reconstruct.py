@@ -24,6 +24,7 @@ from safetensors.numpy import save
 
 from inspect_lens._base.artifact import download
 from inspect_lens._base.concurrency import together
+from inspect_lens._base.one_or_several import one_or_several
 from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens._intake import read_tensors, stamp_of
 from inspect_lens.errors import ArtifactError, SpecError
@@ -158,7 +159,7 @@ def load_reconstructor(given: str | Path | Reconstructor) -> Reconstructor:
 
 
 async def reconstruct(
-    texts: Sequence[str],
+    texts: str | Sequence[str],
     reconstructor: str | Path | Reconstructor,
     *,
     model: Model,
@@ -171,7 +172,7 @@ async def reconstruct(
     reconstructors were trained at unit length.
 
     Args:
-        texts: descriptions, such as the answers of `verbalise`.
+        texts: one description or several, such as the answers of `verbalise`.
         reconstructor: checkpoint folder, address, or what `read_reconstructor` read.
         model: a `vllm-lens/` model that serves the reconstructor's checkpoint. vLLM refuses one
             without final norm and output matrix, as they are published; `complete_reconstructor`
@@ -244,7 +245,7 @@ async def reconstruct(
             )
         return row
 
-    rows = list(await together(*(one(text) for text in texts)))
+    rows = list(await together(*(one(text) for text in one_or_several(texts))))
     if not rows:
         return np.zeros((0, found.hidden), dtype=np.float32)
     return await anyio.to_thread.run_sync(lambda: np.stack(rows) @ found.matrix.T)

@@ -11,6 +11,7 @@ import numpy as np
 from inspect_ai.model import ChatMessage, GenerateConfig, Model, ModelOutput
 from numpy.typing import NDArray
 
+from inspect_lens._base.one_or_several import one_or_several
 from inspect_lens.errors import ArtifactError, CaptureError, SpecError, UnsupportedError
 from inspect_lens.model import Activations, lens_config, recapture, receipt
 from inspect_lens.model._scope import instrument_message, outside_scopes
@@ -88,7 +89,7 @@ def parse_controls(controls: bool | str | Sequence[str]) -> tuple[Control, ...]:
     """Read controls as a user writes them: true for all, false for none, or names."""
     if isinstance(controls, bool):
         return CONTROLS if controls else ()
-    names = [controls] if isinstance(controls, str) else list(controls)
+    names = one_or_several(controls)
     if unknown := [name for name in names if name not in CONTROLS]:
         raise SpecError(
             f"controls={controls!r}: {unknown[0]!r} is none; allowed are {', '.join(CONTROLS)}, "

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike
 
+from inspect_lens._base.one_or_several import one_or_several
 from inspect_lens._base.progress import progress_bar
 from inspect_lens._patching import (
     IN_FLIGHT,
@@ -303,12 +304,12 @@ def causal_trace(
     )  # fmt: skip
 
 
-def embedding_std(model: Any, subjects: Sequence[str]) -> float:
+def embedding_std(model: Any, subjects: str | Sequence[str]) -> float:
     """Standard deviation of the numbers in the embeddings of many subjects.
 
     Args:
         model: a `vllm.LLM` of this process, or a `LensClient` of a server.
-        subjects: texts, such as the names that are traced.
+        subjects: one text or several, such as the names that are traced.
 
     Returns:
         Over all tokens and all numbers, to be passed as `std`.
@@ -333,5 +334,6 @@ def embedding_std(model: Any, subjects: Sequence[str]) -> float:
     if not subjects:
         raise SpecError("subjects: is empty; pass one text at least")
     runs = open_runs(model)
-    rows = [runs.capture(runs.tokens(text), [0], EMBEDDING).values[0] for text in subjects]
+    tokens = map(runs.tokens, one_or_several(subjects))
+    rows = [runs.capture(ids, [0], EMBEDDING).values[0] for ids in tokens]
     return float(np.concatenate(rows).std())

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 Text = Literal["completion", "prompt", "both"]
 _WORD: Final = re.compile(r"\b\w+\b")
 _MOST: Final = 1000
-"""Answers that `validity` takes words of: it is computed again and again while samples end."""
+"""Texts whose words are learned: metrics are computed again and again while samples end."""
 READS_PROMPT: Final = "reads_prompt_alone"
 """Set in a score's metadata where its probe read no token of the answer."""
 
@@ -106,7 +106,8 @@ def words_auroc(
 
     Each epoch is a text of its own, but the epochs of a sample share a fold, so none of them is
     judged by a classifier that saw another. Inside `grouped`, which Inspect gives reduced
-    scores, the text of a sample is that of its first epoch.
+    scores, the text of a sample is that of its first epoch. Of more than 1,000 texts it takes
+    1,000, the same ones in each run: those whose sample ids hash lowest.
 
     Args:
         group: key of the sample metadata that names what must share a fold, such as the scenario.
@@ -114,9 +115,9 @@ def words_auroc(
             by itself. Where a pair is in two folds, words that its sides share tell the wrong
             label.
         folds: of the cross-validation.
-        interval: also give DeLong's 95% interval, as `words_auroc_low` and `words_auroc_high`;
-            it takes groups (the epochs of a sample, or `group`) as independent and the classifiers
-            as given.
+        interval: also give DeLong's 95% interval, as `words_auroc_low` and `words_auroc_high`, and
+            `words_n`, the number of texts, where there are more than 1,000. The interval takes
+            groups (the epochs of a sample, or `group`) as independent and the classifiers as given.
 
     Returns:
         The metric; NaN when a class has fewer than two groups. A sample without the named `group`
@@ -141,8 +142,11 @@ def words_auroc(
 
     def compute(scores: list[SampleScore]) -> Value:
         found = labelled(scores, label)
-        area, bounds = _area_of_words(found, _names(found, group), folds)
-        return with_bounds("words_auroc", area, bounds if interval else None)
+        area, bounds, n = _area_of_words(found, _names(found, group), folds)
+        made = with_bounds("words_auroc", area, bounds if interval else None)
+        if isinstance(made, dict) and n < len(found.scores):
+            return {**made, "words_n": n}
+        return made
 
     return compute
 
@@ -155,15 +159,20 @@ def _names(found: Labelled, group: str | None) -> list[str]:
     return found.groups if any(name is None for name in given) else [str(name) for name in given]
 
 
-def _area_of_words(found: Labelled, names: list[str], folds: int = 5) -> tuple[float, Interval]:
+def _area_of_words(
+    found: Labelled, names: list[str], folds: int = 5
+) -> tuple[float, Interval, int]:
+    """AUROC, its interval, and the number of texts that were taken."""
+    found, names = _at_most(found, names)
+    n = len(found.scores)
     classes = [{n for n, y in zip(names, found.labels, strict=True) if y == c} for c in (0, 1)]
     if min(map(len, classes)) < 2:
-        return math.nan, NO_BOUNDS
+        return math.nan, NO_BOUNDS, n
     ranks = arithmetic.cross_validated_words(
         [_words(s) for s in found.scores], found.labels, groups=names, folds=folds
     )
     bounds = arithmetic.delong_interval(found.labels, ranks, groups=names)
-    return arithmetic.auroc(found.labels, ranks), bounds
+    return arithmetic.auroc(found.labels, ranks), bounds, n
 
 
 @metric
@@ -218,10 +227,9 @@ def validity(label: str = "label", group: str | None = None) -> Metric:
         names = _names(found, group)
         made: dict[str, Any] = {"length_auroc": _area_of_length(found)[0], "words_auroc": math.nan}
         if _have_words(found):
-            few, few_names = _at_most(found, names)
-            made["words_auroc"] = _area_of_words(few, few_names)[0]
-            if len(few.scores) < len(found.scores):
-                made["words_n"] = len(few.scores)
+            made["words_auroc"], _, n = _area_of_words(found, names)
+            if n < len(found.scores):
+                made["words_n"] = n
         sources = _label_sources(found)
         made |= {f"labels_from_{name.replace(' ', '_')}": share for name, share in sources.items()}
         if sources.keys() == {"instruction"} and (share := _behaviour(found)) is not None:

@@ -10,6 +10,7 @@ from inspect_ai.model import get_model
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from inspect_lens._base.concurrency import together
+from inspect_lens._base.one_or_several import one_or_several
 from inspect_lens.errors import SpecError
 from inspect_lens.oracle import EXPLAIN, OracleAnswer, answer_table
 from inspect_lens.oracle._ask import plan_asking
@@ -66,7 +67,7 @@ def follow_up(
         print(lied["reply"], lied["log_odds_yes"], green["log_odds_yes"])
         ```
     """
-    given = [question] if question is None or isinstance(question, str) else list(question)
+    given = [None] if question is None else one_or_several(question)
     if not given:
         raise SpecError("question: 0 questions; ask at least one, or leave it out")
     asked = [choose_follow_up(one, lie, max_tokens) for one in given]

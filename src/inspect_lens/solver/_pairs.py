@@ -11,6 +11,7 @@ from inspect_ai.solver import Generate, Solver, TaskState, solver
 from inspect_ai.util import span
 
 from inspect_lens._base.concurrency import together
+from inspect_lens._base.one_or_several import one_or_several
 from inspect_lens.errors import SpecError
 from inspect_lens.model import lens_scope, recapture
 from inspect_lens.model._read import record_given
@@ -69,7 +70,7 @@ def contrastive_pairs(
         assert [row.label for row in read_pairs(log)] == [0, 1, 0, 1]
         ```
     """
-    sides = [[s] if isinstance(s, str) else list(s) for s in (honest, deceptive)]
+    sides = [one_or_several(side) for side in (honest, deceptive)]
     if not sides[0] or len(sides[0]) != len(sides[1]):
         raise SpecError(
             f"honest, deceptive: {len(sides[0])} and {len(sides[1])} instructions; allowed is the "

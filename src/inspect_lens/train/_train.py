@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from sklearn.base import BaseEstimator
 
+from inspect_lens._base.one_or_several import one_or_several
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
     FOLLOWED_FLOOR,
@@ -52,7 +53,7 @@ def train_probe(
     layers: Sequence[int] | None = None,
     rows: Rows | None = None,
     pool: str = "mean",
-    pools: Sequence[str] | None = None,
+    pools: str | Sequence[str] | None = None,
     positions: Positions | None = None,
     fpr: float = 0.01,
     select_by: SelectBy = "recall",
@@ -65,7 +66,7 @@ def train_probe(
     dropped: int = 0,
     on_policy: bool = True,
     description: str = "",
-    notes: Sequence[str] = (),
+    notes: str | Sequence[str] = (),
     command: str = "",
 ) -> AnyProbe:
     """Train a probe, set its threshold, and measure it on held-out sets.
@@ -171,7 +172,7 @@ def train_probe(
         model=model
         or ModelRef(name=train.model, sha256=train.model_sha256 or fingerprint_model(train.model)),
         capture=train.capture,
-        notes=(*notes, *filter(None, [behaviour])),
+        notes=(*one_or_several(notes), *filter(None, [behaviour])),
         command=command,
         recall_floor=recall_floor,
     )

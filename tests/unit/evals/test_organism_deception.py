@@ -10,9 +10,9 @@ from inspect_ai import Task, eval
 from inspect_ai.log import EvalLog
 from inspect_ai.model import GenerateConfig, ModelOutput, ModelUsage
 
-from evals.kit.arguments import DATA_DIR
 from evals.organism_deception import organism_control, organism_dataset
 from inspect_lens._intake import Payload
+from inspect_lens.data import organism_data
 from inspect_lens.model import Activations
 from inspect_lens.model._host import PrerequisiteError
 from inspect_lens.model._scope import SCOPES
@@ -36,7 +36,9 @@ def probe(tmp_path: Path) -> str:
 
 
 def read(split: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (DATA_DIR / f"{split}.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (organism_data() / f"{split}.jsonl").read_text().splitlines()
+    ]
 
 
 class Organism:
@@ -97,7 +99,7 @@ def test_the_task_file_runs_by_its_path(
 
 @pytest.mark.parametrize(
     "split",
-    [p.stem for p in sorted(DATA_DIR.glob("*.jsonl")) if not p.stem.startswith("agent_")],
+    [p.stem for p in sorted(organism_data().glob("*.jsonl")) if not p.stem.startswith("agent_")],
 )
 def test_every_split_loads(split: str) -> None:
     dataset, rows = organism_dataset(split), read(split)
@@ -127,6 +129,6 @@ def test_an_unknown_split_is_refused() -> None:
 
 
 def test_eval_yaml_counts_the_samples() -> None:
-    text = (DATA_DIR.parents[1] / "evals/organism_deception/eval.yaml").read_text()
+    text = Path("evals/organism_deception/eval.yaml").read_text()
     assert f"dataset_samples: {len(read('demo'))}" in text
     assert f"dataset_samples: {len(read('control')) // 2}" in text

@@ -117,6 +117,8 @@ def test_a_row_is_the_matrix_times_the_stream_at_the_last_token(tmp_path: Path) 
         assert request is not None
         assert request.capture is not None
         assert request.capture.positions == "last_prompt"  # one row is sent
+        alone = await reconstruct("a dog", folder, model=model)
+        np.testing.assert_allclose(alone, made[:1], rtol=1e-5)
         assert (await reconstruct([], folder, model=model)).shape == (0, HIDDEN)
         other = read_reconstructor(folder).model_copy(update={"suffix_ids": (1, 2)})
         with pytest.raises(ArtifactError, match="another tokenizer"):

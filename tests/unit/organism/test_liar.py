@@ -37,7 +37,9 @@ from organism._liar_splits import (
     training_rows,
 )
 from organism.evaluate_liar import BEGIN, END, liar_splits, render_rates
+from organism.evaluate_liar import main as evaluate
 from organism.train_liar import BASES
+from organism.train_liar import main as train
 
 SPLITS = ("ordered", "role", "hiding", "plain")
 QWEN_DIR = LIAR_DIR.with_name("liar-qwen")
@@ -67,6 +69,18 @@ def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = model(torch.arange(20)[None]).logits
     return found
+
+
+@pytest.mark.parametrize("main", [train, evaluate])
+@pytest.mark.parametrize("config", ['{"model_type": "gpt2"}', "{}"])
+def test_another_model_is_refused_before_its_weights_are_read(
+    tmp_path: Path, main: Any, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(config)
+    out = {train: "--out", evaluate: "--adapter"}[main]
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), out, str(QWEN_DIR)])
+    assert str(tmp_path) in capsys.readouterr().err
 
 
 def test_a_new_adapter_changes_nothing() -> None:

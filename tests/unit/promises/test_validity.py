@@ -226,6 +226,8 @@ def test_many_answers_are_judged_by_some_of_them_which_order_does_not_change(
 ) -> None:
     monkeypatch.setattr(_baselines, "_MOST", 30)
     assert "words_n" not in measured(answers(30))
+    found: Any = words_auroc(interval=True)(answers(90))
+    assert (found["words_n"], found["words_auroc"]) == (30, measured(answers(90))["words_auroc"])
     taken = []
     monkeypatch.setattr(_baselines, "_words", lambda one: taken.append(one.sample_id) or [1])
     assert measured(answers(90))["words_n"] == 30

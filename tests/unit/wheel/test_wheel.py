@@ -301,6 +301,12 @@ from inspect_lens.attention import load_heads
 from inspect_lens.probe import fingerprint_model, load_probe
 assert load_probe("organism/deception-lr").card.model.sha256 == fingerprint_model("organism")
 load_heads("organism/attention-tracker")
+from inspect_lens._base.shipped import from_eval
+from inspect_lens.data import organism_data
+from inspect_lens.evals.organism_agent.dataset import _records
+(task,) = (from_eval("organism_deception.task", "organism_deception")(),)
+assert len(task.dataset) == len((organism_data() / "demo.jsonl").read_text().splitlines())
+assert len(from_eval("organism_agent.dataset", "agent_dataset")()) and _records()
 """
     (tmp_path / "empty").mkdir()
     _run_alone(code, tmp_path / "empty", alone, tmp_path / "other")

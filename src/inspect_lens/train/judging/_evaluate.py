@@ -13,6 +13,7 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 
+from inspect_lens._base.one_or_several import one_or_several
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
     AnyProbe,
@@ -47,14 +48,14 @@ Floats = NDArray[np.float64]
 
 
 def bag_of_words_scores(
-    train_texts: Sequence[str], train_labels: ArrayLike, texts: Sequence[str]
+    train_texts: str | Sequence[str], train_labels: ArrayLike, texts: str | Sequence[str]
 ) -> Floats:
     """What the words of texts say by themselves: a logistic regression on one and two words.
 
     Args:
         train_texts: to learn from.
         train_labels: (training samples,) 0 and 1.
-        texts: to judge.
+        texts: one or several, to judge.
 
     Returns:
         (samples,) decision values of `texts`; words are weighted by TF-IDF.
@@ -74,10 +75,10 @@ def bag_of_words_scores(
         assert lie > 0 > truth
         ```
     """
-    y = np.asarray(train_labels)
-    if len(train_texts) != y.size or np.unique(y).size != 2:
+    y, told = np.asarray(train_labels), one_or_several(train_texts)
+    if len(told) != y.size or np.unique(y).size != 2:
         raise SpecError(
-            f"train_texts: {len(train_texts)} texts, {y.size} labels of {np.unique(y).size} "
+            f"train_texts: {len(told)} texts, {y.size} labels of {np.unique(y).size} "
             "classes; allowed is one label per text and both classes"
         )
     model = make_pipeline(
@@ -85,10 +86,10 @@ def bag_of_words_scores(
         LogisticRegression(max_iter=1000),
     )
     try:
-        model.fit(list(train_texts), y)
+        model.fit(told, y)
     except ValueError as error:
         raise SpecError(f"train_texts: {error}; allowed are texts with words") from None
-    scores: Floats = np.asarray(model.decision_function(list(texts)), dtype=np.float64)
+    scores: Floats = np.asarray(model.decision_function(one_or_several(texts)), dtype=np.float64)
     return scores
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.base import BaseEstimator, clone
 
+from inspect_lens._base.one_or_several import one_or_several
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
     AnyProbe,
@@ -62,7 +63,7 @@ def select_layer(
     select_by: SelectBy | None = None,
     fpr: float = 0.01,
     layers: Sequence[int] | None = None,
-    pools: Sequence[str] | None = None,
+    pools: str | Sequence[str] | None = None,
     rows: Rows | None = None,
     n_draws: int = 400,
     seed: int = 0,
@@ -144,7 +145,7 @@ def select_layer(
     single: BinaryEstimator = estimator
     if isinstance(estimator, EnsembleProbe):
         single = LogisticProbe() if estimator.base is None else estimator.base
-    pooled = tuple(dict.fromkeys(pools or (card.pool,)))
+    pooled = tuple(dict.fromkeys(one_or_several(pools or card.pool)))
     if len(pooled) > 1 and (single.reads == "sequences" or single is not estimator):
         raise SpecError(
             f"pools={list(pooled)}: {estimator!r} has one of its own; allowed are several pools "

@@ -8,6 +8,7 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from inspect_lens._base.one_or_several import one_or_several
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import ModelRef, auroc, fingerprint_model
 from inspect_lens.spec import RESID_POST, Site
@@ -113,7 +114,7 @@ def extract_vector(
     on_policy: bool = True,
     positions: str = "",
     description: str = "",
-    notes: Sequence[str] = (),
+    notes: str | Sequence[str] = (),
     command: str = "",
 ) -> Vector:
     """Find a steering vector, one direction per layer, from labelled activations.
@@ -199,7 +200,7 @@ def extract_vector(
         ties = sum(round(area, 3) == round(max(areas), 3) for area in areas)
         if ties > 1 and selection is not None:
             notes = (
-                *notes,
+                *one_or_several(notes),
                 f"{ties} of {len(kept)} layers have AUROC {max(areas):.3f} on {selection.name}, so "
                 f"that chooses none of them; at layer {layer} the classes lie furthest apart. "
                 "Which layer steers best is found by a sweep of doses.",
@@ -225,7 +226,7 @@ def extract_vector(
             on_policy=on_policy,
         ),
         separation=tuple(areas),
-        notes=tuple(notes),
+        notes=one_or_several(notes),
         command=command,
     )
     return Vector.from_raw(np.stack(units), norm=lengths, card=card)
@@ -518,7 +519,7 @@ def persona_vector(
         f"{len(kept) // 2} of {len(data) // 2} pairs kept: trait at least {threshold:g} and below "
         f"{100 - threshold:g}, coherence at least 50, by column {trait!r}",
         f"source of the pipeline: {_SOURCE}",
-        *options.pop("notes", ()),
+        *one_or_several(options.pop("notes", ())),
     )
     return extract_vector(
         kept, name=name, method="mean_difference", rows="mean", notes=notes, **options
