@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,11 +17,15 @@ import griffe
 
 from inspect_lens.reading._shared import complete_arguments
 
+_LOG = logging.getLogger("mkdocs.hooks.inspect_lens")
 _PAGES: list[tuple[str, str]] = []
+# Characters up to which the value of a constant is shown.
+_SHORT_VALUE = 400
 # Characters up to which a word of code stays on one line; a telephone shows about 40.
 _ONE_LINE = 30
 
-
+# A page that is heavier is slow on a telephone; it fails a strict build.
+_MOST_BYTES = 650_000
 # Where names are used; coverage names everything once, and so says nothing of use.
 _SHOWN_IN = ("README.md", "docs/*.md", "docs/how-to/*.md", "evals/*/*.py")
 _NOT_USE = {"coverage.md", "changelog.md"}
@@ -37,6 +42,12 @@ class PublicObjects(griffe.Extension):
             if not first.startswith(("    ", "- ", "|")):
                 sentences = _SENTENCE_END.split(" ".join(first.split()))
                 obj.docstring.value = "\n".join(sentences) + gap + rest
+
+    def on_attribute(self, *, attr: griffe.Attribute, **_: Any) -> None:
+        """Leave out the value of a table, which is source and no text."""
+        if len(str(attr.value)) > _SHORT_VALUE:
+            attr.value = None
+        attr.labels -= {"instance-attribute", "class-attribute", "module-attribute"}
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Order what packages export by use: names that more pages and evals use come first."""
@@ -111,15 +122,30 @@ def _breaks_of(in_table: bool) -> Callable[[re.Match[str]], str]:
 
 
 def on_post_page(output: str, **_: Any) -> str:
-    """Name the path to a page: the theme gives it the name of the list of pages beside it."""
-    return output.replace(
+    """Name the path to a page, which the theme calls as the list of pages; leave out idle marks."""
+    output = output.replace(
         '<nav class="md-path" aria-label="Navigation"', '<nav class="md-path" aria-label="Path"'
     )
+    output = output.replace('class="autorefs autorefs-internal" ', "")
+    output = re.sub(r'(<a) title="[^"]*" (?=href="[^"]*#inspect_lens)', r"\1 ", output)
+    output = re.sub(r'<span title="[^"]*">([^<]*)</span>', r"\1", output)
+    parts = re.split(r"(<pre.*?</pre>|<script.*?</script>)", output, flags=re.DOTALL)
+    return "".join(map(_lean, parts))
+
+
+def _lean(part: str) -> str:
+    if part.startswith("<pre"):
+        # Marks of what looks like plain text are half of a signature.
+        return re.sub(r'<span class="[nopw]">([^<]*)</span>', r"\1", part)
+    return part if part.startswith("<script") else re.sub(r"\s*\n\s*", "\n", part)
 
 
 def on_post_build(*, config: Any) -> None:
-    """Write the copies and the list."""
+    """Write the copies and the list, and judge the weight of pages."""
     site = Path(config.site_dir)
+    for page in site.rglob("*.html"):
+        if "live" not in page.parts and (size := page.stat().st_size) > _MOST_BYTES:
+            _LOG.warning("%s has %d bytes, more than %d.", page.name, size, _MOST_BYTES)
     found = dict(_PAGES)
     lines = [f"# {config.site_name}", "", f"> {config.site_description}"]
     for section, uris in _sections(config.nav):
