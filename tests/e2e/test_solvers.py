@@ -20,6 +20,7 @@ from inspect_lens.model import read_activations, receipt
 from inspect_lens.patch import CausalTrace, PatchSweep
 from inspect_lens.probe import auroc
 from inspect_lens.reading import read_cells, read_pairs
+from inspect_lens.sae import read_autoencoder
 from inspect_lens.scorer import dose_curves, dose_response
 from inspect_lens.solver import (
     GateDecisions,
@@ -30,6 +31,7 @@ from inspect_lens.solver import (
     probe_gate,
     steering_sweep,
     with_capture,
+    with_lens,
     with_steering,
 )
 from inspect_lens.train import ActivationSet, extract_vector, split_by_group
@@ -101,6 +103,25 @@ def test_truth_flips_answers_with_its_scale_and_controls_do_not(
     assert all(len(read_cells(Store(s.store))) == 1 + 3 * 7 for s in reloaded.samples or ())
     again = score(reloaded, dose_response(true_answer()), action="overwrite", display="none")
     np.testing.assert_equal(numbers(again), found)
+
+
+def test_an_eval_registers_its_autoencoder_and_splices_it(
+    lens_server_url: str, tmp_path: Path
+) -> None:
+    """A latent is set in the whole autoencoder, and as an edit of itself: rows are the same."""
+    w, b = np.random.default_rng(0).normal(size=(256, 64)) / 16, np.zeros(64)
+    np.savez(tmp_path / "params.npz", W_enc=w, b_enc=b, threshold=b, W_dec=w.T, b_dec=np.ones(256))
+    whole = {"op": "splice", "sae": f"{tmp_path}/params.npz", "layers": [4], "error_term": True}
+    alone = read_autoencoder(tmp_path / "params.npz").latents({17: 30.0}, layers=[4])
+    found = []
+    for edit in (whole | {"latents": {"17": 30.0}}, alone, whole):
+        log = run(lens_server_url, tmp_path, with_lens([4, 5], edits=edit), rows("honest", 1))
+        assert log.status == "success", log.error
+        (call,) = read_activations(log.location)
+        found.append(call.activations.numpy())
+    n = min(one.shape[1] for one in found)
+    np.testing.assert_allclose(found[0][:, :n], found[1][:, :n], atol=1e-3)
+    assert np.abs(found[0][:, :n] - found[2][:, :n]).max() > 1
 
 
 def test_vectors_are_swept_side_by_side_and_one_is_the_other_turned_round(

@@ -20,11 +20,14 @@ from typing import Any, Literal, Self, cast
 from inspect_lens.errors import LensError, SpecError
 from inspect_lens.spec import (
     CaptureReceipt,
+    EngineAutoencoder,
+    EngineLens,
     EngineProbe,
     LensRequest,
     ProbeReceipt,
     ProbeUse,
     Receipt,
+    Splice,
     TensorData,
     as_tensor_data,
     encode_frame,
@@ -83,6 +86,8 @@ class FakeLensServer:
         self.results: str | None = None  # name by which `serve_here` gives its handles away
         self.probe_scores: dict[str, float] = {}  # what registered probes say of every answer
         self.registry: dict[str, EngineProbe] = {}
+        self.weights: dict[str, EngineLens | EngineAutoencoder] = {}
+        self.refuses_weights = ""
         # Statuses and bodies of the next completions; and their texts, with the tools they call.
         self.fail_next: list[tuple[int, JSON]] = []
         self.says_next: list[tuple[str, list[tuple[str, JSON]]]] = []
@@ -165,6 +170,12 @@ class FakeLensServer:
         return 200, answer
 
     def _register(self, body: JSON) -> tuple[int, Any]:
+        for field, form in (("lens", EngineLens), ("sae", EngineAutoencoder)):
+            if field in body and self.refuses_weights:
+                return 429, _error(self.refuses_weights, "CapacityError", 429)
+            if field in body:
+                self.weights[body["name"]] = form.model_validate(body[field])
+                return 200, {"name": body["name"]}
         try:
             name, probe = fake_probes.register(body, n_layers=self.n_layers, hidden=self.hidden)
         except LensError as error:
@@ -172,12 +183,21 @@ class FakeLensServer:
         self.registry[name] = probe
         return 200, {"name": name}
 
+    def _refuse_unknown(self, request: LensRequest | None) -> None:
+        if request is None:
+            return
+        named = [] if request.lens is None else [request.lens.name]
+        named += [edit.sae for edit in request.edits if isinstance(edit, Splice)]
+        if unknown := [name for name in named if name and name not in self.weights]:
+            raise SpecError(f"no lens or autoencoder is registered as {unknown[0]!r}")
+
     def _complete(self, path: str, body: JSON) -> JSON:
         chat = path == "/v1/chat/completions"
         prompt = tokens_of(_chat_text(body)) if chat else _prompt_tokens(body["prompt"])
         request = None if self.dialect == "plain" else parse_extra_args(body.get("vllm_xargs"))
         if self.dialect == "vllm_lens" and "inspect_lens" in (body.get("vllm_xargs") or {}):
             request = None
+        self._refuse_unknown(request)
         steered = request is not None and steering_of(request, 0) is not None
         choices, activations, receipts, saved = [], [], [], []
         for index in range(body.get("n") or 1):

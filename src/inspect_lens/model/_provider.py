@@ -322,7 +322,7 @@ class LensAPI(ServerCalls, LensProvider):
     ) -> ModelOutput | tuple[ModelOutput | Exception, ModelCall]:
         body, request = self._read(config, input)
         refused = dict(self._asked.refused)
-        if request is not None and request.probes:
+        if request is not None:
             request, more = await self.names.serve(request)
             if more:
                 refused |= more

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -13,10 +15,11 @@ import yaml
 from inspect_ai.model import GenerateConfig
 from pydantic import ValidationError
 
-from inspect_lens._intake import Payload, encode_file, join, read_vector, write_file
+from inspect_lens._intake import Payload, encode_file, join, read_vector, stamp_of, write_file
 from inspect_lens._settings import text, variable
 from inspect_lens.errors import ArtifactError, LensError, SpecError
 from inspect_lens.lens import Lens, load_lens
+from inspect_lens.sae import SparseAutoencoder, read_autoencoder
 from inspect_lens.spec import (
     CAPTURE_KEY,
     LENS_KEYS,
@@ -105,12 +108,47 @@ def resolve_edits(value: Any) -> Any:
     if "vector" in value and "op" not in value:
         return steering_vector(resolve_references(value))
     found = {key: resolve_edits(item) for key, item in value.items()}
+    if found.get("op") == "splice":
+        return spliced(found)
     for key in ("direction", "vector"):
         if isinstance(found.get(key), str):
             named = load_vector(found[key])
             of_card = {"layers": list(named.layers), "site": named.site} if "op" in found else {}
             found = of_card | found | {key: named.raw(named.default_layer())}
     return found
+
+
+def spliced(edit: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The JSON form of a `Splice` with the name of its autoencoder's content, if it has a file."""
+    given = edit.get("sae")
+    if isinstance(given, str) and not _FILE.search(given):
+        return edit  # that somebody has registered
+    if isinstance(given, str | Path):
+        given = _autoencoder(str(given), _files_of(Path(given).expanduser()))
+    if not isinstance(given, SparseAutoencoder):
+        return edit
+    of_file: dict[str, Any] = {}
+    if given.place is not None:
+        of_file = {"layers": [given.place[0]], "site": given.place[1]}
+    return of_file | dict(edit) | {"sae": given.content_name}
+
+
+_FILE = re.compile(r"/|\.(npz|safetensors)$")
+"""In paths of autoencoders; names under which one is registered have neither."""
+
+
+def _files_of(path: Path) -> tuple[str | None, ...]:
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return tuple(stamp_of(str(file)) for file in files)
+
+
+@lru_cache(maxsize=4)
+def _autoencoder(path: str, stamps: tuple[str | None, ...]) -> SparseAutoencoder:
+    return read_autoencoder(path)
+
+
+LENSES: dict[str, Lens] = {}
+"""By the name made of the content, under which a server is told of them."""
 
 
 class Settled(dict[str, Any]):
@@ -300,11 +338,14 @@ LensLike = str | Path | Lens
 """A name that the server knows, or a lens, its path, or its name below `lenses/`."""
 
 
-def read_lens(lens: LensLike) -> str | Lens:
-    """A lens, or the name under which somebody has registered one."""
+def name_of_lens(lens: LensLike) -> str:
+    """The name under which a server has a lens, or is told of it."""
     if isinstance(lens, str) and "/" not in lens:
         return check_name(lens, field="lens")
-    return load_lens(lens)
+    loaded = load_lens(lens)
+    name = f"lens-{loaded.for_engine().sha256[:24]}"
+    LENSES.setdefault(name, loaded)
+    return name
 
 
 _INSPECTS = ("model_name", "base_url", "api_key", "config")

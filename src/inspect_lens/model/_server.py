@@ -48,8 +48,8 @@ from inspect_lens._intake import Source, fetch_from
 from inspect_lens._settings import variable
 from inspect_lens.client import LensClient
 from inspect_lens.errors import CaptureError, SpecError
-from inspect_lens.lens import Lens
-from inspect_lens.spec import EngineLens, LensRequest, Numerics, ProbeUse
+from inspect_lens.sae._encoder import BY_CONTENT_NAME
+from inspect_lens.spec import LensRequest, Numerics, ProbeUse, Splice
 
 from ._host import (
     VLLMAPI,
@@ -63,11 +63,14 @@ from ._host import (
     start_local_server,
     terminate_process,
 )
+from ._request import LENSES
 from ._response import LensFields
 from ._scores import KNOWN, Asked, Known, note_refused, widened
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
+
+    from inspect_lens.spec._probe import Weights
 
 
 _servers: dict[tuple[str, str], VLLMServer] = {}
@@ -281,7 +284,7 @@ def _show(said: str) -> None:
         display_counter(CAPTION, said)
 
 
-UNKNOWN = "no probe is registered as"
+UNKNOWN = "registered as"
 """What a server says of a name that it does not know, as after a restart."""
 
 logger = logging.getLogger(__name__)
@@ -301,7 +304,7 @@ class Served(NamedTuple):
 
 
 class ServerNames:
-    """Registers the probes and lenses that calls ask for, each content once at a server."""
+    """Registers what calls name: probes, lenses, autoencoders; each content once at a server."""
 
     def __init__(self, send: Send, server: str) -> None:
         self._send, self._server = send, server
@@ -314,7 +317,9 @@ class ServerNames:
         self._states.clear()
 
     async def serve(self, request: LensRequest) -> Served:
-        """See that the server knows the probes of a request."""
+        """See that the server knows what a request names."""
+        for name, what, field, form in _weights(request):
+            await self._once(name, partial(self._weights, name, what, field, form))
         if all(self._states.get(use.name, "") is None for use in request.probes):
             return Served(request, {})
         kept: list[ProbeUse] = []
@@ -336,13 +341,6 @@ class ServerNames:
         changes = {"probes": tuple(kept), "capture": capture}
         return Served(request.model_copy(update=changes), refused)
 
-    async def name_of(self, lens: Lens) -> str:
-        """See that the server knows a lens."""
-        form = await anyio.to_thread.run_sync(lens.for_engine)
-        name = f"lens-{form.sha256[:24]}"
-        await self._once(name, partial(self._lens, name, form, lens.card.name))
-        return name
-
     async def _once(self, name: str, register: Callable[[], Awaitable[str | None]]) -> str | None:
         """What became of a name; where registering it failed, the next one tries again."""
         while name not in self._states:
@@ -358,39 +356,48 @@ class ServerNames:
                 done.set()
         return self._states[name]
 
-    async def _lens(self, name: str, form: EngineLens, card: str) -> None:
+    async def _weights(self, name: str, what: str, field: str, form: Weights) -> None:
+        reason = await self._refusal(name, what, field, form)
+        if reason is not None:
+            raise SpecError(f"{what}: {self._server} does not take it: {reason}")
+
+    async def _refusal(self, name: str, what: str, field: str, form: Weights) -> str | None:
+        """Register a content; why the server does not take it."""
         values = await anyio.to_thread.run_sync(lambda: form.model_dump(mode="json"))
-        response = await self._send(PATH, {"name": name, "lens": values})
+        response = await self._send(PATH, {"name": name, field: values})
         if response.status_code == 200:
-            return
-        what = f"lens {card!r}: {PATH} answered HTTP {response.status_code}: {response.text[:500]}"
+            return None
         if response.status_code in (400, 422, 429):
-            raise SpecError(what)
+            try:
+                return str(response.json()["error"]["message"])
+            except (KeyError, TypeError, ValueError):
+                return str(response.text[:500])
+        if response.status_code in (404, 405):
+            return "the server has no route to register names; it runs without inspect-lens"
         raise CaptureError(
-            f"{what}; register it at the server's start with INSPECT_LENS_REGISTER, and pass its "
-            "name there"
+            f"{what}: {PATH} answered HTTP {response.status_code}: {response.text[:500]}; register "
+            "it at the server's start with INSPECT_LENS_REGISTER, and pass its name there"
         )
 
     async def _probe(self, name: str, known: Known) -> str | None:
-        body = {"name": name, "probe": known.engine.model_dump(mode="json")}
-        response = await self._send(PATH, body)
-        if response.status_code == 200:
+        reason = await self._refusal(name, f"probe {known.probe!r}", "probe", known.engine)
+        if reason is None:
             return None
-        if response.status_code in (400, 422):
-            try:
-                reason = str(response.json()["error"]["message"])
-            except (KeyError, TypeError, ValueError):
-                reason = response.text[:500]
-        elif response.status_code in (404, 405):
-            reason = "the server has no route to register probes; it runs without inspect-lens"
-        else:
-            raise CaptureError(
-                f"{PATH} answered HTTP {response.status_code}: {response.text[:500]}"
-            )
         text = f"{self._server} does not run probe {known.probe!r}: {reason}"
         logger.warning("%s; its rows are captured and scored instead", text)
         note_refused(Asked(refused=((known.probe, reason),)))
         return reason
+
+
+def _weights(request: LensRequest) -> Iterator[tuple[str, str, str, Weights]]:
+    """Names in a request whose weights this process has, what they are, and the weights."""
+    name = None if request.lens is None else request.lens.name
+    if name is not None and (lens := LENSES.get(name)) is not None:
+        yield name, f"lens {lens.card.name!r}", "lens", lens.for_engine()
+    for name in dict.fromkeys(edit.sae for edit in request.edits if isinstance(edit, Splice)):
+        if (form := BY_CONTENT_NAME.get(name)) is not None:
+            size = f"width {form.hidden}, {form.entry.n_latents} latents"
+            yield name, f"autoencoder ({size})", "sae", form
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,10 @@ _MODULES: Final[dict[str, Site]] = {
 """By the name of a module of transformers, whose output is read where no other end is named."""
 
 
+BY_CONTENT_NAME: Final[dict[str, EngineAutoencoder]] = {}
+"""What edits of this process name by content, for whoever registers it with a server."""
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SparseEncoder:
     """Encoder of a sparse autoencoder: computes its features from activations.
@@ -362,6 +366,13 @@ class SparseAutoencoder(SparseEncoder):
             decoder_bias=self.decoder_bias, strength=strength, positions=positions, **where
         )
 
+    @cached_property
+    def content_name(self) -> str:
+        """Name made of all that it computes, under which Inspect's provider registers it."""
+        form = self.for_engine()
+        BY_CONTENT_NAME.setdefault(name := f"sae-{form.sha256[:24]}", form)
+        return name
+
     def for_engine(self, dtype: Literal["float32", "float16"] = "float32") -> EngineAutoencoder:
         """The form that an engine registers, for `Splice`.
 
@@ -400,7 +411,7 @@ class SparseAutoencoder(SparseEncoder):
 
     def splice(
         self,
-        name: str,
+        name: str | None = None,
         latents: Mapping[int, float] | None = None,
         *,
         error_term: bool = False,
@@ -413,7 +424,8 @@ class SparseAutoencoder(SparseEncoder):
         """The edit that puts what all latents make of the stream in its place.
 
         Args:
-            name: under which the engine has `for_engine()`.
+            name: under which the engine has `for_engine()`. By default it is `content_name`, under
+                which Inspect's provider registers it with the server when a call first needs it.
             latents: that are changed before they are decoded, and a number for each.
             error_term: add back what is not explained.
             mode: what becomes of the activation of a latent that is changed.
@@ -450,7 +462,8 @@ class SparseAutoencoder(SparseEncoder):
         changed = dict(latents or {})
         self._latents(list(changed))
         return Splice(
-            sae=name, latents=changed, error_term=error_term, mode=mode,
+            sae=self.content_name if name is None else name, latents=changed,
+            error_term=error_term, mode=mode,
             only_if_active=only_if_active, positions=positions, **self._place(layers, site),
         )  # fmt: skip
 

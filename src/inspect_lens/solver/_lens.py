@@ -10,9 +10,8 @@ from inspect_ai.model import GenerateConfig
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from inspect_lens.errors import SpecError
-from inspect_lens.lens import Lens
 from inspect_lens.model import lens_config, lens_scope
-from inspect_lens.model._request import LensLike, parse_capture, read_body, read_lens
+from inspect_lens.model._request import LensLike, name_of_lens, parse_capture, read_body
 from inspect_lens.model._scope import require_lens
 from inspect_lens.model._scores import (
     Asked,
@@ -161,7 +160,7 @@ class _LensAsked:
         given: dict[str, Any] = dict(lens) if isinstance(lens, Mapping) else {"layers": lens}
         self.target: str | None = given.pop("target", None)
         name: LensLike | None = given.pop("name", None)
-        self.name = None if name is None else read_lens(name)
+        self.name = None if name is None else name_of_lens(name)
         self.given = given
         if self.target is not None and "{}" not in self.target:
             raise SpecError(
@@ -177,8 +176,7 @@ class _LensAsked:
         if self.target is not None:
             first = await _first_token(api, self.target, state.target.text)
             tokens = [*(token for token in tokens if token != first), first]
-        name = await api.names.name_of(self.name) if isinstance(self.name, Lens) else self.name
-        return self.given | {"tokens": tokens, "name": name}
+        return self.given | {"tokens": tokens, "name": self.name}
 
 
 async def _first_token(api: Any, form: str, target: str) -> int:

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, field_validat
 from inspect_lens._base.concurrency import together
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import lens_scope
+from inspect_lens.model._request import resolve_edits
 from inspect_lens.model._scope import steering_around
 from inspect_lens.reading import LatentReader, SteeringCell, SteeringCells
 from inspect_lens.reading._rows import in_thread, read_rows
@@ -89,7 +90,7 @@ class EditVariant(BaseModel):
     @field_validator("edits", mode="before")
     @classmethod
     def _edits(cls, value: Any) -> Any:
-        return parse_edits(value)
+        return parse_edits(resolve_edits(value))
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ async def test_a_server_without_registry_captures_too(
     handle = activations(output)
     assert handle is not None
     assert handle.layers == (1, 2)
-    assert "no route to register probes" in output.metadata["probes_refused"]["org/sum"]
+    assert "no route to register names" in output.metadata["probes_refused"]["org/sum"]
 
 
 @pytest.mark.anyio
