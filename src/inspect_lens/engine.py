@@ -14,14 +14,7 @@ from inspect_lens._base.hook_calls import HookCalls
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import Registrable, ServerConfig
 
-__all__ = [
-    "PersistentHooks",
-    "flush_sinks",
-    "register",
-    "registered",
-    "sinks",
-    "unregister",
-]
+__all__ = ["PersistentHooks", "flush_sinks", "register", "registered", "sinks", "unregister"]
 
 
 def register(llm: Any, name: str, item: Registrable, *, replace: bool = False) -> dict[str, Any]:

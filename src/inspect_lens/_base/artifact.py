@@ -315,11 +315,7 @@ def decode_tensors(
 
 
 def write_artifact(
-    kind: ArtifactKind,
-    folder: Path,
-    content: bytes,
-    card: BaseModel,
-    render: Callable[[str], str],
+    kind: ArtifactKind, folder: Path, content: bytes, card: BaseModel, render: Callable[[str], str]
 ) -> Path:
     """Write the three files; the card comes last among those that are read back."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -43,8 +43,7 @@ class PublishedSetting(Value):
         default=None, description="Block that it acts on, from 0; `note` says on which side of it."
     )
     files: tuple[str, ...] = Field(
-        default=(),
-        description="Where its files are: `repository:path`, or a name on the hub.",
+        default=(), description="Where its files are: `repository:path`, or a name on the hub."
     )
     source: str = Field(
         description="Paper, and the repository with the commit that was read, where it was noted."

@@ -15,13 +15,7 @@ from ._heads import (
     instruction_shares,
     load_heads,
 )
-from ._pattern import (
-    AttentionFacts,
-    Head,
-    QueriesKeys,
-    Span,
-    attention_patterns,
-)
+from ._pattern import AttentionFacts, Head, QueriesKeys, Span, attention_patterns
 
 __all__ = [
     "AttentionFacts",

@@ -530,12 +530,7 @@ def contrastive_scores(
 
 
 def find_core_heads(
-    scores: ArrayLike,
-    heads: Sequence[Head],
-    *,
-    top: int = 8,
-    model: str = "",
-    data: str = "",
+    scores: ArrayLike, heads: Sequence[Head], *, top: int = 8, model: str = "", data: str = ""
 ) -> AttentionHeads:
     """Choose the heads that tell relevant documents best.
 

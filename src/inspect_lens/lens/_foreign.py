@@ -28,11 +28,7 @@ _SOURCE: Final = (
 
 
 def import_lens(
-    path: str | Path,
-    *,
-    name: str,
-    n_layers: int | None = None,
-    model: ModelRef | None = None,
+    path: str | Path, *, name: str, n_layers: int | None = None, model: ModelRef | None = None
 ) -> Lens:
     """Read a Jacobian lens that `jlens` or TransformerLens fitted.
 

@@ -239,10 +239,7 @@ class Lens(Artifact):
         if not length:
             raise SpecError("unembedding: the lens maps this row to zero; choose another token")
         return Add(
-            vector=(direction / length)[None],
-            layers=(layer,),
-            scale=scale,
-            norm_match=norm_match,
+            vector=(direction / length)[None], layers=(layer,), scale=scale, norm_match=norm_match
         )
 
     def token_swap(
@@ -295,10 +292,7 @@ class Lens(Artifact):
         if self.bias is not None:
             tensors["bias"] = as_tensor_data(self.bias)
         return EngineLens(
-            kind=self.card.kind,
-            n_layers=self.card.n_layers,
-            layers=self.layers,
-            tensors=tensors,
+            kind=self.card.kind, n_layers=self.card.n_layers, layers=self.layers, tensors=tensors
         )
 
     def _in_file(self) -> Mapping[str, NDArray[Any]]:

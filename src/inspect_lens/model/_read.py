@@ -272,9 +272,7 @@ def resident_activation_bytes() -> int:
     return MEMORY.nbytes
 
 
-def read_activations(
-    source: EvalLog | EvalSample | ModelOutput | str | Path,
-) -> list[CapturedCall]:
+def read_activations(source: EvalLog | EvalSample | ModelOutput | str | Path) -> list[CapturedCall]:
     """List every captured call of a log, in the order of samples and calls.
 
     An answer that `read_given` read stands among them at its place, though no call made it.

@@ -27,14 +27,7 @@ from inspect_lens.spec import (
 
 from ._handle import MESSAGES, Activations
 from ._places import place_for
-from ._response import (
-    Keep,
-    LensFields,
-    fetch_payloads,
-    keep_payload,
-    numerics_in,
-    origin_of,
-)
+from ._response import Keep, LensFields, fetch_payloads, keep_payload, numerics_in, origin_of
 from ._scope import LensProvider
 
 
@@ -104,10 +97,7 @@ async def recapture(
         async def main() -> None:
             model = get_model("vllm-lens/organism/checkpoint")
             again = await recapture(
-                model,
-                prompt_token_ids=call.prompt_token_ids,
-                token_ids=call.token_ids,
-                layers=[2],
+                model, prompt_token_ids=call.prompt_token_ids, token_ids=call.token_ids, layers=[2]
             )
             assert again.numpy().shape == (1, call.n_prompt + call.n_completion - 1, 256)
 

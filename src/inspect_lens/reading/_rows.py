@@ -233,9 +233,7 @@ def pick_rows(
     )
 
 
-def read_token_ids(
-    output: ModelOutput | Activations,
-) -> tuple[Sequence[int], Sequence[int]] | None:
+def read_token_ids(output: ModelOutput | Activations) -> tuple[Sequence[int], Sequence[int]] | None:
     """Token ids of prompt and completion, from the live metadata or the captured call."""
     metadata = output.metadata or {} if isinstance(output, ModelOutput) else {}
     prompt, completion = metadata.get("prompt_token_ids"), metadata.get("token_ids")

@@ -19,15 +19,7 @@ from inspect_lens.model import Activations, ProbeScores, activations, activation
 from inspect_lens.model._read import probe_scores_for
 from inspect_lens.model._request import capture_advice
 
-from ._calls import (
-    Calls,
-    CallSelection,
-    Turn,
-    find_turn,
-    model_of,
-    read_turns,
-    require_roles,
-)
+from ._calls import Calls, CallSelection, Turn, find_turn, model_of, read_turns, require_roles
 from ._latents import LatentReader, LatentReading
 from ._reader import ProbeReader, Reading
 from ._rows import in_thread

@@ -139,10 +139,7 @@ class CallReader:
         return np.flatnonzero(select_tokens(tokens, self.selection)[list(rows.positions)])
 
     def sentence_ends(
-        self,
-        rows: Rows | ScoredTokens,
-        model_name: str | None = None,
-        pool: str | None = None,
+        self, rows: Rows | ScoredTokens, model_name: str | None = None, pool: str | None = None
     ) -> NDArray[np.bool_] | None:
         """With which of the read tokens a sentence ends, where a pool has to know.
 

@@ -15,11 +15,7 @@ from numpy.typing import NDArray
 from inspect_lens.errors import ArtifactError
 from inspect_lens.model import Activations, ProbeScores, read_activations
 from inspect_lens.model._read import read_sidecar, write_sidecar
-from inspect_lens.model._scores import (
-    SCORES_REFERENCE,
-    decoded_scores,
-    encode_scores,
-)
+from inspect_lens.model._scores import SCORES_REFERENCE, decoded_scores, encode_scores
 
 REFERENCE = SCORES_REFERENCE
 """`$lens` of the reference in `Score.metadata["token_scores"]`. With `records` it is one into the

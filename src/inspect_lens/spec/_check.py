@@ -43,13 +43,7 @@ from ._probe import EngineProbe
 from ._request import LensRequest
 from ._splice import Splice
 
-__all__ = [
-    "check_edits",
-    "check_hooks",
-    "check_lens",
-    "check_probe",
-    "check_request",
-]
+__all__ = ["check_edits", "check_hooks", "check_lens", "check_probe", "check_request"]
 
 
 def check_edits(edits: Sequence[EditBase], facts: EngineFacts) -> int:

@@ -29,21 +29,10 @@ from ._instruction import (
     sampled_match,
 )
 from ._positions import Phase, Positions, is_mask, parse_positions
-from ._tensor import (
-    JudgeShape,
-    TensorData,
-    WireModel,
-    as_tensor_data,
-    freeze_tensor,
-    is_wire,
-)
+from ._tensor import JudgeShape, TensorData, WireModel, as_tensor_data, freeze_tensor, is_wire
 from ._values import TENSORS, integers, shown
 
-__all__ = [
-    "EDITS",
-    "EDIT_REFERENCE",
-    "EditBase",
-]
+__all__ = ["EDITS", "EDIT_REFERENCE", "EditBase"]
 
 
 EDIT_REFERENCE = "edit/1"

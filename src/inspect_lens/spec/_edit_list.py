@@ -8,12 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, Union
 
-from pydantic import (
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from inspect_lens.errors import SpecError
 
@@ -27,12 +22,7 @@ from ._splice import Splice
 from ._tensor import WireModel
 from ._values import PEER_NAMES, STEER_KEY, Flag, Name, Number, Value, read_as, shown
 
-__all__ = [
-    "Edit",
-    "EditsUse",
-    "EngineEdits",
-    "parse_edits",
-]
+__all__ = ["Edit", "EditsUse", "EngineEdits", "parse_edits"]
 
 
 if not TYPE_CHECKING:

@@ -553,10 +553,7 @@ class LowRank(EditBase):
 
 
 def _pairs(
-    read: NDArray[np.floating],
-    write: NDArray[np.floating],
-    factor: float,
-    bias: Row | None = None,
+    read: NDArray[np.floating], write: NDArray[np.floating], factor: float, bias: Row | None = None
 ) -> tuple[Instruction, ...]:
     """One instruction per direction, all of which read the same stream."""
     return tuple(

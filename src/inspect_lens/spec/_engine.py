@@ -300,13 +300,7 @@ class TensorLimits:
     """
 
     def __init__(
-        self,
-        *,
-        model: str,
-        hidden: int,
-        n_layers: int,
-        rows: int,
-        widths: Sequence[SiteWidth] = (),
+        self, *, model: str, hidden: int, n_layers: int, rows: int, widths: Sequence[SiteWidth] = ()
     ) -> None:
         """Set the limits."""
         self._widths = {width.site: width.width for width in widths}

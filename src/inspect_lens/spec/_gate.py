@@ -26,14 +26,7 @@ from ._instruction import N_REGISTERS, NEXT_TOKEN, SAME_TOKEN, Instruction, Kind
 from ._tensor import Tensor, TensorData, WireModel, as_tensor_data, freeze_tensor
 from ._values import MOST_GATES, Flag, Integer, Number, Value, shown
 
-__all__ = [
-    "MOST_GATES",
-    "MOST_SCHEDULED",
-    "Gate",
-    "Rule",
-    "Schedule",
-    "is_gate_key",
-]
+__all__ = ["MOST_GATES", "MOST_SCHEDULED", "Gate", "Rule", "Schedule", "is_gate_key"]
 
 _KEY = re.compile("[0-9a-f]{64}")
 GateKey: TypeAlias = Annotated[str, Field(pattern=f"^{_KEY.pattern}$")]

@@ -31,14 +31,7 @@ from inspect_lens.errors import SpecError
 from ._tensor import WireModel, is_wire
 from ._values import Flag, Value, check_function_name, integers, is_function_name, read_as, shown
 
-__all__ = [
-    "HOOK_REFERENCE",
-    "FunctionCode",
-    "Hook",
-    "HookReceipt",
-    "code_python",
-    "parse_hooks",
-]
+__all__ = ["HOOK_REFERENCE", "FunctionCode", "Hook", "HookReceipt", "code_python", "parse_hooks"]
 
 
 HOOK_REFERENCE = "hook/1"

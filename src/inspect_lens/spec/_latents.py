@@ -12,12 +12,7 @@ from ._instruction import MOST_INSTRUCTIONS, Instruction, Kind
 from ._tensor import Tensor
 from ._values import Flag, Number
 
-__all__ = [
-    "MOST_LATENTS",
-    "LatentMode",
-    "Latents",
-    "Reconstruct",
-]
+__all__ = ["MOST_LATENTS", "LatentMode", "Latents", "Reconstruct"]
 
 
 LatentMode = Literal["set", "add", "at_least"]

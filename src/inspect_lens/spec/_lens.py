@@ -219,9 +219,7 @@ class LensReceipt(Value):
         if numbers.shape != wanted:
             raise ValueError(f"{LENS_NAME} has shape {numbers.shape}; the receipt says {wanted}")
         ids, logprobs, chosen, ranks = np.split(
-            numbers.swapaxes(0, 1),
-            np.cumsum([self.top_k, self.top_k, len(self.tokens)]),
-            axis=2,
+            numbers.swapaxes(0, 1), np.cumsum([self.top_k, self.top_k, len(self.tokens)]), axis=2
         )
         return LensTable(
             positions=self.positions,

@@ -26,14 +26,7 @@ from inspect_lens.errors import SpecError
 
 from ._engine import RESID_POST, Numerics, Site, TapPoint, tap_points, weights_judge
 from ._positions import Positions, parse_positions
-from ._tensor import (
-    Tensor,
-    TensorData,
-    WireModel,
-    as_tensor_data,
-    freeze_tensor,
-    is_wire,
-)
+from ._tensor import Tensor, TensorData, WireModel, as_tensor_data, freeze_tensor, is_wire
 from ._values import Flag, Name, Number, Value, integers, shown
 
 __all__ = [

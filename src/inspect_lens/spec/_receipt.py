@@ -11,14 +11,7 @@ from ._lens import LensReceipt
 from ._probe import ProbeReceipt
 from ._values import Value
 
-__all__ = [
-    "CaptureReceipt",
-    "EnginePath",
-    "GateReceipt",
-    "Receipt",
-    "SteerReceipt",
-    "TierReceipt",
-]
+__all__ = ["CaptureReceipt", "EnginePath", "GateReceipt", "Receipt", "SteerReceipt", "TierReceipt"]
 
 
 EnginePath = Literal["eager", "compiled", "piecewise", "graph"]

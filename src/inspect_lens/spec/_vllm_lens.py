@@ -26,10 +26,7 @@ from ._values import LENS_KEYS, PEER_NAMES, STEER_KEY, check_counts, explain, in
 if TYPE_CHECKING:
     from ._request import LensRequest
 
-__all__ = [
-    "SteeringVector",
-    "read_transport",
-]
+__all__ = ["SteeringVector", "read_transport"]
 
 
 _NAMES = {"activations": "vector", "layer_indices": "layers", "position_indices": "positions"}
