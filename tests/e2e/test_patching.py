@@ -10,7 +10,7 @@ import pytest
 from inspect_ai.dataset import Sample
 
 from evals.organism_causal_tracing import fact_dataset
-from inspect_lens._patching import Run, next_token
+from inspect_lens._patching.runs import Run, next_token
 from inspect_lens.errors import SpecError
 from inspect_lens.patch import CausalTrace, PatchSweep, causal_trace, embedding_std, patch_sweep
 from inspect_lens.patch._runs import open_runs

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from inspect_lens._patching import Rows, Run
+from inspect_lens._patching.runs import Rows, Run
 from inspect_lens.patch import Prompt
 from inspect_lens.spec import Replace, Site
 

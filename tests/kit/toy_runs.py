@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inspect_lens._patching import Rows, Run
+from inspect_lens._patching.runs import Rows, Run
 from inspect_lens.patch import Prompt
 from inspect_lens.spec import (
     CaptureReceipt,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inspect_lens._patching import Run
+from inspect_lens._patching.runs import Run
 from inspect_lens.engine import register, unregister
 from inspect_lens.patch import patch_sweep
 from inspect_lens.probe import auroc, pool_scores

@@ -1,16 +1,7 @@
 """Activation patching and causal tracing: which layer and token a prediction depends on."""
 
-from inspect_lens._patching import (
-    Align,
-    Alignment,
-    CausalTrace,
-    PatchCell,
-    PatchSweep,
-    Prompt,
-    RunScore,
-    Source,
-    align_tokens,
-)
+from inspect_lens._patching.result import CausalTrace, PatchCell, PatchSweep, RunScore, Source
+from inspect_lens._patching.runs import Align, Alignment, Prompt, align_tokens
 
 from ._sweep import Over, causal_trace, embedding_std, patch_sweep
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, cast
 
 from inspect_lens._base.token_texts import TokenTexts
-from inspect_lens._patching import (
+from inspect_lens._patching.runs import (
     Prompt,
     Rows,
     Run,

@@ -11,31 +11,30 @@ from numpy.typing import ArrayLike
 
 from inspect_lens._base.one_or_several import one_or_several
 from inspect_lens._base.progress import progress_bar
-from inspect_lens._patching import (
-    IN_FLIGHT,
+from inspect_lens._patching.result import CausalTrace, PatchCell, PatchSweep, Source
+from inspect_lens._patching.runs import (
     Align,
     Alignment,
-    CausalTrace,
-    CellDone,
-    PatchCell,
-    PatchSweep,
     Prompt,
     Run,
-    Source,
+    choose_positions,
+    find_subject,
+    next_token,
+    warn_without_space,
+)
+from inspect_lens._patching.sweep import (
+    IN_FLIGHT,
+    CellDone,
     Stored,
     SweepEvent,
     SweepSpec,
     SweepStarted,
     check_site,
-    choose_positions,
     events_of,
-    find_subject,
     gather,
-    next_token,
     patches,
     sweep,
     to_body,
-    warn_without_space,
     windows,
 )
 from inspect_lens.client import LensClient

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 from inspect_ai.model import get_model
 
-from inspect_lens._patching import find_subject
+from inspect_lens._patching.runs import find_subject
 from inspect_lens.client import LensClient
 from inspect_lens.errors import CaptureError, LensError
 from inspect_lens.patch._runs import _Served

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inspect_lens._patching import choose_positions, find_subject
+from inspect_lens._patching.runs import choose_positions, find_subject
 from inspect_lens.errors import SpecError
 from inspect_lens.patch import Alignment, align_tokens
 

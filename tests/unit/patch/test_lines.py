@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inspect_lens._patching import (
+from inspect_lens._patching.sweep import (
     EventLines,
     FloorFound,
     SweepSpec,

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inspect_lens._patching import Run, warn_without_space, windows
+from inspect_lens._patching.runs import Run, warn_without_space
+from inspect_lens._patching.sweep import windows
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.patch import PatchCell, PatchSweep, causal_trace, patch_sweep
 from inspect_lens.patch._runs import open_runs

@@ -20,7 +20,7 @@ pytest.importorskip("fastapi")
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from inspect_lens._patching._sweep import _Body
+from inspect_lens._patching.sweep import _Body
 from inspect_lens._vllm.http import bodies
 from inspect_lens._vllm.http.bodies import TOKENS_PATH, LensBodies
 from inspect_lens._vllm.http.payloads import PayloadStore

@@ -16,19 +16,16 @@ import numpy as np
 
 from inspect_lens._base.token_texts import TokenTexts
 from inspect_lens._engine.protocol.processes import as_exception
-from inspect_lens._patching import (
-    EventLines,
+from inspect_lens._patching.runs import (
     Prompt,
     Rows,
     Run,
-    SweepSpec,
     capture_spec,
     chat_ending,
     is_chat,
     messages_of,
-    specs_of,
-    sweep,
 )
+from inspect_lens._patching.sweep import EventLines, SweepSpec, specs_of, sweep
 from inspect_lens._vllm.clients import CLIENT
 from inspect_lens._vllm.compat.api_server import one_token
 from inspect_lens._vllm.compat.features import require

@@ -25,8 +25,8 @@ from inspect_lens.spec import (
     shown,
 )
 
-from ._result import PatchCell, PatchSweep, RunScore, Source
-from ._runs import (
+from .result import PatchCell, PatchSweep, RunScore, Source
+from .runs import (
     Align,
     Alignment,
     Prompt,
