@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -584,17 +585,11 @@ class LensClient(HookCalls):
 VLLMLensClient = LensClient
 """The name of `LensClient` in vllm-lens."""
 
-_ARGUMENTS = (
-    "capture_layers", "steering_vectors", "activations_transport", "capture", "hooks",
-    "capture_qk", "lens", "sink", "edits", "open_gates",
-)  # fmt: skip
-"""Of `LensClient.generate`, for the lens."""
-
 
 def request_of(
     capture_layers: Sequence[int] | bool | None,
     steering_vectors: Sequence[Add | Mapping[str, Any]] | None,
-    transport: str | None,
+    activations_transport: str | None,
     capture: CaptureSpec | Mapping[str, Any] | None,
     hooks: Sequence[Hook | Mapping[str, Any]] | None,
     capture_qk: Sequence[int] | bool | None,
@@ -614,7 +609,7 @@ def request_of(
         args["output_residual_stream"] = layers if isinstance(layers, bool) else list(layers)
     if steering_vectors is not None:
         args[STEER_KEY] = list(steering_vectors)
-    if transport is not None:
+    if (transport := activations_transport) is not None:
         args["activations_transport"] = transport
     request = parse_extra_args(args)
     native: dict[str, Any] = {"open_gates": list(open_gates)} if open_gates else {}
@@ -633,6 +628,9 @@ def request_of(
         update = {name: getattr(asked, name) for name in native}
         request = (request or LensRequest()).model_copy(update=update)
     return request
+
+
+_ARGUMENTS = tuple(inspect.signature(request_of).parameters)
 
 
 def _fields(

@@ -182,19 +182,14 @@ async def reread(
         ]
     before: list[Any] = await messages_to_openai(list(messages))
     after: list[Any] = await messages_to_openai([*messages, answer])
-    asked = {"messages": before, "add_generation_prompt": True}
-    prompt = await _tokenize(api, shown | asked)
-    whole = await _tokenize(
-        api,
-        shown | {"messages": after, "add_generation_prompt": False, "continue_final_message": True},
-    )
-    if whole[: len(prompt)] != prompt:
+    prompt = await prompt_tokens(api, before, **shown)
+    completion = await continued_tokens(api, prompt, after, **shown)
+    if completion is None:
         raise ArtifactError(
             f"message {answer.id}: with the answer behind it the chat template renders the "
             "conversation in another way (it may drop reasoning), so the answer's tokens cannot "
             "be told from the prompt's; score activations that were captured instead"
         )
-    completion = whole[len(prompt) :]
     if not completion:
         raise ArtifactError(f"message {answer.id}: the answer has no text to read")
     # The last token of a completion is never read by the model that wrote it. Here that is the
@@ -208,9 +203,20 @@ async def reread(
     )
 
 
-async def _tokenize(api: Any, body: dict[str, Any]) -> list[int]:
-    answer = await api.post("/tokenize", body)
-    return [int(token) for token in answer["tokens"]]
+async def prompt_tokens(api: Any, messages: Sequence[Any] | str, **shown: Any) -> list[int]:
+    """Ids of a prompt, by the server's own template; raw text has none."""
+    asked = {"messages": messages, "add_generation_prompt": True}
+    body = {"prompt": messages} if isinstance(messages, str) else shown | asked
+    return [int(token) for token in (await api.post("/tokenize", body))["tokens"]]
+
+
+async def continued_tokens(
+    api: Any, prompt: list[int], messages: Sequence[Any], **shown: Any
+) -> list[int] | None:
+    """Ids of the last message, behind the prompt; None where the template writes another one."""
+    asked = {"messages": messages, "add_generation_prompt": False, "continue_final_message": True}
+    whole = [int(token) for token in (await api.post("/tokenize", shown | asked))["tokens"]]
+    return whole[len(prompt) :] if whole[: len(prompt)] == prompt else None
 
 
 async def token_logprobs(

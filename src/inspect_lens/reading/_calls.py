@@ -27,8 +27,7 @@ from inspect_lens.model import activations, probe_scores
 from inspect_lens.model._read import given_output
 from inspect_lens.model._scope import is_instrument_call
 
-from ._rows import has_nothing_to_read, read_token_ids
-from ._stored import WITHHELD, is_withheld
+from ._rows import WITHHELD, has_nothing_to_read, is_withheld, read_token_ids
 
 _SPANS: Final = frozenset({"steering_cell", "contrastive", "attempt"})
 """Types of the spans in which solvers of this package generate several answers to choose from."""

@@ -26,8 +26,6 @@ from inspect_lens.spec import (
     result_name,
 )
 
-from ._stored import is_withheld
-
 Source = Literal["auto", "captured", "recompute"]
 """Where scores come from: the generation itself, or its tokens fed again.
 
@@ -241,6 +239,17 @@ def read_token_ids(output: ModelOutput | Activations) -> tuple[Sequence[int], Se
     if not prompt and handle is not None:
         prompt, completion = handle.prompt_token_ids, handle.token_ids
     return (prompt, completion) if prompt and completion else None
+
+
+WITHHELD = "withheld"
+"""Key of `output.metadata` of a text that stands in the place of an answer, which nobody wrote.
+
+Its value is the id of the message that was withheld."""
+
+
+def is_withheld(output: ModelOutput) -> bool:
+    """Whether an output stands in the place of an answer that `probe_gate` stopped."""
+    return bool((output.metadata or {}).get(WITHHELD))
 
 
 def has_nothing_to_read(output: ModelOutput) -> bool:

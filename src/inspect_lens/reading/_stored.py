@@ -16,11 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from inspect_lens.errors import ArtifactError, CaptureError, UnsupportedError
 from inspect_lens.model import Activations, read_activations
 from inspect_lens.model._read import GIVEN_TOKENS
-
-WITHHELD = "withheld"
-"""Key of `output.metadata` of a text that stands in the place of an answer, which nobody wrote.
-
-Its value is the id of the message that was withheld."""
+from inspect_lens.model._recapture import continued_tokens, prompt_tokens
 
 
 class GivenTokens(NamedTuple):
@@ -41,27 +37,17 @@ async def given_tokens(
             f"{model}: cannot read given text; allowed are models vllm-lens/… and lens/…; choose "
             "one of these, or a data set whose completions are generated"
         )
-    if isinstance(messages, str):
-        return GivenTokens(await _tokenize(api, {"prompt": messages}), [])
-    turns = [dict(m) for m in messages]
-    prompt = await _tokenize(api, {"messages": turns, "add_generation_prompt": True})
-    if completion is None:
+    prompt = await prompt_tokens(api, messages)
+    if isinstance(messages, str) or completion is None:
         return GivenTokens(prompt, [])
-    whole = await _tokenize(
-        api,
-        {
-            "messages": [*turns, {"role": "assistant", "content": completion}],
-            "add_generation_prompt": False,
-            "continue_final_message": True,
-        },
-    )
-    if whole[: len(prompt)] != prompt:
+    turns = [*messages, {"role": "assistant", "content": completion}]
+    if (rest := await continued_tokens(api, prompt, turns)) is None:
         raise CaptureError(
             "the chat template writes another prompt when a reply follows, so the reply's tokens "
             "cannot be told; allowed are templates that continue their own prompt; turn off "
             "reasoning in the template, or generate the replies"
         )
-    return GivenTokens(prompt, whole[len(prompt) :])
+    return GivenTokens(prompt, rest)
 
 
 def given_length(output: ModelOutput) -> int | None:
@@ -89,17 +75,6 @@ def given_length(output: ModelOutput) -> int | None:
     """
     found = (output.metadata or {}).get(GIVEN_TOKENS)
     return found if isinstance(found, int) else None
-
-
-def is_withheld(output: ModelOutput) -> bool:
-    """Whether an output stands in the place of an answer that `probe_gate` stopped."""
-    return bool((output.metadata or {}).get(WITHHELD))
-
-
-async def _tokenize(api: Any, body: dict[str, Any]) -> list[int]:
-    answer = await api.post("/tokenize", body)
-    tokens: list[int] = answer["tokens"]
-    return tokens
 
 
 class ContrastiveAnswer(BaseModel):

@@ -35,9 +35,8 @@ from inspect_lens.oracle._ask import OraclePlan, plan_asking
 from inspect_lens.probe import AnyProbe, clopper_pearson
 from inspect_lens.reading import CallSelection, OnMissing, ProbeReader, Reading, Turn, read_calls
 from inspect_lens.reading._follow_up import FollowUpReply, ask_follow_up, choose_follow_up
-from inspect_lens.reading._rows import has_nothing_to_read
+from inspect_lens.reading._rows import has_nothing_to_read, is_withheld
 from inspect_lens.reading._shared import shared_parameters
-from inspect_lens.reading._stored import is_withheld
 from inspect_lens.reading._thresholds import named_point
 
 from ._metrics import at_threshold, auroc_metric

@@ -25,9 +25,9 @@ from inspect_lens.model import lens_scope, receipt
 from inspect_lens.model._host import active_approver
 from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import OnMissing, ProbeReader, read_message
+from inspect_lens.reading._rows import WITHHELD
 from inspect_lens.reading._samples import Judged, TurnJudge, turn_of
 from inspect_lens.reading._shared import shared_parameters
-from inspect_lens.reading._stored import WITHHELD
 from inspect_lens.reading._thresholds import acting_value, promise
 from inspect_lens.spec import Add, Positions, ProbeUse
 from inspect_lens.vector import VectorLike, steering_vector

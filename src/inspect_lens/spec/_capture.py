@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, StrictStr, field_validator, model_validator
 
 from ._engine import RESID_POST, SITES, Site, in_site_order
 from ._positions import Phase, Positions, TokenMatch, is_mask, parse_positions
@@ -357,8 +356,7 @@ next shard. `spilled`: on a disk of the server, and to be written later, also af
 `sampled_out` and `dropped`: the sink was slow, and they are gone. `failed`: it could not take them.
 """
 
-_TEXT_MOST = 256
-_COLUMNS_MOST = 16
+_Text = Annotated[StrictStr, Field(max_length=256)]
 
 
 class SinkUse(Value):
@@ -378,40 +376,17 @@ class SinkUse(Value):
 
     name: Name
     """Name of the sink, as `GET /v1/inspect_lens` lists it."""
-    id: str | None = Field(default=None, min_length=1, max_length=_TEXT_MOST)
+    id: _Text | None = Field(default=None, min_length=1)
     """Id of the sample; without it that of the request."""
     label: Flag | None = None
     """Label of the sample, for training."""
-    group: str | None = Field(default=None, min_length=1, max_length=_TEXT_MOST)
+    group: _Text | None = Field(default=None, min_length=1)
     """Samples that belong together, such as those of one question; without it the id."""
-    columns: dict[str, str] = Field(default_factory=dict)
-    """Further columns of the sample, at most 16."""
+    columns: dict[_Text, _Text] = Field(default_factory=dict, max_length=16)
+    """Further columns of the sample, at most 16; names and texts of at most 256 characters."""
     wait: Flag = True
     """Answer when the rows are written or lost, so that the receipt says which. Otherwise the
     answer comes at once, and rows that wait for the next shard are `queued`."""
-
-    @field_validator("columns", mode="before")
-    @classmethod
-    def _columns(cls, value: Any) -> Any:
-        if not isinstance(value, Mapping) or len(value) > _COLUMNS_MOST:
-            raise ValueError(f"{shown(value)}; allowed is an object of at most {_COLUMNS_MOST}")
-        for key, text in value.items():
-            for part in (key, text):
-                if not isinstance(part, str) or len(part) > _TEXT_MOST or not _encodes(part):
-                    raise ValueError(
-                        f"{shown(part)}; allowed are names and texts of at most {_TEXT_MOST} "
-                        "characters"
-                    )
-        return dict(value)
-
-
-def _encodes(text: str) -> bool:
-    """Whether a file can hold a text: one with half of a surrogate pair it cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 class SinkReceipt(Value):

@@ -94,22 +94,10 @@ class EditBase(WireModel):
                 raise TypeError(f"{cls.__qualname__}: another edit is called op={op!r}")
             TENSORS.update(cls.tensor_fields)
 
-    @field_validator("layers", mode="before")
+    @field_validator("layers", *CHOICES, mode="before")
     @classmethod
-    def _layers(cls, value: Any) -> Any:
-        value = integers(value)
-        if not isinstance(value, tuple) or not value:
-            raise ValueError(
-                f"{shown(value)}; name at least one layer, such as [12] or [10, 11, 12]"
-            )
-        if len(set(value)) != len(value):
-            raise ValueError(f"{value!r} names a layer twice")
-        return tuple(value)
-
-    @field_validator(*CHOICES, mode="before")
-    @classmethod
-    def _choice(cls, value: Any) -> Any:
-        if value is None:
+    def _listed(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is None and info.field_name in CHOICES:
             return None
         value = integers(value)
         if not isinstance(value, tuple) or not value or len(set(value)) != len(value):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -299,25 +299,11 @@ class TensorLimits:
     A kilobyte of text unpacks to gigabytes. So shapes are judged as they are declared.
     """
 
-    def __init__(
-        self, *, model: str, hidden: int, n_layers: int, rows: int, widths: Sequence[SiteWidth] = ()
-    ) -> None:
-        """Set the limits."""
-        self._widths = {width.site: width.width for width in widths}
-        self._model, self._hidden = model, hidden
-        self._n_layers, self._rows = n_layers, rows
+    def __init__(self, facts: EngineFacts) -> None:
+        self._widths = {width.site: width.width for width in facts.widths}
+        self._model, self._hidden = facts.model, facts.hidden
+        self._n_layers, self._rows = facts.n_layers, facts.bank_rows
         self._n_asked = 0
-
-    @classmethod
-    def of(cls, facts: EngineFacts) -> TensorLimits:
-        """Limits for one request to an engine."""
-        return cls(
-            model=facts.model,
-            hidden=facts.hidden,
-            n_layers=facts.n_layers,
-            rows=facts.bank_rows,
-            widths=facts.widths,
-        )
 
     @property
     def context(self) -> dict[str, TensorLimits]:

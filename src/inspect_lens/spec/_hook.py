@@ -177,12 +177,7 @@ class Hook(WireModel):
         layers = integers(value)
         if layers == ():
             raise ValueError("is empty; name at least one layer")
-        return layers
-
-    @field_validator("layer_indices")
-    @classmethod
-    def _once(cls, value: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(sorted(set(value)))
+        return tuple(sorted(set(layers))) if isinstance(layers, tuple) else layers
 
     @field_serializer("fn")
     def _dump_fn(self, value: FunctionCode) -> dict[str, str]:

@@ -364,14 +364,7 @@ class EngineLens(Weights):
     @property
     def entry(self) -> LensEntry:
         """What a front-end keeps of it."""
-        return LensEntry(
-            kind=self.kind,
-            n_layers=self.n_layers,
-            hidden=self.hidden,
-            layers=self.layers,
-            sha256=self.sha256,
-            nbytes=self.nbytes,
-        )
+        return LensEntry.model_validate(self, from_attributes=True)
 
     def reference(self) -> dict[str, Any]:
         """The short form for logs: what it is, without the tensors."""

@@ -30,6 +30,7 @@ from ._values import (
     VLLM_KEYS,
     Flag,
     Name,
+    Value,
     check_counts,
     judging,
     read_as,
@@ -189,22 +190,21 @@ class LensRequest(RequestPart):
     def _hooks(cls, value: Any) -> Any:
         return parse_hooks(value, where="hooks")
 
-    @field_validator("qk", mode="before")
+    @field_validator("qk", "lens", mode="before")
     @classmethod
-    def _qk(cls, value: Any) -> Any:
-        return value if value is None or isinstance(value, Mapping | QKSpec) else {"layers": value}
-
-    @field_validator("lens", mode="before")
-    @classmethod
-    def _lens(cls, value: Any) -> Any:
-        return (
-            value if value is None or isinstance(value, Mapping | LogitLens) else {"layers": value}
-        )
+    def _of_layers(cls, value: Any) -> Any:
+        return value if value is None or isinstance(value, Mapping | Value) else {"layers": value}
 
     @field_validator("sink", mode="before")
     @classmethod
     def _sink(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
+
+    @property
+    def asked(self) -> set[str]:
+        """Fields that say something."""
+        fields = type(self).model_fields
+        return {name for name, field in fields.items() if getattr(self, name) != field.default}
 
     @property
     def brings_tensors(self) -> bool:
@@ -503,7 +503,8 @@ def _plain(value: Any, key: str) -> Any:
     if key == STEER_KEY and isinstance(value, Add) and is_plain(value):
         return vector_form(value)
     if isinstance(value, Hook | LensRequest | EditBase):
-        return value.model_dump(mode="json", exclude_none=True)
+        fields = value.asked if isinstance(value, LensRequest) else None
+        return value.model_dump(mode="json", include=fields, exclude_none=True)
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
     if isinstance(value, list | tuple):

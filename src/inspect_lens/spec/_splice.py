@@ -138,20 +138,18 @@ class EngineAutoencoder(Weights):
         """Width of the rows that it reads and writes."""
         return self.tensors["encoder"].shape[1]
 
+    @property
+    def n_latents(self) -> int:
+        """How many latents it has."""
+        return self.tensors["encoder"].shape[0]
+
     def _identity(self) -> tuple[Any, ...]:
         return "sae", self.kind, self.top_k
 
     @property
     def entry(self) -> AutoencoderEntry:
         """What a front-end keeps of it."""
-        return AutoencoderEntry(
-            kind=self.kind,
-            hidden=self.hidden,
-            n_latents=self.tensors["encoder"].shape[0],
-            layers=self.layers,
-            sha256=self.sha256,
-            nbytes=self.nbytes,
-        )
+        return AutoencoderEntry.model_validate(self, from_attributes=True)
 
     def reference(self) -> dict[str, Any]:
         """The short form for logs: what it is, without the tensors."""

@@ -249,11 +249,7 @@ def to_vllm_lens(request: LensRequest) -> dict[str, Any] | None:
         or (capture is not None and not capture.is_plain)
         or (capture is not None and qk is not None and capture.transport != qk.transport)
         or request.skip_reading_prefix_cache is False
-        or any(
-            getattr(request, name) != field.default
-            for name, field in type(request).model_fields.items()
-            if name not in _THEIRS
-        )
+        or not request.asked <= _THEIRS
     ):
         return None
     args: dict[str, Any] = {}

@@ -77,7 +77,7 @@ def test_an_engine_of_another_model_refuses_it(change: Any, words: str) -> None:
 
 
 def test_shapes_are_judged_before_anything_is_unpacked() -> None:
-    limits = TensorLimits.of(FACTS)
+    limits = TensorLimits(FACTS)
     for shape, words in (
         ([2, 6, 7], "7 in shape"),
         ([2, 7, 6], "7 in shape"),
@@ -89,7 +89,7 @@ def test_shapes_are_judged_before_anything_is_unpacked() -> None:
             EngineLens.model_validate(
                 form(kind="jacobian", tensors={"matrix": forged}), context=limits.context
             )
-    large = TensorLimits(model="m", hidden=1 << 14, n_layers=64, rows=1)
+    large = TensorLimits(engine_facts(hidden=1 << 14, n_layers=64))
     with pytest.raises(SpecError, match="INSPECT_LENS_REGISTER"):
         large.judge_weights((64, 1 << 14, 1 << 14), 2, axes="lhh", what="lens")
 

@@ -49,7 +49,7 @@ def judge(body: dict[str, object]) -> LensRequest | None:
     """What a front-end makes of a body, but for the prompt."""
     # As it comes over HTTP; a lone surrogate is escaped there.
     args = split_body(json.loads(json.dumps(body)), where="the body").args
-    request = parse_extra_args(args, limits=TensorLimits.of(FACTS))
+    request = parse_extra_args(args, limits=TensorLimits(FACTS))
     if request is not None:
         unknown = [use.name for use in request.probes if use.name not in PROBES]
         check_request(

@@ -24,8 +24,9 @@ from inspect_lens.spec import (
     parse_extra_args,
 )
 from inspect_lens.spec._cache import Budget, Cache
+from tests.kit.facts import engine_facts
 
-LIMITS = {"model": "m", "hidden": 256, "n_layers": 4, "rows": 1000}
+FACTS = engine_facts(hidden=256, bank_rows=1000)
 
 
 def zeros(*shape: int, dtype: str = "float32", streamed: bool = False) -> dict[str, Any]:
@@ -76,7 +77,7 @@ def test_a_declared_shape_is_judged_before_anything_is_unpacked(
         {"apply_steering_vectors": json.dumps([vector])},
         {"inspect_lens": {"edits": [{"op": "add", "vector": tensor, "layers": [0]}]}},
     ):
-        seconds, peak, found = peak_of(body, TensorLimits(**LIMITS))  # type: ignore[arg-type]
+        seconds, peak, found = peak_of(body, TensorLimits(FACTS))
         assert message in found
         assert peak < 1 << 20, "128 MiB were declared"
         assert seconds < 0.5
@@ -86,7 +87,7 @@ def test_a_declared_shape_is_judged_before_anything_is_unpacked(
 def test_a_tensor_of_numbers_is_judged_before_it_is_unpacked(field: str) -> None:
     rows = {"encoder": zeros(1, 256), "decoder": zeros(1, 256), "value": [0.0], "layers": [1]}
     asked = {"inspect_lens": {"edits": [{"op": "latents", **rows, field: zeros(1, 1 << 22)}]}}
-    _, peak, message = peak_of(asked, TensorLimits(**LIMITS))  # type: ignore[arg-type]
+    _, peak, message = peak_of(asked, TensorLimits(FACTS))
     assert "has 4194304 numbers; 64 at most for each layer" in message
     assert peak < 1 << 20
 
@@ -94,7 +95,7 @@ def test_a_tensor_of_numbers_is_judged_before_it_is_unpacked(field: str) -> None
 def test_vectors_of_one_request_are_counted_together() -> None:
     vector = {"activations": zeros(1, 900, 256), "layer_indices": [0]}
     body = {"apply_steering_vectors": [vector, vector]}
-    _, peak, found = peak_of(body, TensorLimits(**LIMITS))  # type: ignore[arg-type]
+    _, peak, found = peak_of(body, TensorLimits(FACTS))
     assert "1800 vectors and the steering table has 1000 rows" in found
     assert peak < 4 << 20
 
@@ -116,7 +117,7 @@ def test_tensors_of_probes_are_judged_too() -> None:
         with pytest.raises(ValidationError) as error:
             EngineProbe.model_validate(
                 {"layers": [0], "tensors": tensors},
-                context=TensorLimits(**LIMITS).context,  # type: ignore[arg-type]
+                context=TensorLimits(FACTS).context,
             )
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()

@@ -137,7 +137,7 @@ def test_a_wrong_request_is_named(extra: Any, error: type[Exception], message: s
     [
         ({"activations": np.ones((1, 1, 1, 8))}, "shape"),
         ({"activations": np.ones((2, 8))}, "one entry per layer"),
-        ({"layer_indices": [1, 1], "activations": np.ones((2, 8))}, "twice"),
+        ({"layer_indices": [1, 1], "activations": np.ones((2, 8))}, "each once"),
         ({"scale": float("nan")}, "finite"),
         ({"activations": np.full((1, 8), np.inf)}, "infinity"),
         ({"activations": np.zeros((1, 8)), "norm_match": True}, "zero"),
@@ -360,3 +360,10 @@ def test_a_streamed_request_is_spelled_so_that_a_server_reads_it_again() -> None
     args = to_wire_args(to_extra_args(request))
     assert list(args) == ["inspect_lens"], "vllm-lens has no word for it"
     assert parse_extra_args(args) == request
+
+
+def test_a_request_travels_with_what_it_asks_alone() -> None:
+    request = LensRequest(probes=["a"], capture={"layers": [1]}, server=False)
+    sent = json.loads(to_wire_args(to_extra_args(request))["inspect_lens"])
+    assert sent.keys() == {"probes", "capture", "server"}
+    assert parse_extra_args({"inspect_lens": sent}) == request

@@ -46,7 +46,7 @@ def steer(**changes: Any) -> LensRequest | None:
         ({"position_indices": [0, 1.0]}, "not an integer"),
         ({"position_indices": True}, "list of integers"),
         ({"layer_indices": [True]}, "not an integer"),
-        ({"layer_indices": "1"}, "at least one layer"),
+        ({"layer_indices": "1"}, "at least one, such as"),
         ({"layer_indices": ["1"]}, "not an integer"),
         ({"scale": True}, "valid number"),
         ({"scale": "2"}, "valid number"),

@@ -220,7 +220,7 @@ def compiled_of(processor: Any, params: Any) -> Compiled | None:
     if adapters is not None:
         adapters.check(params)
     facts: EngineFacts | None = processor.inspect_lens_facts
-    limits = None if facts is None else TensorLimits.of(facts)
+    limits = None if facts is None else TensorLimits(facts)
     request = parse_extra_args(getattr(params, "extra_args", None), limits=limits)
     if request is None and acts_on_all(processor) and hasattr(params, "n"):
         # It may fail now, and is kept apart.

@@ -568,7 +568,7 @@ def read_body(
     if args is not None and not isinstance(args, dict):
         return None
     args = args or {}
-    request = parse_extra_args(args, limits=None if facts is None else TensorLimits.of(facts))
+    request = parse_extra_args(args, limits=None if facts is None else TensorLimits(facts))
     request = with_config_of(fields.get("model"), request, configs)
     _refuse_together(path, fields, request, has_server=has_server)
     for edit in () if request is None else request.edits:

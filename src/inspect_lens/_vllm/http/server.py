@@ -206,7 +206,7 @@ class _Registry:
         if not isinstance(replace, bool):
             raise SpecError(f"replace={shown(replace)}; allowed are true and false")
         facts = self._front_end().facts
-        limits = None if facts is None else TensorLimits.of(facts)
+        limits = None if facts is None else TensorLimits(facts)
         name, item = await asyncio.to_thread(parse_item, body, limits)
         await asyncio.to_thread(item.reference)  # with its hash, which is kept
         tell = _tell_through(request.app.state.engine_client)
@@ -232,7 +232,7 @@ class _Registry:
         """Let something act on all requests that begin from now on; others keep what they have."""
         body = await json_body(request)
         front = self._front_end()
-        context = None if front.facts is None else TensorLimits.of(front.facts).context
+        context = None if front.facts is None else TensorLimits(front.facts).context
 
         def read() -> ServerConfig:
             with judging("the body"):
