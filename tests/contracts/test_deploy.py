@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import posixpath
 import re
 import subprocess
 import tomllib
@@ -132,15 +133,22 @@ def test_no_port_is_open_to_other_machines_and_no_key_has_a_default() -> None:
     assert "secretKeyRef" in key["valueFrom"]
 
 
-def test_what_a_build_copies_has_all_that_a_wheel_is_made_of() -> None:
+def test_what_a_build_copies_has_all_that_the_wheels_are_made_of() -> None:
     lines = (ROOT / "deploy/Dockerfile.dockerignore").read_text("utf-8").splitlines()
     assert "*" in lines
     for line in lines:
         assert not line.startswith("!") or (ROOT / line[1:]).exists()
     with (ROOT / "pyproject.toml").open("rb") as stream:
         sdist = tomllib.load(stream)["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    with (ROOT / "organism/pyproject.toml").open("rb") as stream:
+        wheel = tomllib.load(stream)["tool"]["hatch"]["build"]["targets"]["wheel"]
+    organism = {posixpath.normpath(f"organism/{source}") for source in wheel["force-include"]}
     sent = {line[1:] for line in lines if line.startswith("!")}
-    assert sent == {path.removeprefix("/") for path in sdist} | {"pyproject.toml"}
+    assert sent == (
+        {path.removeprefix("/") for path in sdist}
+        | organism
+        | {"pyproject.toml", "organism/pyproject.toml"}
+    )
 
 
 def queries() -> list[str]:
