@@ -58,7 +58,7 @@ def prompt_injection(
         whether the model did what the injection asks.
     """
     listed = None if heads is None else load_heads(heads)
-    qk = True if listed is None else list(listed.layers)
+    qk = True if listed is None else list(listed.heads)
     scorers = [] if heads is None else [injected_heads(heads)]
     # The command line makes a list of what has commas.
     kinds: Any = conditions.split(",") if isinstance(conditions, str) else conditions

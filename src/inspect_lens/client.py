@@ -48,6 +48,7 @@ from .spec import (
     TensorData,
     decode_saved,
     decode_tensor,
+    names_heads,
     parse_extra_args,
     read_transport,
     refuse_misspelled,
@@ -216,7 +217,7 @@ class LensClient(HookCalls):
         activations_transport: str | None = None,
         capture: CaptureSpec | Mapping[str, Any] | None = None,
         hooks: Sequence[Hook | Mapping[str, Any]] | None = None,
-        capture_qk: Sequence[int] | bool | None = None,
+        capture_qk: Sequence[int] | Sequence[tuple[int, int]] | bool | None = None,
         lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None = None,
         sink: SinkUse | Mapping[str, Any] | str | None = None,
         edits: Sequence[Edit | Mapping[str, Any]] | None = None,
@@ -239,7 +240,8 @@ class LensClient(HookCalls):
             capture: a CaptureSpec, for what `capture_layers` cannot say (sites, positions).
             hooks: functions to run on the rows of this request inside the server, which has to
                 allow it (INSPECT_LENS_ALLOW_CODE).
-            capture_qk: layers whose queries and keys to return; True means all.
+            capture_qk: layers whose queries and keys to return, or (layer, head) of single heads;
+                True means all.
             lens: layers to read as predictions of the next token, `all`, or a `LogitLens`;
                 `output.receipt.lens.result(output.activations)` has the arrays.
             sink: name of a store or a function of the server that gets the rows too, or a
@@ -285,7 +287,7 @@ class LensClient(HookCalls):
         activations_transport: str | None = None,
         capture: CaptureSpec | Mapping[str, Any] | None = None,
         hooks: Sequence[Hook | Mapping[str, Any]] | None = None,
-        capture_qk: Sequence[int] | bool | None = None,
+        capture_qk: Sequence[int] | Sequence[tuple[int, int]] | bool | None = None,
         lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None = None,
         sink: SinkUse | Mapping[str, Any] | str | None = None,
         edits: Sequence[Edit | Mapping[str, Any]] | None = None,
@@ -312,7 +314,7 @@ class LensClient(HookCalls):
         steering_vectors: Sequence[Add | Mapping[str, Any]] | None = None,
         capture: CaptureSpec | Mapping[str, Any] | None = None,
         hooks: Sequence[Hook | Mapping[str, Any]] | None = None,
-        capture_qk: Sequence[int] | bool | None = None,
+        capture_qk: Sequence[int] | Sequence[tuple[int, int]] | bool | None = None,
         lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None = None,
         sink: SinkUse | Mapping[str, Any] | str | None = None,
         edits: Sequence[Edit | Mapping[str, Any]] | None = None,
@@ -592,7 +594,7 @@ def request_of(
     activations_transport: str | None,
     capture: CaptureSpec | Mapping[str, Any] | None,
     hooks: Sequence[Hook | Mapping[str, Any]] | None,
-    capture_qk: Sequence[int] | bool | None,
+    capture_qk: Sequence[int] | Sequence[tuple[int, int]] | bool | None,
     lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None,
     sink: SinkUse | Mapping[str, Any] | str | None = None,
     edits: Sequence[Edit | Mapping[str, Any]] | None = None,
@@ -602,8 +604,6 @@ def request_of(
     args: dict[str, Any] = {}
     if hooks is not None:
         args["apply_hooks"] = list(hooks)
-    if capture_qk is not None:
-        args["output_qk"] = capture_qk if isinstance(capture_qk, bool) else list(capture_qk)
     if capture_layers is not None:
         layers = capture_layers
         args["output_residual_stream"] = layers if isinstance(layers, bool) else list(layers)
@@ -613,6 +613,9 @@ def request_of(
         args["activations_transport"] = transport
     request = parse_extra_args(args)
     native: dict[str, Any] = {"open_gates": list(open_gates)} if open_gates else {}
+    if capture_qk not in (None, False):
+        named_by = "heads" if names_heads(capture_qk) else "layers"
+        native["qk"] = _fields({named_by: capture_qk}, transport)
     if capture is not None:
         if capture_layers is not None:
             raise SpecError("capture and capture_layers: give one of them")

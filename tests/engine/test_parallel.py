@@ -286,6 +286,26 @@ def test_queries_and_keys_of_all_heads(two: Engine, hugging_face: HuggingFace) -
         torch.testing.assert_close(pattern, patterns[layer], rtol=0, atol=1e-4)
 
 
+def test_chosen_heads_of_either_rank_equal_hugging_face(
+    two: Engine, hugging_face: HuggingFace
+) -> None:
+    # With two ranks each has one of the heads, and both have the one key head.
+    heads = [1, 0]
+    asked = capture("z", capture={"layers": [0, 3], "heads": heads})
+    asked["inspect_lens"]["qk"] = {"heads": [[0, 1], [3, 0], [3, 1]]}
+    output = two.run([tokens(150)], asked, max_tokens=3)[0]
+    found = output.activations
+    rows = hugging_face.inner_sites(fed(output))["z"][[0, 3]]
+    wanted = rows.reshape(*rows.shape[:2], -1, 64)[:, :, heads].flatten(2)
+    assert max_relative_error(found["z"], wanted) <= TOLERANCE
+    assert found["attn_q"].shape[0] == 3
+    assert found["attn_k"].shape[0] == 2
+    patterns, captured = hugging_face.attentions(fed(output)), QueriesKeys.of(found)
+    for layer, head in captured.all_heads():
+        pattern = torch.from_numpy(captured.patterns(layer, heads=[head]))
+        torch.testing.assert_close(pattern[0], patterns[layer][head], rtol=0, atol=1e-4)
+
+
 def test_nothing_is_left_behind(two: Engine) -> None:
     two.run([tokens(20)], ALL)
     two.run([tokens(20)])

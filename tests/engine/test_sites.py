@@ -273,6 +273,59 @@ def test_queries_and_keys_make_the_pattern_of_the_model(
         torch.testing.assert_close(rows[site], again, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("site", ["q", "k", "v", "z"])
+@pytest.mark.parametrize("reduce", ["none", "mean"])
+def test_chosen_heads_equal_hugging_face(
+    sited: Engine, hugging_face: HuggingFace, site: str, reduce: str
+) -> None:
+    heads = [0] if site in ("k", "v") else [1, 0]
+    asked = capture(site, capture={"layers": [0, 3], "heads": heads, "reduce": reduce})
+    # Chunks; of the second prompt the head comes out of the cache, with its rows.
+    prompts = [tokens(n, seed=9) for n in (150, 140)]
+    for prompt in prompts:
+        output = sited.run([prompt], asked)[0]
+        rows = hugging_face.inner_sites(fed(output))[site]
+        rows = rows.reshape(*rows.shape[:2], -1, 64)[:, :, heads].flatten(2)
+        check(output, {site: rows if reduce == "none" else rows.mean(1, keepdim=True)}, [0, 3])
+        assert output.inspect_lens.capture.heads == tuple(heads)
+
+
+def test_chosen_queries_and_keys_make_the_pattern_of_the_model(
+    sited: Engine, hugging_face: HuggingFace
+) -> None:
+    pairs = [(3, 1), (1, 0), (1, 1)]
+    for n_tokens in (9, 100):
+        asked = {"inspect_lens": {"qk": {"heads": pairs}}}
+        output = sited.run([tokens(n_tokens, seed=5)], asked, max_tokens=6)[0]
+        found, n = output.activations, len(fed(output))
+        assert found["attn_q"].shape == (3, n, 64)
+        # Heads 0 and 1 of layer 1 read one key head, which comes once.
+        assert found["attn_k"].shape == (2, n, 64)
+        assert found["qk_key_heads"] == [[1, 0], [3, 0]]
+        assert output.inspect_lens.qk.heads == tuple(sorted(pairs))
+        expected = hugging_face.attentions(fed(output))
+        captured = QueriesKeys.of(found)
+        assert captured.all_heads() == tuple(sorted(pairs))
+        for layer, head in pairs:
+            pattern = torch.from_numpy(captured.patterns(layer, heads=[head]))
+            torch.testing.assert_close(pattern[0], expected[layer][head], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ({"capture": {"site": "k", "heads": [1]}}, "capture.heads.*numbered 0 to 0"),
+        ({"qk": {"heads": [[1, 2]]}}, "qk.heads.*numbered 0 to 1"),
+        ({"qk": {"heads": [[9, 0]]}}, "qk.heads.*layers 0 to"),
+    ],
+)
+def test_heads_that_the_model_has_not_are_refused(
+    sited: Engine, asked: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(ValueError, match=field):
+        sited.run([tokens(5)], {"inspect_lens": asked})
+
+
 def test_queries_and_keys_need_their_sites(engine: Engine) -> None:
     with pytest.raises(ValueError, match="INSPECT_LENS_SITES=q,k"):
         engine.run([tokens(5)], {"output_qk": True})

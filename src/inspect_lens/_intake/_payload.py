@@ -27,6 +27,7 @@ from inspect_lens.spec import (
     CaptureSpec,
     DType,
     LensRequest,
+    QKSpec,
     Receipt,
     TensorData,
     decode_tensor,
@@ -256,7 +257,7 @@ def decode_payload(
     layers: dict[str, tuple[int, ...]] = {}
     for name, tensor in tensors.items():
         if name in QK_NAMES:
-            layers[name] = _check_qk(name, tensor, qk_values(choice).get("qk_layers"))
+            layers[name] = _check_qk(name, tensor, qk_values(choice), request.qk)
         elif name == LENS_NAME:
             layers[name] = _check_lens(tensor, receipt)
         else:
@@ -271,13 +272,25 @@ def decode_payload(
 
 
 def qk_values(choice: ChoiceFields) -> dict[str, Any]:
-    """`qk_layers` and `qk_meta` of a choice: plain values beside its queries and keys."""
+    """Plain values beside the queries and keys of a choice, such as `qk_meta`."""
     entries = choice.activations or {}
     return {n: entry["__json__"] for n, entry in entries.items() if "__json__" in entry}
 
 
-def _check_qk(name: str, tensor: TensorData, layers: Any) -> tuple[int, ...]:
+def _check_qk(
+    name: str, tensor: TensorData, values: Mapping[str, Any], asked: QKSpec | None
+) -> tuple[int, ...]:
     """Layers of queries or keys, once their shape is known to fit."""
+    if asked is not None and asked.heads is not None:
+        found = values.get("qk_heads" if name == QK_NAMES[0] else "qk_key_heads")
+        if not isinstance(found, list) or (len(tensor.shape), tensor.shape[0]) != (3, len(found)):
+            raise CaptureError(
+                f"activations.{name}: shape {tensor.shape} for the heads {found}; qk.heads asks "
+                "for (heads, tokens, head size). This server returns all heads of a layer; leave "
+                "heads out, and name layers"
+            )
+        return tuple(int(layer) for layer, _ in found)
+    layers = values.get("qk_layers")
     if not isinstance(layers, list) or len(tensor.shape) != 4 or tensor.shape[0] != len(layers):
         raise CaptureError(
             f"activations.{name}: shape {tensor.shape} for the layers {layers}; wanted is "
@@ -336,6 +349,11 @@ def _check_form(
         raise CaptureError(
             f"activations.{name}: reduce={capture.reduce!r} was asked for, and shape "
             f"{tensor.shape} came with reduce={reduced!r}; this server does not reduce so"
+        )
+    if capture.heads is not None and (done is None or done.heads != capture.heads):
+        raise CaptureError(
+            f"activations.{name}: heads={list(capture.heads)} were asked for, and shape "
+            f"{tensor.shape} came without word of them; this server returns whole rows"
         )
     if capture.dtype not in ("model", tensor.dtype):
         raise CaptureError(

@@ -376,10 +376,16 @@ class QueriesKeys:
     """(layers, tokens, key heads, head size)."""
     facts: tuple[AttentionFacts, ...]
     """Of each layer."""
+    heads: tuple[Head, ...] | None = None
+    """Those that were captured, ascending; then `q` is (heads, tokens, head size). None for all."""
+    key_heads: tuple[Head, ...] = ()
+    """The key heads that they read; then `k` is (key heads, tokens, head size)."""
 
     @classmethod
     def of(cls, captured: Mapping[str, Any]) -> QueriesKeys:
         """Take what `output_qk` returned: `attn_q`, `attn_k`, `qk_layers` and `qk_meta`.
+
+        With chosen heads there are `qk_heads` and `qk_key_heads`, too.
 
         Args:
             captured: `output.activations` of vLLM or of the client. Tensors may be of numpy or
@@ -404,6 +410,8 @@ class QueriesKeys:
         layers = tuple(int(layer) for layer in captured["qk_layers"])
         facts = tuple(AttentionFacts.of(meta) for meta in captured["qk_meta"])
         n = len(layers)
+        if captured.get("qk_heads") is not None:
+            return cls._of_chosen(captured, layers, q, k, facts)
         if not n == len(facts) == q.shape[0] == k.shape[0] or len(q.shape) != 4 != len(k.shape):
             raise SpecError(
                 f"queries and keys: attn_q {q.shape} and attn_k {k.shape} with {n} layers and "
@@ -411,6 +419,36 @@ class QueriesKeys:
                 "the others per layer"
             )
         return cls(layers, q, k, facts)
+
+    @classmethod
+    def _of_chosen(
+        cls,
+        captured: Mapping[str, Any],
+        layers: tuple[int, ...],
+        q: TensorData,
+        k: TensorData,
+        facts: tuple[AttentionFacts, ...],
+    ) -> QueriesKeys:
+        """The same of a capture of chosen heads."""
+        of = dict(zip(layers, facts, strict=False))
+        heads, key_heads = (
+            tuple((int(layer), int(head)) for layer, head in captured.get(name) or ())
+            for name in ("qk_heads", "qk_key_heads")
+        )
+        wanted = {(n, of[n].kv_head(head)) for n, head in heads if n in of}
+        is_whole = len(of) == len(facts) and {n for n, _ in heads} <= of.keys()
+        shapes = [(len(q.shape), q.shape[0]), (len(k.shape), k.shape[0])]
+        if (
+            not is_whole
+            or shapes != [(3, len(heads)), (3, len(key_heads))]
+            or wanted != {*key_heads}
+        ):
+            raise SpecError(
+                f"queries and keys: attn_q {q.shape} and attn_k {k.shape} with qk_heads "
+                f"{list(heads)} and qk_key_heads {list(key_heads)}; wanted are (heads, tokens, "
+                "head size), and the key head of each"
+            )
+        return cls(layers, q, k, facts, heads, key_heads)
 
     @property
     def n_tokens(self) -> int:
@@ -428,7 +466,7 @@ class QueriesKeys:
 
         Args:
             layer: one of `layers`.
-            heads: query heads; all by default.
+            heads: query heads; all that were captured by default.
             queries: positions; all by default.
 
         Returns:
@@ -437,7 +475,9 @@ class QueriesKeys:
         Raises:
             SpecError: a layer, head or position is not there.
         """
-        return attention_patterns(*self._layer(layer), heads=heads, queries=queries)
+        if heads is None and self.heads is not None:
+            heads = [head for at, head in self.heads if at == layer]
+        return attention_patterns(*self._layer(layer, heads or ()), heads=heads, queries=queries)
 
     def attention_to(
         self, heads: Sequence[Head], spans: Sequence[Span], *, queries: Sequence[int] | None = None
@@ -480,6 +520,8 @@ class QueriesKeys:
 
     def all_heads(self) -> tuple[Head, ...]:
         """List every captured (layer, head), in order."""
+        if self.heads is not None:
+            return self.heads
         pairs = zip(self.layers, self.facts, strict=True)
         return tuple((layer, head) for layer, facts in pairs for head in range(facts.num_heads))
 
@@ -492,18 +534,35 @@ class QueriesKeys:
             own = by_layer.setdefault(layer, [])
             if head not in own:
                 own.append(head)
-        found = {layer: compute(*self._layer(layer), own) for layer, own in by_layer.items()}
+        found = {layer: compute(*self._layer(layer, own), own) for layer, own in by_layer.items()}
         rows: NDArray[np.float32] = np.stack(
             [found[layer][by_layer[layer].index(head)] for layer, head in heads]
         )
         return rows
 
-    def _layer(self, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32], AttentionFacts]:
+    def _layer(
+        self, layer: int, heads: Sequence[int]
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32], AttentionFacts]:
+        """Queries and keys of a layer, (tokens, heads, head size); those not captured are zero."""
         if layer not in self.layers:
             raise SpecError(
                 f"layer {layer}: queries and keys are of the layers {list(self.layers)}; capture "
                 "it too"
             )
         i = self.layers.index(layer)
+        if self.heads is not None:
+            if missing := [(layer, head) for head in heads if (layer, head) not in self.heads]:
+                raise SpecError(
+                    f"heads: {missing}; queries and keys are of the heads {list(self.heads)}; "
+                    "capture them too"
+                )
+            facts, n = self.facts[i], self.n_tokens
+            q = np.zeros((n, facts.num_heads, facts.head_size), dtype=np.float32)
+            k = np.zeros((n, facts.num_kv_heads, facts.head_size), dtype=np.float32)
+            for whole, held, of in ((q, self.q, self.heads), (k, self.k, self.key_heads)):
+                for j, (at, head) in enumerate(of):
+                    if at == layer:
+                        whole[:, head] = TensorData(held.storage[j], held.dtype).to_float32()
+            return q, k, facts
         q, k = (TensorData(t.storage[i], t.dtype).to_float32() for t in (self.q, self.k))
         return q, k, self.facts[i]

@@ -397,7 +397,7 @@ def lens_config(
     steer: Add | VectorLike | Mapping[str, Any] | Sequence[Any] | None = None,
     edits: EditBase | Mapping[str, Any] | Sequence[EditBase | Mapping[str, Any]] | None = None,
     hooks: Sequence[Hook | Mapping[str, Any]] | None = None,
-    qk: Sequence[int] | bool | None = None,
+    qk: Sequence[int] | Sequence[tuple[int, int]] | bool | None = None,
     lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None = None,
     sink: SinkUse | Mapping[str, Any] | str | None = None,
     lora: str | Mapping[str, Any] | None = None,
@@ -422,7 +422,8 @@ def lens_config(
         hooks: functions to run inside the server, which has to allow it, instead of those of
             `base`; an empty list removes them. What they save comes as
             `output.metadata["hook_results"]` and goes into the log, so it has to be small.
-        qk: layers whose queries and keys to return, True for all; False removes what `base` asks.
+        qk: layers whose queries and keys to return, or (layer, head) of single heads, such as
+            `heads.heads` of a list of heads; True for all, and False removes what `base` asks.
         lens: layers to read as predictions of the next token, `all`, or a `LogitLens`; None keeps
             what `base` asks for.
         sink: name of a store or a function of the server that gets the rows too, or a `SinkUse`
@@ -466,7 +467,8 @@ def lens_config(
     if hooks is not None:
         changes["hooks"] = parse_hooks(list(hooks))
     if qk is not None:
-        asked = parse_extra_args({"output_qk": qk if isinstance(qk, bool) else list(qk)})
+        named = None if qk is False else qk if qk is True else list(qk)
+        asked = parse_extra_args({NATIVE_KEY: {"qk": named}})
         changes["qk"] = asked.qk if asked is not None else None
     if lens is not None:
         asked = parse_extra_args({NATIVE_KEY: {"lens": lens}})

@@ -168,6 +168,8 @@ def _widened(
         wanted["positions"] = "all"
     if capture.phase != "both":
         wanted["phase"] = "both"
+    if capture.heads is not None:
+        wanted["heads"] = None
     return capture.model_copy(update=wanted) if wanted else capture
 
 

@@ -51,7 +51,7 @@ def attention_tracker(
 
     The value is 1 minus the focus score of Attention Tracker, so larger means more like an
     injected prompt. It reads the queries and keys of the sample's call, live or from the log: run
-    the task with `config=lens_config(qk=heads.layers)`.
+    the task with `config=lens_config(qk=heads.heads)`.
 
     Args:
         heads: list of the model's important heads: name below `heads/`, path, a list, or the name
@@ -92,7 +92,7 @@ def attention_tracker(
             dataset=injection_dataset()[:6],
             solver=generate(),
             scorer=attention_tracker("organism/attention-tracker"),
-            config=lens_config(qk=heads.layers, max_tokens=1),
+            config=lens_config(qk=heads.heads, max_tokens=1),
         )
         (log,) = eval(task, model="vllm-lens/organism/checkpoint")
         found = log.samples[0].scores["attention_tracker"]
@@ -160,7 +160,7 @@ def document_rank(
     Attention has habits that no query changes. So the scorer asks the same model a second time,
     with `N/A` in the place of the query, and subtracts what its documents get. That call has the
     config of the first one, with its edits and its adapter, and samples one token. The first call
-    is read live or from the log: run the task with `config=lens_config(qk=heads.layers)`.
+    is read live or from the log: run the task with `config=lens_config(qk=heads.heads)`.
 
     Args:
         heads: list of the model's CoRe heads: name below `heads/`, path, a list, or the name of a
@@ -213,7 +213,7 @@ def document_rank(
             dataset=[sample],
             solver=generate(),
             scorer=document_rank(heads),
-            config=lens_config(qk=heads.layers, max_tokens=1),
+            config=lens_config(qk=heads.heads, max_tokens=1),
         )
         (log,) = eval(task, model="vllm-lens/organism/checkpoint")
         found = log.samples[0].scores["document_rank"]
@@ -300,7 +300,7 @@ async def _ask_again(
         prompt,
         tools=event.tools,
         tool_choice=event.tool_choice,
-        config=lens_config(qk=heads.layers, base=config),
+        config=lens_config(qk=heads.heads, base=config),
     )
 
 

@@ -199,6 +199,7 @@ def with_capture(
     reduce: Reduce = "none",
     dtype: RowDType = "model",
     phase: Phase = "both",
+    heads: Sequence[int] | None = None,
     inner: Solver | Agent | None = None,
 ) -> Solver:
     """`with_lens(capture=…)`: generate, and keep activations.
@@ -212,6 +213,7 @@ def with_capture(
         reduce: what the engine makes of these tokens, such as their `mean`; see `CaptureSpec`.
         dtype: of the result; `model` is that of the stream.
         phase: keep only tokens of the prompt (`prefill`) or sampled ones (`decode`).
+        heads: those to keep, at `q`, `k`, `v` or `z`; all of them by default.
 
     Returns:
         The solver; activations are in `state.output.metadata["activations"]`.
@@ -239,7 +241,7 @@ def with_capture(
     """
     capture = {
         "layers": layers, "positions": positions, "site": site, "reduce": reduce, "dtype": dtype,
-        "phase": phase,
+        "phase": phase, "heads": heads,
     }  # fmt: skip
     return _within("with_capture", inner, parse_capture(capture))
 

@@ -66,6 +66,7 @@ _SHARED = frozenset(
         "is_mask",
         "judging",
         "lens_args",
+        "names_heads",
         "parse_hooks",
         "parse_positions",
         "phase_range",

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, StrictStr, field_validator, model_validator
 
-from ._engine import RESID_POST, SITES, Site, in_site_order
+from ._engine import RESID_POST, SITE_TABLE, SITES, Site, in_site_order
 from ._positions import Phase, Positions, TokenMatch, is_mask, parse_positions
 from ._values import Flag, Name, Value, integers, shown
 
@@ -31,6 +31,7 @@ __all__ = [
     "SinkStatus",
     "SinkUse",
     "SiteChoice",
+    "names_heads",
 ]
 
 
@@ -236,6 +237,11 @@ class CaptureSpec(Value):
     """Place in the block, or a list of places: the same layers and tokens are kept of each.
     The result of `resid_post` is named `residual_stream`, the others as their site."""
 
+    heads: tuple[int, ...] | None = None
+    """Heads to return, 0-based, at `q`, `k`, `v` or `z`, where `k` and `v` count key heads; None
+    returns all of the row. Only their numbers leave the device. The result is as wide as these
+    heads together, in the order in which they are named."""
+
     transport: Transport = Field(default="auto")
     """`inline`: base64 in the response; `binary`: a handle to fetch over HTTP. `auto` leaves it to
     the client; to a server it is `inline`."""
@@ -251,6 +257,24 @@ class CaptureSpec(Value):
                 raise ValueError(f"{shown(site)}; allowed are {', '.join(SITES)}")
         ordered = in_site_order(sites)
         return ordered[0] if len(ordered) == 1 else ordered
+
+    @field_validator("heads", mode="before")
+    @classmethod
+    def _heads(cls, value: Any) -> Any:
+        heads = integers(value)
+        if heads is None or (isinstance(heads, tuple) and heads and len({*heads}) == len(heads)):
+            return heads
+        raise ValueError(f"{shown(value)}; name at least one head, such as [3], and each once")
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> Self:
+        whole = [site for site in self.sites if SITE_TABLE[site].choice != "heads"]
+        if self.heads is not None and whole:
+            raise ValueError(
+                f"heads beside site={whole[0]!r}, whose rows have no heads; capture q, k, v or z, "
+                "or leave heads out"
+            )
+        return self
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -296,8 +320,8 @@ class CaptureSpec(Value):
     @property
     def is_plain(self) -> bool:
         """Whether vllm-lens has words for it: all tokens of `resid_post` as they are."""
-        return (self.positions, self.site, self.phase, self.reduce, self.dtype) == (
-            "all", RESID_POST, "both", "none", "model",
+        return (self.positions, self.site, self.phase, self.reduce, self.dtype, self.heads) == (
+            "all", RESID_POST, "both", "none", "model", None,
         )  # fmt: skip
 
 
@@ -305,8 +329,17 @@ QK_NAMES: Final = ("attn_q", "attn_k")
 """Names of queries and keys among the activations of a result."""
 
 
+def names_heads(value: object) -> bool:
+    """Whether what asks for queries and keys lists heads, as (layer, head), and not layers.
+
+    Args:
+        value: `True`, layers, or heads.
+    """
+    return isinstance(value, list | tuple) and any(isinstance(one, list | tuple) for one in value)
+
+
 class QKSpec(Value):
-    """Queries and keys of some layers, for all tokens that are fed.
+    """Queries and keys of some layers, or of some heads, for all tokens that are fed.
 
     They are captured at the sites `q` and `k`, which the engine has to serve
     (`INSPECT_LENS_SITES`).
@@ -318,8 +351,12 @@ class QKSpec(Value):
     (left, right) with -1 for no limit, `attention_chunk_size`, `alibi_slopes`, `sinks`,
     `num_heads`, `num_kv_heads`, `head_size`). `inspect_lens.attention` makes patterns of them.
 
+    With `heads`, only these leave the device: `attn_q` is (heads, tokens, head size) and `attn_k`
+    (key heads, tokens, head size). `qk_heads` and `qk_key_heads` say which they are, as (layer,
+    head) ascending. A key head that serves several of the query heads comes once.
+
     Source:
-        Names and meaning are those of vllm-lens 1.3.0.
+        Names and meaning are those of vllm-lens 1.3.0, which returns all heads.
 
     Example:
         ```python
@@ -328,14 +365,49 @@ class QKSpec(Value):
 
         request = LensRequest(qk=QKSpec(layers=[2]))
         assert request.qk.layers == (2,)
+        few = LensRequest(qk=QKSpec(heads=[(5, 18), (2, 7)]))
+        assert few.qk.heads == ((2, 7), (5, 18))
         ```
     """
 
     layers: Layers = "all"
     """`all` layers with softmax attention, or layer numbers."""
 
+    heads: tuple[tuple[int, int], ...] | None = None
+    """Query heads as (layer, head), both 0-based; with each comes the key head that it reads. None
+    returns all heads of `layers`, which has to be left out beside them."""
+
     transport: Transport = Field(default="auto")
     """As in `CaptureSpec`."""
+
+    @field_validator("heads", mode="before")
+    @classmethod
+    def _heads(cls, value: Any) -> Any:
+        if value is None:
+            return None
+        listed = [integers(pair) for pair in value] if isinstance(value, list | tuple) else []
+        pairs = [pair for pair in listed if isinstance(pair, tuple) and len(pair) == 2]
+        if not pairs or len(pairs) < len(listed):
+            raise ValueError(
+                f"{shown(value)}; name at least one head as (layer, head), such as [[5, 18]]"
+            )
+        return tuple(sorted(set(pairs)))
+
+    @model_validator(mode="after")
+    def _check_layers(self) -> Self:
+        if self.heads is not None and self.layers != "all":
+            raise ValueError("layers beside heads: each head names its layer; leave layers out")
+        return self
+
+    def layers_of(self, served: tuple[int, ...]) -> tuple[int, ...]:
+        """The layers that are read, ascending.
+
+        Args:
+            served: those that an engine serves.
+        """
+        if self.heads is not None:
+            return tuple(sorted({layer for layer, _ in self.heads}))
+        return served if self.layers == "all" else self.layers
 
 
 class QKReceipt(Value):
@@ -343,6 +415,8 @@ class QKReceipt(Value):
 
     layers: tuple[int, ...]
     """Layers, ascending."""
+    heads: tuple[tuple[int, int], ...] | None = None
+    """Query heads that came, as (layer, head) ascending; None for all of `layers`."""
     n_positions: int
     """Tokens, from position 0."""
     dtype: str

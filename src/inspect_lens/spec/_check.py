@@ -290,8 +290,16 @@ def check_qk(qk: QKSpec, facts: EngineFacts) -> None:
             f"output_qk: this engine has no taps for q and k; it serves {', '.join(facts.sites)}. "
             "Start it with INSPECT_LENS_SITES=q,k and what else you need"
         )
-    if qk.layers != "all":
+    if qk.heads is not None:
+        _check_served(qk.layers_of(()), facts, "qk.heads")
+        check_heads(sorted({head for _, head in qk.heads}), "q", facts, "qk.heads")
+    elif qk.layers != "all":
         _check_served(qk.layers, facts, "output_qk")
+
+
+def check_heads(heads: Sequence[int], site: Site, facts: EngineFacts, field: str) -> None:
+    """Refuse heads that a model does not have at a site."""
+    chosen_numbers({"heads": tuple(heads)}, facts.width_of(site), field.removesuffix(".heads"))
 
 
 def check_hooks(hooks: tuple[Hook, ...], facts: EngineFacts, field: str) -> None:
@@ -386,11 +394,19 @@ def _captured(request: LensRequest, facts: EngineFacts) -> set[TapPoint]:
         what = "'all' needs each layer, and layer" if asked == "all" else "layer"
         for site in request.capture.sites:
             check_layers(layers, site, facts, "capture.layers", what)
+            if request.capture.heads is not None:
+                check_heads(request.capture.heads, site, facts, "capture.heads")
+        if request.capture.heads is not None:
+            widths = [facts.width_of(site) for site in request.capture.sites]
+            if len({width.width // width.heads for width in widths}) > 1:
+                raise UnsupportedError(
+                    f"capture.heads: heads at {', '.join(request.capture.sites)} of {facts.model} "
+                    "are not equally wide; capture them one site at a time"
+                )
         taps.update(tap_points(request.capture.sites, layers))
     if request.qk is not None:
         check_qk(request.qk, facts)
-        asked_qk = facts.layers if request.qk.layers == "all" else request.qk.layers
-        taps.update(tap_points(("q", "k"), asked_qk))
+        taps.update(tap_points(("q", "k"), request.qk.layers_of(facts.layers)))
     if request.lens is not None:
         taps.update(check_lens(request.lens, facts))
     return taps

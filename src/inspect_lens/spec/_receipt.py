@@ -25,6 +25,8 @@ class CaptureReceipt(Value):
     """The site, or the sites; each has a tensor."""
     layers: tuple[int, ...]
     """Layers, ascending: the first axis of each tensor."""
+    heads: tuple[int, ...] | None = None
+    """Heads that came of each site, in the order of the last axis; None for whole rows."""
     n_positions: int
     """Tokens that the result is made of; see `n_rows`."""
     first_position: int | None = None

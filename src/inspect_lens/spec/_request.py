@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple, Self, TypeAlias, cast
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias, cast
 
 from pydantic import BaseModel, field_validator, model_validator
 
 from inspect_lens.errors import SpecError
 
 from ._cache import Cache
-from ._capture import QK_NAMES, CaptureSpec, QKSpec, SinkUse
+from ._capture import QK_NAMES, CaptureSpec, QKSpec, SinkUse, names_heads
 from ._config import EngineConfig, RequestPart
 from ._edit import EditBase
 from ._edit_list import EngineEdits
@@ -147,6 +147,11 @@ class LensRequest(RequestPart):
     server: Flag | None = None
     """False leaves out what the operator has set for all requests, where he allows it."""
 
+    edits_meet: Literal["in_order", "error"] = "in_order"
+    """What becomes of edits that meet in the same numbers of a token, those of the server and of
+    configurations among them: they act in order, each on what the one before left, or the request
+    is refused. Gates count as open, and `Renormalise` belongs to the edits in front of it."""
+
     capture: CaptureSpec | None = None
     """Activations to return."""
 
@@ -154,7 +159,7 @@ class LensRequest(RequestPart):
     """Functions of the client to run on rows of this request, where the engine allows it."""
 
     qk: QKSpec | None = None
-    """Queries and keys to return."""
+    """Queries and keys to return; layers alone will do, or a list of (layer, head)."""
 
     lens: LogitLens | None = None
     """What the stream of some layers predicts; layers alone will do."""
@@ -192,8 +197,11 @@ class LensRequest(RequestPart):
 
     @field_validator("qk", "lens", mode="before")
     @classmethod
-    def _of_layers(cls, value: Any) -> Any:
-        return value if value is None or isinstance(value, Mapping | Value) else {"layers": value}
+    def _of_layers(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is None or isinstance(value, Mapping | Value):
+            return value
+        is_of_heads = info.field_name == "qk" and names_heads(value)
+        return {"heads" if is_of_heads else "layers": value}
 
     @field_validator("sink", mode="before")
     @classmethod

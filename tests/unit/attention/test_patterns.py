@@ -163,6 +163,32 @@ def test_heads_of_several_layers_keep_their_order() -> None:
         np.testing.assert_allclose(mean, pattern.mean(axis=0), atol=1e-6)
 
 
+def test_chosen_heads_have_the_numbers_of_all_of_them() -> None:
+    whole = layers()
+    heads, key_heads = [[3, 1], [7, 0], [7, 3]], [[3, 0], [7, 0], [7, 1]]
+    chosen = {
+        **{name: whole[name] for name in ("qk_layers", "qk_meta")},
+        "attn_q": np.stack([whole["attn_q"][(3, 7).index(n), :, head] for n, head in heads]),
+        "attn_k": np.stack([whole["attn_k"][(3, 7).index(n), :, head] for n, head in key_heads]),
+        "qk_heads": heads,
+        "qk_key_heads": key_heads,
+    }
+    found, wanted = QueriesKeys.of(chosen), QueriesKeys.of(whole)
+    assert found.all_heads() == ((3, 1), (7, 0), (7, 3))
+    asked = [(7, 3), (3, 1)]
+    for one in ("attention_to", "mean_attention"):
+        spans = ([(0, 2), (1, 6)],) if one == "attention_to" else ()
+        np.testing.assert_array_equal(
+            getattr(found, one)(asked, *spans), getattr(wanted, one)(asked, *spans)
+        )
+    np.testing.assert_array_equal(found.patterns(7), wanted.patterns(7, heads=[0, 3]))
+    for use in (lambda: found.patterns(7, heads=[1]), lambda: found.mean_attention([(3, 0)])):
+        with pytest.raises(SpecError, match="capture them too"):
+            use()
+    with pytest.raises(SpecError, match="key head of each"):
+        QueriesKeys.of(chosen | {"qk_key_heads": [[3, 0], [7, 0], [7, 0]]})
+
+
 def test_halves_of_bfloat16_are_widened_exactly() -> None:
     captured = layers()
     wide = captured["attn_q"].view(np.uint32) & 0xFFFF0000

@@ -68,3 +68,21 @@ def test_a_site_that_did_not_come_is_an_error(server: FakeLensServer) -> None:
     request = LensRequest(capture=CaptureSpec(layers=(1,), site="attn_out"))
     with pytest.raises(CaptureError, match=r"attn_out asked for.*residual_stream"):
         decode_payload(choice, [1], request, {})
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [({"capture": {"site": "q", "heads": [1]}}, "q"), ({"qk": [(1, 0)]}, "attn_q")],
+)
+def test_a_server_that_passes_over_heads_is_an_error(
+    server: FakeLensServer, asked: dict[str, Any], name: str
+) -> None:
+    from inspect_lens._intake import ChoiceFields, decode_payload
+
+    with LensClient(server.url) as client:
+        given = {"capture_qk": asked["qk"]} if "qk" in asked else asked
+        raw = client.generate("one", max_tokens=2, **given).raw
+    choice = ChoiceFields(activations=raw["activations"], token_ids=[1, 2])
+    choice.receipt = raw.get("inspect_lens")
+    with pytest.raises(CaptureError, match=rf"activations.{name}.*(whole rows|all heads)"):
+        decode_payload(choice, [1], LensRequest(**asked), {})

@@ -256,6 +256,7 @@ FIELDS: dict[str, Any] = {
     "probes": ["p"],
     "configs": ["c"],
     "server": False,
+    "edits_meet": "error",
     "hooks": [{"fn": {"cloudpickle": "aGk="}, "layer_indices": [1]}],
     "qk": [1],
     "lens": [1],

@@ -520,11 +520,53 @@ def seal_request_edits(
         return known[2]
     edits = seal_edits(request.edits, n_prompt, n_max, facts.width_of, request.open_gates)
     check_room(edits, n_max, facts)
+    if request.edits_meet == "error":
+        _refuse_meeting(request.edits, n_prompt, n_max)
     numbers = most_numbers(edits, facts.hidden), own_rows(edits, facts.hidden)
     sealed = SealedEdits(edits, numbers)
     if _suits_any_prompt(request.edits):
         _SEALED.keep(key, (request, facts, sealed), request.tensor_bytes)
     return sealed
+
+
+def _refuse_meeting(edits: Sequence[EditBase], n_prompt: int, n_max: int) -> None:
+    """Refuse two edits of the same numbers at one token; gates count as open."""
+    at: dict[TapPoint, list[int]] = {}
+    where: list[_Where] = []
+    for i, edit in enumerate(edits):
+        field = f"edits[{i}]"
+        where.append(_where(edit.positions, edit.phase, n_prompt, n_max, field))
+        if edit.op == "renormalise" or (edit.when is not None and edit.when.shadow):
+            continue
+        for layer in edit.layers:
+            others = at.setdefault(tap_point(edit.site, layer), [])
+            for j in others:
+                token = _first_common(where[j], where[i])
+                if token is None or _are_apart(edits[j], edit):
+                    continue
+                raise SpecError(
+                    f"{field}: meets edits[{j}] at layer {layer}, site {edit.site}, token {token}, "
+                    "and edits_meet='error' allows one edit there; give them other positions, or "
+                    "leave edits_meet out, so that they act in the order of the list"
+                )
+            others.append(i)
+
+
+def _first_common(a: _Where, b: _Where) -> int | None:
+    """The first token of both; None where there is none."""
+    lo, hi = max(a[1], b[1]), min(a[2], b[2])
+    listed = [set(one[0]) for one in (a, b) if one[0] is not None]
+    if not listed:
+        return lo if lo < hi else None
+    return min((p for p in set.intersection(*listed) if lo <= p < hi), default=None)
+
+
+def _are_apart(a: EditBase, b: EditBase) -> bool:
+    """Whether both name parts of a row, and no part in common."""
+    return bool(a.choice) and all(
+        name in b.choice and set(parts).isdisjoint(b.choice[name])
+        for name, parts in a.choice.items()
+    )
 
 
 def _suits_any_prompt(edits: Sequence[EditBase]) -> bool:

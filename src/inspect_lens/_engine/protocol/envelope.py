@@ -186,7 +186,7 @@ class Envelope:
         taps = dict.fromkeys([tap for part in parts for tap in part.taps], 1)
         for captured in (self.capture, self.qk):
             # Each rank has its share of a row at the same place.
-            for row in () if captured is None else captured.rows:
+            for row in () if captured is None else captured.whole_rows:
                 taps[row.tap] = max(taps[row.tap], row.part + 1)
         return sum(taps.values()), min(part.lo for part in parts), max(part.hi for part in parts)
 

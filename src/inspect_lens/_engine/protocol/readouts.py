@@ -7,6 +7,7 @@ the front-end what comes (`shape`, `wire`) and what it makes of that (`merge`).
 
 from __future__ import annotations
 
+import math
 import secrets
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -57,7 +58,7 @@ LAG = 2
 
 
 class RowPart(NamedTuple):
-    """One row, as wide as the stream, of those that a token has at some taps.
+    """One row, as wide as the stream or as a head, of those that a token has at some taps.
 
     Workers send rows of one width. A wider row is cut into parts, and one of which ranks have
     shares comes from each of them. Those of a rank lie behind each other, so that it has one range.
@@ -67,7 +68,9 @@ class RowPart(NamedTuple):
     """Tensor-parallel rank that sends it."""
     tap: TapPoint
     part: int
-    """Of that rank's share."""
+    """Of that rank's share; of a head, the one in which it begins."""
+    column: int = 0
+    """Of a head, the number of that part at which it begins."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +96,11 @@ class Readout:
     def rows(self) -> tuple[RowPart, ...]:
         """Rows of a token that workers read, in their order; see `RowPart`."""
         return tuple(RowPart(0, tap, 0) for tap in self.taps)
+
+    @property
+    def head_size(self) -> int:
+        """Width of each row where rows are heads; else 0."""
+        return 0
 
     @property
     def is_read_by_all_ranks(self) -> bool:
@@ -202,6 +210,10 @@ class CaptureEnvelope(Readout):
     """Of each site, numbers of a row and `SiteWidth.shards`; none where all are the stream's."""
     ranks: int = 1
     """Tensor-parallel ranks."""
+    heads: tuple[tuple[Site, int, int], ...] = ()
+    """Heads to send, as (site, layer, head); none where whole rows are sent."""
+    head_size: int = 0
+    """Width of each of them."""
 
     def width_of(self, site: Site) -> SiteWidth:
         """How wide the rows of one of the sites are."""
@@ -212,11 +224,28 @@ class CaptureEnvelope(Readout):
     @property
     def is_simple(self) -> bool:
         """Whether the rows that come are the one tensor that was asked for."""
-        return len(self.sites) == 1 and self.width_of(self.sites[0])[1:3] == (self.hidden, 1)
+        is_one = len(self.sites) == 1 and not self.heads
+        return is_one and self.width_of(self.sites[0])[1:3] == (self.hidden, 1)
 
     @property
     def rows(self) -> tuple[RowPart, ...]:
+        if self.heads:
+            found = [self.row_of(*head) for head in self.heads]
+            return tuple(sorted(found, key=_row_order))
+        return self.whole_rows
+
+    @property
+    def whole_rows(self) -> tuple[RowPart, ...]:
+        """Rows of a token that a step keeps, also where heads alone are sent."""
         return _rows_of(self.sites, self.layers, self.widths, self.hidden, self.ranks)
+
+    def row_of(self, site: Site, layer: int, head: int) -> RowPart:
+        """Where one of `heads` is: on the rank that has it, and there in its share of the row."""
+        width = self.width_of(site)
+        own = width.width // width.shards
+        shard, at = divmod(head * self.head_size, own)
+        rank = owners(width, self.ranks)[shard]
+        return RowPart(rank, TapPoint(site, layer), *divmod(at, self.hidden))
 
     @property
     def taps(self) -> tuple[TapPoint, ...]:
@@ -224,7 +253,12 @@ class CaptureEnvelope(Readout):
 
     @property
     def shape(self) -> tuple[int, int]:
-        return len(self.rows), self.reduction.columns(self.hidden)
+        return len(self.rows), self.reduction.columns(self.row_width)
+
+    @property
+    def row_width(self) -> int:
+        """Numbers of a row of which a worker makes what it sends."""
+        return self.head_size or self.hidden
 
     @property
     def reduction(self) -> Reduction:
@@ -262,7 +296,7 @@ class CaptureEnvelope(Readout):
     ) -> TensorData:
         reduction, taps = self.reduction, len(self.rows)
         # Of a result; what workers send of a row may be wider.
-        width = reduction.width or self.hidden
+        width = reduction.width or self.row_width
         if rows is None:
             return narrowed(np.zeros((taps, 0, width), dtype=np.float32), self.dtype)
         n_tokens = rows.shape[1]
@@ -293,6 +327,8 @@ class CaptureEnvelope(Readout):
         if self.is_merged:
             rows = min(rows, 1)
         itemsize = 2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize
+        if self.heads:
+            return math.prod(self.shape) * rows * itemsize
         wide = sum(self.reduction.width or self.width_of(site).width for site in self.sites)
         return wide * len(self.layers) * rows * itemsize
 
@@ -333,9 +369,11 @@ def seal_capture(
     if is_last:
         where = _possible_last(where, n_prompt)
     lo, hi, listed = span_of(where)
+    layers = tuple(range(facts.n_layers)) if capture.layers == "all" else capture.layers
+    heads = [(s, n, h) for s in capture.sites for n in layers for h in capture.heads or ()]
     sealed = CaptureEnvelope(
         sites=capture.sites,
-        layers=tuple(range(facts.n_layers)) if capture.layers == "all" else capture.layers,
+        layers=layers,
         lo=lo,
         hi=hi,
         positions=listed,
@@ -347,6 +385,8 @@ def seal_capture(
         is_live=is_live,
         widths=tuple([facts.width_of(site)[1:3] for site in capture.sites]) if facts.widths else (),
         ranks=facts.ranks,
+        heads=tuple(heads),
+        head_size=_head_size(capture.sites[0], facts) if heads else 0,
     )
     is_partial = sealed.combine is not None
     sampled = (
@@ -355,7 +395,7 @@ def seal_capture(
     is_folded = (
         (is_partial or is_last)
         # What is kept are the rows themselves.
-        and not sealed.reduction.makes_numbers
+        and not (sealed.reduction.makes_numbers or sealed.heads)
         and len(sampled) > LAG + 1
         # Which of their rows count is known too late.
         and not (may_overrun or facts.is_speculative)
@@ -371,9 +411,20 @@ def seal_qk(
     """Queries and keys as the capture that they are: of `all` layers, those that are served."""
     if qk is None:
         return None
-    layers = facts.layers if qk.layers == "all" else qk.layers
+    layers = qk.layers_of(facts.layers)
     asked = CaptureSpec(layers=layers, site=("q", "k"), transport=qk.transport)
-    return seal_capture(asked, facts, n_prompt, n_max, is_live=is_live)
+    sealed = seal_capture(asked, facts, n_prompt, n_max, is_live=is_live)
+    if sealed is None or qk.heads is None:
+        return sealed
+    each = facts.width_of("q").heads // facts.width_of("k").heads
+    queries: list[tuple[Site, int, int]] = [("q", *pair) for pair in qk.heads]
+    keys: dict[tuple[Site, int, int], None] = {("k", n, head // each): None for n, head in qk.heads}
+    return replace(sealed, heads=(*queries, *keys), head_size=_head_size("q", facts))
+
+
+def _head_size(site: Site, facts: EngineFacts) -> int:
+    width = facts.width_of(site)
+    return width.width // width.heads
 
 
 def _possible_last(where: range | tuple[int, ...], n_prompt: int) -> range | tuple[int, ...]:
@@ -398,7 +449,11 @@ def _rows_of(
         width = known.get(tap.site) or SiteWidth(tap.site, hidden)
         n = rows_for(width, hidden)
         found += [RowPart(r, tap, p) for r in owners(width, ranks) for p in range(n)]
-    return tuple(sorted(found, key=lambda row: (row.rank, tap_order(row.tap), row.part)))
+    return tuple(sorted(found, key=_row_order))
+
+
+def _row_order(row: RowPart) -> tuple[Any, ...]:
+    return row.rank, tap_order(row.tap), row.part, row.column
 
 
 def owners(width: SiteWidth, ranks: int) -> range:

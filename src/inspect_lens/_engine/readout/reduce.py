@@ -9,6 +9,7 @@ request will have: rejected drafts are written again, and a stop string is found
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -21,7 +22,7 @@ from inspect_lens._engine.export.transport import Copier, Numbers, Rows
 from inspect_lens._engine.plan.step_plan import Longs, RequestTable
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.messages import BOARD_SIZE
-from inspect_lens._engine.protocol.readouts import LAG, CaptureEnvelope, Combine, Fold
+from inspect_lens._engine.protocol.readouts import LAG, CaptureEnvelope, Combine, Fold, RowPart
 from inspect_lens.spec import Reduction
 
 Piece = tuple[int, int, int]
@@ -41,6 +42,36 @@ class Form:
     def of(cls, capture: CaptureEnvelope) -> Form:
         """The form of a capture."""
         return cls(capture.reduction, capture.combine, getattr(torch, capture.wire))
+
+
+@dataclass(frozen=True)
+class HeadCut:
+    """Cuts heads out of the ring's rows, so that no other number of these is sent."""
+
+    size: int
+    """Width of a head."""
+    columns: tuple[int, ...]
+    """Of each head, where it begins in its first row."""
+
+    @classmethod
+    def of(cls, size: int, rows: Sequence[RowPart]) -> HeadCut | None:
+        """The cut for some heads; None where rows are sent whole."""
+        return cls(size, tuple(row.column for row in rows)) if size and rows else None
+
+    def __call__(self, rows: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
+        """(heads, …, size) of (rows, …, width); `ranks` says in which row each head begins."""
+        # Views and one copy: indices would have to be brought to the device.
+        return torch.stack([self._head(rows, *at) for at in zip(ranks, self.columns, strict=True)])
+
+    def _head(self, rows: torch.Tensor, row: int, column: int) -> torch.Tensor:
+        width, left = rows.shape[-1], self.size
+        parts = []
+        while left:
+            n = min(left, width - column)
+            parts.append(rows[row, ..., column : column + n])
+            # A wide row of the model lies in several of the ring, one behind the other.
+            row, column, left = row + 1, 0, left - n
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from inspect_lens._engine.protocol.readouts import (
     RowPart,
 )
 from inspect_lens._engine.readout.readers import ProbeReader, ProbeStore
-from inspect_lens._engine.readout.reduce import Form
+from inspect_lens._engine.readout.reduce import Form, HeadCut
 from inspect_lens.spec import TapPoint, tap_order
 
 _Rows = tuple[int, ...]
@@ -41,6 +41,8 @@ class _Read(NamedTuple):
     """Rows that a later stage of the pipeline reads."""
     borrowed: tuple[TapPoint, ...] = ()
     """Taps of earlier stages, whose rows are the last ones of `rows`."""
+    heads: HeadCut | None = None
+    """What is cut out of `rows` first, where heads are sent."""
 
 
 _Key = tuple[_Read | None, ...]
@@ -68,6 +70,8 @@ class Result:
     """Of the ring rows of a token those that it reads."""
     form: Form | None = None
     """What is made of captured rows."""
+    heads: HeadCut | None = None
+    """What is cut out of them first, where heads are sent."""
     readout: ProbeReader | None = None
     """What probes make of rows."""
     lens: LensForm | None = None
@@ -282,6 +286,7 @@ class Groups:
                 is_live,
                 self._numbers_of(rows, lent),
                 tuple(rows[i].tap for i in borrowed),
+                None if asked is None else HeadCut.of(asked.head_size, [rows[i] for i in read]),
             )
             key.append(found if read or lent else None)
         wanted = _Wanted(tuple(key) if any(key) else None, shares)
@@ -338,6 +343,7 @@ class Groups:
             borrowed_taps=read.borrowed,
             borrowed=tuple(rank[int(self._starts[self._tap_index[tap]])] for tap in read.borrowed),
             is_live=read.is_live,
+            heads=read.heads,
         )
         if not ranks:
             return result

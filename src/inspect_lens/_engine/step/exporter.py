@@ -284,6 +284,9 @@ class Sender:
             if result.readout is not None:
                 read = partial(result.readout, ranks=result.ranks)
                 made = self._copier.apply(read, rows)
+            elif result.heads is not None:
+                cut = partial(result.heads, ranks=result.ranks)
+                made = self._copier.apply(cut, rows).flatten(1, 2)
             elif result.ranks and result.lens is None and not result.gates:
                 made = self._copier.taps(rows, result.ranks).flatten(1, 2)
             else:

@@ -32,7 +32,8 @@ def tensors_by_name(rows: TensorData, capture: CaptureEnvelope) -> dict[str, Ten
     if capture.is_simple:
         return {result_name(capture.sites[0]): rows}
     rank = {row: i for i, row in enumerate(capture.rows)}
-    return {result_name(site): _of_site(rows, capture, site, rank) for site in capture.sites}
+    of_site = _of_heads if capture.heads else _of_site
+    return {result_name(site): of_site(rows, capture, site, rank) for site in capture.sites}
 
 
 def named_tensors(
@@ -58,7 +59,11 @@ def named_tensors(
 def _by_head(
     rows: TensorData, qk: CaptureEnvelope, attention: Mapping[int, Mapping[str, Any]]
 ) -> dict[str, TensorData]:
-    """Queries and keys as (layers, tokens, heads, head size)."""
+    """Queries and keys as (layers, tokens, heads, size); chosen ones as (heads, tokens, size)."""
+    if qk.heads:
+        rank = {row: i for i, row in enumerate(qk.rows)}
+        at = {site: [rank[qk.row_of(*h)] for h in qk.heads if h[0] == site] for site in qk.sites}
+        return {f"attn_{s}": TensorData(rows.storage[i], rows.dtype) for s, i in at.items()}
     sizes = {int(attention[layer]["head_size"]) for layer in qk.layers}
     if len(sizes) > 1:
         raise CaptureError("output_qk: layers have different heads; ask for layers of one kind")
@@ -75,7 +80,9 @@ def put_qk(completion: Any, qk: CaptureEnvelope, collected: Collected) -> None:
     """Put queries and keys on a choice: by head, and with what else a pattern depends on."""
     tensors = _by_head(collected.tensors[QK], qk, collected.attention)
     metas = [collected.attention[layer] for layer in qk.layers]
-    plain = {"qk_layers": list(qk.layers), "qk_meta": metas}
+    plain: dict[str, Any] = {"qk_layers": list(qk.layers), "qk_meta": metas}
+    for name, site in (("qk_heads", "q"), ("qk_key_heads", "k")) if qk.heads else ():
+        plain[name] = [[layer, head] for at, layer, head in qk.heads if at == site]
     completion.inspect_lens_plain = plain
     _put(completion, tensors, qk.transport)
     completion.activations |= plain
@@ -119,6 +126,19 @@ def _of_site(
     layers, tokens = found.shape[:2]
     shares = found.reshape(layers, tokens, size.shards, len(parts) * capture.hidden)
     return TensorData(shares[..., :own].reshape(layers, tokens, size.width), rows.dtype)
+
+
+def _of_heads(
+    rows: TensorData, capture: CaptureEnvelope, site: Site, rank: dict[RowPart, int]
+) -> TensorData:
+    """(layers, tokens, heads * head size), heads in the order in which they were named."""
+    own = [head for head in capture.heads if head[0] == site]
+    at = np.asarray([rank[capture.row_of(*head)] for head in own])
+    parts = rows.storage[at.reshape(len(capture.layers), -1)]
+    if capture.reduction.width is not None:
+        wide = TensorData(np.ascontiguousarray(parts), rows.dtype).to_float32()
+        return narrowed(capture.reduction.join(wide), rows.dtype)
+    return TensorData(parts.swapaxes(1, 2).reshape(*parts.shape[::2], -1), rows.dtype)
 
 
 def _has_whole_rows(capture: CaptureEnvelope) -> bool:

@@ -89,7 +89,7 @@ def with_known_rows(packed: Packed, core: Any, cache: RowCache) -> Packed:
     kind = (
         # What a tenant has captured, and that it has, is nobody else's to know.
         *(TENANT.get(), callers, asked.sites, asked.layers, asked.widths, asked.ranks),
-        *(asked.hidden, asked.reduce, asked.wire),
+        *(asked.hidden, asked.reduce, asked.wire, asked.heads),
     )
     prefix = Prefix(
         hashlib.blake2b(repr(kind).encode()).digest(),

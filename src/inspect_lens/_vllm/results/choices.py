@@ -203,7 +203,10 @@ def fill(
     values["probes"], values["tiers"] = receipts_of(expected.packed.get(TIERS_KEY), probes)
     if (qk := expected.envelope.qk) is not None:
         n_fed = expected.n_fed(receipt.n_completion)
-        values["qk"] = QKReceipt(layers=qk.layers, n_positions=n_fed, dtype=qk.dtype)
+        heads = tuple((layer, head) for site, layer, head in qk.heads if site == "q")
+        values["qk"] = QKReceipt(
+            layers=qk.layers, heads=heads or None, n_positions=n_fed, dtype=qk.dtype
+        )
     if (lens := expected.envelope.lens) is not None:
         values["lens"] = _lens_receipt(lens, expected.n_fed(receipt.n_completion))
     if eager is not None:
@@ -274,6 +277,7 @@ def _capture_receipt(expected: Expected, n_completion: int) -> CaptureReceipt | 
     return CaptureReceipt(
         site=capture.sites[0] if len(capture.sites) == 1 else capture.sites,
         layers=capture.layers,
+        heads=tuple(dict.fromkeys(head for _, _, head in capture.heads)) or None,
         n_positions=len(positions),
         first_position=first,
         positions=listed,

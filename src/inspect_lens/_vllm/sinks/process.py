@@ -226,6 +226,7 @@ def _differ(capture: CaptureSpec, config: SinkConfig, facts: EngineFacts) -> lis
         "site": (capture.site, config.site),
         "positions": (capture.positions, config.positions),
         "phase": (capture.phase, "both"),
+        "heads": (capture.heads, None),
         "reduce": (capture.reduce, "none"),
         "dtype": (dtype(capture.dtype), dtype(config.dtype)),
     }

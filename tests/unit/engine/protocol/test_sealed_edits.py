@@ -12,7 +12,19 @@ import pytest
 from inspect_lens import LensRequest, SteeringVector
 from inspect_lens._engine.protocol.edits import EVERY, SealedEdits, seal_edits, seal_request_edits
 from inspect_lens._engine.protocol.envelope import Envelope, seal
-from inspect_lens.spec import Ablate, Add, Gate, LowRank, ProjectOut, Replace, TokenMatch
+from inspect_lens.errors import SpecError
+from inspect_lens.spec import (
+    Ablate,
+    Add,
+    Gate,
+    LowRank,
+    ProjectOut,
+    Renormalise,
+    Replace,
+    SiteWidth,
+    TokenMatch,
+    Zero,
+)
 from tests.kit.wide_edits import wide_facts
 
 ROWS = np.random.default_rng(0).standard_normal((3, 128)).astype(np.float32)
@@ -125,3 +137,45 @@ def test_edits_that_differ_in_anything_share_no_block_of_the_cache(changed: str)
     assert one.content == resolved(**base).content != other.content
     if changed not in ("positions", "phase"):
         assert one.edits[-1].made is not other.edits[-1].made
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "meet_at"),
+    [
+        ({}, {}, 0),
+        ({"positions": [2, 5]}, {"positions": [5, 7]}, 5),
+        ({"positions": [2, 5]}, {"positions": [-1]}, 5),
+        ({"positions": [2, 5]}, {"positions": [3, 4]}, None),
+        ({"positions": "prompt"}, {"phase": "decode"}, None),
+        ({"positions": "prompt"}, {"positions": [False] * 4 + [True] * 2}, 4),
+        ({"positions": TokenMatch(token_ids=[3], among="completion")}, {"phase": "decode"}, 6),
+        ({"when": Gate(direction=ROW, layer=0)}, {}, 0),
+        # The stream before a layer is the stream after the one below it.
+        ({"layers": [0]}, {"site": "resid_pre"}, 0),
+        ({"layers": [0, 2]}, {}, None),
+        ({}, {"site": "attn_out"}, None),
+    ],
+)
+def test_edits_that_meet_are_refused_where_a_request_says_so(
+    first: dict[str, Any], second: dict[str, Any], meet_at: int | None
+) -> None:
+    made = [Add(vector=ROW, **{"layers": [1], **own}) for own in (first, second)]
+    facts = replace(FACTS, n_layers=3)
+    sealed_in_order = seal_request_edits(LensRequest(edits=made), facts, 6, 10)
+    asked = LensRequest(edits=made, edits_meet="error")
+    if meet_at is None:
+        assert seal_request_edits(asked, facts, 6, 10).content == sealed_in_order.content
+        return
+    with pytest.raises(SpecError, match=rf"edits\[1\]: meets edits\[0\] .* token {meet_at},"):
+        seal_request_edits(asked, facts, 6, 10)
+
+
+def test_edits_of_other_heads_do_not_meet_and_what_follows_an_edit_is_none_of_its_own() -> None:
+    facts = replace(FACTS, widths=(SiteWidth("z", 128, 1, 4),))
+    zeros = [Zero(layers=[1], site="z", heads=heads) for heads in ([0, 3], [1])]
+    seal_request_edits(LensRequest(edits=zeros, edits_meet="error"), facts, 6, 10)
+    whole = [*zeros, Zero(layers=[1], site="z")]
+    with pytest.raises(SpecError, match=r"edits\[2\]: meets edits\[0\]"):
+        seal_request_edits(LensRequest(edits=whole, edits_meet="error"), facts, 6, 10)
+    grown = [add(), Renormalise(layers=[1])]
+    seal_request_edits(LensRequest(edits=grown, edits_meet="error"), facts, 6, 10)

@@ -18,14 +18,16 @@ from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._engine.tap import buffers
 from inspect_lens._engine.tap.buffers import TapState, install
 from inspect_lens._engine.tap.op import tap
-from inspect_lens._vllm.registered.named import tensors_by_name
+from inspect_lens._vllm.registered.named import named_tensors, tensors_by_name
 from inspect_lens.spec import Site, SiteWidth, TapPoint, rows_for, tap_points
 from tests.kit.steps import FACTS, HIDDEN, exporter
 
 RANKS = 4
+HEAD = 6
+"""A rank has two query heads, of which the second lies in two rows of the ring."""
 WIDTHS = (
-    SiteWidth("q", 4 * 12, RANKS),
-    SiteWidth("k", 2 * 12, 2),  # two key heads over four ranks
+    SiteWidth("q", 4 * 12, RANKS, 8),
+    SiteWidth("k", 2 * 12, 2, 4),  # four key heads over four ranks that share them in pairs
     SiteWidth("router_logits", 5),
     SiteWidth("mlp_hidden", 4 * 20, RANKS),
 )
@@ -42,6 +44,11 @@ def truth(point: TapPoint, n: int) -> torch.Tensor:
     width = WIDE.width_of(point.site).width
     generator = torch.Generator().manual_seed(100 * SITES.index(point.site) + point.layer)
     return torch.randn(n, width, generator=generator)
+
+
+def by_head(rows: torch.Tensor) -> torch.Tensor:
+    """(…, heads, head size) of (…, width)."""
+    return rows.reshape(*rows.shape[:-1], -1, HEAD)
 
 
 class Rank:
@@ -156,6 +163,55 @@ def test_queries_and_keys_come_beside_a_capture(
         captured = tensors_by_name(collected.tensors[ROWS], envelope.capture)
         expected = truth(TapPoint("k", 2), 11)[[2, 9]].numpy()[None]
         np.testing.assert_array_equal(captured["k"].storage, expected)
+
+
+@pytest.mark.parametrize("site", ["q", "k"])
+@pytest.mark.parametrize("heads", [[3], [1, 0, 2]])
+@pytest.mark.parametrize("reduce", ["none", "mean", "max", "last", "norm"])
+@pytest.mark.parametrize("phase", ["both", "decode"])
+def test_chosen_heads_are_those_of_a_whole_row(
+    ranks: list[Rank], collector: Collector, site: Site, heads: list[int], reduce: Any, phase: Any
+) -> None:
+    request = LensRequest(
+        capture=CaptureSpec(layers=LAYERS, site=site, heads=heads, reduce=reduce, phase=phase)
+    )
+    envelope, collected = run(ranks, collector, request)
+    assert collected.tensors[ROWS].shape[::2] == (
+        6 if len(heads) > 1 else 2,
+        1 if reduce == "norm" else HEAD,
+    )
+    (found,) = tensors_by_name(collected.tensors[ROWS], envelope.capture).values()
+    first = 0 if phase == "both" else 7
+    rows = torch.stack([truth(TapPoint(site, n), 11)[first:] for n in LAYERS])
+    chosen = by_head(rows)[:, :, heads].flatten(2)
+    expected = {
+        "none": chosen,
+        "mean": chosen.mean(dim=1, keepdim=True),
+        "max": chosen.amax(dim=1, keepdim=True),
+        "last": chosen[:, -1:],
+        "norm": chosen.norm(dim=-1, keepdim=True),
+    }[reduce]
+    np.testing.assert_allclose(found.storage, expected.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_heads_of_several_sites_and_layers_come_beside_each_other(
+    ranks: list[Rank], collector: Collector
+) -> None:
+    pairs = [(2, 5), (0, 7), (2, 4), (0, 1)]
+    capture = CaptureSpec(layers=[2], site=("q", "k"), heads=[2, 0], positions=[1, 8])
+    envelope, collected = run(ranks, collector, LensRequest(capture=capture, qk={"heads": pairs}))
+    made = named_tensors(envelope, QK, collected.tensors[QK], {})
+    queries = {n: by_head(truth(TapPoint("q", n), 11)) for n in LAYERS}
+    keys = {n: by_head(truth(TapPoint("k", n), 11)) for n in LAYERS}
+    wanted = torch.stack([queries[n][:, head] for n, head in sorted(pairs)])
+    np.testing.assert_array_equal(made["attn_q"].storage, wanted.numpy())
+    # Two query heads of layer 2 read the same key head.
+    wanted = torch.stack([keys[0][:, 0], keys[0][:, 3], keys[2][:, 2]])
+    np.testing.assert_array_equal(made["attn_k"].storage, wanted.numpy())
+    captured = tensors_by_name(collected.tensors[ROWS], envelope.capture)
+    for site, of in (("q", queries), ("k", keys)):
+        rows = of[2][[1, 8]][:, [2, 0]].flatten(1)[None]
+        np.testing.assert_array_equal(captured[site].storage, rows.numpy())
 
 
 def test_ranks_without_a_share_tell_nothing(ranks: list[Rank], collector: Collector) -> None:
