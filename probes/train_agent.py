@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -127,7 +126,7 @@ def build_probe(
         selection.scores(probe), selection.labels, name="selection",
         check=(sets["agent_heldout_phrasing"].scores(probe), sets["agent_heldout_phrasing"].labels),
     )  # fmt: skip
-    return replace(probe, card=probe.card.model_copy(update={"calibration": calibration}))
+    return probe.with_card(calibration=calibration)
 
 
 def by_case(probe: AnyProbe, data: ActivationSet, threshold: float) -> str:
@@ -180,9 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     limit = choose_point(probe.card).value
     cases = tuple(by_case(probe, sets[name], limit) for name in HELDOUT)
-    probe = replace(
-        probe, card=probe.card.model_copy(update={"notes": (*probe.card.notes, *cases)})
-    )
+    probe = probe.with_card(notes=(*probe.card.notes, *cases))
     folder = probe.save(options.out)
     sys.stdout.write(f"{probe.name}: layer {probe.layers}, in {folder}, left out {note}\n")
     for e in probe.card.evaluations:

@@ -185,15 +185,13 @@ def build_probes(
             texts=texts,
             pools=POOLS,
         )
-        update: dict[str, Any] = {
-            "calibration": calibrate(
-                selection.scores(probe),
-                selection.labels,
-                name="selection",
-                check=(sets[CHECK].scores(probe), sets[CHECK].labels),
-            ),
-        }
-        made[name] = replace(probe, card=probe.card.model_copy(update=update))
+        calibration = calibrate(
+            selection.scores(probe),
+            selection.labels,
+            name="selection",
+            check=(sets[CHECK].scores(probe), sets[CHECK].labels),
+        )
+        made[name] = probe.with_card(calibration=calibration)
     return made
 
 
@@ -240,9 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tokens = {n: _tokens(stores[n], decode) for n in (CHECK, TRANSFER)}
     for name, probe in probes.items():
         note = _style_note(probe, sets[CHECK], sets["restyled"])
-        noted = replace(
-            probe, card=probe.card.model_copy(update={"notes": (*probe.card.notes, note)})
-        )
+        noted = probe.with_card(notes=(*probe.card.notes, note))
         folder = noted.save(Path(options.out) / name)
         if name == SCORED:
             _write_scores(noted, folder, [sets[s] for s in (CONTROL, *HELDOUT)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -120,7 +119,7 @@ def train_job(
     }  # fmt: skip
     update |= card or {}
     update["notes"] = (*update.get("notes", ()), *unverified((train, control, *held_out)))
-    probe = replace(probe, card=probe.card.model_copy(update=update))
+    probe = probe.with_card(**update)
     folder = probe.save(out)
     known = [e.n_seen for e in probe.card.evaluations]
     sets = [report_set(probe, d, n_seen=n) for d, n in zip(judged, known, strict=True)]

@@ -558,7 +558,7 @@ def report(
         found = report_row(loaded, data, rows)
         asked.append(found)
         sets.append(report_set(loaded, data, store=uri, tokenizer=tokenizer, n_seen=found.n_seen))
-    shown = replace(loaded, card=loaded.card.model_copy(update={"evaluations": tuple(rows)}))
+    shown = loaded.with_card(evaluations=tuple(rows))
     path = write_report(shown, out, sets, n_resamples=resamples)
     folder = str(loaded.path or probe)
     made = Made(probe=loaded, folder=folder, evaluations=tuple(asked), report=str(path))

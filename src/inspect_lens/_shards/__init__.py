@@ -12,7 +12,10 @@ from ._shard import (
     encode_shard,
     read_layer,
     read_records,
+    shard_facts,
     shard_parts,
+    sum_facts,
+    to_json,
 )
 
 __all__ = [
@@ -27,5 +30,8 @@ __all__ = [
     "encode_shard",
     "read_layer",
     "read_records",
+    "shard_facts",
     "shard_parts",
+    "sum_facts",
+    "to_json",
 ]

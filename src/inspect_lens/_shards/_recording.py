@@ -21,7 +21,7 @@ from inspect_lens._base.untrusted import parse_json
 from inspect_lens._intake import read_file, write_file
 from inspect_lens.errors import ArtifactError, SpecError
 
-from ._shard import Captured, decode_shard, shard_parts
+from ._shard import Captured, decode_shard, shard_facts, shard_parts, sum_facts, to_json
 
 RECORDING: Final = "recording.json"
 """Says what is recorded; written first."""
@@ -81,10 +81,10 @@ class ShardWriter:
         where = f"{self.uri}/{RECORDING}"
         content = read_file(where)
         if content is None:
-            write_file(where, [_json(self._about)], mode=_PRIVATE)
+            write_file(where, [to_json(self._about)], mode=_PRIVATE)
         else:
             there = _read_about(where, content)
-            ours = json.loads(_json(self._about))
+            ours = json.loads(to_json(self._about))
             if differ := sorted(k for k in {*there, *ours} if there.get(k) != ours.get(k)):
                 told = "; ".join(f"{k}: {there.get(k)!r}, now {ours.get(k)!r}" for k in differ)
                 raise SpecError(
@@ -124,19 +124,8 @@ class ShardWriter:
         for part in parts:
             digest.update(part)
         write_file(f"{self.uri}/{name}.safetensors", parts, mode=_PRIVATE)
-        first = next((s for s in samples if s.acts is not None), None)
-        acts = None if first is None else first.acts
-        facts = {
-            "file": f"{name}.safetensors",
-            "sha256": digest.hexdigest(),
-            "n_samples": len(samples),
-            "n_rows": sum(s.record.n_rows for s in samples),
-            "n_empty": sum(not s.record.n_rows for s in samples),
-            "layers": [] if first is None else list(first.layers),
-            "hidden": 0 if acts is None else acts.storage.shape[2],
-            "dtype": "" if acts is None else acts.dtype,
-        }
-        write_file(f"{self.uri}/{name}.json", [_json(facts)], mode=_PRIVATE)
+        facts = shard_facts(f"{name}.safetensors", digest.hexdigest(), samples)
+        write_file(f"{self.uri}/{name}.json", [to_json(facts)], mode=_PRIVATE)
         return f"{name}.safetensors", sum(memoryview(part).nbytes for part in parts)
 
 
@@ -269,10 +258,7 @@ class Recording:
     def manifest(self) -> dict[str, Any]:
         """What a manifest would say now, of all that is finished."""
         facts = [shard.facts for shard in self.shards()]
-        keys = ("file", "sha256", "n_samples", "n_rows")
-        sums = {k: sum(f[k] for f in facts) for k in ("n_samples", "n_rows", "n_empty")}
-        shards = [{k: f[k] for k in keys} for f in facts]
-        return {**self.about, **sums, "shards": shards}
+        return {**self.about, **sum_facts(facts)}
 
     def _finished(self) -> list[tuple[str, int]]:
         try:
@@ -317,7 +303,3 @@ def _read_cursor(text: str) -> dict[str, set[int]]:
         raise SpecError(
             f"after={text[:80]!r}: not a cursor; give RecordedShard.cursor as it came, or nothing"
         ) from None
-
-
-def _json(value: Any) -> bytes:
-    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()

@@ -126,6 +126,36 @@ def shard_parts(samples: Sequence[Captured]) -> list[bytes | memoryview]:
     return encode_tensors(arrays, {_KEY: json.dumps(facts, sort_keys=True)})
 
 
+def shard_facts(file: str, sha256: str, samples: Sequence[Captured]) -> dict[str, Any]:
+    """What is written behind a shard, and says that it is whole."""
+    first = next((s for s in samples if s.acts is not None), None)
+    acts = None if first is None else first.acts
+    return {
+        "file": file,
+        "sha256": sha256,
+        "n_samples": len(samples),
+        "n_rows": sum(s.record.n_rows for s in samples),
+        "n_empty": sum(not s.record.n_rows for s in samples),
+        "layers": [] if first is None else list(first.layers),
+        "hidden": 0 if acts is None else acts.storage.shape[2],
+        "dtype": "" if acts is None else acts.dtype,
+    }
+
+
+def sum_facts(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a manifest says of all shards, of the facts of each."""
+    made: dict[str, Any] = {
+        key: sum(f[key] for f in facts) for key in ("n_samples", "n_rows", "n_empty")
+    }
+    keys = ("file", "sha256", "n_samples", "n_rows")
+    return made | {"shards": [{key: f[key] for key in keys} for f in facts]}
+
+
+def to_json(value: Any) -> bytes:
+    """The content of a file of facts."""
+    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
+
+
 def _int32(values: Any) -> NDArray[np.int32]:
     return np.fromiter(values, dtype=np.int32)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +32,7 @@ from inspect_ai.model import (
 from inspect_lens._base.concurrency import first_error
 from inspect_lens._base.progress import progress_bar
 from inspect_lens._base.untrusted import parse_json
+from inspect_lens._shards import shard_facts, sum_facts, to_json
 from inspect_lens.data import (
     MANIFEST,
     STORE_FORMAT,
@@ -73,6 +74,19 @@ class Request:
     seed: int
 
 
+def request_of(
+    at: str, layers: Any, positions: Any, on_error: str, counts: Mapping[str, int], **sampling: Any
+) -> Request:
+    """Judge what was asked of `collect` or `collect_stream`."""
+    asked = read_as(CaptureSpec, {"layers": layers, "positions": positions}, at=at)
+    if min(counts.values()) < 1 or on_error not in ("raise", "skip"):
+        said = ", ".join(f"{name}={n}" for name, n in counts.items())
+        raise SpecError(
+            f"{said}, on_error={on_error!r}; allowed are 1 or more, and 'raise' or 'skip'"
+        )
+    return Request(layers=asked.layers, positions=asked.positions, **sampling)
+
+
 async def capture_sample(model: Model, index: int, sample: ProbeSample, how: Request) -> Captured:
     """Capture one sample."""
     if sample.reading == "generate":
@@ -93,21 +107,24 @@ async def capture_sample(model: Model, index: int, sample: ProbeSample, how: Req
         first = n_prompt + await _unread(model, sample, ids[n_prompt:])
         positions = tuple(p for p in positions if p >= first)
     acts = rows_at(handle, positions)
-    record = SampleRecord(
-        index=index,
-        id=sample.id,
-        label=sample.label,
-        group=sample.group,
-        n_rows=len(positions),
-        n_prompt=n_prompt,
-        completion=completion,
-        columns=dict(sample.columns),
-        prompt="\n".join(m.content for m in sample.messages),
-        content=sample.content_id,
+    record = record_of(
+        index, sample, n_rows=len(positions), n_prompt=n_prompt, completion=completion
     )
     return Captured(
         record=record, acts=acts, layers=handle.layers, positions=positions, token_ids=ids
     )
+
+
+def record_of(
+    index: int, sample: ProbeSample, *, n_rows: int = 0, n_prompt: int = 0,
+    completion: str = "", error: str = "",
+) -> SampleRecord:  # fmt: skip
+    """What a store keeps of a sample beside its rows."""
+    return SampleRecord(
+        index=index, id=sample.id, label=sample.label, group=sample.group, n_rows=n_rows,
+        n_prompt=n_prompt, completion=completion, columns=dict(sample.columns), error=error,
+        prompt="\n".join(m.content for m in sample.messages), content=sample.content_id,
+    )  # fmt: skip
 
 
 async def computing_facts(model: Model) -> CaptureFacts:
@@ -348,19 +365,11 @@ async def collect_async(
         anyio.run(main)
         ```
     """
-    asked = read_as(CaptureSpec, {"layers": layers, "positions": positions}, at="collect")
-    how = Request(
-        layers=asked.layers,
-        positions=asked.positions,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-    )
-    if concurrency < 1 or shard_samples < 1 or on_error not in ("raise", "skip"):
-        raise SpecError(
-            f"concurrency={concurrency}, shard_samples={shard_samples}, on_error={on_error!r}; "
-            "allowed are 1 or more, and 'raise' or 'skip'"
-        )
+    how = request_of(
+        "collect", layers, positions, on_error,
+        {"concurrency": concurrency, "shard_samples": shard_samples},
+        max_tokens=max_tokens, temperature=temperature, seed=seed,
+    )  # fmt: skip
     name = model if isinstance(model, str) else str(model)
     plan = plan_of(name, dataset, how, shard_samples)
     uri = str(out).rstrip("/")
@@ -463,16 +472,8 @@ async def capture_or_skip(
     except LensError as error:
         if on_error == "raise":
             raise
-        return _skipped(index, sample, str(error))
-
-
-def _skipped(index: int, sample: ProbeSample, reason: str) -> Captured:
-    record = SampleRecord(
-        index=index, id=sample.id, label=sample.label, group=sample.group, n_rows=0, n_prompt=0,
-        completion="", columns=dict(sample.columns), error=reason, content=sample.content_id,
-        prompt="\n".join(m.content for m in sample.messages),
-    )  # fmt: skip
-    return Captured(record=record, acts=None, layers=(), positions=(), token_ids=())
+        record = record_of(index, sample, error=str(error))
+        return Captured(record=record, acts=None, layers=(), positions=(), token_ids=())
 
 
 def plan_of(model: str, dataset: ProbeDataset, how: Request, shard_samples: int) -> dict[str, Any]:
@@ -516,7 +517,7 @@ def _claim(uri: str, plan: dict[str, Any]) -> bool:
     where = f"{uri}/{_PLAN}"
     content = read_whole(where)
     if content is None:
-        write_whole(where, _json(plan))
+        write_whole(where, to_json(plan))
         return True
     there = parse_json(content)
     differ = [
@@ -580,21 +581,10 @@ def write_shard(
     mark = _mark(plan)
     _facts(uri, k, mark)
     content = encode_shard(samples)
-    full = [s for s in samples if s.record.n_rows]
     write_whole(f"{uri}/{_file(k)}", content)
-    facts = {
-        "plan": mark,
-        "file": _file(k),
-        "sha256": hashlib.sha256(content).hexdigest(),
-        "n_samples": len(samples),
-        "n_rows": sum(s.record.n_rows for s in samples),
-        "n_empty": len(samples) - len(full),
-        "layers": list(full[0].layers) if full else [],
-        "hidden": full[0].acts.storage.shape[2] if full and full[0].acts else 0,
-        "dtype": full[0].acts.dtype if full and full[0].acts else "",
-        "computed_with": capture.model_dump(exclude_defaults=True),
-    }
-    write_whole(f"{uri}/shard-{k:05d}.json", _json(facts))
+    facts = shard_facts(_file(k), hashlib.sha256(content).hexdigest(), samples)
+    facts |= {"plan": mark, "computed_with": capture.model_dump(exclude_defaults=True)}
+    write_whole(f"{uri}/shard-{k:05d}.json", to_json(facts))
 
 
 def finish(
@@ -619,19 +609,12 @@ def finish(
         "layers": list(layers),
         "hidden": hidden,
         "dtype": dtype,
-        "n_samples": sum(s["n_samples"] for s in shards),
-        "n_rows": sum(s["n_rows"] for s in shards),
-        "n_empty": sum(s["n_empty"] for s in shards),
-        "shards": [{k: s[k] for k in ("file", "sha256", "n_samples", "n_rows")} for s in shards],
+        **sum_facts(shards),
     }
-    write_whole(f"{uri}/{MANIFEST}", _json(manifest))
+    write_whole(f"{uri}/{MANIFEST}", to_json(manifest))
     return ActivationStore.open(uri)
 
 
 def _mark(plan: dict[str, Any]) -> str:
     """Tells the shards of one plan from those of others."""
-    return hashlib.sha256(_json(plan)).hexdigest()[:16]
-
-
-def _json(value: Any) -> bytes:
-    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
+    return hashlib.sha256(to_json(plan)).hexdigest()[:16]

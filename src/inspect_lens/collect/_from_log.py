@@ -17,7 +17,6 @@ from inspect_lens.data import (
     Message,
     ProbeDataset,
     ProbeSample,
-    SampleRecord,
 )
 from inspect_lens.data._sample import check_label_source
 from inspect_lens.errors import NotCapturedError, SpecError
@@ -28,7 +27,7 @@ from inspect_lens.reading._rows import select_positions
 from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.spec import Positions, parse_positions
 
-from ._collect import Request, claimed, finish, plan_of, rows_at, write_shard
+from ._collect import Request, claimed, finish, plan_of, record_of, rows_at, write_shard
 
 logger = logging.getLogger(__name__)
 
@@ -227,10 +226,9 @@ def _captured(
         if on_missing == "error":
             raise
         return None
-    record = SampleRecord(
-        index=0, id=sample.id, label=sample.label, group=sample.group, n_rows=len(positions),
-        n_prompt=handle.n_prompt, completion=sample.completion or "", columns=sample.columns,
-        prompt="\n".join(m.content for m in sample.messages), content=sample.content_id,
+    record = record_of(
+        0, sample, n_rows=len(positions), n_prompt=handle.n_prompt,
+        completion=sample.completion or "",
     )  # fmt: skip
     ids = (*handle.prompt_token_ids, *handle.token_ids)
     return Captured(

@@ -12,10 +12,9 @@ from inspect_ai.model import Model
 
 from inspect_lens._base.concurrency import first_error
 from inspect_lens.data import Captured, ProbeSample
-from inspect_lens.errors import SpecError
-from inspect_lens.spec import CaptureSpec, Layers, read_as
+from inspect_lens.spec import Layers
 
-from ._collect import Request, capture_or_skip, opened
+from ._collect import Request, capture_or_skip, opened, request_of
 
 Samples: TypeAlias = Iterable[ProbeSample] | AsyncIterable[ProbeSample]
 
@@ -86,15 +85,10 @@ async def collect_stream(
         anyio.run(main)
         ```
     """
-    asked = read_as(CaptureSpec, {"layers": layers, "positions": positions}, at="collect_stream")
-    if concurrency < 1 or batch < 1 or on_error not in ("raise", "skip"):
-        raise SpecError(
-            f"concurrency={concurrency}, batch={batch}, on_error={on_error!r}; allowed are 1 or "
-            "more, and 'raise' or 'skip'"
-        )
-    how = Request(
-        layers=asked.layers, positions=asked.positions, max_tokens=max_tokens,
-        temperature=temperature, seed=seed,
+    how = request_of(
+        "collect_stream", layers, positions, on_error,
+        {"concurrency": concurrency, "batch": batch},
+        max_tokens=max_tokens, temperature=temperature, seed=seed,
     )  # fmt: skip
     send, receive = anyio.create_memory_object_stream[Captured](0)
     try:

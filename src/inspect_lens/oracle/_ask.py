@@ -30,7 +30,7 @@ from ._send import (
     CONTROLS,
     Control,
     answer_prompt,
-    arms,
+    ask_arms,
     draw_of,
     oracle_message,
     parse_controls,
@@ -297,14 +297,8 @@ async def _answer(
 ) -> OracleAnswer:
     config = plan.oracle.config
     prompt = await render_prompt(plan.oracle, model, question, shown)
-    shows = arms(plan.controls, shown.rows, draw)
-    outputs = await together(
-        *(
-            answer_prompt(plan.oracle, model, prompt, rows, max_tokens=plan.max_tokens)
-            for rows in shows.values()
-        )
-    )
-    said = dict(zip(shows, (o.completion.strip() for o in outputs), strict=True))
+    ask = partial(answer_prompt, plan.oracle, model, prompt, max_tokens=plan.max_tokens)
+    output, others = await ask_arms(plan.controls, shown.rows, draw, ask)
     norms = await placeholder_norms(plan.oracle, model, prompt)
     facts: dict[str, Any] = {
         "oracle": plan.oracle.name,
@@ -316,12 +310,12 @@ async def _answer(
     }
     if sinks := [p for p, norm in zip(prompt.places, norms, strict=False) if norm > SINK_NORM]:
         facts["sinks"] = sinks
-    if outputs[0].stop_reason != "stop":
-        facts["stop_reason"] = outputs[0].stop_reason
+    if output.stop_reason != "stop":
+        facts["stop_reason"] = output.stop_reason
     return OracleAnswer(
         question=question,
-        answer=said[None],
-        controls={name: said[name] for name in plan.controls},
+        answer=output.completion.strip(),
+        controls={name: other.completion.strip() for name, other in others.items()},
         layers=shown.layers,
         inputs=plan.inputs,
         positions=shown.positions,

@@ -27,7 +27,7 @@ from ._send import (
     Control,
     Prompt,
     answer_edited,
-    arms,
+    ask_arms,
     draw_of,
     find_placeholders,
     parse_controls,
@@ -198,7 +198,7 @@ async def _explain(
     # What it says without a row is the same for all of them.
     plain = None
     if "text_only" in plan.controls:
-        plain = await _answer(plan, model, messages, prompt, None, 0)
+        plain = await _answer(plan, model, messages, prompt, 0, None)
     return await together(
         *(
             _one(plan, model, messages, prompt, rows, draw, plain, origin, _words(rows, ids, texts))
@@ -226,16 +226,15 @@ async def _one(
     token: dict[str, str],
 ) -> OracleAnswer:
     into = shown.layers[0] if plan.into is None else plan.into
-    shows = arms([name for name in plan.controls if name != "text_only"], shown.rows, draw)
-    texts = await together(
-        *(_answer(plan, model, messages, prompt, row, into) for row in shows.values())
-    )
-    said = dict(zip(shows, texts, strict=True))
+    answer, said = await ask_arms(
+        [name for name in plan.controls if name != "text_only"], shown.rows, draw,
+        partial(_answer, plan, model, messages, prompt, into),
+    )  # fmt: skip
     if plain is not None:
         said["text_only"] = plain
     return OracleAnswer(
         question=plan.prompt,
-        answer=said[None],
+        answer=answer,
         controls={name: said[name] for name in plan.controls},
         layers=shown.layers,
         inputs="tokens",
@@ -250,8 +249,8 @@ async def _answer(
     model: Model,
     messages: list[ChatMessage],
     prompt: Prompt,
-    row: NDArray[np.float32] | None,
     into: int,
+    row: NDArray[np.float32] | None,
 ) -> str:
     edits: tuple[Replace, ...] = ()
     if row is not None:

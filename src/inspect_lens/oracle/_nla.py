@@ -29,6 +29,7 @@ from inspect_lens.model import Activations
 from inspect_lens.model._scope import instrument_message
 from inspect_lens.reading import Source
 from inspect_lens.reading._rows import has_nothing_to_read, parse_source
+from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.spec import LensRequest, Positions, Replace
 
 from ._ask import OracleAnswer
@@ -36,7 +37,7 @@ from ._send import (
     Control,
     Prompt,
     answer_edited,
-    arms,
+    ask_arms,
     draw_of,
     parse_controls,
     server_of,
@@ -165,6 +166,7 @@ def one_place(prompt: str, place: str) -> str:
     return prompt
 
 
+@shared_parameters
 async def verbalise(
     about: Activations | ModelOutput,
     verbaliser: str | Path | Verbaliser,
@@ -192,11 +194,6 @@ async def verbalise(
         layer: whose rows are put into words; that of its training by default.
         subject: the model that made the generation, to feed it again; the active one by default.
         positions: tokens to choose from; the completion by default.
-        last: only so many of them, from the end; None for all.
-        controls: true for `text_only`, `shuffled` and `random`, or some of these by name.
-        seed: of the controls.
-        max_tokens: longest text.
-        source: `captured` activations, `recompute` from the token ids, or `auto`.
 
     Returns:
         An answer for each token, with its controls; none where the generation has no such token.
@@ -290,14 +287,10 @@ class VerbalisePlan(NamedTuple):
         draw = draw_of(self.seed, handle)
 
         async def one(row: Shown) -> OracleAnswer:
-            shows = arms(self.controls, row.rows, draw)
-            texts = await together(
-                *(_answer(found, served, prompt, r, self.max_tokens) for r in shows.values())
-            )
-            said = dict(zip(shows, texts, strict=True))
+            ask = partial(_answer, found, served, prompt, self.max_tokens)
+            answer, said = await ask_arms(self.controls, row.rows, draw, ask)
             return OracleAnswer(
-                question=found.prompt, answer=said[None],
-                controls={name: said[name] for name in self.controls}, layers=row.layers,
+                question=found.prompt, answer=answer, controls=dict(said), layers=row.layers,
                 inputs="tokens", positions=row.positions, source=origin,
                 facts={"verbaliser": found.name, "scale": found.scale, "seed": self.seed},
             )  # fmt: skip
@@ -331,7 +324,7 @@ def plan_verbalising(
 
 
 async def _answer(
-    found: Verbaliser, model: Model, prompt: Prompt, row: NDArray[np.float32] | None, most: int
+    found: Verbaliser, model: Model, prompt: Prompt, most: int, row: NDArray[np.float32] | None
 ) -> str:
     edits: tuple[Replace, ...] = ()
     if row is not None:

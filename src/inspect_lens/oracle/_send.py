@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import zlib
-from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar, get_args
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 from inspect_ai.model import ChatMessage, GenerateConfig, Model, ModelOutput
 from numpy.typing import NDArray
 
+from inspect_lens._base.concurrency import together
 from inspect_lens._base.one_or_several import one_or_several
 from inspect_lens.errors import ArtifactError, CaptureError, SpecError, UnsupportedError
 from inspect_lens.model import Activations, lens_config, recapture, receipt
 from inspect_lens.model._scope import instrument_message, outside_scopes
-from inspect_lens.spec import Add, LensRequest, to_extra_args
+from inspect_lens.spec import Add, Cache, LensRequest, to_extra_args
 
 from ._load import Oracle, OracleConfig
 from ._shown import Shown
 
+T = TypeVar("T")
 Control = Literal["text_only", "shuffled", "random"]
 """`text_only`: the same prompt and no vector. `shuffled`: the rows with their dimensions
 permuted. `random`: Gaussian rows of the same norms."""
@@ -70,19 +71,19 @@ def draw_of(seed: int, handle: Activations) -> tuple[int, ...]:
     return seed, zlib.crc32(ids.tobytes())
 
 
-def arms(
-    controls: Sequence[Control], rows: NDArray[np.float32], draw: tuple[int, ...]
-) -> dict[Control | None, NDArray[np.float32] | None]:
-    """What is put in for the question itself, under None, and for each of its controls."""
-    made: dict[Control | None, NDArray[np.float32] | None] = {None: rows}
+async def ask_arms(
+    controls: Sequence[Control],
+    rows: NDArray[np.float32],
+    draw: tuple[int, ...],
+    ask: Callable[[NDArray[np.float32] | None], Awaitable[T]],
+) -> tuple[T, dict[Control, T]]:
+    """What is said when the rows are put in, and what is said for each control."""
+    made: list[NDArray[np.float32] | None] = [rows]
     for control in controls:
-        if control == "text_only":
-            made[control] = None
-        else:
-            made[control] = (shuffled_rows if control == "shuffled" else random_rows)(
-                rows, seed=draw
-            )
-    return made
+        change = {"shuffled": shuffled_rows, "random": random_rows}.get(control)
+        made.append(None if change is None else change(rows, seed=draw))
+    answer, *others = await together(*map(ask, made))
+    return answer, dict(zip(controls, others, strict=True))
 
 
 def parse_controls(controls: bool | str | Sequence[str]) -> tuple[Control, ...]:
@@ -160,32 +161,8 @@ class Prompt(NamedTuple):
     """Positions of the placeholders."""
 
 
-T = TypeVar("T")
-
-
-class _Memo(Generic[T]):
-    """What is the same for every sample, by prompt; the least recently used ones leave."""
-
-    def __init__(self) -> None:
-        self._items: OrderedDict[tuple[str, ...], T] = OrderedDict()
-
-    def get(self, key: tuple[str, ...]) -> T | None:
-        if key in self._items:
-            self._items.move_to_end(key)
-        return self._items.get(key)
-
-    def put(self, key: tuple[str, ...], value: T) -> T:
-        self._items[key] = value
-        while len(self._items) > _REMEMBERED:
-            self._items.popitem(last=False)
-        return value
-
-    def clear(self) -> None:
-        self._items.clear()
-
-
-_prompts: _Memo[Prompt] = _Memo()
-_norms: _Memo[tuple[float, ...]] = _Memo()
+_prompts: Final[Cache[tuple[str, ...], Prompt]] = Cache(_REMEMBERED)
+_norms: Final[Cache[tuple[str, ...], tuple[float, ...]]] = Cache(_REMEMBERED)
 
 
 async def render_prompt(oracle: Oracle, model: Model, question: str, shown: Shown) -> Prompt:
@@ -200,7 +177,8 @@ async def render_prompt(oracle: Oracle, model: Model, question: str, shown: Show
     )
     token = placeholder_id(alone, oracle.config.special_token)
     places = find_placeholders(ids, token, n_layers=n_layers, count=count)
-    return _prompts.put(key, Prompt(text, ids, places))
+    _prompts.keep(key, prompt := Prompt(text, ids, places))
+    return prompt
 
 
 async def placeholder_norms(oracle: Oracle, model: Model, prompt: Prompt) -> tuple[float, ...]:
@@ -220,7 +198,8 @@ async def placeholder_norms(oracle: Oracle, model: Model, prompt: Prompt) -> tup
         adapter=oracle.adapter,
     )
     rows = seen.numpy()[0][list(prompt.places)].astype(np.float64)
-    return _norms.put(key, tuple(map(float, np.linalg.norm(rows, axis=-1))))
+    _norms.keep(key, norms := tuple(map(float, np.linalg.norm(rows, axis=-1))))
+    return norms
 
 
 async def answer_prompt(

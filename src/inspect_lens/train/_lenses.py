@@ -237,15 +237,9 @@ def evaluate_lens(
         return made if bias is None else rows + made + bias[at]
 
     found, _ = quality_of(
-        read,
-        card.layers,
-        translate,
-        prompts,
-        batch=batch,
-        max_tokens=max_tokens,
-        skip_first=skip_first,
-        show_progress=show_progress,
-    )
+        read, card.layers, translate, prompts, batch=batch, max_tokens=max_tokens,
+        skip_first=skip_first, show_progress=show_progress,
+    )  # fmt: skip
     return found
 
 
@@ -291,6 +285,22 @@ def quality_of(
         for layer, (kl, logit, own, plain) in zip(layers, mean, strict=True)
     )
     return quality, n
+
+
+def _judged(
+    read: LensModel, layers: tuple[int, ...], translate: Translate,
+    held_out: Sequence[Sequence[int]], *, batch: int, max_tokens: int, skip_first: int,
+    show_progress: bool, **about: Any,
+) -> LensCard:  # fmt: skip
+    """The card of a new lens, with its quality on held-out prompts."""
+    quality, n_held_out = quality_of(
+        read, layers, translate, held_out, batch=batch, max_tokens=max_tokens,
+        skip_first=skip_first, show_progress=show_progress,
+    )  # fmt: skip
+    return LensCard(
+        n_layers=read.n_layers, layers=layers, hidden=read.hidden, quality=quality,
+        n_held_out=n_held_out, **about,
+    )  # fmt: skip
 
 
 def divergence(truth: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
@@ -404,37 +414,17 @@ def fit_tuned_lens(
     if not n_tokens:
         raise SpecError(f"prompts: none has more than skip_first={skip_first} tokens")
     done = torch.stack([affine.detach() for affine in maps])
-    quality, n_held_out = quality_of(
-        read,
-        chosen,
-        lambda rows, at: _translated(rows, done[at]),
-        held_out,
-        batch=batch,
-        max_tokens=max_tokens,
-        skip_first=skip_first,
-        show_progress=show_progress,
-    )
     settings = {"steps": steps, "batch": batch, "max_tokens": max_tokens, "lr": lr}
     settings |= {"skip_first": skip_first, "weight_decay": weight_decay, "seed": random_state}
-    card = LensCard(
-        name=name,
-        kind="tuned",
-        n_layers=read.n_layers,
-        layers=chosen,
-        hidden=width,
-        source=_SOURCE,
-        model=model_ref,
-        training=LensTraining(
-            method="KL divergence to the model's own prediction, AdamW",
-            dataset=dataset,
-            n_prompts=len(prompts),
-            n_tokens=n_tokens,
-            settings=settings,
-        ),
-        quality=quality,
-        n_held_out=n_held_out,
-        command=command,
-    )
+    training = LensTraining(
+        method="KL divergence to the model's own prediction, AdamW", dataset=dataset,
+        n_prompts=len(prompts), n_tokens=n_tokens, settings=settings,
+    )  # fmt: skip
+    card = _judged(
+        read, chosen, lambda rows, at: _translated(rows, done[at]), held_out, batch=batch,
+        max_tokens=max_tokens, skip_first=skip_first, show_progress=show_progress, name=name,
+        kind="tuned", source=_SOURCE, model=model_ref, training=training, command=command,
+    )  # fmt: skip
     both = done.cpu().numpy()
     return Lens(matrix=both[:, :, :width], bias=both[:, :, width], card=card)
 
@@ -551,39 +541,17 @@ def fit_jacobian_lens(
         raise SpecError("model: its gradients are not finite; load it in float32")
     stored = _stored(mean, dtype)
     matrix = torch.from_numpy(stored.astype(np.float32)).to(read.device)
-    quality, n_held_out = quality_of(
-        read,
-        chosen,
-        lambda rows, at: rows @ matrix[at].T,
-        held_out,
-        batch=8,
-        max_tokens=max_tokens,
-        skip_first=0,
-        show_progress=show_progress,
-    )
-    card = LensCard(
-        name=name,
-        kind="jacobian",
-        n_layers=read.n_layers,
-        layers=chosen,
-        hidden=read.hidden,
-        source="transformer-circuits.pub/2026/workspace",
-        model=model_ref,
-        training=LensTraining(
-            method="mean Jacobian from the layer to the last one",
-            dataset=dataset,
-            n_prompts=len(prompts),
-            n_tokens=n_tokens,
-            settings={
-                "max_tokens": max_tokens,
-                "skip_first": skip_first,
-                "skip_last": skip_last,
-            },
-        ),
-        quality=quality,
-        n_held_out=n_held_out,
-        command=command,
-    )
+    settings = {"max_tokens": max_tokens, "skip_first": skip_first, "skip_last": skip_last}
+    training = LensTraining(
+        method="mean Jacobian from the layer to the last one", dataset=dataset,
+        n_prompts=len(prompts), n_tokens=n_tokens, settings=settings,
+    )  # fmt: skip
+    card = _judged(
+        read, chosen, lambda rows, at: rows @ matrix[at].T, held_out, batch=8,
+        max_tokens=max_tokens, skip_first=0, show_progress=show_progress, name=name,
+        kind="jacobian", source="transformer-circuits.pub/2026/workspace", model=model_ref,
+        training=training, command=command,
+    )  # fmt: skip
     return Lens(matrix=stored, card=card)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from sklearn.base import BaseEstimator
 
@@ -208,7 +207,7 @@ def train_probe(
         near_duplicates=tuple(text for texts in copies.values() for text in texts),
     )
     seen = list_seen(probe, train, selection, control)
-    probe = _with_card(probe, sweep=chosen.sweep, thresholds=thresholds, training=facts, seen=seen)
+    probe = probe.with_card(sweep=chosen.sweep, thresholds=thresholds, training=facts, seen=seen)
     evaluations = tuple(
         evaluate_probe(
             probe,
@@ -226,7 +225,7 @@ def train_probe(
         for e in evaluations
         if e.auroc is not None
     )
-    made = _with_card(probe, evaluations=evaluations, transfers=verdicts)
+    made = probe.with_card(evaluations=evaluations, transfers=verdicts)
     for text in (*made.card.warnings, *facts.near_duplicates):
         warnings.warn(text, UserWarning, stacklevel=2)
     return made
@@ -245,10 +244,6 @@ def _texts_of_part(
         if len(by_set.get(whole.name, ())) == len(whole):
             by_set[part.name] = [by_set[whole.name][i] for i in picks]
     return found if texts is not None else None
-
-
-def _with_card(probe: AnyProbe, **update: object) -> AnyProbe:
-    return replace(probe, card=probe.card.model_copy(update=update))
 
 
 def _check_sets(

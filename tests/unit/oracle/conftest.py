@@ -48,8 +48,8 @@ def write_oracle(tmp_path: Path) -> WriteOracle:
 @pytest.fixture(autouse=True)
 def _nothing_remembered() -> None:
     """A port may come back with another tokenizer."""
-    _send._prompts.clear()
-    _send._norms.clear()
+    _send._prompts.values.clear()
+    _send._norms.values.clear()
 
 
 @pytest.fixture

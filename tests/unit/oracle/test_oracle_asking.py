@@ -140,7 +140,7 @@ def test_facts_say_where_the_stream_is_an_attention_sink(
     assert calm.facts["max_stream_norm"] == pytest.approx(max(norms), abs=1e-3)
     assert "sinks" not in calm.facts
     monkeypatch.setattr(_ask, "SINK_NORM", (norms[0] + norms[1]) / 2)
-    _send._norms.clear()
+    _send._norms.values.clear()
 
     async def again() -> Any:
         output = await answered(model)
@@ -347,7 +347,7 @@ def test_a_connection_that_the_server_closed_is_tried_again(
     write_oracle()
     assert anyio.run(run, 2)[0].answer == STEERED
     assert len(failures) == 2
-    _send._prompts.clear()
+    _send._prompts.values.clear()
     with pytest.raises(CaptureError, match=r"/tokenize .*ReadError"):
         anyio.run(run, 9)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -72,6 +72,14 @@ class CardProbe(Artifact):
     def threshold(self) -> Threshold | None:
         """The first stored threshold for the probe's score of a whole answer."""
         return next(iter(self.card.thresholds_for(self.card.answer)), None)
+
+    def with_card(self, **facts: object) -> Self:
+        """The same probe with other facts on its card.
+
+        Args:
+            **facts: fields of the card, which are not judged again.
+        """
+        return replace(self, card=self.card.model_copy(update=facts))  # type: ignore[type-var]
 
     def running_scores(
         self, acts: ArrayLike, layers: Sequence[int] | None = None, *, pool: str | None = None

@@ -417,17 +417,11 @@ def brier_score(labels: ArrayLike, probabilities: ArrayLike) -> float:
 
 
 def _check(labels: ArrayLike, probabilities: ArrayLike) -> tuple[Floats, Floats]:
+    split_classes(labels, probabilities)
     y, p = np.asarray(labels), np.asarray(probabilities, dtype=np.float64)
-    if y.ndim != 1 or y.shape != p.shape or not y.size:
+    if not y.size or not ((p >= 0.0) & (p <= 1.0)).all():
         raise SpecError(
-            f"labels and probabilities: shapes {y.shape} and {p.shape}; allowed is one label per "
-            "probability, at least one; drop unscored samples from both"
-        )
-    if not np.isin(y, (0, 1)).all():
-        raise SpecError("labels: allowed are 0 and 1; map your classes to them first")
-    if not ((p >= 0.0) & (p <= 1.0)).all():
-        raise SpecError(
-            "probabilities: holds values outside [0, 1] or NaN; allowed are probabilities; "
-            "calibrate scores first, as train.calibrate does"
+            f"probabilities: {p.size}, or values outside [0, 1]; allowed are probabilities, one at "
+            "least; calibrate scores first, as train.calibrate does"
         )
     return y.astype(np.float64), p

@@ -8,6 +8,7 @@ from typing import Any, Final, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.special import expit
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
@@ -179,11 +180,7 @@ class BinaryEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         a squashed score. `calibrate` makes a probability of either.
         """
         decision = np.asarray(self.decision_function(X), dtype=np.float64)
-        # Both tails without overflow, and both columns from the same exponential.
-        small = np.exp(-np.abs(decision))
-        likely, unlikely = 1.0 / (1.0 + small), small / (1.0 + small)
-        positive = np.where(decision > 0, likely, unlikely)
-        return np.stack([np.where(decision > 0, unlikely, likely), positive], axis=1)
+        return np.stack([expit(-decision), expit(decision)], axis=1)
 
     def describe(self) -> str:
         """Method and settings, for the card."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,6 +19,7 @@ from ._binary import BinaryEstimator, Scaling, Targets, find_scale
 
 Floats = NDArray[np.float64]
 Rows = NDArray[np.floating]
+Take: TypeAlias = Callable[[NDArray[np.int64]], Rows]
 _NUMBERS: Final = 1 << 22
 
 
@@ -207,17 +208,29 @@ class DirectionEstimator(BinaryEstimator):
 
 
 class FormulaEstimator(DirectionEstimator):
-    """Base of the families whose direction follows from class means and the pooled covariance."""
+    """Base of the families that are fitted to sums over rows, and to few of the rows themselves."""
 
     needs_covariance = False
     """Whether the formula has the covariance in it."""
 
-    def _fit_rows(self, x: NDArray[np.floating[Any]], target: Targets) -> None:
+    def _fit(self, x: NDArray[np.floating[Any]], target: Targets) -> None:
         made = Moments.of(x, target.positive, target.weight, covariance=self.needs_covariance)
-        self.solve(made.statistics())
+        self.learn(made, target, lambda picks: x[picks])
 
-    def solve(self, found: ClassStatistics) -> None:
-        """Find the direction."""
+    def learn(self, moments: Moments, target: Targets, take: Take) -> None:
+        """Fit to the sums over rows, wherever they are; `take` gives those at some places."""
+        scale = None
+        if self.scaling != "none":
+            family = type(self).__name__
+            scale = find_scale(moments.within_variance(), moments.n, self.scaling, family=family)
+        found = moments.statistics(scale)
+        self.solve(found, target, lambda at: take(at).astype(np.float64) / (
+            1.0 if scale is None else scale
+        ))  # fmt: skip
+        self.unscale(scale)
+
+    def solve(self, found: ClassStatistics, target: Targets, take: Take) -> None:
+        """Find the direction, of rows that are scaled already."""
         self.coef_ = self._direction(found, found.high - found.low)
         # The midpoint goes into the centre, not into the intercept: |mean| is often hundreds of
         # times |difference|, and their product would lose the digits that decide.
@@ -355,23 +368,11 @@ class LDAProbe(FormulaEstimator):
     equal_priors: bool = True
     scaling: Scaling = "auto"
 
-    needs_covariance = True
-
-    def _fit_rows(self, x: NDArray[np.floating[Any]], target: Targets) -> None:
+    @property
+    def needs_covariance(self) -> bool:  # type: ignore[override]
+        """Whether the formula has the covariance in it."""
         self.check_shrinkage()
-        if self.shrinkage != "ledoit-wolf":
-            super()._fit_rows(x, target)
-            return
-        if target.weight is not None:
-            raise SpecError(
-                "sample_weight: Ledoit and Wolf's shrinkage is of rows that count alike; allowed "
-                "with weights are shrinkage='ridge', a number and None"
-            )
-        wide = np.asarray(x, dtype=np.float64)
-        model = LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto")
-        model.fit(wide, target.positive)
-        self.solve(Moments.of(wide, target.positive).statistics())
-        self.coef_ = np.asarray(model.coef_[0], dtype=np.float64)
+        return self.shrinkage != "ledoit-wolf"
 
     def check_shrinkage(self) -> None:
         """Refuse a shrinkage that is none, before rows are read."""
@@ -386,9 +387,18 @@ class LDAProbe(FormulaEstimator):
                 "None; correct the value"
             )
 
-    def solve(self, found: ClassStatistics) -> None:
-        """Find the direction."""
-        super().solve(found)
+    def solve(self, found: ClassStatistics, target: Targets, take: Take) -> None:
+        """Find the direction, of rows that are scaled already."""
+        super().solve(found, target, take)
+        if self.shrinkage == "ledoit-wolf":
+            if target.weight is not None:
+                raise SpecError(
+                    "sample_weight: Ledoit and Wolf's shrinkage is of rows that count alike; "
+                    "allowed with weights are shrinkage='ridge', a number and None"
+                )
+            model = LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto")
+            model.fit(take(np.arange(target.positive.size)), target.positive)
+            self.coef_ = np.asarray(model.coef_[0], dtype=np.float64)
         if not self.equal_priors:
             self.intercept_ = float(np.log(found.weight[1] / found.weight[0]))
 
@@ -435,7 +445,7 @@ def make_pairs(
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class LATProbe(DirectionEstimator):
+class LATProbe(FormulaEstimator):
     """First principal component of the differences of contrasting rows, sign by the labels.
 
     Each difference points from either row of its pair to the other, at random, so that their
@@ -468,46 +478,18 @@ class LATProbe(DirectionEstimator):
     random_state: int = 0
     scaling: Scaling = "auto"
 
-    def _fit_rows(self, x: NDArray[np.floating[Any]], target: Targets) -> None:
+    def solve(self, found: ClassStatistics, target: Targets, take: Take) -> None:
+        """Find the direction, of rows that are scaled already."""
         if target.weight is not None:
             raise SpecError(
                 "sample_weight: LAT compares pairs of rows, which count alike; allowed with "
                 "weights are families such as MeanDifferenceProbe; leave the weights out"
             )
-        wide, positive = np.asarray(x, dtype=np.float64), target.positive
-        first, second, signs = self.pairs(positive, target.groups)
-        self.fit_pairs(
-            (wide[first] - wide[second]) * signs[:, None],
-            wide[~positive].mean(axis=0),
-            wide[positive].mean(axis=0),
-        )
-
-    def pairs(
-        self, positive: NDArray[np.bool_], groups: ArrayLike | None
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-        """Rows to compare, their partners, and which way each difference points, (pairs,) each.
-
-        Args:
-            positive: (rows,) class of each row.
-            groups: (rows,) what rows are paired within.
-        """
         rng = np.random.default_rng(self.random_state)
-        first, second = make_pairs(positive, groups, n_pairs=self.n_pairs, rng=rng)
-        return first, second, rng.choice([-1.0, 1.0], size=first.size)
-
-    def fit_pairs(
-        self,
-        differences: NDArray[np.float64],
-        low: NDArray[np.float64],
-        high: NDArray[np.float64],
-    ) -> None:
-        """Find the direction.
-
-        Args:
-            differences: (pairs, hidden) of the rows that `pairs` names, signs included.
-            low: (hidden,) mean of all negatives.
-            high: (hidden,) mean of all positives.
-        """
+        first, second = make_pairs(target.positive, target.groups, n_pairs=self.n_pairs, rng=rng)
+        signs = rng.choice([-1.0, 1.0], size=first.size)
+        wide = take(np.concatenate([first, second]))
+        differences = (wide[: first.size] - wide[first.size :]) * signs[:, None]
         if len(differences) > 1 and differences.any():
             pca = PCA(n_components=1, svd_solver="full").fit(differences)
             direction = np.asarray(pca.components_[0])
@@ -516,6 +498,8 @@ class LATProbe(DirectionEstimator):
             norm = float(np.linalg.norm(differences[0]))
             direction = differences[0] / (norm or 1.0)
             self.explained_variance_ratio_ = 1.0
-        self.coef_ = direction if float(direction @ (high - low)) >= 0.0 else -direction
-        self.mean_, self.scale_ = (high + low) / 2.0, np.ones_like(high)
-        self.intercept_ = 0.0
+        super().solve(found, target, take)
+        self.coef_ = direction if float(direction @ self.coef_) >= 0.0 else -direction
+
+    def _direction(self, found: ClassStatistics, gap: Floats) -> Floats:
+        return gap

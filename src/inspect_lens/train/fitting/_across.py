@@ -245,8 +245,4 @@ def _with_threshold(
     seen = probe.card.seen
     if seen is not None:
         seen = seen.with_control(harmless.shown(seen.by, probe.layers))
-    facts = {"thresholds": thresholds, "seen": seen}
-    return Probe(
-        weight=probe.weight, bias=probe.bias, mean=probe.mean, scale=probe.scale,
-        card=probe.card.model_copy(update=facts),
-    )  # fmt: skip
+    return probe.with_card(thresholds=thresholds, seen=seen)

@@ -26,7 +26,7 @@ from inspect_lens.probe import write_atomic
 from inspect_lens.train.families._binary import (
     BinaryEstimator,
     Rows,
-    find_scale,
+    Targets,
 )
 from inspect_lens.train.families._direction import (
     DirectionEstimator,
@@ -290,7 +290,7 @@ def _warn_of(estimator: DirectionEstimator, data: StoreSet, n: int) -> None:
         )
 
 
-def stream(estimator: DirectionEstimator, data: StoreSet, layer: int) -> None:
+def stream(estimator: LogisticProbe | FormulaEstimator, data: StoreSet, layer: int) -> None:
     """Fit on the tokens of a layer, which are read piece by piece."""
     labels, hidden = data.row_labels, data.hidden
     if isinstance(estimator, LogisticProbe):
@@ -301,30 +301,17 @@ def stream(estimator: DirectionEstimator, data: StoreSet, layer: int) -> None:
 
         fit_logistic(estimator, read, hidden, whiten=whiten)
         return
-    if isinstance(estimator, LDAProbe):
-        estimator.check_shrinkage()
-    covariance = isinstance(estimator, FormulaEstimator) and estimator.needs_covariance
-    moments = Moments(hidden, covariance=covariance)
+    moments = Moments(hidden, covariance=estimator.needs_covariance)
     for at, rows in _ahead(data.passes(layer)):
         moments.add(rows, labels[at])
-    name = type(estimator).__name__
-    scale = find_scale(moments.within_variance(), moments.n, estimator.scaling, family=name)
-    found = moments.statistics(scale)
-    estimator.classes_, estimator.n_features_in_ = np.array([0, 1]), hidden
-    if isinstance(estimator, FormulaEstimator):
-        estimator.solve(found)
-    else:
-        assert isinstance(estimator, LATProbe)
+    groups = None
+    if isinstance(estimator, LATProbe):
         groups = np.repeat(np.array(data.groups), [n for _, _, n in data.places])
-        first, second, signs = estimator.pairs(labels, groups)
-        picked = _rows_at(np.concatenate([first, second]), data, layer)
-        wide = picked.astype(np.float64) / (1.0 if scale is None else scale)
-        differences = (wide[: first.size] - wide[first.size :]) * signs[:, None]
-        estimator.fit_pairs(differences, found.low, found.high)
-    estimator.unscale(scale)
+    estimator.classes_, estimator.n_features_in_ = np.array([0, 1]), hidden
+    estimator.learn(moments, Targets(labels, groups, None), partial(_rows_at, data, layer))
 
 
-def _rows_at(picks: NDArray[np.int64], data: StoreSet, layer: int) -> NDArray[np.float32]:
+def _rows_at(data: StoreSet, layer: int, picks: NDArray[np.int64]) -> NDArray[np.float32]:
     """Some rows (picks, hidden) of a layer, by their places, gathered from a pass."""
     made = np.zeros((len(picks), data.hidden), dtype=np.float32)
     slot = np.full(len(data.row_labels), -1)

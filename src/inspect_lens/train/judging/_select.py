@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -159,7 +158,7 @@ def select_layer(
         probe = fit.to_probe(at_layer)
         for pool in pooled:
             if pool != pooled[0]:
-                probe = replace(probe, card=probe.card.model_copy(update={"pool": pool}))
+                probe = probe.with_card(pool=pool)
             scores = selection.scores(probe)
             fitted.append(_Tried(measure(probe, layer, selection, scores), probe, scores))
     fitted.sort(key=lambda tried: tried.score.layer)
