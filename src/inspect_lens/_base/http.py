@@ -129,18 +129,7 @@ def path_of(handle: str) -> str:
 def fetch_result(
     root: str, headers: Mapping[str, str], handle: str, *, timeout_s: float | None
 ) -> bytes | memoryview:
-    """Take what a handle stands for, in the calling thread: by HTTP from another host or user.
-
-    Args:
-        root: address of the server, without `/v1`.
-        headers: for it.
-        handle: from its answer.
-        timeout_s: how long to wait for a next piece; None waits for ever.
-
-    Raises:
-        CaptureError: the server has it no longer, or does not give it in time.
-        HTTPError: the server is out of reach.
-    """
+    """Take what a handle stands for, in the calling thread: by HTTP from another host or user."""
     try:
         found = fetch_here(handle, timeout_s=timeout_s)
     except NotHere:

@@ -91,11 +91,7 @@ class Partial:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Partial:
-        """Read what `to_json` made.
-
-        Raises:
-            SpecError: it is something else.
-        """
+        """Read what `to_json` made; SpecError where it is something else."""
         tensors: dict[str, TensorData] = {}
         positions: dict[str, Sequence[int]] = {}
         with judging(PARTIAL_KEY):

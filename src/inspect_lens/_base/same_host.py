@@ -57,19 +57,7 @@ class NotHere(LookupError):
 
 
 def serve_here(name: str, get: GetResult) -> Path:
-    """Give results to processes of this user, for the life of this one.
-
-    Args:
-        name: what handles begin with, before a hyphen: hexadecimal digits.
-        get: called in threads.
-
-    Returns:
-        The folder of the socket; it goes with this process, and if that is killed, whoever next
-        makes such a folder removes it.
-
-    Raises:
-        OSError: there is no folder for temporary files that this process can write.
-    """
+    """Give results to processes of this user; `name` is what handles begin with, in hexadecimal."""
     sweep()
     folder, lock = held(lambda: _made(_folder(name)))
     _held.append((folder, lock))

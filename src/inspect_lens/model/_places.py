@@ -89,10 +89,7 @@ when_log_is_read(know_log)
 
 
 def may_follow(address: str) -> bool:
-    """Whether what a log names may be read.
-
-    It lies next to a log, or somebody allowed its place.
-    """
+    """Whether what a log names may be read: next to a log, or where somebody allowed it."""
     places = [*_followed, *filter(None, text("follow").split(","))]
     return "all" in places or any(
         _lies_in(address, place) for place in (*_known_folders(), *places)

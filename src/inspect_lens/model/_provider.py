@@ -155,18 +155,7 @@ _call: ContextVar[_Call | None] = ContextVar("inspect_lens_call", default=None)
 
 
 class LensAPI(ServerCalls, LensProvider):
-    """Inspect's vLLM provider, with capture, steering and adapters per call.
-
-    ```text
-    inspect eval task.py --model vllm-lens/org/model -M capture=10,20
-    ```
-
-    ```python
-    model = get_model("vllm-lens/org/model")
-    output = await model.generate(messages, config=lens_config(capture=[10]))
-    output.metadata["activations"]["residual_stream"]  # torch, (1, tokens, hidden)
-    ```
-    """
+    """Inspect's vLLM provider, with capture, steering and adapters per call."""
 
     def __init__(
         self,

@@ -505,10 +505,7 @@ class ServerCalls(VLLMAPI):
         )
 
     async def _request(self, method: str, path: str, **options: Any) -> Any:
-        """Ask the server, again over another connection where one broke; the response.
-
-        What is posted here may be posted twice.
-        """
+        """Ask the server, again where a connection broke: what is posted may be posted twice."""
         url = f"{self._server_root()}{path}"
         for delay in (*DELAYS_S, None):
             try:
@@ -561,10 +558,7 @@ class ServerCalls(VLLMAPI):
         return response.json()
 
     async def _send(self, path: str, body: dict[str, Any]) -> Any:
-        """Post JSON to the server, which is started where needed.
-
-        The response, whatever it says.
-        """
+        """Post JSON to the server, which is started where needed; the response, whatever it is."""
         await self._ensure_server_started()
         return await self._request("POST", path, json=body)
 

@@ -12,7 +12,6 @@ from ._capture import *
 from ._check import *
 from ._config import *
 from ._edit import *
-from ._edit_list import *
 from ._edits import *
 from ._engine import *
 from ._gate import *

@@ -270,14 +270,7 @@ class Chosen(NamedTuple):
     """Of the row."""
 
     def widen(self, program: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
-        """Let a program that was written for the chosen numbers act on whole rows.
-
-        Args:
-            program: its directions are as wide as there are chosen numbers.
-
-        Returns:
-            The same edit of these numbers, which leaves the others alone.
-        """
+        """Let a program that was written for the chosen numbers act on whole rows."""
         return tuple(self._widen(one) for one in program)
 
     def _widen(self, one: Instruction) -> Instruction:

@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from ._edit import EditBase
-from ._instruction import MOST_INSTRUCTIONS, Instruction, Kind
+from ._instruction import MOST_INSTRUCTIONS, Instruction, Kind, Row
 from ._tensor import Tensor
 from ._values import Flag, Number
 
@@ -52,11 +52,23 @@ class _Several(EditBase):
             raise ValueError("threshold: one is below 0; an active latent is above 0")
         return self
 
-    def _numbers(self, name: str, index: int) -> list[float]:
-        """One for each latent; zeros for what was left out."""
-        if getattr(self, name) is None:
-            return [0.0] * self.encoder.shape[-2]
-        return [float(number) for number in self.at(name, index)]
+    def _instructions(
+        self, kind: Kind, index: int, decoder: Row, values: Row, left: float, *, is_first: bool
+    ) -> tuple[Instruction, ...]:
+        """One for each latent, all of which read the same stream."""
+        encoder, none = self.at("encoder", index), np.zeros(len(decoder))
+        bias = none if self.bias is None else self.at("bias", index)
+        least = none if self.threshold is None else self.at("threshold", index)
+        return tuple(
+            Instruction(
+                kind,
+                np.ascontiguousarray(encoder[i]),
+                np.ascontiguousarray(decoder[i]),
+                (float(bias[i]), float(least[i]), float(values[i]), left),
+                sees_edits=is_first and i == 0,
+            )
+            for i in range(len(decoder))
+        )
 
 
 class Latents(_Several):
@@ -113,20 +125,8 @@ class Latents(_Several):
     def _program(self, index: int, listed: int | None) -> tuple[Instruction, ...]:
         kind = Kind.LATENT_ADD if self.mode == "add" else Kind.LATENT_SET
         left = float(self.only_if_active) + (2.0 if self.mode == "at_least" else 0.0)
-        encoder, decoder = self.at("encoder", index), self.at("decoder", index)
-        rows = zip(
-            *(self._numbers(name, index) for name in ("bias", "threshold", "value")), strict=True
-        )
-        return tuple(
-            Instruction(
-                kind,
-                np.ascontiguousarray(encoder[i]),
-                np.ascontiguousarray(decoder[i]),
-                (*numbers, left),
-                sees_edits=i == 0,
-            )
-            for i, numbers in enumerate(rows)
-        )
+        decoder, values = self.at("decoder", index), self.at("value", index)
+        return self._instructions(kind, index, decoder, values, left, is_first=True)
 
 
 class Reconstruct(_Several):
@@ -169,20 +169,10 @@ class Reconstruct(_Several):
         base = None
         if self.decoder_bias is not None:
             base = np.ascontiguousarray(self.at("decoder_bias", index))
-        encoder = self.at("encoder", index)
         # An instruction that sets a latent to 0 writes its activation, negated.
         decoder = self.at("decoder", index) * np.float32(-self.strength)
-        rows = zip(self._numbers("bias", index), self._numbers("threshold", index), strict=True)
+        zeros = np.zeros(len(decoder), np.float32)
         return (
             Instruction(Kind.BLEND, None, base, (self.strength, 0.0, 0.0, 0.0)),
-            *(
-                Instruction(
-                    Kind.LATENT_SET,
-                    np.ascontiguousarray(encoder[i]),
-                    np.ascontiguousarray(decoder[i]),
-                    (bias, threshold, 0.0, 0.0),
-                    sees_edits=False,
-                )
-                for i, (bias, threshold) in enumerate(rows)
-            ),
+            *self._instructions(Kind.LATENT_SET, index, decoder, zeros, 0.0, is_first=False),
         )

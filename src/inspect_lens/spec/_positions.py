@@ -83,9 +83,9 @@ def check_pattern(pattern: str) -> str:
     return pattern
 
 
-def check_patterns(patterns: Iterable[str | None]) -> None:
+def check_patterns(positions: Iterable[Positions]) -> None:
     """Judge all patterns of a request together; each alone was judged by `check_pattern`."""
-    distinct = {pattern for pattern in patterns if pattern is not None}
+    distinct = {one.pattern for one in positions if isinstance(one, TokenMatch) and one.pattern}
     n = sum(map(len, distinct))
     if len(distinct) > MOST_PATTERNS or n > MOST_CHARACTERS:
         raise ValueError(

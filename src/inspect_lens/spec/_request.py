@@ -12,14 +12,14 @@ from inspect_lens.errors import SpecError
 
 from ._cache import Cache
 from ._capture import QK_NAMES, CaptureSpec, QKSpec, SinkUse, names_heads
-from ._config import EngineConfig, RequestPart
+from ._config import EngineConfig, EngineEdits, RequestPart
 from ._edit import EditBase
-from ._edit_list import EngineEdits
 from ._edits import Add
 from ._engine import TensorLimits, result_name
 from ._gate import GateKey
 from ._hook import Hook, parse_hooks
 from ._lens import LENS_NAME, EngineLens, LogitLens
+from ._positions import Positions
 from ._probe import EngineProbe
 from ._splice import EngineAutoencoder
 from ._values import (
@@ -255,7 +255,7 @@ class LensRequest(RequestPart):
         """Whether its answer has the score of each token."""
         return any(use.tokens for use in self.probes)
 
-    def _all_positions(self) -> Iterator[object]:
+    def _all_positions(self) -> Iterator[Positions]:
         yield from super()._all_positions()
         if self.capture is not None:
             yield self.capture.positions
