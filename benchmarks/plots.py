@@ -349,7 +349,7 @@ _PALETTES: Final = {
     "light": {"text": "#1f2430", "faint": "#5b6472", "line": "#c9ced6", "dot": "#1f5fa8",
               "other": "#a8480b", "back": "#ffffff"},
     "dark": {"text": "#e6e9ef", "faint": "#a9b1bd", "line": "#4a505c", "dot": "#7db4f5",
-             "other": "#f0a35e", "back": "#1b1d23"},
+             "other": "#f0a35e", "back": "#1e2129"},
 }  # fmt: skip
 _WIDTH, _ROW, _HEAD, _LEFT, _RIGHT = 820, 18, 30, 310, 640
 _LOW, _HIGH = 0.8, 10.0

@@ -20,7 +20,7 @@ PALETTES: Final = {
         "grey": "#7f8790", "purple": "#8a4fa0",
     },
     "dark": {
-        "text": "#e6e9ef", "faint": "#a9b1bd", "line": "#4a505c", "back": "#1b1d23",
+        "text": "#e6e9ef", "faint": "#a9b1bd", "line": "#4a505c", "back": "#1e2129",
         "panel": "#262a33", "blue": "#7db4f5", "orange": "#f0a35e", "green": "#5cc9a0",
         "grey": "#8d95a1", "purple": "#c79be0",
     },

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from textwrap import shorten
+from textwrap import shorten, wrap
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -44,18 +44,18 @@ def found(palette: str) -> str:
     page = read_page(ROOT / "docs/live/tokens.html")
     limit = float(page.facts["series"][0]["threshold"])
     by_id = {s["id"]: (s, b) for s, b in zip(page.facts["samples"], page.blocks, strict=True)}
-    canvas = Canvas(600, 458, palette, "A lie and an honest answer, with the score of each token")
+    canvas = Canvas(432, 496, palette, "A lie and an honest answer, with the score of each token")
     for k, name in enumerate((_LIE, _HONEST)):
         _draw_answer(canvas, 8 + 202 * k, _answer_of(*by_id[name]), limit)
     threshold = _card()["thresholds"][0]
     lines = (
-        "Bars: score of each token of the answer by the probe organism/deception-lr.",
-        f"An answer's score is its highest token. Dashed: the threshold, {limit:.3f};",
-        f"{threshold['n_above']} of {threshold['n_control']} honest answers of the control set "
-        "are above it.",
+        "Bars: score of each token by organism/deception-lr.",
+        f"An answer's score is its highest token. Dashed: {limit:.3f},",
+        f"the threshold; {threshold['n_above']} of {threshold['n_control']} honest answers of the",
+        "control set are above it.",
     )
     for k, line in enumerate(lines):
-        canvas.text(12, 424 + 15 * k, line, fill="faint", size=12)
+        canvas.text(14, 426 + 19 * k, line, fill="faint", size=14)
     return canvas.svg()
 
 
@@ -78,21 +78,20 @@ def _plain(text: str) -> str:
 def _draw_answer(canvas: Canvas, y: float, answer: _Answer, limit: float) -> None:
     value = float(answer.sample["values"][0])
     is_above = value > limit
-    canvas.box(8, y, 584, 192, fill="panel", stroke="line", radius=8)
+    canvas.box(6, y, 420, 192, fill="panel", stroke="line", radius=8)
     told = "Told to lie" if answer.sample["label"] else "Told to tell the truth"
-    canvas.text(24, y + 25, told, bold=True, size=15)
+    canvas.text(14, y + 25, told, bold=True, size=15)
     verdict = f"▲ {value:.3f}, above the threshold" if is_above else f"▽ {value:.3f}, below"
     colour = "orange" if is_above else "blue"
-    canvas.text(576, y + 25, verdict, bold=True, size=15, fill=colour, anchor="end")
-    canvas.text(24, y + 50, "system", fill="faint")
-    canvas.text(96, y + 50, shorten(answer.system, 68, placeholder=" …"), fill="faint")
-    canvas.text(24, y + 71, "user", fill="faint")
-    canvas.text(96, y + 71, answer.user, fill="faint")
-    canvas.text(24, y + 98, "assistant")
+    canvas.text(418, y + 25, verdict, bold=True, size=15, fill=colour, anchor="end")
+    for k, (role, text) in enumerate((("system", answer.system), ("user", answer.user))):
+        canvas.text(14, y + 50 + 21 * k, role, fill="faint", size=14)
+        canvas.text(86, y + 50 + 21 * k, shorten(text, 44, placeholder=" …"), fill="faint", size=14)
+    canvas.text(14, y + 98, "assistant", size=14)
     reach, middle = max(map(abs, answer.scores)), y + 148
     scale = 36 / max(reach, 3.5)
     line = middle - limit * scale
-    x = 96.0
+    x = 86.0
     for text, score in zip(answer.tokens, answer.scores, strict=True):
         wide = _MONO * len(text)
         warm = score > limit
@@ -107,10 +106,10 @@ def _draw_answer(canvas: Canvas, y: float, answer: _Answer, limit: float) -> Non
             title=f"{text}: {score:.3f}",
         )  # fmt: skip
         x += wide
-    canvas.line([(96, line), (x + 40, line)], stroke="text", dash="4 3")
-    canvas.line([(96, middle), (x + 40, middle)], stroke="line")
-    canvas.text(x + 46, line + 4, f"{limit:.3f}", size=12)
-    canvas.text(x + 46, middle + 4, "0", size=12, fill="faint")
+    canvas.line([(86, line), (x + 8, line)], stroke="text", dash="4 3")
+    canvas.line([(86, middle), (x + 8, middle)], stroke="line")
+    canvas.text(80, line + 4, f"{limit:.3f}", size=14, anchor="end")
+    canvas.text(80, middle + 4, "0", size=14, fill="faint", anchor="end")
 
 
 _STREAM, _ATTENTION, _FORWARD = "stream", "attention", "feed-forward"
@@ -124,10 +123,10 @@ _PARTS: Final[dict[str, str]] = {
 
 def sites(palette: str) -> str:
     """A decoder block with its sites, in the order in which it computes them."""
-    step, top, left = 42, 46, 70
+    step, top, left = 42, 46, 40
     names = list(SITE_TABLE)
     bottom = top + step * (len(names) - 1)
-    canvas = Canvas(600, bottom + 92, palette, "A decoder block, and the sites where it is read")
+    canvas = Canvas(480, bottom + 92, palette, "A decoder block, and the sites where it is read")
     canvas.line([(left, 12), (left, bottom + 30)], stroke="text", width=2)
     canvas.area(
         [(left - 6, bottom + 28), (left + 6, bottom + 28), (left, bottom + 38)],
@@ -139,14 +138,14 @@ def sites(palette: str) -> str:
         _draw_module(canvas, part, left, top + step * rows[0], top + step * rows[-1])
     for i, name in enumerate(names):
         info, y = SITE_TABLE[name], top + step * i
-        x = left if _PARTS[name] == _STREAM else left + 82
+        x = left if _PARTS[name] == _STREAM else left + 64
         fill = "blue" if info.is_wide else "orange"
         canvas.dot(x, y, fill=fill, radius=7, title=f"{name}: {info.what}")
         more = " (the default)" if name == RESID_POST else ""
         if name == "router_logits":
             more = " (mixture of experts only)"
-        canvas.text(196, y - 2, name + more, bold=True, mono=True)
-        canvas.text(196, y + 15, info.what, fill="faint", size=12)
+        canvas.text(126, y - 2, name + more, bold=True, mono=True)
+        canvas.text(126, y + 15, info.what, fill="faint", size=12)
     canvas.dot(18, bottom + 58, fill="blue", radius=6)
     canvas.text(32, bottom + 62, "as wide as the stream: captures, edits, vectors, probes", size=12)
     canvas.dot(18, bottom + 78, fill="orange", radius=6)
@@ -156,14 +155,14 @@ def sites(palette: str) -> str:
 
 def _draw_module(canvas: Canvas, name: str, left: float, first: float, last: float) -> None:
     canvas.line(
-        [(left, first - 27), (left + 66, first - 27), (left + 66, first - 16)], stroke="text"
+        [(left, first - 27), (left + 51, first - 27), (left + 51, first - 16)], stroke="text"
     )
     canvas.line(
-        [(left + 66, last + 16), (left + 66, last + 24), (left + 9, last + 24)], stroke="text"
+        [(left + 51, last + 16), (left + 51, last + 24), (left + 9, last + 24)], stroke="text"
     )
-    canvas.box(left + 34, first - 17, 66, last - first + 34, fill="panel", stroke="grey", radius=8)
+    canvas.box(left + 24, first - 17, 54, last - first + 34, fill="panel", stroke="grey", radius=8)
     middle = (first + last) / 2
-    canvas.text(left + 54, middle, name, anchor="middle", turn=True)
+    canvas.text(left + 42, middle, name, anchor="middle", turn=True)
     canvas.dot(left, last + 24, fill="back", radius=8)
     canvas.dot(left, last + 24, fill="panel", radius=8)
     canvas.text(left, last + 29, "+", anchor="middle", size=15, bold=True)
@@ -243,20 +242,22 @@ def sets(palette: str) -> str:
         ("held_out", n_judged, "green",
          "is only measured: AUROC, recall, false alarms", f"{len(judged)} test sets of new kinds"),
     )  # fmt: skip
-    canvas = Canvas(600, 52 + 74 * len(rows), palette, "Four kinds of sets, and what each decides")
+    canvas = Canvas(432, 62 + 74 * len(rows), palette, "Four kinds of sets, and what each decides")
     for i, (name, count, colour, decides, what) in enumerate(rows):
         y = 8 + 74 * i
-        canvas.box(8, y, 150, 58, fill=colour, opacity=0.18, stroke=colour, radius=8)
-        canvas.text(20, y + 25, name, bold=True, mono=True, size=15)
-        canvas.text(20, y + 45, f"{count} samples", fill="faint", size=12)
-        canvas.line([(164, y + 29), (192, y + 29)], stroke="text", width=2)
-        canvas.area([(190, y + 23), (190, y + 35), (200, y + 29)], fill="text", opacity=1)
-        canvas.text(212, y + 25, decides, size=15)
-        canvas.text(212, y + 45, what, fill="faint")
+        canvas.box(6, y, 122, 58, fill=colour, opacity=0.18, stroke=colour, radius=8)
+        canvas.text(16, y + 25, name, bold=True, mono=True, size=15)
+        canvas.text(16, y + 45, f"{count} samples", fill="faint", size=14)
+        canvas.line([(132, y + 29), (148, y + 29)], stroke="text", width=2)
+        canvas.area([(146, y + 23), (146, y + 35), (156, y + 29)], fill="text", opacity=1)
+        lines = wrap(decides, 35)
+        for k, line in enumerate(lines):
+            canvas.text(164, y + 25 - 11 * (len(lines) - 1) + 19 * k, line, size=14)
+        canvas.text(164, y + 45 + 8 * (len(lines) - 1), what, fill="faint", size=14)
         if i + 1 < len(rows):
-            canvas.line([(83, y + 58), (83, y + 74)], stroke="grey", dash="2 3")
-    canvas.text(
-        12, 74 * len(rows) + 28, "No sample may be in two of them. Numbers: of the probe "
-        "organism/deception-lr.", fill="faint", size=12,
-    )  # fmt: skip
+            canvas.line([(67, y + 58), (67, y + 74)], stroke="grey", dash="2 3")
+    for k, line in enumerate(
+        ("No sample may be in two of them.", "Numbers: of the probe organism/deception-lr.")
+    ):
+        canvas.text(12, 74 * len(rows) + 28 + 19 * k, line, fill="faint", size=14)
     return canvas.svg()
