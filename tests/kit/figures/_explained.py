@@ -126,7 +126,7 @@ def sites(palette: str) -> str:
     step, top, left = 42, 46, 40
     names = list(SITE_TABLE)
     bottom = top + step * (len(names) - 1)
-    canvas = Canvas(480, bottom + 92, palette, "A decoder block, and the sites where it is read")
+    canvas = Canvas(484, bottom + 92, palette, "A decoder block, and the sites where it is read")
     canvas.line([(left, 12), (left, bottom + 30)], stroke="text", width=2)
     canvas.area(
         [(left - 6, bottom + 28), (left + 6, bottom + 28), (left, bottom + 38)],
@@ -144,8 +144,8 @@ def sites(palette: str) -> str:
         more = " (the default)" if name == RESID_POST else ""
         if name == "router_logits":
             more = " (mixture of experts only)"
-        canvas.text(126, y - 2, name + more, bold=True, mono=True)
-        canvas.text(126, y + 15, info.what, fill="faint", size=12)
+        canvas.text(121, y - 2, name + more, bold=True, mono=True)
+        canvas.text(121, y + 15, info.what, fill="faint", size=12)
     canvas.dot(18, bottom + 58, fill="blue", radius=6)
     canvas.text(32, bottom + 62, "as wide as the stream: captures, edits, vectors, probes", size=12)
     canvas.dot(18, bottom + 78, fill="orange", radius=6)
