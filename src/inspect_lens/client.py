@@ -626,7 +626,7 @@ def request_of(
     if edits is not None:
         native["edits"] = [*(() if request is None else request.edits), *edits]
     if sink is not None:
-        native["sink"] = sink.model_dump() if isinstance(sink, SinkUse) else sink
+        native["sink"] = sink
     if native and (asked := parse_extra_args({NATIVE_KEY: native})) is not None:
         update = {name: getattr(asked, name) for name in native}
         request = (request or LensRequest()).model_copy(update=update)

@@ -466,17 +466,11 @@ def lens_config(
         changes["edits"] = (*_vectors(() if steer is None else steer), *others)
     if hooks is not None:
         changes["hooks"] = parse_hooks(list(hooks))
-    if qk is not None:
-        named = None if qk is False else qk if qk is True else list(qk)
-        asked = parse_extra_args({NATIVE_KEY: {"qk": named}})
-        changes["qk"] = asked.qk if asked is not None else None
-    if lens is not None:
-        asked = parse_extra_args({NATIVE_KEY: {"lens": lens}})
-        changes["lens"] = asked.lens if asked is not None else None
-    if sink is not None:
-        to = sink.model_dump() if isinstance(sink, SinkUse) else sink
-        asked = parse_extra_args({NATIVE_KEY: {"sink": to}})
-        changes["sink"] = asked.sink if asked is not None else None
+    given = {"qk": qk, "lens": lens, "sink": sink}
+    if given := {name: value for name, value in given.items() if value is not None}:
+        wanted = {name: value for name, value in given.items() if value is not False}
+        asked = parse_extra_args({NATIVE_KEY: wanted}) or LensRequest()
+        changes |= {name: getattr(asked, name) for name in given}
     if changes:
         body = respelled(body, (request or LensRequest()).model_copy(update=changes))
     if lora is not None:
