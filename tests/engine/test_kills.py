@@ -29,8 +29,9 @@ logger = logging.getLogger(__name__)
 MODEL = "organism/checkpoint"
 LAYERS = 6
 STOPPED_S = 3.0
-LEARN_S = 30.0
-"""Until every client of a server that has lost a process knows."""
+PATIENCE_S = 120.0
+"""Of a client, and for processes to end: far longer than either takes on a busy machine. Whoever is
+left waiting is left for ever."""
 
 
 def ask(url: str, *, captures: bool, stream: bool, n: int) -> str:
@@ -38,14 +39,17 @@ def ask(url: str, *, captures: bool, stream: bool, n: int) -> str:
 
     Returns:
         `whole`: an answer with all that it should have; `short`: an answer without; else what
-        went wrong: `broken` connection, HTTP status, or status in a stream.
+        went wrong: `broken` connection, no answer in time (`late`), HTTP status, or status in a
+        stream.
     """
     body: dict[str, Any] = {"model": MODEL, "prompt": "hello there", "max_tokens": n}
     body |= {"ignore_eos": True, "stream": stream}
     if captures:
         body["inspect_lens"] = {"capture": {"layers": "all"}}
     try:
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S)
+    except httpx.TimeoutException:
+        return "late"
     except httpx.TransportError:
         return "broken"
     if answer.status_code != 200:
@@ -118,7 +122,7 @@ def test_the_only_api_server(tmp_path: Path) -> None:
         assert len(below) >= 2, "an engine and a worker"
         assert ask(server.url, captures=True, stream=False, n=8) == "whole"
         os.kill(server.pid, signal.SIGKILL)
-        _, alive = psutil.wait_procs(below, timeout=LEARN_S)
+        _, alive = psutil.wait_procs(below, timeout=PATIENCE_S)
         assert not alive, alive
         assert not list(Path(temporary).glob(".inspect-lens-tmp-*"))
 
@@ -152,7 +156,7 @@ def test_a_full_dev_shm(tmp_path: Path, is_used: bool) -> None:
             assert answer == "whole", "pages that were touched before are there"
             return
         assert answer in ("HTTP 500", "broken")
-        _, alive = psutil.wait_procs(tree, timeout=LEARN_S)
+        _, alive = psutil.wait_procs(tree, timeout=PATIENCE_S)
         assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -191,11 +195,10 @@ def stop_and_kill(role: str, server: ApiServer, log: Path, temporary: Path) -> N
         victim.kill()
         answers = [one.result() for one in asked]
         learned_s = time.monotonic() - began
-        _, alive = psutil.wait_procs(tree, timeout=LEARN_S)
+        _, alive = psutil.wait_procs(tree, timeout=PATIENCE_S)
         ended_s = time.monotonic() - began
         logger.info("%s: %s; %.1f s, end %.1f s", role, sorted(answers), learned_s, ended_s)
-        assert learned_s < LEARN_S
-        assert not {"whole", "short"} & set(answers)
+        assert not {"whole", "short", "late"} & set(answers)
         assert not alive, alive
         _nothing_is_left(temporary)
 

@@ -125,15 +125,17 @@ def run(
     streams: list[torch.Tensor],
     residual: torch.Tensor | None = None,
     first: int = 0,
+    record: int = 7,
 ) -> list[torch.Tensor]:
     """One forward pass over positions from `first` on; each tap edits what it is given.
 
     Args:
         state: of the worker.
-        configs: of the tokens, which belong to the request with board record 7.
+        configs: of the tokens, which belong to one request.
         streams: by layer: (tokens, width).
         residual: (tokens, width) or None; the other half of the streams.
         first: position of the first token.
+        record: of the request on the board.
 
     Returns:
         By layer: (tokens, width).
@@ -141,7 +143,7 @@ def run(
     n = len(configs)
     state.tokens[:, :] = torch.tensor([0, -1, 0, 0, 0])
     state.tokens[:n, 0] = torch.tensor(configs, dtype=torch.int32)
-    state.tokens[:n, 3] = 7
+    state.tokens[:n, 3] = record
     state.tokens[:n, 4] = torch.arange(first, first + n)
     state.header[0] = n
     state.steering = [True] * len(LAYERS)

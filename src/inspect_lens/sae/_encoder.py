@@ -85,8 +85,8 @@ class SparseEncoder:
     threshold: Floats | None = None
     """(features,) of a JumpReLU."""
     top_k: int = 0
-    """Features that a token keeps; 0 keeps all that are positive. Where features tie for the last
-    places, none of these is kept here, and an engine keeps some of them, so that it has `top_k`."""
+    """Features that a token keeps; 0 keeps all that are positive. Of features that tie for the last
+    places those with lower numbers are kept, here and in an engine."""
     hook: str = ""
     """Where it reads, as its file says; `place` translates it."""
 
@@ -193,17 +193,19 @@ class SparseEncoder:
         least = 0.0 if self.threshold is None else np.maximum(self.threshold[chosen], 0.0)
         counts = inner > least
         if last is not None:
-            counts &= inner > last[:, None]
+            limit, number = last.T[:, :, None]
+            counts &= (inner > limit) | ((inner == limit) & (chosen <= number))
         return np.where(counts, inner, 0.0)
 
     def top_k_limit(self, rows: ArrayLike) -> NDArray[np.float64] | None:
-        """Value that a feature must exceed to be among the largest of its row.
+        """What a feature must exceed to be among the largest of its row.
 
         Args:
             rows: (rows, hidden) float.
 
         Returns:
-            (rows,) float64; None where `top_k` leaves nothing out.
+            (rows, 2) float64: a value, and the last feature that counts of those that have just
+            this value; None where `top_k` leaves nothing out.
 
         Raises:
             SpecError: another width, or NaN or infinity in a row.
@@ -222,8 +224,12 @@ class SparseEncoder:
             last, next_ = n - self.top_k, n - self.top_k - 1
             parts = np.partition(inner, (next_, last), axis=1)
             # Between the last that counts and the next: sums of other sizes round otherwise.
-            limits.append((parts[:, last] + parts[:, next_]) / 2.0)
-        return np.concatenate(limits) if limits else np.zeros(0)
+            limit = (parts[:, [last]] + parts[:, [next_]]) / 2.0
+            left = self.top_k - np.sum(inner > limit, axis=1, keepdims=True)
+            ties = np.cumsum(inner == limit, axis=1)
+            number = np.where(left > 0, np.argmax(ties == left, axis=1, keepdims=True), -1)
+            limits.append(np.hstack([limit, number]))
+        return np.concatenate(limits) if limits else np.zeros((0, 2))
 
     def _rows(self, rows: ArrayLike) -> NDArray[np.floating[Any]]:
         x = np.asarray(rows)

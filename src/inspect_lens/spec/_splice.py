@@ -28,7 +28,8 @@ __all__ = [
 ]
 
 AutoencoderKind = Literal["relu", "jumprelu", "topk"]
-"""Which latents count: those above 0, above their threshold, or the `top_k` largest above 0."""
+"""Which latents count: those above 0, above their threshold, or the `top_k` largest above 0, of
+equal ones those with lower numbers."""
 
 SpliceMode = Literal["set", "add", "scale", "at_least", "at_most"]
 """What happens to an activation: it is set to the number, the number is added to it, it is

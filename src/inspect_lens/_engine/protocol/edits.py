@@ -441,8 +441,7 @@ class SealedEdits:
     @cached_property
     def autoencoders(self) -> tuple[str, ...]:
         """Hashes of autoencoders that are spliced in, which workers keep."""
-        programs = [p for e in self.edits for at_layer in e.programs for p in at_layer]
-        return tuple(sorted({one.content for p in programs for one in p if one.content}))
+        return tuple(sorted({sha256 for e in self.edits for sha256 in e.made.autoencoders}))
 
     @cached_property
     def has_latches(self) -> bool:

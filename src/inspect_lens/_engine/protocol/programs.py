@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, count
 from pathlib import Path
 from typing import Any, Final
@@ -47,6 +47,12 @@ class Programs:
     """`by_layer` as msgpack-able data, with numbers of rows in the place of rows."""
     sha256: str
     """Of all of it."""
+
+    @cached_property
+    def autoencoders(self) -> frozenset[str]:
+        """Hashes of autoencoders that are spliced in."""
+        programs = (program for at_layer in self.by_layer for program in at_layer)
+        return frozenset(one.content for program in programs for one in program if one.content)
 
     @property
     def nbytes(self) -> int:

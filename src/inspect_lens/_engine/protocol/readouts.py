@@ -467,6 +467,19 @@ def share_of(width: SiteWidth, ranks: int, rank: int) -> tuple[int, int]:
     return rank * width.shards // ranks * own, own
 
 
+CROSSING_PIECE: Final = 64 << 20
+"""Bytes of rows that are on their way from what came with a step of a pipeline into the ring."""
+
+
+def crossing_bytes(held: int, *, is_first: bool, is_last: bool) -> int:
+    """Bytes that a stage needs for rows of so many bytes that cross with a step.
+
+    What came, and a piece of it; and what leaves, twice: the engine holds that of the step before.
+    """
+    came = 0 if is_first else held + min(held, CROSSING_PIECE)
+    return came + (0 if is_last else 2 * held)
+
+
 @lru_cache(maxsize=1024)
 def _taps_of(sites: tuple[Site, ...], layers: tuple[int, ...]) -> tuple[TapPoint, ...]:
     return tap_points(sites, layers)

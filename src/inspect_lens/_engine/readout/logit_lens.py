@@ -10,7 +10,7 @@ import torch
 from inspect_lens._base.to_torch import to_torch
 from inspect_lens._engine.protocol.readouts import LensForm
 from inspect_lens._engine.tap.splice import Autoencoder
-from inspect_lens.errors import CapacityError, SpecError
+from inspect_lens.errors import CapacityError, SpecError, UnsupportedError
 from inspect_lens.spec import EngineAutoencoder, EngineLens
 
 LOGIT_BYTES: Final = 512 << 20
@@ -138,6 +138,8 @@ class LensStore:
         self.most_bytes = most_bytes
         self._device = device
         self._known: dict[str, Translator | Autoencoder] = {}
+        self.refusals: dict[type, str] = {}
+        """By kind of item: why this worker could do nothing with one."""
 
     @property
     def nbytes(self) -> int:
@@ -146,6 +148,8 @@ class LensStore:
 
     def add(self, item: EngineLens | EngineAutoencoder) -> None:
         """Make a lens or an autoencoder known; twice is fine."""
+        if (reason := self.refusals.get(type(item))) is not None:
+            raise UnsupportedError(f"{item.what}: {reason}")
         entry = item.entry
         if entry.sha256 in self._known:
             return

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from inspect_lens._engine.tap.memory import uploaded
 from inspect_lens.errors import CapacityError, SpecError, UnsupportedError
 from inspect_lens.spec import EngineProbe, TapPoint
 
@@ -68,7 +68,7 @@ class ProbeReader:
         def on_device(name: str, probe: EngineProbe) -> torch.Tensor:
             values = probe.tensors[name].to_float32()
             self.nbytes += values.nbytes
-            return _uploaded(values.copy(), device)
+            return uploaded(values.copy(), device)
 
         column = 0
         for probe in probes:
@@ -102,7 +102,7 @@ class ProbeReader:
                     )
                 )
             column += probe.columns
-        self._weight = _uploaded(weight, device).transpose(1, 2).contiguous()
+        self._weight = uploaded(weight, device).transpose(1, 2).contiguous()
         """(taps, hidden, columns)."""
         self._scratch = scratch
         self._indices: dict[tuple[int, ...], torch.Tensor] = {}
@@ -156,7 +156,7 @@ class ProbeReader:
         if (known := self._indices.get(ranks)) is None:
             if len(self._indices) >= _INDICES:
                 self._indices.clear()
-            known = self._indices[ranks] = _uploaded(np.asarray(ranks, dtype=np.int64), device)
+            known = self._indices[ranks] = uploaded(np.asarray(ranks, dtype=np.int64), device)
         return known
 
     def _add_mlps(self, part: torch.Tensor, ranks: tuple[int, ...], out: torch.Tensor) -> None:
@@ -165,12 +165,6 @@ class ProbeReader:
             for rank, layer in zip(own, w1, strict=True):
                 units = torch.addmm(units, part[ranks[rank]].flatten(0, 1).float(), layer.T)
             out[:, column] = torch.relu(units) @ w2 + b2
-
-
-def _uploaded(values: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """On a device, without waiting for what it has been given to do."""
-    source = torch.from_numpy(values)
-    return source.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else source
 
 
 def warm_up_readout(ring: torch.Tensor, scratch: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -24,6 +24,10 @@ from numpy.typing import NDArray
 
 from inspect_lens._engine.export.transport import Copier
 from inspect_lens._engine.plan.step_plan import GroupBlock, Longs
+from inspect_lens._engine.protocol.readouts import (
+    CROSSING_PIECE,
+    crossing_bytes,
+)
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import TapPoint
 
@@ -32,9 +36,6 @@ from .capture_groups import Groups, Result
 LIST_KEY: Final = "inspect_lens.list"
 ROWS_KEY: Final = "inspect_lens.rows"
 """Of tensors beside those of the engine."""
-
-_PIECE_BYTES: Final = 64 << 20
-"""Of rows that are on their way from what came into the ring."""
 
 
 class Lent(msgspec.Struct, array_like=True):
@@ -122,19 +123,6 @@ class _Part:
         return rows
 
 
-class _Place(NamedTuple):
-    """Where the rows of a request are in a crossing."""
-
-    lent: Lent
-    step: int
-    """Rows from one tap to the next."""
-    column: int
-    """Of its first token among those of all requests."""
-    n: int
-    """Tokens."""
-    first: int
-
-
 class Stages:
     """The part of one worker in what crosses the stages.
 
@@ -162,12 +150,9 @@ class Stages:
         self._going: Crossing | None = None
 
     def nbytes(self, row_bytes: int) -> int:
-        """Bytes on the device that steps may need at once.
-
-        What came; and what leaves, of which the engine holds that of the step before.
-        """
-        copies = (not self.is_first) + 2 * (not self.is_last)
-        return copies * (self._most_rows or 0) * row_bytes
+        """Bytes on the device that steps may need at once."""
+        held = (self._most_rows or 0) * row_bytes
+        return crossing_bytes(held, is_first=self.is_first, is_last=self.is_last)
 
     def take(self, tensors: dict[str, torch.Tensor] | None, hidden: int) -> None:
         """Take what came with a step out of what the engine has received."""
@@ -206,25 +191,22 @@ class Stages:
         out_of: list[NDArray[np.int64]] = []
         into: list[NDArray[np.int64]] = []
         missing: list[str] = []
-        places = _places(self._came)
+        came = [] if self._came is None else self._came.lists
         for part in parts:
-            taps = part.result.borrowed_taps
-            if not taps:
-                continue
-            rows, ends = part.rows(part.result.borrowed), np.cumsum(part.counts)
-            numbers = zip(part.counts.tolist(), part.first.tolist(), ends.tolist(), strict=True)
-            for key, (count, first, end) in zip(part.keys, numbers, strict=True):
-                if not count or not key:
-                    continue
-                found = _found(places.get((part.kind, key), ()), taps, count, first)
-                if found is None:
-                    missing.append(key)
-                else:
-                    out_of.append(found)
-                    into.append(rows[:, end - count : end].reshape(-1))
+            if taps := part.result.borrowed_taps:
+                starts = _found([lent for lent in came if lent.kind == part.kind], taps, part)
+                counts = part.counts
+                is_here: NDArray[np.bool_] = np.logical_and.reduce(starts >= 0, axis=0)
+                asked = zip(part.keys, counts.tolist(), is_here.tolist(), strict=True)
+                missing += [key for key, n, found in asked if key and n and not found]
+                tokens = np.repeat(is_here, counts)
+                within = np.arange(len(tokens)) - np.repeat(np.cumsum(counts) - counts, counts)
+                every = np.repeat(starts, counts, axis=1) + within
+                out_of.append(every[:, tokens].reshape(-1))
+                into.append(part.rows(part.result.borrowed)[:, tokens].reshape(-1))
         if into and self._came is not None:
             source, target = np.concatenate(out_of), np.concatenate(into)
-            step = max(1, _PIECE_BYTES // (ring.shape[1] * ring.element_size()))
+            step = max(1, CROSSING_PIECE // (ring.shape[1] * ring.element_size()))
             for a in range(0, len(source), step):
                 moved = copier.select(self._came.rows[None], source[a : a + step])[0]
                 copier.scatter(moved, target[a : a + step], ring)
@@ -278,34 +260,21 @@ def _parts(
                 yield _Part(kind, result, keys, counts, first, at, block.n_tokens)
 
 
-def _places(came: Crossing | None) -> dict[tuple[int, str], list[_Place]]:
-    """By result and request, where rows are; several stages may have sent some."""
-    found: dict[tuple[int, str], list[_Place]] = {}
-    for lent in [] if came is None else came.lists:
-        column, step = 0, sum(lent.counts)
-        for key, n, first in zip(lent.keys, lent.counts, lent.first, strict=True):
-            if key and n:
-                place = _Place(lent, step, column, n, first)
-                found.setdefault((lent.kind, key), []).append(place)
-            column += n
-    return found
-
-
-def _found(
-    places: Iterable[_Place], taps: Sequence[TapPoint], count: int, first: int
-) -> NDArray[np.int64] | None:
-    """The rows that a request borrows, tap by tap; None where not all of them came."""
-    at: dict[TapPoint, int] = {}
-    for place in places:
-        if (place.n, place.first) == (count, first):
-            start = place.lent.start + place.column
-            for i, tap in enumerate(place.lent.taps):
-                at[tap] = start + i * place.step
-    if not all(tap in at for tap in taps):
-        return None
-    starts = np.asarray([at[tap] for tap in taps], dtype=np.int64)
-    rows: NDArray[np.int64] = starts[:, None] + np.arange(count)
-    return rows.reshape(-1)
+def _found(lists: Iterable[Lent], taps: Sequence[TapPoint], part: _Part) -> NDArray[np.int64]:
+    """(taps, requests); the first row of each, or -1 where it did not come."""
+    starts = np.full((len(taps), len(part.keys)), -1, dtype=np.int64)
+    for lent in lists:
+        counts, first = np.asarray([lent.counts, lent.first], dtype=np.int64)
+        place = {key: i for i, key in enumerate(lent.keys) if key}
+        at = np.asarray([place.get(key, -1) for key in part.keys], dtype=np.int64)
+        fits = (at >= 0) & (counts[at] == part.counts) & (first[at] == part.first)
+        columns = lent.start + (np.cumsum(counts) - counts)[at]
+        step = int(counts.sum())
+        ranks = {tap: i for i, tap in enumerate(lent.taps)}
+        for tap, own in zip(taps, starts, strict=True):
+            if tap in ranks:
+                own[fits] = columns[fits] + ranks[tap] * step
+    return starts
 
 
 def missing_rows() -> CaptureError:

@@ -454,7 +454,7 @@ class Stepper:
             self._plan, self._steered = plan, plan.steered
             if plan.is_active:
                 self._maps.write(plan, first_row)
-                self.state.splices = self._bank.splices.work(plan.tokens[:, 0])
+                self.state.splice(self._bank.splices.work(plan.tokens[:, 0]))
             else:
                 self.disarm()
         except Exception as error:  # noqa: BLE001 - the boundary: a fault fails its own requests
@@ -494,7 +494,7 @@ class Stepper:
         """Fail requests whose autoencoder was not put into the stream at all of its taps."""
         state, error = self.state, self.state.splice_error
         missing = state.splices.keys() - state.spliced
-        state.spliced, state.splice_error = set(), None
+        state.splice(state.splices)
         if missing:
             error = error or CaptureError("a step replayed a graph, in which it has no part")
             slots = [s for s in self._steered.slots.tolist() if s in self._live.table.spliced]

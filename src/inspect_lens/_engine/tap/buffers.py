@@ -146,6 +146,10 @@ class TapState:
         self.tap_of[ctl.data_ptr()] = tap
         return ctl
 
+    def splice(self, work: dict[int, list[Work]]) -> None:
+        """Have the next forward pass put autoencoders into the stream, by tap."""
+        self.splices, self.spliced, self.splice_error = work, set(), None
+
     @property
     def flags(self) -> torch.Tensor:
         """(taps,) int32; what each tap does in this step."""
@@ -319,7 +323,7 @@ def _tell_host(state: TapState, plan: StepPlan) -> None:
 
 def _forget(state: TapState) -> None:
     state.is_active = False
-    state.splices = {}
+    state.splice({})
     state.steering = state.capturing = [False] * len(state.taps)
 
 

@@ -13,15 +13,16 @@ device at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from inspect_lens._engine.plan.step_plan import Named
+from inspect_lens._engine.plan.step_plan import Longs, Named
 from inspect_lens._engine.protocol.edits import EVERY, EditEnvelope
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.messages import BOARD_SIZE
@@ -37,7 +38,7 @@ from inspect_lens.errors import CapacityError, UnsupportedError
 from inspect_lens.spec import LARGEST_NORM, N_REGISTERS, Instruction, Kind, TapPoint
 
 from .histories import Fed, Latches
-from .memory import zeros
+from .memory import uploaded, zeros
 from .prompt_gates import PromptGate, PromptReads
 from .splice import Splices
 
@@ -55,20 +56,16 @@ class BankTensors:
 
     Attributes:
         vectors: (rows, hidden) float32.
-        entries: (rows, 4) int32; code, vector that is read, vector that is written, next entry.
-        params: (rows, 4) float32; see `Kind`.
-        table: (configurations, taps) int32; the first entry of a configuration at a tap, or 0.
-        rest: the same; of entries behind an autoencoder.
+        instructions: (rows, 8) int32; `entries`, and the bits of `params`.
+        configs: (configurations, 2*taps) int32; `table`, and `rest`.
         registers: (tokens, `N_REGISTERS`) float32; gates of the running step.
         latches: gates whose decisions last.
         fed: ids of the tokens of the running step.
     """
 
     vectors: torch.Tensor
-    entries: torch.Tensor
-    params: torch.Tensor
-    table: torch.Tensor
-    rest: torch.Tensor
+    instructions: torch.Tensor
+    configs: torch.Tensor
     registers: torch.Tensor
     latches: Latches
     fed: Fed
@@ -80,22 +77,37 @@ class BankTensors:
         """Allocate a zeroed table of `rows` vectors, and as many entries and configurations."""
         return cls(
             zeros(rows, hidden, dtype=torch.float32, device=device),
-            zeros(rows, 4, dtype=torch.int32, device=device),
-            zeros(rows, 4, dtype=torch.float32, device=device),
-            zeros(rows, taps, dtype=torch.int32, device=device),
-            zeros(rows, taps, dtype=torch.int32, device=device),
+            zeros(rows, 8, dtype=torch.int32, device=device),
+            zeros(rows, 2 * taps, dtype=torch.int32, device=device),
             torch.zeros(max_tokens, N_REGISTERS, dtype=torch.float32, device=device),
             Latches.allocate(BOARD_SIZE, device),
             Fed(torch.zeros(max_tokens, dtype=torch.int32, device=device)),
         )
 
+    @cached_property
+    def entries(self) -> torch.Tensor:
+        """(rows, 4) int32; code, vector that is read, vector that is written, next entry."""
+        return self.instructions[:, :4]
+
+    @cached_property
+    def params(self) -> torch.Tensor:
+        """(rows, 4) float32; see `Kind`."""
+        return self.instructions.view(torch.float32)[:, 4:]
+
+    @cached_property
+    def table(self) -> torch.Tensor:
+        """(configurations, taps) int32; the first entry of a configuration at a tap, or 0."""
+        return self.configs[:, : self.configs.shape[1] // 2]
+
+    @cached_property
+    def rest(self) -> torch.Tensor:
+        """The same; of entries behind an autoencoder."""
+        return self.configs[:, self.configs.shape[1] // 2 :]
+
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        tensors = (
-            self.vectors, self.entries, self.params, self.table, self.rest, self.registers,
-            self.fed.ids,
-        )  # fmt: skip
+        tensors = self.vectors, self.instructions, self.configs, self.registers, self.fed.ids
         return self.latches.nbytes + sum(t.numel() * t.element_size() for t in tensors)
 
 
@@ -123,13 +135,13 @@ class Placements:
 
     def __init__(self, rows: int, width: int, shares: Sequence[Share]) -> None:
         self._width, self._shares = width, shares
-        self._vectors: Shared[tuple[Any, ...]] = Shared(rows, "steering table")
-        self._entries: Shared[tuple[Any, ...]] = Shared(rows, "table of instructions")
+        self._vectors: Runs[tuple[Any, ...]] = Runs(rows, "steering table")
+        self._entries: Shared[_Entry] = Shared(rows, "table of instructions")
         self._configs: Shared[tuple[Any, ...]] = Shared(rows, "table of configurations")
         self._held: dict[str, tuple[Steering, int]] = {}
         """By content: the steering, and how many requests have it."""
         self._histories: dict[str, tuple[tuple[Any, ...], list[int]]] = {}
-        """By request, pre-empted ones too: whose decisions are kept, and their first rows."""
+        """By request, pre-empted ones too: whose decisions are kept, and their vectors."""
 
     @property
     def rows_in_use(self) -> int:
@@ -181,14 +193,14 @@ class Placements:
         self._histories[key] = wanted, held
         for edit in mine:
             n = history_rows(edit.room, self._width) if edit.room else N_PROMPT_ROWS
-            row, _ = self._vectors.take(("history", key, edit.latch), n)
-            held.append(row)
-            self._begin_history(edit, key, record, row, envelope.n_prompt)
+            number, _ = self._vectors.take(("history", key, edit.latch), n)
+            held.append(number)
+            self._begin_history(edit, key, record, number, envelope.n_prompt)
 
     def drop_history(self, key: str) -> None:
         """Give back the room of a request that will not come back; most have none."""
-        for row in self._histories.pop(key, _NO_HISTORY)[1]:
-            self._vectors.give(row)
+        for number in self._histories.pop(key, _NO_HISTORY)[1]:
+            self._vectors.give(number)
 
     def release(self, steering: Steering) -> None:
         """Give back what a request held; a row is free again when its last user has gone."""
@@ -200,8 +212,8 @@ class Placements:
         self._release(steering.held, steering.configs)
 
     def _release(self, held: Held, configs: list[int]) -> None:
-        for row in held.vectors:
-            self._vectors.give(row)
+        for number in held.vectors:
+            self._vectors.give(number)
         for entry in held.entries:
             self._entries.give(entry)
         for config in configs:
@@ -211,7 +223,7 @@ class Placements:
         """What is new of a request was found a place."""
 
     def _begin_history(
-        self, edit: EditEnvelope, key: str, record: int, row: int, n_prompt: int
+        self, edit: EditEnvelope, key: str, record: int, number: int, n_prompt: int
     ) -> None:
         """What a gate keeps was found a place."""
 
@@ -226,15 +238,15 @@ class Bank(Placements):
         self._tensors = tensors
         self.config_taps = np.zeros((rows, taps), dtype=np.bool_)
         """(configurations, taps); whether a configuration steers at a tap."""
+        self._vectors.move = self._move
         self._new_vectors: dict[int, Row] = {}
-        self._new_entries: dict[int, tuple[tuple[int, ...], tuple[float, ...]]] = {}
-        self._new_configs: dict[int, tuple[int, ...]] = {}
-        self._new_rests: dict[int, NDArray[np.int32]] = {}
-        """By row: what `flush` has to write. A row that was given back and taken again has the
+        self._new_entries: dict[int, _Entry] = {}
+        self._new_configs: dict[int, list[int]] = {}
+        """By number: what `flush` has to write. One that was given back and taken again has the
         content that was taken last."""
         self._prompts: dict[str, PromptReads] = {}
         """By request, pre-empted ones too: what its gates have read of its prompt."""
-        self.splices = Splices(tensors.table.device)
+        self.splices = Splices(tensors.configs.device)
         """Configurations with an autoencoder."""
 
     @property
@@ -254,7 +266,7 @@ class Bank(Placements):
         latches.reset(record)
 
     def _begin_history(
-        self, edit: EditEnvelope, key: str, record: int, row: int, n_prompt: int
+        self, edit: EditEnvelope, key: str, record: int, number: int, n_prompt: int
     ) -> None:
         if edit.room:
             n = history_rows(edit.room, self._width)
@@ -262,14 +274,15 @@ class Bank(Placements):
             head = values.reshape(-1)[:HEAD]
             head[:] = 0
             head[[FIRST, ROOM, AVERAGE]] = edit.lo, edit.room, np.nan
+            row = int(self._vectors.rows[number])
             self._tensors.latches.history[record, edit.latch].fill_(row)
         else:
             assert edit.first is not None
             assert edit.first.read is not None
             values = np.stack([np.zeros_like(edit.first.read), edit.first.read])
             reads = self._prompts.setdefault(key, PromptReads(record, n_prompt))
-            reads.gates.append(PromptGate(edit, row))
-        self._new_vectors.update(enumerate(values, row))
+            reads.gates.append(PromptGate(edit, number))
+        self._new_vectors[number] = values
 
     def drop_history(self, key: str) -> None:
         super().drop_history(key)
@@ -289,7 +302,8 @@ class Bank(Placements):
             first: position of the first row.
             rows: (tokens, width), by tap.
         """
-        reads.read(self._tensors.vectors, self._tensors.latches, first, rows)
+        to = self._tensors
+        reads.read(to.vectors, self._vectors.rows, to.latches, first, rows)
 
     def _place(self, placing: Placing) -> None:
         """Keep what is new of a request for `flush`."""
@@ -297,40 +311,54 @@ class Bank(Placements):
             if chains:
                 self.splices.add(config, chains)
         self._new_vectors.update(placing.new_rows)
-        for entry, words, params in placing.new_entries:
-            self._new_entries[entry] = words, params
+        self._new_entries.update(placing.new_entries)
         for config, first, chains in placing.new_configs:
-            self._new_configs[config] = first
+            rest = [0] * len(first)
+            for tap, chain in chains.items():
+                rest[tap] = chain.rest
+            self._new_configs[config] = [*first, *rest]
             self.config_taps[config] = np.asarray(first) != 0
-            if chains:
-                self.config_taps[config, list(chains)] = True
-                rest = self._new_rests[config] = np.zeros(len(first), dtype=np.int32)
-                for tap, chain in chains.items():
-                    rest[tap] = chain.rest
+            self.config_taps[config, list(chains)] = True
 
     def _release(self, held: Held, configs: list[int]) -> None:
         super()._release(held, configs)
         for config in configs:
-            if self.splices.has(config) and not self._configs.is_held(config):
+            if not self._configs.is_held(config):
                 self.splices.drop(config)
-                self._new_rests[config] = np.zeros(len(self._shares), dtype=np.int32)
+
+    def _move(self, numbers: Longs, rows: NDArray[np.int64]) -> None:
+        """Move vectors to other rows, (from and to, rows), behind the steps that read them."""
+        vectors, moved = self._tensors.vectors, set(numbers.tolist())
+        source, target = uploaded(rows, vectors.device)
+        vectors.index_copy_(0, target, vectors.index_select(0, source))
+        first = dict(zip(rows[0].tolist(), rows[1].tolist(), strict=True))
+        for entry, one in self._entries.contents.items():
+            if not moved.isdisjoint(one[0][1:3]):
+                self._new_entries[entry] = one
+        for (record, *gates), held in self._histories.values():
+            for (latch, _, room), number in zip(gates, held, strict=False):
+                if room and number in moved:
+                    row = first[int(self._vectors.rows[number])]
+                    self._tensors.latches.history[record, latch].fill_(row)
 
     def flush(self) -> None:
         """Put what is new where taps read it, once for all requests that were admitted together."""
-        to = self._tensors
+        to, first = self._tensors, self._vectors.rows
         vectors, self._new_vectors = self._new_vectors, {}
         entries, self._new_entries = self._new_entries, {}
         configs, self._new_configs = self._new_configs, {}
-        if vectors:
-            _upload(to.vectors, vectors)
+        if held := [number for number in vectors if first[number]]:
+            at = [first[number] + np.arange(len(vectors[number])) for number in held]
+            rows = np.concatenate([vectors[number] for number in held])
+            _upload(to.vectors, np.concatenate(at), rows)
         if entries:
-            _upload(to.entries, {at: words for at, (words, _) in entries.items()})
-            _upload(to.params, {at: params for at, (_, params) in entries.items()})
+            words = np.asarray([words for words, _ in entries.values()], dtype=np.int32)
+            words[:, 1:3] = first[words[:, 1:3]]
+            params = np.asarray([params for _, params in entries.values()], dtype=np.float32)
+            one = np.concatenate([words, params.view(np.int32)], axis=1)
+            _upload(to.instructions, np.asarray(list(entries)), one)
         if configs:
-            _upload(to.table, configs)
-        if self._new_rests:
-            _upload(to.rest, self._new_rests)
-            self._new_rests = {}
+            _upload(to.configs, np.asarray(list(configs)), np.asarray(list(configs.values())))
 
 
 def _check_gates(envelope: Envelope, tap_index: dict[TapPoint, int]) -> None:
@@ -350,25 +378,21 @@ def _check_gates(envelope: Envelope, tap_index: dict[TapPoint, int]) -> None:
         )
 
 
-def _upload(target: torch.Tensor, rows: Mapping[int, Any]) -> None:
+def _upload(target: torch.Tensor, at: Longs, rows: NDArray[Any]) -> None:
     """Write rows of a table in one copy."""
-    at = sorted(rows)
-    # From pageable memory the copy would wait for everything that the GPU has been given.
-    size = len(at), target.shape[1]
-    source = torch.empty(size, dtype=target.dtype, pin_memory=target.is_cuda)
-    values = source.numpy()
-    for i, row in enumerate(at):
-        values[i] = rows[row]
-    if at[-1] - at[0] == len(at) - 1:
-        target[at[0] : at[0] + len(at)].copy_(source, non_blocking=True)
-    elif target.is_cuda:
-        index = torch.tensor(at).pin_memory().to(target.device, non_blocking=True)
-        target.index_copy_(0, index, source.to(target.device, non_blocking=True))
+    order = at.argsort()
+    at, first = at[order], int(at[order[0]])
+    source = torch.empty(len(at), target.shape[1], dtype=target.dtype, pin_memory=target.is_cuda)
+    source.numpy()[:] = rows[order]
+    if at[-1] - first == len(at) - 1:
+        target[first : first + len(at)].copy_(source, non_blocking=True)
     else:
-        target.numpy()[at] = values
+        source = source.to(target.device, non_blocking=True)
+        target.index_copy_(0, uploaded(at, target.device), source)
 
 
 Row = NDArray[np.float32]
+"""A direction, or what a rank has of one, as rows of the table."""
 Share = tuple[int, int]
 """The numbers of a row that a rank has: where they begin, and how many they are."""
 Content = TypeVar("Content")
@@ -379,6 +403,8 @@ are its `Kind`, those above the register of its gate, counted from 1."""
 GATE_SHIFT = 6
 
 
+_Entry = tuple[tuple[int, int, int, int], tuple[float, ...]]
+"""Code, numbers of the vectors that are read and written, and the next entry; and parameters."""
 _Term = tuple[int, int, int]
 """A part of a request, which of its layers, and which of its positions; -1 for all of them."""
 
@@ -431,7 +457,7 @@ class Placing:
     def __init__(
         self,
         parts: list[Programs],
-        tables: tuple[Shared[tuple[Any, ...]], Shared[tuple[Any, ...]], Shared[tuple[Any, ...]]],
+        tables: tuple[Runs[tuple[Any, ...]], Shared[_Entry], Shared[tuple[Any, ...]]],
         shares: Sequence[Share],
         tap_index: dict[TapPoint, int],
         width: int,
@@ -454,8 +480,8 @@ class Placing:
         self.configs: list[int] = []
         """What the request holds."""
         self.new_rows: list[tuple[int, Row]] = []
-        self.new_entries: list[tuple[int, tuple[int, ...], tuple[float, ...]]] = []
-        """Entry, its words and its parameters."""
+        """Vector, and its rows of the table."""
+        self.new_entries: list[tuple[int, _Entry]] = []
         self.new_configs: list[tuple[int, tuple[int, ...], dict[int, Chain]]] = []
         """Configuration, its first entry at each tap, and by tap the chains with an autoencoder."""
 
@@ -513,11 +539,11 @@ class Placing:
         return self._entry(code, read, write, link, one.params)
 
     def _entry(self, code: int, read: int, write: int, link: int, params: tuple[float, ...]) -> int:
-        words = int(code), read, write, link
-        entry, is_new = self._of_entries.take((words, params))
+        one = (int(code), read, write, link), params
+        entry, is_new = self._of_entries.take(one)
         self.held.entries.append(entry)
         if is_new:
-            self.new_entries.append((entry, words, params))
+            self.new_entries.append((entry, one))
         return entry
 
     def _row(self, row: Row | None, share: Share) -> int:
@@ -532,46 +558,39 @@ class Placing:
             own = row[start : start + size]
             if size != n * self._width:
                 own = np.pad(own, (0, n * self._width - size))
-            self.new_rows += enumerate(own.reshape(n, self._width), number)
+            self.new_rows.append((number, own.reshape(n, self._width)))
         return number
 
 
 class Shared(Generic[Content]):
-    """Numbers from 1 for contents, counted by use. A content may have several in a row."""
+    """Numbers from 1 for contents, counted by use."""
 
     def __init__(self, size: int, what: str) -> None:
         self._what, self._size = what, size - 1
         self._is_free = np.arange(size) > 0
-        self._n_free = size - 1
-        self._by_content: dict[Content, int] = {}
-        self._content: dict[int, Content] = {}
+        self._numbers: dict[Content, int] = {}
         self._uses: dict[int, int] = {}
-        self._runs: dict[int, int] = {}
-        """How many numbers a content has, where it is not one."""
-
-    @property
-    def in_use(self) -> int:
-        """How many numbers are held."""
-        return self._size - self._n_free
+        self.contents: dict[int, Content] = {}
+        """By number, of those that are held."""
+        self.in_use = 0
+        """Rows that are held."""
 
     def take(self, content: Content, n: int = 1) -> tuple[int, bool]:
-        """The number of a content, or the first of its `n`, and whether it is new."""
-        number = self._by_content.get(content)
+        """The number of a content, which takes so many rows, and whether it is new."""
+        number = self._numbers.get(content)
         is_new = number is None
         if number is None:
-            number = self._find(n)
-            if number is None:
-                why = "all held by running requests" if n == 1 else f"no {n} in a row left"
+            if self.in_use + n > self._size:
                 raise CapacityError(
-                    f"edits: the {self._what} is full ({self._size} rows, {why}); try again when "
-                    "some have finished, or raise INSPECT_LENS_BANK_BYTES"
+                    f"edits: the {self._what} is full ({self._size} rows, {self.in_use} held by "
+                    f"running requests, and {n} needed); try again when some have finished, or "
+                    "raise INSPECT_LENS_BANK_BYTES"
                 )
-            self._is_free[number : number + n] = False
-            self._n_free -= n
-            self._by_content[content] = number
-            self._content[number] = content
-            if n > 1:
-                self._runs[number] = n
+            number = int(self._is_free.argmax())
+            self._is_free[number] = False
+            self.in_use += n
+            self._numbers[content] = number
+            self.contents[number] = content
         self._uses[number] = self._uses.get(number, 0) + 1
         return number, is_new
 
@@ -584,17 +603,83 @@ class Shared(Generic[Content]):
         self._uses[number] -= 1
         if not self._uses[number]:
             del self._uses[number]
-            del self._by_content[self._content.pop(number)]
-            n = self._runs.pop(number, 1)
-            self._is_free[number : number + n] = True
-            self._n_free += n
+            del self._numbers[self.contents.pop(number)]
+            self._is_free[number] = True
+            self.in_use -= self._size_of(number)
 
-    def _find(self, n: int) -> int | None:
-        """The first free number, or the first of the last `n` free ones in a row."""
-        if self._n_free < n:
-            return None
+    def _size_of(self, number: int) -> int:
+        return 1
+
+
+_MOVED_ROWS = 4096
+"""That are moved at once: what is on its way takes memory of the device."""
+
+
+class Runs(Shared[Content]):
+    """Contents that take some rows one behind the other; they move where gaps are too small."""
+
+    def __init__(self, size: int, what: str) -> None:
+        super().__init__(size, what)
+        self.rows: Longs = np.zeros(size, dtype=np.int64)
+        """By number: the first row, or 0."""
+        self._sizes: Longs = np.zeros(size, dtype=np.int64)
+        self._is_free_row = np.arange(size) > 0
+        self.move: Callable[[Longs, NDArray[np.int64]], None] = lambda *_: None
+        """Moves some numbers, by their rows, (from and to, rows), before they are noted here."""
+
+    def take(self, content: Content, n: int = 1) -> tuple[int, bool]:
+        number, is_new = super().take(content, n)
+        if is_new:
+            try:
+                first = self._find(n)
+            except BaseException:
+                self.give(number)
+                self.in_use -= n
+                raise
+            self._is_free_row[first : first + n] = False
+            self.rows[number], self._sizes[number] = first, n
+        return number, is_new
+
+    def _size_of(self, number: int) -> int:
+        first, n = int(self.rows[number]), int(self._sizes[number])
+        self._is_free_row[first : first + n] = n > 0
+        self.rows[number] = self._sizes[number] = 0
+        return n
+
+    def _find(self, n: int) -> int:
+        """The first free row, or the first of the last `n` free ones side by side."""
         if n == 1:
-            return int(self._is_free.argmax())
-        free = np.concatenate(([0], np.cumsum(self._is_free)))
+            return int(self._is_free_row.argmax())
+        free = np.concatenate(([0], np.cumsum(self._is_free_row)))
         (starts,) = np.nonzero(free[n:] - free[:-n] == n)
-        return int(starts[-1]) if len(starts) else None
+        if not len(starts):
+            self._close_gaps()
+            return len(self.rows) - n
+        return int(starts[-1])
+
+    def _close_gaps(self) -> None:
+        """Move everything to the front, piece by piece; a fault leaves each piece as it was."""
+        (numbers,) = np.nonzero(self._sizes)
+        numbers = numbers[self.rows[numbers].argsort()]
+        sizes = self._sizes[numbers]
+        first = 1 + np.cumsum(sizes) - sizes
+        to_move = first != self.rows[numbers]
+        numbers, sizes, first = numbers[to_move], sizes[to_move], first[to_move]
+        piece = np.cumsum(sizes) // _MOVED_ROWS
+        try:
+            for i in np.unique(piece):
+                some = numbers[piece == i]
+                both = np.stack([self.rows[some], first[piece == i]])
+                self.move(some, _expanded(both, sizes[piece == i]))
+                self.rows[some] = both[1]
+        finally:
+            self._is_free_row[1:] = True
+            (held,) = np.nonzero(self._sizes)
+            self._is_free_row[_expanded(self.rows[None, held], self._sizes[held])[0]] = False
+
+
+def _expanded(first: NDArray[np.int64], sizes: Longs) -> NDArray[np.int64]:
+    """(lists, rows); all rows of runs of these sizes, of which each list has the first ones."""
+    within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    rows: NDArray[np.int64] = np.repeat(first, sizes, axis=1) + within
+    return rows

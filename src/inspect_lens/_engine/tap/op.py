@@ -274,17 +274,17 @@ def _tap_cpu(hidden: torch.Tensor, residual: torch.Tensor | None, ctl: torch.Ten
         return
     state, tap = found
     tokens = state.tokens[: min(hidden.shape[0], int(state.header[0]))]
+
+    def edit(table: torch.Tensor) -> None:
+        first = table[:, tap].index_select(0, tokens[:, 0])
+        elapsed = int(state.header[2])
+        left = edit_rows(hidden, residual, first, state.bank, tokens[:, 3:5], elapsed)
+        state.faults[tokens[left, 3].long()] = 1
+
     if state.steering[tap]:
-        rows = state.bank.table[:, tap].index_select(0, tokens[:, 0])
-        left = edit_rows(hidden, residual, rows, state.bank, tokens[:, 3:5], int(state.header[2]))
-        if len(left):
-            state.faults[tokens[left, 3].long()] = 1
+        edit(state.bank.table)
         if tap in state.splices and _splice(hidden, residual, state, tap):
-            rows = state.bank.rest[:, tap].index_select(0, tokens[:, 0])
-            owners, elapsed = tokens[:, 3:5], int(state.header[2])
-            left = edit_rows(hidden, residual, rows, state.bank, owners, elapsed)
-            if len(left):
-                state.faults[tokens[left, 3].long()] = 1
+            edit(state.bank.rest)
     if state.capturing[tap]:
         rows = ring_rows(tokens, state.base[:, tap], int(state.header[1]))
         apart = state.base[:, -1].index_select(0, tokens[:, 1].clamp(min=0))
@@ -331,7 +331,7 @@ def _tap_cuda(hidden: torch.Tensor, residual: torch.Tensor | None, ctl: torch.Te
     launch(hidden, residual, tap=tap, state=state)
     if is_asked and state.steering[tap] and tap in state.splices:  # noqa: SIM102 - it does work
         if _splice(hidden, residual, state, tap):
-            launch(hidden, residual, tap=tap, state=state, table=state.bank.rest)
+            launch(hidden, residual, tap=tap, state=state, is_rest=True)
 
 
 def warm_up(state: buffers.TapState, widths: Iterable[int] = ()) -> None:

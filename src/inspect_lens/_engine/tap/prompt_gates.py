@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from inspect_lens._engine.plan.step_plan import Longs
 from inspect_lens._engine.protocol.edits import EditEnvelope
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import Kind, TapPoint
@@ -23,10 +24,10 @@ from .histories import NEVER, Latches
 
 @dataclass(frozen=True)
 class PromptGate:
-    """One gate, and the first of its rows in the table of vectors."""
+    """One gate, and its number in the table of vectors."""
 
     edit: EditEnvelope
-    row: int
+    number: int
 
     @property
     def is_mean(self) -> bool:
@@ -65,6 +66,7 @@ class PromptReads:
     def read(
         self,
         vectors: torch.Tensor,
+        at: Longs,
         latches: Latches,
         first: int,
         rows: Mapping[TapPoint, torch.Tensor],
@@ -83,7 +85,8 @@ class PromptReads:
         self.done = end
         for gate in self.gates:
             got = rows[gate.edit.taps[0]][known - first :].float()
-            held, direction = vectors[gate.row], vectors[gate.row + 1]
+            row = int(at[gate.number])
+            held, direction = vectors[row], vectors[row + 1]
             if gate.averages_scores:
                 held[0] += _latent(got @ direction, gate).sum()
             elif gate.is_mean:

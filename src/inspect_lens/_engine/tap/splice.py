@@ -30,6 +30,7 @@ from inspect_lens.spec import (
 )
 
 from .histories import factors
+from .memory import uploaded
 
 if TYPE_CHECKING:
     from .edit_table import BankTensors, Chain
@@ -65,8 +66,11 @@ class Autoencoder:
         found = linear(rows.to(encoder.dtype), encoder).float() + bias
         counts = found > (0.0 if threshold is None else threshold)
         if self.top_k:
-            largest = torch.topk(found, self.top_k, dim=-1).indices
-            counts &= torch.zeros_like(counts).scatter_(-1, largest, value=True)
+            last = torch.topk(found, self.top_k, dim=-1).values[:, -1:]
+            # Of those that tie for the last places, the first ones.
+            left = self.top_k - (found > last).sum(-1, keepdim=True)
+            ties = (found == last).cumsum(-1, dtype=torch.int32)
+            counts &= (found > last) | ((found == last) & (ties <= left))
         return torch.where(counts, found, torch.zeros_like(found))
 
     def written(
@@ -95,22 +99,18 @@ class Splice:
     @classmethod
     def of(cls, one: Instruction, autoencoder: Autoencoder) -> Splice:
         """What an instruction says, on the device of the autoencoder."""
-        device = autoencoder.encoder.device
-
-        def on_device(row: object, dtype: torch.dtype) -> torch.Tensor:
-            made = torch.from_numpy(np.array([] if row is None else row)).to(dtype)
-            if device.type == "cuda":
-                made = made.pin_memory()
-            return made.to(device, non_blocking=True)
-
-        mode, adds_error, only_if_active, _ = one.params
+        changed = [np.zeros(0) if row is None else row for row in (one.read, one.write)]
+        rows = np.stack(changed).astype(np.float32)
+        latents, values = uploaded(rows, autoencoder.encoder.device)
+        mode, *flags = one.params
+        adds_error, only_if_active, _ = map(bool, flags)
         return cls(
             autoencoder,
-            on_device(one.read, torch.int64),
-            on_device(one.write, torch.float32),
+            latents.long(),
+            values,
             SPLICE_MODES[int(mode)],
-            bool(adds_error),
-            bool(only_if_active),
+            adds_error,
+            only_if_active,
             one.gate,
         )
 
@@ -182,35 +182,29 @@ class Splices:
             known = self._known[chain.content] = Splice.of(chain.splice, autoencoder)
         return known
 
-    def has(self, config: int) -> bool:
-        """Whether a configuration splices anything in."""
-        return config in self._at
-
     def drop(self, config: int) -> None:
         """Forget a configuration."""
-        del self._at[config]
+        self._at.pop(config, None)
 
     def work(self, configs: NDArray[np.int32]) -> dict[int, list[Work]]:
         """What a step has to do beside the kernels, by tap; for configurations of its tokens."""
         if not self._at:
             return {}
-        rows: dict[int, dict[Splice, list[torch.Tensor]]] = {}
+        parts: dict[tuple[int, Splice], list[NDArray[np.int64]]] = {}
         for config in np.unique(configs).tolist():
             if splices := self._at.get(config):
-                index = torch.from_numpy(np.flatnonzero(configs == config))
-                for tap, splice in splices.items():
-                    rows.setdefault(tap, {}).setdefault(splice, []).append(index)
-        return {
-            tap: [Work(splice, self._on_device(parts)) for splice, parts in of.items()]
-            for tap, of in rows.items()
-        }
-
-    def _on_device(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        index = torch.cat(parts)
-        if self._device.type == "cuda":
-            # From pageable memory the copy would wait for everything that the GPU has been given.
-            index = index.pin_memory()
-        return index.to(self._device, non_blocking=True)
+                index = np.flatnonzero(configs == config)
+                for at in splices.items():
+                    parts.setdefault(at, []).append(index)
+        if not parts:
+            return {}
+        sizes = [sum(map(len, some)) for some in parts.values()]
+        every = np.concatenate([index for some in parts.values() for index in some])
+        split = torch.split(uploaded(every, self._device), sizes)
+        work: dict[int, list[Work]] = {}
+        for (tap, splice), rows in zip(parts, split, strict=True):
+            work.setdefault(tap, []).append(Work(splice, rows))
+        return work
 
 
 def _unknown(sha256: str) -> Autoencoder:

@@ -109,19 +109,18 @@ def _keep(pointer):
 
 
 @triton.jit
-def _instruction(entries, factors, entry):
+def _instruction(entries, entry):
     """Code, row that is read and row that is written, four parameters, and the next entry."""
-    at = entries + 4 * entry
-    of = factors + 4 * entry
+    at = entries + 8 * entry
     code, link = _keep(at), _keep(at + 3)
     return (
         code,
         _keep(at + 1),
         _keep(at + 2),
-        _keep(of),
-        _keep(of + 1),
-        _keep(of + 2),
-        _keep(of + 3),
+        _keep(at + 4).to(tl.float32, bitcast=True),
+        _keep(at + 5).to(tl.float32, bitcast=True),
+        _keep(at + 6).to(tl.float32, bitcast=True),
+        _keep(at + 7).to(tl.float32, bitcast=True),
         link,
     )
 
@@ -135,7 +134,7 @@ def _decided(start, position):
     return tl.where(found == found, found, 0.0)
 
 
-@triton.jit(do_not_specialize=["tap", "n_tokens"])
+@triton.jit(do_not_specialize=["tap", "column", "n_tokens"])
 def _tap(  # noqa: C901, PLR0915
     hidden,
     residual,
@@ -145,7 +144,6 @@ def _tap(  # noqa: C901, PLR0915
     base,
     vectors,
     entries,
-    factors,
     registers,
     fed,
     latches,
@@ -157,6 +155,7 @@ def _tap(  # noqa: C901, PLR0915
     faults,
     fault_stride,
     tap,
+    column,
     n_tokens,
     HEAD: tl.constexpr,
     TAPS: tl.constexpr,
@@ -186,14 +185,14 @@ def _tap(  # noqa: C901, PLR0915
         ahead = numbers + 5 * tl.num_programs(0)
         is_last = token + tl.num_programs(0) >= n_tokens
         coming_config = tl.load(ahead, mask=~is_last, other=0, eviction_policy="evict_last")
-        row = _keep(table + config * TAPS + tap)
+        row = _keep(table + config * 2 * TAPS + column)
         group = tl.load(numbers + 1, mask=(flag & 2) != 0, other=-1)
         first = tl.load(base + group * (TAPS + 1) + tap, mask=group >= 0, other=-1)
         place = tl.load(numbers + 2, mask=first >= 0, other=0)
         slot = tl.where(first >= 0, origin + first + place, -1)
         if (row != 0) | (slot >= 0):
             # Before the loads of the stream: the loads of directions wait for these.
-            code, read, write, a, b, c, d, link = _instruction(entries, factors, row)
+            code, read, write, a, b, c, d, link = _instruction(entries, row)
             at = hidden + token.to(tl.int64) * hidden_stride + offsets
             mine = tl.load(at, mask=inside, other=0.0).to(tl.float32)
             other = tl.zeros_like(mine)
@@ -222,7 +221,7 @@ def _tap(  # noqa: C901, PLR0915
                     )
                     written = tl.where(is_other | (write == 0), written, direction)
                     # Comes while this one is computed; entry 0, behind the last, does nothing.
-                    coming = _instruction(entries, factors, link)
+                    coming = _instruction(entries, link)
                     if (code & SEES_EDITS) != 0:
                         seen = mine + other + delta
                     squares, x = tl.reduce((seen * seen, direction * seen), 0, _add_both)
@@ -330,9 +329,9 @@ def launch(
     *,
     tap: int,
     state: TapState,
-    table: torch.Tensor | None = None,
+    is_rest: bool = False,
 ) -> None:
-    """Edit and capture the rows of one tap; with `BankTensors.rest` as table, once more.
+    """Edit and capture the rows of one tap; or do what comes behind its autoencoder.
 
     A row that is not as wide as the stream takes several rows of the ring and of the table of
     directions, or a part of one; a program of the kernel has all of it.
@@ -351,19 +350,19 @@ def launch(
         state.header,
         state.base,
         bank.vectors,
-        bank.entries,
-        bank.params,
+        bank.instructions,
         bank.registers,
         bank.fed.ids,
         bank.latches.first,
         bank.latches.history,
         bank.latches.noted,
         bank.latches.noted.stride(0),
-        bank.table if table is None else table,
+        bank.configs,
         state.ring,
         state.faults,
         state.faults.stride(0),
         tap,
+        tap + len(state.taps) * is_rest,
         n_tokens,
         HEAD=HEAD,
         TAPS=len(state.taps),

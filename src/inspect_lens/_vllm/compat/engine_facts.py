@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import inspect_lens
 from inspect_lens._engine.protocol.processes import Links
+from inspect_lens._engine.protocol.readouts import crossing_bytes
 from inspect_lens._settings import Settings
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import (
@@ -288,15 +290,21 @@ def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
     step = int(vllm_config.scheduler_config.max_num_batched_tokens)
     # On a GPU a step fills up to one half of the buffer while the other is copied out.
     halves = 1 if vllm_config.device_config.device_type == "cpu" else 2
-    # On a pipeline as many rows may come from one stage, and leave to another with this step while
-    # those of the step before are still being sent.
-    stages = int(getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1))
-    crossing = min(stages, 3) if stages > 1 else 0
-    row_bytes = (halves + crossing) * hidden * _ITEM_BYTES.get(dtype, 4)
+    last = min(int(getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1)), 3) - 1
+    item_bytes = hidden * _ITEM_BYTES.get(dtype, 4)
+
+    def held(rows: int) -> int:
+        one = rows * item_bytes
+        return halves * one + max(
+            crossing_bytes(one, is_first=stage == 0, is_last=stage == last)
+            for stage in range(last + 1)
+        )
+
     least = _least_step_tokens(vllm_config, step)
     rows = {width.site: rows_for(width, hidden) for width in widths}
     token_rows = sum(rows.get(tap.site, 1) for tap in taps)
-    ring_rows = settings.ring_bytes // row_bytes
+    at_most = range(settings.ring_bytes // item_bytes + 1)
+    ring_rows = bisect_right(at_most, settings.ring_bytes, key=held) - 1
     if least < step:
         # Shorter steps than these cannot be had, and with them every request is served.
         ring_rows = max(ring_rows, token_rows * least)
@@ -312,7 +320,7 @@ def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
         max_step_tokens=step,
         least_step_tokens=least,
         ring_rows=min(token_rows * step, ring_rows),
-        ring_row_bytes=row_bytes,
+        ring_row_bytes=held(1),
         bank_rows=max(1, min(_MAX_BANK_ROWS, settings.bank_bytes // (hidden * 4))),
         vllm_version=vllm_version(),
         is_speculative=vllm_config.speculative_config is not None,

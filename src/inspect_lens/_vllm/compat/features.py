@@ -62,101 +62,68 @@ class UsedName:
     """Another target, of other releases, that does as well."""
 
 
-_V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
-_BATCH = "vllm.v1.worker.gpu_input_batch:InputBatch"
-_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
-_BATCH_V2 = "vllm.v1.worker.gpu.input_batch:InputBatch"
-_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
 _LAYERS = "vllm.model_executor.layers"
-_MODELS = "vllm.entrypoints.openai.models.serving:OpenAIServingModels"
+_USED: tuple[tuple[Feature, str, str], ...] = (
+    # Methods of a runner object that `RunnerV1`, `RunnerV2` and the start-up check wrap or call.
+    ("lens", "vllm.v1.worker.gpu_model_runner:GPUModelRunner.", "_update_states _prepare_inputs "
+     "_model_forward execute_model _dummy_run get_model intermediate_tensors input_ids kv_caches"),
+    ("lens", "vllm.v1.worker.gpu.model_runner:GPUModelRunner.", "execute_model _dummy_run "
+     "model_state intermediate_tensors input_buffers kv_caches cudagraph_manager"),
+    ("lens", "vllm.v1.worker.gpu_worker:Worker.", "compile_or_warm_up_model"),
+    # Fields of a batch.
+    ("lens", "vllm.v1.worker.gpu_input_batch:InputBatch.", "req_ids num_computed_tokens_cpu"),
+    ("lens", "vllm.v1.worker.gpu.input_batch:InputBatch.", "req_ids query_start_loc_np "
+     "num_scheduled_tokens num_computed_tokens_np"),
+    # Of a request's output.
+    ("lens", "vllm.v1.engine.detokenizer:IncrementalDetokenizer.", "update num_output_tokens "
+     "get_next_output_text"),
+    ("lens", "vllm.v1.engine.output_processor:", "OutputProcessor.request_states "
+     "RequestState.queue"),
+    # Of a request on its way to an engine, and of who sends it.
+    ("lens", "vllm.v1.engine:EngineCoreRequest.", "cache_salt lora_request mm_features"),
+    ("lens", "vllm.v1.engine.core_client:", "DPLBAsyncMPClient.reqs_in_flight"),
+    ("logits", "vllm.v1.engine.input_processor:", "InputProcessor.tokenizer"),
+    # Of an API server's engine, which a sweep asks itself.
+    ("sweeps", "vllm.sampling_params:", "SamplingParams SamplingParams.logprob_token_ids"),
+    # Imports.
+    ("lens", "vllm.envs:", "VLLM_PLUGINS VLLM_ENABLE_V1_MULTIPROCESSING"),
+    ("lens", "vllm.v1.core.kv_cache_manager:", "KVCacheManager.coordinator"),
+    ("lens", "vllm.forward_context:", "get_forward_context"),
+    ("lens", "vllm.distributed.parallel_state:", "get_tp_group get_pp_group"),
+    ("lens", "vllm.sequence:", "IntermediateTensors.tensors"),
+    ("lens", "vllm.model_executor.models.utils:", "PPMissingLayer"),
+    ("lens", f"{_LAYERS}.attention_layer_base:", "AttentionLayerBase"),
+    ("lens", f"{_LAYERS}.mamba.abstract:", "MambaBase"),
+    ("lens", f"{_LAYERS}.linear:", "LinearBase RowParallelLinear"),
+    ("parameters", f"{_LAYERS}.linear:", "ColumnParallelLinear QKVParallelLinear"),
+    ("parameters", f"{_LAYERS}.vocab_parallel_embedding:", "VocabParallelEmbedding"),
+    ("qk", f"{_LAYERS}.attention:", "Attention"),
+    ("logits", f"{_LAYERS}.logits_processor:", "LogitsProcessor LogitsProcessor._gather_logits "
+     "LogitsProcessor._get_logits LogitsProcessor.org_vocab_size"),
+    # Of an API server that lists configurations among its models.
+    ("models", "vllm.entrypoints.openai.models.serving:OpenAIServingModels.", "base_model_paths "
+     "is_base_model lora_requests"),
+    # Of an engine whose requests vLLM traces.
+    ("traces", "vllm.config.observability:", "ObservabilityConfig.otlp_traces_endpoint"),
+    # Methods of a connector that the scheduler calls.
+    ("connectors", "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.",
+     "on_new_request get_num_new_matched_tokens update_state_after_alloc build_connector_meta "
+     "request_finished"),
+    ("connectors", "vllm.v1.core.sched.output:", "SchedulerOutput.scheduled_new_reqs "
+     "SchedulerOutput.scheduled_cached_reqs SchedulerOutput.num_scheduled_tokens "
+     "SchedulerOutput.total_num_scheduled_tokens SchedulerOutput.finished_req_ids "
+     "CachedRequestData.req_ids NewRequestData.req_id"),
+    ("connectors", "vllm.v1.request:", "Request.kv_transfer_params"),
+)  # fmt: skip
+"""Feature, module (or class), and names in it."""
 
 USED_NAMES: tuple[UsedName, ...] = (
-    # Methods of a runner object that `RunnerV1`, `RunnerV2` and the start-up check wrap or call.
-    UsedName(f"{_V1}._update_states", "lens"),
-    UsedName(f"{_V1}._prepare_inputs", "lens"),
-    UsedName(f"{_V1}._model_forward", "lens"),
-    UsedName(f"{_V1}.execute_model", "lens"),
-    UsedName(f"{_V1}._dummy_run", "lens"),
-    UsedName(f"{_V1}.get_model", "lens"),
-    UsedName(f"{_V1}.intermediate_tensors", "lens"),
-    UsedName(f"{_V1}.input_ids", "lens"),
-    UsedName(f"{_V1}.kv_caches", "lens"),
-    UsedName(f"{_V2}.execute_model", "lens"),
-    UsedName(f"{_V2}._dummy_run", "lens"),
-    UsedName(f"{_V2}.model_state", "lens"),
-    UsedName(f"{_V2}.intermediate_tensors", "lens"),
-    UsedName(f"{_V2}.input_buffers", "lens"),
-    UsedName(f"{_V2}.kv_caches", "lens"),
-    UsedName(f"{_V2}.cudagraph_manager", "lens"),
-    UsedName("vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model", "lens"),
-    # Fields of a batch.
-    UsedName(f"{_BATCH}.req_ids", "lens"),
-    UsedName(f"{_BATCH}.num_computed_tokens_cpu", "lens"),
-    UsedName(f"{_BATCH_V2}.req_ids", "lens"),
-    UsedName(f"{_BATCH_V2}.query_start_loc_np", "lens"),
-    UsedName(f"{_BATCH_V2}.num_scheduled_tokens", "lens"),
-    UsedName(f"{_BATCH_V2}.num_computed_tokens_np", "lens"),
-    # Of a request's output.
-    UsedName("vllm.v1.engine.detokenizer:IncrementalDetokenizer.update", "lens"),
-    UsedName("vllm.v1.engine.detokenizer:IncrementalDetokenizer.num_output_tokens", "lens"),
-    UsedName("vllm.v1.engine.detokenizer:IncrementalDetokenizer.get_next_output_text", "lens"),
-    UsedName("vllm.v1.engine.output_processor:OutputProcessor.request_states", "lens"),
-    UsedName("vllm.v1.engine.output_processor:RequestState.queue", "lens"),
-    # Of a request on its way to an engine, and of who sends it.
-    UsedName("vllm.v1.engine:EngineCoreRequest.cache_salt", "lens"),
-    UsedName("vllm.v1.engine:EngineCoreRequest.lora_request", "lens"),
-    UsedName("vllm.v1.engine:EngineCoreRequest.mm_features", "lens"),
-    UsedName("vllm.v1.engine.core_client:DPLBAsyncMPClient.reqs_in_flight", "lens"),
-    UsedName("vllm.v1.engine.input_processor:InputProcessor.tokenizer", "logits"),
-    # Of an API server's engine, which a sweep asks itself.
-    UsedName("vllm.sampling_params:SamplingParams", "sweeps"),
-    UsedName("vllm.sampling_params:SamplingParams.logprob_token_ids", "sweeps"),
-    # Imports.
-    UsedName("vllm.envs:VLLM_PLUGINS", "lens"),
-    UsedName("vllm.envs:VLLM_ENABLE_V1_MULTIPROCESSING", "lens"),
-    UsedName("vllm.v1.core.kv_cache_manager:KVCacheManager.coordinator", "lens"),
-    UsedName("vllm.forward_context:get_forward_context", "lens"),
-    UsedName("vllm.distributed.parallel_state:get_tp_group", "lens"),
-    UsedName("vllm.distributed.parallel_state:get_pp_group", "lens"),
-    UsedName("vllm.sequence:IntermediateTensors.tensors", "lens"),
-    UsedName("vllm.model_executor.models.utils:PPMissingLayer", "lens"),
-    UsedName(f"{_LAYERS}.attention_layer_base:AttentionLayerBase", "lens"),
-    UsedName(f"{_LAYERS}.mamba.abstract:MambaBase", "lens"),
-    UsedName(f"{_LAYERS}.linear:LinearBase", "lens"),
-    UsedName(f"{_LAYERS}.linear:RowParallelLinear", "lens"),
-    UsedName(f"{_LAYERS}.linear:ColumnParallelLinear", "parameters"),
-    UsedName(f"{_LAYERS}.linear:QKVParallelLinear", "parameters"),
-    UsedName(f"{_LAYERS}.vocab_parallel_embedding:VocabParallelEmbedding", "parameters"),
-    UsedName(f"{_LAYERS}.attention:Attention", "qk"),
-    UsedName(f"{_LAYERS}.logits_processor:LogitsProcessor", "logits"),
-    UsedName(f"{_LAYERS}.logits_processor:LogitsProcessor._gather_logits", "logits"),
-    UsedName(f"{_LAYERS}.logits_processor:LogitsProcessor._get_logits", "logits"),
-    UsedName(f"{_LAYERS}.logits_processor:LogitsProcessor.org_vocab_size", "logits"),
-    # Of an API server that lists configurations among its models.
-    UsedName(f"{_MODELS}.base_model_paths", "models"),
-    UsedName(f"{_MODELS}.is_base_model", "models"),
-    UsedName(f"{_MODELS}.lora_requests", "models"),
+    *(UsedName(place + name, of) for of, place, names in _USED for name in names.split()),
     UsedName(
         "vllm.entrypoints.launchers.api_server.app_state:openai_serving_models",
         "models",
         instead="vllm.entrypoints.openai.api_server:openai_serving_models",
     ),
-    # Of an engine whose requests vLLM traces.
-    UsedName("vllm.config.observability:ObservabilityConfig.otlp_traces_endpoint", "traces"),
-    # Methods of a connector that the scheduler calls.
-    UsedName(f"{_CONNECTOR}.on_new_request", "connectors"),
-    UsedName(f"{_CONNECTOR}.get_num_new_matched_tokens", "connectors"),
-    UsedName(f"{_CONNECTOR}.update_state_after_alloc", "connectors"),
-    UsedName(f"{_CONNECTOR}.build_connector_meta", "connectors"),
-    UsedName(f"{_CONNECTOR}.request_finished", "connectors"),
-    UsedName("vllm.v1.core.sched.output:SchedulerOutput.scheduled_new_reqs", "connectors"),
-    UsedName("vllm.v1.core.sched.output:SchedulerOutput.scheduled_cached_reqs", "connectors"),
-    UsedName("vllm.v1.core.sched.output:SchedulerOutput.num_scheduled_tokens", "connectors"),
-    UsedName("vllm.v1.core.sched.output:SchedulerOutput.total_num_scheduled_tokens", "connectors"),
-    UsedName("vllm.v1.core.sched.output:SchedulerOutput.finished_req_ids", "connectors"),
-    UsedName("vllm.v1.core.sched.output:CachedRequestData.req_ids", "connectors"),
-    UsedName("vllm.v1.core.sched.output:NewRequestData.req_id", "connectors"),
-    UsedName("vllm.v1.request:Request.kv_transfer_params", "connectors"),
     UsedName(
         "vllm.exceptions:GracefulHTTPError",
         "busy",

@@ -9,10 +9,6 @@ without edits pass.
 How many numbers a request takes is known exactly where it is placed in a table of the same size,
 since requests share what they have in common. That costs time, so it is done only while a number
 that every request brings along, of what it takes at most, says that the table might be too small.
-
-Where free rows lie in a worker's table is not known here. What needs several in a row (a gate that
-keeps an average, a direction that is wider than a row) is refused by the worker where there are
-enough, but scattered.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -169,7 +169,7 @@ def _with_room(
             back = edits.held_back(n_free, is_in_order=isinstance(scheduler.waiting, deque))
     if is_settled:
         return _within(scheduler, rows, schedule)
-    with kept_back(scheduler, back):
+    with kept_back(scheduler, back) if back else nullcontext():
         output = _within(scheduler, rows, schedule)
     with _faults_logged("it is not known which edits are in the table"):
         edits.started(request.req_id for request in output.scheduled_new_reqs)

@@ -20,6 +20,7 @@ from inspect_lens._vllm.compat.api_server import is_traced
 from inspect_lens._vllm.compat.cpu_lora import CpuAdapters
 from inspect_lens._vllm.compat.engine_facts import facts_mark, facts_of, links_of, refusal
 from inspect_lens._vllm.compat.features import (
+    Feature,
     not_served,
     off,
     reason_of,
@@ -278,16 +279,18 @@ class FrontEnd:
                 if isinstance(item, EngineProbe):
                     check_probe(item, facts, f"probe {name!r}")
                 elif isinstance(item, EngineLens):
+                    require("logits")
                     check_engine_lens(item, facts, f"lens {name!r}")
                 elif isinstance(item, EngineAutoencoder):
+                    require("splice")
                     check_engine_autoencoder(item, facts, f"sae {name!r}")
                 elif isinstance(item, EngineConfig):
                     self._check_config(item, facts)
                 else:
                     edits = kept_of(item)
                     assert isinstance(edits, EngineEdits)
-                    looked_up = self.registry.edits_of(edits, f"edits {name!r}")
-                    check_request(LensRequest(edits=looked_up), facts)
+                    looked_up = self.registry.edits_of(edits, f"edits {name!r}: ")
+                    self._judge(LensRequest(edits=looked_up), facts)
                 return
             except LensError as error:
                 problem = error
@@ -305,7 +308,20 @@ class FrontEnd:
             ),
             alone=True,
         )
-        check_request(self.registry.resolve(composed), facts, self.registry.probes)
+        self._judge(self.registry.resolve(composed), facts)
+
+    def _judge(self, request: LensRequest, facts: EngineFacts) -> None:
+        """Judge a request all of whose names are looked up."""
+        asked: dict[Feature, bool] = {
+            "hooks": bool(request.hooks),
+            "qk": request.qk is not None,
+            "logits": request.lens is not None,
+            "splice": any(isinstance(edit, Splice) for edit in request.edits),
+        }
+        for feature, is_asked in asked.items():
+            if is_asked:
+                require(feature)
+        check_request(request, facts, self.registry.probes)
 
     def unregister(self, name: str) -> None:
         """Forget a name; see `take_name`."""
@@ -324,12 +340,6 @@ class FrontEnd:
 
     def compile(self, request: LensRequest, facts: EngineFacts) -> Compiled:
         """Judge a request against its engine, and resolve what it names; once by content."""
-        if request.hooks:
-            require("hooks")
-        if request.qk is not None:
-            require("qk")
-        if request.lens is not None:
-            require("logits")
         version = self.registry.version
         key = id(request), id(facts)
         known: Compiled | None = self.known.get(key)
@@ -338,11 +348,8 @@ class FrontEnd:
         tiers = NO_TIERS
         try:
             composed, tiers = compose(self.registry, request)
-            if any(isinstance(edit, Splice) for edit in composed.edits):
-                require("splice")
             resolved = self.sinks.resolve(self.registry.resolve(composed), facts)
-            probes = self.registry.probes
-            check_request(resolved, facts, probes)
+            self._judge(resolved, facts)
         except LensError as error:
             forget_parsed(request)
             if request is not NO_REQUEST:
@@ -350,7 +357,7 @@ class FrontEnd:
             raise
         reads = None
         if resolved.probes:
-            reads = Reads(resolved.probes, probes, facts.numerics)
+            reads = Reads(resolved.probes, self.registry.probes, facts.numerics)
             self._warn_of(reads)
         made = Compiled(request, facts, version, resolved, reads, tiers)
         # Functions that came with a request are not worth being kept.

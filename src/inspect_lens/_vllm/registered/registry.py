@@ -155,7 +155,7 @@ class Registry:
         if isinstance(item, EngineConfig):
             self._check_names(item)
         elif isinstance(item, EngineEdits):
-            self.edits_of(item, "edits")
+            self.edits_of(item)
         if known is None and len(self._items) >= limits.registry_names:
             raise CapacityError(
                 f"{len(self._items)} names are registered, and allowed are "
@@ -191,7 +191,7 @@ class Registry:
 
     def _check_names(self, config: EngineConfig) -> None:
         """Refuse a configuration that names what is not there."""
-        self.edits_of(config, "edits_named")
+        self.edits_of(config)
         self._check_probes(config)
 
     def _check_probes(self, part: RequestPart) -> None:
@@ -309,27 +309,33 @@ class Registry:
             raise SpecError(f"configs: {self._unknown(name, EngineConfig)}")
         return found
 
-    def edits_of(self, part: RequestPart | EngineEdits, field: str) -> tuple[Edit, ...]:
+    def edits_of(self, part: RequestPart | EngineEdits, where: str = "") -> tuple[Edit, ...]:
         """Edits of a request or a configuration, those that it names first."""
         found: list[Edit] = []
         for named in () if isinstance(part, EngineEdits) else part.edits_named:
             item = self._items.get(named.name)
             if not isinstance(item, EngineEdits):
-                raise SpecError(f"{field}: {self._unknown(named.name, EngineEdits)}")
+                raise SpecError(f"{where}edits_named: {self._unknown(named.name, EngineEdits)}")
             try:
-                found += named.apply(item.edits)
+                edits = named.apply(item.edits)
             except SpecError as error:
-                raise SpecError(f"{field}: {error}") from None
-        return tuple(map(self._looked_up, (*found, *part.edits)))
+                raise SpecError(f"{where}edits_named: {error}") from None
+            found += self._looked_up(edits, f"{where}edits_named: {named.name!r}: ")
+        return (*found, *self._looked_up(part.edits, where))
 
-    def _looked_up(self, edit: Edit) -> Edit:
-        """An edit with what the name of its autoencoder stands for."""
-        if not isinstance(edit, Splice):
-            return edit
-        entry = self._items.get(edit.sae)
-        if not isinstance(entry, AutoencoderEntry):
-            raise SpecError(f"splice.sae: {self._unknown(edit.sae, AutoencoderEntry)}")
-        return edit.resolved(entry)
+    def _looked_up(self, edits: Sequence[Edit], where: str) -> Iterator[Edit]:
+        """Edits with what the names of their autoencoders stand for."""
+        for i, edit in enumerate(edits):
+            if isinstance(edit, Splice):
+                entry = self._items.get(edit.sae)
+                if not isinstance(entry, AutoencoderEntry):
+                    unknown = self._unknown(edit.sae, AutoencoderEntry)
+                    raise SpecError(f"{where}edits[{i}].sae: {unknown}")
+                try:
+                    edit = edit.resolved(entry)
+                except SpecError as error:
+                    raise SpecError(f"{where}edits[{i}].{error}") from None
+            yield edit
 
     def reads_of(self, packed: Mapping[str, Any]) -> Reads:
         """How the probes of a sealed request are read; they may have been removed since."""

@@ -127,14 +127,14 @@ def compose(
         )
         server = None
     elif server is not None:
-        edits += registry.edits_of(server, "the server's edits_named")
+        edits += registry.edits_of(server, "the server's ")
         receipts.append(
             TierReceipt(tier="server", sha256=registry.sha256_of(server), edits=len(edits))
         )
     uses: dict[str, ProbeUse] = {}
     for name in dict.fromkeys(request.configs):
         config = registry.config(name)
-        found = registry.edits_of(config, f"configs: {name!r}")
+        found = registry.edits_of(config, f"configs: {name!r}: ")
         edits += found
         uses |= {use.name: use for use in config.probes}
         receipts.append(
@@ -144,7 +144,7 @@ def compose(
         )
     uses |= {use.name: use for use in request.probes}
     changes = {
-        "edits": (*edits, *registry.edits_of(request, "edits_named")),
+        "edits": (*edits, *registry.edits_of(request)),
         "edits_named": (), "configs": (), "server": None,
         "probes": (*uses.values(), *(() if server is None else server.probes)),
     }  # fmt: skip

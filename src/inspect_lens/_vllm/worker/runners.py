@@ -375,7 +375,9 @@ class RunnerV1(_Runner):
             elif stepper.is_armed:
                 guarded(stepper, stepper.disarm)
             keys = self._runner.input_batch.req_ids
-            _Step.replays_none = stepper.splices and stepper.replays_none(keys)
+            _Step.replays_none = stepper.splices and bool(
+                guarded(stepper, stepper.replays_none, keys)
+            )
             if self.eager is not None and self.eager.live:
                 guarded(stepper, self._begin_eager, num_scheduled_tokens)
             return result

@@ -42,9 +42,11 @@ from inspect_lens._vllm.registered.contents import (
 from inspect_lens.errors import CompatError, LensError, UnsupportedError
 from inspect_lens.spec import (
     SITE_TABLE,
+    EngineAutoencoder,
     EngineFacts,
     EngineLens,
     TapPoint,
+    check_engine_autoencoder,
     check_engine_lens,
     rows_for,
 )
@@ -347,9 +349,7 @@ def _install(start: Start) -> str:
             "layers": settings.layer_path,
         },
     }
-    # vLLM 0.26 counts memory by what the model loader used; newer releases measure it.
-    if hasattr(runner, "model_memory_usage"):
-        runner.model_memory_usage += state.nbytes
+    _count_memory(runner, state.nbytes)
     # The other ranks send failures only.
     arena = ArenaWriter(settings.shm_bytes if is_first or has_shares else 1 << 20)
     links = worker_links(settings, facts)
@@ -363,8 +363,7 @@ def _install(start: Start) -> str:
     stepper.stages = stages
     if stages is not None:
         start.step_bytes = stages.nbytes(facts.hidden * state.ring.element_size())
-        if hasattr(runner, "model_memory_usage"):
-            runner.model_memory_usage += start.step_bytes
+        _count_memory(runner, start.step_bytes)
     widths = {facts.width_of(tap.site) for tap in here}
     # Not before the stepper has told taps where they note faults.
     warm_up(state, {w.width // w.shards for w in widths} - {facts.hidden})
@@ -372,18 +371,13 @@ def _install(start: Start) -> str:
     stepper.probes.most_bytes = settings.probe_bytes
     stepper.lenses.most_bytes = settings.lens_bytes
     runner.inspect_lens_kept = WorkerContents(stepper.probes, stepper.lenses)
-    for name, item in start_items(settings.register).items():
-        if isinstance(item, EngineLens):
-            check_engine_lens(item, facts, f"INSPECT_LENS_REGISTER: {name}")
-        runner.inspect_lens_kept.add(start_reference(name), item)
-    if hasattr(runner, "model_memory_usage"):
-        runner.model_memory_usage += stepper.lenses.nbytes
     _give_head(stepper, runner.get_model(), blocks)
     runner.inspect_lens = stepper
     adapter = adapter_of(runner, stepper)
     adapter.attach()
     sent = exporter if is_first else None
     _attach_hooks(runner, adapter, stepper, sent, blocks, facts, settings)
+    _keep_start_items(runner, stepper, facts, settings)
     # Whether a feed-forward module leaves a sum to others shows only in its values.
     if here and (settings.self_check or (tp_size() > 1 and "mlp_out" in facts.sites)):
         start.check = functools.partial(
@@ -455,17 +449,42 @@ def _give_head(stepper: RequestStepper, model: Any, blocks: list[nn.Module | Non
         ring = stepper.state.ring
         warm_up_lens(stepper.head.vocab, ring.dtype, ring.device)
     except (UnsupportedError, ImportError) as error:
-        stepper.no_head = str(error)
+        stepper.no_head = stepper.lenses.refusals[EngineLens] = str(error)
 
 
-def _attach_hooks(runner: Any, adapter: RunnerV1 | RunnerV2, *args: Any) -> None:
+def _attach_hooks(
+    runner: Any, adapter: RunnerV1 | RunnerV2, stepper: RequestStepper, *args: Any
+) -> None:
     """Get ready for hooks and autoencoders, or go on without where this vLLM lacks a name."""
     try:
-        attach_hooks(runner, adapter, *args)
+        attach_hooks(runner, adapter, stepper, *args)
     except CompatError as error:
+        stepper.lenses.refusals[EngineAutoencoder] = str(error)
         if is_required():
             raise
         logger.warning("inspect_lens: custom hooks and whole autoencoders: off: %s", error)
+
+
+def _keep_start_items(
+    runner: Any, stepper: RequestStepper, facts: EngineFacts, settings: Settings
+) -> None:
+    """Keep what is registered at start, and have vLLM count its memory."""
+    for name, item in start_items(settings.register).items():
+        try:
+            if isinstance(item, EngineLens):
+                check_engine_lens(item, facts)
+            elif isinstance(item, EngineAutoencoder):
+                check_engine_autoencoder(item, facts)
+            runner.inspect_lens_kept.add(start_reference(name), item)
+        except LensError as error:
+            raise type(error)(f"INSPECT_LENS_REGISTER: {name}: {error}") from None
+    _count_memory(runner, stepper.lenses.nbytes)
+
+
+def _count_memory(runner: Any, nbytes: int) -> None:
+    # vLLM 0.26 counts memory by what the model loader used; newer releases measure it.
+    if hasattr(runner, "model_memory_usage"):
+        runner.model_memory_usage += nbytes
 
 
 def is_exporting_rank() -> bool:

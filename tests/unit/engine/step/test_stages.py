@@ -243,7 +243,7 @@ def test_more_rows_than_fit_fail_their_requests_and_say_so(collector: Collector)
 def test_what_comes_is_put_in_place_in_pieces(
     pipeline: Pipeline, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("inspect_lens._engine.step.stages._PIECE_BYTES", 12 * HIDDEN)
+    monkeypatch.setattr("inspect_lens._engine.step.stages.CROSSING_PIECE", 12 * HIDDEN)
     pipeline.begin(collector, "a", sealed(collector, asked(), 10, 8))
     pipeline.step(("a", 1, 0, 6))
     pipeline.step(("a", 1, 6, 4), ("x", 9, 0, 2))

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from inspect_lens._engine.tap.edit_table import Shared
 from inspect_lens._engine.tap.op import edit_rows
-from inspect_lens.errors import CapacityError, SpecError, UnsupportedError
+from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec import (
     Ablate,
     Add,
@@ -126,18 +125,3 @@ def test_a_schedule_takes_less_of_the_table_than_a_row_of_the_site() -> None:
     owners = torch.tensor([[0, 4]], dtype=torch.int32)
     assert not len(edit_rows(found, None, first, state.bank, owners))
     np.testing.assert_allclose(found.numpy(), rows / 2, rtol=1e-6)
-
-
-def test_directions_of_several_rows_come_and_go() -> None:
-    table: Shared[str] = Shared(8, "table")
-    first, _ = table.take("wide", 3)
-    singles = [table.take(name)[0] for name in "abcd"]
-    assert not {*range(first, first + 3)} & {*singles}
-    with pytest.raises(CapacityError):
-        table.take("e")
-    table.give(first)
-    table.give(singles[0])
-    with pytest.raises(CapacityError, match="no 5 in a row left"):
-        table.take("wider", 5)
-    assert table.take("again", 3)[1]
-    assert table.in_use == 6

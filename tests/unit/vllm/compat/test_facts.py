@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from inspect_lens import CaptureSpec, LensRequest
+from inspect_lens._engine.protocol import readouts
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.compat.engine_facts import facts_mark, facts_of, refusal
 from inspect_lens.errors import SpecError, UnsupportedError
@@ -237,16 +238,27 @@ def test_what_a_refusal_advises_is_enough(device: str, dtype: str) -> None:
             check_request(request, facts_of(config(**options), settings))
 
 
-@pytest.mark.parametrize(("stages", "copies"), [(1, 2), (2, 4), (3, 5), (8, 5)])
-def test_what_crosses_a_pipeline_has_its_part_of_the_memory(stages: int, copies: int) -> None:
+@pytest.mark.parametrize(("stages", "copies"), [(1, 2), (2, 4), (3, 6), (8, 6)])
+@pytest.mark.parametrize("piece", [1 << 10, 1 << 20])
+def test_what_crosses_a_pipeline_has_its_part_of_the_memory(
+    stages: int, copies: int, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring = 1 << 18
     changes = {
         "device_config__device_type": "cuda",
         "parallel_config__pipeline_parallel_size": stages,
         "scheduler_config__max_num_batched_tokens": 4096,
     }
-    facts = facts_of(config(**changes), Settings(ring_bytes=1 << 18))
+    monkeypatch.setattr(readouts, "CROSSING_PIECE", piece)
+    facts = facts_of(config(**changes), Settings(ring_bytes=ring))
     # Rows of 8 numbers of 4 bytes.
-    assert facts.ring_rows == (1 << 18) // (copies * 32)
+    assert facts.ring_row_bytes == copies * 32
+
+    def held(rows: int) -> int:
+        of_piece = 32 * rows - min(32 * rows, piece) if stages > 2 else 0
+        return copies * rows * 32 - of_piece
+
+    assert held(facts.ring_rows) <= ring < held(facts.ring_rows + 1)
 
 
 def test_no_step_of_no_tokens_is_advised() -> None:

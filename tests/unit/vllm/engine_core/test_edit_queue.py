@@ -173,7 +173,17 @@ def test_no_request_is_refused_all_end_and_edited_ones_start_in_order(
 ) -> None:
     known, chance = facts(bank_rows=rows), random.Random(seed)
     scheduler = Scheduler(known, Heap() if is_heap else Queue())
-    requests = [request(str(i), seeds, known) for i, seeds in enumerate(asked)]
+    # Some have a gate that keeps decisions, in up to all rows but two side by side.
+    gate = Gate(direction=np.ones(WIDTH), layer=0, scope="next")
+    gated = {"positions": "completion", "when": gate}
+    requests = [
+        request(str(i), seeds, known)
+        if len(seeds) != 1 or chance.random() < 0.3
+        else request(
+            str(i), seeds, known, max_tokens=chance.randrange(2, WIDTH * (rows - 2) - 7), **gated
+        )
+        for i, seeds in enumerate(asked)
+    ]
     for one in requests:
         add(scheduler, one)
     cancelled = {one.request_id for one in requests if chance.random() < 0.1}

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from inspect_lens._engine.protocol.envelope import SPLICED_KEY, seal
+from inspect_lens._engine.readout.logit_lens import LensStore
 from inspect_lens._settings import Settings
+from inspect_lens._vllm.compat import features
+from inspect_lens._vllm.frontend.state import FrontEnd
 from inspect_lens._vllm.registered.contents import (
     WorkerContents,
     parse_item,
@@ -20,7 +25,8 @@ from inspect_lens._vllm.registered.contents import (
 from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens._vllm.registered.shared_names import SharedNames
 from inspect_lens._vllm.registered.tiers import compose
-from inspect_lens.errors import CapacityError, SpecError
+from inspect_lens._vllm.worker import worker
+from inspect_lens.errors import CapacityError, SpecError, UnsupportedError
 from inspect_lens.sae import SparseAutoencoder
 from inspect_lens.spec import (
     EngineAutoencoder,
@@ -103,7 +109,7 @@ def test_what_does_not_fit_is_refused_before_it_costs_anything() -> None:
         with pytest.raises(ValueError, match=r"layers \(-?\d+,\)"):
             EngineAutoencoder(kind="relu", layers=(wrong,), tensors=form().tensors)
     registry = Registry({"mine": form()})
-    with pytest.raises(SpecError, match="has 0 to 29"):
+    with pytest.raises(SpecError, match=r"edits\[0\]\.latents: 30; .* has 0 to 29"):
         compose(registry, asking(latents={"30": 1.0}))
     two = asking().model_copy(update={"edits": (*asking().edits, *asking(layers=[0, 1]).edits)})
     with pytest.raises(SpecError, match=r"edits\[1\]: a second autoencoder at resid_post of layer"):
@@ -159,3 +165,40 @@ def test_it_travels_whole_to_workers_and_as_an_entry_to_other_front_ends(tmp_pat
             kind="relu",
             tensors={"encoder": ones, "bias": ones, "decoder": ones, "decoder_bias": ones[0]},
         )
+
+
+def test_an_unknown_autoencoder_is_told_with_the_edit_that_names_it() -> None:
+    registry = Registry({"mine": form()})
+    known, unknown = asking().edits[0], Splice(sae="nobody", layers=[0])
+    with pytest.raises(SpecError, match=r"^edits\[1\]\.sae: no sae is registered as 'nobody'"):
+        compose(registry, LensRequest(edits=[known, unknown]))
+    registry.add("config", EngineConfig(edits=[known]))
+    registry._items["config"] = EngineConfig(edits=[known, unknown])
+    with pytest.raises(SpecError, match=r"^configs: 'config': edits\[1\]\.sae: no sae"):
+        compose(registry, LensRequest(configs=["config"]))
+
+
+def test_what_cannot_splice_refuses_an_autoencoder_when_it_is_registered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    front = FrontEnd()
+    front.engines = [facts()]
+    edits = EngineEdits(edits=[Splice(sae="mine", layers=[1])])
+    front.register("mine", form(), reference="r")
+    front.check("edits", edits)
+    with monkeypatch.context() as patch:
+        patch.setattr(features._Off, "reasons", {"splice": "no graphs"})
+        for item in (form(5), edits, EngineConfig(edits=edits.edits)):
+            with pytest.raises(UnsupportedError, match=r"whole autoencoders: off .* no graphs"):
+                front.check("other", item)
+        with pytest.raises(UnsupportedError, match=r"whole autoencoders: off .* no graphs"):
+            front.compile(asking(), facts())
+    store = LensStore(torch.device("cpu"))
+    store.refusals[EngineAutoencoder] = "this vLLM has no place for it"
+    runner = SimpleNamespace(
+        inspect_lens=SimpleNamespace(lenses=store), inspect_lens_kept=WorkerContents(store, store)
+    )
+    sent = form().model_dump(mode="json")
+    answer = worker.register(SimpleNamespace(model_runner=runner), "r", sent)
+    assert answer == "UnsupportedError: autoencoder: this vLLM has no place for it"
+    assert not store.nbytes

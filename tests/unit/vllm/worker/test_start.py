@@ -100,7 +100,7 @@ def test_what_steps_of_a_pipeline_will_need_is_held_while_memory_is_measured(
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "copies"), [(True, False, 2), (False, False, 3), (False, True, 1)]
+    ("first", "last", "copies"), [(True, False, 2), (False, False, 4), (False, True, 2)]
 )
 def test_what_a_stage_may_need(first: bool, last: bool, copies: int) -> None:
     stages = Stages(is_first=first, is_last=last, most_rows=7)
