@@ -20,6 +20,7 @@ INSIDE = (
     "_vllm.compat.features:guarded",
     "_vllm.compat.features:idle.run",
     "_vllm.engine_core.scheduler:GuardedConnector._marked",
+    "_engine.protocol.processes:contained",
     "_vllm.engine_core.scheduler:_faults_logged",
     "_vllm.engine_core.scheduler:_within",
     "_vllm.engine_core.scheduler:_with_room",
@@ -32,7 +33,7 @@ INSIDE = (
     "_vllm.worker.runners:LayerHooks._before",
 )
 """What is entered by way of others, and guarded for them; and what guards them."""
-GUARDS = {"guarded", "_faults_logged"}
+GUARDS = {"guarded", "contained", "_faults_logged"}
 """Names of the shared ones."""
 
 FINE = {

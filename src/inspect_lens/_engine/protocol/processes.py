@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -139,6 +141,17 @@ def ends_process(error: BaseException, *, in_user_code: bool = False) -> bool:
         if handler is signal.default_int_handler and isinstance(error, KeyboardInterrupt):
             return not in_user_code
     return False
+
+
+@contextlib.contextmanager
+def contained(tell: Callable[[BaseException], object]) -> Iterator[None]:
+    """Tell of a fault of ours, which does not end the loop that all requests share."""
+    try:
+        yield
+    except BaseException as error:
+        if ends_process(error):
+            raise
+        tell(error)
 
 
 def as_exception(error: BaseException) -> Exception:

@@ -30,14 +30,14 @@ import copy
 import dataclasses
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Set
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Set
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 from inspect_lens._engine.hooks.runner import EAGER_KEY
 from inspect_lens._engine.protocol.envelope import CACHED_KEY, HASH_KEY, KEPT_KEY
-from inspect_lens._engine.protocol.processes import ends_process
+from inspect_lens._engine.protocol.processes import contained
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.compat.connectors import Behaviour, behaviours_of, loads_again
 from inspect_lens._vllm.compat.engine_facts import facts_of, refusal
@@ -117,15 +117,9 @@ def _prepare(scheduler: Any) -> None:
     setattr(scheduler, _EDITS, edits)
 
 
-@contextmanager
-def _faults_logged(message: str) -> Iterator[None]:
+def _faults_logged(message: str) -> AbstractContextManager[None]:
     """A fault of ours is logged, and does not end the loop that all requests share."""
-    try:
-        yield
-    except BaseException as error:
-        if ends_process(error):
-            raise
-        logger.exception("inspect_lens: %s", message)
+    return contained(lambda _: logger.exception("inspect_lens: %s", message))
 
 
 def _schedule(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -207,14 +201,10 @@ class _Bounded:
 
 def _get_computed_blocks(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_computed_blocks(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
+        # What is computed for nothing has rows; what is not has none.
+        limit: int | None = 0
+        with _faults_logged("it is not known how much of a prompt may be cached"):
             limit = (sealed_of(request) or {}).get(CACHED_KEY)
-        except BaseException as error:
-            if ends_process(error):
-                raise
-            # What is computed for nothing has rows; what is not has none.
-            logger.exception("inspect_lens: it is not known how much of a prompt may be cached")
-            limit = 0
         if limit is None:
             return original(self, request, *args, **kwargs)
         coordinator = self.coordinator
@@ -334,12 +324,11 @@ class GuardedConnector:
 
     def on_new_request(self, request: Any) -> None:
         """Decide whether the connector is told of a request."""
-        try:
+        is_known = False
+        with _faults_logged("a request is kept from the KV connector"):
             self._guard.add(request)
-        except BaseException as error:
-            if ends_process(error):
-                raise
-            logger.exception("inspect_lens: a request is kept from the KV connector")
+            is_known = True
+        if not is_known:
             self._guard.apart.add(request.request_id)
         if request.request_id not in self._guard.apart:
             self._add(request)
@@ -350,14 +339,10 @@ class GuardedConnector:
         """How many tokens are loaded: all that the connector has, or none."""
         if request.request_id in self._guard.apart:
             return 0, False
-        try:
+        # What is computed for nothing has rows; what is loaded has none.
+        most: int | None = 0
+        with _faults_logged("it is not known how much of a prompt may be loaded"):
             most = self._guard.most(request)
-        except BaseException as error:
-            if ends_process(error):
-                raise
-            # What is computed for nothing has rows; what is loaded has none.
-            logger.exception("inspect_lens: it is not known how much of a prompt may be loaded")
-            most = 0
         # Asked in any case: some begin to look a request up here.
         found, is_later = self._match(request, num_computed_tokens)
         if most is not None and found and num_computed_tokens + found > most:
@@ -391,13 +376,9 @@ class GuardedConnector:
         is_sending, transfer = finish(request, block_ids)
         if not transfer:
             return is_sending, transfer
-        try:
+        mark: str | None = "unknown"
+        with _faults_logged("it is not known what has steered a request"):
             mark = self._guard.mark(request)
-        except BaseException as error:
-            if ends_process(error):
-                raise
-            logger.exception("inspect_lens: it is not known what has steered a request")
-            mark = "unknown"
         return is_sending, transfer if mark is None else {**transfer, MARK_KEY: mark}
 
     def register_finished_partial_tail(self, request: Any, *args: Any, **kwargs: Any) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NoReturn
 
-from inspect_lens._engine.protocol.processes import ends_process
+from inspect_lens._engine.protocol.processes import contained, ends_process
 from inspect_lens._vllm.compat.engine_facts import routes_of
 from inspect_lens._vllm.compat.features import busy, fault_of, pass_over
 from inspect_lens._vllm.compat.monkeypatches import is_in_process
@@ -134,15 +134,10 @@ def carry_now(outputs: Iterable[Any], *, may_wait: bool) -> None:
     """Put what is ready on outputs of requests that go on; a fault fails the request alone."""
     results = front_end().results
     for output in filter(carries_results, outputs if results.n_open else ()):
-        try:
+        with contained(partial(results.spoil, running_keys(output))):
             if may_wait:
                 results.wait_for(output)
             results.carry(output)
-        except BaseException as error:
-            if ends_process(error):
-                raise
-            for key in running_keys(output):
-                results.spoil(key, error)
 
 
 def _encode(output: Any, body: Body | None) -> None:
@@ -157,6 +152,10 @@ def _encode(output: Any, body: Body | None) -> None:
 
 
 logger = logging.getLogger("vllm.inspect_lens")
+
+
+def _log(message: str, error: BaseException) -> None:
+    logger.error("inspect_lens: %s", message, exc_info=error)
 
 
 def _input_processor_init(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -229,21 +228,16 @@ def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
         except BaseException:
             results.abandon([key])
             raise
-        try:
+        # vLLM has the request by now, and would not forget it.
+        with contained(partial(results.spoil, [key])):
             state = self.request_states[key]
             if reading is not None and reading.watches and TIERS_KEY in extra[ENVELOPE_KEY]:
                 results.hear(key, partial(said_by, state.detokenizer))
-            if is_recorded:
-                return result
-            _remember(self, key)
-            results.running.watch(key, state.queue)
-            if reading is not None and reading.has_alarm:
-                stop_at_alarm(state, results)
-        except BaseException as error:
-            # vLLM has the request by now, and would not forget it.
-            if ends_process(error):
-                raise
-            results.spoil(key, error)
+            if not is_recorded:
+                _remember(self, key)
+                results.running.watch(key, state.queue)
+                if reading is not None and reading.has_alarm:
+                    stop_at_alarm(state, results)
         return result
 
     return add_request
@@ -268,13 +262,9 @@ def _abort_requests(original: Callable[..., Any]) -> Callable[..., Any]:
     def abort_requests(self: Any, request_ids: Any, internal: bool, *args: Any, **kw: Any) -> Any:
         ids = list(request_ids)
         aborted = original(self, ids, internal, *args, **kw)
-        try:
+        with contained(partial(_log, "aborted requests could not be forgotten")):
             # Also what has finished and was not taken: vLLM knows nothing of it any more.
             front_end().results.abandon([*aborted, *(ids if internal else ())])
-        except BaseException as error:
-            if ends_process(error):
-                raise
-            logger.exception("inspect_lens: aborted requests could not be forgotten")
         return aborted
 
     return abort_requests
@@ -310,7 +300,7 @@ def _new_completion_output(original: Callable[..., Any]) -> Callable[..., Any]:
         except BaseException as error:
             if ends_process(error):
                 raise
-            results.spoil(key, error)
+            results.spoil([key], error)
             if finish_reason is not None and not expected.is_recorded:
                 # Whoever takes the output gets the error.
                 completion.inspect_lens_ticket = Ticket(key, n_completion=0)
@@ -358,13 +348,8 @@ def _engine_step(original: Callable[..., Any]) -> Callable[..., Any]:
             # It takes no further step, in which workers would hear that requests are over, while
             # this one waits for results. An engine in a process of its own does.
             keys = [key for output in done for key in ticket_keys(output)] + recorded
-            try:
+            with contained(partial(results.spoil, keys)):
                 raise_first(self.collective_rpc("inspect_lens_hooks", args=("flush", keys)))
-            except BaseException as error:
-                if ends_process(error):
-                    raise
-                for key in keys:
-                    results.spoil(key, error)
         if is_apart and not done:
             results.prepare(_unprepared(self.output_processor))
         errors = results.attach_all(done)

@@ -6,12 +6,13 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from inspect_lens._engine.protocol.processes import ends_process
+from inspect_lens._engine.protocol.processes import contained, ends_process
 from inspect_lens.errors import LensError, UnsupportedError
 
 logger = logging.getLogger("vllm.inspect_lens")
@@ -163,13 +164,9 @@ class Parameters:
         return list(stacked)
 
     def _serve(self, name: str, ranks: Ranks) -> None:
-        try:
+        # A fault is of whoever asked, and who could not take part says why.
+        with contained(partial(logger.warning, "inspect_lens: %s was not gathered: %s", name)):
             self._shares(name, ranks)
-        except BaseException as error:
-            if ends_process(error):
-                raise
-            # It is of whoever asked, and who could not take part says why.
-            logger.warning("inspect_lens: %s was not gathered: %s", name, error)
 
     def _find(self, name: str) -> tuple[nn.Module, torch.Tensor]:
         from vllm.model_executor.models.utils import PPMissingLayer

@@ -19,7 +19,7 @@ from typing import Any
 from inspect_lens._engine.collect.collector import Collector, Notifier
 from inspect_lens._engine.hooks.runner import EAGER_KEY
 from inspect_lens._engine.protocol.envelope import Envelope
-from inspect_lens._engine.protocol.processes import Links, as_exception, ends_process
+from inspect_lens._engine.protocol.processes import Links, as_exception, contained, ends_process
 from inspect_lens._vllm.compat.features import busy, fault_of
 from inspect_lens._vllm.metrics import failed, note, waited
 from inspect_lens._vllm.registered.probe_scores import Reading, feed_together
@@ -40,6 +40,11 @@ from .choices import (
 from .streaming import Streaming
 
 logger = logging.getLogger("vllm.inspect_lens")
+
+
+def _log(message: str, error: BaseException) -> None:
+    logger.error("inspect_lens: %s", message, exc_info=error)
+
 
 _CHOSEN_S = 1.0
 
@@ -289,13 +294,9 @@ class Results:
         later = []
         for key in some:
             expected = self._expected.get(key)
-            try:
+            with contained(partial(self.spoil, [key])):
                 if expected is not None and not prepare(key, expected, self.the_collector()):
                     later.append(key)
-            except BaseException as error:
-                if ends_process(error):
-                    raise
-                self.spoil(key, error)
         unprepared.extendleft(reversed(later))
 
     def alarm(self, key: str, n_completion: int) -> str | None:
@@ -357,14 +358,12 @@ class Results:
                 settled = expected.settled(n_fed, ticket.n_last)
                 yield completion, ticket, expected.streaming, n_fed, settled
 
-    def spoil(self, key: str, error: BaseException) -> None:
-        """Have a request end with an error.
-
-        Our code went wrong for it in a loop of many requests.
-        """
-        if key in self._expected and key not in self._spoiled:
-            logger.error("inspect_lens: request %s has failed", key, exc_info=error)
-            self._spoiled[key] = fault_of(error)
+    def spoil(self, keys: Iterable[str], error: BaseException) -> None:
+        """Have requests end with an error: our code went wrong for them in a loop of many."""
+        for key in keys:
+            if key in self._expected and key not in self._spoiled:
+                logger.error("inspect_lens: request %s has failed", key, exc_info=error)
+                self._spoiled[key] = fault_of(error)
 
     def hear(self, key: str, said: Callable[[], tuple[tuple[int, ...], str]]) -> None:
         """Have somebody hear of a request's alarms, also where its client breaks it off."""
@@ -393,25 +392,16 @@ class Results:
         expected = self._expected.get(key)
         if expected is None or expected.said is None:
             return
-        try:
+        with contained(partial(_log, f"what {key} said is not known")):
             ids, text = expected.said()
-        except BaseException as error:
-            if ends_process(error):
-                raise
-            logger.error("inspect_lens: what %s said is not known", key, exc_info=error)
-            return
-        self._tell_alarms(key, expected, len(ids), text)
+            self._tell_alarms(key, expected, len(ids), text)
 
     def _tell_alarms(self, key: str, expected: Expected, n_completion: int, text: str) -> None:
         """Tell of alarms in what has come of an answer whose results nobody puts together."""
         if expected.said is None or expected.has_told:
             return
-        try:
+        with contained(partial(_log, f"scores of {key} cannot be read")):
             self._read_scores(key, expected, n_completion)
-        except BaseException as error:
-            if ends_process(error):
-                raise
-            logger.error("inspect_lens: scores of %s cannot be read", key, exc_info=error)
         expected.tell_alarms(n_completion, text)
 
     def forget(self, output: Any) -> None:
@@ -592,7 +582,7 @@ def stop_at_alarm(state: Any, results: Results) -> None:
         except BaseException as error:
             if ends_process(error):
                 raise
-            results.spoil(key, error)
+            results.spoil([key], error)
             return "inspect_lens:fault"  # its text is nobody's any more
         return None if name is None else f"inspect_lens:alarm:{name}"
 

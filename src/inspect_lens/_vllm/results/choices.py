@@ -17,7 +17,7 @@ from inspect_lens._engine.collect.result_memory import STORAGE
 from inspect_lens._engine.hooks.runner import EAGER_KEY
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.messages import ROWS, SCORES
-from inspect_lens._engine.protocol.processes import ends_process
+from inspect_lens._engine.protocol.processes import contained
 from inspect_lens._engine.protocol.programs import open_among
 from inspect_lens._engine.protocol.readouts import CaptureEnvelope, LensEnvelope
 from inspect_lens._vllm.compat.monkeypatches import vllm_version
@@ -120,14 +120,12 @@ class Expected:
         if packed is None or reading is None or by is None or self.has_told:
             return
         self.has_told = True
-        try:
+        with contained(
+            lambda _: logger.exception("inspect_lens: alarms of %s cannot be told", by.key)
+        ):
             receipt = receipt_of(self, n_completion)
             receipt.__dict__["tiers"] = alarms_of(packed, reading.raised())
             alerts.look_at(receipt, key=by.key, prompt=by.prompt, text=text)
-        except BaseException as error:
-            if ends_process(error):
-                raise
-            logger.exception("inspect_lens: alarms of %s cannot be told", by.key)
 
     def n_fed(self, n_completion: int) -> int:
         """Tokens that a request fed to the model which sampled so many."""
@@ -584,12 +582,10 @@ def take_whole(choices: Iterable[Choice], collector: Collector) -> None:
 
     A fault of this leaves choices to be taken one by one: it must not end those of others.
     """
-    try:
+    with contained(
+        lambda _: logger.exception("inspect_lens: the results of a batch are taken one by one")
+    ):
         _take_together(choices, collector)
-    except BaseException as error:
-        if ends_process(error):
-            raise
-        logger.exception("inspect_lens: the results of a batch are taken one by one")
 
 
 def _take_together(choices: Iterable[Choice], collector: Collector) -> None:

@@ -355,7 +355,7 @@ def test_an_alarm_of_the_servers_probe_is_told_whatever_becomes_of_the_results(
         engine.worker.stepper.remove(key)
     else:
         if end == "fails":
-            engine.results.spoil(key, RuntimeError("of ours"))
+            engine.results.spoil([key], RuntimeError("of ours"))
         engine.end([key], 2 if end == "fails" else N_MAX - N_PROMPT + 1)
     ((receipt, by),) = told
     (probe,) = receipt.tiers[0].probes
