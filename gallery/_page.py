@@ -50,8 +50,8 @@ def page(name: str, about: Replication, result: dict[str, Any], *, figures: str,
         "## Run it",
         _command(about, result),
         "## What it does not show",
-        f"{about.limits} The weights were {result['weights']} by somebody else than their makers, "
-        "so nothing here is a statement about the original checkpoint.",
+        f"{about.limits} The weights are {result['weights']}, and somebody other than the model's "
+        "makers quantised them, so nothing here is a statement about the original checkpoint.",
         _origin(result),
     ]
     return "\n\n".join(parts) + "\n"

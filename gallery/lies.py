@@ -334,8 +334,9 @@ REPLICATION = Replication(
     "nothing about lies that a model comes to by itself. Secrets are of four kinds. Orders to lie "
     "and to be honest differ in words that a bag of words can learn, too; its AUROC is beside each "
     "probe's. The grader of answers was changed after a look at answers of the judged sets, which "
-    "are therefore no blind test. Intervals resample what is asked about, and not topics: the new "
-    "ones are few, and opposites and landmarks are most of the questions.",
+    "are therefore no blind test. Intervals take all answers about one thing as one group, and not "
+    "those about one topic: the new topics are few, and opposites and landmarks are most of the "
+    "questions.",
     model=MODEL,
     models=[MODEL],
     measure=measure,

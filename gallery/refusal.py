@@ -115,9 +115,10 @@ def show(numbers: dict[str, Any]) -> Shown:
     said += f"{unmet if numbers['max_kl'] > LIMITS[0][0] else ''}."
     chance = [rates.get(f"{name}_random_effect") for name in ("harmful_ablated", "harmless_added")]
     if all(effect is not None for effect in chance):
-        said += f" Random directions change the two rates by {chance[0]:+.2f} and {chance[1]:+.2f}."
+        said += f" Random directions change the two rates, each of {n} instructions, by "
+        said += f"{chance[0]:+.2f} and {chance[1]:+.2f}."
     if rates["harmful_ablated_coherence"] < 0.9:
-        said += f" Without the direction {rates['harmful_ablated_coherence']:.0%} of the answers "
+        said += f" Without the direction {_share(rates['harmful_ablated_coherence'], n)} answers "
         said += "are coherent, so some of what is gone is the model's language."
     return Shown(
         said,

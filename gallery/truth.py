@@ -238,7 +238,7 @@ REPLICATION = Replication(
     method="Each statement is read as raw text, at its last token. What statements are about is "
     "split in four: half trains, a quarter chooses one layer for all (by the mean AUROC of "
     "the topics' own probes), and a quarter tests; a city and its negations are in the same "
-    "quarter. Intervals resample what a statement is about.",
+    "quarter. Intervals are DeLong's, with all statements about one thing as one group.",
     limits="Statements are short and formulaic, and likelihood goes with truth.",
     model="smollm2-135m",
     files=list(FILES.values()),

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from inspect_ai.model import GenerateConfig
+from inspect_ai.model import GenerateConfig, get_model
 from pydantic import BaseModel
 
 from inspect_lens._base.http import HTTPError
@@ -294,6 +294,16 @@ async def test_an_adapter_of_one_call_is_loaded(server: FakeLensServer, model_of
     assert server.requests[-1]["model"] == server.model
     with pytest.raises(SpecError, match="lora_name"):
         await model.generate(PROMPT, config=GenerateConfig(extra_body={"lora_request": {"a": 1}}))
+
+
+async def test_every_call_is_logged_with_the_adapter_of_its_model(server: FakeLensServer) -> None:
+    """The first one as well as those after it, which find the server connected."""
+    model = get_model(f"lens/{server.model}:org/adapter", base_url=server.url, memoize=False)
+    named = str(model)
+    for _ in range(2):
+        await model.generate(PROMPT)
+        assert str(model) == named
+    assert {request["model"] for request in server.requests} == {"org/adapter"}
 
 
 def test_the_handle_is_a_model_that_inspect_may_copy_and_dump() -> None:
