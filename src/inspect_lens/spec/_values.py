@@ -6,7 +6,6 @@ it says, without a word.
 
 from __future__ import annotations
 
-import ast
 import difflib
 import inspect
 import logging
@@ -15,10 +14,9 @@ import re
 import reprlib
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import lru_cache
-from itertools import chain, pairwise
-from pathlib import Path
+from itertools import chain
 from typing import Annotated, Any, Final, TypeVar, cast
 
 from pydantic import (
@@ -97,47 +95,21 @@ def _flag(value: object) -> object:
 class Value(BaseModel):
     """A value that never changes; fields that it does not have are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # Only at a prompt: reading the sources would slow down each import.
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=hasattr(sys, "ps1")
+    )
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         """Have `help()` show what each field is, as the pages of the reference do."""
-        # Only at a prompt: reading the sources would slow down each import.
-        if hasattr(sys, "ps1") and cls.__doc__:
+        texts = {name: field.description for name, field in cls.model_fields.items()}
+        if hasattr(sys, "ps1") and cls.__doc__ and any(texts.values()):
+            lines = [
+                f"    {name}: {' '.join(text.split())}" for name, text in texts.items() if text
+            ]
             summary, example, rest = inspect.cleandoc(cls.__doc__).partition("\n\nExample:")
-            if lines := _field_texts(cls):
-                cls.__doc__ = "\n".join([summary, "", "Attributes:", *lines]) + example + rest
-
-
-def _field_texts(owner: type[BaseModel]) -> list[str]:
-    """A line for each field that has a description, or a docstring below it."""
-    said: dict[str, str] = {}
-    for base in reversed(owner.__mro__):
-        if base is Value or not issubclass(base, Value):
-            continue
-        # A class may have no source: typed at a prompt, made by a function, or in an archive.
-        with suppress(OSError, TypeError, ValueError, SyntaxError):
-            said |= _texts_in(inspect.getsourcefile(base) or "").get(base.__name__, {})
-    texts = {name: f.description or said.get(name) for name, f in owner.model_fields.items()}
-    return [f"    {name}: {' '.join(text.split())}" for name, text in texts.items() if text]
-
-
-@lru_cache
-def _texts_in(file: str) -> dict[str, dict[str, str]]:
-    """The docstrings below the fields of the classes of a file."""
-    found: dict[str, dict[str, str]] = {}
-    for node in ast.parse(Path(file).read_text(encoding="utf-8")).body:
-        if not isinstance(node, ast.ClassDef):
-            continue
-        texts = found.setdefault(node.name, {})
-        for line, below in pairwise(node.body):
-            match line, below:
-                case (
-                    ast.AnnAssign(target=ast.Name(id=name)),
-                    ast.Expr(value=ast.Constant(value=str(text))),
-                ):
-                    texts[name] = text
-    return found
+            cls.__doc__ = "\n".join([summary, "", "Attributes:", *lines]) + example + rest
 
 
 Integer = Annotated[int, BeforeValidator(integer)]

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
-from pydantic import create_model
-
-from inspect_lens.spec import CaptureSpec
-from inspect_lens.spec._values import Value
 
 _MINE = '''
 from inspect_lens.spec import CaptureSpec
@@ -26,48 +22,46 @@ class Mine(Value):
 class Capture(CaptureSpec):
     """A capture."""
 '''
+_TYPED = f"""
+import sys
+sys.ps1 = ">>> "
+from pydantic import create_model
+typed = {{"__name__": "__main__"}}
+exec({_MINE!r}, typed)
+assert typed["Mine"].__doc__ == "Doc." and typed["Mine"](a=2).a == 2
+assert "phase: Keep only those" in typed["Capture"].__doc__
+made = create_model("Made", __base__=typed["Value"], __doc__="Doc.", a=(int, 0))
+assert made(a=1).model_dump() == {{"a": 1}}
+above = create_model("Above", __base__=typed["CaptureSpec"], __doc__="Doc.")
+assert "Attributes:" in above.__doc__
+"""
+_READ = """
+import importlib.util, os, sys
+sys.ps1 = ">>> "
+kind, file = sys.argv[1:]
+if kind == "zip":
+    sys.path.insert(0, "a.zip")
+    import mine as module
+else:
+    spec = importlib.util.spec_from_file_location("mine", file)
+    module = sys.modules["mine"] = importlib.util.module_from_spec(spec)
+    code = compile(open(file, "rb").read(), file, "exec")
+    if kind == "gone":
+        os.unlink(file)
+    exec(code, vars(module))
+assert module.Mine.__doc__.startswith("Doc.") and module.Mine(a=2).a == 2
+"""
 
 
-@pytest.fixture(autouse=True)
-def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-
-
-def test_a_class_that_was_typed_has_the_lines_of_those_above_it() -> None:
-    typed: dict[str, object] = {"__name__": "__main__"}
-    exec(_MINE, typed)
-    assert typed["Mine"].__doc__ == "Doc."
-    assert "phase: Keep only those" in str(typed["Capture"].__doc__)
-
-
-def test_a_class_that_a_function_made_is_one() -> None:
-    made = create_model("Made", __base__=Value, __doc__="Doc.", a=(int, 0))
-    assert made(a=1).model_dump() == {"a": 1}
-    above = create_model("Above", __base__=CaptureSpec, __doc__="Doc.")
-    assert "Attributes:" in str(above.__doc__)
+def test_classes_without_a_file_have_the_lines_of_those_above_them() -> None:
+    subprocess.run([sys.executable, "-c", _TYPED], check=True)
 
 
 @pytest.mark.parametrize("kind", ["zip", "gone", "latin"])
-def test_a_source_that_cannot_be_read_says_nothing(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = f"mine_{kind}"
-    file = tmp_path / f"{name}.py"
-    file.write_text(f"# coding: latin-1\n# \u00e9\n{_MINE}", encoding="latin-1")
-    if kind == "zip":
-        with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-            archive.write(file, file.name)
-        monkeypatch.syspath_prepend(str(tmp_path / "a.zip"))
-        module = __import__(name)
-    else:
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, name, module)
-        code = compile(file.read_bytes(), str(file), "exec")
-        if kind == "gone":
-            file.unlink()
-        exec(code, vars(module))
-    assert module.Mine.__doc__ == "Doc."
-    assert module.Mine(a=2).a == 2
+def test_a_class_is_made_whatever_its_source_is(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    coding = "utf-8" if kind == "zip" else "latin-1"
+    file.write_text(f"# coding: {coding}\n# \u00e9\n{_MINE}", encoding=coding)
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.write(file, file.name)
+    subprocess.run([sys.executable, "-c", _READ, kind, str(file)], check=True, cwd=tmp_path)
