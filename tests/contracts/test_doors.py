@@ -28,12 +28,14 @@ INSIDE = (
     "_vllm.frontend.wrappers:carry_now",
     "_vllm.http.bodies:LensBodies.__call__",
     "_vllm.http.bodies:Answer._send_whole",
-    "_vllm.worker.runners:RunnerV2.attach.wants_eager",
+    "_vllm.worker.runners:_Runner._ask",
+    "_vllm.worker.runners:_Runner._prepared",
+    "_vllm.worker.runners:_Runner._run",
     "_vllm.worker.runners:LayerHooks._after",
     "_vllm.worker.runners:LayerHooks._before",
 )
 """What is entered by way of others, and guarded for them; and what guards them."""
-GUARDS = {"guarded", "contained", "_faults_logged"}
+GUARDS = {"guarded", "contained", "_faults_logged", "self._ask", "self._prepared", "self._run"}
 """Names of the shared ones."""
 
 FINE = {
@@ -44,7 +46,7 @@ FINE = {
     "_vllm.worker.worker:add_tap.after": "as above",
     "_vllm.worker.runners:_forward_context.create_forward_context": "sets one attribute",
     "_vllm.worker.runners:_dispatch_v1.determine": "sets one argument",
-    "_vllm.worker.runners:_dispatch_v2.dispatch": "asks `wants_eager`, which is guarded",
+    "_vllm.worker.runners:_dispatch_v2.dispatch": "asks `_Runner._ask`, which is guarded",
     "_vllm.frontend.wrappers:_input_processor_init.init": "start",
     "_vllm.engine_core.scheduler:_schedule.schedule": "chooses one of two that are guarded",
     "_vllm.engine_core.scheduler:_scheduler_init.init": "start",

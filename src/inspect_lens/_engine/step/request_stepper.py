@@ -152,11 +152,6 @@ class RequestStepper(Stepper):
         has_hooks = self.hooks is not None and bool(self.hooks.live)
         return super().is_watching or bool(self._asking or self._until) or has_hooks
 
-    @property
-    def splices(self) -> bool:
-        """Whether any live request splices an autoencoder in."""
-        return bool(self._until)
-
     def replays_none(self, keys: Container[str]) -> bool:
         """Whether a step with some requests replays no graph, so that autoencoders have a part."""
         return any(

@@ -10,7 +10,7 @@ only: the compiled model calls taps from Python, where no graph has recorded the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -302,6 +302,42 @@ class _Runner:
         if extra and ENVELOPE_KEY in extra:
             self._stepper.add(new.req_id, extra[ENVELOPE_KEY])
 
+    def _prepared(self, batch: Any) -> None:
+        """Get ready for a step of requests that vLLM has laid out, and is about to run."""
+        stepper = self._stepper
+        if stepper.is_watching:
+            guarded(stepper, self._begin, batch)
+        elif stepper.is_armed:
+            guarded(stepper, stepper.disarm)
+        if self.eager is not None and self.eager.live:
+            guarded(stepper, self._begin_eager, batch)
+
+    def _begin(self, batch: Any) -> None:
+        self._stepper.begin(*self._layout(batch))
+
+    def _begin_eager(self, batch: Any) -> None:
+        assert self.eager is not None
+        _Step.is_eager = self.eager.begin(_parts(*self._layout(batch)))
+
+    def _layout(self, batch: Any) -> tuple[Any, Any, Any, Any]:
+        """Requests of a step with first token, number of tokens, and position."""
+        raise NotImplementedError
+
+    def _ask(self, question: Callable[[Container[str]], bool], keys: Container[str]) -> bool:
+        return bool(guarded(self._stepper, question, keys))
+
+    def _run(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a step, and leave it, also one that has failed."""
+        try:
+            result = run(*args, **kwargs)
+            if self._stepper.is_watching:
+                guarded(self._stepper, self._end)
+            return result
+        finally:
+            _Step.replays_none, _Step.wants_eager, _Step.wants_none = False, None, None
+            if self.eager is not None and _Step.is_eager:
+                guarded(self._stepper, self.eager.end)
+
     def _end(self) -> None:
         self._stepper.end_step("eager" if _Step.is_eager else self._path())
 
@@ -340,11 +376,6 @@ class _Runner:
     def _path(self) -> EnginePath:
         return "compiled" if is_compiled(self._runner.vllm_config) else "eager"
 
-    def _end_eager(self) -> None:
-        """Leave an eager step, also one that has failed."""
-        if self.eager is not None and _Step.is_eager:
-            guarded(self._stepper, self.eager.end)
-
 
 def _parts(keys: Iterable[str], *columns: Any) -> list[Part]:
     """Requests of a step with first token, number of tokens, and position."""
@@ -370,28 +401,13 @@ class RunnerV1(_Runner):
         @functools.wraps(prepare)
         def prepare_inputs(scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
             result = prepare(scheduler_output, num_scheduled_tokens)
-            if stepper.is_watching:
-                guarded(stepper, self._begin, num_scheduled_tokens)
-            elif stepper.is_armed:
-                guarded(stepper, stepper.disarm)
-            keys = self._runner.input_batch.req_ids
-            _Step.replays_none = stepper.splices and bool(
-                guarded(stepper, stepper.replays_none, keys)
-            )
-            if self.eager is not None and self.eager.live:
-                guarded(stepper, self._begin_eager, num_scheduled_tokens)
+            self._prepared(num_scheduled_tokens)
+            _Step.replays_none = self._ask(stepper.replays_none, runner.input_batch.req_ids)
             return result
 
         @functools.wraps(forward)
         def model_forward(*args: Any, **kwargs: Any) -> Any:
-            try:
-                result = forward(*args, **kwargs)
-                if stepper.is_watching:
-                    guarded(stepper, self._end)
-                return result
-            finally:
-                _Step.replays_none = False
-                self._end_eager()
+            return self._run(forward, *args, **kwargs)
 
         stepper.state.bank.fed.source = self._fed
         runner._dummy_run = idle(stepper, runner._dummy_run)
@@ -414,13 +430,6 @@ class RunnerV1(_Runner):
         counts = np.asarray(num_scheduled_tokens, dtype=np.int64)
         keys = batch.req_ids
         return keys, np.cumsum(counts) - counts, counts, batch.num_computed_tokens_cpu[: len(keys)]
-
-    def _begin(self, num_scheduled_tokens: Any) -> None:
-        self._stepper.begin(*self._layout(num_scheduled_tokens))
-
-    def _begin_eager(self, num_scheduled_tokens: Any) -> None:
-        assert self.eager is not None
-        _Step.is_eager = self.eager.begin(_parts(*self._layout(num_scheduled_tokens)))
 
     def _fed(self) -> torch.Tensor:
         """Ids of the tokens of this step: written before `_prepare_inputs` returns."""
@@ -446,18 +455,10 @@ class RunnerV2(_Runner):
         super().__init__(runner, stepper)
         self._graph: EnginePath | None = None
         self._watched: Any = None
-        self._scheduled: Any = None
 
     def attach(self) -> None:
         self._attach_state()
         stepper, execute = self._stepper, self._runner.execute_model
-
-        def wants_eager() -> bool:
-            return bool(guarded(stepper, self._wants_eager))
-
-        def wants_none() -> bool:
-            scheduled = self._scheduled.num_scheduled_tokens
-            return stepper.splices and bool(guarded(stepper, stepper.replays_none, scheduled))
 
         @functools.wraps(execute)
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -466,17 +467,10 @@ class RunnerV2(_Runner):
             if kwargs.get("dummy_run"):
                 return execute(scheduler_output, *args, **kwargs)
             if self.eager is not None:
-                self._scheduled = scheduler_output
-                _Step.wants_eager, _Step.wants_none = wants_eager, wants_none
-            try:
-                result = execute(scheduler_output, *args, **kwargs)
-                if stepper.is_watching:
-                    guarded(stepper, self._end)
-                return result
-            finally:
-                self._scheduled = None
-                _Step.wants_eager = _Step.wants_none = None
-                self._end_eager()
+                ask = functools.partial(self._ask, keys=scheduler_output.num_scheduled_tokens)
+                _Step.wants_eager = functools.partial(ask, self._wants_eager)
+                _Step.wants_none = functools.partial(ask, stepper.replays_none)
+            return self._run(execute, scheduler_output, *args, **kwargs)
 
         stepper.state.bank.fed.source = self._fed
         self._runner._dummy_run = idle(stepper, self._runner._dummy_run)
@@ -506,12 +500,7 @@ class RunnerV2(_Runner):
         @functools.wraps(preprocess)
         def preprocess_state(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
             result = preprocess(input_batch, *args, **kwargs)
-            if stepper.is_watching:
-                guarded(stepper, self._begin, input_batch)
-            elif stepper.is_armed:
-                guarded(stepper, stepper.disarm)
-            if self.eager is not None and _Step.is_eager:
-                guarded(stepper, self._begin_eager, input_batch)
+            self._prepared(input_batch)
             return result
 
         state.add_request = add_request
@@ -522,16 +511,15 @@ class RunnerV2(_Runner):
         if scheduler_output.finished_req_ids:
             self._stepper.finish(scheduler_output.finished_req_ids)
 
-    def _begin(self, input_batch: Any) -> None:
+    def _begin(self, batch: Any) -> None:
         self._watch_graphs()
-        self._stepper.begin(*_layout_v2(input_batch))
+        super()._begin(batch)
 
-    def _begin_eager(self, input_batch: Any) -> None:
-        assert self.eager is not None
-        self.eager.begin(_parts(*_layout_v2(input_batch)))
+    def _layout(self, batch: Any) -> tuple[Any, Any, Any, Any]:
+        counts, position = batch.num_scheduled_tokens, batch.num_computed_tokens_np
+        return batch.req_ids, batch.query_start_loc_np[:-1], counts, position
 
-    def _wants_eager(self) -> bool:
-        scheduled = self._scheduled.num_scheduled_tokens
+    def _wants_eager(self, scheduled: Container[str]) -> bool:
         return self.eager is not None and any(key in scheduled for key in self.eager.live)
 
     def _fed(self) -> torch.Tensor:
@@ -560,15 +548,6 @@ class RunnerV2(_Runner):
 
     def _path(self) -> EnginePath:
         return self._graph or super()._path()
-
-
-def _layout_v2(input_batch: Any) -> tuple[Any, Any, Any, Any]:
-    return (
-        input_batch.req_ids,
-        input_batch.query_start_loc_np[:-1],
-        input_batch.num_scheduled_tokens,
-        input_batch.num_computed_tokens_np,
-    )
 
 
 def adapter_of(runner: Any, stepper: RequestStepper) -> RunnerV1 | RunnerV2:

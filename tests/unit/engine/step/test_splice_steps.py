@@ -83,7 +83,7 @@ def test_rows_of_prompt_and_answer_are_replaced_and_neighbours_keep_their_bits(
     for key in "abc":
         worker.stepper.finish([key])
         worker.stepper.remove(key)
-    assert not worker.stepper.splices
+    assert not worker.stepper.replays_none("abc")
     assert not worker.stepper.is_watching
     assert worker.stepper.rows_in_use == 0
 
@@ -102,7 +102,7 @@ def test_a_step_that_replayed_a_graph_fails_those_who_asked_and_nobody_else(
     # Other ranks may go on with it, so this one decides as they do until it is over.
     assert worker.stepper.replays_none({"a"})
     worker.stepper.remove("a")
-    assert not worker.stepper.splices
+    assert not worker.stepper.replays_none({"a"})
 
 
 def test_what_goes_wrong_in_a_product_fails_its_request_with_the_reason(

@@ -90,7 +90,7 @@ def test_only_an_engine_that_waits_for_its_caller_is_asked_for_what_is_kept(
 ) -> None:
     attached: list[Any] = []
     kept = SimpleNamespace(take_unflushed=list)
-    fake = SimpleNamespace(attach_all=attached.extend, recorded=kept, n_open=0, spoil=None)
+    fake = SimpleNamespace(attach_all=attached.extend, recorded=kept, n_open=0, spoil=list)
     monkeypatch.setattr(
         "inspect_lens._vllm.frontend.wrappers.front_end",
         lambda: SimpleNamespace(results=fake, registry=Registry()),

@@ -102,8 +102,11 @@ class Stepper:
         self.hooks = hooks
         self.failed: dict[str, str] = {}
         self.is_watching = self.is_armed = False
-        self.stages, self.splices = None, False
+        self.stages = None
         self.state = SimpleNamespace(bank=SimpleNamespace(fed=SimpleNamespace(source=None)))
+
+    def replays_none(self, keys: Any) -> bool:
+        return False
 
     def fail(self, key: str, error: Exception) -> None:
         self.failed[key] = str(error)
