@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -61,18 +61,9 @@ class LensModel:
         """What the blocks and the final norm make of tokens; padding behind them is not masked."""
         return self.model.base_model(input_ids=ids.to(self.device), use_cache=False)
 
-    @contextmanager
-    def watched(self, watchers: dict[int, Any]) -> Iterator[None]:
+    def watched(self, watchers: dict[int, Any]) -> AbstractContextManager[None]:
         """Have functions see, and replace, what blocks give."""
-        handles = [
-            self.blocks[layer].register_forward_hook(_hook(watcher))
-            for layer, watcher in watchers.items()
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        return hooked((self.blocks[layer], watcher) for layer, watcher in watchers.items())
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -155,6 +146,15 @@ def _found(model: Any) -> tuple[list[Any], Any]:
         f"model: {type(model).__name__} has no module with one list of blocks and one final norm "
         f"({', '.join(_NORMS)}); a lens of it cannot be fitted here"
     )
+
+
+@contextmanager
+def hooked(watchers: Iterable[tuple[Any, Any]]) -> Iterator[None]:
+    """Have functions see, and replace, the rows that modules put out."""
+    with ExitStack() as stack:
+        for module, watcher in watchers:
+            stack.callback(module.register_forward_hook(_hook(watcher)).remove)
+        yield
 
 
 def _hook(watcher: Any) -> Any:

@@ -93,9 +93,10 @@ def load_probe(probe: str | Path | AnyProbe) -> AnyProbe:
 
 def _read(path: Path) -> AnyProbe:
     folder, content, card = read_artifact(PROBE, path, ProbeCard.model_validate)
+    tensors = decode_probe(content, card, folder)
     if card.kind == "linear":
-        return Probe.load(folder)
-    return from_files(NeuralProbe, folder, tensors=decode_probe(content, card, folder), card=card)
+        return from_files(Probe, folder, **tensors, card=card)
+    return from_files(NeuralProbe, folder, tensors=tensors, card=card)
 
 
 _BLOCK_BYTES = 4096

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Self
@@ -280,13 +281,11 @@ class StoreSet(ActivationSet):
 
     def _in_shard(self, number: int) -> list[tuple[int, int, int]]:
         """Places of a shard's samples that are used, in order."""
-        return self._by_shard().get(number, [])
+        return self._by_shard.get(number, [])
 
+    @cached_property
     def _by_shard(self) -> dict[int, list[tuple[int, int, int]]]:
-        known: dict[int, list[tuple[int, int, int]]] | None = self.__dict__.get("_shards")
-        if known is None:
-            known = {}
-            for place in sorted(self.places):
-                known.setdefault(place[0], []).append(place)
-            object.__setattr__(self, "_shards", known)
+        known: dict[int, list[tuple[int, int, int]]] = {}
+        for place in sorted(self.places):
+            known.setdefault(place[0], []).append(place)
         return known

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from inspect_lens.errors import SpecError
+from inspect_lens.train._lenses import hooked
 from inspect_lens.train.sets._dataset import ActivationSet
 
 Floats = NDArray[np.float64]
@@ -272,7 +273,8 @@ class RefusalMeter:
         with self._ablated(unit):
             bypass = self._refusal(self._logits(self.harmful))
             changed = self._logits(self.harmless)
-        with _added(self.blocks[candidate.layer], raw.to(device, dtype)):
+        added = raw.to(device, dtype)
+        with hooked([(self.blocks[candidate.layer], lambda rows: rows + added)]):
             induce = self._refusal(self._logits(self.harmless))
         ours, theirs = (torch.log_softmax(x, dim=-1) for x in (self._plain, changed))
         kl = float((ours.exp() * (ours - theirs)).sum(dim=-1).mean())
@@ -312,9 +314,7 @@ class RefusalMeter:
             for block in self.blocks:
                 handle = block.register_forward_pre_hook(before, with_kwargs=True)
                 stack.callback(handle.remove)
-            for module in self._writers:
-                handle = module.register_forward_hook(lambda _m, _i, out: _apply(remove, out))
-                stack.callback(handle.remove)
+            stack.enter_context(hooked((module, remove) for module in self._writers))
             yield
 
 
@@ -334,19 +334,3 @@ def _writers(block: Any) -> list[Any]:
             "an MLP under their usual names; this model's layout is not known"
         )
     return found
-
-
-def _apply(change: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
-    """Change the rows of a module's output, which may be the first of a tuple."""
-    if isinstance(output, tuple):
-        return (change(output[0]), *output[1:])
-    return change(output)
-
-
-@contextmanager
-def _added(block: Any, vector: torch.Tensor) -> Iterator[None]:
-    handle = block.register_forward_hook(lambda _m, _i, out: _apply(lambda h: h + vector, out))
-    try:
-        yield
-    finally:
-        handle.remove()
