@@ -203,17 +203,19 @@ async def _tokens(model: Model, sample: ProbeSample) -> GivenTokens:
     """Ids of the prompt and of what follows, as the server's own template makes them."""
     if sample.raw:
         return await given_tokens(model, sample.messages[0].content)
-    turns = [{"role": m.role, "content": m.content} for m in sample.messages]
     try:
-        return await given_tokens(model, turns, sample.completion)
+        return await given_tokens(model, _turns(sample), sample.completion)
     except CaptureError as error:
         raise CaptureError(f"{sample.id}: {error}") from None
 
 
+def _turns(sample: ProbeSample) -> list[dict[str, str]]:
+    return [{"role": m.role, "content": m.content} for m in sample.messages]
+
+
 async def _unread(model: Model, sample: ProbeSample, rest: Sequence[int]) -> int:
     """Tokens at the beginning of a completion that are wholly of its unread part."""
-    turns = [{"role": m.role, "content": m.content} for m in sample.messages]
-    _, part = await given_tokens(model, turns, sample.unread)
+    _, part = await given_tokens(model, _turns(sample), sample.unread)
     # A token that joins both parts is read: some of it is of the answer.
     pairs = enumerate(zip(part, rest, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(part), len(rest)))

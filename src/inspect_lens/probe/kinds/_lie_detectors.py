@@ -25,14 +25,13 @@ from numpy.typing import NDArray
 from inspect_lens._base.artifact import download
 from inspect_lens._base.untrusted import load_torch, read_regular
 from inspect_lens.errors import ArtifactError, SpecError
-from inspect_lens.probe.card._card import FollowUp, ModelRef, ProbeCard, Threshold
+from inspect_lens.probe.card._card import FollowUp, ProbeCard, Threshold
 from inspect_lens.probe.pooling._pool import HeadSpec
 from inspect_lens.probe.statistics._measured import Interval
 
 from ._linear import Probe
-from ._load import fingerprint_model
 from ._neural import NeuralProbe
-from ._probelab import is_probelab, read_probelab
+from ._probelab import arrays_of, is_probelab, read_probelab, where_it_reads
 
 LieDetector = Literal[
     "apollo", "targeted", "did-you-lie", "were-you-honest", "were-you-truthful", "unrelated"
@@ -140,19 +139,12 @@ def import_probe(
     readme = _read_readme(file.parent / "README.md")
     found = _kind(file, kind, readme)
     at = facts.get("layer") if layer is None else layer
-    if isinstance(at, bool) or not isinstance(at, int) or at < 0:
-        raise SpecError(
-            f"layer={at!r}: {file} names no layer; pass layer=, the block (from 0) whose output "
-            "the probe reads"
-        )
-    whose = model or readme.model
     about: dict[str, Any] = {
         "name": name,
         "description": "A large score means a deceptive answer, as its authors label them.",
         "method": f"imported from {file.name} (lie-detectors, {found}, {_of(facts)})",
         "source": "; ".join(filter(None, [_SOURCE, _PAPERS.get(found, "")])),
-        "layers": (at,),
-        "model": None if whose is None else ModelRef(name=whose, sha256=fingerprint_model(whose)),
+        **where_it_reads(at, model or readme.model, f"{file} names no layer"),
         "thresholds": (_threshold(threshold, readme),),
         "notes": (*_known(facts, readme), *_assumed(readme), *_unknown(found, facts)),
     }
@@ -194,10 +186,7 @@ def _read(loaded: Any, file: Path) -> tuple[_Arrays, float, dict[str, Any]]:
     """Tensors but the threshold, the threshold, and the hyperparameters."""
     try:
         facts = dict(loaded["hyperparams"])
-        arrays = {
-            str(key): np.asarray(value.detach().float().numpy(), dtype=np.float32)
-            for key, value in loaded["state_dict"].items()
-        }
+        arrays = {key: value.astype(np.float32) for key, value in arrays_of(loaded).items()}
         threshold = arrays.pop("threshold")
         wanted = _TENSORS[facts["probe_architecture"]]
         if set(arrays) != set(wanted) or threshold.size != 1:

@@ -48,17 +48,11 @@ def read_probelab(
             f"{file}: a probe of the class {str(family)[:80]!r} of probelab; read are "
             f"{', '.join(sorted(_READERS))}; the others compute what no probe here does"
         )
-    if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0:
-        raise SpecError(
-            f"layer={layer!r}: files of probelab name no layer; pass layer=, the block (from 0) "
-            "whose output the probe reads"
-        )
     about: dict[str, Any] = {
         "name": name,
         "method": f"imported from {file.name} (probelab, {family})",
         "source": "probelab (MIT)",
-        "layers": (layer,),
-        "model": None if model is None else ModelRef(name=model, sha256=fingerprint_model(model)),
+        **where_it_reads(layer, model, "files of probelab name no layer"),
         "notes": (
             "Not stated: the model, its site, the tokens that were read, and any threshold. No "
             "rate or AUROC was measured here. The score is the log odds, of which probelab's "
@@ -67,11 +61,7 @@ def read_probelab(
     }
     try:
         settings = dict(loaded["init_kwargs"])
-        state = {
-            str(key): np.asarray(value.detach().double().numpy())
-            for key, value in loaded["state_dict"].items()
-        }
-        made = _READERS[family](state, settings)
+        made = _READERS[family](arrays_of(loaded), settings)
         if isinstance(made, _Network):
             card = ProbeCard(
                 hidden=made.tensors["mean"].size, kind="neural", head=made.spec, pool=made.pool,
@@ -84,6 +74,23 @@ def read_probelab(
         raise ArtifactError(
             f"{file}: not a {family} of probelab 0.1 ({type(error).__name__}: {error})"
         ) from None
+
+
+def where_it_reads(layer: object, model: str | None, unknown: str) -> dict[str, Any]:
+    """Layer and model of an imported probe, as fields of its card."""
+    if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0:
+        raise SpecError(
+            f"layer={layer!r}: {unknown}; pass layer=, the block (from 0) whose output the probe "
+            "reads"
+        )
+    whose = None if model is None else ModelRef(name=model, sha256=fingerprint_model(model))
+    return {"layers": (layer,), "model": whose}
+
+
+def arrays_of(loaded: Mapping[str, Any]) -> Arrays:
+    """The tensors of a torch file."""
+    state = loaded["state_dict"]
+    return {str(key): np.asarray(value.detach().double().numpy()) for key, value in state.items()}
 
 
 def _narrow(arrays: Arrays) -> dict[str, Any]:
