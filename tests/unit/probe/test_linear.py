@@ -108,6 +108,14 @@ def test_pool_can_be_overridden() -> None:
     assert probe.score(x, pool="max") == probe.score_tokens(x).max()
 
 
+def test_other_facts_on_the_card_leave_the_tensors_as_they_are() -> None:
+    probe = make()
+    other = probe.with_card(pool="max", notes=("new",))
+    assert (other.pool, other.card.notes, probe.card.notes) == ("max", ("new",), ())
+    np.testing.assert_array_equal(other.score_tokens(acts()), probe.score_tokens(acts()))
+    assert other.score(acts()) == probe.score(acts(), pool="max")
+
+
 def test_direction_is_the_gradient() -> None:
     probe = make((1, 4))
     raw = probe.weight / probe.scale

@@ -224,12 +224,12 @@ class FormulaEstimator(DirectionEstimator):
             family = type(self).__name__
             scale = find_scale(moments.within_variance(), moments.n, self.scaling, family=family)
         found = moments.statistics(scale)
-        self.solve(found, target, lambda at: take(at).astype(np.float64) / (
+        self._solve(found, target, lambda at: take(at).astype(np.float64) / (
             1.0 if scale is None else scale
         ))  # fmt: skip
         self.unscale(scale)
 
-    def solve(self, found: ClassStatistics, target: Targets, take: Take) -> None:
+    def _solve(self, found: ClassStatistics, target: Targets, take: Take) -> None:
         """Find the direction, of rows that are scaled already."""
         self.coef_ = self._direction(found, found.high - found.low)
         # The midpoint goes into the centre, not into the intercept: |mean| is often hundreds of
@@ -387,9 +387,9 @@ class LDAProbe(FormulaEstimator):
                 "None; correct the value"
             )
 
-    def solve(self, found: ClassStatistics, target: Targets, take: Take) -> None:
+    def _solve(self, found: ClassStatistics, target: Targets, take: Take) -> None:
         """Find the direction, of rows that are scaled already."""
-        super().solve(found, target, take)
+        super()._solve(found, target, take)
         if self.shrinkage == "ledoit-wolf":
             if target.weight is not None:
                 raise SpecError(
@@ -478,7 +478,7 @@ class LATProbe(FormulaEstimator):
     random_state: int = 0
     scaling: Scaling = "auto"
 
-    def solve(self, found: ClassStatistics, target: Targets, take: Take) -> None:
+    def _solve(self, found: ClassStatistics, target: Targets, take: Take) -> None:
         """Find the direction, of rows that are scaled already."""
         if target.weight is not None:
             raise SpecError(
@@ -498,7 +498,7 @@ class LATProbe(FormulaEstimator):
             norm = float(np.linalg.norm(differences[0]))
             direction = differences[0] / (norm or 1.0)
             self.explained_variance_ratio_ = 1.0
-        super().solve(found, target, take)
+        super()._solve(found, target, take)
         self.coef_ = direction if float(direction @ self.coef_) >= 0.0 else -direction
 
     def _direction(self, found: ClassStatistics, gap: Floats) -> Floats:
