@@ -63,10 +63,6 @@ _MOST_TEXT = 1 << 16
 _MOST_DEPTH = 16
 
 
-def _part_bytes(part: object) -> int:
-    return _BYTES_OF_A_PART + (len(part) if isinstance(part, str) else 0)
-
-
 def _held_bytes(kept: Iterable[object], request: LensRequest | None) -> int:
     """Bytes of tensors and functions that a key and its request hold."""
     holders: dict[int, int] = {}
@@ -336,7 +332,8 @@ def parse_extra_args(
     with judging(NATIVE_KEY):
         request = _parse(extra_args, limits)
     if key is not None:
-        nbytes = sum(map(_part_bytes, key)) + _held_bytes(kept, request)
+        nbytes = _BYTES_OF_A_PART * len(key) + sum(len(p) for p in key if isinstance(p, str))
+        nbytes += _held_bytes(kept, request)
         _PARSED.keep(key, (request, kept), nbytes)
     return request
 

@@ -246,11 +246,8 @@ class Splice(EditBase):
                 f"latents: {wrong[0]}; the autoencoder {self.sae!r} has 0 to {entry.n_latents - 1}"
             )
         copy = self.model_copy()
-        copy._look_up(entry)  # noqa: SLF001 - it is of this class
+        copy._entry = entry  # noqa: SLF001 - it is of this class
         return copy
-
-    def _look_up(self, entry: AutoencoderEntry) -> None:
-        self._entry = entry
 
     @property
     def content(self) -> str:
