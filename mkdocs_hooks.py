@@ -25,7 +25,7 @@ _SHORT_VALUE = 400
 _ONE_LINE = 30
 
 # A page that is heavier is slow on a telephone; it fails a strict build.
-_MOST_BYTES = 650_000
+_MOST_BYTES = 700_000
 # Where names are used; coverage names everything once, and so says nothing of use.
 _SHOWN_IN = ("README.md", "docs/*.md", "docs/how-to/*.md", "evals/*/*.py")
 _NOT_USE = {"coverage.md", "changelog.md"}
