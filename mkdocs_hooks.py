@@ -114,6 +114,8 @@ def on_page_content(html: str, **_: Any) -> str:
 def _breaks_of(in_table: bool) -> Callable[[re.Match[str]], str]:
     def word(found: re.Match[str]) -> str:
         text = found[0]
+        if in_table and text.startswith("INSPECT_LENS_"):
+            return text.replace("INSPECT_LENS_", 'INSPECT_LENS_<wbr class="phone">', 1)
         if len(unescape(text)) <= _ONE_LINE:
             return f'<span class="nb">{text}</span>' if re.search("[-/]", text) else text
         return re.sub(r"(::|[/_.])(?=\w)", r"\1<wbr>", text) if in_table else text
