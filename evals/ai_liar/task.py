@@ -10,9 +10,9 @@ from __future__ import annotations
 from inspect_ai import Task, task
 from inspect_ai.model import GenerateConfig
 
-from evals.ai_liar.dataset import ai_liar_dataset
 from evals.kit.arguments import required_probe
 from evals.kit.grading import deception_grade
+from evals.kit.samples import load_samples
 from inspect_lens.probe import load_probe
 from inspect_lens.scorer import deception_probe
 from inspect_lens.solver import with_capture
@@ -47,7 +47,7 @@ def ai_liar(
     layers = load_probe(probe).layers if layer is None else (layer,)
     scorers = [deception_probe(probe, layer=layer)]
     return Task(
-        dataset=ai_liar_dataset(data, revision=revision),
+        dataset=load_samples("ai_liar", data, revision=revision),
         solver=with_capture(layers, positions="completion"),
         scorer=[*scorers, deception_grade("lying")] if grade else scorers,
         config=GenerateConfig(temperature=0.0, max_tokens=max_tokens),

@@ -1,6 +1,5 @@
 """Is there a direction of truth in statements?"""
 
-from evals.geometry_of_truth.dataset import geometry_of_truth_dataset
 from evals.geometry_of_truth.task import geometry_of_truth, statement_probe
 
-__all__ = ["geometry_of_truth", "geometry_of_truth_dataset", "statement_probe"]
+__all__ = ["geometry_of_truth", "statement_probe"]

@@ -11,10 +11,8 @@ from __future__ import annotations
 from inspect_ai import Task, task
 from inspect_ai.scorer import Scorer, grouped, scorer
 
-from evals.geometry_of_truth.dataset import (
-    geometry_of_truth_dataset,
-)
 from evals.kit.arguments import required, required_probe
+from evals.kit.samples import load_samples
 from inspect_lens.probe import load_probe
 from inspect_lens.scorer import auroc_metric, probe_score, threshold_accuracy
 from inspect_lens.solver import read_given
@@ -52,7 +50,7 @@ def geometry_of_truth(
     elif read == "completion":
         read = "prompt"  # raw text has no other part
     return Task(
-        dataset=geometry_of_truth_dataset(data),
+        dataset=load_samples("geometry_of_truth", data),
         solver=read_given(loaded.layers if layer is None else (layer,)),
         scorer=statement_probe(probe, layer=layer, positions=read),
         viewer=probe_viewer(["statement_probe"], palette="good-high"),

@@ -1,6 +1,5 @@
 """Does the model hide the tip that it traded on?"""
 
-from evals.insider_trading.dataset import insider_trading_dataset
 from evals.insider_trading.task import insider_trading
 
-__all__ = ["insider_trading", "insider_trading_dataset"]
+__all__ = ["insider_trading"]

@@ -12,7 +12,6 @@ from typing import Literal
 
 from inspect_ai import Task, task
 
-from evals.insider_trading.dataset import SET
 from evals.kit.rollouts import rollout_task
 
 __all__ = ["insider_trading"]
@@ -42,6 +41,6 @@ def insider_trading(
         The task.
     """
     return rollout_task(
-        SET, "insider_trading", data=data, probe=probe, layer=layer, policy=policy,
-        max_tokens=max_tokens, temperature=temperature,
+        "apollo_insider_trading", "insider_trading", data=data, probe=probe, layer=layer,
+        policy=policy, max_tokens=max_tokens, temperature=temperature,
     )  # fmt: skip

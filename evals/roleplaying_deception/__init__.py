@@ -1,6 +1,5 @@
 """Does the model, in a part, deceive about what the part knows?"""
 
-from evals.roleplaying_deception.dataset import roleplaying_deception_dataset
 from evals.roleplaying_deception.task import roleplaying_deception
 
-__all__ = ["roleplaying_deception", "roleplaying_deception_dataset"]
+__all__ = ["roleplaying_deception"]

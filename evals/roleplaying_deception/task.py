@@ -13,7 +13,6 @@ from typing import Literal
 from inspect_ai import Task, task
 
 from evals.kit.rollouts import rollout_task
-from evals.roleplaying_deception.dataset import SET
 
 __all__ = ["roleplaying_deception"]
 
@@ -42,6 +41,6 @@ def roleplaying_deception(
         The task.
     """
     return rollout_task(
-        SET, "roleplay", data=data, probe=probe, layer=layer, policy=policy,
-        max_tokens=max_tokens, temperature=temperature,
+        "apollo_roleplaying", "roleplay", data=data, probe=probe, layer=layer,
+        policy=policy, max_tokens=max_tokens, temperature=temperature,
     )  # fmt: skip

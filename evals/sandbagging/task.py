@@ -13,7 +13,6 @@ from typing import Literal
 from inspect_ai import Task, task
 
 from evals.kit.rollouts import rollout_task
-from evals.sandbagging.dataset import SET
 
 __all__ = ["sandbagging"]
 
@@ -42,6 +41,6 @@ def sandbagging(
         The task.
     """
     return rollout_task(
-        SET, "sandbagging", data=data, probe=probe, layer=layer, policy=policy,
-        max_tokens=max_tokens, temperature=temperature,
+        "apollo_sandbagging", "sandbagging", data=data, probe=probe, layer=layer,
+        policy=policy, max_tokens=max_tokens, temperature=temperature,
     )  # fmt: skip

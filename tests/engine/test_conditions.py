@@ -13,7 +13,7 @@ from inspect_lens.spec import Add, Gate, Rule, Schedule
 from inspect_lens.train import similarity
 from tests.engine.conftest import HIDDEN, Engine, tokens
 from tests.kit.edit_cases import random_rows
-from tests.kit.reference import HuggingFace, max_relative_error
+from tests.kit.reference import HuggingFace, ids_of, max_relative_error, rows_of
 
 pytestmark = pytest.mark.engine
 
@@ -24,15 +24,6 @@ PROMPTS = [tokens(n, seed=n) for n in (40, 200, 7, 130)]
 
 def ask(*edits: Add, capture: Any = CAPTURE, keys: tuple[str, ...] = ()) -> dict[str, Any]:
     return {"inspect_lens": LensRequest(capture=capture, edits=edits, open_gates=keys)}
-
-
-def rows_of(output: Any) -> torch.Tensor:
-    found: torch.Tensor = output.activations["residual_stream"]
-    return found
-
-
-def ids_of(output: Any) -> list[int]:
-    return list(output.outputs[0].token_ids)
 
 
 def expected(

@@ -15,7 +15,7 @@ from inspect_lens.spec import Ablate, Add, EditBase, Gate, Replace, run_program
 from tests.engine.conftest import HIDDEN, Engine, tokens
 from tests.kit.edit_cases import edit_cases, random_rows
 from tests.kit.gate_twin import expected_gate
-from tests.kit.reference import HuggingFace, max_relative_error
+from tests.kit.reference import HuggingFace, max_relative_error, rows_of
 
 pytestmark = pytest.mark.engine
 
@@ -24,11 +24,6 @@ CAPTURE = {"layers": "all"}
 
 def ask(*edits: EditBase, capture: Any = CAPTURE) -> dict[str, Any]:
     return {"inspect_lens": LensRequest(capture=capture, edits=edits)}
-
-
-def rows_of(output: Any) -> torch.Tensor:
-    found: torch.Tensor = output.activations["residual_stream"]
-    return found
 
 
 def same_answer(a: Any, b: Any) -> bool:

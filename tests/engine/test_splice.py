@@ -18,7 +18,7 @@ from inspect_lens.spec import Ablate, Add, EditBase, EngineEdits, Gate, Splice
 from tests.engine.conftest import HIDDEN, Engine, tokens
 from tests.kit.autoencoders import Definition, write_saelens
 from tests.kit.edit_cases import random_rows
-from tests.kit.reference import HuggingFace, max_relative_error
+from tests.kit.reference import HuggingFace, max_relative_error, rows_of
 
 pytestmark = pytest.mark.engine
 
@@ -55,11 +55,6 @@ def saes(
 
 def ask(*edits: EditBase, **more: Any) -> dict[str, Any]:
     return {"inspect_lens": LensRequest(capture={"layers": "all"}, edits=edits, **more)}
-
-
-def rows_of(output: Any) -> torch.Tensor:
-    found: torch.Tensor = output.activations["residual_stream"].float()
-    return found
 
 
 def fed(prompt: list[int], output: Any) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["HuggingFace", "max_relative_error"]
+__all__ = ["HuggingFace", "ids_of", "max_relative_error", "rows_of"]
 
 Edit = Callable[[torch.Tensor], torch.Tensor]
 """Maps what a site holds, (tokens, hidden), to the edited rows."""
@@ -180,6 +180,17 @@ class HuggingFace:
 
 def _child(block: Any, names: Sequence[str]) -> Any:
     return next(m for name in names if (m := getattr(block, name, None)) is not None)
+
+
+def rows_of(output: Any) -> torch.Tensor:
+    """What an engine captured of the stream: (layers, tokens, hidden)."""
+    found: torch.Tensor = output.activations["residual_stream"]
+    return found.float()
+
+
+def ids_of(output: Any) -> list[int]:
+    """The tokens that an engine sampled."""
+    return list(output.outputs[0].token_ids)
 
 
 def max_relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

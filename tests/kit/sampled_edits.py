@@ -10,6 +10,7 @@ import torch
 from inspect_lens import LensRequest
 from inspect_lens.spec import Ablate, Add, EditBase, TokenMatch
 from tests.kit.edit_cases import random_rows
+from tests.kit.reference import ids_of, rows_of
 
 N = 16
 """Tokens that are sampled."""
@@ -32,17 +33,6 @@ def edits(positions: Any, seed: int, hidden: int, layers: tuple[int, ...]) -> li
         Add(vector=v, scale=0.3, layers=list(layers[:-1]), positions=positions),
         Ablate(direction=w, layers=[layers[-1]], positions=positions),
     ]
-
-
-def rows_of(output: Any) -> torch.Tensor:
-    """(layers, tokens, hidden)."""
-    found: torch.Tensor = output.activations["residual_stream"]
-    return found
-
-
-def ids_of(output: Any) -> list[int]:
-    """That were sampled."""
-    return list(output.outputs[0].token_ids)
 
 
 def some_ids(plain: list[Any], prompts: list[list[int]]) -> list[list[int]]:

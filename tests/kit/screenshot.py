@@ -38,7 +38,7 @@ DARK: Final = "--blink-settings=preferredColorScheme=0"
 _SHOWN: Final = "demo-0007"
 _VIEW_PORT: Final = 7575
 """That of `inspect view`, since the viewer shows its address."""
-_TRIES: Final = 12
+_TRIES: Final = 40
 _EMPTY: Final = 12_000
 """Bytes of a picture of Inspect's viewer that shows no sample yet, and some more."""
 
@@ -59,6 +59,7 @@ SHOTS: Final = {
     "view-phone-dark.png": Shot(PAGE, 500, 720, option=DARK),
     "report.png": Shot(REPORT, 1020, 705),
     "inspect-score.png": Shot(LOG, 1040, 400),
+    "inspect-score-dark.png": Shot(LOG, 1040, 400, option=DARK),
 }
 """Pictures in docs/assets, by name."""
 

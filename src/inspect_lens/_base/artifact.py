@@ -8,6 +8,7 @@ artefact.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib
 import json
@@ -380,7 +381,9 @@ def _unknown_fields(error: ValidationError) -> list[str]:
 
 def is_artifact(kind: ArtifactKind, path: Path) -> bool:
     """Whether a path is a folder with such files, or one of them."""
-    return path.is_file() or (path / kind.tensors).exists() or (path / CARD_FILE).exists()
+    if path.is_file():
+        return path.name in (kind.tensors, CARD_FILE)
+    return (path / kind.tensors).exists() or (path / CARD_FILE).exists()
 
 
 def find_artifact(kind: ArtifactKind, given: str | Path, registered: Sequence[Path] = ()) -> Path:
@@ -409,9 +412,18 @@ def find_artifact(kind: ArtifactKind, given: str | Path, registered: Sequence[Pa
         raise ArtifactError(f"{kind.name}: {advice}")
     raise ArtifactError(
         f"{kind.name}={str(given)!r} was not found; allowed are a folder with {kind.tensors}, or a "
-        f"name below one of {[str(r) for r in roots]}; check the spelling, or train the "
-        f"{kind.name} first"
+        f"name below one of {[str(r) for r in roots]}; {_near(kind, str(given), roots)}check the "
+        f"spelling, or train the {kind.name} first"
     )
+
+
+def _near(kind: ArtifactKind, given: str, roots: Sequence[Path]) -> str:
+    """A hint at the name below these folders that is most like the given one."""
+    files = (file for root in roots for file in root.glob(f"*/*/{kind.tensors}"))
+    names = {file.parent.relative_to(file.parents[2]).as_posix() for file in files}
+    known = {name if "/" in given else name.rpartition("/")[2]: name for name in names}
+    near = difflib.get_close_matches(given, known, n=1)
+    return f"did you mean {known[near[0]]!r}? or " if near else ""
 
 
 def folders_named(name: str, registered: Sequence[Path] = ()) -> list[Path]:

@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from inspect_lens.data import ActivationStore
-from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.errors import ArtifactError, LensError, SpecError
 from inspect_lens.probe import (
     FOLLOWED_FLOOR,
     SENTENCE_POOL,
@@ -22,7 +22,7 @@ from inspect_lens.probe import (
     Evaluation,
     ModelRef,
 )
-from inspect_lens.spec import Positions, parse_positions
+from inspect_lens.spec import Positions, explain, parse_positions
 from inspect_lens.train import (
     ActivationSet,
     calibrate,
@@ -89,7 +89,8 @@ def train_job(
     with warnings.catch_warnings():
         # What it warns of is shown with the result.
         warnings.filterwarnings("ignore", category=UserWarning, module=__name__.replace(".", r"\."))
-        probe = train_probe(
+        probe = _trained(
+            settings,
             estimator,
             fit,
             selection=chosen,
@@ -128,6 +129,17 @@ def train_job(
         probe=probe, folder=str(folder), evaluations=probe.card.evaluations,
         transfers=probe.card.transfers, report=str(path),
     )  # fmt: skip
+
+
+def _trained(settings: Mapping[str, Any], *args: Any, **options: Any) -> AnyProbe:
+    """What `train_probe` returns; what torch or scikit-learn say of a setting names the flag."""
+    try:
+        return train_probe(*args, **options)
+    except (TypeError, ValueError) as error:
+        if not settings or isinstance(error, LensError | ValidationError):
+            raise
+        given = ", ".join(f"{key!r} of {value!r}" for key, value in settings.items())
+        raise SpecError(f"--setting: {given}: {error}; correct it, or leave it out") from error
 
 
 def report_row(probe: AnyProbe, data: ActivationSet, rows: list[Evaluation]) -> Evaluation:
@@ -235,8 +247,12 @@ def load_recipe(path: str | Path) -> Recipe:
     """Read a recipe."""
     try:
         return Recipe.model_validate(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
-    except (OSError, yaml.YAMLError, ValidationError, RecursionError) as error:
-        raise ArtifactError(f"{path}: not a recipe ({error}); see probes/recipes") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise ArtifactError(f"{path}: cannot be read ({error}); see probes/recipes") from None
+    except ValidationError as error:
+        raise ArtifactError(
+            f"{path}: not a recipe ({explain(error, at='recipe')}); see probes/recipes"
+        ) from None
 
 
 def run_recipe(

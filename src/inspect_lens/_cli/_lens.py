@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
 
+from inspect_lens._base.installed import install_extra
 from inspect_lens._base.untrusted import parse_json, refuse_irregular
 from inspect_lens.errors import ArtifactError, SpecError
 
 from ._choices import Dtype as DtypeName
 from ._choices import LensKind
-from ._output import CommandGroup, Json, emit, examples, parse_layers, typed_command
+from ._output import (
+    CommandGroup,
+    Json,
+    emit,
+    examples,
+    finite,
+    out_folder,
+    parse_layers,
+    typed_command,
+)
 
 if TYPE_CHECKING:
     from inspect_lens.lens import LensQuality
@@ -43,20 +53,27 @@ def fit(
     model: Model,
     texts: Texts,
     held_out: Annotated[str, typer.Option(help="JSONL file of other texts, to judge the lens on.")],
-    out: Annotated[str, typer.Option(help="Folder to write the lens to.")],
+    out: Annotated[str, out_folder("Folder to write the lens to.")],
     name: Annotated[str, typer.Option(help="Name on the card: <model>/<name>.")] = "",
     layers: Annotated[
         str, typer.Option(help="'all' (but the last), or numbers such as 8,10-14.")
     ] = "all",
-    steps: Annotated[int, typer.Option(help="tuned only: number of batches.")] = 250,
-    lr: Annotated[float, typer.Option(help="tuned only: learning rate at the start.")] = 1e-3,
-    batch: Annotated[int, typer.Option(help="tuned only: texts per batch.")] = 16,
-    block: Annotated[int, typer.Option(help="jacobian only: rows of the matrix at once.")] = 32,
+    steps: Annotated[int, typer.Option(min=1, help="tuned only: number of batches.")] = 250,
+    lr: Annotated[
+        float, typer.Option(min=0, callback=finite, help="tuned only: learning rate at the start.")
+    ] = 1e-3,
+    batch: Annotated[int, typer.Option(min=1, help="tuned only: texts per batch.")] = 16,
+    block: Annotated[
+        int, typer.Option(min=1, help="jacobian only: rows of the matrix at once.")
+    ] = 32,
     max_tokens: Annotated[
-        int, typer.Option(help="Tokens of a text; 0 means 512 (tuned) or 128 (jacobian).")
+        int, typer.Option(min=0, help="Tokens of a text; 0 means 512 (tuned) or 128 (jacobian).")
     ] = 0,
     skip_first: Annotated[
-        int, typer.Option(help="First tokens to leave out; -1 means 0 (tuned) or 16 (jacobian).")
+        int,
+        typer.Option(
+            min=-1, help="First tokens to leave out; -1 means 0 (tuned) or 16 (jacobian)."
+        ),
     ] = -1,
     seed: Annotated[int, typer.Option(min=0, help="tuned only: seed of the order of texts.")] = 0,
     half: Annotated[bool, typer.Option(help="Store the matrices as float16.")] = False,
@@ -72,11 +89,12 @@ def fit(
     picked = parse_layers(layers)
     refuse_irregular(texts)
     refuse_irregular(held_out)
-    loaded, tokenizer = _model(model, device, dtype)
-    prompts = _read(texts, tokenizer)
+    tokenizer = _tokenizer(model)
+    prompts, others = _read(texts, tokenizer), _read(held_out, tokenizer)
+    loaded = _model(model, device, dtype)
     is_folder = Path(model).is_dir()
     about: dict[str, Any] = {
-        "held_out": _read(held_out, tokenizer),
+        "held_out": others,
         "name": name or f"{Path(model).name}/{kind}",
         "layers": None if picked == "all" else picked,
         "dataset": Path(texts).name,
@@ -117,8 +135,8 @@ def evaluate(
     from inspect_lens.train import evaluate_lens
 
     found = load_lens(lens)
-    loaded, tokenizer = _model(model, device, dtype)
-    facts, lines = _judged(evaluate_lens(loaded, found, _read(texts, tokenizer)))
+    prompts = _read(texts, _tokenizer(model))
+    facts, lines = _judged(evaluate_lens(_model(model, device, dtype), found, prompts))
     result = {"name": found.card.name, "kind": found.card.kind, **facts}
     emit(result, [f"{found.card.name}: {found.card.kind}, {texts}", *lines], as_json=as_json)
 
@@ -134,13 +152,14 @@ def import_(
     path: Annotated[
         str, typer.Argument(help="A .pt file, or hf://owner/repository/folder/file.pt.")
     ],
-    out: Annotated[str, typer.Option(help="Folder to write the lens to.")],
+    out: Annotated[str, out_folder("Folder to write the lens to.")],
     name: Annotated[str, typer.Option(help="Name on the card: <model>/<name>.")],
     model: Annotated[
         str, typer.Option(help="Model that it was fitted on; that of the file by default.")
     ] = "",
     n_layers: Annotated[
-        int, typer.Option(help="Layers of the model; 0 means one more than the file translates.")
+        int,
+        typer.Option(min=0, help="Layers of the model; 0 means one more than the file translates."),
     ] = 0,
     as_json: Json = False,
 ) -> None:
@@ -174,22 +193,38 @@ def _judged(quality: Sequence[LensQuality]) -> tuple[dict[str, Any], list[str]]:
     return {"quality": [one.model_dump() for one in quality]}, lines
 
 
-def _model(name: str, device: str, dtype: str) -> tuple[Any, Any]:
-    """A model and its tokenizer."""
+def _loaded(load: Callable[[Any, Any], Any], name: str, device: str) -> Any:
+    """What torch and transformers load of a model."""
     try:
         torch: Any = importlib.import_module("torch")
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
         raise SpecError(
-            f"fitting a lens needs torch and transformers ({error}); install both"
+            f"lenses of a model need torch and transformers ({error}): {install_extra('train')}"
         ) from None
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        auto = transformers.AutoModelForCausalLM
-        model = auto.from_pretrained(name, dtype=getattr(torch, dtype)).to(device)
-    except (OSError, ValueError) as error:
-        raise ArtifactError(f"model={name!r} cannot be loaded: {error}") from None
-    return model, tokenizer
+        return load(torch, transformers)
+    except (OSError, ValueError, RuntimeError, AssertionError) as error:
+        # What follows is advice to who writes Python.
+        why = str(error).strip().partition("\n")[0].partition(". Please")[0]
+        raise ArtifactError(
+            f"model={name!r}, device={device!r}: cannot be loaded ({why}); allowed are the folder "
+            "of a checkpoint or owner/name of the hub (after hf auth login, if access is granted "
+            "there), and a device that torch has here"
+        ) from None
+
+
+def _tokenizer(name: str) -> Any:
+    return _loaded(lambda _, hf: hf.AutoTokenizer.from_pretrained(name), name, "")
+
+
+def _model(name: str, device: str, dtype: str) -> Any:
+    return _loaded(
+        lambda torch, hf: hf.AutoModelForCausalLM.from_pretrained(
+            name, dtype=getattr(torch, dtype)
+        ).to(device),
+        name, device,
+    )  # fmt: skip
 
 
 def _read(file: str, tokenizer: Any) -> list[list[int]]:
@@ -207,10 +242,14 @@ def _read(file: str, tokenizer: Any) -> list[list[int]]:
             given = []
         if len(given) != 1:
             raise ArtifactError(f"{file}:{i}: a line is JSON with 'text' or 'messages'")
-        if given == ["text"]:
-            ids = tokenizer(row["text"])["input_ids"]
-        else:
-            text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        try:
+            if given == ["text"]:
+                ids = tokenizer(row["text"])["input_ids"]
+            else:
+                text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
+                ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        except Exception as error:  # noqa: BLE001 - a template raises what it likes
+            why = str(error).partition("\n")[0]
+            raise ArtifactError(f"{file}:{i}: {given[0]} cannot be read ({why})") from None
         found.append([int(token) for token in ids])
     return found

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from typing import Annotated, Any, Final, NoReturn
 
 import typer
+from pydantic import ValidationError
 
 from inspect_lens._base.installed import install_extra
 from inspect_lens._settings import Settings
@@ -99,10 +101,10 @@ def main() -> None:
             fail(Interrupted("the command was ended while it asked for input"), _INTERRUPTED)
         if _is_usage(error):
             _fail_usage(error)
-        code = _exit_code(error)
+        told = _told(error)
+        code = _exit_code(told)
         if code is None:  # a fault of ours keeps its traceback
             raise
-        told = _missing(error) if isinstance(error, ModuleNotFoundError) else error
         fail(told, code, in_shell_words(str(told), app))
     if code == _INTERRUPTED:
         fail(Interrupted("Ctrl-C ended it; results are written at the end, so there is none"), code)
@@ -126,6 +128,29 @@ def _fail_usage(error: Any) -> NoReturn:
     fail(error, error.exit_code, f"{said}; {running(app)} --help shows what it takes", "UsageError")
 
 
+def _told(error: Exception) -> Exception:
+    """An error of another library as one of ours; any other as it is."""
+    kind = type(error).__name__
+    if isinstance(error, ModuleNotFoundError) and _exit_code(error) is not None:
+        return _missing(error)
+    if isinstance(error, ValidationError):  # of a card or a recipe that options make
+        said = [one["msg"].removeprefix("Value error, ") for one in error.errors()]
+        places = [".".join(map(str, one["loc"])) for one in error.errors()]
+        return SpecError("; ".join(
+            told if not place or told.startswith(f"{place}=") else f"{place}: {told}"
+            for place, told in zip(places, said, strict=True)
+        ))  # fmt: skip
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return OSError(f"{error}: what was to be written has no room; free some, or go elsewhere")
+    if kind == "InvalidParameterError":  # of scikit-learn, about a setting of a family
+        return SpecError(f"--setting: {error}")
+    if kind == "PrerequisiteError":  # of Inspect, which prints its markup in colours
+        from rich.text import Text
+
+        return UnsupportedError(Text.from_markup(str(getattr(error, "message", error))).plain)
+    return error
+
+
 def _exit_code(error: Exception) -> int | None:
     """By the kind of error; None for what no user can cause."""
     if isinstance(error, ModuleNotFoundError):
@@ -140,9 +165,7 @@ def _exit_code(error: Exception) -> int | None:
         (SpecError, 3), (UnsupportedError, 3), (ArtifactError, 4), (LensError, 5),
         (Interrupted, _INTERRUPTED),
     )  # fmt: skip
-    found = next((code for kind, code in by_kind if isinstance(error, kind)), None)
-    # Inspect's error of a wrong argument; loaded by whoever raised it.
-    return 3 if found is None and type(error).__name__ == "PrerequisiteError" else found
+    return next((code for kind, code in by_kind if isinstance(error, kind)), None)
 
 
 def _missing(error: ModuleNotFoundError) -> UnsupportedError:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import math
+import os
 import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Final, NoReturn
 
 import typer
 import typer.core
 
 from inspect_lens._base.artifact import with_interval
-from inspect_lens.errors import SpecError
+from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import (
     AnyProbe,
     Baseline,
@@ -31,8 +35,41 @@ BaseUrl = Annotated[
     str, typer.Option(help="Address of a running server, such as http://localhost:8000.")
 ]
 
+
+def writable(param: typer.CallbackParam, out: str) -> str:
+    """Judge where a result goes, before it costs anything."""
+    named = max(param.opts, key=len) if param.opts[0].startswith("-") else "FILE"
+    if not out and param.required:
+        raise SpecError(f"{named}: is empty; allowed is a path; say where the result goes")
+    if out and "://" not in out:
+        place = Path(out).absolute()
+        is_file = "folder" not in (getattr(param, "help", None) or "").lower()
+        if is_file and place.is_dir():
+            raise ArtifactError(f"{named}={out}: is a folder; name a file in it")
+        there = place.parent if is_file else place
+        there = next(p for p in (there, *there.parents) if os.path.lexists(p))
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            kind = "a folder that you may not write to" if there.is_dir() else "no folder"
+            raise ArtifactError(f"{named}={out}: {there} is {kind}; name another place")
+    return out
+
+
+def finite(param: typer.CallbackParam, value: float | None) -> float | None:
+    """Refuse NaN and infinity, which pass every bound or none."""
+    if value is not None and not math.isfinite(value):
+        raise SpecError(f"{max(param.opts, key=len)}={value}; allowed is a finite number")
+    return value
+
+
+def out_folder(help: str) -> Any:
+    """The option of a folder that a command writes."""
+    return typer.Option(help=help, callback=writable)
+
+
 _BOTH: Final = frozenset({"out", "recipe", "memory", "as_json"})
-_RENAMED: Final = (("any_model", "check_model"), ("probe", "probes"), ("max_mib", "max_bytes"))
+_RENAMED: Final = (
+    ("any_model", "check_model"), ("probe", "probes"), ("max_mib", "max_bytes"), ("role", "roles"),
+)  # fmt: skip
 """Parameters of commands whose argument in Python has another name."""
 _RECIPE: Final = frozenset({"work", "model", "base_url", "model_arg"})
 
@@ -47,10 +84,10 @@ def check_recipe_options(context: typer.Context, *, with_recipe: bool) -> None:
     }
     wrong = [o for n, o in typed.items() if n not in _BOTH and (n in _RECIPE) != with_recipe]
     if wrong:
+        how = "not used with --recipe" if with_recipe else "used with --recipe only"
         raise SpecError(
-            f"{', '.join(wrong)}: {'not used with' if with_recipe else 'used with'} --recipe "
-            f"{'' if with_recipe else 'only'}; a recipe says what is trained and on what, and "
-            "--work, --model, --base-url and -M say where; edit the recipe, or leave the option out"
+            f"{', '.join(wrong)}: {how}; a recipe says what is trained and on what, and --work, "
+            "--model, --base-url and -M say where; edit the recipe, or leave the option out"
         )
 
 
@@ -134,7 +171,9 @@ _USER_OF_URL: Final = re.compile(r"(?<=://)[^/?#\s]*@")
 def typed_command() -> str:
     """The command that runs, as a card keeps it: every word, but no key and no password."""
     words = (_USER_OF_URL.sub("***@", word) for word in sys.argv[1:])
-    return shlex.join(["inspect-lens", *(_SECRET.sub(r"\1***", word) for word in words)])
+    typed = shlex.join(["inspect-lens", *(_SECRET.sub(r"\1***", word) for word in words)])
+    # A name of a file may be no UTF-8, and a card is.
+    return typed.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def in_shell_words(message: str, app: typer.Typer) -> str:
@@ -145,14 +184,39 @@ def in_shell_words(message: str, app: typer.Typer) -> str:
     }
     flags |= {name: flags[ours] for ours, name in _RENAMED if ours in flags}
 
+    pairs = _pairs(flags)
+
     def in_words(found: re.Match[str]) -> str:
         name, value = found.groups()
+        if name in pairs:  # whose values are JSON
+            switches = {"True": "true", "False": "false", "None": "null"}
+            return f"--{pairs[name]} {name}={switches.get(value, value)}"
         if name not in flags:
             return found[0]
+        if value.startswith("["):
+            value = value.strip("[]").replace(" ", "")
         # Of a switch the flag alone; else the value, where one stands there.
-        return flags[name] + (f"={value}" if value not in ("", "True", "False") else "")
+        return flags[name] + (f"={value}" if value not in ("", "True", "False", "None") else "")
 
-    return re.sub(r"(?<![-\w{'\"])([a-z]\w*)=(True|False|[^\s;,.()]*)", in_words, message)
+    if (first := re.match(r"([a-z]\w*): ", message)) and first[1] in flags:
+        message = flags[first[1]] + message[first.end(1) :]
+    value = r"\[[^\]]*\]|True|False|None|[^\s;,.()]*"
+    return re.sub(rf"(?<![-\w{{'\"])([a-z]\w*)=({value})", in_words, message)
+
+
+def _pairs(flags: Mapping[str, str]) -> dict[str, str]:
+    """By name what the command takes as `--option name=…` or `--setting name=…`."""
+    # Whose words these are has been imported, if it is the one that speaks.
+    if "option" in flags and (data := sys.modules.get("inspect_lens.data")):
+        readers = [info.read for info in data.DATASETS.values()]
+        names = {name for read in readers for name in inspect.signature(read).parameters}
+        names |= set(sys.modules["inspect_lens.data._table"].Columns.model_fields)
+        return dict.fromkeys(names - set(flags), "option")
+    if "setting" in flags and (train := sys.modules.get("inspect_lens.train")):
+        kinds = [kind for kind, _ in train.FAMILIES.values()]
+        names = {name for kind in kinds for name in inspect.signature(kind).parameters}
+        return dict.fromkeys(names - set(flags), "setting")
+    return {}
 
 
 def fail(error: Exception, code: int, message: str = "", kind: str = "") -> NoReturn:
@@ -172,19 +236,29 @@ def parse_layers(value: str) -> Any:
     layers: list[int] = []
     for part in value.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
+        found = range(0)
+        if (
+            first.isdecimal()
+            and len(first) < 6
+            and (not dash or last.isdecimal())
+            and len(last) < 6
+        ):
+            found = range(int(first), int(last or first) + 1)
+        if not found:
             raise SpecError(f"layers={value!r}; allowed are 'all' and numbers such as 8,10-14")
-        layers += range(int(first), int(last or first) + 1)
+        layers += found
     return layers
 
 
-def parse_settings(values: Iterable[str]) -> dict[str, Any]:
+def parse_settings(
+    values: Iterable[str], flag: str = "--setting", example: str = "C=0.01"
+) -> dict[str, Any]:
     """`key=value` pairs; values that are JSON are read as such."""
     made: dict[str, Any] = {}
     for pair in values:
         key, equals, text = pair.partition("=")
         if not equals or not key:
-            raise SpecError(f"{pair!r}: is no key=value; allowed is one such as C=0.01")
+            raise SpecError(f"{flag} {pair!r}: is no key=value; allowed is one such as {example}")
         try:
             made[key] = json.loads(text)
         except ValueError:
@@ -194,7 +268,9 @@ def parse_settings(values: Iterable[str]) -> dict[str, Any]:
 
 def parse_model_args(values: Iterable[str] | None, base_url: str) -> dict[str, Any]:
     """Arguments of the provider, as `-M` and `--base-url` give them."""
-    return parse_settings(values or ()) | ({"base_url": base_url} if base_url else {})
+    return parse_settings(values or (), "-M", "max_model_len=4096") | (
+        {"base_url": base_url} if base_url else {}
+    )
 
 
 CHOSEN_HERE: Final = (

@@ -31,8 +31,10 @@ from ._output import (
     check_recipe_options,
     emit,
     examples,
+    finite,
     kept_fits,
     on_interrupt,
+    out_folder,
     parse_layers,
     parse_model_args,
     parse_settings,
@@ -57,7 +59,9 @@ ServedModel = Annotated[
     ),
 ]
 Concurrency = Annotated[int, typer.Option(min=1, help="Requests at the same time.")]
-Fpr = Annotated[float, typer.Option(help="False positive rate that the threshold allows.")]
+Fpr = Annotated[
+    float, typer.Option(callback=finite, help="False positive rate that the threshold allows.")
+]
 Resamples = Annotated[int, typer.Option(min=0, help="Bootstrap draws; 0 leaves the bootstrap out.")]
 AnyModel = Annotated[
     bool, typer.Option("--any-model", help="Accept a store of another model, to measure transfer.")
@@ -82,11 +86,14 @@ ModelArgs = Annotated[
     ),
 ]
 Memory = Annotated[
-    float, typer.Option(help="Memory in GB, plus 0.4 for imports; larger sets stay on disk.")
+    float,
+    typer.Option(
+        callback=finite, help="Memory in GB, plus 0.4 for imports; larger sets stay on disk."
+    ),
 ]
 Resume = Annotated[
     str,
-    typer.Option(help="Folder for finished fits of large stores, so that a stopped run continues."),
+    out_folder("Folder for finished fits of large stores, so that a stopped run continues."),
 ]
 Tokenizer = Annotated[
     str,
@@ -107,7 +114,7 @@ Tokenizer = Annotated[
 def collect(
     model: ServedModel,
     dataset: Annotated[str, typer.Option(help="Name of a data set; a wrong name lists all.")],
-    out: Annotated[str, typer.Option(help="Store to write: a folder or an fsspec URL.")],
+    out: Annotated[str, out_folder("Store to write: a folder or an fsspec URL.")],
     path: Annotated[str, typer.Option(help="File or folder, for data sets that are files.")] = "",
     revision: Annotated[str, typer.Option(help="Revision of the data set on the hub.")] = "",
     config: Annotated[str, typer.Option(help="Configuration of the data set on the hub.")] = "",
@@ -128,11 +135,15 @@ def collect(
     ] = None,
     layers: Layers = "all",
     positions: Annotated[PositionName, typer.Option(help="Tokens to keep.")] = "completion",
-    max_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 256,
-    temperature: Annotated[float, typer.Option(help="Temperature of sampling.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
+    temperature: Annotated[
+        float, typer.Option(min=0, callback=finite, help="Temperature of sampling.")
+    ] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     concurrency: Concurrency = 64,
-    shard_samples: Annotated[int, typer.Option(help="Samples in each file of the store.")] = 64,
+    shard_samples: Annotated[
+        int, typer.Option(min=1, help="Samples in each file of the store.")
+    ] = 64,
     skip_errors: Annotated[bool, typer.Option(help="List failed samples and continue.")] = False,
     base_url: BaseUrl = "",
     model_arg: ModelArgs = None,
@@ -146,7 +157,7 @@ def collect(
     data = load_dataset(
         dataset, path=path or None, revision=revision or None, config=config or None,
         split=split or None, limit=limit or None, label_source=label_source,
-        **parse_settings(option or []),
+        **parse_settings(option or [], "--option", "n=400"),
     )  # fmt: skip
     with on_interrupt(lambda: f"{n_kept(out)} of {len(data)} samples are in {out}, and the same "
                               "command goes on from there"):  # fmt: skip
@@ -171,11 +182,11 @@ def collect(
 )
 def train(
     context: typer.Context,
-    out: Annotated[str, typer.Option(help="Folder to write the probe to.")],
+    out: Annotated[str, out_folder("Folder to write the probe to.")],
     recipe: Annotated[
         str, typer.Option(help="YAML file that fixes data and training; needs --work.")
     ] = "",
-    work: Annotated[str, typer.Option(help="Folder for the stores of the recipe.")] = "",
+    work: Annotated[str, out_folder("Folder for the stores of the recipe.")] = "",
     model: Annotated[str, typer.Option(help="Model to use in place of the recipe's.")] = "",
     base_url: BaseUrl = "",
     model_arg: ModelArgs = None,
@@ -205,13 +216,22 @@ def train(
         SelectBy, typer.Option(help="What the layer is chosen by; recall is that at --fpr.")
     ] = "recall",
     recall_floor: Annotated[
-        float, typer.Option(help="Recall at the threshold below which the card warns.")
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            callback=finite,
+            help="Recall at the threshold below which the card warns.",
+        ),
     ] = RECALL_FLOOR,
     behaviour_floor: Annotated[
         float,
         typer.Option(
+            min=0,
+            max=1,
+            callback=finite,
             help="Least share of answers that do what an instruction to be honest or to lie asks, "
-            "where labels come from it; 0 asks for nothing."
+            "where labels come from it; 0 asks for nothing.",
         ),
     ] = FOLLOWED_FLOOR,
     allow_few: Annotated[bool, typer.Option(help="Accept a small control set.")] = False,
@@ -238,8 +258,10 @@ def train(
         with kept_fits(resume):
             made = train_job(
                 out=out, train=train_store, control=control, selection=selection,
-                held_out=held_out or [], disjoint=parse_settings(disjoint or []), name=name,
-                family=family, settings=parse_settings(setting or []), layers=parse_layers(layers),
+                held_out=held_out or [],
+                disjoint=parse_settings(disjoint or [], "--disjoint", "test=question"), name=name,
+                family=family.value, settings=parse_settings(setting or []),
+                layers=parse_layers(layers),
                 rows=rows or "", pool=pool, fpr=fpr, allow_few=allow_few, seed=seed,
                 select_by=select_by, recall_floor=recall_floor, behaviour_floor=behaviour_floor,
                 tokenizer=tokenizer, memory=memory,
@@ -313,7 +335,7 @@ def evaluate(
 )
 def calibrate(
     probe: OneProbe,
-    out: Annotated[str, typer.Option(help="Folder to write the calibrated probe to.")],
+    out: Annotated[str, out_folder("Folder to write the calibrated probe to.")],
     control: Annotated[str, typer.Option(help="Store of harmless samples.")] = "",
     labelled: Annotated[str, typer.Option(help="Store with both classes, for probabilities.")] = "",
     fpr: Fpr = 0.01,
@@ -326,7 +348,10 @@ def calibrate(
         ),
     ] = None,
     length: Annotated[
-        int, typer.Option(help="Tokens up to which --for alarm holds; 0 takes what the set shows.")
+        int,
+        typer.Option(
+            min=0, help="Tokens up to which --for alarm holds; 0 takes what the set shows."
+        ),
     ] = 0,
     method: Annotated[ProbabilityMap, typer.Option(help="How to fit probabilities.")] = "platt",
     allow_few: Annotated[bool, typer.Option(help="Accept a small control set.")] = False,
@@ -457,7 +482,9 @@ def sweep(
     train_store: Annotated[str, typer.Option("--train", help="Store to train on.")],
     selection: Annotated[str, typer.Option(help="Store to compare on; not your test set.")] = "",
     control: Annotated[str, typer.Option(help="Harmless samples: choose by recall.")] = "",
-    fpr: Annotated[float, typer.Option(help="False positive rate of the recall.")] = 0.01,
+    fpr: Annotated[
+        float, typer.Option(callback=finite, help="False positive rate of the recall.")
+    ] = 0.01,
     family: Annotated[list[Family] | None, FAMILIES] = None,
     layers: Layers = "all",
     rows: Rows = None,
@@ -498,7 +525,7 @@ def sweep(
         control=harmless, fpr=fpr, seed=seed,
     )  # fmt: skip
     with kept_fits(resume):
-        choices = [(one, choose(make_estimator(one))) for one in family or [Family.LR]]
+        choices = [(one, choose(make_estimator(one.value))) for one in family or [Family.LR]]
     for one, choice in choices:
         together = len(choice.probe.layers) > 1
         if together:
@@ -531,7 +558,7 @@ def sweep(
 def report(
     probe: OneProbe,
     store: Annotated[list[str], typer.Argument(help="Held-out stores to show.")],
-    out: Annotated[str, typer.Option(help="Folder to write the report to.")],
+    out: Annotated[str, out_folder("Folder to write the report to.")],
     tokenizer: Annotated[
         str, typer.Option(help="Folder of a tokenizer, for the heat map of tokens.")
     ] = "",
@@ -576,7 +603,7 @@ def import_(
     path: Annotated[
         str, typer.Argument(help="A .pt file, a folder that has one, or an hf:// address.")
     ],
-    out: Annotated[str, typer.Option(help="Folder to write the probe to.")],
+    out: Annotated[str, out_folder("Folder to write the probe to.")],
     name: Annotated[str, typer.Option(help="Name on the card: <model>/<name>.")],
     kind: Annotated[
         LieDetector | None,

@@ -16,7 +16,7 @@ import typer
 from inspect_lens.errors import ArtifactError, SpecError
 
 from ._choices import OverCalls
-from ._output import BaseUrl, Json, emit, parse_layers
+from ._output import BaseUrl, Json, emit, finite, parse_layers, writable
 
 if TYPE_CHECKING:
     from inspect_ai.log import EvalLog, EvalMetric
@@ -53,7 +53,10 @@ def score(
     probe: Annotated[
         list[str], typer.Option(help="Probe: name, folder or hf:// address. Repeatable.")
     ],
-    out: Annotated[str, typer.Option(help="Scored log to write; next to the log by default.")] = "",
+    out: Annotated[
+        str,
+        typer.Option(callback=writable, help="Scored log to write; next to the log by default."),
+    ] = "",
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the scored log if it is there already.")
     ] = False,
@@ -79,9 +82,9 @@ def score(
     Needs the log and the .lens folder next to it; no server and no GPU. Earlier scores stay.
     """
     from inspect_ai import score as score_log
-    from inspect_ai.log import read_eval_log
 
     from inspect_lens.model import know_log
+    from inspect_lens.model._places import read_log
     from inspect_lens.reading import ProbeReader
     from inspect_lens.scorer import probe_score
 
@@ -102,7 +105,7 @@ def score(
     readers = [ProbeReader.of(name, **asked) for name in probe]
     scorers = [probe_score(name, **asked) for name in probe]
     # With the path in the log, files beside it are found; the scored one may lie elsewhere.
-    read = read_eval_log(log)
+    read = read_log(log)
     scored = score_log(read, scorers, action="append", display="none")
     if scored.status != "success" or scored.results is None:
         raise ArtifactError(f"{log}: {scored.error.message if scored.error else scored.status}")
@@ -214,7 +217,9 @@ def view(
             help="Probe (repeatable): name, folder or hf:// address; by default, those in the log."
         ),
     ] = None,
-    out: Annotated[str, typer.Option(help="HTML file to write; next to the log by default.")] = "",
+    out: Annotated[
+        str, typer.Option(callback=writable, help="HTML file to write; next to the log by default.")
+    ] = "",
     tokenizer: Annotated[
         str, typer.Option(help="Folder of a tokenizer; the model's by default.")
     ] = "",
@@ -268,15 +273,20 @@ def chat(
     layers: Annotated[
         str, typer.Option(help="'all', 'none', or numbers such as 8,10-14; six by default.")
     ] = "",
-    top_k: Annotated[int, typer.Option(help="Predicted tokens to show for each layer.")] = 5,
+    top_k: Annotated[int, typer.Option(min=1, help="Predicted tokens to show for each layer.")] = 5,
     vector: Annotated[
         str, typer.Option(help="Steering vector: its name on the server, or one to register there.")
     ] = "",
     scale: Annotated[
-        float | None, typer.Option(help="Scale of the vector to begin with; its own by default.")
+        float | None,
+        typer.Option(
+            callback=finite, help="Scale of the vector to begin with; its own by default."
+        ),
     ] = None,
     api_key: Annotated[str, typer.Option(help="API key, if the server needs one.")] = "",
-    port: Annotated[int, typer.Option(help="Local port of the page; 0 takes a free one.")] = 0,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Local port of the page; 0 takes a free one.")
+    ] = 0,
     browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
 ) -> None:
     """Chat with a model, and steer it, on a page whose tokens show their scores.

@@ -12,7 +12,18 @@ from inspect_lens.errors import SpecError
 
 from ._choices import ExportFormat, VectorFormat
 from ._choices import VectorMethod as Method
-from ._output import CommandGroup, Json, Layers, emit, examples, parse_layers, typed_command
+from ._output import (
+    CommandGroup,
+    Json,
+    Layers,
+    emit,
+    examples,
+    finite,
+    out_folder,
+    parse_layers,
+    typed_command,
+    writable,
+)
 
 if TYPE_CHECKING:
     from inspect_lens.train import ActivationSet
@@ -40,13 +51,15 @@ def extract(
     store: Annotated[
         str, typer.Option(help="Store to find the direction in (from probe collect).")
     ],
-    out: Annotated[str, typer.Option(help="Folder to write the vector to.")],
+    out: Annotated[str, out_folder("Folder to write the vector to.")],
     selection: Annotated[str, typer.Option(help="Store to choose the layer on.")] = "",
     name: Annotated[str, typer.Option(help="Name on the card: <model>/<name>.")] = "",
     method: Annotated[Method, typer.Option(help="How to find it.")] = Method.MEAN_DIFFERENCE,
     rows: Rows = "",
     layers: Layers = "all",
-    layer: Annotated[int, typer.Option(help="Layer to steer at; -1 chooses the best one.")] = -1,
+    layer: Annotated[
+        int, typer.Option(min=-1, help="Layer to steer at; -1 chooses the best one.")
+    ] = -1,
     description: Annotated[
         str, typer.Option(help="What a positive scale does, for the card.")
     ] = "",
@@ -168,13 +181,15 @@ def sweep(
 )
 def import_(
     file: Annotated[str, typer.Argument(help="File to read: .gguf, .pt, .svec or .safetensors.")],
-    out: Annotated[str, typer.Option(help="Folder to write the vector to.")],
+    out: Annotated[str, out_folder("Folder to write the vector to.")],
     name: Annotated[str, typer.Option(help="Name on the card: <model>/<name>.")],
     format: Annotated[
         VectorFormat | None, typer.Option(help="Tool that wrote the file; detected by default.")
     ] = None,
-    layer: Annotated[int, typer.Option(help="Layer (from 0), if the file names none.")] = -1,
-    concept: Annotated[int, typer.Option(help="axbench only: the row to take.")] = -1,
+    layer: Annotated[
+        int, typer.Option(min=-1, help="Layer (from 0), if the file names none.")
+    ] = -1,
+    concept: Annotated[int, typer.Option(min=-1, help="axbench only: the row to take.")] = -1,
     description: Annotated[
         str, typer.Option(help="What a positive scale does, for the card.")
     ] = "",
@@ -201,13 +216,16 @@ def import_(
 )
 def export(
     vector: Annotated[str, typer.Argument(help="Vector: name, folder or hf:// address.")],
-    file: Annotated[str, typer.Argument(help="File to write.")],
+    file: Annotated[str, typer.Argument(help="File to write.", callback=writable)],
     format: Annotated[ExportFormat, typer.Option(help="Tool that will read the file.")],
     layers: Layers = "all",
     model_hint: Annotated[str, typer.Option(help="repeng only: model type, such as llama.")] = "",
-    n_layers: Annotated[int, typer.Option(help="persona only: number of layers of the model.")] = 0,
+    n_layers: Annotated[
+        int, typer.Option(min=0, help="persona only: number of layers of the model.")
+    ] = 0,
     avg_proj: Annotated[
-        float | None, typer.Option(help="ibm only: value that the projection is set to.")
+        float | None,
+        typer.Option(callback=finite, help="ibm only: value that the projection is set to."),
     ] = None,
     as_json: Json = False,
 ) -> None:

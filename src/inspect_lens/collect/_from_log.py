@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from inspect_ai.log import EvalLog, EvalSample, read_eval_log
+from inspect_ai.log import EvalLog, EvalSample
 
 from inspect_lens.data import (
     ActivationStore,
@@ -21,6 +21,7 @@ from inspect_lens.data import (
 from inspect_lens.data._sample import check_label_source
 from inspect_lens.errors import NotCapturedError, SpecError
 from inspect_lens.model import activations, know_log
+from inspect_lens.model._places import read_log
 from inspect_lens.probe import CaptureFacts
 from inspect_lens.reading import CallSelection, OnMissing, Over, Turn
 from inspect_lens.reading._rows import select_positions
@@ -85,7 +86,7 @@ def log_to_store(
         assert len(data.labels) == 8
         ```
     """
-    read = log if isinstance(log, EvalLog) else read_eval_log(str(log))
+    read = read_log(log)
     if read.location:
         know_log(read.location)
     selection = CallSelection.of(over=over, roles=roles, on_missing=on_missing)

@@ -171,8 +171,8 @@ DATASETS: Final[dict[str, DatasetInfo]] = {
         title="Lines of text, such as the prompts of the taboo models",
         read=_table(prompt=TEXT, label=None), licence="that of your file",
         label_meaning="what the model answers decides", on_policy=True, text_overlap_group="lines",
-        files="lines of text (.txt), or json with a list of texts; label=False (in the shell "
-        "--option label=false) for a control set",
+        files="lines of text (.txt), or json with a list of texts; label=False for "
+        "a control set",
     ),
     "persona_traits": DatasetInfo(
         label_source="instruction",
@@ -294,10 +294,9 @@ def load_dataset(
     has = {"path": bool(info.files), "builtin": info.builtin is not None, "hub": bool(info.hub)}
     chosen = source or ("path" if path else "builtin" if has["builtin"] else "hub")
     if not has.get(chosen):
-        raise SpecError(
-            f"{name}: source={chosen!r}; allowed are {[k for k, v in has.items() if v]}; "
-            f"{'get ' + info.files + ' and pass path=' if info.files else 'choose one of these'}"
-        )
+        do = f"get {info.files} and pass path=" if info.files else "leave path= out"
+        allowed = [source for source, is_one in has.items() if is_one]
+        raise SpecError(f"{name}: has no source {chosen!r}; allowed are {allowed}; {do}")
     of_source = {"config": (config, "hub"), "revision": (revision, "hub"), "path": (path, "path")}
     for option, (value, reads) in of_source.items():
         if value and chosen != reads:

@@ -339,7 +339,7 @@ def get(row: Row, key: str, index: int) -> Any:
         raise SpecError(
             f"row {index}: has no {key!r}, only {has}; allowed are rows of the schema of this set; "
             "check that the file is the right one, or, where the set is a table, say which column "
-            f"it is, as in prompt='question' (--option prompt=question); {_shown(row)}"
+            f"it is, as in prompt='question'; {_shown(row)}"
         )
     return row[key]
 

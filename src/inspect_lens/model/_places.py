@@ -12,12 +12,16 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, cast
+
+from inspect_ai.log import EvalLog, read_eval_log
 
 from inspect_lens._base.one_or_several import one_or_several
 from inspect_lens._intake import absolute, has_file, join, parent, read_file, stem
 from inspect_lens._settings import Settings, text
-from inspect_lens.errors import ArtifactError
+from inspect_lens.errors import ArtifactError, LensError
 
 from ._host import active_call, when_log_is_read
 
@@ -25,6 +29,29 @@ _roots: OrderedDict[str, None] = OrderedDict()
 """Folders of logs that this process wrote or read, latest last."""
 _followed: set[str] = set()
 """Places that somebody allowed."""
+
+
+@contextmanager
+def judging_log(log: object) -> Iterator[None]:
+    """While a log is read, whatever Inspect raises says which log, and what can be read."""
+    try:
+        yield
+    except LensError:
+        raise
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ArtifactError(
+            f"{log}: cannot be read as a log ({type(error).__name__}: {reason}); allowed are .eval "
+            "and .json files of Inspect; check the path"
+        ) from None
+
+
+def read_log(log: EvalLog | str | Path) -> EvalLog:
+    """A log, or that of an address."""
+    if isinstance(log, EvalLog):
+        return log
+    with judging_log(log):
+        return read_eval_log(str(log))
 
 
 class Place(NamedTuple):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
 from inspect_ai.event import Event, InfoEvent, ModelEvent
-from inspect_ai.log import EvalLog, EvalSample, list_eval_logs, read_eval_log, transcript
+from inspect_ai.log import EvalLog, EvalSample, list_eval_logs, transcript
 from inspect_ai.model import ChatMessage, ModelOutput
 
 from inspect_lens._intake import absolute, join, parent, write_file
@@ -17,7 +17,7 @@ from inspect_lens.errors import ArtifactError
 from inspect_lens.spec import Receipt
 
 from ._handle import MEMORY, MESSAGES, Activations
-from ._places import MessageIndex, Place, find, know_log, know_root, place_for, place_of
+from ._places import MessageIndex, Place, find, know_log, know_root, place_for, place_of, read_log
 from ._scores import SCORED_MESSAGES, ProbeScores
 
 if TYPE_CHECKING:
@@ -298,7 +298,7 @@ def read_activations(source: EvalLog | EvalSample | ModelOutput | str | Path) ->
         ```
     """
     if isinstance(source, str | Path):
-        source = read_eval_log(str(source))
+        source = read_log(source)
     if isinstance(source, ModelOutput):
         handle = activations(source)
         message_id = source.message.id if source.choices else None

@@ -102,7 +102,8 @@ def configuration_of(base_model: str) -> str:
 
 def normalise_url(url: str) -> str:
     """Add the `/v1` that the OpenAI client needs where a URL has no path."""
-    bare = url.rstrip("/") if "://" in url else server_address(url)
+    address = server_address(str(url))  # judges it
+    bare = url.rstrip("/") if "://" in str(url) else address
     return bare if urlsplit(bare).path else f"{bare}/v1"
 
 
@@ -145,25 +146,20 @@ def start_server(
     timeout = wanted.pop("timeout", None)
     # Whoever reaches the port can read activations and steer, so it listens on loopback.
     host = wanted.pop("host", "127.0.0.1")
-    return start_local_server(
-        [
-            sys.executable,
-            *COMMAND,
-            "--model",
-            model_path(model),
-            "--host",
-            host,
-            "--api-key",
-            api_key,
-        ],
-        host=host,
-        port=port,
-        api_key=api_key,
-        server_type="vLLM",
-        timeout=timeout,
-        server_args=wanted,
-        env=env | devices,
-    )
+    command = [sys.executable, *COMMAND, "--model", model_path(model), "--host", host]
+    try:
+        return start_local_server(
+            [*command, "--api-key", api_key],
+            host=host,
+            port=port,
+            api_key=api_key,
+            server_type="vLLM",
+            timeout=timeout,
+            server_args=wanted,
+            env=env | devices,
+        )
+    except RuntimeError as error:
+        raise CaptureError(f"{model}: {error}") from None
 
 
 def _memory_on_cpus(model: str, wanted: Mapping[str, Any]) -> dict[str, Any]:

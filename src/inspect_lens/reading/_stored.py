@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from inspect_ai.log import EvalLog, read_eval_log
+from inspect_ai.log import EvalLog
 from inspect_ai.model import Model, ModelOutput
 from inspect_ai.scorer import Score, value_to_float
 from inspect_ai.util import Store, StoreModel
@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from inspect_lens.errors import ArtifactError, CaptureError, UnsupportedError
 from inspect_lens.model import Activations, read_activations
+from inspect_lens.model._places import read_log
 from inspect_lens.model._read import GIVEN_TOKENS
 from inspect_lens.model._recapture import continued_tokens, prompt_tokens
 
@@ -136,8 +137,7 @@ def read_pairs(log: EvalLog | str | Path) -> list[PairRow]:
         assert means.shape == (4, 256)
         ```
     """
-    if not isinstance(log, EvalLog):
-        log = read_eval_log(str(log))
+    log = read_log(log)
     calls = {call.message_id: call.activations for call in read_activations(log)}
     rows = []
     for sample in log.samples or ():

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from inspect_ai.log import EvalLog, EvalSample, read_eval_log
+from inspect_ai.log import EvalLog, EvalSample
 from inspect_ai.scorer import Score
 from numpy.typing import NDArray
 
 from inspect_lens.errors import ArtifactError
 from inspect_lens.model import Activations, ProbeScores, read_activations
+from inspect_lens.model._places import read_log
 from inspect_lens.model._read import read_sidecar, write_sidecar
 from inspect_lens.model._scores import SCORES_REFERENCE, decoded_scores, encode_scores
 
@@ -113,7 +114,7 @@ def read_token_scores(
         ```
     """
     if isinstance(source, str | Path):
-        source = read_eval_log(str(source))
+        source = read_log(source)
     if isinstance(source, EvalLog):
         read_activations(source)  # says where its files are, and refuses a log without samples
         return [record for sample in source.samples or [] for record in read_token_scores(sample)]

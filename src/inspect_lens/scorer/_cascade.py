@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 import numpy as np
-from inspect_ai.log import EvalLog, read_eval_log
+from inspect_ai.log import EvalLog
 from inspect_ai.model import Model
 from inspect_ai.scorer import Score, Scorer, Target, scorer
 from inspect_ai.solver import TaskState
 
 from inspect_lens.errors import SpecError
+from inspect_lens.model._places import read_log
 from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import (
     CallReading,
@@ -433,7 +434,7 @@ def _cut(reader: ProbeReader, share: float, reference: str | Sequence[float]) ->
 def _values(reader: ProbeReader, log: str) -> list[float]:
     """Values of this very probe in a log."""
     found = []
-    for sample in read_eval_log(log).samples or []:
+    for sample in read_log(log).samples or []:
         for score in (sample.scores or {}).values():
             facts = score.metadata or {}
             own = facts.get("probe_sha256") == reader.probe.sha256

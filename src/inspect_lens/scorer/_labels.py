@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from inspect_ai.log import EvalLog, EvalSample, read_eval_log
+from inspect_ai.log import EvalLog, EvalSample
 from inspect_ai.scorer import SampleScore, Score, Value
 from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens import probe as arithmetic
 from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.model._places import read_log
 from inspect_lens.probe import Comparison, Interval, compare_auroc
 from inspect_lens.reading._shared import shared_parameters
 
@@ -98,7 +99,7 @@ def logged_scores(
 
     Without a name it is `default`, or else the first of those that `is_one` knows.
     """
-    found = log if isinstance(log, EvalLog) else read_eval_log(str(log))
+    found = read_log(log)
     samples = found.samples or []
     every = [(key, score) for sample in samples for key, score in (sample.scores or {}).items()]
     if name is None:
@@ -257,8 +258,7 @@ def compare(
         print(found.auroc_a, found.auroc_b, found.interval, found.too_few)
         ```
     """
-    read = log if isinstance(log, EvalLog) else read_eval_log(str(log))
-    pairs = []
+    pairs, read = [], read_log(log)
     for sample in read.samples or []:
         both = [_score_of(sample, name) for name in (a, b)]
         values = [None if one is None else one.value for one in both]

@@ -160,7 +160,7 @@ def choose_probes(
             if ("://" in name or path.is_absolute() or ".." in path.parts) and not may_follow(name):
                 notes.append(
                     f"The log was scored with {name!r}, which was not fetched: a log may name any "
-                    f"place. Pass --probe {name}, or allow it with --follow {name}."
+                    f"place; pass it as probes={name}, or allow it with follow={name}."
                 )
                 continue
             try:
@@ -179,7 +179,7 @@ def choose_probes(
     if not probes and not have_kept:
         raise SpecError(
             "probe: none was given, and the log names none that is here; allowed are a name below "
-            f"probes/, a folder or an hf:// address; pass --probe. {' '.join(notes)}".strip()
+            f"probes/, a folder or an hf:// address; pass probes=. {' '.join(notes)}".strip()
         )
     for probe in probes:
         if not any_model:

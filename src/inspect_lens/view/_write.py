@@ -15,6 +15,7 @@ from inspect_lens._base.progress import progress_bar
 from inspect_lens._base.token_texts import TokenTexts
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import know_log
+from inspect_lens.model._places import judging_log
 from inspect_lens.model._request import capture_advice
 from inspect_lens.probe import AnyProbe, write_atomic
 
@@ -140,14 +141,8 @@ def _open(log: EvalLog | str | Path) -> OpenLog:
             f"{log.location or 'log'}: was read without its samples; pass its address, or read it "
             "again with header_only=False"
         )
-    try:
+    with judging_log(log):
         return open_log(log if isinstance(log, EvalLog) else str(log))
-    except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ArtifactError(
-            f"{log}: cannot be read as a log ({type(error).__name__}: {reason}); allowed are .eval "
-            "and .json files of Inspect; check the path"
-        ) from None
 
 
 def _target(opened: OpenLog, out: str | Path | None) -> Path:
@@ -157,7 +152,7 @@ def _target(opened: OpenLog, out: str | Path | None) -> Path:
     if not location or "://" in location:
         raise SpecError(
             f"out: is missing, and {location or 'a log in memory'!r} is no local file to write "
-            "beside; pass --out FILE.html"
+            "beside; pass out= with an HTML file"
         )
     return Path(location).with_suffix(".html")
 
@@ -175,7 +170,7 @@ def _require_scores(
         kept = sorted({name for sample in samples for name in sample.kept_by})
         lost = next((sample.lost for sample in samples if sample.lost), "")
         found = (
-            f"{', '.join(kept)} kept token scores of other probes only; leave --probe out"
+            f"{', '.join(kept)} kept token scores of other probes only; leave probes= out"
             if kept
             else f"the file of token scores {lost} is not here either"
             if lost

@@ -59,6 +59,38 @@ MISTAKES: tuple[Mistake, ...] = (
     ("nothing", 2, "UsageError", "inspect-lens --help shows what it takes"),
     ("probe collect", 2, "UsageError", "inspect-lens probe collect --help shows what it takes"),
     ("view /nowhere.eval --limit x", 2, "UsageError", "--limit"),
+    ("view /nowhere.eval --out /", 4, "ArtifactError", "--out=/: is a folder"),
+    ("lens import x.pt --name m/l --out /dev/null", 4, "ArtifactError", "is no folder"),
+    ("lens fit --kind tuned --lr nan", 2, "UsageError", "'--lr'"),
+    ("probe train --out=", 3, "SpecError", "--out: is empty"),
+    ("probe train --out x --memory nan", 3, "SpecError", "--memory=nan"),
+    ("probe train --out x --recall-floor 7", 2, "UsageError", "--recall-floor"),
+    ("probe train --out x --disjoint a", 3, "SpecError", "--disjoint 'a'"),
+    ("probe train --out x --recipe CITATION.cff --work w", 4, "ArtifactError", "not a recipe ("),
+    ("probe train --out x --setting D=3", 3, "SpecError", "'lr': has no setting 'D'"),
+    ("probe sweep --train x --layers 8-2", 3, "SpecError", "--layers='8-2'"),
+    ("probe sweep --train x --layers 0-99999999999", 3, "SpecError", "--layers='0-9"),
+    ("probe evaluate organism/deception-lt x", 4, "ArtifactError", "did you mean 'organism/dec"),
+    ("probe evaluate pyproject.toml x", 4, "ArtifactError", "probe='pyproject.toml' was not"),
+    ("vector extract --store x --out v --layer -5", 2, "UsageError", "--layer"),
+    (
+        "vector export organism/truth-resid x.gguf --format repeng",
+        3,
+        "SpecError",
+        "--model-hint: is",
+    ),
+    (
+        "vector export organism/truth-resid x.pt --format persona",
+        3,
+        "SpecError",
+        "--n-layers: layers [",
+    ),
+    (
+        "probe collect --model lens/x --out x --dataset lines",
+        3,
+        "SpecError",
+        "--option label=false for a control set and pass --path",
+    ),
 )
 
 

@@ -177,7 +177,7 @@ def test_these_methods_train_in_little_memory(family: str, settings: dict[str, A
 
 
 def test_another_method_says_how_much_memory_it_needs() -> None:
-    with pytest.raises(SpecError, match=r"LDAProbe is fitted on all 180 rows .* --memory"):
+    with pytest.raises(SpecError, match=r"LDAProbe is fitted on all 180 rows .*\(memory=\)"):
         train(family="lda", rows="", memory=2e-5, allow_few=True)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any, Final
 
-from inspect_lens.errors import SpecError
+from inspect_lens.errors import SpecError, did_you_mean
 
 from ._binary import BinaryEstimator
 from ._direction import LATProbe, LDAProbe, MassMeanProbe, MeanDifferenceProbe
@@ -85,7 +86,8 @@ def make_estimator(name: str, **settings: Any) -> BinaryEstimator:
     try:
         made: BinaryEstimator = kind(**{**defaults, **settings})
     except TypeError as error:
-        raise SpecError(
-            f"family={name!r}: {error}; allowed are the settings of {FAMILIES[name][0].__name__}"
-        ) from None
+        takes = signature(kind).parameters
+        wrong = [key for key in settings if key not in takes]
+        why = f"has no setting {wrong[0]!r}; {did_you_mean(wrong[0], takes)}" if wrong else error
+        raise SpecError(f"family={name!r}: {why}") from None
     return made

@@ -267,7 +267,7 @@ def fits_in_memory(
     raise SpecError(
         f"memory={data.memory:g}: {name} is fitted on all {n:,} rows at once, which take "
         f"{layer / 1e9:.2g} GB a layer and {needed / 1e9:.2g} GB with what the fit makes of them; "
-        f"allowed is what fits; {hint}state that much memory (memory=, --memory), or take what "
+        f"allowed is what fits; {hint}state that much memory (memory=), or take what "
         "reads rows piece by piece: one layer of lr, mean-difference, mass-mean, mass-mean-iid, "
         "lda-ridge or lat, each token a row"
     )
@@ -284,7 +284,7 @@ def _warn_of(estimator: DirectionEstimator, data: StoreSet, n: int) -> None:
         warnings.warn(
             f"memory={data.memory:g}: {type(estimator).__name__} reads rows piece by piece and "
             f"holds about {held / 1e9:.2g} GB beside them ({what}); state that much memory "
-            "(memory=, --memory), or take a family that holds less, such as lr",
+            "(memory=), or take a family that holds less, such as lr",
             UserWarning,
             stacklevel=4,
         )

@@ -90,7 +90,7 @@ def fit_threshold(
         raise SpecError(
             f"control_scores: {size} of {control!r} for a false positive rate of {fpr:g}; allowed "
             f"are {need} or more, as fewer cannot show that rate; {_larger(found)}score more "
-            "control samples of other groups, or pass allow_few=True (--allow-few) and read the "
+            "control samples of other groups, or pass allow_few=True and read the "
             "interval"
         )
     by_group = groups is not None and found < scores.size and found + 1 >= 1.0 / fpr - 1e-9
@@ -208,7 +208,7 @@ def calibrate_threshold(
             f"length={length}: {n_long} of {len(ranked)} control groups of {control.name!r} have "
             f"an answer as long (the longest has {ranked[0]} tokens), and a rate of {fpr:g} needs "
             f"{need}, which allows {most}; collect longer control answers, ask for a larger rate, "
-            "or pass allow_few=True (--allow-few) for up to the longest"
+            "or pass allow_few=True for up to the longest"
         )
     full = np.flatnonzero(lengths >= cut)
     values = harmless.statistic(probe, asked, length=cut)

@@ -397,7 +397,8 @@ class ActivationSet:
         known |= {"content": self.contents} if self.contents else {}
         if name not in known:
             raise SpecError(
-                f"{self.name}: has no key {name!r}; allowed are {sorted(known)}; add it to columns="
+                f"{self.name}: has no key {name!r}; allowed are {sorted(known)}; take one of "
+                "these, or collect the set anew with that column"
             )
         return known[name]
 
@@ -648,8 +649,8 @@ def no_ends(name: str, probe: str) -> SpecError:
     """A set without sentence ends, and a probe that pools by sentence."""
     return SpecError(
         f"{name}: has no sentence ends, and probe {probe!r} pools by {SENTENCE_POOL}; allowed is a "
-        "set with ends=; make them with sentence_ends(pieces), or read a store with pieces= "
-        "(--tokenizer)"
+        "set with ends=; make them with sentence_ends(pieces), or name the tokenizer with which a "
+        "store is read"
     )
 
 

@@ -196,7 +196,7 @@ def split_by_group(
         raise SpecError(
             f"{data.name}: {n_groups} groups, {data.n_positive} positive and {data.n_negative} "
             f"negative samples; allowed are {folds} or more of each for fraction={fraction:g}; "
-            "use finer groups or more samples, or selection= of train_probe"
+            "use finer groups or more samples, or a set of its own to choose on (selection=)"
         )
     splitter = StratifiedGroupKFold(n_splits=folds, shuffle=True, random_state=seed)
     rest, part = next(splitter.split(np.zeros(len(data)), data.labels, data.groups))
@@ -298,7 +298,7 @@ def refuse_seen(
         parts.append(f"{len(part)} of {n} samples {_DONE[role]}, such as {names}")
     raise SpecError(
         f"{data.name}: {'; '.join(parts)} (probe {probe.name!r}); allowed are samples that took no "
-        "part in making the probe; leave these out, or pass allow_seen=True (--allow-seen) to "
+        "part in making the probe; leave these out, or pass allow_seen=True to "
         "measure on what it knows"
     )
 
