@@ -259,7 +259,7 @@ def test_every_family_by_name_trains_on_a_set() -> None:
     assert mean.probe.layers == (1,)
     with pytest.raises(SpecError, match="allowed are lr, "):
         make_estimator("svm")
-    with pytest.raises(SpecError, match="settings of LogisticProbe"):
+    with pytest.raises(SpecError, match="has no setting"):
         make_estimator("lr", depth=3)
     with pytest.raises(SpecError, match="rows='first'"):
         fit_on(LogisticProbe(), train, 1, rows="first")  # type: ignore[arg-type]

@@ -192,7 +192,7 @@ def test_refusals_name_what_to_do(tmp_path: Path) -> None:
     bare.eval.scorers = []
     for sample in bare.samples or []:
         sample.scores = {}
-    with pytest.raises(SpecError, match="pass --probe"):
+    with pytest.raises(SpecError, match="pass probes="):
         write_view(bare, tmp_path / "p.html")
     shutil.rmtree(tmp_path / "logs/planted.lens")
     shutil.rmtree(next((tmp_path / "logs").glob("*.lens")))
