@@ -217,8 +217,12 @@ def test_messages_have_the_flags_of_the_command(monkeypatch: pytest.MonkeyPatch)
         ("or check_model=False to measure transfer", "or --any-model to measure transfer"),
         ("pass pool='mean', or pool=", "pass --pool='mean', or --pool"),
         ("-M capture=[4] and layer=3", "-M capture=[4] and layer=3"),
+        ("roles: pass roles= with one", "--role: pass --role with one"),
     ):
         assert in_shell_words(python, app) == shell
+    monkeypatch.setattr("sys.argv", ["inspect-lens", "probe", "collect"])
+    said = in_shell_words("say prompt='q', label=False or layers=[4, 5]", app)
+    assert said == "say --option prompt='q', --option label=false or --layers=4,5"
 
 
 def test_names_of_models_are_judged_in_python_too() -> None:
