@@ -71,6 +71,6 @@ def _block_keys(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 SALT_WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "block_keys": _block_keys,
+    "block_keys": _block_keys
 }
 """Wrapper by name of the monkeypatch."""

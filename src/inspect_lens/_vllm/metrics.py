@@ -79,11 +79,7 @@ METRICS: tuple[Metric, ...] = (
         "counter",
         "Captured prompt positions looked up in the row cache.",
     ),
-    Metric(
-        "inspect_lens_row_cache_hits_total",
-        "counter",
-        "Those of them whose rows it had.",
-    ),
+    Metric("inspect_lens_row_cache_hits_total", "counter", "Those of them whose rows it had."),
     Metric(
         "inspect_lens_tier_requests_total",
         "counter",

@@ -45,15 +45,7 @@ from inspect_lens.errors import CaptureError
 from inspect_lens.spec import TensorData
 
 from .listener import Listener
-from .placement import (
-    Collected,
-    Further,
-    Pending,
-    Placing,
-    Worker,
-    paths_of_all,
-    told_of_edits,
-)
+from .placement import Collected, Further, Pending, Placing, Worker, paths_of_all, told_of_edits
 from .result_memory import ResultMemory, memory_bytes
 
 logger = logging.getLogger("vllm.inspect_lens")
@@ -271,11 +263,7 @@ class Collector:
         """Of workers on other hosts, where there may be any."""
         if links is not None:
             self.listener = Listener(
-                links,
-                self.address,
-                lost=self._lose,
-                told=self._tell,
-                came=lambda: self.came(),
+                links, self.address, lost=self._lose, told=self._tell, came=lambda: self.came()
             )
             self.address = Address(self.address, links.own_host, self.listener.address).pack()
         atexit.register(self.close)

@@ -81,11 +81,7 @@ class RowCache:
     """Rows of blocks, the least recently used of which go first. Any thread may ask."""
 
     def __init__(
-        self,
-        most_bytes: int,
-        *,
-        keeps_first: bool,
-        on_change: Callable[[], None] | None = None,
+        self, most_bytes: int, *, keeps_first: bool, on_change: Callable[[], None] | None = None
     ) -> None:
         self.most_bytes = most_bytes
         self._keeps_first = keeps_first

@@ -39,12 +39,7 @@ from inspect_lens._engine.protocol.messages import (
     packed,
     unpacked,
 )
-from inspect_lens._engine.protocol.processes import (
-    STALLED_S,
-    STOPPED_S,
-    Address,
-    Links,
-)
+from inspect_lens._engine.protocol.processes import STALLED_S, STOPPED_S, Address, Links
 from inspect_lens.errors import CompatError, SpecError
 from inspect_lens.spec import N_LATCHES, EnginePath
 

@@ -240,11 +240,7 @@ def _steer(steered: Batch, table: RequestTable, tokens: Ints, config_taps: Bools
 
 
 def _capture(
-    batch: Batch,
-    table: RequestTable,
-    tokens: Ints,
-    group_taps: list[Longs],
-    tap_rows: Longs,
+    batch: Batch, table: RequestTable, tokens: Ints, group_taps: list[Longs], tap_rows: Longs
 ) -> tuple[list[GroupBlock], Ints, int]:
     group = table.group[batch.slots]
     start = np.maximum(table.lo[batch.slots], batch.position)

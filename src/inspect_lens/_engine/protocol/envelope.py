@@ -16,13 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from inspect_lens.errors import LensError
-from inspect_lens.spec import (
-    Cache,
-    EngineFacts,
-    EngineProbe,
-    LensRequest,
-    tap_order,
-)
+from inspect_lens.spec import Cache, EngineFacts, EngineProbe, LensRequest, tap_order
 
 from .edits import NO_EDITS, EditEnvelope, SealedEdits, seal_request_edits
 from .readouts import (

@@ -24,10 +24,7 @@ from numpy.typing import NDArray
 
 from inspect_lens._engine.export.transport import Copier
 from inspect_lens._engine.plan.step_plan import GroupBlock, Longs
-from inspect_lens._engine.protocol.readouts import (
-    CROSSING_PIECE,
-    crossing_bytes,
-)
+from inspect_lens._engine.protocol.readouts import CROSSING_PIECE, crossing_bytes
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import TapPoint
 
@@ -134,12 +131,7 @@ class Stages:
     """
 
     def __init__(
-        self,
-        *,
-        is_first: bool = False,
-        is_last: bool,
-        ranks: int = 1,
-        most_rows: int | None = None,
+        self, *, is_first: bool = False, is_last: bool, ranks: int = 1, most_rows: int | None = None
     ) -> None:
         self.is_first = is_first
         self.is_last = is_last

@@ -120,9 +120,7 @@ class Steering:
     named: Named | None
     """Tokens that are steered by position or phase."""
     held: Held
-    """What is to be given back, configurations aside."""
-    configs: list[int]
-    """Configurations to give back."""
+    """What is to be given back."""
     content: str
     """Names all of it: whoever brings the same while it is held shares it."""
 
@@ -172,12 +170,12 @@ class Placements:
             ids = np.asarray([placing.config_at(p, True) for p in positions], dtype=np.int32)
             self._place(placing)
         except BaseException:
-            self._release(placing.held, placing.configs)
+            self._release(placing.held)
             raise
         named = None
         if positions or behind != every:
             named = Named(np.asarray(positions, dtype=np.int64), ids, edge, behind)
-        return Steering(every, named, placing.held, placing.configs, content)
+        return Steering(every, named, placing.held, content)
 
     def keep_history(
         self, key: str, record: int, envelope: Envelope, tap_index: Mapping[TapPoint, int]
@@ -209,14 +207,14 @@ class Placements:
             self._held[steering.content] = steering, users
             return
         del self._held[steering.content]
-        self._release(steering.held, steering.configs)
+        self._release(steering.held)
 
-    def _release(self, held: Held, configs: list[int]) -> None:
+    def _release(self, held: Held) -> None:
         for number in held.vectors:
             self._vectors.give(number)
         for entry in held.entries:
             self._entries.give(entry)
-        for config in configs:
+        for config in held.configs:
             self._configs.give(config)
 
     def _place(self, placing: Placing) -> None:
@@ -320,9 +318,9 @@ class Bank(Placements):
             self.config_taps[config] = np.asarray(first) != 0
             self.config_taps[config, list(chains)] = True
 
-    def _release(self, held: Held, configs: list[int]) -> None:
-        super()._release(held, configs)
-        for config in configs:
+    def _release(self, held: Held) -> None:
+        super()._release(held)
+        for config in held.configs:
             if not self._configs.is_held(config):
                 self.splices.drop(config)
 
@@ -426,10 +424,11 @@ class Programs:
 
 
 class Held(NamedTuple):
-    """What a request holds, configurations aside."""
+    """What a request holds."""
 
     vectors: list[int]
     entries: list[int]
+    configs: list[int]
 
 
 class Chain(NamedTuple):
@@ -476,9 +475,7 @@ class Placing:
         """By identity of a row of this request: its hash."""
         for part in parts:
             self._digests |= part.spec.made.rows
-        self.held = Held([], [])
-        self.configs: list[int] = []
-        """What the request holds."""
+        self.held = Held([], [], [])
         self.new_rows: list[tuple[int, Row]] = []
         """Vector, and its rows of the table."""
         self.new_entries: list[tuple[int, _Entry]] = []
@@ -507,7 +504,7 @@ class Placing:
         rows = tuple(row_of)
         more = [(tap, chain.rest, chain.content) for tap, chain in spliced.items()]
         config, is_new = self._of_configs.take((rows, tuple(more)))
-        self.configs.append(config)
+        self.held.configs.append(config)
         if is_new:
             self.new_configs.append((config, rows, spliced))
         return config

@@ -78,7 +78,7 @@ def hosts_refusals(vllm_config: Any, settings: Settings) -> dict[str, bool]:
     has_ray_engines = has_many and getattr(parallel, "data_parallel_backend", "mp") == "ray"
     found = {
         "data-parallel engines that Ray starts have not been tried; use --data-parallel-backend "
-        "mp": has_ray_engines,
+        "mp": has_ray_engines
     }
     if not _may_span_hosts(vllm_config):
         return found

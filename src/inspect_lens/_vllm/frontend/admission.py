@@ -565,12 +565,7 @@ def _reading(front: FrontEnd, packed: dict[str, Any], n_prompt: int, n_max: int)
     probes = Envelope.unpack(packed).probes
     if probes is None:
         return None
-    return Reading(
-        front.registry.reads_of(packed),
-        lo=probes.lo,
-        n_prompt=n_prompt,
-        n_max=n_max,
-    )
+    return Reading(front.registry.reads_of(packed), lo=probes.lo, n_prompt=n_prompt, n_max=n_max)
 
 
 def said_by(detokenizer: Any) -> tuple[tuple[int, ...], str]:

@@ -30,12 +30,7 @@ from inspect_lens._vllm.compat.features import (
 )
 from inspect_lens._vllm.http.bodies import payloads
 from inspect_lens._vllm.http.server import install_when_serving, is_serving
-from inspect_lens._vllm.registered.contents import (
-    SERVER_NAME,
-    kept_of,
-    parse_shared,
-    start_items,
-)
+from inspect_lens._vllm.registered.contents import SERVER_NAME, kept_of, parse_shared, start_items
 from inspect_lens._vllm.registered.persistent_hooks import HookBook
 from inspect_lens._vllm.registered.probe_scores import Reads
 from inspect_lens._vllm.registered.prompt_rows import is_harmless, keeps_rows
@@ -177,9 +172,7 @@ class FrontEnd:
             self.results.links = links
         if facts.allows_code:
             processor.inspect_lens_book = HookBook(
-                facts,
-                most_bytes=settings.hook_bytes,
-                n_processes=self.n_processes,
+                facts, most_bytes=settings.hook_bytes, n_processes=self.n_processes
             )
         self.registry.numerics = facts.numerics
         self.sinks.learn(facts, settings.sinks)
@@ -301,11 +294,7 @@ class FrontEnd:
         """Judge a configuration as a request that asks for the same would be."""
         composed, _ = compose(
             self.registry,
-            LensRequest(
-                edits=config.edits,
-                edits_named=config.edits_named,
-                probes=config.probes,
-            ),
+            LensRequest(edits=config.edits, edits_named=config.edits_named, probes=config.probes),
             alone=True,
         )
         self._judge(self.registry.resolve(composed), facts)

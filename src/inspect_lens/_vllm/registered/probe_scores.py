@@ -377,13 +377,7 @@ def _is_plain(use: ProbeUse, probe: EngineProbe) -> bool:
 
 
 class _Use:
-    def __init__(
-        self,
-        at: int,
-        reads: Reads,
-        column: int,
-        where: range | tuple[int, ...],
-    ) -> None:
+    def __init__(self, at: int, reads: Reads, column: int, where: range | tuple[int, ...]) -> None:
         use, probe = reads.uses[at], reads.probes[at]
         self.at, self.use, self.probe, self.differs = at, use, probe, reads.differences[at]
         self.stopped = False

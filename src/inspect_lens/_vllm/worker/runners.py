@@ -478,11 +478,7 @@ class RunnerV2(_Runner):
 
     def _attach_state(self) -> None:
         stepper, state = self._stepper, self._runner.model_state
-        add, remove, preprocess = (
-            state.add_request,
-            state.remove_request,
-            state.preprocess_state,
-        )
+        add, remove, preprocess = (state.add_request, state.remove_request, state.preprocess_state)
 
         @functools.wraps(add)
         def add_request(req_index: int, new_req_data: Any, *args: Any, **kwargs: Any) -> Any:
