@@ -71,8 +71,9 @@ def test_where_labels_come_from_is_what_all_samples_say(
 
 
 def test_what_no_card_has_a_word_for_is_refused(tmp_path: Path) -> None:
-    facts: list[dict[str, Any]] = [{"label_source": "human"}]
-    log = run([call([1.0, 2.0], folder=tmp_path)], [], folder=tmp_path, metadata=facts)
+    facts: list[dict[str, Any]] = [{"label_source": "human"}, {"label_source": "judge"}]
+    outputs = [call([1.0, 2.0], folder=tmp_path) for _ in facts]
+    log = run(outputs, [], folder=tmp_path, metadata=facts)
     with pytest.raises(SpecError, match=r"label_source='human'; allowed are instruction, judge"):
         log_to_store(log, tmp_path / "acts")
 
