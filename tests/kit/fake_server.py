@@ -9,10 +9,11 @@ servers: `inspect_lens`, `vllm_lens` (no receipt, only its own keys, one choice 
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any, Literal, Self, cast
@@ -79,6 +80,7 @@ class FakeLensServer:
         self.expire_handles = expire_handles
         self.api_key = api_key
         self.requests: list[JSON] = []
+        self._words: dict[int, str] = {}
         self.paths, self.read = list[str](), list[str]()  # of POST, and of GET
         self.adapters: dict[str, str] = {}
         self.computes_with: dict[str, str] = {}
@@ -91,6 +93,8 @@ class FakeLensServer:
         # Statuses and bodies of the next completions; and their texts, with the tools they call.
         self.fail_next: list[tuple[int, JSON]] = []
         self.says_next: list[tuple[str, list[tuple[str, JSON]]]] = []
+        # What it says to the body of a chat, and how likely first tokens are.
+        self.replies: Callable[[JSON], tuple[str, Mapping[str, float]]] | None = None
         self.reduces_nothing = False  # says that it reduced nothing
         self.root = model  # folder or name of what is served
         owner = self
@@ -149,8 +153,12 @@ class FakeLensServer:
         if path == "/v1/load_lora_adapter":
             self.adapters[body["lora_name"]] = body["lora_path"]
             return 200, {}
+        if path == "/detokenize":
+            return 200, {"prompt": " ".join(self._words[token] for token in body["tokens"])}
         if path == "/tokenize":
-            return 200, {"tokens": tokens_of(body.get("prompt") or _chat_text(body))}
+            text = body.get("prompt") or _chat_text(body)
+            self._words |= zip(tokens_of(text), text.split(), strict=True)
+            return 200, {"tokens": tokens_of(text)}
         if path == "/v1/inspect_lens/registry" and self.dialect == "inspect_lens":
             return self._register(body)
         if path not in ("/v1/chat/completions", "/v1/completions"):
@@ -201,11 +209,9 @@ class FakeLensServer:
         steered = request is not None and steering_of(request, 0) is not None
         choices, activations, receipts, saved = [], [], [], []
         for index in range(body.get("n") or 1):
-            words = [f"word{index}{i}" for i in range(min(body.get("max_tokens") or 9, 3 + index))]
-            text = " ".join((["steered"] if steered else []) + words)
-            text, called = self.says_next.pop(0) if self.says_next else (text, [])
+            text, called, logprobs = self._says(body, index, steered=steered)
             done = tokens_of(text)
-            choice: JSON = {"index": index, "finish_reason": "stop", "logprobs": None}
+            choice: JSON = {"index": index, "finish_reason": "stop", "logprobs": logprobs}
             message: JSON = {"role": "assistant", "content": text}
             choice |= {"message": message} if chat else {"text": text}
             if called:
@@ -244,6 +250,17 @@ class FakeLensServer:
                 choice |= {"activations": tensors} if tensors else {}
                 choice |= {"inspect_lens": receipt} if receipt else {}
         return answer
+
+    def _says(
+        self, body: JSON, index: int, *, steered: bool
+    ) -> tuple[str, list[tuple[str, JSON]], JSON | None]:
+        """Text of a choice, the tools it calls, and the likeliest first tokens."""
+        if self.replies is not None and "messages" in body:
+            text, likely = self.replies(body)
+            return text, [], _logprobs(text, likely) if body.get("logprobs") else None
+        words = [f"word{index}{i}" for i in range(min(body.get("max_tokens") or 9, 3 + index))]
+        text = " ".join((["steered"] if steered else []) + words)
+        return *(self.says_next.pop(0) if self.says_next else (text, [])), None
 
     def _capture(
         self, request: LensRequest | None, prompt: list[int], done: list[int]
@@ -396,6 +413,12 @@ def _tool_call(name: str, arguments: JSON) -> JSON:
 
 def _prompt_tokens(prompt: str | list[int]) -> list[int]:
     return tokens_of(prompt) if isinstance(prompt, str) else list(prompt)
+
+
+def _logprobs(text: str, likely: Mapping[str, float]) -> JSON:
+    options = [{"token": t, "logprob": math.log(p), "bytes": None} for t, p in likely.items()]
+    first = {"token": text.split(" ")[0], "logprob": 0.0, "bytes": None, "top_logprobs": options}
+    return {"content": [first]}
 
 
 def _error(message: str, kind: str, code: int) -> JSON:

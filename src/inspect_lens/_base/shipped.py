@@ -33,6 +33,9 @@ SERVER_ARGS: Final[dict[str, dict[str, bool | str]]] = {
 """What vLLM has to be told to serve a shipped model, beside its folder."""
 
 EVALS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
+    "aobench.asking": (("solver", "ask_of_contexts"),),
+    "aobench.grading": (("scorer", "aobench_answer"), ("metric", "aobench_metrics")),
+    "aobench.task": (("task", "aobench"),),
     "ai_liar.task": (("task", "ai_liar"),),
     "geometry_of_truth.task": (("task", "geometry_of_truth"), ("scorer", "statement_probe")),
     "insider_trading.task": (("task", "insider_trading"),),

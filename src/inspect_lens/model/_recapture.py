@@ -128,7 +128,11 @@ async def recapture(
             "vllm_xargs": to_wire_args(to_extra_args(request)),
         },
     )
-    choice = ChoiceFields(activations=answer.get("activations"), token_ids=list(token_ids))
+    choice = ChoiceFields(
+        activations=answer.get("activations"), token_ids=list(token_ids),
+        # It says which positions the rows are of; where all are, they are so from the first on.
+        receipt=None if positions == "all" else answer.get("inspect_lens"),
+    )  # fmt: skip
     if not choice.activations:
         raise CaptureError(f"recapture: the server returned no activations; {NO_PLUGIN}")
     fields = LensFields(prompt_token_ids=list(prompt_token_ids), choices=[choice])

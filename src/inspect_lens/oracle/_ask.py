@@ -21,6 +21,7 @@ from inspect_lens._base.one_or_several import one_or_several
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import Activations
 from inspect_lens.reading import Source
+from inspect_lens.reading._follow_up import yes_or_no
 from inspect_lens.reading._rows import has_nothing_to_read, parse_source
 from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.spec import Positions
@@ -64,6 +65,9 @@ class OracleAnswer(BaseModel):
     """What the oracle says when it is shown the activations."""
     controls: dict[str, str] = {}
     """What it says without them, by control: an answer that stands there too says nothing."""
+    log_odds: dict[str, float | None] = {}
+    """log of P(yes) / P(no) in nats, by `oracle` and control, where it was asked for; None where
+    neither word was among the likeliest tokens."""
     layers: tuple[int, ...]
     """Layers whose activations were shown."""
     inputs: str
@@ -74,7 +78,8 @@ class OracleAnswer(BaseModel):
     """`captured` or `recomputed`."""
     facts: dict[str, Any] = {}
     """Oracle, hash of its weights, where and how vectors were put in, seed, and the largest norm
-    of the stream there; `sinks` has the places where that exceeds 300."""
+    of the stream there; `sinks` has the places where that exceeds 300, and `bounds` the arms whose
+    log odds are further from 0, because one of both words was not among the likeliest tokens."""
 
     @model_serializer(mode="plain")
     def _small(self) -> dict[str, Any]:
@@ -85,6 +90,7 @@ class OracleAnswer(BaseModel):
             "question": self.question,
             "answer": self.answer,
             "controls": dict(self.controls),
+            **({"log_odds": dict(self.log_odds)} if self.log_odds else {}),
             "layers": list(self.layers),
             "inputs": self.inputs,
             "n_tokens": len(at),
@@ -156,6 +162,7 @@ class OraclePlan(NamedTuple):
     seed: int
     max_tokens: int
     source: Source
+    log_odds: bool = False
 
     async def ask(
         self, about: Activations | ModelOutput | ChatMessage, model: Model | None = None
@@ -164,6 +171,15 @@ class OraclePlan(NamedTuple):
         return await _carry_out(
             self, about, server_of(model or get_model(), "an activation oracle")
         )
+
+    async def layers_of(self, model: Model) -> tuple[int, ...]:
+        """The layers that are shown, of which a share of the depth asks the server."""
+        depth = None
+        if isinstance(self.layers, float):
+            api: Any = model.api
+            token = await api.post("/tokenize", {"prompt": "a a", "add_special_tokens": False})
+            depth = await n_layers_of(model, [*token["tokens"], *token["tokens"]])
+        return choose_layers(self.oracle.config, self.layers, depth)
 
 
 def plan_asking(
@@ -179,6 +195,7 @@ def plan_asking(
     max_tokens: int = 40,
     source: str = "auto",
     served_as: str | None = None,
+    log_odds: bool = False,
 ) -> OraclePlan:
     """Check the arguments of `ask_oracle` before a model runs."""
     loaded = load_oracle(oracle, served_as=served_as)
@@ -194,7 +211,7 @@ def plan_asking(
         raise SpecError(f"max_tokens={max_tokens!r}; at least one token is needed to answer")
     return OraclePlan(
         loaded, asked, layers, kind, read, cut, parse_controls(controls), seed, max_tokens,
-        parse_source(source),
+        parse_source(source), log_odds,
     )  # fmt: skip
 
 
@@ -213,6 +230,7 @@ async def ask_oracle(
     seed: int = 0,
     max_tokens: int = 40,
     source: str = "auto",
+    log_odds: bool = False,
 ) -> list[OracleAnswer]:
     """Ask an activation oracle about the activations of one generation.
 
@@ -226,6 +244,8 @@ async def ask_oracle(
         oracle: name, path, or an `Oracle`.
         model: a `vllm-lens/` model; the active one by default.
         positions: tokens to choose from; the completion by default.
+        log_odds: also read how likely yes and no are, where the answer says one of them, or at its
+            first token.
 
     Returns:
         An answer for each question (for `tokens`, for each question and token); none where the
@@ -265,7 +285,7 @@ async def ask_oracle(
     """
     plan = plan_asking(
         questions, oracle, layers=layers, inputs=inputs, positions=positions, last=last,
-        controls=controls, seed=seed, max_tokens=max_tokens, source=source,
+        controls=controls, seed=seed, max_tokens=max_tokens, source=source, log_odds=log_odds,
     )  # fmt: skip
     return await plan.ask(about, model)
 
@@ -275,7 +295,7 @@ async def _carry_out(
 ) -> list[OracleAnswer]:
     if isinstance(about, ModelOutput) and has_nothing_to_read(about):
         return []
-    layers = await _layers(plan, target)
+    layers = await plan.layers_of(target)
     handle, origin = await find_activations(about, layers=layers, source=plan.source, model=target)
     _require_layers(plan, handle, layers)
     shown = await anyio.to_thread.run_sync(
@@ -297,7 +317,10 @@ async def _answer(
 ) -> OracleAnswer:
     config = plan.oracle.config
     prompt = await render_prompt(plan.oracle, model, question, shown)
-    ask = partial(answer_prompt, plan.oracle, model, prompt, max_tokens=plan.max_tokens)
+    ask = partial(
+        answer_prompt, plan.oracle, model, prompt,
+        max_tokens=plan.max_tokens, log_odds=plan.log_odds,
+    )  # fmt: skip
     output, others = await ask_arms(plan.controls, shown.rows, draw, ask)
     norms = await placeholder_norms(plan.oracle, model, prompt)
     facts: dict[str, Any] = {
@@ -312,25 +335,21 @@ async def _answer(
         facts["sinks"] = sinks
     if output.stop_reason != "stop":
         facts["stop_reason"] = output.stop_reason
+    arms = [("oracle", output), *((str(name), other) for name, other in others.items())]
+    odds = {arm: yes_or_no(one) for arm, one in arms if plan.log_odds}
+    if bounds := [arm for arm, found in odds.items() if found.is_bound]:
+        facts["bounds"] = bounds
     return OracleAnswer(
         question=question,
         answer=output.completion.strip(),
         controls={name: other.completion.strip() for name, other in others.items()},
+        log_odds={arm: found.log_odds for arm, found in odds.items()},
         layers=shown.layers,
         inputs=plan.inputs,
         positions=shown.positions,
         source=origin,
         facts=facts,
     )
-
-
-async def _layers(plan: OraclePlan, model: Model) -> tuple[int, ...]:
-    depth = None
-    if isinstance(plan.layers, float):
-        api: Any = model.api
-        token = await api.post("/tokenize", {"prompt": "a a", "add_special_tokens": False})
-        depth = await n_layers_of(model, [*token["tokens"], *token["tokens"]])
-    return choose_layers(plan.oracle.config, plan.layers, depth)
 
 
 def _require_layers(plan: OraclePlan, handle: Activations, layers: tuple[int, ...]) -> None:

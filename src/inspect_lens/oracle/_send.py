@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
@@ -15,6 +15,7 @@ from inspect_lens._base.one_or_several import one_or_several
 from inspect_lens.errors import ArtifactError, CaptureError, SpecError, UnsupportedError
 from inspect_lens.model import Activations, lens_config, recapture, receipt
 from inspect_lens.model._scope import instrument_message, outside_scopes
+from inspect_lens.reading._follow_up import TOP_TOKENS
 from inspect_lens.spec import Add, Cache, LensRequest, to_extra_args
 
 from ._load import Oracle, OracleConfig
@@ -209,12 +210,14 @@ async def answer_prompt(
     rows: NDArray[np.float32] | None,
     *,
     max_tokens: int,
+    log_odds: bool = False,
 ) -> ModelOutput:
     """Answer one prompt greedily, with vectors or without, and see that it was this prompt."""
     edits = () if rows is None else (injection(oracle.config, rows, prompt.places),)
     return await answer_edited(
         model, [instrument_message(prompt.text, name="oracle")], prompt,
         LensRequest(edits=edits), lora=oracle.lora_request, max_tokens=max_tokens,
+        likely={"logprobs": True, "top_logprobs": TOP_TOKENS} if log_odds else {},
     )  # fmt: skip
 
 
@@ -226,8 +229,12 @@ async def answer_edited(
     *,
     lora: dict[str, Any] | None = None,
     max_tokens: int,
+    likely: Mapping[str, Any] | None = None,
 ) -> ModelOutput:
-    """Answer one prompt greedily as a request edits it, and see that it was this prompt."""
+    """Answer one prompt greedily as a request edits it, and see that it was this prompt.
+
+    `likely` has the fields that ask for the likeliest tokens.
+    """
     args = to_extra_args(request)
     # A capture that the model is configured with is not for an instrument's own prompts.
     args["output_residual_stream"] = False
@@ -240,6 +247,7 @@ async def answer_edited(
         temperature=0.0,
         max_tokens=max_tokens,
         num_choices=1,
+        **(likely or {}),
     )
     # Edits that are meant for the model under evaluation are not for its instruments.
     with outside_scopes():

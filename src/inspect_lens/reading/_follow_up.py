@@ -29,7 +29,8 @@ DID_YOU_LIE: Final = FollowUp(
 """What is asked where neither a question nor a probe says."""
 _WORD: Final = re.compile(r"[\W_\u0120\u2581]+")
 _SAID: Final = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
-_TOP: Final = 20
+TOP_TOKENS: Final = 20
+"""How many of the likeliest tokens are asked for; no server of vLLM refuses so many."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ async def ask_follow_up(
     it, since it is the model under evaluation that is asked.
     """
     config = GenerateConfig(
-        temperature=0.0, max_tokens=max_tokens, logprobs=True, top_logprobs=_TOP
+        temperature=0.0, max_tokens=max_tokens, logprobs=True, top_logprobs=TOP_TOKENS
     )
     scope = nullcontext() if probe is None else lens_scope(probes=probe, model=model)
     with scope:

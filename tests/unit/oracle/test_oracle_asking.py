@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -380,3 +381,37 @@ def test_other_providers_are_refused(write_oracle: Any) -> None:
 
     with pytest.raises(UnsupportedError, match="vllm-lens/"):
         anyio.run(run)
+
+
+def test_log_odds_of_yes_are_read_for_the_oracle_and_each_control(
+    server: FakeLensServer, model: Model, write_oracle: Any
+) -> None:
+    def reply(body: dict[str, Any]) -> tuple[str, dict[str, float]]:
+        if steering(body):
+            return "Yes", {"Yes": 0.5, " yes": 0.1, "No": 0.2, "Perhaps": 0.2}
+        return "Perhaps", {"Perhaps": 0.9, "No": 0.1}
+
+    oracle = write_oracle()
+
+    async def run(log_odds: bool) -> Any:
+        server.replies = None
+        output = await answered(model)
+        server.requests.clear()
+        server.replies = reply
+        (answer,) = await ask_oracle(
+            output, QUESTION, oracle, model=model, layers=2, max_tokens=1, log_odds=log_odds
+        )
+        return answer
+
+    answer = anyio.run(run, True)
+    assert answer.answer == "Yes"
+    found = {name: pytest.approx(math.log(3)) for name in ("oracle", "shuffled", "random")}
+    # Yes was not among the likeliest tokens, so it was at most as likely as the last of them.
+    assert answer.log_odds == {**found, "text_only": 0.0}
+    assert answer.facts["bounds"] == ["text_only"]
+    assert answer.model_dump()["log_odds"] == answer.log_odds
+    assert {body["top_logprobs"] for body in asked(server)} == {20}
+
+    plain = anyio.run(run, False)
+    assert "log_odds" not in plain.model_dump()
+    assert not any(body.get("logprobs") for body in asked(server))
