@@ -71,6 +71,37 @@ def test_an_edit_is_what_steering_with_the_same_vector_does(engine: Engine) -> N
     assert hooked.inspect_lens.cache_salted
 
 
+def test_a_controller_sets_the_strength_from_what_it_saw_in_the_step_before(
+    engine: Engine,
+) -> None:
+    v = torch.nn.functional.normalize(
+        torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1)), dim=0
+    )
+
+    def control(ctx: Any, h: Any) -> Any:
+        """Push each sampled token towards 3 along v, by half of what the last one lacked."""
+        if ctx.seq_len > 1:
+            return None
+        gain = 0.5 * (3.0 - ctx.saved["left"][-1]) if "left" in ctx.saved else 0.0
+        edited = h + gain * v.to(h)
+        ctx.saved.setdefault("came", []).append(float(h[0] @ v.to(h)))
+        ctx.saved.setdefault("left", []).append(float(edited[0] @ v.to(h)))
+        return edited
+
+    asked = {**hooks(control, 2), **ALL}
+    (output,) = engine.run([PROMPT], asked, max_tokens=10)
+    saved = output.hook_results["0"]
+    came, left = saved["came"], saved["left"]
+    assert len(left) >= 9
+    gains = [0.0, *[0.5 * (3.0 - at) for at in left]]
+    for i, (before, after) in enumerate(zip(came, left, strict=True)):
+        assert after == pytest.approx(before + gains[i], abs=1e-4)
+    # What the next layer gets, and a capture shows, is what the controller left.
+    shown = rows(output)[2, len(PROMPT) :] @ v
+    torch.testing.assert_close(shown, torch.tensor(left[: len(shown)]), rtol=1e-4, atol=1e-4)
+    assert max(map(abs, gains)) > 0.5
+
+
 def test_a_pre_hook_edits_what_goes_into_a_layer(engine: Engine, hugging_face: HuggingFace) -> None:
     def ablate(ctx: Any, h: Any) -> Any:
         h[:, 10:50] = 0

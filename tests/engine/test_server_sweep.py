@@ -65,6 +65,39 @@ def test_the_server_finds_what_requests_find(client: LensClient, options: dict[s
     assert len(set(cells)) == found.metric.size
 
 
+def _rows_known(http: httpx.Client) -> float:
+    """Tokens whose rows came from earlier requests."""
+    lines = http.get("/metrics").text.splitlines()
+    name = "inspect_lens_row_cache_hits_total"
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+def test_rows_of_the_clean_run_are_kept_from_one_sweep_to_the_next(
+    client: LensClient, http: httpx.Client
+) -> None:
+    clean = [(17 * i) % 900 + 20 for i in range(48)]
+    corrupted = [clean[0] + 1, *clean[1:]]
+    asked: dict[str, Any] = {
+        "answer": 200, "layers": [1], "positions": [0, 47], "floor_runs": 1, "over": "server",
+    }  # fmt: skip
+    known, sweeps = [], []
+    for _ in range(3):
+        before = _rows_known(http)
+        sweeps.append(patch_sweep(client, clean, corrupted, **asked))
+        known.append(_rows_known(http) - before)
+    # The last token of each prompt is computed, and blocks of 16 are kept.
+    assert known[0] == 0
+    assert known[2] == 2 * 32
+    for sweep in sweeps[1:]:
+        np.testing.assert_allclose(sweep.logprob, sweeps[0].logprob, atol=1e-5)
+    # A client may keep them, too, or send those of any other run.
+    run = client.generate(clean, capture={"layers": [1], "positions": "prompt"}, max_tokens=1)
+    assert run.activations is not None
+    rows = run.activations.numpy()[:, [0, 47]]
+    sent = patch_sweep(client, clean, corrupted, source="rows", rows=rows, **asked)
+    np.testing.assert_allclose(sent.logprob, sweeps[0].logprob, atol=1e-5)
+
+
 def test_a_chat_is_the_text_that_the_server_makes_of_it(client: LensClient) -> None:
     other = [CHAT[0], {"role": "assistant", "content": "The river Vemuth is found in"}]
     asked: dict[str, Any] = {"answer": " Kestria", "align": "ends", "layers": [5], "floor_runs": 1}

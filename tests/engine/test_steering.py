@@ -79,6 +79,36 @@ def test_several_vectors_of_one_request_add_up(engine: Engine, hugging_face: Hug
     assert max_relative_error(output.activations["residual_stream"], expected) <= TOLERANCE
 
 
+def test_the_strength_of_an_answer_changes_where_it_is_gone_on_with(
+    engine: Engine, hugging_face: HuggingFace
+) -> None:
+    # Someone reads six tokens, breaks the answer off, and goes on from them with another scale.
+    prompt, v, n_read = tokens(70, seed=4), random_vectors(1, seed=6), 6
+
+    def scaled(scale: float, **where: Any) -> dict[str, Any]:
+        return {"op": "add", "vector": v[0].tolist(), "layers": [2], "scale": scale, **where}
+
+    first = engine.run([prompt], {"inspect_lens": {"edits": [scaled(3.0, phase="decode")]}},
+                       max_tokens=n_read)[0]  # fmt: skip
+    known = [*prompt, *first.outputs[0].token_ids]
+    # The last token that was read has not been fed yet: it is the first with the new scale.
+    old, new = list(range(len(prompt), len(known) - 1)), [len(known) - 1]
+    edits = [scaled(3.0, positions=old), scaled(-2.0, positions=new),
+             scaled(-2.0, phase="decode")]  # fmt: skip
+    asked = {"inspect_lens": {"edits": edits, "edits_meet": "error"}, **ALL}
+    then = engine.run([known], asked, max_tokens=8)[0]
+
+    def at_two(h: torch.Tensor) -> torch.Tensor:
+        last = list(range(len(known) - 1, len(h)))
+        return add(v[0], -2.0, last)(add(v[0], 3.0, old)(h))
+
+    expected = hugging_face.residual_stream(fed(then), {2: at_two})
+    assert max_relative_error(then.activations["residual_stream"], expected) <= TOLERANCE
+    plain = engine.run([known], max_tokens=8)[0]
+    assert then.outputs[0].token_ids != plain.outputs[0].token_ids
+    assert then.inspect_lens.steer.n_tokens == len(fed(then)) - len(prompt)
+
+
 def test_named_positions_of_a_chunked_prompt_and_none_while_decoding(
     engine: Engine, hugging_face: HuggingFace
 ) -> None:

@@ -40,6 +40,8 @@ class Row(BaseModel):
     """Node ids relative to `tests/`, `file.py::test_name`."""
     reason: str = ""
     """A sentence: why not (more), and what to use."""
+    note: str = ""
+    """Of what works, what one has to know: where it was run, what it is not."""
 
     @model_validator(mode="after")
     def _has_what_its_state_needs(self) -> Self:
@@ -47,6 +49,8 @@ class Row(BaseModel):
             raise ValueError(f"{self.feature}: tests belong to what works, in full or in part")
         if bool(self.reason) == (self.state == "works"):
             raise ValueError(f"{self.feature}: a reason belongs to what does not work in full")
+        if self.note and self.state != "works":
+            raise ValueError(f"{self.feature}: a note belongs to what works")
         return self
 
 
@@ -137,6 +141,6 @@ def _counts(group: Group) -> str:
 
 
 def _line(row: Row) -> str:
-    said = [row.reason] if row.reason else []
+    said = [text for text in (row.reason, row.note) if text]
     held = "<br>".join([*said, *(f"`{node}`" for node in row.tests)])
     return f"| {row.feature} | {', '.join(row.systems)} | {row.state} | {held} |"

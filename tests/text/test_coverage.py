@@ -21,7 +21,7 @@ def test_rows_have_tests_that_exist_or_a_reason() -> None:
     for row in TABLE.rows:
         assert len(set(row.tests)) == len(row.tests), row.feature
         assert set(row.systems) <= set(TABLE.systems), row.feature
-        for text in (row.feature, row.reason):
+        for text in (row.feature, row.reason, row.note):
             assert "|" not in text, f"it would end the cell: {text}"
             assert text.count("`") % 2 == 0, text
 
@@ -43,6 +43,7 @@ def test_the_page_counts_what_it_lists() -> None:
         (line,) = re.findall(rf"^\| {re.escape(row.feature)} \|.*$", page, re.MULTILINE)
         assert f" | {row.state} | " in line
         assert row.reason in line
+        assert row.note in line
         assert all(f"`{node}`" in line for node in row.tests)
 
 
@@ -53,6 +54,7 @@ def test_the_page_counts_what_it_lists() -> None:
         {"state": "works", "tests": ["a.py::test_a"], "reason": "Why, so."},
         {"state": "partly", "tests": ["a.py::test_a"]},
         {"state": "partly", "reason": "Why, so."},
+        {"state": "partly", "tests": ["a.py::test_a"], "reason": "Why, so.", "note": "And so."},
         {"state": "not here"},
         {"state": "not here", "tests": ["a.py::test_a"], "reason": "Why, so."},
         {"state": "soon", "reason": "Why, so."},

@@ -623,7 +623,7 @@ def import_(
     ] = "probe.pt",
     as_json: Json = False,
 ) -> None:
-    """Read a probe that was trained with AISI's lie-detectors or with probelab."""
+    """Read a probe of AISI's lie-detectors, of probelab, or of IBM's vLLM-Hook."""
     from inspect_lens.probe import import_probe
 
     probe = import_probe(

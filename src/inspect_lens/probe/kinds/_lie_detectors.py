@@ -32,6 +32,7 @@ from inspect_lens.probe.statistics._measured import Interval
 from ._linear import Probe
 from ._neural import NeuralProbe
 from ._probelab import arrays_of, is_probelab, read_probelab, where_it_reads
+from ._vllm_hook import read_vllm_hook
 
 LieDetector = Literal[
     "apollo", "targeted", "did-you-lie", "were-you-honest", "were-you-truthful", "unrelated"
@@ -81,17 +82,20 @@ def import_probe(
     model: str | None = None,
     checkpoint: str = "probe.pt",
 ) -> Probe | NeuralProbe:
-    """Read a probe that was trained with `lie-detectors` or `probelab`.
+    """Read a probe that was trained with `lie-detectors` or `probelab`, or one of vLLM-Hook.
 
-    The file is a pickle, of which only tensors and plain values are read; those packages are not
+    A `.pt` file is a pickle, of which only tensors and plain values are read; no such package is
     needed. The probe scores rows as theirs does, and its card lists what the files say and what
     nobody says. Of probelab are read Logistic, MassMean, MLP (ReLU), Bilinear, GatedBipolar,
     MultiMax, SoftAttention and PositionalAttention; `layer` is needed. Of lie-detectors, kinds with
     a follow-up question read the reply to that question, which
     `inspect_lens.scorer.follow_up_score` asks.
 
+    Of IBM's vLLM-Hook, the detectors of hallucinations (H-Node) and of risky tool calls are read: a
+    `.npz` file, with the `.json` file beside it. They read the last token of a prompt.
+
     Args:
-        path: a `.pt` file, a folder that has one, or `hf://owner/repository[@revision]`.
+        path: a `.pt` or `.npz` file, a folder that has one, or `hf://owner/repository[@revision]`.
         name: `<model>/<name>`, for the card and the folder.
         kind: of lie-detectors, what the features were taken from; by default what the README
             beside the file says.
@@ -102,8 +106,8 @@ def import_probe(
         checkpoint: file in the folder or the repository; the authors publish several.
 
     Returns:
-        A linear `Probe` of the architectures `dim`, `lr`, `Logistic` and `MassMean`, and a
-        `NeuralProbe` of all others.
+        A linear `Probe` of the architectures `dim`, `lr`, `Logistic` and `MassMean` and of
+        detectors of vLLM-Hook, and a `NeuralProbe` of all others.
 
     Raises:
         ArtifactError: missing, damaged, of another format, or a pickle of code.
@@ -130,6 +134,10 @@ def import_probe(
         ```
     """
     file = _find(path, checkpoint)
+    if file.suffix == ".npz":
+        if kind is not None or question is not None:
+            raise SpecError("kind, question: are of lie-detectors, and the file is of vLLM-Hook")
+        return read_vllm_hook(file, name=name, layer=layer, model=model)
     loaded = _load(file)
     if is_probelab(loaded):
         if kind is not None or question is not None:
