@@ -69,14 +69,14 @@ class DrivenChat(ChatPage):
         self._script, self._given = script, 0
         super().__init__(talk)
 
-    def html(self) -> str:
+    def html(self, template: str = "chat.html") -> str:
         """The page."""
         self._given += 1
         if self._given > 1:
             time.sleep(0.1)
         if self._script is None:
-            return super().html().replace("</body>", _SHOW_SCRIPT)
-        return with_script(super().html(), self._script)
+            return super().html(template).replace("</body>", _SHOW_SCRIPT)
+        return with_script(super().html(template), self._script)
 
 
 def scores_of(events: list[dict[str, Any]]) -> list[float]:

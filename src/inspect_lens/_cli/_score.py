@@ -289,7 +289,7 @@ def chat(
     ] = 0,
     browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
 ) -> None:
-    """Chat with a model, and steer it, on a page whose tokens show their scores.
+    """Chat with a model, steer it, and sweep patches, on pages that are drawn as results come.
 
     The page is on this machine only, and ends with this command.
     """

@@ -105,16 +105,22 @@ class ChatPage:
         """Whether a key is that of this page."""
         return key is not None and secrets.compare_digest(key.encode(), self._key.encode())
 
-    def html(self) -> str:
-        """The chat page as HTML."""
+    def html(self, template: str = "chat.html") -> str:
+        """The chat page as HTML, or that of patch sweeps, `patch.html`."""
         setup = self._talk.setup
         facts = {**asdict(setup), "key": self._key, "server": self._talk.server}
-        return render("chat.html", title=setup.model, facts=facts)
+        return render(template, title=setup.model, facts=facts)
 
     def answer(self, body: Any) -> Generator[dict[str, Any]]:
         """Events of an answer; an error of the server is the last of them."""
         events = self._talk.answer(**_asked(body))
         return _until_error(events)
+
+    def sweep(self, body: Any) -> Generator[dict[str, Any]]:
+        """Events of a patch sweep, which the server judges; its error is the last of them."""
+        if not isinstance(body, dict):
+            raise SpecError(f"the body: a JSON object is wanted, not {type(body).__name__}")
+        return _until_error(self._talk.sweep(body))
 
 
 def _until_error(events: Generator[dict[str, Any]]) -> Generator[dict[str, Any]]:
@@ -157,6 +163,10 @@ def _asked(body: Any) -> dict[str, Any]:
         raise SpecError(f"{named}: {first['msg']}") from None
 
 
+_PAGES: Final = {"/": "chat.html", "/patch": "patch.html"}
+"""Templates by path."""
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     page: ChatPage
@@ -172,14 +182,15 @@ class _Handler(BaseHTTPRequestHandler):
         asked = urlsplit(self.path)
         if not self._is_ours():
             return
-        if asked.path != "/":
-            self._refuse(HTTPStatus.NOT_FOUND, "there is one page here, at /")
+        if asked.path not in _PAGES:
+            self._refuse(HTTPStatus.NOT_FOUND, "there are two pages here, at / and /patch")
         elif not self.server.page.has_key(next(iter(parse_qs(asked.query).get("key", [])), None)):
             self._refuse(
                 HTTPStatus.FORBIDDEN, "open the whole address that the program printed, with ?key="
             )
         else:
-            self._send(HTTPStatus.OK, "text/html; charset=utf-8", self.server.page.html())
+            page = self.server.page.html(_PAGES[asked.path])
+            self._send(HTTPStatus.OK, "text/html; charset=utf-8", page)
 
     def do_POST(self) -> None:
         """Stream an answer."""
@@ -190,14 +201,15 @@ class _Handler(BaseHTTPRequestHandler):
             origin is not None and origin not in self._origins()
         ):
             self._refuse(HTTPStatus.FORBIDDEN, "only the chat page itself may ask; reload it")
-        elif self.path != "/answer":
-            self._refuse(HTTPStatus.NOT_FOUND, "answers are at /answer")
+        elif self.path not in ("/answer", "/sweep"):
+            self._refuse(HTTPStatus.NOT_FOUND, "answers are at /answer, and sweeps at /sweep")
         elif (body := self._body()) is not None:
             self._stream(body)
 
     def _stream(self, body: bytes) -> None:
+        page = self.server.page
         try:
-            events = self.server.page.answer(json.loads(body))
+            events = (page.sweep if self.path == "/sweep" else page.answer)(json.loads(body))
         except (ValueError, RecursionError) as error:
             self._refuse(HTTPStatus.BAD_REQUEST, str(error))
             return

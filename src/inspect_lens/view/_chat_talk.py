@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +40,7 @@ from inspect_lens.vector import load_vector
 from ._page import OF_TOKENS
 
 REGISTRY: Final = "/v1/inspect_lens/registry"
+SWEEP: Final = "/v1/inspect_lens/patch_sweep"
 PROVIDERS: Final = ("lens/", "vllm-lens/")
 SPREAD_LAYERS: Final = 6
 """Layers that are read where none are named."""
@@ -104,6 +106,27 @@ class ChatTalk:
     def close(self) -> None:
         """Close the connections."""
         self._http.close()
+
+    def sweep(self, body: Mapping[str, Any]) -> Generator[dict[str, Any]]:
+        """Stream a patch sweep of the server.
+
+        Args:
+            body: of `POST /v1/inspect_lens/patch_sweep`, but for the model.
+
+        Yields:
+            The lines of that route; an error that comes in the middle is `{"event": "error"}`.
+
+        Raises:
+            SpecError: the server refuses it.
+            LensError: no server answers, or it answered with an error.
+        """
+        with contextlib.closing(
+            lines_of(self._http, SWEEP, {**body, "model": self.setup.model})
+        ) as lines:
+            for line in filter(str.strip, lines):
+                found = json.loads(line)
+                error = found.get("error")
+                yield found if error is None else {"event": "error", "message": error["message"]}
 
     def answer(
         self,

@@ -108,23 +108,6 @@ const takes = {
   error: (turn, event) => { turn.ended = endings.error; turn.done = true; complain(event.message); },
 };
 
-function complain(text) {
-  $("wrong").textContent = text;
-  $("wrong").hidden = !text;
-}
-
-async function* linesOf(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { done, value } = await reader.read();
-    if (done) return;
-    const lines = (rest + value).split("\n");
-    rest = lines.pop();
-    for (const line of lines) if (line) yield JSON.parse(line);
-  }
-}
-
 function messages() {
   const system = $("system").value.trim();
   const said = chat.turns.map(({ role, text }) => ({ role, content: text }));
@@ -142,12 +125,7 @@ async function send(text) {
   busy(turn, true);
   chat.stop = new AbortController();
   try {
-    const response = await fetch("answer", {
-      method: "POST", body: JSON.stringify(body), signal: chat.stop.signal,
-      headers: { "Content-Type": "application/json", "X-Inspect-Lens-Key": facts.key },
-    });
-    if (!response.ok) throw new Error((await response.json()).error.message);
-    for await (const event of linesOf(response)) {
+    for await (const event of ask("answer", body, chat.stop.signal)) {
       const main = $("main"), atEnd = main.scrollHeight - main.scrollTop - main.clientHeight < 120;
       takes[event.event](turn, event);
       drawWho(turn);
