@@ -95,7 +95,7 @@ def test_the_strength_of_an_answer_changes_where_it_is_gone_on_with(
     old, new = list(range(len(prompt), len(known) - 1)), [len(known) - 1]
     edits = [scaled(3.0, positions=old), scaled(-2.0, positions=new),
              scaled(-2.0, phase="decode")]  # fmt: skip
-    asked = {"inspect_lens": {"edits": edits, "edits_meet": "error"}, **ALL}
+    asked = {"inspect_lens": {"edits": edits, "edits_meet": "error", "capture": {}}}
     then = engine.run([known], asked, max_tokens=8)[0]
 
     def at_two(h: torch.Tensor) -> torch.Tensor:
