@@ -19,10 +19,10 @@ import numpy as np
 
 from inspect_lens._base.untrusted import parse_json, read_npz, read_regular
 from inspect_lens.errors import ArtifactError, SpecError
-from inspect_lens.probe.card._card import ModelRef, ProbeCard
+from inspect_lens.probe.card._card import ProbeCard
 
 from ._linear import Probe
-from ._load import fingerprint_model
+from ._probelab import where_it_reads
 
 _JSON_BYTES: Final = 1 << 20
 _H_NODE: Final = "H-Node, hallucinations"
@@ -74,11 +74,10 @@ def read_vllm_hook(file: Path, *, name: str, layer: int | None, model: str | Non
             description=_LARGE[kind],
             method=f"imported from {file.name} (vLLM-Hook, {kind})",
             source=f"IBM vLLM-Hook (Apache-2.0){_PAPERS[kind]}",
-            layers=(said,),
             hidden=arrays["weights"].size,
             positions="last_prompt",
             pool="last",
-            model=ModelRef(name=whose, sha256=fingerprint_model(whose)),
+            **where_it_reads(said, whose, f"{file} names no layer"),
             notes=(
                 f"vLLM-Hook flags a probability of {flag:g} and more, which is a score of "
                 f"{math.log(flag / (1.0 - flag)):.5g}; pass it as threshold= if you want that. No "
