@@ -365,7 +365,8 @@ def test_a_server_that_does_not_start_is_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_server, "COMMAND", ("-c", "raise SystemExit(3)"))
-    with pytest.raises(CaptureError, match=r"(?s)org/none: .*exited unexpectedly with code 3.*--model"):
+    said = r"(?s)org/none: .*exited unexpectedly with code 3.*--model"
+    with pytest.raises(CaptureError, match=said):
         collect("lens/org/none", dataset(2), tmp_path / "a", progress=False)
 
 
