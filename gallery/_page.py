@@ -15,7 +15,7 @@ from tests.kit.figures._canvas import PALETTES
 __all__ = ["PAGES", "page", "replication_files", "replication_link", "replications_markdown"]
 
 PAGES: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
-    "lies": ("Lies, and a judge of them", ("lies", "cascade")),
+    "lies": ("Lies, and a judge of them", ("lies", "agent", "cascade")),
     "directions": ("Directions of truth, concepts, refusal and mood",
                    ("truth", "concepts", "refusal", "steering")),
     "mechanisms": ("Attention, languages and facts", ("injection", "languages", "fact")),

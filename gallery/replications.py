@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from gallery import (
+    agent,
     cascade,
     concepts,
     fact,
@@ -29,5 +30,6 @@ REPLICATIONS: Final[Mapping[str, Replication]] = {
     "steering": steering.REPLICATION,
     "lies": lies.REPLICATION,
     "concepts": concepts.REPLICATION,
+    "agent": agent.REPLICATION,
     "cascade": cascade.REPLICATION,
 }
