@@ -21,7 +21,9 @@ REGISTERED = {
     *_registry.__all__,
     *(
         name
-        for found in registry_find(lambda info: info.name.startswith("inspect_lens/"))
+        for found in registry_find(
+            lambda info: info.name.startswith("inspect_lens/") and info.type != "hooks"
+        )
         if (name := registry_info(found).name.partition("/")[2]) not in OTHERS
     ),
 }
