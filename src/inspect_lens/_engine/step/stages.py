@@ -273,5 +273,5 @@ def missing_rows() -> CaptureError:
     """Why a request fails whose rows did not come."""
     return CaptureError(
         "an earlier stage of the pipeline has not sent rows of this request, which has failed "
-        "there; try again"
+        "there; try it alone, or read less in one request"
     )

@@ -232,8 +232,9 @@ def test_more_rows_than_fit_fail_their_requests_and_say_so(collector: Collector)
         pipeline.begin(collector, "c", sealed(collector, LensRequest(capture={}), 4, 8))
         pipeline.step(("a", 1, 0, 2), ("b", 2, 0, 2), ("c", 3, 0, 2))
         pipeline.drain()
+        # Each stage has a connection of its own, so the next one may be heard first.
         for key in ("a", "b"):
-            with pytest.raises(CaptureError, match=r"4 rows for other stages .* 3 fit"):
+            with pytest.raises(CaptureError, match=r"4 rows for other .* 3 fit|an earlier stage"):
                 take(collector, key, 2, 2)
         assert "c" in pipeline.stages[1].stepper._live.by_key
     finally:
