@@ -229,23 +229,22 @@ class CaptureEnvelope(Readout):
 
     @property
     def rows(self) -> tuple[RowPart, ...]:
-        if self.heads:
-            found = [self.row_of(*head) for head in self.heads]
-            return tuple(sorted(found, key=_row_order))
-        return self.whole_rows
+        return self._of_heads[0] if self.heads else self.whole_rows
 
     @property
     def whole_rows(self) -> tuple[RowPart, ...]:
         """Rows of a token that a step keeps, also where heads alone are sent."""
         return _rows_of(self.sites, self.layers, self.widths, self.hidden, self.ranks)
 
-    def row_of(self, site: Site, layer: int, head: int) -> RowPart:
-        """Where one of `heads` is: on the rank that has it, and there in its share of the row."""
-        width = self.width_of(site)
-        own = width.width // width.shards
-        shard, at = divmod(head * self.head_size, own)
-        rank = owners(width, self.ranks)[shard]
-        return RowPart(rank, TapPoint(site, layer), *divmod(at, self.hidden))
+    def heads_at(self, site: Site) -> list[int]:
+        """Which of `rows` the heads of a site are, in the order of `heads`."""
+        at = zip(self.heads, self._of_heads[1], strict=True)
+        return [row for head, row in at if head[0] == site]
+
+    @property
+    def _of_heads(self) -> tuple[tuple[RowPart, ...], tuple[int, ...]]:
+        widths = tuple([self.width_of(site) for site in self.sites])
+        return _rows_of_heads(self.heads, self.head_size, widths, self.hidden, self.ranks)
 
     @property
     def taps(self) -> tuple[TapPoint, ...]:
@@ -450,6 +449,27 @@ def _rows_of(
         n = rows_for(width, hidden)
         found += [RowPart(r, tap, p) for r in owners(width, ranks) for p in range(n)]
     return tuple(sorted(found, key=_row_order))
+
+
+@lru_cache(maxsize=64)
+def _rows_of_heads(
+    heads: tuple[tuple[Site, int, int], ...],
+    size: int,
+    widths: tuple[SiteWidth, ...],
+    hidden: int,
+    ranks: int,
+) -> tuple[tuple[RowPart, ...], tuple[int, ...]]:
+    """Each head on the rank that has it, where it lies in its share; and which of these each is."""
+    of_site = {width.site: width for width in widths}
+    found = []
+    for site, layer, head in heads:
+        width = of_site[site]
+        shard, at = divmod(head * size, width.width // width.shards)
+        rank = owners(width, ranks)[shard]
+        found.append(RowPart(rank, TapPoint(site, layer), *divmod(at, hidden)))
+    rows = tuple(sorted(found, key=_row_order))
+    numbers = {row: i for i, row in enumerate(rows)}
+    return rows, tuple([numbers[row] for row in found])
 
 
 def _row_order(row: RowPart) -> tuple[Any, ...]:

@@ -9,9 +9,10 @@ request will have: rejected drafts are written again, and a stop string is found
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Final
 
 import numpy as np
@@ -23,6 +24,7 @@ from inspect_lens._engine.plan.step_plan import Longs, RequestTable
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.messages import BOARD_SIZE
 from inspect_lens._engine.protocol.readouts import LAG, CaptureEnvelope, Combine, Fold, RowPart
+from inspect_lens._engine.tap.memory import uploaded
 from inspect_lens.spec import Reduction
 
 Piece = tuple[int, int, int]
@@ -60,18 +62,28 @@ class HeadCut:
 
     def __call__(self, rows: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
         """(heads, …, size) of (rows, …, width); `ranks` says in which row each head begins."""
-        # Views and one copy: indices would have to be brought to the device.
-        return torch.stack([self._head(rows, *at) for at in zip(ranks, self.columns, strict=True)])
+        width = rows.shape[-1]
+        # A head begins anywhere in a row, and what of it is left lies in the next one.
+        piece = math.gcd(width, self.size)
+        row, column = _pieces(ranks, self.columns, self.size // piece, width, piece, rows.device)
+        pieces = rows.view(*rows.shape[:-1], -1, piece).movedim(-2, 1)
+        found: torch.Tensor = pieces[row, column].view(len(ranks), -1, *rows.shape[1:-1], piece)
+        return found.movedim(1, -2).flatten(-2)
 
-    def _head(self, rows: torch.Tensor, row: int, column: int) -> torch.Tensor:
-        width, left = rows.shape[-1], self.size
-        parts = []
-        while left:
-            n = min(left, width - column)
-            parts.append(rows[row, ..., column : column + n])
-            # A wide row of the model lies in several of the ring, one behind the other.
-            row, column, left = row + 1, 0, left - n
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+@lru_cache(maxsize=64)
+def _pieces(
+    ranks: tuple[int, ...],
+    columns: tuple[int, ...],
+    n: int,
+    width: int,
+    piece: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """(2, heads * n); row and place in it of the pieces of heads, brought to the device once."""
+    begin = (np.asarray(ranks) * width + np.asarray(columns)) // piece
+    at = (begin[:, None] + np.arange(n)).reshape(-1)
+    return uploaded(np.stack(np.divmod(at, width // piece)), device)
 
 
 @dataclass(slots=True)

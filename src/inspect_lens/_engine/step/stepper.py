@@ -111,8 +111,9 @@ class LiveRequests:
                 failed |= dict.fromkeys([key for key, _ in same], error)
         try:
             self._bank.flush()
-        except Exception as error:  # noqa: BLE001 - of what is new, nobody knows what is there
-            failed |= {key: error for key in coming if self._is_steered(key)}
+        except Exception as error:  # noqa: BLE001 - nobody knows what the device has
+            # Also of those before: rows of theirs may have moved to make room.
+            failed |= {key: error for key in self.by_key if self._is_steered(key)}
         return failed
 
     def _is_steered(self, key: str) -> bool:
@@ -370,7 +371,7 @@ class Stepper:
             return
         coming, self._coming = self._coming, {}
         for key, error in self._live.take_up(coming).items():
-            packed = coming[key]
+            packed = coming.get(key, {})
             self._fail(key, error, str(packed.get("reply", "")), packed.get("hash"))
 
     def remove(self, key: str) -> None:

@@ -31,9 +31,10 @@ def tensors_by_name(rows: TensorData, capture: CaptureEnvelope) -> dict[str, Ten
     """
     if capture.is_simple:
         return {result_name(capture.sites[0]): rows}
+    if capture.heads:
+        return {result_name(site): _of_heads(rows, capture, site) for site in capture.sites}
     rank = {row: i for i, row in enumerate(capture.rows)}
-    of_site = _of_heads if capture.heads else _of_site
-    return {result_name(site): of_site(rows, capture, site, rank) for site in capture.sites}
+    return {result_name(site): _of_site(rows, capture, site, rank) for site in capture.sites}
 
 
 def named_tensors(
@@ -61,9 +62,8 @@ def _by_head(
 ) -> dict[str, TensorData]:
     """Queries and keys as (layers, tokens, heads, size); chosen ones as (heads, tokens, size)."""
     if qk.heads:
-        rank = {row: i for i, row in enumerate(qk.rows)}
-        at = {site: [rank[qk.row_of(*h)] for h in qk.heads if h[0] == site] for site in qk.sites}
-        return {f"attn_{s}": TensorData(rows.storage[i], rows.dtype) for s, i in at.items()}
+        at = {site: rows.storage[qk.heads_at(site)] for site in qk.sites}
+        return {f"attn_{site}": TensorData(found, rows.dtype) for site, found in at.items()}
     sizes = {int(attention[layer]["head_size"]) for layer in qk.layers}
     if len(sizes) > 1:
         raise CaptureError("output_qk: layers have different heads; ask for layers of one kind")
@@ -128,13 +128,10 @@ def _of_site(
     return TensorData(shares[..., :own].reshape(layers, tokens, size.width), rows.dtype)
 
 
-def _of_heads(
-    rows: TensorData, capture: CaptureEnvelope, site: Site, rank: dict[RowPart, int]
-) -> TensorData:
+def _of_heads(rows: TensorData, capture: CaptureEnvelope, site: Site) -> TensorData:
     """(layers, tokens, heads * head size), heads in the order in which they were named."""
-    own = [head for head in capture.heads if head[0] == site]
-    at = np.asarray([rank[capture.row_of(*head)] for head in own])
-    parts = rows.storage[at.reshape(len(capture.layers), -1)]
+    at = np.asarray(capture.heads_at(site)).reshape(len(capture.layers), -1)
+    parts = rows.storage[at]
     if capture.reduction.width is not None:
         wide = TensorData(np.ascontiguousarray(parts), rows.dtype).to_float32()
         return narrowed(capture.reduction.join(wide), rows.dtype)
