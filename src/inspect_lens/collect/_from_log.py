@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 _SCORE = "score:"
 _SHARD = 64
+_MOST_OF_A_COLUMN = 256
+"""Characters."""
 
 Label = str | Callable[[EvalSample], bool | int | None]
 
@@ -53,7 +55,8 @@ def log_to_store(
     """Make a store of what the calls of a log captured, with a label for each sample.
 
     Where labels come from is what all samples' metadata says as `label_source`. What else their
-    metadata says in a text, a number, true or false becomes a column, such as `condition`.
+    metadata says in a text of at most 256 characters, a number, true or false becomes a column,
+    such as `condition`; a `truth` only if it is a text, which an answer can name.
     The store is tied to the log's model, by the fingerprint of its weights where they are on this
     machine. `ActivationSet.from_store` and `inspect-lens probe train` read it as one of `collect`.
 
@@ -202,10 +205,16 @@ def _sample(sample: EvalSample, turn: Turn, mark: bool, group: str | None) -> Pr
         label=mark,
         group=str(sample.id if group is None else facts[group]),
         completion=turn.output.completion,
-        columns={
-            key: str(value) for key, value in facts.items() if isinstance(value, str | int | float)
-        },
+        columns=_columns(facts),
     )
+
+
+def _columns(facts: Mapping[str, Any]) -> dict[str, str]:
+    """What sets can be split by; a document would be stored again with each call."""
+    made = {key: str(fact) for key, fact in facts.items() if isinstance(fact, str | int | float)}
+    if not isinstance(facts.get("truth"), str):
+        made.pop("truth", None)  # whether an answer names a mark is nothing that it says
+    return {key: text for key, text in made.items() if len(text) <= _MOST_OF_A_COLUMN}
 
 
 def _captured(

@@ -240,10 +240,11 @@ def validity(label: str = "label", group: str | None = None) -> Metric:
 
 
 def _at_most(found: Labelled, names: list[str]) -> tuple[Labelled, list[str]]:
-    """`_MOST` samples, the same ones in whatever order samples end."""
+    """`_MOST` samples in the order of their ids, so that the order of a log changes nothing."""
     ids = [str(one.sample_id) for one in found.scores]
     at = sorted(range(len(ids)), key=lambda i: (zlib.crc32(ids[i].encode()), ids[i]))[:_MOST]
-    at.sort()
+    numbers = [one.sample_id if isinstance(one.sample_id, int) else -1 for one in found.scores]
+    at.sort(key=lambda i: (numbers[i], ids[i], i))
     few = Labelled(
         labels=[found.labels[i] for i in at],
         values=[found.values[i] for i in at],

@@ -81,11 +81,24 @@ def test_what_no_card_has_a_word_for_is_refused(tmp_path: Path) -> None:
 def test_the_metadata_of_all_samples_are_columns(tmp_path: Path) -> None:
     outputs = [call([1.0, 2.0], folder=tmp_path) for _ in range(2)]
     facts: list[dict[str, Any]] = [
-        {"condition": "honest", "truth": "Rome", "n": 3, "values": ["a"]},
-        {"condition": "lie", "truth": "Rome", "only_here": True},
+        {"condition": "honest", "truth": "Rome", "n": 3, "values": ["a"], "text": "a" * 257},
+        {"condition": "lie", "truth": "Rome", "only_here": True, "text": "b"},
     ]
     log = run(outputs, [], folder=tmp_path, metadata=facts)
     data = ActivationSet.from_store(log_to_store(log, tmp_path / "acts"))
     columns = {name: data.columns[name] for name in ("condition", "truth")}
     assert columns == {"condition": ("honest", "lie"), "truth": ("Rome", "Rome")}
-    assert not {"n", "values", "only_here"} & set(data.columns)
+    assert not {"n", "values", "only_here", "text"} & set(data.columns)
+
+
+def test_metadata_take_no_name_of_the_store_and_a_mark_is_no_truth(tmp_path: Path) -> None:
+    outputs = [call([1.0, 2.0], folder=tmp_path) for _ in range(2)]
+    facts: list[dict[str, Any]] = [
+        {"id": "x", "group": "y", "truth": i == 0, "first": i == 0} for i in range(2)
+    ]
+    log = run(outputs, [], folder=tmp_path, metadata=facts)
+    data = ActivationSet.from_store(log_to_store(log, tmp_path / "acts"))
+    assert (data.key("id"), data.key("group")) == (data.ids, data.groups)
+    assert data.groups == ("0", "1")
+    assert data.key("first") == ("True", "False")
+    assert "truth" not in data.columns

@@ -114,6 +114,10 @@ def test_other_facts_on_the_card_leave_the_tensors_as_they_are() -> None:
     assert (other.pool, other.card.notes, probe.card.notes) == ("max", ("new",), ())
     np.testing.assert_array_equal(other.score_tokens(acts()), probe.score_tokens(acts()))
     assert other.score(acts()) == probe.score(acts(), pool="max")
+    with pytest.raises(
+        SpecError, match="note: is no field of a probe's card; did you mean 'notes'"
+    ):
+        probe.with_card(note=("new",))
 
 
 def test_direction_is_the_gradient() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens._base.artifact import Artifact, ArtifactKind, read_only
-from inspect_lens.errors import ArtifactError, SpecError, UnsupportedError
+from inspect_lens.errors import ArtifactError, SpecError, UnsupportedError, did_you_mean
 from inspect_lens.probe.card._card import ProbeCard, Statistic, Threshold
 from inspect_lens.probe.card._files import PROBE, render_card
 from inspect_lens.probe.pooling._pool import (
@@ -77,8 +77,15 @@ class CardProbe(Artifact):
         """The same probe with other facts on its card.
 
         Args:
-            **facts: fields of the card, which are not judged again.
+            **facts: fields of the card, whose values are not judged again.
+
+        Raises:
+            SpecError: the card has no such field.
         """
+        for name in facts:
+            if name not in ProbeCard.model_fields:
+                way = did_you_mean(name, ProbeCard.model_fields)
+                raise SpecError(f"{name}: is no field of a probe's card; {way}")
         return replace(self, card=self.card.model_copy(update=facts))  # type: ignore[type-var]
 
     def running_scores(

@@ -419,9 +419,11 @@ def brier_score(labels: ArrayLike, probabilities: ArrayLike) -> float:
 def _check(labels: ArrayLike, probabilities: ArrayLike) -> tuple[Floats, Floats]:
     split_classes(labels, probabilities)
     y, p = np.asarray(labels), np.asarray(probabilities, dtype=np.float64)
-    if not y.size or not ((p >= 0.0) & (p <= 1.0)).all():
+    if not y.size:
+        raise SpecError("probabilities: there are none; allowed is one at least")
+    if p.min() < 0.0 or p.max() > 1.0:
         raise SpecError(
-            f"probabilities: {p.size}, or values outside [0, 1]; allowed are probabilities, one at "
-            "least; calibrate scores first, as train.calibrate does"
+            f"probabilities: from {p.min():.3g} to {p.max():.3g}; allowed are 0 to 1; calibrate "
+            "scores first, as train.calibrate does"
         )
     return y.astype(np.float64), p

@@ -393,7 +393,7 @@ class ActivationSet:
         Raises:
             SpecError: there is no such key.
         """
-        known = {"group": self.groups, "id": self.ids, **self.columns}
+        known = {**self.columns, "group": self.groups, "id": self.ids}
         known |= {"content": self.contents} if self.contents else {}
         if name not in known:
             raise SpecError(
