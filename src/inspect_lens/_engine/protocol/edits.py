@@ -530,42 +530,44 @@ def seal_request_edits(
 
 def _refuse_meeting(edits: Sequence[EditBase], n_prompt: int, n_max: int) -> None:
     """Refuse two edits of the same numbers at one token; gates count as open."""
-    at: dict[TapPoint, list[int]] = {}
-    where: list[_Where] = []
+    acting: list[tuple[int, set[TapPoint], range, set[int] | None]] = []
     for i, edit in enumerate(edits):
-        field = f"edits[{i}]"
-        where.append(_where(edit.positions, edit.phase, n_prompt, n_max, field))
         if edit.op == "renormalise" or (edit.when is not None and edit.when.shadow):
             continue
-        for layer in edit.layers:
-            others = at.setdefault(tap_point(edit.site, layer), [])
-            for j in others:
-                token = _first_common(where[j], where[i])
-                if token is None or _are_apart(edits[j], edit):
-                    continue
+        field = f"edits[{i}]"
+        listed, lo, hi = _where(edit.positions, edit.phase, n_prompt, n_max, field)
+        named = None if listed is None else set(listed)
+        at = {tap_point(edit.site, layer): layer for layer in edit.layers}
+        for j, taps, span, others in acting:
+            layer = next((layer for tap, layer in at.items() if tap in taps), None)
+            if layer is None or _are_apart(edits[j], edit):
+                continue
+            both = range(max(lo, span.start), min(hi, span.stop))
+            sets = [one for one in (named, others) if one is not None]
+            tokens = filter(both.__contains__, set.intersection(*sets)) if sets else both[:1]
+            token = min(tokens, default=None)
+            if token is not None:
                 raise SpecError(
                     f"{field}: meets edits[{j}] at layer {layer}, site {edit.site}, token {token}, "
                     "and edits_meet='error' allows one edit there; give them other positions, or "
                     "leave edits_meet out, so that they act in the order of the list"
                 )
-            others.append(i)
-
-
-def _first_common(a: _Where, b: _Where) -> int | None:
-    """The first token of both; None where there is none."""
-    lo, hi = max(a[1], b[1]), min(a[2], b[2])
-    listed = [set(one[0]) for one in (a, b) if one[0] is not None]
-    if not listed:
-        return lo if lo < hi else None
-    return min((p for p in set.intersection(*listed) if lo <= p < hi), default=None)
+        acting.append((i, {*at}, range(lo, hi), named))
 
 
 def _are_apart(a: EditBase, b: EditBase) -> bool:
-    """Whether both name parts of a row, and no part in common."""
-    return bool(a.choice) and all(
+    """Whether they can never meet: of other parts of a row, or of other sampled tokens."""
+    if a.choice and all(
         name in b.choice and set(parts).isdisjoint(b.choice[name])
         for name, parts in a.choice.items()
-    )
+    ):
+        return True
+    matches = sampled_match(a.positions), sampled_match(b.positions)
+    taken = [set(one.token_ids or ()) for one in matches if one is not None and not one.exclude]
+    left = [set(one.token_ids or ()) for one in matches if one is not None and one.exclude]
+    if len(taken) == 2:
+        return taken[0].isdisjoint(taken[1])
+    return len(taken) == len(left) == 1 and taken[0] <= left[0]
 
 
 def _suits_any_prompt(edits: Sequence[EditBase]) -> bool:

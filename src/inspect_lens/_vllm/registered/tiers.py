@@ -32,6 +32,8 @@ class Tiers:
     receipts: tuple[TierReceipt, ...] = ()
     n_own_probes: int = 0
     """Probes that the request reads, its configurations' among them; the server's come behind."""
+    n_named: int = 0
+    """Edits of the request that it names, which come before those that it brings."""
 
     @property
     def acts(self) -> bool:
@@ -45,13 +47,16 @@ class Tiers:
 
     def tell(self, error: LensError) -> None:
         """Have an error of a request say that it is not about what the request brought alone."""
-        if not self.acts:
-            return
-        all_requests = "that the operator of this server has set for all requests"
-        whose = all_requests if self.has_server else "of the configurations that were chosen"
-        n = sum(one.edits for one in self.receipts)
-        which = f": edits[{n}] is the first of the request's own" if n else ""
-        error.args = (f"{error}; the edits and probes {whose} count, too{which}",)
+        said = []
+        if self.acts:
+            all_requests = "that the operator of this server has set for all requests"
+            whose = all_requests if self.has_server else "of the configurations that were chosen"
+            said.append(f"the edits and probes {whose} count, too")
+        if n := sum(one.edits for one in self.receipts) + self.n_named:
+            behind = ", behind those of edits_named" if self.n_named else ""
+            said.append(f"edits[{n}] is the first of the request's own{behind}")
+        if said:
+            error.args = (f"{error}; {': '.join(said)}",)
 
     @cached_property
     def packed(self) -> Packed:
@@ -143,8 +148,9 @@ def compose(
             )
         )
     uses |= {use.name: use for use in request.probes}
+    own = registry.edits_of(request)
     changes = {
-        "edits": (*edits, *registry.edits_of(request)),
+        "edits": (*edits, *own),
         "edits_named": (), "configs": (), "server": None,
         "probes": (*uses.values(), *(() if server is None else server.probes)),
     }  # fmt: skip
@@ -156,4 +162,5 @@ def compose(
         left_out = tuple(key for key in request.open_gates if key in denied)
         receipts[0] = receipts[0].model_copy(update={"denied_open_gates": left_out})
         request = request.model_copy(update={"open_gates": opened})
-    return request.model_copy(update=changes), Tiers(tuple(receipts), len(uses))
+    n_named = len(own) - len(request.edits)
+    return request.model_copy(update=changes), Tiers(tuple(receipts), len(uses), n_named)

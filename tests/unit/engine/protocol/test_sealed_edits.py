@@ -139,6 +139,14 @@ def test_edits_that_differ_in_anything_share_no_block_of_the_cache(changed: str)
         assert one.edits[-1].made is not other.edits[-1].made
 
 
+SAMPLED = {
+    3: TokenMatch(token_ids=[3], among="completion"),
+    4: TokenMatch(token_ids=[4], among="completion"),
+    (3, 4): TokenMatch(token_ids=[3, 4], among="completion"),
+}
+ALL_BUT_3 = TokenMatch(token_ids=[3], exclude=True, among="completion")
+
+
 @pytest.mark.parametrize(
     ("first", "second", "meet_at"),
     [
@@ -148,7 +156,12 @@ def test_edits_that_differ_in_anything_share_no_block_of_the_cache(changed: str)
         ({"positions": [2, 5]}, {"positions": [3, 4]}, None),
         ({"positions": "prompt"}, {"phase": "decode"}, None),
         ({"positions": "prompt"}, {"positions": [False] * 4 + [True] * 2}, 4),
-        ({"positions": TokenMatch(token_ids=[3], among="completion")}, {"phase": "decode"}, 6),
+        ({"positions": SAMPLED[3]}, {"phase": "decode"}, 6),
+        ({"positions": SAMPLED[3]}, {"positions": SAMPLED[3, 4]}, 6),
+        ({"positions": SAMPLED[3]}, {"positions": SAMPLED[4]}, None),
+        ({"positions": SAMPLED[3]}, {"positions": ALL_BUT_3}, None),
+        ({"positions": SAMPLED[3, 4]}, {"positions": ALL_BUT_3}, 6),
+        ({"positions": ALL_BUT_3}, {"positions": ALL_BUT_3}, 6),
         ({"when": Gate(direction=ROW, layer=0)}, {}, 0),
         # The stream before a layer is the stream after the one below it.
         ({"layers": [0]}, {"site": "resid_pre"}, 0),

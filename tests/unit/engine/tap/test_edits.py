@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from inspect_lens._engine.tap.edit_table import Bank
@@ -41,6 +41,7 @@ from tests.kit.edit_table import (
 
 
 @settings(max_examples=25, deadline=None)
+@example(16, [15] * 6, False)
 @given(st.integers(0, 2**20), st.lists(st.integers(0, 28), min_size=1, max_size=8), st.booleans())
 def test_chains_equal_the_definition(seed: int, chosen: list[int], is_split: bool) -> None:
     cases = edit_cases(seed)
@@ -56,9 +57,13 @@ def test_chains_equal_the_definition(seed: int, chosen: list[int], is_split: boo
     for p in range(N_FED):
         stream = given_streams[1][p].numpy().astype(np.float64)
         other = 0.0 if residual is None else residual[p].numpy().astype(np.float64)
-        wanted = run_program(stream + other, program) - other
-        scale = max(1.0, float(np.abs(wanted).max()))
-        np.testing.assert_allclose(out[1][p].numpy(), wanted, rtol=1e-3, atol=1e-3 * scale)
+        start = stream + other
+        wanted = run_program(start, program) - other
+        # Some chains, such as one edit of latents six times, make a stream huge, and the last bits.
+        norms = [np.linalg.norm(run_program(start, program[:n])) for n in range(len(program))]
+        growth = float(max(norms) / norms[0])
+        atol = (1e-3 + 1e-6 * growth) * max(1.0, float(np.abs(wanted).max()))
+        np.testing.assert_allclose(out[1][p].numpy(), wanted, rtol=1e-3, atol=atol)
 
 
 @pytest.mark.parametrize("only", [False, True])

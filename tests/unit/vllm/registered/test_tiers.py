@@ -289,6 +289,24 @@ def test_a_refusal_for_a_prompt_says_whose_edits_count(
         )
 
 
+@pytest.mark.parametrize("is_set", [False, True])
+def test_edits_that_meet_are_numbered_as_they_act_and_whose_they_are_is_told(
+    front: FrontEnd, is_set: bool
+) -> None:
+    if is_set:
+        serve(front, edits=[{"op": "zero", "layers": [2]}])
+    args = {"inspect_lens": {"edits": [add(6)], "edits_named": ["v"], "edits_meet": "error"}}
+    params = SimpleNamespace(
+        extra_args=args, n=1, max_tokens=2, stop=[], skip_reading_prefix_cache=None
+    )
+    compiled = compiled_of(processor(front), params)
+    assert compiled is not None
+    n = int(is_set)
+    message = rf"edits\[{n + 1}\]: meets edits\[{n}\] .*edits\[{n + 1}\] is the first of the"
+    with pytest.raises(LensError, match=f"{message} request's own, behind those of edits_named"):
+        _placed(compiled, params, n_prompt=3, max_tokens=2)
+
+
 def test_a_model_name_chooses_a_configuration() -> None:
     asked = LensRequest(capture={"layers": [1]}, configs=["b"])
     configs = {"org/model@a": "a", "org/model@b": "b"}
