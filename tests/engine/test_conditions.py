@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -138,7 +139,7 @@ def test_a_rule_joins_the_prompt_with_what_is_sampled(
     plain = engine.run([prompt], ask(), max_tokens=12)[0]
     scores = rows_of(plain)[1] @ torch.from_numpy(other)
     token = Gate(direction=other, layer=1, threshold=float(scores.median()) + 1e-3)
-    rules = {
+    rules: dict[str, tuple[Rule, Callable[[torch.Tensor], torch.Tensor]]] = {
         "and": (Rule(all=[holds, token]), lambda now: now),
         "or": (Rule(any=[fails, token]), lambda now: now),
         "not": (Rule(all=[holds], none=[token, fails]), lambda now: ~now),

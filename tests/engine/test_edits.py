@@ -168,7 +168,7 @@ def check_running(
         At how many tokens the gate was open, and out of how many.
     """
     gate, found, n = edit.when, rows_of(output), len(prompt)
-    assert gate is not None
+    assert isinstance(gate, Gate)
     probe = torch.from_numpy(gate.direction.to_float32().copy())
     factors, opens = expected_gate(gate, (found[gate.layer, n:] @ probe).numpy())
     (receipt,) = output.inspect_lens.steer.gates

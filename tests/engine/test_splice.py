@@ -184,7 +184,7 @@ def test_positions_and_gates_choose_tokens_as_for_any_edit(
     listed, answer = engine.run(
         [prompt] * 2,
         [
-            ask(sae.splice("relu", positions=[3, -1])),
+            ask(sae.splice("relu", positions=(3, -1))),
             ask(sae.splice("relu", positions="completion")),
         ],
         max_tokens=6,
