@@ -205,6 +205,11 @@ def vllm_plugins() -> list[str] | None:
     return None if raw is None else raw.split(",")
 
 
+def server_key(given: str) -> str:
+    """The key for a server: the one that was given, or that of Inspect's provider for vLLM."""
+    return given or os.environ.get("VLLM_API_KEY", "")
+
+
 def drop(field_name: str) -> None:
     """Remove a setting, so that processes that are started from now on do not have it."""
     os.environ.pop(variable(field_name), None)

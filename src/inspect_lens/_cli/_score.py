@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from inspect_lens._settings import server_key
 from inspect_lens.errors import ArtifactError, SpecError
 
 from ._choices import OverCalls
@@ -283,7 +284,7 @@ def chat(
             callback=finite, help="Scale of the vector to begin with; its own by default."
         ),
     ] = None,
-    api_key: Annotated[str, typer.Option(help="API key, if the server needs one.")] = "",
+    api_key: Annotated[str, typer.Option(help="Key of the server; VLLM_API_KEY by default.")] = "",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Local port of the page; 0 takes a free one.")
     ] = 0,
@@ -298,7 +299,7 @@ def chat(
     chosen = [] if layers == "none" else parse_layers(layers) if layers else None
     talk = open_talk(
         base_url, model=model or None, probe=probe or None, lens=lens or None, layers=chosen,
-        top_k=top_k, vector=vector or None, scale=scale, api_key=api_key or None,
+        top_k=top_k, vector=vector or None, scale=scale, api_key=server_key(api_key) or None,
     )  # fmt: skip
     with ChatPage(talk, port=port) as page:
         sys.stdout.write(f"{page.url}\nCtrl-C ends it.\n")

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("vllm")
 
+from inspect_lens._base.installed import VLLM
 from inspect_lens._cli import _doctor
 from inspect_lens._cli._checkpoint import checkpoint_facts
 from inspect_lens._cli._main import app
@@ -184,6 +185,42 @@ def test_a_server_with_a_key_is_asked_with_it(serve: Callable[..., Server], run:
     assert "--api-key" in err
     out, _ = run("doctor", "--base-url", server.url, "--api-key", "sesame")
     assert "serves the lens" in out
+
+
+def test_the_key_that_evals_take_is_the_one_by_default(
+    serve: Callable[..., Server], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve(401, json.dumps({"engines": [{"model": "m"}]}))
+    monkeypatch.setenv("VLLM_API_KEY", "sesame")
+    out, _ = run("doctor", "--base-url", server.url)
+    assert "serves the lens" in out
+    run("doctor")  # without a server, the variable is no mistake
+    monkeypatch.setenv("VLLM_API_KEY", "wrong")
+    out, _ = run("doctor", "--base-url", server.url, "--api-key", "sesame")
+    assert "serves the lens" in out
+
+
+@pytest.mark.parametrize("gpus", [[], [{"memory.free": "1000 MiB"}]])
+def test_without_vllm_the_advice_is_for_what_there_is(gpus: list[Any]) -> None:
+    found: dict[str, Any] = {"packages": {}, "machine": {"gpus": gpus}, "features": {}}
+    (said,) = _doctor._advice(found)
+    assert ("make env in a clone" in said) is not bool(gpus)
+    assert ("vllm]" in said) is bool(gpus)
+    url = "http://host:8000"
+    found["server"] = {"url": url, "off": {}}
+    (said,) = _doctor._advice(found)
+    assert said == f"use it: inspect eval TASK --model lens/<model> --model-base-url {url}/v1"
+
+
+def test_who_has_no_vllm_is_well_with_a_server_that_serves(
+    serve: Callable[..., Server], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve(200, json.dumps({"engines": [{"model": "m"}]}))
+    version = _doctor._version
+    monkeypatch.setattr(_doctor, "_version", lambda n: None if n in VLLM else version(n))
+    monkeypatch.setattr(_doctor, "problems", lambda: {"lens": "vLLM is not installed"})
+    run("doctor", code=1)
+    run("doctor", "--base-url", server.url, code=0)
 
 
 @pytest.mark.parametrize("command", ["doctor", "chat"])

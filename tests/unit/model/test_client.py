@@ -15,7 +15,7 @@ import torch
 
 from inspect_lens._base.partial import Partial
 from inspect_lens._base.same_host import serve_here
-from inspect_lens.client import LensClient, VLLMLensClient, request_of
+from inspect_lens.client import LensClient, VLLMLensClient, json_of, request_of
 from inspect_lens.errors import CaptureError, LensError, SpecError
 from inspect_lens.spec import (
     CaptureReceipt,
@@ -257,6 +257,15 @@ def test_errors_carry_the_words_of_the_server(
         with pytest.raises(LensError, match="refuses the key"):
             LensClient(closed.url).generate(PROMPT)
         assert LensClient(closed.url, api_key="secret").generate(PROMPT).text
+
+
+def test_a_users_key_that_may_not_register_is_told_apart_from_a_wrong_one() -> None:
+    asked = httpx.Request("POST", "http://server/v1/inspect_lens/registry")
+    with pytest.raises(SpecError, match="registry asks for a key of its own"):
+        json_of(httpx.Response(401, json={"error": "Unauthorized"}, request=asked))
+    read = httpx.Request("GET", asked.url)
+    with pytest.raises(SpecError, match="pass one of that server"):
+        json_of(httpx.Response(401, json={"error": "Unauthorized"}, request=read))
 
 
 def streaming_client(events: list[dict[str, Any]], asked: list[Any]) -> LensClient:
