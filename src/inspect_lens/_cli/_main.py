@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from typing import Annotated, Any, Final, NoReturn
 
@@ -24,7 +25,7 @@ from ._vector import vector_app
 EXIT_CODES = (
     "Exit codes: 0 done · 1 unexpected error · 2 wrong usage · 3 refused: a setting or a set is "
     "wrong · 4 a file is missing or damaged, or made for another model · 5 the server or a "
-    "capture failed · 130 interrupted."
+    "capture failed · 130 interrupted · 141 nobody reads the output, as after | head."
 )
 
 EXTRAS: Final = {
@@ -96,6 +97,13 @@ def main() -> None:
     """Run the program: what a user can cause becomes one line and an exit code."""
     try:
         code = app(prog_name="inspect-lens", standalone_mode=False)
+        sys.stdout.flush()
+    except SystemExit as ended:  # of typer, whose code for a closed pipe is 1
+        if not isinstance(ended.__context__, BrokenPipeError):
+            raise
+        _leave_closed()
+    except BrokenPipeError:
+        _leave_closed()
     except Exception as error:
         if type(error).__name__ == "Abort":  # of an input that ended
             fail(Interrupted("the command was ended while it asked for input"), _INTERRUPTED)
@@ -111,7 +119,14 @@ def main() -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
+def _leave_closed() -> NoReturn:
+    """End as a program of the shell whose reader has gone, such as head: silently."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python writes out when it ends
+    sys.exit(_CLOSED)
+
+
 _INTERRUPTED: Final = 130
+_CLOSED: Final = 141
 
 
 def _is_usage(error: Exception) -> bool:

@@ -193,15 +193,16 @@ def in_shell_words(message: str, app: typer.Typer) -> str:
             return f"--{pairs[name]} {name}={switches.get(value, value)}"
         if name not in flags:
             return found[0]
-        if value.startswith("["):
-            value = value.strip("[]").replace(" ", "")
+        if value.startswith(("[", "(")):
+            value = value.strip("[()],").replace(" ", "")
         # Of a switch the flag alone; else the value, where one stands there.
         return flags[name] + (f"={value}" if value not in ("", "True", "False", "None") else "")
 
     if (first := re.match(r"([a-z]\w*): ", message)) and first[1] in flags:
         message = flags[first[1]] + message[first.end(1) :]
-    value = r"\[[^\]]*\]|True|False|None|[^\s;,.()]*"
-    return re.sub(rf"(?<![-\w{{'\"])([a-z]\w*)=({value})", in_words, message)
+    value = r"\[[^\]]*\]|\([^)]*\)|True|False|None|[^\s;,.()]*"
+    # Where a word begins: in a path or an address such a pair is a part of a name.
+    return re.sub(rf"(?<![^\s(\[,;`])([a-z]\w*)=({value})", in_words, message)
 
 
 def _pairs(flags: Mapping[str, str]) -> dict[str, str]:

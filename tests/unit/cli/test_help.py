@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import subprocess
+import sys
 from typing import Any, Literal, get_args
 
 import pytest
@@ -107,6 +110,20 @@ def test_a_wrong_word_is_one_line(
     (said,) = err.splitlines()
     assert told in said
     assert said.startswith(f'{{"error": "{kind}"' if as_json else f"{kind}: ")
+
+
+@pytest.mark.parametrize("line", ["--version", "probe train --help", "settings all --json"])
+def test_a_pipe_that_closed_ends_it_silently(line: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    program = [sys.executable, "-c", "from inspect_lens._cli import main; main()"]
+    ended = subprocess.run(
+        [*program, *line.split()], stdout=writer, stderr=subprocess.PIPE, env=environment,
+        check=False,
+    )  # fmt: skip
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, b"")
 
 
 def test_the_version_has_a_name(capsys: pytest.CaptureFixture[str]) -> None:

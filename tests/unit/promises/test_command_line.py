@@ -218,6 +218,8 @@ def test_messages_have_the_flags_of_the_command(monkeypatch: pytest.MonkeyPatch)
         ("pass pool='mean', or pool=", "pass --pool='mean', or --pool"),
         ("-M capture=[4] and layer=3", "-M capture=[4] and layer=3"),
         ("roles: pass roles= with one", "--role: pass --role with one"),
+        ("/data/pool=mean/x and http://h/?pool=a", "/data/pool=mean/x and http://h/?pool=a"),
+        ("roles=('user', 'tool') has", "--role='user','tool' has"),
     ):
         assert in_shell_words(python, app) == shell
     monkeypatch.setattr("sys.argv", ["inspect-lens", "probe", "collect"])
