@@ -6,12 +6,12 @@ Only facts: numbers are all that is copied from a source, and no file of it is p
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final, Literal, get_args
+from typing import Final, Literal
 
 from pydantic import Field
 
-from inspect_lens.errors import ArtifactError, SpecError
-from inspect_lens.spec import Value
+from inspect_lens.errors import ArtifactError
+from inspect_lens.spec import Value, check_word
 
 Kind = Literal["attention_tracker", "core", "refusal_direction", "verbaliser"]
 """Lists of heads (`attention_tracker`, `core`), a vector with its layer (`refusal_direction`), or a
@@ -193,8 +193,8 @@ def published_settings(model: str, *, kind: Kind | None = None) -> tuple[Publish
             print(found.kind, found.layer, found.source)
         ```
     """
-    if kind is not None and kind not in get_args(Kind):
-        raise SpecError(f"kind={kind!r}; allowed are {', '.join(get_args(Kind))}")
+    if kind is not None:
+        check_word("kind", kind, Kind)
     found = tuple(one for one in settings_of(model) if kind in (None, one.kind))
     if not found:
         models = sorted({one.model for one in PUBLISHED if kind in (None, one.kind)})

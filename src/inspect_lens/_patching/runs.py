@@ -6,13 +6,21 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, cast, get_args
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inspect_lens.errors import SpecError
-from inspect_lens.spec import CaptureSpec, EditBase, Site, parse_positions, resolve_positions, shown
+from inspect_lens.spec import (
+    CaptureSpec,
+    EditBase,
+    Site,
+    check_word,
+    parse_positions,
+    resolve_positions,
+    shown,
+)
 
 _ID = re.compile(r"⟨\d+⟩")
 """A token whose text nobody here knows."""
@@ -67,8 +75,7 @@ def align_tokens(
         assert longer.pairs == (0, None, 1, 2, 3)
         ```
     """
-    if mode not in get_args(Align):
-        raise SpecError(f"align={shown(mode)}; allowed are {', '.join(get_args(Align))}")
+    check_word("align", mode, Align)
     both = min(len(clean), len(corrupted))
     first = next((i for i in range(both) if clean[i] != corrupted[i]), both)
     shift = len(clean) - len(corrupted)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, get_args, overload
+from typing import Annotated, Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,6 +20,7 @@ from inspect_lens.spec import (
     Site,
     as_tensor_data,
     check_counts,
+    check_word,
     encode_tensor,
     judging,
     shown,
@@ -169,10 +170,7 @@ class SweepSpec:
     def check(self) -> None:
         """Refuse what can be told without an engine."""
         check_site(self.site, "site")
-        if self.source not in get_args(Source):
-            raise SpecError(
-                f"source={shown(self.source)}; allowed are {', '.join(get_args(Source))}"
-            )
+        check_word("source", self.source, Source)
         if (self.rows is None) != (self.source in ("clean", "zero")):
             raise SpecError(
                 f"source={shown(self.source)} and rows={'none' if self.rows is None else 'given'}; "

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from inspect_ai.approval import Approval, Approver, approver
 from inspect_ai.model import ChatMessage
 from inspect_ai.tool import ToolCall, ToolCallView
 
-from inspect_lens.errors import SpecError
 from inspect_lens.probe import AnyProbe
 from inspect_lens.reading import OnMissing, ProbeReader, Source
 from inspect_lens.reading._samples import Judged, TurnJudge, turn_of
 from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.reading._thresholds import acting_value
-from inspect_lens.spec import Positions
+from inspect_lens.spec import Positions, check_word
 
 Action = Literal["reject", "terminate", "escalate"]
 """What happens to a call above the threshold: the model hears that it was refused, the sample
@@ -90,12 +89,8 @@ def probe_approver(
         # inspect eval … --model vllm-lens/organism/checkpoint -M capture=4
         ```
     """
-    for name, value, allowed in (
-        ("action", action, get_args(Action)),
-        ("below", below, ("approve", "escalate")),
-    ):
-        if value not in allowed:
-            raise SpecError(f"{name}={value!r}; allowed are {', '.join(allowed)}")
+    check_word("action", action, Action)
+    check_word("below", below, ("approve", "escalate"))
     reader = ProbeReader.of(
         probe, layer=layer, positions=positions, pool=pool, selection=selection, source=source,
         check_model=check_model, tokenizer=tokenizer, roles=roles, on_missing=on_missing,

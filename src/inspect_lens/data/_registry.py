@@ -12,6 +12,7 @@ from itertools import zip_longest
 from typing import Any, Final
 
 from inspect_lens.errors import SpecError
+from inspect_lens.spec import check_word
 
 from ._readers import (
     read_ai_liar,
@@ -288,9 +289,8 @@ def load_dataset(
         print(data.licence, data.label_meaning, data.on_policy)
         ```
     """
-    info, given = DATASETS.get(name), dict(options)
-    if info is None:
-        raise SpecError(f"dataset={name!r}; allowed are {', '.join(DATASETS)}; correct the name")
+    check_word("dataset", name, DATASETS)
+    info, given = DATASETS[name], dict(options)
     has = {"path": bool(info.files), "builtin": info.builtin is not None, "hub": bool(info.hub)}
     chosen = source or ("path" if path else "builtin" if has["builtin"] else "hub")
     if not has.get(chosen):

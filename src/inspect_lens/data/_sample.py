@@ -6,10 +6,11 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final, Literal, Self, get_args
+from typing import Any, Final, Literal, Self
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import LabelSource
+from inspect_lens.spec import check_word
 
 Source = Literal["hub", "path", "builtin"]
 """Where a set comes from: the Hugging Face hub, files of the user, or this package."""
@@ -20,9 +21,8 @@ Reading = Literal["generate", "completion", "text"]
 
 def check_label_source(name: str, value: str) -> None:
     """Refuse what no card has a word for; empty is not said."""
-    known = get_args(LabelSource)
-    if value not in ("", *known):
-        raise SpecError(f"{name}: label_source={value!r}; allowed are {', '.join(known)}")
+    if value != "":
+        check_word(f"{name}: label_source", value, LabelSource)
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,7 @@ class Message:
     content: str
 
     def __post_init__(self) -> None:
-        if self.role not in _ROLES:
-            raise SpecError(f"role={self.role!r}; allowed are {', '.join(_ROLES)}")
+        check_word("role", self.role, _ROLES)
         if not isinstance(self.content, str):
             raise SpecError(f"content={str(self.content)[:60]!r}: is no text; allowed is one")
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens.errors import SpecError
+from inspect_lens.spec import check_word
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -227,8 +228,7 @@ def coordinate_patch(
         assert patch.patched.tolist() == [0.0, 3.0, 2.0, -1.0]
         ```
     """
-    if mode not in ("substitute", "swap"):
-        raise SpecError(f"mode={mode!r}; allowed are 'substitute' and 'swap'")
+    check_word("mode", mode, ("substitute", "swap"))
     if not np.isfinite(strength):
         raise SpecError(f"strength={strength}; allowed are finite numbers")
     wide, atoms, norms, k = _checked(row, dictionary, k, "k")

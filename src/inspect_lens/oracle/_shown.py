@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from inspect_ai.model import ChatMessage, Model, ModelOutput
@@ -14,7 +14,7 @@ from inspect_lens.model import Activations, activations_for, recapture
 from inspect_lens.model._request import role_advice
 from inspect_lens.reading import Source
 from inspect_lens.reading._rows import pick_rows, select_positions, take_captured
-from inspect_lens.spec import Positions, parse_positions
+from inspect_lens.spec import Positions, check_word, parse_positions
 
 from ._load import OracleConfig
 
@@ -41,8 +41,7 @@ def parse_inputs(
     inputs: str, positions: object, last: int | None
 ) -> tuple[InputKind, Positions, int | None]:
     """Judge what a user asked to show."""
-    if inputs not in get_args(InputKind):
-        raise SpecError(f"inputs={inputs!r}; allowed are {', '.join(get_args(InputKind))}")
+    check_word("inputs", inputs, InputKind)
     if last is not None and (isinstance(last, bool) or not isinstance(last, int) or last < 1):
         raise SpecError(f"last={last!r}; allowed are a positive number of tokens, and None for all")
     kind: InputKind = "tokens" if inputs == "tokens" else "segment"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -39,7 +39,7 @@ from inspect_lens._patching.sweep import (
 )
 from inspect_lens.client import LensClient
 from inspect_lens.errors import SpecError
-from inspect_lens.spec import RESID_POST, Replace, Site
+from inspect_lens.spec import RESID_POST, Replace, Site, check_word
 
 from ._runs import open_runs
 
@@ -160,8 +160,7 @@ def patch_sweep(
 
 
 def _events(model: Any, spec: SweepSpec, over: Over) -> Iterator[SweepEvent]:
-    if over not in get_args(Over):
-        raise SpecError(f"over={over!r}; allowed are {', '.join(get_args(Over))}")
+    check_word("over", over, Over)
     if over == "requests":
         return sweep(open_runs(model), spec)
     if not isinstance(model, LensClient):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple, Self, get_args
+from typing import Any, Final, Literal, NamedTuple, Self
 
 from inspect_ai.event import (
     Event,
@@ -26,6 +26,7 @@ from inspect_lens.errors import NotCapturedError, SpecError
 from inspect_lens.model import activations, probe_scores
 from inspect_lens.model._read import given_output
 from inspect_lens.model._scope import is_instrument_call
+from inspect_lens.spec import check_word
 
 from ._rows import WITHHELD, has_nothing_to_read, is_withheld, read_token_ids
 
@@ -204,15 +205,14 @@ class CallSelection:
         Raises:
             SpecError: one of them does not exist.
         """
-        if over not in get_args(Over):
-            raise SpecError(
-                f"over={over!r}; allowed are {', '.join(get_args(Over))}; 'last' reads the call of "
-                "the sample's answer, 'all' every call of its model, or of roles="
-            )
-        if on_missing not in get_args(OnMissing):
-            raise SpecError(
-                f"on_missing={on_missing!r}; allowed are {', '.join(get_args(OnMissing))}"
-            )
+        check_word(
+            "over",
+            over,
+            Over,
+            "'last' reads the call of the sample's answer, 'all' every call of its model, or of "
+            "roles=",
+        )
+        check_word("on_missing", on_missing, OnMissing)
         if isinstance(roles, str) or (roles is not None and not roles):
             raise SpecError(f"roles={roles!r}; allowed is a list of model roles, or nothing")
         return cls(over, None if roles is None else tuple(roles), on_missing)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple, TypeVar, cast, get_args
+from typing import Any, Final, Literal, NamedTuple, TypeVar, cast
 
 import anyio.to_thread
 import numpy as np
@@ -22,6 +22,7 @@ from inspect_lens.spec import (
     Positions,
     Site,
     TensorData,
+    check_word,
     resolve_positions,
     result_name,
 )
@@ -54,10 +55,7 @@ async def in_thread(work: Callable[[], Made]) -> Made:
 
 def parse_source(source: str) -> Source:
     """Check what a user asks for."""
-    if source not in get_args(Source):
-        raise SpecError(
-            f"source={source!r}; allowed are {', '.join(get_args(Source))}; 'auto' is the default"
-        )
+    check_word("source", source, Source, "'auto' is the default")
     return cast("Source", source)
 
 

@@ -14,10 +14,11 @@ from inspect_ai.model import ChatMessage, ChatMessageAssistant, Model, ModelOutp
 from inspect_ai.solver import TaskState
 from inspect_ai.tool import ToolCall
 
-from inspect_lens.errors import ArtifactError, NotCapturedError, SpecError, UnsupportedError
+from inspect_lens.errors import ArtifactError, NotCapturedError, UnsupportedError
 from inspect_lens.model import Activations, ProbeScores, activations, activations_for, probe_scores
 from inspect_lens.model._read import probe_scores_for
 from inspect_lens.model._request import capture_advice
+from inspect_lens.spec import check_word
 
 from ._calls import Calls, CallSelection, Turn, find_turn, model_of, read_turns, require_roles
 from ._latents import LatentReader, LatentReading
@@ -353,8 +354,7 @@ def read_sample_captured(reader: ProbeReader, sample: EvalSample) -> SampleReadi
 def combining(combine: str) -> Callable[[Sequence[float]], float]:
     """The rule that makes one value of those of several calls."""
     rules: dict[str, Callable[[Sequence[float]], float]] = {"max": max, "mean": fmean}
-    if combine not in rules:
-        raise SpecError(f"combine={combine!r}; allowed are {', '.join(rules)}")
+    check_word("combine", combine, rules)
     return rules[combine]
 
 

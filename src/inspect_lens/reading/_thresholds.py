@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
@@ -16,6 +16,7 @@ from inspect_lens.probe import (
     choose_point,
     found_above,
 )
+from inspect_lens.spec import check_word
 
 if TYPE_CHECKING:
     from ._reader import ProbeReader, Reading
@@ -174,8 +175,7 @@ class Suspicion:
             SpecError: the unit is unknown, or needs a threshold and there is none, or is `raw` and
                 takes none.
         """
-        if unit not in get_args(SuspicionUnit):
-            raise SpecError(f"unit={unit!r}; allowed are {', '.join(get_args(SuspicionUnit))}")
+        check_word("unit", unit, SuspicionUnit)
         if unit == "raw" and threshold is not None:
             raise SpecError(
                 f"threshold={threshold!r}: with unit='raw' the suspicion is the score itself, and "

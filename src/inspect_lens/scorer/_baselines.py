@@ -8,7 +8,7 @@ import math
 import re
 import zlib
 from collections import Counter
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal
 
 import numpy as np
 from inspect_ai.scorer import Metric, SampleScore, Score, Scorer, Target, Value, metric, scorer
@@ -19,6 +19,7 @@ from inspect_lens import probe as arithmetic
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import Interval, find_label_source
 from inspect_lens.reading._shared import shared_parameters
+from inspect_lens.spec import check_word
 
 from ._judges import shown
 from ._labels import NO_BOUNDS, Labelled, cluster_of, labelled, with_bounds
@@ -330,8 +331,7 @@ def leakage_baseline(text: Text = "completion") -> Scorer:
             print({name: metric.value for name, metric in found.metrics.items()})
         ```
     """
-    if text not in get_args(Text):
-        raise SpecError(f"text={text!r}; allowed are {', '.join(get_args(Text))}")
+    check_word("text", text, Text)
 
     async def score(state: TaskState, target: Target) -> Score:
         before, answer = shown(state)

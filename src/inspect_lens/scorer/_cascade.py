@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from inspect_ai.log import EvalLog
@@ -33,7 +33,7 @@ from inspect_lens.reading import (
 )
 from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.reading._thresholds import named_point
-from inspect_lens.spec import Positions
+from inspect_lens.spec import Positions, check_word
 
 from ._judges import ask_number
 from ._labels import labelled, logged_scores
@@ -177,8 +177,7 @@ def _named(probes: Mapping[str, str | Path] | Sequence[str | Path]) -> dict[str,
 def _check(
     readers: Mapping[str, ProbeReader], combine: str, weights: Sequence[float] | None
 ) -> None:
-    if combine not in get_args(Combine):
-        raise SpecError(f"combine={combine!r}; allowed are {', '.join(get_args(Combine))}")
+    check_word("combine", combine, Combine)
     if (combine == "stacked") != (weights is not None) or (
         weights is not None and len(weights) != len(readers)
     ):

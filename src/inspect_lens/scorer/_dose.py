@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from inspect_ai.log import EvalLog
 from inspect_ai.scorer import (
@@ -23,7 +23,7 @@ from inspect_ai.scorer import (
 )
 from inspect_ai.solver import TaskState
 
-from inspect_lens.errors import SpecError
+from inspect_lens.spec import check_word
 from inspect_lens.vector import DoseResponse, Response
 from inspect_lens.vector import dose_response as _dose_response
 
@@ -99,8 +99,8 @@ def dose_metric(by: By | None = None, n_resamples: int = 2000, seed: int = 0) ->
         assert {"effect", "scale", "broken"} <= set(log.results.scores[0].metrics)
         ```
     """
-    if by not in (None, *get_args(By)):
-        raise SpecError(f"by={by!r}; allowed are {', '.join(get_args(By))}")
+    if by is not None:
+        check_word("by", by, By)
 
     def compute(scores: list[SampleScore]) -> Value:
         swept = Swept.of(scores)

@@ -29,6 +29,7 @@ from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import token_logprobs
 from inspect_lens.reading import Turn, given_length
 from inspect_lens.reading._rows import has_nothing_to_read, read_token_ids
+from inspect_lens.spec import check_word
 
 _NUMBER: Final = re.compile(r"(?<![\w.-])\d+(?:\.\d+)?(?![\w.]*\d)")
 _OUT_OF: Final = re.compile(r"\s*(?:/|out of)\s*100\b")
@@ -240,8 +241,7 @@ def coherence(
         assert log.results.scores[0].metrics["mean"].value == 80
         ```
     """
-    if method not in ("judge", "likelihood", "repetition"):
-        raise SpecError(f"method={method!r}; allowed are 'judge', 'likelihood' and 'repetition'")
+    check_word("method", method, ("judge", "likelihood", "repetition"))
 
     async def by_repetition(state: TaskState, target: Target) -> Score:
         answer = shown(state)[1]

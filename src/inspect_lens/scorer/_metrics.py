@@ -20,6 +20,7 @@ from inspect_lens import probe as arithmetic
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import Interval
 from inspect_lens.reading._shared import shared_parameters
+from inspect_lens.spec import check_word
 
 from ._labels import (
     NO_BOUNDS,
@@ -459,10 +460,9 @@ def _probabilities(
     probe: str | None,
     key: str | None,
 ) -> NDArray[np.float64] | None:
+    check_word("value", kind, ("score", "probability"))
     if kind == "probability":
         return np.asarray(values, dtype=np.float64)
-    if kind != "score":
-        raise SpecError(f"value={kind!r}; allowed are 'score' and 'probability'; correct the name")
     if probe is not None:
         calibration = arithmetic.load_probe(probe).card.calibration
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from inspect_ai.scorer import Score, Scorer, Target, mean, scorer, stderr
 from inspect_ai.solver import TaskState
@@ -21,7 +21,7 @@ from inspect_lens.reading import (
 )
 from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.reading._thresholds import acting_value, promise
-from inspect_lens.spec import Positions
+from inspect_lens.spec import Positions, check_word
 
 from ._metrics import at_threshold, auroc_metric
 from ._probe import keep_tokens, no_tokens
@@ -109,11 +109,8 @@ def monitor_alarm(
         on_missing=on_missing, threshold=threshold,
     )  # fmt: skip
     title = name or f"{reader.probe.name} {reader.pool}"
-    if value not in get_args(Value) or level not in get_args(Level):
-        raise SpecError(
-            f"value={value!r}, level={level!r}; allowed are {', '.join(get_args(Value))} and "
-            f"{', '.join(get_args(Level))}; correct the name"
-        )
+    check_word("value", value, Value)
+    check_word("level", level, Level)
     rule = str(parse_pool(watch))
     statistic = reader.statistic if level == "turn" else Statistic(over="alarm", pool=rule)
     cut = acting_value(reader, threshold, statistic)

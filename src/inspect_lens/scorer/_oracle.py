@@ -7,7 +7,7 @@ import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from inspect_ai.model import Model, ModelOutput, get_model
 from inspect_ai.scorer import (
@@ -38,6 +38,7 @@ from inspect_lens.reading._follow_up import FollowUpReply, ask_follow_up, choose
 from inspect_lens.reading._rows import has_nothing_to_read, is_withheld
 from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.reading._thresholds import named_point
+from inspect_lens.spec import check_word
 
 from ._metrics import at_threshold, auroc_metric
 from ._probe import no_tokens
@@ -420,8 +421,8 @@ def _shares(scores: Sequence[SampleScore]) -> dict[str, list[float]]:
 
 
 def _rule(match: Match | None, choices: list[str] | None) -> Match:
-    if match is not None and match not in get_args(Match):
-        raise SpecError(f"match={match!r}; allowed are {', '.join(get_args(Match))}")
+    if match is not None:
+        check_word("match", match, Match)
     if match == "choice" and not choices:
         raise SpecError("match='choice' needs choices=, such as ['No', 'Yes']")
     if choices is not None and len({c.lower() for c in choices}) < max(2, len(choices)):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from inspect_ai.agent import Agent
 from inspect_ai.approval import Approval, ApprovalPolicy, Approver, approval, approver
@@ -29,7 +29,7 @@ from inspect_lens.reading._rows import WITHHELD
 from inspect_lens.reading._samples import Judged, TurnJudge, turn_of
 from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.reading._thresholds import acting_value, promise
-from inspect_lens.spec import Add, Positions, ProbeUse
+from inspect_lens.spec import Add, Positions, ProbeUse, check_word
 from inspect_lens.vector import VectorLike, steering_vector
 
 from ._attempt import adopt, as_inner, attempt, run_tools
@@ -468,8 +468,7 @@ def _check(
     action: str, tries: int, steer: VectorLike | Mapping[str, Any] | None, prefer: str
 ) -> None:
     """Refuse arguments that do not go together."""
-    if action not in get_args(GateAction):
-        raise SpecError(f"action={action!r}; allowed are {', '.join(get_args(GateAction))}")
+    check_word("action", action, GateAction)
     if tries < 1:
         raise SpecError(f"tries={tries}; allowed is 1 or more")
     if prefer not in ("low", "high") or (prefer == "high" and action != "best"):

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import chain
-from typing import Annotated, Any, Final, TypeVar, cast
+from typing import Annotated, Any, Final, TypeVar, cast, get_args
 
 from pydantic import (
     BaseModel,
@@ -42,6 +42,7 @@ __all__ = [
     "check_counts",
     "check_name",
     "check_size",
+    "check_word",
     "explain",
     "judging",
     "read_as",
@@ -65,6 +66,18 @@ def shown(value: object) -> str:
         return _short.repr(value)
     except ValueError:  # an integer that Python does not write out
         return f"a number of more than {_short.maxlong} digits"
+
+
+def check_word(name: str, value: object, allowed: Any, advice: str = "") -> None:
+    """Refuse a word that is none of a `Literal` or of some names; one like it is named."""
+    words = get_args(allowed) or tuple(allowed)
+    if isinstance(value, str) and value in words:
+        return
+    short = isinstance(value, str) and len(value) <= _LONGEST
+    if short and (near := _nearest(str(value), words, 0.6)):
+        advice = f"did you mean {near[0]!r}?"
+    end = f"; {advice}" if advice else ""
+    raise SpecError(f"{name}={shown(value)}; allowed are {', '.join(words)}{end}")
 
 
 def integer(value: object) -> int:

@@ -21,6 +21,7 @@ from inspect_lens._base.installed import install_extra
 from inspect_lens._base.untrusted import judge_total, load_torch, parse_json, read_regular
 from inspect_lens.errors import ArtifactError, LensError, SpecError
 from inspect_lens.probe import ModelRef, write_atomic
+from inspect_lens.spec import check_word
 
 from ._vector import Vector, VectorCard
 
@@ -221,8 +222,8 @@ def import_vector(
         ```
     """
     file = Path(path)
-    if format is not None and format not in get_args(VectorFormat):
-        raise SpecError(f"format={format!r}; allowed are {', '.join(get_args(VectorFormat))}")
+    if format is not None:
+        check_word("format", format, VectorFormat)
     try:
         content = read_regular(file)
         kind, value = _open(file, content, format)

@@ -175,7 +175,7 @@ def test_wrong_arguments_are_refused() -> None:
         coordinate_patch(row, atoms, 1, 0, k=3)
     with pytest.raises(SpecError, match="two indices"):
         coordinate_patch(row, atoms, 0, 0, k=3)
-    with pytest.raises(SpecError, match="'substitute' and 'swap'"):
+    with pytest.raises(SpecError, match="substitute, swap"):
         coordinate_patch(row, atoms, 0, 1, mode="move", k=3)  # type: ignore[arg-type]
     with pytest.raises(SpecError, match="it is zero"):
         estimate_occupancy(0 * row, atoms, max_atoms=2)

@@ -191,7 +191,7 @@ def test_what_is_no_number_is_refused_by_name() -> None:
         average_precision_metric()([sample("yes")])
     with pytest.raises(SpecError, match="carry 2 different ones"):
         calibration_error()([sample(1.0), sample(1.0, calibration={"method": "platt", "set": ""})])
-    with pytest.raises(SpecError, match="allowed are 'score' and 'probability'"):
+    with pytest.raises(SpecError, match="allowed are score, probability"):
         calibration_error(value="odds")([sample(1.0)])  # type: ignore[arg-type]
 
 

@@ -178,7 +178,7 @@ def test_the_second_call_is_the_first_one_without_its_query(tmp_path: Path) -> N
     assert after.edits == before.edits
     assert len(after.edits) == 1
     assert after.qk is not None
-    assert after.qk.layers == (1, 4)
+    assert after.qk.heads == ((1, 1), (4, 0))
     assert before.capture is not None
     assert after.capture is None
 

@@ -137,7 +137,7 @@ class TestCoherence:
         log = run(blind, coherence("likelihood"), folder=tmp_path)
         assert log.error is not None
         assert "token ids of this completion are not known" in log.error.message
-        with pytest.raises(SpecError, match="allowed are 'judge', 'likelihood' and 'repetition'"):
+        with pytest.raises(SpecError, match="allowed are judge, likelihood, repetition"):
             coherence("perplexity")  # type: ignore[arg-type]
 
     @pytest.mark.parametrize(

@@ -208,7 +208,7 @@ def test_a_call_in_a_role_is_checked_and_recomputed_as_its_own_models(
     ("options", "match"),
     [
         ({"value": "when"}, "allowed are alarm, token, max"),
-        ({"level": "word"}, "allowed are alarm, token, max and token, turn"),
+        ({"level": "word"}, "level=.word.; allowed are token, turn"),
         ({"watch": "median"}, "pool="),
     ],
 )

@@ -420,7 +420,7 @@ def test_a_segment_is_scored_as_the_paper_writes_it() -> None:
         ({"pool": "attention", "segment": 4}, "segment=4, pool='attention'"),
         ({"pool": "", "segment": 4}, "segment=4, pool=''"),
         ({"segment_variance": 0.1}, "give segment, their length"),
-        ({"activation": "gelu"}, "allowed are relu and square"),
+        ({"activation": "gelu"}, "allowed are relu, square"),
         ({"activation": "square"}, "of layers; give mlp_sizes"),
     ],
 )
@@ -525,7 +525,7 @@ def test_weights_without_a_meaning_are_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"queries": "ones"}, "allowed are zeros and random"),
+        ({"queries": "ones"}, "allowed are zeros, random"),
         ({"heads": 0}, "1 or more"),
         ({"steps": 0}, "steps=0; allowed is 1 or more"),
         ({"batch": 0}, "batch=0; allowed is 1 or more"),

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens.errors import SpecError
+from inspect_lens.spec import check_word
 
 from ._measured import GroupCounts, Interval, count_groups, group_codes
 from ._metrics import (
@@ -87,8 +88,7 @@ def bootstrap_interval(
         ```
     """
     level = check_level(confidence)
-    if method not in ("percentile", "bca"):
-        raise SpecError(f"method={method!r}; allowed are 'percentile' and 'bca'")
+    check_word("method", method, ("percentile", "bca"))
     positive, negative = split_classes(labels, scores)
     name = "stratified bootstrap" if groups is None else "cluster bootstrap"
     name += " BCa" if method == "bca" else ""

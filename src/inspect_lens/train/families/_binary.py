@@ -15,6 +15,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import AnyProbe, ProbeCard
+from inspect_lens.spec import check_word
 
 Floats = NDArray[np.float64]
 
@@ -234,8 +235,7 @@ HUGE_SHARE: Final = 0.5
 
 def find_scale(variance: Floats, n_rows: int, scaling: Scaling, *, family: str) -> Floats | None:
     """What to divide each dimension by, of its variance within the classes (hidden,); else None."""
-    if scaling not in ("auto", "standard", "none"):
-        raise SpecError(f"scaling={scaling!r}; allowed are 'auto', 'standard' and 'none'")
+    check_word("scaling", scaling, ("auto", "standard", "none"))
     if scaling == "none" or n_rows < 4:
         return None
     if scaling == "auto":

@@ -16,6 +16,7 @@ from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import Probe, ProbeCard
+from inspect_lens.spec import check_word
 
 from ._binary import BinaryEstimator, Targets
 from ._direction import DirectionEstimator
@@ -155,8 +156,7 @@ class EnsembleProbe(BinaryEstimator):
     random_state: int = 0
 
     def _fit(self, x: NDArray[np.floating[Any]], target: Targets) -> None:
-        if self.stack not in ("mean", "lr"):
-            raise SpecError(f"stack={self.stack!r}; allowed are 'mean' and 'lr'; correct the name")
+        check_word("stack", self.stack, ("mean", "lr"))
         base = LogisticProbe() if self.base is None else self.base
         parts, folds = self._blocks(x), self._folds(target)
         outside = np.stack([_outside(base, b, target, folds) for b in parts], axis=1)

@@ -7,6 +7,7 @@ from inspect import signature
 from typing import Any, Final
 
 from inspect_lens.errors import SpecError, did_you_mean
+from inspect_lens.spec import check_word
 
 from ._binary import BinaryEstimator
 from ._direction import LATProbe, LDAProbe, MassMeanProbe, MeanDifferenceProbe
@@ -77,8 +78,7 @@ def make_estimator(name: str, **settings: Any) -> BinaryEstimator:
         print(estimator.describe())
         ```
     """
-    if name not in FAMILIES:
-        raise SpecError(f"family={name!r}; allowed are {', '.join(FAMILIES)}; correct the name")
+    check_word("family", name, FAMILIES)
     kind, defaults = FAMILIES[name]
     if kind is SAEFeatureProbe and "folder" in settings:
         kind = SAEFeatureProbe.from_sae

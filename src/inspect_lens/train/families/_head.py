@@ -29,6 +29,7 @@ from inspect_lens.probe import (
     pool_heads,
     token_values,
 )
+from inspect_lens.spec import check_word
 
 from ._binary import BinaryEstimator, Targets
 
@@ -183,15 +184,13 @@ class HeadProbe(BinaryEstimator):
 
     def _check_settings(self) -> None:
         """Refuse settings that nothing would act on: the card lists them all."""
-        if self.queries not in ("zeros", "random"):
-            raise SpecError(f"queries={self.queries!r}; allowed are zeros and random")
+        check_word("queries", self.queries, ("zeros", "random"))
         sizes = self.mlp_sizes
         if not isinstance(sizes, tuple | list) or not all(
             isinstance(s, int) and s > 0 for s in sizes
         ):
             raise SpecError(f"mlp_sizes={sizes!r}; allowed are widths above 0, such as (16,)")
-        if self.activation not in ("relu", "square"):
-            raise SpecError(f"activation={self.activation!r}; allowed are relu and square")
+        check_word("activation", self.activation, ("relu", "square"))
         if self.activation == "square" and not sizes:
             raise SpecError(
                 "activation='square': needs the widths of layers; give mlp_sizes, such as (16,)"

@@ -28,6 +28,7 @@ from inspect_lens.probe import (
     smallest_rate,
     split_classes,
 )
+from inspect_lens.spec import check_word
 from inspect_lens.train.families._ensemble import fit_platt
 from inspect_lens.train.sets._dataset import ActivationSet
 
@@ -303,8 +304,7 @@ def calibrate(
         assert 0.0 < made.probability(0.0) < made.probability(5.0) <= 1.0
         ```
     """
-    if method not in _METHODS:
-        raise SpecError(f"method={method!r}; allowed are {', '.join(_METHODS)}; correct the name")
+    check_word("method", method, _METHODS)
     positive, negative = split_classes(labels, scores)
     if not positive.size or not negative.size:
         raise SpecError(

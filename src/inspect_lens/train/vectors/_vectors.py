@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from inspect_lens._base.one_or_several import one_or_several
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import ModelRef, auroc, fingerprint_model
-from inspect_lens.spec import RESID_POST, Site
+from inspect_lens.spec import RESID_POST, Site, check_word
 from inspect_lens.train.families._direction import (
     DirectionEstimator,
     LATProbe,
@@ -161,8 +161,7 @@ def extract_vector(
         vector.save("vectors-of-mine/mine/planted")
         ```
     """
-    if method not in get_args(VectorMethod):
-        raise SpecError(f"method={method!r}; allowed are {', '.join(get_args(VectorMethod))}")
+    check_word("method", method, VectorMethod)
     if not data.n_positive or not data.n_negative:
         raise SpecError(
             f"{data.name}: {data.n_positive} positive and {data.n_negative} negative samples; "
