@@ -613,7 +613,7 @@ def request_of(
         args["activations_transport"] = transport
     request = parse_extra_args(args)
     native: dict[str, Any] = {"open_gates": list(open_gates)} if open_gates else {}
-    if capture_qk not in (None, False):
+    if capture_qk is not None and capture_qk is not False:
         named_by = "heads" if names_heads(capture_qk) else "layers"
         native["qk"] = _fields({named_by: capture_qk}, transport)
     if capture is not None:

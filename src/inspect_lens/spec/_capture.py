@@ -329,13 +329,16 @@ QK_NAMES: Final = ("attn_q", "attn_k")
 """Names of queries and keys among the activations of a result."""
 
 
+_LISTS: Final = (list, tuple, np.ndarray)
+
+
 def names_heads(value: object) -> bool:
     """Whether what asks for queries and keys lists heads, as (layer, head), and not layers.
 
     Args:
         value: `True`, layers, or heads.
     """
-    return isinstance(value, list | tuple) and any(isinstance(one, list | tuple) for one in value)
+    return isinstance(value, _LISTS) and any(isinstance(one, _LISTS) for one in value)
 
 
 class QKSpec(Value):
@@ -385,7 +388,7 @@ class QKSpec(Value):
     def _heads(cls, value: Any) -> Any:
         if value is None:
             return None
-        listed = [integers(pair) for pair in value] if isinstance(value, list | tuple) else []
+        listed = [integers(pair) for pair in value] if isinstance(value, _LISTS) else []
         pairs = [pair for pair in listed if isinstance(pair, tuple) and len(pair) == 2]
         if not pairs or len(pairs) < len(listed):
             raise ValueError(

@@ -21,6 +21,7 @@ from inspect_lens.spec import (
     CaptureReceipt,
     CaptureSpec,
     Hook,
+    QKSpec,
     Receipt,
     SteeringVector,
     TensorData,
@@ -173,6 +174,24 @@ def test_transport_of_a_lens_has_the_names_of_the_argument() -> None:
     assert asked.lens.transport == "inline"
     with pytest.raises(SpecError, match="activations_transport='bsae64'; allowed are base64"):
         request_of(None, None, "bsae64", None, None, None, [1])
+
+
+@pytest.mark.parametrize(
+    ("given", "layers", "heads"),
+    [
+        (0, (0,), None),
+        (np.asarray([2, 1]), (1, 2), None),
+        ([(3, 1), (0, 2)], "all", ((0, 2), (3, 1))),
+        (np.asarray([[3, 1], [0, 2]]), "all", ((0, 2), (3, 1))),
+        (list(np.asarray([[3, 1]])), "all", ((3, 1),)),
+    ],
+)
+def test_layers_or_heads_of_queries_and_keys_come_in_any_list(
+    given: Any, layers: Any, heads: Any
+) -> None:
+    asked = request_of(None, None, None, None, None, given, None)
+    assert asked is not None
+    assert asked.qk == QKSpec(layers=layers, heads=heads)
 
 
 def test_of_several_choices_no_tensors_stay_in_a_server_of_this_host(
