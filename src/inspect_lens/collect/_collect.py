@@ -384,7 +384,9 @@ async def collect_async(
             total = len(dataset)
             done = total - sum(len(_span(k, shard_samples, total)) for k in todo)
             async with opened(model, concurrency, model_args) as live:
-                with progress_bar(dataset.name, total=total, done=done, show=progress) as tick:
+                with progress_bar(
+                    dataset.name, total=total, done=done, show=progress, at_once=concurrency
+                ) as tick:
                     work = _Work(
                         live, dataset, how, uri, plan, shard_samples, concurrency, on_error, tick
                     )

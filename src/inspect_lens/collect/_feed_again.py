@@ -91,7 +91,9 @@ async def feed_again(
     async with AsyncExitStack() as stack:
         live = await stack.enter_async_context(opened(model, concurrency, model_args))
         tick = stack.enter_context(
-            progress_bar("fed again", total=len(samples), done=0, show=progress)
+            progress_bar(
+                "fed again", total=len(samples), done=0, show=progress, at_once=concurrency
+            )
         )
 
         async def one(i: int, sample: Captured) -> None:
