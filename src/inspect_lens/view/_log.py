@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from inspect_lens._base.token_texts import TokenTexts
 from inspect_lens.model import Activations, ProbeScores, activations
+from inspect_lens.model._places import judging_log
 from inspect_lens.model._read import given_output
 from inspect_lens.reading import TokenScores, given_length
 
@@ -86,17 +87,25 @@ def open_log(log: EvalLog | str) -> OpenLog:
     if isinstance(log, EvalLog):
         held = log.samples or []
         return OpenLog(log, log.location, lambda: iter(held), len(held))
-    header = read_eval_log(log, header_only=True)
+    with judging_log(log):
+        header = read_eval_log(log, header_only=True)
     total = header.results.total_samples if header.results else header.eval.dataset.samples or 0
     if not log.endswith(".eval"):  # a JSON log is one piece
-        whole = read_eval_log(log, resolve_attachments="full")
+        with judging_log(log):
+            whole = read_eval_log(log, resolve_attachments="full")
         held = whole.samples or []
         return OpenLog(whole, log, lambda: iter(held), len(held))
 
     def samples() -> Iterator[EvalSample]:
-        return read_eval_log_samples(
+        read = read_eval_log_samples(
             log, all_samples_required=False, resolve_attachments="full", exclude_fields={"store"}
         )
+        while True:
+            with judging_log(log):
+                sample = next(read, None)
+            if sample is None:
+                return
+            yield sample
 
     return OpenLog(header, log, samples, total)
 

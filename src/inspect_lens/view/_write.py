@@ -15,7 +15,6 @@ from inspect_lens._base.progress import progress_bar
 from inspect_lens._base.token_texts import TokenTexts
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import know_log
-from inspect_lens.model._places import judging_log
 from inspect_lens.model._request import capture_advice
 from inspect_lens.probe import AnyProbe, write_atomic
 
@@ -141,8 +140,7 @@ def _open(log: EvalLog | str | Path) -> OpenLog:
             f"{log.location or 'log'}: was read without its samples; pass its address, or read it "
             "again with header_only=False"
         )
-    with judging_log(log):
-        return open_log(log if isinstance(log, EvalLog) else str(log))
+    return open_log(log if isinstance(log, EvalLog) else str(log))
 
 
 def _target(opened: OpenLog, out: str | Path | None) -> Path:

@@ -8,12 +8,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
 from inspect_ai.log import read_eval_log
 
 from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.model._places import read_log
 from inspect_lens.probe import HeadSpec, NeuralProbe, Probe, ProbeCard
 from inspect_lens.view import write_view
 from inspect_lens.view._page import ranges
@@ -185,6 +187,14 @@ def test_refusals_name_what_to_do(tmp_path: Path) -> None:
         write_view(tmp_path / "none.eval")
     with pytest.raises(ArtifactError, match="cannot be loaded"):
         write_view(log, tokenizer="no/such/folder")
+    damaged, bytes_ = tmp_path / "logs/damaged.eval", bytearray(Path(log).read_bytes())
+    with ZipFile(log) as archive:
+        at = next(z.header_offset for z in archive.infolist() if z.filename.startswith("samples/"))
+    bytes_[at + 80 : at + 140] = bytes(60)
+    damaged.write_bytes(bytes_)
+    for read in (write_view, read_log):
+        with pytest.raises(ArtifactError, match=r"damaged\.eval: cannot be read as a log"):
+            read(damaged)
     without = read_eval_log(log, header_only=True)
     with pytest.raises(ArtifactError, match="without its samples"):
         write_view(without)
