@@ -225,9 +225,12 @@ class LensAPI(ServerCalls, LensProvider):
     @override
     def _resolve_server(self) -> None:
         name = self.model_name
-        super()._resolve_server()
-        # Inspect puts the base model there, and later calls would be logged without the adapter.
-        self.model_name = name
+        try:
+            super()._resolve_server()
+        finally:
+            # Inspect puts the base model there, also where it cannot load the adapter then, and
+            # later calls would be logged without it.
+            self.model_name = name
         # Part of the cache key and of logged model roles: an explicit URL, or None for a server
         # of ours, whose port is another one in each run.
         self.base_url = self._init_base_url

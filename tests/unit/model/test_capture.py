@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -304,6 +305,20 @@ async def test_every_call_is_logged_with_the_adapter_of_its_model(server: FakeLe
         await model.generate(PROMPT)
         assert str(model) == named
     assert {request["model"] for request in server.requests} == {"org/adapter"}
+
+
+async def test_a_model_keeps_its_name_when_its_adapter_is_refused(
+    server: FakeLensServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"r": 4}')  # else Inspect asks the hub for it
+    post, loads = server.post, "/v1/load_lora_adapter"
+    refused = 400, {"detail": "no such adapter"}
+    monkeypatch.setattr(server, "post", lambda path, b: refused if path == loads else post(path, b))
+    model = get_model(f"lens/{server.model}:{tmp_path}", base_url=server.url, memoize=False)
+    named = str(model)
+    with pytest.raises(RuntimeError, match="adapter"):
+        await model.generate(PROMPT, config=GenerateConfig(max_retries=0))
+    assert str(model) == named
 
 
 def test_the_handle_is_a_model_that_inspect_may_copy_and_dump() -> None:
