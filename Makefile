@@ -18,7 +18,7 @@ PLAIN := tests/contracts tests/docs tests/unit
 # What a run compiles the next one reads: pytest rewrites every file of tests in each process.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo demo-real test nightly real real-core check env lint types imports docs dist lock hooks clean
+.PHONY: help demo demo-real test nightly real real-core architectures check env lint types imports docs dist lock hooks clean
 
 # Several processes share the cores, and threads of one that wait for each other take them from all.
 check test nightly: export OMP_NUM_THREADS ?= 1
@@ -53,6 +53,11 @@ nightly: env  ## run the long tests that `make test` leaves out; docs/contributi
 
 real: env  ## run the tests on three real models, which are downloaded once; make their table
 	@$(PYTEST) -m real -n 0 tests/real --durations=10 --real-results tests/real/results.json
+	@$(PY) -m tests.kit.generated
+
+architectures: env  ## compare a tiny model of each architecture with Hugging Face; make their table
+	@$(PYTEST) -n 0 tests/engine/test_architectures.py --durations=10 \
+	  --architecture-results tests/engine/architectures.json
 	@$(PY) -m tests.kit.generated
 
 real-core: env  ## the same on the smallest of them

@@ -50,20 +50,37 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="folder that keeps the models of tests/real, which are made when they are missing",
     )
     parser.addoption("--real-results", help="file for what tests/real measure")
+    parser.addoption(
+        "--architecture-results", help="file for what tests/engine/test_architectures.py measures"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give the engines of each of several test processes a core of their own."""
-    if (file := config.getoption("--real-results")) and not hasattr(config, "workerinput"):
-        from tests.kit.real_results import RealResults
-
-        config.pluginmanager.register(RealResults(Path(file)))
+    if not hasattr(config, "workerinput"):
+        _collect_results(config)
     worker = getattr(config, "workerinput", {}).get("workerid", "")
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if worker and cores:
         # vLLM for CPUs binds the threads of every engine to all cores, where they wait by spinning.
         core = cores[int(worker.removeprefix("gw")) % len(cores)]
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", str(core))
+
+
+def _collect_results(config: pytest.Config) -> None:
+    """Let what tests measure of models go into the files that were asked for."""
+    if file := config.getoption("--real-results"):
+        from tests.kit.model_results import Results
+        from tests.kit.real_models import REAL_MODELS
+
+        config.pluginmanager.register(Results(Path(file), "make real", REAL_MODELS, is_whole=True))
+    if file := config.getoption("--architecture-results"):
+        from tests.kit.architectures import CASES
+        from tests.kit.model_results import Results
+
+        names = [case.name for case in CASES]
+        results = Results(Path(file), "make architectures", names, is_whole=False)
+        config.pluginmanager.register(results)
 
 
 @pytest.hookimpl(optionalhook=True)

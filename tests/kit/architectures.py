@@ -41,6 +41,8 @@ class Case:
     """One architecture."""
 
     name: str
+    title: str
+    """As people call it."""
     layout: str
     """What its blocks return, or what else it stands for."""
     config: Callable[[int], Any]
@@ -49,6 +51,14 @@ class Case:
     sites: tuple[str, ...] = ("resid_pre", "attn_out", "mlp_out", "resid_post")
     options: dict[str, Any] = field(default_factory=dict)
     """Engine options."""
+    reads: dict[str, Any] = field(default_factory=dict)
+    """What vLLM takes other fields of the configuration for than Hugging Face does."""
+    remark: str = ""
+    """Why something is missing or read otherwise, for the table of models."""
+    is_refused: bool = False
+    """Whether no lens is served."""
+    is_by_transformers: bool = False
+    """Whether vLLM runs transformers' own class, and changes it in its process."""
     needs_gpu: bool = False
     """Whether vLLM's wheel for CPUs lacks a kernel of it."""
     is_text: bool = True
@@ -182,6 +192,215 @@ def _stablelm(hidden: int) -> Any:
     return StableLmConfig(**_common(hidden), intermediate_size=2 * hidden)
 
 
+def _gpt_oss(hidden: int) -> Any:
+    from transformers import GptOssConfig
+
+    return GptOssConfig(
+        **_common(hidden),
+        **_gated(hidden),
+        **_EXPERTS,
+        num_local_experts=4,
+        sliding_window=32,
+        layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
+    )
+
+
+def _glm4_moe(hidden: int) -> Any:
+    from transformers import Glm4MoeConfig
+
+    return Glm4MoeConfig(
+        **_common(hidden),
+        **_gated(hidden),
+        **_EXPERTS,
+        moe_intermediate_size=hidden,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        routed_scaling_factor=1.5,
+        use_qk_norm=True,
+        num_mtp_layers=0,
+    )
+
+
+def _phi3(hidden: int) -> Any:
+    from transformers import Phi3Config
+
+    return Phi3Config(**_common(hidden), intermediate_size=2 * hidden)
+
+
+def _llama4(hidden: int) -> Any:
+    from transformers import Llama4TextConfig
+
+    # Layers with experts and without, with rotary embedding and without; the former see a chunk.
+    return Llama4TextConfig(
+        **_common(hidden),
+        **_gated(hidden),
+        intermediate_size_mlp=2 * hidden,
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=2,
+        no_rope_layer_interval=2,
+        attention_chunk_size=32,
+        floor_scale=32,
+        attn_scale=0.1,
+    )
+
+
+def _gemma2(hidden: int) -> Any:
+    from transformers import Gemma2Config
+
+    return Gemma2Config(
+        **_common(hidden) | {"tie_word_embeddings": True},
+        **_gated(hidden),
+        query_pre_attn_scalar=64,
+        sliding_window=32,
+        layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
+    )
+
+
+def _gemma3n(hidden: int) -> Any:
+    from transformers import Gemma3nTextConfig
+
+    return Gemma3nTextConfig(
+        **_common(hidden) | {"tie_word_embeddings": True},
+        **_gated(hidden),
+        sliding_window=32,
+        vocab_size_per_layer_input=VOCAB,
+        hidden_size_per_layer_input=32,
+        laurel_rank=16,
+        num_kv_shared_layers=0,
+        activation_sparsity_pattern=[0.0] * LAYERS,
+        layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
+    )
+
+
+def _cohere(hidden: int) -> Any:
+    from transformers import CohereConfig
+
+    return CohereConfig(
+        **_common(hidden) | {"tie_word_embeddings": True},
+        intermediate_size=2 * hidden,
+        use_qk_norm=True,
+    )
+
+
+def _cohere2(hidden: int) -> Any:
+    from transformers import Cohere2Config
+
+    return Cohere2Config(
+        **_common(hidden) | {"tie_word_embeddings": True},
+        intermediate_size=2 * hidden,
+        sliding_window=32,
+        layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
+    )
+
+
+def _exaone4(hidden: int) -> Any:
+    from transformers import Exaone4Config
+
+    return Exaone4Config(
+        **_common(hidden),
+        intermediate_size=2 * hidden,
+        sliding_window=32,
+        sliding_window_pattern=2,
+        layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
+    )
+
+
+def _smollm3(hidden: int) -> Any:
+    from transformers import SmolLM3Config
+
+    return SmolLM3Config(
+        **_common(hidden), intermediate_size=2 * hidden, no_rope_layers=[1, 0] * (LAYERS // 2)
+    )
+
+
+def _gpt_neox(hidden: int) -> Any:
+    from transformers import GPTNeoXConfig
+
+    # It has a key for each head; vLLM's backend would read another number here.
+    given = _common(hidden) | {"num_key_value_heads": hidden // 64}
+    return GPTNeoXConfig(**given, intermediate_size=2 * hidden)
+
+
+def _gpt2(hidden: int) -> Any:
+    from transformers import GPT2Config
+
+    return GPT2Config(
+        n_embd=hidden,
+        n_layer=LAYERS,
+        n_head=hidden // 64,
+        n_positions=2048,
+        vocab_size=VOCAB,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+
+
+def _falcon_h1(hidden: int) -> Any:
+    from transformers import FalconH1Config
+
+    return FalconH1Config(
+        **_common(hidden),
+        intermediate_size=2 * hidden,
+        mamba_d_ssm=2 * hidden,
+        mamba_n_heads=2 * hidden // 64,
+        mamba_d_head=64,
+        mamba_d_state=32,
+        mamba_n_groups=1,
+        mamba_chunk_size=64,
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+    )
+
+
+def _nemotron_h(hidden: int) -> Any:
+    from transformers import NemotronHConfig
+
+    given = _common(hidden) | {"head_dim": 64}
+    del given["num_hidden_layers"]
+    return NemotronHConfig(
+        **given,
+        layers_block_type=["mamba", "mlp", "attention", "mlp"],
+        intermediate_size=2 * hidden,
+        mamba_num_heads=2 * hidden // 64,
+        mamba_head_dim=64,
+        ssm_state_size=32,
+        n_groups=1,
+        chunk_size=64,
+    )
+
+
+def _linear(hidden: int) -> dict[str, Any]:
+    return {
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_num_key_heads": hidden // 64,
+        "linear_num_value_heads": 2 * hidden // 64,
+        "layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2),
+    }
+
+
+def _qwen3_next(hidden: int) -> Any:
+    from transformers import Qwen3NextConfig
+
+    return Qwen3NextConfig(
+        **_common(hidden),
+        **_gated(hidden),
+        **_EXPERTS,
+        **_linear(hidden),
+        num_experts=4,
+        moe_intermediate_size=hidden,
+        shared_expert_intermediate_size=hidden,
+    )
+
+
+def _qwen3_5(hidden: int) -> Any:
+    from transformers import Qwen3_5TextConfig
+
+    return Qwen3_5TextConfig(**_common(hidden), **_gated(hidden), **_linear(hidden))
+
+
 def _idefics3(hidden: int) -> Any:
     from transformers import Idefics3Config, LlamaConfig
 
@@ -205,25 +424,148 @@ def _idefics3(hidden: int) -> Any:
 
 
 CASES = (
-    Case("llama", "fused residual", _llama),
-    Case("qwen3", "fused residual, norms on queries and keys", _qwen3),
-    Case("gemma3", "fused residual, four norms, sliding windows", _gemma3, has_patterns=True),
-    Case("gemma4", "stream alone, input by layer, one list of layers under two names", _gemma4),
-    Case("opt", "plain residual, no feed-forward module", _opt, layers="model.decoder.layers"),
-    Case("olmo2", "plain residual, norms behind the modules", _olmo2),
-    Case("mixtral", "mixture of experts", _mixtral, is_routed=True),
-    Case("qwen3_moe", "mixture of experts, another router", _qwen3_moe, is_routed=True),
-    Case("granite-hybrid", "state-space (Mamba 2) and attention layers", _granite_hybrid),
+    Case("llama", "Llama", "fused residual", _llama),
+    Case("qwen3", "Qwen3", "fused residual, norms on queries and keys", _qwen3),
+    Case(
+        "gemma3",
+        "Gemma 3",
+        "fused residual, four norms, sliding windows",
+        _gemma3,
+        has_patterns=True,
+    ),
+    Case(
+        "gemma4",
+        "Gemma 4",
+        "stream alone, input by layer, one list of layers under two names",
+        _gemma4,
+    ),
+    Case(
+        "opt", "OPT", "plain residual, no feed-forward module", _opt, layers="model.decoder.layers"
+    ),
+    Case(
+        "olmo2",
+        "OLMo 2",
+        "plain residual, norms behind the modules",
+        _olmo2,
+        is_by_transformers=True,
+    ),
+    Case("mixtral", "Mixtral", "mixture of experts", _mixtral, is_routed=True),
+    Case(
+        "qwen3_moe", "Qwen3-MoE", "mixture of experts, another router", _qwen3_moe, is_routed=True
+    ),
+    Case(
+        "granite-hybrid",
+        "Granite 4 hybrid",
+        "state-space (Mamba 2) and attention layers",
+        _granite_hybrid,
+    ),
     Case(
         "jamba",
+        "Jamba",
         "state-space (Mamba 1) and attention layers",
         _jamba,
         needs_gpu=True,
+        remark="vLLM's wheel for CPUs lacks the kernel",
         is_recurrent=True,
     ),
-    Case("stablelm", "a residual that nobody adds", _stablelm),
+    Case("stablelm", "StableLM", "a residual that nobody adds", _stablelm),
+    Case("phi3", "Phi 3", "fused residual, projections in one", _phi3),
+    Case(
+        "smollm3",
+        "SmolLM3",
+        "plain residual, layers without rotary embedding",
+        _smollm3,
+        is_by_transformers=True,
+    ),
+    Case("gemma2", "Gemma 2", "fused residual, four norms, capped attention", _gemma2),
+    Case(
+        "gemma3n",
+        "Gemma 3n",
+        "four streams",
+        _gemma3n,
+        is_refused=True,
+        remark="none of them is a residual stream to which layers only add",
+    ),
+    Case(
+        "cohere",
+        "Command R (Cohere)",
+        "one norm for attention and feed-forward, norms on queries and keys",
+        _cohere,
+    ),
+    Case(
+        "cohere2",
+        "Command R7B (Cohere 2)",
+        "one norm for attention and feed-forward, sliding windows",
+        _cohere2,
+        reads={"sliding_window": 33},
+        remark="vLLM's windows are one token wider than those of Hugging Face",
+    ),
+    Case("exaone4", "Exaone 4", "a residual that nobody adds, norms behind the modules", _exaone4),
+    Case(
+        "gpt_neox",
+        "GPT-NeoX",
+        "attention and feed-forward side by side",
+        _gpt_neox,
+        layers="gpt_neox.layers",
+        is_by_transformers=True,
+    ),
+    Case("gpt2", "GPT-2", "learnt positions", _gpt2, layers="transformer.h"),
+    Case("gpt_oss", "gpt-oss", "attention sinks, experts with biases", _gpt_oss, is_routed=True),
+    Case(
+        "glm4_moe",
+        "GLM-4.5 (MoE)",
+        "experts behind dense layers, one shared",
+        _glm4_moe,
+        is_routed=True,
+    ),
+    Case(
+        "llama4",
+        "Llama 4 (text)",
+        "chunked attention, experts in every second layer",
+        _llama4,
+        is_routed=True,
+        reads={"attn_temperature_tuning": False},
+        remark="up to a `max_model_len` of 32,768 vLLM does not scale queries of late positions "
+        "(`attn_temperature_tuning`)",
+    ),
+    Case(
+        "falcon_h1",
+        "Falcon H1",
+        "attention and state space side by side",
+        _falcon_h1,
+        sites=("resid_pre", "mlp_out", "resid_post"),
+        remark="no one module has what both add",
+    ),
+    Case(
+        "nemotron_h",
+        "Nemotron H",
+        "one module in each layer",
+        _nemotron_h,
+        sites=("resid_pre", "resid_post"),
+        reads={"time_step_min": 1e-12},
+        remark="a layer is attention, state space or feed-forward; vLLM has no least time step, "
+        "for which Hugging Face takes `time_step_min`",
+    ),
+    Case(
+        "qwen3_next",
+        "Qwen3-Next",
+        "linear attention and experts",
+        _qwen3_next,
+        is_routed=True,
+        needs_gpu=True,
+        remark="vLLM's kernel for CPUs takes bfloat16 alone",
+    ),
+    Case(
+        "qwen3_5",
+        "Qwen3.5 (text)",
+        "linear attention",
+        _qwen3_5,
+        needs_gpu=True,
+        remark="vLLM's kernel for CPUs takes bfloat16 alone",
+    ),
     Case(
         "idefics3",
+        "Idefics 3 with Llama, text prompts",
         "a language model inside a multimodal wrapper",
         _idefics3,
         layers="model.text_model.layers",
@@ -261,5 +603,10 @@ def write(
             elif "norm" in name and name.endswith("weight"):
                 # Else a norm whose weight was left out would not show.
                 parameter.add_(torch.rand_like(parameter) * 0.5)
+            elif name.endswith((".bias", "sinks")):
+                parameter.add_(torch.rand_like(parameter) * 0.5)
+        for name, buffer in model.named_buffers():
+            if "correction_bias" in name:
+                buffer.add_(torch.rand_like(buffer) * 0.1)
     model.to(dtype).save_pretrained(folder)
     return folder

@@ -31,8 +31,8 @@ from inspect_lens._vllm.metrics import METRICS
 from .coverage import coverage_markdown
 from .figures import figure_files
 from .gallery import oracles_markdown, probes_markdown
+from .model_results import architectures_markdown, real_models_markdown
 from .notebooks import notebook_files
-from .real_results import real_models_markdown
 from .repository import ROOT
 from .start_pages import findings_markdown, layouts_markdown, walks_markdown
 
@@ -172,6 +172,7 @@ def generated_files() -> dict[str, str]:
         ("docs/benchmarks.md", "parallel", plots.parallel_markdown()),
         ("docs/how-to/settings.md", "settings", settings_markdown()),
         ("docs/reference/compatibility.md", "monkeypatches", patches_markdown()),
+        ("docs/models.md", "architectures", architectures_markdown()),
         ("docs/models.md", "real-models", real_models_markdown()),
         ("docs/models.md", "layouts", layouts_markdown()),
         ("docs/how-to/serve.md", "metrics", metrics_markdown()),

@@ -15,7 +15,7 @@ Edit = Callable[[torch.Tensor], torch.Tensor]
 """Maps what a site holds, (tokens, hidden), to the edited rows."""
 
 _CHILDREN = {
-    "attn_out": ("self_attn", "mamba", "mixer"),
+    "attn_out": ("self_attn", "linear_attn", "mamba", "mixer", "attention", "attn"),
     "mlp_out": ("mlp", "shared_mlp", "feed_forward", "block_sparse_moe", "fc2"),
 }
 
@@ -27,13 +27,19 @@ class HuggingFace:
         folder: the checkpoint.
         layers: path of the list of decoder layers in the model.
         is_text: whether it is a language model alone, and not a multimodal one.
+        **config: fields of its configuration that are others than in the folder.
     """
 
-    def __init__(self, folder: Path, layers: str = "model.layers", *, is_text: bool = True) -> None:
+    def __init__(
+        self, folder: Path, layers: str = "model.layers", *, is_text: bool = True, **config: Any
+    ) -> None:
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
         auto: Any = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
-        self.model: Any = auto.from_pretrained(folder, dtype=torch.float32).eval()
+        # Other implementations leave out the cap of Gemma 2's attention, and return no pattern.
+        self.model: Any = auto.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", **config
+        ).eval()
         self._layers: Any = self.model.get_submodule(layers)
 
     def residual_stream(
@@ -54,15 +60,10 @@ class HuggingFace:
         Args:
             tokens: what is fed to the model.
         """
-        was = self.model.config._attn_implementation
-        self.model.set_attn_implementation("eager")  # others do not say
-        try:
-            with torch.no_grad():
-                found = self.model(
-                    input_ids=torch.tensor([list(tokens)]), use_cache=False, output_attentions=True
-                )
-        finally:
-            self.model.set_attn_implementation(was)
+        with torch.no_grad():
+            found = self.model(
+                input_ids=torch.tensor([list(tokens)]), use_cache=False, output_attentions=True
+            )
         return torch.stack([layer[0] for layer in found.attentions])
 
     def sites(

@@ -14,8 +14,8 @@ import torch
 
 from inspect_lens.spec import BLOCK_SITES, in_site_order
 from tests.engine.conftest import Engine, start
+from tests.kit.model_results import CHECK
 from tests.kit.real_models import REAL_MODELS, IndexUnreachableError, make_real_model
-from tests.kit.real_results import CHECK
 from tests.kit.reference import HuggingFace
 
 INNER = ("q", "k", "v", "z", "resid_mid", "mlp_hidden")

