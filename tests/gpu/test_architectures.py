@@ -43,7 +43,9 @@ def cosines(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return made
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if not case.is_refused], ids=lambda case: case.name
+)
 def test_an_architecture_equals_hugging_face(case: Case, tmp_path: Path) -> None:
     dtype = torch.float32 if case.is_routed or case.is_recurrent else torch.bfloat16
     check = mostly_close if case.is_routed else close
