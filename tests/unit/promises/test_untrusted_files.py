@@ -336,7 +336,7 @@ def test_a_probe_of_a_log_is_fetched_from_nowhere(
         header: Any = SimpleNamespace(eval=SimpleNamespace(model="lens/x", scorers=[]))
         probes, (note,) = choose_probes((), header, sample, any_model=False, have_kept=True)
         assert not probes
-        assert f"--follow {name}" in note
+        assert f"follow={name}" in note
 
 
 @PROMISE.on("data.ActivationStore.open", "data.Recording.open", "data.read_whole",
