@@ -13,6 +13,7 @@ from inspect_lens import SteeringVector
 from inspect_lens.attention import QueriesKeys
 from inspect_lens.spec import BLOCK_SITES, EditBase, Scale, Zero, in_site_order, result_name
 from tests.engine.conftest import HIDDEN, LAYERS, Engine, start, tokens
+from tests.engine.test_cached_rows import captured
 from tests.engine.test_capture import TOLERANCE, fed
 from tests.kit.inner_edits import Case, edited_stream, head_cases
 from tests.kit.reference import HuggingFace, max_relative_error
@@ -280,14 +281,28 @@ def test_chosen_heads_equal_hugging_face(
 ) -> None:
     heads = [0] if site in ("k", "v") else [1, 0]
     asked = capture(site, capture={"layers": [0, 3], "heads": heads, "reduce": reduce})
-    # Chunks; of the second prompt the head comes out of the cache, with its rows.
-    prompts = [tokens(n, seed=9) for n in (150, 140)]
-    for prompt in prompts:
-        output = sited.run([prompt], asked)[0]
+    # Chunks; a block is kept when it comes the second time, and of one mean no rows are.
+    for i, n in enumerate((150, 150, 140)):
+        output = captured(sited, tokens(n, seed=9), asked)
         rows = hugging_face.inner_sites(fed(output))[site]
         rows = rows.reshape(*rows.shape[:2], -1, 64)[:, :, heads].flatten(2)
         check(output, {site: rows if reduce == "none" else rows.mean(1, keepdim=True)}, [0, 3])
         assert output.inspect_lens.capture.heads == tuple(heads)
+        is_cached = output.inspect_lens.capture.cached_positions > 0
+        assert is_cached == (i == 2 and reduce == "none")
+
+
+def test_rows_that_are_kept_of_some_heads_are_no_other_heads(
+    sited: Engine, hugging_face: HuggingFace
+) -> None:
+    prompt, known = tokens(140, seed=77), []
+    for heads in [None, [0], [1], [1, 0], [0, 1]] * 3:
+        output = captured(sited, prompt, capture("q", capture={"layers": [0, 3], "heads": heads}))
+        rows = hugging_face.inner_sites(fed(output))["q"]
+        by_head = rows.reshape(*rows.shape[:2], -1, 64)[:, :, heads or [0, 1]]
+        check(output, {"q": by_head.flatten(2)}, [0, 3])
+        known.append(output.inspect_lens.capture.cached_positions > 0)
+    assert known == [False] * 10 + [True] * 5
 
 
 def test_chosen_queries_and_keys_make_the_pattern_of_the_model(

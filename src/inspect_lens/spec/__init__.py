@@ -52,6 +52,7 @@ _SHARED = frozenset(
         "check_probe",
         "check_request",
         "check_size",
+        "check_word",
         "chosen_numbers",
         "code_python",
         "decode_saved",

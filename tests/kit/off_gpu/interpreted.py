@@ -73,11 +73,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out large cases, and tests of what the compiler does."""
+    """Leave out large cases, and tests of the compiler, or of what no kernel does."""
     left_out = [
         item
         for item in items
-        if "compiled" in item.name or not (config.getoption("all_cases") or _is_small(item))
+        if "compiled" in item.name
+        or "on_the_host" in item.name
+        or not (config.getoption("all_cases") or _is_small(item))
     ]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
