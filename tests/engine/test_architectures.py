@@ -59,6 +59,11 @@ def check_case(
         check_steering(case, engine, reference, close, note)
         if case.has_patterns:
             check_patterns(engine, reference, PATTERN_TOLERANCES[dtype])
+        if case.has_latent_attention:
+            with pytest.raises(
+                UnsupportedError, match=r"output_qk: .*\(MLA\), which keeps no keys"
+            ):
+                engine.run([tokens(3)], {"output_qk": True})
     finally:
         engine.close()
 
@@ -180,6 +185,7 @@ def test_an_architecture_equals_hugging_face(
         ("gemma3n", "resid_post", "output of Gemma3nDecoderLayer"),
         ("falcon_h1", "attn_out,resid_post", "attn_out: FalconH1ParallelHybrid"),
         ("nemotron_h", "mlp_out,resid_post", "mlp_out: NemotronHMambaDecoderLayer"),
+        ("deepseek_v2", "q,k,resid_post", r"this model has no q: .* \(MLA\)"),
     ],
 )
 def test_what_an_architecture_lacks_is_refused_with_the_reason(

@@ -67,6 +67,8 @@ class Case:
     """Whether tokens choose experts: a rounding error of bfloat16 may choose others."""
     has_patterns: bool = False
     """Whether attention patterns are compared, from queries and keys."""
+    has_latent_attention: bool = False
+    """Whether attention keeps no keys per head (MLA), so that queries and keys are refused."""
     is_recurrent: bool = False
     """Whether a rounding error of bfloat16 is carried on from token to token, and grows."""
 
@@ -219,6 +221,56 @@ def _glm4_moe(hidden: int) -> Any:
         routed_scaling_factor=1.5,
         use_qk_norm=True,
         num_mtp_layers=0,
+    )
+
+
+def _latent(hidden: int) -> dict[str, Any]:
+    # Widths of the cache are those that vLLM's kernel for CPUs has.
+    given = _common(hidden) | {"num_key_value_heads": hidden // 64}
+    return given | {
+        "intermediate_size": 2 * hidden,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 64,
+        "moe_intermediate_size": hidden,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "n_group": 4,
+        "topk_group": 2,
+        # As published. Unscaled and eager, vLLM's kernel for CPUs takes heads for tokens.
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+        },
+    }
+
+
+def _deepseek_v2(hidden: int) -> Any:
+    from transformers import DeepseekV2Config
+
+    return DeepseekV2Config(**_latent(hidden), q_lora_rank=None, topk_method="group_limited_greedy")
+
+
+def _deepseek_v3(hidden: int) -> Any:
+    from transformers import DeepseekV3Config
+
+    # Of published checkpoints: Hugging Face has no fields for the last two, vLLM other defaults.
+    return DeepseekV3Config(
+        **_latent(hidden),
+        q_lora_rank=64,
+        num_mtp_layers=0,
+        scoring_func="sigmoid",
+        topk_method="noaux_tc",
     )
 
 
@@ -423,6 +475,11 @@ def _idefics3(hidden: int) -> Any:
     )
 
 
+_SCALED = (
+    "with scaled rotary embedding (YaRN), as published; unscaled and with `enforce_eager`, vLLM "
+    "rotates wrongly on CPUs"
+)
+
 CASES = (
     Case("llama", "Llama", "fused residual", _llama),
     Case("qwen3", "Qwen3", "fused residual, norms on queries and keys", _qwen3),
@@ -517,6 +574,24 @@ CASES = (
         "experts behind dense layers, one shared",
         _glm4_moe,
         is_routed=True,
+    ),
+    Case(
+        "deepseek_v2",
+        "DeepSeek-V2",
+        "latent attention (MLA), experts by group behind dense layers",
+        _deepseek_v2,
+        remark=_SCALED,
+        is_routed=True,
+        has_latent_attention=True,
+    ),
+    Case(
+        "deepseek_v3",
+        "DeepSeek-V3",
+        "latent attention (MLA) with low-rank queries, experts by group, chosen with a bias",
+        _deepseek_v3,
+        remark=_SCALED,
+        is_routed=True,
+        has_latent_attention=True,
     ),
     Case(
         "llama4",
