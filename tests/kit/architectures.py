@@ -225,14 +225,14 @@ def _glm4_moe(hidden: int) -> Any:
 
 
 def _latent(hidden: int) -> dict[str, Any]:
-    # Widths of the cache are those that vLLM's kernel for CPUs has.
+    # Widths of heads are the published ones, which alone kernels have.
     given = _common(hidden) | {"num_key_value_heads": hidden // 64}
     return given | {
         "intermediate_size": 2 * hidden,
         "kv_lora_rank": 512,
         "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 64,
-        "v_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
         "moe_intermediate_size": hidden,
         "n_routed_experts": 8,
         "n_shared_experts": 1,
