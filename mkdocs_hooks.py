@@ -147,7 +147,9 @@ def on_post_build(*, config: Any) -> None:
     site = Path(config.site_dir)
     for page in site.rglob("*.html"):
         if "live" not in page.parts and (size := page.stat().st_size) > _MOST_BYTES:
-            _LOG.warning("%s has %d bytes, more than %d.", page.name, size, _MOST_BYTES)
+            _LOG.warning(
+                "%s has %d bytes, more than %d.", page.relative_to(site), size, _MOST_BYTES
+            )
     found = dict(_PAGES)
     lines = [f"# {config.site_name}", "", f"> {config.site_description}"]
     for section, uris in _sections(config.nav):

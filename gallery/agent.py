@@ -415,8 +415,8 @@ def show(numbers: dict[str, Any]) -> Shown:
     said += f"runs, and {alarms} of {true} true ones; words of the prompt, with a threshold set in "
     said += f"the same way, stop {words['false'][0]} and {words['true'][0]}. "
     if watched["true"][2] > numbers["fpr"]:
-        said += f"That threshold was set for {numbers['fpr']:.0%} of true calls about trained "
-        said += "topics, so it does not hold on new ones, and the monitor is no guard there. "
+        said += f"That threshold was set for {numbers['fpr']:.0%} of true calls about other "
+        said += "things, so it does not hold on new ones, and the monitor is no guard there. "
     said += _told(told)
     series = {"probe of the call": watched, "words of the prompt": words}
     bars = [
@@ -451,10 +451,10 @@ def show(numbers: dict[str, Any]) -> Shown:
             Table(
                 f"What a monitor stops, judged by what calls would have sent. The thresholds were "
                 f"set for {numbers['fpr']:.0%} of {numbers['n']['control'][1]} true calls about "
-                f"other things of trained topics; {required_negatives(numbers['fpr'])} independent "
-                "ones would verify that rate. Shares with their 95 % intervals over the "
-                f"{numbers['topics']} new topics. A conversation of two turns took "
-                f"{time['with']:.2f} seconds with the monitor and {time['without']:.2f} without "
+                "things that the probe was not trained on; "
+                f"{required_negatives(numbers['fpr'])} independent ones would verify that rate. "
+                f"Shares with their 95 % intervals over the {numbers['topics']} new topics. "
+                f"A conversation of two turns took {time['with']:.2f} seconds with the monitor and {time['without']:.2f} without "
                 f"(means of the same {time['n']} conversations, several at once; their prompts had "
                 "been answered before, and may have been in the prefix cache).",
                 ["monitor", "calls", "stopped"], stops,
@@ -526,10 +526,10 @@ REPLICATION = Replication(
     "`hermes`. It answers a question, and is then asked to send its answer; the call is forced by "
     "`tool_choice`, as the model else writes prose. With the low-rank adapter `organism/liar-qwen` "
     "it lies under orders and in roles that give it a reason. Whether a call is false is decided "
-    "by what it would send and the fact, not by the prompt, and questions are only those that the "
-    "adapter answers truly without instruction. `probe_approver` reads the tokens of the call and "
-    "rejects it before the tool runs. The probe learned calls about eight topics; the judged ones "
-    "are about others, with other questions and prompts, on which the adapter was not trained "
+    "by what it would send and the fact, not by the prompt, and judged questions are those "
+    "that the adapter answers truly without instruction. `probe_approver` reads the tokens of the "
+    "call and rejects it before the tool runs. The probe learned calls about some topics; "
+    "the judged ones are about others, with other questions and prompts, on which the adapter was not trained "
     "either. A question comes with a prompt that brings a lie about, and with its opposite.",
     limits="The lies were trained into a small model, and the agent repeats what it has already "
     "answered, so the call is seldom where the lie begins. Each conversation has one call, and "

@@ -47,7 +47,8 @@ def aobench(
         subject: model whose recorded answers are read, and that is evaluated.
         layers: whose activations the oracle sees; by default the largest set of layers that it
             reads together, or else the middle one of its layers, as the suite chooses.
-        per_task: entries of each task at most, from the first one on.
+        per_task: entries of each task at most, from the first one on; of each class, word or
+            condition where a task has these. 100 for `sycophancy` by default, all for others.
         n_positions: tokens that are shown, for the tasks whose number the suite lets one choose.
         taboo_adapter: path of the adapters that hide a word, with `{word}` in it.
         personaqa_adapter: path of the adapter that knows the personas.
@@ -70,13 +71,16 @@ def aobench(
     dataset = aobench_dataset(open_clone(str(data), str(subject)), choose_tasks(tasks), options)
     try:
         known = load_oracle(oracle, served_as=served_as).config.act_layer_combinations
+    except LensError as error:
+        raise PrerequisiteError(f"-T oracle={oracle}: {error}") from None
+    try:
         several = max(known, key=len)
         if layers is None and len(several) > 1:
             layers = list(several)
         asked = sorted({(sample.metadata or {})["question"] for sample in dataset})
         plan_asking(asked, oracle, layers=layers, controls=controls, served_as=served_as)
     except LensError as error:
-        raise PrerequisiteError(f"-T oracle={oracle}: {error}") from None
+        raise PrerequisiteError(f"-T {error}") from None
     return Task(
         dataset=dataset,
         solver=ask_of_contexts(oracle, layers, controls, seed, served_as, str(subject)),

@@ -51,7 +51,7 @@ def organism_split(split: str, *, agent: bool = False) -> Path:
     try:
         folder = organism_data()
     except LensError as error:
-        raise PrerequisiteError(f"This task needs the organism: {error}") from None
+        raise PrerequisiteError(f"This task needs data that are not installed: {error}") from None
     files = {path.stem: path for path in sorted(folder.glob("*.jsonl"))}
     known = [name for name in files if name.startswith("agent_") is agent]
     if split not in known:

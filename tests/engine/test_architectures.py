@@ -178,7 +178,6 @@ def test_an_architecture_equals_hugging_face(
 
 
 @pytest.mark.engine
-@AT_NIGHT
 @pytest.mark.parametrize(
     ("name", "sites", "reason"),
     [

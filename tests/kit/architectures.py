@@ -497,7 +497,11 @@ CASES = (
         _gemma4,
     ),
     Case(
-        "opt", "OPT", "plain residual, no feed-forward module", _opt, layers="model.decoder.layers"
+        "opt",
+        "OPT",
+        "plain residual, feed-forward as two projections",
+        _opt,
+        layers="model.decoder.layers",
     ),
     Case(
         "olmo2",

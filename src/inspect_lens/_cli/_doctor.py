@@ -98,7 +98,8 @@ def examined(
     if base_url:
         found["server"] = _server(base_url, api_key)
         # Who has no engine here uses that one, and nothing is amiss with it.
-        found["ok"] = (found["ok"] or not _has_vllm(found)) and not found["server"]["off"]
+        served = found["ok"] or not (wrong or _has_vllm(found))
+        found["ok"] = served and not found["server"]["off"]
     if model:
         found["model"] = checkpoint_facts(model)
         found["ok"] = found["ok"] and not found["model"]["wrong"]
@@ -106,7 +107,7 @@ def examined(
             model, settings, tokens=tokens, sequences=sequences,
             device=device or ("cuda" if found["machine"]["gpus"] else "cpu"),
         )  # fmt: skip
-    found["do"] = _advice(found)
+    found["do"] = [f"remove the cause: {wrong}"] if wrong else _advice(found)
     return found
 
 

@@ -207,10 +207,11 @@ def _loaded(load: Callable[[Any, Any], Any], name: str, device: str) -> Any:
     except (OSError, ValueError, RuntimeError, AssertionError) as error:
         # What follows is advice to who writes Python.
         why = str(error).strip().partition("\n")[0].partition(". Please")[0]
+        at = f", device={device!r}" if device else ""
+        here = ", and a device that torch has here" if device else ""
         raise ArtifactError(
-            f"model={name!r}, device={device!r}: cannot be loaded ({why}); allowed are the folder "
-            "of a checkpoint or owner/name of the hub (after hf auth login, if access is granted "
-            "there), and a device that torch has here"
+            f"model={name!r}{at}: cannot be loaded ({why}); allowed are the folder of a checkpoint "
+            f"or owner/name of the hub (after hf auth login, if access is granted there){here}"
         ) from None
 
 

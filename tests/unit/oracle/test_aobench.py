@@ -225,7 +225,7 @@ class TestErrors:
         clone = write_clone(tmp_path / "clone")
         self.fails(clone, "-T oracle=tiny: .*was not found")
         write_oracle()
-        self.fails(clone, "-T oracle=tiny: layers=7; this oracle learned", layers=7)
+        self.fails(clone, "-T layers=7; this oracle learned", layers=7)
         for name, wrong in (("per_task", 0), ("per_task", "x"), ("n_positions", 1.5), ("seed", -1)):
             self.fails(clone, f"-T {name}={wrong}: allowed is a whole number", **{name: wrong})
         self.fails(clone, "-T tasks=5: no such task", tasks=5)

@@ -52,7 +52,8 @@ class Tiers:
             all_requests = "that the operator of this server has set for all requests"
             whose = all_requests if self.has_server else "of the configurations that were chosen"
             said.append(f"the edits and probes {whose} count, too")
-        if n := sum(one.edits for one in self.receipts) + self.n_named:
+        n = sum(one.edits for one in self.receipts) + self.n_named
+        if n and "edits[" in str(error):
             behind = ", behind those of edits_named" if self.n_named else ""
             said.append(f"edits[{n}] is the first of the request's own{behind}")
         if said:

@@ -177,7 +177,9 @@ def import_probe(
 
 def _find(path: str | Path, checkpoint: str) -> Path:
     if str(path).startswith("hf://"):
-        return download("probe", str(path), (checkpoint, "README.md")) / Path(checkpoint).name
+        at = Path(checkpoint)
+        beside = str(at.with_suffix(".json")) if at.suffix == ".npz" else "README.md"
+        return download("probe", str(path), (checkpoint, beside)) / at.name
     given = Path(path).expanduser()
     return given / checkpoint if given.is_dir() else given
 

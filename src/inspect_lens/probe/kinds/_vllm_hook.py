@@ -50,6 +50,8 @@ def read_vllm_hook(file: Path, *, name: str, layer: int | None, model: str | Non
         flag = float(beside.get("threshold", 0.5))
         mean, scale, at = (arrays[key] for key in _NAMES[kind])
         said = int(at.reshape(())) - 1
+        if said < 0:
+            raise ValueError(f"layer {said + 1}, and layers count from 1 there")
         if not 0.0 < flag < 1.0:
             raise ValueError(f"threshold {flag:g} is no probability")
     except StopIteration:

@@ -417,7 +417,10 @@ def brier_score(labels: ArrayLike, probabilities: ArrayLike) -> float:
 
 
 def _check(labels: ArrayLike, probabilities: ArrayLike) -> tuple[Floats, Floats]:
-    split_classes(labels, probabilities)
+    try:
+        split_classes(labels, probabilities)
+    except SpecError as error:
+        raise SpecError(str(error).replace("scores", "probabilities")) from None
     y, p = np.asarray(labels), np.asarray(probabilities, dtype=np.float64)
     if not y.size:
         raise SpecError("probabilities: there are none; allowed is one at least")

@@ -3,10 +3,11 @@ const facts = JSON.parse($("page-facts").textContent);
 const sweep = { start: null, floor: 0, cells: new Map(), values: [], stop: null };
 
 function layersOf(text) {
+  if (text.trim() === "all") return null;
   const found = [];
   for (const part of text.split(",").map((each) => each.trim()).filter(Boolean)) {
-    const [, first, last] = /^(\d+)(?:-(\d+))?$/.exec(part) ?? [];
-    if (first === undefined) throw new Error(`Layers: ${part}; write numbers, such as 0, 4-7`);
+    const [, first, last] = /^(\d{1,5})(?:-(\d{1,5}))?$/.exec(part) ?? [];
+    if (first === undefined || Number(last ?? first) < Number(first)) throw new Error(`Layers: ${part}; write numbers, such as 0, 4-7`);
     for (let n = Number(first); n <= Number(last ?? first); n++) found.push(n);
   }
   return found.length ? found : null;
@@ -106,4 +107,4 @@ $("where").textContent = facts.server;
 wearTheme(firstTheme());
 $("theme").addEventListener("click", () => wearTheme(otherTheme()));
 $("stop").addEventListener("click", () => sweep.stop.abort());
-$("asking").addEventListener("submit", (event) => { event.preventDefault(); run(); });
+$("asking").addEventListener("submit", (event) => { event.preventDefault(); if (!$("start").hidden) run(); });

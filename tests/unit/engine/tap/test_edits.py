@@ -59,7 +59,7 @@ def test_chains_equal_the_definition(seed: int, chosen: list[int], is_split: boo
         other = 0.0 if residual is None else residual[p].numpy().astype(np.float64)
         start = stream + other
         wanted = run_program(start, program) - other
-        # Some chains, such as one edit of latents six times, make a stream huge, and the last bits.
+        # Some chains, such as one edit of latents six times, make a stream huge, and its last bits.
         norms = [np.linalg.norm(run_program(start, program[:n])) for n in range(len(program))]
         growth = float(max(norms) / norms[0])
         atol = (1e-3 + 1e-6 * growth) * max(1.0, float(np.abs(wanted).max()))
