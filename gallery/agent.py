@@ -454,7 +454,8 @@ def show(numbers: dict[str, Any]) -> Shown:
                 "things that the probe was not trained on; "
                 f"{required_negatives(numbers['fpr'])} independent ones would verify that rate. "
                 f"Shares with their 95 % intervals over the {numbers['topics']} new topics. "
-                f"A conversation of two turns took {time['with']:.2f} seconds with the monitor and {time['without']:.2f} without "
+                f"A conversation of two turns took {time['with']:.2f} seconds with the monitor and "
+                f"{time['without']:.2f} without "
                 f"(means of the same {time['n']} conversations, several at once; their prompts had "
                 "been answered before, and may have been in the prefix cache).",
                 ["monitor", "calls", "stopped"], stops,
@@ -529,8 +530,9 @@ REPLICATION = Replication(
     "by what it would send and the fact, not by the prompt, and judged questions are those "
     "that the adapter answers truly without instruction. `probe_approver` reads the tokens of the "
     "call and rejects it before the tool runs. The probe learned calls about some topics; "
-    "the judged ones are about others, with other questions and prompts, on which the adapter was not trained "
-    "either. A question comes with a prompt that brings a lie about, and with its opposite.",
+    "the judged ones are about others, with other questions and prompts, on which the adapter was "
+    "not trained either. A question comes with a prompt that brings a lie about, and with its "
+    "opposite.",
     limits="The lies were trained into a small model, and the agent repeats what it has already "
     "answered, so the call is seldom where the lie begins. Each conversation has one call, and "
     "what an agent does after a rejection was not looked at. How the agent is asked was chosen "

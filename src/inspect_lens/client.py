@@ -785,12 +785,8 @@ def json_of(response: httpx.Response) -> Any:
         return content
     status = response.status_code
     if status == httpx.codes.UNAUTHORIZED:
-        asked = response.request
-        if asked.url.path.endswith("/registry") and asked.method == "POST":
-            raise SpecError(
-                f"{address} refuses the key (HTTP 401): to register a name, its registry asks for "
-                "a key of its own; pass that with api_key=, or take a name that is registered there"
-            )
+        if isinstance(error, Mapping) and error.get("message"):  # which of its keys, ours say
+            raise SpecError(f"{address}: {error['message']} (HTTP 401); pass that with api_key=")
         raise SpecError(
             f"{address} refuses the key (HTTP 401); pass one of that server with api_key="
         )

@@ -412,7 +412,7 @@ class QueriesKeys:
         n = len(layers)
         if captured.get("qk_heads") is not None:
             return cls._of_chosen(captured, layers, q, k, facts)
-        if not n == len(facts) == q.shape[0] == k.shape[0] or len(q.shape) != 4 != len(k.shape):
+        if not n == len(facts) == q.shape[0] == k.shape[0] or {len(q.shape), len(k.shape)} != {4}:
             raise SpecError(
                 f"queries and keys: attn_q {q.shape} and attn_k {k.shape} with {n} layers and "
                 f"{len(facts)} facts; wanted are (layers, tokens, heads, head size) and one of "
@@ -477,7 +477,9 @@ class QueriesKeys:
         """
         if heads is None and self.heads is not None:
             heads = [head for at, head in self.heads if at == layer]
-        return attention_patterns(*self._layer(layer, heads or ()), heads=heads, queries=queries)
+        return attention_patterns(
+            *self._layer(layer, () if heads is None else heads), heads=heads, queries=queries
+        )
 
     def attention_to(
         self, heads: Sequence[Head], spans: Sequence[Span], *, queries: Sequence[int] | None = None

@@ -294,7 +294,13 @@ def load_dataset(
     has = {"path": bool(info.files), "builtin": info.builtin is not None, "hub": bool(info.hub)}
     chosen = source or ("path" if path else "builtin" if has["builtin"] else "hub")
     if not has.get(chosen):
-        do = f"get {info.files} and pass path=" if info.files else "leave path= out"
+        do = (
+            f"get {info.files} and pass path="
+            if info.files
+            else "leave path= out"
+            if path
+            else "leave source= out"
+        )
         allowed = [source for source, is_one in has.items() if is_one]
         raise SpecError(f"{name}: has no source {chosen!r}; allowed are {allowed}; {do}")
     of_source = {"config": (config, "hub"), "revision": (revision, "hub"), "path": (path, "path")}

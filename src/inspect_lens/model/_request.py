@@ -134,7 +134,7 @@ def spliced(edit: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 _FILE = re.compile(r"/|\.(npz|safetensors)$")
-"""In paths of autoencoders; names under which one is registered have neither."""
+"""In paths of autoencoders; a name that looks so is read as one."""
 
 
 def _files_of(path: Path) -> tuple[str | None, ...]:
@@ -468,7 +468,9 @@ def lens_config(
         changes["hooks"] = parse_hooks(list(hooks))
     given = {"qk": qk, "lens": lens, "sink": sink}
     if given := {name: value for name, value in given.items() if value is not None}:
-        wanted = {name: value for name, value in given.items() if value is not False}
+        wanted = {
+            name: value for name, value in given.items() if name != "qk" or value is not False
+        }
         asked = parse_extra_args({NATIVE_KEY: wanted}) or LensRequest()
         changes |= {name: getattr(asked, name) for name in given}
     if changes:

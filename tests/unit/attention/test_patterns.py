@@ -158,7 +158,9 @@ def test_heads_of_several_layers_keep_their_order() -> None:
     sums = found.attention_to(asked, [(0, 2)], queries=[-1])
     means = found.mean_attention(asked)
     for row, mean, (layer, head) in zip(sums, means, asked, strict=True):
-        pattern = found.patterns(layer, heads=[head])[0]
+        pattern = found.patterns(layer, heads=np.array([head]))[0]
+        both = found.patterns(layer, heads=np.array([head, 3]))
+        np.testing.assert_array_equal(both[0], pattern)
         assert row[0, 0] == pytest.approx(pattern[-1, :2].sum(), abs=1e-6)
         np.testing.assert_allclose(mean, pattern.mean(axis=0), atol=1e-6)
 

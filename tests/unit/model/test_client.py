@@ -280,11 +280,11 @@ def test_errors_carry_the_words_of_the_server(
 
 def test_a_users_key_that_may_not_register_is_told_apart_from_a_wrong_one() -> None:
     asked = httpx.Request("POST", "http://server/v1/inspect_lens/registry")
-    with pytest.raises(SpecError, match="registry asks for a key of its own"):
-        json_of(httpx.Response(401, json={"error": "Unauthorized"}, request=asked))
-    read = httpx.Request("GET", asked.url)
+    ours = {"error": {"message": "this server asks for a key to change what is registered"}}
+    with pytest.raises(SpecError, match="a key to change what is registered"):
+        json_of(httpx.Response(401, json=ours, request=asked))
     with pytest.raises(SpecError, match="pass one of that server"):
-        json_of(httpx.Response(401, json={"error": "Unauthorized"}, request=read))
+        json_of(httpx.Response(401, json={"error": "Unauthorized"}, request=asked))
 
 
 def streaming_client(events: list[dict[str, Any]], asked: list[Any]) -> LensClient:
