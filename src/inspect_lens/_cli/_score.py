@@ -241,9 +241,6 @@ def view(
     """
     from inspect_lens.view import write_view
 
-    from ._main import app
-    from ._output import in_shell_words
-
     made = write_view(
         log, out or None, probes=probe or (), tokenizer=tokenizer or None, limit=limit or None,
         max_bytes=max_mib << 20, any_model=any_model, follow=follow or (),
@@ -253,7 +250,7 @@ def view(
         f"{made.path}: {made.n_samples} samples, {made.n_calls} calls, {made.n_tokens} tokens, "
         + (f"{made.nbytes / 2**20:.1f} MiB" if made.nbytes >> 20 else f"{made.nbytes >> 10} KiB"),
         f"  probes: {', '.join(made.series)}",
-        *(f"  note: {in_shell_words(note, app)}" for note in made.notes),
+        *(f"  note: {note}" for note in made.notes),
     ]
     emit(made.as_dict(), lines, as_json=as_json)
 
