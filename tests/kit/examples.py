@@ -13,7 +13,8 @@ import griffe
 from pydantic import BaseModel
 
 from .blocks import Block, parse_blocks
-from .repository import PACKAGE, ROOT, package, public_functions, public_objects
+from .public_objects import package, public_functions, public_objects
+from .repository import PACKAGE, ROOT
 
 __all__ = ["Example", "examples", "is_record", "required"]
 

@@ -8,7 +8,7 @@ import sys
 import griffe
 
 from tests.kit.docstrings import documented_arguments, refers_to_twin, signature_arguments
-from tests.kit.repository import public_functions, public_objects
+from tests.kit.public_objects import public_functions, public_objects
 
 # Methods whose one sentence covers two arguments or three. The list only shrinks.
 SHORT = {
