@@ -217,6 +217,19 @@ ARMS = {
         streams=True,
         note="one layer, each row in the event of its token",
     ),
+    "text": Arm("lens", streams=True, note="every layer tapped, nothing asked for, text as events"),
+    "scores-16x4": Arm(
+        "lens",
+        lambda shape, i: {
+            "inspect_lens": {
+                "probes": [{"name": name, "tokens": True} for name in _PROBES],
+                "stream_results": True,
+            }
+        },
+        probes=_probes,
+        streams=True,
+        note="the same 16 probes, each token's scores in the event of its token",
+    ),
     "steer": Arm("lens", _steer, note="one vector at one layer, all tokens"),
     "probes-16x4": Arm(
         "lens",

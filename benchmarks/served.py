@@ -13,6 +13,7 @@ import json
 import os
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,8 +40,8 @@ _THREADS = 8
 """That fetch, as many as an eval has for that, and by what it has: its event loop is not asked."""
 BYTES = "activations of one request"
 """Key of the fetched bytes beside a response's own."""
-ROWS = "rows of one request"
-"""Likewise of the number of rows that came in events."""
+ROWS, SCORES = "rows of one request", "scores of one request"
+"""Likewise of how many rows, and token scores of each probe, came in events."""
 
 
 class Served:
@@ -218,18 +219,19 @@ async def ask_all(
 
 
 def joined(text: bytes) -> dict[str, Any]:
-    """The answer that events make: what the last ones say, and how many rows all of them have."""
+    """The answer that events make: what the last ones say, and how much all of them have."""
     answer: dict[str, Any] = {}
-    rows = 0
+    rows, scores = 0, Counter[str]()
     for line in text.splitlines():
         if not line.startswith(b"data: {"):
             continue
         event: dict[str, Any] = from_json(line[6:])
         for part in event.get("inspect_lens_partial", ()):
-            entry = part["activations"]["residual_stream"]
-            rows += entry["shape"][1]
+            for entry in part.get("activations", {}).values():
+                rows += entry["shape"][1]
+            scores.update({name: len(new) for name, new in part.get("probes", {}).items()})
         answer |= {key: value for key, value in event.items() if value is not None}
-    return answer | ({ROWS: rows} if rows else {})
+    return answer | {ROWS: rows, SCORES: set(scores.values())}
 
 
 def check(
@@ -257,13 +259,15 @@ def check(
             raise RuntimeError(f"a tensor is {found} instead of {[*wanted, shape.hidden]}")
         if "handle" in entry and len(answer.get(BYTES, b"")) != entry["nbytes"]:
             raise RuntimeError(f"{len(answer.get(BYTES, b''))} bytes of {entry['nbytes']}")
-    if (request.get("inspect_lens") or {}).get("stream_results"):
-        if answer.get(ROWS) != n_prompt + sampled - 1:
-            raise RuntimeError(f"{answer.get(ROWS)} rows came in events")
-    elif request.get("inspect_lens"):
+    asked = request.get("inspect_lens") or {}
+    if "capture" in asked and answer[ROWS] != n_prompt + sampled - 1:
+        raise RuntimeError(f"{answer[ROWS]} rows came in events")
+    if "probes" in asked:
         read = {probe["n_tokens"] for probe in answer["inspect_lens"]["probes"]}
         if read != {sampled - 1}:
             raise RuntimeError(f"probes read {read} tokens")
+        if asked.get("stream_results") and answer[SCORES] != {sampled - 1}:
+            raise RuntimeError(f"{answer[SCORES]} scores came in events")
     if request.get("apply_steering_vectors"):
         steered = answer["inspect_lens"]["steer"]["n_tokens"]
         if steered != n_prompt + sampled - 1:

@@ -116,7 +116,7 @@ def bench(tmp_path: Path, arms: list[str], **children: FakeChild) -> Bench:
     return made
 
 
-@pytest.mark.parametrize("arm", ["capture-1-tcp", "rows-1"])
+@pytest.mark.parametrize("arm", ["capture-1-tcp", "rows-1", "scores-16x4", "text"])
 def test_what_only_a_server_can_do_is_not_run_offline(tmp_path: Path, arm: str) -> None:
     made = bench(tmp_path, [arm], lens=FakeChild())
     assert made.start() == []
