@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import httpx
+from pydantic import BaseModel
 
 from ._base.hook_calls import HookCalls
 from ._base.http import (
@@ -53,6 +54,7 @@ from .spec import (
     read_transport,
     refuse_misspelled,
     split_body,
+    split_options,
     to_extra_args,
     to_wire_args,
 )
@@ -215,7 +217,7 @@ class LensClient(HookCalls):
         capture_layers: Sequence[int] | bool | None = None,
         steering_vectors: Sequence[Add | Mapping[str, Any]] | None = None,
         activations_transport: str | None = None,
-        capture: CaptureSpec | Mapping[str, Any] | None = None,
+        capture: CaptureSpec | Mapping[str, Any] | Sequence[int] | str | None = None,
         hooks: Sequence[Hook | Mapping[str, Any]] | None = None,
         capture_qk: Sequence[int] | Sequence[tuple[int, int]] | bool | None = None,
         lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None = None,
@@ -237,7 +239,8 @@ class LensClient(HookCalls):
             activations_transport: `binary` fetches tensors after the response, and `base64` puts
                 them into it. With None they are fetched through a local socket, without HTTP, if
                 the server runs as this user on this host, and are in the response otherwise.
-            capture: a CaptureSpec, for what `capture_layers` cannot say (sites, positions).
+            capture: layers, or a CaptureSpec, for what `capture_layers` cannot say (sites,
+                positions).
             hooks: functions to run on the rows of this request inside the server, which has to
                 allow it (INSPECT_LENS_ALLOW_CODE).
             capture_qk: layers whose queries and keys to return, or (layer, head) of single heads;
@@ -252,8 +255,9 @@ class LensClient(HookCalls):
                 `conversation` that opened there begin open here.
             logprobs: log-probabilities per token.
             echo: return the prompt too.
-            **kwargs: other fields of the request body; lens keys among them, such as
-                `inspect_lens={"probes": ["name"]}`, are checked as the arguments are.
+            **kwargs: fields of a `LensRequest` that have no argument here, such as
+                `probes=["name"]`, `edits_named`, `configs` and `edits_meet="error"`, and other
+                fields of the request body.
 
         Returns:
             Text, tensors and receipt.
@@ -269,9 +273,10 @@ class LensClient(HookCalls):
             body["logprobs"] = logprobs
         if echo:
             body["echo"] = True
+        options, kwargs = split_options(kwargs)
         request = request_of(
             capture_layers, steering_vectors, activations_transport, capture, hooks, capture_qk,
-            lens, sink, edits, open_gates,
+            lens, sink, edits, open_gates, options,
         )  # fmt: skip
         sampling = {"max_tokens": max_tokens, "temperature": temperature}
         return self._post("/v1/completions", body | sampling | kwargs, request)
@@ -285,7 +290,7 @@ class LensClient(HookCalls):
         capture_layers: Sequence[int] | bool | None = None,
         steering_vectors: Sequence[Add | Mapping[str, Any]] | None = None,
         activations_transport: str | None = None,
-        capture: CaptureSpec | Mapping[str, Any] | None = None,
+        capture: CaptureSpec | Mapping[str, Any] | Sequence[int] | str | None = None,
         hooks: Sequence[Hook | Mapping[str, Any]] | None = None,
         capture_qk: Sequence[int] | Sequence[tuple[int, int]] | bool | None = None,
         lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None = None,
@@ -295,9 +300,10 @@ class LensClient(HookCalls):
         **kwargs: Any,
     ) -> GenerateOutput:
         """Complete a chat; arguments, result and errors are those of `generate`."""
+        options, kwargs = split_options(kwargs)
         request = request_of(
             capture_layers, steering_vectors, activations_transport, capture, hooks, capture_qk,
-            lens, sink, edits, open_gates,
+            lens, sink, edits, open_gates, options,
         )  # fmt: skip
         body: dict[str, Any] = {"messages": [dict(message) for message in messages]}
         sampling = {"max_tokens": max_tokens, "temperature": temperature}
@@ -312,7 +318,7 @@ class LensClient(HookCalls):
         temperature: float = 0.0,
         capture_layers: Sequence[int] | bool | None = None,
         steering_vectors: Sequence[Add | Mapping[str, Any]] | None = None,
-        capture: CaptureSpec | Mapping[str, Any] | None = None,
+        capture: CaptureSpec | Mapping[str, Any] | Sequence[int] | str | None = None,
         hooks: Sequence[Hook | Mapping[str, Any]] | None = None,
         capture_qk: Sequence[int] | Sequence[tuple[int, int]] | bool | None = None,
         lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None = None,
@@ -347,7 +353,7 @@ class LensClient(HookCalls):
                 and token scores of probes come as they are made in any case. None sends them with
                 their tokens unless one of them is made of several tokens, as with `reduce="mean"`,
                 or has the binary transport; True refuses these.
-            **kwargs: other fields of the request body.
+            **kwargs: likewise.
 
         Returns:
             The parts as they come; `output` of it is what `generate` would have returned.
@@ -372,9 +378,10 @@ class LensClient(HookCalls):
         """
         if (prompt is None) == (messages is None):
             raise SpecError("prompt and messages: give one of them")
+        options, kwargs = split_options(kwargs)
         request = request_of(
             capture_layers, steering_vectors, None, capture, hooks, capture_qk, lens, sink, edits,
-            open_gates,
+            open_gates, options,
         )  # fmt: skip
         asked: dict[str, Any] = {"prompt": prompt}
         if messages is not None:
@@ -592,15 +599,16 @@ def request_of(
     capture_layers: Sequence[int] | bool | None,
     steering_vectors: Sequence[Add | Mapping[str, Any]] | None,
     activations_transport: str | None,
-    capture: CaptureSpec | Mapping[str, Any] | None,
+    capture: CaptureSpec | Mapping[str, Any] | Sequence[int] | str | None,
     hooks: Sequence[Hook | Mapping[str, Any]] | None,
     capture_qk: Sequence[int] | Sequence[tuple[int, int]] | bool | None,
     lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None,
     sink: SinkUse | Mapping[str, Any] | str | None = None,
     edits: Sequence[Edit | Mapping[str, Any]] | None = None,
     open_gates: Sequence[str] = (),
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> LensRequest | None:
-    """Read them; the arguments are those of `LensClient.generate`."""
+    """Read them; the arguments are those of `LensClient.generate`, and fields that have none."""
     args: dict[str, Any] = {}
     if hooks is not None:
         args["apply_hooks"] = list(hooks)
@@ -612,35 +620,34 @@ def request_of(
     if (transport := activations_transport) is not None:
         args["activations_transport"] = transport
     request = parse_extra_args(args)
-    native: dict[str, Any] = {"open_gates": list(open_gates)} if open_gates else {}
-    if capture_qk is not None and capture_qk is not False:
-        named_by = "heads" if names_heads(capture_qk) else "layers"
-        native["qk"] = _fields({named_by: capture_qk}, transport)
-    if capture is not None:
-        if capture_layers is not None:
-            raise SpecError("capture and capture_layers: give one of them")
-        native["capture"] = _fields(capture, transport)
-    if lens is not None:
-        named = lens if isinstance(lens, LogitLens | Mapping) else {"layers": lens}
-        native["lens"] = _fields(named, transport)
+    native = {**options, "sink": sink, "open_gates": list(open_gates) or None}
+    native = {name: value for name, value in native.items() if value is not None}
+    if capture is not None and capture_layers is not None:
+        raise SpecError("capture and capture_layers: give one of them")
+    if "qk" in native and capture_qk is not None:
+        raise SpecError("qk and capture_qk: give one of them")
+    parts = {"capture": capture, "qk": native.pop("qk", capture_qk), "lens": lens}
+    for name, part in parts.items():
+        if part is not None and part is not False:
+            native[name] = _fields(part, transport)
     if edits is not None:
         native["edits"] = [*(() if request is None else request.edits), *edits]
-    if sink is not None:
-        native["sink"] = sink
     if native and (asked := parse_extra_args({NATIVE_KEY: native})) is not None:
         update = {name: getattr(asked, name) for name in native}
         request = (request or LensRequest()).model_copy(update=update)
     return request
 
 
-_ARGUMENTS = tuple(inspect.signature(request_of).parameters)
+_ARGUMENTS = (*inspect.signature(request_of).parameters, *LensRequest.model_fields)
 
 
-def _fields(
-    asked: CaptureSpec | LogitLens | Mapping[str, Any], transport: str | None
-) -> dict[str, Any]:
-    fields = dict(asked) if isinstance(asked, Mapping) else asked.model_dump()
-    return fields if transport is None else fields | {"transport": read_transport(transport)}
+def _fields(asked: Any, transport: str | None) -> dict[str, Any]:
+    """Fields of a part of a request, which layers or heads alone may say, and its transport."""
+    if isinstance(asked, BaseModel):
+        asked = asked.model_dump()
+    elif not isinstance(asked, Mapping):
+        asked = {"heads" if names_heads(asked) else "layers": asked}
+    return {**asked} if transport is None else {**asked, "transport": read_transport(transport)}
 
 
 def with_request(

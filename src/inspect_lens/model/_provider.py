@@ -80,13 +80,6 @@ from ._server import (
 
 logger = logging.getLogger(__name__)
 
-_INSTEAD: Final = {
-    "hooks": "lens_config(hooks=…)",
-    "lens": "with_lens(lens=…)",
-    "qk": "lens_config(qk=…)",
-    "sink": "lens_config(sink=…)",
-}
-"""What calls ask for and no argument says, and what does."""
 _OF_INSPECT: Final = frozenset(inspect.signature(VLLMAPI.__init__).parameters) - {
     "self", "model_name", "config", "server_args",
 }  # fmt: skip
@@ -135,8 +128,16 @@ def collect_less() -> None:
 
 
 MAX_CONNECTIONS = 64
-_OWN = ("capture", "edits", "steer", "activations", "activations_dir", "probes", "stream")
+_OWN = (
+    "capture", "edits", "steer", "edits_meet", "activations", "activations_dir", "probes", "stream",
+)  # fmt: skip
 """Arguments that the provider adds to those of Inspect's."""
+_INSTEAD: Final = {
+    name: f"{'with_lens' if name == 'lens' else 'lens_config'}({name}=…)"
+    for name in LensRequest.model_fields
+    if name not in _OWN
+}
+"""What calls ask for and no argument says, and what does."""
 
 CALLER: ContextVar[LensAPI | None] = ContextVar("inspect_lens_caller", default=None)
 """The provider that this task is about to call; see `LensAPI.connection_key`."""
@@ -168,6 +169,7 @@ class LensAPI(ServerCalls, LensProvider):
         capture: Any = None,
         edits: Any = None,
         steer: Any = None,
+        edits_meet: Any = None,
         activations: Mode | None = None,
         activations_dir: str | None = None,
         probes: ProbeLike | Sequence[ProbeLike] | None = None,
@@ -178,7 +180,7 @@ class LensAPI(ServerCalls, LensProvider):
         try:
             self._capture = parse_capture(capture)
             self._asked: Asked = ask_probes(probes)
-            self.edited, self.own_config = edits_of_every_call(edits, steer), config
+            self.edited, self.own_config = edits_of_every_call(edits, steer, edits_meet), config
         except LensError as error:
             given = "" if str(error).startswith("INSPECT_LENS_") else "-M "
             raise PrerequisiteError(f"vllm-lens: {given}{error}") from None

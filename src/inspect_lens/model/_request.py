@@ -41,6 +41,7 @@ from inspect_lens.spec import (
     parse_extra_args,
     parse_hooks,
     split_body,
+    split_options,
     to_extra_args,
 )
 from inspect_lens.vector import Vector, VectorLike, load_vector, steering_vector
@@ -55,6 +56,7 @@ from ._host import (
     registry_lookup,
 )
 from ._places import Place, find
+from ._scores import ProbeLike, ask_probes, including
 
 _live: WeakValueDictionary[str, TensorData] = WeakValueDictionary()
 _saved: set[tuple[str, str]] = set()
@@ -194,10 +196,7 @@ def read_body(
     plain = args.get(STEER_KEY) == [] and args.pop(STEER_KEY) == []
     request = parse_extra_args(args)
     if request is not None and request.stream_results:
-        raise SpecError(
-            "stream_results: Inspect reads a call as a whole, so nothing would see its rows "
-            "earlier; leave it out, or read the stream with inspect_lens.client.LensClient.stream"
-        )
+        raise SpecError(_NOT_STREAMED)
     if scope is not None and not settled:
         default = scope.capture or default
         request = _under(request, scope, inherited, plain=plain)
@@ -234,6 +233,10 @@ def respelled(body: Mapping[str, Any], request: LensRequest) -> dict[str, Any]:
 
 
 _NOTHING = LensRequest()
+_NOT_STREAMED = (
+    "stream_results: Inspect reads a call as a whole, so nothing would see its rows earlier; "
+    "leave it out, or read the stream with inspect_lens.client.LensClient.stream"
+)
 
 
 def _under(
@@ -254,6 +257,8 @@ def _under(
     edits = bool(made.edits or made.edits_named)
     if scope.edits and not plain and (not edits or _edits(made) in map(_edits, inherited)):
         changes["edits"] = (*made.edits, *scope.edits)
+    if scope.edits_meet != made.edits_meet:
+        changes["edits_meet"] = "error"
     theirs = [use for config in inherited for use in config.probes]
     names = {use.name for use in scope.probes}
     kept = [use for use in made.probes if use.name not in names or use not in theirs]
@@ -400,6 +405,7 @@ def lens_config(
     qk: Sequence[int] | Sequence[tuple[int, int]] | bool | None = None,
     lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None = None,
     sink: SinkUse | Mapping[str, Any] | str | None = None,
+    probes: ProbeUse | ProbeLike | Sequence[ProbeUse | ProbeLike] | None = None,
     lora: str | Mapping[str, Any] | None = None,
     base: GenerateConfig | None = None,
     **generate: Any,
@@ -429,11 +435,14 @@ def lens_config(
         sink: name of a store or a function of the server that gets the rows too, or a `SinkUse`
             with the sample's label; the receipt says what became of them. None keeps what `base`
             asks for.
+        probes: as for `lens_scope`, instead of those of `base`.
         lora: adapter of this call: a path, a Hugging Face repository, the name of one that the
             server has loaded, or vLLM's `lora_request` fields.
         base: config to build on, all of it. None means only the `extra_body` of the task that
             is running, which Inspect would otherwise lose.
-        **generate: other fields of GenerateConfig; `extra_body` is merged too.
+        **generate: fields of a `LensRequest` that have no argument here, such as `edits_named`,
+            `configs` and `edits_meet="error"`, and other fields of GenerateConfig, of which
+            `extra_body` is merged too.
 
     Returns:
         A new config.
@@ -454,6 +463,9 @@ def lens_config(
         # output = await model.generate(messages, config=config)
         ```
     """
+    options, generate = split_options(generate)
+    if options.pop("stream_results", False):
+        raise SpecError(_NOT_STREAMED)
     start = GenerateConfig() if base is None else base
     inherited = (active_generate_config() if base is None else base).extra_body
     merged = _merge(inherited or {}, generate.pop("extra_body", None) or {})
@@ -466,7 +478,13 @@ def lens_config(
         changes["edits"] = (*_vectors(() if steer is None else steer), *others)
     if hooks is not None:
         changes["hooks"] = parse_hooks(list(hooks))
-    given = {"qk": qk, "lens": lens, "sink": sink}
+    if probes is not None:
+        asked_of = ask_probes(probes)
+        changes["probes"] = asked_of.uses
+        if asked_of.capture is not None:
+            captured = changes.get("capture", None if request is None else request.capture)
+            changes["capture"] = including(captured, asked_of.capture)
+    given = {"qk": qk, "lens": lens, "sink": sink, **options}
     if given := {name: value for name, value in given.items() if value is not None}:
         wanted = {
             name: value for name, value in given.items() if name != "qk" or value is not False
@@ -482,18 +500,21 @@ def lens_config(
     return config
 
 
-def edits_of_every_call(edits: Any = None, steer: Any = None) -> LensRequest | None:
-    """What `-M edits=` and `-M steer=` do to each call; INSPECT_LENS_EDITS without them."""
-    given = {"edits": edits, "steer": steer}
+def edits_of_every_call(
+    edits: Any = None, steer: Any = None, edits_meet: Any = None
+) -> LensRequest | None:
+    """What `-M edits=`, `steer=` and `edits_meet=` do to each call; INSPECT_LENS_EDITS else."""
+    given = {"edits": edits, "steer": steer, "edits_meet": edits_meet}
     field = " and ".join(name for name, value in given.items() if value is not None)
     try:
         if edits is None and steer is None:
-            if not (wanted := text("edits")):
+            if wanted := text("edits"):
+                field, edits = variable("edits"), wanted
+            elif edits_meet is None:
                 return None
-            field, edits = variable("edits"), wanted
         if isinstance(edits, str):
             edits = _written(edits)
-        config = lens_config(steer=steer, edits=edits, base=GenerateConfig())
+        config = lens_config(steer=steer, edits=edits, edits_meet=edits_meet, base=GenerateConfig())
     except (LensError, ValidationError) as error:
         why = explain(error) if isinstance(error, ValidationError) else str(error)
         raise SpecError(f"{field}: {why}") from None

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from inspect_ai.model import (
     ChatMessage,
@@ -28,8 +28,8 @@ from inspect_lens.spec import Add, CaptureSpec, EditBase, LensRequest, LogitLens
 from inspect_lens.vector import VectorLike
 
 from ._host import active_generate_config, active_model
-from ._request import declines_steering, lens_config, parse_capture, read_body
-from ._scores import ProbeLike, ask_probes, including
+from ._request import declines_steering, lens_config, read_body
+from ._scores import ProbeLike
 
 
 class LensProvider(ABC):
@@ -70,6 +70,7 @@ def scope_of(api: ModelAPI) -> LensRequest | None:
         found = LensRequest(
             capture=scope.request.capture or outer.capture,
             edits=(*outer.edits, *scope.request.edits),
+            edits_meet=min(outer.edits_meet, scope.request.edits_meet),  # "error", if one says so
             lens=scope.request.lens or outer.lens,
             probes=(*(u for u in outer.probes if u.name not in names), *scope.request.probes),
         )
@@ -179,7 +180,8 @@ def lens_scope(
     capture: CaptureSpec | Mapping[str, Any] | Sequence[int] | int | str | None = None,
     steer: Add | VectorLike | Mapping[str, Any] | Sequence[Any] | None = None,
     edits: EditBase | Mapping[str, Any] | Sequence[EditBase | Mapping[str, Any]] | None = None,
-    probes: Sequence[ProbeUse | ProbeLike] | ProbeLike = (),
+    edits_meet: Literal["in_order", "error"] | None = None,
+    probes: ProbeUse | ProbeLike | Sequence[ProbeUse | ProbeLike] = (),
     lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None = None,
     model: Model | None = None,
 ) -> Iterator[None]:
@@ -196,6 +198,8 @@ def lens_scope(
         capture: as for `lens_config`.
         steer: as for `lens_config`.
         edits: as for `lens_config`; those of nested scopes act in order, the outer ones first.
+        edits_meet: "error" refuses calls in which two edits would change the same numbers of a
+            token, those of the server among them; edits that meet act in order by default.
         probes: probes that the engine runs, as for `with_lens`; or uses of names that somebody
             registered. Names that a call uses itself are its own.
         lens: as for `lens_config`; a call that asks for a lens itself keeps its own.
@@ -230,17 +234,11 @@ def lens_scope(
         ```
     """
     target = require_lens("lens_scope", model)
-    request = LensRequest()
-    if steer is not None or edits is not None or lens is not None:
-        spec = lens_config(steer=steer, edits=edits, lens=lens, base=GenerateConfig())
-        request = read_body(spec.extra_body).request or request
-    listed: list[Any] = list(probes) if isinstance(probes, list | tuple) else [probes]
-    uses = tuple(use for use in listed if isinstance(use, ProbeUse))
-    asked = ask_probes([p for p in listed if not isinstance(p, ProbeUse)] or None)
-    spec_capture = parse_capture(capture)
-    if asked.capture is not None:
-        spec_capture = including(spec_capture, asked.capture)
-    request = request.model_copy(update={"capture": spec_capture, "probes": (*uses, *asked.uses)})
+    asked = lens_config(
+        capture=capture, steer=steer, edits=edits, edits_meet=edits_meet,
+        probes=None if probes == () else probes, lens=lens, base=GenerateConfig(),
+    )  # fmt: skip
+    request = read_body(asked.extra_body).request or LensRequest()
     if request.edits and (around := steering_around(target)) is not None and around.declined:
         raise SpecError(
             "lens_scope: the config of the task or of the model says apply_steering_vectors: [], "

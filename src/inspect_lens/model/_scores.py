@@ -72,9 +72,10 @@ NOTHING = Asked()
 
 
 def ask_probes(
-    probes: ProbeLike | Sequence[ProbeLike] | None, positions: Positions | list[int] | None = None
+    probes: ProbeUse | ProbeLike | Sequence[ProbeUse | ProbeLike] | None,
+    positions: Positions | list[int] | None = None,
 ) -> Asked:
-    """Say in a request what runs probes in the engine."""
+    """Say in a request what runs probes in the engine; uses of registered names stay."""
     if probes is None:
         return NOTHING
     if isinstance(probes, str):
@@ -84,8 +85,10 @@ def ask_probes(
         raise SpecError(
             f"probes={probes!r}; allowed is at least one name or path; leave it out for none"
         )
-    asked = NOTHING
+    asked = NOTHING._replace(uses=tuple(probe for probe in listed if isinstance(probe, ProbeUse)))
     for probe in listed:
+        if isinstance(probe, ProbeUse):
+            continue
         loaded = load_probe(probe)
         read = loaded.positions if positions is None else parse_positions(
             positions, field="positions"

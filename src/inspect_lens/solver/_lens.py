@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from inspect_ai.agent import Agent
 from inspect_ai.model import GenerateConfig
@@ -49,6 +49,7 @@ def with_lens(
     lens: Mapping[str, Any] | Sequence[int] | str | None = None,
     inner: Solver | Agent | None = None,
     probe_positions: Positions | list[int] | None = None,
+    edits_meet: Literal["in_order", "error"] | None = None,
 ) -> Solver:
     """Generate with a lens on the model, or run a solver or an agent whose every call has it.
 
@@ -76,6 +77,7 @@ def with_lens(
             text whose first token is read too, with `{}` for the sample's target: `" {}"` in the
             middle of a sentence, `"{}"` at the start of an answer.
         probe_positions: tokens that the probes score; for each those of its card by default.
+        edits_meet: as for `lens_scope`.
 
     Returns:
         The solver.
@@ -117,16 +119,16 @@ def with_lens(
     if asked.capture is not None:
         captured = including(captured, asked.capture)
     read = None if lens is None else _LensAsked(lens)
-    if all(one is None for one in (captured, steer, edits, read)) and not asked.uses:
+    if all(one is None for one in (captured, steer, edits, read, edits_meet)) and not asked.uses:
         raise SpecError(
-            "with_lens: nothing is asked for; allowed are capture=, steer=, edits=, probes= and "
-            "lens=; without them use generate()"
+            "with_lens: nothing is asked for; allowed are capture=, steer=, edits=, edits_meet=, "
+            "probes= and lens=; without them use generate()"
         )
     # Refuse what is wrong before any sample, and read a vector once.
-    config = lens_config(steer=steer, edits=edits, base=GenerateConfig())
+    config = lens_config(steer=steer, edits=edits, edits_meet=edits_meet, base=GenerateConfig())
     request = read_body(config.extra_body).request
     edited = () if request is None else request.edits
-    return _within("with_lens", inner, captured, edited, asked, read)
+    return _within("with_lens", inner, captured, edited, asked, read, edits_meet)
 
 
 def _within(
@@ -136,6 +138,7 @@ def _within(
     edits: Sequence[EditBase] = (),
     probes: Asked | None = None,
     lens: _LensAsked | None = None,
+    edits_meet: Literal["in_order", "error"] | None = None,
 ) -> Solver:
     """A solver in a scope; `asker` is what a user has called."""
     run = as_inner(inner)
@@ -145,7 +148,8 @@ def _within(
         if probes is not None:
             note_refused(probes)
         with lens_scope(
-            capture=capture, edits=edits or None, probes=probes.uses if probes else (),
+            capture=capture, edits=edits or None, edits_meet=edits_meet,
+            probes=probes.uses if probes else (),
             lens=None if lens is None else await lens.fields(state),
         ):  # fmt: skip
             return await (generate(state) if run is None else run(state, generate))

@@ -80,6 +80,7 @@ _SHARED = frozenset(
         "sampled_match",
         "shown",
         "split_body",
+        "split_options",
         "tap_order",
         "tap_point",
         "tap_points",

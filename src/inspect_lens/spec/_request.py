@@ -49,6 +49,7 @@ __all__ = [
     "lens_args",
     "parse_extra_args",
     "split_body",
+    "split_options",
     "to_extra_args",
     "to_wire_args",
 ]
@@ -394,6 +395,17 @@ Registrable: TypeAlias = (
 )
 """A probe, a vector or edits, a lens, an autoencoder, or a configuration, as
 `inspect_lens.engine.register` takes it."""
+
+
+def split_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Keywords of a call: what names a field of a `LensRequest` and says something, and the rest.
+
+    Every surface that takes keywords takes all fields by it, under the names that they have here.
+    """
+    rest = {key: value for key, value in given.items() if key not in LensRequest.model_fields}
+    asked = {key: value for key, value in given.items() if key not in rest and value is not None}
+    return asked, rest
+
 
 _DEPTH = 3
 """Of mappings inside a body that are looked through for lens keys."""

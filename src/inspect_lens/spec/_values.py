@@ -335,7 +335,7 @@ VLLM_KEYS = ("kv_transfer_params", "ec_transfer_params")
 
 _FIELDS = (
     "capture", "edits", "edits_named", "probes", "hooks", "qk", "lens", "sink", "configs",
-    "open_gates",
+    "open_gates", "edits_meet", "server", "stream_results",
 )  # fmt: skip
 OWN_WORDS = {name: f'put it into {{"{NATIVE_KEY}": {{"{name}": ...}}}}' for name in _FIELDS} | {
     "steer": "it is an argument of clients; the key is 'apply_steering_vectors'",

@@ -16,7 +16,7 @@ from inspect_ai.solver import Generate, Solver, TaskState, generate, solver
 from inspect_lens.model import lens_config, lens_scope
 from inspect_lens.model._host import PrerequisiteError
 from inspect_lens.model._scope import outside_scopes
-from inspect_lens.solver import steering_sweep
+from inspect_lens.solver import steering_sweep, with_lens
 from inspect_lens.spec import Add, LensRequest, SteeringVector, parse_extra_args
 from inspect_lens.vector import load_vector
 
@@ -105,6 +105,32 @@ def test_scopes_add_to_it_and_a_call_may_decline(server: Any, run_eval: Any, mod
     assert [strengths(body) for body in server.requests] == [[2.0, 5.0], [], []]
 
 
+@pytest.mark.parametrize("where", ["-M", "-M alone", "scope", "with_lens", "lens_config"])
+def test_calls_say_that_edits_must_not_meet(
+    server: Any, run_eval: Any, model_of: Any, where: str
+) -> None:
+    vector = SteeringVector(activations=np.ones((1, 8)), layer_indices=[1], scale=5.0)
+    meet: Any = {"edits_meet": "error"}
+
+    @solver
+    def scoped() -> Solver:
+        async def solve(state: TaskState, generate: Generate) -> TaskState:
+            with lens_scope(steer=vector), lens_scope(**meet):
+                return await generate(state)
+
+        return solve
+
+    given = {"-M": {"edits": ADD, **meet}, "-M alone": meet}.get(where, {"edits": ADD})
+    chain = {"scope": scoped(), "with_lens": with_lens(steer=vector, **meet)}
+    config = lens_config(**meet, base=GenerateConfig()) if where == "lens_config" else None
+    by = chain.get(where, with_lens(steer=vector))
+    more = {} if config is None else {"config": config}
+    log = run_eval(server, n=1, model=model_of(server, **given), solver=by, **more)
+    assert log.status == "success", log.error
+    assert asked(server.requests[-1]).edits_meet == "error"
+    assert strengths(server.requests[-1]) == ([5.0] if where == "-M alone" else [2.0, 5.0])
+
+
 def test_a_sweep_does_not_start_from_an_edited_answer(
     server: Any, run_eval: Any, model_of: Any
 ) -> None:
@@ -117,6 +143,7 @@ def test_a_sweep_does_not_start_from_an_edited_answer(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ({"edits_meet": "no"}, "-M edits_meet: .*in_order.* 'error'"),
         ({"edits": "no-such-file.json"}, "-M edits: 'no-such-file.json' cannot be read"),
         ({"edits": "[{"}, "cannot be read"),
         ({"edits": "[]"}, "has no edits"),
