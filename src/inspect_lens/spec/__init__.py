@@ -23,7 +23,6 @@ from ._positions import *
 from ._probe import *
 from ._receipt import *
 from ._request import *
-from ._splice import *
 from ._tensor import *
 from ._values import *
 from ._vllm_lens import *

@@ -38,10 +38,10 @@ from ._instruction import (
     sampled_match,
     token_gate_key,
 )
+from ._latents import Splice
 from ._lens import LogitLens
 from ._probe import EngineProbe
 from ._request import LensRequest
-from ._splice import Splice
 
 __all__ = ["check_edits", "check_hooks", "check_lens", "check_probe", "check_request"]
 

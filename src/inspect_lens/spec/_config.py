@@ -17,9 +17,9 @@ from ._edit import EDITS, EditBase
 from ._edits import Add
 from ._engine import TensorLimits, limits_of
 from ._gate import Schedule
+from ._latents import Splice
 from ._positions import Phase, Positions, check_patterns, parse_positions
 from ._probe import ProbeUse
-from ._splice import Splice
 from ._tensor import WireModel
 from ._values import (
     FIELDS_INSTEAD,
@@ -45,7 +45,7 @@ __all__ = [
 
 
 if not TYPE_CHECKING:
-    Edit = Annotated[Union[tuple(EDITS.values())], Field(discriminator="op")]  # noqa: UP007
+    Edit = Annotated[Union[tuple(EDITS[op] for op in sorted(EDITS))], Field(discriminator="op")]  # noqa: UP007
     """Any of the edits, such as `Ablate` or `Add`."""
 else:
     Edit: TypeAlias = EditBase

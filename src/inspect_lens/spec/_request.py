@@ -18,10 +18,10 @@ from ._edits import Add
 from ._engine import TensorLimits, result_name
 from ._gate import GateKey
 from ._hook import Hook, parse_hooks
+from ._latents import EngineAutoencoder
 from ._lens import LENS_NAME, EngineLens, LogitLens
 from ._positions import Positions
 from ._probe import EngineProbe
-from ._splice import EngineAutoencoder
 from ._values import (
     LENS_KEYS,
     NATIVE_KEY,
