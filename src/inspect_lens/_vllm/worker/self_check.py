@@ -43,17 +43,19 @@ from inspect_lens.spec import SITE_TABLE, Edit, EngineFacts, EnginePath
 
 from .check_requests import (
     KEYS,
+    SIZES,
     Exported,
     Inbox,
+    StreamProbe,
     envelope,
     is_same_bits,
     marker_of,
     own_rows,
+    row_error,
     signs,
     steered_row,
     steering,
 )
-from .check_stream import SIZES, StreamProbe, row_error
 from .runners import checked_steps
 
 logger = logging.getLogger("vllm.inspect_lens")

@@ -18,8 +18,7 @@ from inspect_lens._engine.tap.buffers import TapState, install
 from inspect_lens._engine.tap.op import tap
 from inspect_lens._vllm.compat.features import idle
 from inspect_lens._vllm.worker import check_requests
-from inspect_lens._vllm.worker.check_requests import check_taps, scale_for
-from inspect_lens._vllm.worker.check_stream import StreamProbe
+from inspect_lens._vllm.worker.check_requests import StreamProbe, check_taps, scale_for
 from inspect_lens._vllm.worker.runners import _Step, note
 from inspect_lens._vllm.worker.self_check import check_steps
 from inspect_lens.errors import CompatError, UnsupportedError
