@@ -35,9 +35,8 @@ from inspect_lens._vllm.registered.persistent_hooks import HookBook
 from inspect_lens._vllm.registered.probe_scores import Reads
 from inspect_lens._vllm.registered.prompt_rows import is_harmless, keeps_rows
 from inspect_lens._vllm.registered.registry import Registry
-from inspect_lens._vllm.registered.server_file import read_server_file
 from inspect_lens._vllm.registered.shared_names import SharedNames, folder_of_siblings
-from inspect_lens._vllm.registered.tiers import NO_TIERS, Tiers, compose
+from inspect_lens._vllm.registered.tiers import NO_TIERS, Tiers, compose, read_server_file
 from inspect_lens._vllm.results.attach import Results
 from inspect_lens._vllm.sinks import alerts
 from inspect_lens._vllm.sinks.process import Sinks

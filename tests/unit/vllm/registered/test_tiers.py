@@ -21,8 +21,7 @@ from inspect_lens._vllm.frontend.admission import _placed, compiled_of, with_pos
 from inspect_lens._vllm.frontend.state import FrontEnd
 from inspect_lens._vllm.http.bodies import with_config_of
 from inspect_lens._vllm.registered.contents import SERVER_NAME
-from inspect_lens._vllm.registered.server_file import read_server_file
-from inspect_lens._vllm.registered.tiers import compose
+from inspect_lens._vllm.registered.tiers import compose, read_server_file
 from inspect_lens.errors import LensError, SpecError, UnsupportedError
 from inspect_lens.spec import (
     NO_REQUEST,
