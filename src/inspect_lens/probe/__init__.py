@@ -18,7 +18,6 @@ from .card._card import (
     TrainingFacts,
 )
 from .card._points import CardPoint, Found, card_points, choose_point, found_above
-from .card._validity import BESIDE_AUROC, Validity
 from .kinds._lie_detectors import LIE_DETECTORS, LieDetector, import_probe
 from .kinds._linear import Probe
 from .kinds._load import AnyProbe, check_model, fingerprint_model, load_probe, register_probe_dir
@@ -48,6 +47,7 @@ from .statistics._compare import (
     permutation_test,
 )
 from .statistics._measured import (
+    BESIDE_AUROC,
     MIN_EFFECTIVE,
     MIN_GROUPS,
     MIN_GROUPS_PER_CLASS,
@@ -60,6 +60,7 @@ from .statistics._measured import (
     RealisedRate,
     RecallAt,
     Transfer,
+    Validity,
     count_groups,
     find_label_source,
 )

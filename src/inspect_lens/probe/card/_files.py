@@ -16,14 +16,15 @@ from inspect_lens._base.artifact import (
 )
 from inspect_lens.probe.statistics._compare import format_p_value
 from inspect_lens.probe.statistics._measured import (
+    BESIDE_AUROC,
     Baseline,
     Evaluation,
     Interval,
     RealisedRate,
+    Validity,
 )
 
 from ._card import SEEN_ROLES, Calibration, CaptureFacts, ProbeCard, Threshold
-from ._validity import BESIDE_AUROC, Validity
 
 
 def render_card(card: ProbeCard, *, sha256: str) -> str:
