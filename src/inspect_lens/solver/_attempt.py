@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import Any, cast
+from typing import Any
 
-from inspect_ai.agent import Agent, as_solver, is_agent
 from inspect_ai.model import ChatMessageAssistant, execute_tools
-from inspect_ai.solver import Generate, Solver, TaskState
+from inspect_ai.solver import Generate, TaskState
 from inspect_ai.tool import Tool, ToolDef, ToolFunction
 from inspect_ai.util import span
 
@@ -60,10 +59,3 @@ def refuse_tools(state: TaskState, asker: str, instead: str) -> None:
 def _name(tool: Tool) -> str:
     """Name of a tool, for a message."""
     return ToolDef(tool).name
-
-
-def as_inner(inner: Solver | Agent | None) -> Solver | None:
-    """A solver for a solver or an agent; None for none."""
-    # By its registration: to a type checker an agent and a solver may look alike.
-    wrapped = as_solver(inner) if inner is not None and is_agent(inner) else inner
-    return cast("Solver | None", wrapped)

@@ -32,7 +32,8 @@ from inspect_lens.reading._thresholds import acting_value, promise
 from inspect_lens.spec import Add, Positions, ProbeUse, check_word
 from inspect_lens.vector import VectorLike, steering_vector
 
-from ._attempt import adopt, as_inner, attempt, run_tools
+from ._attempt import adopt, attempt, run_tools
+from ._lens import as_inner
 
 GateAction = Literal["flag", "stop", "resample", "steer", "best"]
 """What `probe_gate` does with an answer above the threshold; `best` compares answers instead."""

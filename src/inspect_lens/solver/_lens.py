@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from inspect_ai.agent import Agent
+from inspect_ai.agent import Agent, as_solver, is_agent
 from inspect_ai.model import GenerateConfig
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
@@ -35,8 +35,6 @@ from inspect_lens.spec import (
     parse_positions,
 )
 from inspect_lens.vector import VectorLike, load_vector
-
-from ._attempt import as_inner
 
 
 @solver
@@ -368,3 +366,10 @@ def ablate_direction(
         strength=strength,
     )
     return _within("ablate_direction", inner, edits=(edit,))
+
+
+def as_inner(inner: Solver | Agent | None) -> Solver | None:
+    """A solver for a solver or an agent; None for none."""
+    # By its registration: to a type checker an agent and a solver may look alike.
+    wrapped = as_solver(inner) if inner is not None and is_agent(inner) else inner
+    return cast("Solver | None", wrapped)
