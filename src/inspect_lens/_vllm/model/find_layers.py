@@ -211,14 +211,18 @@ def block_module(block: nn.Module, site: Site) -> nn.Module:
     raise _unclear(block, site, "a feed-forward or mixture-of-experts module", found)
 
 
-def decoder_attention(block: nn.Module) -> Any:
-    """The one softmax attention layer of a block, vLLM's own; None where there is none, or more."""
-    from vllm.model_executor.layers.attention import Attention
+def decoder_attention(block: nn.Module, *, or_latent: bool = False) -> Any:
+    """The one softmax attention layer of a block, vLLM's own; None where there is none, or more.
 
+    One with latent attention is given no keys per head, so it is left out unless it is asked for.
+    """
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+
+    kinds = (Attention, MLAAttention) if or_latent else (Attention,)
     found = [
         module
         for module in block.modules()
-        if isinstance(module, Attention) and getattr(module, "attn_type", "decoder") == "decoder"
+        if isinstance(module, kinds) and getattr(module, "attn_type", "decoder") == "decoder"
     ]
     return found[0] if len(found) == 1 else None
 

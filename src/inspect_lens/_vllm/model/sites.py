@@ -122,7 +122,7 @@ def _attention_input(site: Site, block: nn.Module, width: int) -> Place:
 
 
 def _projected(site: Site, block: nn.Module, width: int) -> Place:
-    if site == "z" and decoder_attention(block) is None:
+    if site == "z" and decoder_attention(block, or_latent=True) is None:
         raise _missing(block, site, "softmax attention")
     part = block_module(block, "attn_out" if site == "z" else "mlp_out")
     found = projections(part)
