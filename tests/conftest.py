@@ -51,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--real-results", help="file for what tests/real measure")
     parser.addoption(
-        "--architecture-results", help="file for what tests/engine/test_architectures.py measures"
+        "--architecture-results", help="file for what the tests of architectures measure"
     )
 
 
@@ -79,7 +79,8 @@ def _collect_results(config: pytest.Config) -> None:
         from tests.kit.model_results import Results
 
         names = [case.name for case in CASES]
-        results = Results(Path(file), "make architectures", names, is_whole=False)
+        command = " ".join(["pytest", *config.args])
+        results = Results(Path(file), command, names, is_whole=False)
         config.pluginmanager.register(results)
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine.conftest import start
-from tests.engine.test_architectures import TOLERANCE, check_rows, check_steering
+from tests.engine.test_architectures import Judge, check_rows, check_steering
 from tests.engine.test_start import check
 from tests.kit.architectures import CASES
-from tests.kit.reference import HuggingFace, max_relative_error
 
 pytestmark = pytest.mark.engine
 
@@ -36,10 +36,10 @@ def test_layers_that_are_not_found_are_served_by_their_path(
     monkeypatch.setenv("INSPECT_LENS_LAYER_PATH", "model.layers.{i}")
     folder = unclear.write_as(unclear.UnclearLlamaForCausalLM, tiny_folder, tmp_path / "model")
     engine = start(folder, enable_prefix_caching=False, enforce_eager=True)
-    reference = HuggingFace(tiny_folder)
+    judge = Judge(LLAMA, tiny_folder, torch.float32)
     try:
-        for compare in (check_rows, check_steering):
-            compare(LLAMA, engine, reference, lambda a, b: max_relative_error(a, b) <= TOLERANCE)
+        check_rows(LLAMA, engine, judge)
+        check_steering(engine, judge)
     finally:
         engine.close()
 

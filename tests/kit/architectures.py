@@ -55,10 +55,14 @@ class Case:
     """What vLLM takes other fields of the configuration for than Hugging Face does."""
     remark: str = ""
     """Why something is missing or read otherwise, for the table of models."""
-    is_refused: bool = False
-    """Whether no lens is served."""
+    refusal: str = ""
+    """What an error says, where no lens is served."""
     is_by_transformers: bool = False
     """Whether vLLM runs transformers' own class, and changes it in its process."""
+    cpu_options: dict[str, Any] = field(default_factory=dict)
+    """Engine options on a CPU."""
+    dtype_on_cpu: str = "float32"
+    """For which vLLM's wheel for CPUs has the kernels."""
     needs_gpu: bool = False
     """Whether vLLM's wheel for CPUs lacks a kernel of it."""
     is_text: bool = True
@@ -69,8 +73,9 @@ class Case:
     """Whether attention patterns are compared, from queries and keys."""
     has_latent_attention: bool = False
     """Whether attention keeps no keys per head (MLA), so that queries and keys are refused."""
-    is_recurrent: bool = False
-    """Whether a rounding error of bfloat16 is carried on from token to token, and grows."""
+    query_norm: float = 1.0
+    """Factor of the weights of the norm on queries. Where it alone scales them, as a trained model
+    has learnt, attention would be to one token, which rounding may choose."""
 
 
 def _llama(hidden: int) -> Any:
@@ -271,6 +276,22 @@ def _deepseek_v3(hidden: int) -> Any:
         num_mtp_layers=0,
         scoring_func="sigmoid",
         topk_method="noaux_tc",
+    )
+
+
+def _minimax_m2(hidden: int) -> Any:
+    from transformers import MiniMaxM2Config
+
+    # Of published checkpoints: vLLM needs the first two, Hugging Face has no fields for them.
+    return MiniMaxM2Config(
+        **_common(hidden),
+        **_gated(hidden) | {"intermediate_size": hidden},
+        **_EXPERTS,
+        rotary_dim=32,
+        scoring_func="sigmoid",
+        use_routing_bias=True,
+        use_qk_norm=True,
+        num_local_experts=4,
     )
 
 
@@ -475,6 +496,7 @@ def _idefics3(hidden: int) -> Any:
     )
 
 
+_LATENT_SITES = ("resid_pre", "z", "attn_out", "mlp_out", "resid_post")
 _SCALED = (
     "with scaled rotary embedding (YaRN), as published; unscaled and with `enforce_eager`, vLLM "
     "rotates wrongly on CPUs"
@@ -495,6 +517,7 @@ CASES = (
         "Gemma 4",
         "stream alone, input by layer, one list of layers under two names",
         _gemma4,
+        query_norm=0.125,
     ),
     Case(
         "opt",
@@ -527,7 +550,6 @@ CASES = (
         _jamba,
         needs_gpu=True,
         remark="vLLM's wheel for CPUs lacks the kernel",
-        is_recurrent=True,
     ),
     Case("stablelm", "StableLM", "a residual that nobody adds", _stablelm),
     Case("phi3", "Phi 3", "fused residual, projections in one", _phi3),
@@ -544,7 +566,7 @@ CASES = (
         "Gemma 3n",
         "four streams",
         _gemma3n,
-        is_refused=True,
+        refusal="output of Gemma3nDecoderLayer",
         remark="none of them is a residual stream to which layers only add",
     ),
     Case(
@@ -584,6 +606,9 @@ CASES = (
         "DeepSeek-V2",
         "latent attention (MLA), experts by group behind dense layers",
         _deepseek_v2,
+        sites=_LATENT_SITES,
+        # vLLM's other one, for CPUs with AMX, is for bfloat16 alone, and is chosen all the same.
+        cpu_options={"attention_backend": "CPU_MLA"},
         remark=_SCALED,
         is_routed=True,
         has_latent_attention=True,
@@ -593,9 +618,21 @@ CASES = (
         "DeepSeek-V3",
         "latent attention (MLA) with low-rank queries, experts by group, chosen with a bias",
         _deepseek_v3,
+        sites=_LATENT_SITES,
+        # vLLM's other one, for CPUs with AMX, is for bfloat16 alone, and is chosen all the same.
+        cpu_options={"attention_backend": "CPU_MLA"},
         remark=_SCALED,
         is_routed=True,
         has_latent_attention=True,
+    ),
+    Case(
+        "minimax_m2",
+        "MiniMax-M2",
+        "experts chosen with a bias, norms over all heads, half of a head rotated",
+        _minimax_m2,
+        is_routed=True,
+        needs_gpu=True,
+        remark="vLLM's router for CPUs takes scores by softmax alone, where there are no groups",
     ),
     Case(
         "llama4",
@@ -631,7 +668,7 @@ CASES = (
         "linear attention and experts",
         _qwen3_next,
         is_routed=True,
-        needs_gpu=True,
+        dtype_on_cpu="bfloat16",
         remark="vLLM's kernel for CPUs takes bfloat16 alone",
     ),
     Case(
@@ -640,7 +677,7 @@ CASES = (
         "linear attention",
         _qwen3_5,
         needs_gpu=True,
-        remark="vLLM's kernel for CPUs takes bfloat16 alone",
+        remark="vLLM's file of it needs torchvision, which `requirements/cpu.lock` leaves out",
     ),
     Case(
         "idefics3",
@@ -682,6 +719,7 @@ def write(
             elif "norm" in name and name.endswith("weight"):
                 # Else a norm whose weight was left out would not show.
                 parameter.add_(torch.rand_like(parameter) * 0.5)
+                parameter.mul_(case.query_norm if "q_norm" in name else 1.0)
             elif name.endswith((".bias", "sinks")):
                 parameter.add_(torch.rand_like(parameter) * 0.5)
         for name, buffer in model.named_buffers():

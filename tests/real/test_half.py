@@ -9,7 +9,7 @@ import torch
 
 from inspect_lens.spec import Add, result_name
 from tests.engine.test_capture import fed
-from tests.kit.reference import HuggingFace
+from tests.kit.reference import HuggingFace, relative_errors
 
 from .conftest import Served
 from .test_rows import capture
@@ -21,10 +21,6 @@ Measured = Callable[[str, float, float], None]
 SITES = ("attn_out", "mlp_out", "resid_post")
 RATIO = 1.5
 """Of the median error of a row to that of Hugging Face in bfloat16, at most."""
-
-
-def errors(found: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    return (found.float() - truth).norm(dim=-1) / truth.norm(dim=-1)
 
 
 def test_rows_and_a_steered_stream(served: Served, measured: Measured) -> None:
@@ -46,7 +42,8 @@ def test_rows_and_a_steered_stream(served: Served, measured: Measured) -> None:
             for site in SITES:
                 ours = output.activations[result_name(site)]  # type: ignore[arg-type]
                 assert ours.dtype == torch.bfloat16
-                of_engine, of_theirs = errors(ours, truth[site]), errors(theirs[site], truth[site])
+                of_engine = relative_errors(ours, truth[site])
+                of_theirs = relative_errors(theirs[site], truth[site])
                 worst = max(worst, float(of_engine.median() / of_theirs.median()))
             what = "a steered stream" if steered else "rows"
             measured(f"bfloat16, {what}: error over that of Hugging Face", worst, RATIO)
