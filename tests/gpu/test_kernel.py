@@ -488,3 +488,22 @@ def test_rows_that_would_be_too_large_stay_and_are_told_of(
     edited = (numbers % 5 != 0) & ~is_bad
     assert (hidden[edited.to(device), 0] != before[edited.to(device), 0]).all()
     assert torch.isfinite(hidden[~at]).all()
+
+
+@pytest.mark.parametrize("is_pinned", [False, True], ids=["device", "host"])
+def test_requests_of_spliced_rows_that_are_not_fine_are_noted(is_pinned: bool) -> None:
+    """Every fifth number of the host's memory, as on a worker's board, or a table on the device."""
+    from inspect_lens._engine.tap.tap_triton import note_faults
+
+    device, rng = torch.device("cuda"), torch.Generator().manual_seed(0)
+    board = torch.zeros(100, 5, dtype=torch.int64)
+    board = board.pin_memory() if is_pinned else board.to(device)
+    records = torch.randint(100, (1000,), generator=rng).to(device)
+    is_fine = (torch.rand(1000, generator=rng) > 0.03).to(device)
+    note_faults(board[:, 4], records, is_fine)
+    torch.cuda.synchronize()
+    wanted = torch.zeros(100, dtype=torch.int64)
+    wanted[records.cpu()[~is_fine.cpu()]] = 1
+    assert 0 < wanted.sum() < 100
+    assert torch.equal(board[:, 4].cpu(), wanted)
+    assert not board[:, :4].any()

@@ -338,7 +338,7 @@ def warm_up(state: buffers.TapState, widths: Iterable[int] = ()) -> None:
     """Compile the kernels for all layouts: a graph capture must not be the first launch."""
     if not state.ring.is_cuda or not state.taps:
         return
-    from .tap_triton import launch
+    from .tap_triton import launch, note_faults
 
     rows = torch.zeros(1, state.ring.shape[1], dtype=state.ring.dtype, device=state.ring.device)
     for residual in (None, rows):
@@ -347,6 +347,8 @@ def warm_up(state: buffers.TapState, widths: Iterable[int] = ()) -> None:
         launch(rows.new_zeros(1, width), None, tap=0, state=state)
         # A router may compute in float32.
         launch(rows.new_zeros(1, width, dtype=torch.float32), None, tap=0, state=state)
+    nobody = torch.zeros(1, dtype=torch.int64, device=rows.device)
+    note_faults(state.faults, nobody, torch.ones_like(nobody, dtype=torch.bool))
 
 
 def _tap_fake(hidden: torch.Tensor, residual: torch.Tensor | None, ctl: torch.Tensor) -> None:

@@ -238,10 +238,18 @@ def splice_rows(
         edited = (mine + step).to(hidden.dtype)
         is_fine = (edited.float() + other).square().sum(dim=-1) <= largest**2
         hidden[index] = torch.where(is_fine[:, None], edited, hidden[index])
-        # Tokens of one request are many: all of them write the same number.
-        is_bad = torch.zeros(len(faults), dtype=torch.int32, device=hidden.device)
-        is_bad.scatter_reduce_(0, records, (~is_fine).int(), "amax")
-        faults[records] = torch.maximum(faults[records], is_bad[records].to(faults.dtype))
+        _note(faults, records, is_fine)
+
+
+def _note(faults: torch.Tensor, records: torch.Tensor, is_fine: torch.Tensor) -> None:
+    """Note the requests of rows that are not fine; without waiting for a device."""
+    if not records.is_cuda:
+        faults[records[~is_fine]] = 1
+        return
+    # A worker's notes lie in memory of the host, which kernels reach and indexing does not.
+    from .tap_triton import note_faults
+
+    note_faults(faults, records, is_fine)
 
 
 def _gate(

@@ -377,3 +377,21 @@ def launch(
         # With 1024 threads the assembler would choose 32, and spill the rest.
         maxnreg=64 if warps == 32 else None,
     )
+
+
+@triton.jit
+def _note_faults(faults, fault_stride, records, is_fine, n_rows, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_bad = (row < n_rows) & (tl.load(is_fine + row, mask=row < n_rows, other=1) == 0)
+    record = tl.load(records + row, mask=is_bad, other=0)
+    # Several tokens of one request write the same number.
+    tl.store(faults + record * fault_stride, tl.full([BLOCK], 1, tl.int64), mask=is_bad)
+
+
+def note_faults(faults: torch.Tensor, records: torch.Tensor, is_fine: torch.Tensor) -> None:
+    """Note the requests, by record, of rows that are not fine; `faults` may lie on the host."""
+    block = 256
+    kernel: Any = _note_faults
+    kernel[(triton.cdiv(len(records), block),)](
+        faults, faults.stride(0), records, is_fine.byte(), len(records), BLOCK=block
+    )
