@@ -119,7 +119,7 @@ FAMILIES: dict[str, tuple[str, Asked, str]] = {
         _edits(_renormalise),
         "a norm-matched vector, and its norm given back",
     ),
-    "logit-lens": ("lens-sites", _lens, "the five most likely tokens at 4 layers, for all tokens"),
+    "logit-lens": ("lens", _lens, "the five most likely tokens at 4 layers, for all tokens"),
     "qk-1": ("lens-sites", _queries_and_keys, "queries and keys of one layer, all tokens"),
     "idle-router": ("lens-router", lambda shape, i: None, "four layers and their routers tapped"),
     "router-1": ("lens-router", _router, "logits of one layer's router, all tokens"),

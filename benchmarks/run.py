@@ -21,6 +21,7 @@ from tests.kit.arguments import key_and_json
 from tests.kit.child import ROOT, Child, ChildError
 from tests.kit.files import write_json
 
+from . import timeline
 from .arms import ARMS, ENGINES
 from .loads import LOADS
 from .results_file import Key, Results
@@ -199,6 +200,8 @@ class Bench:
             options["tensor_parallel_size"] = self.options.tensor_parallel
         if self.options.max_num_seqs:
             options["max_num_seqs"] = self.options.max_num_seqs
+        if self.options.timeline:
+            options |= timeline.options(self._traces(kind))
         return options | dict(self.options.engine_option)
 
     def run(self, arms: Sequence[str]) -> None:
@@ -212,6 +215,28 @@ class Bench:
             if repetition >= 0:
                 write_json(Path(self.options.out), self.results.to_json())
         write_json(Path(self.options.out), self.results.to_json())
+
+    def _traces(self, kind: str) -> Path:
+        return self.work / f"{self.model}-{kind}-traces"
+
+    def draw_timelines(self) -> None:
+        """Profile arms of which that was asked, once all is measured; written beside the result."""
+        load, told = self.options.loads[0], []
+        for arm in self.options.timeline:
+            kind = ARMS[arm].engine
+            prefix = f"{arm}-{load}"
+            told.append(f"## {self.model} {load} {arm}\n")
+            try:
+                asked = {"arm": arm, "load": load, "seed": 0, "limit_s": self.left()}
+                child = self.children[kind]
+                self._ask(child, self.left(), do="profile", prefix=prefix, **asked)
+                told.append(timeline.table(timeline.read(self._traces(kind), prefix)))
+            except (ChildError, OSError, KeyError) as error:
+                told.append(f"none: {type(error).__name__}: {error}\n")
+        if told:
+            out = Path(self.options.out)
+            with out.with_name(f"{out.stem}-timeline.txt").open("a") as file:
+                file.write("\n".join(told) + "\n")
 
     def _turn(self, key: Key, repetition: int) -> None:
         _, load, arm = key
@@ -264,6 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             bench = Bench(options, model, results)
             try:
                 bench.run(bench.start())
+                bench.draw_timelines()
             finally:
                 bench.close()
                 write_json(Path(options.out), results.to_json())
@@ -295,6 +321,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--engine-option", action="append", type=key_and_json, default=[], metavar="KEY=JSON",
         help="of every vLLM engine, vllm-lens's too, such as max_cudagraph_capture_size=1024",
     )  # fmt: skip
+    add(
+        "--timeline", nargs="+", default=[], choices=list(ARMS), metavar="ARM",
+        help="profile these at the first load when all is measured; offline only",
+    )  # fmt: skip
     add("--tensor-parallel", type=int, default=1, help="GPUs of each engine")
     add("--hf-batch", type=int, default=64, help="batch of the hf arm")
     add("--served", action="store_true", help="over HTTP, of vLLM's API server")
@@ -303,7 +333,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--lens-setting", action="append", default=[], metavar="NAME=VALUE",
         help="environment variable of the engines with the lens",
     )  # fmt: skip
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.timeline and options.served:
+        parser.error("--timeline is of engines offline; leave --served out")
+    return options
 
 
 if __name__ == "__main__":

@@ -96,6 +96,14 @@ class Vllm:
             "shared_bytes": shared,
         }
 
+    def profile(self, prefix: str, **asked: Any) -> dict[str, Any]:
+        """One run, of which vLLM's profiler keeps the steps that the engine's options name."""
+        self.llm.start_profile(prefix)
+        try:
+            return self.run(**asked)
+        finally:
+            self.llm.stop_profile()
+
     def _preemptions(self) -> int:
         found = [m for m in self.llm.get_metrics() if m.name == "vllm:num_preemptions"]
         return int(sum(m.value for m in found))

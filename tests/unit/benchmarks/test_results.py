@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import timeline
 from benchmarks.arms import ARMS, ENGINES, Vector
 from benchmarks.loads import LOADS, requests
 from benchmarks.results_file import Results
@@ -55,6 +56,35 @@ def test_ratios_are_of_medians_and_the_file_has_the_agreed_keys(tmp_path: Path) 
         "model": "m", "load": "8x256", "arm": "vllm-lens", "server_own_ms": [1.3],
     }  # fmt: skip
     assert "1.050" in results.table()
+
+
+def test_a_timeline_counts_what_is_within_once_and_the_device_where_streams_overlap() -> None:
+    def event(cat: str, name: str, ts: float, dur: float, tid: int = 1) -> dict[str, Any]:
+        at = {"ts": ts, "dur": dur, "pid": 1, "tid": tid}
+        return {"ph": "X", "cat": cat, "name": name, **at}
+
+    events = [
+        event("user_annotation", "execute_context_0(0)_generation_8(8)", 0, 50),
+        event("user_annotation", "execute_context_0(0)_generation_8(8)", 100, 50),
+        event("gpu_user_annotation", "execute_context_0(0)_generation_8(8)", 3, 50, 7),
+        event("cpu_op", "aten::linear", 10, 40),
+        event("cpu_op", "aten::mm", 20, 20),
+        event("cuda_runtime", "cudaLaunchKernel", 30, 8),
+        event("cpu_op", "aten::topk", 60, 6),
+        event("cpu_op", "aten::mm", 20, 2, 2),
+        event("kernel", "gemm", 40, 30, 7),
+        event("gpu_memcpy", "Memcpy DtoH", 60, 30, 8),
+        {"ph": "i", "name": "a mark", "ts": 5},
+    ]
+    lines = timeline.table(events).splitlines()
+    # From 40 to 90, over two steps.
+    assert lines[0] == "2 steps, 100 us from one to the next; device busy 25 us of a step"
+    micros = {line.split("  ")[-1]: float(line.split()[0]) for line in lines if line[:1] == " "
+              and "/step" not in line}  # fmt: skip
+    assert micros["aten::linear"] == (40 - 20) / 2
+    assert micros["aten::mm"] == (20 - 8 + 2) / 2
+    assert micros["cudaLaunchKernel"] == 8 / 2
+    assert micros["gemm"] == micros["Memcpy DtoH"] == 15
 
 
 @pytest.mark.parametrize("name", list(LOADS))
