@@ -134,6 +134,16 @@ def _decided(start, position):
     return tl.where(found == found, found, 0.0)
 
 
+@triton.jit
+def _stream(at, there, inside, IS_FUSED: tl.constexpr):
+    """What a site holds of one token, in float32: its own numbers, and those to be added."""
+    mine = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    other = tl.zeros_like(mine)
+    if IS_FUSED:
+        other = tl.load(there, mask=inside, other=0.0).to(tl.float32)
+    return mine, other
+
+
 @triton.jit(do_not_specialize=["tap", "column", "n_tokens"])
 def _tap(  # noqa: C901, PLR0915
     hidden,
@@ -194,11 +204,8 @@ def _tap(  # noqa: C901, PLR0915
             # Before the loads of the stream: the loads of directions wait for these.
             code, read, write, a, b, c, d, link = _instruction(entries, row)
             at = hidden + token.to(tl.int64) * hidden_stride + offsets
-            mine = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-            other = tl.zeros_like(mine)
-            if IS_FUSED:
-                there = residual + token.to(tl.int64) * residual_stride + offsets
-                other = tl.load(there, mask=inside, other=0.0).to(tl.float32)
+            there = residual + token.to(tl.int64) * residual_stride + offsets
+            mine, other = _stream(at, there, inside, IS_FUSED)
             if row != 0:
                 seen = mine + other
                 before = tl.full((), -1.0, tl.float32)
@@ -223,6 +230,7 @@ def _tap(  # noqa: C901, PLR0915
                     # Comes while this one is computed; entry 0, behind the last, does nothing.
                     coming = _instruction(entries, link)
                     if (code & SEES_EDITS) != 0:
+                        mine, other = _stream(at, there, inside, IS_FUSED)
                         seen = mine + other + delta
                     squares, x = tl.reduce((seen * seen, direction * seen), 0, _add_both)
                     norm = tl.sqrt(squares)
@@ -305,6 +313,8 @@ def _tap(  # noqa: C901, PLR0915
                         delta += seen * (shares * gate)
                     entry = link
                     code, read, write, a, b, c, d, link = coming
+                # Loaded again rather than held meanwhile: a wide row has no registers left for it.
+                mine, other = _stream(at, there, inside, IS_FUSED)
                 edited = (mine + delta).to(hidden.dtype.element_ty)
                 after = edited.to(tl.float32)
                 stream = after + other
