@@ -256,40 +256,25 @@ class TestTrainProbe:
         flipped = planted("held", 60, seed=2, strength=(3.0, -3.0, 0.0))
         assert build(planted("held", 60, seed=2)) == build(flipped)
 
-    def test_a_heldout_set_that_shares_groups_is_refused(self) -> None:
-        train = planted("train", 80, seed=1)
+    @pytest.mark.parametrize(
+        ("of", "shared", "said"),
+        [
+            ("train", "groups", "group: 15 values are in"),
+            ("train", "ids", "id: 40 values are in 'train' and in 'held'"),
+            # A threshold may not see what it is judged on.
+            ("control", "ids", "id: 40 values are in 'control' and in 'held'"),
+        ],
+    )
+    def test_what_stands_in_two_sets_is_refused(self, of: str, shared: str, said: str) -> None:
+        sets = {"train": planted("train", 80, seed=1), "control": control()}
+        twice, n = sets[of], 40
+        own = {"groups": [f"h{i}" for i in range(n)], "ids": [f"h{i}" for i in range(n)]}
         held = ActivationSet(
-            name="held", model="tiny", layers=LAYERS, acts=train.acts, labels=train.labels,
-            groups=train.groups, ids=[f"other-{i}" for i in range(80)],
+            name="held", model="tiny", layers=LAYERS, acts=twice.acts[:n], labels=twice.labels[:n],
+            **own | {shared: getattr(twice, shared)[:n]},
         )  # fmt: skip
-        with pytest.raises(SpecError, match="group: 15 values are in"):
-            train_probe(
-                MeanDifferenceProbe(), train, name="t/p", control=control(), held_out=[held]
-            )
-
-    def test_a_sample_in_two_sets_is_refused(self) -> None:
-        train = planted("train", 80, seed=1)
-        held = ActivationSet(
-            name="held", model="tiny", layers=LAYERS, acts=train.acts, labels=train.labels,
-            groups=[f"h{i}" for i in range(80)], ids=train.ids,
-        )  # fmt: skip
-        with pytest.raises(SpecError, match="id: "):
-            train_probe(
-                MeanDifferenceProbe(), train, name="t/p", control=control(), held_out=[held]
-            )
-
-    def test_a_threshold_may_not_see_what_it_is_judged_on(self) -> None:
-        harmless = control()
-        held = ActivationSet(
-            name="held", model="tiny", layers=LAYERS, acts=harmless.acts[:40],
-            labels=harmless.labels[:40], groups=[f"h{i}" for i in range(40)],
-            ids=harmless.ids[:40],
-        )  # fmt: skip
-        with pytest.raises(SpecError, match="id: 40 values are in 'control' and in 'held'"):
-            train_probe(
-                MeanDifferenceProbe(), planted("train", 80, seed=1), name="t/p", control=harmless,
-                held_out=[held],
-            )  # fmt: skip
+        with pytest.raises(SpecError, match=said):
+            train_probe(MeanDifferenceProbe(), **sets, name="t/p", held_out=[held])
 
     def test_sets_of_another_model_and_unknown_names_are_refused(self) -> None:
         train, other = planted("train", 80, seed=1), planted("held", 40, seed=2)
