@@ -18,10 +18,10 @@ PLAIN := tests/contracts tests/docs tests/unit
 # What a run compiles the next one reads: pytest rewrites every file of tests in each process.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo demo-real test nightly real real-core architectures check env lint types imports docs dist lock hooks clean
+.PHONY: help demo demo-real test nightly real real-core architectures check fast env lint types imports docs dist lock hooks clean
 
 # Several processes share the cores, and threads of one that wait for each other take them from all.
-check test nightly: export OMP_NUM_THREADS ?= 1
+check fast test nightly: export OMP_NUM_THREADS ?= 1
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 11
@@ -64,7 +64,10 @@ real-core: env  ## the same on the smallest of them
 	@$(PYTEST) -m real -n 0 tests/real --durations=10 -k "smollm2 or liar"
 
 check: env  ## the fast part, for before a commit: lint, types, imports, contracts, unit
-	@$(MAKE) --keep-going --jobs=2 --output-sync=target types lint imports
+	@# Side by side: mypy takes one core, and tests wait a good deal.
+	@$(MAKE) --keep-going --jobs=4 --output-sync=target fast types lint imports
+
+fast: env
 	@$(PYTEST) -q -m "not engine and not gpu and not nightly and not slow" -n 3 \
 	  tests/contracts tests/unit
 
