@@ -260,7 +260,7 @@ class TestTrainProbe:
         ("of", "shared", "said"),
         [
             ("train", "groups", "group: 15 values are in"),
-            ("train", "ids", "id: 40 values are in 'train' and in 'held'"),
+            ("train", "ids", "id: 30 values are in 'train' and in 'held'"),
             # A threshold may not see what it is judged on.
             ("control", "ids", "id: 40 values are in 'control' and in 'held'"),
         ],
