@@ -351,8 +351,8 @@ class LensClient(HookCalls):
             open_gates: likewise.
             stream_results: whether tensors come with their tokens, or all of them at the end; text
                 and token scores of probes come as they are made in any case. None sends them with
-                their tokens unless one of them is made of several tokens, as with `reduce="mean"`,
-                or has the binary transport; True refuses these.
+                their tokens unless one of them is made of several tokens, as with `reduce="mean"`;
+                True refuses these.
             **kwargs: likewise.
 
         Returns:
@@ -414,7 +414,7 @@ class LensClient(HookCalls):
                     if said or ids:
                         yield StreamPart(index=choice["index"], text=said, token_ids=ids)
                 for value in event.get(PARTIAL_KEY, ()):
-                    part = _partial_of(value)
+                    part = self._partial(value)
                     if value["index"] == 0:
                         joined.add(part)
                     yield StreamPart(
@@ -568,27 +568,37 @@ class LensClient(HookCalls):
         return read_results(value)
 
     def _decode(self, name: str, entry: Mapping[str, Any]) -> TensorData:
-        raw = None
-        if (handle := entry.get("handle")) is not None:
-            try:
-                raw = fetch_result(
-                    self.base_url, self._headers, str(handle), timeout_s=self._timeout_s
-                )
-            except HTTPError as error:
-                raise CaptureError(f"activations.{name}: handle {handle!r}: {error}") from error
-            except CaptureError as error:
-                if not self._gives_here:
-                    raise
-                # A load balancer may send requests elsewhere than to the server of this host.
-                self._gives_here = False
-                raise CaptureError(
-                    f"{error}. Later calls of this client have tensors in their answers, unless "
-                    "they ask for binary"
-                ) from None
+        raw = self._fetched(name, entry)
         try:
             return decode_tensor(entry, field=f"activations.{name}", raw=raw)
         except SpecError as error:
             raise CaptureError(str(error)) from None
+
+    def _partial(self, value: Mapping[str, Any]) -> Partial:
+        try:
+            return Partial.from_json(value, self._fetched)
+        except SpecError as error:
+            raise CaptureError(str(error)) from None
+
+    def _fetched(self, name: str, entry: Mapping[str, Any]) -> bytes | memoryview | None:
+        """The bytes of a tensor that is fetched; None where they stand in the answer."""
+        if (handle := entry.get("handle")) is None:
+            return None
+        try:
+            return fetch_result(
+                self.base_url, self._headers, str(handle), timeout_s=self._timeout_s
+            )
+        except HTTPError as error:
+            raise CaptureError(f"activations.{name}: handle {handle!r}: {error}") from error
+        except CaptureError as error:
+            if not self._gives_here:
+                raise
+            # A load balancer may send requests elsewhere than to the server of this host.
+            self._gives_here = False
+            raise CaptureError(
+                f"{error}. Later calls of this client have tensors in their answers, unless they "
+                "ask for binary"
+            ) from None
 
 
 VLLMLensClient = LensClient
@@ -715,13 +725,6 @@ def lines_of(http: httpx.Client, path: str, body: Any) -> Generator[str]:
             yield from response.iter_lines()
     except httpx.TransportError as error:
         raise no_answer(_address(http, path), error) from error
-
-
-def _partial_of(value: Mapping[str, Any]) -> Partial:
-    try:
-        return Partial.from_json(value)
-    except SpecError as error:
-        raise CaptureError(str(error)) from None
 
 
 def _has_several(prompt: Any) -> bool:

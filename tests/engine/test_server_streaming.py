@@ -35,9 +35,12 @@ def events(url: str, path: str = "/v1/completions", **body: Any) -> list[dict[st
     return list(map(json.loads, lines[:-1]))
 
 
-def test_streamed_rows_lens_and_queries_are_those_of_a_whole_answer(client: LensClient) -> None:
+@pytest.mark.parametrize("transport", ["auto", "binary"])
+def test_streamed_rows_lens_and_queries_are_those_of_a_whole_answer(
+    client: LensClient, transport: str
+) -> None:
     asked = {
-        "capture": {"layers": [1, 4], "site": ["attn_out", "resid_post"]},
+        "capture": {"layers": [1, 4], "site": ["attn_out", "resid_post"], "transport": transport},
         "capture_qk": [2],
         "lens": {"layers": [3], "top_k": 2, "positions": "completion"},
         "max_tokens": 9,

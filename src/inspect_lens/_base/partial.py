@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,6 +37,8 @@ class Partial:
     """Gates that last and have fired; how long they stay open is told at the end."""
     n_rows: int = 0
     """Captured rows, counted as a receipt counts them; an event does not say it."""
+    transport: str = "inline"
+    """How an event has its tensors: `binary` where a client fetches them beside it."""
 
     @property
     def activations(self) -> Tensors:
@@ -72,41 +74,64 @@ class Partial:
             if piece:
                 yield piece
 
-    def to_json(self) -> bytes:
-        """An object of JSON, as it stands in an event."""
-        made: list[bytes] = []
+    def to_json(self, kept: Mapping[str, dict[str, Any]] | None = None) -> bytes:
+        """An object of JSON, as it stands in an event.
+
+        Args:
+            kept: what it says of tensors that a client fetches beside it, by name; None puts them
+                into the event.
+        """
+        # Joined once: rows of many streams are hundreds of megabytes in the event loop of all.
+        fields: list[tuple[bytes, ...]] = []
         if self.scores:
             scores = {name: list(scores) for name, scores in self.scores.items()}
-            made.append(b'"probes":%b' % to_json(scores))
+            fields.append((b'"probes":', to_json(scores)))
         if self.tensors:
-            entries = [
-                b"%b:%b" % (to_json(name), _spelled(tensor, self.positions[name]))
-                for name, tensor in self.tensors.items()
-            ]
-            made.append(b'"activations":{%b}' % b",".join(entries))
+            entries: list[tuple[bytes, ...]] = []
+            for name, tensor in self.tensors.items():
+                said = _said(self.positions[name])
+                spelled = _spelled(tensor, said) if kept is None else (to_json(kept[name] | said),)
+                entries.append((to_json(name), b":", *spelled))
+            fields.append((b'"activations":{', *_listed(entries), b"}"))
         if self.gates:
             gates = [gate.model_dump(mode="json") for gate in self.gates]
-            made.append(b'"gates":%b' % to_json(gates))
-        return b"{%b}" % b",".join(made)
+            fields.append((b'"gates":', to_json(gates)))
+        return b"".join((b"{", *_listed(fields), b"}"))
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Partial:
-        """Read what `to_json` made; SpecError where it is something else."""
+    def from_json(
+        cls,
+        value: Mapping[str, Any],
+        fetch: Callable[[str, Mapping[str, Any]], Any] = lambda name, entry: None,
+    ) -> Partial:
+        """Read what `to_json` made; SpecError where it is something else.
+
+        Args:
+            value: the object.
+            fetch: gives the bytes of a tensor by its name and what is said of it, or None where
+                they stand there.
+        """
         tensors: dict[str, TensorData] = {}
         positions: dict[str, Sequence[int]] = {}
         with judging(PARTIAL_KEY):
             for name, entry in (value.get("activations") or {}).items():
                 field_name = f"{PARTIAL_KEY}.activations.{name}"
-                tensors[name] = tensor = decode_tensor(entry, field=field_name)
+                raw = fetch(name, entry)
+                tensors[name] = tensor = decode_tensor(entry, field=field_name, raw=raw)
                 positions[name] = _read(entry, tensor, field_name)
             gates = tuple(map(GateReceipt.model_validate, value.get("gates") or ()))
         return cls(value.get("probes") or {}, tensors, positions, gates)
 
 
-def _spelled(tensor: TensorData, positions: Sequence[int]) -> bytes:
+def _listed(items: Sequence[tuple[bytes, ...]]) -> Iterator[bytes]:
+    for i, item in enumerate(items):
+        yield from (b",", *item) if i else item
+
+
+def _spelled(tensor: TensorData, said: dict[str, Any]) -> tuple[bytes, ...]:
     """A tensor as JSON, put together by hand: nothing in base64 has to be looked at again."""
     entry, frame = encode_frame(tensor)
-    return b'{"data":"%b",%b' % (pybase64.b64encode(frame), to_json(entry | _said(positions))[1:])
+    return b'{"data":"', pybase64.b64encode(frame), b'",', to_json(entry | said)[1:]
 
 
 def _said(positions: Sequence[int]) -> dict[str, Any]:

@@ -275,12 +275,6 @@ class LensRequest(RequestPart):
                 "only when the last of them is; leave stream_results out, or capture the rows "
                 "with reduce='none'"
             )
-        for name, part in self._parts.items():
-            if part.transport == "binary":
-                return (
-                    f"stream_results beside {name}.transport='binary': streamed rows stand in the "
-                    "events themselves; leave transport out"
-                )
         has_gates = any(gate.is_lasting for edit in self.edits for gate in edit.gates)
         is_named = bool(self.edits_named or self.configs)
         if not (self.brings_tensors or self.scores_tokens or has_gates or is_named):

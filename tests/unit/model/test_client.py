@@ -363,7 +363,7 @@ def test_a_stream_may_leave_its_rows_to_the_end() -> None:
         ({"hooks": [Hook(fn=print, layer_indices=[1])]}, False),
         ({"inspect_lens": {"probes": ["p"]}}, False),
         ({"capture": {"layers": [1], "reduce": "mean"}}, False),
-        ({"capture": {"layers": [1], "transport": "binary"}}, False),
+        ({"capture": {"layers": [1], "transport": "binary"}}, True),
         ({"lens": [1]}, True),
         ({"inspect_lens": {"edits_named": ["e"]}}, True),
         ({"inspect_lens": {"configs": ["c"]}}, True),

@@ -343,8 +343,6 @@ def test_large_requests_are_not_kept() -> None:
         ({"capture": {"reduce": "mean"}}, r"capture.reduce='mean'.*ready only when the last"),
         ({"capture": {"reduce": "last"}}, r"capture.reduce='last'"),
         ({"capture": {"positions": "last"}}, r"capture.positions='last'"),
-        ({"capture": {"transport": "binary"}}, r"capture.transport='binary'"),
-        ({"lens": {"layers": [1], "transport": "binary"}}, r"lens.transport='binary'"),
         ({"probes": ["p"]}, "nothing here comes token by token.*or leave stream_results out"),
         ({}, "nothing here comes token by token"),
     ],

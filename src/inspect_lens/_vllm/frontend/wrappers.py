@@ -19,7 +19,7 @@ from inspect_lens._engine.protocol.processes import contained, ends_process
 from inspect_lens._vllm.compat.engine_facts import routes_of
 from inspect_lens._vllm.compat.features import busy, fault_of, pass_over
 from inspect_lens._vllm.compat.monkeypatches import is_in_process
-from inspect_lens._vllm.http.bodies import SERVED, Body, as_json
+from inspect_lens._vllm.http.bodies import SERVED, Body, as_json, part_as_json
 from inspect_lens._vllm.metrics import refused, streamed
 from inspect_lens._vllm.registered.contents import at_once, forget_unused, tell_through
 from inspect_lens._vllm.registered.persistent_hooks import raise_first
@@ -126,10 +126,6 @@ _LARGE_PART = 1 << 19
 millisecond."""
 
 
-_EVENT_BYTES = 1 << 20
-"""Bytes of rows of one event, which is written in the event loop of all: some milliseconds."""
-
-
 def carry_now(outputs: Iterable[Any], *, may_wait: bool) -> None:
     """Put what is ready on outputs of requests that go on; a fault fails the request alone."""
     results = front_end().results
@@ -144,8 +140,7 @@ def _encode(output: Any, body: Body | None) -> None:
     for completion in output.outputs if body is not None else ():
         part = completion.__dict__.get("inspect_lens_partial")
         if part is not None and not hasattr(completion, "inspect_lens_partial_json"):
-            pieces = part.split(_EVENT_BYTES)
-            completion.inspect_lens_partial_json = [piece.to_json() for piece in pieces]
+            completion.inspect_lens_partial_json = part_as_json(part)
             streamed(part)
         if hasattr(completion, "inspect_lens") and not hasattr(completion, "inspect_lens_json"):
             completion.inspect_lens_json = as_json(completion)
@@ -234,7 +229,10 @@ def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
             if reading is not None and reading.watches and TIERS_KEY in extra[ENVELOPE_KEY]:
                 results.hear(key, partial(said_by, state.detokenizer))
             if not is_recorded:
-                _remember(self, key)
+                if state.queue is None:
+                    _remember(self, key)
+                else:
+                    arrivals_of(asyncio.get_running_loop(), results).prepare_later(key)
                 results.running.watch(key, state.queue)
                 if reading is not None and reading.has_alarm:
                     stop_at_alarm(state, results)
@@ -253,7 +251,7 @@ def _unprepared(processor: Any) -> deque[str]:
 
 
 def _remember(processor: Any, key: str) -> None:
-    # Nobody takes them out where an engine is not stepped by its caller.
+    # Nobody takes them out where an engine is in this process.
     if len(queue := _unprepared(processor)) < _UNPREPARED_MOST:
         queue.append(key)
 
@@ -290,7 +288,7 @@ def _new_completion_output(original: Callable[..., Any]) -> Callable[..., Any]:
                     results.recorded.put(ticket)
                 else:
                     completion.inspect_lens_ticket = ticket
-            elif results.streams(key):
+            elif expected.streams:
                 completion.inspect_lens_running = Ticket(
                     key,
                     n_completion=self.detokenizer.num_output_tokens(),
@@ -405,7 +403,7 @@ async def _with_results(
                         await _carry(output, body)
                 if has_tickets(output):
                     missing -= await attached_for_http(output, body)
-                if output.finished and missing > 0:
+                if missing > 0 and output.finished:
                     raise CaptureError(
                         f"{CaptureError.__name__}: {missing} choices of this request finished "
                         "without their results; nothing partial is returned"
@@ -413,10 +411,11 @@ async def _with_results(
                 if body is not None:
                     body.take(output, first)
                 yield output
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - raised as what it is
+        told, cause = named(error), error.__cause__
         if body is not None:
-            body.error = error
-        raise
+            body.error = told
+        raise told from None if told is cause else cause
     finally:
         if pace is not None:
             pace.end()
@@ -437,7 +436,7 @@ def _async_generate(original: Callable[..., Any]) -> Callable[..., Any]:
             raise busy(str(refused(error))) from error
         except BaseException as error:  # noqa: BLE001 - the loop is everybody's
             pass_over(error, uses_lens=has_lens_keys(params) or acts_on_all(self.input_processor))
-        return _with_results(named(original(self, *args, **kwargs)), body, first, missing)
+        return _with_results(original(self, *args, **kwargs), body, first, missing)
 
     return generate
 

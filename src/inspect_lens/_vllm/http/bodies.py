@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, cast
 
 from pydantic_core import from_json, to_json
 
-from inspect_lens._base.partial import PARTIAL_KEY
+from inspect_lens._base.partial import PARTIAL_KEY, Partial
 from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens._vllm.clients import Asked, remember
 from inspect_lens._vllm.compat.api_server import lacks_key, list_models
@@ -72,7 +72,7 @@ class Part(NamedTuple):
     choice: int
     """Its index."""
     pieces: list[bytes]
-    """Of a `Partial`, as JSON, each with the index; none where the output carried nothing."""
+    """Of a `Partial`, as JSON; none where the output carried nothing."""
 
 
 @dataclass
@@ -121,12 +121,11 @@ class Body:
         """Take what is ours from an output of a prompt."""
         for completion in output.outputs:
             index = first + completion.index
-            pieces = completion.__dict__.pop("inspect_lens_partial_json", ())
+            pieces = completion.__dict__.pop("inspect_lens_partial_json", [])
             # Of several prompts each output has its part, which finds its event by its number.
             is_counted = self.n_prompts > 1 and hasattr(completion, "inspect_lens_running")
             if self.takes_parts and (pieces or is_counted):
-                indexed = [b'{"index":%d,%b' % (index, piece[1:]) for piece in pieces]
-                self.parts.append(Part(index, indexed))
+                self.parts.append(Part(index, pieces))
             if result := getattr(completion, "inspect_lens_json", None):
                 self.results[index] = result
                 remember(self.span, result)
@@ -207,7 +206,7 @@ class Answer:
     async def _send_whole(self, start: Message) -> None:
         data = b"".join(self._parts)
         try:
-            data = with_results(data, self._body.results)
+            data = with_results(data, self._body.results, self._body.n_choices)
         except BaseException as error:
             if ends_process(error):
                 raise
@@ -227,7 +226,7 @@ class Answer:
             await self._send_parts(body.parts, kind)
             body.parts = []
         if is_end and body.results:
-            await self._send(_event(json.dumps(_last_event(body.results, kind)).encode()))
+            await self._send(_event(to_json(_last_event(body.results, kind))))
         await self._send(message)
         if body.parts and not is_end:
             sent = _choices_in(data)
@@ -240,11 +239,18 @@ class Answer:
 
     async def _send_parts(self, parts: list[Part], kind: str) -> None:
         """Send them in one event; where a part is in several pieces, each piece in its own."""
-        pieces = [piece for part in parts for piece in part.pieces]
+        pieces = [
+            (b'{"index":%d,' % part.choice, memoryview(piece)[1:])
+            for part in parts
+            for piece in part.pieces
+        ]
         is_small = all(len(part.pieces) <= 1 for part in parts)
         for some in [pieces] if is_small and pieces else [[piece] for piece in pieces]:
             event = to_json({"object": kind, "choices": [], PARTIAL_KEY: []})
-            await self._send(_event(b"%b%b]}" % (event[:-2], b",".join(some))))
+            texts: list[bytes | memoryview] = [event[:-2], *some[0]]
+            for one in some[1:]:
+                texts += b",", *one
+            await self._send(_event(*texts, b"]}"))
             if not is_small:
                 await asyncio.sleep(0)  # other responses have their turn
 
@@ -267,22 +273,25 @@ def _is_role(choice: Mapping[str, Any]) -> bool:
     )
 
 
-def with_results(data: bytes, found: dict[int, dict[str, Any]]) -> bytes:
+def with_results(data: bytes, found: dict[int, dict[str, Any]], n_choices: int) -> bytes:
     """A response with results: the first choice's at the top, each one's on its choice."""
     if not found:
         return data
+    first = found[min(found)]
+    if n_choices == 1:
+        # As text: a batch ends in one step, behind which nothing hides reading it again.
+        return b"%b,%b" % (data[: data.rindex(b"}")], to_json(first)[1:])
     response = from_json(data)
-    response |= found[min(found)]
-    choices = response.get("choices", ())
-    if len(choices) > 1:
-        for i, choice in enumerate(choices):
-            choice |= found.get(i, {})
-    return json.dumps(response, ensure_ascii=False, separators=(",", ":")).encode()
+    response |= first
+    for i, choice in enumerate(response.get("choices", ())):
+        choice |= found.get(i, {})
+    return to_json(response)
 
 
-def _event(value: bytes) -> Message:
+def _event(*texts: bytes | memoryview) -> Message:
     """An event of so much JSON."""
-    return {"type": "http.response.body", "body": b"data: %b\n\n" % value, "more_body": True}
+    body = b"".join((b"data: ", *texts, b"\n\n"))
+    return {"type": "http.response.body", "body": body, "more_body": True}
 
 
 def _last_event(found: dict[int, dict[str, Any]], kind: str) -> dict[str, Any]:
@@ -292,18 +301,34 @@ def _last_event(found: dict[int, dict[str, Any]], kind: str) -> dict[str, Any]:
     return event
 
 
+_EVENT_BYTES = 1 << 20
+"""Bytes of rows of one event, which is written in the event loop of all: some milliseconds."""
+
+
+def part_as_json(part: Partial) -> list[bytes]:
+    """What has come of a choice, as events have it; large rows that are not fetched in pieces."""
+    if part.transport == "binary":
+        return [part.to_json(_entries(part.tensors, part.transport))]
+    return [piece.to_json() for piece in part.split(_EVENT_BYTES)]
+
+
+def _entries(tensors: Mapping[str, TensorData], transport: str) -> dict[str, Any]:
+    try:
+        return (
+            handle_entries(tensors, payloads) if transport == "binary" else inline_entries(tensors)
+        )
+    except LensError as error:
+        failed(error)
+        raise
+
+
 def as_json(completion: Any) -> dict[str, Any]:
     """A choice's result as it stands in a response: `activations` and `inspect_lens`."""
     result: dict[str, Any] = {"inspect_lens": completion.inspect_lens.model_dump(mode="json")}
     tensors: dict[str, TensorData] = completion.inspect_lens_tensors
     plain = getattr(completion, "inspect_lens_plain", {})
     if tensors or plain:
-        is_binary = completion.inspect_lens_transport == "binary"
-        try:
-            entries = handle_entries(tensors, payloads) if is_binary else inline_entries(tensors)
-        except LensError as error:
-            failed(error)
-            raise
+        entries = _entries(tensors, completion.inspect_lens_transport)
         result["activations"] = entries | {n: {"__json__": value} for n, value in plain.items()}
     if (saved := getattr(completion, "inspect_lens_saved", None)) is not None:
         result["hook_results"] = encode_saved(saved)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 import secrets
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -109,25 +108,18 @@ class Running:
             logger.debug("inspect_lens: nobody waits for request %s any more", key)
 
 
-async def named(outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """Outputs as they come, and our own error where vLLM wraps it in one without a word.
+def named(error: Exception) -> Exception:
+    """An error of vLLM's, or our own where vLLM wraps it in one without a word.
 
     It does so with all that is raised while a request is taken in, or waits: a name was removed
     since it was judged, or a worker has gone.
     """
-    async with contextlib.aclosing(outputs):
-        try:
-            async for output in outputs:
-                yield output
-        except Exception as error:
-            ours = error.__cause__
-            if isinstance(ours, CaptureError):
-                raise CaptureError(f"{CaptureError.__name__}: {ours}") from ours
-            if isinstance(ours, CapacityError):
-                raise busy(str(ours)) from ours
-            if isinstance(ours, LensError):
-                raise ours from None
-            raise
+    ours = error.__cause__
+    if isinstance(ours, CaptureError):
+        return CaptureError(f"{CaptureError.__name__}: {ours}")
+    if isinstance(ours, CapacityError):
+        return busy(str(ours))
+    return ours if isinstance(ours, LensError) else error
 
 
 _EVERY_S = 0.005
@@ -287,8 +279,8 @@ class Results:
     def prepare(self, unprepared: deque[str]) -> None:
         """Do for a few requests what their results take that is known before these come.
 
-        For whoever goes on to wait for an engine in another process: a batch ends in one step,
-        behind which nothing hides the work.
+        For whoever waits for an engine in another process, in a call or in an event loop: a batch
+        ends in one step, behind which nothing hides the work.
         """
         some = [unprepared.popleft() for _ in range(min(_PREPARED_AT_ONCE, len(unprepared)))]
         later = []
@@ -314,13 +306,6 @@ class Results:
             # How many of the tokens are accepted drafts of the last step is not known here.
             settled = expected.settled(n_fed, 1)
             expected.streaming.read_scores(key, n_fed, settled, self.the_collector())
-
-    def streams(self, key: str) -> bool:
-        """Whether outputs of a request carry results before the last one does."""
-        expected = self._expected.get(key)
-        return (
-            expected is not None and expected.streaming is not None and expected.streaming.is_wanted
-        )
 
     def has_come(self, output: Any) -> bool:
         """Whether all has come that an output of running requests is to carry, or never will."""

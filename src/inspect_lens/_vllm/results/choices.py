@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -86,6 +86,8 @@ class Expected:
     """Whether alarms were told."""
     streaming: Streaming | None = field(init=False)
     """What its outputs carry before the last one; None where nothing comes by token."""
+    streams: bool = field(init=False)
+    """Whether outputs before the last one carry any of that."""
 
     def __post_init__(self) -> None:
         self.reuse = reuse_of(self.packed)
@@ -93,6 +95,7 @@ class Expected:
         self.streaming = None
         if self.envelope.is_streamed or self.reading is not None:
             self.streaming = Streaming(self.envelope, self.reading, self.reuse)
+        self.streams = self.streaming is not None and self.streaming.is_wanted
 
     @property
     def is_recorded(self) -> bool:
@@ -292,11 +295,11 @@ _FIELDS = (*_TICKETS, "inspect_lens_json")
 
 def keep_tickets(outputs: list[Any], later: list[Any]) -> None:
     """Give the tickets of an output's choices to those that they were merged into."""
-    for name in _TICKETS:
-        tickets = {c.index: getattr(c, name) for c in later if hasattr(c, name)}
-        for completion in outputs:
-            if completion.index in tickets:
-                setattr(completion, name, tickets[completion.index])
+    for new in later:
+        tickets = {name: new.__dict__[name] for name in _TICKETS if name in new.__dict__}
+        for completion in outputs if tickets else ():
+            if completion.index == new.index:
+                completion.__dict__.update(tickets)
 
 
 def has_fields(output: Any) -> bool:
@@ -313,16 +316,15 @@ def attached(output: Any) -> int:
 def has_tickets(output: Any) -> bool:
     """Whether an output holds finished choices that used the lens."""
     return any(
-        hasattr(completion, "inspect_lens_ticket") and not hasattr(completion, "inspect_lens")
+        "inspect_lens_ticket" in completion.__dict__ and not hasattr(completion, "inspect_lens")
         for completion in choices_of(output)
     )
 
 
 def is_running(completion: Any) -> bool:
     """Whether a choice goes on, and its output carries what is ready of its results."""
-    return hasattr(completion, "inspect_lens_running") and not hasattr(
-        completion, "inspect_lens_ticket"
-    )
+    said = completion.__dict__
+    return "inspect_lens_running" in said and "inspect_lens_ticket" not in said
 
 
 def running_keys(output: Any) -> list[str]:
@@ -357,8 +359,7 @@ _LIGHT_READS = 128
 """Tokens, times probes that are read token by token: half a millisecond."""
 
 
-@dataclass(frozen=True)
-class Ticket:
+class Ticket(NamedTuple):
     """Put on a choice: what to collect for it when it has finished, or what to carry before."""
 
     key: str

@@ -25,6 +25,8 @@ _AT_ONCE = 32
 """Outputs after which others have their turn in the loop: some milliseconds."""
 _EVERY_S, _UNTOLD_EVERY_S = 0.1, 0.002
 """Seconds between two looks, where something is told of and where not all is."""
+_PREPARE_EVERY_S = 0.02
+"""Seconds between two rounds of work ahead: it takes a fifteenth of them."""
 _PATIENCE = 10
 """A look that takes long is not repeated before that many times as long has passed."""
 
@@ -58,6 +60,18 @@ class Arrivals:
         """While they are looked at."""
         self._is_called = self._is_watching = self._is_attaching = False
         self._timer: asyncio.TimerHandle | None = None
+        self._unprepared: deque[str] = deque()
+
+    def prepare_later(self, key: str) -> None:
+        """Do for a request, while the engine is at it, what `Results.prepare` does."""
+        self._unprepared.append(key)
+        if len(self._unprepared) == 1:
+            self._loop.call_later(_PREPARE_EVERY_S, self._prepare)
+
+    def _prepare(self) -> None:
+        self.results.prepare(self._unprepared)
+        if self._unprepared:
+            self._loop.call_later(_PREPARE_EVERY_S, self._prepare)
 
     async def attach(self, output: Any) -> None:
         """Wait for the results of an output, and put them on it."""

@@ -49,12 +49,13 @@ class Pace:
 
     def is_due(self, choices: Collection[int]) -> bool:
         """Whether an event that tells of these choices carries results; noted, if so."""
-        now, new = time.monotonic(), set(choices).difference(self._last)
+        now, last = time.monotonic(), self._last
         pause = min(_PER_OTHER_S * (Pace._n_under_way - 1), _AT_MOST_S)
-        if not new and all(now - self._last[i] < pause for i in choices):
+        if all(i in last and now - last[i] < pause for i in choices):
             return False
-        Pace._n_under_way += len(new)
-        self._last |= dict.fromkeys(choices, now)
+        n_known = len(last)
+        last |= dict.fromkeys(choices, now)
+        Pace._n_under_way += len(last) - n_known
         return True
 
     def end(self) -> None:
@@ -68,6 +69,9 @@ class Streaming:
 
     def __init__(self, envelope: Envelope, reading: Reading | None, reuse: Reuse | None) -> None:
         self._envelope, self._reading, self._reuse = envelope, reading, reuse
+        asked = (envelope.capture, envelope.qk, envelope.lens)
+        ways = [part.transport for part in asked if part and part.transport != HIDDEN]
+        self._transport = (*ways, "inline")[0]
         self._sent: dict[int, int] = {}
         """Positions that outputs have carried, by kind of result."""
         if envelope.is_streamed:
@@ -154,7 +158,7 @@ class Streaming:
         with self._reads:
             scores, self._scores = self._scores, {}
         gates = self._fired(found.fired) if self._envelope.is_streamed else ()
-        return Partial(scores, tensors, positions, gates, n_rows)
+        return Partial(scores, tensors, positions, gates, n_rows, self._transport)
 
     def _further(self, kind: int, rows: Any) -> tuple[Sequence[int], TensorData]:
         """Positions and rows of one kind that come next, and note that they have gone out."""

@@ -74,7 +74,7 @@ def test_a_request_that_somebody_has_made_is_not_passed_over() -> None:
     assert not came
 
 
-@pytest.mark.parametrize("where", ["Ticket", "streams", "carry", "has_come"])
+@pytest.mark.parametrize("where", ["Ticket", "carry", "has_come"])
 def test_outputs_of_others_are_handed_out(
     engine: Engine,
     monkeypatch: pytest.MonkeyPatch,

@@ -18,7 +18,6 @@ import pytest
 from inspect_lens._engine.protocol.envelope import Envelope, Packed
 from inspect_lens._vllm.frontend import admission, state, wrappers
 from inspect_lens._vllm.frontend.state import FrontEnd
-from inspect_lens._vllm.results.attach import named
 from inspect_lens._vllm.results.streaming import streamed_kinds
 from inspect_lens.errors import (
     CapacityError,
@@ -357,16 +356,17 @@ def test_a_name_that_stands_for_another_probe_is_sealed_anew(processor: Any) -> 
     "error",
     [SpecError("gone"), UnsupportedError("no"), CaptureError("lost"), CapacityError("full")],
 )
-def test_an_error_that_vllm_wraps_without_a_word_is_told(error: LensError) -> None:
-    async def outputs() -> AsyncGenerator[Any, None]:
+def test_an_error_that_vllm_wraps_without_a_word_is_told(processor: Any, error: LensError) -> None:
+    async def outputs(self: Any) -> AsyncGenerator[Any, None]:
         for nothing in ():
             yield nothing
         raise RuntimeError from error
 
     async def read() -> None:
-        async for _ in named(outputs()):
+        async for _ in wrappers.FRONT_END_WRAPPERS["async_generate"](outputs)(engine):
             pass
 
+    engine = SimpleNamespace(input_processor=processor, engine_core=None)
     with pytest.raises(Exception, match=str(error)) as told:
         asyncio.run(read())
     assert isinstance(told.value, type(error)) or isinstance(error, CapacityError)

@@ -100,6 +100,30 @@ def test_it_makes_no_difference_to_anything(engine: Engine, asked: str, is_late:
     assert results_of(outputs) == truth
 
 
+def test_what_is_known_before_is_done_while_the_engine_is_at_it(engine: Engine) -> None:
+    keys = begun(engine, 40, "both")
+    last_step(engine, keys)
+    truth = results_of(engine.end(keys))
+    engine.asked.clear()
+    keys = begun(engine, 40, "both")
+
+    async def ahead() -> None:
+        mine = arrivals_of(asyncio.get_running_loop(), engine.results)
+        for key in keys:
+            mine.prepare_later(key)
+        assert all(one is not None and one.prepared is None for one in expected)
+        while any(one.prepared is None for one in expected if one is not None):
+            await asyncio.sleep(0.01)
+
+    expected = [engine.results.expected(key) for key in keys]
+    asyncio.run(asyncio.wait_for(ahead(), 30))
+    last_step(engine, keys)
+    outputs = ended(engine, keys)
+    assert attach(engine, outputs) == [None] * 40
+    removed(engine, keys)
+    assert results_of(outputs) == truth
+
+
 def test_it_is_done_in_the_loop_together_and_others_have_their_turn(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

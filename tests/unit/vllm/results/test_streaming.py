@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._base.partial import PARTIAL_KEY, Joined, Partial
 from inspect_lens._engine.collect.placement import Further, Pending
 from inspect_lens._vllm.frontend.wrappers import FRONT_END_WRAPPERS
+from inspect_lens._vllm.http.bodies import payloads
 from inspect_lens._vllm.registered.tiers import TIERS_KEY
 from inspect_lens._vllm.results import streaming
 from inspect_lens._vllm.results.choices import Ticket
@@ -165,7 +166,7 @@ def test_a_request_that_was_given_up_or_failed_carries_nothing(engine: Engine) -
 
 def test_requests_that_do_not_stream_have_outputs_as_before(engine: Engine) -> None:
     key = engine.start(LensRequest(capture=CaptureSpec(layers=(0,)), probes=["p"]))
-    assert not engine.results.streams(key)
+    assert not engine.results.expected(key).streams
     engine.results.abandon([key])
     engine.worker.stepper.remove(key)
 
@@ -226,6 +227,16 @@ def test_events_of_a_stream_have_rows_behind_their_tokens_and_the_receipt_last(
     assert served(engine, monkeypatch) == ["text", True] * n_last + [False]
 
 
+def test_rows_that_are_fetched_are_kept_for_it_and_each_event_names_its_own(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {"layers": (0, 5), "transport": "binary"}
+    request = LensRequest(capture=asked, probes=["p"], stream_results=True)
+    n_last = N_MAX - N_PROMPT + 1
+    assert served(engine, monkeypatch, request) == ["text", True] * n_last + [False]
+    assert not payloads.n_bytes, "all was fetched, and nothing else was kept"
+
+
 def test_among_many_streams_tokens_share_an_event_and_none_is_lost(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,12 +275,18 @@ def test_the_pace_is_that_of_the_streams_under_way(monkeypatch: pytest.MonkeyPat
     assert Pace._n_under_way == 0
 
 
-def served(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def served(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, request: LensRequest = ROWS
+) -> list[Any]:
     """Of each event of an answer, whether it is vLLM's, and if not whether it is of a part."""
     from inspect_lens._vllm.frontend import wrappers
     from inspect_lens._vllm.http.bodies import SERVED, Answer, Body
 
-    key = engine.start(ROWS)
+    def fetch(name: str, entry: Mapping[str, Any]) -> Any:
+        assert ("data" in entry) == (request is ROWS)
+        return payloads.get(entry["handle"]) if "handle" in entry else None
+
+    key = engine.start(request)
     sent: list[bytes] = []
     n_last = N_MAX - N_PROMPT + 1
 
@@ -320,7 +337,7 @@ def served(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     for event in events[:-1]:
         n_tokens += len(event["choices"])
         for value in event.get(PARTIAL_KEY, ()):
-            part = Partial.from_json(value)
+            part = Partial.from_json(value, fetch)
             joined.add(part)
             positions += part.positions["residual_stream"]
             assert positions == list(range(N_PROMPT + n_tokens - 1)), "as far as its token was fed"
