@@ -74,6 +74,11 @@ def _one_layer(shape: Shape, i: int) -> Request:
     return {"output_residual_stream": [shape.layer]}
 
 
+def _streamed_rows(shape: Shape, transport: str) -> Request:
+    capture = {"layers": [shape.layer], "transport": transport}
+    return {"inspect_lens": {"capture": capture, "stream_results": True}}
+
+
 def _steer(shape: Shape, i: int) -> Request:
     return {"apply_steering_vectors": [vector(shape, 0)]}
 
@@ -211,11 +216,15 @@ ARMS = {
     ),
     "rows-1": Arm(
         "lens",
-        lambda shape, i: {
-            "inspect_lens": {"capture": {"layers": [shape.layer]}, "stream_results": True}
-        },
+        lambda shape, i: _streamed_rows(shape, "binary"),
         streams=True,
-        note="one layer, each row in the event of its token",
+        note="one layer, rows behind their tokens, taken beside the events",
+    ),
+    "rows-1-tcp": Arm(
+        "lens",
+        lambda shape, i: _streamed_rows(shape, "inline"),
+        streams=True,
+        note="one layer, rows behind their tokens, in the events",
     ),
     "text": Arm("lens", streams=True, note="every layer tapped, nothing asked for, text as events"),
     "scores-16x4": Arm(

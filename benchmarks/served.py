@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import time
 import urllib.request
 from collections import Counter
@@ -38,10 +39,12 @@ __all__ = ["Served", "body", "check", "joined"]
 
 _THREADS = 8
 """That fetch, as many as an eval has for that, and by what it has: its event loop is not asked."""
-BYTES = "activations of one request"
-"""Key of the fetched bytes beside a response's own."""
-ROWS, SCORES = "rows of one request", "scores of one request"
-"""Likewise of how many rows, and token scores of each probe, came in events."""
+_HANDLES, _HANDLE = re.compile(rb'"handle":\s?"([^"]+)"'), 128
+"""A handle of a response or an event, and more bytes than it has."""
+BYTES = "bytes that were fetched"
+"""Key beside a response's own."""
+ROWS, EVENT_BYTES, SCORES = "rows of events", "bytes that events tell of", "scores of events"
+"""Likewise; scores are how many came of each probe."""
 
 
 class Served:
@@ -95,7 +98,7 @@ class Served:
         own = self._own_ms() - own
         for answer, request, (prompt, sampled) in zip(answers, asked, drawn, strict=True):
             has_frame = not self._is_peer and "activations" in answer
-            if has_frame and BYTES not in answer:
+            if has_frame and not answer[BYTES]:
                 raise RuntimeError("activations came in the JSON instead of with a handle")
             check(answer, request, len(prompt), sampled, self._shape)
         return {
@@ -174,7 +177,7 @@ async def ask_all(
         over_tcp: whether to fetch by HTTP, as from another host.
 
     Returns:
-        Seconds, and the responses; under `BYTES` what their handle stood for.
+        Seconds, and the responses; under `BYTES` how much their handles stood for.
 
     Raises:
         RuntimeError: the server refused one.
@@ -188,40 +191,42 @@ async def ask_all(
         timeout=aiohttp.ClientTimeout(total=limit_s),
     ) as session:
 
-        async def ask(content: bytes) -> tuple[dict[str, Any], bytes]:
+        async def ask(content: bytes) -> tuple[bytes, int]:
+            fetched: list[asyncio.Future[Any]] = []
             async with session.post("/v1/completions", data=content, headers=headers) as response:
-                text = await response.read()
+                text = bytearray()
+                # Of answers and events no more is read before the clock stops than their handles.
+                async for some in response.content.iter_any():
+                    seen = len(text)
+                    text += some
+                    first = text.find(b'"handle"', max(seen - _HANDLE, 0))
+                    for found in _HANDLES.finditer(text, first) if first >= 0 else ():
+                        if found.end() > seen:
+                            handle = found[1].decode()
+                            fetched.append(loop.run_in_executor(threads, fetch, handle))
                 if response.status != 200:
-                    raise RuntimeError(f"HTTP {response.status}: {text[:1000]!r}")
-                streams = response.content_type == "text/event-stream"
-            events = text if streams else b""
-            if streams:  # the others are read when the clock has stopped
-                with_handle = (line[6:] for line in events.splitlines() if b'"handle"' in line)
-                text = next(with_handle, b"{}")
-            answer: dict[str, Any] = json.loads(text)
-            for entry in (answer.get("activations") or {}).values():
-                if (handle := entry.get("handle")) is None:
-                    continue
-                fetch = fetch_by_http if over_tcp else fetch_here
-                answer[BYTES] = await loop.run_in_executor(threads, fetch, handle) or b""
-            return answer, events
+                    raise RuntimeError(f"HTTP {response.status}: {bytes(text[:1000])!r}")
+            return bytes(text), sum(map(len, await asyncio.gather(*fetched)))
 
-        def fetch_by_http(handle: str) -> bytes:
+        def fetch_by_http(handle: str) -> Any:
             response = pool.request("GET", f"{url}/v1/activations/{handle}", timeout=limit_s)
             if response.status != 200:
                 raise RuntimeError(f"HTTP {response.status}: {response.data[:1000]!r}")
             return response.data
 
+        fetch = fetch_by_http if over_tcp else fetch_here
         started = time.perf_counter()
         answers = await asyncio.gather(*map(ask, bodies))
         seconds = time.perf_counter() - started
-        return seconds, [joined(events) | answer for answer, events in answers]
+        return seconds, [joined(text) | {BYTES: n} for text, n in answers]
 
 
 def joined(text: bytes) -> dict[str, Any]:
-    """The answer that events make: what the last ones say, and how much all of them have."""
+    """An answer, or the one that events make: what the last say, and how much all of them have."""
+    if text.startswith(b"{"):
+        return dict(from_json(text))
     answer: dict[str, Any] = {}
-    rows, scores = 0, Counter[str]()
+    rows, nbytes, scores = 0, 0, Counter[str]()
     for line in text.splitlines():
         if not line.startswith(b"data: {"):
             continue
@@ -229,9 +234,10 @@ def joined(text: bytes) -> dict[str, Any]:
         for part in event.get("inspect_lens_partial", ()):
             for entry in part.get("activations", {}).values():
                 rows += entry["shape"][1]
+                nbytes += entry.get("nbytes", 0)
             scores.update({name: len(new) for name, new in part.get("probes", {}).items()})
         answer |= {key: value for key, value in event.items() if value is not None}
-    return answer | {ROWS: rows, SCORES: set(scores.values())}
+    return answer | {ROWS: rows, EVENT_BYTES: nbytes, SCORES: set(scores.values())}
 
 
 def check(
@@ -257,18 +263,26 @@ def check(
         found = list(entry["shape"])
         if found != [*wanted, shape.hidden]:
             raise RuntimeError(f"a tensor is {found} instead of {[*wanted, shape.hidden]}")
-        if "handle" in entry and len(answer.get(BYTES, b"")) != entry["nbytes"]:
-            raise RuntimeError(f"{len(answer.get(BYTES, b''))} bytes of {entry['nbytes']}")
-    asked = request.get("inspect_lens") or {}
-    if "capture" in asked and answer[ROWS] != n_prompt + sampled - 1:
-        raise RuntimeError(f"{answer[ROWS]} rows came in events")
+        if "handle" in entry and answer[BYTES] != entry["nbytes"]:
+            raise RuntimeError(f"{answer[BYTES]} bytes of {entry['nbytes']}")
+    _check_native(answer, request.get("inspect_lens") or {}, n_prompt, sampled)
+    if request.get("apply_steering_vectors"):
+        steered = answer["inspect_lens"]["steer"]["n_tokens"]
+        if steered != n_prompt + sampled - 1:
+            raise RuntimeError(f"{steered} tokens were steered")
+
+
+def _check_native(
+    answer: Mapping[str, Any], asked: Mapping[str, Any], n_prompt: int, sampled: int
+) -> None:
+    if "capture" in asked:
+        if answer[ROWS] != n_prompt + sampled - 1:
+            raise RuntimeError(f"{answer[ROWS]} rows came in events")
+        if answer[BYTES] != answer[EVENT_BYTES]:
+            raise RuntimeError(f"{answer[BYTES]} bytes of {answer[EVENT_BYTES]}")
     if "probes" in asked:
         read = {probe["n_tokens"] for probe in answer["inspect_lens"]["probes"]}
         if read != {sampled - 1}:
             raise RuntimeError(f"probes read {read} tokens")
         if asked.get("stream_results") and answer[SCORES] != {sampled - 1}:
             raise RuntimeError(f"{answer[SCORES]} scores came in events")
-    if request.get("apply_steering_vectors"):
-        steered = answer["inspect_lens"]["steer"]["n_tokens"]
-        if steered != n_prompt + sampled - 1:
-            raise RuntimeError(f"{steered} tokens were steered")
