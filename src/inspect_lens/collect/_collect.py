@@ -159,12 +159,14 @@ async def computing_facts(model: Model) -> CaptureFacts:
     return CaptureFacts.known(told)
 
 
-async def facts_if_told(model: Model) -> CaptureFacts | None:
-    """The same, or None if the server is gone: what it computed must not be lost for that."""
+async def reached(model: Model) -> CaptureFacts:
+    """The same, of a server that has to be there: without one every sample would fail alike."""
     try:
         return await computing_facts(model)
-    except (LensError, OSError):
-        return None
+    except LensError:
+        raise
+    except Exception as error:
+        raise CaptureError(f"{model}: {_reason(error)}") from error
 
 
 async def _generate(
@@ -335,7 +337,7 @@ async def collect_async(
         concurrency: requests at once.
         shard_samples: samples of a shard.
         on_error: `raise` ends the run, keeping finished shards; `skip` writes the sample
-            without rows, with the reason.
+            without rows, with the reason, as long as the server is there.
         progress: show a bar on a terminal.
         model_args: for `get_model`, such as `base_url`.
 
@@ -344,7 +346,8 @@ async def collect_async(
 
     Raises:
         SpecError: the folder holds another run, or a setting is wrong.
-        CaptureError: a sample failed, or a file could not be written.
+        CaptureError: the server does not start or answer, a sample failed, or a file could not be
+            written.
 
     Example:
         <!-- test: server -->
@@ -384,12 +387,14 @@ async def collect_async(
             total = len(dataset)
             done = total - sum(len(_span(k, shard_samples, total)) for k in todo)
             async with opened(model, concurrency, model_args) as live:
+                facts = await reached(live)
                 with progress_bar(
                     dataset.name, total=total, done=done, show=progress, at_once=concurrency
                 ) as tick:
                     work = _Work(
-                        live, dataset, how, uri, plan, shard_samples, concurrency, on_error, tick
-                    )
+                        live, dataset, how, uri, plan, shard_samples, concurrency, on_error, tick,
+                        facts,
+                    )  # fmt: skip
                     await work.run(todo)
     return finish(uri, plan, dataset, shard_samples)
 
@@ -424,7 +429,7 @@ class _Work:
     concurrency: int
     on_error: str
     tick: Callable[[], None]
-    capture: CaptureFacts | None = None
+    capture: CaptureFacts
     done: dict[int, dict[int, Captured]] = field(default_factory=dict)
 
     async def run(self, todo: list[int]) -> None:
@@ -456,26 +461,22 @@ class _Work:
         if len(samples) == len(_span(k, self.shard_samples, len(self.dataset))):
             del self.done[k]
             ordered = [samples[i] for i in sorted(samples)]
-            capture = await self._computed_with()
-            await anyio.to_thread.run_sync(write_shard, self.uri, k, self.plan, ordered, capture)
+            await anyio.to_thread.run_sync(
+                write_shard, self.uri, k, self.plan, ordered, self.capture
+            )
             open_shards.release()
-
-    async def _computed_with(self) -> CaptureFacts:
-        """Asked once, when the server has answered; a server that is gone tells nothing."""
-        if self.capture is None:
-            self.capture = await facts_if_told(self.model)
-        return self.capture or CaptureFacts()
 
 
 async def capture_or_skip(
     model: Model, index: int, sample: ProbeSample, how: Request, on_error: str
 ) -> Captured:
-    """Capture one sample; with `skip`, one that fails has no rows and the reason."""
+    """Capture one sample; with `skip`, one that fails at a server that is there has no rows."""
     try:
         return await capture_sample(model, index, sample, how)
     except LensError as error:
         if on_error == "raise":
             raise
+        await reached(model)
         record = record_of(index, sample, error=str(error))
         return Captured(record=record, acts=None, layers=(), positions=(), token_ids=())
 

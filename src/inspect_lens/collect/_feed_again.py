@@ -18,7 +18,7 @@ from inspect_lens.errors import SpecError
 from inspect_lens.model import recapture
 from inspect_lens.probe import CaptureFacts
 
-from ._collect import facts_if_told, opened, rows_at
+from ._collect import opened, reached, rows_at
 
 
 class FedAgain(NamedTuple):
@@ -90,6 +90,7 @@ async def feed_again(
     requests = anyio.Semaphore(concurrency)
     async with AsyncExitStack() as stack:
         live = await stack.enter_async_context(opened(model, concurrency, model_args))
+        capture = await reached(live)
         tick = stack.enter_context(
             progress_bar(
                 "fed again", total=len(samples), done=0, show=progress, at_once=concurrency
@@ -116,5 +117,4 @@ async def feed_again(
                     tasks.start_soon(one, i, sample)
         except BaseExceptionGroup as group:
             raise first_error(group) from None
-        capture = await facts_if_told(live) or CaptureFacts()
     return FedAgain(tuple(rows for rows in made if rows is not None), capture)

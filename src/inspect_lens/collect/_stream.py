@@ -14,7 +14,7 @@ from inspect_lens._base.concurrency import first_error
 from inspect_lens.data import Captured, ProbeSample
 from inspect_lens.spec import Layers
 
-from ._collect import Request, capture_or_skip, opened, request_of
+from ._collect import Request, capture_or_skip, opened, reached, request_of
 
 Samples: TypeAlias = Iterable[ProbeSample] | AsyncIterable[ProbeSample]
 
@@ -52,7 +52,8 @@ async def collect_stream(
         seed: of sampling; that of a sample is `seed` plus its number.
         batch: samples in a batch; the last one has what is left.
         concurrency: requests at once.
-        on_error: `raise` ends the stream; `skip` gives the sample without rows, with the reason.
+        on_error: `raise` ends the stream; `skip` gives the sample without rows, with the reason,
+            as long as the server is there.
         model_args: for `get_model`, such as `base_url`.
 
     Yields:
@@ -61,7 +62,7 @@ async def collect_stream(
 
     Raises:
         SpecError: a setting is wrong.
-        CaptureError: a sample failed.
+        CaptureError: the server does not start or answer, or a sample failed.
 
     Example:
         <!-- test: server -->
@@ -97,6 +98,7 @@ async def collect_stream(
             receive,
             anyio.create_task_group() as tasks,
         ):
+            await reached(live)
             tasks.start_soon(_feed, live, samples, how, send, concurrency, on_error)
             yield _batches(receive, batch)
             tasks.cancel_scope.cancel()

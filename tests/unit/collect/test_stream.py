@@ -77,9 +77,11 @@ def test_a_failure_ends_the_stream_or_is_told_in_its_place(server: FakeLensServe
     with pytest.raises(RuntimeError, match="the source broke"):
         anyio.run(partial(taken, server, source()))
     lone = {"model_args": {"base_url": "http://127.0.0.1:9/v1"}}
-    with pytest.raises(CaptureError):
-        anyio.run(partial(taken, server, [sample(0)], **lone))
-    ((skipped,),) = anyio.run(partial(taken, server, [sample(0)], on_error="skip", **lone))
+    for on_error in ("raise", "skip"):
+        with pytest.raises(CaptureError, match=r"no server answers at http://127\.0\.0\.1:9"):
+            anyio.run(partial(taken, server, [sample(0)], on_error=on_error, **lone))
+    wrong_layer = {"layers": [9], "on_error": "skip"}
+    ((skipped,),) = anyio.run(partial(taken, server, [sample(0)], **wrong_layer))
     assert skipped.acts is None
     assert skipped.record.error
     for wrong in ({"batch": 0}, {"concurrency": 0}, {"on_error": "ignore"}):
