@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import logging
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
@@ -24,7 +23,7 @@ from inspect_lens._vllm.metrics import refused, streamed
 from inspect_lens._vllm.registered.contents import at_once, forget_unused, tell_through
 from inspect_lens._vllm.registered.persistent_hooks import raise_first
 from inspect_lens._vllm.registered.tiers import TIERS_KEY
-from inspect_lens._vllm.results.attach import named, stop_at_alarm
+from inspect_lens._vllm.results.attach import log_fault, named, stop_at_alarm
 from inspect_lens._vllm.results.choices import (
     Ticket,
     attached,
@@ -146,13 +145,6 @@ def _encode(output: Any, body: Body | None) -> None:
             completion.inspect_lens_json = as_json(completion)
 
 
-logger = logging.getLogger("vllm.inspect_lens")
-
-
-def _log(message: str, error: BaseException) -> None:
-    logger.error("inspect_lens: %s", message, exc_info=error)
-
-
 def _input_processor_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, vllm_config, *args, **kwargs)
@@ -260,7 +252,7 @@ def _abort_requests(original: Callable[..., Any]) -> Callable[..., Any]:
     def abort_requests(self: Any, request_ids: Any, internal: bool, *args: Any, **kw: Any) -> Any:
         ids = list(request_ids)
         aborted = original(self, ids, internal, *args, **kw)
-        with contained(partial(_log, "aborted requests could not be forgotten")):
+        with contained(partial(log_fault, "aborted requests could not be forgotten")):
             # Also what has finished and was not taken: vLLM knows nothing of it any more.
             front_end().results.abandon([*aborted, *(ids if internal else ())])
         return aborted
@@ -329,7 +321,7 @@ def _output_add(original: Callable[..., Any]) -> Callable[..., Any]:
             if has_fields(self) or has_fields(next_output):
                 # `outputs_of` raises it for whoever reads them.
                 self.inspect_lens_fault = fault_of(error)
-            logger.exception("inspect_lens: outputs of a request could not be merged")
+            log_fault("outputs of a request could not be merged", error)
         return result
 
     return add

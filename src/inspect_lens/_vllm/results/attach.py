@@ -41,7 +41,8 @@ from .streaming import Streaming
 logger = logging.getLogger("vllm.inspect_lens")
 
 
-def _log(message: str, error: BaseException) -> None:
+def log_fault(message: str, error: BaseException) -> None:
+    """Say what has not been done, and why."""
     logger.error("inspect_lens: %s", message, exc_info=error)
 
 
@@ -377,15 +378,17 @@ class Results:
         expected = self._expected.get(key)
         if expected is None or expected.said is None:
             return
-        with contained(partial(_log, f"what {key} said is not known")):
+        n_completion, text = 1, ""
+        with contained(partial(log_fault, f"what {key} said is not known")):
             ids, text = expected.said()
-            self._tell_alarms(key, expected, len(ids), text)
+            n_completion = len(ids)
+        self._tell_alarms(key, expected, n_completion, text)
 
     def _tell_alarms(self, key: str, expected: Expected, n_completion: int, text: str) -> None:
         """Tell of alarms in what has come of an answer whose results nobody puts together."""
         if expected.said is None or expected.has_told:
             return
-        with contained(partial(_log, f"scores of {key} cannot be read")):
+        with contained(partial(log_fault, f"scores of {key} cannot be read")):
             self._read_scores(key, expected, n_completion)
         expected.tell_alarms(n_completion, text)
 

@@ -348,6 +348,31 @@ def served(
     return kinds
 
 
+def test_an_alarm_is_told_where_nobody_knows_what_was_said(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(alerts, "look_at", lambda receipt, **by: told.append((receipt, by)))
+    probe = {"name": "p", "alarm": "flag", "threshold": -1e6, "positions": "all"}
+    key = engine.start(LensRequest(probes=[probe]))
+    expected = engine.results.expected(key)
+    assert expected is not None
+    tier = TierReceipt(tier="server", sha256="s", edits=0)
+    expected.packed = {**expected.packed, TIERS_KEY: (0, [tier.model_dump(mode="json")])}
+    expected.asked_by = Exchange("cmpl-1", (1, 2), "what was asked")
+
+    def unknown() -> Any:
+        raise RuntimeError("no text")
+
+    engine.results.hear(key, unknown)
+    engine.step([key], 0, N_PROMPT)
+    engine.settle()
+    engine.results.abandon([key])
+    engine.worker.stepper.remove(key)
+    ((receipt, by),) = told
+    assert (receipt.tiers[0].probes[0].alarm_position, by["text"]) == (0, "")
+
+
 @pytest.mark.parametrize("end", ["fails", "is broken off", "is whole"])
 def test_an_alarm_of_the_servers_probe_is_told_whatever_becomes_of_the_results(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, end: str
