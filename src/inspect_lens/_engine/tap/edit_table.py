@@ -237,6 +237,9 @@ class Bank(Placements):
         self.config_taps = np.zeros((rows, taps), dtype=np.bool_)
         """(configurations, taps); whether a configuration steers at a tap."""
         self._vectors.move = self._move
+        self._vectors.most_moved = max(_MOVED_BYTES // (width * tensors.vectors.element_size()), 1)
+        self._moved: set[int] = set()
+        """Vectors that have moved: `flush` tells those who read them."""
         self._new_vectors: dict[int, Row] = {}
         self._new_entries: dict[int, _Entry] = {}
         self._new_configs: dict[int, list[int]] = {}
@@ -326,18 +329,11 @@ class Bank(Placements):
 
     def _move(self, numbers: Longs, rows: NDArray[np.int64]) -> None:
         """Move vectors to other rows, (from and to, rows), behind the steps that read them."""
-        vectors, moved = self._tensors.vectors, set(numbers.tolist())
+        vectors = self._tensors.vectors
+        self._moved.update(numbers.tolist())
         source, target = uploaded(rows, vectors.device)
+        # Nothing that may fail comes behind the copy: its rows are noted at once.
         vectors.index_copy_(0, target, vectors.index_select(0, source))
-        first = dict(zip(rows[0].tolist(), rows[1].tolist(), strict=True))
-        for entry, one in self._entries.contents.items():
-            if not moved.isdisjoint(one[0][1:3]):
-                self._new_entries[entry] = one
-        for (record, *gates), held in self._histories.values():
-            for (latch, _, room), number in zip(gates, held, strict=False):
-                if room and number in moved:
-                    row = first[int(self._vectors.rows[number])]
-                    self._tensors.latches.history[record, latch].fill_(row)
 
     def flush(self) -> None:
         """Put what is new where taps read it, once for all requests that were admitted together."""
@@ -345,6 +341,11 @@ class Bank(Placements):
         vectors, self._new_vectors = self._new_vectors, {}
         entries, self._new_entries = self._new_entries, {}
         configs, self._new_configs = self._new_configs, {}
+        moved, self._moved = self._moved, set()
+        if moved:
+            contents = self._entries.contents.items()
+            entries |= {n: one for n, one in contents if not moved.isdisjoint(one[0][1:3])}
+            self._tell_histories(moved)
         if held := [number for number in vectors if first[number]]:
             at = [first[number] + np.arange(len(vectors[number])) for number in held]
             rows = np.concatenate([vectors[number] for number in held])
@@ -357,6 +358,14 @@ class Bank(Placements):
             _upload(to.instructions, np.asarray(list(entries)), one)
         if configs:
             _upload(to.configs, np.asarray(list(configs)), np.asarray(list(configs.values())))
+
+    def _tell_histories(self, moved: set[int]) -> None:
+        """Put where histories are now where taps read it."""
+        for (record, *gates), held in self._histories.values():
+            for (latch, _, room), number in zip(gates, held, strict=False):
+                if room and number in moved:
+                    row = int(self._vectors.rows[number])
+                    self._tensors.latches.history[record, latch].fill_(row)
 
 
 def _check_gates(envelope: Envelope, tap_index: dict[TapPoint, int]) -> None:
@@ -602,14 +611,15 @@ class Shared(Generic[Content]):
             del self._uses[number]
             del self._numbers[self.contents.pop(number)]
             self._is_free[number] = True
-            self.in_use -= self._size_of(number)
+            self.in_use -= self._free_rows(number)
 
-    def _size_of(self, number: int) -> int:
+    def _free_rows(self, number: int) -> int:
+        """Free what a number took; how many rows that was."""
         return 1
 
 
-_MOVED_ROWS = 4096
-"""That are moved at once: what is on its way takes memory of the device."""
+_MOVED_BYTES = 64 << 20
+"""That are moved at once, where no run is longer: what is on its way takes memory of the device."""
 
 
 class Runs(Shared[Content]):
@@ -622,7 +632,10 @@ class Runs(Shared[Content]):
         self._sizes: Longs = np.zeros(size, dtype=np.int64)
         self._is_free_row = np.arange(size) > 0
         self.move: Callable[[Longs, NDArray[np.int64]], None] = lambda *_: None
-        """Moves some numbers, by their rows, (from and to, rows), before they are noted here."""
+        """Moves some numbers, by their rows, (from and to, rows), before they are noted here. What
+        it raises has moved nothing."""
+        self.most_moved = size
+        """Rows that are moved at once, and the rest of the last number."""
 
     def take(self, content: Content, n: int = 1) -> tuple[int, bool]:
         number, is_new = super().take(content, n)
@@ -637,7 +650,7 @@ class Runs(Shared[Content]):
             self.rows[number], self._sizes[number] = first, n
         return number, is_new
 
-    def _size_of(self, number: int) -> int:
+    def _free_rows(self, number: int) -> int:
         first, n = int(self.rows[number]), int(self._sizes[number])
         self._is_free_row[first : first + n] = n > 0
         self.rows[number] = self._sizes[number] = 0
@@ -655,14 +668,14 @@ class Runs(Shared[Content]):
         return int(starts[-1])
 
     def _close_gaps(self) -> None:
-        """Move everything to the front, piece by piece; a fault leaves each piece as it was."""
+        """Move all to the front, piece by piece; what a fault leaves unmoved stays in its place."""
         (numbers,) = np.nonzero(self._sizes)
         numbers = numbers[self.rows[numbers].argsort()]
         sizes = self._sizes[numbers]
         first = 1 + np.cumsum(sizes) - sizes
         to_move = first != self.rows[numbers]
         numbers, sizes, first = numbers[to_move], sizes[to_move], first[to_move]
-        piece = np.cumsum(sizes) // _MOVED_ROWS
+        piece = np.cumsum(sizes) // self.most_moved
         try:
             for i in np.unique(piece):
                 some = numbers[piece == i]

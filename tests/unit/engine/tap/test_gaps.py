@@ -75,7 +75,7 @@ def asked(seed: int, max_tokens: int, how: dict[str, Any]) -> Envelope:
 def test_what_fits_in_total_is_served_and_every_request_is_edited_as_alone(
     seed: int, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(edit_table, "_MOVED_ROWS", piece)
+    monkeypatch.setattr(edit_table, "_MOVED_BYTES", piece * WIDTH * 4)
     chance, table, alone, moved = random.Random(seed), Table(ROWS), Table(512), 0
     close = Runs._close_gaps
 
@@ -152,3 +152,40 @@ def test_a_device_that_fails_while_gaps_close_leaves_everything_where_it_was() -
     taken = [*range(runs.rows[number], runs.rows[number] + 4)]
     taken += [row for n in (1, 3, 4) for row in (runs.rows[numbers[n]], runs.rows[numbers[n]] + 1)]
     assert sorted(taken) == [*range(1, 11)]
+
+
+def test_a_device_that_fails_behind_the_copy_leaves_no_wrong_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever was there goes on as alone, although their rows have moved."""
+    table, alone = Table(ROWS), Table(512)
+    made = [One(table, i, asked(i, 42, RUNNING)) for i in range(1, 5)]
+    twins = {i: One(alone, i, asked(i, 42, RUNNING)) for i in (2, 4)}
+    for bank in (table.bank, alone.bank):
+        bank.flush()
+    x = streams(5)
+    for i, twin in twins.items():
+        assert torch.equal(made[i - 1].feed(0, x), twin.feed(0, x))
+    for i in (0, 2):
+        made[i].end()
+    before = table.bank._vectors.rows.copy()
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("the device is gone")
+
+    wide = asked(5, 130, RUNNING)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "fill_", fail)
+        with pytest.raises(RuntimeError, match="device is gone"):
+            One(table, 5, wide)
+    assert not np.array_equal(table.bank._vectors.rows, before), "else nothing has moved"
+    table.bank.flush()
+    for position in range(1, N_FED):
+        for i, twin in twins.items():
+            assert torch.equal(made[i - 1].feed(position, x), twin.feed(position, x)), position
+
+
+def test_what_moves_at_once_is_bounded_in_bytes() -> None:
+    for width in (64, 4096):
+        bank = Bank(make_state(bank_rows=ROWS, width=width).bank)
+        assert bank._vectors.most_moved * width * 4 == 64 << 20
