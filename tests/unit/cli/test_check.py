@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,14 +43,25 @@ def harmless() -> ProbeDataset:
     )  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def collected(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the first test leaves its store for the others."""
+    return tmp_path_factory.mktemp("once") / "control"
+
+
 @pytest.fixture
-def store(elsewhere: Path) -> ActivationStore:
+def store(elsewhere: Path, collected: Path) -> ActivationStore:
+    if collected.exists():
+        shutil.copytree(collected, "control")
+        return ActivationStore.open("control")
     with FakeLensServer() as server:
         server.computes_with = TOLD
-        return collect(
+        made = collect(
             f"lens/{server.model}", harmless(), "control", model_args={"base_url": server.url},
             layers=[1], max_tokens=3, progress=False,
         )  # fmt: skip
+    shutil.copytree("control", collected)
+    return made
 
 
 @pytest.fixture
