@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import threading
@@ -29,8 +30,13 @@ def run_doctor(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["doctor", *arguments])
 
 
+# The source of vLLM is read for it.
+PROBLEMS = functools.cache(_doctor.problems)
+
+
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_doctor, "problems", PROBLEMS)
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     monkeypatch.delenv("INSPECT_LENS_DISABLE", raising=False)
 
