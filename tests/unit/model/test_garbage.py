@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import gc
 import json
-import subprocess
-import sys
 
 import pytest
+
+from tests.kit.forks import run_python
 
 PYTHONS = gc.get_threshold()
 OFF = {"INSPECT_LENS_GARBAGE_THRESHOLD": "0"}
@@ -53,9 +53,8 @@ for name, (does, environment) in json.loads(sys.argv[1]).items():
 
 @functools.cache
 def said() -> dict[str, list[object]]:
-    done = subprocess.run(
-        [sys.executable, "-c", SAYS, json.dumps(CASES)], capture_output=True, text=True, check=True
-    )
+    done = run_python("-c", SAYS, json.dumps(CASES))
+    assert done.returncode == 0, done.stdout
     # Inspect says its version, too.
     return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
 
