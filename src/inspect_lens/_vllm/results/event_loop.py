@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from typing import Any
 
-from inspect_lens._engine.protocol.processes import ends_process
+from inspect_lens._engine.protocol.processes import contained, ends_process
 from inspect_lens._vllm.compat.features import fault_of
 from inspect_lens._vllm.metrics import failed, waited
 
@@ -69,7 +69,8 @@ class Arrivals:
             self._loop.call_later(_PREPARE_EVERY_S, self._prepare)
 
     def _prepare(self) -> None:
-        self.results.prepare(self._unprepared)
+        with contained(_log):  # requests that are not prepared take a little longer
+            self.results.prepare(self._unprepared)
         if self._unprepared:
             self._loop.call_later(_PREPARE_EVERY_S, self._prepare)
 
@@ -208,6 +209,10 @@ class Arrivals:
             if not (one := self._ready.popleft()).done.done():
                 some.append(one)
         return some
+
+
+def _log(error: BaseException) -> None:
+    logger.error("inspect_lens: results could not be prepared", exc_info=error)
 
 
 def _fail(waiting: list[_Waiting], error: BaseException) -> None:
