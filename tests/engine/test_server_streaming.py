@@ -52,11 +52,13 @@ def test_streamed_rows_lens_and_queries_are_those_of_a_whole_answer(
     parts = list(stream)
     kinds = ["rows" if part.activations is not None else "text" for part in parts]
     n_prompt = whole.receipt.n_prompt
-    assert kinds == ["text", "rows"] * 9, "each row behind its token, the first with the first"
-    assert list(parts[1].positions["residual_stream"]) == list(range(n_prompt))
-    assert [list(part.positions["residual_stream"]) for part in parts[3::2]] == [
-        [n_prompt + i] for i in range(8)
-    ]
+    assert kinds == ["text", "rows"] * (len(kinds) // 2)
+    n_tokens, seen = 0, list[int]()
+    for text, rows in zip(parts[::2], parts[1::2], strict=True):
+        n_tokens += len(text.token_ids)  # more than one where vLLM merges them, on a busy machine
+        seen += rows.positions["residual_stream"]
+        assert seen == list(range(n_prompt + n_tokens - 1)), "each row behind its token"
+    assert n_tokens == 9
     output = stream.output
     assert output.text == whole.text == "".join(part.text for part in parts)
     assert output.token_ids == whole.token_ids
