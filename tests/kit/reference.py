@@ -51,6 +51,8 @@ class HuggingFace:
             folder, dtype=dtype, attn_implementation="eager", **config
         ).eval()
         self._layers: Any = self.model.get_submodule(layers)
+        self.media: dict[str, Any] = {}
+        """What the model gets beside tokens, such as `pixel_values`, as a processor makes it."""
 
     def residual_stream(
         self, tokens: Sequence[int], edits: Mapping[int, Edit] | None = None
@@ -115,7 +117,8 @@ class HuggingFace:
             handles.append(block.register_forward_hook(_after(note, "resid_post", i)))
         try:
             with torch.no_grad():
-                self.model(input_ids=torch.tensor([list(tokens)]), use_cache=False)
+                ids = torch.tensor([list(tokens)])
+                self.model(input_ids=ids, use_cache=False, **self.media)
         finally:
             for handle in handles:
                 handle.remove()

@@ -10,7 +10,17 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-__all__ = ["BITS", "READOUT", "RESERVED", "marked_llama", "tiny_llama", "write_words"]
+from .repository import ROOT
+
+__all__ = [
+    "BITS",
+    "READOUT",
+    "RESERVED",
+    "marked_llama",
+    "tiny_idefics3",
+    "tiny_llama",
+    "write_words",
+]
 
 BITS = 16
 """Hidden coordinates 0 to 15 of a marked model hold the bits of the token's id as -1 or +1."""
@@ -97,3 +107,65 @@ def write_words(folder: Path, vocab: int) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="t1", eos_token="t2")
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
     tokenizer.save_pretrained(folder)
+
+
+def tiny_idefics3(folder: Path) -> Path:
+    """Write a random Idefics 3 with tokenizer and processor, which makes an image seven tokens.
+
+    Its tokenizer is the organism's, and has a chat template: vLLM puts `<image>` where an image is.
+    """
+    from transformers import (
+        AutoTokenizer,
+        Idefics3Config,
+        Idefics3ForConditionalGeneration,
+        Idefics3Processor,
+    )
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "organism" / "checkpoint")
+    special = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    text = LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    vision = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 64,
+        "patch_size": 16,
+    }
+    config = Idefics3Config(
+        vision_config=vision,
+        text_config=text,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        pad_token_id=tokenizer.pad_token_id,
+        scale_factor=2,
+        tie_word_embeddings=False,
+    )
+    model = Idefics3ForConditionalGeneration(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0, 1.2 / parameter.shape[1] ** 0.5)
+    model.save_pretrained(folder)
+    size = {"longest_edge": vision["image_size"]}
+    images = Idefics3ImageProcessorPil(size=size, max_image_size=size, do_image_splitting=False)
+    template = tokenizer.chat_template
+    Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=template).save_pretrained(
+        folder
+    )
+    return folder

@@ -242,6 +242,8 @@ class EngineFacts:
     """Why the engine's requests must not be steered, or empty where they may be."""
     quantization: str | None = None
     """How the weights were quantised, as vLLM names it; None: not at all."""
+    placeholders: frozenset[int] = frozenset()
+    """Tokens that only stand where an image, a video or audio is put."""
 
     @cached_property
     def numerics(self) -> Numerics:

@@ -331,6 +331,12 @@ def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
         vocab=int(getattr(model.hf_text_config, "vocab_size", 0)),
         no_steering=no_steering(vllm_config, settings),
         quantization=getattr(model, "quantization", None),
+        placeholders=frozenset(
+            token
+            for kind in ("image", "video", "audio")
+            for name in (f"{kind}_token_id", f"{kind}_token_index")
+            if isinstance(token := getattr(model.hf_config, name, None), int)
+        ),
     )
 
 

@@ -301,6 +301,7 @@ def judge_early(processor: Any, prompt: Any, params: Any) -> int:
         raise resumable()
     is_known, ids = _prompt_tokens(prompt)
     if is_known:
+        check_media(processor, ids, prompt)
         n_prompt = None if ids is None else len(ids)
         most = _most_tokens(params, n_prompt or 0, processor.model_config.max_model_len)
         compiled = with_positions_of(compiled, ids, processor)
@@ -501,9 +502,35 @@ def _needs_whole_prompt(envelope: Envelope) -> bool:
     return any(part is not None and part.lo < envelope.n_prompt - 1 for part in envelope.read)
 
 
+_MEDIA: Final = ("mm_kwargs", "mm_features", "multi_modal_data")
+"""Where images, video and audio of a prompt are: as vLLM has processed them, or not yet."""
+
+
+def check_media(processor: Any, ids: Sequence[int] | None, prompt: Any) -> None:
+    """Refuse the tokens of a prompt whose images are not there: rows would be of another prompt."""
+    facts: EngineFacts = processor.inspect_lens_facts
+    if not facts.placeholders or ids is None or any(_field(prompt, name) for name in _MEDIA):
+        return
+    at = next((i for i, token in enumerate(ids) if token in facts.placeholders), None)
+    if at is None:
+        return
+    raise UnsupportedError(
+        f"prompt: token {ids[at]} at position {at} stands for an image, a video or audio, and none "
+        "came with it, so the model would see another prompt; send it in the messages of a chat, "
+        "and ask for captures, edits and scores in that request: they cannot be had afterwards "
+        "from the token ids"
+    )
+
+
+def _field(prompt: Any, name: str) -> Any:
+    return prompt.get(name) if isinstance(prompt, Mapping) else getattr(prompt, name, None)
+
+
 def _prompt_tokens(prompt: Any) -> tuple[bool, Sequence[int] | None]:
     """Whether it is known what a prompt is, and its tokens; None where it has none."""
     if isinstance(prompt, Mapping):
+        if prompt.get("multi_modal_data"):
+            return False, None  # their places are not made yet
         ids = prompt.get("prompt_token_ids")
         return ids is not None or "prompt_embeds" in prompt, ids
     # Text has its tokens later; what vLLM has processed before knows them.

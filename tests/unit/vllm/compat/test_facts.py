@@ -23,6 +23,7 @@ def config(**changes: Any) -> Any:
         "model_config": {
             "runner_type": "generate",
             "is_encoder_decoder": False,
+            "hf_config": SimpleNamespace(),
             "hf_text_config": SimpleNamespace(num_hidden_layers=4),
             "get_hidden_size": lambda: 8,
             "dtype": "torch.float32",

@@ -8,6 +8,7 @@ import json
 import pickle
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -209,6 +210,16 @@ def test_a_prompt_without_tokens_is_refused_at_both_edges(processor: Any) -> Non
     for edge in (call, process):
         with pytest.raises(UnsupportedError, match="prompt embeddings"):
             edge(processor, {"prompt_embeds": [[0.0]]}, parameters(extra(capture={}), {}))
+
+
+def test_tokens_of_an_image_that_did_not_come_are_refused_at_both_edges(processor: Any) -> None:
+    processor.inspect_lens_facts = replace(facts(8), placeholders=frozenset({2}))
+    params = parameters(extra(capture={}), {})
+    for edge in (call, process):
+        with pytest.raises(UnsupportedError, match=r"token 2 at position 1 .* an image"):
+            edge(processor, IDS, params)
+    # With the image, they are judged when they have their places.
+    assert call(processor, IDS | {"multi_modal_data": {"image": 0}}, params)
 
 
 @pytest.mark.parametrize(
