@@ -184,11 +184,12 @@ def check_steering(engine: Engine, judge: Judge) -> None:
     unedited = judge.sites(fed(plain), ["resid_post"])["resid_post"]
     judge.check(STEERED, after, edited)
     judge.check("resid_post", before, unedited)
-    # A mean over all rows could hide these. One token of them may choose other experts.
+    # A mean over all rows could hide these. One token of them may choose other experts, and the two
+    # prompts lie otherwise in steps, whose kernels round otherwise.
     exact = before[layer, where].float() + v[0]
     for rows, is_steered in ((after, True), (before, False)):
         error = relative_errors(rows[layer, where], exact).median()
-        assert (error <= 4 * ROUNDING) == is_steered
+        assert (error <= 16 * ROUNDING) == is_steered
     others = [p for p in range(80) if p not in where]
     judge.check("resid_post", after[[layer]][:, others], unedited.part(layer, others))
     assert steered.inspect_lens.steer.n_tokens == len(where)
