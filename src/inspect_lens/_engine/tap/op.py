@@ -10,6 +10,7 @@ all layers stay identical and compile once. The definition in aten is also what 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -291,6 +292,17 @@ def _tap_cpu(hidden: torch.Tensor, residual: torch.Tensor | None, ctl: torch.Ten
         capture_rows(hidden, residual, rows, state.ring, apart)
 
 
+def _note_faults(faults: torch.Tensor, records: torch.Tensor, is_fine: torch.Tensor) -> None:
+    """Note the requests of rows that are not fine; without waiting for a device."""
+    if not records.is_cuda:
+        faults[records[~is_fine]] = 1
+        return
+    # A worker's notes lie in memory of the host, which kernels reach and indexing does not.
+    from .tap_triton import note_faults
+
+    note_faults(faults, records, is_fine)
+
+
 def _splice(
     hidden: torch.Tensor, residual: torch.Tensor | None, state: buffers.TapState, tap: int
 ) -> bool:
@@ -304,7 +316,7 @@ def _splice(
                 state.bank,
                 state.tokens[:, 3:5],
                 state.header[2],
-                state.faults,
+                partial(_note_faults, state.faults),
                 largest_norm(hidden.dtype),
             )
     except Exception as error:  # noqa: BLE001 - the forward pass is that of other requests, too

@@ -218,13 +218,13 @@ def splice_rows(
     bank: BankTensors,
     owners: torch.Tensor,
     elapsed: torch.Tensor,
-    faults: torch.Tensor,
+    note: Callable[[torch.Tensor, torch.Tensor], None],
     largest: float,
 ) -> None:
     """Put what an autoencoder makes of the stream of some tokens in its place; waits for no device.
 
     Sums are taken in float32 and rounded once. A row whose norm would be above `largest`, or not
-    finite, is not written, and its request is noted in `faults`, as the kernel of the tap does.
+    finite, is not written. `note` gets the records of all, and which of their rows are fine.
     """
     for index in torch.split(work.rows, work.splice.autoencoder.rows_at_once):
         mine = hidden[index].float()
@@ -238,18 +238,7 @@ def splice_rows(
         edited = (mine + step).to(hidden.dtype)
         is_fine = (edited.float() + other).square().sum(dim=-1) <= largest**2
         hidden[index] = torch.where(is_fine[:, None], edited, hidden[index])
-        _note(faults, records, is_fine)
-
-
-def _note(faults: torch.Tensor, records: torch.Tensor, is_fine: torch.Tensor) -> None:
-    """Note the requests of rows that are not fine; without waiting for a device."""
-    if not records.is_cuda:
-        faults[records[~is_fine]] = 1
-        return
-    # A worker's notes lie in memory of the host, which kernels reach and indexing does not.
-    from .tap_triton import note_faults
-
-    note_faults(faults, records, is_fine)
+        note(records, is_fine)
 
 
 def _gate(
