@@ -16,7 +16,7 @@ planned anew.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -162,6 +162,10 @@ class Sender:
         self.reducer = Reducer(exporter.copier, numbers, table)
         self.seen: list[Part] = []
         """What a logit lens made of the running step, which is sent with the rest."""
+        self.read: Callable[[Sequence[GroupBlock], int, int, int], list[Part]] | None = None
+        """Makes the same of steps that are sent, where it needs no other rank."""
+        self.rows_read = 1
+        """Rows of which it makes that at once."""
         self._forms: dict[int, Form] = {}
         """By slot: what requests want whose sampled tokens are kept."""
 
@@ -245,15 +249,20 @@ class Sender:
                 return None
             for result in group.results.values():
                 is_combined = result.form is not None and result.form.combine is not None
-                if is_combined or result.gates or result.lens is not None:
+                if is_combined or result.gates:
                     return None
-                if result.readout is None:
+                if result.lens is not None:
+                    if self.read is None:
+                        return None
+                    # Each product reads the whole unembedding: as many rows as one of them takes.
+                    total += len(result.ranks) * block.n_tokens * _MOST_BYTES // self.rows_read
+                elif result.readout is None:
                     total += len(result.ranks) * block.n_tokens * row_bytes
         return total
 
     def send(
         self,
-        blocks: Iterable[GroupBlock],
+        blocks: Sequence[GroupBlock],
         first_row: int,
         path: EnginePath,
         *,
@@ -262,11 +271,18 @@ class Sender:
     ) -> None:
         """Send the rows of a step, or of some steps that were the same."""
         with self._dropping():
+            # Of a request that failed meanwhile nobody wants the rows, nor is its group there.
+            blocks = [b for b in blocks if (self._table.owner[b.slots] >= 0).any()]
             for block in blocks:
-                # Of a request that failed meanwhile nobody wants the rows, nor is its group there.
-                if (self._table.owner[block.slots] >= 0).any():
-                    self._send_block(block, first_row + block.base, path, steps, apart)
+                self._send_block(block, first_row + block.base, path, steps, apart)
             seen, self.seen = self.seen, []
+            asking = [b for b in blocks if LENS in self._groups[b.group].results]
+            if asking and self.read is not None:
+                try:
+                    seen = self.read(asking, first_row, steps, apart)
+                except Exception as error:  # noqa: BLE001 - the boundary: a fault fails its own requests
+                    slots = np.concatenate([block.slots for block in asking])
+                    self._failed.append((packed(self._numbers.of_slot[slots]), error))
             for part in seen:
                 self._send_part(LENS, part, path)
 

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from inspect_lens._engine.hooks.runner import EAGER_KEY, HookRunner
-from inspect_lens._engine.plan.step_plan import Longs
+from inspect_lens._engine.plan.step_plan import GroupBlock, Longs
 from inspect_lens._engine.protocol.envelope import SPLICED_KEY
 from inspect_lens._engine.protocol.messages import LENS
 from inspect_lens._engine.protocol.processes import as_exception, ends_process
@@ -69,6 +69,7 @@ class _Rows:
     """What a step has of the requests that ask for one form, one behind the other."""
 
     keys: list[str]
+    """None where no other rank has to agree."""
     slots: Longs
     counts: Longs
     """Tokens of each."""
@@ -78,13 +79,13 @@ class _Rows:
     listed: Mapping[int, Longs]
     """By place of the request, positions that it names."""
 
-    def taken(self, which: Sequence[int]) -> _Rows:
+    def taken(self, which: Sequence[int] | Longs) -> _Rows:
         """Some of the requests, in another order."""
         ends, counts = np.cumsum(self.counts), self.counts[which]
         shift = (ends - self.counts)[which] - (np.cumsum(counts) - counts)
         columns = np.repeat(shift, counts) + np.arange(counts.sum())
         return _Rows(
-            [self.keys[i] for i in which],
+            [self.keys[i] for i in which] if self.keys else [],
             self.slots[which],
             counts,
             self.first[which],
@@ -99,9 +100,11 @@ class _Rows:
             return parts[0]
         keys: list[str] = []
         listed: dict[int, Longs] = {}
+        n = 0
         for part in parts:
-            listed |= {len(keys) + i: one for i, one in part.listed.items()}
+            listed |= {n + i: one for i, one in part.listed.items()}
             keys += part.keys
+            n += len(part.slots)
         return cls(
             keys,
             np.concatenate([part.slots for part in parts]),
@@ -179,6 +182,10 @@ class RequestStepper(Stepper):
                 self._named[key] = sha256, self.lenses.get(sha256)
             except LensError as error:
                 problem = error
+        if self.head is not None and self.head.n_ranks == 1:
+            # No other rank has to agree: rows of a few steps wait for one product.
+            self._sender.read = self._read_alone
+            self._sender.rows_read = rows_at_once(self.head.vocab)
         if problem is not None:
             self.take_up()
             if key in self._live.by_key:
@@ -248,7 +255,7 @@ class RequestStepper(Stepper):
             groups = {block.group for block in self._plan.blocks}
             if any(self._groups[group].crosses for group in groups):
                 self._cross(self.stages)
-        if self._asks:
+        if self._asks and self._sender.read is None:
             asks, self._asks = self._asks, frozenset()
             try:
                 self._read()
@@ -284,34 +291,44 @@ class RequestStepper(Stepper):
         work: _Work = []
         problem: Exception | None = None
         try:
-            work = self._work(is_alone=head.n_ranks == 1)
+            work = self._work(*self._rounds.current())
         except Exception as error:  # noqa: BLE001 - the other ranks wait to be told
             problem = error
-        if head.n_ranks > 1:
-            said = "" if problem is not None else _digest(work)
-            heard = head.say(said)
-            if problem is None and set(heard) != {said}:
-                problem = CaptureError(
-                    "lens: the tensor-parallel ranks have different rows of this step, as a "
-                    "request has failed on one of them; try again"
-                )
+        said = "" if problem is not None else _digest(work)
+        heard = head.say(said)
+        if problem is None and set(heard) != {said}:
+            problem = CaptureError(
+                "lens: the tensor-parallel ranks have different rows of this step, as a "
+                "request has failed on one of them; try again"
+            )
         if problem is not None:
             raise problem
         self._sender.seen = list(self._parts(head, work))
 
-    def _work(self, *, is_alone: bool) -> _Work:
-        """What there is to read in the running step, in an order that all ranks have.
+    def _read_alone(
+        self, blocks: Sequence[GroupBlock], first_row: int, steps: int, apart: int
+    ) -> list[Part]:
+        """What rows of some steps predict, where no other rank takes part."""
+        assert self.head is not None
+        return list(self._parts(self.head, self._work(blocks, first_row, steps, apart)))
 
-        No Python for each request where all are of one block, as while they decode.
+    def _work(
+        self, blocks: Sequence[GroupBlock], first_row: int, steps: int = 1, apart: int = 0
+    ) -> _Work:
+        """What there is to read, in an order that all ranks have; no Python for each request.
+
+        Args:
+            blocks: of a step, or of some that were the same.
+            first_row: of the ring, from which the blocks' rows are counted.
+            steps: how many.
+            apart: rows of the ring from one to the next.
         """
-        if self._plan is None:
-            return []
-        blocks, first_row = self._rounds.current()
         found: dict[LensForm, list[_Rows]] = {}
-        live = self._live.by_slot
+        live, owner = self._live.by_slot, self._live.table.owner
+        is_alone = self._sender.read is not None
         for block in blocks:
-            slots = block.slots.tolist()
-            if not any(slot in live for slot in slots):
+            is_there = owner[block.slots] >= 0
+            if not is_there.any():
                 continue
             if (lens := self._groups[block.group].results.get(LENS)) is None:
                 continue
@@ -319,15 +336,17 @@ class RequestStepper(Stepper):
             if cut is None:
                 cut = np.arange(block.n_tokens), block.counts, block.first, block.listed
             index, counts, first, listed = cut
-            starts = first_row + block.base + block.n_tokens * np.asarray(lens.ranks)
-            keys = [live[slot].key if slot in live else "" for slot in slots]
-            at = starts[:, None] + index
+            tokens = block.n_tokens // steps
+            starts = first_row + block.base + tokens * np.asarray(lens.ranks)
+            at = starts[:, None] + (index // tokens * apart + index % tokens)
+            slots = block.slots.tolist()
+            keys = [] if is_alone else [live[s].key if s in live else "" for s in slots]
             # Copies: a step that is repeated goes on with the block's own.
             rows = _Rows(keys, block.slots.copy(), counts.copy(), first.copy(), at, listed)
-            which = [i for i, n in enumerate(rows.counts.tolist()) if n and keys[i]]
+            (which,) = ((rows.counts > 0) & is_there).nonzero()
             assert lens.lens is not None
-            if which:
-                taken = rows if len(which) == len(keys) else rows.taken(which)
+            if len(which):
+                taken = rows if len(which) == len(slots) else rows.taken(which)
                 found.setdefault(lens.lens, []).append(taken)
         work = [(form, _Rows.joined(found[form])) for form in sorted(found)]
         return work if is_alone else [(form, _in_order(rows)) for form, rows in work]

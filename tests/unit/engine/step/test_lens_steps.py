@@ -90,10 +90,11 @@ def test_chunks_and_single_tokens_are_read_at_their_positions(
     for position in range(10, 16):  # steps that repeat
         reader.step([("a", 1, position, 1), ("x", 9, position - 6, 1)])
     check(take(collector, "a", 16, 16).tensors[LENS], 1, range(16))
-    assert head.sizes == [12, 8, 2, 2, 2, 2, 2, 2]
+    # Steps that repeat wait for one product, and the last ones less: clients wait for them.
+    assert head.sizes == [12, 8, 2, 6, 4]
     reader.stepper.remove("a")
     reader.step([("x", 9, 10, 1)])
-    assert len(head.sizes) == 8  # nothing is done where nobody asks
+    assert len(head.sizes) == 5  # nothing is done where nobody asks
 
 
 def test_requests_of_several_forms_and_front_ends_get_their_own(
@@ -112,6 +113,7 @@ def test_requests_of_several_forms_and_front_ends_get_their_own(
         reader.step([("a", 1, 0, 6), ("b", 2, 0, 4), ("c", 3, 0, 3), ("d", 4, 0, 6)])
         for i in range(5):
             reader.step([("c", 3, 3 + i, 1), ("b", 2, 4 + i, 1), ("a", 1, 6 + i, 1)])
+        reader.stepper.finish(["a", "b", "c", "d"])
         check(take(collector, "a", 11, 11).tensors[LENS], 1, range(11))
         check(take(other, "b", 9, 9).tensors[LENS], 2, range(9), (2,))
         got = take(collector, "c", 5, 8, captured=8)
@@ -132,6 +134,25 @@ def test_logits_are_made_in_pieces(
     reader.step([("a", 1, 0, 9)])
     assert head.sizes == [5, 5, 5, 3]
     check(take(collector, "a", 9, 9).tensors[LENS], 1, range(9))
+
+
+def test_no_more_steps_wait_than_one_product_takes(
+    reader: LensWorker, collector: Collector, head: Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logit_lens, "LOGIT_BYTES", 5 * 4 * VOCAB)
+    begin(reader, collector, "a", sealed(collector, asked(positions=[0, 4, 5, 7, 9]), 3, 12))
+    begin(reader, collector, "b", sealed(collector, LensRequest(capture={"layers": [2]}), 3, 12))
+    reader.step([("a", 1, 0, 3), ("b", 2, 0, 3)])
+    for position in range(3, 14):
+        reader.step([("a", 1, position, 1), ("b", 2, position, 1)])
+    numbers = take(collector, "a", 5, 14).tensors[LENS]
+    for i, position in enumerate([0, 4, 5, 7, 9]):
+        one = type(numbers)(numbers.storage[:, i : i + 1], "float32")
+        check(one, 1, range(position, position + 1))
+    assert head.sizes[0] == 2
+    assert max(head.sizes) <= 5
+    got = collector.take("b", counts={ROWS: 14, SCORES: 0}, n_fed=14, timeout_s=5)
+    np.testing.assert_array_equal(got.tensors[ROWS].storage[0], rows(2, 2, 0, 14).numpy())
 
 
 def test_a_fault_fails_those_who_asked_and_nobody_else(
