@@ -216,7 +216,8 @@ def ids_of(output: Any) -> list[int]:
 
 def relative_errors(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Norm of each row's difference over the norm of the expected row."""
-    return (found.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    errors: torch.Tensor = (found.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    return errors
 
 
 def max_relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
