@@ -11,13 +11,14 @@ import asyncio
 import logging
 import weakref
 from collections import deque
+from functools import partial
 from typing import Any
 
 from inspect_lens._engine.protocol.processes import contained, ends_process
 from inspect_lens._vllm.compat.features import fault_of
 from inspect_lens._vllm.metrics import failed, waited
 
-from .attach import Results
+from .attach import Results, log_fault
 
 logger = logging.getLogger("vllm.inspect_lens")
 
@@ -69,7 +70,8 @@ class Arrivals:
             self._loop.call_later(_PREPARE_EVERY_S, self._prepare)
 
     def _prepare(self) -> None:
-        with contained(_log):  # requests that are not prepared take a little longer
+        # Requests that are not prepared take a little longer.
+        with contained(partial(log_fault, "results could not be prepared")):
             self.results.prepare(self._unprepared)
         if self._unprepared:
             self._loop.call_later(_PREPARE_EVERY_S, self._prepare)
@@ -209,10 +211,6 @@ class Arrivals:
             if not (one := self._ready.popleft()).done.done():
                 some.append(one)
         return some
-
-
-def _log(error: BaseException) -> None:
-    logger.error("inspect_lens: results could not be prepared", exc_info=error)
 
 
 def _fail(waiting: list[_Waiting], error: BaseException) -> None:
