@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, NamedTuple, overload
 
 import numpy as np
@@ -283,23 +283,6 @@ def _listed(values: Sequence[int] | Sequence[bool] | None) -> list[int] | None:
     return None if values is None else np.asarray(values).tolist()
 
 
-class SweepStarted(NamedTuple):
-    """What is known before the first cell; fields as in `PatchSweep`."""
-
-    layers: tuple[int, ...]
-    positions: tuple[int, ...]
-    tokens: tuple[str, ...]
-    clean_tokens: tuple[str, ...]
-    answer: str
-    foil: str | None
-    site: Site
-    source: Source
-    alpha: float
-    window: int
-    clean: RunScore
-    corrupted: RunScore
-
-
 class FloorFound(NamedTuple):
     """Noise floor as far as it is known; one that comes later is not lower."""
 
@@ -313,7 +296,11 @@ class CellDone(NamedTuple):
     score: RunScore
 
 
-SweepEvent = SweepStarted | FloorFound | CellDone
+SweepEvent = PatchSweep | FloorFound | CellDone
+"""The first is the sweep without a floor and without a cell."""
+_FOUND = ("floor", "logprob", "foil_logprob")
+_FACTS = [field.name for field in fields(PatchSweep) if field.name not in _FOUND]
+"""What is known of a sweep before its first cell."""
 
 
 def sweep(runs: Runs, spec: SweepSpec) -> Iterator[SweepEvent]:
@@ -338,13 +325,15 @@ def sweep(runs: Runs, spec: SweepSpec) -> Iterator[SweepEvent]:
     stored = _stored(runs, spec, ids, pairs, at, own, swept)
     first = dict(runs.logprobs([Run(ids), Run(bad_ids)], wanted, spec.in_flight))
     good, bad = RunScore(*first[0]), RunScore(*first[1])
-    yield SweepStarted(
+    empty = np.full((len(swept), len(at)), np.nan)
+    yield PatchSweep(
         layers=swept, positions=at, tokens=tuple(bad_texts),
         clean_tokens=tuple("" if q is None else texts[q] for q in pairs.pairs),
         answer=_shown(runs, spec.answer),
         foil=None if spec.foil is None else _shown(runs, spec.foil),
         site=spec.site, source=spec.source, alpha=spec.alpha, window=spec.window,
-        clean=good, corrupted=bad,
+        clean=good, corrupted=bad, floor=math.nan, logprob=empty,
+        foil_logprob=None if spec.foil is None else empty,
     )  # fmt: skip
     idle = idle_runs(own, swept, bad_ids, at, spec.site, spec.alpha, spec.floor_runs)
     asked = CellRuns(bad_ids, stored, near, spec.site, spec.alpha, idle)
@@ -373,11 +362,10 @@ def gather(events: Iterable[SweepEvent]) -> PatchSweep:
     """Put the events of one sweep together."""
     stream = iter(events)
     start = next(stream, None)
-    if not isinstance(start, SweepStarted):
-        raise SpecError(f"events: the first is {shown(start)}; a sweep begins with SweepStarted")
-    shape = (len(start.layers), len(start.positions))
-    logprob = np.full(shape, np.nan)
-    foil = None if start.foil is None else np.full(shape, np.nan)
+    if not isinstance(start, PatchSweep):
+        raise SpecError(f"events: the first is {shown(start)}; a sweep begins with a PatchSweep")
+    logprob = start.logprob.copy()
+    foil = None if start.foil_logprob is None else start.foil_logprob.copy()
     floor, n = math.nan, 0
     for event in stream:
         if isinstance(event, FloorFound):
@@ -390,7 +378,7 @@ def gather(events: Iterable[SweepEvent]) -> PatchSweep:
             n += 1
     if n != logprob.size or math.isnan(floor):
         raise SpecError(f"events: {n} cells of {logprob.size} came; the sweep was cut off")
-    return PatchSweep(**start._asdict(), floor=floor, logprob=logprob, foil_logprob=foil)
+    return replace(start, floor=floor, logprob=logprob, foil_logprob=foil)
 
 
 def _stored(
@@ -436,12 +424,12 @@ class EventLines:
 
     def line(self, event: SweepEvent) -> dict[str, Any]:
         """One event as a JSON object."""
-        if isinstance(event, SweepStarted):
+        if isinstance(event, PatchSweep):
             self._site, self._cells = event.site, 0
-            n = len(event.layers) * len(event.positions)
-            metric = "log-probability" if event.foil is None else "logit difference"
+            facts = {name: getattr(event, name) for name in _FACTS}
             both = {"clean": event.clean._asdict(), "corrupted": event.corrupted._asdict()}
-            return {"event": "start", **event._asdict(), **both, "metric": metric, "cells": n}
+            more = {"metric": event.metric_name, "cells": event.logprob.size}
+            return {"event": "start", **facts, **both, **more}
         if isinstance(event, FloorFound):
             self._floor = event.floor
             return {"event": "floor", "site": self._site, "floor": event.floor}
@@ -481,10 +469,12 @@ def events_of(lines: Iterable[str]) -> Iterator[SweepEvent]:
     raise CaptureError("patch sweep: the response ended before the sweep did; ask again")
 
 
-def _start(found: Mapping[str, Any]) -> SweepStarted:
-    fields = {name: found[name] for name in SweepStarted._fields}
+def _start(found: Mapping[str, Any]) -> PatchSweep:
+    facts = {name: found[name] for name in _FACTS}
     for name in ("layers", "positions", "tokens", "clean_tokens"):
-        fields[name] = tuple(fields[name])
+        facts[name] = tuple(facts[name])
     for name in ("clean", "corrupted"):
-        fields[name] = RunScore(**fields[name])
-    return SweepStarted(**fields)
+        facts[name] = RunScore(**facts[name])
+    empty = np.full((len(facts["layers"]), len(facts["positions"])), np.nan)
+    foil = None if facts["foil"] is None else empty
+    return PatchSweep(**facts, floor=math.nan, logprob=empty, foil_logprob=foil)

@@ -28,7 +28,6 @@ from inspect_lens._patching.sweep import (
     Stored,
     SweepEvent,
     SweepSpec,
-    SweepStarted,
     check_site,
     events_of,
     gather,
@@ -146,9 +145,8 @@ def patch_sweep(
     warn_without_space(clean, answer=answer, foil=foil)
     events = iter(_events(model, spec, over))
     start = next(events)
-    assert isinstance(start, SweepStarted)
-    n_cells = len(start.layers) * len(start.positions)
-    with progress_bar("patch", total=n_cells, done=0, show=progress) as step:
+    assert isinstance(start, PatchSweep)
+    with progress_bar("patch", total=start.logprob.size, done=0, show=progress) as step:
         found: list[SweepEvent] = [start]
         for event in events:
             found.append(event)

@@ -12,7 +12,6 @@ from inspect_lens._patching.sweep import (
     EventLines,
     FloorFound,
     SweepSpec,
-    SweepStarted,
     events_of,
     gather,
     specs_of,
@@ -20,7 +19,7 @@ from inspect_lens._patching.sweep import (
     to_body,
 )
 from inspect_lens.errors import CaptureError, SpecError
-from inspect_lens.patch import patch_sweep
+from inspect_lens.patch import PatchSweep, patch_sweep
 from tests.kit.toy_runs import ToyRuns
 
 SPEC = SweepSpec(
@@ -44,7 +43,7 @@ def test_lines_are_the_sweep_to_the_bit(foil: str | None) -> None:
 
 def test_the_floor_comes_before_the_first_cell_and_only_rises() -> None:
     start, floor, *rest = sweep(ToyRuns(), SPEC)
-    assert isinstance(start, SweepStarted)
+    assert isinstance(start, PatchSweep)
     assert isinstance(floor, FloorFound)
     floors = [event.floor for event in (floor, *rest) if isinstance(event, FloorFound)]
     assert floors == sorted(floors)
