@@ -257,7 +257,9 @@ class Sender:
                     # Each product reads the whole unembedding: as many rows as one of them takes.
                     total += len(result.ranks) * block.n_tokens * _MOST_BYTES // self.rows_read
                 elif result.readout is None:
-                    total += len(result.ranks) * block.n_tokens * row_bytes
+                    cut = result.heads
+                    each = row_bytes if cut is None else cut.size * self._ring.element_size()
+                    total += len(result.ranks) * block.n_tokens * each
         return total
 
     def send(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.protocol.envelope import seal
 from inspect_lens._engine.protocol.messages import QK, ROWS, SCORES
+from inspect_lens._engine.readout.reduce import HeadCut
+from inspect_lens._engine.step.exporter import Sender
 from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._engine.tap import buffers
 from inspect_lens._engine.tap.buffers import TapState, install
@@ -192,6 +195,23 @@ def test_chosen_heads_are_those_of_a_whole_row(
         "norm": chosen.norm(dim=-1, keepdim=True),
     }[reduce]
     np.testing.assert_allclose(found.storage, expected.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_what_waits_to_be_sent_is_counted_by_the_heads_alone() -> None:
+    def waits(heads: HeadCut | None) -> int | None:
+        result = SimpleNamespace(
+            form=None, gates=(), lens=None, readout=None, heads=heads, ranks=(0, 0, 1)
+        )
+        group = SimpleNamespace(is_live=False, crosses=False, results={ROWS: result})
+        sender: Any = SimpleNamespace(
+            sum_table=SimpleNamespace(rows_in_use=0), reducer=SimpleNamespace(resumed=()),
+            _ring=torch.zeros(8, 64), _groups={0: group},
+        )  # fmt: skip
+        block: Any = SimpleNamespace(group=0, n_tokens=5)
+        return Sender.bytes_that_wait(sender, [block])
+
+    assert waits(None) == 3 * 5 * 64 * 4
+    assert waits(HeadCut(HEAD, (0, HEAD, 0))) == 3 * 5 * HEAD * 4
 
 
 def test_heads_of_several_sites_and_layers_come_beside_each_other(
