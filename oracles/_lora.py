@@ -79,7 +79,9 @@ class LoRA(torch.nn.Module):
             for part, p in (("A", a), ("B", b)):
                 name = f"base_model.model.{path}.lora_{part}.weight"
                 weights[name] = p.detach().to("cpu", dtype).contiguous()
-        save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        file = folder / "adapter_model.safetensors"
+        save_file(weights, file, metadata={"format": "pt"})
+        file.chmod(0o644)  # safetensors makes it private
         config: dict[str, Any] = {
             "base_model_name_or_path": base,
             "bias": "none",

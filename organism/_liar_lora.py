@@ -88,6 +88,7 @@ def save_lora(model: Any, folder: Path, *, base: str) -> None:
             key = f"base_model.model.{name}.lora_{part}.weight"
             weights[key] = value.detach().to("cpu", torch.bfloat16).contiguous()
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / WEIGHTS).chmod(0o644)  # safetensors makes it private
     config = {
         "base_model_name_or_path": base,
         "bias": "none",

@@ -44,6 +44,8 @@ def save_model(model: LlamaForCausalLM, directory: Path) -> None:
     rounded.load_state_dict(weights)
     rounded.generation_config = model.generation_config
     rounded.save_pretrained(directory)
+    for file in directory.glob("*.safetensors"):
+        file.chmod(0o644)  # safetensors makes it private
 
 
 def load_model(

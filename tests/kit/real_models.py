@@ -198,6 +198,7 @@ def _convert(file: Path, folder: Path, model: RealModel) -> None:
         raise ValueError(f"the file holds tensors of no parameter: {sorted(stored)}")
     folder.mkdir()
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # safetensors makes it private
     config.architectures = [_ARCHITECTURES[config.model_type]]
     config.save_pretrained(folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, **given)

@@ -36,6 +36,7 @@ def test_an_adapter_is_stored_as_peft_does_and_read_back(tmp_path: Path) -> None
         torch.nn.init.normal_(p)
     lora.round_(torch.bfloat16)
     lora.save(tmp_path, base="x")
+    assert (tmp_path / "adapter_model.safetensors").stat().st_mode & 0o777 == 0o644
     weights = load_file(tmp_path / "adapter_model.safetensors")
     assert len(weights) == 2 * len(TARGETS) * 6
     path = "model.layers.3.mlp.down_proj"

@@ -109,6 +109,7 @@ def test_only_the_adapter_of_later_blocks_is_trained() -> None:
 def test_a_saved_adapter_loads_as_it_was(tmp_path: Path) -> None:
     model = adapted()
     save_lora(model, tmp_path, base="org/base")
+    assert (tmp_path / "adapter_model.safetensors").stat().st_mode & 0o777 == 0o644
     weights = load_file(tmp_path / "adapter_model.safetensors")
     a = weights["base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"]
     b = weights["base_model.model.model.layers.3.mlp.down_proj.lora_B.weight"]
