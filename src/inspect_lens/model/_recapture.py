@@ -130,7 +130,7 @@ async def recapture(
     )
     choice = ChoiceFields(
         activations=answer.get("activations"), token_ids=list(token_ids),
-        # It says which positions the rows are of; where all are, they are so from the first on.
+        # Chosen positions are found there; rows of all of them begin at the first.
         receipt=None if positions == "all" else answer.get("inspect_lens"),
     )  # fmt: skip
     if not choice.activations:

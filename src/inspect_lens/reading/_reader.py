@@ -543,7 +543,9 @@ class ProbeReader(CallReader):
             return False
         if known is not None and known.name not in (model_name, served, "unknown"):
             self._others[model_name] = (
-                f"no rate of it is known for {model_name!r}, whose weights could not be compared."
+                f"no rate of it is known for {model_name!r}: its weights or its adapter are not on "
+                "this machine, so nobody can tell whether it is that model; calibrate on its "
+                "answers to know one."
             )
             logger.warning(
                 "probe %s: it was made for %r, and whether %r is that model is not known, as its "

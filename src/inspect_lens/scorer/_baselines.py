@@ -108,7 +108,7 @@ def words_auroc(
     Each epoch is a text of its own, but the epochs of a sample share a fold, so none of them is
     judged by a classifier that saw another. Inside `grouped`, which Inspect gives reduced
     scores, the text of a sample is that of its first epoch. Of more than 1,000 texts it takes
-    1,000, the same ones in each run: those whose sample ids hash lowest.
+    1,000 and says so, the same ones in each run: those whose sample ids hash lowest.
 
     Args:
         group: key of the sample metadata that names what must share a fold, such as the scenario.
@@ -145,8 +145,14 @@ def words_auroc(
         found = labelled(scores, label)
         area, bounds, n = _area_of_words(found, _names(found, group), folds)
         made = with_bounds("words_auroc", area, bounds if interval else None)
-        if isinstance(made, dict) and n < len(found.scores):
+        if n == len(found.scores):
+            return made
+        if isinstance(made, dict):
             return {**made, "words_n": n}
+        logger.warning(
+            "words_auroc is of %d of %d texts, the same ones in each run; interval=True says so in "
+            "the log, as words_n", n, len(found.scores),
+        )  # fmt: skip
         return made
 
     return compute

@@ -199,7 +199,7 @@ class TokenMatch(Value):
             if self.matches != "all" or self.tokens != "all":
                 raise ValueError(
                     "matches and tokens belong to among='prompt'; every sampled token that has "
-                    "one of the ids is meant"
+                    f"{'none' if self.exclude else 'one'} of the ids is meant"
                 )
         return self
 
@@ -246,13 +246,17 @@ class TokenMatch(Value):
         chosen = {position for one in some for position in one[cut]}
         if not found:
             raise SpecError(
-                f"{field}={self}: no token of the prompt of {n_prompt} tokens matches; it is "
-                "matched with its chat template, as the model gets it"
+                f"{field}={self}: no token of the prompt of {n_prompt} tokens matches"
+                + (", so none would be excluded; " if self.exclude else "; ")
+                + "it is matched with its chat template, as the model gets it"
             )
         if self.exclude:
             chosen = set(range(n_prompt)) - chosen
             if not chosen:
-                raise SpecError(f"{field}={self}: every token of the prompt is excluded")
+                raise SpecError(
+                    f"{field}={self}: all {n_prompt} tokens of the prompt are excluded, so none is "
+                    "left; match fewer, or leave exclude out"
+                )
         return sorted(chosen)
 
 

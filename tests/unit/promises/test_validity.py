@@ -222,12 +222,15 @@ def test_words_that_are_none_are_told_and_do_not_fail_an_eval(said: dict[str, An
 
 
 def test_many_answers_are_judged_by_some_of_them_which_order_does_not_change(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(_baselines, "_MOST", 30)
     assert "words_n" not in measured(answers(30))
     found: Any = words_auroc(interval=True)(answers(90))
     assert (found["words_n"], found["words_auroc"]) == (30, measured(answers(90))["words_auroc"])
+    assert not caplog.text
+    assert words_auroc()(answers(90)) == found["words_auroc"]
+    assert "words_auroc is of 30 of 90 texts" in caplog.text
     taken = []
     monkeypatch.setattr(_baselines, "_words", lambda one: taken.append(one.sample_id) or [1])
     assert measured(answers(90))["words_n"] == 30

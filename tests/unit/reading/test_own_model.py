@@ -40,6 +40,7 @@ def test_a_rate_is_given_where_the_model_may_be_the_card_s(
     assert (facts["fpr"], facts["threshold"]) == (rate, 2.5)
     assert ("no_rate" in facts) == (rate is None)
     assert ("'model'" in (found.explanation or "")) == (rate is None)
+    assert ("calibrate on its answers" in (found.explanation or "")) == (rate is None)
     assert ("not known" in caplog.text) == (rate is None)
 
 
