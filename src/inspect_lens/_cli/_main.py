@@ -16,7 +16,16 @@ from inspect_lens.errors import ArtifactError, LensError, SpecError, Unsupported
 
 from ._doctor import doctor
 from ._lens import lens_app
-from ._output import CommandGroup, Interrupted, examples, fail, in_shell_words, running
+from ._output import (
+    CommandGroup,
+    Interrupted,
+    examples,
+    fail,
+    found,
+    in_shell_words,
+    libraries_silent,
+    running,
+)
 from ._probe import probe_app
 from ._score import chat, score, view
 from ._settings_of import settings
@@ -96,7 +105,8 @@ def _root(
 def main() -> None:
     """Run the program: what a user can cause becomes one line and an exit code."""
     try:
-        code = app(prog_name="inspect-lens", standalone_mode=False)
+        with libraries_silent():
+            code = app(prog_name="inspect-lens", standalone_mode=False)
         sys.stdout.flush()
     except SystemExit as ended:  # of typer, whose code for a closed pipe is 1
         if not isinstance(ended.__context__, BrokenPipeError):
@@ -113,7 +123,7 @@ def main() -> None:
         code = _exit_code(told)
         if code is None:  # a fault of ours keeps its traceback
             raise
-        fail(told, code, in_shell_words(str(told), app))
+        fail(told, code, in_shell_words(str(told), found(app)[1]))
     if code == _INTERRUPTED:
         fail(Interrupted("Ctrl-C ended it; results are written at the end, so there is none"), code)
     sys.exit(code if isinstance(code, int) else 0)
@@ -149,12 +159,9 @@ def _told(error: Exception) -> Exception:
     if isinstance(error, ModuleNotFoundError) and _exit_code(error) is not None:
         return _missing(error)
     if isinstance(error, ValidationError):  # of a card or a recipe that options make
-        said = [one["msg"].removeprefix("Value error, ") for one in error.errors()]
-        places = [".".join(map(str, one["loc"])) for one in error.errors()]
-        return SpecError("; ".join(
-            told if not place or told.startswith(f"{place}=") else f"{place}: {told}"
-            for place, told in zip(places, said, strict=True)
-        ))  # fmt: skip
+        from inspect_lens.spec import explain
+
+        return SpecError(explain(error, root=error.title))
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return OSError(f"{error}: what was to be written has no room; free some, or go elsewhere")
     if kind == "InvalidParameterError":  # of scikit-learn, about a setting of a family

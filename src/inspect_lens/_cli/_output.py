@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import math
 import os
 import re
@@ -104,6 +105,20 @@ def examples(*lines: str) -> str:
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
+@contextmanager
+def libraries_silent() -> Iterator[None]:
+    """Have only our own words reach standard error: what libraries log there, errors say again."""
+    loggers = [logging.getLogger(name) for name in ("huggingface_hub.utils", "inspect_ai")]
+    levels = [one.level for one in loggers]
+    for one in loggers:
+        one.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for one, level in zip(loggers, levels, strict=True):
+            one.setLevel(level)
+
+
 class Interrupted(Exception):
     """Ctrl-C, and what is there of the command's work."""
 
@@ -126,7 +141,7 @@ def kept_fits(folder: str) -> AbstractContextManager[None]:
     )
 
 
-def _found(app: typer.Typer) -> tuple[list[str], Any]:
+def found(app: typer.Typer) -> tuple[list[str], Any]:
     """The words that name the command that runs, and the command."""
     command: Any = typer.main.get_command(app)
     words = []
@@ -157,7 +172,7 @@ _NO_LIMIT: Final = 1000
 
 def running(app: typer.Typer) -> str:
     """The command that runs, as it is typed."""
-    return " ".join(["inspect-lens", *_found(app)[0]])
+    return " ".join(["inspect-lens", *found(app)[0]])
 
 
 _SECRET: Final = re.compile(
@@ -176,9 +191,8 @@ def typed_command() -> str:
     return typed.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def in_shell_words(message: str, app: typer.Typer) -> str:
-    """A message of the library with the flags of the command that runs, not Python's arguments."""
-    _, command = _found(app)
+def in_shell_words(message: str, command: Any) -> str:
+    """A message of the library with the flags of a command, not Python's arguments."""
     flags: dict[str, str] = {
         str(p.name): max(p.opts, key=len) for p in command.params if p.opts[0].startswith("-")
     }

@@ -17,7 +17,7 @@ from inspect_lens._settings import server_key
 from inspect_lens.errors import ArtifactError, SpecError
 
 from ._choices import OverCalls
-from ._output import BaseUrl, Json, emit, finite, parse_layers, writable
+from ._output import BaseUrl, Json, emit, finite, in_shell_words, parse_layers, writable
 
 if TYPE_CHECKING:
     from inspect_ai.log import EvalLog, EvalMetric
@@ -211,6 +211,7 @@ def _holds(score: Score) -> bool:
 
 
 def view(
+    context: typer.Context,
     log: LogFile,
     probe: Annotated[
         list[str] | None,
@@ -246,13 +247,14 @@ def view(
         max_bytes=max_mib << 20, any_model=any_model, follow=follow or (),
         progress=True,
     )  # fmt: skip
+    notes = [in_shell_words(note, context.command) for note in made.notes]
     lines = [
         f"{made.path}: {made.n_samples} samples, {made.n_calls} calls, {made.n_tokens} tokens, "
         + (f"{made.nbytes / 2**20:.1f} MiB" if made.nbytes >> 20 else f"{made.nbytes >> 10} KiB"),
         f"  probes: {', '.join(made.series)}",
-        *(f"  note: {note}" for note in made.notes),
+        *(f"  note: {note}" for note in notes),
     ]
-    emit(made.as_dict(), lines, as_json=as_json)
+    emit(made.as_dict() | {"notes": notes}, lines, as_json=as_json)
 
 
 def chat(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import re
 import signal
 import socket
@@ -19,10 +20,12 @@ from inspect_ai.model import Model, get_model
 
 from inspect_lens._cli import _doctor
 from inspect_lens._cli._main import app
-from inspect_lens._cli._output import in_shell_words
+from inspect_lens._cli._output import found, in_shell_words
 from inspect_lens.collect import _collect
 from inspect_lens.data import ActivationStore
+from inspect_lens.errors import SpecError
 from inspect_lens.model._host import PrerequisiteError, registry_lookup
+from inspect_lens.view import WrittenView
 from tests.kit.commands import commands, run_command
 from tests.kit.fake_server import FakeLensServer
 from tests.kit.planted_log import plant_log, planted_probe
@@ -221,10 +224,50 @@ def test_messages_have_the_flags_of_the_command(monkeypatch: pytest.MonkeyPatch)
         ("/data/pool=mean/x and http://h/?pool=a", "/data/pool=mean/x and http://h/?pool=a"),
         ("roles=('user', 'tool') has", "--role='user','tool' has"),
     ):
-        assert in_shell_words(python, app) == shell
+        assert in_shell_words(python, found(app)[1]) == shell
     monkeypatch.setattr("sys.argv", ["inspect-lens", "probe", "collect"])
-    said = in_shell_words("say prompt='q', label=False or layers=[4, 5]", app)
+    said = in_shell_words("say prompt='q', label=False or layers=[4, 5]", found(app)[1])
     assert said == "say --option prompt='q', --option label=false or --layers=4,5"
+
+
+def test_notes_of_a_page_have_the_flags_of_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "pass it as probes=a/b, or allow it with follow=hf://a."
+    made = WrittenView(
+        path=Path("x.html"), nbytes=9, n_samples=1, n_left_out=0, n_without=0, n_calls=1,
+        n_tokens=1, n_scored=1, series=("a",), has_texts=True, n_kept=0, n_lost=0, notes=(said,),
+    )  # fmt: skip
+    monkeypatch.setattr("inspect_lens.view.write_view", lambda *_, **__: made)
+    for more in ((), ("--json",)):
+        assert run_command("view", "any.eval", *more) == 0
+        shown = capsys.readouterr().out
+        assert "pass it as --probe=a/b, or allow it with --follow=hf://a." in shown
+
+
+def test_what_libraries_log_does_not_stand_before_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ("huggingface_hub.utils._http", "inspect_ai.model")
+
+    def write(*_: Any, **__: Any) -> Any:
+        for name in names:
+            logging.getLogger(name).error("Retrying in 8s [Retry 5/5].")
+        raise SpecError("ours")
+
+    monkeypatch.setattr("inspect_lens.view.write_view", write)
+    seen: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = seen.append  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
+    try:
+        assert run_command("view", "any.eval") == 3
+        assert capsys.readouterr().err.splitlines() == ["SpecError: ours"]
+        assert not seen
+        logging.getLogger(names[1]).error("heard again")
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert len(seen) == 1
 
 
 def test_names_of_models_are_judged_in_python_too() -> None:
