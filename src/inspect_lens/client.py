@@ -51,6 +51,7 @@ from .spec import (
     decode_tensor,
     names_heads,
     parse_extra_args,
+    read_as,
     read_transport,
     refuse_misspelled,
     split_body,
@@ -215,14 +216,14 @@ class LensClient(HookCalls):
         max_tokens: int = 16,
         temperature: float = 0.0,
         capture_layers: Sequence[int] | bool | None = None,
-        steering_vectors: Sequence[Add | Mapping[str, Any]] | None = None,
+        steering_vectors: Add | Mapping[str, Any] | Sequence[Add | Mapping[str, Any]] | None = None,
         activations_transport: str | None = None,
         capture: CaptureSpec | Mapping[str, Any] | Sequence[int] | str | None = None,
-        hooks: Sequence[Hook | Mapping[str, Any]] | None = None,
+        hooks: Hook | Mapping[str, Any] | Sequence[Hook | Mapping[str, Any]] | None = None,
         capture_qk: Sequence[int] | Sequence[tuple[int, int]] | bool | None = None,
         lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None = None,
         sink: SinkUse | Mapping[str, Any] | str | None = None,
-        edits: Sequence[Edit | Mapping[str, Any]] | None = None,
+        edits: Edit | Mapping[str, Any] | Sequence[Edit | Mapping[str, Any]] | None = None,
         open_gates: Sequence[str] = (),
         logprobs: int | None = None,
         echo: bool = False,
@@ -288,14 +289,14 @@ class LensClient(HookCalls):
         max_tokens: int = 16,
         temperature: float = 0.0,
         capture_layers: Sequence[int] | bool | None = None,
-        steering_vectors: Sequence[Add | Mapping[str, Any]] | None = None,
+        steering_vectors: Add | Mapping[str, Any] | Sequence[Add | Mapping[str, Any]] | None = None,
         activations_transport: str | None = None,
         capture: CaptureSpec | Mapping[str, Any] | Sequence[int] | str | None = None,
-        hooks: Sequence[Hook | Mapping[str, Any]] | None = None,
+        hooks: Hook | Mapping[str, Any] | Sequence[Hook | Mapping[str, Any]] | None = None,
         capture_qk: Sequence[int] | Sequence[tuple[int, int]] | bool | None = None,
         lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None = None,
         sink: SinkUse | Mapping[str, Any] | str | None = None,
-        edits: Sequence[Edit | Mapping[str, Any]] | None = None,
+        edits: Edit | Mapping[str, Any] | Sequence[Edit | Mapping[str, Any]] | None = None,
         open_gates: Sequence[str] = (),
         **kwargs: Any,
     ) -> GenerateOutput:
@@ -317,13 +318,13 @@ class LensClient(HookCalls):
         max_tokens: int = 16,
         temperature: float = 0.0,
         capture_layers: Sequence[int] | bool | None = None,
-        steering_vectors: Sequence[Add | Mapping[str, Any]] | None = None,
+        steering_vectors: Add | Mapping[str, Any] | Sequence[Add | Mapping[str, Any]] | None = None,
         capture: CaptureSpec | Mapping[str, Any] | Sequence[int] | str | None = None,
-        hooks: Sequence[Hook | Mapping[str, Any]] | None = None,
+        hooks: Hook | Mapping[str, Any] | Sequence[Hook | Mapping[str, Any]] | None = None,
         capture_qk: Sequence[int] | Sequence[tuple[int, int]] | bool | None = None,
         lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None = None,
         sink: SinkUse | Mapping[str, Any] | str | None = None,
-        edits: Sequence[Edit | Mapping[str, Any]] | None = None,
+        edits: Edit | Mapping[str, Any] | Sequence[Edit | Mapping[str, Any]] | None = None,
         open_gates: Sequence[str] = (),
         stream_results: bool | None = None,
         **kwargs: Any,
@@ -432,7 +433,7 @@ class LensClient(HookCalls):
             text="".join(texts),
             activations=self._whole(joined.tensors(), last.get("activations"), request, receipt),
             hook_results=self._results(last.get("hook_results"), request),
-            receipt=None if receipt is None else Receipt.model_validate(receipt),
+            receipt=None if receipt is None else _receipt(receipt),
             prompt_token_ids=prompt_ids,
             token_ids=token_ids,
             raw=last,
@@ -517,7 +518,7 @@ class LensClient(HookCalls):
             text=text,
             activations=self._tensors(answer.get("activations"), request),
             hook_results=self._results(answer.get("hook_results"), request),
-            receipt=None if receipt is None else Receipt.model_validate(receipt),
+            receipt=None if receipt is None else _receipt(receipt),
             prompt_token_ids=answer.get("prompt_token_ids") or choice.get("prompt_token_ids") or [],
             token_ids=choice.get("token_ids") or [],
             logprobs=choice.get("logprobs"),
@@ -607,26 +608,26 @@ VLLMLensClient = LensClient
 
 def request_of(
     capture_layers: Sequence[int] | bool | None,
-    steering_vectors: Sequence[Add | Mapping[str, Any]] | None,
+    steering_vectors: Add | Mapping[str, Any] | Sequence[Add | Mapping[str, Any]] | None,
     activations_transport: str | None,
     capture: CaptureSpec | Mapping[str, Any] | Sequence[int] | str | None,
-    hooks: Sequence[Hook | Mapping[str, Any]] | None,
+    hooks: Hook | Mapping[str, Any] | Sequence[Hook | Mapping[str, Any]] | None,
     capture_qk: Sequence[int] | Sequence[tuple[int, int]] | bool | None,
     lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None,
     sink: SinkUse | Mapping[str, Any] | str | None = None,
-    edits: Sequence[Edit | Mapping[str, Any]] | None = None,
+    edits: Edit | Mapping[str, Any] | Sequence[Edit | Mapping[str, Any]] | None = None,
     open_gates: Sequence[str] = (),
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> LensRequest | None:
     """Read them; the arguments are those of `LensClient.generate`, and fields that have none."""
     args: dict[str, Any] = {}
     if hooks is not None:
-        args["apply_hooks"] = list(hooks)
+        args["apply_hooks"] = _several(hooks)
     if capture_layers is not None:
         layers = capture_layers
         args["output_residual_stream"] = layers if isinstance(layers, bool) else list(layers)
     if steering_vectors is not None:
-        args[STEER_KEY] = list(steering_vectors)
+        args[STEER_KEY] = _several(steering_vectors)
     if (transport := activations_transport) is not None:
         args["activations_transport"] = transport
     request = parse_extra_args(args)
@@ -641,7 +642,7 @@ def request_of(
         if part is not None and part is not False:
             native[name] = _fields(part, transport)
     if edits is not None:
-        native["edits"] = [*(() if request is None else request.edits), *edits]
+        native["edits"] = [*(() if request is None else request.edits), *_several(edits)]
     if native and (asked := parse_extra_args({NATIVE_KEY: native})) is not None:
         update = {name: getattr(asked, name) for name in native}
         request = (request or LensRequest()).model_copy(update=update)
@@ -649,6 +650,11 @@ def request_of(
 
 
 _ARGUMENTS = (*inspect.signature(request_of).parameters, *LensRequest.model_fields)
+
+
+def _several(given: Any) -> list[Any]:
+    """What was given, where one alone may stand without a list."""
+    return [given] if isinstance(given, BaseModel | Mapping) else list(given)
 
 
 def _fields(asked: Any, transport: str | None) -> dict[str, Any]:
@@ -725,6 +731,16 @@ def lines_of(http: httpx.Client, path: str, body: Any) -> Generator[str]:
             yield from response.iter_lines()
     except httpx.TransportError as error:
         raise no_answer(_address(http, path), error) from error
+
+
+def _receipt(value: Any) -> Receipt:
+    try:
+        return read_as(Receipt, value)
+    except SpecError as error:
+        raise CaptureError(
+            f"inspect_lens: the server sent a receipt that cannot be read ({error}); the versions "
+            "of client and server may differ"
+        ) from None
 
 
 def _has_several(prompt: Any) -> bool:

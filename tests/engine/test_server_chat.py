@@ -285,5 +285,5 @@ def test_in_a_browser_tokens_have_colours_keys_and_layers(
     assert (seen["focus"], seen["hidden"]) == ("message", True)
     assert (seen["all"], seen["reset"]) == (len(scores), kinds.count("t w"))
     assert seen["fits"]
-    assert seen["wrong"] == "Tokens at most: Input should be greater than or equal to 1"
+    assert seen["wrong"] == "Tokens at most=0; allowed are numbers of 1 or more"
     assert seen["kept"] == "Again?", "what was not sent is not lost"

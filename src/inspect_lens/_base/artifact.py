@@ -33,7 +33,7 @@ from safetensors.numpy import save as save_tensors
 from inspect_lens._base.shipped import organism_advice, shipped_root
 from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens.errors import ArtifactError, SpecError
-from inspect_lens.spec import Value
+from inspect_lens.spec import Value, explain
 
 Made = TypeVar("Made")
 
@@ -357,8 +357,13 @@ def read_artifact(
                 f"({', '.join(unknown)}), so another version of inspect_lens wrote it; use that "
                 f"version, or make the {kind.name} again"
             ) from None
+        why = (
+            explain(error, at="card")
+            if isinstance(error, ValidationError)
+            else f"{type(error).__name__}: {error}"
+        )
         raise ArtifactError(
-            f"{folder / CARD_FILE}: not a card ({type(error).__name__}: {error}); allowed is what "
+            f"{folder / CARD_FILE}: not a card ({why}); allowed is what "
             f"{kind.writer} writes; restore the file, or update inspect_lens if a newer one wrote "
             "it"
         ) from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, cast, get_args
 
@@ -27,10 +27,12 @@ from inspect_lens.spec import (
     CaptureSpec,
     DType,
     LensRequest,
+    LogitLens,
     QKSpec,
     Receipt,
     TensorData,
     decode_tensor,
+    explain,
 )
 
 DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32"}
@@ -242,8 +244,9 @@ def decode_payload(
         }
         receipt = None if choice.receipt is None else Receipt.model_validate(choice.receipt)
     except (SpecError, ValidationError, AttributeError) as error:
+        why = explain(error) if isinstance(error, ValidationError) else error
         raise CaptureError(
-            f"activations: the server sent something that cannot be read ({error}); the versions "
+            f"activations: the server sent something that cannot be read ({why}); the versions "
             "of client and server may differ"
         ) from None
     capture = request.capture
@@ -259,7 +262,7 @@ def decode_payload(
         if name in QK_NAMES:
             layers[name] = _check_qk(name, tensor, qk_values(choice), request.qk)
         elif name == LENS_NAME:
-            layers[name] = _check_lens(tensor, receipt)
+            layers[name] = _check_lens(tensor, receipt, request.lens)
         else:
             layers[name] = _check(name, tensor, capture, receipt, n_tokens)
     return Payload(
@@ -289,17 +292,49 @@ def _check_qk(
                 "for (heads, tokens, head size). This server returns all heads of a layer; leave "
                 "heads out, and name layers"
             )
-        return tuple(int(layer) for layer, _ in found)
+        wanted = asked.heads if name == QK_NAMES[0] else _key_heads(asked.heads, values)
+        if found != [[*head] for head in wanted]:
+            raise _other(name, f"the heads {found}", f"heads {[[*head] for head in wanted]}")
+        return tuple(layer for layer, _ in wanted)
     layers = values.get("qk_layers")
     if not isinstance(layers, list) or len(tensor.shape) != 4 or tensor.shape[0] != len(layers):
         raise CaptureError(
             f"activations.{name}: shape {tensor.shape} for the layers {layers}; wanted is "
             "(layers, tokens, heads, head size)"
         )
+    if asked is not None and asked.layers not in ("all", tuple(layers)):
+        raise _other(name, f"layers {layers}", f"layers {list(asked.layers)}")
     return tuple(int(layer) for layer in layers)
 
 
-def _check_lens(tensor: TensorData, receipt: Receipt | None) -> tuple[int, ...]:
+def _key_heads(
+    heads: Sequence[tuple[int, int]], values: Mapping[str, Any]
+) -> list[tuple[int, int]]:
+    """Key heads that query heads read, by what the answer says of its layers."""
+    try:
+        each = {
+            layer: meta["num_heads"] // meta["num_kv_heads"]
+            for layer, meta in zip(values["qk_layers"], values["qk_meta"], strict=True)
+        }
+        return sorted({(layer, head // each[layer]) for layer, head in heads})
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise CaptureError(
+            f"activations.{QK_NAMES[1]}: which key heads belong to the asked ones cannot be read "
+            f"out of qk_layers and qk_meta ({type(error).__name__}: {error}); the versions of "
+            "client and server may differ"
+        ) from None
+
+
+def _other(name: str, came: str, asked: str) -> CaptureError:
+    return CaptureError(
+        f"activations.{name}: {came} came, and asked were {asked}. The server returned something "
+        "else than it was asked for"
+    )
+
+
+def _check_lens(
+    tensor: TensorData, receipt: Receipt | None, asked: LogitLens | None
+) -> tuple[int, ...]:
     """Layers of what a logit lens read, once its shape is known to fit."""
     done = receipt.lens if receipt else None
     if done is None or tensor.shape != (len(done.layers), done.n_positions, done.columns):
@@ -307,6 +342,8 @@ def _check_lens(tensor: TensorData, receipt: Receipt | None) -> tuple[int, ...]:
             f"activations.{LENS_NAME}: shape {tensor.shape}, and the receipt says {done}; the "
             "versions of client and server may differ"
         )
+    if asked is not None and asked.layers not in ("all", done.layers):
+        raise _other(LENS_NAME, f"layers {list(done.layers)}", f"layers {list(asked.layers)}")
     return done.layers
 
 

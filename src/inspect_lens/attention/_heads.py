@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from inspect_lens._base.artifact import folders_named, write_atomic
 from inspect_lens._base.published import settings_of
@@ -18,7 +18,7 @@ from inspect_lens._base.shipped import organism_advice
 from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import Threshold
-from inspect_lens.spec import explain
+from inspect_lens.spec import Value, explain
 
 from ._pattern import Head, QueriesKeys, Span, check_span
 
@@ -29,18 +29,18 @@ _FORMAT: Final = "inspect_lens/heads/1"
 _FOLDER: Final = "heads"
 
 
-class HeadsFound(BaseModel):
+class HeadsFound(Value):
     """How a list of heads was found: method, settings and data."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False)
 
     data: str = ""
     """Name of the samples that the heads were found on."""
-    n_samples: dict[str, int] = {}
+    n_samples: dict[str, int] = Field(default_factory=dict)
     """How many samples of each kind, such as `normal` and `attack`."""
     rule: str = ""
     """Which heads were taken, in words."""
-    settings: dict[str, float] = {}
+    settings: dict[str, float] = Field(default_factory=dict)
     """Numbers of the rule."""
     n_heads: int | None = None
     """Heads among which they were found."""
@@ -48,7 +48,7 @@ class HeadsFound(BaseModel):
     """File or paper that they were taken from."""
 
 
-class AttentionHeads(BaseModel):
+class AttentionHeads(Value):
     """Chosen heads of a model, with what chose them, and a threshold where one was set.
 
     Example:
@@ -62,7 +62,7 @@ class AttentionHeads(BaseModel):
         ```
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False)
 
     method: HeadMethod
     model: str = ""

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from inspect_lens._base.untrusted import parse_json
 from inspect_lens.errors import SpecError
+from inspect_lens.spec import explain
 
 from ._rows import FILE, LIST, Row
 from ._sample import Message, ProbeSample
@@ -85,9 +86,7 @@ class Columns(BaseModel):
         try:
             given = cls(**options)
         except ValidationError as error:
-            first = error.errors()[0]
-            name, told = str(first["loc"][0]), first["msg"].replace("Input should be", "allowed is")
-            raise SpecError(f"{name}={options[name]!r}; {told}") from None
+            raise SpecError(explain(error)) from None
         made = base.model_copy(update={name: getattr(given, name) for name in options})
         if bool(made.positive) != bool(made.negative):
             raise SpecError("positive and negative: one is given; allowed are both, for pairs")

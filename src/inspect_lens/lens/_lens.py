@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from inspect_lens._base.artifact import (
     Artifact,
@@ -24,13 +24,13 @@ from inspect_lens._base.artifact import (
 )
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import ModelRef
-from inspect_lens.spec import Add, EngineLens, LensKind, Swap, as_tensor_data, explain
+from inspect_lens.spec import Add, EngineLens, LensKind, Swap, Value, as_tensor_data
 
 
-class LensTraining(BaseModel):
+class LensTraining(Value):
     """What a lens was fitted on, and how."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False)
 
     method: str
     """How it was fitted, in words."""
@@ -40,14 +40,14 @@ class LensTraining(BaseModel):
     """Texts that it was fitted on."""
     n_tokens: int = Field(gt=0)
     """Rows of each layer that it was fitted on."""
-    settings: dict[str, int | float | str] = {}
+    settings: dict[str, int | float | str] = Field(default_factory=dict)
     """Arguments that decide the result."""
 
 
-class LensQuality(BaseModel):
+class LensQuality(Value):
     """How far the predictions of one layer are from the model's own, on held-out texts."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False)
 
     layer: int
     """Which layer."""
@@ -277,10 +277,7 @@ class Lens(Artifact):
             raise SpecError("layers: name at least one; allowed are layers of the lens")
         directions = np.stack([self.token_direction(tokens, layer) for layer in layers])
         first, second = directions[:, 0], directions[:, 1]
-        try:
-            return Swap(first=first, second=second, strength=strength, layers=tuple(layers))
-        except ValidationError as error:
-            raise SpecError(f"token_swap: {explain(error)}") from None
+        return Swap(first=first, second=second, strength=strength, layers=tuple(layers))
 
     def for_engine(self) -> EngineLens:
         """The form that an engine registers; made once, as all of it is hashed."""

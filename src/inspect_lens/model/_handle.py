@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_
 from inspect_lens._base.to_torch import to_torch
 from inspect_lens._intake import Payload, Stored, decode_file, encode_file, join, parent, stamp_of
 from inspect_lens.errors import ArtifactError
-from inspect_lens.spec import LENS_NAME, LensTable, Numerics, Receipt, Reduce, TensorData
+from inspect_lens.spec import LENS_NAME, LensTable, Numerics, Receipt, Reduce, TensorData, explain
 
 from ._places import MemoryStore, MessageIndex, find, is_there, know_root
 
@@ -94,9 +94,10 @@ class LoggedHandle(BaseModel):
                 raise ValueError(f"$lens is {reference.get('$lens')!r}")
             return cls.model_validate(cls._fields_of(fields))
         except (AttributeError, KeyError, TypeError, ValueError, ValidationError) as error:
+            why = explain(error) if isinstance(error, ValidationError) else error
             what = cls.METADATA.replace("_", " ")
             raise ArtifactError(
-                f"not a logged reference to {what} ({error}); wanted is the mapping with "
+                f"not a logged reference to {what} ({why}); wanted is the mapping with "
                 f'"$lens": "{cls.KIND}" from output.metadata["{cls.METADATA}"]'
             ) from None
 

@@ -14,7 +14,7 @@ from inspect_ai.model import ChatMessage, ModelOutput
 
 from inspect_lens._intake import absolute, join, parent, write_file
 from inspect_lens.errors import ArtifactError
-from inspect_lens.spec import Receipt
+from inspect_lens.spec import Receipt, read_as
 
 from ._handle import MEMORY, MESSAGES, Activations
 from ._places import MessageIndex, Place, find, know_log, know_root, place_for, place_of, read_log
@@ -252,7 +252,7 @@ def receipt(source: ModelOutput | ModelEvent | Mapping[str, Any]) -> Receipt | N
         source = source.output
     metadata = source.metadata if isinstance(source, ModelOutput) else source
     found = (metadata or {}).get("inspect_lens")
-    return None if found is None else Receipt.model_validate(found)
+    return None if found is None else read_as(Receipt, found, at="inspect_lens")
 
 
 def resident_activation_bytes() -> int:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from inspect_lens._intake import Payload, encode_file, join, read_vector, stamp_of, write_file
 from inspect_lens._settings import text, variable
-from inspect_lens.errors import ArtifactError, LensError, SpecError
+from inspect_lens.errors import ArtifactError, LensError, SpecError, did_you_mean
 from inspect_lens.lens import Lens, load_lens
 from inspect_lens.sae import SparseAutoencoder, read_autoencoder
 from inspect_lens.spec import (
@@ -26,7 +26,9 @@ from inspect_lens.spec import (
     NATIVE_KEY,
     STEER_KEY,
     TENSOR_REFERENCE,
+    WEIGHTS,
     Add,
+    Cache,
     CaptureSpec,
     EditBase,
     Hook,
@@ -40,6 +42,7 @@ from inspect_lens.spec import (
     parse_edits,
     parse_extra_args,
     parse_hooks,
+    read_as,
     split_body,
     split_options,
     to_extra_args,
@@ -149,7 +152,7 @@ def _autoencoder(path: str, stamps: tuple[str | None, ...]) -> SparseAutoencoder
     return read_autoencoder(path)
 
 
-LENSES: dict[str, Lens] = {}
+LENSES: Cache[str, Lens] = Cache(1 << 10, WEIGHTS)
 """By the name made of the content, under which a server is told of them."""
 
 
@@ -348,8 +351,9 @@ def name_of_lens(lens: LensLike) -> str:
     if isinstance(lens, str) and "/" not in lens:
         return check_name(lens, field="lens")
     loaded = load_lens(lens)
-    name = f"lens-{loaded.for_engine().sha256[:24]}"
-    LENSES.setdefault(name, loaded)
+    form = loaded.for_engine()
+    name = f"lens-{form.sha256[:24]}"
+    LENSES.keep(name, loaded, form.nbytes)
     return name
 
 
@@ -495,7 +499,15 @@ def lens_config(
         body = respelled(body, (request or LensRequest()).model_copy(update=changes))
     if lora is not None:
         body["lora_request"] = _lora(lora)
-    config = start.merge(GenerateConfig(**generate))
+    for name in generate.keys() - GenerateConfig.model_fields:
+        hint = did_you_mean(
+            name, {*LensRequest.model_fields, *GenerateConfig.model_fields, "steer", "lora"}
+        )
+        raise SpecError(
+            f"{name}: is no argument of lens_config, and no field of a LensRequest or of "
+            f"GenerateConfig; {hint}"
+        )
+    config = start.merge(read_as(GenerateConfig, generate))
     config.extra_body = body or None
     return config
 

@@ -22,6 +22,8 @@ from inspect_lens._base.untrusted import parse_json
 from inspect_lens.errors import ArtifactError, CaptureError, SpecError, UnsupportedError
 from inspect_lens.probe import AnyProbe, load_probe
 from inspect_lens.spec import (
+    WEIGHTS,
+    Cache,
     CaptureSpec,
     EngineProbe,
     Positions,
@@ -53,7 +55,7 @@ class Known(NamedTuple):
     """The engine's form; aggregate and threshold play no part."""
 
 
-KNOWN: dict[str, Known] = {}
+KNOWN: Cache[str, Known] = Cache(1 << 10, WEIGHTS)
 """By the name at a server, which is made of the content: whoever asks for a probe, in this eval or
 in another, finds what is registered already."""
 
@@ -133,7 +135,7 @@ def _register(probe: AnyProbe) -> list[str]:
                 }
             )  # fmt: skip
             name = f"probe-{form.sha256[:24]}"
-            KNOWN.setdefault(name, Known(probe.name, probe.sha256, role, bare))
+            KNOWN.keep(name, Known(probe.name, probe.sha256, role, bare), bare.nbytes)
             names.append(name)
     return names
 

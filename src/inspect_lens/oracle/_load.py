@@ -24,6 +24,7 @@ from inspect_lens._base.artifact import download, folders_named
 from inspect_lens._base.shipped import organism_advice, shipped_root
 from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens.errors import ArtifactError
+from inspect_lens.spec import explain
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +132,9 @@ def read_config(folder: str | Path) -> OracleConfig:
     try:
         config = OracleConfig.model_validate(values)
     except ValidationError as error:
-        raise ArtifactError(f"{path}: {_explain(error)}") from None
+        raise ArtifactError(
+            f"{path}: {explain(error)}; what is missing is never guessed, take it from the training"
+        ) from None
     extra = sorted(values.keys() - OracleConfig.model_fields.keys())
     unknown = [name for name in extra if not _TRAINING.fullmatch(name)]
     if unknown:
@@ -141,18 +144,6 @@ def read_config(folder: str | Path) -> OracleConfig:
             path, ", ".join(unknown),
         )  # fmt: skip
     return config
-
-
-def _explain(error: ValidationError) -> str:
-    parts = []
-    for item in error.errors(include_url=False):
-        field = ".".join(str(part) for part in item["loc"])
-        if item["type"] == "missing":
-            parts.append(f"{field} is missing; it is never guessed, take it from the training")
-        else:
-            reason = item["msg"].removeprefix("Value error, ")
-            parts.append(f"{field}={item['input']!r}: {reason}")
-    return "; ".join(parts)
 
 
 WEIGHTS: Final = "adapter_model.safetensors"

@@ -15,7 +15,9 @@ from numpy.typing import ArrayLike, NDArray
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import (
     RESID_POST,
+    WEIGHTS,
     AutoencoderKind,
+    Cache,
     EngineAutoencoder,
     Gate,
     LatentMode,
@@ -47,7 +49,7 @@ _MODULES: Final[dict[str, Site]] = {
 """By the name of a module of transformers, whose output is read where no other end is named."""
 
 
-BY_CONTENT_NAME: Final[dict[str, EngineAutoencoder]] = {}
+BY_CONTENT_NAME: Final[Cache[str, EngineAutoencoder]] = Cache(1 << 10, WEIGHTS)
 """What edits of this process name by content, for whoever registers it with a server."""
 
 
@@ -372,12 +374,16 @@ class SparseAutoencoder(SparseEncoder):
             decoder_bias=self.decoder_bias, strength=strength, positions=positions, **where
         )
 
-    @cached_property
+    @property
     def content_name(self) -> str:
         """Name made of all that it computes, under which Inspect's provider registers it."""
-        form = self.for_engine()
-        BY_CONTENT_NAME.setdefault(name := f"sae-{form.sha256[:24]}", form)
+        form = self._form
+        BY_CONTENT_NAME.keep(name := f"sae-{form.sha256[:24]}", form, form.nbytes)
         return name
+
+    @cached_property
+    def _form(self) -> EngineAutoencoder:
+        return self.for_engine()
 
     def for_engine(self, dtype: Literal["float32", "float16"] = "float32") -> EngineAutoencoder:
         """The form that an engine registers, for `Splice`.

@@ -14,7 +14,7 @@ from inspect_ai.model import ModelOutput, get_model
 from inspect_ai.scorer import Scorer
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 from inspect_ai.util import span
-from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, field_validator
+from pydantic import ConfigDict, Field, SerializeAsAny, field_validator
 
 from inspect_lens._base.concurrency import together
 from inspect_lens.errors import ArtifactError, SpecError
@@ -31,7 +31,9 @@ from inspect_lens.spec import (
     Latents,
     Positions,
     Site,
+    Value,
     parse_edits,
+    read_as,
 )
 from inspect_lens.vector import Vector, VectorLike, load_vector
 
@@ -44,7 +46,7 @@ Edits: TypeAlias = EditBase | Mapping[str, Any] | Sequence[EditBase | Mapping[st
 """One edit or several, each an object or its JSON form with `op`."""
 
 
-class EditVariant(BaseModel):
+class EditVariant(Value):
     """One way in which a prompt is answered: edits under a name.
 
     Example:
@@ -67,7 +69,7 @@ class EditVariant(BaseModel):
         ```
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    model_config = ConfigDict(arbitrary_types_allowed=True)
 
     name: str = Field(
         min_length=1,
@@ -476,10 +478,8 @@ def _variants(
         {"name": name, "edits": edits} for name, edits in given.items()
     ]  # fmt: skip
     try:
-        made = [r if isinstance(r, EditVariant) else EditVariant.model_validate(r) for r in rows]
-    except SpecError:
-        raise
-    except ValueError as error:
+        made = [r if isinstance(r, EditVariant) else read_as(EditVariant, r) for r in rows]
+    except SpecError as error:
         raise SpecError(
             f"variants: {error}; allowed are edits by name, or EditVariant(name=…, edits=…)"
         ) from None

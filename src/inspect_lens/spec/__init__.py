@@ -32,6 +32,7 @@ _SHARED = frozenset(
         "BodyParts",
         "CAPTURE_KEY",
         "Cache",
+        "WEIGHTS",
         "NO_REQUEST",
         "Chosen",
         "PatternBudget",

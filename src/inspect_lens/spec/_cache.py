@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, Final, Generic, TypeVar
 from weakref import ref
 
-__all__ = ["Cache"]
+__all__ = ["WEIGHTS", "Cache"]
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
@@ -19,8 +19,9 @@ BYTES_BESIDE = 1 << 10
 class Budget:
     """Bytes of several caches together; what came first goes first, whichever cache has it."""
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, most_bytes: int, most_each: int | None = None) -> None:
         self.most_bytes, self.n_bytes = most_bytes, 0
+        self.most_each = most_bytes // 16 if most_each is None else most_each
         self.lock = threading.Lock()
         self.order: dict[tuple[ref[Cache[Any, Any]], Hashable], int] = {}
         """Bytes by cache and key."""
@@ -35,7 +36,9 @@ class Budget:
 
 
 PROCESS: Final = Budget(1 << 27)
-"""Of all caches of a process."""
+"""Of all caches of a process, but for weights."""
+WEIGHTS: Final = Budget(1 << 32, most_each=1 << 62)
+"""Of probes, lenses and autoencoders that a server may be told of; the latest always has room."""
 
 
 class Cache(Generic[Key, Value]):
@@ -55,7 +58,7 @@ class Cache(Generic[Key, Value]):
     def keep(self, key: Key, value: Value, nbytes: int = 0) -> None:
         """Keep a value in the place of the one that the key has."""
         budget, nbytes = self._budget, nbytes + BYTES_BESIDE
-        if nbytes > budget.most_bytes // 16:
+        if nbytes > budget.most_each:
             return
         with budget.lock:
             budget.drop((self._self, key))
@@ -64,7 +67,7 @@ class Cache(Generic[Key, Value]):
             budget.n_bytes += nbytes
             while len(self.values) > self._most:
                 budget.drop((self._self, next(iter(self.values))))
-            while budget.n_bytes > budget.most_bytes:
+            while budget.n_bytes > budget.most_bytes and len(budget.order) > 1:
                 budget.drop(next(iter(budget.order)))
 
     def forget(self, is_it: Callable[[Value], bool]) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import chain
+from types import MappingProxyType
 from typing import Annotated, Any, Final, TypeVar, cast, get_args
 
 from pydantic import (
@@ -28,7 +29,7 @@ from pydantic import (
     ValidationError,
 )
 
-from inspect_lens.errors import LensError, SpecError
+from inspect_lens.errors import LensError, SpecError, did_you_mean
 
 __all__ = [
     "CAPTURE_KEY",
@@ -106,12 +107,25 @@ def _flag(value: object) -> object:
 
 
 class Value(BaseModel):
-    """A value that never changes; fields that it does not have are refused."""
+    """A value that never changes; fields that it does not have are refused.
+
+    What is wrong is a `SpecError`, where Python makes one as where a request is read.
+    """
 
     # Only at a prompt: reading the sources would slow down each import.
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=hasattr(sys, "ps1")
     )
+
+    def __init__(self, /, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            cls = type(self)
+            raise SpecError(explain(error, root=cls.__name__, fields=cls.model_fields)) from None
+
+    # Pydantic's mark: what is inside another value, or read, is validated without this one.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
@@ -138,16 +152,80 @@ Flag = Annotated[StrictBool, BeforeValidator(_flag)]
 Read = TypeVar("Read", bound=BaseModel)
 
 
-def explain(error: ValidationError, *, at: str = "") -> str:
-    """Put a pydantic error into a few lines."""
+_TEXT, _LIST, _OBJECT = "allowed is a text", "allowed is a list", "allowed is an object"
+_NUMBER, _WHOLE = "allowed is a number", "allowed is an integer"
+_FLAG = "allowed are true and false"
+_ALLOWED: Final = {
+    "literal_error": "allowed are {expected}",
+    "string_type": _TEXT,
+    "string_too_short": "allowed are texts of at least {min_length} characters",
+    "string_too_long": "allowed are texts of at most {max_length} characters",
+    "string_pattern_mismatch": "allowed are texts that match {pattern}",
+    "int_type": _WHOLE, "int_parsing": _WHOLE, "int_from_float": _WHOLE,
+    "float_type": _NUMBER, "float_parsing": _NUMBER, "finite_number": "allowed are finite numbers",
+    "bool_type": _FLAG, "bool_parsing": _FLAG,
+    "list_type": _LIST, "tuple_type": _LIST,
+    "dict_type": _OBJECT, "mapping_type": _OBJECT, "model_type": _OBJECT,
+    "model_attributes_type": _OBJECT,
+    "too_short": "allowed are at least {min_length} entries",
+    "too_long": "allowed are at most {max_length} entries",
+    "greater_than": "allowed are numbers above {gt}",
+    "greater_than_equal": "allowed are numbers of {ge} or more",
+    "less_than": "allowed are numbers below {lt}",
+    "less_than_equal": "allowed are numbers up to {le}",
+}  # fmt: skip
+"""By pydantic's name of a fault, what it says in its own words."""
+
+
+_MEMBER = re.compile(
+    r"(str|int|float|bool|dict|list|tuple|literal|nullable|constrained-\w+|function-[\w-]+)"
+    r"(\[.*\])?"
+)
+"""What pydantic calls one of several types of a field, in the place of a finding."""
+
+
+def explain(
+    error: ValidationError, *, at: str = "", root: str = "inspect_lens",
+    fields: Collection[str] = (), labels: Mapping[str, str] = MappingProxyType({}),
+    shows: bool = True,
+) -> str:  # fmt: skip
+    """What pydantic found wrong, in a few lines that name each field.
+
+    Args:
+        error: the finding.
+        at: field that holds what was judged.
+        root: what a finding about all of it is said of, where nothing holds it.
+        fields: names that would have been read at the top.
+        labels: what a user knows them by.
+        shows: whether values are shown; one may be a secret.
+    """
     start = [at] if at else []
-    lines = [
-        f"{'.'.join([*start, *(str(part)[:80] for part in item['loc'])]) or 'inspect_lens'}: "
-        f"{item['msg'].removeprefix('Value error, ')[:1000]}"
-        for item in error.errors(include_url=False, include_input=False)[:_MOST_LINES]
-    ]
-    more = error.error_count() - len(lines)
-    lines += [f"and {more} more"] if more else []
+    lines: list[str] = []
+    chosen: dict[str, str] = {}
+    for item in error.errors(include_url=False)[:_MOST_LINES]:
+        loc = [str(part)[:80] for part in item["loc"] if not _MEMBER.fullmatch(str(part))]
+        field = ".".join([*start, *(labels.get(part, part) for part in loc)]) or root
+        kind, said = item["type"], item["msg"].removeprefix("Value error, ")[:1000]
+        if kind in _ALLOWED:
+            allowed = _ALLOWED[kind].format(**item.get("ctx", {}))
+            value = f"{field}={shown(item['input'])}; " if shows else f"{field}: "
+            if value in chosen:  # what else may stand there
+                also = allowed.removeprefix("allowed is ").removeprefix("allowed are ")
+                if also not in chosen[value]:
+                    chosen[value] += f", or {also}"
+            else:
+                chosen[value] = allowed
+            continue
+        if kind == "missing":
+            said = "is needed"
+        elif kind == "extra_forbidden":
+            known = fields if len(loc) == 1 else ()
+            said = f"no such field; {did_you_mean(loc[-1], known) if known else 'leave it out'}"
+        is_named = said.startswith(field) and said[len(field) :][:1] in ("=", ".", "[", ":")
+        lines.append(said if is_named else f"{field}: {said}")
+    lines = [value + allowed for value, allowed in chosen.items()] + lines
+    more = error.error_count() - _MOST_LINES
+    lines += [f"and {more} more"] if more > 0 else []
     # Text of the request may hold what no response can: half of a surrogate pair.
     return "; ".join(lines).encode("utf-8", "backslashreplace").decode("utf-8")
 
@@ -159,7 +237,8 @@ def read_as(
     try:
         return kind.model_validate(value, context=context)
     except ValidationError as error:
-        raise SpecError(explain(error, at=at)) from None
+        shows = not kind.model_config.get("hide_input_in_errors", False)
+        raise SpecError(explain(error, at=at, fields=kind.model_fields, shows=shows)) from None
 
 
 @contextmanager

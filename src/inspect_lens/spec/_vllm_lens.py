@@ -21,7 +21,16 @@ from ._engine import RESID_POST, Site, TensorLimits
 from ._hook import parse_hooks
 from ._positions import Phase, is_mask
 from ._tensor import as_tensor_data, encode_tensor
-from ._values import LENS_KEYS, PEER_NAMES, STEER_KEY, check_counts, explain, integers, shown
+from ._values import (
+    LENS_KEYS,
+    PEER_NAMES,
+    STEER_KEY,
+    check_counts,
+    explain,
+    integers,
+    read_as,
+    shown,
+)
 
 if TYPE_CHECKING:
     from ._request import LensRequest
@@ -82,9 +91,9 @@ class SteeringVector:
             The edit.
 
         Raises:
-            ValueError: a value is wrong; a `SpecError` or pydantic's `ValidationError`.
+            SpecError: a value is wrong.
         """
-        return Add.model_validate(_spelled(dict(
+        return read_as(Add, _spelled(dict(
             activations=activations, layer_indices=layer_indices, scale=scale,
             norm_match=norm_match, position_indices=position_indices, site=site, phase=phase,
         )))  # fmt: skip
@@ -100,9 +109,9 @@ class SteeringVector:
             The edit.
 
         Raises:
-            ValueError: a value is wrong; a `SpecError` or pydantic's `ValidationError`.
+            SpecError: a value is wrong.
         """
-        return Add.model_validate(_spelled(value) if isinstance(value, Mapping) else value)
+        return read_as(Add, _spelled(value) if isinstance(value, Mapping) else value)
 
 
 def _spelled(value: Mapping[str, Any]) -> dict[str, Any]:

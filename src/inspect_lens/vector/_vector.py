@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from pydantic import ValidationError, model_validator
+from pydantic import model_validator
 
 from inspect_lens._base.artifact import (
     Artifact,
@@ -24,7 +24,7 @@ from inspect_lens._base.artifact import (
 )
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import ModelRef
-from inspect_lens.spec import RESID_POST, Add, Site, Value, explain
+from inspect_lens.spec import RESID_POST, Add, Site, Value
 
 
 class VectorTraining(Value):
@@ -282,20 +282,18 @@ class Vector(Artifact):
         """
         chosen = self.default_layer() if layer is None else layer
         layers = (chosen,) if isinstance(chosen, int) else tuple(chosen)
+        rows = np.stack([self.raw(n) for n in layers])
         try:
             return Add(
-                vector=np.stack([self.raw(n) for n in layers]),
+                vector=rows,
                 layers=layers,
                 scale=scale,
                 norm_match=norm_match,
                 site=self.site,
                 positions="all" if positions is None else tuple(positions),
             )
-        except SpecError:
-            raise
-        except ValueError as error:
-            why = explain(error) if isinstance(error, ValidationError) else error
-            raise SpecError(f"vector {self.name!r}, scale={scale!r}: {why}") from None
+        except SpecError as error:
+            raise SpecError(f"vector {self.name!r}: {error}") from None
 
     def random_control(self, seed: int = 0) -> Self:
         """A random direction of the same length at each layer.

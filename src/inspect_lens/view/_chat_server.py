@@ -17,6 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from inspect_lens.errors import LensError, SpecError
+from inspect_lens.spec import explain
 
 from ._chat_talk import ChatTalk
 from ._page import render
@@ -157,10 +158,7 @@ def _asked(body: Any) -> dict[str, Any]:
     try:
         return _Asked.model_validate(body).model_dump()
     except ValidationError as error:
-        first = error.errors()[0]
-        field, *inside = first["loc"] or ("the body",)
-        named = ".".join([_LABELS.get(str(field), str(field)), *map(str, inside)])
-        raise SpecError(f"{named}: {first['msg']}") from None
+        raise SpecError(explain(error, root="the body", labels=_LABELS)) from None
 
 
 _PAGES: Final = {"/": "chat.html", "/patch": "patch.html"}

@@ -34,6 +34,7 @@ from inspect_lens.spec import (
     EngineEdits,
     Receipt,
     decode_tensor,
+    read_as,
 )
 from inspect_lens.vector import load_vector
 
@@ -174,7 +175,7 @@ class ChatTalk:
                 for part in event.get(PARTIAL_KEY, ()):
                     yield {"event": "scores", "scores": _plain(part["probes"][self.setup.probe])}
                 if (receipt := event.get("inspect_lens")) is not None:
-                    done = Receipt.model_validate(receipt)
+                    done = read_as(Receipt, receipt, at="inspect_lens")
                     yield from self._end(done, event.get("activations"))
                     if is_steered and done.steer is not None:
                         layers = list(done.steer.layers)

@@ -51,7 +51,7 @@ def test_a_list_comes_with_the_package() -> None:
         ('{"format": "inspect_lens/heads/1", "method": "core", "heads": [[0, -1]]}', "from 0"),
         (
             '{"format": "inspect_lens/heads/1", "method": "core", "heads": [[0, 1]], "x": 1}',
-            "Extra",
+            "x: no such field",
         ),
     ],
 )

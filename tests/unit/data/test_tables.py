@@ -125,8 +125,11 @@ def test_rows_are_chosen_by_their_values(tmp_path: Path) -> None:
         ({"prompt": "q", "label": "q"}, "true='harmful'"),
         ({"promt": "q"}, "promt='q': no option of this set; allowed are completion, false"),
         ({"positive": "q"}, "allowed are both"),
-        ({"positive": "q", "negative": "q", "part": "x"}, "allowed is 'prompt', 'completion'"),
-        ({"where": 3}, "where=3; allowed is a valid dictionary"),
+        (
+            {"positive": "q", "negative": "q", "part": "x"},
+            "part='x'; allowed are 'prompt', 'completion'",
+        ),
+        ({"where": 3}, "where=3; allowed is an object"),
         *(({name: value}, f"{name}=.*; ") for name, value in (
             ("prompt", 5), ("prompt", None), ("prompt", []), ("keep", 5), ("false", {}),
             ("positive", ["q"]), ("raw", "yes"), ("label", 2.5),

@@ -11,7 +11,16 @@ from inspect_lens.client import LensClient
 from inspect_lens.errors import CaptureError
 from inspect_lens.model import read_activations
 from inspect_lens.solver import with_capture
-from inspect_lens.spec import SITES, CaptureSpec, LensRequest, SteeringVector, result_name
+from inspect_lens.spec import (
+    SITES,
+    CaptureSpec,
+    LensRequest,
+    SteeringVector,
+    TensorData,
+    encode_tensor,
+    parse_extra_args,
+    result_name,
+)
 from tests.kit.fake_server import FakeLensServer, at_site, residual
 from tests.unit.model.conftest import RunEval
 
@@ -86,3 +95,49 @@ def test_a_server_that_passes_over_heads_is_an_error(
     choice.receipt = raw.get("inspect_lens")
     with pytest.raises(CaptureError, match=rf"activations.{name}.*(whole rows|all heads)"):
         decode_payload(choice, [1], LensRequest(**asked), {})
+
+
+META = {"num_heads": 4, "num_kv_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({}, None),
+        ({"qk_heads": [[1, 0], [2, 2]]}, r"attn_q: the heads .*\[2, 2\].* asked were heads .*2, 3"),
+        ({"qk_key_heads": [[1, 0], [2, 0]]}, r"attn_k: the heads .* asked were .*\[2, 1\]"),
+        ({"qk_heads": ["x", "y"]}, "attn_q: the heads"),
+        ({"qk_meta": [{}, {}]}, "attn_k: which key heads .* cannot be read"),
+    ],
+)
+def test_heads_that_came_are_those_that_were_asked_for(
+    changed: dict[str, Any], says: str | None
+) -> None:
+    """Two heads of the same shape are others."""
+    from inspect_lens._intake import ChoiceFields, decode_payload
+
+    rows = encode_tensor(TensorData(np.ones((2, 3, 4), np.float32), "float32"))
+    plain = {
+        "qk_heads": [[1, 0], [2, 3]], "qk_key_heads": [[1, 0], [2, 1]], "qk_layers": [1, 2],
+        "qk_meta": [META, META],
+    } | changed  # fmt: skip
+    answer = {"attn_q": rows, "attn_k": rows, **{n: {"__json__": v} for n, v in plain.items()}}
+    choice = ChoiceFields(activations=answer, token_ids=[1, 2])
+    request = LensRequest(qk=[(2, 3), (1, 0)])
+    if says is None:
+        assert decode_payload(choice, [1], request, {}).layers["attn_k"] == (1, 2)
+        return
+    with pytest.raises(CaptureError, match=says):
+        decode_payload(choice, [1], request, {})
+
+
+def test_layers_of_queries_and_keys_are_those_that_were_asked_for() -> None:
+    from inspect_lens._intake import ChoiceFields, decode_payload
+
+    rows = encode_tensor(TensorData(np.ones((1, 3, 2, 4), np.float32), "float32"))
+    answer = {"attn_q": rows, "attn_k": rows, "qk_layers": {"__json__": [1]}}
+    choice = ChoiceFields(activations=answer, token_ids=[1, 2])
+    for asked in ([1], True):
+        decode_payload(choice, [1], parse_extra_args({"output_qk": asked}), {})  # type: ignore[arg-type]
+    with pytest.raises(CaptureError, match=r"attn_q: layers \[1\] came, and asked were layers \[2"):
+        decode_payload(choice, [1], LensRequest(qk=[2]), {})

@@ -6,8 +6,8 @@ import hashlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
+from inspect_lens.errors import SpecError
 from inspect_lens.probe import ProbeCard, SeenSamples
 from inspect_lens.probe.card._files import render_card
 
@@ -46,5 +46,5 @@ def test_it_is_written_as_it_says() -> None:
 
 @pytest.mark.parametrize("text", ["!", "QUJD", "QUJDREVGR"])
 def test_what_is_no_list_of_hashes_is_refused(text: str) -> None:
-    with pytest.raises(ValidationError):
+    with pytest.raises(SpecError):
         SeenSamples(by="content", training=text)

@@ -103,6 +103,26 @@ def test_a_body_that_says_it_outside_of_the_request_is_refused(name: str) -> Non
     assert name in OWN_WORDS or name in LENS_KEYS
 
 
+def test_one_edit_or_vector_needs_no_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+    monkeypatch.setattr(LensClient, "_post", lambda _, path, body, request: sent.append(request))
+    client = LensClient("http://server", model="m")
+    vector = {"activations": [[1.0] * 8], "layer_indices": [1]}
+    hook = Hook(fn=print, layer_indices=[1])
+    client.generate("hi", edits=ADD, steering_vectors=vector, hooks=hook)
+    client.generate("hi", edits=[ADD], steering_vectors=[vector], hooks=[hook])
+    one, listed = sent
+    assert (len(one.edits), len(one.hooks)) == (2, 1)
+    assert one.model_dump(mode="json") == listed.model_dump(mode="json")
+
+
+def test_an_argument_that_nobody_reads_is_named_with_the_nearest() -> None:
+    with pytest.raises(SpecError, match=r"edits_met: is no argument .*did you mean 'edits_meet'\?"):
+        lens_config(edits_met="error")
+    with pytest.raises(SpecError, match=r"temperature='hot'; allowed is a number"):
+        lens_config(temperature="hot")
+
+
 def test_rows_of_numbers_say_which_queries_and_keys() -> None:
     with FakeLensServer() as server:
         LensClient(server.url).generate("hi", qk=np.asarray([1, 2]))

@@ -8,7 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inspect_lens.spec._cache import BYTES_BESIDE, Budget, Cache
+from inspect_lens.model import _request, _scores
+from inspect_lens.sae import _encoder
+from inspect_lens.spec._cache import BYTES_BESIDE, WEIGHTS, Budget, Cache
 
 MOST, MOST_BYTES = 4, 40 * BYTES_BESIDE
 LARGEST = MOST_BYTES // 16 - BYTES_BESIDE
@@ -37,6 +39,22 @@ def test_a_value_that_would_fill_most_of_it_is_not_kept() -> None:
     kept.keep(0, "fits", LARGEST)
     kept.keep(1, "too large", LARGEST + 1)
     assert (kept.get(0), kept.get(1)) == ("fits", None)
+
+
+def test_weights_stay_within_their_room_and_the_latest_always_has_some() -> None:
+    weights = Budget(100 * BYTES_BESIDE, most_each=1 << 62)
+    lenses: Cache[str, str] = Cache(1 << 10, weights)
+    probes: Cache[str, str] = Cache(1 << 10, weights)
+    for name in "ab":
+        lenses.keep(name, name, 60 * BYTES_BESIDE)
+    assert (lenses.get("a"), lenses.get("b")) == (None, "b")
+    probes.keep("huge", "huge", 1000 * BYTES_BESIDE)
+    assert (lenses.get("b"), probes.get("huge")) == (None, "huge")
+
+
+def test_what_a_server_may_be_told_of_is_kept_in_one_room() -> None:
+    for cache in (_request.LENSES, _scores.KNOWN, _encoder.BY_CONTENT_NAME):
+        assert cache._budget is WEIGHTS  # type: ignore[attr-defined]
 
 
 def test_threads_may_keep_at_once() -> None:

@@ -122,8 +122,8 @@ def test_a_running_gate_says_what_it_cannot_be() -> None:
         ({"scope": "rest", "reads": "last_prompt", "ema": 0.5}, "that is read once"),
         ({"closes_below": 0.0}, "closes_below=0 is not below threshold=0"),
         ({"closes_below": -1.0, "sharpness": 2.0}, "closes_below beside sharpness"),
-        ({"ema": 0.0}, "greater than 0"),
-        ({"ema": 1.5}, "less than or equal to 1"),
+        ({"ema": 0.0}, "ema=0.0; allowed are numbers above 0"),
+        ({"ema": 1.5}, "ema=1.5; allowed are numbers up to 1"),
     ]
     for options, says in refused:
         with pytest.raises(ValueError, match=says):

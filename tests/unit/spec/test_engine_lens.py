@@ -49,7 +49,7 @@ def form(**change: Any) -> dict[str, Any]:
     ],
 )
 def test_what_makes_no_lens_is_refused(change: Any, words: str) -> None:
-    with pytest.raises(ValidationError, match=words):
+    with pytest.raises(SpecError, match=words):
         EngineLens(**form(**change))
 
 

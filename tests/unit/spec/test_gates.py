@@ -133,7 +133,7 @@ def test_a_rule_is_judged_deeper_than_python_can_follow(depth: int) -> None:
     for _ in range(depth):
         rule = {"any": [rule]}
     for build in (lambda: Rule(**rule), lambda: Ablate(direction=V, layers=[1], when=rule)):
-        with pytest.raises(ValidationError, match="nested more than 4 deep"):
+        with pytest.raises(SpecError, match="nested more than 4 deep"):
             build()
 
 

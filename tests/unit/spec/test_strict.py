@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from inspect_lens import Hook, LensRequest, SteeringVector
 from inspect_lens.errors import SpecError
@@ -16,6 +18,8 @@ from inspect_lens.spec import (
     POOLS,
     EngineProbe,
     Pool,
+    SinkUse,
+    Value,
     as_tensor_data,
     check_counts,
     check_name,
@@ -48,10 +52,10 @@ def steer(**changes: Any) -> LensRequest | None:
         ({"layer_indices": [True]}, "not an integer"),
         ({"layer_indices": "1"}, "at least one, such as"),
         ({"layer_indices": ["1"]}, "not an integer"),
-        ({"scale": True}, "valid number"),
-        ({"scale": "2"}, "valid number"),
-        ({"norm_match": 1}, "valid boolean"),
-        ({"norm_match": "true"}, "valid boolean"),
+        ({"scale": True}, "allowed is a number"),
+        ({"scale": "2"}, "allowed is a number"),
+        ({"norm_match": 1}, "allowed are true and false"),
+        ({"norm_match": "true"}, "allowed are true and false"),
         ({"activations": TENSOR | {"shape": [1.9, 4.7]}}, "no list of integers"),
         ({"activations": TENSOR | {"shape": [True, 4]}}, "no list of integers"),
         ({"activations": TENSOR | {"shape": "14"}}, "no list of integers"),
@@ -263,3 +267,48 @@ def test_lists_of_pairs_are_counted_as_all_others(shape: tuple[int, int, int]) -
         body["more"] = [{"schedule": {"points": points}} for _ in range(100)]
         with pytest.raises(SpecError, match="entries in all its lists"):
             check_counts(body)
+
+
+def _values(of: type[Value] = Value) -> Iterator[type[Value]]:
+    for kind in of.__subclasses__():
+        yield kind
+        yield from _values(kind)
+
+
+@pytest.mark.parametrize("kind", sorted(set(_values()), key=lambda kind: kind.__qualname__))
+def test_what_is_wrong_with_a_value_is_said_in_our_words(kind: type[Value]) -> None:
+    name = next(iter(kind.model_fields), None)
+    for given in ({"no_such_field": 1}, {name: object()} if name else {"no_such_field": 1}):
+        with pytest.raises(SpecError) as error:
+            kind(**given)
+        for words in ("\n", "pydantic", "Input should", "Field required", "Extra inputs"):
+            assert words not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"columns": dict.fromkeys(map(str, range(17)), "x")},
+            r"columns=\{.*allowed are at most 16 entr",
+        ),
+        ({"columns": {"x": 3}}, r"columns\.x=3; allowed is a text"),
+        ({"id": ""}, r"id=''; allowed are texts of at least 1 characters"),
+        ({"wait": "yes"}, r"wait='yes'; allowed are true and false"),
+        ({"lable": True}, r"lable: no such field; did you mean 'label'\?"),
+    ],
+)
+def test_values_are_judged_alike_in_python_and_in_a_request(
+    given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(SpecError, match=f"^{said}"):
+        SinkUse(name="s", **given)
+    with pytest.raises(SpecError, match=rf"^sink\.{said.partition(';')[0]}"):
+        parse_extra_args({"inspect_lens": {"sink": {"name": "s", **given}}})
+
+
+def test_a_value_inside_another_is_validated_in_its_context() -> None:
+    """The mark by which pydantic leaves out a constructor for what is inside another value."""
+    assert not SinkUse.__pydantic_custom_init__
+    with pytest.raises(ValidationError):
+        SinkUse.model_validate({})

@@ -48,7 +48,7 @@ _THREAD: Final = "inspect-lens-alerts"
 class AlertsConfig(BaseModel):
     """Where alerts go, and what happens when nobody takes them."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True)
 
     url: str = Field(repr=False)
     """Address of the webhook; alerts are sent to it as JSON, with POST."""

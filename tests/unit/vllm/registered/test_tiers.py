@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from pydantic import ValidationError
 
 from inspect_lens import engine
 from inspect_lens._engine.protocol.envelope import seal
@@ -220,7 +219,7 @@ def test_an_engine_whose_configurations_do_not_fit_says_so_at_start(
 def test_no_client_can_name_it(front: FrontEnd, item: Any) -> None:
     with pytest.raises(SpecError, match="allowed are 1 to 128 letters"):
         front.register(SERVER_NAME, item)
-    with pytest.raises(ValidationError, match="allowed are 1 to 128 letters"):
+    with pytest.raises(SpecError, match="allowed are 1 to 128 letters"):
         LensRequest(configs=[SERVER_NAME])
 
 
