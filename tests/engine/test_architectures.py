@@ -65,8 +65,7 @@ class Judge:
         self, case: Case, folder: Path, dtype: torch.dtype, note: Note = lambda *_: None
     ) -> None:
         def run(dtype: torch.dtype) -> HuggingFace:
-            reads = {"is_text": case.is_text, "dtype": dtype} | case.reads
-            return HuggingFace(folder, case.layers, **reads)
+            return HuggingFace(folder, case.layers, is_text=case.is_text, dtype=dtype, **case.reads)
 
         self._exact = run(torch.float32)
         self._rounded = None if dtype == torch.float32 else run(dtype)

@@ -216,13 +216,17 @@ def decoder_attention(block: nn.Module, *, or_latent: bool = False) -> Any:
 
     One with latent attention is given no keys per head, so it is left out unless it is asked for.
     """
-    from vllm.model_executor.layers.attention import Attention, MLAAttention
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-    kinds = (Attention, MLAAttention) if or_latent else (Attention,)
+    def is_wanted(module: nn.Module) -> bool:
+        is_latent = isinstance(module, AttentionLayerBase) and hasattr(module, "kv_lora_rank")
+        return isinstance(module, Attention) or (or_latent and is_latent)
+
     found = [
         module
         for module in block.modules()
-        if isinstance(module, kinds) and getattr(module, "attn_type", "decoder") == "decoder"
+        if is_wanted(module) and getattr(module, "attn_type", "decoder") == "decoder"
     ]
     return found[0] if len(found) == 1 else None
 
