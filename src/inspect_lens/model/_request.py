@@ -152,7 +152,7 @@ def _autoencoder(path: str, stamps: tuple[str | None, ...]) -> SparseAutoencoder
     return read_autoencoder(path)
 
 
-LENSES: Cache[str, Lens] = Cache(1 << 10, WEIGHTS)
+LENSES: Cache[str, Lens] = Cache(1 << 20, WEIGHTS)
 """By the name made of the content, under which a server is told of them."""
 
 

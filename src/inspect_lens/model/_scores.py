@@ -51,13 +51,16 @@ class Known(NamedTuple):
     probe_sha256: str
     """Of its file."""
     role: Role
-    engine: EngineProbe
-    """The engine's form; aggregate and threshold play no part."""
+    layers: tuple[int, ...]
+    site: Site
 
 
-KNOWN: Cache[str, Known] = Cache(1 << 10, WEIGHTS)
+KNOWN: dict[str, Known] = {}
 """By the name at a server, which is made of the content: whoever asks for a probe, in this eval or
-in another, finds what is registered already."""
+in another, finds what is registered already. Scores of each name are told apart by it to the end,
+so that only the weights make room for others."""
+FORMS: Cache[str, EngineProbe] = Cache(1 << 20, WEIGHTS)
+"""The engine's forms by the same names; aggregate and threshold play no part."""
 
 
 class Asked(NamedTuple):
@@ -135,7 +138,8 @@ def _register(probe: AnyProbe) -> list[str]:
                 }
             )  # fmt: skip
             name = f"probe-{form.sha256[:24]}"
-            KNOWN.keep(name, Known(probe.name, probe.sha256, role, bare), bare.nbytes)
+            KNOWN[name] = Known(probe.name, probe.sha256, role, bare.layers, bare.site)
+            FORMS.keep(name, bare, bare.nbytes)
             names.append(name)
     return names
 
@@ -311,8 +315,8 @@ def columns_of(
             probe_sha256="" if known is None else known.probe_sha256,
             engine_sha256=str(entry.get("sha256")),
             role="text" if entry.get("aggregate") == "attention" else "tokens",
-            layers=() if known is None else known.engine.layers,
-            site=None if known is None else known.engine.site,
+            layers=() if known is None else known.layers,
+            site=None if known is None else known.site,
             positions=use.positions,
         )
         columns.append(Column(by, read, scores))

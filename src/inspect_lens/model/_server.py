@@ -49,7 +49,7 @@ from inspect_lens._settings import variable
 from inspect_lens.client import LensClient
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.sae._encoder import BY_CONTENT_NAME
-from inspect_lens.spec import LensRequest, Numerics, ProbeUse, Splice
+from inspect_lens.spec import WEIGHTS, LensRequest, Numerics, ProbeUse, Splice
 
 from ._host import (
     VLLMAPI,
@@ -65,7 +65,7 @@ from ._host import (
 )
 from ._request import LENSES
 from ._response import LensFields
-from ._scores import KNOWN, Asked, Known, note_refused, widened
+from ._scores import FORMS, KNOWN, Asked, Known, note_refused, widened
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -330,8 +330,7 @@ class ServerNames:
                 kept.append(use)
                 continue
             refused[known.probe] = reason
-            engine = known.engine
-            capture = widened(capture, engine.layers, engine.site, use.positions)
+            capture = widened(capture, known.layers, known.site, use.positions)
         if not refused:
             return Served(request, {})
         changes = {"probes": tuple(kept), "capture": capture}
@@ -376,7 +375,13 @@ class ServerNames:
         )
 
     async def _probe(self, name: str, known: Known) -> str | None:
-        reason = await self._refusal(name, f"probe {known.probe!r}", "probe", known.engine)
+        form = FORMS.get(name)
+        if form is None:
+            raise SpecError(
+                f"probe {known.probe!r}: {self._server} does not have it, and its weights have "
+                f"made room for others, as {WEIGHTS.most_bytes >> 30} GiB are kept; pass it again"
+            )
+        reason = await self._refusal(name, f"probe {known.probe!r}", "probe", form)
         if reason is None:
             return None
         text = f"{self._server} does not run probe {known.probe!r}: {reason}"

@@ -49,7 +49,7 @@ _MODULES: Final[dict[str, Site]] = {
 """By the name of a module of transformers, whose output is read where no other end is named."""
 
 
-BY_CONTENT_NAME: Final[Cache[str, EngineAutoencoder]] = Cache(1 << 10, WEIGHTS)
+BY_CONTENT_NAME: Final[Cache[str, EngineAutoencoder]] = Cache(1 << 20, WEIGHTS)
 """What edits of this process name by content, for whoever registers it with a server."""
 
 

@@ -15,8 +15,15 @@ from inspect_ai.log import EvalLog, read_eval_log
 from inspect_ai.model import GenerateConfig, get_model
 from inspect_ai.solver import generate
 
-from inspect_lens.errors import ArtifactError, CaptureError
-from inspect_lens.model import ProbeScores, activations, lens_scope, probe_scores, read_probe_scores
+from inspect_lens.errors import ArtifactError, CaptureError, SpecError
+from inspect_lens.model import (
+    ProbeScores,
+    _scores,
+    activations,
+    lens_scope,
+    probe_scores,
+    read_probe_scores,
+)
 from inspect_lens.model._host import PrerequisiteError
 from inspect_lens.model._read import probe_scores_for
 from inspect_lens.probe import HeadSpec, NeuralProbe, Probe, ProbeCard
@@ -117,6 +124,22 @@ async def test_a_server_that_was_started_again_gets_the_probe_again(
     output = await model.generate("two")
     assert probe_scores(output) is not None
     assert server.paths.count(REGISTRY) == 2
+
+
+@pytest.mark.anyio
+async def test_scores_have_their_provenance_when_the_weights_have_made_room(
+    server: FakeLensServer, model_of: GetModel
+) -> None:
+    probe = linear()
+    model = model_of(server, probes=[probe])
+    await model.generate("one")
+    _scores.FORMS.forget(lambda _: True)
+    scores = probe_scores(await model.generate("two"))
+    assert scores is not None
+    assert scores.of("org/sum").by.probe_sha256 == probe.sha256
+    server.registry.clear()
+    with pytest.raises(SpecError, match=r"'org/sum': .* made room for others, .* again"):
+        await model.generate("three")
 
 
 @pytest.mark.anyio

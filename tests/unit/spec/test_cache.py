@@ -53,7 +53,7 @@ def test_weights_stay_within_their_room_and_the_latest_always_has_some() -> None
 
 
 def test_what_a_server_may_be_told_of_is_kept_in_one_room() -> None:
-    for cache in (_request.LENSES, _scores.KNOWN, _encoder.BY_CONTENT_NAME):
+    for cache in (_request.LENSES, _scores.FORMS, _encoder.BY_CONTENT_NAME):
         assert cache._budget is WEIGHTS  # type: ignore[attr-defined]
 
 
