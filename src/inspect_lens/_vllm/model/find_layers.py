@@ -340,6 +340,14 @@ def _is_kernel(module: nn.Module) -> bool:
     return isinstance(module, AttentionLayerBase) and not isinstance(module, MambaBase)
 
 
+def has_states(model: nn.Module) -> bool:
+    """Whether layers keep a state per sequence, as state-space models do, that can be zeroed."""
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+
+    found = [module for module in model.modules() if isinstance(module, MambaBase)]
+    return bool(found) and not any(getattr(module, "use_replayssm", False) for module in found)
+
+
 def _has_weights(module: nn.Module) -> bool:
     """Whether a module is or holds linear or expert layers.
 

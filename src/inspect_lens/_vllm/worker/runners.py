@@ -181,17 +181,40 @@ class _Step:
 
 
 @contextmanager
-def checked_steps(*, is_eager: bool) -> Iterator[list[str]]:
+def checked_steps(runner: Any, *, is_eager: bool) -> Iterator[list[str]]:
     """Have vLLM run the passes of the start-up check eagerly, or as it chooses."""
     modes: list[str] = []
     _Step.modes = modes
     if is_eager:
         _Step.is_eager, _Step.wants_eager = True, lambda: True
+    # Of the V2 runner; the one call behind its dummy batch that comes before every kind of pass.
+    model_state = getattr(runner, "model_state", None)
+    prepare = getattr(model_state, "prepare_inputs", None)
+
+    def prepare_inputs(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        assert prepare is not None
+        return prepare(_not_padding(batch), *args, **kwargs)
+
+    if prepare is not None:
+        vars(model_state)["prepare_inputs"] = prepare_inputs
     try:
         yield modes
     finally:
+        if prepare is not None:
+            del vars(model_state)["prepare_inputs"]
         _Step.modes = _Step.wants_eager = None
         _Step.is_eager = False
+
+
+def _not_padding(holder: Any) -> Any:
+    """Have tokens of the start-up check go to experts, which vLLM spares those of dummy runs.
+
+    What it returns for them is what its memory held. The mask is a buffer that graphs read.
+    """
+    padding = getattr(holder, "is_padding", None)
+    if padding is not None:
+        padding.fill_(False)
+    return holder
 
 
 def note(chosen: Any) -> Any:
@@ -217,7 +240,7 @@ def _forward_context(original: Callable[..., Any]) -> Callable[..., Any]:
         context = original(*args, **kwargs)
         if _Step.is_eager:
             context.skip_compiled = True
-        return context
+        return context if _Step.modes is None else _not_padding(context)
 
     return create_forward_context
 

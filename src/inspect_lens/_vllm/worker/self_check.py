@@ -38,6 +38,7 @@ import torch
 from inspect_lens._engine.export.transport import Exporter
 from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._vllm.compat.engine_facts import is_compiled
+from inspect_lens._vllm.model.find_layers import has_states
 from inspect_lens.errors import CompatError, UnsupportedError
 from inspect_lens.spec import SITE_TABLE, Edit, EngineFacts, EnginePath
 
@@ -223,6 +224,10 @@ class _Check:
         """Where the row of the steered tap is among them."""
         self._n_runs = 0
         self._used: list[tuple[int, int]] = []
+        blocks = getattr(getattr(runner, "kv_cache_config", None), "num_blocks", 0)
+        reqs = int(runner.vllm_config.scheduler_config.max_num_seqs)
+        self._has_states = blocks > reqs and has_states(runner.get_model())
+        """Whether sequences get places of their own for states; else all of them share one."""
 
     @property
     def can_steer(self) -> bool:
@@ -244,6 +249,8 @@ class _Check:
         self, shape: _Shape, *, is_eager: bool, edits: tuple[tuple[Edit, ...], ...] = ((), ())
     ) -> _Run:
         stepper, state = self.stepper, self.stepper.state
+        if self._has_states:
+            _empty_cache(self.runner)
         n_rows, hidden = len(self.rows), state.ring.shape[1]
         ring = torch.zeros(n_rows, 2, shape.length, hidden, dtype=state.ring.dtype)
         silent = torch.zeros(n_rows, dtype=torch.bool)
@@ -256,7 +263,8 @@ class _Check:
         marker = marker_of(state.ring)
         path: EnginePath = "eager"
         try:
-            with checked_steps(is_eager=is_eager) as modes, self._uncompiled(is_eager=is_eager):
+            checked = checked_steps(self.runner, is_eager=is_eager)
+            with checked as modes, self._uncompiled(is_eager=is_eager):
                 for step in shape.steps:
                     counts = np.asarray(step, dtype=np.int64)
                     stepper.begin(keys, np.cumsum(counts) - counts, counts, position.copy())
@@ -282,6 +290,8 @@ class _Check:
         return _Run(path, ring, silent.tolist(), exported)
 
     def clear(self) -> None:
+        if self._has_states:
+            _empty_cache(self.runner)
         for start, stop in self._used:
             self.stepper.state.ring[start:stop].zero_()
 
@@ -303,6 +313,7 @@ class _Check:
             "skip_attn": False,
             "skip_eplb": True,
             "uniform_decode": is_decode,
+            "valid_dummy_state_slots": self._has_states,
         }
         known = inspect.signature(self._dummy_run).parameters
         return {name: value for name, value in wanted.items() if name in known}

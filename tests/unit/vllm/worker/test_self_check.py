@@ -46,6 +46,7 @@ class Runner:
         self.state, self.ctls = state, ctls
         self.ran: list[str] = []
         self.kv_caches: list[Any] = []
+        self.padding = torch.zeros(16, dtype=torch.bool)
         self.hurt: Callable[[int, str, torch.Tensor], torch.Tensor | None] | None = None
 
     def _dummy_run(
@@ -54,6 +55,9 @@ class Runner:
         mode = "NONE" if _Step.is_eager else GRAPHS[uniform_decode]
         note((SimpleNamespace(name=mode), None))
         self.ran.append(mode)
+        if (model_state := getattr(self, "model_state", None)) is not None:
+            self.padding.fill_(True)
+            model_state.prepare_inputs(SimpleNamespace(is_padding=self.padding[:num_tokens]), None)
         x = torch.zeros(num_tokens, HIDDEN)
         for i, ctl in enumerate(self.ctls):
             # Graphs round otherwise.
@@ -131,6 +135,33 @@ def test_two_chunked_requests_are_run_in_every_way(
     assert "piecewise (mixed lengths), graph (decodes)" in said
     assert "3 of 3 rows of a token compared with eager rows" in said
     assert worker.is_clean()
+
+
+class ModelState:
+    """Of the V2 runner, which takes all tokens of a dummy run for padding."""
+
+    def prepare_inputs(self, batch: Any, states: Any) -> dict[str, Any]:
+        return {}
+
+
+def test_experts_compute_the_tokens_of_the_check(worker: Worker) -> None:
+    # For padding they return what their memory held, which differs with the way of running.
+    runner = worker.runner
+    runner.model_state = ModelState()  # type: ignore[attr-defined]
+
+    def spare(layer: int, mode: str, x: torch.Tensor) -> torch.Tensor:
+        held = torch.full_like(x, float(len(mode)))
+        return torch.where(runner.padding[: len(x), None], held, x)
+
+    runner.hurt = spare
+    worker.check()
+    assert worker.is_clean()
+    assert not vars(runner.model_state)  # type: ignore[attr-defined]
+    runner.padding.fill_(True)
+    runner.model_state.prepare_inputs(  # type: ignore[attr-defined]
+        SimpleNamespace(is_padding=runner.padding), None
+    )
+    assert runner.padding.all()
 
 
 def test_what_warming_up_left_in_the_cache_is_no_fault(worker: Worker) -> None:
