@@ -29,7 +29,7 @@ ASSETS: Final = Path(__file__).parents[1] / "docs/assets"
 TIMES: Final = "\N{MULTIPLICATION SIGN}"
 _ENGINE: Final = ("engine-h200",)
 _HTTP: Final = ("http-h200-1", "http-h200-2")
-_PARALLEL: Final = "parallel-h100-x4"
+_PARALLEL: Final = "parallel-h200-x2"
 _OTHERS: Final = ("others-h200-slow-host", "others-h200-fast-host", "others-h200-1000-requests")
 _PEER_EVAL: Final = "others-h200-eval"
 _LOADS: Final = {"8x256": "8 requests", "256x128": "256 requests", "512x128": "512 requests"}
@@ -328,7 +328,7 @@ def techniques_markdown(read: Read = read_result) -> str:
 
 
 def parallel_markdown(read: Read = read_result) -> str:
-    """The table of a model over four GPUs, over vLLM without the lens on as many.
+    """The table of a model over two GPUs, over vLLM without the lens on as many.
 
     Args:
         read: gives a result by its name.
