@@ -93,11 +93,16 @@ async def _attach(output: Any, body: Body | None) -> None:
         _encode(output, body)
         return
     # It copies or compresses much, for which no other response has to wait.
-    own = contextvars.copy_context()  # whose request this is
-    await loop.run_in_executor(front.waiting, own.run, _attach_and_encode, output, body)
+    await _apart(_attach_and_encode, output, body)
     if offers([output]):
         await settle(output, front.results.timeout_s)
-        await loop.run_in_executor(front.waiting, own.run, _encode, output, body)
+        await _apart(_encode, output, body)
+
+
+async def _apart(work: Callable[[Any, Body | None], None], output: Any, body: Body | None) -> None:
+    """Do something for an output in a thread, which knows whose request it is."""
+    loop, own = asyncio.get_running_loop(), contextvars.copy_context()
+    await loop.run_in_executor(front_end().waiting, own.run, work, output, body)
 
 
 def _attach_and_encode(output: Any, body: Body | None) -> None:
@@ -113,7 +118,7 @@ async def _carry(output: Any, body: Body | None) -> None:
     if front.results.n_bytes(output) < _LARGE_PART:
         _carry_and_encode(output, body)
     else:  # rows of a prompt, for which no other response has to wait
-        await loop.run_in_executor(front.waiting, _carry_and_encode, output, body)
+        await _apart(_carry_and_encode, output, body)
 
 
 def _carry_and_encode(output: Any, body: Body | None) -> None:

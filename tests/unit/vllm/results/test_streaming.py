@@ -100,7 +100,11 @@ def test_an_output_waits_for_the_rows_of_its_tokens_and_carries_no_others(engine
 def test_nobody_waits_while_rows_of_a_prompt_are_copied(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither the event loop nor who else wants results: the copy is made without their lock."""
+    """Neither the event loop nor who else wants results: the copy is made without their lock.
+
+    The thread knows whose request it is, for the share of a client in what waits to be fetched.
+    """
+    from inspect_lens._vllm.clients import CLIENT
     from inspect_lens._vllm.frontend import wrappers
     from inspect_lens._vllm.http.bodies import Body
 
@@ -108,12 +112,12 @@ def test_nobody_waits_while_rows_of_a_prompt_are_copied(
     engine.step([key], 0, N_PROMPT)
     engine.settle()
     lock, further = engine.collector.notifier.changed, Pending.further
-    copied: list[tuple[bool, str]] = []
+    copied: list[tuple[bool, str, str]] = []
 
     class Rows(np.ndarray[Any, Any]):
         def copy(self, *args: Any) -> Any:
             free = lock.acquire(blocking=False)
-            copied.append((free, threading.current_thread().name))
+            copied.append((free, threading.current_thread().name, CLIENT.get()))
             if free:
                 lock.release()
             return np.array(self)
@@ -130,9 +134,14 @@ def test_nobody_waits_while_rows_of_a_prompt_are_copied(
     monkeypatch.setattr(wrappers, "front_end", Front)
     monkeypatch.setattr(wrappers, "_LARGE_PART", engine.results.n_bytes(going_on(key, 1)))
     one = going_on(key, 1)
+
+    async def carry() -> None:
+        CLIENT.set("10.0.0.1 key")
+        await wrappers._carry(one, Body())
+
     with Front.waiting:
-        asyncio.run(wrappers._carry(one, Body()))
-    assert copied == [(True, "waiting_0")]
+        asyncio.run(carry())
+    assert copied == [(True, "waiting_0", "10.0.0.1 key")]
     assert "inspect_lens_partial_json" in one.outputs[0].__dict__
     engine.results.abandon([key])
     engine.worker.stepper.remove(key)
