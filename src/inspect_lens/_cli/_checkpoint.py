@@ -160,6 +160,7 @@ def buffer_facts(
     text = SimpleNamespace(**{**config, "num_hidden_layers": layers})
     engine = SimpleNamespace(
         model_config=SimpleNamespace(
+            hf_config=SimpleNamespace(**whole),
             hf_text_config=text,
             get_hidden_size=lambda: hidden,
             get_head_size=lambda: head_size,
