@@ -107,15 +107,34 @@ def examples(*lines: str) -> str:
 
 @contextmanager
 def libraries_silent() -> Iterator[None]:
-    """Have only our own words reach standard error: what libraries log there, errors say again."""
-    loggers = [logging.getLogger(name) for name in ("huggingface_hub.utils", "inspect_ai")]
-    levels = [one.level for one in loggers]
-    for one in loggers:
+    """Have only our own words reach standard error: what libraries log there, errors say again.
+
+    That the hub does not answer is said at once, as it is asked for more than a minute.
+    """
+    said: list[str] = []
+
+    def say_wait(record: logging.LogRecord) -> bool:
+        is_wait = "retry" in record.getMessage().lower()
+        if is_wait and not said and "--json" not in sys.argv:
+            said.append(
+                "note: the Hugging Face hub does not answer and is asked again, which may take "
+                "minutes; HF_HUB_OFFLINE=1 takes what is on this machine\n"
+            )
+            sys.stderr.write(said[0])
+        return False
+
+    hub = logging.getLogger("huggingface_hub.utils._http")
+    silent = [logging.getLogger(name) for name in ("huggingface_hub.utils", "inspect_ai")]
+    levels = {one: one.level for one in (hub, *silent)}
+    for one in silent:
         one.setLevel(logging.CRITICAL)
+    hub.setLevel(logging.WARNING)
+    hub.addFilter(say_wait)
     try:
         yield
     finally:
-        for one, level in zip(loggers, levels, strict=True):
+        hub.removeFilter(say_wait)
+        for one, level in levels.items():
             one.setLevel(level)
 
 

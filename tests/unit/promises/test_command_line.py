@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import re
 import signal
@@ -253,14 +254,19 @@ def test_what_libraries_log_does_not_stand_before_an_error(
     names = ("huggingface_hub.utils._http", "inspect_ai.model")
 
     def write(*_: Any, **__: Any) -> Any:
-        for name in names:
-            logging.getLogger(name).error("Retrying in 8s [Retry 5/5].")
+        for name in names * 2:
+            logging.getLogger(name).warning("Retrying in 8s [Retry 5/5].")
+            logging.getLogger(name).error("thrown while requesting")
         raise SpecError("ours")
 
     monkeypatch.setattr("inspect_lens.view.write_view", write)
     assert run_command("view", "any.eval") == 3
-    assert capsys.readouterr().err.splitlines() == ["SpecError: ours"]
-    assert "Retrying" not in caplog.text
+    waits, ours = capsys.readouterr().err.splitlines()
+    assert waits.startswith("note: the Hugging Face hub does not answer and is asked again")
+    assert ours == "SpecError: ours"
+    assert run_command("view", "any.eval", "--json") == 3
+    assert json.loads(capsys.readouterr().err) == {"error": "SpecError", "message": "ours"}
+    assert not caplog.text
     logging.getLogger(names[1]).error("heard again")
     assert "heard again" in caplog.text
 
