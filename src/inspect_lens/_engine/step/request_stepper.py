@@ -69,7 +69,7 @@ class _Rows:
     """What a step has of the requests that ask for one form, one behind the other."""
 
     keys: list[str]
-    """None where no other rank has to agree."""
+    """Empty where no other rank has to agree."""
     slots: Longs
     counts: Longs
     """Tokens of each."""
@@ -207,11 +207,12 @@ class RequestStepper(Stepper):
         if self.hooks is not None and key in self.hooks.live:
             with self._failing(key):
                 self.hooks.remove(key)
+        # First: rows that wait are read with the lens that it keeps.
+        super().remove(key)
         self._asking.discard(key)
         self._named.pop(key, None)
         self._until.pop(key, None)
         self._at.pop(key, None)
-        super().remove(key)
 
     def flush(self, keys: Sequence[str]) -> None:
         """See `Stepper.flush`; what hooks have saved is sent, too."""

@@ -126,6 +126,21 @@ def test_a_running_request_keeps_a_lens_that_is_removed(
         check(collector, "b", item, 1, 6)
 
 
+def test_rows_that_wait_for_one_product_are_read_when_their_request_is_pre_empted(
+    worker: LensWorker, collector: Collector
+) -> None:
+    item = lens("jacobian")
+    worker.stepper.lenses.add(item)
+    begin(worker, collector, "a", sealed(collector, asked(item), 6, 20))
+    worker.step([("a", 1, 0, 6)])
+    for position in (6, 7, 8):
+        worker.step([("a", 1, position, 1)])
+    # Without `finish`: it may come back.
+    worker.stepper.remove("a")
+    assert not worker.stepper._named
+    check(collector, "a", item, 1, 9)
+
+
 @pytest.mark.parametrize(("dtype", "stored"), [("float16", np.float16), ("bfloat16", None)])
 def test_tensors_of_16_bits_stay_so_and_are_multiplied_in_float32(dtype: str, stored: Any) -> None:
     kept = torch.from_numpy(MATRIX).to(getattr(torch, dtype))
