@@ -389,7 +389,7 @@ def launch(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def _note_faults(faults, fault_stride, records, is_fine, n_rows, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_bad = (row < n_rows) & (tl.load(is_fine + row, mask=row < n_rows, other=1) == 0)
