@@ -160,7 +160,9 @@ class GivesResults:
         self._app, self._fetch = app, fetch
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        before, _, handle = scope.get("path", "").partition(_FETCH)
+        # As the router finds it, and as vLLM looks for a path's key.
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        before, _, handle = path.partition(_FETCH)
         if before or not handle or "/" in handle or scope.get("method") != "GET":
             await self._app(scope, receive, send)
             return

@@ -95,6 +95,19 @@ def test_a_handle_that_nobody_made_gets_404(client: TestClient, handle: str) -> 
     assert client.get(f"/v1/activations/{handle}").status_code == 404
 
 
+@pytest.mark.parametrize("root", ["/api", "/v1"])
+def test_behind_a_root_path_results_are_where_the_other_routes_are(root: str) -> None:
+    """And nowhere else: vLLM asks for no key of `/v1/activations` below a root path `/v1`."""
+    app = FastAPI(root_path=root)
+    server._routers((), lambda app: None)(app)
+    handle = bodies.payloads.put(b"mine")
+    with TestClient(app) as made:
+        if root == "/v1":
+            assert made.get(f"/v1/activations/{handle}").status_code == 404
+        assert made.get(f"{root}/v1/activations/{handle}").content == b"mine"
+        assert made.get(f"{root}/v1/activations/{handle}").status_code == 410
+
+
 def test_a_server_gives_what_it_made(client: TestClient) -> None:
     assert client.get("/v1/activations/ab12-x").status_code == 404
     handle = bodies.payloads.put(b"mine")
