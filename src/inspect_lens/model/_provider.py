@@ -41,6 +41,7 @@ from inspect_lens.spec import LENS_KEYS, LensRequest, to_extra_args, to_wire_arg
 from ._host import VLLMAPI, PrerequisiteError, VLLMServer, _vllm_servers
 from ._places import place_for
 from ._request import (
+    NOT_STREAMED,
     Body,
     Settled,
     edits_of_every_call,
@@ -97,7 +98,9 @@ def refuse_unknown_arguments(
     for name, value in given.items():
         if name in _OF_INSPECT or value is None:
             continue
-        if (instead := _INSTEAD.get(name)) is not None:
+        if name == "stream_results":
+            why = NOT_STREAMED
+        elif (instead := _INSTEAD.get(name)) is not None:
             why = f"is no argument of the model; put {instead} into the task's solver"
         elif get_close_matches(name, own, n=1, cutoff=0.8):
             why = f"is no argument of the model; {did_you_mean(name, own)}"

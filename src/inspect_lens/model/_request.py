@@ -199,7 +199,7 @@ def read_body(
     plain = args.get(STEER_KEY) == [] and args.pop(STEER_KEY) == []
     request = parse_extra_args(args)
     if request is not None and request.stream_results:
-        raise SpecError(_NOT_STREAMED)
+        raise SpecError(f"stream_results: {NOT_STREAMED}")
     if scope is not None and not settled:
         default = scope.capture or default
         request = _under(request, scope, inherited, plain=plain)
@@ -236,8 +236,8 @@ def respelled(body: Mapping[str, Any], request: LensRequest) -> dict[str, Any]:
 
 
 _NOTHING = LensRequest()
-_NOT_STREAMED = (
-    "stream_results: Inspect reads a call as a whole, so nothing would see its rows earlier; "
+NOT_STREAMED = (
+    "Inspect reads a call as a whole, so nothing would see its rows earlier; "
     "leave it out, or read the stream with inspect_lens.client.LensClient.stream"
 )
 
@@ -313,12 +313,9 @@ def parse_capture(value: Any, *, field: str = "capture") -> CaptureSpec | None:
         value = [int(v) if isinstance(v, str) and v.strip().isdigit() else v for v in value]
     fields = value if isinstance(value, Mapping) else {"layers": value}
     try:
-        return CaptureSpec.model_validate(fields)
-    except (SpecError, ValidationError) as error:
-        reason = str(error)
-        if isinstance(error, ValidationError):
-            reason = explain(error, at="capture")
-        raise SpecError(f"{field}={value!r}: {reason}; {_ALLOWED}") from None
+        return read_as(CaptureSpec, fields, at="capture")
+    except SpecError as error:
+        raise SpecError(f"{field}={value!r}: {error}; {_ALLOWED}") from None
 
 
 def environment_capture() -> CaptureSpec | None:
@@ -469,7 +466,7 @@ def lens_config(
     """
     options, generate = split_options(generate)
     if options.pop("stream_results", False):
-        raise SpecError(_NOT_STREAMED)
+        raise SpecError(f"stream_results: {NOT_STREAMED}")
     start = GenerateConfig() if base is None else base
     inherited = (active_generate_config() if base is None else base).extra_body
     merged = _merge(inherited or {}, generate.pop("extra_body", None) or {})

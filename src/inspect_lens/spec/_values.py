@@ -122,7 +122,7 @@ class Value(BaseModel):
             super().__init__(**fields)
         except ValidationError as error:
             cls = type(self)
-            raise SpecError(explain(error, root=cls.__name__, fields=cls.model_fields)) from None
+            raise SpecError(explain(error, root=cls.__name__, kind=cls)) from None
 
     # Pydantic's mark: what is inside another value, or read, is validated without this one.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
@@ -186,7 +186,7 @@ _MEMBER = re.compile(
 
 def explain(
     error: ValidationError, *, at: str = "", root: str = "inspect_lens",
-    fields: Collection[str] = (), labels: Mapping[str, str] = MappingProxyType({}),
+    kind: type[BaseModel] | None = None, labels: Mapping[str, str] = MappingProxyType({}),
     shows: bool = True,
 ) -> str:  # fmt: skip
     """What pydantic found wrong, in a few lines that name each field.
@@ -195,7 +195,7 @@ def explain(
         error: the finding.
         at: field that holds what was judged.
         root: what a finding about all of it is said of, where nothing holds it.
-        fields: names that would have been read at the top.
+        kind: what was to be read, so that the nearest of its fields can be named.
         labels: what a user knows them by.
         shows: whether values are shown; one may be a secret.
     """
@@ -205,9 +205,9 @@ def explain(
     for item in error.errors(include_url=False)[:_MOST_LINES]:
         loc = [str(part)[:80] for part in item["loc"] if not _MEMBER.fullmatch(str(part))]
         field = ".".join([*start, *(labels.get(part, part) for part in loc)]) or root
-        kind, said = item["type"], item["msg"].removeprefix("Value error, ")[:1000]
-        if kind in _ALLOWED:
-            allowed = _ALLOWED[kind].format(**item.get("ctx", {}))
+        fault, said = item["type"], item["msg"].removeprefix("Value error, ")[:1000]
+        if fault in _ALLOWED:
+            allowed = _ALLOWED[fault].format(**item.get("ctx", {}))
             value = f"{field}={shown(item['input'])}; " if shows else f"{field}: "
             if value in chosen:  # what else may stand there
                 also = allowed.removeprefix("allowed is ").removeprefix("allowed are ")
@@ -216,10 +216,10 @@ def explain(
             else:
                 chosen[value] = allowed
             continue
-        if kind == "missing":
+        if fault == "missing":
             said = "is needed"
-        elif kind == "extra_forbidden":
-            known = fields if len(loc) == 1 else ()
+        elif fault == "extra_forbidden":
+            known = _known(kind, loc[:-1])
             said = f"no such field; {did_you_mean(loc[-1], known) if known else 'leave it out'}"
         is_named = said.startswith(field) and said[len(field) :][:1] in ("=", ".", "[", ":")
         lines.append(said if is_named else f"{field}: {said}")
@@ -230,6 +230,22 @@ def explain(
     return "; ".join(lines).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
+def _known(kind: Any, path: Sequence[str]) -> set[str]:
+    """Names of the fields that are read where a path leads."""
+    models = _models(kind)
+    for part in path:
+        if not part.isdigit():
+            at = [model.model_fields[part] for model in models if part in model.model_fields]
+            models = [model for field in at for model in _models(field.annotation)]
+    return {name for model in models for name in model.model_fields}
+
+
+def _models(kind: Any) -> list[type[BaseModel]]:
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return [kind]
+    return [model for part in get_args(kind) for model in _models(part)]
+
+
 def read_as(
     kind: type[Read], value: object, *, at: str = "", context: Mapping[str, Any] | None = None
 ) -> Read:
@@ -238,7 +254,7 @@ def read_as(
         return kind.model_validate(value, context=context)
     except ValidationError as error:
         shows = not kind.model_config.get("hide_input_in_errors", False)
-        raise SpecError(explain(error, at=at, fields=kind.model_fields, shows=shows)) from None
+        raise SpecError(explain(error, at=at, kind=kind, shows=shows)) from None
 
 
 @contextmanager
