@@ -143,12 +143,15 @@ def architectures_markdown() -> str:
             for what in _COLUMNS
         ]
         lines.append(f"| {case.title} | {special} | {' | '.join(cells)} |")
-    for title, run in zip(("On a CPU", "On a GPU"), runs, strict=True):
+    for machine, run in zip(("a CPU", "a GPU"), runs, strict=True):
         versions = ", ".join(f"{k} {v}" for k, v in run["environment"].items() if k != "machine")
         limits = {cell["tolerance"] for row in run["checks"].values() for cell in row.values()}
-        passes = ", ".join(f"{limit:g}" + "x" * (limit > 1) for limit in sorted(limits))
-        said = f"at most {passes} may be ({versions})" if limits else "not run yet"
-        lines.append(f"\n{title}: {said}.")
+        passes = " and ".join(
+            f"{'a ratio' if limit > 1 else 'an error'} of at most {limit:g}"
+            for limit in sorted(limits)
+        )
+        said = f"allow {passes} ({versions})" if limits else "were not run yet"
+        lines.append(f"\nThe tests on {machine} {said}.")
     return "\n".join(lines)
 
 
