@@ -10,9 +10,10 @@ import anyio
 import numpy as np
 import pytest
 
-from inspect_lens.collect import collect_stream
+from inspect_lens.collect import _collect, collect_stream
 from inspect_lens.data import Captured, Message, ProbeSample
 from inspect_lens.errors import CaptureError, SpecError
+from inspect_lens.probe import CaptureFacts
 from tests.kit.fake_server import FakeLensServer, residual
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -87,3 +88,19 @@ def test_a_failure_ends_the_stream_or_is_told_in_its_place(server: FakeLensServe
     for wrong in ({"batch": 0}, {"concurrency": 0}, {"on_error": "ignore"}):
         with pytest.raises(SpecError, match="allowed are 1 or more, and 'raise' or 'skip'"):
             anyio.run(partial(taken, server, [], **wrong))
+
+
+def test_a_sample_is_skipped_only_while_the_server_is_there(
+    server: FakeLensServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    async def facts(model: Any) -> CaptureFacts:
+        asked.append(model)
+        if len(asked) > 1:
+            raise CaptureError("it went away")
+        return CaptureFacts()
+
+    monkeypatch.setattr(_collect, "computing_facts", facts)
+    with pytest.raises(CaptureError, match="it went away"):
+        anyio.run(partial(taken, server, [sample(0)], layers=[9], on_error="skip"))

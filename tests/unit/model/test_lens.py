@@ -102,3 +102,13 @@ def test_a_server_that_passed_over_it_is_found_out() -> None:
     request = LensRequest(lens=LENS)
     assert "lens" in str(not_done(request, {}))
     assert not_done(request, RECEIPT.model_dump(mode="json")) is None
+
+
+def test_layers_that_came_are_those_that_were_asked_for() -> None:
+    came = choice((2, 3, DONE.columns), RECEIPT)
+    for layers in ((2, 4), "all"):
+        asked = LensRequest(lens=LENS.model_copy(update={"layers": layers}))
+        assert decode_payload(came, [1, 2], asked, {}).layers == {"logit_lens": (2, 4)}
+    other = LensRequest(lens=LENS.model_copy(update={"layers": (2, 3)}))
+    with pytest.raises(CaptureError, match=r"layers \[2, 4\] came, and asked were layers \[2, 3\]"):
+        decode_payload(came, [1, 2], other, {})
