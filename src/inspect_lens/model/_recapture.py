@@ -230,7 +230,8 @@ async def token_logprobs(
 
     Exactly these token ids are fed, in one forward pass without steering, whatever the
     generation was steered with; the server's own `prompt_logprobs` are read. They are those of
-    the distribution at temperature 1, before any top-p or top-k.
+    the distribution at temperature 1, before any top-p or top-k. Of a prompt with an image, a video
+    or audio the ids hold only the places, so they would be those of another prompt.
 
     Args:
         model: a `vllm-lens/` model.

@@ -25,7 +25,7 @@ from inspect_ai.scorer import (
 )
 from inspect_ai.solver import TaskState
 
-from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.errors import ArtifactError, SpecError, UnsupportedError
 from inspect_lens.model import token_logprobs
 from inspect_lens.reading import Turn, given_length
 from inspect_lens.reading._rows import has_nothing_to_read, read_token_ids
@@ -39,6 +39,9 @@ _MASS: Final = 0.25
 _RUN: Final = 4
 _WORDS: Final = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+|[^\w\s]")
 """A word, a sign, or a character of a script that writes no spaces between words."""
+
+_MEDIA: Final = ("image", "video", "audio", "document")
+"""Content of messages of which token ids hold only the places."""
 
 
 class Verdict(NamedTuple):
@@ -217,7 +220,9 @@ def coherence(
         ArtifactError: while scoring, token ids are not known: a log holds those of captured
             calls only.
         SpecError: unknown method.
-        UnsupportedError: `likelihood` with a model that is not ours.
+        UnsupportedError: `likelihood` with a model that is not ours, or, while scoring, of a
+            conversation with an image, a video, audio or a document: the plain model would be
+            given token ids alone.
 
     Source:
         arXiv:2507.21509 for a judge of coherence from 0 to 100 beside the trait's;
@@ -267,6 +272,14 @@ def coherence(
                 explanation="No token to score: the answer was withheld, raw text was read, or a "
                 "limit ended the sample before there was an answer.",
             )
+        for message in state.messages:
+            for part in message.content if isinstance(message.content, list) else ():
+                if part.type in _MEDIA:
+                    raise UnsupportedError(
+                        f"coherence: the conversation has content of type {part.type}, and "
+                        "method='likelihood' gives the plain model token ids alone, which would be "
+                        "another prompt; use method='judge' or method='repetition'"
+                    )
         ids = read_token_ids(state.output)
         if ids is None:
             raise ArtifactError(

@@ -7,9 +7,22 @@ from typing import Any
 
 import anyio
 import pytest
-from inspect_ai.model import Logprob, Logprobs, ModelOutput, ModelUsage, TopLogprob, get_model
+from inspect_ai.model import (
+    ChatMessageUser,
+    ContentImage,
+    ContentText,
+    Logprob,
+    Logprobs,
+    ModelName,
+    ModelOutput,
+    ModelUsage,
+    TopLogprob,
+    get_model,
+)
+from inspect_ai.scorer import Target
+from inspect_ai.solver import TaskState
 
-from inspect_lens.errors import SpecError
+from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.scorer import REFUSAL_PHRASES, coherence, refusal_rate
 from inspect_lens.scorer._judges import _ask
 from tests.kit.mock_evals import call, judge, metric_values, run, scores
@@ -127,6 +140,15 @@ class TestCoherence:
     def test_no_number_is_no_coherence_of_zero(self, tmp_path: Path) -> None:
         log = run(texts("x"), coherence(judge=judge("hm")), folder=tmp_path)
         assert scores(log)[0].reason == "grader_failed"
+
+    def test_likelihood_of_a_conversation_with_an_image_is_refused(self) -> None:
+        (output,) = texts("x")
+        seen = ChatMessageUser(content=[ContentText(text="what?"), ContentImage(image="a.png")])
+        state = TaskState(
+            ModelName("mockllm/model"), 1, 1, [seen], [seen, output.message], output=output
+        )
+        with pytest.raises(UnsupportedError, match="content of type image"):
+            anyio.run(coherence("likelihood"), state, Target(""))
 
     def test_likelihood_needs_a_model_of_ours_and_known_tokens(self, tmp_path: Path) -> None:
         log = run(texts("x"), coherence("likelihood"), folder=tmp_path)
