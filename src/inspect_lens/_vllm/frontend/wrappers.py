@@ -411,10 +411,15 @@ async def _with_results(
                     body.take(output, first)
                 yield output
     except Exception as error:  # noqa: BLE001 - raised as what it is
-        told, cause = named(error), error.__cause__
+        told = named(error)
         if body is not None:
             body.error = told
-        raise told from None if told is cause else cause
+        try:
+            if told is error:
+                raise  # with what it says of where it comes from
+            raise told from None if told is error.__cause__ else error.__cause__
+        finally:
+            del told  # its traceback holds this frame, with an output in it
     finally:
         if pace is not None:
             pace.end()

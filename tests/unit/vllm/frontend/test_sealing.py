@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import json
 import pickle
 import uuid
+import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -381,6 +383,38 @@ def test_an_error_that_vllm_wraps_without_a_word_is_told(processor: Any, error: 
     with pytest.raises(Exception, match=str(error)) as told:
         asyncio.run(read())
     assert isinstance(told.value, type(error)) or isinstance(error, CapacityError)
+
+
+def test_an_error_of_vllm_keeps_what_it_says_and_holds_no_output(processor: Any) -> None:
+    class Output(SimpleNamespace): ...
+
+    given: list[Any] = []
+
+    async def outputs(self: Any) -> AsyncGenerator[Any, None]:
+        try:
+            one = Output(outputs=[], finished=False)
+            given.append(weakref.ref(one))
+            yield one
+            del one
+            raise KeyError("where it comes from")
+        except KeyError:
+            raise RuntimeError("the engine")  # noqa: B904 - its context is looked at
+
+    async def read() -> bool:
+        try:
+            async for _ in wrappers.FRONT_END_WRAPPERS["async_generate"](outputs)(engine):
+                del _
+        except RuntimeError as error:
+            return isinstance(error.__context__, KeyError) and not error.__suppress_context__
+        return False
+
+    engine = SimpleNamespace(input_processor=processor, engine_core=None)
+    gc.disable()
+    try:
+        assert asyncio.run(read())
+        assert [one() for one in given] == [None], "without the garbage collector"
+    finally:
+        gc.enable()
 
 
 def gated(**gate: Any) -> dict[str, Any]:
