@@ -92,7 +92,9 @@ def test_the_client_joins_options_with_arguments() -> None:
         client.generate("hi", edits=[ADD], edits_met="error")
 
 
-@pytest.mark.parametrize("name", set(EXAMPLES) - {"capture", "edits", "edits_meet", "probes"})
+@pytest.mark.parametrize(
+    "name", sorted(set(EXAMPLES) - {"capture", "edits", "edits_meet", "probes"})
+)
 def test_the_model_says_where_it_is_said_instead(name: str) -> None:
     where = r"LensClient\.stream" if name == "stream_results" else rf"_(config|lens)\({name}=…\)"
     with pytest.raises(PrerequisiteError, match=rf"-M {name}=.*{where}"):
