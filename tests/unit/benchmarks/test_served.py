@@ -180,7 +180,7 @@ def answer(**changes: Any) -> dict[str, Any]:
     made: dict[str, Any] = {
         "usage": {"completion_tokens": 5},
         "activations": {"residual_stream": entry},
-        BYTES: b"1234",
+        BYTES: 4,
         "inspect_lens": {"probes": [{"n_tokens": 4}], "steer": {"n_tokens": 9}},
     }
     return made | changes
@@ -191,7 +191,7 @@ def answer(**changes: Any) -> dict[str, Any]:
     [
         (None, {"usage": {"completion_tokens": 4}}, "4 tokens sampled instead of 5"),
         ({"output_residual_stream": [1, 2]}, {}, "instead of"),
-        ({"output_residual_stream": [1]}, {BYTES: b"123"}, "3 bytes of 4"),
+        ({"output_residual_stream": [1]}, {BYTES: 3}, "3 bytes of 4"),
         ({"inspect_lens": {"probes": ["a"]}}, {"inspect_lens": {"probes": []}}, "probes read"),
         (
             {"apply_steering_vectors": ["v"]},
@@ -212,14 +212,17 @@ def test_what_did_not_come_is_an_error(
 
 def test_events_are_one_answer_with_the_rows_of_all_of_them() -> None:
     def rows(n: int) -> dict[str, Any]:
-        part = {"index": 0, "activations": {"residual_stream": {"shape": [1, n, 8]}}}
+        entry = {"shape": [1, n, 8], "handle": f"h{n}", "nbytes": 16 * n}
+        part = {"index": 0, "activations": {"residual_stream": entry}}
         return {"choices": [], "usage": None, "inspect_lens_partial": [part]}
 
     events = [rows(5), rows(1), {"choices": [], "usage": {"completion_tokens": 2}}]
     text = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
-    answer = joined(text + b"data: [DONE]\n\n")
+    answer = joined(text + b"data: [DONE]\n\n") | {BYTES: 96}
     assert answer[ROWS] == 6
     request = {"inspect_lens": {"capture": {"layers": [1]}, "stream_results": True}}
     check(answer, request, 5, 2, SHAPE)
     with pytest.raises(RuntimeError, match="6 rows came"):
         check(answer, request, 6, 2, SHAPE)
+    with pytest.raises(RuntimeError, match="80 bytes of 96"):
+        check(answer | {BYTES: 80}, request, 5, 2, SHAPE)
