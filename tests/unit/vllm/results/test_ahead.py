@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -234,19 +235,25 @@ def test_rows_that_are_late_are_waited_for(engine: Engine, waits: list[str]) -> 
     engine.run(keys[1:], until=N_MAX - 1)
     engine.settle()
     waits.clear()
-    late, accept = [], engine.collector._accept
+    late, accept, is_held = [], engine.collector._accept, Lock()
 
     def keep(data: bytes) -> None:
-        late.append(data)
+        # The thread that receives may be in here while rows are given back.
+        with is_held:
+            if is_late := engine.collector._accept != accept:
+                late.append(data)
+        if not is_late:
+            accept(data)
 
     engine.collector._accept = keep  # type: ignore[method-assign]
     engine.step(keys[1:], N_MAX - 1)
     wait_for = engine.collector.notifier.wait_for
 
     def wait(*args: Any) -> bool:
-        engine.collector._accept = accept  # type: ignore[method-assign]
-        while late:
-            accept(late.pop(0))
+        with is_held:
+            engine.collector._accept = accept  # type: ignore[method-assign]
+            while late:
+                accept(late.pop(0))
         return wait_for(*args)
 
     engine.collector.notifier.wait_for = wait  # type: ignore[method-assign]
