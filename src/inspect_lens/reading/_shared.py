@@ -85,7 +85,9 @@ def shared_parameters(function: F) -> F:
 def complete_arguments(doc: str, names: Sequence[str]) -> str:
     """A docstring whose section `Args:` has an entry for each name that is shared or its own."""
     lines = doc.splitlines()
-    start = next(i for i, line in enumerate(lines) if line.strip() == "Args:")
+    start = next((i for i, line in enumerate(lines) if line.strip() == "Args:"), None)
+    if start is None:
+        raise TypeError(f"{lines[0]!r} has no section `Args:`, which shared parameters go into")
     indent = " " * (len(lines[start]) - len("Args:") + 4)
     stop = start + 1
     own: dict[str, list[str]] = {}

@@ -203,7 +203,10 @@ def explain(
     lines: list[str] = []
     chosen: dict[str, str] = {}
     for item in error.errors(include_url=False)[:_MOST_LINES]:
-        loc = [str(part)[:80] for part in item["loc"] if not _MEMBER.fullmatch(str(part))]
+        parts = [str(part)[:80] for part in item["loc"]]
+        # The name of a field that is too much is somebody's own, whatever it is.
+        own = parts[-1:] if item["type"] == "extra_forbidden" else []
+        loc = [p for p in parts[: len(parts) - len(own)] if not _MEMBER.fullmatch(p)] + own
         field = ".".join([*start, *(labels.get(part, part) for part in loc)]) or root
         fault, said = item["type"], item["msg"].removeprefix("Value error, ")[:1000]
         if fault in _ALLOWED:

@@ -16,6 +16,7 @@ from inspect_lens.probe import StreamingPool, pool_scores
 from inspect_lens.spec import (
     OWN_WORDS,
     POOLS,
+    Add,
     EngineProbe,
     Pool,
     SinkUse,
@@ -312,3 +313,9 @@ def test_a_value_inside_another_is_validated_in_its_context() -> None:
     assert not SinkUse.__pydantic_custom_init__
     with pytest.raises(ValidationError):
         SinkUse.model_validate({})
+
+
+@pytest.mark.parametrize("name", ["int", "list", "str"])
+def test_a_field_too_much_that_is_called_like_a_type_is_named(name: str) -> None:
+    with pytest.raises(SpecError, match=rf"{name}: no such field"):
+        Add(vector=[1.0], layers=[1], **{name: 3})

@@ -301,7 +301,7 @@ def judge_early(processor: Any, prompt: Any, params: Any) -> int:
         raise resumable()
     is_known, ids = _prompt_tokens(prompt)
     if is_known:
-        check_media(processor, ids, prompt)
+        check_media(processor, compiled, ids, prompt)
         n_prompt = None if ids is None else len(ids)
         most = _most_tokens(params, n_prompt or 0, processor.model_config.max_model_len)
         compiled = with_positions_of(compiled, ids, processor)
@@ -506,19 +506,21 @@ _MEDIA: Final = ("mm_kwargs", "mm_features", "multi_modal_data")
 """Where images, video and audio of a prompt are: as vLLM has processed them, or not yet."""
 
 
-def check_media(processor: Any, ids: Sequence[int] | None, prompt: Any) -> None:
+def check_media(processor: Any, compiled: Compiled, ids: Sequence[int] | None, prompt: Any) -> None:
     """Refuse the tokens of a prompt whose images are not there: rows would be of another prompt."""
+    # Of who asks for nothing, a server's own edits and probes act on the tokens as they are.
+    if compiled.asked is NO_REQUEST or ids is None:
+        return
     facts: EngineFacts = processor.inspect_lens_facts
-    if not facts.placeholders or ids is None or any(_field(prompt, name) for name in _MEDIA):
+    is_there = any(_field(prompt, name) for name in _MEDIA)
+    if is_there or facts.placeholders.isdisjoint(ids):
         return
-    at = next((i for i, token in enumerate(ids) if token in facts.placeholders), None)
-    if at is None:
-        return
+    at = next(i for i, token in enumerate(ids) if token in facts.placeholders)
     raise UnsupportedError(
         f"prompt: token {ids[at]} at position {at} stands for an image, a video or audio, and none "
-        "came with it, so the model would see another prompt; send it in the messages of a chat, "
-        "and ask for captures, edits and scores in that request: they cannot be had afterwards "
-        "from the token ids"
+        "came with it, so the model would not see what that token stands for; send it in the "
+        "messages of a chat, and ask for captures, edits and scores in that request: they cannot "
+        "be had afterwards from the token ids"
     )
 
 

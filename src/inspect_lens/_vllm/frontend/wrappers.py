@@ -185,7 +185,7 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         if (rule is not None and seal_recorded(core, self, rule)) or found is None:
             return core
         try:
-            check_media(self, core.prompt_token_ids, core)
+            check_media(self, found, core.prompt_token_ids, core)
             seal_for(core, with_positions_of(found, core.prompt_token_ids, self), self)
         except BaseException as error:  # noqa: BLE001 - the loop is everybody's
             pass_over(error, uses_lens=True)

@@ -378,7 +378,7 @@ class Results:
         expected = self._expected.get(key)
         if expected is None or expected.said is None:
             return
-        n_completion, text = 1, ""
+        n_completion, text = 1, ""  # what is told where nobody knows what it said
         with contained(partial(log_fault, f"what {key} said is not known")):
             ids, text = expected.said()
             n_completion = len(ids)

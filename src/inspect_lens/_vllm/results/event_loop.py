@@ -27,7 +27,7 @@ _AT_ONCE = 32
 _EVERY_S, _UNTOLD_EVERY_S = 0.1, 0.002
 """Seconds between two looks, where something is told of and where not all is."""
 _PREPARE_EVERY_S = 0.02
-"""Seconds between two rounds of work ahead: it takes a fifteenth of them."""
+"""Seconds between two rounds of work ahead, each of half a millisecond or so."""
 _PATIENCE = 10
 """A look that takes long is not repeated before that many times as long has passed."""
 

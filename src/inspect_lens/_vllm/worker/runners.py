@@ -207,10 +207,8 @@ def checked_steps(runner: Any, *, is_eager: bool) -> Iterator[list[str]]:
 
 
 def _not_padding(holder: Any) -> Any:
-    """Have tokens of the start-up check go to experts, which vLLM spares those of dummy runs.
-
-    What it returns for them is what its memory held. The mask is a buffer that graphs read.
-    """
+    """Have tokens of the start-up check go to experts, which skip those of dummy runs."""
+    # What they return for skipped tokens is whatever their memory held. Graphs read this mask, too.
     padding = getattr(holder, "is_padding", None)
     if padding is not None:
         padding.fill_(False)
