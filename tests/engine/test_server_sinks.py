@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -27,22 +28,23 @@ from inspect_lens.data import ActivationStore, Captured, Recording
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import SinkUse, decode_tensor
 from tests.kit.api_server import ApiServer, api_server
+from tests.kit.waiting import until
 
 pytestmark = pytest.mark.engine
 
 MODEL = "organism/checkpoint"
 PROMPT = "The founder of the town Velosh"
 SHARE = 0.3
-SLEEPS_S = 0.25
-# While a file `hold` lies beside it, the function does not return at all: how much a queue
-# then drops does not depend on how fast the machine is.
-FUNCTION = f"""
+# While a file `hold` lies beside it, the function does not return: neither who waits nor how much
+# a queue drops then depends on how fast the machine is. The file `held` says that it stands.
+FUNCTION = """
 import time
 from pathlib import Path
 
 def sleep(sample, about):
-    time.sleep({SLEEPS_S})
-    while Path(__file__).with_name("hold").exists():
+    beside = Path(__file__)
+    while beside.with_name("hold").exists():
+        beside.with_name("held").touch()
         time.sleep(0.01)
 """
 
@@ -90,9 +92,10 @@ def ask(
     *,
     capture: Any = None,
     headers: dict[str, str] | None = None,
+    over: httpx.Client | None = None,
     **more: Any,
 ) -> httpx.Response:
-    """Over a connection of its own, which either of the servers takes."""
+    """Over a connection of its own, which either of the servers takes, or over one that is open."""
     body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 6, "temperature": 0.0, **more}
     wanted = {k: v for k, v in (("sink", sink), ("capture", capture)) if v is not None}
     if wanted:
@@ -100,7 +103,8 @@ def ask(
     headers = {"Content-Type": "application/json", **(headers or {})}
     # httpx's own JSON cannot be half of a surrogate pair.
     content = json.dumps(body)
-    return httpx.post(f"{server.url}/v1/completions", content=content, headers=headers, timeout=120)
+    url = f"{server.url}/v1/completions"
+    return (over or httpx).post(url, content=content, headers=headers, timeout=120)
 
 
 def samples(folder: Path) -> dict[str, Captured]:
@@ -281,13 +285,21 @@ def test_a_slow_sink_slows_nobody_down_and_counts_what_it_drops(
     assert more["slow", "written"] == statuses["slow"]["queued"]
 
 
-def test_who_waits_for_a_slow_sink_waits_alone(server: ApiServer) -> None:
-    with ThreadPoolExecutor(4) as pool:
-        waiting = [pool.submit(ask, server, "slow") for _ in range(4)]
-        took = _latencies(server, 10)
+def test_who_waits_for_a_slow_sink_waits_alone(server: ApiServer, folder: Path) -> None:
+    (folder / "held").unlink(missing_ok=True)
+    with ThreadPoolExecutor(16) as pool, ExitStack() as stack:
+        # A server that stands would leave new connections to the other one.
+        clients = [stack.enter_context(httpx.Client()) for _ in range(16)]
+        list(pool.map(lambda client: ask(server, over=client), clients))
+        (folder / "hold").touch()
+        stack.callback((folder / "hold").unlink, missing_ok=True)
+        waiting = [pool.submit(ask, server, "slow", over=client) for client in clients[:4]]
+        assert until((folder / "held").exists, 60)
+        assert {ask(server, over=client).status_code for client in clients[4:]} == {200}
+        assert not any(one.done() for one in waiting)
+        (folder / "hold").unlink()
         told = [one.result().json()["inspect_lens"]["sink"]["status"] for one in waiting]
     assert told == ["written"] * 4
-    assert statistics.median(took) < SLEEPS_S
 
 
 def test_killed_while_they_write_the_store_is_whole(server: ApiServer, folder: Path) -> None:
