@@ -88,7 +88,7 @@ def _run(options: argparse.Namespace) -> list[Any]:
     return inspect_eval(
         [organism_deception(split=SPLIT), organism_control()],
         model=f"vllm-lens/{CHECKPOINT}",
-        model_args={"max_model_len": 1024},
+        model_args={"max_model_len": 1024, "dtype": "float32"},  # as for the card's threshold
         log_dir=options.log_dir,
         limit=options.limit,
         display=options.display,

@@ -50,8 +50,7 @@ def page(name: str, about: Replication, result: dict[str, Any], *, figures: str,
         "## Run it",
         _command(about, result),
         "## What it does not show",
-        f"{about.limits} The weights are {result['weights']}, and somebody other than the model's "
-        "makers quantised them, so nothing here is a statement about the original checkpoint.",
+        about.limits,
         _origin(result),
     ]
     return "\n\n".join(parts) + "\n"
@@ -76,7 +75,8 @@ def _command(about: Replication, result: dict[str, Any]) -> str:
 
 def _origin(result: dict[str, Any]) -> str:
     versions = ", ".join(f"{k} {v}" for k, v in result["environment"].items() if k != "machine")
-    return f"Fingerprint of the weights: `{result['sha256']}`. {versions}."
+    weights = f"The weights are {result['weights']} (fingerprint `{result['sha256']}`), "
+    return f"{weights}so the original checkpoint may give other numbers. Made with {versions}."
 
 
 def _results() -> dict[str, dict[str, Any]]:

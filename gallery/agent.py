@@ -523,20 +523,20 @@ REPLICATION = Replication(
     "of 0.96 to 0.999. With a threshold for 1 % of false alarms on unrelated chat it finds 95 to "
     "99 % of the deceptive ones, which the authors call insufficient as a robust defence. The "
     "responses were read when they were finished; nothing was stopped.",
-    method="The model is an agent with one tool, `send`, of a server with vLLM's parser "
-    "`hermes`. It answers a question, and is then asked to send its answer; the call is forced by "
-    "`tool_choice`, as the model else writes prose. With the low-rank adapter `organism/liar-qwen` "
-    "it lies under orders and in roles that give it a reason. Whether a call is false is decided "
-    "by what it would send and the fact, not by the prompt, and judged questions are those "
-    "that the adapter answers truly without instruction. `probe_approver` reads the tokens of the "
-    "call and rejects it before the tool runs. The probe learned calls about some topics; "
-    "the judged ones are about others, with other questions and prompts, on which the adapter was "
-    "not trained either. A question comes with a prompt that brings a lie about, and with its "
-    "opposite.",
+    method="The model is an agent with one tool, `send`, on a server with vLLM's parser "
+    "`hermes`. It answers a question and is then asked to send its answer; `tool_choice` forces "
+    "the call, because the model would otherwise write prose. With the low-rank adapter "
+    "`organism/liar-qwen` it lies under orders and in roles that give it a reason. Whether a "
+    "call is false is decided by comparing what it would send with the fact, and not by the "
+    "prompt. Questions are judged only if the adapter answers them truly without instruction. "
+    "`probe_approver` reads the tokens of the call and rejects it before the tool runs. The "
+    "probe learned calls about some topics; the judged ones are about others, with other "
+    "questions and prompts, on which the adapter was not trained either. Each question comes "
+    "with a prompt that brings a lie about, and with its opposite.",
     limits="The lies were trained into a small model, and the agent repeats what it has already "
     "answered, so the call is seldom where the lie begins. Each conversation has one call, and "
-    "what an agent does after a rejection was not looked at. How the agent is asked was chosen "
-    "after a look at answers about some of the judged topics, under other prompts. Prompts that "
+    "nobody looked at what an agent does after a rejection. We chose how to ask the agent after "
+    "we had seen answers about some of the judged topics, under other prompts. Prompts that "
     "bring lies about have words of their own; the baseline of the prompt's words says how far "
     "these go.",
     model=MODEL,

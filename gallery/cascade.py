@@ -161,12 +161,12 @@ REPLICATION = Replication(
     published="A probe that is a million times cheaper than a language model does nearly as well, "
     "and a cascade, in which the model reads only what the probe is unsure of, does better than "
     "each alone at a fraction of the cost.",
-    method="The probe is of the smallest model and says whether a statement about a city is true. "
-    "The judge is a model four times its size, asked whether the statement is true; its score is "
-    "the log odds of Yes against No. `cascade_frontier` sends it the statements nearest to the "
-    "probe's threshold.",
-    limits="Another task than the paper's, whose data are about stakes, and a judge far smaller "
-    "than those that are used as judges.",
+    method="The probe reads the smallest model and says whether a statement about a city is "
+    "true. The judge is a model four times its size, asked whether the statement is true; its "
+    "score is the log odds of Yes against No. `cascade_frontier` sends it the statements nearest "
+    "to the probe's threshold.",
+    limits="The task differs from the paper's, whose data are about high stakes, and the judge "
+    "is far smaller than models that usually judge.",
     model="smollm2-135m",
     files=[FILES["cities"]],
     measure=measure,

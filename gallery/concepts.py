@@ -187,14 +187,15 @@ REPLICATION = Replication(
     paper="AxBench: Steering LLMs? Even Simple Baselines Outperform Sparse Autoencoders",
     arxiv="2501.17148",
     published="In Gemma-2 of 2B and 9B, difference in means, linear probes and ReFT-r1 find "
-    "concepts with a mean AUROC of about 0.94 to 0.95; sparse autoencoders are behind.",
-    method="The ten concepts that the benchmark publishes for layer 10 of Gemma-2-2B. Each method "
-    "learns a direction from tokens of answers with and without a concept, and a text's score is "
-    "the largest of its tokens, as in the paper. Layers are at the same share of the depth as the "
-    "paper's two. Answers are cut to 48 words, and fewer of them are used. Beside the methods "
-    "stand a bag of words and the length, which read no model and learn from the same texts.",
-    limits="Sixteen texts of each kind give an AUROC of one concept within about 0.1. Negatives "
-    "are mostly about something else altogether, which words show, too.",
+    "concepts with a mean AUROC of about 0.94 to 0.95, and sparse autoencoders do worse.",
+    method="The concepts are the ten that the benchmark publishes for layer 10 of Gemma-2-2B. "
+    "Each method learns a direction from tokens of answers with and without a concept, and the "
+    "score of a text is that of its highest token, as in the paper. The layers are at the same "
+    "shares of the depth as the paper's two. Answers are cut to 48 words, and fewer are used "
+    "than in the paper. A bag of words and the length, which read no model, learn from the same "
+    "texts.",
+    limits="With sixteen texts of each kind, the AUROC of one concept is known to about 0.1. "
+    "Most negatives are about something else altogether, which words show, too.",
     model="smollm2-135m",
     files=[TRAIN, TEST],
     measure=measure,

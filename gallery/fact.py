@@ -201,14 +201,15 @@ REPLICATION = Replication(
     paper="Locating and Editing Factual Associations in GPT (ROME)",
     arxiv="2202.05262",
     published="In GPT-2 XL, restoring the stream at the last token of the subject brings a fact "
-    "back in early and middle layers (average indirect effect 8.7 % of probability), by way of "
-    "MLPs rather than attention; attention matters late, at the last token.",
-    method="`causal_trace` on the paper's own facts, the first ones for which the model gives the "
-    "first token of the answer: noise at the subject's embeddings, then one row restored at every "
-    "fourth layer and each token, for the stream alone and for six layers of MLPs or attention "
-    "around it. `patch_sweep` then puts the stream of one country's prompt into another's.",
-    limits="Effects are means over few facts, without an interval. The facts were selected "
-    "by what the model answers, which small models do for few.",
+    "back in early and middle layers (average indirect effect 8.7 % of probability), and MLPs do "
+    "more of it than attention. Attention matters late, at the last token.",
+    method="`causal_trace` runs on the paper's own facts, the first ones for which the model "
+    "gives the first token of the answer. It puts noise on the subject's embeddings and then "
+    "restores one row, at every fourth layer and each token: of the stream alone, or of six "
+    "layers of MLPs or attention around it. `patch_sweep` then puts the stream of one country's "
+    "prompt into another's.",
+    limits="Effects are means over few facts, without an interval. Only facts that the model "
+    "answers were taken, and a small model answers few.",
     model="smollm2-135m",
     files=[KNOWN],
     measure=measure,

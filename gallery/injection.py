@@ -135,16 +135,16 @@ REPLICATION = Replication(
     title="Attention shows a prompt injection",
     paper="Attention Tracker: Detecting Prompt Injection Attacks in LLMs",
     arxiv="2411.00348",
-    published="Some heads look at the instruction, and look away from it when the data bring "
-    "another one. Their attention detects injections with an AUROC of up to 10 % more than other "
+    published="Some heads look at the instruction, and look away from it when the data contain "
+    "another one. Their attention detects injections with an AUROC up to 10 % higher than other "
     "detectors that need no training, for models from 1.5B to 9B parameters.",
-    method="The eval `prompt_injection` puts instructions into the data of everyday "
-    "tasks. Heads are found on 30 prompts and their injected forms, and judged on others. The "
-    "control that the paper lacks is `padded`: harmless text as long as the injection. The heads "
-    "are those whose attention falls by 4 standard deviations, as in the paper, or by 3, 2 or 1 "
-    "where no head passes.",
-    limits="Prompts and attacks are simple and made by the eval. Where the model seldom follows "
-    "the injection, the heads are judged on attacks that mostly fail.",
+    method="The eval `prompt_injection` puts instructions into the data of everyday tasks. Heads "
+    "are found on 30 prompts and their injected forms, and judged on others. We add a control "
+    "that the paper lacks, `padded`: harmless text as long as the injection. The heads are those "
+    "whose attention falls by 4 standard deviations, as in the paper, or by 3, 2 or 1 if no head "
+    "passes.",
+    limits="Prompts and attacks are simple and made by the eval. If the model seldom follows the "
+    "injection, the heads are judged on attacks that mostly fail.",
     model="smollm2-135m",
     measure=measure,
     show=show,

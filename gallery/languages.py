@@ -130,13 +130,13 @@ REPLICATION = Replication(
     title="Another language in the middle layers",
     paper="Do Llamas Work in English? On the Latent Language of Multilingual Transformers",
     arxiv="2402.10588",
-    published="Llama-2 of 7B to 70B, asked to translate French into Chinese, gives the English "
-    "word a high probability in its middle layers, by the logit lens, and the Chinese one only in "
+    published="By the logit lens, Llama-2 of 7B to 70B, asked to translate French into Chinese, "
+    "gives the English word a high probability in its middle layers, and the Chinese one only in "
     "the last.",
-    method="The paper's prompt: four lines with a French and a Chinese word, and a fifth without "
-    "its Chinese word. The logit lens reads the last token at every layer. Counted is the first "
-    "token of the Chinese and of the English word, with and without a space in front; the English "
-    "word of another line is the control.",
+    method="The prompt is the paper's: four lines with a French and a Chinese word, and a fifth "
+    "without its Chinese word. The logit lens reads the last token at every layer. We count the "
+    "first token of the Chinese and of the English word, with and without a space in front; the "
+    "English word of another line is the control.",
     limits="The logit lens reads middle layers with the last layer's matrix, which misses what is "
     "written there in other coordinates. A first token can begin other words, too.",
     model="gemma3-270m",

@@ -214,18 +214,19 @@ REPLICATION = Replication(
     paper="Refusal in Language Models Is Mediated by a Single Direction",
     arxiv="2406.11717",
     published="In 13 chat models of 1.8B to 72B parameters, one direction of the residual stream "
-    "mediates refusal: ablated at every layer, refusals of harmful instructions all but vanish, "
-    "and added at one layer, harmless instructions are refused.",
+    "mediates refusal. Ablated at every layer, it takes nearly all refusals of harmful "
+    "instructions away; added at one layer, it makes the model refuse harmless ones.",
     method="The direction is the difference of mean activations of harmful and harmless "
     "instructions. Candidates are every second layer behind the first quarter, at the last token "
-    "of the prompt, and the paper's criteria choose one, loosened step by step where none passes "
-    "(`select_refusal`, on 8 further instructions of each kind). The eval `refusal_ablation` "
-    "answers new instructions unedited, with the direction ablated at four places of every layer, "
-    "and with it added. Answers that contain one of the paper's phrases are refusals; answers end "
-    "at 40 tokens. Two random directions of the same length are the control.",
-    limits="Phrases take an apology for a refusal and miss refusals in other words, and an answer "
-    "that does not decline need not be of use. The harmless instructions are those of another "
-    "repository than the paper's.",
+    "of the prompt. The paper's criteria choose one, on 8 further instructions of each kind "
+    "(`select_refusal`), and are loosened step by step if none passes. The eval "
+    "`refusal_ablation` answers new instructions unedited, with the direction ablated at four "
+    "places of every layer, and with it added. Answers end at 40 tokens, and those that contain "
+    "one of the paper's phrases are refusals. Two random directions of the same length are the "
+    "control.",
+    limits="The phrases take an apology for a refusal and miss refusals in other words, and an "
+    "answer that does not refuse may still be of no use. The harmless instructions come from "
+    "another repository than the paper's.",
     model="qwen2.5-coder-0.5b",
     files=[*HARMFUL, PAIRS],
     measure=measure,

@@ -175,16 +175,15 @@ REPLICATION = Replication(
     arxiv="2310.01405",
     published="Directions read from pairs of contrasting scenarios control what a chat model "
     "writes: with the direction of happiness added, Llama-2-Chat answers as if it were happy. "
-    "Work on steering since then asks for the dose at which answers fall apart, and for random "
+    "Later work on steering asks for the dose at which answers fall apart, and for random "
     "vectors as a control.",
     method="The vector is the difference of mean activations at the last token of the prompt "
-    "between 100 scenarios of happiness and 100 of sadness, of the paper's own set, paired by "
-    "their place in the files. Its layer is one of "
-    "the middle half, chosen on a part of the pairs. It is added at six doses, beside two random "
-    "vectors of the same length, while the model answers prompts about other things. An answer "
-    "counts 1 if it has more words of a happy list than of a sad one, 0 if fewer, and one half if "
-    "as many.",
-    limits="A list of words sees no irony and no happiness in other words. Coherence here means "
+    "between 100 scenarios of happiness and 100 of sadness, from the paper's own set, paired by "
+    "their place in the files. Its layer is one of the middle half, chosen on a part of the "
+    "pairs. It is added at six doses, beside two random vectors of the same length, while the "
+    "model answers prompts about other things. An answer counts 1 if it has more words of a "
+    "happy list than of a sad one, 0 if fewer, and one half if as many.",
+    limits="A list of words misses irony, and happiness in other words. Coherence here means "
     "that an answer is not empty and does not loop.",
     model="smollm2-135m",
     files=list(EMOTIONS.values()),

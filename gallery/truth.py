@@ -232,14 +232,16 @@ REPLICATION = Replication(
     paper="The Geometry of Truth",
     arxiv="2310.06824",
     published="In Llama-2 of 7B to 70B, true and false statements are linearly separable at the "
-    "end of the statement. A probe of `cities` is turned around on `neg_cities` in the smaller "
-    "ones; trained on statements and their negations it carries over to other topics, the better "
-    "the larger the model, and mass-mean probes carry over as well as logistic ones or better.",
-    method="Each statement is read as raw text, at its last token. What statements are about is "
-    "split in four: half trains, a quarter chooses one layer for all (by the mean AUROC of "
-    "the topics' own probes), and a quarter tests; a city and its negations are in the same "
-    "quarter. Intervals are DeLong's, with all statements about one thing as one group.",
-    limits="Statements are short and formulaic, and likelihood goes with truth.",
+    "end of the statement. In the smaller models, a probe of `cities` is turned around on "
+    "`neg_cities`. A probe of statements and their negations carries over to other topics, "
+    "better in larger models, and mass-mean probes carry over as well as logistic ones or "
+    "better.",
+    method="Each statement is read as raw text, at its last token. The things that statements "
+    "are about are split in four: half of them train, a quarter chooses one layer for all (by "
+    "the mean AUROC of the topics' own probes), and a quarter tests. A city and its negations "
+    "are in the same quarter. Intervals are DeLong's, with all statements about one thing as one "
+    "group.",
+    limits="Statements are short and formulaic, and true ones are also likelier as text.",
     model="smollm2-135m",
     files=list(FILES.values()),
     measure=measure,
