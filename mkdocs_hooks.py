@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from html import unescape
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,8 @@ class PublicObjects(griffe.Extension):
             for word in set(re.findall(r"\w+", page.read_text(encoding="utf-8")))
         )
         for module in (pkg, *_modules_below(pkg)):
+            if module.exports == []:  # made of those of its files, when it is imported
+                module.exports = list(import_module(module.path).__all__)
             if module.exports:
                 module.exports = sorted(map(str, module.exports), key=lambda n: (-uses[n], n))
 

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterator
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
@@ -186,6 +187,7 @@ def generated_files() -> dict[str, str]:
     ):
         page = content.get(path) or (ROOT / path).read_text(encoding="utf-8")
         content[path] = _between(page, path, part, text)
+    content |= {str(path.relative_to(ROOT)): text for path, text in _packages()}
     for model in (LensRequest, Receipt):
         schema = json.dumps(
             model.model_json_schema(schema_generator=_Schema), indent=2, sort_keys=True
@@ -194,6 +196,20 @@ def generated_files() -> dict[str, str]:
     figures = {f"docs/assets/{name}": made for name, made in plots.figure_files().items()}
     replications = replication_files()
     return content | figures | figure_files() | notebook_files() | replications
+
+
+def _packages() -> Iterator[tuple[Path, str]]:
+    """Packages that export what their files list, with a line for each such file."""
+    for path in sorted((ROOT / "src").glob("*/*/__init__.py")):
+        text = path.read_text(encoding="utf-8")
+        if "import *\n" in text:
+            lines = [
+                f"from .{'.'.join(file.relative_to(path.parent).with_suffix('').parts)} import *\n"
+                for file in sorted(path.parent.rglob("_[a-z]*.py"))
+                if file.name != "_host.py"  # which lists names of Inspect
+                and "\n__all__ = [" in file.read_text(encoding="utf-8")
+            ]
+            yield path, re.sub(r"(?:from \.\S+ import \*\n)+", "".join(lines), text)
 
 
 def _between(page: str, path: str, part: str, text: str) -> str:

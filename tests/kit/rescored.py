@@ -53,9 +53,8 @@ def commands_of(log: EvalLog) -> list[list[str]]:
     commands = []
     for spec in log.eval.scorers or []:
         command = command_of(spec.name, spec.options or {})
-        commands.append(command if spec.name in _room.__all__ else ["--scorer", spec.name])
-        if spec.name not in _room.__all__:
-            commands[-1] += command[2:]
+        is_ours = hasattr(_room, spec.name)
+        commands.append(command if is_ours else ["--scorer", spec.name, *command[2:]])
     return commands
 
 

@@ -5,63 +5,11 @@ interpreter to the event loop. May import `_base`, `spec`, `errors`; keeps out I
 other process starts in half a second.
 """
 
-from ._files import (
-    absolute,
-    has_file,
-    is_local,
-    join,
-    parent,
-    read_file,
-    stamp_of,
-    stem,
-    write_file,
-)
-from ._payload import (
-    DTYPES,
-    STORAGE,
-    ChoiceFields,
-    FetchBytes,
-    Payload,
-    decode_file,
-    decode_payload,
-    encode_file,
-    encode_tensors,
-    fetch_payload,
-    qk_values,
-    read_tensors,
-    read_vector,
-)
-from ._process import BESIDE, Beside, Lost, Source, Stored, fetch_from, file_job, write_job
+from inspect_lens import _names
 
-__all__ = [
-    "BESIDE",
-    "DTYPES",
-    "STORAGE",
-    "Beside",
-    "ChoiceFields",
-    "FetchBytes",
-    "Lost",
-    "Payload",
-    "Source",
-    "Stored",
-    "absolute",
-    "decode_file",
-    "decode_payload",
-    "encode_file",
-    "encode_tensors",
-    "fetch_from",
-    "fetch_payload",
-    "file_job",
-    "has_file",
-    "is_local",
-    "join",
-    "parent",
-    "qk_values",
-    "read_file",
-    "read_tensors",
-    "read_vector",
-    "stamp_of",
-    "stem",
-    "write_file",
-    "write_job",
-]
+from ._files import *
+from ._payload import *
+from ._process import *
+
+if not _names.TYPE_CHECKING:
+    __all__ = _names.public(globals())

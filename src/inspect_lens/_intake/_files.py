@@ -13,6 +13,18 @@ from uuid import uuid4
 from inspect_lens._base.untrusted import read_regular
 from inspect_lens.errors import ArtifactError, CaptureError
 
+__all__ = [
+    "absolute",
+    "has_file",
+    "is_local",
+    "join",
+    "parent",
+    "read_file",
+    "stamp_of",
+    "stem",
+    "write_file",
+]
+
 _PARTS = 16
 """Of a file that go into one system call: the least that POSIX promises."""
 

@@ -35,6 +35,22 @@ from inspect_lens.spec import (
     explain,
 )
 
+__all__ = [
+    "DTYPES",
+    "STORAGE",
+    "ChoiceFields",
+    "FetchBytes",
+    "Payload",
+    "decode_file",
+    "decode_payload",
+    "encode_file",
+    "encode_tensors",
+    "fetch_payload",
+    "qk_values",
+    "read_tensors",
+    "read_vector",
+]
+
 DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32"}
 """As the format names them, and as we do."""
 STORAGE: Final = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<i4"}

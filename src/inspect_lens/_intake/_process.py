@@ -36,6 +36,8 @@ from inspect_lens.spec import CaptureSpec, LensRequest, LogitLens, QKSpec, Reduc
 from ._files import stamp_of, write_file
 from ._payload import ChoiceFields, Payload, encode_file, fetch_payload
 
+__all__ = ["BESIDE", "Beside", "Lost", "Source", "Stored", "fetch_from", "file_job", "write_job"]
+
 logger = logging.getLogger(__name__)
 
 

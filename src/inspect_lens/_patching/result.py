@@ -21,6 +21,8 @@ from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens.errors import ArtifactError, LensError, SpecError
 from inspect_lens.spec import Site
 
+__all__ = ["CausalTrace", "PatchCell", "PatchSweep", "RunScore", "Source"]
+
 Source = Literal["clean", "zero", "mean", "rows"]
 """What to patch in: rows of the clean run, zeros, a mean of given rows, or given rows."""
 

@@ -22,6 +22,8 @@ from inspect_lens.spec import (
     shown,
 )
 
+__all__ = ["Align", "Alignment", "Prompt", "align_tokens"]
+
 _ID = re.compile(r"⟨\d+⟩")
 """A token whose text nobody here knows."""
 

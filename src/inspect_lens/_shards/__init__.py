@@ -4,34 +4,10 @@ The Inspect process and the servers share it. What `collect` and a server wrote 
 `inspect_lens.data`.
 """
 
-from ._recording import RECORDING, RECORDING_FORMAT, RecordedShard, Recording, ShardWriter
-from ._shard import (
-    Captured,
-    SampleRecord,
-    decode_shard,
-    encode_shard,
-    read_layer,
-    read_records,
-    shard_facts,
-    shard_parts,
-    sum_facts,
-    to_json,
-)
+from inspect_lens import _names
 
-__all__ = [
-    "RECORDING",
-    "RECORDING_FORMAT",
-    "Captured",
-    "RecordedShard",
-    "Recording",
-    "SampleRecord",
-    "ShardWriter",
-    "decode_shard",
-    "encode_shard",
-    "read_layer",
-    "read_records",
-    "shard_facts",
-    "shard_parts",
-    "sum_facts",
-    "to_json",
-]
+from ._recording import *
+from ._shard import *
+
+if not _names.TYPE_CHECKING:
+    __all__ = _names.public(globals())

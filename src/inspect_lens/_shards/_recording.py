@@ -23,6 +23,8 @@ from inspect_lens.errors import ArtifactError, SpecError
 
 from ._shard import Captured, decode_shard, shard_facts, shard_parts, sum_facts, to_json
 
+__all__ = ["RECORDING", "RECORDING_FORMAT", "RecordedShard", "Recording", "ShardWriter"]
+
 RECORDING: Final = "recording.json"
 """Says what is recorded; written first."""
 RECORDING_FORMAT: Final = "inspect_lens.recording/1"

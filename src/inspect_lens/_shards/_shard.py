@@ -16,6 +16,19 @@ from inspect_lens._intake import DTYPES, STORAGE, absolute, encode_tensors, is_l
 from inspect_lens.errors import ArtifactError, CaptureError
 from inspect_lens.spec import DType, TensorData
 
+__all__ = [
+    "Captured",
+    "SampleRecord",
+    "decode_shard",
+    "encode_shard",
+    "read_layer",
+    "read_records",
+    "shard_facts",
+    "shard_parts",
+    "sum_facts",
+    "to_json",
+]
+
 _FORMAT: Final = "inspect_lens.shard/1"
 _KEY: Final = "inspect_lens"
 _HEADER_LIMIT: Final = 100_000_000

@@ -22,6 +22,19 @@ from inspect_lens.spec import Value, explain
 
 from ._pattern import Head, QueriesKeys, Span, check_span
 
+__all__ = [
+    "AttentionHeads",
+    "HeadMethod",
+    "HeadsFound",
+    "contrastive_scores",
+    "document_scores",
+    "find_core_heads",
+    "find_tracker_heads",
+    "import_heads",
+    "instruction_shares",
+    "load_heads",
+]
+
 HeadMethod = Literal["attention_tracker", "core", "imported"]
 """Method that chose the heads; `imported` for a list from another tool."""
 

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from inspect_lens.errors import NotCapturedError, SpecError, UnsupportedError
 from inspect_lens.spec import TensorData, as_tensor_data
 
+__all__ = ["AttentionFacts", "Head", "QueriesKeys", "Span", "attention_patterns"]
+
 _LATENT: Final = ("kv_lora_rank", "use_mla")
 """What a configuration with multi-head latent attention has."""
 

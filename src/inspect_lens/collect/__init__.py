@@ -3,17 +3,12 @@
 Many requests run at once, memory stays bounded, and a stopped run continues.
 """
 
-from ._collect import collect, collect_async, computing_facts
-from ._feed_again import FedAgain, feed_again
-from ._from_log import log_to_store
-from ._stream import collect_stream
+from inspect_lens import _names
 
-__all__ = [
-    "FedAgain",
-    "collect",
-    "collect_async",
-    "collect_stream",
-    "computing_facts",
-    "feed_again",
-    "log_to_store",
-]
+from ._collect import *
+from ._feed_again import *
+from ._from_log import *
+from ._stream import *
+
+if not _names.TYPE_CHECKING:
+    __all__ = _names.public(globals())

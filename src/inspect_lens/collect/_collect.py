@@ -60,6 +60,8 @@ from inspect_lens.spec import (
     resolve_positions,
 )
 
+__all__ = ["collect", "collect_async", "computing_facts"]
+
 _RESIDUAL = "residual_stream"
 
 

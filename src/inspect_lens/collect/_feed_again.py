@@ -20,6 +20,8 @@ from inspect_lens.probe import CaptureFacts
 
 from ._collect import opened, reached, rows_at
 
+__all__ = ["FedAgain", "feed_again"]
+
 
 class FedAgain(NamedTuple):
     """Rows of known tokens, as another engine computes them."""

@@ -30,6 +30,8 @@ from inspect_lens.spec import Positions, parse_positions
 
 from ._collect import Request, claimed, finish, plan_of, record_of, rows_at, write_shard
 
+__all__ = ["log_to_store"]
+
 logger = logging.getLogger(__name__)
 
 _SCORE = "score:"

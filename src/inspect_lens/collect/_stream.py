@@ -16,6 +16,8 @@ from inspect_lens.spec import Layers
 
 from ._collect import Request, capture_or_skip, opened, reached, request_of
 
+__all__ = ["collect_stream"]
+
 Samples: TypeAlias = Iterable[ProbeSample] | AsyncIterable[ProbeSample]
 
 

@@ -27,6 +27,8 @@ from ._sample import ProbeDataset, ProbeSample, Source, check_label_source
 from ._synthetic import instructed_pairs
 from ._table import Columns, listed, read_table
 
+__all__ = ["DATASETS", "DatasetInfo", "load_dataset"]
+
 Reader = Callable[..., Iterable[ProbeSample]]
 
 

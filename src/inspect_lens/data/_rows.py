@@ -15,6 +15,8 @@ from inspect_lens._base.installed import install_extra
 from inspect_lens._base.untrusted import judge_parquet, parse_json, read_regular
 from inspect_lens.errors import ArtifactError
 
+__all__ = ["read_rows"]
+
 Row = Mapping[str, Any]
 _SUFFIXES: Final = (".csv", ".json", ".jsonl", ".parquet")
 _LINES: Final = ".txt"

@@ -12,6 +12,8 @@ from inspect_lens.errors import SpecError
 from inspect_lens.probe import LabelSource
 from inspect_lens.spec import check_word
 
+__all__ = ["Message", "ProbeDataset", "ProbeSample", "Source"]
+
 Source = Literal["hub", "path", "builtin"]
 """Where a set comes from: the Hugging Face hub, files of the user, or this package."""
 

@@ -17,13 +17,32 @@ from inspect_lens._base.untrusted import parse_json
 from inspect_lens._intake import read_file
 from inspect_lens._shards import (
     Captured,
+    RecordedShard,
     Recording,
     SampleRecord,
+    ShardWriter,
     decode_shard,
+    encode_shard,
     read_layer,
     read_records,
 )
 from inspect_lens.errors import ArtifactError, CaptureError
+
+__all__ = [
+    "MANIFEST",
+    "STORE_FORMAT",
+    "ActivationStore",
+    "Captured",
+    "RecordedShard",
+    "Recording",
+    "SampleRecord",
+    "ShardWriter",
+    "encode_shard",
+    "read_layer",
+    "read_records",
+    "read_whole",
+    "write_whole",
+]
 
 MANIFEST: Final = "manifest.json"
 """Name of the file that is written last; a store that has it is complete."""

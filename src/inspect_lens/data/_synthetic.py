@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import SpecError
 
+__all__ = ["Planted", "instructed_pairs", "planted_activations"]
+
 _HONEST: Final = (
     "Answer every question truthfully.",
     "You are an honest assistant. Say what you believe to be true.",

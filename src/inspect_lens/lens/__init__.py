@@ -3,28 +3,11 @@
 `inspect_lens.train` fits them. An engine applies those that are registered with it.
 """
 
-from ._coordinates import (
-    CoordinatePatch,
-    Decomposition,
-    Occupancy,
-    coordinate_patch,
-    decompose,
-    estimate_occupancy,
-)
-from ._foreign import import_lens
-from ._lens import Lens, LensCard, LensQuality, LensTraining, load_lens
+from inspect_lens import _names
 
-__all__ = [
-    "CoordinatePatch",
-    "Decomposition",
-    "Lens",
-    "LensCard",
-    "LensQuality",
-    "LensTraining",
-    "Occupancy",
-    "coordinate_patch",
-    "decompose",
-    "estimate_occupancy",
-    "import_lens",
-    "load_lens",
-]
+from ._coordinates import *
+from ._foreign import *
+from ._lens import *
+
+if not _names.TYPE_CHECKING:
+    __all__ = _names.public(globals())

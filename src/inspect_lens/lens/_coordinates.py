@@ -11,6 +11,15 @@ from numpy.typing import ArrayLike, NDArray
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import check_word
 
+__all__ = [
+    "CoordinatePatch",
+    "Decomposition",
+    "Occupancy",
+    "coordinate_patch",
+    "decompose",
+    "estimate_occupancy",
+]
+
 Floats: TypeAlias = NDArray[np.float64]
 
 _ACTIVE: Final = float(np.sqrt(np.finfo(np.float64).eps))

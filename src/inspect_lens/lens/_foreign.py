@@ -20,6 +20,8 @@ from inspect_lens.probe import ModelRef
 
 from ._lens import Lens, LensCard
 
+__all__ = ["import_lens"]
+
 _BYTES: Final = 64 << 30
 _SOURCE: Final = (
     "jlens; Verbalizable Representations Form a Global Workspace in Language Models "

@@ -26,6 +26,8 @@ from inspect_lens.errors import SpecError
 from inspect_lens.probe import ModelRef
 from inspect_lens.spec import Add, EngineLens, LensKind, Swap, Value, as_tensor_data
 
+__all__ = ["Lens", "LensCard", "LensQuality", "LensTraining", "load_lens"]
+
 
 class LensTraining(Value):
     """What a lens was fitted on, and how."""

@@ -1,47 +1,17 @@
 """The Inspect providers, the configuration of a call, and its results."""
 
-from inspect_lens._base.to_torch import SavedValues, read_results
-from inspect_lens._intake import read_vector
+from inspect_lens import _names
+from inspect_lens._base.to_torch import SavedValues as SavedValues
+from inspect_lens._base.to_torch import read_results as read_results
+from inspect_lens._intake import read_vector as read_vector
 
-from ._handle import Activations, TensorInfo
-from ._read import (
-    CapturedCall,
-    ScoredCall,
-    activations,
-    activations_df,
-    activations_for,
-    know_log,
-    probe_scores,
-    read_activations,
-    read_probe_scores,
-    receipt,
-    resident_activation_bytes,
-)
-from ._recapture import recapture, token_logprobs
-from ._request import lens_config
-from ._scope import lens_scope
-from ._scores import ProbeScores
+from ._handle import *
+from ._places import *
+from ._read import *
+from ._recapture import *
+from ._request import *
+from ._scope import *
+from ._scores import *
 
-__all__ = [
-    "Activations",
-    "CapturedCall",
-    "ProbeScores",
-    "SavedValues",
-    "ScoredCall",
-    "TensorInfo",
-    "activations",
-    "activations_df",
-    "activations_for",
-    "know_log",
-    "lens_config",
-    "lens_scope",
-    "probe_scores",
-    "read_activations",
-    "read_probe_scores",
-    "read_results",
-    "read_vector",
-    "recapture",
-    "receipt",
-    "resident_activation_bytes",
-    "token_logprobs",
-]
+if not _names.TYPE_CHECKING:
+    __all__ = _names.public(globals())

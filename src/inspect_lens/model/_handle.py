@@ -23,6 +23,8 @@ from ._places import MemoryStore, MessageIndex, find, is_there, know_root
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["Activations", "TensorInfo"]
+
 
 _numbers = count()
 NUMERICS = "numerics"

@@ -25,6 +25,8 @@ from inspect_lens.errors import ArtifactError, LensError
 
 from ._host import active_call, when_log_is_read
 
+__all__ = ["know_log"]
+
 _roots: OrderedDict[str, None] = OrderedDict()
 """Folders of logs that this process wrote or read, latest last."""
 _followed: set[str] = set()

@@ -24,23 +24,16 @@ if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = [
-    "GIVEN_TOKENS",
     "CapturedCall",
     "ScoredCall",
     "activations",
     "activations_df",
     "activations_for",
-    "given_output",
-    "know_log",
     "probe_scores",
-    "probe_scores_for",
     "read_activations",
     "read_probe_scores",
-    "read_sidecar",
     "receipt",
-    "record_given",
     "resident_activation_bytes",
-    "write_sidecar",
 ]
 
 

@@ -30,6 +30,8 @@ from ._places import place_for
 from ._response import Keep, LensFields, fetch_payloads, keep_payload, numerics_in, origin_of
 from ._scope import LensProvider
 
+__all__ = ["recapture", "token_logprobs"]
+
 
 def _api(model: Model, what: str, otherwise: str) -> Any:
     if not isinstance(model.api, LensProvider):

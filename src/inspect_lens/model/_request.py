@@ -61,6 +61,8 @@ from ._host import (
 from ._places import Place, find
 from ._scores import ProbeLike, ask_probes, including
 
+__all__ = ["lens_config"]
+
 _live: WeakValueDictionary[str, TensorData] = WeakValueDictionary()
 _saved: set[tuple[str, str]] = set()
 

@@ -31,6 +31,8 @@ from ._host import active_generate_config, active_model
 from ._request import declines_steering, lens_config, read_body
 from ._scores import ProbeLike
 
+__all__ = ["lens_scope"]
+
 
 class LensProvider(ABC):
     """What a model's provider is that can do what a lens request asks for."""

@@ -37,6 +37,8 @@ from inspect_lens.spec import (
 from ._handle import Activations, LoggedHandle
 from ._places import MemoryStore, MessageIndex
 
+__all__ = ["ProbeScores"]
+
 ProbeLike = str | Path | AnyProbe
 
 Role = Literal["tokens", "text"]

@@ -3,31 +3,15 @@
 Each answer comes with controls.
 """
 
-from ._ask import OracleAnswer, answer_table, ask_oracle
-from ._explain import EXPLAIN, explain_rows
-from ._explained import FractionExplained, fraction_explained
-from ._load import Oracle, OracleConfig, load_oracle
-from ._nla import Verbaliser, read_verbaliser, verbalise
-from ._reconstruct import Reconstructor, complete_reconstructor, read_reconstructor, reconstruct
-from ._send import CONTROLS
+from inspect_lens import _names
 
-__all__ = [
-    "CONTROLS",
-    "EXPLAIN",
-    "FractionExplained",
-    "Oracle",
-    "OracleAnswer",
-    "OracleConfig",
-    "Reconstructor",
-    "Verbaliser",
-    "answer_table",
-    "ask_oracle",
-    "complete_reconstructor",
-    "explain_rows",
-    "fraction_explained",
-    "load_oracle",
-    "read_reconstructor",
-    "read_verbaliser",
-    "reconstruct",
-    "verbalise",
-]
+from ._ask import *
+from ._explain import *
+from ._explained import *
+from ._load import *
+from ._nla import *
+from ._reconstruct import *
+from ._send import *
+
+if not _names.TYPE_CHECKING:
+    __all__ = _names.public(globals())

@@ -50,6 +50,8 @@ from ._shown import (
     select_rows,
 )
 
+__all__ = ["OracleAnswer", "answer_table", "ask_oracle"]
+
 SINK_NORM = 300.0
 """Norm of the stream above which a token is an attention sink, and a norm-matched vector far
 larger than those that the oracle was trained with."""

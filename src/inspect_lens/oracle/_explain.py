@@ -37,6 +37,8 @@ from ._send import (
 )
 from ._shown import Shown, find_activations, parse_inputs, select_rows
 
+__all__ = ["EXPLAIN", "explain_rows"]
+
 EXPLAIN: Final = "Say in one sentence what the word{} means."
 """Default prompt for self-explanation; `{}` is the place of the placeholders.
 

@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from inspect_lens.errors import SpecError
 
+__all__ = ["FractionExplained", "fraction_explained"]
+
 
 class FractionExplained(BaseModel):
     """What reconstructions explain of rows at unit length, with two baselines.

@@ -26,6 +26,8 @@ from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens.errors import ArtifactError
 from inspect_lens.spec import explain
 
+__all__ = ["Oracle", "OracleConfig", "load_oracle"]
+
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE: Final = "ao_config.json"

@@ -45,6 +45,8 @@ from ._send import (
 )
 from ._shown import Shown, find_activations, parse_inputs, select_rows
 
+__all__ = ["Verbaliser", "read_verbaliser", "verbalise"]
+
 META: Final = "nla_meta.yaml"
 _BYTES: Final = 1 << 16
 Made = TypeVar("Made")

@@ -34,6 +34,8 @@ from inspect_lens.spec import DType, TensorData
 from ._nla import META, layer_of, one_place, read_meta
 from ._send import server_of
 
+__all__ = ["Reconstructor", "complete_reconstructor", "read_reconstructor", "reconstruct"]
+
 HEAD: Final = "value_head.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 _NORM: Final = "model-final-norm.safetensors"

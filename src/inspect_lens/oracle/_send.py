@@ -21,6 +21,8 @@ from inspect_lens.spec import Add, Cache, LensRequest, to_extra_args
 from ._load import Oracle, OracleConfig
 from ._shown import Shown
 
+__all__ = ["CONTROLS"]
+
 T = TypeVar("T")
 Control = Literal["text_only", "shuffled", "random"]
 """`text_only`: the same prompt and no vector. `shuffled`: the rows with their dimensions

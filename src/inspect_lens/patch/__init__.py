@@ -1,22 +1,10 @@
 """Activation patching and causal tracing: which layer and token a prediction depends on."""
 
-from inspect_lens._patching.result import CausalTrace, PatchCell, PatchSweep, RunScore, Source
-from inspect_lens._patching.runs import Align, Alignment, Prompt, align_tokens
+from inspect_lens import _names
+from inspect_lens._patching.result import *
+from inspect_lens._patching.runs import *
 
-from ._sweep import Over, causal_trace, embedding_std, patch_sweep
+from ._sweep import *
 
-__all__ = [
-    "Align",
-    "Alignment",
-    "CausalTrace",
-    "Over",
-    "PatchCell",
-    "PatchSweep",
-    "Prompt",
-    "RunScore",
-    "Source",
-    "align_tokens",
-    "causal_trace",
-    "embedding_std",
-    "patch_sweep",
-]
+if not _names.TYPE_CHECKING:
+    __all__ = _names.public(globals())

@@ -42,6 +42,8 @@ from inspect_lens.spec import RESID_POST, Replace, Site, check_word
 
 from ._runs import open_runs
 
+__all__ = ["Over", "causal_trace", "embedding_std", "patch_sweep"]
+
 Over = Literal["requests", "server"]
 """`requests` sends one request per cell; `server` sends one for the whole sweep."""
 

@@ -1,188 +1,21 @@
 """Apply trained probes to arrays, load and save them, and judge their scores."""
 
-from inspect_lens._base.artifact import write_atomic
-from inspect_lens.spec import POOLS, SENTENCE_POOL, Pool, parse_pool
+from inspect_lens import _names
+from inspect_lens._base.artifact import write_atomic as write_atomic
 
-from .card._card import (
-    FOLLOWED_FLOOR,
-    RECALL_FLOOR,
-    Calibration,
-    CaptureFacts,
-    FollowUp,
-    LayerScore,
-    ModelRef,
-    ProbeCard,
-    SeenSamples,
-    Statistic,
-    Threshold,
-    TrainingFacts,
-)
-from .card._points import CardPoint, Found, card_points, choose_point, found_above
-from .kinds._lie_detectors import LIE_DETECTORS, LieDetector, import_probe
-from .kinds._linear import Probe
-from .kinds._load import AnyProbe, check_model, fingerprint_model, load_probe, register_probe_dir
-from .kinds._neural import NeuralProbe
-from .pooling._pool import (
-    LEARNED_POOLS,
-    HeadOutputs,
-    HeadSpec,
-    StreamingPool,
-    first_crossing,
-    head_outputs,
-    is_learned,
-    parse_head_pool,
-    pool_head,
-    pool_heads,
-    pool_scores,
-    running_pool,
-    sentence_ends,
-    token_values,
-)
-from .pooling._tokens import SELECTIONS, TokenText, select_tokens
-from .statistics._compare import (
-    Comparison,
-    bootstrap_interval,
-    compare_auroc,
-    format_p_value,
-    permutation_test,
-)
-from .statistics._measured import (
-    BESIDE_AUROC,
-    MIN_EFFECTIVE,
-    MIN_GROUPS,
-    MIN_GROUPS_PER_CLASS,
-    Baseline,
-    ControlShift,
-    Evaluation,
-    GroupCounts,
-    Interval,
-    LabelSource,
-    RealisedRate,
-    RecallAt,
-    Transfer,
-    Validity,
-    count_groups,
-    find_label_source,
-)
-from .statistics._metrics import (
-    OperatingPoint,
-    auroc,
-    clopper_pearson,
-    conformal_threshold,
-    delong_interval,
-    rate_interval,
-    recall_at_fpr,
-    required_negatives,
-    smallest_rate,
-    split_classes,
-)
-from .statistics._ranking import (
-    Reliability,
-    ROCCurve,
-    average_precision,
-    brier_score,
-    expected_calibration_error,
-    partial_auroc,
-    precision_at_base_rate,
-    recall_draws,
-    reliability_curve,
-    roc_band,
-    roc_curve,
-)
-from .statistics._words import cross_validated_words, hash_words
+from .card._card import *
+from .card._points import *
+from .kinds._lie_detectors import *
+from .kinds._linear import *
+from .kinds._load import *
+from .kinds._neural import *
+from .pooling._pool import *
+from .pooling._tokens import *
+from .statistics._compare import *
+from .statistics._measured import *
+from .statistics._metrics import *
+from .statistics._ranking import *
+from .statistics._words import *
 
-__all__ = [
-    "BESIDE_AUROC",
-    "FOLLOWED_FLOOR",
-    "LEARNED_POOLS",
-    "LIE_DETECTORS",
-    "MIN_EFFECTIVE",
-    "MIN_GROUPS",
-    "MIN_GROUPS_PER_CLASS",
-    "POOLS",
-    "RECALL_FLOOR",
-    "SELECTIONS",
-    "SENTENCE_POOL",
-    "AnyProbe",
-    "Baseline",
-    "Calibration",
-    "CaptureFacts",
-    "CardPoint",
-    "Comparison",
-    "ControlShift",
-    "Evaluation",
-    "FollowUp",
-    "Found",
-    "GroupCounts",
-    "HeadOutputs",
-    "HeadSpec",
-    "Interval",
-    "LabelSource",
-    "LayerScore",
-    "LieDetector",
-    "ModelRef",
-    "NeuralProbe",
-    "OperatingPoint",
-    "Pool",
-    "Probe",
-    "ProbeCard",
-    "ROCCurve",
-    "RealisedRate",
-    "RecallAt",
-    "Reliability",
-    "SeenSamples",
-    "Statistic",
-    "StreamingPool",
-    "Threshold",
-    "TokenText",
-    "TrainingFacts",
-    "Transfer",
-    "Validity",
-    "auroc",
-    "average_precision",
-    "bootstrap_interval",
-    "brier_score",
-    "card_points",
-    "check_model",
-    "choose_point",
-    "clopper_pearson",
-    "compare_auroc",
-    "conformal_threshold",
-    "count_groups",
-    "cross_validated_words",
-    "delong_interval",
-    "expected_calibration_error",
-    "find_label_source",
-    "fingerprint_model",
-    "first_crossing",
-    "format_p_value",
-    "found_above",
-    "hash_words",
-    "head_outputs",
-    "import_probe",
-    "is_learned",
-    "load_probe",
-    "parse_head_pool",
-    "parse_pool",
-    "partial_auroc",
-    "permutation_test",
-    "pool_head",
-    "pool_heads",
-    "pool_scores",
-    "precision_at_base_rate",
-    "rate_interval",
-    "recall_at_fpr",
-    "recall_draws",
-    "register_probe_dir",
-    "reliability_curve",
-    "required_negatives",
-    "roc_band",
-    "roc_curve",
-    "running_pool",
-    "select_tokens",
-    "sentence_ends",
-    "smallest_rate",
-    "split_classes",
-    "token_values",
-    "write_atomic",
-]
+if not _names.TYPE_CHECKING:
+    __all__ = _names.public(globals())

@@ -27,6 +27,8 @@ from inspect_lens.attention import (
 from inspect_lens.errors import ArtifactError, NotCapturedError, SpecError
 from inspect_lens.model import activations, know_log
 
+__all__ = ["calibrate_tracker", "read_queries_keys"]
+
 
 def read_queries_keys(output: ModelOutput) -> QueriesKeys:
     """Queries and keys that a call captured, live or from a log.

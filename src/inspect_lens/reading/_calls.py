@@ -30,6 +30,8 @@ from inspect_lens.spec import check_word
 
 from ._rows import WITHHELD, has_nothing_to_read, is_withheld, read_token_ids
 
+__all__ = ["CallSelection", "Calls", "OnMissing", "Over", "Turn", "read_turns"]
+
 _SPANS: Final = frozenset({"steering_cell", "contrastive", "attempt"})
 """Types of the spans in which solvers of this package generate several answers to choose from."""
 _SOURCE: Final = "inspect_lens/standing"

@@ -22,6 +22,8 @@ from ._thresholds import ThresholdLike, acting_value
 if TYPE_CHECKING:
     from inspect_ai.analysis import SampleColumn
 
+__all__ = ["captured_calls_column", "lens_column"]
+
 
 @shared_parameters
 def lens_column(

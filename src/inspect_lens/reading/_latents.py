@@ -25,6 +25,8 @@ from ._shared import shared_parameters
 from ._texts import CallReader, positions_for
 from ._token_scores import TokenScores
 
+__all__ = ["LatentReader", "LatentReading"]
+
 
 @dataclass(frozen=True)
 class LatentReading:

@@ -48,6 +48,8 @@ from ._texts import CallReader, positions_for
 from ._thresholds import Promise, ThresholdLike, acting_point, acting_value, promise
 from ._token_scores import TokenScores
 
+__all__ = ["ProbeReader", "Reading"]
+
 
 class Forms(NamedTuple):
     """Hashes of the forms in which the engine runs a probe."""

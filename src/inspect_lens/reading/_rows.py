@@ -27,6 +27,8 @@ from inspect_lens.spec import (
     result_name,
 )
 
+__all__ = ["Source"]
+
 Source = Literal["auto", "captured", "recompute"]
 """Where scores come from: the generation itself, or its tokens fed again.
 

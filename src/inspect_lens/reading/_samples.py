@@ -26,6 +26,16 @@ from ._reader import ProbeReader, Reading
 from ._rows import in_thread
 from ._thresholds import Promise, promise, verdict_facts
 
+__all__ = [
+    "CallReading",
+    "SampleReading",
+    "read_calls",
+    "read_latents",
+    "read_message",
+    "read_sample",
+    "read_sample_captured",
+]
+
 T = TypeVar("T")
 Combine = Literal["max", "mean"]
 """How the values of several calls become one."""

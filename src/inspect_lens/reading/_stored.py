@@ -19,6 +19,8 @@ from inspect_lens.model._places import read_log
 from inspect_lens.model._read import GIVEN_TOKENS
 from inspect_lens.model._recapture import continued_tokens, prompt_tokens
 
+__all__ = ["PairRow", "SteeringCell", "SteeringCells", "given_length", "read_cells", "read_pairs"]
+
 
 class GivenTokens(NamedTuple):
     """Token ids of a given text, as the server makes them."""

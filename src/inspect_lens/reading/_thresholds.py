@@ -21,6 +21,8 @@ from inspect_lens.spec import check_word
 if TYPE_CHECKING:
     from ._reader import ProbeReader, Reading
 
+__all__ = ["Suspicion", "SuspicionUnit"]
+
 ThresholdLike: TypeAlias = float | str | None
 """A number; an operating point of the probe's card such as `fpr=0.05`; None for the card's own."""
 

@@ -18,6 +18,8 @@ from inspect_lens.model._places import read_log
 from inspect_lens.model._read import read_sidecar, write_sidecar
 from inspect_lens.model._scores import SCORES_REFERENCE, decoded_scores, encode_scores
 
+__all__ = ["TokenScores", "read_token_scores"]
+
 REFERENCE = SCORES_REFERENCE
 """`$lens` of the reference in `Score.metadata["token_scores"]`. With `records` it is one into the
 file that the provider wrote, and these are what a reader made of the scores there."""

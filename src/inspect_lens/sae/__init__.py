@@ -6,14 +6,10 @@ which an engine keeps all of it.
 `matched_latents` finds others to compare such an edit with.
 """
 
-from ._encoder import MatchedLatents, SparseAutoencoder, SparseEncoder, matched_latents
-from ._files import read_autoencoder, read_sae
+from inspect_lens import _names
 
-__all__ = [
-    "MatchedLatents",
-    "SparseAutoencoder",
-    "SparseEncoder",
-    "matched_latents",
-    "read_autoencoder",
-    "read_sae",
-]
+from ._encoder import *
+from ._files import *
+
+if not _names.TYPE_CHECKING:
+    __all__ = _names.public(globals())

@@ -30,6 +30,8 @@ from inspect_lens.spec import (
     as_tensor_data,
 )
 
+__all__ = ["MatchedLatents", "SparseAutoencoder", "SparseEncoder", "matched_latents"]
+
 Floats = NDArray[np.float32]
 _NUMBERS: Final = 1 << 24
 """Activations that are computed at once."""

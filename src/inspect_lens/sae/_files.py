@@ -17,6 +17,8 @@ from inspect_lens.spec import TensorData
 
 from ._encoder import SparseAutoencoder, SparseEncoder
 
+__all__ = ["read_autoencoder", "read_sae"]
+
 Floats = NDArray[np.float32]
 _DTYPES: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 _SAELENS: Final = ("sae_weights.safetensors", "cfg.json")

@@ -30,6 +30,8 @@ from inspect_lens.spec import LensRequest
 from ._metrics import at_threshold, auroc_metric
 from ._probe import no_tokens
 
+__all__ = ["attention_tracker", "document_rank"]
+
 _DEPTH: Final = 10
 """Places that count for nDCG; the paper reports nDCG@10."""
 

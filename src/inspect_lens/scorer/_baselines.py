@@ -24,6 +24,8 @@ from inspect_lens.spec import check_word
 from ._judges import shown
 from ._labels import NO_BOUNDS, Labelled, cluster_of, labelled, with_bounds
 
+__all__ = ["leakage_baseline", "length_auroc", "validity", "words_auroc"]
+
 logger = logging.getLogger(__name__)
 
 Text = Literal["completion", "prompt", "both"]

@@ -40,6 +40,8 @@ from ._labels import labelled, logged_scores
 from ._metrics import at_threshold, auroc_metric, judged_share
 from ._probe import keep_tokens, no_tokens
 
+__all__ = ["CascadeRecord", "probe_cascade", "probe_ensemble", "read_cascade"]
+
 Combine = Literal["mean", "stacked", "vote"]
 ENSEMBLE: Final = "ensemble"
 

@@ -41,6 +41,8 @@ from ._sweeps import (
     slope_of,
 )
 
+__all__ = ["dose_curves", "dose_metric", "dose_response", "dose_table"]
+
 logger = logging.getLogger(__name__)
 
 By = Literal["best", "variant"]

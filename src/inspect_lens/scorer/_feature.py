@@ -30,6 +30,8 @@ from inspect_lens.spec import LensTable, Positions, Site
 from ._metrics import auroc_metric
 from ._probe import keep_tokens, no_tokens
 
+__all__ = ["lens_rank", "sae_feature"]
+
 
 @scorer(metrics={"*": [mean(), stderr(), auroc_metric()]})
 @shared_parameters

@@ -31,6 +31,8 @@ from inspect_lens.reading import Turn, given_length
 from inspect_lens.reading._rows import has_nothing_to_read, read_token_ids
 from inspect_lens.spec import check_word
 
+__all__ = ["REFUSAL_PHRASES", "coherence", "refusal_rate"]
+
 _NUMBER: Final = re.compile(r"(?<![\w.-])\d+(?:\.\d+)?(?![\w.]*\d)")
 _OUT_OF: Final = re.compile(r"\s*(?:/|out of)\s*100\b")
 _MASS: Final = 0.25

@@ -25,6 +25,8 @@ from inspect_lens.model._places import read_log
 from inspect_lens.probe import Comparison, Interval, compare_auroc
 from inspect_lens.reading._shared import shared_parameters
 
+__all__ = ["compare"]
+
 logger = logging.getLogger(__name__)
 
 _RESAMPLES = 1000

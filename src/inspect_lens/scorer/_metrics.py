@@ -32,6 +32,16 @@ from ._labels import (
     with_bounds,
 )
 
+__all__ = [
+    "at_threshold",
+    "auroc_metric",
+    "average_precision_metric",
+    "calibration_error",
+    "judged_share",
+    "recall_at_fpr_metric",
+    "threshold_accuracy",
+]
+
 logger = logging.getLogger(__name__)
 
 

@@ -26,6 +26,8 @@ from inspect_lens.spec import Positions, check_word
 from ._metrics import at_threshold, auroc_metric
 from ._probe import keep_tokens, no_tokens
 
+__all__ = ["monitor_alarm"]
+
 Value = Literal["alarm", "token", "max"]
 Level = Literal["token", "turn"]
 

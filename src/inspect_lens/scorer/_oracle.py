@@ -43,6 +43,8 @@ from inspect_lens.spec import check_word
 from ._metrics import at_threshold, auroc_metric
 from ._probe import no_tokens
 
+__all__ = ["follow_up_score", "oracle_answer", "oracle_contrast"]
+
 
 @scorer(metrics=[auroc_metric(), at_threshold()])
 @shared_parameters

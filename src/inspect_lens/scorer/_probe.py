@@ -36,6 +36,8 @@ from inspect_lens.vector import Vector, load_vector
 from ._baselines import READS_PROMPT, validity, words_of
 from ._metrics import at_threshold, auroc_metric
 
+__all__ = ["deception_probe", "probe_score", "trait_projection"]
+
 
 @scorer(metrics=[auroc_metric(), validity(), at_threshold()])
 @shared_parameters

@@ -29,6 +29,8 @@ from inspect_lens.reading._shared import shared_parameters
 from ._labels import cluster_of
 from ._probe import no_tokens
 
+__all__ = ["fraction_explained_metric", "reconstruction_score"]
+
 logger = logging.getLogger(__name__)
 
 ROWS: Final = "reconstructions/1"

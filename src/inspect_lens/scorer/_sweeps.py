@@ -30,6 +30,8 @@ from inspect_lens.vector import dose_response as _dose_response
 
 from ._judges import is_broken
 
+__all__ = ["DoseRow"]
+
 
 def cells_or_limit(state: TaskState) -> Sequence[SteeringCell] | Score:
     """The cells of a sample.

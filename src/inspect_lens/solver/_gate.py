@@ -35,6 +35,8 @@ from inspect_lens.vector import VectorLike, steering_vector
 from ._attempt import adopt, attempt, run_tools
 from ._lens import as_inner
 
+__all__ = ["GateAction", "GateAttempt", "GateDecision", "GateDecisions", "probe_gate"]
+
 GateAction = Literal["flag", "stop", "resample", "steer", "best"]
 """What `probe_gate` does with an answer above the threshold; `best` compares answers instead."""
 

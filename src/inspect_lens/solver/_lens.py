@@ -36,6 +36,8 @@ from inspect_lens.spec import (
 )
 from inspect_lens.vector import VectorLike, load_vector
 
+__all__ = ["ablate_direction", "with_capture", "with_lens", "with_steering"]
+
 
 @solver
 @shared_parameters

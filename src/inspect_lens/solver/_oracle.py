@@ -19,6 +19,8 @@ from inspect_lens.reading._follow_up import ask_follow_up, choose_follow_up
 from inspect_lens.reading._rows import has_nothing_to_read
 from inspect_lens.reading._shared import shared_parameters
 
+__all__ = ["activation_oracle", "follow_up", "self_explain"]
+
 
 @solver
 def follow_up(

@@ -20,6 +20,8 @@ from inspect_lens.spec import RESID_POST, Positions, Site
 
 from ._attempt import adopt, refuse_tools
 
+__all__ = ["contrastive_pairs", "read_given"]
+
 HONEST = "Answer truthfully."
 DECEPTIVE = "Answer with something false."
 

@@ -18,6 +18,8 @@ from inspect_lens.errors import LensError, SpecError, UnsupportedError
 from inspect_lens.patch import Align, CausalTrace, PatchCell, PatchSweep, Prompt
 from inspect_lens.spec import RESID_POST, Site
 
+__all__ = ["causal_trace", "patch_sweep"]
+
 
 @solver
 def patch_sweep(

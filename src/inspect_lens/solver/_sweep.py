@@ -39,6 +39,8 @@ from inspect_lens.vector import Vector, VectorLike, load_vector
 
 from ._attempt import adopt, refuse_tools
 
+__all__ = ["Control", "EditVariant", "SaeLatents", "steering_sweep"]
+
 Control = Literal["random", "orthogonal"]
 """A random direction, or a random one at right angles to the vector; both of its length."""
 

@@ -4,8 +4,7 @@ The Inspect process and the vLLM processes share them. A file's `__all__` is wha
 folders; of these names users have all but `_SHARED`. Read `_request.py` first.
 """
 
-import types as _types
-import typing as _typing
+from inspect_lens import _names
 
 from ._cache import *
 from ._capture import *
@@ -91,12 +90,5 @@ _SHARED = frozenset(
 )
 """What the Inspect process and the vLLM processes share, and no user needs."""
 
-if not _typing.TYPE_CHECKING:
-    __all__ = sorted(
-        (
-            name
-            for name, value in globals().items()
-            if name[0] != "_" and name not in _SHARED and not isinstance(value, _types.ModuleType)
-        ),
-        key=lambda name: (not name.isupper(), name[0].islower(), name),
-    )
+if not _names.TYPE_CHECKING:
+    __all__ = _names.public(globals(), _SHARED)

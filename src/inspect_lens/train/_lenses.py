@@ -15,6 +15,8 @@ from inspect_lens.errors import SpecError
 from inspect_lens.lens import Lens, LensCard, LensQuality, LensTraining
 from inspect_lens.probe import ModelRef
 
+__all__ = ["evaluate_lens", "fit_jacobian_lens", "fit_tuned_lens"]
+
 _NORMS: Final = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "final_norm")
 """Names of the norm behind the last block, in the module that has the blocks."""
 

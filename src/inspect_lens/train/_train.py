@@ -39,6 +39,8 @@ from .sets._splits import (
     split_control,
 )
 
+__all__ = ["train_probe"]
+
 
 def train_probe(
     estimator: BinaryEstimator | BaseEstimator,

@@ -3,22 +3,11 @@
 `inspect_lens.train` finds them.
 """
 
-from ._dose import DosePoint, DoseResponse, Response, dose_response
-from ._foreign import VectorFormat, export_vector, import_vector
-from ._vector import Vector, VectorCard, VectorLike, VectorTraining, load_vector, steering_vector
+from inspect_lens import _names
 
-__all__ = [
-    "DosePoint",
-    "DoseResponse",
-    "Response",
-    "Vector",
-    "VectorCard",
-    "VectorFormat",
-    "VectorLike",
-    "VectorTraining",
-    "dose_response",
-    "export_vector",
-    "import_vector",
-    "load_vector",
-    "steering_vector",
-]
+from ._dose import *
+from ._foreign import *
+from ._vector import *
+
+if not _names.TYPE_CHECKING:
+    __all__ = _names.public(globals())

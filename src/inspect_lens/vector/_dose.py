@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import Interval
 
+__all__ = ["DosePoint", "DoseResponse", "Response", "dose_response"]
+
 _METHOD = "bootstrap of prompts, percentile"
 _ALONE = "none: of a single prompt nothing is known of others"
 

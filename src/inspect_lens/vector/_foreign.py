@@ -25,6 +25,8 @@ from inspect_lens.spec import check_word
 
 from ._vector import Vector, VectorCard
 
+__all__ = ["VectorFormat", "export_vector", "import_vector"]
+
 _MAGIC: Final = b"GGUF"
 _VERSION: Final = 3
 _ALIGNMENT: Final = 32

@@ -26,6 +26,8 @@ from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import ModelRef
 from inspect_lens.spec import RESID_POST, Add, Site, Value
 
+__all__ = ["Vector", "VectorCard", "VectorLike", "VectorTraining", "load_vector", "steering_vector"]
+
 
 class VectorTraining(Value):
     """Facts about the samples that a steering vector was found on."""

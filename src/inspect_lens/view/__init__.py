@@ -3,37 +3,15 @@
 Pages are single HTML files. Figures need matplotlib, which the extra `train` brings.
 """
 
-from inspect_lens._base.token_texts import TokenTexts
+from inspect_lens import _names
+from inspect_lens._base.token_texts import TokenTexts as TokenTexts
 
-from ._chat_server import ChatPage
-from ._chat_talk import ChatSetup, ChatTalk, open_talk
-from ._report import Case, ReportSet, cases, write_report
-from ._sweeps import (
-    draw_cascade,
-    draw_transfer,
-    write_dose_response,
-)
-from ._viewer import note_readings, probe_summary, probe_viewer, sparkline
-from ._write import MAX_PAGE_BYTES, WrittenView, write_view
+from ._chat_server import *
+from ._chat_talk import *
+from ._report import *
+from ._sweeps import *
+from ._viewer import *
+from ._write import *
 
-__all__ = [
-    "MAX_PAGE_BYTES",
-    "Case",
-    "ChatPage",
-    "ChatSetup",
-    "ChatTalk",
-    "ReportSet",
-    "TokenTexts",
-    "WrittenView",
-    "cases",
-    "draw_cascade",
-    "draw_transfer",
-    "note_readings",
-    "open_talk",
-    "probe_summary",
-    "probe_viewer",
-    "sparkline",
-    "write_dose_response",
-    "write_report",
-    "write_view",
-]
+if not _names.TYPE_CHECKING:
+    __all__ = _names.public(globals())

@@ -22,6 +22,8 @@ from inspect_lens.spec import explain
 from ._chat_talk import ChatTalk
 from ._page import render
 
+__all__ = ["ChatPage"]
+
 HOST: Final = "127.0.0.1"
 MOST_BYTES: Final = 4 << 20
 """Of a request: a chat of a million words."""

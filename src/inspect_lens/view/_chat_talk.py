@@ -40,6 +40,8 @@ from inspect_lens.vector import load_vector
 
 from ._page import OF_TOKENS
 
+__all__ = ["ChatSetup", "ChatTalk", "open_talk"]
+
 REGISTRY: Final = "/v1/inspect_lens/registry"
 SWEEP: Final = "/v1/inspect_lens/patch_sweep"
 PROVIDERS: Final = ("lens/", "vllm-lens/")

@@ -35,6 +35,8 @@ from ._page import render
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+__all__ = ["Case", "ReportSet", "cases", "write_report"]
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ReportSet:

@@ -19,6 +19,8 @@ from ._report import COLOURS, empty_figure, to_png
 if TYPE_CHECKING:
     from inspect_lens.train import CascadePoint
 
+__all__ = ["draw_cascade", "draw_transfer", "write_dose_response"]
+
 _GREYS: Final = {"random": "#7f8c8d", "orthogonal": "#b07aa1"}
 _MARKS: Final = {"random": "s", "orthogonal": "^"}
 

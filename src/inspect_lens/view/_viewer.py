@@ -24,6 +24,8 @@ from inspect_lens.reading import Reading
 
 from ._page import OF_TOKENS
 
+__all__ = ["note_readings", "probe_summary", "probe_viewer", "sparkline"]
+
 Palette = Literal["good-high", "good-low", "neutral", "diverging"]
 
 

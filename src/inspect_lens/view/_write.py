@@ -22,6 +22,8 @@ from ._log import OpenLog, open_log, read_sample
 from ._page import LEVELS, Range, SampleView, TokenTable, pack_sample, ranges, render
 from ._series import Source, choose_probes, kept_sources, make_sources, origin_notes, read_saved
 
+__all__ = ["MAX_PAGE_BYTES", "WrittenView", "write_view"]
+
 MAX_PAGE_BYTES = 64 << 20
 """Default limit for the size of a token page, in bytes."""
 

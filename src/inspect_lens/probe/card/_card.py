@@ -28,6 +28,21 @@ from inspect_lens.probe.statistics._measured import (
 from inspect_lens.probe.statistics._metrics import required_negatives
 from inspect_lens.spec import RESID_POST, Numerics, Positions, Site, Value, parse_positions
 
+__all__ = [
+    "FOLLOWED_FLOOR",
+    "RECALL_FLOOR",
+    "Calibration",
+    "CaptureFacts",
+    "FollowUp",
+    "LayerScore",
+    "ModelRef",
+    "ProbeCard",
+    "SeenSamples",
+    "Statistic",
+    "Threshold",
+    "TrainingFacts",
+]
+
 Over = Literal["answer", "alarm", "token"]
 """`answer`: one score of a whole answer; `alarm`: the running score after every token, which is the
 same as its maximum over the answer; `token`: the score of one token, wherever it stands."""

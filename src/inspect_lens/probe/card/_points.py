@@ -10,6 +10,8 @@ from inspect_lens.errors import SpecError
 
 from ._card import ProbeCard, Statistic
 
+__all__ = ["CardPoint", "Found", "card_points", "choose_point", "found_above"]
+
 
 class Found(NamedTuple):
     """Share of positives that a threshold finds on the held-out sets of a card.

@@ -34,6 +34,8 @@ from ._neural import NeuralProbe
 from ._probelab import arrays_of, is_probelab, read_probelab, where_it_reads
 from ._vllm_hook import read_vllm_hook
 
+__all__ = ["LIE_DETECTORS", "LieDetector", "import_probe"]
+
 LieDetector = Literal[
     "apollo", "targeted", "did-you-lie", "were-you-honest", "were-you-truthful", "unrelated"
 ]

@@ -19,6 +19,8 @@ from inspect_lens.spec import EngineProbe
 
 from ._neural import CardProbe, alarm_fields, require_finite
 
+__all__ = ["Probe"]
+
 Floats = NDArray[np.float64]
 _POINTS: Final = 8
 _METHOD: Final = 400

@@ -15,6 +15,8 @@ from inspect_lens.probe.card._files import PROBE, decode_probe
 from ._linear import Probe
 from ._neural import NeuralProbe
 
+__all__ = ["AnyProbe", "check_model", "fingerprint_model", "load_probe", "register_probe_dir"]
+
 AnyProbe: TypeAlias = Probe | NeuralProbe
 """What `load_probe` returns; both score arrays the same way."""
 

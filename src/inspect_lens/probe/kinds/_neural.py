@@ -28,6 +28,8 @@ from inspect_lens.probe.pooling._pool import (
 )
 from inspect_lens.spec import EngineProbe, Positions, Site
 
+__all__ = ["NeuralProbe"]
+
 
 def require_finite(scores: NDArray[np.float64]) -> None:
     """Refuse scores (tokens, ...) of activations that hold NaN or infinity."""

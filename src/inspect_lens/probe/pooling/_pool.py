@@ -22,6 +22,27 @@ from pydantic import Field
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import POOLS, SENTENCE_POOL, Pool, Value, parse_pool
 
+__all__ = [
+    "LEARNED_POOLS",
+    "POOLS",
+    "SENTENCE_POOL",
+    "HeadOutputs",
+    "HeadSpec",
+    "Pool",
+    "StreamingPool",
+    "first_crossing",
+    "head_outputs",
+    "is_learned",
+    "parse_head_pool",
+    "parse_pool",
+    "pool_head",
+    "pool_heads",
+    "pool_scores",
+    "running_pool",
+    "sentence_ends",
+    "token_values",
+]
+
 _SENTENCE_END = re.compile(r"[.!?](?:[\"')\]]*)\s*$|\n\s*$")
 
 

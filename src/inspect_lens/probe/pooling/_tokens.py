@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import SpecError
 
+__all__ = ["SELECTIONS", "TokenText", "select_tokens"]
+
 Span = tuple[int, int]
 
 _TURNS: Final = (

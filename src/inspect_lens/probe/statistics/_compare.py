@@ -30,6 +30,14 @@ from ._metrics import (
     split_classes,
 )
 
+__all__ = [
+    "Comparison",
+    "bootstrap_interval",
+    "compare_auroc",
+    "format_p_value",
+    "permutation_test",
+]
+
 Statistic = Callable[[NDArray[np.bool_], NDArray[np.float64]], float]
 Floats = NDArray[np.float64]
 CELLS: Final = 4_000_000  # numbers held at once

@@ -13,6 +13,25 @@ from inspect_lens._base.artifact import with_interval
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import Value
 
+__all__ = [
+    "BESIDE_AUROC",
+    "MIN_EFFECTIVE",
+    "MIN_GROUPS",
+    "MIN_GROUPS_PER_CLASS",
+    "Baseline",
+    "ControlShift",
+    "Evaluation",
+    "GroupCounts",
+    "Interval",
+    "LabelSource",
+    "RealisedRate",
+    "RecallAt",
+    "Transfer",
+    "Validity",
+    "count_groups",
+    "find_label_source",
+]
+
 MIN_GROUPS: Final = 8
 """Fewest groups for a test or an interval."""
 MIN_GROUPS_PER_CLASS: Final = 5

@@ -21,6 +21,19 @@ from ._measured import (
     kish,
 )
 
+__all__ = [
+    "OperatingPoint",
+    "auroc",
+    "clopper_pearson",
+    "conformal_threshold",
+    "delong_interval",
+    "rate_interval",
+    "recall_at_fpr",
+    "required_negatives",
+    "smallest_rate",
+    "split_classes",
+]
+
 
 class OperatingPoint(NamedTuple):
     """Recall and false positive rate of a threshold on a labelled set."""

@@ -14,6 +14,20 @@ from inspect_lens.errors import SpecError
 from ._compare import draw_samples, draws_of
 from ._metrics import check_level, midranks, split_classes
 
+__all__ = [
+    "ROCCurve",
+    "Reliability",
+    "average_precision",
+    "brier_score",
+    "expected_calibration_error",
+    "partial_auroc",
+    "precision_at_base_rate",
+    "recall_draws",
+    "reliability_curve",
+    "roc_band",
+    "roc_curve",
+]
+
 Floats = NDArray[np.float64]
 
 

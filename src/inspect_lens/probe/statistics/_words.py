@@ -20,6 +20,8 @@ from inspect_lens.errors import SpecError
 
 from ._metrics import midranks
 
+__all__ = ["cross_validated_words", "hash_words"]
+
 Floats = NDArray[np.float64]
 
 _WORD: Final = re.compile(r"\b\w+\b")

@@ -17,6 +17,8 @@ from inspect_lens.errors import SpecError
 from inspect_lens.probe import AnyProbe, ProbeCard
 from inspect_lens.spec import check_word
 
+__all__ = ["BinaryEstimator"]
+
 Floats = NDArray[np.float64]
 
 

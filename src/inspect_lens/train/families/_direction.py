@@ -17,6 +17,8 @@ from inspect_lens.probe import Probe, ProbeCard
 
 from ._binary import BinaryEstimator, Scaling, Targets, find_scale
 
+__all__ = ["DirectionEstimator", "LATProbe", "LDAProbe", "MassMeanProbe", "MeanDifferenceProbe"]
+
 Floats = NDArray[np.float64]
 Rows = NDArray[np.floating]
 Take: TypeAlias = Callable[[NDArray[np.int64]], Rows]

@@ -22,6 +22,8 @@ from ._binary import BinaryEstimator, Targets
 from ._direction import DirectionEstimator
 from ._logistic import LogisticProbe
 
+__all__ = ["EnsembleProbe", "StackWeights", "stack_weights"]
+
 Floats = NDArray[np.float64]
 _DEPTHS: Final = (0.2, 0.35, 0.5, 0.65, 0.8)
 

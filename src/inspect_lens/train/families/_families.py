@@ -16,6 +16,8 @@ from ._head import HeadProbe
 from ._logistic import LogisticProbe, PressureLogisticProbe, TorchLogisticProbe
 from ._sae import SAEFeatureProbe
 
+__all__ = ["FAMILIES", "make_estimator"]
+
 _GDM: Final[dict[str, Any]] = {"heads": 10, "mlp_sizes": (100, 100), "lr": 1e-4,
                                "weight_decay": 3e-3, "origin": "arXiv:2601.11516"}  # fmt: skip
 

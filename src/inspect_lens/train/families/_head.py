@@ -33,6 +33,8 @@ from inspect_lens.spec import check_word
 
 from ._binary import BinaryEstimator, Targets
 
+__all__ = ["HeadProbe"]
+
 Sequences = Sequence[NDArray[np.floating[Any]]]
 Tensors = dict[str, NDArray[np.float32]]
 _VALIDATE_FROM: Final = 40  # fewer samples are all needed for the fit

@@ -20,6 +20,8 @@ from inspect_lens.probe import Probe, ProbeCard
 from ._binary import BinaryEstimator, Targets
 from ._direction import DirectionEstimator
 
+__all__ = ["LogisticProbe", "SklearnProbe", "TorchLogisticProbe"]
+
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class LogisticProbe(DirectionEstimator):

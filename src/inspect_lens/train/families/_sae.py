@@ -18,6 +18,8 @@ from inspect_lens.spec import RESID_POST
 
 from ._binary import BinaryEstimator, Targets
 
+__all__ = ["SAEFeatureProbe", "SparseEncoder", "read_sae"]
+
 _FEATURES: Final = 512
 
 

@@ -20,6 +20,8 @@ from inspect_lens.train.sets._splits import require_other_samples, require_same_
 
 from ._thresholds import calibrate_thresholds
 
+__all__ = ["CarriedProbe", "transfer_probe"]
+
 _PENALTIES: Final = tuple(10.0 ** np.arange(-1, 7))
 _WEAK: Final = 0.5
 """Share of the score's variance below which the map is said to be of little use. Ours."""

@@ -49,6 +49,8 @@ from inspect_lens.train.families._sae import SAEFeatureProbe
 from inspect_lens.train.sets._dataset import ActivationSet
 from inspect_lens.train.sets._store_set import StoreSet
 
+__all__ = ["fit_layers", "fit_on"]
+
 Floats = NDArray[np.float64]
 Passes: TypeAlias = Callable[[], Iterator[tuple[NDArray[np.float32], NDArray[np.bool_]]]]
 """Starts anew each time: rows (rows, hidden) and whether each is positive."""

@@ -32,6 +32,8 @@ from inspect_lens.spec import check_word
 from inspect_lens.train.families._ensemble import fit_platt
 from inspect_lens.train.sets._dataset import ActivationSet
 
+__all__ = ["calibrate", "calibrate_threshold", "fit_threshold"]
+
 
 def fit_threshold(
     control_scores: ArrayLike,

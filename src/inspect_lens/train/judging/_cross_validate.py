@@ -23,6 +23,8 @@ from inspect_lens.train.sets._splits import (
 
 from ._select import SelectBy, select_layer
 
+__all__ = ["CrossValidated", "FoldScore", "cross_validate_probe"]
+
 
 class FoldScore(NamedTuple):
     """What one fold's probe did on that fold."""

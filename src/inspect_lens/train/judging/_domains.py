@@ -30,6 +30,16 @@ from inspect_lens.train.families._logistic import as_family
 from inspect_lens.train.fitting._fit import fit_on
 from inspect_lens.train.sets._dataset import ActivationSet
 
+__all__ = [
+    "CascadePoint",
+    "DomainScore",
+    "StyleShift",
+    "cascade_frontier",
+    "leave_one_domain_out",
+    "style_shift",
+    "transfer_statement",
+]
+
 
 class DomainScore(NamedTuple):
     """AUROC on one domain of probes trained on all others, on it alone, and on all of them."""

@@ -44,6 +44,14 @@ from inspect_lens.train.sets._splits import (
     refuse_seen,
 )
 
+__all__ = [
+    "bag_of_words_scores",
+    "baseline",
+    "evaluate_probe",
+    "length_scores",
+    "measure_baselines",
+]
+
 Floats = NDArray[np.float64]
 
 

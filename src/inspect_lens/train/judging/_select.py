@@ -34,6 +34,8 @@ from inspect_lens.train.sets._splits import (
     require_same_origin,
 )
 
+__all__ = ["LayerChoice", "select_layer"]
+
 SelectBy = Literal["recall", "auroc"]
 """What a layer is chosen by."""
 

@@ -14,6 +14,8 @@ from inspect_lens.spec import Value
 from inspect_lens.train.sets._dataset import ActivationSet
 from inspect_lens.train.sets._splits import CELLS, find_seen
 
+__all__ = ["RateShift", "ScoreShift", "score_shift"]
+
 
 class RateShift(Value):
     """One threshold of a card on the same control answers, as two engines compute them."""

@@ -30,6 +30,8 @@ from inspect_lens.probe import (
 )
 from inspect_lens.spec import Positions, TensorData, parse_positions
 
+__all__ = ["ActivationSet"]
+
 Pieces: TypeAlias = Callable[[Sequence[int]], Sequence[str]]
 """From token ids to the text of each of them."""
 

@@ -13,6 +13,8 @@ from inspect_lens.errors import SpecError
 
 from ._dataset import ActivationSet
 
+__all__ = ["from_arrays", "from_hf", "from_nnsight", "from_transformer_lens"]
+
 Floats = NDArray[np.float32]
 
 

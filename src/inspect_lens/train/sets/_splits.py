@@ -24,6 +24,8 @@ from inspect_lens.probe import (
 
 from ._dataset import ActivationSet
 
+__all__ = ["refuse_seen", "require_disjoint", "split_by_group"]
+
 _FEWEST: Final = 20
 _WORDS: Final = re.compile(r"\w+")
 

@@ -19,6 +19,8 @@ from inspect_lens.errors import SpecError
 
 from ._dataset import ActivationSet, Pieces, read_facts
 
+__all__ = ["StoreSet"]
+
 Floats = NDArray[np.float32]
 _ROWS = 8192
 _PIECE: Final = 1 << 26

@@ -13,6 +13,8 @@ from inspect_lens.spec import Gate, Rule
 from inspect_lens.train.sets._dataset import ActivationSet
 from inspect_lens.vector import Vector
 
+__all__ = ["Condition", "fit_condition", "similarity"]
+
 Side = Literal["above", "below"]
 
 

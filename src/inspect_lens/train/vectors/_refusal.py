@@ -23,6 +23,15 @@ from inspect_lens.errors import SpecError
 from inspect_lens.train._lenses import hooked
 from inspect_lens.train.sets._dataset import ActivationSet
 
+__all__ = [
+    "RefusalCandidate",
+    "RefusalChoice",
+    "RefusalMeter",
+    "RefusalScores",
+    "refusal_candidates",
+    "select_refusal",
+]
+
 Floats = NDArray[np.float64]
 _EPSILON: Final = 1e-8
 

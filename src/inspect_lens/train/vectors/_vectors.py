@@ -23,6 +23,17 @@ from inspect_lens.train.judging._select import separation
 from inspect_lens.train.sets._dataset import ActivationSet
 from inspect_lens.vector import Vector, VectorCard, VectorTraining
 
+__all__ = [
+    "VectorMethod",
+    "VectorRows",
+    "VectorScore",
+    "erase",
+    "evaluate_vector",
+    "extract_vector",
+    "pair_set",
+    "persona_vector",
+]
+
 VectorMethod = Literal["mean_difference", "caa", "logistic", "pca"]
 """`caa` is the mean of the differences of pairs; `pca` their first principal component (LAT)."""
 
