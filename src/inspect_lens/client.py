@@ -54,6 +54,7 @@ from .spec import (
     read_as,
     read_transport,
     refuse_misspelled,
+    several,
     split_body,
     split_options,
     to_extra_args,
@@ -622,16 +623,16 @@ def request_of(
     """Read them; the arguments are those of `LensClient.generate`, and fields that have none."""
     args: dict[str, Any] = {}
     if hooks is not None:
-        args["apply_hooks"] = _several(hooks)
+        args["apply_hooks"] = several(hooks)
     if capture_layers is not None:
         layers = capture_layers
-        args["output_residual_stream"] = layers if isinstance(layers, bool) else list(layers)
+        args["output_residual_stream"] = layers if isinstance(layers, bool) else several(layers)
     if steering_vectors is not None:
-        args[STEER_KEY] = _several(steering_vectors)
+        args[STEER_KEY] = several(steering_vectors)
     if (transport := activations_transport) is not None:
         args["activations_transport"] = transport
     request = parse_extra_args(args)
-    native = {**options, "sink": sink, "open_gates": list(open_gates) or None}
+    native = {**options, "sink": sink, "open_gates": open_gates or None}
     native = {name: value for name, value in native.items() if value is not None}
     if capture is not None and capture_layers is not None:
         raise SpecError("capture and capture_layers: give one of them")
@@ -642,7 +643,7 @@ def request_of(
         if part is not None and part is not False:
             native[name] = _fields(part, transport)
     if edits is not None:
-        native["edits"] = [*(() if request is None else request.edits), *_several(edits)]
+        native["edits"] = [*(() if request is None else request.edits), *several(edits)]
     if native and (asked := parse_extra_args({NATIVE_KEY: native})) is not None:
         update = {name: getattr(asked, name) for name in native}
         request = (request or LensRequest()).model_copy(update=update)
@@ -650,11 +651,6 @@ def request_of(
 
 
 _ARGUMENTS = (*inspect.signature(request_of).parameters, *LensRequest.model_fields)
-
-
-def _several(given: Any) -> list[Any]:
-    """What was given, where one alone may stand without a list."""
-    return [given] if isinstance(given, BaseModel | Mapping) else list(given)
 
 
 def _fields(asked: Any, transport: str | None) -> dict[str, Any]:

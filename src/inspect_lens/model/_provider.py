@@ -46,6 +46,7 @@ from ._request import (
     Settled,
     edits_of_every_call,
     environment_capture,
+    given_by,
     is_lens_call,
     parse_capture,
     read_body,
@@ -64,7 +65,7 @@ from ._response import (
     with_open_gates,
 )
 from ._scope import LensProvider, inherited_requests, scope_of
-from ._scores import Asked, ProbeLike, ask_probes, including
+from ._scores import ProbeLike, ask_probes
 from ._server import (
     FETCH_TIMEOUT_S,
     UNKNOWN,
@@ -180,18 +181,14 @@ class LensAPI(ServerCalls, LensProvider):
         lazy_init: bool = True,
         **server_args: Any,
     ) -> None:
-        try:
+        with given_by("-M capture"):
             self._capture = parse_capture(capture)
-            self._asked: Asked = ask_probes(probes)
-            self.edited, self.own_config = edits_of_every_call(edits, steer, edits_meet), config
-        except LensError as error:
-            given = "" if str(error).startswith("INSPECT_LENS_") else "-M "
-            raise PrerequisiteError(f"vllm-lens: {given}{error}") from None
-        try:
+        with given_by("-M probes"):
+            self._probes = ask_probes(probes)
+        self.edited, self.own_config = edits_of_every_call(edits, steer, edits_meet), config
+        with given_by(""):
             Settings.load()
             environment_capture()
-        except LensError as error:
-            raise PrerequisiteError(f"vllm-lens: {error}") from None
         if activations is not None and activations not in get_args(Mode):
             raise PrerequisiteError(
                 f"vllm-lens: -M activations={activations!r}; allowed are "
@@ -302,11 +299,8 @@ class LensAPI(ServerCalls, LensProvider):
         said = config.extra_body and not isinstance(config.extra_body, Settled)
         # Only of a call that says something it has to be known whether it says so itself.
         inherited = inherited_requests(self) if scope is not None and said else ()
-        asked = self._asked
         default = self._capture or environment_capture()
-        if asked.capture is not None:
-            default = including(default, asked.capture)
-        body, request = read_body(config.extra_body, default, scope, inherited, asked.uses)
+        body, request = read_body(config.extra_body, default, scope, inherited, self._probes)
         opened = with_open_gates(request, messages)
         if opened is not None and opened is not request:
             body, request = respelled(body, opened), opened
@@ -321,11 +315,10 @@ class LensAPI(ServerCalls, LensProvider):
         config: GenerateConfig,
     ) -> ModelOutput | tuple[ModelOutput | Exception, ModelCall]:
         body, request = self._read(config, input)
-        refused = dict(self._asked.refused)
+        refused: dict[str, str] = {}
         if request is not None:
-            request, more = await self.names.serve(request)
-            if more:
-                refused |= more
+            request, refused = await self.names.serve(request)
+            if refused:
                 body = Settled(respelled(body, request))
         if not (isinstance(config.extra_body, Settled) and config.extra_body == body):
             config = config.model_copy(update={"extra_body": body})

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
@@ -43,6 +44,8 @@ from inspect_lens.spec import (
     parse_extra_args,
     parse_hooks,
     read_as,
+    several,
+    shown,
     split_body,
     split_options,
     to_extra_args,
@@ -59,7 +62,7 @@ from ._host import (
     registry_lookup,
 )
 from ._places import Place, find
-from ._scores import ProbeLike, ask_probes, including
+from ._scores import ProbeLike, ask_probes
 
 __all__ = ["lens_config"]
 
@@ -404,7 +407,7 @@ def lens_config(
     capture: CaptureSpec | Mapping[str, Any] | Sequence[int] | int | str | None = None,
     steer: Add | VectorLike | Mapping[str, Any] | Sequence[Any] | None = None,
     edits: EditBase | Mapping[str, Any] | Sequence[EditBase | Mapping[str, Any]] | None = None,
-    hooks: Sequence[Hook | Mapping[str, Any]] | None = None,
+    hooks: Hook | Mapping[str, Any] | Sequence[Hook | Mapping[str, Any]] | None = None,
     qk: Sequence[int] | Sequence[tuple[int, int]] | bool | None = None,
     lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None = None,
     sink: SinkUse | Mapping[str, Any] | str | None = None,
@@ -438,7 +441,7 @@ def lens_config(
         sink: name of a store or a function of the server that gets the rows too, or a `SinkUse`
             with the sample's label; the receipt says what became of them. None keeps what `base`
             asks for.
-        probes: as for `lens_scope`, instead of those of `base`.
+        probes: as for `lens_scope`, instead of those of `base`; an empty list removes them.
         lora: adapter of this call: a path, a Hugging Face repository, the name of one that the
             server has loaded, or vLLM's `lora_request` fields.
         base: config to build on, all of it. None means only the `extra_body` of the task that
@@ -480,13 +483,9 @@ def lens_config(
         others = () if edits is None else parse_edits(resolve_edits(edits))
         changes["edits"] = (*_vectors(() if steer is None else steer), *others)
     if hooks is not None:
-        changes["hooks"] = parse_hooks(list(hooks))
+        changes["hooks"] = parse_hooks(hooks, where="hooks")
     if probes is not None:
-        asked_of = ask_probes(probes)
-        changes["probes"] = asked_of.uses
-        if asked_of.capture is not None:
-            captured = changes.get("capture", None if request is None else request.capture)
-            changes["capture"] = including(captured, asked_of.capture)
+        changes["probes"] = ask_probes(probes)
     given = {"qk": qk, "lens": lens, "sink": sink, **options}
     if given := {name: value for name, value in given.items() if value is not None}:
         wanted = {
@@ -511,25 +510,39 @@ def lens_config(
     return config
 
 
+@contextmanager
+def given_by(surface: str) -> Iterator[None]:
+    """Whatever is wrong in here stood in an option or a variable of this name."""
+    try:
+        yield
+    except (LensError, ValidationError) as error:
+        why = explain(error) if isinstance(error, ValidationError) else str(error)
+        option = surface.removeprefix("-M ")
+        said = surface.removesuffix(option) + why if why.startswith(option) else f"{surface}: {why}"
+        raise PrerequisiteError(f"vllm-lens: {said}") from None
+
+
 def edits_of_every_call(
     edits: Any = None, steer: Any = None, edits_meet: Any = None
 ) -> LensRequest | None:
     """What `-M edits=`, `steer=` and `edits_meet=` do to each call; INSPECT_LENS_EDITS else."""
-    given = {"edits": edits, "steer": steer, "edits_meet": edits_meet}
-    field = " and ".join(name for name, value in given.items() if value is not None)
-    try:
-        if edits is None and steer is None:
-            if wanted := text("edits"):
-                field, edits = variable("edits"), wanted
-            elif edits_meet is None:
-                return None
-        if isinstance(edits, str):
-            edits = _written(edits)
-        config = lens_config(steer=steer, edits=edits, edits_meet=edits_meet, base=GenerateConfig())
-    except (LensError, ValidationError) as error:
-        why = explain(error) if isinstance(error, ValidationError) else str(error)
-        raise SpecError(f"{field}: {why}") from None
-    return read_body(config.extra_body).request
+    source = "-M edits"
+    if edits is None and steer is None and (wanted := text("edits")):
+        source, edits = variable("edits"), wanted
+    with given_by("-M steer"):
+        first = _asked_by(steer=steer).edits
+    with given_by(source):
+        asked = _asked_by(edits=_written(edits) if isinstance(edits, str) else edits)
+    with given_by("-M edits_meet"):
+        meet = _asked_by(edits_meet=edits_meet).edits_meet
+    asked = LensRequest(edits=(*first, *asked.edits), edits_meet=meet)
+    return asked if asked.asked else None
+
+
+def _asked_by(**options: Any) -> LensRequest:
+    """What options of `lens_config` ask for alone."""
+    body = lens_config(**options, base=GenerateConfig()).extra_body
+    return read_body(body).request or LensRequest()
 
 
 def _written(edits: str) -> Any:
@@ -559,13 +572,13 @@ def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _vectors(steer: Any) -> tuple[EditBase, ...]:
-    single = isinstance(steer, Add | Vector | Mapping | str | Path)
-    if not single and not isinstance(steer, list | tuple):
-        raise SpecError(
-            f"steer={steer!r}; allowed are a vector, its name or path, an object such as "
-            '{"vector": name, "scale": 0.5}, and a list of them'
-        )
-    vectors = [steer] if single else list(steer)
+    vectors = several(steer)
+    for vector in vectors:
+        if not isinstance(vector, Add | Vector | Mapping | str | Path):
+            raise SpecError(
+                f"steer={shown(vector)}; allowed are a vector, its name or path, an object such as "
+                '{"vector": name, "scale": 0.5}, and a list of them'
+            )
     if not vectors:
         return ()
     resolved = [

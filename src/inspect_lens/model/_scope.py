@@ -183,7 +183,7 @@ def lens_scope(
     steer: Add | VectorLike | Mapping[str, Any] | Sequence[Any] | None = None,
     edits: EditBase | Mapping[str, Any] | Sequence[EditBase | Mapping[str, Any]] | None = None,
     edits_meet: Literal["in_order", "error"] | None = None,
-    probes: ProbeUse | ProbeLike | Sequence[ProbeUse | ProbeLike] = (),
+    probes: ProbeUse | ProbeLike | Sequence[ProbeUse | ProbeLike] | None = None,
     lens: LogitLens | Mapping[str, Any] | Sequence[int] | str | None = None,
     model: Model | None = None,
 ) -> Iterator[None]:
@@ -203,7 +203,7 @@ def lens_scope(
         edits_meet: "error" refuses calls in which two edits would change the same numbers of a
             token, those of the server among them; edits that meet act in order by default.
         probes: probes that the engine runs, as for `with_lens`; or uses of names that somebody
-            registered. Names that a call uses itself are its own.
+            registered. Names that a call uses itself are its own. An empty list adds none.
         lens: as for `lens_config`; a call that asks for a lens itself keeps its own.
         model: whose calls; the model under evaluation by default. A grader is not touched.
 
@@ -238,7 +238,7 @@ def lens_scope(
     target = require_lens("lens_scope", model)
     asked = lens_config(
         capture=capture, steer=steer, edits=edits, edits_meet=edits_meet,
-        probes=None if probes == () else probes, lens=lens, base=GenerateConfig(),
+        probes=probes, lens=lens, base=GenerateConfig(),
     )  # fmt: skip
     request = read_body(asked.extra_body).request or LensRequest()
     if request.edits and (around := steering_around(target)) is not None and around.declined:

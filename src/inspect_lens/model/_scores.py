@@ -32,6 +32,7 @@ from inspect_lens.spec import (
     in_site_order,
     parse_positions,
     resolve_positions,
+    several,
 )
 
 from ._handle import Activations, LoggedHandle
@@ -55,6 +56,8 @@ class Known(NamedTuple):
     role: Role
     layers: tuple[int, ...]
     site: Site
+    refused: str | None = None
+    """Why no engine runs it; its rows are captured then."""
 
 
 KNOWN: dict[str, Known] = {}
@@ -65,69 +68,59 @@ FORMS: Cache[str, EngineProbe] = Cache(1 << 20, WEIGHTS)
 """The engine's forms by the same names; aggregate and threshold play no part."""
 
 
-class Asked(NamedTuple):
-    """What probes ask of every call."""
-
-    uses: tuple[ProbeUse, ...] = ()
-    capture: CaptureSpec | None = None
-    """What is captured for probes that no engine runs."""
-    refused: tuple[tuple[str, str], ...] = ()
-    """These probes, by name, and why."""
-
-
-NOTHING = Asked()
-
-
 def ask_probes(
     probes: ProbeUse | ProbeLike | Sequence[ProbeUse | ProbeLike] | None,
     positions: Positions | list[int] | None = None,
-) -> Asked:
+) -> tuple[ProbeUse, ...]:
     """Say in a request what runs probes in the engine; uses of registered names stay."""
-    if probes is None:
-        return NOTHING
     if isinstance(probes, str):
         probes = [part.strip() for part in probes.split(",")]
-    listed = list(probes) if isinstance(probes, Sequence) else [probes]
-    if not listed or "" in listed:
+    listed = [] if probes is None else several(probes)
+    if "" in listed:
         raise SpecError(
-            f"probes={probes!r}; allowed is at least one name or path; leave it out for none"
+            f"probes={probes!r}; allowed are names, paths and probes; leave it out for none"
         )
-    asked = NOTHING._replace(uses=tuple(probe for probe in listed if isinstance(probe, ProbeUse)))
+    uses = [probe for probe in listed if isinstance(probe, ProbeUse)]
+    asked = {use.name: use for use in uses}
+    if len(asked) < len(uses):
+        raise SpecError(f"probes: a name stands twice in {[use.name for use in uses]!r}")
+    if positions is not None:
+        positions = parse_positions(positions, field="probe_positions")
+        if asked or not listed:
+            why = f"the ProbeUse of {uses[0].name!r} has its own" if asked else "there is no probe"
+            raise SpecError(f"probe_positions={positions!r}: {why}; leave probe_positions out")
     for probe in listed:
         if isinstance(probe, ProbeUse):
             continue
         loaded = load_probe(probe)
-        read = loaded.positions if positions is None else parse_positions(
-            positions, field="positions"
-        )  # fmt: skip
+        read = loaded.positions if positions is None else positions
         # Scores are wanted as they come; which token is the last one is known at the end.
         read = "completion" if read == "last" else read
-        try:
-            uses = [ProbeUse(name=n, positions=read, tokens=True) for n in _register(loaded)]
-        except UnsupportedError as error:
-            capture = widened(asked.capture, loaded.layers, loaded.site, read)
-            refused = (*asked.refused, (loaded.name, str(error)))
-            asked = asked._replace(capture=capture, refused=refused)
-            continue
-        new = tuple(use for use in uses if use.name not in {u.name for u in asked.uses})
-        asked = asked._replace(uses=(*asked.uses, *new))
-    return asked
+        for name in _register(loaded):
+            asked.setdefault(name, ProbeUse(name=name, positions=read, tokens=True))
+    return tuple(asked.values())
 
 
-def note_refused(asked: Asked) -> None:
-    """Say in the transcript which probes no engine runs, and what happens instead."""
-    for name, reason in asked.refused:
-        note: dict[str, Any] = {
-            "probe": name,
-            "not in the engine": reason,
-            "instead": "rows are captured",
-        }
-        transcript().info(note, source="inspect_lens")
+def note_refused(name: str, reason: str) -> None:
+    """Say in the transcript that an engine does not run a probe, and what happens instead."""
+    note: dict[str, Any] = {
+        "probe": name,
+        "not in the engine": reason,
+        "instead": "rows are captured",
+    }
+    transcript().info(note, source="inspect_lens")
 
 
 def _register(probe: AnyProbe) -> list[str]:
     """Note the forms of a probe; their names."""
-    tokens, text = probe.engine_forms()
+    try:
+        tokens, text = probe.engine_forms()
+    except UnsupportedError as error:
+        name = f"probe-{probe.sha256[:24]}"
+        KNOWN[name] = Known(
+            probe.name, probe.sha256, "tokens", probe.layers, probe.site, refused=str(error)
+        )
+        return [name]
     forms: list[tuple[Role, EngineProbe | None]] = [("tokens", tokens), ("text", text)]
     names = []
     for role, form in forms:
@@ -144,15 +137,6 @@ def _register(probe: AnyProbe) -> list[str]:
             FORMS.keep(name, bare, bare.nbytes)
             names.append(name)
     return names
-
-
-def including(capture: CaptureSpec | None, other: CaptureSpec) -> CaptureSpec:
-    """A capture with what another one keeps of the stream, too."""
-    if capture is None or other.layers == "all":
-        return other if capture is None else capture
-    for site in other.sites:
-        capture = widened(capture, other.layers, site, other.positions)
-    return capture
 
 
 def widened(

@@ -65,7 +65,7 @@ from ._host import (
 )
 from ._request import LENSES
 from ._response import LensFields
-from ._scores import FORMS, KNOWN, Asked, Known, note_refused, widened
+from ._scores import FORMS, KNOWN, Known, note_refused, widened
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -375,18 +375,19 @@ class ServerNames:
         )
 
     async def _probe(self, name: str, known: Known) -> str | None:
-        form = FORMS.get(name)
-        if form is None:
+        form, reason = FORMS.get(name), known.refused
+        if form is None and reason is None:
             raise SpecError(
                 f"probe {known.probe!r}: {self._server} does not have it, and its weights have "
                 f"made room for others, as {WEIGHTS.most_bytes >> 30} GiB are kept; pass it again"
             )
-        reason = await self._refusal(name, f"probe {known.probe!r}", "probe", form)
+        if form is not None:
+            reason = await self._refusal(name, f"probe {known.probe!r}", "probe", form)
         if reason is None:
             return None
         text = f"{self._server} does not run probe {known.probe!r}: {reason}"
         logger.warning("%s; its rows are captured and scored instead", text)
-        note_refused(Asked(refused=((known.probe, reason),)))
+        note_refused(known.probe, reason)
         return reason
 
 

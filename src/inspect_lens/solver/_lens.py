@@ -13,13 +13,7 @@ from inspect_lens.errors import SpecError
 from inspect_lens.model import lens_config, lens_scope
 from inspect_lens.model._request import LensLike, name_of_lens, parse_capture, read_body
 from inspect_lens.model._scope import require_lens
-from inspect_lens.model._scores import (
-    Asked,
-    ProbeLike,
-    ask_probes,
-    including,
-    note_refused,
-)
+from inspect_lens.model._scores import ProbeLike, ask_probes
 from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.spec import (
     RESID_POST,
@@ -29,6 +23,7 @@ from inspect_lens.spec import (
     EditBase,
     Phase,
     Positions,
+    ProbeUse,
     Reduce,
     RowDType,
     Site,
@@ -45,7 +40,7 @@ def with_lens(
     capture: CaptureSpec | Mapping[str, Any] | Sequence[int] | int | str | None = None,
     steer: Add | VectorLike | Mapping[str, Any] | Sequence[Any] | None = None,
     edits: EditBase | Mapping[str, Any] | Sequence[EditBase | Mapping[str, Any]] | None = None,
-    probes: ProbeLike | Sequence[ProbeLike] | None = None,
+    probes: ProbeUse | ProbeLike | Sequence[ProbeUse | ProbeLike] | None = None,
     lens: Mapping[str, Any] | Sequence[int] | str | None = None,
     inner: Solver | Agent | None = None,
     probe_positions: Positions | list[int] | None = None,
@@ -76,7 +71,8 @@ def with_lens(
             or without a slash a name that is registered with the server. A field `target` is a
             text whose first token is read too, with `{}` for the sample's target: `" {}"` in the
             middle of a sentence, `"{}"` at the start of an answer.
-        probe_positions: tokens that the probes score; for each those of its card by default.
+        probe_positions: tokens that the probes score; for each those of its card by default. A
+            `ProbeUse` has its own.
         edits_meet: as for `lens_scope`.
 
     Returns:
@@ -116,10 +112,8 @@ def with_lens(
     """
     asked = ask_probes(probes, probe_positions)
     captured = parse_capture(capture)
-    if asked.capture is not None:
-        captured = including(captured, asked.capture)
     read = None if lens is None else _LensAsked(lens)
-    if all(one is None for one in (captured, steer, edits, read, edits_meet)) and not asked.uses:
+    if all(one is None for one in (capture, steer, edits, probes, lens, edits_meet)):
         raise SpecError(
             "with_lens: nothing is asked for; allowed are capture=, steer=, edits=, edits_meet=, "
             "probes= and lens=; without them use generate()"
@@ -136,7 +130,7 @@ def _within(
     inner: Solver | Agent | None,
     capture: CaptureSpec | None = None,
     edits: Sequence[EditBase] = (),
-    probes: Asked | None = None,
+    probes: Sequence[ProbeUse] = (),
     lens: _LensAsked | None = None,
     edits_meet: Literal["in_order", "error"] | None = None,
 ) -> Solver:
@@ -145,11 +139,8 @@ def _within(
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         require_lens(asker)
-        if probes is not None:
-            note_refused(probes)
         with lens_scope(
-            capture=capture, edits=edits or None, edits_meet=edits_meet,
-            probes=probes.uses if probes else (),
+            capture=capture, edits=edits or None, edits_meet=edits_meet, probes=probes,
             lens=None if lens is None else await lens.fields(state),
         ):  # fmt: skip
             return await (generate(state) if run is None else run(state, generate))

@@ -30,6 +30,7 @@ from ._values import (
     Number,
     Value,
     read_as,
+    several,
     shown,
 )
 
@@ -75,8 +76,7 @@ def parse_edits(
         assert edit.layers == (2,)
         ```
     """
-    items = value if isinstance(value, list | tuple) else [value]
-    return tuple(_parse(item, f"{field}[{i}]", limits) for i, item in enumerate(items))
+    return tuple(_parse(item, f"{field}[{i}]", limits) for i, item in enumerate(several(value)))
 
 
 def _parse(item: object, field: str, limits: TensorLimits | None) -> EditBase:
@@ -253,11 +253,7 @@ class RequestPart(WireModel):
     @field_validator("edits_named", "probes", mode="before")
     @classmethod
     def _names(cls, value: Any) -> Any:
-        if isinstance(value, str | Mapping | ProbeUse | EditsUse):
-            value = [value]
-        if isinstance(value, list | tuple):
-            return tuple({"name": v} if isinstance(v, str) else v for v in value)
-        return value
+        return tuple({"name": v} if isinstance(v, str) else v for v in several(value))
 
     @field_validator("edits", mode="before")
     @classmethod

@@ -29,7 +29,16 @@ from pydantic import (
 from inspect_lens.errors import SpecError
 
 from ._tensor import WireModel, is_wire
-from ._values import Flag, Value, check_function_name, integers, is_function_name, read_as, shown
+from ._values import (
+    Flag,
+    Value,
+    check_function_name,
+    integers,
+    is_function_name,
+    read_as,
+    several,
+    shown,
+)
 
 __all__ = ["HOOK_REFERENCE", "FunctionCode", "Hook", "HookReceipt", "code_python", "parse_hooks"]
 
@@ -225,8 +234,7 @@ def _from_wire(value: Mapping[str, Any]) -> FunctionCode:
 
 def parse_hooks(value: Any, *, where: str = "apply_hooks") -> tuple[Hook, ...]:
     """Read hooks as users and clients spell them."""
-    items = value if isinstance(value, list | tuple) else [value]
-    return tuple(_one(item, f"{where}[{i}]") for i, item in enumerate(items))
+    return tuple(_one(item, f"{where}[{i}]") for i, item in enumerate(several(value)))
 
 
 def _one(value: Any, where: str) -> Hook:

@@ -36,6 +36,7 @@ from ._values import (
     read_as,
     refuse_misspelled,
     refuse_own_word,
+    several,
     shown,
 )
 from ._vllm_lens import from_vllm_lens, is_plain, load_json, to_vllm_lens, vector_form
@@ -177,10 +178,10 @@ class LensRequest(RequestPart):
     that is streamed. Scores of `tokens` come so in any case. While a server streams many answers,
     several tokens share an event, half a second's at most."""
 
-    @field_validator("configs", mode="before")
+    @field_validator("configs", "open_gates", mode="before")
     @classmethod
-    def _configs(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
+    def _one_or_several(cls, value: Any) -> Any:
+        return several(value)
 
     @field_validator("server")
     @classmethod

@@ -49,6 +49,7 @@ __all__ = [
     "read_as",
     "refuse_misspelled",
     "refuse_own_word",
+    "several",
     "shown",
 ]
 
@@ -98,6 +99,12 @@ def integers(value: object) -> object:
     if not isinstance(value, Iterable):
         return (integer(value),)
     return tuple(integer(item) for item in cast("Iterable[object]", value))
+
+
+def several(value: object) -> list[Any]:
+    """A list of what may also be given alone; a text or a mapping is one, and no list of parts."""
+    alone = isinstance(value, str | bytes | Mapping | BaseModel) or not isinstance(value, Iterable)
+    return [value] if alone else list(cast("Iterable[Any]", value))
 
 
 def _flag(value: object) -> object:

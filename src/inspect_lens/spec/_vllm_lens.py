@@ -29,6 +29,7 @@ from ._values import (
     explain,
     integers,
     read_as,
+    several,
     shown,
 )
 
@@ -165,15 +166,8 @@ def from_vllm_lens(extra_args: Mapping[str, Any], limits: TensorLimits | None) -
         values["hooks"] = parse_hooks(hooks)
     steer = load_json(STEER_KEY, extra_args.get(STEER_KEY))
     if steer is not None:
-        if isinstance(steer, Mapping | EditBase):
-            steer = [steer]
-        if not isinstance(steer, Sequence):
-            raise SpecError(
-                f"{STEER_KEY}={type(steer).__name__}; it has to be a list of SteeringVector or of "
-                "their JSON form"
-            )
         values["edits"] = [
-            _vector(item, f"{STEER_KEY}[{i}]", limits) for i, item in enumerate(steer)
+            _vector(item, f"{STEER_KEY}[{i}]", limits) for i, item in enumerate(several(steer))
         ]
     skip = load_json("skip_reading_prefix_cache", extra_args.get("skip_reading_prefix_cache"))
     if skip is not None:

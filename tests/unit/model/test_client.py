@@ -18,6 +18,7 @@ from inspect_lens._base.same_host import serve_here
 from inspect_lens.client import LensClient, VLLMLensClient, json_of, request_of
 from inspect_lens.errors import CaptureError, LensError, SpecError
 from inspect_lens.spec import (
+    Ablate,
     CaptureReceipt,
     CaptureSpec,
     Hook,
@@ -434,3 +435,21 @@ def test_a_stream_is_of_a_prompt_or_a_chat() -> None:
         for given in ({}, {"prompt": "x", "messages": []}):
             with pytest.raises(SpecError, match="prompt and messages: give one"):
                 client.stream(**given)
+
+
+def test_one_may_stand_without_its_list() -> None:
+    """In every field that has several; a generator is a list, and a text is no list of letters."""
+    key = "0" * 64
+    hook, edit = Hook(fn=print, layer_indices=[1]), Ablate(direction=np.ones(8), layers=[1])
+    fields: dict[str, Any] = {
+        "hooks": hook, "edits": edit, "edits_named": "e", "probes": "p", "configs": "c",
+    }  # fmt: skip
+    for name, one in fields.items():
+        for given in (one, [one], iter([one])):
+            request = request_of(*[None] * 7, options={name: given})
+            assert len(getattr(request, name)) == 1, name
+        assert request_of(*[None] * 7, options={name: []}) is None
+    assert request_of(3, *[None] * 6).capture.layers == (3,)
+    assert request_of(*[None] * 7, open_gates=key).open_gates == (key,)
+    with pytest.raises(SpecError, match="open_gates"):
+        request_of(*[None] * 7, open_gates="one")

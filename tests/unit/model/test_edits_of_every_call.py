@@ -143,7 +143,8 @@ def test_a_sweep_does_not_start_from_an_edited_answer(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"edits_meet": "no"}, "-M edits_meet: .*in_order.* 'error'"),
+        ({"edits_meet": "no"}, "-M edits_meet='no'; .*in_order.* 'error'"),
+        ({"edits": ADD, "edits_meet": "no"}, "vllm-lens: -M edits_meet='no'"),
         ({"edits": "no-such-file.json"}, "-M edits: 'no-such-file.json' cannot be read"),
         ({"edits": "[{"}, "cannot be read"),
         ({"edits": "[]"}, "has no edits"),
@@ -168,6 +169,10 @@ def test_a_wrong_variable_is_named(
     with pytest.raises(PrerequisiteError, match=rf"{VARIABLE}: 'nowhere.json'") as caught:
         model_of(server)
     assert "-M" not in str(caught.value)
+    monkeypatch.setenv(VARIABLE, json.dumps(ADD))
+    with pytest.raises(PrerequisiteError, match="-M edits_meet='no'") as caught:
+        model_of(server, edits_meet="no")
+    assert VARIABLE not in str(caught.value)
 
 
 def test_the_models_own_config_adds_to_it(server: Any, run_eval: Any, model_of: Any) -> None:
@@ -209,5 +214,5 @@ def test_names_are_looked_up_in_edits_alone(server: Any, run_eval: Any, model_of
 
 @pytest.mark.parametrize("steer", [5, True])
 def test_a_number_is_no_vector(server: Any, model_of: Any, steer: Any) -> None:
-    with pytest.raises(PrerequisiteError, match=r"-M steer: .*allowed are a vector"):
+    with pytest.raises(PrerequisiteError, match=r"-M steer=.*allowed are a vector"):
         model_of(server, steer=steer)

@@ -13,13 +13,14 @@ from inspect_ai import Task, eval
 from inspect_ai.dataset import Sample
 from inspect_ai.log import EvalLog, read_eval_log
 from inspect_ai.model import GenerateConfig, get_model
-from inspect_ai.solver import generate
+from inspect_ai.solver import Solver, generate
 
 from inspect_lens.errors import ArtifactError, CaptureError, SpecError
 from inspect_lens.model import (
     ProbeScores,
     _scores,
     activations,
+    lens_config,
     lens_scope,
     probe_scores,
     read_probe_scores,
@@ -27,6 +28,7 @@ from inspect_lens.model import (
 from inspect_lens.model._host import PrerequisiteError
 from inspect_lens.model._read import probe_scores_for
 from inspect_lens.probe import HeadSpec, NeuralProbe, Probe, ProbeCard
+from inspect_lens.solver import with_lens
 from inspect_lens.spec import ProbeUse, Site
 from tests.kit.fake_server import FakeLensServer, residual, tokens_of
 
@@ -177,6 +179,51 @@ async def test_what_the_server_cannot_run_is_captured_with_the_reason(
     assert handle.layers == probe.layers
     assert handle.positions == (4, 5)
     assert reason in output.metadata["probes_refused"][probe.name]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("asker", ["-M", "scope", "config"])
+async def test_whoever_asks_learns_why_no_engine_runs_it(
+    server: FakeLensServer, model_of: GetModel, asker: str
+) -> None:
+    """The probe has no form for engines, whichever they are."""
+    model = model_of(server, **({"probes": [gated(), linear()]} if asker == "-M" else {}))
+    probes = [gated(), linear()] if asker == "scope" else []
+    config = lens_config(probes=[gated(), linear()]) if asker == "config" else GenerateConfig()
+    with lens_scope(probes=probes, model=model):
+        output = await model.generate("one two", config=config)
+    assert list(output.metadata["probes_refused"]) == ["org/gated"]
+    assert "a tanh gate" in output.metadata["probes_refused"]["org/gated"]
+    assert activations(output).layers == (1,)
+    assert probe_scores(output).probes == ("org/sum",)
+
+
+@pytest.mark.anyio
+async def test_an_empty_list_of_probes_is_none_of_them(
+    server: FakeLensServer, model_of: GetModel
+) -> None:
+    base = lens_config(probes=[linear()])
+    model = model_of(server, probes=[])
+    with lens_scope(probes=[], model=model):
+        assert probe_scores(await model.generate("one", config=base)) is not None
+        none = await model.generate("one", config=lens_config(probes=[], base=base))
+    assert probe_scores(none) is None
+    assert isinstance(with_lens(probes=[]), Solver)
+    for wrong in ("", ["org", ""]):
+        with pytest.raises(SpecError, match=r"probes=.*leave it out for none"):
+            lens_config(probes=wrong)
+
+
+def test_positions_are_said_once() -> None:
+    use = ProbeUse(name="lies")
+    with pytest.raises(SpecError, match="probe_positions='all': the ProbeUse of 'lies' has its"):
+        with_lens(probes=[linear(), use], probe_positions="all")
+    with pytest.raises(SpecError, match="probe_positions='all': there is no probe"):
+        with_lens(capture=[1], probe_positions="all")
+    with pytest.raises(SpecError, match="probe_positions='al'"):
+        with_lens(probes=linear(), probe_positions="al")
+    with pytest.raises(SpecError, match="a name stands twice"):
+        lens_config(probes=[use, ProbeUse(name="lies", tokens=True)])
 
 
 @pytest.mark.anyio

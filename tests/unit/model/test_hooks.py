@@ -96,3 +96,5 @@ def test_configs_merge_hooks() -> None:
     assert lens_config(hooks=[], base=first).extra_body is None
     with pytest.raises(SpecError, match="give a Hook"):
         lens_config(hooks=[3])
+    for one in (HOOK, HOOK.model_dump(mode="json"), iter([HOOK])):
+        assert len(lens_config(hooks=one).extra_body["extra_args"]["apply_hooks"]) == 1

@@ -119,7 +119,7 @@ def test_the_native_key_takes_objects_and_json() -> None:
         ({"apply_steering_vectors": [{"layer_indices": [1]}]}, SpecError, "activations is missing"),
         ({"apply_steering_vectors": [{"activations": [[1]]}]}, SpecError, "layer_indices is miss"),
         ({"output_residual_stream": {"a": 1}}, SpecError, "list of layers"),
-        ({"apply_steering_vectors": 3}, SpecError, "list of SteeringVector"),
+        ({"apply_steering_vectors": 3}, SpecError, "has to be a SteeringVector"),
         ({"apply_steering_vectors": ["{"]}, SpecError, "not JSON"),
         ({"skip_reading_prefix_cache": "7"}, SpecError, "true and false"),
         ({"activations_transport": "pigeon", "output_residual_stream": [1]}, SpecError, "inline"),

@@ -24,18 +24,12 @@ from inspect_petri.target import TOOL_RESULT, ExitSignal, TargetContext
 from inspect_lens.agents._ask import oracle_capture
 from inspect_lens.model import lens_config, lens_scope
 from inspect_lens.model._host import PrerequisiteError, init_model_roles
-from inspect_lens.model._request import NamedVector, as_steering, parse_capture, read_body
-from inspect_lens.model._scores import (
-    Asked,
-    ProbeLike,
-    ask_probes,
-    including,
-    note_refused,
-)
+from inspect_lens.model._request import NamedVector, as_steering, read_body
+from inspect_lens.model._scores import ProbeLike, ask_probes
 from inspect_lens.probe import AnyProbe, load_probe
 from inspect_lens.reading import OnMissing
 from inspect_lens.reading._shared import shared_parameters
-from inspect_lens.spec import Add, CaptureSpec, Positions
+from inspect_lens.spec import Add, CaptureSpec, Positions, ProbeUse
 
 from ._tools import STEER, ask_activation_oracle, read_probe, steer_target
 
@@ -91,16 +85,12 @@ def lens_target_agent(
     given = config or GenerateConfig()
     first = () if steer is None else as_steering(steer, scale)
     asked = ask_probes(probes)
-    captured = (
-        capture if asked.capture is None else including(parse_capture(capture), asked.capture)
-    )
-    lens_config(capture=captured, steer=list(first), base=given)  # refuse wrong specs at once
+    lens_config(capture=capture, steer=list(first), base=given)  # refuse wrong specs at once
 
     async def execute(state: AgentState, context: TargetContext) -> AgentState:
         target = get_model(model) if model is not None else get_model(role="target")
         generate = context.replayable(target.generate, surface_errors=True)
         vectors = first
-        note_refused(asked)
         try:
             await context.wait_for_resume()
             await _open(state, context, system_required=system_required)
@@ -116,7 +106,7 @@ def lens_target_agent(
                     state.output = await generate(
                         input=state.messages,
                         tools=context.tools,
-                        config=_turn_config(target, given, captured, vectors),
+                        config=_turn_config(target, given, capture, vectors),
                         cache=context.scoped_cache(cache),
                     )
                 state.messages.append(state.output.message)
@@ -153,9 +143,9 @@ async def _answer(state: AgentState, context: TargetContext, output: ModelOutput
         state.messages.append(await context.user_message())
 
 
-def _watched(target: Model, asked: Asked) -> AbstractContextManager[None]:
+def _watched(target: Model, asked: tuple[ProbeUse, ...]) -> AbstractContextManager[None]:
     """The scope in which the engine runs probes of a turn."""
-    return lens_scope(probes=asked.uses, model=target) if asked.uses else nullcontext()
+    return lens_scope(probes=asked, model=target) if asked else nullcontext()
 
 
 def _turn_config(
