@@ -14,7 +14,7 @@ from urllib.parse import quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import urllib3
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 from urllib3.exceptions import HTTPError
 
 from inspect_lens.errors import CaptureError, SpecError
@@ -33,6 +33,7 @@ __all__ = [
     "gives_no_receipts",
     "is_broken",
     "is_transport_error",
+    "json_bytes",
     "needs_receipt",
     "no_answer",
     "not_done",
@@ -151,6 +152,11 @@ def fetched(handle: str, status: int, data: bytes | memoryview) -> bytes | memor
             f"before, or is out of reach behind a gateway; {_INLINE}"
         )
     return data
+
+
+def json_bytes(value: object) -> bytes:
+    """JSON that everybody can parse: infinity and NaN, as scores may be, are texts in it."""
+    return to_json(value, inf_nan_mode="strings")
 
 
 def event_of(text: str) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pybase64
-from pydantic_core import to_json
 
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import GateReceipt, TensorData, decode_tensor, encode_frame, judging
 
+from .http import json_bytes
 from .to_torch import Tensors
 
 PARTIAL_KEY = "inspect_lens_partial"
@@ -85,17 +85,19 @@ class Partial:
         fields: list[tuple[bytes, ...]] = []
         if self.scores:
             scores = {name: list(scores) for name, scores in self.scores.items()}
-            fields.append((b'"probes":', to_json(scores)))
+            fields.append((b'"probes":', json_bytes(scores)))
         if self.tensors:
             entries: list[tuple[bytes, ...]] = []
             for name, tensor in self.tensors.items():
                 said = _said(self.positions[name])
-                spelled = _spelled(tensor, said) if kept is None else (to_json(kept[name] | said),)
-                entries.append((to_json(name), b":", *spelled))
+                spelled = (
+                    _spelled(tensor, said) if kept is None else (json_bytes(kept[name] | said),)
+                )
+                entries.append((json_bytes(name), b":", *spelled))
             fields.append((b'"activations":{', *_listed(entries), b"}"))
         if self.gates:
             gates = [gate.model_dump(mode="json") for gate in self.gates]
-            fields.append((b'"gates":', to_json(gates)))
+            fields.append((b'"gates":', json_bytes(gates)))
         return b"".join((b"{", *_listed(fields), b"}"))
 
     @classmethod
@@ -120,7 +122,10 @@ class Partial:
                 tensors[name] = tensor = decode_tensor(entry, field=field_name, raw=raw)
                 positions[name] = _read(entry, tensor, field_name)
             gates = tuple(map(GateReceipt.model_validate, value.get("gates") or ()))
-        return cls(value.get("probes") or {}, tensors, positions, gates)
+            scores = {
+                k: [float(v) for v in some] for k, some in (value.get("probes") or {}).items()
+            }
+        return cls(scores, tensors, positions, gates)
 
 
 def _listed(items: Sequence[tuple[bytes, ...]]) -> Iterator[bytes]:
@@ -131,7 +136,7 @@ def _listed(items: Sequence[tuple[bytes, ...]]) -> Iterator[bytes]:
 def _spelled(tensor: TensorData, said: dict[str, Any]) -> tuple[bytes, ...]:
     """A tensor as JSON, put together by hand: nothing in base64 has to be looked at again."""
     entry, frame = encode_frame(tensor)
-    return b'{"data":"', pybase64.b64encode(frame), b'",', to_json(entry | said)[1:]
+    return b'{"data":"', pybase64.b64encode(frame), b'",', json_bytes(entry | said)[1:]
 
 
 def _said(positions: Sequence[int]) -> dict[str, Any]:

@@ -194,9 +194,10 @@ _MEMBER = re.compile(
 def explain(
     error: ValidationError, *, at: str = "", root: str = "inspect_lens",
     kind: type[BaseModel] | None = None, labels: Mapping[str, str] = MappingProxyType({}),
-    shows: bool = True,
 ) -> str:  # fmt: skip
     """What pydantic found wrong, in a few lines that name each field.
+
+    Values are shown, but not those inside a class with `hide_input_in_errors`: one may be a secret.
 
     Args:
         error: the finding.
@@ -204,7 +205,6 @@ def explain(
         root: what a finding about all of it is said of, where nothing holds it.
         kind: what was to be read, so that the nearest of its fields can be named.
         labels: what a user knows them by.
-        shows: whether values are shown; one may be a secret.
     """
     start = [at] if at else []
     lines: list[str] = []
@@ -218,7 +218,12 @@ def explain(
         fault, said = item["type"], item["msg"].removeprefix("Value error, ")[:1000]
         if fault in _ALLOWED:
             allowed = _ALLOWED[fault].format(**item.get("ctx", {}))
-            value = f"{field}={shown(item['input'])}; " if shows else f"{field}: "
+            is_secret = any(
+                one.model_config.get("hide_input_in_errors")
+                for models in _models_along(kind, loc)
+                for one in models
+            )
+            value = f"{field}: " if is_secret else f"{field}={shown(item['input'])}; "
             if value in chosen:  # what else may stand there
                 also = allowed.removeprefix("allowed is ").removeprefix("allowed are ")
                 if also not in chosen[value]:
@@ -242,12 +247,19 @@ def explain(
 
 def _known(kind: Any, path: Sequence[str]) -> set[str]:
     """Names of the fields that are read where a path leads."""
+    *_, models = _models_along(kind, path)
+    return {name for model in models for name in model.model_fields}
+
+
+def _models_along(kind: Any, path: Sequence[str]) -> Iterator[list[type[BaseModel]]]:
+    """Classes that may be read at the start of a path, and behind each of its fields."""
     models = _models(kind)
+    yield models
     for part in path:
         if not part.isdigit():
             at = [model.model_fields[part] for model in models if part in model.model_fields]
             models = [model for field in at for model in _models(field.annotation)]
-    return {name for model in models for name in model.model_fields}
+            yield models
 
 
 def _models(kind: Any) -> list[type[BaseModel]]:
@@ -263,8 +275,7 @@ def read_as(
     try:
         return kind.model_validate(value, context=context)
     except ValidationError as error:
-        shows = not kind.model_config.get("hide_input_in_errors", False)
-        raise SpecError(explain(error, at=at, kind=kind, shows=shows)) from None
+        raise SpecError(explain(error, at=at, kind=kind)) from None
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from inspect_lens import Hook, LensRequest, SteeringVector
 from inspect_lens.errors import SpecError
@@ -30,6 +30,7 @@ from inspect_lens.spec import (
     parse_extra_args,
     parse_hooks,
     parse_pool,
+    read_as,
     refuse_misspelled,
     split_body,
     tap_points,
@@ -319,3 +320,19 @@ def test_a_value_inside_another_is_validated_in_its_context() -> None:
 def test_a_field_too_much_that_is_called_like_a_type_is_named(name: str) -> None:
     with pytest.raises(SpecError, match=rf"{name}: no such field"):
         Add(vector=[1.0], layers=[1], **{name: 3})
+
+
+def test_what_hides_its_values_hides_them_wherever_it_stands() -> None:
+    class Webhook(BaseModel):
+        model_config = ConfigDict(hide_input_in_errors=True)
+        key: int
+
+    class File(BaseModel):
+        webhooks: dict[str, Webhook]
+        tries: int
+
+    with pytest.raises(SpecError) as caught:
+        read_as(File, {"webhooks": {"a": {"key": "s3cret"}}, "tries": "often"})
+    assert "s3cret" not in str(caught.value)
+    assert "webhooks.a.key: allowed is an integer" in str(caught.value)
+    assert "tries='often'" in str(caught.value)

@@ -19,8 +19,9 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
-from pydantic_core import from_json, to_json
+from pydantic_core import from_json
 
+from inspect_lens._base.http import json_bytes
 from inspect_lens._base.partial import PARTIAL_KEY, Partial
 from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens._vllm.clients import Asked, remember
@@ -226,7 +227,7 @@ class Answer:
             await self._send_parts(body.parts, kind)
             body.parts = []
         if is_end and body.results:
-            await self._send(_event(to_json(_last_event(body.results, kind))))
+            await self._send(_event(json_bytes(_last_event(body.results, kind))))
         await self._send(message)
         if body.parts and not is_end:
             sent = _choices_in(data)
@@ -246,7 +247,7 @@ class Answer:
         ]
         is_small = all(len(part.pieces) <= 1 for part in parts)
         for some in [pieces] if is_small and pieces else [[piece] for piece in pieces]:
-            event = to_json({"object": kind, "choices": [], PARTIAL_KEY: []})
+            event = json_bytes({"object": kind, "choices": [], PARTIAL_KEY: []})
             texts: list[bytes | memoryview] = [event[:-2], *some[0]]
             for one in some[1:]:
                 texts += b",", *one
@@ -280,12 +281,12 @@ def with_results(data: bytes, found: dict[int, dict[str, Any]], n_choices: int) 
     first = found[min(found)]
     if n_choices == 1:
         # As text: a batch ends in one step, behind which nothing hides reading it again.
-        return b"%b,%b" % (data[: data.rindex(b"}")], to_json(first)[1:])
+        return b"%b,%b" % (data[: data.rindex(b"}")], json_bytes(first)[1:])
     response = from_json(data)
     response |= first
     for i, choice in enumerate(response.get("choices", ())):
         choice |= found.get(i, {})
-    return to_json(response)
+    return json_bytes(response)
 
 
 def _event(*texts: bytes | memoryview) -> Message:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import fcntl
-import json
 import logging
 import os
 import random
@@ -29,6 +28,7 @@ import httpx
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from inspect_lens import _settings
+from inspect_lens._base.http import json_bytes
 from inspect_lens._vllm.metrics import add, note
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import ProbeReceipt, Receipt
@@ -227,7 +227,9 @@ class Alerts:
             headers = {"Authorization": f"Bearer {key}"} if key else {}
             logging.getLogger("httpx").addFilter(_is_of_others)  # it logs addresses
             self._client = httpx.Client(headers=headers, timeout=self.config.timeout_s)
-        return self._client.post(self.config.url, json=alert).status_code
+        return self._client.post(
+            self.config.url, content=json_bytes(alert), headers={"Content-Type": "application/json"}
+        ).status_code
 
     def _bury(self, alert: dict[str, Any], why: str, tries: int) -> None:
         with self._changed:
@@ -243,11 +245,11 @@ class Alerts:
             self._changed.wait_for(lambda: bool(self._dead))
             dead = list(self._dead)
         lines = [
-            json.dumps({"why": one.why, "tries": one.tries, "alert": one.alert}) for one in dead
+            json_bytes({"why": one.why, "tries": one.tries, "alert": one.alert}) for one in dead
         ]
         status = "dead"
         try:
-            _append(self.config.dead_letter, "".join(f"{line}\n" for line in lines).encode())
+            _append(self.config.dead_letter, b"".join(b"%b\n" % line for line in lines))
             self._tell(status, f"alerts could not be delivered ({dead[0].why}), and are in the "
                        "file of dead letters")  # fmt: skip
         except OSError as error:

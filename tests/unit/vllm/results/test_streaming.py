@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._base.partial import PARTIAL_KEY, Joined, Partial
 from inspect_lens._engine.collect.placement import Further, Pending
 from inspect_lens._vllm.frontend.wrappers import FRONT_END_WRAPPERS
-from inspect_lens._vllm.http.bodies import payloads
+from inspect_lens._vllm.http.bodies import as_json, payloads, with_results
 from inspect_lens._vllm.registered.tiers import TIERS_KEY
 from inspect_lens._vllm.results import streaming
 from inspect_lens._vllm.results.choices import Ticket
@@ -28,7 +29,15 @@ from inspect_lens._vllm.results.streaming import Pace
 from inspect_lens._vllm.sinks import alerts
 from inspect_lens._vllm.sinks.sink import Exchange
 from inspect_lens.errors import SpecError
-from inspect_lens.spec import GateReceipt, TensorData, TierReceipt
+from inspect_lens.model._scores import columns_of
+from inspect_lens.spec import (
+    GateReceipt,
+    ProbeReceipt,
+    ProbeUse,
+    Receipt,
+    TensorData,
+    TierReceipt,
+)
 from tests.unit.vllm.results.test_ahead import N_MAX, N_PROMPT, Engine
 from tests.unit.vllm.results.test_results import completion, output
 
@@ -412,3 +421,34 @@ def test_an_alarm_of_the_servers_probe_is_told_whatever_becomes_of_the_results(
     (probe,) = receipt.tiers[0].probes
     assert (probe.name, probe.alarm_position) == ("p", N_PROMPT)
     assert by["prompt"] == "what was asked"
+
+
+def test_scores_that_are_no_numbers_of_json_come_back_as_they_were() -> None:
+    """In the numbers of JSON there is no infinity, and strict clients refuse its name."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    scores = (1.5, math.inf, -math.inf, math.nan)
+    probe = ProbeReceipt(
+        name="p", sha256="", aggregate="mean", score=math.inf, n_tokens=4, tokens=scores
+    )
+    receipt = Receipt(
+        n_prompt=1, n_completion=4, cache_salted=False, paths=(), probes=(probe,), engine="e",
+        version="0", vllm_version="0",
+    )  # fmt: skip
+    part = json.loads(Partial({"p": scores}).to_json(), parse_constant=refuse)
+    read = Partial.from_json(part).scores["p"]
+    np.testing.assert_array_equal(read, scores)
+    answer = SimpleNamespace(
+        inspect_lens=receipt, inspect_lens_tensors={}, inspect_lens_transport="inline"
+    )
+    body = with_results(b'{"choices": []}', {0: as_json(answer)}, 1)
+    back = Receipt.model_validate(json.loads(body, parse_constant=refuse)["inspect_lens"])
+    assert back.probes[0].score == math.inf
+    np.testing.assert_array_equal(back.probes[0].tokens, scores)
+    uses = (ProbeUse(name="p", positions=[0, 1, 2, 3], tokens=True),)
+    said = json.loads(body)["inspect_lens"]
+    said["probes"][0]["first_position"] = 0
+    (column,) = columns_of(said, uses, n_prompt=1, n_completion=4)
+    np.testing.assert_array_equal(column.scores, np.float32(scores))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import threading
 from pathlib import Path
@@ -187,6 +188,14 @@ def test_a_webhook_gets_its_key_and_has_so_long_for_an_answer(
         assert made.flush(10)
         assert hook.keys == [f"Bearer {key}" if key else None]
     assert letters(tmp_path) == [{"why": "ReadTimeout", "tries": 1, "alert": {"n": 1}}]
+
+
+def test_a_score_that_is_no_number_of_json_is_delivered(tmp_path: Path) -> None:
+    with webhook(tmp_path / "dead.jsonl") as hook:
+        made = Alerts(config(tmp_path, url=hook.url, tries=1))
+        made.put({"score": math.inf})
+        assert made.flush(10)
+        assert (hook.received, made.counts) == ([{"score": "Infinity"}], {"delivered": 1})
 
 
 @pytest.mark.parametrize("text", [False, True])
