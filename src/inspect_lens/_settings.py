@@ -28,9 +28,9 @@ class Settings:
     """Layers that get a tap, as `all` or a comma-separated list such as `10,20`. Requests for other
     layers are refused."""
     sites: str = "resid_pre,resid_post"
-    """Sites that get a tap in those layers, comma-separated: `resid_pre`, `q`, `k`, `v`, `z`,
-    `attn_out`, `resid_mid`, `router_logits`, `mlp_hidden`, `mlp_out`, `resid_post`. `all` stands
-    for `resid_pre,attn_out,mlp_out,resid_post`. Requests for other sites are refused."""
+    """[Sites](capture.md#other-places-in-the-block) that get a tap in those layers,
+    comma-separated. `all` stands for `resid_pre,attn_out,mlp_out,resid_post`. Requests for other
+    sites are refused."""
     layer_path: str = ""
     """Where the decoder layers of a loaded model are, for one in which they are not found: a path
     of modules with `{i}` for the index of the layer, such as `model.blocks.{i}`. The start-up check
@@ -54,8 +54,8 @@ class Settings:
     """How many requests may wait for room in that table. While so many wait, a further one is
     refused with a 429 unless there is room for it."""
     sum_bytes: int = 256 << 20
-    """Upper bound, in bytes, of the table in which `mean`, `max` and `last` of sampled tokens grow
-    inside the engine; rows of requests that do not fit there are sent one by one. In 16 bits a
+    """Upper bound, in bytes, of the table in which reductions of sampled tokens, such as `mean`,
+    grow inside the engine; rows of requests that do not fit there are sent one by one. In 16 bits a
     request takes 8 bytes per layer and number of the width. 0 sends all."""
     result_timeout_s: float = 60.0
     """Seconds the front-end waits for the last captured rows of a finished request before the

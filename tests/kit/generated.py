@@ -24,10 +24,12 @@ from benchmarks import plots
 from gallery import replication_files, replications_markdown
 from inspect_lens import LensRequest, Receipt
 from inspect_lens._cli import app
+from inspect_lens._engine.protocol.readouts import LAG
 from inspect_lens._settings import settings_table
 from inspect_lens._vllm.clients import ATTRIBUTES
 from inspect_lens._vllm.compat.monkeypatches import EAGER_PATCHES, PATCHES, SERVER_PATCHES
 from inspect_lens._vllm.metrics import METRICS
+from inspect_lens.spec import EDITS, REDUCTIONS, SITE_TABLE, EditBase, Reduction, result_name
 
 from .coverage import coverage_markdown
 from .figures import figure_files
@@ -73,6 +75,59 @@ def patches_markdown() -> str:
         for patch in (*PATCHES, *SERVER_PATCHES, *EAGER_PATCHES)
     ]
     return "\n".join(rows)
+
+
+def reductions_markdown() -> str:
+    """The table of reductions."""
+    rows = ["| `reduce` | shape of the result | what it is |", "|---|---|---|"]
+    rows += [f"| `{one.name}` | {one.shape} | {one.summary} |" for one in REDUCTIONS.values()]
+    return "\n".join(rows)
+
+
+def sent_markdown() -> str:
+    """What leaves the device of each reduction, in bytes per tapped layer."""
+    rows = [
+        "| `reduce` | prompt tokens of a step | each sampled token | at the end of the request |",
+        "|---|---|---|---|",
+    ]
+    for one in REDUCTIONS.values():
+
+        def numbers(n: int, one: Reduction = one) -> str:
+            n, is_sum = n * one.columns(1), one.combine == "sum"
+            letters = " ".join(["c"] * (not is_sum) + ["h"] * (one.width is None))
+            return f"{4 * n if is_sum else n} *{letters}*".removeprefix("1 ")
+
+        each = numbers(1)
+        is_one = one.combine is not None or one.picks_last
+        prompt = each if one.combine else f"{each}, of the last token only" if is_one else ""
+        grows = is_one and not one.makes_numbers
+        sampled, end = (f"0, or {each}", numbers(LAG + 1)) if grows else (each, "nothing")
+        rows.append(f"| `{one.name}` | {prompt or f'{each} per token'} | {sampled} | {end} |")
+    return "\n".join(rows)
+
+
+def sites_markdown() -> str:
+    """The table of sites."""
+    rows = ["| site | what it is | name of the result |", "|---|---|---|"]
+    rows += [f"| `{s}` | {info.what} | `{result_name(s)}` |" for s, info in SITE_TABLE.items()]
+    return "\n".join(rows)
+
+
+def edits_markdown() -> str:
+    """The table of edits: first sentences of their docstrings, and their fields."""
+    rows = ["| operation | what becomes of `h` | fields |", "|---|---|---|"]
+    for kind in sorted(EDITS.values(), key=lambda kind: kind.__module__):
+        own = [name for name in kind.model_fields if name not in {"op", *EditBase.model_fields}]
+        link = f"[`{kind.__name__}`](../reference/requests.md#inspect_lens.spec.{kind.__name__})"
+        fields = ", ".join(f"`{name}`" for name in own)
+        rows.append(f"| {link} | {_first_sentence(kind)} | {fields} |".replace("|  |", "| |"))
+    return "\n".join(rows)
+
+
+def _first_sentence(kind: type) -> str:
+    """Of a docstring."""
+    text = " ".join((kind.__doc__ or "").partition("\n\n")[0].split())
+    return re.split(r"(?<=[.])\s+(?=[A-Z`])", text)[0].rstrip(".")
 
 
 def metrics_markdown() -> str:
@@ -176,6 +231,10 @@ def generated_files() -> dict[str, str]:
         ("docs/models.md", "architectures", architectures_markdown()),
         ("docs/models.md", "real-models", real_models_markdown()),
         ("docs/models.md", "layouts", layouts_markdown()),
+        ("docs/how-to/capture.md", "sites", sites_markdown()),
+        ("docs/how-to/capture.md", "reductions", reductions_markdown()),
+        ("docs/how-to/capture.md", "sent", sent_markdown()),
+        ("docs/how-to/steer.md", "edits", edits_markdown()),
         ("docs/how-to/serve.md", "metrics", metrics_markdown()),
         ("docs/how-to/serve.md", "traces", traces_markdown()),
         ("docs/evals.md", "evals", evals_markdown()),

@@ -232,8 +232,7 @@ class TensorInfo(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     shape: tuple[int, ...]
-    """(layers, tokens, hidden); the second axis is 1 of a `mean`, `max` or `last`, and the third
-    one of a `norm`."""
+    """(layers, tokens, hidden), or what `REDUCTIONS` says of `reduce`."""
     dtype: str
     layers: tuple[int, ...]
     """Layers of the first axis, ascending."""

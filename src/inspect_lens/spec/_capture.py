@@ -42,8 +42,8 @@ Reduce = Literal["none", "mean", "last", "max", "norm"]
 class Reduction:
     """One value of `reduce=`.
 
-    To add one, write a subclass here, and put its name into `Reduce` and an instance into
-    `REDUCTIONS`.
+    To add one, write a subclass here, and put its name into `Reduce`. The tables of the
+    documentation and the schemas are made of it.
 
     Example:
         ```python
@@ -69,6 +69,12 @@ class Reduction:
     def makes_numbers(self) -> bool:
         """Whether other numbers are made of a row; else the result of a single row is this row."""
         return type(self).on_device is not Reduction.on_device
+
+    @property
+    def shape(self) -> str:
+        """Shape of the result of a site, in words."""
+        is_one = self.combine is not None or self.picks_last
+        return f"(layers, {1 if is_one else 'tokens'}, {self.width or 'hidden'})"
 
     @property
     def has_rows(self) -> bool:
@@ -127,12 +133,12 @@ class Reduction:
 
 class _None(Reduction):
     name = "none"
-    summary = "the rows as they are, (layers, tokens, hidden)"
+    summary = "the rows as they are"
 
 
 class _Mean(Reduction):
     name = "mean"
-    summary = "their mean, summed in float32, (layers, 1, hidden)"
+    summary = "their mean, summed in float32 at least"
     combine = "sum"
 
     def finish(self, combined: NDArray[Any], n: int) -> NDArray[Any]:
@@ -141,19 +147,19 @@ class _Mean(Reduction):
 
 class _Last(Reduction):
     name = "last"
-    summary = "the row of the last token, (layers, 1, hidden)"
+    summary = "the row of the last token"
     picks_last = True
 
 
 class _Max(Reduction):
     name = "max"
-    summary = "the largest value of each coordinate, (layers, 1, hidden)"
+    summary = "the largest value of each coordinate"
     combine = "max"
 
 
 class _Norm(Reduction):
     name = "norm"
-    summary = "the L2 norm of each row, computed in float32, (layers, tokens, 1)"
+    summary = "the Euclidean norm of each row, computed in float32"
     width = 1
 
     def on_device(self, torch: Any, rows: torch.Tensor) -> torch.Tensor:
@@ -164,9 +170,7 @@ class _Norm(Reduction):
         return norms
 
 
-REDUCTIONS: Final = MappingProxyType(
-    {one.name: one for one in (_None(), _Mean(), _Last(), _Max(), _Norm())}
-)
+REDUCTIONS: Final = MappingProxyType({one.name: one() for one in Reduction.__subclasses__()})
 """By name."""
 
 SiteChoice = Site | tuple[Site, ...]
@@ -225,7 +229,7 @@ class CaptureSpec(Value):
     reduce: Reduce = Field(
         default="none",
         description="What is made of the selected tokens' rows where they are: "
-        + "; ".join(f"`{one.name}`: {one.summary}" for one in REDUCTIONS.values())
+        + "; ".join(f"`{one.name}`: {one.summary}, {one.shape}" for one in REDUCTIONS.values())
         + ". Of no token there is no row.",
     )
 

@@ -45,7 +45,7 @@ float32. float16 itself ends at 65504, and later layers add to the row."""
 
 
 class Add(EditBase):
-    """Add a vector: `h + scale * v`, or norm-matched `h + scale * |h| * v/|v|`.
+    """Add a vector: `h + scale * v`, or norm-matched `h + scale * ‖h‖ * v/‖v‖`.
 
     This is a steering vector; `SteeringVector` makes one with the names of vllm-lens. Several act
     in their order, and each norm-matched one measures the stream as those before it left it.
@@ -156,9 +156,9 @@ class Ablate(EditBase):
 
 
 class Clamp(EditBase):
-    """Keep the projection on a direction within bounds: `x` becomes `min(max(x, min), max)`.
+    """Keep the projection `<h, v>` on a direction within bounds, or set it to `value`.
 
-    `x` is `<h, v>` with `v` of norm 1. `value` is short for equal bounds, which set it.
+    It becomes `min(max(<h, v>, min), max)` with `v` of norm 1. `value` is short for equal bounds.
 
     Source:
         Activation capping, as in arXiv:2601.10387; with `value`, `adjust_rs` of IBM's vLLM-Hook,
@@ -206,7 +206,7 @@ class Clamp(EditBase):
 
 
 class Scale(EditBase):
-    """Scale the part along a direction: `h + (factor - 1) * <h, v> * v`, `v` of norm 1.
+    """Scale the part along a direction: `h + (factor - 1) * <h, v> * v` with `v` of norm 1.
 
     Without a direction the whole row is scaled, or what `heads`, `neurons` or `experts` name of it.
 
@@ -357,7 +357,7 @@ class Insert(EditBase):
 
 
 class Swap(EditBase):
-    """Exchange the coordinates of two concepts.
+    """Exchange the coordinates of two concepts, which are read in the edited run.
 
     With `h = c1*first + c2*second + rest` (least squares), the stream becomes
     `c2*first + c1*second + rest`. Coordinates are read in the edited run, so a second layer can

@@ -73,17 +73,17 @@ class SiteInfo(NamedTuple):
 SITE_TABLE: Mapping[Site, SiteInfo] = MappingProxyType(
     {
         "resid_pre": SiteInfo("residual stream before the block"),
-        "q": SiteInfo("queries of all heads, behind rotary embedding", False, True, "heads"),
-        "k": SiteInfo("keys of all key heads, behind rotary embedding", False, True, "heads"),
+        "q": SiteInfo("queries of all heads, after rotary embedding", False, True, "heads"),
+        "k": SiteInfo("keys of all key heads, after rotary embedding", False, True, "heads"),
         "v": SiteInfo("values of all key heads", False, True, "heads"),
         "z": SiteInfo("results of all heads, before the output projection", False, True, "heads"),
-        "attn_out": SiteInfo("what the attention (or state-space) module returns"),
+        "attn_out": SiteInfo("output of the attention (or state-space) module"),
         "resid_mid": SiteInfo("residual stream between attention and feed-forward module"),
-        "router_logits": SiteInfo("logits of the experts, one per expert", False, False, "experts"),
-        "mlp_hidden": SiteInfo(
-            "neurons: what goes into the down projection", False, True, "neurons"
+        "router_logits": SiteInfo(
+            "logits of a router, one for each expert", False, False, "experts"
         ),
-        "mlp_out": SiteInfo("what the feed-forward module returns"),
+        "mlp_hidden": SiteInfo("neurons: the input of the down projection", False, True, "neurons"),
+        "mlp_out": SiteInfo("output of the feed-forward (or mixture-of-experts) module"),
         "resid_post": SiteInfo("residual stream after the block"),
     }
 )
