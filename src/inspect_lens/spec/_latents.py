@@ -17,9 +17,9 @@ from inspect_lens.errors import SpecError
 from ._edit import EditBase
 from ._engine import EngineFacts
 from ._instruction import MOST_INSTRUCTIONS, Instruction, Kind, Row
-from ._probe import Weights
+from ._probe import Weights, WeightsEntry
 from ._tensor import Tensor
-from ._values import MOST_OF, Flag, Integer, Name, Number, Value, integer, shown
+from ._values import MOST_OF, Flag, Integer, Name, Number, integer, shown
 
 __all__ = [
     "MOST_LATENTS",
@@ -213,31 +213,19 @@ SPLICE_MODES: Final[tuple[SpliceMode, ...]] = get_args(SpliceMode)
 """Each by the number that its instruction has for it."""
 
 
-class AutoencoderEntry(Value):
-    """A registered autoencoder without its tensors, which the workers hold."""
+class AutoencoderEntry(WeightsEntry):
+    """A registered autoencoder without its tensors."""
+
+    what: ClassVar[str] = "sae/1"
 
     kind: AutoencoderKind
     """Which latents count."""
-    hidden: int
-    """Width of the rows that it reads and writes."""
     n_latents: int
     """How many latents it has."""
-    layers: tuple[int, ...]
-    """Layers that it was trained on, as its file says; empty where that is not known."""
-    sha256: str
-    """Hash of everything that decides what it computes."""
-    nbytes: int
-    """Bytes of its tensors on each device."""
 
     def reference(self) -> dict[str, Any]:
         """The short form for logs and lists."""
-        return {
-            "$lens": "sae/1",
-            "sha256": self.sha256,
-            "kind": self.kind,
-            "latents": self.n_latents,
-            "layers": list(self.layers),
-        }
+        return super().reference() | {"latents": self.n_latents}
 
 
 class EngineAutoencoder(Weights):

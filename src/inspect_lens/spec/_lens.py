@@ -15,7 +15,7 @@ from inspect_lens.errors import SpecError
 from ._capture import Layers, Transport
 from ._engine import EngineFacts
 from ._positions import Positions, parse_positions
-from ._probe import Weights
+from ._probe import Weights, WeightsEntry
 from ._tensor import Tensor
 from ._values import Integer, Name, Value, integer, shown
 
@@ -239,30 +239,15 @@ LensKind = Literal["tuned", "jacobian"]
 """What a lens does to a row `h`: tuned adds `A h + b`, and Jacobian multiplies with `J`."""
 
 
-class LensEntry(Value):
-    """A registered lens without its tensors, which the workers hold."""
+class LensEntry(WeightsEntry):
+    """A registered lens without its tensors."""
+
+    what: ClassVar[str] = LENS_REFERENCE
 
     kind: LensKind
     """What it does to a row."""
     n_layers: int
     """Decoder layers of the model that it was fitted to."""
-    hidden: int
-    """Width of the residual stream of that model."""
-    layers: tuple[int, ...]
-    """Layers that it translates, ascending, 0-based."""
-    sha256: str
-    """Of all that decides what it reads."""
-    nbytes: int
-    """Bytes of its tensors on each device."""
-
-    def reference(self) -> dict[str, Any]:
-        """The short form for logs and lists."""
-        return {
-            "$lens": LENS_REFERENCE,
-            "sha256": self.sha256,
-            "kind": self.kind,
-            "layers": list(self.layers),
-        }
 
     def resolve(self, lens: LogitLens) -> ResolvedLens:
         """What a request reads with this lens.

@@ -37,6 +37,7 @@ __all__ = [
     "Pool",
     "ProbeReceipt",
     "ProbeUse",
+    "WeightsEntry",
     "parse_pool",
 ]
 
@@ -117,6 +118,29 @@ class Weights(WireModel):
     def reference(self) -> dict[str, Any]:
         """The short form for logs: what it is, without the tensors."""
         raise NotImplementedError
+
+
+class WeightsEntry(Value):
+    """Registered weights without their tensors, which the workers hold."""
+
+    kind: str
+    """As of the weights."""
+    hidden: int
+    """Width of the rows that they read."""
+    layers: tuple[int, ...]
+    """Layers that they are for, ascending, 0-based; empty where that is not known."""
+    sha256: str
+    """Hash of everything that decides what they compute."""
+    nbytes: int
+    """Bytes of the tensors on each device."""
+
+    what: ClassVar[str] = ""
+    """`$lens` of the short form."""
+
+    def reference(self) -> dict[str, Any]:
+        """The short form for logs and lists."""
+        layers = list(self.layers)
+        return {"$lens": self.what, "sha256": self.sha256, "kind": self.kind, "layers": layers}
 
 
 SENTENCE_POOL: Final = "sentence_mean_max"

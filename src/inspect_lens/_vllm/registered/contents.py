@@ -33,15 +33,14 @@ from inspect_lens.spec import (
     Registrable,
     ServerConfig,
     TensorLimits,
+    WeightsEntry,
     check_counts,
     check_name,
     judging,
     shown,
 )
 
-Entry = LensEntry | AutoencoderEntry
-"""Stands for an item whose tensors the workers hold; one byte limit covers all of them."""
-Item = EngineProbe | EngineEdits | LensEntry | AutoencoderEntry | EngineConfig
+Item = EngineProbe | EngineEdits | WeightsEntry | EngineConfig
 """What a front-end keeps."""
 
 WORDS = {
@@ -66,7 +65,7 @@ def kept_of(item: Registrable) -> Item:
 
 def nbytes_of(item: Item) -> int:
     """Bytes that it takes of this process, with all its tensors."""
-    if isinstance(item, Entry):
+    if isinstance(item, WeightsEntry):
         return 0  # of the workers; they have a limit of their own
     if isinstance(item, EngineProbe):
         return sum(tensor.nbytes for tensor in item.tensors.values())
@@ -150,7 +149,7 @@ def start_reference(name: str) -> str:
 
 def hash_at_workers(item: Item | Registrable | None) -> str | None:
     """Hash under which workers keep it; None where it comes with each request."""
-    if isinstance(item, EngineProbe | EngineLens | EngineAutoencoder | Entry):
+    if isinstance(item, EngineProbe | EngineLens | EngineAutoencoder | WeightsEntry):
         return item.sha256
     return None
 

@@ -26,13 +26,13 @@ from inspect_lens.spec import (
     RequestPart,
     ServerConfig,
     Splice,
+    WeightsEntry,
     check_name,
 )
 
 from .contents import (
     SERVER_NAME,
     WORDS,
-    Entry,
     Item,
     Uses,
     hash_at_workers,
@@ -161,7 +161,7 @@ class Registry:
                 f"{len(self._items)} names are registered, and allowed are "
                 f"{limits.registry_names}; remove some, or raise INSPECT_LENS_REGISTRY_NAMES"
             )
-        if isinstance(item, Entry):
+        if isinstance(item, WeightsEntry):
             self._check_room(name, item)
             return
         others = sum(nbytes_of(i) for n, i in self._items.items() if n != name)
@@ -199,9 +199,9 @@ class Registry:
             if not isinstance(self._items.get(use.name), EngineProbe):
                 raise SpecError(f"probes: {self._unknown(use.name, EngineProbe)}")
 
-    def _check_room(self, name: str, item: Entry) -> None:
+    def _check_room(self, name: str, item: WeightsEntry) -> None:
         """Refuse what does not fit on the devices; what it replaces is still there."""
-        known = {i.sha256: i.nbytes for i in self._items.values() if isinstance(i, Entry)}
+        known = {i.sha256: i.nbytes for i in self._items.values() if isinstance(i, WeightsEntry)}
         others = sum(n for sha256, n in known.items() if sha256 != item.sha256)
         if others + item.nbytes > self._settings.lens_bytes:
             raise CapacityError(
