@@ -23,7 +23,7 @@ from ._output import (
     fail,
     found,
     in_shell_words,
-    libraries_silent,
+    libraries_last,
     running,
 )
 from ._probe import probe_app
@@ -105,7 +105,7 @@ def _root(
 def main() -> None:
     """Run the program: what a user can cause becomes one line and an exit code."""
     try:
-        with libraries_silent():
+        with libraries_last():
             code = app(prog_name="inspect-lens", standalone_mode=False)
         sys.stdout.flush()
     except SystemExit as ended:  # of typer, whose code for a closed pipe is 1

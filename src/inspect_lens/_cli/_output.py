@@ -105,11 +105,23 @@ def examples(*lines: str) -> str:
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
-@contextmanager
-def libraries_silent() -> Iterator[None]:
-    """Have only our own words reach standard error: what libraries log there, errors say again.
+class _Held(logging.Handler):
+    """Keeps what is logged, each text once."""
 
-    That the hub does not answer is said at once, as it is asked for more than a minute.
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: dict[str, None] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts[record.getMessage()] = None
+
+
+@contextmanager
+def libraries_last() -> Iterator[None]:
+    """Have our own words reach standard error first, and what libraries warn of behind them.
+
+    An error says itself what is wrong, so nothing stands in front of it then. That the hub does
+    not answer is said at once, as it is asked for more than a minute.
     """
     said: list[str] = []
 
@@ -121,21 +133,22 @@ def libraries_silent() -> Iterator[None]:
                 "minutes; HF_HUB_OFFLINE=1 takes what is on this machine\n"
             )
             sys.stderr.write(said[0])
-        return False
+        return not is_wait
 
-    hub = logging.getLogger("huggingface_hub.utils._http")
-    silent = [logging.getLogger(name) for name in ("huggingface_hub.utils", "inspect_ai")]
-    levels = {one: one.level for one in (hub, *silent)}
-    for one in silent:
-        one.setLevel(logging.CRITICAL)
-    hub.setLevel(logging.WARNING)
+    hub, held = logging.getLogger("huggingface_hub.utils._http"), _Held()
+    loggers = [logging.getLogger(name) for name in ("huggingface_hub.utils", "inspect_ai")]
     hub.addFilter(say_wait)
+    for one in loggers:
+        one.addHandler(held)
+        one.propagate = False
     try:
         yield
     finally:
         hub.removeFilter(say_wait)
-        for one, level in levels.items():
-            one.setLevel(level)
+        for one in loggers:
+            one.removeHandler(held)
+            one.propagate = True
+    sys.stderr.writelines(f"note: {text}\n" for text in held.texts)
 
 
 class Interrupted(Exception):

@@ -8,6 +8,7 @@ import logging
 import re
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -231,19 +232,45 @@ def test_messages_have_the_flags_of_the_command(monkeypatch: pytest.MonkeyPatch)
     assert said == "say --option prompt='q', --option label=false or --layers=4,5"
 
 
+def page(*notes: str) -> WrittenView:
+    return WrittenView(
+        path=Path("x.html"), nbytes=9, n_samples=1, n_left_out=0, n_without=0, n_calls=1,
+        n_tokens=1, n_scored=1, series=("a",), has_texts=True, n_kept=0, n_lost=0, notes=notes,
+    )  # fmt: skip
+
+
 def test_notes_of_a_page_have_the_flags_of_the_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = "pass it as probes=a/b, or allow it with follow=hf://a."
-    made = WrittenView(
-        path=Path("x.html"), nbytes=9, n_samples=1, n_left_out=0, n_without=0, n_calls=1,
-        n_tokens=1, n_scored=1, series=("a",), has_texts=True, n_kept=0, n_lost=0, notes=(said,),
-    )  # fmt: skip
-    monkeypatch.setattr("inspect_lens.view.write_view", lambda *_, **__: made)
+    monkeypatch.setattr("inspect_lens.view.write_view", lambda *_, **__: page(said))
     for more in ((), ("--json",)):
         assert run_command("view", "any.eval", *more) == 0
         shown = capsys.readouterr().out
         assert "pass it as --probe=a/b, or allow it with --follow=hf://a." in shown
+
+
+def test_what_libraries_warn_of_stands_behind_a_result(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(*_: Any, **__: Any) -> Any:
+        for text in (
+            "Retrying in 8s [Retry 1/5].",
+            "the token has expired",
+            "the token has expired",
+        ):
+            logging.getLogger("huggingface_hub.utils._http").warning(text)
+        logging.getLogger("inspect_ai.log").warning("the log has no end")
+        sys.stderr.write("a word of ours\n")
+        return page()
+
+    monkeypatch.setattr("inspect_lens.view.write_view", write)
+    assert run_command("view", "any.eval") == 0
+    wait, *rest = capsys.readouterr().err.splitlines()
+    assert "the Hugging Face hub does not answer" in wait
+    assert rest == [
+        "a word of ours", "note: the token has expired", "note: the log has no end"
+    ]  # fmt: skip
 
 
 def test_what_libraries_log_does_not_stand_before_an_error(
