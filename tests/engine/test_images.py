@@ -20,7 +20,7 @@ from inspect_lens._base.token_texts import TokenTexts
 from inspect_lens.client import LensClient
 from inspect_lens.engine import register
 from inspect_lens.errors import LensError, UnsupportedError
-from inspect_lens.model import activations, lens_config, recapture
+from inspect_lens.model import activations, lens_config, recapture, token_logprobs
 from inspect_lens.spec import Add, CaptureSpec, EngineProbe, result_name
 from tests.engine.conftest import Engine
 from tests.engine.test_capture import fed
@@ -166,13 +166,11 @@ def test_a_chat_over_http_and_inspect(
             handle = activations(answer)
             assert handle is not None
             check(handle.prompt_token_ids, handle.token_ids, handle, reference)
+            ids = {"prompt_token_ids": handle.prompt_token_ids, "token_ids": handle.token_ids}
             with pytest.raises(LensError, match="stands for an image"):
-                await recapture(
-                    model,
-                    prompt_token_ids=handle.prompt_token_ids,
-                    token_ids=handle.token_ids,
-                    layers=[2],
-                )
+                await recapture(model, **ids, layers=[2])
+            with pytest.raises(LensError, match="stands for an image"):
+                await token_logprobs(model, **ids)
 
         anyio.run(through_inspect)
 

@@ -232,8 +232,7 @@ async def token_logprobs(
 
     Exactly these token ids are fed, in one forward pass without steering, whatever the
     generation was steered with; the server's own `prompt_logprobs` are read. They are those of
-    the distribution at temperature 1, before any top-p or top-k. Of a prompt with an image, a video
-    or audio the ids hold only the places, so they would be those of another prompt.
+    the distribution at temperature 1, before any top-p or top-k.
 
     Args:
         model: a `vllm-lens/` model.
@@ -245,7 +244,8 @@ async def token_logprobs(
 
     Raises:
         UnsupportedError: the model's provider cannot.
-        SpecError: there are no tokens.
+        SpecError: there are no tokens, or some stand for an image, a video or audio: what these
+            show is not in the ids, so the numbers would be those of another prompt.
         CaptureError: the server refused, or returned something else.
 
     Example:
@@ -276,7 +276,14 @@ async def token_logprobs(
     tokens = [*prompt_token_ids, *token_ids]
     answer: Any = await api.post(
         "/v1/completions",
-        {"prompt": tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0},
+        {
+            "prompt": tokens,
+            "max_tokens": 1,
+            "temperature": 0,
+            "prompt_logprobs": 0,
+            # vLLM does so in any case, but a prompt that asks something of the lens is judged.
+            "vllm_xargs": to_wire_args(to_extra_args(LensRequest(skip_reading_prefix_cache=True))),
+        },
     )
     entries = answer["choices"][0].get("prompt_logprobs") if answer.get("choices") else None
     if not isinstance(entries, Sequence) or len(entries) != len(tokens):

@@ -23,7 +23,8 @@ def test_each_token_of_the_completion_the_last_included() -> None:
         assert ask(server, [7, 8], [9, 10, 11]) == pytest.approx([-2.009, -3.01, -4.011])
         body = server.requests[-1]
     assert body["prompt"] == [7, 8, 9, 10, 11]
-    assert "vllm_xargs" not in body
+    # Which has the server judge the prompt, and asks for nothing that vLLM would not do.
+    assert body["vllm_xargs"] == {"skip_reading_prefix_cache": "true"}
 
 
 def test_an_incomplete_answer_is_an_error_and_not_a_mean_of_the_rest() -> None:

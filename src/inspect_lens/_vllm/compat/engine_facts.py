@@ -10,9 +10,9 @@ import hashlib
 import importlib
 import json
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import inspect_lens
 from inspect_lens._engine.protocol.processes import Links
@@ -331,13 +331,24 @@ def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
         vocab=int(getattr(model.hf_text_config, "vocab_size", 0)),
         no_steering=no_steering(vllm_config, settings),
         quantization=getattr(model, "quantization", None),
-        placeholders=frozenset(
-            token
-            for kind in ("image", "video", "audio")
-            for name in (f"{kind}_token_id", f"{kind}_token_index")
-            if isinstance(token := getattr(model.hf_config, name, None), int)
-        ),
+        placeholders=frozenset(_placeholders(model.hf_config)),
     )
+
+
+_PLACEHOLDERS: Final = tuple(
+    f"{kind}_token_{what}" for kind in ("image", "video", "audio") for what in ("id", "index")
+)
+
+
+def _placeholders(config: Any) -> Iterator[int]:
+    """Tokens that stand for images and such, by a configuration and by those inside it."""
+    is_plain = isinstance(config, dict)
+    for name in _PLACEHOLDERS:
+        found = config.get(name) if is_plain else getattr(config, name, None)
+        yield from (found,) if isinstance(found, int) else ()
+    for value in (config if is_plain else vars(config)).values():
+        if isinstance(value, dict) or hasattr(value, "to_dict"):
+            yield from _placeholders(value)
 
 
 def computing_facts(state: Any) -> dict[str, Any]:

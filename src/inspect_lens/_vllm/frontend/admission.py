@@ -253,6 +253,7 @@ def seal_recorded(core: Any, processor: Any, rule: Rule) -> bool:
     """
     try:
         compiled = front_end().compile(rule.request, processor.inspect_lens_facts)
+        check_media(processor, compiled, core.prompt_token_ids, core)
         compiled = with_positions_of(compiled, core.prompt_token_ids, processor)
         seal_for(core, compiled, processor, rule)
     except BaseException as error:

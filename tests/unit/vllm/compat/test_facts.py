@@ -316,3 +316,14 @@ def test_a_site_that_a_model_does_not_have_is_refused_by_name(
 ) -> None:
     with pytest.raises(SpecError, match=message):
         facts_of(config(**changes), replace(Settings(), sites=site))
+
+
+def test_tokens_of_images_are_known_where_a_configuration_is_inside_another() -> None:
+    from transformers import PretrainedConfig
+
+    inner = PretrainedConfig(image_token_index=7, audio_token_id=8)
+    outer = PretrainedConfig(
+        thinker_config=inner, video_token_id=9, more={"image_token_id": 10}, num_image_token_id=11
+    )
+    facts = facts_of(config(model_config__hf_config=outer), Settings())
+    assert facts.placeholders == {7, 8, 9, 10}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,6 +63,18 @@ def test_what_cannot_be_recorded_stays_as_it_is(front: FrontEnd) -> None:
     assert core.sampling_params.extra_args is None
     assert core.sampling_params.skip_reading_prefix_cache is None
     assert recorder.counts == {"failed": 1}
+
+
+def test_a_prompt_without_its_images_is_not_recorded(front: FrontEnd) -> None:
+    """Its rows would be those of another prompt; the request itself asks for none."""
+    rule, recorder = rule_of(front)
+    processor = SimpleNamespace(inspect_lens_facts=replace(FACTS, placeholders=frozenset({2})))
+    core = core_of([1, 2, 3])
+    assert not admission.seal_recorded(core, processor, rule)
+    assert core.sampling_params.extra_args is None
+    assert recorder.counts == {"failed": 1}
+    core.mm_features = ["an image"]
+    assert admission.seal_recorded(core, processor, rule)
 
 
 def sealed(**book: Any) -> Any:
