@@ -135,7 +135,7 @@ def read_config(folder: str | Path) -> OracleConfig:
         config = OracleConfig.model_validate(values)
     except ValidationError as error:
         raise ArtifactError(
-            f"{path}: {explain(error)}; what is missing is never guessed, take it from the training"
+            f"{path}: {explain(error, kind=OracleConfig)}; give what the oracle was trained with"
         ) from None
     extra = sorted(values.keys() - OracleConfig.model_fields.keys())
     unknown = [name for name in extra if not _TRAINING.fullmatch(name)]

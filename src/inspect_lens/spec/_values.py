@@ -192,7 +192,7 @@ _MEMBER = re.compile(
 
 
 def explain(
-    error: ValidationError, *, at: str = "", root: str = "inspect_lens",
+    error: ValidationError, *, at: str = "", root: str = "",
     kind: type[BaseModel] | None = None, labels: Mapping[str, str] = MappingProxyType({}),
 ) -> str:  # fmt: skip
     """What pydantic found wrong, in a few lines that name each field.
@@ -202,7 +202,7 @@ def explain(
     Args:
         error: the finding.
         at: field that holds what was judged.
-        root: what a finding about all of it is said of, where nothing holds it.
+        root: what a finding about all of it is said of, where nothing holds it; nothing by default.
         kind: what was to be read, so that the nearest of its fields can be named.
         labels: what a user knows them by.
     """
@@ -224,6 +224,7 @@ def explain(
                 for one in models
             )
             value = f"{field}: " if is_secret else f"{field}={shown(item['input'])}; "
+            value = value if field else f"{shown(item['input'])}; "
             if value in chosen:  # what else may stand there
                 also = allowed.removeprefix("allowed is ").removeprefix("allowed are ")
                 if also not in chosen[value]:
@@ -237,7 +238,7 @@ def explain(
             known = _known(kind, loc[:-1])
             said = f"no such field; {did_you_mean(loc[-1], known) if known else 'leave it out'}"
         is_named = said.startswith(field) and said[len(field) :][:1] in ("=", ".", "[", ":")
-        lines.append(said if is_named else f"{field}: {said}")
+        lines.append(said if is_named or not field else f"{field}: {said}")
     lines = [value + allowed for value, allowed in chosen.items()] + lines
     more = error.error_count() - _MOST_LINES
     lines += [f"and {more} more"] if more > 0 else []
