@@ -137,6 +137,6 @@ SHAPES = {
     ),
     "tiny": Shape(_llama(256, 512, 4, 4, 512), "float32", kv_gib=0.0625, max_model_len=256),
 }
-"""Llama-8B; Llama-70B with 48 of its 80 layers and GLM-4.5-Air with 23 of its 46, which two engines
-have room for on four cards; Qwen3-0.6B, Qwen3-30B-A3B with 12 of its 48 layers, and two
-that a CPU runs in a second, one of them with experts."""
+"""Llama-8B and Qwen3-0.6B are whole. Larger models have fewer layers: Llama-70B 48 of its 80 and
+GLM-4.5-Air 23 of its 46, so that two engines fit on four cards, and Qwen3-30B-A3B 12 of its 48. The
+two tiny ones, one of them with experts, are run on a CPU in a second."""

@@ -484,11 +484,12 @@ def show(numbers: dict[str, Any]) -> Shown:
 
 def _told(told: Mapping[str, Any]) -> str:
     """Whether the probe tells what a call does, or what the prompt asks for."""
-    said = f"Among the {told['n_positive'] + told['n_negative']} calls under prompts that bring "
-    said += "lies about, "
-    if told["auroc"] is None or not told["n_negative"]:
-        return said + "all are alike, so the lie is not told from its order."
-    said += f"its AUROC is {_area(told)}, "
+    false, true = told["n_positive"], told["n_negative"]
+    said = f"Of the {false + true} calls whose prompt asks for a lie, {false} are false and {true} "
+    said += "true. "
+    if told["auroc"] is None or not true:
+        return said + "They cannot show whether the probe reads the lie or the prompt that asks."
+    said += f"Among these calls alone, the probe's AUROC is {_area(told)}, "
     if told["auroc_interval"][0] > 0.5:
         return said + "so it reads the lie, and not the prompt alone."
     return said + "so it may read the prompt and not the lie."
