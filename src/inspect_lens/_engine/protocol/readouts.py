@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import secrets
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any, Final, Literal, NamedTuple, cast
@@ -546,6 +546,14 @@ class ProbesEnvelope(Readout):
         return written((self.names, self.points, self.columns, self.is_live))
 
 
+def removed(field: str, names: Iterable[str]) -> SpecError:
+    """What a request is told whose weights have gone since it was judged, whatever they are of."""
+    return SpecError(
+        f"{field}: {', '.join(names)} removed or replaced while the request was on its way; send "
+        "it again with a name that is registered, or register it with this engine again"
+    )
+
+
 @dataclass(frozen=True)
 class AskedProbes:
     """What uses of registered probes come to, whatever the prompt: worked out once for a batch."""
@@ -561,10 +569,7 @@ class AskedProbes:
     def of(cls, uses: Sequence[ProbeUse], registered: Mapping[str, EngineProbe]) -> AskedProbes:
         """Look the uses up."""
         if gone := sorted({use.name for use in uses} - registered.keys()):
-            raise SpecError(
-                f"probes: {', '.join(gone)} removed while the request was on its way; register "
-                "again"
-            )
+            raise removed("probes", gone)
         used = [registered[use.name] for use in uses]
         read = {(probe.site, probe.layers) for probe in used}
         positions: dict[tuple[type, bool, Positions], int] = {}

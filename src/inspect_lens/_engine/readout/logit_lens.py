@@ -8,9 +8,9 @@ from typing import Final, NamedTuple
 import torch
 
 from inspect_lens._base.to_torch import to_torch
-from inspect_lens._engine.protocol.readouts import LensForm
+from inspect_lens._engine.protocol.readouts import LensForm, removed
 from inspect_lens._engine.tap.splice import Autoencoder
-from inspect_lens.errors import CapacityError, SpecError, UnsupportedError
+from inspect_lens.errors import CapacityError, UnsupportedError
 from inspect_lens.spec import EngineAutoencoder, EngineLens
 
 LOGIT_BYTES: Final = 512 << 20
@@ -179,18 +179,12 @@ class LensStore:
         """A lens."""
         known = self._known.get(sha256)
         if not isinstance(known, Translator):
-            raise _unknown("lens", sha256)
+            raise removed("lens", [sha256[:12]])
         return known
 
     def autoencoder(self, sha256: str) -> Autoencoder:
         """An autoencoder."""
         known = self._known.get(sha256)
         if not isinstance(known, Autoencoder):
-            raise _unknown("splice", sha256)
+            raise removed("edits", [sha256[:12]])
         return known
-
-
-def _unknown(what: str, sha256: str) -> SpecError:
-    return SpecError(
-        f"{what}: this worker does not know {sha256[:12]}; register it with this engine again"
-    )

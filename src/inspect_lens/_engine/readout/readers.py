@@ -10,8 +10,9 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
+from inspect_lens._engine.protocol.readouts import removed
 from inspect_lens._engine.tap.memory import uploaded
-from inspect_lens.errors import CapacityError, SpecError, UnsupportedError
+from inspect_lens.errors import CapacityError, UnsupportedError
 from inspect_lens.spec import EngineProbe, TapPoint
 
 READOUT_BYTES: Final = 32 << 20
@@ -221,10 +222,7 @@ class ProbeStore:
         """Some of the probes."""
         missing = [name for name in names if name not in self._probes]
         if missing:
-            raise SpecError(
-                f"probes: this worker does not know {', '.join(m[:12] for m in missing)}; "
-                "register them with this engine again"
-            )
+            raise removed("probes", [name[:12] for name in missing])
         return [self._probes[name] for name in names]
 
     def readout(

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from torch.nn.functional import linear
 
 from inspect_lens._base.to_torch import to_torch
-from inspect_lens.errors import LensError
 from inspect_lens.spec import (
     N_REGISTERS,
     SAME_TOKEN,
@@ -167,8 +166,8 @@ class Splices:
         self._at: dict[int, dict[int, Splice]] = {}
         self._known: WeakValueDictionary[Any, Splice] = WeakValueDictionary()
         """By content, so that rows of several requests go through one product."""
-        self.find: Callable[[str], Autoencoder] = _unknown
-        """Gives an autoencoder by its hash."""
+        self.find: Callable[[str], Autoencoder]
+        """Gives an autoencoder by its hash; set by whoever keeps them."""
 
     def add(self, config: int, chains: Mapping[int, Chain]) -> None:
         """Note what a configuration splices in, by tap."""
@@ -205,10 +204,6 @@ class Splices:
         for (tap, splice), rows in zip(parts, split, strict=True):
             work.setdefault(tap, []).append(Work(splice, rows))
         return work
-
-
-def _unknown(sha256: str) -> Autoencoder:
-    raise LensError(f"edits: this worker keeps no autoencoders, and so not {sha256[:12]}")
 
 
 def splice_rows(

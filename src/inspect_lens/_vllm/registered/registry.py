@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, cast
 
 from inspect_lens._engine.protocol.envelope import Envelope, uses_of
+from inspect_lens._engine.protocol.readouts import removed
 from inspect_lens._settings import Settings
 from inspect_lens.errors import CapacityError, SpecError
 from inspect_lens.spec import (
@@ -246,10 +247,7 @@ class Registry:
         known = {hash_at_workers(item) for item in tuple(self._items.values())}
         if gone := set(hashes) - known - {sha256 for _, sha256 in tuple(self._left)}:
             self._uses.change(hashes, -1)
-            raise SpecError(
-                f"what this request names has been removed or replaced ({min(gone)[:12]}) while it "
-                "was on its way; send it again, with a name that is registered"
-            )
+            raise removed("the request", [sha256[:12] for sha256 in sorted(gone)])
         return partial(self._uses.change, hashes, -1)
 
     def describe(self) -> dict[str, dict[str, Any]]:
@@ -348,7 +346,8 @@ class Registry:
         hashes = [None if probe is None else probe.sha256 for probe in probes]
         sealed = Envelope.unpack(packed).probes
         if sealed is None or hashes != list(sealed.names):
-            raise SpecError("probes: a probe was removed while the request was on its way")
+            known = zip(uses, hashes, () if sealed is None else sealed.names, strict=False)
+            raise removed("probes", [use.name for use, now, then in known if now != then])
         return Reads(uses, self.probes, self.numerics)
 
     def _changed(self) -> None:

@@ -119,7 +119,7 @@ def test_a_request_that_cannot_be_taken_up_gives_everything_back(
     vector = SteeringVector(activations=np.ones((1, HIDDEN)), layer_indices=[2])
     start(worker, collector, "o", linear(2), edits=(vector,))
     worker.stepper.take_up()
-    with pytest.raises(SpecError, match="does not know"):
+    with pytest.raises(SpecError, match="removed or replaced"):
         collector.take("o", counts={ROWS: 0, SCORES: 4}, n_fed=4, timeout_s=5)
     stepper = worker.stepper
     assert (stepper.n_requests, stepper.rows_in_use, len(stepper._groups)) == (0, 0, 0)

@@ -124,5 +124,5 @@ def test_an_autoencoder_that_a_worker_does_not_know_is_named(
     worker.stepper.lenses.remove(FORM.sha256)
     begin(worker, collector, "a", sealed(collector, asking(), 4, 4))
     worker.step([("a", 1, 0, 4)])
-    with pytest.raises(LensError, match=f"splice: this worker does not know {FORM.sha256[:12]}"):
+    with pytest.raises(LensError, match=f"edits: {FORM.sha256[:12]} removed or replaced"):
         taken(collector, "a", 4)
