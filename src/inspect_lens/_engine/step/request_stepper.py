@@ -121,8 +121,6 @@ _Work = list[tuple[LensForm, _Rows]]
 class RequestStepper(Stepper):
     """Reads rows with a lens before they are sent, and passes functions on to what runs them."""
 
-    head: Unembedding | None = None
-    """Set once, when the model is there."""
     no_head = "the model has not been loaded"
     """Why there is none."""
     hooks: HookRunner | None = None
@@ -134,6 +132,7 @@ class RequestStepper(Stepper):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._head: Unembedding | None = None
         self._is_first = not options.get("rank")
         """Whether this rank sends what all of them have computed."""
         self._asking: set[str] = set()
@@ -148,6 +147,19 @@ class RequestStepper(Stepper):
         """Of these, position at which their latest step begins."""
         self._named: dict[str, tuple[str, Translator]] = {}
         """Of live requests that name a lens: its hash, and the lens itself, which they keep."""
+
+    @property
+    def head(self) -> Unembedding | None:
+        """What reads rows; set once, when the model is there."""
+        return self._head
+
+    @head.setter
+    def head(self, head: Unembedding | None) -> None:
+        self._head = head
+        if head is not None and head.n_ranks == 1:
+            # No other rank has to agree: rows of a few steps wait for one product.
+            self._sender.read = self._read_alone
+            self._sender.rows_read = rows_at_once(head.vocab)
 
     @property
     def is_watching(self) -> bool:
@@ -182,10 +194,6 @@ class RequestStepper(Stepper):
                 self._named[key] = sha256, self.lenses.get(sha256)
             except LensError as error:
                 problem = error
-        if self.head is not None and self.head.n_ranks == 1:
-            # No other rank has to agree: rows of a few steps wait for one product.
-            self._sender.read = self._read_alone
-            self._sender.rows_read = rows_at_once(self.head.vocab)
         if problem is not None:
             self.take_up()
             if key in self._live.by_key:

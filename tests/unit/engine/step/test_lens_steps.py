@@ -61,6 +61,14 @@ def reader(head: Head) -> Iterator[LensWorker]:
     made.stepper.close()
 
 
+def test_how_rows_are_read_is_known_with_the_model_and_not_with_a_request(
+    reader: LensWorker,
+) -> None:
+    stepper = reader.stepper
+    assert stepper._sender.read is not None
+    assert stepper._sender.rows_read > 1
+
+
 def asked(**lens: Any) -> LensRequest:
     return LensRequest(lens={"layers": [0, 5], "top_k": 3, "tokens": [2, 39], **lens})
 
