@@ -374,13 +374,21 @@ def _routers(keys: Collection[str], original: Callable[..., Any]) -> Callable[..
                 add_routes(app, lambda: _Front.end, payloads)
         except Exception as error:  # noqa: BLE001 - vLLM's start must not end here
             turn_off("http", reason_of(error))
-        try:
-            app.add_middleware(LensBodies, front_end=lambda: _Front.end, keys=keys)
-            if is_off("http") is None:
-                app.add_middleware(GivesResults, fetch=_fetch(payloads))
-            app.add_middleware(NotesClient)  # the outer one: the other refuses
-        except Exception as error:  # noqa: BLE001 - nor here
-            logger.error("inspect_lens: bodies with lens keys are passed over: %s", error)
+        fetch, front_end = _fetch(payloads), lambda: _Front.end
+        without = "bodies with lens keys are passed over"
+        _enclose(app, without, LensBodies, front_end=front_end, keys=keys)
+        if is_off("http") is None:
+            _enclose(app, "results are given away in a slower way", GivesResults, fetch=fetch)
+        # The outer one: the others refuse.
+        _enclose(app, "clients are not told apart, and share what one may have", NotesClient)
         return made
 
     return register
+
+
+def _enclose(app: Any, without: str, kind: Any, **options: Any) -> None:
+    """Add a middleware, or say what is so without it."""
+    try:
+        app.add_middleware(kind, **options)
+    except Exception as error:  # noqa: BLE001 - nor here
+        logger.error("inspect_lens: %s: %s", without, error)
