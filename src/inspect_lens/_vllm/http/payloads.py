@@ -10,6 +10,8 @@ are there: whether a client fetches in time, and how long a text becomes, is not
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import itertools
 import logging
 import os
 import secrets
@@ -32,13 +34,17 @@ from inspect_lens.spec import TensorData, encode_frame, encode_tensor
 TTL_S = 300.0
 _LOOK_S = 30.0
 """Between two looks at what has expired."""
+_EACH_BYTES = 1024
+"""What a payload takes beside its bytes: a stream may have one for each token, of a row or two."""
 
 
 @dataclass(frozen=True)
 class _Payload:
     data: bytes | memoryview
     expires: float
-    client: str = ""
+    client: str
+    size: int
+    """As it counts."""
 
 
 class PayloadStore:
@@ -48,14 +54,16 @@ class PayloadStore:
         self,
         *,
         max_bytes: int | None = None,
+        each_bytes: int = _EACH_BYTES,
         ttl_s: float = TTL_S,
         on_change: Callable[[int, int, int, int], None] | None = None,
     ) -> None:
-        self._given_bytes = max_bytes
+        self._given_bytes, self._each_bytes = max_bytes, each_bytes
         self._ttl_s = ttl_s
         self._on_change = on_change
         self._n_expired = 0
-        self._nonce = secrets.token_hex(8)
+        self._nonce, self._secret = secrets.token_hex(8), secrets.token_bytes(32)
+        self._numbers = itertools.count()
         # In the order in which they expire.
         self._waiting: dict[str, _Payload] = {}
         self._n_bytes = 0
@@ -83,18 +91,23 @@ class PayloadStore:
 
     def put(self, data: bytes | memoryview) -> str:
         """Keep a payload of the client that is served; returns its handle, which none can guess."""
-        size, client = len(data), CLIENT.get()
-        handle = f"{self.name}-{secrets.token_urlsafe(24)}"
+        size, client = len(data) + self._each_bytes, CLIENT.get()
+        handle = self._new_handle()
         now = time.monotonic()
         with self._lock:
             self._drop(now)
             self._check(size, client)
-            self._waiting[handle] = _Payload(data, now + self._ttl_s, client)
+            self._waiting[handle] = _Payload(data, now + self._ttl_s, client, size)
             self._n_bytes += size
             self._of_client[client] += size
             self._tell()
             self._wake_later()
         return handle
+
+    def _new_handle(self) -> str:
+        """One that none can guess, without asking the system for random bytes each time."""
+        text = f"{self.name}-{next(self._numbers)}".encode()
+        return f"{self.name}-{hashlib.blake2b(text, key=self._secret, digest_size=24).hexdigest()}"
 
     def discard(self, handles: Iterable[str]) -> None:
         """Let go of payloads that nobody was told of."""
@@ -188,8 +201,8 @@ class PayloadStore:
     def _take(self, handle: str) -> bytes | memoryview | None:
         if (item := self._waiting.pop(handle, None)) is None:
             return None
-        self._n_bytes -= len(item.data)
-        self._of_client[item.client] -= len(item.data)
+        self._n_bytes -= item.size
+        self._of_client[item.client] -= item.size
         if not self._of_client[item.client]:
             del self._of_client[item.client]
         return item.data

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextvars
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 
 from inspect_lens._vllm.clients import CLIENT, NotesClient
@@ -41,7 +43,7 @@ def put(store: PayloadStore, client: str, data: bytes) -> str:
 
 def test_a_client_that_fetches_nothing_costs_nobody_a_result() -> None:
     """420 captures that wait, as one client may leave behind."""
-    store = PayloadStore(max_bytes=400)
+    store = PayloadStore(max_bytes=400, each_bytes=0)
     innocent = put(store, "innocent", b"mine")
     for _ in range(20):
         put(store, "greedy", b"x" * 10)
@@ -54,7 +56,7 @@ def test_a_client_that_fetches_nothing_costs_nobody_a_result() -> None:
 
 
 def test_a_full_store_takes_no_more_until_something_is_fetched() -> None:
-    store = PayloadStore(max_bytes=40)
+    store = PayloadStore(max_bytes=40, each_bytes=0)
     first = [put(store, client, b"x" * 20) for client in "ab"]
     with pytest.raises(CapacityError, match="of 40 in the binary store"):
         put(store, "c", b"y")
@@ -64,7 +66,7 @@ def test_a_full_store_takes_no_more_until_something_is_fetched() -> None:
 
 
 def test_room_comes_back_when_results_expire_or_are_discarded() -> None:
-    store = PayloadStore(max_bytes=20, ttl_s=0.1)
+    store = PayloadStore(max_bytes=20, each_bytes=0, ttl_s=0.1)
     put(store, "a", b"x" * 10)
     with pytest.raises(CapacityError):
         put(store, "a", b"x")
@@ -77,7 +79,7 @@ def test_room_comes_back_when_results_expire_or_are_discarded() -> None:
 
 
 def test_what_was_fetched_keeps_nobody_out() -> None:
-    store = PayloadStore(max_bytes=20)
+    store = PayloadStore(max_bytes=20, each_bytes=0)
     store.get(put(store, "a", b"x" * 10))
     put(store, "b", b"x" * 10)
     store.admit(10)
@@ -104,7 +106,7 @@ def test_clients_are_told_apart_by_their_address_and_key() -> None:
     fastapi = pytest.importorskip("fastapi")
     testclient = pytest.importorskip("fastapi.testclient")
     routes = pytest.importorskip("inspect_lens._vllm.http.server")
-    app, store = fastapi.FastAPI(), PayloadStore(max_bytes=40)
+    app, store = fastapi.FastAPI(), PayloadStore(max_bytes=40, each_bytes=0)
     routes.add_routes(app, lambda: None, store)
     app.add_middleware(NotesClient)
 
@@ -126,9 +128,36 @@ def test_clients_are_told_apart_by_their_address_and_key() -> None:
         assert client.get(f"/v1/activations/{first}").content == b"x" * 20
         assert ask(client, "a") != "busy"
         assert client.get("/v1/activations/unknown").status_code == 404
-    store = PayloadStore(max_bytes=40)
+    store = PayloadStore(max_bytes=40, each_bytes=0)
     with testclient.TestClient(app, client=("10.0.0.1", 1)) as client:
         assert ask(client) != "busy"
         assert ask(client) == "busy"
     with testclient.TestClient(app, client=("10.0.0.2", 1)) as client:
         assert ask(client) != "busy"
+
+
+def test_what_a_small_payload_takes_beside_its_bytes_counts_too() -> None:
+    """A stream has a handle for each token, whose row may be shorter than what holds it."""
+    store = PayloadStore(max_bytes=1 << 20)
+    row = np.zeros(16, np.uint8)
+
+    def put_all() -> None:
+        while True:
+            store.put(row.copy().data)
+
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        with pytest.raises(CapacityError):
+            put_all()
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert taken <= store.n_bytes <= 1 << 19, "half of it, as of one client"
+
+
+def test_handles_say_nothing_of_one_another() -> None:
+    stores = PayloadStore(), PayloadStore()
+    handles = [store.put(b"abc").rpartition("-")[2] for store in stores for _ in range(100)]
+    assert len(set(handles)) == len(handles)
+    assert all(len(handle) == 48 for handle in handles)
