@@ -334,8 +334,8 @@ class LensClient(HookCalls):
 
         A row comes right behind the token that was sampled from it, in a part of its own; those of
         the prompt come behind the first token, in several parts if they are many. While a server
-        has many streams under way, rows of several tokens share a part, which comes at most half a
-        second after the first of them. A client that reads slowly slows down nobody else.
+        has many streams under way, rows of several tokens share a part, which comes at most two
+        seconds after the first of them. A client that reads slowly slows down nobody else.
 
         Args:
             prompt: as text or token ids.

@@ -24,7 +24,7 @@ INSIDE = (
     "_vllm.engine_core.scheduler:_faults_logged",
     "_vllm.engine_core.scheduler:_within",
     "_vllm.engine_core.scheduler:_with_room",
-    "_vllm.frontend.wrappers:_errors_told",
+    "_vllm.results.attach:faults_told",
     "_vllm.frontend.wrappers:carry_now",
     "_vllm.http.bodies:LensBodies.__call__",
     "_vllm.http.bodies:Answer._send_whole",

@@ -53,6 +53,11 @@ class Partial:
     def __bool__(self) -> bool:
         return bool(self.scores or self.tensors or self.gates)
 
+    def copy(self) -> Partial:
+        """The same with rows of its own, which keep no others in memory."""
+        tensors = {n: TensorData(t.storage.copy(), t.dtype) for n, t in self.tensors.items()}
+        return replace(self, tensors=tensors)
+
     def split(self, most_bytes: int) -> Iterator[Partial]:
         """The same in pieces of about so many bytes at most, along the tokens."""
         n = -(-self.nbytes // most_bytes)

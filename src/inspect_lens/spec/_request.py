@@ -176,7 +176,7 @@ class LensRequest(RequestPart):
     stream_results: Flag = False
     """Send rows, lens tables and what gates decided with the tokens they belong to, in an answer
     that is streamed. Scores of `tokens` come so in any case. While a server streams many answers,
-    several tokens share an event, half a second's at most."""
+    several tokens share an event, two seconds' at most."""
 
     @field_validator("configs", "open_gates", mode="before")
     @classmethod

@@ -156,7 +156,7 @@ def test_a_result_that_the_store_cannot_take_is_a_failure(
     read: Read, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (one,) = engine.end([captured(engine)], n_completion=1)
-    monkeypatch.setattr(bodies, "payloads", PayloadStore(max_bytes=2))
+    monkeypatch.setattr(bodies, "payloads", PayloadStore(max_bytes=2, each_bytes=0))
     with pytest.raises(LensError, match="half of the binary store"):
         bodies.as_json(one.outputs[0])
     assert read("failures_total", error="UnsupportedError") == 1
@@ -170,7 +170,7 @@ def test_rows_that_are_streamed_count_once_and_as_the_receipt_counts_them(
     engine.step([key], 0, N_PROMPT)
     engine.settle()
     first = going_on(key, 1)
-    engine.results.carry(first)
+    engine.results.carry(first, is_kept=True)
     for _ in range(2):  # as where another choice of the output has ended
         wrappers._encode(first, bodies.Body())
     assert read("rows_total") == 2 * N_PROMPT
@@ -186,7 +186,7 @@ def held(read: Read) -> tuple[float | None, ...]:
 
 
 def test_the_store_shows_what_waits_and_what_nobody_fetched(read: Read) -> None:
-    store = PayloadStore(max_bytes=40, ttl_s=0.2, on_change=metrics.stored)
+    store = PayloadStore(max_bytes=40, each_bytes=0, ttl_s=0.2, on_change=metrics.stored)
     store.report()
     assert read("store_limit_bytes") == 40
     first, second = store.put(b"x" * 8), store.put(b"y" * 4)

@@ -289,6 +289,8 @@ class Collector:
     ) -> Further | None:
         """What has come without a gap of results of a running request that fed so many tokens.
 
+        Rows are where they lie, do not change any more, and keep alive all of the request's.
+
         Args:
             key: of the request.
             since: kinds of results, with the positions of each that are known already.
@@ -301,10 +303,7 @@ class Collector:
             pending = self._pending.get(key)
             if pending is None or pending.failure is not None:
                 return None
-            found = pending.further(since, n_fed, settled)
-        # Without the lock, for which all results wait: rows that have come do not change.
-        rows = {kind: rows.copy() for kind, rows in found.rows.items()}
-        return Further(rows, found.fired, found.attention)
+            return pending.further(since, n_fed, settled)
 
     def has_further(
         self, key: str, since: Mapping[int, int], *, n_fed: int, settled: int | None

@@ -10,7 +10,7 @@ import contextlib
 import contextvars
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import partial
 from typing import Any, NoReturn
 
@@ -23,7 +23,13 @@ from inspect_lens._vllm.metrics import refused, streamed
 from inspect_lens._vllm.registered.contents import at_once, forget_unused, tell_through
 from inspect_lens._vllm.registered.persistent_hooks import raise_first
 from inspect_lens._vllm.registered.tiers import TIERS_KEY
-from inspect_lens._vllm.results.attach import log_fault, named, stop_at_alarm
+from inspect_lens._vllm.results.attach import (
+    faults_told,
+    log_fault,
+    named,
+    stop_at_alarm,
+    unprepared,
+)
 from inspect_lens._vllm.results.choices import (
     Ticket,
     attached,
@@ -62,28 +68,9 @@ from .state import front_end
 async def attached_for_http(output: Any, body: Body | None) -> int:
     """Attach results, as JSON where a body has asked for them; how many choices have theirs."""
     before = attached(output)
-    with _errors_told():
+    with faults_told():
         await _attach(output, body)
     return attached(output) - before
-
-
-@contextlib.contextmanager
-def _errors_told() -> Iterator[None]:
-    """Have errors of one request's results reach its client as what they are."""
-    try:
-        yield
-    except CapacityError as error:
-        raise busy(str(error)) from error
-    except CaptureError as error:
-        # The body's `type` is vLLM's own; clients tell from the text that a retry is no use.
-        raise CaptureError(f"{CaptureError.__name__}: {error}") from error
-    except (LensError, asyncio.CancelledError):
-        raise
-    except BaseException as error:
-        # A SystemExit in a task ends the event loop, and with it the server.
-        if ends_process(error):
-            raise
-        raise CaptureError(f"{CaptureError.__name__}: {fault_of(error)}") from error
 
 
 async def _attach(output: Any, body: Body | None) -> None:
@@ -122,7 +109,7 @@ async def _carry(output: Any, body: Body | None) -> None:
 
 
 def _carry_and_encode(output: Any, body: Body | None) -> None:
-    front_end().results.carry(output)
+    front_end().results.carry(output, is_kept=body is None)
     _encode(output, body)
 
 
@@ -138,12 +125,14 @@ def carry_now(outputs: Iterable[Any], *, may_wait: bool) -> None:
         with contained(partial(results.spoil, running_keys(output))):
             if may_wait:
                 results.wait_for(output)
-            results.carry(output)
+            results.carry(output, is_kept=True)
 
 
 def _encode(output: Any, body: Body | None) -> None:
-    for completion in output.outputs if body is not None else ():
-        part = completion.__dict__.get("inspect_lens_partial")
+    if body is None:
+        return
+    for completion in output.outputs:
+        part = completion.__dict__.get("inspect_lens_partial") if body.takes_parts else None
         if part is not None and not hasattr(completion, "inspect_lens_partial_json"):
             completion.inspect_lens_partial_json = part_as_json(part)
             streamed(part)
@@ -229,7 +218,7 @@ def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
                 results.hear(key, partial(said_by, state.detokenizer))
             if not is_recorded:
                 if state.queue is None:
-                    _remember(self, key)
+                    _unprepared(self).append(key)
                 else:
                     arrivals_of(asyncio.get_running_loop(), results).prepare_later(key)
                 results.running.watch(key, state.queue)
@@ -240,19 +229,10 @@ def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
     return add_request
 
 
-_UNPREPARED_MOST = 1 << 14
-
-
 def _unprepared(processor: Any) -> deque[str]:
-    """Requests of an engine whose results nobody has prepared for yet; see `Results.prepare`."""
-    queue: deque[str] = processor.__dict__.setdefault("inspect_lens_unprepared", deque())
+    """Those of an engine's requests; see `Results.prepare`."""
+    queue: deque[str] = processor.__dict__.setdefault("inspect_lens_unprepared", unprepared())
     return queue
-
-
-def _remember(processor: Any, key: str) -> None:
-    # Nobody takes them out where an engine is in this process.
-    if len(queue := _unprepared(processor)) < _UNPREPARED_MOST:
-        queue.append(key)
 
 
 def _abort_requests(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -389,23 +369,23 @@ async def _with_results(
     outputs: AsyncGenerator[Any, None], body: Body | None, first: int, missing: int
 ) -> AsyncGenerator[Any, None]:
     """Outputs with their results, of which so many are missing still."""
-    pace = None if body is None else Pace()
+    pace, takes_parts = None if body is None else Pace(), body is None or body.takes_parts
     try:
         # With n > 1 and streaming, choices finish in different outputs of one request.
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 if (fault := getattr(output, "inspect_lens_fault", None)) is not None:
                     raise fault
-                choices = running_choices(output)
+                choices = running_choices(output) if takes_parts else []
                 if choices and (pace is None or pace.is_due(choices)):
-                    with _errors_told():
+                    with faults_told():
                         await _carry(output, body)
                 if has_tickets(output):
                     missing -= await attached_for_http(output, body)
                 if missing > 0 and output.finished:
                     raise CaptureError(
-                        f"{CaptureError.__name__}: {missing} choices of this request finished "
-                        "without their results; nothing partial is returned"
+                        f"{missing} choices of this request finished without their results; "
+                        "nothing partial is returned"
                     )
                 if body is not None:
                     body.take(output, first)
@@ -417,7 +397,7 @@ async def _with_results(
         try:
             if told is error:
                 raise  # with what it says of where it comes from
-            raise told from None if told is error.__cause__ else error.__cause__
+            raise told from None if told is error.__cause__ else error
         finally:
             del told  # its traceback holds this frame, with an output in it
     finally:

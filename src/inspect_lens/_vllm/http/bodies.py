@@ -230,7 +230,9 @@ class Answer:
             await self._send(_event(json_bytes(_last_event(body.results, kind))))
         await self._send(message)
         if body.parts and not is_end:
-            sent = _choices_in(data)
+            # A completion of one choice has no event but of its tokens, while there are some.
+            is_plain = body.n_choices == 1 and kind == "text_completion"
+            sent = None if is_plain else _choices_in(data)
             ready = [p for p in body.parts if sent is None or p.choice in sent]
             if sent is not None and body.n_prompts > 1:
                 # vLLM asks several prompts ahead of what it has sent: each one's first.
@@ -603,7 +605,8 @@ def read_body(
     chunks = "chat.completion.chunk" if "messages" in fields else "text_completion"
     kind = "inference.generate.chunk" if is_tokens else chunks
     others = {k: v for k, v in args.items() if k not in LENS_KEYS}
-    return Body(request, kind, not path.endswith(_TIERED), others)
+    takes_parts = bool(fields.get("stream")) and not path.endswith(_TIERED)
+    return Body(request, kind, takes_parts, others)
 
 
 def _fields(body: bytes) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import secrets
@@ -109,14 +110,27 @@ class Running:
             logger.debug("inspect_lens: nobody waits for request %s any more", key)
 
 
-def named(error: Exception) -> Exception:
-    """An error of vLLM's, or our own where vLLM wraps it in one without a word.
+@contextlib.contextmanager
+def faults_told() -> Iterator[None]:
+    """Have a fault of our code end one request, as an error of ours."""
+    try:
+        yield
+    except BaseException as error:
+        # A SystemExit in a task ends the event loop, and with it the server.
+        if isinstance(error, LensError) or ends_process(error):
+            raise
+        raise fault_of(error) from error
 
-    It does so with all that is raised while a request is taken in, or waits: a name was removed
-    since it was judged, or a worker has gone.
+
+def named(error: Exception) -> Exception:
+    """An error of vLLM's, or our own as its client gets it.
+
+    vLLM wraps it in one without a word where it is raised while a request is taken in, or waits: a
+    name was removed since it was judged, or a worker has gone.
     """
-    ours = error.__cause__
+    ours = error if isinstance(error, LensError) else error.__cause__
     if isinstance(ours, CaptureError):
+        # The body's `type` is vLLM's own; clients tell from the text that a retry is no use.
         return CaptureError(f"{CaptureError.__name__}: {ours}")
     if isinstance(ours, CapacityError):
         return busy(str(ours))
@@ -208,6 +222,15 @@ class Recorded:
 
 _PREPARED_AT_ONCE = 32
 """Requests: half a millisecond, where a step takes several."""
+_UNPREPARED_MOST = 1 << 14
+
+
+def unprepared() -> deque[str]:
+    """Requests whose results nobody has prepared for yet, by key; of too many the oldest go.
+
+    Nobody takes any out where an engine is in this process.
+    """
+    return deque(maxlen=_UNPREPARED_MOST)
 
 
 class Results:
@@ -277,20 +300,22 @@ class Results:
         n_hook_layers = packed[EAGER_KEY]["n_layers"] if EAGER_KEY in packed else 0
         self.the_collector().open(key, envelope, n_hook_layers)
 
-    def prepare(self, unprepared: deque[str]) -> None:
+    def prepare(self, unprepared: deque[str]) -> bool:
         """Do for a few requests what their results take that is known before these come.
 
         For whoever waits for an engine in another process, in a call or in an event loop: a batch
-        ends in one step, behind which nothing hides the work.
+        ends in one step, behind which nothing hides the work. Requests that the engine has not
+        begun have their turn again behind the others; returns whether there were others.
         """
-        some = [unprepared.popleft() for _ in range(min(_PREPARED_AT_ONCE, len(unprepared)))]
-        later = []
-        for key in some:
+        n = min(_PREPARED_AT_ONCE, len(unprepared))
+        later = 0
+        for key in [unprepared.popleft() for _ in range(n)]:
             expected = self._expected.get(key)
             with contained(partial(self.spoil, [key])):
                 if expected is not None and not prepare(key, expected, self.the_collector()):
-                    later.append(key)
-        unprepared.extendleft(reversed(later))
+                    unprepared.append(key)
+                    later += 1
+        return later < n
 
     def alarm(self, key: str, n_completion: int) -> str | None:
         """Name of a probe whose alarm has to end a running request, by what has come."""
@@ -326,12 +351,15 @@ class Results:
         choices = self._running_choices(output)
         return sum(streaming.n_bytes(n_fed) for _, _, streaming, n_fed, _ in choices)
 
-    def carry(self, output: Any) -> None:
-        """Put what is ready on an output's choices that go on, as `inspect_lens_partial`."""
+    def carry(self, output: Any, *, is_kept: bool) -> None:
+        """Put what is ready on an output's choices that go on, as `inspect_lens_partial`.
+
+        Whoever may keep it gets rows of its own, and who writes them into an event does not.
+        """
         for completion, ticket, streaming, n_fed, settled in self._running_choices(output):
             part = streaming.take(ticket.key, n_fed, settled, self.the_collector())
             if part is not None:
-                completion.inspect_lens_partial = part
+                completion.inspect_lens_partial = part.copy() if is_kept else part
 
     def _running_choices(
         self, output: Any

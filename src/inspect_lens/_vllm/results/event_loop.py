@@ -18,7 +18,7 @@ from inspect_lens._engine.protocol.processes import contained, ends_process
 from inspect_lens._vllm.compat.features import fault_of
 from inspect_lens._vllm.metrics import failed, waited
 
-from .attach import Results, log_fault
+from .attach import Results, log_fault, unprepared
 
 logger = logging.getLogger("vllm.inspect_lens")
 
@@ -26,8 +26,9 @@ _AT_ONCE = 32
 """Outputs after which others have their turn in the loop: some milliseconds."""
 _EVERY_S, _UNTOLD_EVERY_S = 0.1, 0.002
 """Seconds between two looks, where something is told of and where not all is."""
-_PREPARE_EVERY_S = 0.02
-"""Seconds between two rounds of work ahead, each of half a millisecond or so."""
+_PREPARE_EVERY_S, _PREPARE_AT_MOST_S = 0.02, 0.32
+"""Seconds between two rounds of work ahead, each of half a millisecond or so: while there is any,
+and where requests only wait for an engine that has no place for them."""
 _PATIENCE = 10
 """A look that takes long is not repeated before that many times as long has passed."""
 
@@ -61,7 +62,8 @@ class Arrivals:
         """While they are looked at."""
         self._is_called = self._is_watching = self._is_attaching = False
         self._timer: asyncio.TimerHandle | None = None
-        self._unprepared: deque[str] = deque()
+        self._unprepared = unprepared()
+        self._prepare_s = _PREPARE_EVERY_S
 
     def prepare_later(self, key: str) -> None:
         """Do for a request, while the engine is at it, what `Results.prepare` does."""
@@ -71,10 +73,12 @@ class Arrivals:
 
     def _prepare(self) -> None:
         # Requests that are not prepared take a little longer.
+        self._prepare_s = min(2 * self._prepare_s, _PREPARE_AT_MOST_S)
         with contained(partial(log_fault, "results could not be prepared")):
-            self.results.prepare(self._unprepared)
+            if self.results.prepare(self._unprepared):
+                self._prepare_s = _PREPARE_EVERY_S
         if self._unprepared:
-            self._loop.call_later(_PREPARE_EVERY_S, self._prepare)
+            self._loop.call_later(self._prepare_s, self._prepare)
 
     async def attach(self, output: Any) -> None:
         """Wait for the results of an output, and put them on it."""

@@ -330,7 +330,7 @@ def test_a_request_without_the_lens_is_not_touched_by_its_faults(
     wrapped(*arguments)
 
 
-@pytest.mark.parametrize("where", ["expect", "_remember"])
+@pytest.mark.parametrize("where", ["expect", "_unprepared"])
 def test_a_request_that_cannot_be_noted_is_not_left_behind(
     engine: Engine,
     monkeypatch: pytest.MonkeyPatch,

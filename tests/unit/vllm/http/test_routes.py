@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
 from inspect_lens._base.partial import PARTIAL_KEY, Partial
+from inspect_lens._vllm.frontend import wrappers
 from inspect_lens._vllm.http.bodies import (
     SERVED,
     Answer,
@@ -139,7 +140,12 @@ def answer(
             more = i + 1 < len(parts)
             await send({"type": "http.response.body", "body": part, "more_body": more})
 
-    asked = {"prompt": "x", **CAPTURE, "extra_args": {"kv_transfer_params": {"a": 1}}}
+    asked = {
+        "prompt": "x",
+        "stream": True,
+        **CAPTURE,
+        "extra_args": {"kv_transfer_params": {"a": 1}},
+    }
 
     async def receive() -> Any:
         return {"type": "http.request", "body": json.dumps(asked).encode()}
@@ -277,13 +283,23 @@ def test_scores_of_a_chat_come_behind_the_tokens_of_their_choice_and_not_behind_
     assert told == [0, 1, 1, [1.0, 1.1], 0, [0.0]]
 
 
+@pytest.mark.parametrize("stream", [b"true", b"false"])
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/chat/completions"])
-def test_other_protocols_have_no_events_of_ours_between_theirs(path: str) -> None:
-    body = read_body(path, b'{"model": "m@c", "messages": []}', None, configs={"m@c": "c"})
+def test_only_streams_of_completions_have_events_of_ours(
+    path: str, stream: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = b'{"model": "m@c", "messages": [], "stream": %b}' % stream
+    body = read_body(path, text, None, configs={"m@c": "c"})
     assert body is not None
+    has_events = path == "/v1/chat/completions" and stream == b"true"
+    written: list[Partial] = []
+    monkeypatch.setattr(wrappers, "part_as_json", lambda part: written.append(part) or [b"{}"])
+    one = SimpleNamespace(index=0, inspect_lens_partial=Partial({"p": [1.0]}))
+    wrappers._encode(SimpleNamespace(outputs=[one]), body)
+    assert bool(written) is has_events, "nobody writes what nobody gets"
     choice = SimpleNamespace(index=0, inspect_lens_partial_json=[Partial({"p": [1.0]}).to_json()])
     body.take(SimpleNamespace(outputs=[choice]), 0)
-    assert bool(body.parts) is (path == "/v1/chat/completions")
+    assert bool(body.parts) is has_events
 
 
 def test_a_response_that_cannot_have_its_results_is_an_error() -> None:

@@ -190,13 +190,32 @@ def test_it_makes_no_difference_to_anything(
     ]
 
 
+def test_requests_that_wait_for_the_engine_keep_no_others_from_being_prepared(
+    engine: Engine,
+) -> None:
+    asked = LensRequest(**REQUESTS["both"])
+    waiting = [engine.start(asked, is_waiting=True) for _ in range(40)]
+    begun = engine.start(asked)
+    engine.step([begun], 0, N_PROMPT)
+    engine.settle()
+    queue = deque([*waiting, begun])
+    while engine.results.expected(begun).prepared is None:  # type: ignore[union-attr]
+        assert len(queue) == 41
+        engine.results.prepare(queue)
+    assert sorted(queue) == sorted(waiting)
+    engine.results.abandon([*waiting, begun])
+    engine.worker.stepper.remove(begun)
+    while queue:
+        assert engine.results.prepare(queue), "of those that are over nothing is left"
+
+
 def test_what_has_come_is_taken_together_and_waits_for_nobody(
     engine: Engine, waits: list[str]
 ) -> None:
     keys = [engine.start(LensRequest(**REQUESTS["both"])) for _ in range(40)]
     queue = deque(keys)
-    engine.results.prepare(queue)
-    assert list(queue) == keys, "no worker has taken them up"
+    assert not engine.results.prepare(queue)
+    assert list(queue) == keys[32:] + keys[:32], "no worker has taken them up"
     together = [keys[i : i + 8] for i in range(0, 40, 8)]
     for some in together:
         engine.step(some, 0, N_PROMPT)

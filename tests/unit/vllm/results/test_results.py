@@ -331,7 +331,7 @@ def test_scores_of_tokens_behind_the_end_are_not_read(results: Results, alarm: s
     for n_completion in (1, 2, 3):
         going_on = completion(0)
         going_on.inspect_lens_running = Ticket("k", n_completion=n_completion)
-        results.carry(output(going_on))
+        results.carry(output(going_on), is_kept=True)
         streamed += partial_scores(going_on)
         assert streamed == come[0, : n_completion - 1, 0].tolist()
     assert results.alarm("k", 3) is None

@@ -9,7 +9,6 @@ import math
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +17,6 @@ import pytest
 
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._base.partial import PARTIAL_KEY, Joined, Partial
-from inspect_lens._engine.collect.placement import Further, Pending
 from inspect_lens._vllm.frontend.wrappers import FRONT_END_WRAPPERS
 from inspect_lens._vllm.http.bodies import as_json, payloads, with_results
 from inspect_lens._vllm.registered.tiers import TIERS_KEY
@@ -84,7 +82,7 @@ def test_an_output_waits_for_the_rows_of_its_tokens_and_carries_no_others(engine
                 engine.step([key], N_PROMPT + n_completion - 2)
             await carried
             due = engine.results.n_bytes(one)
-            engine.results.carry(one)
+            engine.results.carry(one, is_kept=True)
             part = part_of(one)
             assert part is not None
             assert part.nbytes == due
@@ -106,40 +104,35 @@ def test_an_output_waits_for_the_rows_of_its_tokens_and_carries_no_others(engine
     assert done.inspect_lens.capture.n_positions == N_MAX
 
 
-def test_nobody_waits_while_rows_of_a_prompt_are_copied(
+def test_nobody_waits_while_rows_of_a_prompt_are_written(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither the event loop nor who else wants results: the copy is made without their lock.
+    """Neither the event loop nor who else wants results: they are written without their lock.
 
     The thread knows whose request it is, for the share of a client in what waits to be fetched.
     """
     from inspect_lens._vllm.clients import CLIENT
     from inspect_lens._vllm.frontend import wrappers
-    from inspect_lens._vllm.http.bodies import Body
+    from inspect_lens._vllm.http.bodies import Body, part_as_json
 
     key = engine.start(ROWS)
     engine.step([key], 0, N_PROMPT)
     engine.settle()
-    lock, further = engine.collector.notifier.changed, Pending.further
-    copied: list[tuple[bool, str, str]] = []
+    lock = engine.collector.notifier.changed
+    written: list[tuple[bool, str, str]] = []
 
-    class Rows(np.ndarray[Any, Any]):
-        def copy(self, *args: Any) -> Any:
-            free = lock.acquire(blocking=False)
-            copied.append((free, threading.current_thread().name, CLIENT.get()))
-            if free:
-                lock.release()
-            return np.array(self)
-
-    def noted(self: Pending, *args: Any) -> Further:
-        found = further(self, *args)
-        return replace(found, rows={i: rows.view(Rows) for i, rows in found.rows.items()})
+    def noted(part: Partial) -> list[bytes]:
+        free = lock.acquire(blocking=False)
+        written.append((free, threading.current_thread().name, CLIENT.get()))
+        if free:
+            lock.release()
+        return part_as_json(part)
 
     class Front:
         results = engine.results
         waiting = ThreadPoolExecutor(1, thread_name_prefix="waiting")
 
-    monkeypatch.setattr(Pending, "further", noted)
+    monkeypatch.setattr(wrappers, "part_as_json", noted)
     monkeypatch.setattr(wrappers, "front_end", Front)
     monkeypatch.setattr(wrappers, "_LARGE_PART", engine.results.n_bytes(going_on(key, 1)))
     one = going_on(key, 1)
@@ -150,7 +143,7 @@ def test_nobody_waits_while_rows_of_a_prompt_are_copied(
 
     with Front.waiting:
         asyncio.run(carry())
-    assert copied == [(True, "waiting_0", "10.0.0.1 key")]
+    assert written == [(True, "waiting_0", "10.0.0.1 key")]
     assert "inspect_lens_partial_json" in one.outputs[0].__dict__
     engine.results.abandon([key])
     engine.worker.stepper.remove(key)
@@ -162,7 +155,7 @@ def test_what_nobody_read_comes_with_the_last_output(engine: Engine) -> None:
     engine.run([slow, fast])
     engine.settle()
     first = going_on(fast, 2)
-    engine.results.carry(first)
+    engine.results.carry(first, is_kept=True)
     assert [len(part.positions["residual_stream"]) for part in [part_of(first)] if part] == [4]
     for one, n in zip(engine.end([slow, fast]), (N_MAX, N_MAX - 4), strict=True):
         part = part_of(one)
@@ -177,7 +170,7 @@ def test_a_request_that_was_given_up_or_failed_carries_nothing(engine: Engine) -
     one = going_on(key, 1)
     engine.results.abandon([key])
     assert engine.results.has_come(one)
-    engine.results.carry(one)
+    engine.results.carry(one, is_kept=True)
     assert part_of(one) is None
     engine.worker.stepper.remove(key)
 
@@ -200,7 +193,7 @@ def test_a_part_is_read_as_it_was_written(engine: Engine) -> None:
     engine.step([key], 0, N_PROMPT)
     engine.settle()
     one = going_on(key, 1)
-    engine.results.carry(one)
+    engine.results.carry(one, is_kept=True)
     part = part_of(one)
     assert part is not None
     for most, n in ((1, 3), (part.nbytes // 2, 2), (part.nbytes, 1)):
@@ -262,11 +255,11 @@ def test_among_many_streams_tokens_share_an_event_and_none_is_lost(
     others.is_due(range(300))
     with monkeypatch.context() as patch:
         patch.setattr(
-            streaming, "time", SimpleNamespace(monotonic=itertools.count(0, 0.2).__next__)
+            streaming, "time", SimpleNamespace(monotonic=itertools.count(0, 0.8).__next__)
         )
         kinds = served(engine, monkeypatch)
     others.end()
-    # Half a second is over with the fourth token; the fifth is the last.
+    # Two seconds are over with the fourth token; the fifth is the last.
     assert kinds == ["text", True, "text", "text", "text", True, "text", True, False]
 
 
@@ -283,7 +276,7 @@ def test_the_pace_is_that_of_the_streams_under_way(monkeypatch: pytest.MonkeyPat
         return now[0] - began
 
     assert next_due() == next_due() == 0.0, "with each token where a stream is alone"
-    for n, seconds in ((10, 0.02), (100, 0.2), (1000, 0.5), (10_000, 0.5)):
+    for n, seconds in ((10, 0.08), (100, 0.8), (1000, 2.0), (10_000, 2.0)):
         assert all(others.is_due([i]) for i in range(len(others._last), n)), "the first of each"
         assert next_due() == pytest.approx(seconds, abs=1 / 512)
     assert not mine.is_due([0])
