@@ -6,17 +6,27 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["until"]
+import anyio
+
+__all__ = ["soon", "until"]
 
 
-def until(is_so: Callable[[], Any], timeout_s: float = 10.0) -> bool:
+def until(is_so: Callable[[], Any], timeout_s: float = 60.0) -> bool:
     """Whether something becomes true in time.
 
     Args:
         is_so: asked again and again.
-        timeout_s: seconds to wait at most.
+        timeout_s: seconds to wait at most; long, as whoever waits for it in vain has failed anyway.
     """
     deadline = time.monotonic() + timeout_s
     while not is_so() and time.monotonic() < deadline:
         time.sleep(0.005)
+    return bool(is_so())
+
+
+async def soon(is_so: Callable[[], Any], timeout_s: float = 60.0) -> bool:
+    """The same in an event loop, which goes on meanwhile."""
+    deadline = time.monotonic() + timeout_s
+    while not is_so() and time.monotonic() < deadline:
+        await anyio.sleep(0.005)
     return bool(is_so())

@@ -21,8 +21,10 @@ from benchmarks.served import BYTES, ROWS, Served, check, joined
 from benchmarks.shapes import SHAPES
 from inspect_lens.spec import parse_extra_args
 from tests.kit.api_server import ApiServer
+from tests.kit.waiting import until
 
 SHAPE = SHAPES["tiny"]
+N_AT_ONCE = 6
 
 
 class Fake(ThreadingHTTPServer):
@@ -77,8 +79,7 @@ class Answers(BaseHTTPRequestHandler):
                 self.server.most_at_once = max(self.server.most_at_once, self.server.at_once)
             asked = json.loads(content)
             self.server.bodies.append(asked)
-            # Long enough for all to be here at once.
-            threading.Event().wait(0.3)
+            until(lambda: self.server.most_at_once == N_AT_ONCE)
             with self.server.lock:
                 self.server.at_once -= 1
             if self.server.refused:
@@ -159,7 +160,7 @@ def test_an_arm_is_asked_for_at_once_fetched_and_checked(
     assert run["tokens"] == 6 * 8
     assert run["preemptions"] == 0
     assert run["server_own_ms"] == 500.0
-    assert fake.most_at_once == 6
+    assert fake.most_at_once == N_AT_ONCE
     assert fake.paths.index("/reset_prefix_cache") < fake.paths.index("/v1/completions")
     fetched = sum(path.startswith("/v1/activations/") for path in fake.paths)
     assert fetched == (6 if arm.endswith("tcp") else 0)

@@ -223,7 +223,7 @@ def test_no_process_is_left_behind(tmp_path: Path) -> None:
         pids = [int(pid) for pid in said["pids"].split()]
         assert len(pids) == 2, "the server and its child"
         alive = [pid for pid in pids if psutil.pid_exists(pid)]
-        _, stay = psutil.wait_procs([psutil.Process(pid) for pid in alive], timeout=5)
+        _, stay = psutil.wait_procs([psutil.Process(pid) for pid in alive], timeout=60)
         assert not stay
 
 

@@ -8,6 +8,7 @@ from inspect_ai.model import get_model
 from inspect_lens.model import _server
 from inspect_lens.model._host import VLLMServer
 from tests.kit.fake_server import FakeLensServer
+from tests.kit.waiting import soon
 
 
 @pytest.fixture
@@ -22,12 +23,11 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 @pytest.mark.anyio
 async def test_seconds_are_told_until_the_server_is_there(shown: list[tuple[str, str]]) -> None:
     async def start() -> None:
-        await anyio.sleep(0.2)
+        assert await soon(lambda: len(shown) >= 3)
 
     await _server.while_telling(VLLMServer(), start)
     assert shown[0] == ("vLLM server", "starts, 0 s")
-    assert len(shown) >= 4
-    assert shown[-1] == ("vLLM server", "started in 0 s")
+    assert shown[-1][1].startswith("started in ")
     n = len(shown)
     await anyio.sleep(0.1)
     assert len(shown) == n, "nothing is told of a server that is there"
@@ -71,7 +71,7 @@ async def test_many_samples_wait_and_one_tells(shown: list[tuple[str, str]]) -> 
             group.start_soon(_server.while_telling, server, ready.wait)
         await anyio.sleep(0.1)
         ready.set()
-    assert [said for _, said in shown].count("started in 0 s") == 1
+    assert sum(said.startswith("started in ") for _, said in shown) == 1
     assert len(shown) < 40
 
 
@@ -91,4 +91,4 @@ async def test_the_provider_tells_of_servers_of_its_own_alone(
         monkeypatch.delenv("VLLM_BASE_URL", raising=False)
         model = get_model("lens/org/told", memoize=False)
         await model.generate("hello")
-        assert shown[-1] == ("vLLM server", "started in 0 s")
+        assert shown[-1][1].startswith("started in ")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
-import time
 import typing
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -41,6 +39,7 @@ from inspect_lens.spec import (
     Zero,
 )
 from inspect_lens.spec._values import MOST_OF, TENSORS
+from tests.kit.costs import cost
 from tests.kit.facts import engine_facts
 from tests.kit.promises import Promise
 
@@ -332,14 +331,10 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
     n_refused = 0
     for value in WRONG:
         part = right(model) | {name: value}
-        # What other tests left in this process is none of a request's cost.
-        gc.disable()
-        began = time.process_time()
-        status, message = answer(route, key, model, part)
-        seconds = time.process_time() - began
-        gc.enable()
+        with cost() as found:
+            status, message = answer(route, key, model, part)
         case = f"{surface}={str(value)[:50]}: {status} {message[:300]}"
-        assert seconds < AT_ONCE_S, f"{case} after {seconds:.2f} s"
+        assert found.is_at_most(AT_ONCE_S), f"{case} after {found.seconds:.2f} s"
         assert status in (200, 400), case
         assert len(message) < 5000, case
         if status != 400 or any(words in message for words in ELSEWHERE):
@@ -355,10 +350,10 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
     method, _, route = surface.partition(" ")
     large = "[" + "1," * (1 << 20)
     for text in ("", "[", "[]", "7", '"x"', "{}", "nul", '{"a":' * 5000, large, "\udcff"):
-        began = time.process_time()
-        content = text.encode("utf-8", "surrogateescape")
-        found = client().request(method, route, content=content)
-        assert time.process_time() - began < AT_ONCE_S
+        with cost() as took:
+            content = text.encode("utf-8", "surrogateescape")
+            found = client().request(method, route, content=content)
+        assert took.is_at_most(AT_ONCE_S)
         assert found.status_code == 400, text[:50]
         assert found.json()["error"]["message"]
 

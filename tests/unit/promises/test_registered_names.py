@@ -42,6 +42,7 @@ from inspect_lens.spec import (
     Zero,
 )
 from tests.kit.promises import Promise
+from tests.kit.waiting import soon
 
 HIDDEN, LAYERS, CLIENTS, ROUNDS = 8, 4, 4, 40
 PATH = "/v1/inspect_lens/registry"
@@ -159,11 +160,7 @@ async def race(
             sha256 = hash_at_workers(front.registry._items["one"])
             assert sha256 is None or engine.knows(sha256), f"round {n}"
     await servers[0][0].delete(f"{PATH}/one")
-    for _ in range(100):
-        if not engine.n_known:
-            break
-        await asyncio.sleep(0.02)
-    assert engine.n_known == 0, "what no name stands for is forgotten"
+    assert await soon(lambda: engine.n_known == 0), "what no name stands for is forgotten"
 
 
 @PROMISE.on(*PROMISE.surfaces)
@@ -220,11 +217,7 @@ def test_a_request_under_way_keeps_what_it_names(
         await asyncio.sleep(0.3)
         assert engine.knows(sha256), "it may not have been scheduled yet"
         let_go()
-        for _ in range(100):
-            await asyncio.sleep(0.02)
-            if not engine.knows(sha256):
-                break
-        assert not engine.knows(sha256)
+        assert await soon(lambda: not engine.knows(sha256))
         with pytest.raises(SpecError, match="removed or replaced"):
             asks.hold([sha256])
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ from inspect_lens._vllm import metrics
 from inspect_lens._vllm.compat.features import pass_over
 from inspect_lens._vllm.frontend import state, wrappers
 from inspect_lens._vllm.frontend.state import FrontEnd
-from inspect_lens._vllm.http import bodies
+from inspect_lens._vllm.http import bodies, payloads
 from inspect_lens._vllm.http.payloads import PayloadStore
 from inspect_lens._vllm.http.refusals import refuse
 from inspect_lens._vllm.http.server import add_routes, shows_key
@@ -185,15 +185,18 @@ def held(read: Read) -> tuple[float | None, ...]:
     return read("store_results"), read("store_bytes"), read("store_expired_total")
 
 
-def test_the_store_shows_what_waits_and_what_nobody_fetched(read: Read) -> None:
-    store = PayloadStore(max_bytes=40, each_bytes=0, ttl_s=0.2, on_change=metrics.stored)
+def test_the_store_shows_what_waits_and_what_nobody_fetched(
+    read: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.chain([0.0] * 3, itertools.repeat(61.0))
+    monkeypatch.setattr(payloads, "time", SimpleNamespace(monotonic=clock.__next__))
+    store = PayloadStore(max_bytes=40, each_bytes=0, ttl_s=60, on_change=metrics.stored)
     store.report()
     assert read("store_limit_bytes") == 40
     first, second = store.put(b"x" * 8), store.put(b"y" * 4)
     assert held(read) == (2, 12, 0)
     store.get(first)
     assert held(read) == (1, 4, 0)
-    time.sleep(0.25)
     assert store.get(second) is None
     assert held(read) == (0, 0, 1)
     store.discard([store.put(b"z")])

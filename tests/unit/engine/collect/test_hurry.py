@@ -52,7 +52,6 @@ def test_rows_are_looked_for_at_once_while_somebody_waits(
     worker.step([(key, i, 0, 4) for i, key in enumerate(keys)])
     time.sleep(0.1)  # the thread has found them announced, and sleeps
     assert not collector.notifier.hurry.is_set()
-    began = time.monotonic()
     with ThreadPoolExecutor(waiters) as pool:
         found = [
             pool.submit(collector.take, key, counts=COUNTS, n_fed=4, timeout_s=40) for key in keys
@@ -64,7 +63,6 @@ def test_rows_are_looked_for_at_once_while_somebody_waits(
         for i, one in enumerate(found):
             tensor = one.result().tensors[ROWS]
             np.testing.assert_array_equal(tensor.storage[1], rows(i, 5, 0, 4).numpy())
-    assert time.monotonic() - began < 20
     assert not collector.notifier.hurry.is_set()
 
 

@@ -18,6 +18,7 @@ from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.export.transport import Copier
 from inspect_lens._engine.protocol.envelope import Envelope, seal
 from inspect_lens._engine.protocol.messages import ROWS, SCORES
+from inspect_lens._engine.protocol.processes import STALLED_S, STOPPED_S
 from inspect_lens.errors import CapacityError, LensError
 from tests.kit.steps import FACTS, LAYERS, Worker, begin, exporter, rows, sealed
 
@@ -90,7 +91,6 @@ def test_a_stopped_front_end_loses_its_own_requests_only(front_ends: list[FrontE
     stopped.open(worker, "s1")
     worker.step([("s1", 1, 0, 30)])
     os.kill(stopped.pid, signal.SIGSTOP)
-    longest = 0.0
     for number in range(2, 5):
         key = f"o{number}"
         other.open(worker, key)
@@ -98,13 +98,10 @@ def test_a_stopped_front_end_loses_its_own_requests_only(front_ends: list[FrontE
             parts = [(key, number, first, 15)]
             if number == 2 and 30 + first < N:
                 parts.append(("s1", 1, 30 + first, 15))
-            began = time.monotonic()
             worker.step(parts)
-            longest = max(longest, time.monotonic() - began)
         np.testing.assert_array_equal(other.take(key), expected(number))
         worker.stepper.remove(key)
-    # Once, and then never again.
-    assert longest < 5
+    assert worker.stepper.arena.waited_s < 10 * STOPPED_S, "once, and then never again"
     assert worker.stepper.n_requests == 0
     os.kill(stopped.pid, signal.SIGCONT)
     assert isinstance(stopped.take("s1"), CapacityError)
@@ -147,9 +144,7 @@ def test_requests_that_were_over_when_their_rows_were_revoked_fail_at_once(
     assert worker.stepper.arena.view.revoked.any()
     np.testing.assert_array_equal(other.take("o"), expected(2))
     os.kill(stopped.pid, signal.SIGCONT)
-    began = time.monotonic()
     assert isinstance(stopped.take("over"), CapacityError)
-    assert time.monotonic() - began < 5
     worker.stepper.close()
 
 
@@ -172,11 +167,10 @@ def test_rows_of_a_worker_are_taken_while_those_of_another_have_not_come(
     envelope = sealed(collector, ALL, N, 2)
     begin(late, collector, "k", envelope)
     other.stepper.add("k", dict(envelope.pack()))
-    began = time.monotonic()
     for first in range(0, N, 30):
         late.step([("k", 4, first, 30)])
         other.step([("k", 4, first, 30)])
-    assert time.monotonic() - began < 20
+    assert other.stepper.arena.waited_s < STALLED_S
     assert not collector.is_ready("k", counts={ROWS: N, SCORES: 0}, n_fed=N, settled=None)
     late.stepper.arena.view.landed[0] = landing[-1]
     got = collector.take("k", counts={ROWS: N, SCORES: 0}, n_fed=N, timeout_s=10)

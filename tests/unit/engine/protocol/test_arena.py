@@ -177,7 +177,7 @@ def test_whoever_fills_the_memory_alone_and_is_stopped_is_waited_for_once(
 def test_a_reader_that_goes_on_is_waited_for_however_slow_it_is(
     writer: ArenaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(messages, "STALLED_S", 0.4)
+    monkeypatch.setattr(messages, "STALLED_S", 2.0)
     monkeypatch.setattr(messages, "STOPPED_S", 0.1)
     for seq in range(1, 9):
         writer.place(seq, "a", PAGE)
@@ -185,7 +185,7 @@ def test_a_reader_that_goes_on_is_waited_for_however_slow_it_is(
 
     def take() -> None:
         for seq in range(1, 9):
-            time.sleep(0.2)
+            time.sleep(0.3)
             writer.view.cursors[0] = seq
 
     thread = threading.Thread(target=take)

@@ -18,6 +18,7 @@ from inspect_lens._engine.readout.readers import ProbeReader
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import EngineProbe, ProbeUse, TapPoint
 from tests.kit.steps import FACTS, HIDDEN, LAYERS, Worker, exporter, rows
+from tests.kit.waiting import until
 
 RNG = np.random.default_rng(0)
 
@@ -248,11 +249,8 @@ def test_scores_of_a_running_request_come_in_order(worker: Worker, collector: Co
     seen = 0
     for first in (0, *range(6, 13)):
         worker.step([("c", 3, first, 6 if not first else 1)])
-        for _ in range(200):
-            part = scores_of(collector, "c", seen)
-            if part.shape[1]:
-                break
-            time.sleep(0.01)
+        assert until(lambda: scores_of(collector, "c", seen).shape[1])  # noqa: B023 - asked here
+        part = scores_of(collector, "c", seen)
         assert part.shape[1] == (6 if not first else 1)
         seen += part.shape[1]
     assert collector.further("unknown", {SCORES: 0}, n_fed=99, settled=None) is None

@@ -19,7 +19,7 @@ from inspect_lens.errors import CaptureError, LensError, SpecError
 from tests.kit.steps import HIDDEN, LAYERS, Worker, begin, exporter, rows, sealed
 from tests.kit.waiting import until
 
-LINKS = Links(address="127.0.0.1", key="a secret of two hosts", timeout_s=2.0)
+LINKS = Links(address="127.0.0.1", key="a secret of two hosts", timeout_s=60.0)
 N = 30
 CAPTURE = CaptureSpec(layers=LAYERS)
 STEER = (SteeringVector(activations=np.ones((1, HIDDEN)), layer_indices=[2]),)
@@ -35,7 +35,7 @@ def far() -> Iterator[Collector]:
 
 def far_exporter(**changes: Any) -> Exporter:
     arena = ArenaWriter(1 << 20)
-    links = Links(**{"key": LINKS.key, "timeout_s": 2.0, "host": "another", **changes})
+    links = Links(**{"key": LINKS.key, "timeout_s": LINKS.timeout_s, "host": "another", **changes})
     return Exporter(arena, Copier(arena), links)
 
 
@@ -110,10 +110,8 @@ def test_a_worker_that_goes_fails_what_it_has_under_way_and_nothing_else(far: Co
         worker.step([(key, 3, 0, 15)])
     assert until(lambda: all(p.shares for p in far._pending.values()))
     first.stepper.close()
-    began = time.monotonic()
     with pytest.raises(CaptureError, match="a worker on another host has gone"):
-        far.take("lost", counts=COUNTS, n_fed=N, timeout_s=20)
-    assert time.monotonic() - began < LINKS.timeout_s
+        far.take("lost", counts=COUNTS, n_fed=N, timeout_s=LINKS.timeout_s / 3)
     assert list(ended) == ["lost"]
     second.step([("kept", 3, 15, 15)])
     got = far.take("kept", counts=COUNTS, n_fed=N, timeout_s=5)

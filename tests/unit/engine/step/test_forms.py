@@ -160,7 +160,7 @@ def test_requests_of_several_front_ends_and_forms_share_a_step(noisy: dict[str, 
         if (left := case.n_fed - 9) > 0:
             worker.step([(key, i, 9, left)])
         got = ends[i % 2].take(
-            key, counts={ROWS: case.n_fed, SCORES: 0}, n_fed=case.n_fed, timeout_s=2
+            key, counts={ROWS: case.n_fed, SCORES: 0}, n_fed=case.n_fed, timeout_s=10
         )
         compare(got.tensors[ROWS], case, i, "float32")
         worker.stepper.remove(key)

@@ -197,7 +197,7 @@ class Meeting:
     """Gives both ranks what both have brought; one that does not come breaks it for the other."""
 
     def __init__(self) -> None:
-        self.barrier = threading.Barrier(2, timeout=5)
+        self.barrier = threading.Barrier(2, timeout=60)
         self.brought: dict[int, Any] = {}
 
     def of(self, rank: int, value: Any) -> list[Any]:

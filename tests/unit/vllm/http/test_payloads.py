@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import contextvars
-import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from inspect_lens._vllm.clients import CLIENT, NotesClient
+from inspect_lens._vllm.http import payloads
 from inspect_lens._vllm.http.payloads import PayloadStore
 from inspect_lens.errors import CapacityError, UnsupportedError
 from tests.kit.waiting import until
 
 
-def test_a_payload_is_there_until_it_is_fetched_or_expires() -> None:
-    store = PayloadStore(ttl_s=0.2)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """That of the stores: `now` is what it shows."""
+    made = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(payloads, "time", SimpleNamespace(monotonic=lambda: made.now))
+    return made
+
+
+def test_a_payload_is_there_until_it_is_fetched_or_expires(clock: SimpleNamespace) -> None:
+    store = PayloadStore(ttl_s=60)
     handle, other = store.put(b"abc"), store.put(b"def")
     assert (store.get(handle), store.get(handle)) == (b"abc", None)
-    time.sleep(0.25)
+    clock.now = 61
     assert store.get(other) is None
     assert store.n_bytes == 0
 
@@ -65,12 +74,12 @@ def test_a_full_store_takes_no_more_until_something_is_fetched() -> None:
     assert store.get(first[1]) is not None
 
 
-def test_room_comes_back_when_results_expire_or_are_discarded() -> None:
-    store = PayloadStore(max_bytes=20, each_bytes=0, ttl_s=0.1)
+def test_room_comes_back_when_results_expire_or_are_discarded(clock: SimpleNamespace) -> None:
+    store = PayloadStore(max_bytes=20, each_bytes=0, ttl_s=60)
     put(store, "a", b"x" * 10)
     with pytest.raises(CapacityError):
         put(store, "a", b"x")
-    time.sleep(0.15)
+    clock.now = 61
     handle = put(store, "a", b"x" * 10)
     store.discard([handle, "unknown"])
     assert store.get(handle) is None

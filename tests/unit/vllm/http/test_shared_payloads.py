@@ -255,7 +255,7 @@ def test_a_forked_child_does_not_look_like_its_ended_server(folder: Path) -> Non
         text=True,
         env={**os.environ, "TMPDIR": str(folder)},
     ) as other:
-        assert until(lambda: is_here(name), 30)
+        assert until(lambda: is_here(name))
         assert fetch_here(f"{name}-x") == b"x"
         other.stdin.write("\n")
         other.stdin.flush()
@@ -317,7 +317,7 @@ def test_a_client_of_this_host_takes_results_without_http() -> None:
     store = PayloadStore()
     store.serve(is_needed=False)
     handle = store.put(b"rows")
-    assert fetch_result("http://127.0.0.1:9", {}, handle, timeout_s=1) == b"rows"
+    assert fetch_result("http://127.0.0.1:9", {}, handle, timeout_s=60) == b"rows"
     with pytest.raises(CaptureError, match="expired, or was fetched before"):
         fetch_result("http://127.0.0.1:9", {}, handle, timeout_s=1)
     with pytest.raises(HTTPError):

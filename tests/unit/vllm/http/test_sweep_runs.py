@@ -14,6 +14,7 @@ from inspect_lens._vllm.http import sweep_route
 from inspect_lens._vllm.http.sweep_route import _check_ran
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import CaptureSpec, LensRequest, Receipt, Zero
+from tests.kit.waiting import soon
 
 ASKED = (
     LensRequest(edits=(Zero(layers=(1,), site="attn_out"),)),
@@ -46,7 +47,7 @@ def test_a_sweep_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch) -> None
     lines = SimpleNamespace(line=lambda event: {"event": event}, end=dict)
     monkeypatch.setattr(sweep_route, "sweep", endless)
     monkeypatch.setattr(sweep_route, "EventLines", lambda: lines)
-    monkeypatch.setattr(sweep_route, "UNREAD_S", 0.2)
+    monkeypatch.setattr(sweep_route, "UNREAD_S", 1.0)
 
     async def run() -> list[dict[str, Any]]:
         sweeps = sweep_route.Sweeps(lambda: None)
@@ -55,8 +56,7 @@ def test_a_sweep_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch) -> None
         found = sweeps._lines(runs, [cast("Any", None)], "me")
         read = [json.loads(await anext(found)) for _ in range(3)]
         assert list(sweeps._running.values()) == ["me"]
-        await asyncio.sleep(0.5)
-        assert not sweeps._running
+        assert await soon(lambda: not sweeps._running)
         return [*read, *[json.loads(line) async for line in found]]
 
     found = asyncio.run(run())

@@ -20,7 +20,7 @@ class Meeting:
     """Gives each thread what all have brought; one that does not come breaks it for all."""
 
     def __init__(self) -> None:
-        self.barrier = threading.Barrier(N, timeout=5)
+        self.barrier = threading.Barrier(N, timeout=60)
         self.brought: dict[int, Any] = {}
 
     def of(self, rank: int, value: Any) -> list[Any]:

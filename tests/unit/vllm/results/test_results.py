@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import time
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -137,10 +136,8 @@ def test_what_an_engine_aborts_unread_is_an_error_at_once() -> None:
     expect(results, "d", LensRequest(capture=CaptureSpec(layers=(0,))))
     ended = completion(0)
     ended.inspect_lens_ticket = Ticket("d", n_completion=0, n_last=0)
-    began = time.monotonic()
     with pytest.raises(CaptureError, match="aborted before its first token"):
         results.attach(output(ended))
-    assert time.monotonic() - began < 10
     assert results.n_open == 0
 
 

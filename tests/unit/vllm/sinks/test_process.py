@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 import uuid
 from concurrent.futures import Future
 from math import sqrt
@@ -102,12 +101,10 @@ def test_who_waits_too_long_is_told_so(is_async: bool) -> None:
     ready.set_result(SinkReceipt(name="a", status="written", rows=3, shard="s"))
     never: Future[SinkReceipt] = Future()
     made = output(Offered(queued, ready), Offered(queued, never), Offered(queued), None)
-    began = time.monotonic()
     if is_async:
         asyncio.run(settle(made, 0.1))
     else:
         settle_now([made], 0.1)
-    assert 0.05 < time.monotonic() - began < 5
     told = [choice.inspect_lens.sink for choice in made.outputs]
     assert [t and t.status for t in told] == ["written", "queued", None, None]
     assert "still waits for the sink after 0.1 s" in told[1].reason

@@ -98,14 +98,13 @@ def test_a_slow_sink_drops_what_its_memory_cannot_hold_and_counts_it() -> None:
     receiver = Slow()
     one = 1500
     recorder = Recorder("live", config(memory_bytes=20 * one, shard_bytes=one), receiver, NAME)
-    began = time.perf_counter()
+    # Nothing is taken until then, so whoever offers does not wait for it.
     told = [recorder.take(done(f"r{i}")) for i in range(1000)]
-    assert time.perf_counter() - began < 2, "whoever offers never waits"
     kept = [i for i, t in enumerate(told) if t.receipt.status == "queued"]
     assert 10 <= len(kept) <= 20
     assert "bytes wait for the sink" in str(told[-1].receipt.reason)
     receiver.may_go.set()
-    assert recorder.flush(20)
+    assert recorder.flush(60)
     assert receiver.ids == [f"r{i}" for i in kept]
     assert statuses(recorder) == {"written": len(kept), "dropped": 1000 - len(kept)}
 
@@ -124,7 +123,7 @@ def test_a_slow_sink_that_samples_thins_out_and_keeps_taking() -> None:
     again = Recorder("live", config(**fields), Slow(), NAME)
     assert [again.take(done(f"r{i}")).receipt.status for i in range(2000)][:200] == told[:200]
     receiver.may_go.set()
-    assert recorder.flush(20)
+    assert recorder.flush(60)
     assert statuses(recorder)["written"] == count["queued"]
 
 
@@ -137,17 +136,18 @@ def test_a_slow_sink_spills_and_drains_in_the_end(tmp_path: Path) -> None:
     told = []
     for i in range(300):
         told.append(recorder.take(done(f"r{i}"), waits=True))
-        time.sleep(0.001)
-    assert until(lambda: recorder.counts["spilled"] >= 200, 20)
+        # As fast as a disk takes them.
+        assert until(lambda: recorder.counts["spilled"] >= len(told) - 30)
+    assert until(lambda: recorder.counts["spilled"] >= 200)
 
     def on_disk() -> int:
         return sum(f.stat().st_size for f in tmp_path.glob("live/shard-*"))
 
     # A shard that is being spilled at the moment is on disk and not yet counted.
-    assert until(lambda: recorder.describe()["spilled_bytes"] == on_disk() > 0, 20)
+    assert until(lambda: recorder.describe()["spilled_bytes"] == on_disk() > 0)
     receiver.may_go.set()
-    assert until(lambda: recorder.describe()["spilled_bytes"] == 0, 20)
-    assert recorder.flush(20)
+    assert until(lambda: recorder.describe()["spilled_bytes"] == 0)
+    assert recorder.flush(60)
     counts = statuses(recorder)
     # What is spilled counts once as that, and once when it is written.
     assert counts["written"] + counts.get("dropped", 0) == 300
@@ -179,6 +179,8 @@ recorder = Recorder("live", config(**fields), Slow(), NAME)
 for i in range(40):
     recorder.take(done(f"r{i}"))
     time.sleep(0.01)
+while recorder.counts["spilled"] <= 10:
+    time.sleep(0.01)
 print(recorder.counts["spilled"], flush=True)
 time.sleep(600)
 """
@@ -201,7 +203,7 @@ def test_what_a_killed_process_spilled_is_written_by_the_next(tmp_path: Path) ->
         process.send_signal(signal.SIGKILL)
         process.wait()
         after = store_of(uri)(**spill)
-        assert until(lambda: after.describe()["spilled_bytes"] == 0, 20)
+        assert until(lambda: after.describe()["spilled_bytes"] == 0)
     finally:
         process.kill()
         process.wait()
@@ -217,7 +219,7 @@ def test_no_client_fills_a_store_beyond_its_limit() -> None:
     told = [recorder.take(done(f"r{i}")).receipt for i in range(30)]
     assert [t.status for t in told] == ["queued"] * 10 + ["dropped"] * 20
     assert told[-1].reason == f"the operator's limit for the sink is reached ({10 * rows} bytes)"
-    assert recorder.flush(20)
+    assert recorder.flush(60)
     assert statuses(recorder) == {"written": 10, "dropped": 20}
 
 
@@ -272,13 +274,13 @@ def test_whoever_reads_meanwhile_sees_whole_shards() -> None:
     uri = f"memory://half-{time.monotonic_ns()}"
     recorder = store_of(uri)(shard_bytes=1)
     recorder.take(done("first"))
-    assert recorder.flush(20)
+    assert recorder.flush(60)
     cursor, n_read = "", 0
     for i in range(60):
         recorder.take(done(f"r{i}"))
         for shard in Recording.open(uri).shards(after=cursor):
             n_read += len(shard.samples())
             cursor = shard.cursor
-    assert recorder.flush(20)
+    assert recorder.flush(60)
     n_read += sum(len(shard.samples()) for shard in Recording.open(uri).shards(after=cursor))
     assert n_read == recorder.counts["written"] == 61
