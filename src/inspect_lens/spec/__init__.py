@@ -18,6 +18,7 @@ from ._hook import *
 from ._instruction import *
 from ._latents import *
 from ._lens import *
+from ._pool import *
 from ._positions import *
 from ._probe import *
 from ._receipt import *

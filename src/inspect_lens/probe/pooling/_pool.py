@@ -1,17 +1,13 @@
 """How the scores of many tokens become one number: by a rule, or by what a neural probe learned.
 
-Each rule sees one token at a time and keeps a state of fixed size, so that a whole answer, a stream
-and a monitor after every token get the same bits. How a rule is written stands in `spec`, which
-judges requests by it. What a neural probe computes is written once, for numpy, which scores, and
-for torch, which trains: both have the functions that are used here, under the same names.
+The rules are classes in `spec`, which judges requests by them. What a neural probe computes is
+written once, for numpy, which scores, and for torch, which trains: both have the functions that are
+used here, under the same names.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from bisect import insort
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, NamedTuple
 
@@ -44,148 +40,6 @@ __all__ = [
 ]
 
 _SENTENCE_END = re.compile(r"[.!?](?:[\"')\]]*)\s*$|\n\s*$")
-
-
-class _Rule:
-    """State of one rule; `add` takes a token, `value` needs one at least."""
-
-    def add(self, score: float, end: bool) -> None:
-        raise NotImplementedError
-
-    @property
-    def value(self) -> float:
-        raise NotImplementedError
-
-
-class _Mean(_Rule):
-    def __init__(self, _: Pool) -> None:
-        self.total, self.n = 0.0, 0
-
-    def add(self, score: float, end: bool) -> None:
-        self.total += score
-        self.n += 1
-
-    @property
-    def value(self) -> float:
-        return self.total / self.n
-
-
-class _Last(_Rule):
-    def __init__(self, _: Pool) -> None:
-        self.state = math.nan
-
-    def add(self, score: float, end: bool) -> None:
-        self.state = score
-
-    @property
-    def value(self) -> float:
-        return self.state
-
-
-class _Max(_Last):
-    def __init__(self, _: Pool) -> None:
-        self.state = -math.inf
-
-    def add(self, score: float, end: bool) -> None:
-        self.state = max(self.state, score)
-
-
-class _TopK(_Rule):
-    def __init__(self, pool: Pool) -> None:
-        self.k, self.kept = pool.width, list[float]()
-
-    def add(self, score: float, end: bool) -> None:
-        insort(self.kept, score)
-        if len(self.kept) > self.k:
-            del self.kept[0]
-
-    @property
-    def value(self) -> float:
-        total = 0.0
-        for score in reversed(self.kept):
-            total += score
-        return total / len(self.kept)
-
-
-class _RollingMax(_Rule):
-    def __init__(self, pool: Pool) -> None:
-        self.window: deque[float] = deque(maxlen=pool.width)
-        self.best = -math.inf
-
-    def add(self, score: float, end: bool) -> None:
-        self.window.append(score)
-        if len(self.window) == self.window.maxlen:
-            self.best = max(self.best, self._mean())
-
-    def _mean(self) -> float:
-        total = 0.0
-        for score in self.window:
-            total += score
-        return total / len(self.window)
-
-    @property
-    def value(self) -> float:
-        # Before the window is full, all there is makes the one window.
-        return self._mean() if len(self.window) != self.window.maxlen else self.best
-
-
-class _Softmax(_Rule):
-    def __init__(self, pool: Pool) -> None:
-        self.sharpness, self.top, self.total, self.weight = pool.rate, -math.inf, 0.0, 0.0
-
-    def add(self, score: float, end: bool) -> None:
-        if score > self.top:
-            shrink = math.exp(self.sharpness * (self.top - score))
-            self.top, self.total, self.weight = score, self.total * shrink, self.weight * shrink
-        weight = math.exp(self.sharpness * (score - self.top))
-        self.total += score * weight
-        self.weight += weight
-
-    @property
-    def value(self) -> float:
-        return self.total / self.weight
-
-
-class _Average(_Rule):
-    def __init__(self, pool: Pool) -> None:
-        self.rate, self.state, self.largest = pool.rate, math.nan, -math.inf
-        self.of_all = pool.name == "ema_max"
-
-    def add(self, score: float, end: bool) -> None:
-        first = math.isnan(self.state)
-        self.state = score if first else self.rate * score + (1.0 - self.rate) * self.state
-        self.largest = max(self.largest, self.state)
-
-    @property
-    def value(self) -> float:
-        return self.largest if self.of_all else self.state
-
-
-class _SentenceMax(_Rule):
-    def __init__(self, pool: Pool) -> None:
-        self.sentence, self.best = _Mean(pool), -math.inf
-
-    def add(self, score: float, end: bool) -> None:
-        self.sentence.add(score, end)
-        if end:
-            self.best, self.sentence = max(self.best, self.sentence.value), _Mean(Pool("mean"))
-
-    @property
-    def value(self) -> float:
-        return max(self.best, self.sentence.value) if self.sentence.n else self.best
-
-
-_RULES: Final[dict[str, Callable[[Pool], _Rule]]] = {
-    "mean": _Mean,
-    "last": _Last,
-    "max": _Max,
-    "top_k_mean": _TopK,
-    "rolling_mean_max": _RollingMax,
-    "softmax_mean": _Softmax,
-    "ema": _Average,
-    "ema_max": _Average,
-    SENTENCE_POOL: _SentenceMax,
-}
 
 
 def _checked(scores: ArrayLike) -> NDArray[np.float64]:
@@ -276,7 +130,7 @@ class StreamingPool:
     def __init__(self, pool: str | Pool = "mean") -> None:
         self.pool = pool if isinstance(pool, Pool) else parse_pool(pool)
         self.n = 0
-        self._rule = _RULES[self.pool.name](self.pool)
+        self._rule = self.pool.begin()
 
     def update(self, scores: ArrayLike, *, ends: ArrayLike | None = None) -> StreamingPool:
         """Take the next tokens.
@@ -340,7 +194,7 @@ def running_pool(
     """
     values = _checked(scores)
     rule = pool if isinstance(pool, Pool) else parse_pool(pool)
-    state, made = _RULES[rule.name](rule), np.empty(values.size)
+    state, made = rule.begin(), np.empty(values.size)
     for i, (score, end) in enumerate(_marked(values, rule, ends)):
         state.add(score, end)
         made[i] = state.value
