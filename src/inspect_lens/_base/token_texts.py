@@ -66,6 +66,8 @@ class TokenTexts:
             loaded = _load(name)
         except (ImportError, OSError, ValueError, KeyError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            if tokenizer and Path(tokenizer).is_absolute() and not Path(tokenizer).exists():
+                reason = "there is no such folder"
             if tokenizer:
                 raise ArtifactError(
                     f"tokenizer={tokenizer!r}: cannot be loaded ({reason}); allowed are the "

@@ -80,7 +80,8 @@ def _config(folder: Path, model: str) -> dict[str, Any]:
             raise ArtifactError(f"--model: {advice}") from None
         raise ArtifactError(
             f"--model {model}: {path} cannot be read ({type(error).__name__}: {error}); allowed is "
-            "the folder of a model on this machine"
+            "the folder of a model on this machine; one of the hub is downloaded there with "
+            f"hf download {model if model.count('/') == 1 else 'OWNER/NAME'} --local-dir FOLDER"
         ) from None
     return found
 

@@ -164,6 +164,8 @@ def _told(error: Exception) -> Exception:
         return SpecError(explain(error, root=error.title))
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return OSError(f"{error}: what was to be written has no room; free some, or go elsewhere")
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return ArtifactError(f"{error.filename}: {error.strerror.lower()}; check the path")
     if kind == "InvalidParameterError":  # of scikit-learn, about a setting of a family
         return SpecError(f"--setting: {error}")
     if kind == "PrerequisiteError":  # of Inspect, which prints its markup in colours

@@ -276,8 +276,8 @@ def fail(error: Exception, code: int, message: str = "", kind: str = "") -> NoRe
     sys.exit(code)
 
 
-def parse_layers(value: str) -> Any:
-    """`all`, or layer numbers and ranges such as `8,10-14`."""
+def parse_layers(value: str, *, none: bool = False) -> Any:
+    """`all`, or layer numbers and ranges such as `8,10-14`; `none` says whether it may be that."""
     if value == "all":
         return value
     layers: list[int] = []
@@ -292,7 +292,8 @@ def parse_layers(value: str) -> Any:
         ):
             found = range(int(first), int(last or first) + 1)
         if not found:
-            raise SpecError(f"layers={value!r}; allowed are 'all' and numbers such as 8,10-14")
+            words = "'all', 'none'" if none else "'all'"
+            raise SpecError(f"layers={value!r}; allowed are {words} and numbers such as 8,10-14")
         layers += found
     return layers
 

@@ -85,16 +85,19 @@ def score(
     from inspect_ai import score as score_log
 
     from inspect_lens.model import know_log
-    from inspect_lens.model._places import read_log
+    from inspect_lens.model._places import judging_log, read_log
     from inspect_lens.reading import ProbeReader
     from inspect_lens.scorer import probe_score
 
-    if not Path(log).is_file() and "://" not in log:
-        raise ArtifactError(f"{log}: there is no such log; check the path")
+    if "://" not in log:
+        with judging_log(log):
+            Path(log).stat()
     know_log(log, follow=follow or ())
     target = out or str(Path(log).with_suffix("")) + "-scored" + Path(log).suffix
     if not out and "://" in log:
         raise SpecError(f"--out: {log} is not on this machine; say where the scored log goes")
+    if Path(target).suffix not in (".eval", ".json"):
+        raise SpecError(f"out={target}: a log ends in .eval or .json; give it such a name")
     if same_file(target, log):
         raise SpecError(f"out={target}: is the log that is scored; give another file")
     if Path(target).exists() and not overwrite:
@@ -298,7 +301,7 @@ def chat(
     """
     from inspect_lens.view import ChatPage, open_talk
 
-    chosen = [] if layers == "none" else parse_layers(layers) if layers else None
+    chosen = [] if layers == "none" else parse_layers(layers, none=True) if layers else None
     talk = open_talk(
         base_url, model=model or None, probe=probe or None, lens=lens or None, layers=chosen,
         top_k=top_k, vector=vector or None, scale=scale, api_key=server_key(api_key) or None,

@@ -40,6 +40,8 @@ def judging_log(log: object) -> Iterator[None]:
         yield
     except LensError:
         raise
+    except FileNotFoundError:
+        raise ArtifactError(f"{log}: there is no such log; check the path") from None
     except Exception as error:  # noqa: BLE001 - its decompressors have errors of their own
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ArtifactError(

@@ -376,8 +376,9 @@ def require_roles(
     """Refuse roles that no model has and in which no call was made."""
     if set(wanted).isdisjoint({*known, *(turn.role for turn in turns)}):
         raise SpecError(
-            f"roles={list(wanted)}: {_who(turns, model)}; name a role that did, or give the role a "
-            "model with --model-role"
+            f"roles={list(wanted)}: no call of this sample has that role; {_who(turns, model)}; "
+            "name a role that made calls, leave it out to read the model of the eval, or give it a "
+            "model with --model-role when the eval runs"
         )
 
 

@@ -122,7 +122,10 @@ def check_sets(
     check_prompts(prompts, vocab, "prompts")
     check_prompts(held_out, vocab, "held_out")
     if common := {tuple(p) for p in prompts} & {tuple(p) for p in held_out}:
-        raise SpecError(f"held_out: {len(common)} prompts are also in prompts; leave them out")
+        raise SpecError(
+            f"held_out: {len(common)} of {len(held_out)} are also among the prompts that are "
+            "fitted; leave them out"
+        )
 
 
 def check_layers(layers: Sequence[int] | None, model: LensModel) -> tuple[int, ...]:

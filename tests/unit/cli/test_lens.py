@@ -60,7 +60,11 @@ def test_a_lens_is_fitted_and_judged(texts: tuple[str, str], tmp_path: Path) -> 
     [
         ({"prompt": "x"}, ArtifactError, "texts.jsonl:1: a line is JSON with 'text' or 'messages'"),
         ({"text": "a", "messages": []}, ArtifactError, "texts.jsonl:1"),
-        ({"text": "The river Talmo is found in Verun."}, SpecError, "are also in prompts"),
+        (
+            {"text": "The river Talmo is found in Verun."},
+            SpecError,
+            "1 of 1 are also among the prompts",
+        ),
     ],
 )
 def test_wrong_files_are_named(

@@ -33,8 +33,32 @@ def test_a_finished_log_is_scored_as_by_the_scorer_that_ran_with_it(
     pairs = [(s.scores["probe_score"], s.scores["deception_probe"]) for s in samples if s.scores]
     assert [a.value for a, _ in pairs] == pytest.approx([b.value for _, b in pairs], rel=1e-5)
     assert found["n_above"] == sum(a.answer == "above threshold" for a, _ in pairs)
-    run("score", tmp_path / "no.eval", "--probe", "x", code=4)
-    run("score", log, "--probe", "organism/none", "--out", f"{out}2", code=4)
+    run("score", log, "--probe", "organism/none", "--out", tmp_path / "none.eval", code=4)
+
+
+def test_a_wrong_name_is_one_line_that_says_what_to_do(run: Run, log: Path, tmp_path: Path) -> None:
+    scored = ("score", log, "--probe", "organism/deception-lr")
+    asked = [
+        (("score", tmp_path / "no.eval", "--probe", "x"), 4, "no.eval: there is no such log"),
+        (("view", tmp_path / "no.eval"), 4, "no.eval: there is no such log; check the path"),
+        ((*scored, "--out", "scored.txt"), 3, "--out=scored.txt: a log ends in .eval or .json"),
+        ((*scored, "--role", "judge"), 3, "no call of this sample has that role"),
+        (("view", log, "--tokenizer", "/nowhere"), 4, "cannot be loaded (there is no such folder)"),
+        (("chat", "--base-url", "x", "--layers", "x"), 3, "allowed are 'all', 'none' and numbers"),
+        (("doctor", "--model", "owner/name"), 4, "hf download owner/name --local-dir FOLDER"),
+    ]
+    for words, code, said in asked:
+        _, error = run(*words, code=code)
+        assert error.count("\n") == 1
+        assert said in error
+
+
+def test_a_file_that_is_not_there_is_named(run: Run, tmp_path: Path) -> None:
+    _, error = run(
+        "lens", "fit", "--kind", "tuned", "--model", "x", "--out", tmp_path / "l",
+        "--texts", "nothing.jsonl", "--held-out", "nothing.jsonl", code=4,
+    )  # fmt: skip
+    assert error == "ArtifactError: nothing.jsonl: no such file or directory; check the path\n"
 
 
 def test_each_probe_has_its_own_numbers_also_beside_earlier_scores_of_the_name(

@@ -206,7 +206,7 @@ def organism_texts(tokenizer: Any, split: str) -> Any:
         ({"prompts": []}, "give at least one"),
         ({"prompts": [[1, VOCAB]]}, r"prompts\[0\]: ids 1 to 60; there are 60"),
         ({"held_out": [[]]}, "none empty"),
-        ({"held_out": [[1] * 20]}, "1 prompts are also in prompts"),
+        ({"held_out": [[1] * 20]}, "1 of 1 are also among the prompts"),
         ({"skip_first": 20}, "skip_first=20"),
     ],
 )

@@ -183,7 +183,7 @@ def test_refusals_name_what_to_do(tmp_path: Path) -> None:
     other = planted_probe(tmp_path, layers=(3,), name="t/other")
     with pytest.raises(ArtifactError, match=r"-M capture=\[3\]"):
         write_view(log, probes=[other])
-    with pytest.raises(ArtifactError, match="cannot be read as a log"):
+    with pytest.raises(ArtifactError, match=r"none\.eval: there is no such log"):
         write_view(tmp_path / "none.eval")
     with pytest.raises(ArtifactError, match="cannot be loaded"):
         write_view(log, tokenizer="no/such/folder")
