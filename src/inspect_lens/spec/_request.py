@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias, cast
@@ -58,9 +59,9 @@ __all__ = [
 
 Key = tuple[object, ...]
 
-_BYTES_OF_A_PART = 96
+_BYTES_OF_A_PART, _BYTES_OF_A_REQUEST = 96, 1 << 11
 _PLAIN = frozenset({int, bool, str, type(None)})
-_MOST_PARTS = 4096
+_FEW_PARTS, _MOST_PARTS = 64, 4096
 _MOST_TEXT = 1 << 16
 _MOST_DEPTH = 16
 
@@ -88,7 +89,13 @@ def fingerprint(extra_args: Mapping[str, Any]) -> tuple[Key | None, list[object]
     """
     parts: list[object] = []
     kept: list[object] = []
-    return (tuple(parts), kept) if _describe(dict(extra_args), parts, kept, 0) else (None, [])
+    if not _describe(dict(extra_args), parts, kept, 0):
+        return None, []
+    if len(parts) <= _FEW_PARTS:
+        return tuple(parts), kept
+    # A vector as a list is one number after the other, each of them as text.
+    text = repr(parts).encode(errors="surrogatepass")
+    return (hashlib.sha256(text).digest(),), kept
 
 
 def _describe(value: Any, parts: list[object], kept: list[object], depth: int) -> bool:
@@ -329,7 +336,7 @@ def parse_extra_args(
         request = _parse(extra_args, limits)
     if key is not None:
         nbytes = _BYTES_OF_A_PART * len(key) + sum(len(p) for p in key if isinstance(p, str))
-        nbytes += _held_bytes(kept, request)
+        nbytes += _BYTES_OF_A_REQUEST + _held_bytes(kept, request)
         _PARSED.keep(key, (request, kept), nbytes)
     return request
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -366,3 +367,27 @@ def test_a_request_travels_with_what_it_asks_alone() -> None:
     sent = json.loads(to_wire_args(to_extra_args(request))["inspect_lens"])
     assert sent.keys() == {"probes", "capture", "server"}
     assert parse_extra_args({"inspect_lens": sent}) == request
+
+
+def test_a_vector_that_comes_as_a_list_is_not_kept_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand of them, no two alike, as a client may send for hours."""
+    budget = Budget(64 << 20)
+    monkeypatch.setattr(_request, "_PARSED", Cache(1 << 13, budget))
+    width, n = 256, 100
+    vectors = np.random.default_rng(0).normal(size=(n + 1, width)).tolist()
+
+    def ask(i: int) -> LensRequest | None:
+        edit = {"op": "add", "vector": list(vectors[i]), "layers": [2]}
+        return parse_extra_args({"inspect_lens": {"edits": [edit]}})
+
+    assert ask(n) is ask(n)
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for i in range(n):
+            ask(i)
+        each = (tracemalloc.get_traced_memory()[0] - before) / n
+    finally:
+        tracemalloc.stop()
+    assert each < 3 * 4 * width + 4096, "its numbers in float32, what they are in, and little else"
+    assert each < budget.n_bytes / (n + 1)
