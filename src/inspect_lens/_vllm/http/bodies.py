@@ -54,6 +54,7 @@ from inspect_lens.spec import (
     encode_saved,
     judging,
     parse_extra_args,
+    refuse_misspelled,
     refuse_own_word,
     split_body,
 )
@@ -375,7 +376,11 @@ _NO_KEY = (
     "'Authorization: Bearer KEY'"
 )
 _KEYS = tuple(key.encode() for key in LENS_KEYS)
-_WORDS = tuple(f'"{word}"'.encode() for word in (ENVELOPE_KEY, *OWN_WORDS))
+_WORDS = (
+    *(f'"{word}"'.encode() for word in (ENVELOPE_KEY, *OWN_WORDS)),
+    *(b"inspect", b"lens", b"residual", b"steer", b"vectors", b"hooks", b"_qk", b"activations"),
+)
+"""A body has one of these that has a word of ours where nobody reads it, or nearly a key."""
 _ESCAPED = re.compile(rb"\\u00[4-7]")
 """A letter that no encoder of JSON escapes: a key may be hidden."""
 _SMALL = 1 << 16
@@ -685,7 +690,10 @@ def _refuse_together(
 
 def _refuse_lost(path: str, fields: dict[str, Any]) -> None:
     """Refuse keys that a route knows nothing of, which it would pass over."""
-    if found := _keys_in(fields):
+    params = fields.get("sampling_params") if path.endswith(TOKENS_PATH) else None
+    params = params if isinstance(params, dict) else {}
+    beside = [f"sampling_params.{key}" for key in LENS_KEYS if key in params]
+    if found := [*_keys_in(fields), *beside]:
         where = (
             "put them into sampling_params.extra_args"
             if path.endswith(TOKENS_PATH)
@@ -695,6 +703,8 @@ def _refuse_lost(path: str, fields: dict[str, Any]) -> None:
     if path.endswith(_GENERATE):
         for key in fields:
             refuse_own_word(key, "the body")
+        for where, keys in (("the body", fields), ("sampling_params", params)):
+            refuse_misspelled([key for key in keys if key not in PLACES], where)
 
 
 def pattern_budget() -> PatternBudget:

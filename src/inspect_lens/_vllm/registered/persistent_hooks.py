@@ -22,6 +22,7 @@ from inspect_lens.spec import (
     TensorData,
     check_hooks,
     parse_hooks,
+    shown,
 )
 
 TellHooks = Callable[[str, Any], Awaitable[Sequence[str | None]]]
@@ -30,6 +31,9 @@ TellHooks = Callable[[str, Any], Awaitable[Sequence[str | None]]]
 HOOK_ACTIONS: Final = (
     "register", "collect", "clear", "clear_results", "prefetch", "clear_prefetched",
 )  # fmt: skip
+
+_FIELDS = {"register": ("hooks", "prefetch_params"), "prefetch": ("params",)}
+"""Of their bodies; others have none."""
 
 _numbers = itertools.count(1)
 
@@ -73,6 +77,12 @@ class HookBook:
 
     async def act(self, tell: TellHooks, action: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Do one of `HOOK_ACTIONS`, as a client asks for it."""
+        allowed = _FIELDS.get(action, ())
+        if unknown := sorted(set(body) - set(allowed)):
+            raise SpecError(
+                f"the body: {shown(unknown[0])} is no field of it; allowed are "
+                f"{', '.join(allowed) or 'none'}"
+            )
         if action == "collect":
             return {"results": self.results()}
         done: dict[str, Any] = {"status": "ok"}

@@ -89,6 +89,16 @@ def test_prefetch(book: HookBook) -> None:
     assert "no pipeline stage" in refused.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("action", ["register", "collect", "clear", "clear_results", "prefetch"])
+def test_a_field_that_an_action_does_not_have_is_refused(book: HookBook, action: str) -> None:
+    engine = Engine(book)
+    asked = {"register": PEER["register"], "prefetch": {"params": ["a"]}}.get(action, {})
+    answer = serve(engine).post(f"/v1/hooks/{action}", json={**asked, "layers": [1]})
+    assert answer.status_code == 400
+    assert "the body: 'layers' is no field of it; allowed are" in answer.json()["error"]["message"]
+    assert not engine.told
+
+
 @pytest.mark.parametrize(
     ("book_facts", "n_processes", "message"),
     [

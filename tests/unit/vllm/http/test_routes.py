@@ -15,6 +15,7 @@ from inspect_lens._base.partial import PARTIAL_KEY, Partial
 from inspect_lens._vllm.frontend import wrappers
 from inspect_lens._vllm.http.bodies import (
     SERVED,
+    TOKENS_PATH,
     Answer,
     Body,
     LensBodies,
@@ -341,3 +342,42 @@ def test_invocations_ask_for_a_key_where_the_lens_is_asked(keys: list[str]) -> N
     right = client.post("/invocations", json=lens, headers={"authorization": "Bearer second"})
     assert right.status_code == 200
     assert client.post("/invocations", json={"prompt": "a"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"inspect_lenss": {}}, "the body: unknown key 'inspect_lenss'; did you mean 'inspect_le"),
+        ({"output_residual": [1]}, "the body: unknown key 'output_residual'; did you mean"),
+        ({"sampling_params": {"inspect_lens": {}}}, "pass over sampling_params.inspect_lens; put"),
+        ({"sampling_params": {"aply_hooks": ""}}, "sampling_params: unknown key 'aply_hooks'; did"),
+        ({"sampling_params": {"extra_arg": {"inspect_lens": {}}}}, "did you mean 'extra_args'"),
+    ],
+)
+def test_what_is_nearly_a_key_of_ours_is_not_lost_on_the_route_of_token_ids(
+    fields: dict[str, Any], message: str
+) -> None:
+    came: list[Any] = []
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        came.append(scope)
+
+    async def keep(message: Any) -> None:
+        sent.append(message)
+
+    def post(asked: dict[str, Any]) -> None:
+        body = json.dumps({"token_ids": [1, 2], **asked}).encode()
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": body}
+
+        scope = {"type": "http", "method": "POST", "path": TOKENS_PATH, "headers": []}
+        asyncio.run(LensBodies(app, front_end=lambda: None)(scope, receive, keep))
+
+    post({"sampling_params": {"max_tokens": 2, "extra_args": {"kv_transfer_params": {}}}})
+    assert len(came) == 1
+    post(fields)
+    assert len(came) == 1
+    assert sent[0]["status"] == 400
+    assert message in json.loads(sent[1]["body"])["error"]["message"]
