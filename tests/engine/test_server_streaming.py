@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -114,37 +113,6 @@ def test_choices_and_prompts_have_their_own_rows(lens_server_url: str) -> None:
     for choice in last["inspect_lens_choices"]:
         first = choice["inspect_lens"]["n_prompt"]
         assert rows[choice["index"]] == list(range(first, first + 5))
-
-
-def test_a_client_that_reads_slowly_costs_only_itself(client: LensClient) -> None:
-    """More rows than sockets hold wait where they lie, and others are answered meanwhile."""
-    asked = {"capture_layers": True, "max_tokens": 700, "ignore_eos": True}
-    slow = client.stream(PROMPT, **asked)
-    first = next(slow)
-    done: list[Any] = []
-
-    def fast() -> None:
-        with LensClient(client.base_url) as mine:
-            stream = mine.stream(PROMPT, capture_layers=True, max_tokens=60, ignore_eos=True)
-            done.append(([*stream], stream.output))
-
-    threads = [threading.Thread(target=fast) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-    assert len(done) == 4
-    parts = [first, *slow]
-    whole = slow.output
-    rows = [p for p in parts if p.activations is not None]
-    assert [i for p in rows for i in p.positions["residual_stream"]] == list(
-        range(whole.receipt.n_prompt + 699)
-    )
-    for _, output in done:
-        n = output.activations.numpy().shape[1]
-        assert n == output.receipt.n_prompt + 59
-        near = whole.activations.numpy()[:, :n]
-        assert np.abs(output.activations.numpy() - near).max() <= 1e-3 * np.abs(near).max()
 
 
 def test_whoever_stops_reading_ends_the_generation(client: LensClient) -> None:

@@ -233,10 +233,6 @@ def test_nobody_else_changes_it(client: httpx.Client) -> None:
 ALARM = {"name": "watched", "alarm": "flag", "aggregate": "last", "threshold": -1e6}
 
 
-def wait_for(reached: Any) -> None:
-    assert until(reached, 20)
-
-
 def test_probes_of_the_server_read_beside_those_of_a_request(
     client: httpx.Client, alerts_webhook: Webhook
 ) -> None:
@@ -252,7 +248,7 @@ def test_probes_of_the_server_read_beside_those_of_a_request(
         assert one["score"] == pytest.approx(other["score"], rel=1e-5)
         assert {**one, "score": 0} == {**other, "score": 0}
     assert mine["alarm_position"] == plain["n_prompt"]
-    wait_for(lambda: len(alerts_webhook.received) == 2)  # or the next test hears of them
+    assert until(lambda: len(alerts_webhook.received) == 2)  # or the next test hears of them
 
 
 def test_who_hangs_up_is_told_of_all_the_same(
@@ -266,7 +262,7 @@ def test_who_hangs_up_is_told_of_all_the_same(
             events = (line for line in response.iter_lines() if "text" in line)
             for _ in range(20):
                 next(events)
-        wait_for(lambda: alerts_webhook.received)
+        assert until(lambda: alerts_webhook.received)
         time.sleep(0.5)
     (alert,) = alerts_webhook.received
     assert alert["probe"] == "watched"
@@ -282,7 +278,7 @@ def test_an_alarm_is_told_tried_again_and_in_the_end_a_dead_letter(
     alerts_webhook.answers.extend([503, 429])
     with everybody(client, probes=[ALARM]):
         answer = complete(client)
-        wait_for(lambda: alerts_webhook.received)
+        assert until(lambda: alerts_webhook.received)
         assert alerts_webhook.statuses == [503, 429, 200]
         (alert,) = alerts_webhook.received
         (probe,) = answer["inspect_lens"]["tiers"][0]["probes"]
@@ -296,10 +292,10 @@ def test_an_alarm_is_told_tried_again_and_in_the_end_a_dead_letter(
         alerts_webhook.clear()
         alerts_webhook.answers.extend([500] * 5)
         complete(client)
-        wait_for(alerts_webhook.dead)
+        assert until(alerts_webhook.dead)
         alerts_webhook.answers.append(400)
         complete(client)
-        wait_for(lambda: len(alerts_webhook.dead()) == 2)
+        assert until(lambda: len(alerts_webhook.dead()) == 2)
     assert alerts_webhook.statuses == [500] * 5 + [400]
     tired, refused = alerts_webhook.dead()
     assert (tired["tries"], tired["why"]) == (5, "the webhook answered 500")
@@ -322,7 +318,7 @@ def test_a_slow_webhook_costs_no_request(client: httpx.Client, alerts_webhook: W
             complete(client, max_tokens=2)
         assert not alerts_webhook.statuses, "an answer waited for the webhook"
         alerts_webhook.goes_on.set()
-        wait_for(lambda: len(alerts_webhook.received) == 4)
+        assert until(lambda: len(alerts_webhook.received) == 4)
 
 
 def test_an_eval_chooses_by_name(lens_server_url: str, client: httpx.Client) -> None:
