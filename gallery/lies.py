@@ -42,6 +42,8 @@ CALLED: Final = {
     "hiding, new secrets": "denials",
 }
 """What sets are called in a sentence."""
+LEARNT: Final = {"ordered": "ordered lies", "role": "lies in a role", "hiding": "denials"}
+"""What training sets are called there."""
 KINDS: Final = tuple(name for name in JUDGED if name != HONEST)
 N_TRAIN: Final = {"ordered": 120, "role": 80, "hiding": 60}
 N_CONTROL: Final = 50
@@ -239,7 +241,12 @@ def show(numbers: dict[str, Any]) -> Shown:
         if longer := ordered[HONEST]["longer"]:
             said += f" Topic and length of answers are not told apart: {longer}."
     bars = [
-        Bar(name, f"{family}, of {kind}", judged["auroc"], *judged["auroc_interval"])
+        Bar(
+            f"judged on {CALLED[name]}",
+            f"trained on {LEARNT[kind]}",
+            judged["auroc"],
+            *judged["auroc_interval"],
+        )
         for name in KINDS
         for family, kinds in numbers["probes"].items()
         for kind, found in kinds.items()

@@ -61,7 +61,7 @@ function drawTurns(pen, open, x, height) {
     pen.fillStyle = colour(t === state.turn ? "--pick-line" : "--line");
     pen.fillRect(left + 0.5, height - 14, Math.max(1, right - left - 1), 2);
     if (right - left > pen.measureText(turn.role).width + 6) {
-      pen.fillStyle = colour("--faint");
+      pen.fillStyle = colour("--soft");
       pen.fillText(turn.role, left + 2, height);
     }
   });
