@@ -16,9 +16,9 @@ What it does not prove: forward passes are vLLM's dummy runs, whose tokens are a
 cache. (Where vLLM gives a sequence two tokens, the second one sees a place of it, so the check
 empties it first.) So the layout of a real batch, as `RunnerV1` and `RunnerV2` read it, is not part
 of it. Rows that two eager passes do not agree on (NaN, states that dummy runs change) are not
-compared, nor those behind them, which are computed from them. Of the sizes that graphs were
-captured for, one or two are run. Ranks that send nothing have no rows to compare; they take part in
-the passes.
+compared, nor those behind them, which are computed from them. Nor are those of a model with states
+whose cache has no place for each sequence. Of the sizes that graphs were captured for, one or two
+are run. Ranks that send nothing have no rows to compare; they take part in the passes.
 """
 
 from __future__ import annotations
@@ -224,10 +224,14 @@ class _Check:
         """Where the row of the steered tap is among them."""
         self._n_runs = 0
         self._used: list[tuple[int, int]] = []
-        blocks = getattr(getattr(runner, "kv_cache_config", None), "num_blocks", 0)
+        cache: Any = getattr(runner, "kv_cache_config", None)
         reqs = int(runner.vllm_config.scheduler_config.max_num_seqs)
-        self._has_states = blocks > reqs and has_states(runner.get_model())
-        """Whether sequences get places of their own for states; else all of them share one."""
+        self._has_states = cache is not None and has_states(runner.get_model())
+        has_places = self._has_states and cache.num_blocks > reqs
+        self._has_own_states = has_places
+        """Whether sequences get places of their own for states."""
+        self.shares_states = self._has_states and not has_places
+        """Whether all of them share one, where it is chance whose state is left."""
 
     @property
     def can_steer(self) -> bool:
@@ -313,7 +317,7 @@ class _Check:
             "skip_attn": False,
             "skip_eplb": True,
             "uniform_decode": is_decode,
-            "valid_dummy_state_slots": self._has_states,
+            "valid_dummy_state_slots": self._has_own_states,
         }
         known = inspect.signature(self._dummy_run).parameters
         return {name: value for name, value in wanted.items() if name in known}
@@ -395,7 +399,7 @@ def _judge(
         say(run, lost.tolist(), "wrote rows that did not leave the worker")
         same = run.exported.rows.view(torch.uint8) == run.ring.view(torch.uint8)
         say(run, (~same.flatten(1).all(dim=1) & ~lost).tolist(), "wrote rows that left it changed")
-    if found or is_overflown:
+    if found or is_overflown or check.shares_states:
         return found, [False] * len(taps)
     # Half precision through a deep model, or an expert chosen otherwise, moves a row by as much as
     # a few tenths of its length; a row of another token, or of another step, by about its length.

@@ -17,7 +17,7 @@ from inspect_lens._engine.step.request_stepper import RequestStepper
 from inspect_lens._engine.tap.buffers import TapState, install
 from inspect_lens._engine.tap.op import tap
 from inspect_lens._vllm.compat.features import idle
-from inspect_lens._vllm.worker import check_requests
+from inspect_lens._vllm.worker import check_requests, self_check
 from inspect_lens._vllm.worker.check_requests import StreamProbe, check_taps, scale_for
 from inspect_lens._vllm.worker.runners import _Step, note
 from inspect_lens._vllm.worker.self_check import check_steps
@@ -178,6 +178,26 @@ def test_what_warming_up_left_in_the_cache_is_no_fault(worker: Worker) -> None:
     worker.check()
     assert not cache.any()
     assert not state.any()
+
+
+@pytest.mark.parametrize("n_blocks", [4, 5])
+def test_states_are_compared_where_each_sequence_has_a_place_for_its_own(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, n_blocks: int
+) -> None:
+    """Sequences that share a place leave there what each way has them write last."""
+    monkeypatch.setattr(self_check, "has_states", lambda model: True)
+    worker.runner.kv_cache_config = SimpleNamespace(num_blocks=n_blocks)  # type: ignore[attr-defined]
+    worker.runner.get_model = lambda: None  # type: ignore[attr-defined]
+    worker.runner.hurt = lambda i, mode, x: x + 50 if (i, mode) == (1, "FULL") else x
+    if n_blocks > worker.runner.vllm_config.scheduler_config.max_num_seqs:
+        with pytest.raises(CompatError, match=r"resid_post\.1, resid_post\.2 have other rows"):
+            worker.check()
+    else:
+        worker.check()
+    worker.runner.hurt = lambda i, mode, x: None if (i, mode) == (1, "FULL") else x
+    with pytest.raises(CompatError, match=r"resid_post\.1 did not write every row"):
+        worker.check()
+    assert worker.is_clean()
 
 
 def make_eager(worker: Worker) -> None:
