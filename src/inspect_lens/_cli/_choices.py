@@ -9,20 +9,21 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Literal
 
-from inspect_lens.probe import LabelSource
+from inspect_lens.probe import FitRows, LabelSource, ProbabilityMap
+from inspect_lens.spec import LensKind, PositionName
 from inspect_lens.vector import VectorFormat
 
 __all__ = [
     "Dtype",
     "ExportFormat",
     "Family",
+    "FitRows",
     "LabelSource",
     "LensKind",
     "LieDetector",
     "OverCalls",
     "PositionName",
     "ProbabilityMap",
-    "RowsOfProbe",
     "SelectBy",
     "VectorFormat",
     "VectorMethod",
@@ -63,14 +64,10 @@ class VectorMethod(StrEnum):
     PCA = "pca"
 
 
-RowsOfProbe = Literal["tokens", "mean", "last"]
 SelectBy = Literal["recall", "auroc"]
-ProbabilityMap = Literal["platt", "temperature", "isotonic"]
 ExportFormat = Literal["repeng", "steering-vectors", "persona", "ibm", "safetensors"]
 LieDetector = Literal[
     "apollo", "targeted", "did-you-lie", "were-you-honest", "were-you-truthful"
 ]  # fmt: skip
-PositionName = Literal["all", "prompt", "completion", "last", "last_prompt"]
-LensKind = Literal["tuned", "jacobian"]
 Dtype = Literal["float32", "bfloat16"]
 OverCalls = Literal["last", "all"]

@@ -16,11 +16,11 @@ from inspect_lens.probe import FOLLOWED_FLOOR, RECALL_FLOOR
 
 from ._choices import (
     Family,
+    FitRows,
     LabelSource,
     LieDetector,
     PositionName,
     ProbabilityMap,
-    RowsOfProbe,
     SelectBy,
 )
 from ._output import (
@@ -74,9 +74,7 @@ FAMILY: Final = typer.Option(metavar="FAMILY", help=f"Kind of probe: {_EVERY_FAM
 FAMILIES: Final = typer.Option(
     metavar="FAMILY", help=f"Kind of probe to compare; repeatable: {_EVERY_FAMILY}"
 )
-Rows = Annotated[
-    RowsOfProbe | None, typer.Option(help="Rows of a sample; the family's by default.")
-]
+Rows = Annotated[FitRows | None, typer.Option(help="Rows of a sample; the family's by default.")]
 ModelArgs = Annotated[
     list[str] | None,
     typer.Option(

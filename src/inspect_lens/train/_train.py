@@ -13,6 +13,7 @@ from inspect_lens.probe import (
     FOLLOWED_FLOOR,
     RECALL_FLOOR,
     AnyProbe,
+    FitRows,
     ModelRef,
     ProbeCard,
     TrainingFacts,
@@ -20,7 +21,7 @@ from inspect_lens.probe import (
 )
 from inspect_lens.spec import Positions
 
-from .families._binary import BinaryEstimator, Rows
+from .families._binary import BinaryEstimator
 from .families._logistic import as_family
 from .fitting._fit import rows_of
 from .fitting._thresholds import calibrate_thresholds
@@ -52,7 +53,7 @@ def train_probe(
     held_out: Sequence[ActivationSet] = (),
     disjoint: Mapping[str, str] | None = None,
     layers: Sequence[int] | None = None,
-    rows: Rows | None = None,
+    rows: FitRows | None = None,
     pool: str = "mean",
     pools: str | Sequence[str] | None = None,
     positions: Positions | None = None,

@@ -14,10 +14,8 @@ import typer
 from inspect_lens._cli import _choices, _main
 from inspect_lens._cli._main import app
 from inspect_lens._cli._output import Interrupted, kept_fits, running, typed_command
-from inspect_lens.errors import SpecError
 from inspect_lens.probe import LIE_DETECTORS
-from inspect_lens.spec._positions import PositionName
-from inspect_lens.train import FAMILIES, VectorMethod, calibrate
+from inspect_lens.train import FAMILIES, VectorMethod
 from inspect_lens.train.judging._select import SelectBy
 from inspect_lens.vector import VectorFormat
 from tests.kit.commands import commands, run_command
@@ -29,12 +27,9 @@ COMMANDS = commands()
 def test_choices_are_those_of_the_library() -> None:
     assert [one.value for one in _choices.Family] == list(FAMILIES)
     assert tuple(one.value for one in _choices.VectorMethod) == get_args(VectorMethod)
-    assert get_args(_choices.PositionName) == get_args(PositionName)
     assert get_args(_choices.SelectBy) == get_args(SelectBy)
     assert set(get_args(_choices.LieDetector)) == set(LIE_DETECTORS) - {"unrelated"}
     assert set(get_args(_choices.ExportFormat)) < set(get_args(VectorFormat))
-    with pytest.raises(SpecError, match=", ".join(get_args(_choices.ProbabilityMap))):
-        calibrate([0.0, 1.0], [0, 1], method="other")
 
 
 @pytest.mark.parametrize("words", COMMANDS)

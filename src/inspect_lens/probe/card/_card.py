@@ -33,9 +33,11 @@ __all__ = [
     "RECALL_FLOOR",
     "Calibration",
     "CaptureFacts",
+    "FitRows",
     "FollowUp",
     "LayerScore",
     "ModelRef",
+    "ProbabilityMap",
     "ProbeCard",
     "SeenSamples",
     "Statistic",
@@ -46,6 +48,12 @@ __all__ = [
 Over = Literal["answer", "alarm", "token"]
 """`answer`: one score of a whole answer; `alarm`: the running score after every token, which is the
 same as its maximum over the answer; `token`: the score of one token, wherever it stands."""
+
+FitRows = Literal["tokens", "mean", "last"]
+"""What one row of a fit is: a token, or the mean or the last token of a sample."""
+
+ProbabilityMap = Literal["platt", "temperature", "isotonic"]
+"""How scores become probabilities; see `inspect_lens.train.calibrate`."""
 
 _MAXIMA = {"max": "last", "ema_max": "ema", "multimax": "multimax"}
 
@@ -358,9 +366,9 @@ class TrainingFacts(Record):
     """Samples left out before the fit, for the reason in `notes`."""
     on_policy: bool = True
     """Whether the model itself wrote the completions that were read."""
-    rows: Literal["tokens", "mean", "last"] | None = None
-    """What one row of the fit was: a token, or the mean or the last token of a sample; None where
-    whole samples were read, and in cards of releases that did not write it."""
+    rows: FitRows | None = None
+    """What one row of the fit was; None where whole samples were read, and in cards of releases
+    that did not write it."""
     selected_by: str = ""
     """What the layer was chosen by: `recall` at the threshold's rate, or `auroc`."""
     tied_layers: tuple[int, ...] = Field(
@@ -500,7 +508,7 @@ class FollowUp(Record):
 class Calibration(Record):
     """How a card turns scores into probabilities."""
 
-    method: Literal["platt", "temperature", "isotonic"]
+    method: ProbabilityMap
     set: str
     """Name of the set it was fitted on."""
     n: int

@@ -14,7 +14,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import AnyProbe, ProbeCard
+from inspect_lens.probe import AnyProbe, FitRows, ProbeCard
 from inspect_lens.spec import check_word
 
 __all__ = ["BinaryEstimator"]
@@ -62,7 +62,7 @@ class BinaryEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     """Where the method comes from, for the card."""
     reads: Literal["tokens", "sequences"] = "tokens"
     """Whether `fit` takes one row per token or one sequence per sample."""
-    default_rows: Literal["tokens", "mean", "last"] = "tokens"
+    default_rows: FitRows = "tokens"
     """What one row is in the source, where `fit` takes rows: a token, or the mean or the last token
     of a sample."""
     n_layers: int = 1
@@ -223,10 +223,6 @@ def weighted(
 def _short(value: object) -> str:
     """A setting in few words: an array is its shape."""
     return f"array{value.shape}" if isinstance(value, np.ndarray) else str(value)
-
-
-Rows = Literal["tokens", "mean", "last"]
-"""What one row of a fit is: a token, or the mean or the last token of a sample."""
 
 
 Scaling = Literal["auto", "standard", "none"]

@@ -22,10 +22,9 @@ from sklearn.base import clone
 from sklearn.exceptions import ConvergenceWarning
 
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import write_atomic
+from inspect_lens.probe import FitRows, write_atomic
 from inspect_lens.train.families._binary import (
     BinaryEstimator,
-    Rows,
     Targets,
 )
 from inspect_lens.train.families._direction import (
@@ -169,7 +168,7 @@ _NUMBER, _TENSOR = "number", "tensor"
 """What stands before the name of what is a number, and of one of a head's tensors."""
 
 
-def keep(estimator: Any, data: StoreSet, layers: Sequence[int], rows: Rows | None) -> None:
+def keep(estimator: Any, data: StoreSet, layers: Sequence[int], rows: FitRows | None) -> None:
     """Write what was learnt, where the store has a folder for it and the family can be kept."""
     file = _file(estimator, data, layers, rows)
     if file is not None:
@@ -177,7 +176,7 @@ def keep(estimator: Any, data: StoreSet, layers: Sequence[int], rows: Rows | Non
         write_atomic(file, save(_learnt(estimator)))
 
 
-def restore(estimator: Any, data: StoreSet, layers: Sequence[int], rows: Rows | None) -> bool:
+def restore(estimator: Any, data: StoreSet, layers: Sequence[int], rows: FitRows | None) -> bool:
     """Set what a run before has learnt."""
     file = _file(estimator, data, layers, rows)
     if file is None or not file.exists():
@@ -198,7 +197,9 @@ def restore(estimator: Any, data: StoreSet, layers: Sequence[int], rows: Rows | 
     return True
 
 
-def _file(estimator: Any, data: StoreSet, layers: Sequence[int], rows: Rows | None) -> Path | None:
+def _file(
+    estimator: Any, data: StoreSet, layers: Sequence[int], rows: FitRows | None
+) -> Path | None:
     # Of a classifier of scikit-learn nobody knows what it learnt; an ensemble learns estimators.
     kept = isinstance(estimator, BinaryEstimator) and not isinstance(
         estimator, SklearnProbe | EnsembleProbe
@@ -238,7 +239,7 @@ _LOGISTIC: Final = (LogisticProbe, PressureLogisticProbe)
 
 
 def fits_in_memory(
-    estimator: Any, data: StoreSet, layers: Sequence[int], rows: Rows | None
+    estimator: Any, data: StoreSet, layers: Sequence[int], rows: FitRows | None
 ) -> bool:
     """Whether a fit is made in memory; False for one that reads the store piece by piece.
 
@@ -334,12 +335,12 @@ def _ahead(pieces: Iterator[Any]) -> Iterator[Any]:
             yield piece
 
 
-def rows_of(estimator: BinaryEstimator, rows: Rows | None) -> Rows | None:
+def rows_of(estimator: BinaryEstimator, rows: FitRows | None) -> FitRows | None:
     """What one row of a fit is; None for families that read sequences."""
     if estimator.reads == "sequences":
         return None
     base = getattr(estimator, "base", None) or estimator
-    own: Rows = getattr(base, "default_rows", "tokens")
+    own: FitRows = getattr(base, "default_rows", "tokens")
     return rows or own
 
 
@@ -348,7 +349,7 @@ def fit_on(
     data: ActivationSet,
     layer: int | Sequence[int],
     *,
-    rows: Rows | None = None,
+    rows: FitRows | None = None,
 ) -> BinaryEstimator:
     """Fit a family on the selected tokens of a set.
 
@@ -399,7 +400,7 @@ def fit_layers(
     data: ActivationSet,
     layers: Sequence[int],
     *,
-    rows: Rows | None = None,
+    rows: FitRows | None = None,
 ) -> Iterator[tuple[int, BinaryEstimator]]:
     """Fit a family at several layers, each on its own.
 
@@ -443,7 +444,7 @@ def _check_rows(rows: str | None) -> None:
 
 
 def _fit_held(
-    estimator: BinaryEstimator, data: ActivationSet, layers: Sequence[int], rows: Rows | None
+    estimator: BinaryEstimator, data: ActivationSet, layers: Sequence[int], rows: FitRows | None
 ) -> BinaryEstimator:
     """Fit with all rows of the layers in memory."""
     groups = np.array(data.groups)

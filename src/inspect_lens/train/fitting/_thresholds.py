@@ -16,6 +16,7 @@ from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
     AnyProbe,
     Calibration,
+    ProbabilityMap,
     Statistic,
     Threshold,
     brier_score,
@@ -256,7 +257,6 @@ def _alarm_length(ranked: Sequence[int], fpr: float) -> int:
 
 
 _ISOTONIC_FROM: Final = 1000
-_METHODS: Final = ("platt", "temperature", "isotonic")
 
 
 def calibrate(
@@ -306,7 +306,7 @@ def calibrate(
         assert 0.0 < made.probability(0.0) < made.probability(5.0) <= 1.0
         ```
     """
-    check_word("method", method, _METHODS)
+    check_word("method", method, ProbabilityMap)
     positive, negative = split_classes(labels, scores)
     if not positive.size or not negative.size:
         raise SpecError(

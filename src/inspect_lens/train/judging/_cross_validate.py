@@ -12,8 +12,8 @@ from sklearn.base import BaseEstimator
 from sklearn.model_selection import StratifiedGroupKFold
 
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import Interval, ProbeCard, auroc, count_groups, delong_interval
-from inspect_lens.train.families._binary import BinaryEstimator, Rows
+from inspect_lens.probe import FitRows, Interval, ProbeCard, auroc, count_groups, delong_interval
+from inspect_lens.train.families._binary import BinaryEstimator
 from inspect_lens.train.sets._dataset import ActivationSet
 from inspect_lens.train.sets._splits import (
     require_disjoint,
@@ -59,7 +59,7 @@ def cross_validate_probe(
     fpr: float = 0.01,
     layers: Sequence[int] | None = None,
     pool: str = "mean",
-    rows: Rows | None = None,
+    rows: FitRows | None = None,
     folds: int = 5,
     seed: int = 0,
 ) -> CrossValidated:

@@ -16,6 +16,7 @@ from inspect_lens.probe import (
     AnyProbe,
     Comparison,
     Evaluation,
+    FitRows,
     Interval,
     ProbeCard,
     Transfer,
@@ -25,7 +26,7 @@ from inspect_lens.probe import (
     rate_interval,
     split_classes,
 )
-from inspect_lens.train.families._binary import BinaryEstimator, Rows
+from inspect_lens.train.families._binary import BinaryEstimator
 from inspect_lens.train.families._logistic import as_family
 from inspect_lens.train.fitting._fit import fit_on
 from inspect_lens.train.sets._dataset import ActivationSet
@@ -65,7 +66,7 @@ def leave_one_domain_out(
     domains: str | Sequence[str],
     *,
     layer: int,
-    rows: Rows | None = None,
+    rows: FitRows | None = None,
     pool: str = "mean",
     seed: int = 0,
 ) -> tuple[DomainScore, ...]:

@@ -15,6 +15,7 @@ from inspect_lens._base.one_or_several import one_or_several
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
     AnyProbe,
+    FitRows,
     Interval,
     LayerScore,
     ProbeCard,
@@ -23,7 +24,7 @@ from inspect_lens.probe import (
     delong_interval,
     recall_draws,
 )
-from inspect_lens.train.families._binary import BinaryEstimator, Rows
+from inspect_lens.train.families._binary import BinaryEstimator
 from inspect_lens.train.families._ensemble import EnsembleProbe, layers_at
 from inspect_lens.train.families._logistic import LogisticProbe, as_family
 from inspect_lens.train.fitting._fit import fit_layers, fit_on
@@ -65,7 +66,7 @@ def select_layer(
     fpr: float = 0.01,
     layers: Sequence[int] | None = None,
     pools: str | Sequence[str] | None = None,
-    rows: Rows | None = None,
+    rows: FitRows | None = None,
     n_draws: int = 400,
     seed: int = 0,
 ) -> LayerChoice:

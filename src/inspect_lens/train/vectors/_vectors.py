@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens._base.one_or_several import one_or_several
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import ModelRef, auroc, fingerprint_model
+from inspect_lens.probe import FitRows, ModelRef, auroc, fingerprint_model
 from inspect_lens.spec import RESID_POST, Site, check_word
 from inspect_lens.train.families._direction import (
     DirectionEstimator,
@@ -37,7 +37,7 @@ __all__ = [
 VectorMethod = Literal["mean_difference", "caa", "logistic", "pca"]
 """`caa` is the mean of the differences of pairs; `pca` their first principal component (LAT)."""
 
-VectorRows = Literal["tokens", "mean", "last"] | int
+VectorRows = FitRows | int
 """Which tokens make a row: each selected one, their mean, the last, or one by index."""
 
 _CAA_ROW: Final = -2  # the letter of an answer such as "(A)"
