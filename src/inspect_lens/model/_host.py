@@ -27,6 +27,7 @@ from inspect_ai.log._recorders.json import JSONRecorder
 from inspect_ai.log._samples import sample_active
 from inspect_ai.model._generate_config import active_generate_config
 from inspect_ai.model._model import active_model, init_model_roles, model_roles
+from inspect_ai.solver._task_state import sample_state
 from rich.markup import escape
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ __all__ = [
     "ensure_adapter_loaded",
     "get_adapter_rank",
     "init_model_roles",
+    "is_interim",
     "registry_add",
     "registry_has",
     "registry_info",
@@ -198,6 +200,12 @@ PRIVATE_NAMES: tuple[HostName, ...] = (
         "an audit without a target in the roles audits the model under evaluation",
     ),
     HostName(
+        "inspect_ai.solver._task_state",
+        "sample_state",
+        (),
+        "metrics of a running eval's display leave out what is slow",
+    ),
+    HostName(
         _VLLM,
         "VLLMAPI.__init__",
         ("self", "model_name", "base_url", "port", "api_key", "config", "lazy_init"),
@@ -275,6 +283,15 @@ def active_call() -> ActiveCall | None:
         sample_id=sample.sample.id,
         epoch=sample.epoch,
     )
+
+
+def is_interim() -> bool:
+    """Whether a metric is computed for the display of an eval that goes on.
+
+    Inspect does so every second, in the task of a sample that has just ended, and everything else
+    of the eval waits for it.
+    """
+    return sample_active() is None and sample_state() is not None
 
 
 def active_approver() -> Approver | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import logging
 import math
 import re
 import zlib
@@ -17,16 +16,15 @@ from numpy.typing import NDArray
 
 from inspect_lens import probe as arithmetic
 from inspect_lens.errors import SpecError
+from inspect_lens.model._host import is_interim
 from inspect_lens.probe import Interval, find_label_source
 from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.spec import check_word
 
 from ._judges import shown
-from ._labels import NO_BOUNDS, Labelled, cluster_of, labelled, with_bounds
+from ._labels import NO_BOUNDS, Labelled, cluster_of, labelled, warn, with_bounds
 
 __all__ = ["leakage_baseline", "length_auroc", "validity", "words_auroc"]
-
-logger = logging.getLogger(__name__)
 
 Text = Literal["completion", "prompt", "both"]
 _WORD: Final = re.compile(r"\b\w+\b")
@@ -83,7 +81,7 @@ def _area_of_length(found: Labelled) -> tuple[float, list[int], NDArray[np.float
         if (n := _length(one)) is not None
     ]
     if n_without := len(found.scores) - len(known):
-        logger.warning(
+        warn(
             "length_auroc: %d of %d samples have no length and are left out; scores of a probe "
             "and of leakage_baseline have one", n_without, len(found.scores),
         )  # fmt: skip
@@ -123,8 +121,8 @@ def words_auroc(
             groups (the epochs of a sample, or `group`) as independent and the classifiers as given.
 
     Returns:
-        The metric; NaN when a class has fewer than two groups. A sample without the named `group`
-        is refused.
+        The metric; NaN when a class has fewer than two groups, and in Inspect's display while
+        samples run, as learning takes long. A sample without the named `group` is refused.
 
     Source:
         arXiv:2509.21344: text baselines beside every probe.
@@ -151,7 +149,7 @@ def words_auroc(
             return made
         if isinstance(made, dict):
             return {**made, "words_n": n}
-        logger.warning(
+        warn(
             "words_auroc is of %d of %d texts, the same ones in each run; interval=True says so in "
             "the log, as words_n", n, len(found.scores),
         )  # fmt: skip
@@ -175,7 +173,7 @@ def _area_of_words(
     found, names = _at_most(found, names)
     n = len(found.scores)
     classes = [{n for n, y in zip(names, found.labels, strict=True) if y == c} for c in (0, 1)]
-    if min(map(len, classes)) < 2:
+    if min(map(len, classes)) < 2 or is_interim():
         return math.nan, NO_BOUNDS, n
     ranks = arithmetic.cross_validated_words(
         [_words(s) for s in found.scores], found.labels, groups=names, folds=folds
@@ -196,7 +194,7 @@ def validity(label: str = "label", group: str | None = None) -> Metric:
       that the probe read, and of a classifier on the words of the answers. The larger one is the
       best baseline. Both are of the first epoch. Of a probe that reads the prompt alone the words
       of the answers are no baseline, and `words_auroc` is NaN; that of
-      `leakage_baseline("prompt")` is one.
+      `leakage_baseline("prompt")` is one. In Inspect's display it is NaN while samples run.
     - `words_n`: the number of answers that `words_auroc` is of, where there are more than 1,000.
       It is then of 1,000 of them, the same ones in each run: those whose ids hash lowest.
     - `labels_from_instruction`, `labels_from_judge`, `labels_from_ground_truth` and
@@ -266,14 +264,14 @@ def _at_most(found: Labelled, names: list[str]) -> tuple[Labelled, list[str]]:
 def _have_words(found: Labelled) -> bool:
     """Whether every score has its words; a metric that cannot be told must not fail the eval."""
     if any((one.score.metadata or {}).get(READS_PROMPT) for one in found.scores):
-        logger.warning(
+        warn(
             "words_auroc is nan: the probe read the prompt alone, and words are those of answers; "
             'that of leakage_baseline("prompt") is the baseline'
         )
         return False
     lacking = sum(_words_or_none(one) is None for one in found.scores)
     if lacking:
-        logger.warning(
+        warn(
             "words_auroc is nan: %d of %d scores hold no words; those of a probe and of "
             "leakage_baseline do", lacking, len(found.scores),
         )  # fmt: skip

@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens import probe as arithmetic
 from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.model._host import is_interim
 from inspect_lens.model._places import read_log
 from inspect_lens.probe import Comparison, Interval, compare_auroc
 from inspect_lens.reading._shared import shared_parameters
@@ -30,6 +31,12 @@ __all__ = ["compare"]
 logger = logging.getLogger(__name__)
 
 _RESAMPLES = 1000
+
+
+def warn(text: str, *values: object) -> None:
+    """Warn of what a metric is of: once, and not each time that the display computes it."""
+    if not is_interim():
+        logger.warning(text, *values)
 
 
 def cluster_of(sample: SampleScore, key: str, *, argument: str = "cluster") -> str:
@@ -60,7 +67,7 @@ def drawn_interval(
     except SpecError as error:
         few = str(error)
     # The samples are paid for; one interval that cannot be told must not fail the eval.
-    logger.warning("the interval of %s is NaN: %s", name, few)
+    warn("the interval of %s is NaN: %s", name, few)
     return Interval(low=math.nan, high=math.nan, method=few)
 
 
@@ -142,12 +149,12 @@ def labelled(scores: Sequence[SampleScore], label: str, cluster: str | None = No
         found.groups.append(cluster_of(sample, cluster) if cluster else str(sample.sample_id))
         found.scores.append(sample)
     if unlabelled:
-        logger.warning(
+        warn(
             "%d of %d scored samples have no metadata %r and count in no metric that needs it",
             unlabelled, len(scores), label,
         )  # fmt: skip
     if unscored:
-        logger.warning("%d of %d samples have no number and are left out", unscored, len(scores))
+        warn("%d of %d samples have no number and are left out", unscored, len(scores))
     return found
 
 

@@ -6,9 +6,7 @@ kind and gives it scores without metadata, so that annotation is load-bearing.
 
 from __future__ import annotations
 
-import logging
 import math
-import re
 from collections.abc import Sequence
 from typing import Literal
 
@@ -29,6 +27,7 @@ from ._labels import (
     drawn_interval,
     labelled,
     read_threshold,
+    warn,
     with_bounds,
 )
 
@@ -41,8 +40,6 @@ __all__ = [
     "recall_at_fpr_metric",
     "threshold_accuracy",
 ]
-
-logger = logging.getLogger(__name__)
 
 
 @metric(name="auroc")
@@ -178,7 +175,6 @@ def recall_at_fpr_metric(
         assert log.results.scores[0].metrics["recall_at_fpr"].value >= 0.5
         ```
     """
-    told: set[str] = set()
 
     def compute(scores: list[SampleScore]) -> Value:
         above, below = classes(scores, label, control, cluster)
@@ -188,13 +184,7 @@ def recall_at_fpr_metric(
             recall = arithmetic.recall_at_fpr(positives, negatives, fpr, allow_few=allow_few).recall
         except SpecError as error:
             # The samples are paid for; one metric that cannot be told must not fail the eval.
-            # Inspect asks while samples come in; the count of the moment would mislead.
-            reason = re.sub(
-                r"^negatives: \d+ scores for recall at", "too few scores for", str(error)
-            )
-            if reason not in told:
-                told.add(reason)
-                logger.warning("recall_at_fpr is nan: %s", reason)
+            warn("recall_at_fpr is nan: %s", error)
             return with_bounds("recall_at_fpr", math.nan, bounds)
         if interval and positives and negatives:
             bounds = drawn_interval(
@@ -342,7 +332,6 @@ def at_threshold(
         assert found["recall"].value <= found["recall_high"].value
         ```
     """
-    told: list[str] = []
 
     def rates(scores: Sequence[SampleScore], name: str | None) -> dict[str, float] | None:
         positives, negatives = classes(scores, label, control, cluster)
@@ -360,9 +349,8 @@ def at_threshold(
         if not names or key is not None:
             names = {key: None}
         each = {name: rates([_entry(s, name) for s in scores], name) for name in names}
-        if all(found is None for found in each.values()) and not told:
-            told.append("threshold")
-            logger.warning(
+        if all(found is None for found in each.values()):
+            warn(
                 "recall and fpr are left out: the scores carry no threshold; pass threshold=, or "
                 "key= for an entry of a dict score"
             )
@@ -478,7 +466,7 @@ def _probabilities(
     else:
         fact = carried(scores, "calibration", key)
         if fact is None or fact.get("method") == "isotonic":
-            logger.warning(
+            warn(
                 "calibration_error is NaN: the scores carry %s; pass probe=, or "
                 "value='probability' for scores that are probabilities",
                 "no calibration" if fact is None else "an isotonic calibration without its steps",
@@ -486,7 +474,7 @@ def _probabilities(
             return None
         calibration = arithmetic.Calibration.model_validate({**fact, "n": 0})
     if calibration is None:
-        logger.warning("calibration_error is NaN: the card of %s has no calibration", probe)
+        warn("calibration_error is NaN: the card of %s has no calibration", probe)
         return None
     return np.array([calibration.probability(v) for v in values], dtype=np.float64)
 

@@ -2,19 +2,22 @@ from __future__ import annotations
 
 import base64
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from inspect_ai import Epochs, score
+from inspect_ai._eval.task import run as inspect_run
 from inspect_ai.log import read_eval_log
 from inspect_ai.model import ModelOutput, ModelUsage
 from inspect_ai.scorer import SampleScore, Score, grouped
 
 from inspect_lens.errors import SpecError
+from inspect_lens.model._host import is_interim
 from inspect_lens.probe import auroc, cross_validated_words, hash_words
-from inspect_lens.scorer import leakage_baseline, length_auroc, words_auroc
+from inspect_lens.scorer import _baselines, leakage_baseline, length_auroc, words_auroc
 from tests.kit.mock_evals import metric_values, run, scores
 
 N = 40
@@ -56,6 +59,28 @@ def test_the_text_alone_tells_the_label(tmp_path: Path) -> None:
         read_eval_log(log.location), leakage_baseline(), action="overwrite", display="none"
     )
     assert metric_values(again) == got
+
+
+def test_words_are_learned_once_behind_the_last_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inspect computes metrics for its display all the while, and every sample waits for it."""
+    told: list[bool] = []
+    learned: list[int] = []
+    often = partial(inspect_run.update_metrics_display_fn, min_interval=0)
+    monkeypatch.setattr(inspect_run, "update_metrics_display_fn", often)
+    monkeypatch.setattr(_baselines, "is_interim", lambda: told.append(is_interim()) or told[-1])
+
+    def learn(words: Any, *args: Any, **options: Any) -> Any:
+        learned.append(len(words))
+        return cross_validated_words(words, *args, **options)
+
+    monkeypatch.setattr(_baselines.arithmetic, "cross_validated_words", learn)
+    log = run(speaker(), leakage_baseline(), folder=tmp_path, labels=LABELS, max_samples=1)
+    assert told[-1] is False
+    assert any(told)
+    assert learned == [N]
+    assert metric_values(log)["words_auroc"] > 0.6
 
 
 def test_every_epoch_is_a_text_and_no_reducer_changes_that(tmp_path: Path) -> None:

@@ -16,7 +16,13 @@ from inspect_ai.solver import TaskState, generate
 from sklearn.metrics import roc_auc_score
 
 from inspect_lens.errors import SpecError
-from inspect_lens.scorer import at_threshold, auroc_metric, recall_at_fpr_metric, threshold_accuracy
+from inspect_lens.scorer import (
+    _labels,
+    at_threshold,
+    auroc_metric,
+    recall_at_fpr_metric,
+    threshold_accuracy,
+)
 
 Value = Callable[[TaskState], Any]
 
@@ -150,17 +156,18 @@ class TestThroughInspect:
         got = values(run(data, [recall_at_fpr_metric(0.1, control="control")]))
         assert got["recall_at_fpr"] == 1.0
 
-    def test_the_warning_comes_once_and_without_the_count_of_the_moment(
-        self, caplog: pytest.LogCaptureFixture
+    def test_the_warning_comes_once_and_with_the_count_of_the_end(
+        self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         metric: Any = recall_at_fpr_metric()
         with caplog.at_level(logging.WARNING):
             for n in (4, 8, 12):  # as Inspect asks while samples come in
+                monkeypatch.setattr(_labels, "is_interim", lambda: n < 12)  # noqa: B023
                 made = [sample(float(i), label=i % 2) for i in range(n)]
                 assert math.isnan(metric(made))
         (record,) = caplog.records
+        assert "6 scores for recall" in record.getMessage()
         assert "300 negatives or more" in record.getMessage()
-        assert "too few scores" in record.getMessage()
 
     def test_a_threshold_of_the_caller_goes_before_that_of_the_scores(self) -> None:
         scored = [

@@ -103,13 +103,17 @@ def cross_validated_words(
     made = np.full(y.size, 0.5)
     if fold is None:
         return made
+    from threadpoolctl import threadpool_limits
+
     texts = [np.asarray(w, dtype=np.int64) for w in words]
-    for held in np.unique(fold):
-        test = fold == held
-        seen = [t for t, out in zip(texts, test, strict=True) if not out]
-        new = [t for t, out in zip(texts, test, strict=True) if out]
-        scores = _score(seen, y[~test].astype(np.float64), new, penalty)
-        made[test] = (midranks(scores) - 0.5) / test.sum()
+    # The vectors are short: threads of BLAS would wait for each other, ten times as long.
+    with threadpool_limits(limits=1):
+        for held in np.unique(fold):
+            test = fold == held
+            seen = [t for t, out in zip(texts, test, strict=True) if not out]
+            new = [t for t, out in zip(texts, test, strict=True) if out]
+            scores = _score(seen, y[~test].astype(np.float64), new, penalty)
+            made[test] = (midranks(scores) - 0.5) / test.sum()
     return made
 
 
