@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from inspect_lens._base.concurrency import first_error, together
+from inspect_lens._base.concurrency import MadeOnce, first_error, together
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
@@ -43,3 +43,29 @@ def test_the_first_failure_of_a_group_in_a_group() -> None:
     assert str(first_error(ExceptionGroup("y", [inner, TypeError("c")]))) == "a"
     alone = ValueError("z")
     assert first_error(alone) is alone
+
+
+def test_what_several_ask_for_is_made_once_and_a_failure_is_tried_again() -> None:
+    once, asked = MadeOnce[int](), list[str]()
+
+    async def make() -> int:
+        asked.append("")
+        await anyio.sleep(0)
+        if len(asked) == 1:
+            raise ValueError("the first")
+        return len(asked)
+
+    async def run() -> None:
+        found = await together(*(attempt() for _ in range(4)))
+        assert sorted(found) == [-1, 2, 2, 2]
+        assert await once.of("a", make) == 2
+        assert await once.of("b", make) == 3
+
+    async def attempt() -> int:
+        try:
+            return await once.of("a", make)
+        except ValueError:
+            return -1
+
+    anyio.run(run)
+    assert len(asked) == 3

@@ -27,6 +27,7 @@ from inspect_ai.util import display_counter
 from pydantic import ValidationError
 from typing_extensions import override
 
+from inspect_lens._base.concurrency import MadeOnce
 from inspect_lens._base.http import (
     DELAYS_S,
     HTTPError,
@@ -304,19 +305,18 @@ class ServerNames:
 
     def __init__(self, send: Send, server: str) -> None:
         self._send, self._server = send, server
-        self._states: dict[str, str | None] = {}
+        self._states = MadeOnce[str | None]()
         """By name: why the server does not run it; None where it does."""
-        self._under_way: dict[str, anyio.Event] = {}
 
     def forget(self) -> None:
         """The server that was there is not there any more."""
-        self._states.clear()
+        self._states.made.clear()
 
     async def serve(self, request: LensRequest) -> Served:
         """See that the server knows what a request names."""
         for name, what, field, form in _weights(request):
-            await self._once(name, partial(self._weights, name, what, field, form))
-        if all(self._states.get(use.name, "") is None for use in request.probes):
+            await self._states.of(name, partial(self._weights, name, what, field, form))
+        if all(self._states.made.get(use.name, "") is None for use in request.probes):
             return Served(request, {})
         kept: list[ProbeUse] = []
         refused: dict[str, str] = {}
@@ -325,7 +325,7 @@ class ServerNames:
             known = KNOWN.get(use.name)
             reason = None
             if known is not None:
-                reason = await self._once(use.name, partial(self._probe, use.name, known))
+                reason = await self._states.of(use.name, partial(self._probe, use.name, known))
             if known is None or reason is None:
                 kept.append(use)
                 continue
@@ -335,21 +335,6 @@ class ServerNames:
             return Served(request, {})
         changes = {"probes": tuple(kept), "capture": capture}
         return Served(request.model_copy(update=changes), refused)
-
-    async def _once(self, name: str, register: Callable[[], Awaitable[str | None]]) -> str | None:
-        """What became of a name; where registering it failed, the next one tries again."""
-        while name not in self._states:
-            under_way = self._under_way.get(name)
-            if under_way is not None:
-                await under_way.wait()
-                continue
-            done = self._under_way[name] = anyio.Event()
-            try:
-                self._states[name] = await register()
-            finally:
-                del self._under_way[name]
-                done.set()
-        return self._states[name]
 
     async def _weights(self, name: str, what: str, field: str, form: Weights) -> None:
         reason = await self._refusal(name, what, field, form)
@@ -461,12 +446,19 @@ def _numerics_in(told: Mapping[str, Any]) -> Numerics | None:
         return None
 
 
+class _Offer(NamedTuple):
+    """What a server says that concerns every call."""
+
+    binary: bool
+    """Whether it has the routes of the binary transport."""
+    numerics: Numerics | None
+    """What it computes with."""
+
+
 class ServerCalls(VLLMAPI):
     """Inspect's vLLM provider with the routes of a lens server."""
 
     _is_peer: bool | None = None
-    _binary: bool | None = None
-    _numerics: Numerics | None = None
     _init_base_url: str | None
 
     @override
@@ -584,21 +576,25 @@ class ServerCalls(VLLMAPI):
         await self._ensure_server_started()
         return _facts_in(await self._get("/v1/inspect_lens"))
 
+    @cached_property
+    def _offers(self) -> MadeOnce[_Offer]:
+        return MadeOnce()
+
+    async def _ask(self) -> _Offer:
+        facts = await self.describe_server()
+        return _Offer(bool(facts), _numerics_in(facts))
+
     async def offers_binary(self) -> bool:
         """Whether the server has the routes of the binary transport, and they are in reach."""
-        if self._binary is None:
-            await self._ensure_server_started()
-            try:
-                response = await self._get("/v1/inspect_lens")
-            except CaptureError:
-                return False
-            facts = _facts_in(response)
-            self._binary, self._numerics = bool(facts), _numerics_in(facts)
-        return self._binary
+        await self._ensure_server_started()
+        try:
+            return (await self._offers.of("binary", self._ask)).binary
+        except CaptureError:
+            return False
 
     async def numerics(self) -> Numerics | None:
         """What the server computes with, asked once; None where it does not tell."""
-        return self._numerics if await self.offers_binary() else None
+        return self._offers.made["binary"].numerics if await self.offers_binary() else None
 
     async def _check_done(self, request: LensRequest | None, fields: LensFields) -> None:
         """Refuse an answer that a server gave without steering it, or without running probes."""

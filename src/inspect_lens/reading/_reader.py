@@ -13,6 +13,7 @@ import numpy as np
 from inspect_ai.model import Model, ModelOutput
 from numpy.typing import NDArray
 
+from inspect_lens._base.concurrency import MadeOnce
 from inspect_lens.errors import ArtifactError, UnsupportedError
 from inspect_lens.model import Activations, ProbeScores, activations, probe_scores
 from inspect_lens.model._scope import served_path
@@ -370,7 +371,8 @@ class ProbeReader(CallReader):
     """From scores to probabilities; None when it does not hold for these settings."""
     same_tokens: bool = True
     """Whether layer, positions and selection are those that the card's thresholds hold for."""
-    _verified: dict[str, bool] = field(default_factory=dict, repr=False, compare=False)
+    _verified: MadeOnce[bool] = field(default_factory=MadeOnce, repr=False, compare=False)
+    """Whether a model is known to be the card's, by name."""
     _others: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
     """Models that are not known to be the card's, with the reason, by name."""
 
@@ -486,8 +488,8 @@ class ProbeReader(CallReader):
                 by sentences and there is no tokenizer.
             UnsupportedError: the model cannot recompute.
         """
-        if model_name is not None and model_name not in self._verified:
-            self._verified[model_name] = await self._is_own(model_name, model)
+        if model_name is not None:
+            await self._verified.of(model_name, lambda: self._is_own(model_name, model))
         if isinstance(output, ModelOutput) and has_nothing_to_read(output):
             return None
         unread = ""
@@ -659,7 +661,7 @@ class ProbeReader(CallReader):
         refused: str | None,
     ) -> Reading:
         differs = self._compare(rows.handle, model_name)
-        verified = self._verified.get(model_name or "", False)
+        verified = self._verified.made.get(model_name or "", False)
         reading = Reading(value, rows, self, verified, model_name, refused, differs)
         reading.__dict__["_scores"] = scores  # nobody multiplies again
         return reading

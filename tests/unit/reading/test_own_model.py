@@ -68,3 +68,21 @@ def test_a_served_name_is_looked_up_at_the_server(
     else:
         assert log.error is not None
         assert "has fingerprint" in log.error.message
+
+
+def test_samples_that_end_together_ask_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    probe = planted_probe(model=ModelRef(name="org/other", sha256="0" * 64))
+    with FakeLensServer(hidden=WIDTH) as server:
+        (log,) = eval(
+            Task(dataset=[Sample("who?") for _ in range(8)], scorer=probe_score(probe)),
+            model=get_model("lens/org/tiny", base_url=server.url, memoize=False, capture="all"),
+            display="none", log_dir="logs",
+        )  # fmt: skip
+        # The provider asks when it attaches; the second time is for all samples.
+        assert server.read.count("/v1/models") == 2
+        assert server.read.count("/v1/inspect_lens") == 1
+    assert log.status == "success"
+    assert caplog.text.count("is not known") == 1
