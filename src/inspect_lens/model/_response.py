@@ -535,9 +535,15 @@ def _activations_in(metadata: Mapping[str, Any] | None) -> Activations | None:
 
 def _said(receipt: Mapping[str, Any]) -> dict[str, Any]:
     """A receipt without fields that say nothing: Inspect walks all of it a dozen times a sample."""
-    said = {name: value for name, value in receipt.items() if value is not None}
+    said = {
+        name: value
+        for name, value in receipt.items()
+        if value is not None and (value != [] or name == "paths")
+    }
     if probes := said.get("probes"):
-        said["probes"] = [{k: v for k, v in p.items() if v is not None} for p in probes]
+        said["probes"] = [
+            {k: v for k, v in p.items() if v is not None and v is not False} for p in probes
+        ]
     return said
 
 

@@ -7,7 +7,14 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias, cast
 
-from pydantic import BaseModel, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from inspect_lens.errors import SpecError
 
@@ -212,6 +219,12 @@ class LensRequest(RequestPart):
     @classmethod
     def _sink(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
+
+    @model_serializer(mode="wrap")
+    def _what_is_asked(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # It is on the wire and twice in the log of each call, where Inspect walks every value.
+        asked, fields = self.asked, whole(self)
+        return {name: value for name, value in fields.items() if name in asked}
 
     @property
     def asked(self) -> set[str]:
@@ -522,8 +535,7 @@ def _plain(value: Any, key: str) -> Any:
     if key == STEER_KEY and isinstance(value, Add) and is_plain(value):
         return vector_form(value)
     if isinstance(value, Hook | LensRequest | EditBase):
-        fields = value.asked if isinstance(value, LensRequest) else None
-        return value.model_dump(mode="json", include=fields, exclude_none=True)
+        return value.model_dump(mode="json", exclude_none=True)
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
     if isinstance(value, list | tuple):

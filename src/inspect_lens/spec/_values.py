@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from itertools import chain
 from types import MappingProxyType
-from typing import Annotated, Any, Final, TypeVar, cast, get_args
+from typing import Annotated, Any, Final, Self, TypeVar, cast, get_args
 
 from pydantic import (
     BaseModel,
@@ -130,6 +130,10 @@ class Value(BaseModel):
         except ValidationError as error:
             cls = type(self)
             raise SpecError(explain(error, root=cls.__name__, kind=cls)) from None
+
+    def __deepcopy__(self, memo: object = None) -> Self:
+        """Inspect copies the config of each call several times, with the request in it."""
+        return self
 
     # Pydantic's mark: what is inside another value, or read, is validated without this one.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]

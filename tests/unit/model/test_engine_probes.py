@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from inspect_ai import Task, eval
 from inspect_ai.dataset import Sample
+from inspect_ai.event import ModelEvent
 from inspect_ai.log import EvalLog, read_eval_log
 from inspect_ai.model import GenerateConfig, get_model
 from inspect_ai.solver import Solver, generate
@@ -24,6 +25,7 @@ from inspect_lens.model import (
     lens_scope,
     probe_scores,
     read_probe_scores,
+    receipt,
 )
 from inspect_lens.model._host import PrerequisiteError
 from inspect_lens.model._read import probe_scores_for
@@ -319,6 +321,18 @@ def test_the_log_has_a_reference_and_the_file_the_scores(
             "$lens", "uri", "root", "probes", "sha256", "n_prompt", "n_completion",
         }  # fmt: skip
         assert (tmp_path / "logs" / reference["uri"]).exists()
+        # Inspect walks every value of a log again and again: nothing is there that says nothing.
+        (event,) = (event for event in sample.events if isinstance(event, ModelEvent))
+        assert event.config.extra_body is not None
+        assert set(event.config.extra_body["extra_args"]["inspect_lens"]) == {"probes"}
+        said = sample.output.metadata["inspect_lens"]
+        assert all(value not in (None, []) for value in said.values())
+        assert set(said["probes"][0]) == {
+            "name", "sha256", "aggregate", "score", "n_tokens", "first_position",
+        }  # fmt: skip
+        done = receipt(sample.output)
+        assert done is not None
+        assert (done.tiers, done.probes[0].stopped) == ((), False)
         column = call.scores.of("org/sum")
         expected = truth(list(call.scores.prompt_token_ids), list(call.scores.token_ids))
         np.testing.assert_allclose(column.scores, expected, rtol=1e-6)
