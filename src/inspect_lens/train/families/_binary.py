@@ -233,7 +233,7 @@ HUGE_SHARE: Final = 0.5
 
 def find_scale(variance: Floats, n_rows: int, scaling: Scaling, *, family: str) -> Floats | None:
     """What to divide each dimension by, of its variance within the classes (hidden,); else None."""
-    check_word("scaling", scaling, ("auto", "standard", "none"))
+    check_word("scaling", scaling, Scaling)
     if scaling == "none" or n_rows < 4:
         return None
     if scaling == "auto":

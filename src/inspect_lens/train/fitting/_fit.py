@@ -23,6 +23,7 @@ from sklearn.exceptions import ConvergenceWarning
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import FitRows, write_atomic
+from inspect_lens.spec import check_word
 from inspect_lens.train.families._binary import (
     BinaryEstimator,
     Targets,
@@ -439,8 +440,8 @@ def fit_layers(
 
 
 def _check_rows(rows: str | None) -> None:
-    if rows not in (None, "tokens", "mean", "last"):
-        raise SpecError(f"rows={rows!r}; allowed are 'tokens', 'mean' and 'last'")
+    if rows is not None:
+        check_word("rows", rows, FitRows)
 
 
 def _fit_held(

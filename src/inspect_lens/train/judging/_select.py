@@ -24,6 +24,7 @@ from inspect_lens.probe import (
     delong_interval,
     recall_draws,
 )
+from inspect_lens.spec import check_word
 from inspect_lens.train.families._binary import BinaryEstimator
 from inspect_lens.train.families._ensemble import EnsembleProbe, layers_at
 from inspect_lens.train.families._logistic import LogisticProbe, as_family
@@ -203,8 +204,8 @@ def _as_good(fitted: list[_Tried], selection: ActivationSet, by: SelectBy) -> li
 
 
 def _how(select_by: SelectBy | None, control: ActivationSet | None) -> SelectBy:
-    if select_by not in (None, "recall", "auroc"):
-        raise SpecError(f"select_by={select_by!r}; allowed are 'recall' and 'auroc'")
+    if select_by is not None:
+        check_word("select_by", select_by, SelectBy)
     if select_by == "recall" and control is None:
         raise SpecError(
             "select_by='recall': there is no control set; allowed is control=, harmless samples "
