@@ -221,7 +221,7 @@ class CaptureEnvelope(Readout):
             return SiteWidth(site, self.hidden)
         return SiteWidth(site, *self.widths[self.sites.index(site)])
 
-    @property
+    @cached_property
     def is_simple(self) -> bool:
         """Whether the rows that come are the one tensor that was asked for."""
         is_one = len(self.sites) == 1 and not self.heads

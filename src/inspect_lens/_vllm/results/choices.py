@@ -441,7 +441,10 @@ def is_light(ticket: Ticket, expected: Expected, *, encodes: bool) -> bool:
     if (capture := envelope.capture) is None:
         return True
     if encodes and capture.transport != "binary":
-        return False
+        # What the last event of a stream brings, or a whole answer.
+        streaming = expected.streaming if envelope.is_streamed else None
+        if streaming is None or streaming.n_bytes(n_fed) > _LIGHT_BYTES:
+            return False
     taps, width = capture.shape
     count = len(expected.positions(n_fed)) + expected.n_known
     if taps * count * width * np.dtype(STORAGE[capture.wire]).itemsize <= _LIGHT_BYTES:

@@ -20,7 +20,7 @@ from inspect_lens._base.partial import PARTIAL_KEY, Joined, Partial
 from inspect_lens._vllm.frontend.wrappers import FRONT_END_WRAPPERS
 from inspect_lens._vllm.http.bodies import as_json, payloads, with_results
 from inspect_lens._vllm.registered.tiers import TIERS_KEY
-from inspect_lens._vllm.results import streaming
+from inspect_lens._vllm.results import choices, streaming
 from inspect_lens._vllm.results.choices import Ticket
 from inspect_lens._vllm.results.event_loop import arrivals_of
 from inspect_lens._vllm.results.streaming import Pace
@@ -147,6 +147,32 @@ def test_nobody_waits_while_rows_of_a_prompt_are_written(
     assert "inspect_lens_partial_json" in one.outputs[0].__dict__
     engine.results.abandon([key])
     engine.worker.stepper.remove(key)
+
+
+def test_the_end_of_a_stream_takes_a_thread_only_where_much_is_left(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = {"capture": CaptureSpec(layers=(0, 5))}
+    stream = engine.start(LensRequest(**rows, stream_results=True))
+    whole = engine.start(LensRequest(**rows))
+    engine.step([stream, whole], 0, N_PROMPT)
+    engine.run([stream, whole])
+    engine.settle()
+    n_completion = N_MAX - N_PROMPT + 1
+
+    def is_light(key: str) -> bool:
+        choice = completion(0)
+        choice.inspect_lens_ticket = Ticket(key, n_completion=n_completion)
+        return engine.results.is_light(output(choice), encodes=True)
+
+    left = engine.results.n_bytes(going_on(stream, n_completion))
+    monkeypatch.setattr(choices, "_LIGHT_BYTES", left - 1)
+    assert not is_light(stream)
+    engine.results.carry(going_on(stream, 2), is_kept=False)
+    assert is_light(stream), "most has gone out"
+    monkeypatch.undo()
+    assert not is_light(whole), "all of it is written into one answer"
+    engine.end([stream, whole])
 
 
 def test_what_nobody_read_comes_with_the_last_output(engine: Engine) -> None:
