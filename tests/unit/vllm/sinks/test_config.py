@@ -16,7 +16,7 @@ from inspect_lens.errors import SpecError
         ("nonsense", "not JSON"),
         ("[1]", "not JSON, and not a file"),
         ('{"../a": {"store": "x"}}', "allowed are 1 to 128"),
-        ('{"a": {}}', "a: inspect_lens: give one of store"),
+        ('{"a": {}}', "SINKS: a: give one of store"),
         ('{"a": {"store": "x", "callback": "y"}}', "give one of store"),
         ('{"a": {"store": "x", "share": 1.5}}', "a: share"),
         ('{"a": {"store": "x", "share": "1"}}', "a: share"),
