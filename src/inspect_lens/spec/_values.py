@@ -102,7 +102,22 @@ def integers(value: object) -> object:
 
 
 def several(value: object) -> list[Any]:
-    """A list of what may also be given alone; a text or a mapping is one, and no list of parts."""
+    """A list of what may also be given alone; a text or a mapping is one, and no list of parts.
+
+    Args:
+        value: one thing, or several.
+
+    Returns:
+        The things, as a list.
+
+    Example:
+        ```python
+        from inspect_lens.spec import several
+
+        assert several("all") == ["all"]
+        assert several((2, 4)) == [2, 4]
+        ```
+    """
     alone = isinstance(value, str | bytes | Mapping | BaseModel) or not isinstance(value, Iterable)
     return [value] if alone else list(cast("Iterable[Any]", value))
 
