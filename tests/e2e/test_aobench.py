@@ -24,7 +24,7 @@ from tests.kit.rescored import command_of, rescore_each
 pytestmark = pytest.mark.engine
 
 SUBJECT = "checkpoint"
-N = 24
+N = 12
 
 
 def answered(url: str, folder: Path) -> list[dict[str, Any]]:

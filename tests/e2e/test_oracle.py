@@ -104,7 +104,7 @@ def scores_of(log: EvalLog) -> dict[Any, Score]:
 
 
 def test_the_oracle_beats_every_control(lens_server_url: str, tmp_path: Path) -> None:
-    log = run(lying_task(60), lens_server_url, tmp_path)
+    log = run(lying_task(36), lens_server_url, tmp_path)
     found = metrics(log)
     controls = ("text_only", "shuffled", "random")
     assert found["oracle_low"] > max(found[f"{name}_high"] for name in controls), found
