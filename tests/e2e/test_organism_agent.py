@@ -33,7 +33,7 @@ NAME = "organism-agent"
 PROBE = "organism/agent-deception-lr"
 SPLIT = "agent_heldout_phrasing"
 CUT = load_probe(PROBE).card.thresholds[0].value
-SAMPLES = 4
+SAMPLES = 3
 TUTORIAL = Path("docs/how-to/agents.md")
 
 

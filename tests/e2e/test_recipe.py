@@ -14,7 +14,7 @@ from tests.kit.repository import ROOT
 
 pytestmark = pytest.mark.engine
 
-LIMITS = {"probe_train": 160, "control": 100, "heldout_phrasing": 120, "heldout_entity": 60}
+LIMITS = {"probe_train": 120, "control": 100, "heldout_phrasing": 60, "heldout_entity": 40}
 
 
 def test_a_recipe_finds_what_was_planted(lens_server_url: str, tmp_path: Path) -> None:
