@@ -43,7 +43,7 @@ class Collector:
             "OTEL_BSP_SCHEDULE_DELAY": "100",
         }
 
-    def of(self, trace: str, count: int, timeout_s: float = 20.0) -> list[Span]:
+    def of(self, trace: str, count: int, timeout_s: float = 60.0) -> list[Span]:
         """Spans of a trace, once so many have come."""
         found: list[Span] = []
 

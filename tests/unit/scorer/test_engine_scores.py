@@ -24,7 +24,6 @@ from tests.kit.mock_evals import platt
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
 H, LAYER = 8, 2
-SOURCES = ("engine", "rows", "recomputed")
 
 
 def probes(folder: Path) -> dict[str, str]:
