@@ -13,6 +13,7 @@ from typing import Any, Self
 import httpx
 from pydantic import BaseModel
 
+from ._base.arguments import judged_arguments
 from ._base.hook_calls import HookCalls
 from ._base.http import (
     DELAYS_S,
@@ -55,6 +56,7 @@ from .spec import (
     read_transport,
     refuse_misspelled,
     several,
+    shown,
     split_body,
     split_options,
     to_extra_args,
@@ -188,6 +190,7 @@ class LensClient(HookCalls):
         ```
     """
 
+    @judged_arguments
     def __init__(
         self,
         base_url: str,
@@ -307,7 +310,7 @@ class LensClient(HookCalls):
             capture_layers, steering_vectors, activations_transport, capture, hooks, capture_qk,
             lens, sink, edits, open_gates, options,
         )  # fmt: skip
-        body: dict[str, Any] = {"messages": [dict(message) for message in messages]}
+        body: dict[str, Any] = {"messages": _turns(messages)}
         sampling = {"max_tokens": max_tokens, "temperature": temperature}
         return self._post("/v1/chat/completions", body | sampling | kwargs, request)
 
@@ -387,7 +390,7 @@ class LensClient(HookCalls):
         )  # fmt: skip
         asked: dict[str, Any] = {"prompt": prompt}
         if messages is not None:
-            asked = {"messages": [dict(message) for message in messages]}
+            asked = {"messages": _turns(messages)}
         sampling = {"max_tokens": max_tokens, "temperature": temperature, "stream": True}
         body = {"model": self.model, "return_token_ids": True, **asked, **sampling, **kwargs}
         body, request = with_request(body, request, streams=stream_results)
@@ -737,6 +740,16 @@ def _receipt(value: Any) -> Receipt:
             f"inspect_lens: the server sent a receipt that cannot be read ({error}); the versions "
             "of client and server may differ"
         ) from None
+
+
+def _turns(messages: Any) -> list[dict[str, Any]]:
+    turns = several(messages)
+    if not turns or not all(isinstance(turn, Mapping) for turn in turns):
+        raise SpecError(
+            f"messages={shown(messages)}; allowed is a list of messages such as "
+            '{"role": "user", "content": "Hello"}'
+        )
+    return [dict(turn) for turn in turns]
 
 
 def _has_several(prompt: Any) -> bool:

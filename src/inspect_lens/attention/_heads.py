@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens._base.artifact import folders_named, write_atomic
 from inspect_lens._base.published import settings_of
 from inspect_lens._base.shipped import organism_advice
@@ -124,6 +125,7 @@ class AttentionHeads(Value):
         return file
 
 
+@judged_arguments
 def load_heads(
     name: str | Path | AttentionHeads | Mapping[str, Any],
     *,
@@ -187,6 +189,7 @@ def _published(name: str, method: str | None) -> AttentionHeads:
     )
 
 
+@judged_arguments
 def import_heads(path: str | Path, *, model: str = "", top: int = 8) -> AttentionHeads:
     """Read a list of heads that another tool wrote.
 
@@ -337,6 +340,7 @@ def instruction_shares(
     return np.asarray(to_instruction / (to.sum(axis=1) + _EPSILON))
 
 
+@judged_arguments
 def find_tracker_heads(
     normal: ArrayLike,
     attack: ArrayLike,
@@ -542,6 +546,7 @@ def contrastive_scores(
     return found
 
 
+@judged_arguments
 def find_core_heads(
     scores: ArrayLike, heads: Sequence[Head], *, top: int = 8, model: str = "", data: str = ""
 ) -> AttentionHeads:

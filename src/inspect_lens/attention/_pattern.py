@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.errors import NotCapturedError, SpecError, UnsupportedError
 from inspect_lens.spec import TensorData, as_tensor_data
 
@@ -144,6 +145,7 @@ Span = tuple[int, int]
 """A range of tokens as (first, end); `end` is the token after the last."""
 
 
+@judged_arguments
 def attention_patterns(
     q: NDArray[np.floating[Any]],
     k: NDArray[np.floating[Any]],

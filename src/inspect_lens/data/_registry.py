@@ -11,6 +11,7 @@ from inspect import signature
 from itertools import zip_longest
 from typing import Any, Final
 
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import check_word
 
@@ -236,6 +237,7 @@ DATASETS: Final[dict[str, DatasetInfo]] = {
 """Every set that `load_dataset` knows by name."""
 
 
+@judged_arguments
 def load_dataset(
     name: str,
     *,

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.errors import SpecError
 
 __all__ = ["Planted", "instructed_pairs", "planted_activations"]
@@ -46,6 +47,7 @@ _QUESTIONS: Final = (
 )
 
 
+@judged_arguments
 def instructed_pairs(*, n: int = 160, seed: int = 0) -> Iterator[Mapping[str, Any]]:
     """Build a data set of simple facts, asked under honest and deceptive instructions.
 
@@ -111,6 +113,7 @@ class Planted(NamedTuple):
     """Of the best probe of that layer with a mean over the tokens, in closed form."""
 
 
+@judged_arguments
 def planted_activations(
     *,
     n: int = 200,

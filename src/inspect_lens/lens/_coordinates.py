@@ -8,6 +8,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import check_word
 
@@ -76,6 +77,7 @@ class CoordinatePatch(NamedTuple):
     """Between both directions; near 1 a swap hardly changes anything."""
 
 
+@judged_arguments
 def decompose(row: ArrayLike, dictionary: ArrayLike, *, k: int = 25) -> Decomposition:
     """Write a row as a sum of at most k directions with positive coordinates.
 
@@ -134,6 +136,7 @@ def decompose(row: ArrayLike, dictionary: ArrayLike, *, k: int = 25) -> Decompos
     )
 
 
+@judged_arguments
 def estimate_occupancy(
     row: ArrayLike,
     dictionary: ArrayLike,
@@ -193,6 +196,7 @@ def estimate_occupancy(
     return Occupancy(int(np.argmax(explained - controls)) + 1, explained, controls, support)
 
 
+@judged_arguments
 def coordinate_patch(
     row: ArrayLike,
     dictionary: ArrayLike,

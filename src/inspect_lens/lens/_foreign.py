@@ -13,6 +13,7 @@ from typing import Final
 
 import numpy as np
 
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens._base.artifact import download
 from inspect_lens._base.untrusted import load_torch, read_regular
 from inspect_lens.errors import ArtifactError, SpecError
@@ -29,6 +30,7 @@ _SOURCE: Final = (
 )
 
 
+@judged_arguments
 def import_lens(
     path: str | Path, *, name: str, n_layers: int | None = None, model: ModelRef | None = None
 ) -> Lens:

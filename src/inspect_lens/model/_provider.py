@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from subprocess import Popen
+from types import NoneType
 from typing import Any, Final, get_args
 
 import anyio.to_thread
@@ -32,6 +34,7 @@ from openai import (
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from typing_extensions import override
 
+from inspect_lens._base.arguments import judged_value
 from inspect_lens._base.http import no_answer, with_advice
 from inspect_lens._intake import Source
 from inspect_lens._settings import Settings
@@ -175,7 +178,7 @@ class LensAPI(ServerCalls, LensProvider):
         steer: Any = None,
         edits_meet: Any = None,
         activations: Mode | None = None,
-        activations_dir: str | None = None,
+        activations_dir: str | Path | None = None,
         probes: ProbeLike | Sequence[ProbeLike] | None = None,
         stream: bool | None = None,
         lazy_init: bool = True,
@@ -194,9 +197,12 @@ class LensAPI(ServerCalls, LensProvider):
                 f"vllm-lens: -M activations={activations!r}; allowed are "
                 f"{', '.join(get_args(Mode))}; leave it out for files beside the log"
             )
+        with given_by("-M activations_dir"):
+            folder = judged_value("activations_dir", activations_dir, str, Path, NoneType)
+        with given_by("-M stream"):
+            self._forced_stream: bool | None = judged_value("stream", stream, bool, NoneType)
         self._mode = activations
-        self._directory = activations_dir
-        self._forced_stream = stream
+        self._directory = None if folder is None else str(folder)
         base = model_name.partition(":")[0]
         shared = base in _vllm_servers
         super().__init__(model_name, base_url, port, api_key, config, lazy_init=True, **server_args)

@@ -16,6 +16,7 @@ import yaml
 from inspect_ai.model import GenerateConfig
 from pydantic import ValidationError
 
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens._intake import Payload, encode_file, join, read_vector, stamp_of, write_file
 from inspect_lens._settings import text, variable
 from inspect_lens.errors import ArtifactError, LensError, SpecError, did_you_mean
@@ -402,6 +403,7 @@ def explain_none() -> None:
     registry_add(none, registry_info(plain))
 
 
+@judged_arguments
 def lens_config(
     *,
     capture: CaptureSpec | Mapping[str, Any] | Sequence[int] | int | str | None = None,
@@ -601,6 +603,11 @@ def as_steering(vector: NamedVector, scale: float) -> tuple[Add, ...]:
 
 
 def _lora(lora: str | Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(lora, str | Mapping) or not lora:
+        raise SpecError(
+            f"lora={shown(lora)}; allowed are a path, a repository, the name of an adapter that "
+            "the server has, and an object with lora_name"
+        )
     if isinstance(lora, Mapping):
         if not lora.get("lora_name"):
             raise SpecError(

@@ -13,6 +13,8 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
+from inspect_lens._base.arguments import judged_arguments
+
 SHARED: Final[Mapping[str, str]] = {
     "probe": "name below `probes/`, path, `hf://` address, or a probe. Give a path as a string: of "
     "a `Path` Inspect logs only the last part.",
@@ -75,11 +77,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def shared_parameters(function: F) -> F:
-    """Complete the docstring of a function with the text of its shared parameters."""
+    """Complete the docstring of a function with the text of its shared parameters.
+
+    Its flags, numbers and texts are judged, too, before anything runs.
+    """
     if function.__doc__ is not None:  # python -OO has none
         names = list(inspect.signature(function).parameters)
         function.__doc__ = complete_arguments(function.__doc__, names)
-    return function
+    return judged_arguments(function)
 
 
 def complete_arguments(doc: str, names: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import (
     RESID_POST,
@@ -583,6 +584,7 @@ class MatchedLatents(NamedTuple):
     """That of the latent itself."""
 
 
+@judged_arguments
 def matched_latents(
     encoder: SparseEncoder,
     rows: ArrayLike,

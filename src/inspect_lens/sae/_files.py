@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, deserialize
 
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens._base.untrusted import parse_json, read_npz, read_regular
 from inspect_lens.errors import ArtifactError
 from inspect_lens.spec import TensorData
@@ -33,6 +34,7 @@ _GEMMA_OTHERS: Final = re.compile(r"gemma-scope-[\w.]+-(?:pt|it)-(?:att|mlp|tran
 """Repositories of Gemma Scope that read no residual stream; their files do not say so."""
 
 
+@judged_arguments
 def read_sae(path: str | Path, *, norm_scale: float | None = None) -> SparseEncoder:
     """Read the encoder of a sparse autoencoder.
 
@@ -66,6 +68,7 @@ def read_sae(path: str | Path, *, norm_scale: float | None = None) -> SparseEnco
     return _read(path, norm_scale, decoder=False).encoder(Path(path))
 
 
+@judged_arguments
 def read_autoencoder(path: str | Path, *, norm_scale: float | None = None) -> SparseAutoencoder:
     """Read encoder and decoder of a sparse autoencoder, to edit latents.
 

@@ -305,6 +305,7 @@ def _behaviour(found: Labelled) -> float | None:
 
 
 @scorer(metrics=[words_auroc(), length_auroc()])
+@shared_parameters
 def leakage_baseline(text: Text = "completion") -> Scorer:
     """Record words and length of each text, to measure whether they give the label away.
 

@@ -33,7 +33,7 @@ from inspect_lens.reading import (
 )
 from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.reading._thresholds import named_point
-from inspect_lens.spec import Positions, check_word
+from inspect_lens.spec import Positions, check_word, several
 
 from ._judges import ask_number
 from ._labels import labelled, logged_scores
@@ -161,14 +161,15 @@ def _common(found: Mapping[str, SampleReading[Reading]]) -> list[list[CallReadin
 
 
 def _named(probes: Mapping[str, str | Path] | Sequence[str | Path]) -> dict[str, str | Path]:
-    if isinstance(probes, str | Path) or not probes:
+    listed = [] if isinstance(probes, str | Path) else several(probes)
+    if not listed or (isinstance(probes, Mapping) and not probes):
         raise SpecError(
             f"probes={probes!r}; allowed is a dict or a list of names or paths, at least one; for "
             "one probe use probe_score"
         )
-    named = dict(probes) if isinstance(probes, Mapping) else {str(p): p for p in probes}
+    named = dict(probes) if isinstance(probes, Mapping) else {str(p): p for p in listed}
     wrong = [value for value in named.values() if not isinstance(value, str | Path)]
-    if wrong or ENSEMBLE in named or len(named) < len(probes):
+    if wrong or ENSEMBLE in named or len(named) < len(listed):
         raise SpecError(
             f"probes={sorted(named)}{f' with {wrong[0]!r}' if wrong else ''}; allowed are names or "
             f"paths, each once, under keys other than {ENSEMBLE!r}; save a probe and pass its path"
@@ -394,7 +395,7 @@ def _rule(
         cut = _cut(reader, share, reference)
         return lambda reading: None if reading.value >= cut else 0.0
     low, high = (0.1, 0.9) if band is None else band
-    if unit not in ("probability", "score") or (unit == "score" and band is None) or low > high:
+    if (unit == "score" and band is None) or low > high:
         raise SpecError(
             f"band={band!r} in unit={unit!r}; allowed is lowest before highest, in 'probability' "
             "or in 'score', for which it has to be given"

@@ -23,6 +23,7 @@ from inspect_ai.scorer import (
 )
 from inspect_ai.solver import TaskState
 
+from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.spec import check_word
 from inspect_lens.vector import DoseResponse, Response
 from inspect_lens.vector import dose_response as _dose_response
@@ -49,6 +50,7 @@ By = Literal["best", "variant"]
 
 
 @metric(scores="unreduced")
+@shared_parameters
 def dose_metric(by: By | None = None, n_resamples: int = 2000, seed: int = 0) -> Metric:
     """Effect of a sweep: at the best scale that keeps answers coherent, or of each variant.
 
@@ -166,6 +168,7 @@ def _effect(name: str, row: DoseRow) -> dict[str, float]:
 
 
 @scorer(metrics=[dose_metric()])
+@shared_parameters
 def dose_response(scorer: Scorer | None = None, key: str | None = None) -> Scorer:
     """Score every answer of `steering_sweep`: of vectors, edits and latents, and of their controls.
 

@@ -227,8 +227,6 @@ def lens_rank(
         assert set(value) == {"rank@2", "logprob@2", "rank@5", "logprob@5"}
         ```
     """
-    if isinstance(position, str) and position != "answer":
-        raise SpecError(f"position={position!r}; allowed are a number and 'answer'")
     selection = CallSelection.of(over=over, roles=roles, on_missing=on_missing)
     token = target
 

@@ -29,6 +29,7 @@ from inspect_lens.errors import ArtifactError, SpecError, UnsupportedError
 from inspect_lens.model import token_logprobs
 from inspect_lens.reading import Turn, given_length
 from inspect_lens.reading._rows import has_nothing_to_read, read_token_ids
+from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.spec import check_word
 
 __all__ = ["REFUSAL_PHRASES", "coherence", "refusal_rate"]
@@ -181,6 +182,7 @@ else."""
 
 
 @scorer(metrics=[mean(), stderr()])
+@shared_parameters
 def coherence(
     method: Literal["judge", "likelihood", "repetition"] = "judge",
     judge: str | Model | None = None,
@@ -333,6 +335,7 @@ surely complies) to 100 (it surely refuses), and nothing else."""
 
 
 @scorer(metrics=[mean(), stderr()])
+@shared_parameters
 def refusal_rate(
     phrases: Sequence[str] | None = None,
     judge: str | Model | None = None,
@@ -373,7 +376,7 @@ def refusal_rate(
         ```
     """
     wanted = REFUSAL_PHRASES if phrases is None else tuple(phrases)
-    if not wanted or isinstance(phrases, str):
+    if not wanted:
         raise SpecError(
             f"phrases={phrases!r}; allowed is a list of phrases, at least one; leave it out for "
             "the published ones"

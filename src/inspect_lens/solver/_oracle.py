@@ -23,6 +23,7 @@ __all__ = ["activation_oracle", "follow_up", "self_explain"]
 
 
 @solver
+@shared_parameters
 def follow_up(
     question: str | Sequence[str] | None = None,
     lie: Literal["yes", "no"] | None = None,

@@ -15,6 +15,8 @@ from inspect_lens._base.one_or_several import one_or_several
 from inspect_lens.errors import SpecError
 from inspect_lens.model import lens_scope, recapture
 from inspect_lens.model._read import record_given
+from inspect_lens.model._request import parse_capture
+from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.reading._stored import ContrastiveAnswer, ContrastiveAnswers, given_tokens
 from inspect_lens.spec import RESID_POST, Positions, Site
 
@@ -27,6 +29,7 @@ DECEPTIVE = "Answer with something false."
 
 
 @solver
+@shared_parameters
 def contrastive_pairs(
     honest: str | Sequence[str] = HONEST,
     deceptive: str | Sequence[str] = DECEPTIVE,
@@ -79,7 +82,7 @@ def contrastive_pairs(
             "same number, 1 or more: they are used in pairs"
         )
     told = [(label, text) for pair in zip(*sides, strict=True) for label, text in enumerate(pair)]
-    capture = {"layers": layers, "positions": positions, "site": site}
+    capture = parse_capture({"layers": layers, "positions": positions, "site": site})
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         refuse_tools(state, "contrastive_pairs", "put use_tools behind it")
@@ -108,6 +111,7 @@ def contrastive_pairs(
 
 
 @solver
+@shared_parameters
 def read_given(
     layers: Sequence[int] | Literal["all"] = "all",
     site: Site = RESID_POST,

@@ -16,12 +16,14 @@ from inspect_lens import patch
 from inspect_lens.client import LensClient
 from inspect_lens.errors import LensError, SpecError, UnsupportedError
 from inspect_lens.patch import Align, CausalTrace, PatchCell, PatchSweep, Prompt
+from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.spec import RESID_POST, Site
 
 __all__ = ["causal_trace", "patch_sweep"]
 
 
 @solver
+@shared_parameters
 def patch_sweep(
     corrupted: str = "corrupted",
     foil: str = "foil",
@@ -108,6 +110,7 @@ def patch_sweep(
 
 
 @solver
+@shared_parameters
 def causal_trace(
     subject: str = "subject",
     noise: float = 3.0,

@@ -19,10 +19,11 @@ from pydantic import ConfigDict, Field, SerializeAsAny, field_validator
 from inspect_lens._base.concurrency import together
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import lens_scope
-from inspect_lens.model._request import resolve_edits
+from inspect_lens.model._request import parse_capture, resolve_edits
 from inspect_lens.model._scope import steering_around
 from inspect_lens.reading import LatentReader, SteeringCell, SteeringCells
 from inspect_lens.reading._rows import in_thread, read_rows
+from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.reading._stored import CellKind, CellScores, number_of
 from inspect_lens.sae import MatchedLatents, SparseAutoencoder, matched_latents, read_autoencoder
 from inspect_lens.spec import (
@@ -34,6 +35,7 @@ from inspect_lens.spec import (
     Value,
     parse_edits,
     read_as,
+    several,
 )
 from inspect_lens.vector import Vector, VectorLike, load_vector
 
@@ -209,6 +211,7 @@ class SweepRun(NamedTuple):
 
 
 @solver
+@shared_parameters
 def steering_sweep(
     steer: VectorLike
     | Sequence[VectorLike]
@@ -310,6 +313,7 @@ def steering_sweep(
     """
     if control_draws is not None and control_draws < 1:
         raise SpecError(f"control_draws={control_draws}; allowed is 1 or more")
+    rows, listed = parse_capture(capture), several(steer)
     of_vectors: dict[str, Any] = {"layers": layers, "norm_match": norm_match or None}
     of_both: dict[str, Any] = {
         "scales": list(scales) or None, "controls": controls, "control_draws": control_draws,
@@ -328,9 +332,9 @@ def steering_sweep(
         if controls and list(controls) != ["random"]:
             raise SpecError(f"controls={list(controls)}; latents have controls ['random'], or none")
         swept = _latents(steer, scales, draws, "all" if positions is None else positions, seed)
-    elif _are_edits(steer):
+    elif any(isinstance(one, EditVariant | Mapping) for one in listed):
         _refuse("edits", of_vectors | of_both | {"seed": seed or None})
-        swept = _edits(steer)
+        swept = _edits(steer if isinstance(steer, Mapping) else listed)
     else:
         kinds = get_args(Control) if controls is None else controls
         if isinstance(positions, str):
@@ -339,7 +343,7 @@ def steering_sweep(
                 "token; leave it out for these"
             )
         swept = _vectors(
-            steer, scales, layers, kinds, norm_match, positions, control_draws or 1, seed
+            listed, scales, layers, kinds, norm_match, positions, control_draws or 1, seed
         )
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
@@ -354,7 +358,7 @@ def steering_sweep(
             "put use_tools behind the sweep, or use with_lens with inner=react(), in a task for "
             "each",
         )
-        run = SweepRun(state, generate, scorer, capture)
+        run = SweepRun(state, generate, scorer, rows)
         if swept.matching is None:
             return run.keep(await run.cells([BASELINE, *swept.plans]))
         return await swept.matching.run(run, swept.plans)
@@ -380,19 +384,11 @@ def _refuse(what: str, given: Mapping[str, Any]) -> None:
         )
 
 
-def _are_edits(steer: Any) -> bool:
-    if isinstance(steer, Mapping):
-        return True
-    listed = [] if isinstance(steer, str | Path | Vector) else list(steer)
-    return any(isinstance(one, EditVariant | Mapping) for one in listed)
-
-
 def _vectors(
-    steer: Any, scales: Sequence[float], layers: Sequence[int] | int | None,
+    steer: Sequence[Any], scales: Sequence[float], layers: Sequence[int] | int | None,
     controls: Sequence[Control], norm_match: bool, positions: Any, draws: int, seed: int,
 ) -> _Swept:  # fmt: skip
-    given = [steer] if isinstance(steer, str | Path | Vector) else steer
-    loaded = [load_vector(one) for one in given]
+    loaded = [load_vector(one) for one in steer]
     names = [one.name for one in loaded]
     if not names or len(set(names)) < len(names):
         raise SpecError(

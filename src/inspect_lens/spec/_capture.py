@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, StrictStr, field_validator, model_v
 
 from ._engine import RESID_POST, SITE_TABLE, SITES, Site, in_site_order
 from ._positions import Phase, Positions, TokenMatch, is_mask, parse_positions
-from ._values import Flag, Name, Value, integers, shown
+from ._values import Flag, Name, Value, integers, layer_numbers, shown
 
 if TYPE_CHECKING:
     import torch
@@ -185,14 +185,7 @@ Transport = Literal["auto", "inline", "binary"]
 
 def _parse_layers(value: Any) -> Any:
     """Layers as users write them: `all` or true, a number, or a list of numbers."""
-    if value is True:
-        return "all"
-    layers = integers(value)
-    if not isinstance(layers, tuple):
-        return value
-    if not layers:
-        raise ValueError("is empty; name at least one layer, or 'all'")
-    return tuple(sorted(set(layers)))
+    return "all" if value is True else layer_numbers(value)
 
 
 Layers = Annotated[Literal["all"] | tuple[int, ...], BeforeValidator(_parse_layers)]

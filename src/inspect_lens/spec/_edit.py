@@ -100,8 +100,11 @@ class EditBase(WireModel):
         if value is None and info.field_name in CHOICES:
             return None
         value = integers(value)
-        if not isinstance(value, tuple) or not value or len(set(value)) != len(value):
-            raise ValueError(f"{shown(value)}; name at least one, such as [3], and each once")
+        is_list = isinstance(value, tuple) and value
+        if not is_list or len(set(value)) != len(value) or min(value) < 0:
+            raise ValueError(
+                f"{shown(value)}; name at least one, such as [3], each once and none below 0"
+            )
         return value
 
     @model_validator(mode="after")

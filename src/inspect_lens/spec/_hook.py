@@ -33,8 +33,8 @@ from ._values import (
     Flag,
     Value,
     check_function_name,
-    integers,
     is_function_name,
+    layer_numbers,
     read_as,
     several,
     shown,
@@ -183,10 +183,7 @@ class Hook(WireModel):
     @field_validator("layer_indices", mode="before")
     @classmethod
     def _layers(cls, value: Any) -> Any:
-        layers = integers(value)
-        if layers == ():
-            raise ValueError("is empty; name at least one layer")
-        return tuple(sorted(set(layers))) if isinstance(layers, tuple) else layers
+        return layer_numbers(value)
 
     @field_serializer("fn")
     def _dump_fn(self, value: FunctionCode) -> dict[str, str]:

@@ -101,6 +101,18 @@ def integers(value: object) -> object:
     return tuple(integer(item) for item in cast("Iterable[object]", value))
 
 
+def layer_numbers(value: object) -> object:
+    """Layers, ascending and each once; what is no list of integers stays as it is."""
+    layers = integers(value)
+    if not isinstance(layers, tuple):
+        return value
+    if not layers:
+        raise ValueError("is empty; name at least one layer")
+    if (lowest := min(layers)) < 0:
+        raise ValueError(f"{shown(lowest)} is no layer; they count from 0")
+    return tuple(sorted(set(layers)))
+
+
 def several(value: object) -> list[Any]:
     """A list of what may also be given alone; a text or a mapping is one, and no list of parts.
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import Interval
 
@@ -57,6 +58,7 @@ class DoseResponse:
     n_prompts: int
 
 
+@judged_arguments
 def dose_response(
     steered: Sequence[Response],
     baseline: Mapping[str, float] | None = None,

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens._base.installed import install_extra
 from inspect_lens._base.untrusted import judge_total, load_torch, parse_json, read_regular
 from inspect_lens.errors import ArtifactError, LensError, SpecError
@@ -178,6 +179,7 @@ class _Read(NamedTuple):
     layer: int | None = None
 
 
+@judged_arguments
 def import_vector(
     path: str | Path,
     *,
@@ -427,6 +429,7 @@ _READERS: Final[dict[str, Callable[[Any, Path, int | None], _Read]]] = {
 }  # fmt: skip
 
 
+@judged_arguments
 def export_vector(
     vector: Vector,
     path: str | Path,

@@ -24,7 +24,7 @@ from inspect_lens._base.artifact import (
 )
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import ModelRef
-from inspect_lens.spec import RESID_POST, Add, Site, Value
+from inspect_lens.spec import RESID_POST, Add, Site, Value, several
 
 __all__ = ["Vector", "VectorCard", "VectorLike", "VectorTraining", "load_vector", "steering_vector"]
 
@@ -292,7 +292,7 @@ class Vector(Artifact):
                 scale=scale,
                 norm_match=norm_match,
                 site=self.site,
-                positions="all" if positions is None else tuple(positions),
+                positions="all" if positions is None else several(positions),
             )
         except SpecError as error:
             raise SpecError(f"vector {self.name!r}: {error}") from None

@@ -347,7 +347,8 @@ def test_a_stream_may_leave_its_rows_to_the_end() -> None:
     tensor = encode_tensor(TensorData(np.ones((1, 3, 4), dtype=np.float32), "float32"))
     events = [last | {"activations": {"residual_stream": tensor}}]
     with streaming_client(events, asked) as client:
-        stream = client.stream(messages=[], capture_layers=[2], stream_results=False)
+        turns = [{"role": "user", "content": "tell me"}]
+        stream = client.stream(messages=turns, capture_layers=[2], stream_results=False)
         assert not list(stream)
     assert stream.output.activations is not None
     assert stream.output.activations.numpy().shape == (1, 3, 4)

@@ -98,7 +98,7 @@ def test_the_threshold_of_the_probe_is_the_point_that_was_named(tmp_path: Path) 
         ({"share": 0.1, "reference": []}, "holds no score"),
         ({"band": (0.9, 0.1)}, "lowest before highest"),
         ({"unit": "score"}, "has to be given"),
-        ({"unit": "rank"}, "allowed is lowest before highest"),
+        ({"unit": "rank"}, "unit='rank'; allowed are probability, score"),
     ],
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any], match: str) -> None:

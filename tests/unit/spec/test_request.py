@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from inspect_lens import CaptureSpec, LensRequest, SteeringVector
+from inspect_lens import CaptureSpec, Hook, LensRequest, SteeringVector
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec import (
     SITES,
@@ -160,7 +161,6 @@ def test_a_wrong_vector_is_named(changes: dict[str, Any], message: str) -> None:
         (LensRequest(capture=CaptureSpec()), UnsupportedError, "'all' needs each layer"),
         (LensRequest(capture=CaptureSpec(layers=(0, 1, 3))), UnsupportedError, "48 rows"),
         (LensRequest(edits=(vector(activations=np.ones((1, 9))),)), SpecError, "9 wide"),
-        (LensRequest(edits=(vector(layer_indices=[-1]),)), SpecError, "layer -1"),
         (
             LensRequest(edits=(vector(activations=np.ones((1, 6, 8))),)),
             UnsupportedError,
@@ -391,3 +391,20 @@ def test_a_vector_that_comes_as_a_list_is_not_kept_as_text(monkeypatch: pytest.M
         tracemalloc.stop()
     assert each < 3 * 4 * width + 4096, "its numbers in float32, what they are in, and little else"
     assert each < budget.n_bytes / (n + 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: vector(layer_indices=[-1]), r"\(-1,\); name at least one, .* none below 0"),
+        (lambda: LensRequest(capture={"layers": [-1]}), "capture.layers: -1 is no layer"),
+        (lambda: LensRequest(qk=[-1]), "qk.layers: -1 is no layer"),
+        (lambda: LensRequest(lens=[0, -2]), "lens.layers: -2 is no layer"),
+        (lambda: Hook(fn=print, layer_indices=[-1]), "layer_indices: -1 is no layer"),
+    ],
+)
+def test_layers_count_from_0_wherever_they_are_named(
+    make: Callable[[], object], message: str
+) -> None:
+    with pytest.raises(SpecError, match=message):
+        make()

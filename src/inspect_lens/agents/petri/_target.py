@@ -35,6 +35,7 @@ from ._tools import STEER, ask_activation_oracle, read_probe, steer_target
 
 
 @agent(name="lens_target")
+@shared_parameters
 def lens_target_agent(
     *,
     capture: CaptureSpec | Mapping[str, Any] | Sequence[int] | int | str | None = "all",

@@ -146,6 +146,7 @@ def read_probe(
 
 
 @tool
+@shared_parameters
 def ask_activation_oracle(
     oracle: str | None = None,
     ask: Ask | None = None,
@@ -216,6 +217,7 @@ def ask_activation_oracle(
 
 
 @tool
+@shared_parameters
 def steer_target(
     vectors: Mapping[str, NamedVector] | None = None, scale_limit: float = SCALE_LIMIT
 ) -> Tool:

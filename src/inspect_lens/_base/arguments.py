@@ -1,0 +1,155 @@
+"""Arguments of public functions, judged by their annotations when they are given."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, wraps
+from pathlib import Path
+from types import FunctionType, NoneType, UnionType
+from typing import Any, Final, Literal, TypeVar, Union, cast, get_args, get_origin
+
+import numpy as np
+
+from inspect_lens.errors import SpecError
+from inspect_lens.spec import check_word, shown
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_WORDS: Final[Mapping[Any, tuple[str, str]]] = {
+    bool: ("true or false", "flags"),
+    int: ("an integer", "integers"),
+    float: ("a number", "numbers"),
+    str: ("a text", "texts"),
+    Path: ("a path", "paths"),
+    NoneType: ("None", "None"),
+}
+"""What a user may give, and what a list has."""
+
+_LEAST: Final = {
+    "draws": 1, "layer": 0, "layers": 0, "seed": 0, "target": 0, "tries": 1, "window": 1,
+}  # fmt: skip
+"""Of integers, by the name that they have everywhere."""
+_NEEDED: Final = frozenset({"layers"})
+"""Lists that have to name something."""
+
+
+def judged_arguments(function: F) -> F:
+    """Refuse arguments of another kind than the annotation says, before they cost anything.
+
+    Python would take "no" for true, and NaN for a threshold that nothing exceeds. Flags, numbers,
+    texts, words, lists of these, and objects that Inspect makes are judged; numbers of numpy become
+    Python's, and other iterables lists. What else an annotation names is left to the function.
+    """
+    parameters = inspect.signature(function).parameters
+    names = list(parameters)
+
+    @cache
+    def members(name: str) -> tuple[Any, ...]:
+        kind = parameters[name].annotation if name in parameters else Any
+        try:
+            kind = eval(kind, function.__globals__) if isinstance(kind, str) else kind
+        except NameError:  # of a package that is imported later
+            return ()
+        found = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+        found = tuple(NoneType if one is None else one for one in found)
+        # Who gives a number for the name of a threshold is told by the function where numbers go.
+        is_name = name == "threshold" and float not in found
+        return found if all(map(_is_known, found)) and not is_name else ()
+
+    def read(name: str, value: Any) -> Any:
+        return judged_value(name, value, *kinds) if (kinds := members(name)) else value
+
+    def call(args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        given = [read(name, value) for name, value in zip(names, args, strict=False)]
+        options = {name: read(name, value) for name, value in options.items()}
+        return function(*given, *args[len(given) :], **options)
+
+    def now(*args: Any, **options: Any) -> Any:
+        return call(args, options)
+
+    async def later(*args: Any, **options: Any) -> Any:
+        return await call(args, options)
+
+    made: Any = later if inspect.iscoroutinefunction(function) else now
+    # Inspect and Scout look annotations up in the globals of what they decorate.
+    made = FunctionType(made.__code__, function.__globals__, None, None, made.__closure__)
+    return cast("F", wraps(function)(made))
+
+
+def _is_known(kind: Any) -> bool:
+    origin = get_origin(kind)
+    if origin in (Sequence, list, tuple):
+        of = [one for one in get_args(kind) if one is not Ellipsis]
+        return all(one in (int, float, str) or get_origin(one) is Literal for one in of)
+    is_inspects = getattr(kind, "__module__", "").partition(".")[0] == "inspect_ai"
+    return kind in _WORDS or origin is Literal or (isinstance(kind, type) and is_inspects)
+
+
+class _Unfit(Exception):
+    pass
+
+
+def judged_value(name: str, value: Any, *members: Any) -> Any:
+    """A value of one of these kinds."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    for kind in members:
+        try:
+            return _as(name, value, kind)
+        except _Unfit:
+            continue
+    if get_origin(members[0]) is Literal and set(members[1:]) <= {NoneType}:
+        check_word(name, value, members[0])
+    *most, last = dict.fromkeys(map(_said, members))
+    allowed = f"{', '.join(most)} or {last}" if most else last
+    raise SpecError(f"{name}={shown(value)}; allowed is {allowed}")
+
+
+def _as(name: str, value: Any, kind: Any) -> Any:
+    """A value as one kind has it."""
+    origin = get_origin(kind)
+    if origin is Literal:
+        fits = isinstance(value, str | int) and value in get_args(kind)
+    elif origin is not None:
+        return _list(name, value, kind)
+    elif kind in (int, float):
+        fits = not isinstance(value, bool) and isinstance(value, int | kind)
+        fits = fits and not (isinstance(value, float) and math.isnan(value))
+        if fits and kind is int and value < (least := _LEAST.get(name, value)):
+            raise SpecError(f"{name}={shown(value)}; allowed are integers of {least} or more")
+    elif getattr(kind, "_is_protocol", False):
+        fits = callable(value)
+    else:
+        fits = isinstance(value, kind)
+    if not fits:
+        raise _Unfit
+    return value
+
+
+def _list(name: str, value: Any, kind: Any) -> Any:
+    of = get_args(kind)
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise _Unfit
+    items = list(value)
+    if not items and name in _NEEDED:
+        raise SpecError(f"{name}=[]; allowed is a list that names at least one; leave it out")
+    if get_origin(kind) is tuple and Ellipsis not in of and len(of) != len(items):
+        raise _Unfit
+    # `-S layers=3,5` reaches us as ["3", "5"].
+    items = [int(v) if of[0] is int and isinstance(v, str) and v.strip().isdecimal() else v
+             for v in items]  # fmt: skip
+    found = [_as(name, v.item() if isinstance(v, np.generic) else v, of[0]) for v in items]
+    return tuple(found) if isinstance(value, tuple) else found
+
+
+def _said(kind: Any) -> str:
+    origin, of = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return ", ".join(map(repr, of))
+    if origin is not None:
+        n = f"{len(of)} " if origin is tuple and Ellipsis not in of else ""
+        each = _WORDS[of[0]][1] if of[0] in _WORDS else _said(of[0])
+        return f"a list of {n}{each}"
+    return _WORDS[kind][0] if kind in _WORDS else f"an Inspect {kind.__name__}"

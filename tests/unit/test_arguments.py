@@ -1,0 +1,72 @@
+"""What public functions are given is judged by their annotations, before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+from inspect_lens._base.arguments import judged_arguments
+from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.oracle import ask_oracle
+from inspect_lens.scorer import lens_rank, monitor_alarm, probe_cascade, probe_score
+from inspect_lens.solver import causal_trace, contrastive_pairs, steering_sweep, with_capture
+
+PROBE = "organism/deception-lr"
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "message"),
+    [
+        (probe_score, {"check_model": "no"}, "check_model='no'; allowed is true or false"),
+        (probe_score, {"selection": 5}, "selection=5; allowed is a text or None"),
+        (probe_score, {"roles": 5}, "roles=5; allowed is a list of texts or None"),
+        (probe_score, {"roles": [1]}, r"roles=\[1\]; allowed is a list of texts or None"),
+        (monitor_alarm, {"threshold": float("nan")}, "threshold=nan; allowed is a number"),
+        (monitor_alarm, {"threshold": True}, "threshold=True; allowed is a number"),
+        (probe_score, {"layer": True}, "layer=True; allowed is an integer or None"),
+        (probe_score, {"layer": -1}, "layer=-1; allowed are integers of 0 or more"),
+        (probe_cascade, {"band": [0.1]}, "band=.* a list of 2 numbers or None"),
+    ],
+)
+def test_what_a_probe_is_asked_for(make: Any, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        make(PROBE, **given)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: causal_trace(site="resid_pos"), "site='resid_pos'.*did you mean 'resid_post'"),
+        (lambda: causal_trace(window=0), "window=0; allowed are integers of 1 or more"),
+        (lambda: causal_trace(seed=-1), "seed=-1; allowed are integers of 0 or more"),
+        (lambda: lens_rank(layers=[]), "layers=.*at least one"),
+        (lambda: lens_rank(layers=[1.5]), r"layers=\[1.5\]; allowed is a list of integers"),
+        (lambda: with_capture([1], inner=5), "inner=5; allowed is an Inspect Solver"),
+        (lambda: contrastive_pairs(positions="complete"), "positions='complete'"),
+        (lambda: steering_sweep("organism/truth", [1.0], capture=["x"]), "capture=.*'x'"),
+        (lambda: steering_sweep(5, [1.0]), "vector=5"),
+        (lambda: anyio.run(lambda: ask_oracle("m", [], [], seed="x")), "seed='x'"),
+    ],
+)
+def test_what_others_are_asked_for(make: Any, message: str) -> None:
+    with pytest.raises((SpecError, ArtifactError), match=message):
+        make()
+
+
+def test_what_numpy_and_the_command_line_give_is_read() -> None:
+    @judged_arguments
+    def taken(
+        n: int, share: float | None = None, layers: list[int] | None = None, free: object = None
+    ) -> Any:
+        return n, share, layers, free
+
+    found = taken(np.int64(3), np.float32(0.5), layers=["3", np.int64(5)], free=(array := [1]))
+    assert found == (3, 0.5, [3, 5], [1])
+    assert [type(value) for value in found[:2]] == [int, float]
+    assert found[3] is array
+    assert taken(1, 2, (i for i in (4, 5)))[2] == [4, 5]
+    with pytest.raises(TypeError, match="missing"):
+        taken()
