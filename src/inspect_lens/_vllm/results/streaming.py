@@ -37,9 +37,9 @@ class Pace:
     Such an event costs the event loop of all several times as much as one of text: half a
     millisecond or more on an H200's host, with the fetch of a handle. So the more streams are under
     way, the more tokens share one: a stream has the next after `_PER_OTHER_S` for each other
-    stream, and after `_AT_MOST_S` in any case, which leaves most of the loop to the text. So has
-    the first one, since streams that begin together would have theirs together. One that is alone
-    has it with each token, and the last event brings what is left.
+    stream, and after `_AT_MOST_S` in any case, which leaves most of the loop to the text. One that
+    is alone has it with its next token. The first token always has it, and the last event brings
+    what is left.
     """
 
     _n_under_way = 0
@@ -47,19 +47,17 @@ class Pace:
 
     def __init__(self) -> None:
         self._last: dict[int, float] = {}
-        """By choice, when its last event with results was made, or it had its first token."""
+        """By choice, when its last event with results was made."""
 
     def is_due(self, choices: Collection[int]) -> bool:
         """Whether an event that tells of these choices carries results; noted, if so."""
         now, last = time.monotonic(), self._last
-        for i in choices:
-            if i not in last:
-                last[i] = now
-                Pace._n_under_way += 1
         pause = min(_PER_OTHER_S * (Pace._n_under_way - 1), _AT_MOST_S)
-        if all(now - last[i] < pause for i in choices):
+        if all(i in last and now - last[i] < pause for i in choices):
             return False
+        n_known = len(last)
         last |= dict.fromkeys(choices, now)
+        Pace._n_under_way += len(last) - n_known
         return True
 
     def end(self) -> None:
