@@ -41,8 +41,8 @@ CLIENTS = 4
 GROWTH = 512 << 20
 """Bytes that the API server may grow by, beside results that nobody has fetched: three caches of
 32 MiB, and what 4 clients have under way, 128 MiB of vectors at a time."""
-STALL_S = 0.5
-"""Of the event loop, beyond an idle server's."""
+PATIENCE = 5
+"""How much longer than usual, where nothing is asked of the lens, somebody else may wait."""
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ class Neighbour(threading.Thread):
         self.health_s: list[float] = []
 
     def run(self) -> None:
-        while not self.is_over.wait(0.2):
+        while not self.plain_s or not self.is_over.wait(0.2):
             self.plain_s.append(timed(self._client, plain=True))
             self.health_s.append(timed(self._client, plain=False))
         self._client.close()
@@ -198,8 +198,7 @@ def server_process(url: str) -> psutil.Process:
 def test_bodies_hurt_nobody(
     client: httpx.Client, lens_server_url: str, make: Callable[[int], tuple[str, str]], n: int
 ) -> None:
-    # By day three other processes of tests want the same cores.
-    check_that_nobody_is_hurt(client, lens_server_url, make, n, slack_s=1.0)
+    check_that_nobody_is_hurt(client, lens_server_url, make, n)
 
 
 @pytest.mark.nightly(
@@ -217,12 +216,7 @@ def test_thousands_of_bodies_hurt_nobody(
 
 
 def check_that_nobody_is_hurt(
-    client: httpx.Client,
-    lens_server_url: str,
-    make: Callable[[int], tuple[str, str]],
-    n: int,
-    *,
-    slack_s: float = 0.0,
+    client: httpx.Client, lens_server_url: str, make: Callable[[int], tuple[str, str]], n: int
 ) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     process = server_process(lens_server_url)
@@ -234,7 +228,6 @@ def check_that_nobody_is_hurt(
     with ThreadPoolExecutor(CLIENTS) as pool:
         # What is loaded and made at the first request of a kind is no growth.
         list(pool.map(lambda seed: send(client, seed, make), range(-25, 0)))
-        idle_health = sorted(timed(client, plain=False) for _ in range(50))
         before = held()
         began = time.perf_counter()
         with beside(lens_server_url) as neighbour:
@@ -244,13 +237,13 @@ def check_that_nobody_is_hurt(
         served = [seed for seed, (status, _) in enumerate(answers) if status == 200]
         with beside(lens_server_url) as usual_neighbour:
             list(pool.map(lambda seed: send(client, seed, make, plain=True), served[:30]))
-        usual = statistics.median(usual_neighbour.plain_s)
+        usual = max(usual_neighbour.plain_s)
     grown = held() - before
     statuses = Counter(status for status, _ in answers)
     plain, health = sorted(neighbour.plain_s), sorted(neighbour.health_s)
     logger.info(
-        "%d bodies in %.0f s: %s; grown by %d MiB; plain request: usually %.3f s, median %.3f s, "
-        "longest %.3f s; /health: median %.4f s, longest %.3f s, idle %.4f s",
+        "%d bodies in %.0f s: %s; grown by %d MiB; plain request: usually up to %.3f s, median "
+        "%.3f s, longest %.3f s; /health: median %.4f s, longest %.3f s",
         *(n, seconds, dict(statuses), grown >> 20),
         *(
             usual,
@@ -258,14 +251,12 @@ def check_that_nobody_is_hurt(
             plain[-1],
             statistics.median(health),
             health[-1],
-            idle_health[-1],
         ),
     )
     failed = [what for status, what in answers if status >= 500]
     assert not failed, "\n".join(failed[:5])
     assert statuses[200] >= n // 10 <= statuses[400], "the fuzz has both kinds"
     assert grown <= GROWTH
-    assert statistics.median(plain) <= 2 * usual + slack_s + STALL_S
-    assert health[-1] <= idle_health[-1] + STALL_S + slack_s
-    assert timed(client, plain=True) <= 2 * usual + slack_s + STALL_S
+    assert statistics.median(plain) <= PATIENCE * usual
+    assert health[-1] <= PATIENCE * usual, "nothing stalls the event loop"
     assert client.get("/v1/inspect_lens").json()["open_requests"] == 0
