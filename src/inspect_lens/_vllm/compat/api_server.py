@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from .features import is_off
@@ -82,6 +83,14 @@ def _judging(
         return original(name)
 
     return is_base_model
+
+
+@cache
+def sampling_fields() -> frozenset[str]:
+    """What vLLM reads of sampling parameters that come as JSON."""
+    from vllm.sampling_params import SamplingParams
+
+    return frozenset(SamplingParams.__struct_fields__)
 
 
 def one_token(tokens: Sequence[int], extra_args: dict[str, Any] | None) -> Any:

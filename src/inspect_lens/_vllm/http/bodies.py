@@ -25,7 +25,7 @@ from inspect_lens._base.http import json_bytes
 from inspect_lens._base.partial import PARTIAL_KEY, Partial
 from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens._vllm.clients import Asked, remember
-from inspect_lens._vllm.compat.api_server import lacks_key, list_models
+from inspect_lens._vllm.compat.api_server import lacks_key, list_models, sampling_fields
 from inspect_lens._vllm.compat.features import (
     FEATURES,
     fault_of,
@@ -692,8 +692,9 @@ def _refuse_lost(path: str, fields: dict[str, Any]) -> None:
     """Refuse keys that a route knows nothing of, which it would pass over."""
     params = fields.get("sampling_params") if path.endswith(TOKENS_PATH) else None
     params = params if isinstance(params, dict) else {}
-    beside = [f"sampling_params.{key}" for key in LENS_KEYS if key in params]
-    if found := [*_keys_in(fields), *beside]:
+    beside = [key for key in params if key not in sampling_fields()]
+    found = [*_keys_in(fields), *(f"sampling_params.{key}" for key in beside if key in LENS_KEYS)]
+    if found:
         where = (
             "put them into sampling_params.extra_args"
             if path.endswith(TOKENS_PATH)
@@ -701,9 +702,9 @@ def _refuse_lost(path: str, fields: dict[str, Any]) -> None:
         )
         raise UnsupportedError(f"{path} would pass over {', '.join(found)}; {where}")
     if path.endswith(_GENERATE):
-        for key in fields:
-            refuse_own_word(key, "the body")
-        for where, keys in (("the body", fields), ("sampling_params", params)):
+        for where, keys in (("the body", [*fields]), ("sampling_params", beside)):
+            for key in keys:
+                refuse_own_word(key, where)
             refuse_misspelled([key for key in keys if key not in PLACES], where)
 
 

@@ -24,6 +24,7 @@ from inspect_lens._vllm.http.bodies import (
     read_body,
 )
 from inspect_lens.errors import SpecError, UnsupportedError
+from inspect_lens.spec import CaptureSpec, LensRequest
 
 
 @pytest.fixture(scope="module")
@@ -352,11 +353,13 @@ def test_invocations_ask_for_a_key_where_the_lens_is_asked(keys: list[str]) -> N
         ({"sampling_params": {"inspect_lens": {}}}, "pass over sampling_params.inspect_lens; put"),
         ({"sampling_params": {"aply_hooks": ""}}, "sampling_params: unknown key 'aply_hooks'; did"),
         ({"sampling_params": {"extra_arg": {"inspect_lens": {}}}}, "did you mean 'extra_args'"),
+        ({"sampling_params": {"capture": {}}}, "sampling_params.capture: nobody reads it there"),
     ],
 )
 def test_what_is_nearly_a_key_of_ours_is_not_lost_on_the_route_of_token_ids(
     fields: dict[str, Any], message: str
 ) -> None:
+    pytest.importorskip("vllm")
     came: list[Any] = []
     sent: list[Any] = []
 
@@ -381,3 +384,19 @@ def test_what_is_nearly_a_key_of_ours_is_not_lost_on_the_route_of_token_ids(
     assert len(came) == 1
     assert sent[0]["status"] == 400
     assert message in json.loads(sent[1]["body"])["error"]["message"]
+
+
+def test_what_vllm_reads_on_the_route_of_token_ids_is_not_taken_for_a_key_of_ours() -> None:
+    """`output_kind` is nearly one of ours, and skipping the cache is a parameter of both."""
+    pytest.importorskip("vllm")
+    asked = {
+        "token_ids": [1, 2],
+        "sampling_params": {
+            "skip_reading_prefix_cache": True,
+            "output_kind": 1,
+            "extra_args": {"output_residual_stream": [1]},
+        },
+    }
+    body = read_body(TOKENS_PATH, json.dumps(asked).encode(), None)
+    assert body is not None
+    assert body.request == LensRequest(capture=CaptureSpec(layers=[1]))
