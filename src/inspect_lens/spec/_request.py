@@ -66,22 +66,32 @@ __all__ = [
 
 Key = tuple[object, ...]
 
-_BYTES_OF_A_PART, _BYTES_OF_A_REQUEST = 96, 1 << 11
+_BYTES_OF_A_PART, _BYTES_OF_AN_OBJECT, _BYTES_OF_AN_ITEM = 96, 1 << 10, 48
 _PLAIN = frozenset({int, bool, str, type(None)})
 _FEW_PARTS, _MOST_PARTS = 64, 4096
-_MOST_TEXT = 1 << 16
+_MOST_TEXT, _MOST_BITS = 1 << 16, 1 << 10
 _MOST_DEPTH = 16
 
 
 def _held_bytes(kept: Iterable[object], request: LensRequest | None) -> int:
-    """Bytes of tensors and functions that a key and its request hold."""
+    """Bytes of tensors, functions, texts and lists that a key and its request hold."""
     holders: dict[int, int] = {}
     for item in (part for one in (*kept, request) for part in _parts(one)):
         if isinstance(item, EditBase):
             holders |= {id(tensor): tensor.nbytes for tensor in item.all_tensors}
         elif isinstance(item, Hook):
             holders[id(item.fn)] = len(item.fn.data)
-    return sum(holders.values())
+    return sum(holders.values()) + _plain_bytes(request)
+
+
+def _plain_bytes(value: object) -> int:
+    """Bytes of the objects of a request, of their texts and of the items of their lists, about."""
+    if isinstance(value, BaseModel):
+        return _BYTES_OF_AN_OBJECT + sum(map(_plain_bytes, value.__dict__.values()))
+    if isinstance(value, tuple):
+        inner = sum(_plain_bytes(item) for item in value if type(item) is not int)
+        return _BYTES_OF_AN_ITEM * len(value) + inner
+    return len(value) if isinstance(value, str) else 0
 
 
 def _parts(item: object) -> tuple[object, ...]:
@@ -110,6 +120,8 @@ def _describe(value: Any, parts: list[object], kept: list[object], depth: int) -
     kind = type(value)
     if kind in _PLAIN:
         parts += kind, value
+        if kind is int:
+            return int(value).bit_length() <= _MOST_BITS  # Python writes no longer ones
         return kind is not str or len(value) <= _MOST_TEXT
     if kind in (dict, list, tuple) and (
         len(parts) + 2 * len(value) > _MOST_PARTS or depth > _MOST_DEPTH
@@ -349,7 +361,7 @@ def parse_extra_args(
         request = _parse(extra_args, limits)
     if key is not None:
         nbytes = _BYTES_OF_A_PART * len(key) + sum(len(p) for p in key if isinstance(p, str))
-        nbytes += _BYTES_OF_A_REQUEST + _held_bytes(kept, request)
+        nbytes += _held_bytes(kept, request)
         _PARSED.keep(key, (request, kept), nbytes)
     return request
 

@@ -408,3 +408,41 @@ def test_layers_count_from_0_wherever_they_are_named(
 ) -> None:
     with pytest.raises(SpecError, match=message):
         make()
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+@pytest.mark.parametrize("kind", ["positions", "edits", "probes"])
+def test_what_a_kept_request_takes_counts_however_it_came(
+    kind: str, as_text: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a client that never asks the same twice takes more than all requests may."""
+    budget = Budget(64 << 20)
+    monkeypatch.setattr(_request, "_PARSED", Cache(1 << 13, budget))
+    n = 50
+
+    def ask(i: int) -> None:
+        probes = [{"name": f"p{i}.{j}", "positions": [j, 100 + i]} for j in range(60)]
+        numbers = list(range(1000 * i, 1000 * i + 1500))
+        edit = {"op": "add", "vector": [float(i), 1.0], "layers": [2]}
+        asked = {
+            "positions": {"capture": {"layers": [1], "positions": numbers}},
+            "edits": {"edits": [edit] * 60},
+            "probes": {"probes": probes},
+        }[kind]
+        assert parse_extra_args({"inspect_lens": json.dumps(asked) if as_text else asked})
+
+    ask(n)
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        counted = budget.n_bytes
+        for i in range(n):
+            ask(i)
+        held = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert held < 1.25 * (budget.n_bytes - counted)
+
+
+def test_a_number_of_thousands_of_digits_beside_many_others_is_no_fault() -> None:
+    assert parse_extra_args({"others": [0] * 100 + [10**5000]}) is None
