@@ -82,8 +82,8 @@ class PayloadStore:
         return Settings.load().store_bytes if self._given_bytes is None else self._given_bytes
 
     def admit(self, size: int) -> None:
-        """Judge a request of the client that is served, before it costs anything."""
-        client = CLIENT.get()
+        """Judge a payload of the client that is served, before it costs anything."""
+        size, client = size + self._each_bytes, CLIENT.get()
         with self._lock:
             self._drop(time.monotonic())
             self._tell()

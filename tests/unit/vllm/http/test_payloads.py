@@ -148,6 +148,8 @@ def test_clients_are_told_apart_by_their_address_and_key() -> None:
 def test_what_a_small_payload_takes_beside_its_bytes_counts_too() -> None:
     """A stream has a handle for each token, whose row may be shorter than what holds it."""
     store = PayloadStore(max_bytes=1 << 20)
+    with pytest.raises(UnsupportedError, match="half of the binary store"):
+        store.admit(1 << 19)  # as it is told when the payload comes, too late
     row = np.zeros(16, np.uint8)
 
     def put_all() -> None:
