@@ -43,7 +43,7 @@ from inspect_lens.spec import (
 Item = EngineProbe | EngineEdits | WeightsEntry | EngineConfig
 """What a front-end keeps."""
 
-WORDS = {
+WORDS: dict[type[Item] | None, str] = {
     EngineProbe: "probe",
     EngineEdits: "edits",
     LensEntry: "lens",
