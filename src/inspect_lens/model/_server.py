@@ -23,7 +23,7 @@ import anyio
 import anyio.from_thread
 import anyio.to_thread
 import psutil
-from inspect_ai.util import display_counter
+from inspect_ai.util import display_counter, display_type
 from pydantic import ValidationError
 from typing_extensions import override
 
@@ -252,6 +252,7 @@ async def while_telling(server: VLLMServer, start: Callable[[], Awaitable[None]]
     _told.add(id(server))
     began = time.monotonic()
     failure: Exception | None = None
+    _write("starts; this takes a minute or more")
     try:
         async with anyio.create_task_group() as group:
             group.start_soon(_tick, began)
@@ -265,7 +266,9 @@ async def while_telling(server: VLLMServer, start: Callable[[], Awaitable[None]]
     if failure is not None:
         _show("did not start")
         raise failure
-    _show(f"started in {time.monotonic() - began:.0f} s")
+    started = f"started in {time.monotonic() - began:.0f} s"
+    _show(started)
+    _write(started)
 
 
 async def _tick(began: float) -> None:
@@ -279,6 +282,15 @@ def _show(said: str) -> None:
     # fail for want of a counter.
     with contextlib.suppress(Exception):
         display_counter(CAPTION, said)
+
+
+def _write(said: str) -> None:
+    # Inspect draws counters in a terminal only, and its plain display has none: the log of a job
+    # would stay empty for minutes.
+    shown = display_type()
+    if shown != "none" and (shown in ("plain", "log") or not sys.stdout.isatty()):
+        sys.stderr.write(f"{CAPTION} {said}\n")
+        sys.stderr.flush()
 
 
 UNKNOWN = "registered as"

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import anyio
 import pytest
 from inspect_ai._display.textual.display import TextualDisplay
@@ -61,6 +63,28 @@ async def test_a_display_that_raises_stops_no_call(monkeypatch: pytest.MonkeyPat
 
     await _server.while_telling(VLLMServer(), start)
     assert started == [True]
+
+
+@pytest.mark.anyio
+@pytest.mark.usefixtures("shown")
+async def test_without_counters_lines_tell_of_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def start() -> None:
+        await anyio.sleep(0)
+
+    said = ["vLLM server starts; this takes a minute or more", "vLLM server started in …"]
+    for terminal, display, wanted in (
+        (True, "rich", []),
+        (True, "plain", said),
+        (False, "rich", said),
+        (False, "none", []),
+    ):
+        monkeypatch.setattr("sys.stdout.isatty", lambda terminal=terminal: terminal)
+        monkeypatch.setattr(_server, "display_type", lambda display=display: display)
+        await _server.while_telling(VLLMServer(), start)
+        lines = re.sub(r"\d+ s$", "…", capsys.readouterr().err.rstrip()).splitlines()
+        assert lines == wanted, (terminal, display)
 
 
 @pytest.mark.anyio
