@@ -268,6 +268,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     asked = parser.parse_args()
     model = REAL_MODELS[asked.name]
+    sys.stdout.write(f"{model.title}: its weights are downloaded and converted\n")
+    sys.stdout.flush()
     made = make_real_model(asked.name, asked.folder)
     sys.stdout.write(f"{made}: {model.title}, dequantised from Q4; licence: {model.licence}\n")
 
