@@ -14,7 +14,7 @@ import httpx
 from pydantic import BaseModel
 
 from inspect_lens._base.http import server_address
-from inspect_lens._base.partial import PARTIAL_KEY
+from inspect_lens._base.partial import PARTIAL_KEY, Partial
 from inspect_lens._base.token_texts import TokenTexts
 from inspect_lens.client import (
     answer_of,
@@ -175,7 +175,8 @@ class ChatTalk:
                     if tokens := _tokens(choice):
                         yield {"event": "tokens", "text": _said(choice), "tokens": tokens}
                 for part in event.get(PARTIAL_KEY, ()):
-                    yield {"event": "scores", "scores": _plain(part["probes"][self.setup.probe])}
+                    scores = Partial.from_json(part).scores[self.setup.probe or ""]
+                    yield {"event": "scores", "scores": [_plain(score) for score in scores]}
                 if (receipt := event.get("inspect_lens")) is not None:
                     done = read_as(Receipt, receipt, at="inspect_lens")
                     yield from self._end(done, event.get("activations"))
@@ -233,7 +234,7 @@ class ChatTalk:
             first = table.positions[0] - receipt.n_prompt if table.positions else 0
             yield {"event": "lens", "first": first, "layers": list(table.layers), "rows": rows}
         for found in receipt.probes or ():
-            score = None if found.score is None else float(found.score)
+            score = None if found.score is None else _plain(found.score)
             yield {"event": "pooled", "score": score, "aggregate": found.aggregate}
 
     def _texts_of(self, ids: Sequence[int]) -> dict[int, str]:
@@ -411,5 +412,5 @@ def _said(choice: Mapping[str, Any]) -> str:
     return str((choice.get("delta") or {}).get("content") or "")
 
 
-def _plain(scores: Sequence[float | None]) -> list[float | None]:
-    return [None if s is None or not math.isfinite(s) else s for s in scores]
+def _plain(score: float) -> float | None:
+    return score if math.isfinite(score) else None

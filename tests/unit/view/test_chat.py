@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -15,9 +16,10 @@ import httpx
 import numpy as np
 import pytest
 
+from inspect_lens._base.http import json_bytes
 from inspect_lens._base.partial import PARTIAL_KEY
 from inspect_lens.errors import CaptureError, LensError, SpecError
-from inspect_lens.spec import Add, EngineEdits
+from inspect_lens.spec import Add, EngineEdits, Receipt
 from inspect_lens.view import ChatPage, open_talk
 from inspect_lens.view._chat_talk import ChatSetup, ChatTalk, _spread
 
@@ -66,10 +68,16 @@ class Answers(BaseHTTPRequestHandler):
         token = {"token": " a", "logprob": -0.5}
         choice = {"delta": {"content": " a"}, "logprobs": {"content": [token]}, "token_ids": [7]}
         scores = {"index": 0, "probes": {"lies": [float("nan"), 0.25]}}
+        read = {"name": "lies", "sha256": "0", "aggregate": "max", "score": math.inf, "n_tokens": 2}
+        receipt = Receipt(
+            n_prompt=1, n_completion=2, probes=[read], cache_salted=False, paths=(), engine="e",
+            version="0", vllm_version="0",
+        )  # fmt: skip
+        done = {"inspect_lens": receipt.model_dump()}
         try:
             while not self.server.gone.wait(0.005):
-                for event in ({"choices": [choice]}, {PARTIAL_KEY: [scores]}):
-                    self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+                for event in ({"choices": [choice]}, {PARTIAL_KEY: [scores]}, done):
+                    self.wfile.write(b"data: %b\n\n" % json_bytes(event))
         except OSError:
             self.server.gone.set()
 
@@ -94,11 +102,12 @@ def test_who_stops_an_answer_stops_the_server(server: Endless) -> None:
         url = page.url.partition("?")[0] + "answer"
         with httpx.stream("POST", url, json=body, headers=key) as answer:
             lines = answer.iter_lines()
-            first, second = json.loads(next(lines)), json.loads(next(lines))
+            first, second, third = (json.loads(next(lines)) for _ in range(3))
             assert not server.gone.is_set()
         assert server.gone.wait(10), "the server is told that nobody reads on"
     assert first["tokens"] == [{"text": " a", "p": pytest.approx(0.6065, abs=1e-4), "id": 7}]
     assert second == {"event": "scores", "scores": [None, 0.25]}, "NaN is no JSON"
+    assert third == {"event": "pooled", "score": None, "aggregate": "max"}, "nor is infinity"
     (asked,) = server.bodies
     assert (asked["model"], asked["max_tokens"], asked["temperature"]) == ("toy", 9, 0.5)
     assert asked["inspect_lens"] == {
