@@ -159,8 +159,11 @@ class Value(BaseModel):
             raise SpecError(explain(error, root=cls.__name__, kind=cls)) from None
 
     def __deepcopy__(self, memo: object = None) -> Self:
-        """Inspect copies the config of each call several times, with the request in it."""
-        return self
+        """Share what is in it: Inspect copies the config of each call several times.
+
+        The copy is an object of its own: older pydantic writes `model_copy(update=…)` into it.
+        """
+        return self.__copy__()
 
     # Pydantic's mark: what is inside another value, or read, is validated without this one.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]

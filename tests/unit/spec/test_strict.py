@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from inspect_lens.spec import (
     OWN_WORDS,
     POOLS,
     Add,
+    CaptureSpec,
     EngineProbe,
     Pool,
     SinkUse,
@@ -336,3 +338,13 @@ def test_what_hides_its_values_hides_them_wherever_it_stands() -> None:
     assert "s3cret" not in str(caught.value)
     assert "webhooks.a.key: allowed is an integer" in str(caught.value)
     assert "tries='often'" in str(caught.value)
+
+
+def test_a_deep_copy_shares_what_is_in_it_and_can_be_updated() -> None:
+    asked = LensRequest(capture=CaptureSpec(layers=(1,)), skip_reading_prefix_cache=True)
+    copied = copy.deepcopy({"asked": asked})["asked"]
+    assert copied == asked
+    assert copied is not asked, "older pydantic would update the original"
+    assert copied.capture is asked.capture
+    assert asked.model_copy(deep=True, update={"capture": None}).capture is None
+    assert asked.capture is not None
