@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import anyio
 import numpy as np
 import pytest
+import torch
 
 from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.errors import ArtifactError, SpecError
@@ -56,7 +58,7 @@ def test_what_others_are_asked_for(make: Any, message: str) -> None:
         make()
 
 
-def test_what_numpy_and_the_command_line_give_is_read() -> None:
+def test_what_numpy_torch_and_the_command_line_give_is_read() -> None:
     @judged_arguments
     def taken(
         n: int, share: float | None = None, layers: list[int] | None = None, free: object = None
@@ -68,5 +70,23 @@ def test_what_numpy_and_the_command_line_give_is_read() -> None:
     assert [type(value) for value in found[:2]] == [int, float]
     assert found[3] is array
     assert taken(1, 2, (i for i in (4, 5)))[2] == [4, 5]
+    tensors = taken(torch.tensor(3), np.array(0.5), layers=torch.tensor([3, 5]))
+    assert tensors[:3] == (3, 0.5, [3, 5])
+    assert {type(value) for value in (tensors[0], *tensors[2])} == {int}
+    assert taken("-3", "1e-3", ["1", "2"])[:3] == (-3, 1e-3, [1, 2])
+    for wrong in ("nan", "x"):
+        with pytest.raises(SpecError, match=f"share='{wrong}'; allowed is a number or None"):
+            taken(1, wrong)
     with pytest.raises(TypeError, match="missing"):
         taken()
+
+
+def test_one_alone_may_stand_where_several_may() -> None:
+    @judged_arguments
+    def taken(layers: Sequence[int] = (), roles: list[str] | None = None) -> Any:
+        return layers, roles
+
+    assert taken(3, "grader") == taken([3], ["grader"]) == ([3], ["grader"])
+    for wrong in ({3: 1}, b"3", "all"):
+        with pytest.raises(SpecError, match=r"layers=.*; allowed is a list of integers"):
+            taken(wrong)

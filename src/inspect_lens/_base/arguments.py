@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, wraps
 from pathlib import Path
 from types import FunctionType, NoneType, UnionType
 from typing import Any, Final, Literal, TypeVar, Union, cast, get_args, get_origin
 
-import numpy as np
-
 from inspect_lens.errors import SpecError
-from inspect_lens.spec import check_word, shown
+from inspect_lens.spec import check_word, several, shown
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -39,8 +37,10 @@ def judged_arguments(function: F) -> F:
     """Refuse arguments of another kind than the annotation says, before they cost anything.
 
     Python would take "no" for true, and NaN for a threshold that nothing exceeds. Flags, numbers,
-    texts, words, lists of these, and objects that Inspect makes are judged; numbers of numpy become
-    Python's, and other iterables lists. What else an annotation names is left to the function.
+    texts, words, lists of these, and objects that Inspect makes are judged. Numbers of numpy and of
+    torch become Python's, as do those that a command line has as texts; where several may be given,
+    one alone or another iterable becomes a list. What else an annotation names is left to the
+    function.
     """
     parameters = inspect.signature(function).parameters
     names = list(parameters)
@@ -93,11 +93,10 @@ class _Unfit(Exception):
 
 def judged_value(name: str, value: Any, *members: Any) -> Any:
     """A value of one of these kinds."""
-    if isinstance(value, np.generic):
-        value = value.item()
+    value = _plain(value)
     for kind in members:
         try:
-            return _as(name, value, kind)
+            return _as(name, value, kind, is_text=str in members)
         except _Unfit:
             continue
     if get_origin(members[0]) is Literal and set(members[1:]) <= {NoneType}:
@@ -107,7 +106,20 @@ def judged_value(name: str, value: Any, *members: Any) -> Any:
     raise SpecError(f"{name}={shown(value)}; allowed is {allowed}")
 
 
-def _as(name: str, value: Any, kind: Any) -> Any:
+def _plain(value: Any) -> Any:
+    """A number of numpy or of torch as Python has it."""
+    return value.item() if getattr(value, "shape", None) == () else value
+
+
+def _number(text: str, kind: type[int | float]) -> Any:
+    """`-S layers=3,5` reaches us as ["3", "5"], and `-S noise=1e-3` as a text."""
+    try:
+        return kind(text)
+    except ValueError:
+        return text
+
+
+def _as(name: str, value: Any, kind: Any, *, is_text: bool = False) -> Any:
     """A value as one kind has it."""
     origin = get_origin(kind)
     if origin is Literal:
@@ -115,6 +127,7 @@ def _as(name: str, value: Any, kind: Any) -> Any:
     elif origin is not None:
         return _list(name, value, kind)
     elif kind in (int, float):
+        value = _number(value, kind) if isinstance(value, str) and not is_text else value
         fits = not isinstance(value, bool) and isinstance(value, int | kind)
         fits = fits and not (isinstance(value, float) and math.isnan(value))
         if fits and kind is int and value < (least := _LEAST.get(name, value)):
@@ -130,17 +143,12 @@ def _as(name: str, value: Any, kind: Any) -> Any:
 
 def _list(name: str, value: Any, kind: Any) -> Any:
     of = get_args(kind)
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise _Unfit
-    items = list(value)
+    items = several(value)
     if not items and name in _NEEDED:
         raise SpecError(f"{name}=[]; allowed is a list that names at least one; leave it out")
     if get_origin(kind) is tuple and Ellipsis not in of and len(of) != len(items):
         raise _Unfit
-    # `-S layers=3,5` reaches us as ["3", "5"].
-    items = [int(v) if of[0] is int and isinstance(v, str) and v.strip().isdecimal() else v
-             for v in items]  # fmt: skip
-    found = [_as(name, v.item() if isinstance(v, np.generic) else v, of[0]) for v in items]
+    found = [_as(name, _plain(one), of[0]) for one in items]
     return tuple(found) if isinstance(value, tuple) else found
 
 

@@ -97,12 +97,10 @@ class TestRefusals:
         assert len(REFUSAL_PHRASES) == 12
 
     def test_other_phrases(self, tmp_path: Path) -> None:
-        log = run(texts("Never.", "Fine."), refusal_rate(["never"]), folder=tmp_path)
+        log = run(texts("Never.", "Fine."), refusal_rate("never"), folder=tmp_path)
         assert [s.value for s in scores(log)] == [1, 0]
         with pytest.raises(SpecError, match="at least one"):
             refusal_rate([])
-        with pytest.raises(SpecError, match="phrases='never'; allowed is a list of texts"):
-            refusal_rate("never")
 
     def test_a_judge_decides_instead(self, tmp_path: Path) -> None:
         log = run(
