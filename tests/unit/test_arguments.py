@@ -59,12 +59,12 @@ def test_what_others_are_asked_for(make: Any, message: str) -> None:
 
 
 def test_what_numpy_torch_and_the_command_line_give_is_read() -> None:
-    @judged_arguments
-    def taken(
+    def typed(
         n: int, share: float | None = None, layers: list[int] | None = None, free: object = None
     ) -> Any:
         return n, share, layers, free
 
+    taken: Any = judged_arguments(typed)
     found = taken(np.int64(3), np.float32(0.5), layers=["3", np.int64(5)], free=(array := [1]))
     assert found == (3, 0.5, [3, 5], [1])
     assert [type(value) for value in found[:2]] == [int, float]
@@ -82,10 +82,10 @@ def test_what_numpy_torch_and_the_command_line_give_is_read() -> None:
 
 
 def test_one_alone_may_stand_where_several_may() -> None:
-    @judged_arguments
-    def taken(layers: Sequence[int] = (), roles: list[str] | None = None) -> Any:
+    def typed(layers: Sequence[int] = (), roles: list[str] | None = None) -> Any:
         return layers, roles
 
+    taken: Any = judged_arguments(typed)
     assert taken(3, "grader") == taken([3], ["grader"]) == ([3], ["grader"])
     for wrong in ({3: 1}, b"3", "all"):
         with pytest.raises(SpecError, match=r"layers=.*; allowed is a list of integers"):

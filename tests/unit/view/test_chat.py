@@ -69,10 +69,9 @@ class Answers(BaseHTTPRequestHandler):
         choice = {"delta": {"content": " a"}, "logprobs": {"content": [token]}, "token_ids": [7]}
         scores = {"index": 0, "probes": {"lies": [float("nan"), 0.25]}}
         read = {"name": "lies", "sha256": "0", "aggregate": "max", "score": math.inf, "n_tokens": 2}
-        receipt = Receipt(
-            n_prompt=1, n_completion=2, probes=[read], cache_salted=False, paths=(), engine="e",
-            version="0", vllm_version="0",
-        )  # fmt: skip
+        told = {"n_prompt": 1, "n_completion": 2, "probes": [read], "cache_salted": False}
+        told |= {"paths": [], "engine": "e", "version": "0", "vllm_version": "0"}
+        receipt = Receipt.model_validate(told)
         done = {"inspect_lens": receipt.model_dump()}
         try:
             while not self.server.gone.wait(0.005):
