@@ -21,7 +21,7 @@ GOOD = {
     ("extra_args", "message"),
     [
         ({"output_residual_stream": [999]}, "layers 0 to 3"),
-        ({"output_residual_stream": [-1]}, "layers 0 to 3"),
+        ({"output_residual_stream": [-1]}, "no layer; they count from 0"),
         ({"output_residual_stream": []}, "empty"),
         ({"output_residual_stream": "not json"}, "not JSON"),
         ({"apply_steering_vectors": [{**GOOD, "layer_indices": [999]}]}, "layers 0 to 3"),
