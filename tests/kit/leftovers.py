@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 MARK = "TEST_RUN_OF_INSPECT_LENS"
-GRACE_S = 20.0
+GRACE_S = 60.0
+"""Where several runs share two cores, an interpreter takes its time to end."""
 # Helpers of Python's multiprocessing, of PyTorch's compiler, and our own, that end with this
 # process and not before.
 HELPERS = (
