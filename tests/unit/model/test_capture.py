@@ -225,7 +225,7 @@ async def test_vllm_lens_and_positions_is_an_error(
         ({"output_residual_stream": [1.5]}, SpecError, "integer"),
         ({"output_residual_stream": "x"}, SpecError, "JSON"),
         ({"output_residual_streams": [1]}, SpecError, "did you mean"),
-        ({"apply_steering_vectors": 3}, SpecError, "list"),
+        ({"apply_steering_vectors": 3}, SpecError, "has to be a SteeringVector"),
         ({"output_qk": [1.5]}, SpecError, "integer"),
         ("text", SpecError, "extra_args"),
     ],

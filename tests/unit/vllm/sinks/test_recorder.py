@@ -144,7 +144,8 @@ def test_a_slow_sink_spills_and_drains_in_the_end(tmp_path: Path) -> None:
         return sum(f.stat().st_size for f in tmp_path.glob("live/shard-*"))
 
     # A shard that is being spilled at the moment is on disk and not yet counted.
-    assert until(lambda: recorder.describe()["spilled_bytes"] == on_disk() > 0)
+    same = until(lambda: recorder.describe()["spilled_bytes"] == on_disk() > 0)
+    assert same, (recorder.describe(), sorted(tmp_path.glob("live/*")))
     receiver.may_go.set()
     assert until(lambda: recorder.describe()["spilled_bytes"] == 0)
     assert recorder.flush(60)
