@@ -236,7 +236,7 @@ def test_a_figure_fits_and_can_be_read(name: str) -> None:
             size = float(node.attrib.get("font-size", 13))
             assert size >= 10
             if "transform" not in node.attrib:
-                length = 0.53 * size * len(node.text or "")
+                length = 0.55 * size * len(node.text or "")
                 share = {"start": 0.0, "middle": 0.5, "end": 1.0}[node.attrib["text-anchor"]]
                 left = float(node.attrib["x"]) - share * length
                 assert left >= -2, node.text

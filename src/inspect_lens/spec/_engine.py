@@ -78,12 +78,12 @@ SITE_TABLE: Mapping[Site, SiteInfo] = MappingProxyType(
         "v": SiteInfo("values of all key heads", False, True, "heads"),
         "z": SiteInfo("results of all heads, before the output projection", False, True, "heads"),
         "attn_out": SiteInfo("output of the attention (or state-space) module"),
-        "resid_mid": SiteInfo("residual stream between attention and feed-forward module"),
+        "resid_mid": SiteInfo("residual stream between attention and feed-forward"),
         "router_logits": SiteInfo(
             "logits of a router, one for each expert", False, False, "experts"
         ),
         "mlp_hidden": SiteInfo("neurons: the input of the down projection", False, True, "neurons"),
-        "mlp_out": SiteInfo("output of the feed-forward (or mixture-of-experts) module"),
+        "mlp_out": SiteInfo("output of the feed-forward module, or of the experts"),
         "resid_post": SiteInfo("residual stream after the block"),
     }
 )
