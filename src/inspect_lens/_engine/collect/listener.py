@@ -245,7 +245,9 @@ class Listener:
         return self._mirrors.get(name)
 
     def close(self) -> None:
-        """Say goodbye, and end the thread."""
+        """Say goodbye, and end the thread; safe to call twice."""
+        if self._is_closing:
+            return
         self._is_closing = True
         self.wake()
         self._thread.join(timeout=2)

@@ -16,7 +16,6 @@ and how. It is written in every step, so it must cost nothing: no message is sen
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import mmap
 import os
@@ -275,9 +274,11 @@ class ArenaWriter:
         return sum(size for _, _, _, size in self._blocks)
 
     def close(self) -> None:
-        """Close the file; front-ends keep what they have mapped."""
-        with contextlib.suppress(OSError):
-            os.close(self._fd)
+        """Close the file; front-ends keep what they have mapped. Safe to call twice."""
+        # The number may be another file's by then.
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def _wait_for(self, size: int, index: int) -> int | None:
         began, before = time.monotonic(), self.waited_s

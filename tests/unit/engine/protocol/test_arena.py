@@ -92,6 +92,20 @@ def test_memory_is_told_from_what_came_in_its_place(writer: ArenaWriter) -> None
             os.close(int(number))
 
 
+def test_closing_twice_closes_nothing_that_took_the_number(writer: ArenaWriter) -> None:
+    number = int(writer.name.split("/")[1])
+    writer.close()
+    reader, other = os.pipe()
+    try:
+        if number not in (reader, other):
+            os.dup2(other, number)
+        writer.close()
+        os.fstat(number)
+    finally:
+        for one in {reader, other, number}:
+            os.close(one)
+
+
 def test_a_step_waits_for_room_and_says_when_none_comes(
     writer: ArenaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

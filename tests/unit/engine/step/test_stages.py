@@ -172,18 +172,18 @@ def test_an_mlp_reads_rows_of_all_stages(pipeline: Pipeline, collector: Collecto
 def test_what_failed_on_one_stage_fails_and_its_neighbours_go_on(collector: Collector) -> None:
     pipeline = Pipeline((0, 2), (5,))
     try:
-        for key in ("a", "b"):
+        for key in ("d", "b"):
             pipeline.begin(collector, key, sealed(collector, asked(), 4, 8))
-        pipeline.step(("a", 1, 0, 4), ("b", 2, 0, 4))
+        pipeline.step(("d", 1, 0, 4), ("b", 2, 0, 4))
         pipeline.drain()
-        pipeline.stages[0].stepper.fail("a", CaptureError("here alone"))
-        pipeline.step(("a", 1, 4, 1), ("b", 2, 4, 1))
-        pipeline.step(("a", 1, 5, 1), ("b", 2, 5, 1))
+        pipeline.stages[0].stepper.fail("d", CaptureError("here alone"))
+        pipeline.step(("d", 1, 4, 1), ("b", 2, 4, 1))
+        pipeline.step(("d", 1, 5, 1), ("b", 2, 5, 1))
         pipeline.drain()
         check(take(collector, "b", 6, 6).tensors[LENS], 2, range(6))
         with pytest.raises(CaptureError, match=r"here alone|an earlier stage of the pipeline"):
-            take(collector, "a", 6, 6)
-        assert "a" not in pipeline.stages[1].stepper._live.by_key
+            take(collector, "d", 6, 6)
+        assert "d" not in pipeline.stages[1].stepper._live.by_key
     finally:
         pipeline.close()
 
@@ -227,13 +227,14 @@ def test_more_rows_than_fit_fail_their_requests_and_say_so(collector: Collector)
         is_first=True, is_last=False, ranks=2, most_rows=3
     )
     try:
-        for key in ("a", "b"):
+        # Names of their own: what the other stage says comes later, when others may run.
+        for key in ("f", "g"):
             pipeline.begin(collector, key, sealed(collector, asked(), 4, 8))
         pipeline.begin(collector, "c", sealed(collector, LensRequest(capture={}), 4, 8))
-        pipeline.step(("a", 1, 0, 2), ("b", 2, 0, 2), ("c", 3, 0, 2))
+        pipeline.step(("f", 1, 0, 2), ("g", 2, 0, 2), ("c", 3, 0, 2))
         pipeline.drain()
         # Each stage has a connection of its own, so the next one may be heard first.
-        for key in ("a", "b"):
+        for key in ("f", "g"):
             with pytest.raises(CaptureError, match=r"4 rows for other .* 3 fit|an earlier stage"):
                 take(collector, key, 2, 2)
         assert "c" in pipeline.stages[1].stepper._live.by_key
