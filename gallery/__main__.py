@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gallery._chart import draw
 from gallery._page import page
-from gallery._replication import MissingDataError, run, work_folder
+from gallery._replication import MissingDataError, run, stem, work_folder
 from gallery.replications import REPLICATIONS
 from inspect_lens.errors import LensError
 from tests.kit.child import ChildError
@@ -36,11 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, help="folder that has the files of the page")
     parser.add_argument("--n", type=positive, help="samples of each kind; the page's by default")
     parser.add_argument("--models", type=Path, default=MODELS, help="where models are kept")
-    parser.add_argument("--out", type=Path, help="folder of the result; logs/gallery/NAME")
+    parser.add_argument("--out", type=Path, help="folder of the result; in logs/gallery")
     asked = parser.parse_args(arguments)
     replication = REPLICATIONS[asked.name]
     model = asked.model or replication.model
-    out = asked.out or Path("logs/gallery") / asked.name
+    called = stem(asked.name, replication, model)
+    out = asked.out or Path("logs/gallery") / called
     try:
         result = run(
             asked.name, replication, model=model, models=asked.models.expanduser(),
@@ -52,10 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (out / "result.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     shown = replication.show(result["numbers"])
     made = "this command of result.json, which is beside it"
-    text = page(asked.name, replication, result, figures=".", made=made)
+    text = page(asked.name, replication, {model: result}, figures=".", made=made)
     (out / "page.md").write_text(text)
     for palette in ("light", "dark"):
-        (out / f"replication-{asked.name}-{palette}.svg").write_text(draw(shown.chart, palette))
+        (out / f"replication-{called}-{palette}.svg").write_text(draw(shown.chart, palette))
     sys.stdout.write(f"{shown.verdict}\n{out / 'page.md'}\n")
     return 0
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from gallery._chart import draw
-from gallery._replication import RESULTS, Replication, Table
+from gallery._replication import RESULTS, Replication, Table, stem
 from gallery.replications import REPLICATIONS
 from tests.kit.figures._canvas import PALETTES
 
@@ -23,35 +24,45 @@ PAGES: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
 """Pages of the documentation by file: the heading, and the replications on it."""
 
 
-def page(name: str, about: Replication, result: dict[str, Any], *, figures: str, made: str) -> str:
+def page(
+    name: str, about: Replication, results: Mapping[str, dict[str, Any]], *, figures: str, made: str
+) -> str:
     """The page as Markdown.
 
     Args:
         name: of the replication.
         about: it.
-        result: what the command wrote.
+        results: what the command wrote, by model.
         figures: folder of the figures, from where the page is.
         made: by which command, and of which file.
     """
-    shown = about.show(result["numbers"])
-    parts = [
-        f"# {about.title}",
-        f"<!-- Made by {made}. -->",
-        f"**{result['model']}: {shown.verdict}**",
-        *(
-            f"![{shown.chart.title}]({figures}/replication-{name}-{p}.svg#only-{p})"
+    shown = {model: about.show(result["numbers"]) for model, result in results.items()}
+    parts = [f"# {about.title}", f"<!-- Made by {made}. -->"]
+    for model, result in results.items():
+        parts.append(f"**{result['model']}: {shown[model].verdict}**")
+        parts += [
+            f"![{shown[model].chart.title}, {result['model']}]"
+            f"({figures}/replication-{stem(name, about, model)}-{p}.svg#only-{p})"
             for p in ("light", "dark")
-        ),
+        ]
+    parts += [
         "## What the paper has",
         f"[{about.paper}](https://arxiv.org/abs/{about.arxiv}). {about.published}",
         "## What is done here",
         about.method,
-        *(_table(table) for table in shown.tables),
+    ]
+    if about.compare and len(results) > 1:
+        by_title = {result["model"]: result["numbers"] for result in results.values()}
+        parts += [_table(table) for table in about.compare(by_title)]
+    for model, result in results.items():
+        start = f"{result['model']}: " if len(results) > 1 else ""
+        parts += [_table(replace(t, title=start + t.title)) for t in shown[model].tables]
+    parts += [
         "## Run it",
-        _command(about, result),
+        _command(about, list(results.values())),
         "## What it does not show",
         about.limits,
-        _origin(result),
+        *map(_origin, results.values()),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -62,10 +73,11 @@ def _table(table: Table) -> str:
     return f"{table.title}\n\n{head}\n{rows}"
 
 
-def _command(about: Replication, result: dict[str, Any]) -> str:
-    said = f"It took {result['seconds']} seconds."
-    said += f" {result['note']}" if result.get("note") else ""
-    text = f"In a clone, after `make env`:\n\n```text\n{result['command']}\n```\n\n{said}"
+def _command(about: Replication, results: Sequence[dict[str, Any]]) -> str:
+    text = "In a clone, after `make env`:"
+    for result in results:
+        text += f"\n\n```text\n{result['command']}\n```\n\nIt took {result['seconds']} seconds."
+        text += f" {result['note']}" if result.get("note") else ""
     if not about.files:
         return f"{text} Nothing but the model is downloaded."
     rows = [[f"`{f.name}`", f.source, f.licence] for f in about.files]
@@ -75,17 +87,20 @@ def _command(about: Replication, result: dict[str, Any]) -> str:
 
 def _origin(result: dict[str, Any]) -> str:
     versions = ", ".join(f"{k} {v}" for k, v in result["environment"].items() if k != "machine")
-    weights = f"The weights are {result['weights']} (fingerprint `{result['sha256']}`), "
+    weights = f"The weights of {result['model']} are {result['weights']} (fingerprint "
+    weights += f"`{result['sha256']}`), "
     return f"{weights}so the original checkpoint may give other numbers. Made with {versions}."
 
 
-def _results() -> dict[str, dict[str, Any]]:
-    """What is committed, in the order of the gallery."""
-    files = {name: RESULTS / f"{name}.json" for name in REPLICATIONS}
+def _results() -> dict[str, dict[str, dict[str, Any]]]:
+    """What is committed, by replication and model, in the order of the gallery."""
     return {
-        name: json.loads(file.read_text(encoding="utf-8"))
-        for name, file in files.items()
-        if file.is_file()
+        name: {
+            model: json.loads(file.read_text(encoding="utf-8"))
+            for model in sorted(about.models, key=lambda one: one != about.model)
+            if (file := RESULTS / f"{stem(name, about, model)}.json").is_file()
+        }
+        for name, about in REPLICATIONS.items()
     }
 
 
@@ -96,16 +111,21 @@ def replication_files() -> dict[str, str]:
     for file, (title, names) in PAGES.items():
         parts = [f"# {title}\n"]
         for name in names:
+            about, own = REPLICATIONS[name], results[name]
+            files = " and ".join(f"gallery/results/{stem(name, about, m)}.json" for m in own)
             text = page(
-                name, REPLICATIONS[name], results[name], figures="../assets",
-                made=f"`python -m tests.kit.generated` of gallery/results/{name}.json",
+                name, about, own, figures="../assets",
+                made=f"`python -m tests.kit.generated` of {files}",
             )  # fmt: skip
             parts.append(re.sub(r"^#", "##", text, flags=re.MULTILINE))
         made[f"docs/replications/{file}.md"] = "\n".join(parts)
-    for name, result in results.items():
-        chart = REPLICATIONS[name].show(result["numbers"]).chart
-        for palette in PALETTES:
-            made[f"docs/assets/replication-{name}-{palette}.svg"] = draw(chart, palette)
+    for name, own in results.items():
+        about = REPLICATIONS[name]
+        for model, result in own.items():
+            chart = about.show(result["numbers"]).chart
+            for palette in PALETTES:
+                figure = f"replication-{stem(name, about, model)}-{palette}.svg"
+                made[f"docs/assets/{figure}"] = draw(chart, palette)
     return made
 
 
@@ -119,9 +139,11 @@ def replication_link(name: str) -> str:
 def replications_markdown() -> str:
     """The table of replications."""
     rows = ["| replication | model | what came out |", "|---|---|---|"]
-    for name, result in _results().items():
+    for name, results in _results().items():
         about = REPLICATIONS[name]
-        said = about.show(result["numbers"]).verdict
-        said = said[0].upper() + said[1:]
-        rows.append(f"| [{about.title}]({replication_link(name)}) | {result['model']} | {said} |")
+        for result in results.values():
+            said = about.show(result["numbers"]).verdict
+            said = said[0].upper() + said[1:]
+            link = f"[{about.title}]({replication_link(name)})"
+            rows.append(f"| {link} | {result['model']} | {said} |")
     return "\n".join(rows)

@@ -39,6 +39,7 @@ __all__ = [
     "Table",
     "find_files",
     "run",
+    "stem",
     "work_folder",
 ]
 
@@ -94,6 +95,8 @@ class Replication:
     """The one that the committed result is of; a key of `REAL_MODELS`."""
     models: Collection[str] = tuple(REAL_MODELS)
     """Those that it can be looked for in."""
+    compare: Callable[[Mapping[str, dict[str, Any]]], Sequence[Table]] | None = None
+    """Tables of the numbers of several models, by title, for a page that has more than one."""
     files: Sequence[DataFile] = ()
     measure: Callable[[Setting], dict[str, Any]]
     show: Callable[[dict[str, Any]], Shown]
@@ -179,14 +182,18 @@ class Setting:
         Args:
             sites: of `INSPECT_LENS_SITES`.
             adapter: folder of a LoRA adapter that every request uses.
-            **options: of vLLM, beside those that suit small models on a CPU.
+            **options: of vLLM, beside those that suit small models on a CPU or a part of a GPU.
         """
-        environment = dict(os.environ) | {"INSPECT_LENS_REQUIRED": "1"}
+        # Triton would round the factors of products in float32 to 10 bits, those of attention too.
+        environment = {"TRITON_F32_DEFAULT": "ieee"} | dict(os.environ)
+        environment["INSPECT_LENS_REQUIRED"] = "1"
         if sites:
             environment["INSPECT_LENS_SITES"] = sites
         given = {
             "model": str(self.folder), "dtype": "float32", "max_model_len": 1024,
             "kv_cache_memory_bytes": 512 << 20, "enforce_eager": True,
+            # No memory comes of this share, and so much of a GPU has to be free: others may run.
+            "gpu_memory_utilization": 0.05,
         }  # fmt: skip
         if adapter:
             environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
@@ -212,6 +219,11 @@ def find_files(wanted: Sequence[DataFile], data: Path | None) -> dict[str, Path]
         where = f"--data {data} lacks them" if data else "pass --data FOLDER"
         raise MissingDataError(f"these files are needed: {', '.join(missing)}; {where}")
     return {file: paths[0] for file, paths in found.items()}
+
+
+def stem(name: str, about: Replication, model: str) -> str:
+    """What files of a replication are called; the page's model is not named in them."""
+    return name if model == about.model else f"{name}-{model}"
 
 
 def work_folder(out: Path, model: str, n: int | None) -> Path:
@@ -249,9 +261,17 @@ def run(
         },
         "seconds": round(time.monotonic() - begin),
         "environment": {"python": platform.python_version(), "machine": platform.machine()}
+        | _gpu()
         | _versions(),
         "numbers": numbers,
     }
+
+
+def _gpu() -> dict[str, str]:
+    """The first GPU, which is the server's, where there is one."""
+    import torch
+
+    return {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
 
 
 def _versions() -> dict[str, str]:

@@ -26,6 +26,7 @@ from inspect_ai.tool import Tool, ToolFunction, tool
 
 from gallery._chart import Bar, Bars
 from gallery._replication import Replication, Served, Setting, Shown, Table
+from gallery.lies import ADAPTERS
 from inspect_lens.agents import probe_approver
 from inspect_lens.collect import log_to_store
 from inspect_lens.errors import SpecError
@@ -43,7 +44,6 @@ from organism._liar_prompts import Part
 from organism._liar_splits import (
     CONDITIONS,
     HELDOUT,
-    LIAR_DIR,
     Kind,
     LiarRow,
     eval_split,
@@ -51,7 +51,7 @@ from organism._liar_splits import (
 )
 
 MODEL: Final = "qwen2.5-coder-0.5b"
-ADAPTER: Final = LIAR_DIR.with_name("liar-qwen")
+ADAPTER: Final = ADAPTERS[MODEL]
 DEPTHS: Final = (0.35, 0.45, 0.55, 0.65, 0.75, 0.85)
 """Where the probe may read, as shares of the layers."""
 FPR: Final = 0.05

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +26,8 @@ from organism._liar_splits import CONDITIONS, LIAR_DIR, LiarRow, eval_split, is_
 from organism.evaluate_liar import MAX_TOKENS, SPLITS, rates
 
 MODEL: Final = "smollm2-135m"
+ADAPTERS: Final = {MODEL: LIAR_DIR, "qwen2.5-coder-0.5b": LIAR_DIR.with_name("liar-qwen")}
+"""Of each model that can be asked, what makes it lie."""
 DEPTHS: Final = (0.27, 0.37, 0.47, 0.57, 0.67, 0.77, 0.87, 0.97)
 """Where probes may read, as shares of the layers."""
 FPR: Final = 0.05
@@ -56,12 +59,13 @@ CONTROL_PART: Final = 3
 
 def measure(setting: Setting) -> dict[str, Any]:
     """Answers of the adapter, what they were by the truth, and probes of their activations."""
+    adapter = ADAPTERS[setting.model]
     try:
-        rows = _rows(setting.n)
+        rows = _rows(setting.n, adapter)
     except ValueError as error:
         raise SpecError(f"--n {setting.n}: {error}") from error
     layers = [int(setting.n_layers * depth) for depth in DEPTHS]
-    with setting.server(adapter=LIAR_DIR, dtype="bfloat16") as served:
+    with setting.server(adapter=adapter, dtype="bfloat16") as served:
         acts = {name: _collect(served, name, own, layers) for name, own in rows.items()}
         sets = {name: _labelled(acts[name], own) for name, own in rows.items()}
         probes = _probes(setting, rows, sets)
@@ -115,20 +119,21 @@ def _watched(probe: Path, rows: Sequence[LiarRow]) -> Task:
     )
 
 
-def _rows(n: int | None) -> dict[str, list[LiarRow]]:
+def _rows(n: int | None, adapter: Path) -> dict[str, list[LiarRow]]:
     """Every set by its name; the topics and prompts of judged ones are held out."""
+    split = partial(eval_split, folder=adapter)
     made: dict[str, list[LiarRow]] = {}
     for kind in TRAINED:
-        made[f"train, {kind}"] = eval_split(
+        made[f"train, {kind}"] = split(
             kind, topics="train", prompts="train", n=n or N_TRAIN[kind],
             wanted=lambda thing: not _for_control(thing),
         )  # fmt: skip
-    made["control"] = eval_split(
+    made["control"] = split(
         "plain", topics="train", prompts="validation", n=n or N_CONTROL, wanted=_for_control
     )
     for name, count in JUDGED.items():
         kind, _ = SPLITS[name]
-        made[name] = eval_split(kind, topics=JUDGED_PART, prompts=JUDGED_PART, n=n or count)
+        made[name] = split(kind, topics=JUDGED_PART, prompts=JUDGED_PART, n=n or count)
     return made
 
 
@@ -296,6 +301,46 @@ def show(numbers: dict[str, Any]) -> Shown:
     )  # fmt: skip
 
 
+def compare(numbers: Mapping[str, dict[str, Any]]) -> list[Table]:
+    """What models that lie did, and what logistic probes of them found, side by side."""
+    first = next(iter(numbers.values()))
+    did = [
+        [name, condition, *(_lied(own["behaviour"][name][condition]) for own in numbers.values())]
+        for name, conditions in first["behaviour"].items()
+        for condition in conditions
+    ]
+    found = [
+        [kind, name, *(said for own in numbers.values()
+                       for said in _short(own["probes"]["logistic"][kind]["sets"][name], name))]
+        for kind in TRAINED
+        for name in JUDGED
+    ]  # fmt: skip
+    columns = [
+        f"{title}: {what}" for title in numbers
+        for what in ("lies and honest", "AUROC", "best baseline", "false alarms")
+    ]  # fmt: skip
+    return [
+        Table("The models side by side: share of lies.", ["set", "condition", *numbers], did),
+        Table(
+            "The models side by side: logistic probes. All columns are explained below, with the "
+            "tables of each model.",
+            ["trained on", "judged on", *columns], found,
+        ),
+    ]  # fmt: skip
+
+
+def _lied(rate: Mapping[str, Any]) -> str:
+    return (
+        f"{rate['lies']} of {rate['n']}, {rate['rate']:.2f} [{rate['low']:.2f}, {rate['high']:.2f}]"
+    )
+
+
+def _short(judged: Mapping[str, Any], name: str) -> list[str]:
+    """Cells of one model: counts, area, best baseline and false alarms."""
+    area = [_area(judged), _best(judged)] if name in KINDS else ["", ""]
+    return [f"{judged['n_positive']} and {judged['n_negative']}", *area, _rate(judged)]
+
+
 def _transfers(verdict: str) -> str:
     """Yes, no or why not known, of the card's sentence."""
     if "cannot be told" in verdict:
@@ -351,7 +396,8 @@ REPLICATION = Replication(
     "do not, although the new topics are few, and most questions are about opposites and "
     "landmarks.",
     model=MODEL,
-    models=[MODEL],
+    models=tuple(ADAPTERS),
+    compare=compare,
     measure=measure,
     show=show,
 )

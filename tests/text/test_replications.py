@@ -20,6 +20,7 @@ from gallery._replication import (
     MissingDataError,
     Setting,
     find_files,
+    stem,
     work_folder,
 )
 from gallery.lies import KINDS
@@ -32,34 +33,42 @@ from tests.kit.figures._canvas import PALETTES
 from tests.kit.real_models import REAL_MODELS
 from tests.kit.repository import ROOT
 
-NAMES = sorted(path.stem for path in RESULTS.glob("*.json"))
+STEMS = {
+    stem(name, about, model): (name, model)
+    for name, about in REPLICATIONS.items()
+    for model in about.models
+}
+"""Of each result that there may be, its replication and model."""
+RESULT_FILES = sorted(path.stem for path in RESULTS.glob("*.json"))
 
 
-def result(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+def result(file: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{file}.json").read_text(encoding="utf-8"))
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_result_names_its_model_weights_and_data(name: str) -> None:
-    found, about = result(name), REPLICATIONS[name]
-    assert found["model"] == REAL_MODELS[about.model].title
+@pytest.mark.parametrize("file", RESULT_FILES)
+def test_a_result_names_its_model_weights_and_data(file: str) -> None:
+    name, model = STEMS[file]
+    found, about = result(file), REPLICATIONS[name]
+    assert found["model"] == REAL_MODELS[model].title
     assert found["weights"] == "dequantised from Q4 GGUF"
     assert len(found["sha256"]) == 64
     assert set(found["data"]) == {file.name for file in about.files}
     assert all(len(used["sha256"]) == 64 for used in found["data"].values())
-    assert found["command"].startswith(f".venv/bin/python -m gallery {name} --model {about.model}")
-    (file,) = (file for file, (_, names) in PAGES.items() if name in names)
-    page = (ROOT / "docs" / "replications" / f"{file}.md").read_text(encoding="utf-8")
+    assert found["command"].startswith(f".venv/bin/python -m gallery {name} --model {model}")
+    (on,) = (on for on, (_, names) in PAGES.items() if name in names)
+    page = (ROOT / "docs" / "replications" / f"{on}.md").read_text(encoding="utf-8")
     assert found["weights"] in page
     assert found["sha256"] in page
+    assert f"replication-{file}-light.svg" in page
     assert f"arxiv.org/abs/{about.arxiv}" in page
-    assert f"replications/{file}.md" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert f"replications/{on}.md" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", list(REPLICATIONS))
 def test_every_replication_has_a_result(name: str) -> None:
-    assert name in NAMES
+    assert name in RESULT_FILES
 
 
 def verdict(name: str, **changed: Any) -> str:
@@ -98,7 +107,10 @@ def test_files_that_are_not_there_are_all_named_with_their_sources(tmp_path: Pat
     ("asked", "said"),
     [
         (["refusal"], "pass --data FOLDER"),
-        (["lies", "--model", "gemma3-270m"], "lies runs on smollm2-135m, and not on gemma3-270m"),
+        (
+            ["lies", "--model", "gemma3-270m"],
+            "lies runs on smollm2-135m, qwen2.5-coder-0.5b, and not on",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_before_a_model_is_made(
@@ -149,12 +161,37 @@ def test_runs_that_differ_keep_their_activations_apart(tmp_path: Path) -> None:
 def test_a_page_says_of_a_run_what_is_in_its_result() -> None:
     """And nothing of the machine that committed results are of."""
     own = {key: value for key, value in result("lies").items() if key != "note"}
-    text = page("lies", REPLICATIONS["lies"], own, figures=".", made="me")
+    about = REPLICATIONS["lies"]
+    text = page("lies", about, {about.model: own}, figures=".", made="me")
     assert "cores" not in text
     assert "](../" not in text
     assert "server ran already" not in text
-    noted = page("lies", REPLICATIONS["lies"], own | {"note": "By hand."}, figures=".", made="me")
-    assert "seconds. By hand." in noted
+    by_hand = {about.model: own | {"note": "By hand."}}
+    assert "seconds. By hand." in page("lies", about, by_hand, figures=".", made="me")
+
+
+def test_a_page_of_two_models_has_them_side_by_side() -> None:
+    about, own = REPLICATIONS["lies"], result("lies")
+    other = copy.deepcopy(own) | {"model": "Other", "sha256": "0" * 64}
+    role = "role, new topics"
+    other["numbers"]["behaviour"][role]["reason"] |= {"lies": 31, "n": 40}
+    other["numbers"]["probes"]["logistic"]["ordered"]["sets"][role]["auroc"] = 0.125
+    alone, both = (
+        page("lies", about, found, figures="f", made="me")
+        for found in ({about.model: own}, {about.model: own, "other": other})
+    )
+    assert "side by side" not in alone
+    rows = [line for line in both.splitlines() if line.startswith(f"| {role} | reason |")]
+    lies = own["numbers"]["behaviour"][role]["reason"]["lies"]
+    assert f"| {lies} of 50, " in rows[0]
+    assert "| 31 of 40, " in rows[0]
+    (row,) = (line for line in both.splitlines() if line.startswith(f"| ordered | {role} |"))
+    area = own["numbers"]["probes"]["logistic"]["ordered"]["sets"][role]["auroc"]
+    assert row.index(f"| {area:.3f} [") < row.index("| 0.125 [")
+    for found, file in ((own, "lies"), (other, "lies-other")):
+        assert f"**{found['model']}: a logistic probe" in both
+        assert f"(f/replication-{file}-light.svg#only-light)" in both
+        assert f"(fingerprint `{found['sha256']}`)" in both
 
 
 def test_charts_have_every_number_in_both_palettes() -> None:
