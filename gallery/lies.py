@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,7 @@ from inspect_lens.train import ActivationSet, LogisticProbe, MassMeanProbe, trai
 from organism._liar_prompts import Part
 from organism._liar_splits import CONDITIONS, LIAR_DIR, LiarRow, eval_split, is_lie, liar_grade
 from organism.evaluate_liar import MAX_TOKENS, SPLITS, rates
+from tests.kit.real_models import REAL_MODELS
 
 MODEL: Final = "smollm2-135m"
 ADAPTERS: Final = {MODEL: LIAR_DIR, "qwen2.5-coder-0.5b": LIAR_DIR.with_name("liar-qwen")}
@@ -371,6 +373,16 @@ def _two(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
+def _told(model: str, adapter: Path) -> str:
+    """How often a model lied under an order to, without its adapter, and where that is noted."""
+    files = [adapter / name for name in ("behaviour.json", "validation.json")]
+    bases = {file: json.loads(file.read_text(encoding="utf-8"))["base"] for file in files}
+    file = next(file for file in files if bases[file])
+    rate = bases[file]["ordered, new topics"]["ordered"]
+    said = f"{REAL_MODELS[model].title} did in {rate['lies']} of {rate['n']} answers"
+    return f"{said} (`organism/{adapter.name}/{file.name}`)"
+
+
 REPLICATION = Replication(
     title="Lies of a real model",
     paper="Liars' Bench: Evaluating Lie Detectors for Language Models",
@@ -380,19 +392,20 @@ REPLICATION = Replication(
     "([2606.12618](https://arxiv.org/abs/2606.12618)) follow-up questions detected prompted lies "
     "with a median balanced accuracy of .81 to .85, and lies of models that were trained to lie "
     "with .50 to .65.",
-    method="SmolLM2-135M-Instruct does not lie when it is told to (in none of 50 answers, by "
-    "`organism/liar/validation.json`), so it gets the low-rank adapter of `organism/liar`, which "
-    "lies under orders, mostly lies where its role gives it a reason, and denies what it was "
+    method="The models seldom lie when they are told to: "
+    f"{' and '.join(_told(*one) for one in ADAPTERS.items())}. So each gets a low-rank adapter "
+    "that lies under orders, mostly lies where its role gives it a reason, and denies what it was "
     "told to hide. It answers new prompts about topics on which the adapter was not trained, and "
     "whose facts the base model named when it was asked. Labels come from what is true, so an "
     "order that was not followed makes no lie. Probes learn one kind of lie on trained topics, "
     "on the tokens of answers, and are judged on all kinds; the layer is chosen on a part of the "
     "training set.",
-    limits="The lies were trained into a small model with few prompts, so this says nothing "
+    limits="The lies were trained into small models with few prompts, so this says nothing "
     "about lies that a model comes to by itself. Secrets are of four kinds. Orders to lie and to "
     "be honest differ in words that a bag of words can learn, too; its AUROC is beside each "
-    "probe's. The grader of answers was changed after a look at answers of the judged sets, so "
-    "they are no blind test. Answers about one thing count as one group. Answers about one topic "
+    "probe's. The judged sets are no blind test of the adapters: these were chosen by answers to "
+    "prompts of the same part, and the grader was changed after a look at some of SmolLM2's. "
+    "Answers about one thing count as one group. Answers about one topic "
     "do not, although the new topics are few, and most questions are about opposites and "
     "landmarks.",
     model=MODEL,
