@@ -376,8 +376,10 @@ def _two(value: float | None) -> str:
 def _told(model: str, adapter: Path) -> str:
     """How often a model lied under an order to, without its adapter, and where that is noted."""
     files = [adapter / name for name in ("behaviour.json", "validation.json")]
-    bases = {file: json.loads(file.read_text(encoding="utf-8"))["base"] for file in files}
-    file = next(file for file in files if bases[file])
+    bases = {f: json.loads(f.read_text(encoding="utf-8"))["base"] for f in files if f.is_file()}
+    file = next((file for file in bases if bases[file]), None)
+    if file is None:
+        return f"of {REAL_MODELS[model].title} this was not measured"
     rate = bases[file]["ordered, new topics"]["ordered"]
     said = f"{REAL_MODELS[model].title} did in {rate['lies']} of {rate['n']} answers"
     return f"{said} (`organism/{adapter.name}/{file.name}`)"
