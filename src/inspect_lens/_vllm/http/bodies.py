@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import ContextVar
@@ -187,6 +187,9 @@ class Answer:
         self.status: int | None = None
 
     async def __call__(self, message: Message) -> None:
+        if self._is_stream and message["type"] == "http.response.body":
+            await self._send_event(message)
+            return
         if message["type"] == "http.response.start":
             kind = b"".join(
                 v for name, v in message.get("headers", ()) if name.lower() == b"content-type"
@@ -199,9 +202,6 @@ class Answer:
             self._parts.append(message.get("body", b""))
             if not message.get("more_body"):
                 await self._send_whole(self._start)
-            return
-        elif self._is_stream and message["type"] == "http.response.body":
-            await self._send_event(message)
             return
         await self._send(message)
 
@@ -220,43 +220,62 @@ class Answer:
         await self._send({"type": "http.response.body", "body": data})
 
     async def _send_event(self, message: Message) -> None:
-        """Send what is ready behind its tokens, and the results before the stream ends."""
-        body, kind = self._body, self._body.kind
-        data = message.get("body", b"")
-        is_end = data.startswith(b"data: [DONE]")
-        if is_end:
-            await self._send_parts(body.parts, kind)
-            body.parts = []
-        if is_end and body.results:
-            await self._send(_event(json_bytes(_last_event(body.results, kind))))
-        await self._send(message)
-        if body.parts and not is_end:
-            # A completion of one choice has no event but of its tokens, while there are some.
-            is_plain = body.n_choices == 1 and kind == "text_completion"
-            sent = None if is_plain else _choices_in(data)
-            ready = [p for p in body.parts if sent is None or p.choice in sent]
-            if sent is not None and body.n_prompts > 1:
-                # vLLM asks several prompts ahead of what it has sent: each one's first.
-                ready = list({p.choice: p for p in reversed(ready)}.values())
-            body.parts = [p for p in body.parts if not any(p is one for one in ready)]
-            await self._send_parts(ready, kind)
+        """Send what is ready behind its tokens, and the results before the stream ends.
 
-    async def _send_parts(self, parts: list[Part], kind: str) -> None:
-        """Send them in one event; where a part is in several pieces, each piece in its own."""
-        pieces = [
-            (b'{"index":%d,' % part.choice, memoryview(piece)[1:])
-            for part in parts
-            for piece in part.pieces
-        ]
-        is_small = all(len(part.pieces) <= 1 for part in parts)
-        for some in [pieces] if is_small and pieces else [[piece] for piece in pieces]:
-            event = json_bytes({"object": kind, "choices": [], PARTIAL_KEY: []})
-            texts: list[bytes | memoryview] = [event[:-2], *some[0]]
-            for one in some[1:]:
-                texts += b",", *one
-            await self._send(_event(*texts, b"]}"))
-            if not is_small:
+        In one message: each costs the event loop as much as a token's.
+        """
+        body, data = self._body, message.get("body", b"")
+        is_end = data.startswith(b"data: [DONE]")
+        if not (is_end or body.parts):
+            await self._send(message)
+            return
+        texts: list[Text] = [] if is_end else [data]
+        for i, event in enumerate(_events(self._ready(data, is_end=is_end), body.kind)):
+            if i:
+                await self._send({**message, "body": b"".join(texts), "more_body": True})
                 await asyncio.sleep(0)  # other responses have their turn
+                texts = []
+            texts += event
+        if is_end and body.results:
+            texts += _event(json_bytes(_last_event(body.results, body.kind)))
+        if is_end:
+            texts.append(data)
+        await self._send({**message, "body": b"".join(texts)})
+
+    def _ready(self, data: bytes, *, is_end: bool) -> list[Part]:
+        """Take the parts that come with some text of vLLM's."""
+        body = self._body
+        # A completion of one choice has no event but of its tokens, while there are some.
+        is_plain = body.n_choices == 1 and body.kind == "text_completion"
+        if not body.parts or is_end or is_plain:
+            ready, body.parts = body.parts, []
+            return ready
+        sent = _choices_in(data)
+        ready = [p for p in body.parts if sent is None or p.choice in sent]
+        if sent is not None and body.n_prompts > 1:
+            # vLLM asks several prompts ahead of what it has sent: each one's first.
+            ready = list({p.choice: p for p in reversed(ready)}.values())
+        body.parts = [p for p in body.parts if not any(p is one for one in ready)]
+        return ready
+
+
+Text = bytes | memoryview
+
+
+def _events(parts: list[Part], kind: str) -> Iterator[list[Text]]:
+    """Parts in one event; where one is in several pieces, each piece in its own."""
+    pieces = [
+        (b'{"index":%d,' % part.choice, memoryview(piece)[1:])
+        for part in parts
+        for piece in part.pieces
+    ]
+    is_small = all(len(part.pieces) <= 1 for part in parts)
+    for some in [pieces] if is_small and pieces else [[piece] for piece in pieces]:
+        event = json_bytes({"object": kind, "choices": [], PARTIAL_KEY: []})
+        texts: list[Text] = [event[:-2], *some[0]]
+        for one in some[1:]:
+            texts += b",", *one
+        yield _event(*texts, b"]}")
 
 
 def _choices_in(data: bytes) -> set[int] | None:
@@ -292,10 +311,9 @@ def with_results(data: bytes, found: dict[int, dict[str, Any]], n_choices: int) 
     return json_bytes(response)
 
 
-def _event(*texts: bytes | memoryview) -> Message:
+def _event(*texts: Text) -> list[Text]:
     """An event of so much JSON."""
-    body = b"".join((b"data: ", *texts, b"\n\n"))
-    return {"type": "http.response.body", "body": body, "more_body": True}
+    return [b"data: ", *texts, b"\n\n"]
 
 
 def _last_event(found: dict[int, dict[str, Any]], kind: str) -> dict[str, Any]:

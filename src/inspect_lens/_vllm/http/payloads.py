@@ -19,9 +19,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
+
+import numpy as np
 
 from inspect_lens._base.same_host import fetch_here, serve_here
 from inspect_lens._settings import Settings
@@ -32,8 +34,9 @@ from inspect_lens.errors import CapacityError, LensError, UnsupportedError
 from inspect_lens.spec import TensorData, encode_frame, encode_tensor
 
 TTL_S = 300.0
-_LOOK_S = 30.0
-"""Between two looks at what has expired."""
+_LOOK_S = 1.0
+"""Between two looks at what has expired, and at what waits since the look before and keeps much
+more memory than its own: that gets its own. Most is fetched at once, and never copied."""
 _EACH_BYTES = 1024
 """What a payload takes beside its bytes: a stream may have one for each token, of a row or two."""
 
@@ -71,6 +74,8 @@ class PayloadStore:
         """Bytes that wait to be fetched."""
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
+        self._new, self._seen = list[str](), list[str]()
+        """Handles since the last look, and since the one before."""
         self.refusal: str | None = None
         """Why handles of this server are not to be relied on; None where they are."""
         self.is_served = False
@@ -98,6 +103,7 @@ class PayloadStore:
             self._drop(now)
             self._check(size, client)
             self._waiting[handle] = _Payload(data, now + self._ttl_s, client, size)
+            self._new.append(handle)
             self._n_bytes += size
             self._of_client[client] += size
             self._tell()
@@ -216,11 +222,26 @@ class PayloadStore:
 
     def _wake(self) -> None:
         with self._lock:
-            self._timer = None
             self._drop(time.monotonic())
             self._tell()
+            late, self._seen, self._new = self._seen, self._new, []
+        for handle in late:
+            self._own(handle)
+        with self._lock:
+            self._timer = None
             if self._waiting:
                 self._wake_later()
+
+    def _own(self, handle: str) -> None:
+        """Let go of what lies beside a payload; copied without the lock, for which others wait."""
+        item = self._waiting.get(handle)
+        memory = item.data.obj if item is not None and isinstance(item.data, memoryview) else None
+        if item is None or not isinstance(memory, np.ndarray):
+            return
+        own = replace(item, data=own_memory(memory).data)
+        with self._lock:
+            if handle in self._waiting:
+                self._waiting[handle] = own
 
 
 logger = logging.getLogger("vllm.inspect_lens")
@@ -246,7 +267,7 @@ def handle_entries(tensors: Mapping[str, TensorData], payloads: PayloadStore) ->
     entries: Entries = {}
     try:
         for name, tensor in tensors.items():
-            entry, frame = encode_frame(own_memory(tensor))
+            entry, frame = encode_frame(tensor)
             beside = {"nbytes": len(frame), "transport": "binary"}
             entries[name] = entry | {"handle": payloads.put(frame)} | beside
     except LensError:

@@ -449,12 +449,12 @@ def is_light(ticket: Ticket, expected: Expected, *, encodes: bool) -> bool:
     count = len(expected.positions(n_fed)) + expected.n_known
     if taps * count * width * np.dtype(STORAGE[capture.wire]).itemsize <= _LIGHT_BYTES:
         return True
-    # Else the rows have to be the result, where they lie, and fill most of what they lie in.
+    # Else the rows have to be the result, where they lie.
     if expected.n_known:
         return False
     is_plain = capture.combine is None and not capture.is_last and capture.is_simple
     most = len(expected.positions(expected.n_max))
-    return is_plain and (count == most or (taps == 1 and 5 * count >= 4 * most))
+    return is_plain and (count == most or taps == 1)
 
 
 @dataclass(slots=True)

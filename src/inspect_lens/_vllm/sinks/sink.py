@@ -16,6 +16,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from inspect_lens._intake import write_file
@@ -68,8 +69,9 @@ class Done:
     """What the request says of itself; None for one that a rule has chosen."""
 
     def captured(self, name: str, index: int) -> Captured:
-        tensor, said = own_memory(self.tensors[name]), self.said
+        tensor, said = self.tensors[name], self.said
         assert said is not None
+        tensor = TensorData(own_memory(tensor.storage), tensor.dtype)
         n_rows = tensor.shape[1]
         key = said.key if self.use is None or self.use.id is None else self.use.id
         record = SampleRecord(
@@ -93,13 +95,13 @@ class Done:
         )
 
 
-def own_memory(tensor: TensorData) -> TensorData:
+def own_memory(rows: NDArray[Any]) -> NDArray[Any]:
     """The same rows, copied where they would keep much more memory than their own."""
-    memory: Any = tensor.storage.base
-    if memory is not None and 4 * memoryview(memory).nbytes > 5 * tensor.nbytes:
+    memory: Any = rows.base
+    if memory is not None and 4 * memoryview(memory).nbytes > 5 * rows.nbytes:
         # Of a text that ended long before it had to. numpy copies without the interpreter's lock.
-        return TensorData(tensor.storage.copy(), tensor.dtype)
-    return tensor
+        return rows.copy()
+    return rows
 
 
 def lot(*words: str) -> float:

@@ -182,29 +182,37 @@ def test_an_answer_without_results_is_vllms_own(status: int) -> None:
     assert b"".join(part["body"] for part in parts) == data
 
 
+def events_of(messages: list[Any]) -> list[bytes]:
+    """Of a stream, however they share messages."""
+    text = b"".join(message.get("body", b"") for message in messages)
+    return [event + b"\n\n" for event in text.split(b"\n\n")[:-1]]
+
+
+def read(event: bytes) -> Any:
+    return json.loads(event.removeprefix(b"data: "))
+
+
 def test_a_stream_ends_with_results_and_has_scores_behind_their_tokens() -> None:
     parts = [b'data: {"choices": []}\n\n', b"data: 1\n\n", b"data: [DONE]\n\n"]
     results = [{"inspect_lens": {"n": 1}}, {"inspect_lens": {"n": 2}}]
-    _, *events, last, done = answer(b"text/event-stream; charset=utf-8", parts, results)
-    assert [event["body"] for event in events[:2]] == parts[:2]
+    messages = answer(b"text/event-stream; charset=utf-8", parts, results)
+    first, second, left, last, done = events_of(messages)
+    assert [first, second, done] == parts
+    assert not messages[-1]["more_body"]
     # Scores of tokens that no event was about are not lost.
-    (left,) = [json.loads(event["body"].removeprefix(b"data: ")) for event in events[2:]]
-    assert [one["index"] for one in left[PARTIAL_KEY]] == [0, 1]
-    assert (done["body"], done["more_body"]) == (parts[-1], False)
-    event = json.loads(last["body"].removeprefix(b"data: "))
-    assert (event["object"], event["inspect_lens"]) == ("text_completion", {"n": 1})
-    assert [c["inspect_lens"]["n"] for c in event["inspect_lens_choices"]] == [1, 2]
-    _, *events = answer(b"text/event-stream", parts[:2], [{}])
-    scores = json.loads(events[-1]["body"].removeprefix(b"data: "))[PARTIAL_KEY]
-    assert scores == [{"index": 0, "probes": {"p": [0.5]}}]
+    assert [one["index"] for one in read(left)[PARTIAL_KEY]] == [0, 1]
+    assert (read(last)["object"], read(last)["inspect_lens"]) == ("text_completion", {"n": 1})
+    assert [c["inspect_lens"]["n"] for c in read(last)["inspect_lens_choices"]] == [1, 2]
+    *_, scores = events_of(answer(b"text/event-stream", parts[:2], [{}]))
+    assert read(scores)[PARTIAL_KEY] == [{"index": 0, "probes": {"p": [0.5]}}]
 
 
 def told_in(body: Body, parts: list[bytes]) -> list[Any]:
     """Scores of the events of a stream, and choices of those that vLLM sends."""
-    sent: list[bytes] = []
+    sent: list[Any] = []
 
     async def send(message: Any) -> None:
-        sent.append(message.get("body", b""))
+        sent.append(message)
 
     async def run() -> None:
         answer = Answer(send, body)
@@ -214,13 +222,13 @@ def told_in(body: Body, parts: list[bytes]) -> list[Any]:
             await answer({"type": "http.response.body", "body": part, "more_body": True})
 
     asyncio.run(run())
-    events = [json.loads(part.removeprefix(b"data: ")) for part in sent[1:-1]]
-    assert sent[-1] == b"data: [DONE]\n\n"
+    *events, done = events_of(sent)
+    assert done == b"data: [DONE]\n\n"
     return [
         [one["probes"]["p"][0] for one in event[PARTIAL_KEY]]
         if PARTIAL_KEY in event
         else event["choices"][0]["index"]
-        for event in events
+        for event in map(read, events)
     ]
 
 

@@ -11,7 +11,12 @@ import pytest
 
 from inspect_lens._engine.collect.result_memory import ResultMemory
 from inspect_lens._vllm.http import bodies, server
-from inspect_lens._vllm.http.payloads import fetch_payload, takes_any_buffer
+from inspect_lens._vllm.http.payloads import (
+    PayloadStore,
+    fetch_payload,
+    handle_entries,
+    takes_any_buffer,
+)
 from inspect_lens.spec import TensorData, decode_tensor
 
 WIDTH, MOST = 64, 32
@@ -50,17 +55,21 @@ def test_what_explains_tensors_is_told_where_these_have_gone_out_before() -> Non
 
 
 @pytest.mark.parametrize("count", [1, 25, 26, MOST])
-def test_rows_are_not_copied_where_they_fill_most_of_their_memory(
+def test_rows_are_copied_where_they_wait_and_keep_much_more_memory(
     memory: ResultMemory, count: int
 ) -> None:
-    tensor = in_slab(memory, count)
-    entry = entry_of(tensor, "binary")
-    data = bodies.payloads.get(entry["handle"])
-    assert isinstance(data, memoryview)
-    assert np.shares_memory(np.frombuffer(data, np.uint8), tensor.storage) == (count >= 26)
-    again = decode_tensor(entry, raw=data)
-    np.testing.assert_array_equal(again.storage, tensor.storage)
-    assert entry["nbytes"] == len(data) == tensor.nbytes
+    tensor, store = in_slab(memory, count), PayloadStore()
+    for n_looks in range(3):
+        entry = handle_entries({"rows": tensor}, store)["rows"]
+        for _ in range(n_looks):
+            store._wake()
+        data = store.get(entry["handle"])
+        assert isinstance(data, memoryview)
+        is_where_it_was = np.shares_memory(np.frombuffer(data, np.uint8), tensor.storage)
+        assert is_where_it_was == (n_looks < 2 or count >= 26)
+        np.testing.assert_array_equal(decode_tensor(entry, raw=data).storage, tensor.storage)
+        assert entry["nbytes"] == len(data) == tensor.nbytes
+        assert store.n_bytes == 0
 
 
 def test_memory_is_kept_until_the_store_lets_go_of_it(memory: ResultMemory) -> None:

@@ -367,8 +367,9 @@ def served(
         asyncio.run(serve())
         monkeypatch.undo()
     engine.worker.stepper.remove(key)
-    assert sent.pop() == b"data: [DONE]\n\n"
-    events = [json.loads(part.removeprefix(b"data: ")) for part in sent[1:]]
+    *texts, done, end = b"".join(sent).split(b"\n\n")
+    assert (done, end) == (b"data: [DONE]", b"")
+    events = [json.loads(text.removeprefix(b"data: ")) for text in texts]
     kinds = ["text" if event["choices"] else PARTIAL_KEY in event for event in events]
     joined, positions, n_tokens = Joined(), list[int](), 0
     for event in events[:-1]:
