@@ -235,10 +235,10 @@ class PayloadStore:
     def _own(self, handle: str) -> None:
         """Let go of what lies beside a payload; copied without the lock, for which others wait."""
         item = self._waiting.get(handle)
-        memory = item.data.obj if item is not None and isinstance(item.data, memoryview) else None
-        if item is None or not isinstance(memory, np.ndarray):
+        rows: Any = getattr(item and item.data, "obj", None)
+        if item is None or not isinstance(rows, np.ndarray):
             return
-        own = replace(item, data=own_memory(memory).data)
+        own = replace(item, data=own_memory(rows).data)
         with self._lock:
             if handle in self._waiting:
                 self._waiting[handle] = own
