@@ -19,11 +19,11 @@ INSIDE = (
     "_engine.hooks.runner:HookRunner.run",
     "_vllm.compat.features:guarded",
     "_vllm.compat.features:idle.run",
-    "_vllm.engine_core.scheduler:GuardedConnector._marked",
+    "_vllm.engine_core:GuardedConnector._marked",
     "_engine.protocol.processes:contained",
-    "_vllm.engine_core.scheduler:_faults_logged",
-    "_vllm.engine_core.scheduler:_within",
-    "_vllm.engine_core.scheduler:_with_room",
+    "_vllm.engine_core:_faults_logged",
+    "_vllm.engine_core:_within",
+    "_vllm.engine_core:_with_room",
     "_vllm.results.attach:faults_told",
     "_vllm.frontend.wrappers:carry_now",
     "_vllm.http.bodies:LensBodies.__call__",
@@ -48,14 +48,14 @@ FINE = {
     "_vllm.worker.runners:_dispatch_v1.determine": "sets one argument",
     "_vllm.worker.runners:_dispatch_v2.dispatch": "asks `_Runner._ask`, which is guarded",
     "_vllm.frontend.wrappers:_input_processor_init.init": "start",
-    "_vllm.engine_core.scheduler:_schedule.schedule": "chooses one of two that are guarded",
-    "_vllm.engine_core.scheduler:_scheduler_init.init": "start",
-    "_vllm.engine_core.scheduler:GuardedConnector.update_state_after_alloc": "looks in a set",
-    "_vllm.engine_core.scheduler:GuardedConnector.build_connector_meta": "a fault ends the "
+    "_vllm.engine_core:_schedule.schedule": "chooses one of two that are guarded",
+    "_vllm.engine_core:_scheduler_init.init": "start",
+    "_vllm.engine_core:GuardedConnector.update_state_after_alloc": "looks in a set",
+    "_vllm.engine_core:GuardedConnector.build_connector_meta": "a fault ends the "
     "engine: else steered blocks were stored as those of others",
-    "_vllm.engine_core.scheduler:GuardedConnector.request_finished": "calls `_marked`",
-    "_vllm.engine_core.scheduler:GuardedConnector.request_finished_all_groups": "as above",
-    "_vllm.engine_core.scheduler:GuardedConnector.register_finished_partial_tail": "looks in a set",
+    "_vllm.engine_core:GuardedConnector.request_finished": "calls `_marked`",
+    "_vllm.engine_core:GuardedConnector.request_finished_all_groups": "as above",
+    "_vllm.engine_core:GuardedConnector.register_finished_partial_tail": "looks in a set",
     "_vllm.frontend.wrappers:_run_engine.run_engine": "a call of the user's own process",
     "_vllm.frontend.state:_call_utility.call_utility": "a call of the operator's own",
     "_vllm.frontend.state:_call_utility_async.call_utility": "as above",
@@ -137,7 +137,7 @@ def wrappers() -> Iterator[str]:
     """What takes the place of a name of vLLM's."""
     for file in (
         *("frontend.wrappers", "frontend.state", "http.server"),
-        *("cache_salt", "engine_core.scheduler", "worker.runners", "worker.worker"),
+        *("cache_salt", "engine_core", "worker.runners", "worker.worker"),
     ):
         path = SOURCE / "_vllm" / f"{file.replace('.', '/')}.py"
         for name, node in functions(path).items():

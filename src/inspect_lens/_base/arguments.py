@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, wraps
 from pathlib import Path
 from types import FunctionType, NoneType, UnionType
@@ -12,6 +12,12 @@ from typing import Any, Final, Literal, TypeVar, Union, cast, get_args, get_orig
 
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import check_word, several, shown
+
+
+def one_or_several(given: str | Iterable[str]) -> tuple[str, ...]:
+    """The texts that were given: one alone is a text, and not a sequence of letters."""
+    return (given,) if isinstance(given, str) else tuple(given)
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from inspect_lens._base.one_or_several import one_or_several
+from inspect_lens._base.arguments import one_or_several
 from inspect_lens.spec import Hook, parse_hooks
 
 from .to_torch import SavedValues

@@ -15,7 +15,7 @@ from inspect_lens._base.http import server_address
 from inspect_lens._base.installed import VLLM, install_extra, is_for_cpus
 from inspect_lens._settings import Settings, server_key, vllm_plugins
 from inspect_lens._vllm.compat.features import FEATURES, problems
-from inspect_lens._vllm.compat.rivals import rivals
+from inspect_lens._vllm.compat.monkeypatches import rivals
 from inspect_lens.client import lens_facts
 from inspect_lens.errors import SpecError, UnsupportedError
 

@@ -9,7 +9,7 @@ from multiprocessing import parent_process
 from inspect_lens._settings import Settings, drop, flag, is_lens_required, text
 from inspect_lens.errors import CompatError
 
-from .compat.rivals import RivalError
+from .compat.monkeypatches import RivalError
 
 logger = logging.getLogger("vllm.inspect_lens")
 
@@ -81,8 +81,8 @@ def _install() -> None:
         logger.warning("inspect_lens: not active: %s", reason)
         return
     from .cache_salt import SALT_WRAPPERS
-    from .compat.rivals import refuse_rivals
-    from .engine_core.scheduler import SCHEDULER_WRAPPERS
+    from .compat.monkeypatches import refuse_rivals
+    from .engine_core import SCHEDULER_WRAPPERS
     from .frontend.state import RESET_WRAPPERS
     from .frontend.wrappers import FRONT_END_WRAPPERS
     from .http.server import install_when_serving

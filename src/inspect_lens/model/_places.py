@@ -18,7 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from inspect_ai.log import EvalLog, read_eval_log
 
-from inspect_lens._base.one_or_several import one_or_several
+from inspect_lens._base.arguments import one_or_several
 from inspect_lens._intake import absolute, has_file, join, parent, read_file, stem
 from inspect_lens._settings import Settings, text
 from inspect_lens.errors import ArtifactError, LensError

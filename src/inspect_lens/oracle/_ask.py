@@ -16,8 +16,8 @@ from inspect_ai.model import (
 )
 from pydantic import BaseModel, ConfigDict, model_serializer
 
+from inspect_lens._base.arguments import one_or_several
 from inspect_lens._base.concurrency import together
-from inspect_lens._base.one_or_several import one_or_several
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import Activations
 from inspect_lens.reading import Source

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors.numpy import save
 
+from inspect_lens._base.arguments import one_or_several
 from inspect_lens._base.artifact import download
 from inspect_lens._base.concurrency import together
-from inspect_lens._base.one_or_several import one_or_several
 from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens._intake import read_tensors, stamp_of
 from inspect_lens.errors import ArtifactError, SpecError

@@ -10,8 +10,8 @@ import numpy as np
 from inspect_ai.model import ChatMessage, GenerateConfig, Model, ModelOutput
 from numpy.typing import NDArray
 
+from inspect_lens._base.arguments import one_or_several
 from inspect_lens._base.concurrency import together
-from inspect_lens._base.one_or_several import one_or_several
 from inspect_lens.errors import ArtifactError, CaptureError, SpecError, UnsupportedError
 from inspect_lens.model import Activations, lens_config, recapture, receipt
 from inspect_lens.model._scope import instrument_message, outside_scopes

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from inspect_lens._base.one_or_several import one_or_several
+from inspect_lens._base.arguments import one_or_several
 from inspect_lens._base.progress import progress_bar
 from inspect_lens._patching.result import CausalTrace, PatchCell, PatchSweep, Source
 from inspect_lens._patching.runs import (

@@ -9,8 +9,8 @@ from inspect_ai.log import transcript
 from inspect_ai.model import get_model
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
+from inspect_lens._base.arguments import one_or_several
 from inspect_lens._base.concurrency import together
-from inspect_lens._base.one_or_several import one_or_several
 from inspect_lens.errors import SpecError
 from inspect_lens.oracle import EXPLAIN, OracleAnswer, answer_table
 from inspect_lens.oracle._ask import plan_asking

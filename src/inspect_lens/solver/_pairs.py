@@ -10,8 +10,8 @@ from inspect_ai.model import ChatMessageSystem, ModelOutput, get_model
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 from inspect_ai.util import span
 
+from inspect_lens._base.arguments import one_or_several
 from inspect_lens._base.concurrency import together
-from inspect_lens._base.one_or_several import one_or_several
 from inspect_lens.errors import SpecError
 from inspect_lens.model import lens_scope, recapture
 from inspect_lens.model._read import record_given

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from sklearn.base import BaseEstimator
 
-from inspect_lens._base.one_or_several import one_or_several
+from inspect_lens._base.arguments import one_or_several
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
     FOLLOWED_FLOOR,

@@ -21,10 +21,10 @@ from torch import nn
 pytest.importorskip("vllm")
 
 from inspect_lens._settings import Settings, variable
+from inspect_lens._vllm import engine_core as scheduling
 from inspect_lens._vllm import plugin
 from inspect_lens._vllm.compat import features
 from inspect_lens._vllm.compat.features import off
-from inspect_lens._vllm.engine_core import scheduler as scheduling
 from inspect_lens._vllm.frontend import state
 from inspect_lens._vllm.http import server
 from inspect_lens._vllm.worker import worker as worker_module

@@ -21,7 +21,7 @@ import torch
 import zmq
 from numpy.typing import NDArray
 
-from inspect_lens._engine.plan.step_plan import Batch, Longs, grown
+from inspect_lens._engine.plan import Batch, Longs, grown
 from inspect_lens._engine.protocol.messages import (
     BOARD_SIZE,
     PATHS,

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from inspect_lens._engine.hooks.runner import EAGER_KEY, HookRunner
-from inspect_lens._engine.plan.step_plan import GroupBlock, Longs
+from inspect_lens._engine.plan import GroupBlock, Longs
 from inspect_lens._engine.protocol.envelope import SPLICED_KEY
 from inspect_lens._engine.protocol.messages import LENS
 from inspect_lens._engine.protocol.processes import as_exception, ends_process

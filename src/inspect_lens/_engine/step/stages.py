@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from inspect_lens._engine.export.transport import Copier
-from inspect_lens._engine.plan.step_plan import GroupBlock, Longs
+from inspect_lens._engine.plan import GroupBlock, Longs
 from inspect_lens._engine.protocol.readouts import CROSSING_PIECE, crossing_bytes
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import TapPoint

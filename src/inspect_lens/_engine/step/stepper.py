@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from inspect_lens._engine.export.transport import Exporter, Faults, Numbers, overflow
-from inspect_lens._engine.plan.step_plan import (
+from inspect_lens._engine.plan import (
     Batch,
     Drafts,
     Longs,
@@ -37,7 +37,7 @@ from inspect_lens._engine.readout.reduce import SumTable
 from inspect_lens._engine.tap import buffers
 from inspect_lens._engine.tap.buffers import TapState, maps_for
 from inspect_lens._engine.tap.edit_table import Bank, Steering
-from inspect_lens._engine.tap.prompt_gates import PromptReads
+from inspect_lens._engine.tap.gates import PromptReads
 from inspect_lens.errors import CapacityError, CaptureError
 from inspect_lens.spec import EnginePath, TapPoint
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from inspect_lens._engine.plan.step_plan import StepPlan
+from inspect_lens._engine.plan import StepPlan
 from inspect_lens._engine.protocol.messages import BOARD_SIZE
 from inspect_lens._engine.protocol.readouts import LAG
 from inspect_lens.errors import LensError

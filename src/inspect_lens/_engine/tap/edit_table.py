@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from inspect_lens._engine.plan.step_plan import Longs, Named
+from inspect_lens._engine.plan import Longs, Named
 from inspect_lens._engine.protocol.edits import EVERY, EditEnvelope
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.messages import BOARD_SIZE
@@ -37,9 +37,8 @@ from inspect_lens._engine.protocol.programs import (
 from inspect_lens.errors import CapacityError, UnsupportedError
 from inspect_lens.spec import LARGEST_NORM, N_REGISTERS, Instruction, Kind, TapPoint
 
-from .histories import Fed, Latches
+from .gates import Fed, Latches, PromptGate, PromptReads
 from .memory import uploaded, zeros
-from .prompt_gates import PromptGate, PromptReads
 from .splice import Splices
 
 _NO_HISTORY: tuple[tuple[Any, ...], list[int]] = ((), [])

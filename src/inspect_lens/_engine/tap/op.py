@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from inspect_lens._engine.tap.edit_table import GATE_SHIFT, SEES_EDITS, BankTensors, largest_norm
-from inspect_lens._engine.tap.histories import decide, factors
+from inspect_lens._engine.tap.gates import decide, factors
 from inspect_lens.spec import N_REGISTERS, SAME_TOKEN, Kind
 
 from . import buffers

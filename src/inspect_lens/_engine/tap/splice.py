@@ -28,7 +28,7 @@ from inspect_lens.spec import (
     SpliceMode,
 )
 
-from .histories import factors
+from .gates import factors
 from .memory import uploaded
 
 if TYPE_CHECKING:

@@ -63,7 +63,7 @@ def _fire(latch, note, position, is_above):
 
 @triton.jit
 def _decide(start, position, note, x, a, b, c, weight):
-    """`histories.decide`, of one token."""
+    """`gates.decide`, of one token."""
     index = position - tl.load(start + FIRST).to(tl.int32)
     is_inside = (index >= 0) & (index < tl.load(start + ROOM).to(tl.int32))
     at = start + HISTORY_HEAD + index
@@ -127,7 +127,7 @@ def _instruction(entries, entry):
 
 @triton.jit
 def _decided(start, position):
-    """`histories.factors`, of one token."""
+    """`gates.factors`, of one token."""
     index = position - tl.load(start + FIRST).to(tl.int32)
     is_inside = (index >= 0) & (index < tl.load(start + ROOM).to(tl.int32))
     found = tl.load(start + HISTORY_HEAD + index, mask=is_inside, other=0.0)

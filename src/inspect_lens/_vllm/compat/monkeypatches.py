@@ -1,6 +1,8 @@
 """Every private name of vLLM that inspect_lens replaces, in one table, and how it is replaced.
 
 `verify` checks all of it first, and refuses a vLLM that lacks a name; `wrap` replaces one, once.
+Another plug-in that takes the same request keys is refused, too: what both would serve, neither
+does right.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Any, Literal
 
 from inspect_lens.errors import CompatError
@@ -305,3 +308,33 @@ def add_method(item: Monkeypatch, name: str, function: Callable[..., Any]) -> No
     """Add a method of ours to the class that holds a target; RPCs find it by name."""
     owner, _, _ = resolve(item)
     setattr(owner, name, function)
+
+
+class RivalError(CompatError):
+    """Another plug-in takes the same keys: to go on would answer requests wrongly."""
+
+
+def refuse_rivals() -> None:
+    """Refuse to run beside vllm-lens.
+
+    vLLM imports all its plug-ins before it calls one, so whichever is called here sees the others.
+    """
+    # One that could not be imported is not loaded.
+    if others := [name for name, module in rivals(allowed_plugins()) if module in sys.modules]:
+        names = ",".join(others)
+        raise RivalError(
+            f"inspect_lens: vLLM also loads vllm-lens (plug-in {names}), which takes the same "
+            "request keys and forces eager mode. Choose one: VLLM_PLUGINS=inspect_lens, or "
+            f"VLLM_PLUGINS={names} (with what else you load, separated by commas), or uninstall "
+            "vllm-lens"
+        )
+
+
+def rivals(allowed: list[str] | None) -> list[tuple[str, str]]:
+    """Plug-ins of vllm-lens that vLLM would load."""
+    return [
+        (plugin.name, plugin.module)
+        for plugin in entry_points(group="vllm.general_plugins")
+        if plugin.module.partition(".")[0] == "vllm_lens"
+        and (allowed is None or plugin.name in allowed)
+    ]

@@ -27,9 +27,14 @@ from inspect_lens._engine.tap.op import tap
 from inspect_lens._vllm.compat.engine_facts import is_compiled
 from inspect_lens._vllm.compat.features import guarded, idle
 from inspect_lens._vllm.compat.monkeypatches import EAGER_PATCHES, monkeypatch, verify, wrap
-from inspect_lens._vllm.model.find_layers import BlockInput, as_rows, layout_here, split_output
+from inspect_lens._vllm.model.find_layers import (
+    BlockInput,
+    as_rows,
+    ctl_name,
+    layout_here,
+    split_output,
+)
 from inspect_lens._vllm.model.parameters import Ranks
-from inspect_lens._vllm.model.sites import ctl_name
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import ENVELOPE_KEY, EnginePath
 

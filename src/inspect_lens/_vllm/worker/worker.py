@@ -29,9 +29,15 @@ from inspect_lens._engine.tap.op import tap, warm_up
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.compat.engine_facts import facts_mark, facts_of, refusal, worker_links
 from inspect_lens._vllm.compat.features import is_required, off, reason_of, turn_off_engine
-from inspect_lens._vllm.model.find_layers import block_module, check_reduced, decoder_layers
+from inspect_lens._vllm.model.find_layers import (
+    LOCATORS,
+    attention_facts,
+    block_module,
+    check_reduced,
+    ctl_name,
+    decoder_layers,
+)
 from inspect_lens._vllm.model.parameters import Parameters, Ranks
-from inspect_lens._vllm.model.sites import LOCATORS, attention_facts, ctl_name
 from inspect_lens._vllm.model.unembedding import VocabHead
 from inspect_lens._vllm.registered.contents import (
     WorkerContents,

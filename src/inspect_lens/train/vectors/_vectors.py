@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from inspect_lens._base.one_or_several import one_or_several
+from inspect_lens._base.arguments import one_or_several
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import FitRows, ModelRef, auroc, fingerprint_model
 from inspect_lens.spec import RESID_POST, Site, check_word

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inspect_lens._engine.plan.step_plan import Batch, Named, RequestTable, StepPlan, plan_step
+from inspect_lens._engine.plan import Batch, Named, RequestTable, StepPlan, plan_step
 
 TAPS = 3
 EVERY = 1 << 62

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
+from inspect_lens._engine import plan
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.plan import step_plan
 from inspect_lens._engine.protocol.messages import ROWS, SCORES
 from inspect_lens._engine.tap.op import tap
 from tests.kit.steps import HIDDEN, LAYERS, Worker, begin, exporter, rows, sealed
@@ -22,13 +22,13 @@ from tests.kit.steps import HIDDEN, LAYERS, Worker, begin, exporter, rows, seale
 def advanced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Positions that requests had reached in repeated steps."""
     seen: list[int] = []
-    original = step_plan.Repeat.advance
+    original = plan.Repeat.advance
 
     def advance(self: Any) -> Any:
         seen.append(int(self.position[0]) + 1)
         return original(self)
 
-    monkeypatch.setattr(step_plan.Repeat, "advance", advance)
+    monkeypatch.setattr(plan.Repeat, "advance", advance)
     return seen
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inspect_lens._engine.plan.step_plan import Batch, RequestTable, plan_step
+from inspect_lens._engine.plan import Batch, RequestTable, plan_step
 from inspect_lens._engine.protocol.edits import NO_EDITS
 from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.readouts import CaptureEnvelope, ProbesEnvelope

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from inspect_lens._engine.tap.edit_table import Bank
-from inspect_lens._engine.tap.histories import NEVER
+from inspect_lens._engine.tap.gates import NEVER
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec import (
     Ablate,

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from inspect_lens._vllm.compat.rivals import refuse_rivals
+from inspect_lens._vllm.compat.monkeypatches import refuse_rivals
 from inspect_lens.errors import CompatError
 
 MODULE = "vllm_lens._activations_plugin"

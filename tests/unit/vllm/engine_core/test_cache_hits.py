@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from inspect_lens._engine.protocol.envelope import CACHED_KEY
-from inspect_lens._vllm.engine_core.scheduler import SCHEDULER_WRAPPERS
+from inspect_lens._vllm.engine_core import SCHEDULER_WRAPPERS
 from inspect_lens._vllm.frontend import state
 from inspect_lens._vllm.registered.prompt_rows import HARMLESS, is_harmless
 from inspect_lens.spec import ENVELOPE_KEY

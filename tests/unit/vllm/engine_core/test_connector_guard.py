@@ -10,7 +10,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 
 from inspect_lens._engine.hooks.runner import EAGER_KEY
 from inspect_lens._engine.protocol.envelope import CACHED_KEY, HASH_KEY
-from inspect_lens._vllm.engine_core.scheduler import (
+from inspect_lens._vllm.engine_core import (
     MARK_KEY,
     ConnectorGuard,
     GuardedConnector,

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from inspect_lens._engine.protocol.envelope import Envelope, seal
 from inspect_lens._engine.tap.edit_table import Placements, Steering
-from inspect_lens._vllm.engine_core.edit_queue import EditQueue, kept_back
-from inspect_lens._vllm.engine_core.scheduler import SCHEDULER_WRAPPERS, StepRows
+from inspect_lens._vllm.engine_core import SCHEDULER_WRAPPERS, EditQueue, StepRows, kept_back
 from inspect_lens.errors import CapacityError
 from inspect_lens.spec import ENVELOPE_KEY, Add, EngineFacts, Gate, LensRequest
 from tests.kit.edit_cases import WIDTH

@@ -13,7 +13,7 @@ from inspect_lens._engine.protocol.envelope import Envelope, seal
 from inspect_lens._engine.tap.edit_table import Placements, Steering
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.compat.engine_facts import facts_of
-from inspect_lens._vllm.engine_core.scheduler import SCHEDULER_WRAPPERS
+from inspect_lens._vllm.engine_core import SCHEDULER_WRAPPERS
 from inspect_lens.spec import ENVELOPE_KEY, Add, EngineFacts, LensRequest
 from tests.kit.tiny_models import tiny_llama
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inspect_lens._engine.protocol.envelope import KEPT_KEY
-from inspect_lens._vllm.engine_core.scheduler import SCHEDULER_WRAPPERS, StepRows
+from inspect_lens._vllm.engine_core import SCHEDULER_WRAPPERS, StepRows
 from inspect_lens.spec import ENVELOPE_KEY
 
 TAPS, SEQS = 5, 4

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from inspect_lens._vllm.model.sites import LOCATORS, middle_of_forward
+from inspect_lens._vllm.model.find_layers import LOCATORS, middle_of_forward
 from inspect_lens.errors import UnsupportedError
 from inspect_lens.spec import SITES
 
@@ -39,7 +39,7 @@ class Router(nn.Module):
 def read(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Reads rows of six numbers, as all sites but the stream's do."""
     block = Routed()
-    home = "inspect_lens._vllm.model.sites"
+    home = "inspect_lens._vllm.model.find_layers"
     monkeypatch.setattr(f"{home}.block_module", lambda block, site: block.mlp)
     monkeypatch.setattr(f"{home}.is_linear", lambda module: isinstance(module, Router))
     place = LOCATORS["router_logits"](block, 6)

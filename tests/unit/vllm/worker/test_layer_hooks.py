@@ -48,7 +48,7 @@ def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bl
     made.layout = request.param
     known = {"fused": "fused", "stale": "stale"}.get(request.param, "fused")
     monkeypatch.setattr(runners, "layout_here", lambda layer: known)
-    monkeypatch.setattr("inspect_lens._vllm.model.sites.layout_here", lambda layer: known)
+    monkeypatch.setattr("inspect_lens._vllm.model.find_layers.layout_here", lambda layer: known)
     return made
 
 

@@ -1,19 +1,27 @@
-"""Histories: what a running gate decided at each sampled token of a request, and its average.
+"""Gates that remember: what running ones decided at sampled tokens, and those that read a prompt.
 
 A program of the kernel works on one token, and the tokens of a chunk run side by side. So an
 average over tokens is taken where they come one by one: over sampled tokens. A chunk holds several
 of them only where a request that was pre-empted is computed again, and then all but the last were
 decided before. A decision is written once, so they stand. Speculative decoding breaks this, and is
 refused.
+
+Nor could the taps of a chunk know the mean of a prompt. What it is made of lies in the ring when a
+step has run, as rows that are captured do. A prompt comes in any chunks, and some of it twice where
+its request was pre-empted: each position counts once. All stays on the device, ordered in front of
+the next step, whose taps find the gate open or shut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
+from inspect_lens._engine.plan import Longs
+from inspect_lens._engine.protocol.edits import EditEnvelope
 from inspect_lens._engine.protocol.programs import (
     AVERAGE,
     COUNT,
@@ -26,8 +34,8 @@ from inspect_lens._engine.protocol.programs import (
     RECENT_BITS,
     ROOM,
 )
-from inspect_lens.errors import UnsupportedError
-from inspect_lens.spec import N_LATCHES, N_REGISTERS, NEXT_TOKEN, SAME_TOKEN
+from inspect_lens.errors import CaptureError, UnsupportedError
+from inspect_lens.spec import N_LATCHES, N_REGISTERS, NEXT_TOKEN, SAME_TOKEN, Kind, TapPoint
 
 NEVER = (1 << 31) - 1
 """Position of a gate that has not fired."""
@@ -179,3 +187,115 @@ class Fed:
             ids = self.source()
             n = min(len(ids), len(self.ids))
             self.ids[:n].copy_(ids[:n], non_blocking=True)
+
+
+@dataclass(frozen=True)
+class PromptGate:
+    """One gate, and its number in the table of vectors."""
+
+    edit: EditEnvelope
+    number: int
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether it reads all tokens."""
+        assert self.edit.first is not None
+        return self.edit.first.kind == Kind.PROMPT_MEAN
+
+    @property
+    def params(self) -> tuple[float, float, float, float]:
+        """Similarity, threshold, and what is added to the product, and above what that counts."""
+        assert self.edit.first is not None
+        return self.edit.first.params
+
+    @property
+    def averages_scores(self) -> bool:
+        """Whether the mean is one of activations; of rows it is that of the product, too."""
+        return self.is_mean and self.params[3] > -math.inf
+
+
+@dataclass
+class PromptReads:
+    """What gates of one request have read of its prompt."""
+
+    record: int
+    """Of the board."""
+    n_prompt: int
+    gates: list[PromptGate] = field(default_factory=list)
+    done: int | None = None
+    """One past the last position that was read; None where there is none."""
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the gates have decided."""
+        return self.done == self.n_prompt
+
+    def read(
+        self,
+        vectors: torch.Tensor,
+        at: Longs,
+        latches: Latches,
+        first: int,
+        rows: Mapping[TapPoint, torch.Tensor],
+    ) -> None:
+        """Take the rows of some positions in; see `Bank.read_prompt`."""
+        begin = min(gate.edit.prompt_from or 0 for gate in self.gates)
+        known = begin if self.done is None else self.done
+        if first > known:
+            raise CaptureError(
+                f"edits: a gate reads the prompt from position {known} on, and the engine computed "
+                f"it from {first} on; try again"
+            )
+        end = first + len(next(iter(rows.values())))
+        if end <= known:
+            return
+        self.done = end
+        for gate in self.gates:
+            got = rows[gate.edit.taps[0]][known - first :].float()
+            row = int(at[gate.number])
+            held, direction = vectors[row], vectors[row + 1]
+            if gate.averages_scores:
+                held[0] += _latent(got @ direction, gate).sum()
+            elif gate.is_mean:
+                held += got.sum(0)
+            else:
+                held.copy_(got[-1])
+            if self.is_decided:
+                self._decide(gate, held, direction, latches)
+
+    def _decide(
+        self, gate: PromptGate, held: torch.Tensor, direction: torch.Tensor, latches: Latches
+    ) -> None:
+        latch = gate.edit.latch
+        assert latch is not None
+        row = held / self.n_prompt if gate.is_mean else held
+        if gate.averages_scores:
+            score = row[0]
+        elif gate.params[0]:
+            score = _cosine(row, direction, is_cast=gate.params[0] == CAST)
+        else:
+            score = _latent(row @ direction, gate)
+        is_open = score > gate.params[1]
+        behind = torch.where(is_open, self.n_prompt - 1, NEVER)
+        latches.first[self.record, latch] = behind.to(latches.first.dtype)
+        # By a kernel: on a GPU this is memory of the host.
+        torch.mul(is_open.long(), self.n_prompt, out=latches.noted[self.record, latch])
+
+
+CAST = 2.0
+"""See `Kind.PROMPT_LAST`."""
+
+
+def _latent(products: torch.Tensor, gate: PromptGate) -> torch.Tensor:
+    _, _, bias, above = gate.params
+    z = products + bias
+    return torch.where(z <= above, torch.zeros_like(z), z)
+
+
+def _cosine(row: torch.Tensor, direction: torch.Tensor, *, is_cast: bool) -> torch.Tensor:
+    """The cosine of both, or of a row and of `tanh` of its projection; 0 where one has no norm."""
+    other = direction
+    if is_cast:
+        other = torch.tanh((row @ direction) * direction / (direction @ direction))
+    norms = torch.linalg.vector_norm(row) * torch.linalg.vector_norm(other)
+    return torch.where(norms > 0, (row @ other) / norms, torch.zeros_like(norms))
