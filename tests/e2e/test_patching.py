@@ -13,7 +13,7 @@ from evals.organism_causal_tracing import fact_dataset
 from inspect_lens._patching.runs import Run, next_token
 from inspect_lens.errors import SpecError
 from inspect_lens.patch import CausalTrace, PatchSweep, causal_trace, embedding_std, patch_sweep
-from inspect_lens.patch._runs import open_runs
+from inspect_lens.patch._sweep import open_runs
 from inspect_lens.spec import Replace
 from tests.kit.patched import SlowRuns
 from tests.kit.repository import ROOT

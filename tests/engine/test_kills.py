@@ -105,7 +105,7 @@ def test_a_process_of_the_server(role: str, tmp_path: Path) -> None:
 
 @pytest.mark.nightly(
     held_by=(
-        "tests/unit/vllm/http/test_with_parent.py::"
+        "tests/unit/engine/protocol/test_with_parent.py::"
         "test_an_engine_ends_with_the_process_that_started_it_and_nothing_else_does"
     ),
     why="a server of three processes",

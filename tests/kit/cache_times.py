@@ -23,7 +23,7 @@ from inspect_lens.spec import (
     forget_parsed,
     parse_extra_args,
 )
-from inspect_lens.spec._cache import PROCESS
+from inspect_lens.spec._request import PROCESS
 from tests.kit.facts import engine_facts
 
 HIDDEN, LAYERS = 4096, tuple(range(32))

@@ -7,7 +7,6 @@ other process starts in half a second.
 
 from inspect_lens import _names
 
-from ._files import *
 from ._payload import *
 from ._process import *
 

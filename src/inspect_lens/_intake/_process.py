@@ -33,8 +33,7 @@ from inspect_lens._settings import Settings
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import CaptureSpec, LensRequest, LogitLens, QKSpec, Reduce
 
-from ._files import stamp_of, write_file
-from ._payload import ChoiceFields, Payload, encode_file, fetch_payload
+from ._payload import ChoiceFields, Payload, encode_file, fetch_payload, stamp_of, write_file
 
 __all__ = ["BESIDE", "Beside", "Lost", "Source", "Stored", "fetch_from", "file_job", "write_job"]
 

@@ -52,7 +52,7 @@ from inspect_lens._engine.protocol.envelope import (
     NUMBERS_KEY,
     Envelope,
 )
-from inspect_lens._engine.protocol.processes import contained
+from inspect_lens._engine.protocol.processes import contained, end_engine_with_parent
 from inspect_lens._engine.protocol.readouts import share_of
 from inspect_lens._engine.tap.edit_table import Placements, Steering
 from inspect_lens._settings import Settings
@@ -62,7 +62,6 @@ from inspect_lens.spec import ENVELOPE_KEY, EngineFacts
 from .compat.connectors import Behaviour, behaviours_of, loads_again
 from .compat.engine_facts import facts_of, refusal
 from .compat.features import queued, reason_of, turn_off_engine
-from .http.server_lifetime import end_engine_with_parent
 
 logger = logging.getLogger("vllm.inspect_lens")
 

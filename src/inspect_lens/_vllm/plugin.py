@@ -30,7 +30,7 @@ def register() -> None:
     """
     try:
         if (parent := text("parent")).isdecimal() and int(parent) and parent_process() is None:
-            from .http.server_lifetime import end_with
+            from inspect_lens._engine.protocol.processes import end_with
 
             # The server; engines and workers, which it starts, are not that process's children.
             drop("parent")

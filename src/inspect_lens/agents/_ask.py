@@ -10,7 +10,7 @@ from inspect_ai.model import get_model
 from inspect_lens.errors import SpecError
 from inspect_lens.model import Activations
 from inspect_lens.oracle._ask import plan_asking
-from inspect_lens.oracle._shown import choose_layers
+from inspect_lens.oracle._send import choose_layers
 from inspect_lens.spec import CaptureSpec
 
 Ask = Callable[[Activations, str], Awaitable[str]]

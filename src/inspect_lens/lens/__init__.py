@@ -6,7 +6,6 @@
 from inspect_lens import _names
 
 from ._coordinates import *
-from ._foreign import *
 from ._lens import *
 
 if not _names.TYPE_CHECKING:

@@ -7,7 +7,6 @@ from inspect_lens import _names
 
 from ._ask import *
 from ._explain import *
-from ._explained import *
 from ._load import *
 from ._nla import *
 from ._reconstruct import *

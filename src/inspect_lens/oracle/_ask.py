@@ -30,24 +30,22 @@ from ._load import Oracle, load_oracle
 from ._send import (
     CONTROLS,
     Control,
-    answer_prompt,
-    ask_arms,
-    draw_of,
-    oracle_message,
-    parse_controls,
-    placeholder_norms,
-    render_prompt,
-    server_of,
-)
-from ._shown import (
     InputKind,
     LayerChoice,
     Shown,
+    answer_prompt,
+    ask_arms,
     choose_layers,
+    draw_of,
     find_activations,
     n_layers_of,
+    oracle_message,
+    parse_controls,
     parse_inputs,
+    placeholder_norms,
+    render_prompt,
     select_rows,
+    server_of,
 )
 
 __all__ = ["OracleAnswer", "answer_table", "ask_oracle"]

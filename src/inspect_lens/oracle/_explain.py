@@ -26,16 +26,19 @@ from ._ask import OracleAnswer
 from ._send import (
     Control,
     Prompt,
+    Shown,
     answer_edited,
     ask_arms,
     draw_of,
+    find_activations,
     find_placeholders,
     parse_controls,
+    parse_inputs,
     placeholder_id,
+    select_rows,
     server_of,
     tokenize_chat,
 )
-from ._shown import Shown, find_activations, parse_inputs, select_rows
 
 __all__ = ["EXPLAIN", "explain_rows"]
 

@@ -5,7 +5,7 @@ from inspect_lens._base.artifact import write_atomic as write_atomic
 
 from .card._card import *
 from .card._points import *
-from .kinds._lie_detectors import *
+from .kinds._foreign import *
 from .kinds._linear import *
 from .kinds._load import *
 from .kinds._neural import *

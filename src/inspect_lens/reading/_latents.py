@@ -18,11 +18,10 @@ from inspect_lens.probe import parse_pool, pool_scores
 from inspect_lens.sae import SparseEncoder, read_sae
 from inspect_lens.spec import Positions, Site, parse_positions
 
-from ._calls import CallSelection, OnMissing, Over
+from ._calls import CallReader, CallSelection, OnMissing, Over, positions_for
 from ._reader import SAID
 from ._rows import Rows, Source, in_thread, parse_source, read_rows
 from ._shared import shared_parameters
-from ._texts import CallReader, positions_for
 from ._token_scores import TokenScores
 
 __all__ = ["LatentReader", "LatentReading"]

@@ -33,7 +33,7 @@ from inspect_lens.probe import (
 )
 from inspect_lens.spec import Positions, parse_positions
 
-from ._calls import CallSelection, OnMissing, Over
+from ._calls import CallReader, CallSelection, OnMissing, Over, positions_for
 from ._rows import (
     Rows,
     Source,
@@ -45,7 +45,6 @@ from ._rows import (
     select_positions,
 )
 from ._shared import shared_parameters
-from ._texts import CallReader, positions_for
 from ._thresholds import Promise, ThresholdLike, acting_point, acting_value, promise
 from ._token_scores import TokenScores
 

@@ -6,7 +6,6 @@ folders; of these names users have all but `_SHARED`. Read `_request.py` first.
 
 from inspect_lens import _names
 
-from ._cache import *
 from ._capture import *
 from ._check import *
 from ._config import *

@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias, cast
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import (
+    Any,
+    ClassVar,
+    Final,
+    Generic,
+    Literal,
+    NamedTuple,
+    Self,
+    TypeAlias,
+    TypeVar,
+    cast,
+)
+from weakref import ref
 
 from pydantic import (
     BaseModel,
@@ -18,7 +31,6 @@ from pydantic import (
 
 from inspect_lens.errors import SpecError
 
-from ._cache import Cache
 from ._capture import QK_NAMES, CaptureSpec, QKSpec, SinkUse, names_heads
 from ._config import EngineConfig, EngineEdits, RequestPart
 from ._edit import EditBase
@@ -51,7 +63,9 @@ from ._vllm_lens import from_vllm_lens, is_plain, load_json, to_vllm_lens, vecto
 
 __all__ = [
     "NO_REQUEST",
+    "WEIGHTS",
     "BodyParts",
+    "Cache",
     "LensRequest",
     "Registrable",
     "forget_parsed",
@@ -62,6 +76,74 @@ __all__ = [
     "to_extra_args",
     "to_wire_args",
 ]
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+BYTES_BESIDE = 1 << 10
+"""What a value costs that has no tensors."""
+
+
+class Budget:
+    """Bytes of several caches together; what came first goes first, whichever cache has it."""
+
+    def __init__(self, most_bytes: int, most_each: int | None = None) -> None:
+        self.most_bytes, self.n_bytes = most_bytes, 0
+        self.most_each = most_bytes // 16 if most_each is None else most_each
+        self.lock = threading.Lock()
+        self.order: dict[tuple[ref[Cache[Any, Any]], Hashable], int] = {}
+        """Bytes by cache and key."""
+
+    def drop(self, one: tuple[ref[Cache[Any, Any]], Hashable]) -> None:
+        """Let go of a value; call it with the lock."""
+        nbytes = self.order.pop(one, None)
+        if nbytes is not None:
+            self.n_bytes -= nbytes
+            if (cache := one[0]()) is not None:
+                cache.values.pop(one[1], None)
+
+
+PROCESS: Final = Budget(1 << 27)
+"""Of all caches of a process, but for weights."""
+WEIGHTS: Final = Budget(1 << 32, most_each=1 << 62)
+"""Of probes, lenses and autoencoders that a server may be told of; the latest always has room."""
+
+
+class Cache(Generic[K, V]):
+    """Values by key; those that came first go when there is no more room. Threads may share it."""
+
+    def __init__(self, most: int, budget: Budget = PROCESS) -> None:
+        self._most, self._budget, self._self = most, budget, ref(self)
+        self.values: dict[K, V] = {}
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def get(self, key: K) -> V | None:
+        """What is kept under a key; None for nothing."""
+        return self.values.get(key)
+
+    def keep(self, key: K, value: V, nbytes: int = 0) -> None:
+        """Keep a value in the place of the one that the key has."""
+        budget, nbytes = self._budget, nbytes + BYTES_BESIDE
+        if nbytes > budget.most_each:
+            return
+        with budget.lock:
+            budget.drop((self._self, key))
+            self.values[key] = value
+            budget.order[self._self, key] = nbytes
+            budget.n_bytes += nbytes
+            while len(self.values) > self._most:
+                budget.drop((self._self, next(iter(self.values))))
+            while budget.n_bytes > budget.most_bytes and len(budget.order) > 1:
+                budget.drop(next(iter(budget.order)))
+
+    def forget(self, is_it: Callable[[V], bool]) -> None:
+        """Let go of the latest value for which `is_it` is true."""
+        with self._budget.lock:
+            for key in reversed(self.values):
+                if is_it(self.values[key]):
+                    return self._budget.drop((self._self, key))
 
 
 Key = tuple[object, ...]

@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 
 from inspect_lens._base.installed import VLLM
 from inspect_lens._cli import _doctor
-from inspect_lens._cli._checkpoint import checkpoint_facts
+from inspect_lens._cli._doctor import checkpoint_facts
 from inspect_lens._cli._main import app
 from tests.kit.repository import ROOT
 

@@ -13,7 +13,7 @@ from inspect_ai.model import get_model
 from inspect_lens._patching.runs import find_subject
 from inspect_lens.client import LensClient
 from inspect_lens.errors import CaptureError, LensError
-from inspect_lens.patch._runs import _Served
+from inspect_lens.patch._sweep import _Served
 
 BODY = b'{"tokens": [1, 2], "data": [{"id": "org/tiny"}]}'
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"

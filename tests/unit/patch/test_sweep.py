@@ -12,7 +12,7 @@ from inspect_lens._patching.runs import Run, warn_without_space
 from inspect_lens._patching.sweep import windows
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.patch import PatchCell, PatchSweep, causal_trace, patch_sweep
-from inspect_lens.patch._runs import open_runs
+from inspect_lens.patch._sweep import open_runs
 from tests.kit.toy_runs import WORDS, ToyRuns
 
 CLEAN, CORRUPTED = "The river Talmo is in", "The river Velosh is in"

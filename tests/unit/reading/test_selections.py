@@ -13,7 +13,7 @@ from inspect_ai.model import ModelOutput
 
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import activations
-from inspect_lens.reading import ProbeReader, _texts, read_token_scores
+from inspect_lens.reading import ProbeReader, _calls, read_token_scores
 from inspect_lens.scorer import deception_probe, monitor_alarm, probe_ensemble, probe_score
 from tests.kit.captured import captured
 from tests.kit.mock_evals import WIDTH, planted_probe, run, scores
@@ -143,8 +143,8 @@ def test_an_ensemble_reads_each_card_for_itself(
 ) -> None:
     output, parts = spoken(tmp_path)
 
-    found = _texts.TokenTexts.of("", tokenizer=TOKENIZER)
-    monkeypatch.setattr(_texts.CallTexts, "of", lambda *_, **__: found)
+    found = _calls.TokenTexts.of("", tokenizer=TOKENIZER)
+    monkeypatch.setattr(_calls.CallTexts, "of", lambda *_, **__: found)
     pair = {
         name: str(planted_probe(name=f"t/{name}", selection=name).save(tmp_path / name))
         for name in ("reasoning", "tool_calls")

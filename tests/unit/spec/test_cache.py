@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from inspect_lens.model import _request, _scores
 from inspect_lens.sae import _encoder
-from inspect_lens.spec._cache import BYTES_BESIDE, WEIGHTS, Budget, Cache
+from inspect_lens.spec._request import BYTES_BESIDE, WEIGHTS, Budget, Cache
 
 MOST, MOST_BYTES = 4, 40 * BYTES_BESIDE
 LARGEST = MOST_BYTES // 16 - BYTES_BESIDE

@@ -22,7 +22,7 @@ from inspect_lens.spec import (
     forget_parsed,
     parse_extra_args,
 )
-from inspect_lens.spec._cache import Budget, Cache
+from inspect_lens.spec._request import Budget, Cache
 from tests.kit.costs import cost
 from tests.kit.facts import engine_facts
 

@@ -21,7 +21,7 @@ from inspect_lens.spec import (
     to_extra_args,
     to_wire_args,
 )
-from inspect_lens.spec._cache import Budget, Cache
+from inspect_lens.spec._request import Budget, Cache
 from tests.kit.facts import engine_facts
 
 FACTS = engine_facts(layers=(0, 1, 3), ring_rows=32, bank_rows=5)

@@ -19,7 +19,6 @@ from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry, multiprocess
 
 from inspect_lens import CaptureSpec, LensRequest
-from inspect_lens._engine.collect.row_cache import BLOCK, RowCache
 from inspect_lens._vllm import metrics
 from inspect_lens._vllm.compat.features import pass_over
 from inspect_lens._vllm.frontend import state, wrappers
@@ -28,7 +27,7 @@ from inspect_lens._vllm.http import bodies, payloads
 from inspect_lens._vllm.http.payloads import PayloadStore
 from inspect_lens._vllm.http.refusals import refuse
 from inspect_lens._vllm.http.server import add_routes, shows_key
-from inspect_lens._vllm.registered.prompt_rows import reuse_of, with_known_rows
+from inspect_lens._vllm.registered.prompt_rows import BLOCK, RowCache, reuse_of, with_known_rows
 from inspect_lens.errors import CapacityError, CaptureError, LensError, SpecError
 from inspect_lens.spec import ENVELOPE_KEY, TensorData
 from tests.kit.repository import ROOT

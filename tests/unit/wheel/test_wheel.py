@@ -240,7 +240,7 @@ def _run_alone(code: str, cwd: Path, *path: Path) -> None:
 def test_without_the_organism_its_names_say_what_to_install(alone: Path, tmp_path: Path) -> None:
     code = """
 from inspect_lens._base.shipped import from_eval
-from inspect_lens._cli._checkpoint import checkpoint_facts
+from inspect_lens._cli._doctor import checkpoint_facts
 from inspect_lens.attention import load_heads
 from inspect_lens.errors import ArtifactError
 from inspect_lens.model._server import VLLMServer, start_server

@@ -12,7 +12,6 @@ from typing import Any
 from weakref import WeakSet
 
 import inspect_lens
-from inspect_lens._engine.collect.row_cache import RowCache
 from inspect_lens._engine.protocol.processes import Address
 from inspect_lens._settings import Settings
 from inspect_lens._vllm import clients, metrics
@@ -33,7 +32,7 @@ from inspect_lens._vllm.http.server import install_when_serving, is_serving
 from inspect_lens._vllm.registered.contents import SERVER_NAME, kept_of, parse_shared, start_items
 from inspect_lens._vllm.registered.persistent_hooks import HookBook
 from inspect_lens._vllm.registered.probe_scores import Reads
-from inspect_lens._vllm.registered.prompt_rows import is_harmless, keeps_rows
+from inspect_lens._vllm.registered.prompt_rows import RowCache, is_harmless, keeps_rows
 from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens._vllm.registered.shared_names import SharedNames, folder_of_siblings
 from inspect_lens._vllm.registered.tiers import NO_TIERS, Tiers, compose, read_server_file

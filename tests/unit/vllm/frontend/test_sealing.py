@@ -36,7 +36,7 @@ from inspect_lens.spec import (
     SteeringVector,
     parse_edits,
 )
-from inspect_lens.spec._cache import BYTES_BESIDE, Budget, Cache
+from inspect_lens.spec._request import BYTES_BESIDE, Budget, Cache
 from tests.unit.vllm.frontend.test_front import facts, probe
 
 N_PROMPT, MAX_TOKENS = 3, 2

@@ -12,18 +12,18 @@ from pathlib import Path
 import psutil
 import pytest
 
+from inspect_lens._engine.protocol import processes
 from inspect_lens._vllm import plugin
-from inspect_lens._vllm.http import server_lifetime
 
 SERVER = """
 import os, signal, subprocess, sys, time
-from inspect_lens._vllm.http import server_lifetime
-server_lifetime._POLL_S, server_lifetime._GRACE_S = 0.05, 0.5
+from inspect_lens._engine.protocol import processes
+processes._POLL_S, processes._GRACE_S = 0.05, 0.5
 if {deaf}:
     signal.signal(signal.SIGTERM, lambda *_: None)
 sleeper = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(120)"
 below = subprocess.Popen([sys.executable, "-c", sleeper], stdout=subprocess.DEVNULL)
-server_lifetime.end_with({parent})
+processes.end_with({parent})
 print(os.getpid(), below.pid, flush=True)
 time.sleep(120)
 """
@@ -73,8 +73,8 @@ def test_a_server_and_what_it_started_end_with_their_parent(
 
 ENGINE = """
 import multiprocessing, os, sys, time
-from inspect_lens._vllm.http import server_lifetime
-server_lifetime._POLL_S, server_lifetime._GRACE_S = 0.05, 0.5
+from inspect_lens._engine.protocol import processes
+processes._POLL_S, processes._GRACE_S = 0.05, 0.5
 
 def run(pipe):
     parent = os.getppid()
@@ -82,7 +82,7 @@ def run(pipe):
         pipe.send(os.getpid())
         while os.getppid() == parent:
             time.sleep(0.05)
-    server_lifetime.end_engine_with_parent()
+    processes.end_engine_with_parent()
     if not {is_late}:
         pipe.send(os.getpid())
     time.sleep(120)
@@ -126,7 +126,7 @@ def test_of_all_processes_of_vllm_the_server_alone_looks_at_its_parent(
     monkeypatch: pytest.MonkeyPatch, is_server: bool
 ) -> None:
     ended: list[int] = []
-    monkeypatch.setattr(server_lifetime, "end_with", ended.append)
+    monkeypatch.setattr(processes, "end_with", ended.append)
     # vLLM starts its engines and workers with multiprocessing.
     monkeypatch.setattr(plugin, "parent_process", lambda: None if is_server else object())
     monkeypatch.setenv("INSPECT_LENS_PARENT", "123")

@@ -1,21 +1,24 @@
-"""Probes that others trained; first those of AISI's package `lie-detectors`.
+"""Probes that others trained: AISI's package `lie-detectors`, probelab, and IBM's vLLM-Hook.
 
-A file of `lie-detectors` is a torch archive with `state_dict` and `hyperparams`:
+A file of probelab is what its `save` writes: a torch archive with `class`, `init_kwargs` and
+`state_dict`, plain values and tensors. A layer norm's weights, and a linear layer behind the ReLU,
+are multiplied into their neighbours: each product is that of the original up to rounding. No file
+names a layer, a site or a threshold.
 
-| architecture | tensors | score of a row `x` |
+Detectors of vLLM-Hook are logistic probes of the last token of a prompt. Layers count from 1 there.
+The score is the log odds, of which they show the logistic function.
+
+| detector | `NAME.npz`, beside `weights` and `bias` | `NAME.json` |
 |---|---|---|
-| `dim` | `direction` | `x·direction` |
-| `lr` | `linear.weight`, `linear.bias`, `dataset_mean`, `dataset_std` | of the standardised row |
-| `mlp` | `net.0`, `net.2`, `dataset_mean`, `dataset_std` | one ReLU layer of the same |
-
-and `threshold`. Which tokens are read, and after which question, is in no file but in the README of
-the repository, which is read beside it.
+| hallucinations (H-Node) | `scaler_mean`, `scaler_scale`, `best_layer` | `model_name` |
+| risky tool calls | `mean`, `scale`, `layer` | `model_name`, `threshold` |
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
@@ -23,18 +26,267 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inspect_lens._base.artifact import download
-from inspect_lens._base.untrusted import load_torch, read_regular
+from inspect_lens._base.untrusted import load_torch, parse_json, read_npz, read_regular
 from inspect_lens.errors import ArtifactError, SpecError
-from inspect_lens.probe.card._card import FollowUp, ProbeCard, Threshold
+from inspect_lens.probe.card._card import FollowUp, ModelRef, ProbeCard, Threshold
 from inspect_lens.probe.pooling._pool import HeadSpec
 from inspect_lens.probe.statistics._measured import Interval
 
 from ._linear import Probe
+from ._load import fingerprint_model
 from ._neural import NeuralProbe
-from ._probelab import arrays_of, is_probelab, read_probelab, where_it_reads
-from ._vllm_hook import read_vllm_hook
 
 __all__ = ["LIE_DETECTORS", "LieDetector", "import_probe"]
+
+Arrays: TypeAlias = dict[str, NDArray[np.float64]]
+
+
+class _Network(NamedTuple):
+    """Tensors of a `NeuralProbe`, and the settings that go with them."""
+
+    tensors: Arrays
+    pool: str = "mean"
+    spec: HeadSpec = HeadSpec()
+
+
+def is_probelab(loaded: Any) -> bool:
+    """Whether the content of a file is that of probelab."""
+    return isinstance(loaded, Mapping) and {"class", "init_kwargs", "state_dict"} <= set(loaded)
+
+
+def read_probelab(
+    loaded: Mapping[str, Any], file: Path, *, name: str, layer: int | None, model: str | None
+) -> Probe | NeuralProbe:
+    """The probe that a file of probelab holds; arguments are those of `import_probe`."""
+    family = loaded["class"]
+    if not isinstance(family, str) or family not in _READERS:
+        raise ArtifactError(
+            f"{file}: a probe of the class {str(family)[:80]!r} of probelab; read are "
+            f"{', '.join(sorted(_READERS))}; the others compute what no probe here does"
+        )
+    about: dict[str, Any] = {
+        "name": name,
+        "method": f"imported from {file.name} (probelab, {family})",
+        "source": "probelab (MIT)",
+        **where_it_reads(layer, model, "files of probelab name no layer"),
+        "notes": (
+            "Not stated: the model, its site, the tokens that were read, and any threshold. No "
+            "rate or AUROC was measured here. The score is the log odds, of which probelab's "
+            "`predict` gives the logistic function.",
+        ),
+    }
+    try:
+        settings = dict(loaded["init_kwargs"])
+        made = _READERS[family](arrays_of(loaded), settings)
+        if isinstance(made, _Network):
+            card = ProbeCard(
+                hidden=made.tensors["mean"].size, kind="neural", head=made.spec, pool=made.pool,
+                **about,
+            )  # fmt: skip
+            return NeuralProbe(tensors=_narrow(made.tensors), card=card)
+        card = ProbeCard(hidden=made["weight"].size, **about)
+        return Probe(card=card, **_narrow({key: np.atleast_2d(v) for key, v in made.items()}))
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise ArtifactError(
+            f"{file}: not a {family} of probelab 0.1 ({type(error).__name__}: {error})"
+        ) from None
+
+
+def where_it_reads(layer: object, model: str | None, unknown: str) -> dict[str, Any]:
+    """Layer and model of an imported probe, as fields of its card."""
+    if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0:
+        raise SpecError(
+            f"layer={layer!r}: {unknown}; pass layer=, the block (from 0) whose output the probe "
+            "reads"
+        )
+    whose = None if model is None else ModelRef(name=model, sha256=fingerprint_model(model))
+    return {"layers": (layer,), "model": whose}
+
+
+def arrays_of(loaded: Mapping[str, Any]) -> Arrays:
+    """The tensors of a torch file."""
+    state = loaded["state_dict"]
+    return {str(key): np.asarray(value.detach().double().numpy()) for key, value in state.items()}
+
+
+def _narrow(arrays: Arrays) -> dict[str, Any]:
+    made: dict[str, Any] = {key: value.astype(np.float32) for key, value in arrays.items()}
+    return made | ({"bias": made["bias"].reshape(1)} if "bias" in made else {})
+
+
+def _logistic(state: Arrays, settings: Mapping[str, Any]) -> Arrays:
+    return {
+        "weight": state["linear.weight"], "bias": state["linear.bias"],
+        "mean": state["scaler_mean"], "scale": state["scaler_std"],
+    }  # fmt: skip
+
+
+def _mass_mean(state: Arrays, settings: Mapping[str, Any]) -> Arrays:
+    direction = state["direction"]
+    return {
+        "weight": direction, "bias": state["bias"], "mean": state["global_mean"],
+        "scale": np.ones_like(direction),
+    }  # fmt: skip
+
+
+def _mlp(state: Arrays, settings: Mapping[str, Any]) -> _Network:
+    if settings["activation"] != "relu":
+        raise ValueError(f"activation {str(settings['activation'])[:40]!r}; relu is read")
+    return _Network(
+        _unscaled(state["fc1.weight"].shape[1])
+        | {"w0": state["fc1.weight"], "b0": state["fc1.bias"]}
+        | {"value": state["fc2.weight"], "bias": state["fc2.bias"]}
+    )
+
+
+def _bilinear(state: Arrays, settings: Mapping[str, Any]) -> _Network:
+    factors = state["U.weight"]
+    return _Network(
+        {"mean": state["scaler_mean"], "scale": state["scaler_std"], "w0": factors,
+         "b0": np.zeros(len(factors)), "value": state["lam"][None], "bias": state["bias"]},
+        spec=HeadSpec(activation="square"),
+    )  # fmt: skip
+
+
+def _gated_bipolar(state: Arrays, settings: Mapping[str, Any]) -> _Network:
+    made, last, offset = _normed(state)
+    for name, theirs in (("value", "W_proj"), ("gate", "W_gate")):
+        weight = state[f"{theirs}.weight"]
+        made[name] = weight @ last
+        made[f"{name}_bias"] = weight @ offset + state[f"{theirs}.bias"]
+    made |= {"output": state["output.weight"].reshape(2, -1), "bias": state["output.bias"]}
+    return _Network(made, "bipolar", HeadSpec(layer_norm=True))
+
+
+def _multimax(state: Arrays, settings: Mapping[str, Any]) -> _Network:
+    made, last, offset = _normed(state)
+    weight, output = state["head_projection.weight"], state["output.weight"]
+    made |= {"value": weight @ last,
+             "value_bias": weight @ offset + state["head_projection.bias"],
+             "output": np.concatenate([output, np.zeros_like(output)]),
+             "bias": state["output.bias"]}  # fmt: skip
+    return _Network(made, "bipolar", HeadSpec(layer_norm=True))
+
+
+def _soft_attention(state: Arrays, settings: Mapping[str, Any]) -> _Network:
+    made, last, offset = _normed(state)
+    value = state["output.weight"].reshape(-1, 1) * state["values"]
+    # What a query gives every token alike changes no share of attention.
+    made |= {"value": value @ last, "query": state["queries"] @ last,
+             "bias": state["output.bias"] + (value @ offset).sum()}  # fmt: skip
+    return _Network(made, "attention", HeadSpec(layer_norm=True))
+
+
+def _positional_attention(state: Arrays, settings: Mapping[str, Any]) -> _Network:
+    return _Network(
+        _unscaled(len(state["query_proj"]))
+        | {"query": state["query_proj"].T, "value": state["value_proj"].T}
+        | {"position": state["position_weights"], "bias": state["bias"]},
+        "attention",
+    )
+
+
+def _normed(state: Arrays) -> tuple[Arrays, NDArray[np.float64], NDArray[np.float64]]:
+    """The first layer with its norm's weights in it, and the linear layer behind the ReLU."""
+    first = state["mlp.0.weight"]
+    made = _unscaled(first.shape[1])
+    made |= {"w0": first * state["norm.weight"],
+             "b0": state["mlp.0.bias"] + first @ state["norm.bias"]}  # fmt: skip
+    return made, state["mlp.3.weight"], state["mlp.3.bias"]
+
+
+def _unscaled(hidden: int) -> Arrays:
+    return {"mean": np.zeros(hidden), "scale": np.ones(hidden)}
+
+
+_READERS: Final[Mapping[str, Callable[[Arrays, Mapping[str, Any]], Arrays | _Network]]] = {
+    "Bilinear": _bilinear,
+    "GatedBipolar": _gated_bipolar,
+    "Logistic": _logistic,
+    "MLP": _mlp,
+    "MassMean": _mass_mean,
+    "MultiMax": _multimax,
+    "PositionalAttention": _positional_attention,
+    "SoftAttention": _soft_attention,
+}
+"""By class of probelab, what makes arrays of a linear `Probe` or a network of its tensors."""
+
+
+_JSON_BYTES: Final = 1 << 20
+_H_NODE: Final = "H-Node, hallucinations"
+_TOOL_CALLS: Final = "risky tool calls"
+_NAMES: Final[Mapping[str, tuple[str, str, str]]] = {
+    _H_NODE: ("scaler_mean", "scaler_scale", "best_layer"),
+    _TOOL_CALLS: ("mean", "scale", "layer"),
+}
+"""Of each detector, how the standardiser and the layer are called."""
+_LARGE: Final[Mapping[str, str]] = {
+    _H_NODE: "A large score means a hallucinated answer, as its authors label them.",
+    _TOOL_CALLS: "A large score means that the next action follows an injection, as its authors "
+    "label them.",
+}
+_HOOK_PAPERS: Final[Mapping[str, str]] = {_H_NODE: ", arXiv:2603.26045", _TOOL_CALLS: ""}
+
+
+def read_vllm_hook(file: Path, *, name: str, layer: int | None, model: str | None) -> Probe:
+    """The probe in a `.npz` file of vLLM-Hook; arguments are those of `import_probe`."""
+    try:
+        arrays = read_npz(file)
+        beside: Any = parse_json(read_regular(file.with_suffix(".json"), most=_JSON_BYTES))
+        kind = next(k for k, names in _NAMES.items() if {"weights", "bias", *names} <= set(arrays))
+        whose = model or str(beside["model_name"])
+        flag = float(beside.get("threshold", 0.5))
+        mean, scale, at = (arrays[key] for key in _NAMES[kind])
+        said = int(at.reshape(())) - 1
+        if said < 0:
+            raise ValueError(f"layer {said + 1}, and layers count from 1 there")
+        if not 0.0 < flag < 1.0:
+            raise ValueError(f"threshold {flag:g} is no probability")
+    except StopIteration:
+        raise ArtifactError(
+            f"{file}: has the arrays {sorted(arrays)}; read are detectors of vLLM-Hook, with "
+            "weights and bias, and mean, scale and layer, or scaler_mean, scaler_scale and "
+            "best_layer"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ArtifactError(
+            f"{file}: not a detector of vLLM-Hook ({type(error).__name__}: {error}); needed are "
+            f"its .npz file and {file.with_suffix('.json').name} beside it"
+        ) from None
+    if layer is not None and layer != said:
+        raise SpecError(
+            f"layer={layer}: the file says layer {said + 1}, counted from 1, which is layer {said} "
+            "here; leave layer out"
+        )
+    try:
+        card = ProbeCard(
+            name=name,
+            description=_LARGE[kind],
+            method=f"imported from {file.name} (vLLM-Hook, {kind})",
+            source=f"IBM vLLM-Hook (Apache-2.0){_HOOK_PAPERS[kind]}",
+            hidden=arrays["weights"].size,
+            positions="last_prompt",
+            pool="last",
+            **where_it_reads(said, whose, f"{file} names no layer"),
+            notes=(
+                f"vLLM-Hook flags a probability of {flag:g} and more, which is a score of "
+                f"{math.log(flag / (1.0 - flag)):.5g}; pass it as threshold= if you want that. No "
+                "rate is stated for it, and no rate or AUROC was measured here.",
+                "It reads the last token of the prompt, before anything is sampled.",
+                *(("The excess of its H-nodes is not computed.",) if kind == _H_NODE else ()),
+            ),
+        )
+        # What does not vary is left as it is there, too.
+        return Probe(
+            weight=arrays["weights"].reshape(1, -1),
+            bias=arrays["bias"].reshape(1),
+            mean=mean.reshape(1, -1),
+            scale=np.where(scale == 0, np.float32(1), scale).reshape(1, -1),
+            card=card,
+        )
+    except (SpecError, ValueError) as error:
+        raise ArtifactError(f"{file}: {error}") from None
+
 
 LieDetector = Literal[
     "apollo", "targeted", "did-you-lie", "were-you-honest", "were-you-truthful", "unrelated"
