@@ -13,8 +13,7 @@ from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.export.transport import Copier, Exporter, StreamCopier
 from inspect_lens._engine.plan import GroupBlock, Longs
-from inspect_lens._engine.protocol.envelope import seal
-from inspect_lens._engine.protocol.messages import ROWS, SCORES, ArenaWriter
+from inspect_lens._engine.protocol.messages import ROWS, SCORES, ArenaWriter, seal
 from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._engine.tap.buffers import TapState
 from tests.kit.steps import bf16_facts

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from inspect_lens._engine.protocol import envelope
+from inspect_lens._engine.protocol import messages
 from inspect_lens.spec import (
     Add,
     CaptureSpec,
@@ -44,7 +44,7 @@ def forget_sealed() -> None:
     """Empty what this process keeps of requests that were made ready for workers."""
     while PROCESS.order:
         PROCESS.drop(next(iter(PROCESS.order)))
-    for value in vars(envelope).values():
+    for value in vars(messages).values():
         getattr(value, "cache_clear", lambda: None)()
 
 
@@ -64,7 +64,7 @@ def measure() -> dict[str, int]:
         return request
 
     def seal() -> Any:
-        return envelope.seal(parsed, facts, reply="", n_prompt=200, max_tokens=100)
+        return messages.seal(parsed, facts, reply="", n_prompt=200, max_tokens=100)
 
     parsed = parse()
     return {

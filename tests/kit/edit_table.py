@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import torch
 
-from inspect_lens._engine.protocol.envelope import Envelope, seal
+from inspect_lens._engine.protocol.messages import Envelope, seal
 from inspect_lens._engine.tap import buffers
 from inspect_lens._engine.tap.buffers import TapState
 from inspect_lens._engine.tap.edit_table import Bank, BankTensors, Steering

@@ -11,8 +11,7 @@ import torch
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.export.transport import Copier, Exporter
-from inspect_lens._engine.protocol.envelope import Envelope, seal
-from inspect_lens._engine.protocol.messages import ArenaWriter
+from inspect_lens._engine.protocol.messages import ArenaWriter, Envelope, seal
 from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._engine.tap.buffers import TapState, install
 from inspect_lens._engine.tap.op import tap

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from inspect_lens._engine.protocol.envelope import Envelope, seal
+from inspect_lens._engine.protocol.messages import Envelope, seal
 from inspect_lens._engine.protocol.readouts import share_of
 from inspect_lens._engine.tap.buffers import TapState
 from inspect_lens._engine.tap.edit_table import Bank

@@ -444,7 +444,7 @@ def check(
     """
     from inspect_lens.probe import load_probe
 
-    from ._check import check_job, check_lines
+    from ._jobs import check_job, check_lines
 
     shift = check_job(
         load_probe(probe), model, control, limit=limit, concurrency=concurrency,

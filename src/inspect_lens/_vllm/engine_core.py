@@ -45,7 +45,7 @@ from functools import partial
 from typing import Any
 
 from inspect_lens._engine.hooks.runner import EAGER_KEY
-from inspect_lens._engine.protocol.envelope import (
+from inspect_lens._engine.protocol.messages import (
     CACHED_KEY,
     HASH_KEY,
     KEPT_KEY,

@@ -53,7 +53,7 @@ def register() -> None:
 def _check_settings() -> None:
     """Raise what is wrong with the settings before anything is started."""
     if file := Settings.load().server:
-        from .registered.tiers import read_server_file
+        from .registered.contents import read_server_file
 
         read_server_file(file)
 

@@ -18,7 +18,6 @@ from .families._sae import *
 from .fitting._across import *
 from .fitting._fit import *
 from .fitting._thresholds import *
-from .judging._cross_validate import *
 from .judging._domains import *
 from .judging._evaluate import *
 from .judging._select import *

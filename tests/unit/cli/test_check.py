@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from inspect_lens._cli import _check, app
-from inspect_lens._cli._check import _refuse_another_model
+from inspect_lens._cli import _jobs, app
+from inspect_lens._cli._jobs import _refuse_another_model
 from inspect_lens.collect import collect
 from inspect_lens.data import ActivationStore, Message, ProbeDataset, ProbeSample
 from inspect_lens.errors import SpecError
@@ -133,7 +133,7 @@ def test_the_command_asks_whose_weights_they_are_first(monkeypatch: pytest.Monke
     def refuse(*_: object) -> None:
         raise SpecError("other weights")
 
-    monkeypatch.setattr(_check, "_refuse_another_model", refuse)
+    monkeypatch.setattr(_jobs, "_refuse_another_model", refuse)
     with FakeLensServer() as server, pytest.raises(SpecError, match="other weights"):
         check(server)
     assert not server.requests
@@ -205,7 +205,7 @@ def test_only_the_samples_that_are_compared_are_held(
         found = check(server, "--limit", 30, "--json")
         assert found["n"] == max(sizes) == 30
         assert found["model"] == found["stored_model"] == server.model
-        monkeypatch.setattr("inspect_lens._cli._check.MEMORY", 1e-6)
+        monkeypatch.setattr("inspect_lens._cli._jobs.MEMORY", 1e-6)
         asked = len(server.requests)
         with pytest.raises(SpecError, match="pass --limit"):
             check(server, "--json")

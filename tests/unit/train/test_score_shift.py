@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inspect_lens._cli._check import check_lines
+from inspect_lens._cli._jobs import check_lines
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import CaptureFacts, Probe, ProbeCard
 from inspect_lens.train import ActivationSet, ScoreShift, calibrate_threshold, score_shift

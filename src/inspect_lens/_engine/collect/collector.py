@@ -28,11 +28,11 @@ from inspect_lens import errors
 from inspect_lens._base.temp_dirs import let_go, new_folder
 from inspect_lens._engine.export.transport import overflow
 from inspect_lens._engine.hooks.results import Gathered, gather
-from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.messages import (
     BOARD_SIZE,
     ArenaReader,
     Block,
+    Envelope,
     Failure,
     Message,
     Opened,

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
-from inspect_lens._engine.protocol.frames import (
+from inspect_lens._engine.export.link import (
     MOST_ASKED,
     Frame,
     FrameError,

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from inspect_lens._engine.export.transport import COLUMN, LATCHES
 from inspect_lens._engine.hooks.results import unpack_saved
 from inspect_lens._engine.protocol.edits import EVERY
-from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.messages import (
     BOARD_SIZE,
     PATHS,
     ArenaReader,
     Block,
+    Envelope,
     Failure,
     Opening,
     Saved,

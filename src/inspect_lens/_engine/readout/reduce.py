@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from inspect_lens._engine.export.transport import Copier, Numbers, Rows
 from inspect_lens._engine.plan import Longs, RequestTable
-from inspect_lens._engine.protocol.envelope import Envelope
-from inspect_lens._engine.protocol.messages import BOARD_SIZE
+from inspect_lens._engine.protocol.messages import BOARD_SIZE, Envelope
 from inspect_lens._engine.protocol.readouts import LAG, CaptureEnvelope, Combine, Fold, RowPart
 from inspect_lens._engine.tap.memory import uploaded
 from inspect_lens.spec import Reduction

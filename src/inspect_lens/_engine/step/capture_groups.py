@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from inspect_lens._engine.plan import GroupBlock, Longs, RequestTable, grown
-from inspect_lens._engine.protocol.envelope import Envelope
-from inspect_lens._engine.protocol.messages import LENS, ROWS, SCORES
+from inspect_lens._engine.protocol.messages import LENS, ROWS, SCORES, Envelope
 from inspect_lens._engine.protocol.readouts import (
     READOUTS,
     CaptureEnvelope,

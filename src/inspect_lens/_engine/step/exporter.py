@@ -26,8 +26,7 @@ import torch
 
 from inspect_lens._engine.export.transport import Copier, Exporter, Numbers, Rows
 from inspect_lens._engine.plan import GroupBlock, Longs, RequestTable, StepPlan
-from inspect_lens._engine.protocol.envelope import Envelope
-from inspect_lens._engine.protocol.messages import LENS, ROWS, Opening, packed
+from inspect_lens._engine.protocol.messages import LENS, ROWS, Envelope, Opening, packed
 from inspect_lens._engine.readout.reduce import Form, Part, Reducer, SumTable
 from inspect_lens.errors import CapacityError
 from inspect_lens.spec import EnginePath

@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 
 from inspect_lens._engine.hooks.runner import EAGER_KEY, HookRunner
 from inspect_lens._engine.plan import GroupBlock, Longs
-from inspect_lens._engine.protocol.envelope import SPLICED_KEY
-from inspect_lens._engine.protocol.messages import LENS
+from inspect_lens._engine.protocol.messages import LENS, SPLICED_KEY
 from inspect_lens._engine.protocol.processes import as_exception, ends_process
 from inspect_lens._engine.protocol.readouts import LENS_KEY, LensForm
 from inspect_lens._engine.readout.logit_lens import (

@@ -23,10 +23,10 @@ from inspect_lens._engine.plan import (
     StepPlan,
     plan_step,
 )
-from inspect_lens._engine.protocol.envelope import Envelope
 from inspect_lens._engine.protocol.messages import (
     BOARD_SIZE,
     ArenaWriter,
+    Envelope,
     Failure,
     Opening,
     unpacked,

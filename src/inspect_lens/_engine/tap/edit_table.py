@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 
 from inspect_lens._engine.plan import Longs, Named
 from inspect_lens._engine.protocol.edits import EVERY, EditEnvelope
-from inspect_lens._engine.protocol.envelope import Envelope
-from inspect_lens._engine.protocol.messages import BOARD_SIZE
+from inspect_lens._engine.protocol.messages import BOARD_SIZE, Envelope
 from inspect_lens._engine.protocol.programs import (
     AVERAGE,
     FIRST,

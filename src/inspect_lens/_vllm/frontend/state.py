@@ -29,13 +29,21 @@ from inspect_lens._vllm.compat.features import (
 )
 from inspect_lens._vllm.http.bodies import payloads
 from inspect_lens._vllm.http.server import install_when_serving, is_serving
-from inspect_lens._vllm.registered.contents import SERVER_NAME, kept_of, parse_shared, start_items
+from inspect_lens._vllm.registered.contents import (
+    NO_TIERS,
+    SERVER_NAME,
+    Tiers,
+    compose,
+    kept_of,
+    parse_shared,
+    read_server_file,
+    start_items,
+)
 from inspect_lens._vllm.registered.persistent_hooks import HookBook
 from inspect_lens._vllm.registered.probe_scores import Reads
 from inspect_lens._vllm.registered.prompt_rows import RowCache, is_harmless, keeps_rows
 from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens._vllm.registered.shared_names import SharedNames, folder_of_siblings
-from inspect_lens._vllm.registered.tiers import NO_TIERS, Tiers, compose, read_server_file
 from inspect_lens._vllm.results.attach import Results
 from inspect_lens._vllm.sinks import alerts
 from inspect_lens._vllm.sinks.process import Sinks

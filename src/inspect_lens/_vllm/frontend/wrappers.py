@@ -20,9 +20,8 @@ from inspect_lens._vllm.compat.features import busy, fault_of, pass_over
 from inspect_lens._vllm.compat.monkeypatches import is_in_process
 from inspect_lens._vllm.http.bodies import SERVED, Body, as_json, part_as_json
 from inspect_lens._vllm.metrics import refused, streamed
-from inspect_lens._vllm.registered.contents import at_once, forget_unused, tell_through
+from inspect_lens._vllm.registered.contents import TIERS_KEY, at_once, forget_unused, tell_through
 from inspect_lens._vllm.registered.persistent_hooks import raise_first
-from inspect_lens._vllm.registered.tiers import TIERS_KEY
 from inspect_lens._vllm.results.attach import (
     faults_told,
     log_fault,

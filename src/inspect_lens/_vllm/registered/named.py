@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from inspect_lens._base.to_torch import to_torch
 from inspect_lens._engine.collect.placement import Collected
-from inspect_lens._engine.protocol.envelope import Envelope
-from inspect_lens._engine.protocol.messages import LENS, QK
+from inspect_lens._engine.protocol.messages import LENS, QK, Envelope
 from inspect_lens._engine.protocol.readouts import (
     CaptureEnvelope,
     LensEnvelope,

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inspect_lens._engine.protocol.envelope import CACHED_KEY, Envelope, Packed
+from inspect_lens._engine.protocol.messages import CACHED_KEY, Envelope, Packed
 from inspect_lens._engine.protocol.readouts import CaptureEnvelope
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.cache_salt import salt_of

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
 
-from inspect_lens._engine.protocol.envelope import Envelope, uses_of
+from inspect_lens._engine.protocol.messages import Envelope, uses_of
 from inspect_lens._engine.protocol.readouts import removed
 from inspect_lens._settings import Settings
 from inspect_lens.errors import CapacityError, SpecError

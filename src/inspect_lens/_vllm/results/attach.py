@@ -18,7 +18,7 @@ from typing import Any
 
 from inspect_lens._engine.collect.collector import Collector, Notifier
 from inspect_lens._engine.hooks.runner import EAGER_KEY
-from inspect_lens._engine.protocol.envelope import Envelope
+from inspect_lens._engine.protocol.messages import Envelope
 from inspect_lens._engine.protocol.processes import Links, as_exception, contained, ends_process
 from inspect_lens._vllm.compat.features import busy, fault_of
 from inspect_lens._vllm.metrics import failed, note, waited

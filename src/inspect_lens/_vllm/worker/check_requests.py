@@ -30,14 +30,15 @@ import zmq
 from numpy.typing import NDArray
 
 from inspect_lens._engine.export.transport import COLUMN, Exporter, overflow
-from inspect_lens._engine.protocol.envelope import Envelope, seal
 from inspect_lens._engine.protocol.messages import (
     BOARD_SIZE,
     ArenaReader,
     Block,
+    Envelope,
     Failure,
     Opened,
     decode,
+    seal,
     unpacked,
 )
 from inspect_lens._engine.protocol.readouts import RowPart

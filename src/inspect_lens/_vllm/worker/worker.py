@@ -37,8 +37,7 @@ from inspect_lens._vllm.model.find_layers import (
     ctl_name,
     decoder_layers,
 )
-from inspect_lens._vllm.model.parameters import Parameters, Ranks
-from inspect_lens._vllm.model.unembedding import VocabHead
+from inspect_lens._vllm.model.parameters import Parameters, Ranks, VocabHead
 from inspect_lens._vllm.registered.contents import (
     WorkerContents,
     read_kept,

@@ -16,8 +16,7 @@ from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect import result_memory
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.collect.result_memory import ResultMemory, Stream
-from inspect_lens._engine.protocol.envelope import seal
-from inspect_lens._engine.protocol.messages import ROWS, SCORES
+from inspect_lens._engine.protocol.messages import ROWS, SCORES, seal
 from inspect_lens._engine.protocol.readouts import seal_capture
 from inspect_lens.errors import CapacityError
 from inspect_lens.spec import EngineProbe, ProbeUse

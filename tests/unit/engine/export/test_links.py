@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from inspect_lens._engine.collect.listener import Listener, Mirror, parse_bind
-from inspect_lens._engine.protocol.frames import (
+from inspect_lens._engine.export.link import (
     MOST_FRAME,
     Frame,
     Hello,

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.export.transport import Copier, Exporter
-from inspect_lens._engine.protocol.envelope import seal
-from inspect_lens._engine.protocol.messages import ROWS, SCORES, ArenaWriter, Block
+from inspect_lens._engine.protocol.messages import ROWS, SCORES, ArenaWriter, Block, seal
 from inspect_lens._engine.step import exporter
 from inspect_lens.errors import CapacityError
 from inspect_lens.spec import EngineProbe

@@ -16,8 +16,7 @@ import pytest
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.export.transport import Copier
-from inspect_lens._engine.protocol.envelope import Envelope, seal
-from inspect_lens._engine.protocol.messages import ROWS, SCORES
+from inspect_lens._engine.protocol.messages import ROWS, SCORES, Envelope, seal
 from inspect_lens._engine.protocol.processes import STALLED_S, STOPPED_S
 from inspect_lens.errors import CapacityError, LensError
 from tests.kit.steps import FACTS, LAYERS, Worker, begin, exporter, rows, sealed

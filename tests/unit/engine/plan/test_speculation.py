@@ -11,8 +11,7 @@ import torch
 
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.protocol.envelope import Envelope, seal
-from inspect_lens._engine.protocol.messages import ROWS, SCORES
+from inspect_lens._engine.protocol.messages import ROWS, SCORES, Envelope, seal
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import EngineProbe
 from tests.kit.steps import (

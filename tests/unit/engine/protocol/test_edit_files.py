@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from inspect_lens import LensRequest, SteeringVector
-from inspect_lens._engine.protocol import envelope, programs
-from inspect_lens._engine.protocol.envelope import Envelope, Packed, seal
+from inspect_lens._engine.protocol import messages, programs
+from inspect_lens._engine.protocol.messages import Envelope, Packed, seal
 from inspect_lens._engine.protocol.programs import LARGE, MOST, file_of, read_file
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import Add, Cache, LowRank
@@ -51,7 +51,7 @@ def vectors() -> LensRequest:
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(envelope, "_EDITED", Cache(16))
+    monkeypatch.setattr(messages, "_EDITED", Cache(16))
     monkeypatch.setattr(programs, "_UNPACKED", Cache(16))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
-from inspect_lens._engine.protocol.envelope import Envelope, seal
+from inspect_lens._engine.protocol.messages import Envelope, seal
 from inspect_lens.spec import EngineProbe
 from tests.kit.steps import FACTS, HIDDEN
 

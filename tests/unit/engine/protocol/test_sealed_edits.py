@@ -11,7 +11,7 @@ import pytest
 
 from inspect_lens import LensRequest, SteeringVector
 from inspect_lens._engine.protocol.edits import EVERY, SealedEdits, seal_edits, seal_request_edits
-from inspect_lens._engine.protocol.envelope import Envelope, seal
+from inspect_lens._engine.protocol.messages import Envelope, seal
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import (
     Ablate,

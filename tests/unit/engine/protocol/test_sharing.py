@@ -11,8 +11,15 @@ import torch
 
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.protocol.envelope import seal
-from inspect_lens._engine.protocol.messages import ROWS, SCORES, Block, Failure, Message, Opened
+from inspect_lens._engine.protocol.messages import (
+    ROWS,
+    SCORES,
+    Block,
+    Failure,
+    Message,
+    Opened,
+    seal,
+)
 from inspect_lens.errors import CapacityError, CaptureError
 from inspect_lens.spec import EngineProbe, ProbeUse
 from tests.kit.steps import (

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.protocol.envelope import Envelope, seal
-from inspect_lens._engine.protocol.messages import ROWS, SCORES
+from inspect_lens._engine.protocol.messages import ROWS, SCORES, Envelope, seal
 from inspect_lens._engine.readout.readers import ProbeReader
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import EngineProbe, ProbeUse, TapPoint

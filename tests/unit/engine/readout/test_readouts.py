@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from inspect_lens import LensRequest, SteeringVector
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.protocol.envelope import seal
-from inspect_lens._engine.protocol.messages import ROWS, SCORES
+from inspect_lens._engine.protocol.messages import ROWS, SCORES, seal
 from inspect_lens._engine.readout import readers
 from inspect_lens._engine.readout.readers import ProbeReader, ProbeStore
 from inspect_lens.errors import SpecError

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.protocol.envelope import Envelope, seal
-from inspect_lens._engine.protocol.messages import ROWS, SCORES
+from inspect_lens._engine.protocol.messages import ROWS, SCORES, Envelope, seal
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import REDUCTIONS, Reduce
 from tests.kit.cases import DTYPES, KEYS, REJECTED, Case, checked, compare

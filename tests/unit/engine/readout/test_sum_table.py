@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.protocol.envelope import seal
-from inspect_lens._engine.protocol.messages import ROWS, SCORES, Block, unpacked
+from inspect_lens._engine.protocol.messages import ROWS, SCORES, Block, seal, unpacked
 from inspect_lens._engine.protocol.readouts import LAG
 from inspect_lens._engine.readout.reduce import SumTable
 from inspect_lens.errors import CaptureError

@@ -14,8 +14,7 @@ from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.export.transport import Copier, Exporter
 from inspect_lens._engine.protocol import readouts
-from inspect_lens._engine.protocol.envelope import seal
-from inspect_lens._engine.protocol.messages import ROWS, SCORES, ArenaWriter
+from inspect_lens._engine.protocol.messages import ROWS, SCORES, ArenaWriter, seal
 from inspect_lens._engine.protocol.readouts import narrowed, seal_capture
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import EngineProbe, ProbeUse, Reduction

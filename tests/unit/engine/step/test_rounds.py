@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.export.transport import Exporter
-from inspect_lens._engine.protocol.envelope import seal
-from inspect_lens._engine.protocol.messages import ROWS, SCORES, ArenaWriter, Block
+from inspect_lens._engine.protocol.messages import ROWS, SCORES, ArenaWriter, Block, seal
 from inspect_lens._engine.step import exporter
 from inspect_lens.spec import EngineProbe
 from tests.kit.steps import FACTS, HIDDEN, Worker, begin, rows

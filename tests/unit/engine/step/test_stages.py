@@ -11,8 +11,7 @@ import torch
 
 from inspect_lens import LensRequest
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.protocol.envelope import seal
-from inspect_lens._engine.protocol.messages import LENS, ROWS, SCORES
+from inspect_lens._engine.protocol.messages import LENS, ROWS, SCORES, seal
 from inspect_lens._engine.step.request_stepper import RequestStepper
 from inspect_lens._engine.step.stages import LIST_KEY, ROWS_KEY, Crossing, Lent, Stages
 from inspect_lens.errors import CaptureError

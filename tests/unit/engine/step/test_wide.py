@@ -13,8 +13,7 @@ import torch
 
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.protocol.envelope import seal
-from inspect_lens._engine.protocol.messages import QK, ROWS, SCORES
+from inspect_lens._engine.protocol.messages import QK, ROWS, SCORES, seal
 from inspect_lens._engine.readout.reduce import HeadCut
 from inspect_lens._engine.step.exporter import Sender
 from inspect_lens._engine.step.stepper import Stepper

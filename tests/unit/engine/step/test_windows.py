@@ -9,7 +9,7 @@ import pytest
 
 from inspect_lens._engine.plan import Batch, RequestTable, plan_step
 from inspect_lens._engine.protocol.edits import NO_EDITS
-from inspect_lens._engine.protocol.envelope import Envelope
+from inspect_lens._engine.protocol.messages import Envelope
 from inspect_lens._engine.protocol.readouts import CaptureEnvelope, ProbesEnvelope
 from inspect_lens._engine.step.capture_groups import Groups
 from inspect_lens.spec import RESID_POST, tap_points

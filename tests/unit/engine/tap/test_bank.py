@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from inspect_lens import LensRequest, SteeringVector
-from inspect_lens._engine.protocol.envelope import Envelope, seal
+from inspect_lens._engine.protocol.messages import Envelope, seal
 from inspect_lens._engine.tap import edit_table
 from inspect_lens._engine.tap.edit_table import SEES_EDITS, Bank, BankTensors
 from inspect_lens.errors import CapacityError

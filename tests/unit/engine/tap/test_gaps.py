@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from inspect_lens._engine.protocol.envelope import Envelope, seal
+from inspect_lens._engine.protocol.messages import Envelope, seal
 from inspect_lens._engine.protocol.programs import N_PROMPT_ROWS, history_rows
 from inspect_lens._engine.tap import edit_table
 from inspect_lens._engine.tap.edit_table import Bank, Runs

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inspect_lens._engine.protocol.edits import seal_edits
-from inspect_lens._engine.protocol.envelope import seal
+from inspect_lens._engine.protocol.messages import seal
 from inspect_lens._engine.protocol.programs import COUNT_SHIFT, LAST_SHIFT, RECENT_BITS, open_among
 from inspect_lens._engine.tap.edit_table import Bank
 from inspect_lens.errors import CapacityError, SpecError, UnsupportedError

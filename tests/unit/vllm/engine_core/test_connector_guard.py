@@ -9,7 +9,7 @@ import pytest
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from inspect_lens._engine.hooks.runner import EAGER_KEY
-from inspect_lens._engine.protocol.envelope import CACHED_KEY, HASH_KEY
+from inspect_lens._engine.protocol.messages import CACHED_KEY, HASH_KEY
 from inspect_lens._vllm.engine_core import (
     MARK_KEY,
     ConnectorGuard,

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inspect_lens._engine.protocol.envelope import Envelope, seal
+from inspect_lens._engine.protocol.messages import Envelope, seal
 from inspect_lens._engine.tap.edit_table import Placements, Steering
 from inspect_lens._vllm.engine_core import SCHEDULER_WRAPPERS, EditQueue, StepRows, kept_back
 from inspect_lens.errors import CapacityError

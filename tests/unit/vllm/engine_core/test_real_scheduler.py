@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from inspect_lens._engine.protocol.envelope import Envelope, seal
+from inspect_lens._engine.protocol.messages import Envelope, seal
 from inspect_lens._engine.tap.edit_table import Placements, Steering
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.compat.engine_facts import facts_of

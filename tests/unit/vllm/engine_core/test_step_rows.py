@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inspect_lens._engine.protocol.envelope import KEPT_KEY
+from inspect_lens._engine.protocol.messages import KEPT_KEY
 from inspect_lens._vllm.engine_core import SCHEDULER_WRAPPERS, StepRows
 from inspect_lens.spec import ENVELOPE_KEY
 

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from inspect_lens._engine.protocol.envelope import Envelope, Packed
+from inspect_lens._engine.protocol.messages import Envelope, Packed
 from inspect_lens._vllm.frontend import admission, state, wrappers
 from inspect_lens._vllm.frontend.state import FrontEnd
 from inspect_lens._vllm.results.streaming import streamed_kinds

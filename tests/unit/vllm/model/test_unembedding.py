@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from inspect_lens._vllm.model.unembedding import final_norm, logits_processor
+from inspect_lens._vllm.model.parameters import final_norm, logits_processor
 from inspect_lens.errors import UnsupportedError
 
 

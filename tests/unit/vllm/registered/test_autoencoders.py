@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from inspect_lens._engine.protocol.envelope import SPLICED_KEY, seal
+from inspect_lens._engine.protocol.messages import SPLICED_KEY, seal
 from inspect_lens._engine.readout.logit_lens import LensStore
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.compat import features
 from inspect_lens._vllm.frontend.state import FrontEnd
 from inspect_lens._vllm.registered.contents import (
     WorkerContents,
+    compose,
     parse_item,
     parse_shared,
     read_kept,
@@ -24,7 +25,6 @@ from inspect_lens._vllm.registered.contents import (
 )
 from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens._vllm.registered.shared_names import SharedNames
-from inspect_lens._vllm.registered.tiers import compose
 from inspect_lens._vllm.worker import worker
 from inspect_lens.errors import CapacityError, SpecError, UnsupportedError
 from inspect_lens.sae import SparseAutoencoder

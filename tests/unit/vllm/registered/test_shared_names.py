@@ -12,10 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from inspect_lens._vllm.registered.contents import SERVER_NAME, parse_shared
+from inspect_lens._vllm.registered.contents import SERVER_NAME, compose, parse_shared
 from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens._vllm.registered.shared_names import SharedNames, folder_of_siblings
-from inspect_lens._vllm.registered.tiers import compose
 from inspect_lens.errors import CapacityError, SpecError
 from inspect_lens.spec import (
     EngineConfig,

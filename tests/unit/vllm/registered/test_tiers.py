@@ -13,14 +13,13 @@ import pytest
 import yaml
 
 from inspect_lens import engine
-from inspect_lens._engine.protocol.envelope import seal
+from inspect_lens._engine.protocol.messages import seal
 from inspect_lens._vllm import plugin
 from inspect_lens._vllm.frontend import state
 from inspect_lens._vllm.frontend.admission import _placed, compiled_of, with_positions_of
 from inspect_lens._vllm.frontend.state import FrontEnd
 from inspect_lens._vllm.http.bodies import with_config_of
-from inspect_lens._vllm.registered.contents import SERVER_NAME
-from inspect_lens._vllm.registered.tiers import compose, read_server_file
+from inspect_lens._vllm.registered.contents import SERVER_NAME, compose, read_server_file
 from inspect_lens.errors import LensError, SpecError, UnsupportedError
 from inspect_lens.spec import (
     NO_REQUEST,

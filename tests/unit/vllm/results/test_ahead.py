@@ -13,8 +13,7 @@ import pytest
 
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.collect.collector import Collector
-from inspect_lens._engine.protocol.envelope import seal
-from inspect_lens._engine.protocol.messages import Failure, Opened, Opening
+from inspect_lens._engine.protocol.messages import Failure, Opened, Opening, seal
 from inspect_lens._vllm.registered.probe_scores import Reading, Reads
 from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens._vllm.results.attach import Results

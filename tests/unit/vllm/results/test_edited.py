@@ -11,8 +11,7 @@ import pytest
 from inspect_lens import LensRequest, SteeringVector
 from inspect_lens._engine.collect import collector as module
 from inspect_lens._engine.export.transport import COLUMN
-from inspect_lens._engine.protocol.envelope import seal
-from inspect_lens._engine.protocol.messages import ArenaWriter, Opened, Opening
+from inspect_lens._engine.protocol.messages import ArenaWriter, Opened, Opening, seal
 from inspect_lens._vllm.results.attach import Results
 from inspect_lens._vllm.results.choices import Ticket
 from inspect_lens.errors import CaptureError

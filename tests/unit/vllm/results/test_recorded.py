@@ -14,8 +14,7 @@ import pytest
 from inspect_lens._engine.hooks.runner import EAGER_KEY
 from inspect_lens._vllm.frontend import admission, state, wrappers
 from inspect_lens._vllm.frontend.state import FrontEnd
-from inspect_lens._vllm.registered.contents import SERVER_NAME
-from inspect_lens._vllm.registered.tiers import TIERS_KEY
+from inspect_lens._vllm.registered.contents import SERVER_NAME, TIERS_KEY
 from inspect_lens._vllm.results.choices import Ticket
 from inspect_lens._vllm.sinks.process import SINK_KEY, Rule
 from inspect_lens._vllm.sinks.recorder import Recorder

@@ -14,8 +14,7 @@ import pytest
 from inspect_lens import CaptureSpec, LensRequest, SteeringVector
 from inspect_lens._base.partial import Partial
 from inspect_lens._engine.collect.placement import Collected, Further
-from inspect_lens._engine.protocol.envelope import seal
-from inspect_lens._engine.protocol.messages import SCORES
+from inspect_lens._engine.protocol.messages import SCORES, seal
 from inspect_lens._vllm.frontend.wrappers import FRONT_END_WRAPPERS
 from inspect_lens._vllm.registered.probe_scores import Reading, Reads
 from inspect_lens._vllm.registered.registry import Registry

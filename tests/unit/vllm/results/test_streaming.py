@@ -19,7 +19,7 @@ from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._base.partial import PARTIAL_KEY, Joined, Partial
 from inspect_lens._vllm.frontend.wrappers import FRONT_END_WRAPPERS
 from inspect_lens._vllm.http.bodies import as_json, payloads, with_results
-from inspect_lens._vllm.registered.tiers import TIERS_KEY
+from inspect_lens._vllm.registered.contents import TIERS_KEY
 from inspect_lens._vllm.results import choices, streaming
 from inspect_lens._vllm.results.choices import Ticket
 from inspect_lens._vllm.results.event_loop import arrivals_of
