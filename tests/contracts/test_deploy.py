@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from inspect_lens._settings import settings_table
-from inspect_lens._vllm.metrics import METRICS
+from inspect_lens._vllm.telemetry import METRICS
 from tests.kit.repository import ROOT, files
 
 DEPLOY = [path for path in files() if path.parts[0] == "deploy"]

@@ -26,9 +26,8 @@ from inspect_lens import LensRequest, Receipt
 from inspect_lens._cli import app
 from inspect_lens._engine.protocol.readouts import LAG
 from inspect_lens._settings import settings_table
-from inspect_lens._vllm.clients import ATTRIBUTES
 from inspect_lens._vllm.compat.monkeypatches import EAGER_PATCHES, PATCHES, SERVER_PATCHES
-from inspect_lens._vllm.metrics import METRICS
+from inspect_lens._vllm.telemetry import ATTRIBUTES, METRICS
 from inspect_lens.spec import EDITS, REDUCTIONS, SITE_TABLE, EditBase, Reduction, result_name
 
 from .coverage import coverage_markdown

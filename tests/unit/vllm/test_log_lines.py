@@ -17,8 +17,8 @@ import vllm.logger
 
 vllm.logger._configure_vllm_root_logger()  # as each start of vLLM does
 from inspect_lens._vllm.compat.features import pass_over
-from inspect_lens._vllm import metrics
-metrics.begin(registry=object())
+from inspect_lens._vllm import telemetry
+telemetry.begin_metrics(registry=object())
 pass_over(KeyError("a bug"), uses_lens=False)
 """
 

@@ -19,7 +19,7 @@ from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry, multiprocess
 
 from inspect_lens import CaptureSpec, LensRequest
-from inspect_lens._vllm import metrics
+from inspect_lens._vllm import telemetry
 from inspect_lens._vllm.compat.features import pass_over
 from inspect_lens._vllm.frontend import state, wrappers
 from inspect_lens._vllm.frontend.state import FrontEnd
@@ -49,9 +49,9 @@ class Read:
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> Read:
-    monkeypatch.setattr(metrics._holder, "made", None)
+    monkeypatch.setattr(telemetry._metric_holder, "made", None)
     registry = CollectorRegistry()
-    metrics.begin(registry)
+    telemetry.begin_metrics(registry)
     return Read(registry)
 
 
@@ -83,15 +83,15 @@ def test_registered_are_the_metrics_that_the_page_lists(read: Read) -> None:
         for sample in family.samples
         if not sample.name.endswith(("_created", "_bucket", "_sum"))
     }
-    labelled = {m.name for m in metrics.METRICS if m.labels} - {"inspect_lens_requests_total"}
-    expected = {m.name for m in metrics.METRICS} - labelled
+    labelled = {m.name for m in telemetry.METRICS if m.labels} - {"inspect_lens_requests_total"}
+    expected = {m.name for m in telemetry.METRICS} - labelled
     assert {name.removesuffix("_count") for name in shown} == expected
     page = (ROOT / "docs/how-to/serve.md").read_text(encoding="utf-8")
     table = page.partition("<!-- /metrics")[0]
     assert set(re.findall(r"^\| `(inspect_lens_\w+)`", table, re.MULTILINE)) == {
-        m.name for m in metrics.METRICS
+        m.name for m in telemetry.METRICS
     }
-    assert all(f"`{kind}`" in page for kind in metrics.KINDS)
+    assert all(f"`{kind}`" in page for kind in telemetry.KINDS)
 
 
 def test_a_request_counts_once_for_each_kind_when_it_is_sealed(read: Read, processor: Any) -> None:
@@ -100,8 +100,8 @@ def test_a_request_counts_once_for_each_kind_when_it_is_sealed(read: Read, proce
     process(processor, IDS, parameters(extra(capture={}, probes=["p"]), {}))
     process(processor, IDS, parameters(steer(), {}))
     process(processor, IDS, parameters({}, {}))
-    found = {kind: read("requests_total", kind=kind) for kind in metrics.KINDS}
-    assert found == dict.fromkeys(metrics.KINDS, 0) | {"capture": 1, "probe": 1, "edit": 1}
+    found = {kind: read("requests_total", kind=kind) for kind in telemetry.KINDS}
+    assert found == dict.fromkeys(telemetry.KINDS, 0) | {"capture": 1, "probe": 1, "edit": 1}
 
 
 @pytest.mark.parametrize("edge", [call, process])
@@ -189,7 +189,7 @@ def test_the_store_shows_what_waits_and_what_nobody_fetched(
 ) -> None:
     clock = itertools.chain([0.0] * 3, itertools.repeat(61.0))
     monkeypatch.setattr(payloads, "time", SimpleNamespace(monotonic=clock.__next__))
-    store = PayloadStore(max_bytes=40, each_bytes=0, ttl_s=60, on_change=metrics.stored)
+    store = PayloadStore(max_bytes=40, each_bytes=0, ttl_s=60, on_change=telemetry.stored)
     store.report()
     assert read("store_limit_bytes") == 40
     first, second = store.put(b"x" * 8), store.put(b"y" * 4)
@@ -232,36 +232,36 @@ def test_positions_whose_rows_are_known_are_hits(read: Read, processor: Any) -> 
 def test_a_fault_of_a_metric_turns_them_off_and_hurts_nobody(
     read: Read, processor: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = {**(metrics._holder.made or {})}
+    made = {**(telemetry._metric_holder.made or {})}
     del made["inspect_lens_requests_total"]
-    monkeypatch.setattr(metrics._holder, "made", made)
+    monkeypatch.setattr(telemetry._metric_holder, "made", made)
     core = process(processor, IDS, parameters(extra(capture={}), {}))
     assert core.sampling_params.extra_args
-    assert metrics._holder.made is None
+    assert telemetry._metric_holder.made is None
 
 
 def test_metrics_that_cannot_be_registered_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics._holder, "made", None)
+    monkeypatch.setattr(telemetry._metric_holder, "made", None)
     registry = CollectorRegistry()
-    metrics.begin(registry)
-    metrics.begin(registry)
-    assert len(metrics._holder.made or {}) == len(metrics.METRICS), (
+    telemetry.begin_metrics(registry)
+    telemetry.begin_metrics(registry)
+    assert len(telemetry._metric_holder.made or {}) == len(telemetry.METRICS), (
         "a second engine changes nothing"
     )
-    monkeypatch.setattr(metrics._holder, "made", None)
-    metrics.begin(registry)
-    assert metrics._holder.made is None, "somebody has these names"
+    monkeypatch.setattr(telemetry._metric_holder, "made", None)
+    telemetry.begin_metrics(registry)
+    assert telemetry._metric_holder.made is None, "somebody has these names"
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    metrics.begin()
-    assert metrics._holder.made is None
-    metrics.note("inspect_lens_running", 3)
+    telemetry.begin_metrics()
+    assert telemetry._metric_holder.made is None
+    telemetry.note("inspect_lens_running", 3)
 
 
 def test_several_api_servers_show_their_sum(tmp_path: Any) -> None:
     code = (
-        "from inspect_lens._vllm import metrics; metrics.begin(); "
-        "metrics.note('inspect_lens_running', 2); "
-        "metrics.stored(1, 10, 100, 0); metrics.refused_as(400, 'SpecError'); "
+        "from inspect_lens._vllm import telemetry; telemetry.begin_metrics(); "
+        "telemetry.note('inspect_lens_running', 2); "
+        "telemetry.stored(1, 10, 100, 0); telemetry.refused_as(400, 'SpecError'); "
         "input('made\\n')"
     )
     environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
@@ -288,6 +288,6 @@ def test_several_api_servers_show_their_sum(tmp_path: Any) -> None:
 
 def test_a_process_that_serves_nothing_imports_nothing() -> None:
     note = "m.note('inspect_lens_running', 1)"
-    code = f"import sys, inspect_lens._vllm.metrics as m; {note}; print(*sys.modules)"
+    code = f"import sys, inspect_lens._vllm.telemetry as m; {note}; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "prometheus_client" not in run.stdout.split()

@@ -17,11 +17,11 @@ from opentelemetry.trace import StatusCode
 from starlette.responses import JSONResponse
 from vllm.tracing import extract_trace_context, instrument_manual
 
-from inspect_lens._vllm import clients
-from inspect_lens._vllm.clients import NotesClient
+from inspect_lens._vllm import telemetry
 from inspect_lens._vllm.http.bodies import SERVED, LensBodies
 from inspect_lens._vllm.http.payloads import PayloadStore
 from inspect_lens._vllm.http.server import add_routes
+from inspect_lens._vllm.telemetry import NotesClient
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import CaptureReceipt, ProbeReceipt, Receipt, SteerReceipt
 
@@ -52,13 +52,13 @@ def off(monkeypatch: pytest.MonkeyPatch) -> Sent:
     """vLLM's tracer provider, and nothing of ours."""
     made = Sent()
     monkeypatch.setattr(trace, "get_tracer", made.provider.get_tracer)
-    monkeypatch.setattr(clients._holder, "made", None)
+    monkeypatch.setattr(telemetry._span_holder, "made", None)
     return made
 
 
 @pytest.fixture
 def sent(off: Sent) -> Sent:
-    clients.begin()
+    telemetry.begin_spans()
     return off
 
 
@@ -111,7 +111,7 @@ class Server:
             entry = {"residual_stream": {"handle": self.store.put(b"abc")}}
             body.results[0] = {"inspect_lens": RECEIPT.model_dump(mode="json")}
             body.results[0]["activations"] = entry
-            clients.remember(body.span, body.results[0])
+            telemetry.remember(body.span, body.results[0])
         return JSONResponse({"choices": [{}]})
 
     def ask(self, body: dict[str, Any] = LENS, **headers: str) -> Any:
@@ -127,7 +127,7 @@ def headers_of(span: Any) -> str:
 def test_a_span_stands_between_the_clients_and_vllms(sent: Sent, headers: dict[str, str]) -> None:
     server = Server()
     assert server.ask(**headers).status_code == 200
-    ours, theirs = sent.one(clients.REQUEST), sent.one("llm_request")
+    ours, theirs = sent.one(telemetry.REQUEST), sent.one("llm_request")
     assert theirs.parent.span_id == ours.context.span_id
     assert theirs.context.trace_id == ours.context.trace_id
     (told,) = server.headers
@@ -177,7 +177,7 @@ def test_nothing_is_done_where_vllm_does_not_trace(off: Sent) -> None:
 
 def test_a_request_that_fails_says_why(sent: Sent) -> None:
     Server(CaptureError("a worker has gone")).ask()
-    span = sent.one(clients.REQUEST)
+    span = sent.one(telemetry.REQUEST)
     assert span.status.status_code is StatusCode.ERROR
     assert span.status.description == "a worker has gone"
     assert span.attributes["error.type"] == "CaptureError"
@@ -186,7 +186,7 @@ def test_a_request_that_fails_says_why(sent: Sent) -> None:
 
 def test_a_request_whose_client_goes_away_is_aborted(sent: Sent) -> None:
     Server(is_left=True).ask()
-    span = sent.one(clients.REQUEST)
+    span = sent.one(telemetry.REQUEST)
     assert span.attributes["inspect_lens.aborted"]
     assert span.status.status_code is StatusCode.UNSET
 
@@ -194,7 +194,7 @@ def test_a_request_whose_client_goes_away_is_aborted(sent: Sent) -> None:
 def test_a_refusal_is_in_its_clients_trace(sent: Sent) -> None:
     wrong = {"prompt": "a", "inspect_lens": {"capture": {"layer": 1}}}
     answer = Server().ask(wrong, **CLIENT)
-    span = sent.one(clients.REQUEST)
+    span = sent.one(telemetry.REQUEST)
     assert f"{span.parent.span_id:016x}" == PARENT
     assert span.status.description == answer.json()["error"]["message"]
     assert span.attributes == {"error.type": "SpecError", "http.response.status_code": 400}
@@ -207,7 +207,7 @@ def test_a_fetch_is_in_its_clients_trace_or_in_that_of_its_request(
     server = Server()
     handle = server.ask().json()["activations"]["residual_stream"]["handle"]
     assert server.client.get(f"/v1/activations/{handle}", headers=headers).content == b"abc"
-    made, span = sent.one(clients.REQUEST).context, sent.one(clients.FETCH)
+    made, span = sent.one(telemetry.REQUEST).context, sent.one(telemetry.FETCH)
     assert span.attributes == {"http.response.status_code": 200, "inspect_lens.bytes": 3}
     if headers:
         assert f"{span.parent.span_id:016x}" == PARENT
@@ -215,7 +215,7 @@ def test_a_fetch_is_in_its_clients_trace_or_in_that_of_its_request(
     else:
         assert (span.parent.trace_id, span.parent.span_id) == (made.trace_id, made.span_id)
     assert server.client.get(f"/v1/activations/{handle}").status_code == 410
-    failed = sent(clients.FETCH)[-1]
+    failed = sent(telemetry.FETCH)[-1]
     assert failed.attributes["http.response.status_code"] == 410
     assert failed.status.status_code is StatusCode.ERROR
 
@@ -223,8 +223,8 @@ def test_a_fetch_is_in_its_clients_trace_or_in_that_of_its_request(
 def test_a_fault_turns_spans_off_and_hurts_nobody(
     sent: Sent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clients._holder.made, "propagator", None)
+    monkeypatch.setattr(telemetry._span_holder.made, "propagator", None)
     server = Server()
     assert json.loads(server.ask(**CLIENT).content)["inspect_lens"]
-    assert not clients.is_on()
+    assert not telemetry.is_on()
     assert server.headers[0]["traceparent"] == CLIENT["traceparent"]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from inspect_lens._vllm import clients, metrics
+from inspect_lens._vllm import telemetry
 from inspect_lens._vllm.compat.api_server import is_traced
 from inspect_lens._vllm.frontend import state
 from inspect_lens._vllm.frontend.state import FrontEnd
@@ -21,7 +21,7 @@ __all__ = ["off"]
 
 def test_a_process_without_spans_imports_nothing() -> None:
     code = (
-        "import sys, inspect_lens._vllm.clients as t; t.Asked({}).end(200); "
+        "import sys, inspect_lens._vllm.telemetry as t; t.Asked({}).end(200); "
         "t.fetched('h', 0, 200, 1); print(*sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -30,8 +30,8 @@ def test_a_process_without_spans_imports_nothing() -> None:
 
 def test_without_the_package_there_are_no_spans(off: Sent, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    clients.begin()
-    assert not clients.is_on()
+    telemetry.begin_spans()
+    assert not telemetry.is_on()
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_a_process_that_serves_begins_metrics_and_spans_where_its_engine_is_trac
     off: Sent, monkeypatch: pytest.MonkeyPatch, serves: bool, endpoint: str | None
 ) -> None:
     begun: list[bool] = []
-    monkeypatch.setattr(metrics, "begin", lambda: begun.append(True))
+    monkeypatch.setattr(telemetry, "begin_metrics", lambda: begun.append(True))
     monkeypatch.setattr(state, "refusal", lambda config: None)
     monkeypatch.setattr(state, "is_serving", lambda: serves)
     monkeypatch.setattr(
@@ -66,11 +66,11 @@ def test_a_process_that_serves_begins_metrics_and_spans_where_its_engine_is_trac
     )
     FrontEnd().learn(SimpleNamespace(), config)
     assert is_traced(config) is (endpoint is not None)
-    assert clients.is_on() is (serves and endpoint is not None)
+    assert telemetry.is_on() is (serves and endpoint is not None)
     assert begun == [True] * serves
 
 
 def test_the_page_lists_every_span() -> None:
     page = (ROOT / "docs/how-to/serve.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(inspect_lens_\w+)` \| [^|]+ \| [^|]+ \|$", page, re.MULTILINE)
-    assert rows == [clients.REQUEST, clients.FETCH]
+    assert rows == [telemetry.REQUEST, telemetry.FETCH]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from inspect_lens._engine.protocol.processes import as_exception, ends_process
 from inspect_lens._settings import flag, is_lens_required
-from inspect_lens._vllm.metrics import refused
+from inspect_lens._vllm.telemetry import refused
 from inspect_lens.errors import CaptureError, CompatError, LensError, UnsupportedError
 
 from .monkeypatches import EAGER_PATCHES, PATCHES, SERVER_PATCHES, Monkeypatch

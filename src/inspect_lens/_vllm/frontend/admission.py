@@ -18,19 +18,18 @@ from inspect_lens._engine.hooks.runner import EAGER_KEY
 from inspect_lens._engine.protocol.messages import CACHED_KEY, Envelope, Packed, seal
 from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens._vllm.cache_salt import salted
-from inspect_lens._vllm.clients import TENANT
 from inspect_lens._vllm.compat.cpu_lora import CpuAdapters
 from inspect_lens._vllm.compat.features import not_served, require
 from inspect_lens._vllm.compat.monkeypatches import monkeypatch, wrap
 from inspect_lens._vllm.http.bodies import pattern_budget, payloads
 from inspect_lens._vllm.http.server import install_when_serving, is_serving
-from inspect_lens._vllm.metrics import requested, tiers_acted
 from inspect_lens._vllm.registered.contents import TIERS_KEY
 from inspect_lens._vllm.registered.persistent_hooks import HookBook, seal_eager
 from inspect_lens._vllm.registered.probe_scores import Reading
 from inspect_lens._vllm.registered.prompt_rows import RowCache, with_known_rows
 from inspect_lens._vllm.sinks.process import SINK_KEY, Rule
 from inspect_lens._vllm.sinks.sink import Exchange
+from inspect_lens._vllm.telemetry import TENANT, requested, tiers_acted
 from inspect_lens.errors import LensError, SpecError, UnsupportedError
 from inspect_lens.spec import (
     ENVELOPE_KEY,

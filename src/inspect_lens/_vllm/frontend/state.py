@@ -14,7 +14,7 @@ from weakref import WeakSet
 import inspect_lens
 from inspect_lens._engine.protocol.processes import Address
 from inspect_lens._settings import Settings
-from inspect_lens._vllm import clients, metrics
+from inspect_lens._vllm import telemetry
 from inspect_lens._vllm.compat.api_server import is_traced
 from inspect_lens._vllm.compat.cpu_lora import CpuAdapters
 from inspect_lens._vllm.compat.engine_facts import facts_mark, facts_of, links_of, refusal
@@ -194,9 +194,9 @@ class FrontEnd:
                 except LensError as error:
                     raise SpecError(f"INSPECT_LENS_REGISTER: {name}: {error}") from None
         if is_traced(vllm_config) and is_serving():
-            clients.begin()
+            telemetry.begin_spans()
         if is_serving():
-            metrics.begin()
+            telemetry.begin_metrics()
             payloads.report()
         if self.n_processes == 1 and keeps_rows(vllm_config, settings):
             # Several API servers would not hear of each other's resets of the prefix cache.
@@ -209,7 +209,7 @@ class FrontEnd:
 
     def _note_rows(self) -> None:
         n_bytes = sum(cache.n_bytes for cache in tuple(self.row_caches))
-        metrics.note("inspect_lens_row_cache_bytes", n_bytes)
+        telemetry.note("inspect_lens_row_cache_bytes", n_bytes)
 
     def reply_for(self, facts: EngineFacts) -> str:
         """Where workers of an engine send results."""

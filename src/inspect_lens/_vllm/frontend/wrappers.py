@@ -19,7 +19,6 @@ from inspect_lens._vllm.compat.engine_facts import routes_of
 from inspect_lens._vllm.compat.features import busy, fault_of, pass_over
 from inspect_lens._vllm.compat.monkeypatches import is_in_process
 from inspect_lens._vllm.http.bodies import SERVED, Body, as_json, part_as_json
-from inspect_lens._vllm.metrics import refused, streamed
 from inspect_lens._vllm.registered.contents import TIERS_KEY, at_once, forget_unused, tell_through
 from inspect_lens._vllm.registered.persistent_hooks import raise_first
 from inspect_lens._vllm.results.attach import (
@@ -43,6 +42,7 @@ from inspect_lens._vllm.results.choices import (
 from inspect_lens._vllm.results.event_loop import arrivals_of
 from inspect_lens._vllm.results.streaming import Pace
 from inspect_lens._vllm.sinks.process import is_by_rule, offers, settle, settle_now
+from inspect_lens._vllm.telemetry import refused, streamed
 from inspect_lens.errors import CapacityError, CaptureError, LensError, UnsupportedError
 from inspect_lens.spec import ENVELOPE_KEY, LENS_KEYS, NO_REQUEST
 

@@ -24,7 +24,6 @@ from pydantic_core import from_json
 from inspect_lens._base.http import json_bytes
 from inspect_lens._base.partial import PARTIAL_KEY, Partial
 from inspect_lens._engine.protocol.processes import ends_process
-from inspect_lens._vllm.clients import Asked, remember
 from inspect_lens._vllm.compat.api_server import lacks_key, list_models, sampling_fields
 from inspect_lens._vllm.compat.features import (
     FEATURES,
@@ -34,7 +33,7 @@ from inspect_lens._vllm.compat.features import (
     pass_over,
     require,
 )
-from inspect_lens._vllm.metrics import delivered, failed, stored
+from inspect_lens._vllm.telemetry import Asked, delivered, failed, remember, stored
 from inspect_lens.errors import CapacityError, LensError, SpecError, UnsupportedError
 from inspect_lens.spec import (
     ENVELOPE_KEY,

@@ -27,9 +27,9 @@ import numpy as np
 
 from inspect_lens._base.same_host import fetch_here, serve_here
 from inspect_lens._settings import Settings
-from inspect_lens._vllm import clients
-from inspect_lens._vllm.clients import CLIENT
+from inspect_lens._vllm import telemetry
 from inspect_lens._vllm.sinks.sink import own_memory
+from inspect_lens._vllm.telemetry import CLIENT
 from inspect_lens.errors import CapacityError, LensError, UnsupportedError
 from inspect_lens.spec import TensorData, encode_frame, encode_tensor
 
@@ -133,7 +133,7 @@ class PayloadStore:
     def give(self, handle: str) -> bytes | memoryview | None:
         """As `get`, for a client; with a span."""
         began, data = time.time_ns(), self.get(handle)
-        clients.fetched(handle, began, *((410, 0) if data is None else (200, len(data))))
+        telemetry.fetched(handle, began, *((410, 0) if data is None else (200, len(data))))
         return data
 
     def serve(self, *, is_needed: bool) -> None:

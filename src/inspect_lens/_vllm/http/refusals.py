@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final
 
 from inspect_lens._vllm.compat.api_server import status_of
-from inspect_lens._vllm.metrics import refused, refused_as
+from inspect_lens._vllm.telemetry import refused, refused_as
 from inspect_lens.errors import LensError, SpecError
 from inspect_lens.spec import check_counts, check_size
 

@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any
 
 from inspect_lens import _settings
-from inspect_lens._vllm import clients
-from inspect_lens._vllm.clients import NotesClient
+from inspect_lens._vllm import telemetry
 from inspect_lens._vllm.compat.engine_facts import computing_facts
 from inspect_lens._vllm.compat.features import (
     FEATURES,
@@ -25,7 +24,6 @@ from inspect_lens._vllm.compat.features import (
     turn_off,
 )
 from inspect_lens._vllm.compat.monkeypatches import SERVER_PATCHES, verify, wrap
-from inspect_lens._vllm.metrics import refused_as
 from inspect_lens._vllm.registered.contents import (
     SERVER_NAME,
     Tell,
@@ -35,6 +33,7 @@ from inspect_lens._vllm.registered.contents import (
     take_name,
 )
 from inspect_lens._vllm.registered.persistent_hooks import HOOK_ACTIONS, HookBook
+from inspect_lens._vllm.telemetry import NotesClient, refused_as
 from inspect_lens.errors import CaptureError, LensError, SpecError
 from inspect_lens.spec import (
     LENS_KEYS,
@@ -180,14 +179,14 @@ def _fetch(payloads: PayloadStore) -> Handler:
         try:
             data = await fetch_payload(handle, payloads)
         except LookupError:
-            clients.fetched(handle, began, 404, 0)
+            telemetry.fetched(handle, began, 404, 0)
             return refuse(
                 *(404, "UnknownHandle", handle),
                 "was not made by this server; behind a load balancer, ask the server that made "
                 'it, or have tensors in the answer, with "transport": "inline" in the capture',
             )
         except CaptureError as error:
-            clients.fetched(handle, began, 504, 0)
+            telemetry.fetched(handle, began, 504, 0)
             return refuse(*(504, "SlowServer", handle), f"did not come: {error}")
         if data is None:
             return refuse(

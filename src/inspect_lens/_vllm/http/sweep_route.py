@@ -26,9 +26,9 @@ from inspect_lens._patching.runs import (
     messages_of,
 )
 from inspect_lens._patching.sweep import EventLines, SweepSpec, specs_of, sweep
-from inspect_lens._vllm.clients import CLIENT
 from inspect_lens._vllm.compat.api_server import one_token
 from inspect_lens._vllm.compat.features import require
+from inspect_lens._vllm.telemetry import CLIENT
 from inspect_lens.errors import CapacityError, CaptureError, SpecError, UnsupportedError
 from inspect_lens.spec import (
     NATIVE_KEY,

@@ -26,10 +26,9 @@ from inspect_lens._engine.protocol.messages import CACHED_KEY, Envelope, Packed
 from inspect_lens._engine.protocol.readouts import CaptureEnvelope
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.cache_salt import salt_of
-from inspect_lens._vllm.clients import TENANT
 from inspect_lens._vllm.compat.connectors import transfers_by_request
 from inspect_lens._vllm.compat.monkeypatches import is_engine_apart
-from inspect_lens._vllm.metrics import add
+from inspect_lens._vllm.telemetry import TENANT, add
 from inspect_lens.spec import TensorData
 
 logger = logging.getLogger("vllm.inspect_lens")

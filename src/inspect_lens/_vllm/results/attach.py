@@ -21,9 +21,9 @@ from inspect_lens._engine.hooks.runner import EAGER_KEY
 from inspect_lens._engine.protocol.messages import Envelope
 from inspect_lens._engine.protocol.processes import Links, as_exception, contained, ends_process
 from inspect_lens._vllm.compat.features import busy, fault_of
-from inspect_lens._vllm.metrics import failed, note, waited
 from inspect_lens._vllm.registered.probe_scores import Reading, feed_together
 from inspect_lens._vllm.sinks.sink import Exchange
+from inspect_lens._vllm.telemetry import failed, note, waited
 from inspect_lens.errors import CapacityError, CaptureError, LensError
 
 from .choices import (

@@ -16,7 +16,7 @@ from typing import Any
 
 from inspect_lens._engine.protocol.processes import contained, ends_process
 from inspect_lens._vllm.compat.features import fault_of
-from inspect_lens._vllm.metrics import failed, waited
+from inspect_lens._vllm.telemetry import failed, waited
 
 from .attach import Results, log_fault, unprepared
 

@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from inspect_lens import _settings
 from inspect_lens._base.http import json_bytes
-from inspect_lens._vllm.metrics import add, note
+from inspect_lens._vllm.telemetry import add, note
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import ProbeReceipt, Receipt
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from inspect_lens._shards import Captured, decode_shard, shard_parts
-from inspect_lens._vllm.metrics import add, note
+from inspect_lens._vllm.telemetry import add, note
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import SinkReceipt, SinkStatus
 

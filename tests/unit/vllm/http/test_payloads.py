@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inspect_lens._vllm.clients import CLIENT, NotesClient
 from inspect_lens._vllm.http import payloads
 from inspect_lens._vllm.http.payloads import PayloadStore
+from inspect_lens._vllm.telemetry import CLIENT, NotesClient
 from inspect_lens.errors import CapacityError, UnsupportedError
 from tests.kit.waiting import until
 

@@ -111,9 +111,9 @@ def test_nobody_waits_while_rows_of_a_prompt_are_written(
 
     The thread knows whose request it is, for the share of a client in what waits to be fetched.
     """
-    from inspect_lens._vllm.clients import CLIENT
     from inspect_lens._vllm.frontend import wrappers
     from inspect_lens._vllm.http.bodies import Body, part_as_json
+    from inspect_lens._vllm.telemetry import CLIENT
 
     key = engine.start(ROWS)
     engine.step([key], 0, N_PROMPT)

@@ -1,23 +1,34 @@
-"""Whose HTTP request is served, and of which trace: what one client has is counted and kept apart.
+"""What an API server tells about its requests: whose they are, their traces, and its metrics.
 
 A tenant is whoever shows one API key. Where a server asks for none, `cache_salt` of a request tells
 tenants apart, as it does in vLLM's prefix cache.
+
+vLLM's `/metrics` shows every metric of the process's default registry, or of all API servers
+together where several run. So metrics that are registered there need no route of their own. They
+are made when a server learns of an engine that the lens serves. Before, and in every other process,
+each function here does nothing. None is called for a single token or step, and none raises.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
 
 import inspect_lens
+from inspect_lens._base.partial import Partial
 from inspect_lens.errors import LensError
-from inspect_lens.spec import LensRequest
+from inspect_lens.spec import LensRequest, TierReceipt
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 logger = logging.getLogger("vllm.inspect_lens")
 
@@ -124,11 +135,11 @@ class _Spans:
     """Context of the span of the request whose result a handle is."""
 
 
-_holder: Holder[_Spans] = Holder("spans for OpenTelemetry")
+_span_holder: Holder[_Spans] = Holder("spans for OpenTelemetry")
 
 
-def begin() -> None:
-    if _holder.made is not None:
+def begin_spans() -> None:
+    if _span_holder.made is not None:
         return
     try:
         from opentelemetry import trace
@@ -136,13 +147,13 @@ def begin() -> None:
 
         # Of the provider that vLLM sets, or has set.
         tracer = trace.get_tracer("inspect_lens", inspect_lens.__version__)
-        _holder.made = _Spans(tracer, TraceContextTextMapPropagator())
+        _span_holder.made = _Spans(tracer, TraceContextTextMapPropagator())
     except Exception as error:  # noqa: BLE001 - a server must not fail for want of spans
         logger.warning("inspect_lens: no spans: %s: %s", type(error).__name__, error)
 
 
 def is_on() -> bool:
-    return _holder.made is not None
+    return _span_holder.made is not None
 
 
 class Asked:
@@ -167,7 +178,7 @@ class Asked:
             _end(self.span, status, request, list(results), error)
 
 
-@_holder.guarded
+@_span_holder.guarded
 def _begin(spans: _Spans, asked: Asked) -> None:
     from opentelemetry.trace.propagation import set_span_in_context
 
@@ -181,7 +192,7 @@ def _begin(spans: _Spans, asked: Asked) -> None:
     asked.span, asked.scope = span, {**asked.scope, "headers": headers}
 
 
-@_holder.guarded
+@_span_holder.guarded
 def _end(
     spans: _Spans,
     span: Any,
@@ -230,7 +241,7 @@ def _set_error(span: Any, error: BaseException | None) -> None:
     span.set_status(Status(StatusCode.ERROR, str(error)[:_LONGEST]))
 
 
-@_holder.guarded
+@_span_holder.guarded
 def remember(spans: _Spans, span: Any, result: Mapping[str, Any]) -> None:
     """Remember whose results the handles of a choice are."""
     for entry in result.get("activations", {}).values():
@@ -240,7 +251,7 @@ def remember(spans: _Spans, span: Any, result: Mapping[str, Any]) -> None:
         spans.handles.popitem(last=False)
 
 
-@_holder.guarded
+@_span_holder.guarded
 def fetched(spans: _Spans, handle: str, began: int, status: int, n_bytes: int) -> None:
     """Send a span of a fetch: in the trace that its client names, else in its request's."""
     from opentelemetry.trace import Link, NonRecordingSpan
@@ -260,3 +271,229 @@ def fetched(spans: _Spans, handle: str, began: int, status: int, n_bytes: int) -
     if status >= 400:
         _set_error(span, None)
     span.end()
+
+
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric, as it is registered and documented."""
+
+    name: str
+    """As `/metrics` shows it; a histogram's is followed by `_bucket`, `_sum` and `_count`."""
+    kind: Literal["counter", "gauge", "histogram"]
+    doc: str
+    labels: tuple[str, ...] = ()
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric(
+        "inspect_lens_requests_total",
+        "counter",
+        "Requests handed to the engine, by what they ask for; one that asks for two things counts "
+        "in both.",
+        ("kind",),
+    ),
+    Metric("inspect_lens_running", "gauge", "Choices of lens requests under way."),
+    Metric(
+        "inspect_lens_refusals_total",
+        "counter",
+        "Requests refused before they cost anything, and handles without a result, by HTTP status "
+        "and error.",
+        ("status", "error"),
+    ),
+    Metric(
+        "inspect_lens_failures_total",
+        "counter",
+        "Requests that began and ended with an error, by error; none is answered in part.",
+        ("error",),
+    ),
+    Metric("inspect_lens_rows_total", "counter", "Captured rows put into responses."),
+    Metric("inspect_lens_bytes_total", "counter", "Bytes of tensors put into responses."),
+    Metric(
+        "inspect_lens_wait_seconds",
+        "histogram",
+        "Seconds between the end of a text and its results.",
+    ),
+    Metric("inspect_lens_store_results", "gauge", "Results that wait to be fetched."),
+    Metric("inspect_lens_store_bytes", "gauge", "Bytes of results that are held in memory."),
+    Metric("inspect_lens_store_limit_bytes", "gauge", "Bytes of results that may be held."),
+    Metric("inspect_lens_store_expired_total", "counter", "Results that expired before a fetch."),
+    Metric("inspect_lens_row_cache_bytes", "gauge", "Bytes of rows kept from earlier prompts."),
+    Metric(
+        "inspect_lens_row_cache_queries_total",
+        "counter",
+        "Captured prompt positions looked up in the row cache.",
+    ),
+    Metric("inspect_lens_row_cache_hits_total", "counter", "Those of them whose rows it had."),
+    Metric(
+        "inspect_lens_tier_requests_total",
+        "counter",
+        "Requests on which something acted that they did not bring: the `server`'s tier, or a "
+        "`named` configuration; and those that `opted_out` of the server's.",
+        ("tier",),
+    ),
+    Metric("inspect_lens_alarms_total", "counter", "Alarms of the server's probes.", ("probe",)),
+    Metric(
+        "inspect_lens_alerts_total",
+        "counter",
+        "Alerts, by what became of them: `delivered`, `dead` (written to the dead-letter file), or "
+        "`lost`, which that file could not take.",
+        ("status",),
+    ),
+    Metric("inspect_lens_alerts_waiting", "gauge", "Alerts that wait for the webhook."),
+    Metric(
+        "inspect_lens_sink_results_total",
+        "counter",
+        "Results at a sink, by what became of them; one that is spilled counts again when it is "
+        "written.",
+        ("sink", "status"),
+    ),
+    Metric("inspect_lens_sink_rows_total", "counter", "Tokens written to a sink.", ("sink",)),
+    Metric("inspect_lens_sink_bytes_total", "counter", "Bytes of rows written to it.", ("sink",)),
+    Metric(
+        "inspect_lens_sink_queue_bytes",
+        "gauge",
+        "Bytes of results that wait in memory for a sink.",
+        ("sink",),
+    ),
+    Metric(
+        "inspect_lens_sink_spilled_bytes",
+        "gauge",
+        "Bytes of results that wait on a disk for it.",
+        ("sink",),
+    ),
+)
+"""Every metric; `docs/how-to/serve.md` lists the same, and a test compares."""
+
+
+_metric_holder: Holder[dict[str, Any]] = Holder("metrics")
+"""Metrics by name; none where nobody could read them."""
+
+
+def begin_metrics(registry: CollectorRegistry | None = None) -> None:
+    """Register the metrics of this process; once is enough.
+
+    Without `prometheus_client`, which vLLM depends on, there are none.
+    """
+    if _metric_holder.made is not None:
+        return
+    try:
+        # Here: what is imported earlier than vLLM has prepared for several processes counts alone.
+        import prometheus_client
+
+        into = prometheus_client.REGISTRY if registry is None else registry
+        made = {metric.name: _made(metric, into) for metric in METRICS}
+        for kind in KINDS:
+            # A counter that is shown before it counts has a rate from the first request on.
+            made["inspect_lens_requests_total"].labels(kind)
+    except Exception as error:  # noqa: BLE001 - a server must not fail for want of metrics
+        logger.warning("inspect_lens: no metrics: %s: %s", type(error).__name__, error)
+        return
+    _metric_holder.made = made
+
+
+def _made(metric: Metric, registry: CollectorRegistry) -> Any:
+    from prometheus_client import Counter, Gauge, Histogram
+
+    if metric.kind == "counter":
+        return Counter(metric.name, metric.doc, metric.labels, registry=registry)
+    if metric.kind == "histogram":
+        return Histogram(
+            metric.name, metric.doc, metric.labels, registry=registry, buckets=_SECONDS
+        )
+    # Of several API servers: what they have together.
+    return Gauge(
+        metric.name, metric.doc, metric.labels, registry=registry, multiprocess_mode="livesum"
+    )
+
+
+E = TypeVar("E", bound=BaseException)
+
+
+@_metric_holder.guarded
+def add(made: dict[str, Any], name: str, amount: float = 1, *labels: str) -> None:
+    metric = made[name]
+    (metric.labels(*labels) if labels else metric).inc(amount)
+
+
+@_metric_holder.guarded
+def note(made: dict[str, Any], name: str, value: float, *labels: str) -> None:
+    metric = made[name]
+    (metric.labels(*labels) if labels else metric).set(value)
+
+
+@_metric_holder.guarded
+def requested(made: dict[str, Any], request: LensRequest, has_hooks: bool) -> None:
+    for kind in kinds_of(request, has_hooks=has_hooks):
+        made["inspect_lens_requests_total"].labels(kind).inc()
+
+
+@_metric_holder.guarded
+def tiers_acted(made: dict[str, Any], tiers: Iterable[TierReceipt]) -> None:
+    for one in tiers:
+        tier = "opted_out" if one.opted_out else one.tier
+        made["inspect_lens_tier_requests_total"].labels(tier).inc()
+
+
+def refused_as(status: int, error: str) -> None:
+    """Count a refusal by its HTTP status and the name of its error."""
+    add("inspect_lens_refusals_total", 1, str(status), error)
+
+
+def refused(error: E) -> E:
+    """Count a request that is refused, and return its error for whoever raises it."""
+    if isinstance(error, LensError):
+        if error.status < 500:
+            refused_as(error.status, type(error).__name__)
+        else:
+            failed(error)
+    return error
+
+
+def failed(error: E) -> E:
+    """Count a request that ends without its results, and return its error."""
+    # Classes of others are many; a metric has one series for each value of a label.
+    name = type(error).__name__ if isinstance(error, LensError) else "Fault"
+    add("inspect_lens_failures_total", 1, name)
+    return error
+
+
+@_metric_holder.guarded
+def delivered(made: dict[str, Any], completion: Any) -> None:
+    if not completion.inspect_lens_tensors:
+        return
+    if (capture := completion.inspect_lens.capture) is not None:
+        made["inspect_lens_rows_total"].inc(capture.rows)
+    n_bytes = sum(tensor.nbytes for tensor in completion.inspect_lens_tensors.values())
+    made["inspect_lens_bytes_total"].inc(n_bytes)
+
+
+@_metric_holder.guarded
+def streamed(made: dict[str, Any], part: Partial) -> None:
+    made["inspect_lens_rows_total"].inc(part.n_rows)
+    made["inspect_lens_bytes_total"].inc(part.nbytes)
+
+
+@_metric_holder.guarded
+def _waited(made: dict[str, Any], seconds: float) -> None:
+    made["inspect_lens_wait_seconds"].observe(seconds)
+
+
+@contextlib.contextmanager
+def waited() -> Iterator[None]:
+    """Measure how long the results of an output take that has ended."""
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        _waited(time.perf_counter() - began)
+
+
+def stored(waiting: int, n_bytes: int, most: int, expired: int) -> None:
+    """Note what the store of results holds."""
+    note("inspect_lens_store_results", waiting)
+    note("inspect_lens_store_bytes", n_bytes)
+    note("inspect_lens_store_limit_bytes", most)
+    add("inspect_lens_store_expired_total", expired)
