@@ -18,7 +18,7 @@ from inspect_lens._intake import Payload, Stored, decode_file, encode_file, join
 from inspect_lens.errors import ArtifactError
 from inspect_lens.spec import LENS_NAME, LensTable, Numerics, Receipt, Reduce, TensorData, explain
 
-from ._places import MemoryStore, MessageIndex, find, is_there, know_root
+from ._places import MemoryStore, MessageIndex, find, is_there, judge_digest, know_root
 
 if TYPE_CHECKING:
     import torch
@@ -162,13 +162,6 @@ class LoggedHandle(BaseModel):
         most = self._most() + 8 * (self.n_prompt + self.n_completion) + _HEADER
         where, content = find(self.uri, self.root, most=most)
         return self._decoded(content, where)
-
-    def _refuse(self, where: str, digest: str) -> None:
-        """Say that a file is not the one that was written."""
-        raise ArtifactError(
-            f"{where}: has sha256 {digest}…, the log refers to {self.sha256}…; restore the file "
-            "that was written with this log"
-        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle for Inspect's cache: the file by absolute address, else the data itself."""
@@ -485,8 +478,8 @@ class Activations(LoggedHandle):
         path = join(self.root or "", self.uri or "")
         # Hashing takes longer than reading, and what this process wrote was hashed then.
         is_untouched = where == path and self._stamp is not None and stamp_of(path) == self._stamp
-        if not is_untouched and payload.sha256 != self.sha256:
-            self._refuse(where, payload.sha256)
+        if not is_untouched:
+            judge_digest(where, payload.sha256, self.sha256)
         return payload
 
     def _encoded(self) -> bytes:

@@ -174,6 +174,15 @@ def find(uri: str, root: str | None, *, most: int | None = None) -> tuple[str, b
     )
 
 
+def judge_digest(where: str, digest: str, wanted: object) -> None:
+    """Refuse a file that is not the one that was written."""
+    if digest != wanted:
+        raise ArtifactError(
+            f"{where}: has sha256 {digest}…, the log refers to {wanted}…; restore the file that "
+            "was written with this log"
+        )
+
+
 def _addresses(uri: str, root: str | None) -> Iterator[tuple[str, str]]:
     """Where a file may be, each folder with the file's address, as far as the policy allows."""
     seen = set()

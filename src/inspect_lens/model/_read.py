@@ -17,7 +17,17 @@ from inspect_lens.errors import ArtifactError
 from inspect_lens.spec import Receipt, read_as
 
 from ._handle import MEMORY, MESSAGES, Activations
-from ._places import MessageIndex, Place, find, know_log, know_root, place_for, place_of, read_log
+from ._places import (
+    MessageIndex,
+    Place,
+    find,
+    judge_digest,
+    know_log,
+    know_root,
+    place_for,
+    place_of,
+    read_log,
+)
 from ._scores import SCORED_MESSAGES, ProbeScores
 
 if TYPE_CHECKING:
@@ -497,10 +507,5 @@ def read_sidecar(reference: Mapping[str, Any], *, kind: str) -> bytes:
             f'"{kind}" with uri and sha256'
         )
     where, data = find(uri, reference.get("root"), most=_MOST)
-    digest = hashlib.sha256(data).hexdigest()[:_DIGITS]
-    if digest != reference.get("sha256"):
-        raise ArtifactError(
-            f"{where}: has sha256 {digest}…, the log refers to {reference.get('sha256')}…; restore "
-            "the file that was written with this log"
-        )
+    judge_digest(where, hashlib.sha256(data).hexdigest()[:_DIGITS], reference.get("sha256"))
     return data

@@ -36,7 +36,7 @@ from inspect_lens.spec import (
 )
 
 from ._handle import Activations, LoggedHandle
-from ._places import MemoryStore, MessageIndex
+from ._places import MemoryStore, MessageIndex, judge_digest
 
 __all__ = ["ProbeScores"]
 
@@ -435,9 +435,7 @@ class ProbeScores(LoggedHandle):
         return 16 * (self.n_prompt + self.n_completion) * max(len(self.probes), 1)
 
     def _decoded(self, content: bytes, where: str) -> ScoreData:
-        digest = hashlib.sha256(content).hexdigest()[:_DIGITS]
-        if digest != self.sha256:
-            self._refuse(where, digest)
+        judge_digest(where, hashlib.sha256(content).hexdigest()[:_DIGITS], self.sha256)
         return ScoreData.decode(content, where=where)
 
     def _encoded(self) -> bytes:
