@@ -27,7 +27,7 @@ from inspect_lens._vllm.http import bodies, payloads
 from inspect_lens._vllm.http.payloads import PayloadStore
 from inspect_lens._vllm.http.refusals import refuse
 from inspect_lens._vllm.http.server import add_routes, shows_key
-from inspect_lens._vllm.registered.prompt_rows import BLOCK, RowCache, reuse_of, with_known_rows
+from inspect_lens._vllm.registered.rows import BLOCK, RowCache, reuse_of, with_known_rows
 from inspect_lens.errors import CapacityError, CaptureError, LensError, SpecError
 from inspect_lens.spec import ENVELOPE_KEY, TensorData
 from tests.kit.repository import ROOT

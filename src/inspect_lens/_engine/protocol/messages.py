@@ -464,7 +464,7 @@ class Packed(dict[str, Any]):
     folder: Path | None = None
     """See `Envelope.pack`."""
     reuse: object = None
-    """Of the process that sealed it: see `registered/prompt_rows.py`."""
+    """Of the process that sealed it: see `registered/rows.py`."""
     reads: object = None
     """Of the process that sealed it: how its probes are read."""
     uses: str | None = None

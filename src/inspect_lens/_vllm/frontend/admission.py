@@ -26,7 +26,7 @@ from inspect_lens._vllm.http.server import install_when_serving, is_serving
 from inspect_lens._vllm.registered.contents import TIERS_KEY
 from inspect_lens._vllm.registered.persistent_hooks import HookBook, seal_eager
 from inspect_lens._vllm.registered.probe_scores import Reading
-from inspect_lens._vllm.registered.prompt_rows import RowCache, with_known_rows
+from inspect_lens._vllm.registered.rows import RowCache, with_known_rows
 from inspect_lens._vllm.sinks.process import SINK_KEY, Rule
 from inspect_lens._vllm.sinks.sink import Exchange
 from inspect_lens._vllm.telemetry import TENANT, requested, tiers_acted

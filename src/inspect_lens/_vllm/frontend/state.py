@@ -41,8 +41,8 @@ from inspect_lens._vllm.registered.contents import (
 )
 from inspect_lens._vllm.registered.persistent_hooks import HookBook
 from inspect_lens._vllm.registered.probe_scores import Reads
-from inspect_lens._vllm.registered.prompt_rows import RowCache, is_harmless, keeps_rows
 from inspect_lens._vllm.registered.registry import Registry
+from inspect_lens._vllm.registered.rows import RowCache, is_harmless, keeps_rows
 from inspect_lens._vllm.registered.shared_names import SharedNames, folder_of_siblings
 from inspect_lens._vllm.results.attach import Results
 from inspect_lens._vllm.sinks import alerts

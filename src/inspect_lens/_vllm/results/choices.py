@@ -21,10 +21,9 @@ from inspect_lens._engine.protocol.programs import open_among
 from inspect_lens._engine.protocol.readouts import CaptureEnvelope, LensEnvelope
 from inspect_lens._vllm.compat.monkeypatches import vllm_version
 from inspect_lens._vllm.registered.contents import TIERS_KEY, alarms_of, receipts_of
-from inspect_lens._vllm.registered.named import put_lens, put_qk, tensors_by_name
 from inspect_lens._vllm.registered.persistent_hooks import EagerResults, put_eager, take_eager
 from inspect_lens._vllm.registered.probe_scores import Reading, Whole
-from inspect_lens._vllm.registered.prompt_rows import Reuse, reuse_of
+from inspect_lens._vllm.registered.rows import Reuse, put_lens, put_qk, reuse_of, tensors_by_name
 from inspect_lens._vllm.sinks import alerts
 from inspect_lens._vllm.sinks.process import SinkTask, task_of
 from inspect_lens._vllm.sinks.sink import HIDDEN, Done, Exchange

@@ -20,9 +20,8 @@ from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.collect.placement import Collected, Further
 from inspect_lens._engine.collect.result_memory import STORAGE
 from inspect_lens._engine.protocol.messages import ROWS, SCORES, Envelope
-from inspect_lens._vllm.registered.named import named_tensors
 from inspect_lens._vllm.registered.probe_scores import Reading
-from inspect_lens._vllm.registered.prompt_rows import Reuse
+from inspect_lens._vllm.registered.rows import Reuse, named_tensors
 from inspect_lens._vllm.sinks.sink import HIDDEN
 from inspect_lens.spec import GateReceipt, TensorData
 

@@ -20,7 +20,7 @@ from inspect_lens._engine.step.stepper import Stepper
 from inspect_lens._engine.tap import buffers
 from inspect_lens._engine.tap.buffers import TapState, install
 from inspect_lens._engine.tap.op import tap
-from inspect_lens._vllm.registered.named import named_tensors, tensors_by_name
+from inspect_lens._vllm.registered.rows import named_tensors, tensors_by_name
 from inspect_lens.spec import Site, SiteWidth, TapPoint, rows_for, tap_points
 from tests.kit.steps import FACTS, HIDDEN, exporter
 

@@ -14,7 +14,7 @@ from inspect_lens._settings import Settings
 from inspect_lens._vllm.compat import features
 from inspect_lens._vllm.compat.connectors import behaviours_of, no_steering
 from inspect_lens._vllm.compat.engine_facts import facts_of, refusal
-from inspect_lens._vllm.registered.prompt_rows import keeps_rows
+from inspect_lens._vllm.registered.rows import keeps_rows
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec import Zero, check_request
 from tests.unit.vllm.compat.test_facts import config

@@ -11,7 +11,7 @@ import pytest
 from inspect_lens._engine.protocol.messages import CACHED_KEY
 from inspect_lens._vllm.engine_core import SCHEDULER_WRAPPERS
 from inspect_lens._vllm.frontend import state
-from inspect_lens._vllm.registered.prompt_rows import HARMLESS, is_harmless
+from inspect_lens._vllm.registered.rows import HARMLESS, is_harmless
 from inspect_lens.spec import ENVELOPE_KEY
 
 

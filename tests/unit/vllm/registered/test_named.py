@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from inspect_lens._engine.protocol.readouts import CaptureEnvelope
-from inspect_lens._vllm.registered.named import tensors_by_name
+from inspect_lens._vllm.registered.rows import tensors_by_name
 from inspect_lens.spec import Site, TensorData, decode_tensor, encode_tensor
 
 HIDDEN, NARROW, TOKENS = 16, 4, 5

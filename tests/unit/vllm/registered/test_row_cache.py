@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from inspect_lens._vllm.registered.prompt_rows import BLOCK, Prefix, RowCache
+from inspect_lens._vllm.registered.rows import BLOCK, Prefix, RowCache
 
 WIDTH = 3
 KIND = b"kind"
