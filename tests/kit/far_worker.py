@@ -85,7 +85,7 @@ class _Half:
 
 
 def _serve(pipe: Connection, patches: dict[str, Any]) -> None:
-    link_module.CHUNK = CHUNK  # type: ignore[attr-defined]
+    link_module.CHUNK = CHUNK
     for name, value in patches.items():
         setattr(link_module if hasattr(link_module, name) else messages, name, value)
     half: _Half | None = None
