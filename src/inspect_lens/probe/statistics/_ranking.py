@@ -113,11 +113,15 @@ def roc_band(
     level = check_level(confidence)
     y, s = np.asarray(labels).astype(bool), np.asarray(scores, dtype=np.float64)
     at = np.linspace(0.0, 1.0, 101) if grid is None else np.asarray(grid, dtype=np.float64)
+    order = np.argsort(-s, kind="stable")
+    ends = np.flatnonzero(np.append(s[order][1:] != s[order][:-1], True))
     curves = []
-    for part in draw_samples(y, groups, n_resamples=n_resamples, seed=seed):
-        for weights in part.astype(np.int64):
-            index = np.repeat(np.arange(y.size), weights)
-            curves.append(_recall_at(y[index], s[index], at))
+    for weights in draw_samples(y, groups, n_resamples=n_resamples, seed=seed):
+        counts = [np.cumsum(weights[:, order] * side[order], axis=1)[:, ends] for side in (~y, y)]
+        for alarms, hits in zip(*(np.pad(n, ((0, 0), (1, 0))) for n in counts), strict=True):
+            # The last point at or below each rate: the step function that the data say.
+            last = np.searchsorted(alarms / alarms[-1], at, side="right") - 1
+            curves.append(hits[last] / hits[-1])
     low, high = np.quantile(curves, [(1.0 - level) / 2.0, (1.0 + level) / 2.0], axis=0)
     return at, np.asarray(low), np.asarray(high)
 
@@ -308,12 +312,6 @@ def _both(labels: ArrayLike, scores: ArrayLike) -> tuple[Floats, Floats]:
             "classes; a curve compares them"
         )
     return positive, negative
-
-
-def _recall_at(y: NDArray[np.bool_], s: Floats, grid: Floats) -> Floats:
-    curve = roc_curve(y, s)
-    # The last point at or below each rate: the step function that the data say.
-    return np.asarray(curve.tpr[np.searchsorted(curve.fpr, grid, side="right") - 1])
 
 
 class Reliability(NamedTuple):
