@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -61,13 +61,12 @@ def roc_curve(labels: ArrayLike, scores: ArrayLike) -> ROCCurve:
         assert curve.tpr.tolist() == [0.0, 0.5, 0.5, 1.0, 1.0]
         ```
     """
-    from sklearn import metrics
-
     _both(labels, scores)
-    y, ranks = _ranked(labels, scores)
-    fpr, tpr, _ = metrics.roc_curve(y, ranks, drop_intermediate=False)
-    values = np.unique(np.asarray(scores, dtype=np.float64))[::-1]
-    return ROCCurve(fpr, tpr, np.concatenate([[np.inf], values]))
+    y, s = np.asarray(labels).astype(bool), np.asarray(scores, dtype=np.float64)
+    order, ends = _falling(s)
+    alarms, hits = (_counted(side[order], ends) for side in (~y, y))
+    values = np.concatenate([[np.inf], s[order][ends]])
+    return ROCCurve(alarms / alarms[-1], hits / hits[-1], values)
 
 
 def roc_band(
@@ -113,12 +112,11 @@ def roc_band(
     level = check_level(confidence)
     y, s = np.asarray(labels).astype(bool), np.asarray(scores, dtype=np.float64)
     at = np.linspace(0.0, 1.0, 101) if grid is None else np.asarray(grid, dtype=np.float64)
-    order = np.argsort(-s, kind="stable")
-    ends = np.flatnonzero(np.append(s[order][1:] != s[order][:-1], True))
+    order, ends = _falling(s)
     curves = []
     for weights in draw_samples(y, groups, n_resamples=n_resamples, seed=seed):
-        counts = [np.cumsum(weights[:, order] * side[order], axis=1)[:, ends] for side in (~y, y)]
-        for alarms, hits in zip(*(np.pad(n, ((0, 0), (1, 0))) for n in counts), strict=True):
+        counts = (_counted((weights * side)[:, order], ends) for side in (~y, y))
+        for alarms, hits in zip(*counts, strict=True):
             # The last point at or below each rate: the step function that the data say.
             last = np.searchsorted(alarms / alarms[-1], at, side="right") - 1
             curves.append(hits[last] / hits[-1])
@@ -229,7 +227,8 @@ def partial_auroc(
         return math.nan
     from sklearn import metrics
 
-    y, ranks = _ranked(labels, scores)
+    # Ranks, because scikit-learn refuses infinite scores.
+    y, ranks = np.asarray(labels).astype(np.int64), midranks(np.asarray(scores, dtype=np.float64))
     area = float(metrics.roc_auc_score(y, ranks, max_fpr=max_fpr))
     if standardized:
         return area
@@ -253,7 +252,7 @@ def average_precision(labels: ArrayLike, scores: ArrayLike) -> float:
         SpecError: shapes disagree, or a score is NaN.
 
     Source:
-        `sklearn.metrics.average_precision_score` does the arithmetic.
+        Equals `sklearn.metrics.average_precision_score`.
 
     Example:
         ```python
@@ -265,9 +264,9 @@ def average_precision(labels: ArrayLike, scores: ArrayLike) -> float:
     positive, _ = split_classes(labels, scores)
     if not positive.size:
         return math.nan
-    from sklearn import metrics
-
-    return float(metrics.average_precision_score(*_ranked(labels, scores)))
+    order, ends = _falling(np.asarray(scores, dtype=np.float64))
+    hits = _counted(np.asarray(labels).astype(bool)[order], ends)
+    return float((np.diff(hits) * hits[1:] / (ends + 1)).sum() / hits[-1])
 
 
 def precision_at_base_rate(recall: float, fpr: float, base_rate: float) -> float:
@@ -299,9 +298,16 @@ def precision_at_base_rate(recall: float, fpr: float, base_rate: float) -> float
     return recall * base_rate / flagged if flagged > 0 else math.nan
 
 
-def _ranked(labels: ArrayLike, scores: ArrayLike) -> tuple[NDArray[np.int64], Floats]:
-    """Labels, and ranks for scores: scikit-learn refuses infinite scores, which have ranks too."""
-    return np.asarray(labels).astype(np.int64), midranks(np.asarray(scores, dtype=np.float64))
+def _falling(s: Floats) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """The order of falling scores, and where in it each distinct score ends."""
+    order = np.argsort(-s, kind="stable")
+    return order, np.flatnonzero(np.append(s[order][1:] != s[order][:-1], True))
+
+
+def _counted(one: NDArray[Any], ends: NDArray[np.intp]) -> Floats:
+    """Numbers (..., n) added up to each end, and zero before the first."""
+    total = np.cumsum(one, axis=-1, dtype=np.float64)[..., ends]
+    return np.concatenate([np.zeros_like(total[..., :1]), total], axis=-1)
 
 
 def _both(labels: ArrayLike, scores: ArrayLike) -> tuple[Floats, Floats]:
