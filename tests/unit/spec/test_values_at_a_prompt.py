@@ -7,8 +7,6 @@ import sys
 import zipfile
 from pathlib import Path
 
-import pytest
-
 _MINE = '''
 from inspect_lens.spec import CaptureSpec
 from inspect_lens.spec._values import Value
@@ -38,18 +36,18 @@ assert "Attributes:" in above.__doc__
 _READ = """
 import importlib.util, os, sys
 sys.ps1 = ">>> "
-kind, file = sys.argv[1:]
-if kind == "zip":
-    sys.path.insert(0, "a.zip")
-    import mine as module
-else:
-    spec = importlib.util.spec_from_file_location("mine", file)
-    module = sys.modules["mine"] = importlib.util.module_from_spec(spec)
-    code = compile(open(file, "rb").read(), file, "exec")
-    if kind == "gone":
-        os.unlink(file)
-    exec(code, vars(module))
-assert module.Mine.__doc__.startswith("Doc.") and module.Mine(a=2).a == 2
+sys.path.insert(0, "a.zip")
+for kind in ("zip", "gone", "latin"):
+    if kind == "zip":
+        module = importlib.import_module("of_zip")
+    else:
+        spec = importlib.util.spec_from_file_location(kind, f"{kind}.py")
+        module = sys.modules[kind] = importlib.util.module_from_spec(spec)
+        code = compile(open(f"{kind}.py", "rb").read(), f"{kind}.py", "exec")
+        if kind == "gone":
+            os.unlink("gone.py")
+        exec(code, vars(module))
+    assert module.Mine.__doc__.startswith("Doc.") and module.Mine(a=2).a == 2, kind
 """
 
 
@@ -57,11 +55,10 @@ def test_classes_without_a_file_have_the_lines_of_those_above_them() -> None:
     subprocess.run([sys.executable, "-c", _TYPED], check=True)
 
 
-@pytest.mark.parametrize("kind", ["zip", "gone", "latin"])
-def test_a_class_is_made_whatever_its_source_is(kind: str, tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    coding = "utf-8" if kind == "zip" else "latin-1"
-    file.write_text(f"# coding: {coding}\n# \u00e9\n{_MINE}", encoding=coding)
+def test_a_class_is_made_whatever_its_source_is(tmp_path: Path) -> None:
+    for kind, coding in (("of_zip", "utf-8"), ("gone", "latin-1"), ("latin", "latin-1")):
+        text = f"# coding: {coding}\n# \u00e9\n{_MINE}"
+        (tmp_path / f"{kind}.py").write_text(text, encoding=coding)
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-        archive.write(file, file.name)
-    subprocess.run([sys.executable, "-c", _READ, kind, str(file)], check=True, cwd=tmp_path)
+        archive.write(tmp_path / "of_zip.py", "of_zip.py")
+    subprocess.run([sys.executable, "-c", _READ], check=True, cwd=tmp_path)
