@@ -225,8 +225,9 @@ def test_neural_families_find_a_needle(estimator: HeadProbe) -> None:
     assert fitted.score(fresh, labels) > 0.85
     probe = fitted.to_probe(card(hidden=8))
     np.testing.assert_allclose([probe.score(s) for s in fresh[:20]], scores[:20], rtol=1e-6)
-    again = clone(estimator).fit(x, y, np.arange(240) // 2)
-    np.testing.assert_array_equal(again.decision_function(fresh), scores)
+    short = clone(estimator).set_params(steps=30)
+    twice = [clone(short).fit(x, y, np.arange(240) // 2).decision_function(fresh) for _ in "ab"]
+    np.testing.assert_array_equal(*twice)
 
 
 def written_out(w: dict[str, np.ndarray], x: np.ndarray, pool: str) -> float:
@@ -320,7 +321,7 @@ def test_an_mlp_learns_what_no_direction_can() -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(1500, 4))
     y = (x[:, 0] * x[:, 1] > 0).astype(int)
-    mlp = make_estimator("mlp", mlp_sizes=(32,), lr=0.01, steps=600).fit(x[:1000], y[:1000])
+    mlp = make_estimator("mlp", mlp_sizes=(32,), lr=0.01, steps=250).fit(x[:1000], y[:1000])
     assert mlp.score(x[1000:], y[1000:]) > 0.9
     assert LogisticProbe().fit(x[:1000], y[:1000]).score(x[1000:], y[1000:]) < 0.6
     probe = mlp.to_probe(card(hidden=4, pool="max"))
@@ -333,7 +334,7 @@ def test_a_bilinear_probe_learns_what_no_direction_can_and_the_engine_refuses_it
     rng = np.random.default_rng(0)
     x = rng.normal(size=(1500, 6)) + 3.0
     y = ((x[:, 0] - 3) * (x[:, 1] - 3) > 0).astype(int)
-    fitted = make_estimator("bilinear", lr=0.01, steps=600).fit(x[:1000], y[:1000])
+    fitted = make_estimator("bilinear", lr=0.01, steps=250).fit(x[:1000], y[:1000])
     assert fitted.score(x[1000:], y[1000:]) > 0.9
     probe = fitted.to_probe(card(hidden=6))
     # A quadratic form: its second difference along any line is the same everywhere.
