@@ -246,10 +246,11 @@ def has(place: Path, target: str, parameters: tuple[str, ...] = ()) -> bool:
     return any(all(re.search(rf"\b{p}\b", one) for p in parameters) for one in arguments)
 
 
+@functools.lru_cache(maxsize=256)
 def _with_bases(place: Path, module: str, text: str, cls: str) -> str:
     """The source of a class, and of the modules of its bases."""
     header = rf"(?ms)^class {cls}\b(.*?):[^\S\n]*(?:#[^\n]*)?\n"
-    found = re.search(header + r"(.*?)(?=^\S|\Z)", text)
+    found = re.search(header + r"((?:[^\S\n][^\n]*\n?|\n)*)", text)
     if found is None:
         return ""
     body = found[2]
