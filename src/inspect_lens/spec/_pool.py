@@ -163,7 +163,7 @@ class _Softmax(PoolRule):
         return self.total / self.weight
 
 
-class _Average(PoolRule):
+class _Average(_Last):
     name = "ema"
     default, most, is_whole = 0.1, 1.0, False
 
@@ -173,10 +173,6 @@ class _Average(PoolRule):
     def add(self, score: float, end: bool) -> None:
         first = math.isnan(self.state)
         self.state = score if first else self.rate * score + (1.0 - self.rate) * self.state
-
-    @property
-    def value(self) -> float:
-        return self.state
 
 
 class _AverageMax(_Average):

@@ -2,7 +2,7 @@
 
 Bytes of rows go to a copy of the worker's memory (`Mirror`), and messages to the collector's own
 socket, so that it need not know of hosts. One thread does that. While the collector's socket is
-full, this thread takes nothing in, and workers keep what they have: see `IN_FLIGHT` in `frames.py`.
+full, this thread takes nothing in, and workers keep what they have: see `IN_FLIGHT` in `link.py`.
 """
 
 from __future__ import annotations

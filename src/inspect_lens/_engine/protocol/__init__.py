@@ -1,4 +1,4 @@
 """What programs tell each other: envelopes, messages, shared memory.
 
-In: a judged request, or rows of a step. Out: bytes for another process. Read `envelope.py` first.
+In: a judged request, or rows of a step. Out: bytes for another process. Read `messages.py` first.
 """
