@@ -79,14 +79,16 @@ class Partial:
             if piece:
                 yield piece
 
-    def to_json(self, kept: Mapping[str, dict[str, Any]] | None = None) -> bytes:
-        """An object of JSON, as it stands in an event.
+    def to_json(self, kept: Mapping[str, dict[str, Any]] | None = None) -> list[bytes]:
+        """An object of JSON, as it stands in an event, in pieces of which the first is its brace.
+
+        Rows of many streams are hundreds of megabytes in the event loop of all, which joins them
+        once, with what stands around them.
 
         Args:
             kept: what it says of tensors that a client fetches beside it, by name; None puts them
                 into the event.
         """
-        # Joined once: rows of many streams are hundreds of megabytes in the event loop of all.
         fields: list[tuple[bytes, ...]] = []
         if self.scores:
             scores = {name: list(scores) for name, scores in self.scores.items()}
@@ -103,7 +105,7 @@ class Partial:
         if self.gates:
             gates = [gate.model_dump(mode="json") for gate in self.gates]
             fields.append((b'"gates":', json_bytes(gates)))
-        return b"".join((b"{", *_listed(fields), b"}"))
+        return [b"{", *_listed(fields), b"}"]
 
     @classmethod
     def from_json(

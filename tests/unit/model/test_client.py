@@ -311,7 +311,10 @@ def streamed_events(n_said: int) -> list[dict[str, Any]]:
         part = Partial({"p": [0.5]}, {"residual_stream": tensor}, {"residual_stream": range(n)})
         found += [
             {"choices": [{"index": 0, "text": text, "token_ids": [len(found)]}]},
-            {"choices": [], "inspect_lens_partial": [{"index": 0, **json.loads(part.to_json())}]},
+            {
+                "choices": [],
+                "inspect_lens_partial": [{"index": 0, **json.loads(b"".join(part.to_json()))}],
+            },
         ]
     capture = CaptureReceipt(layers=(2,), n_positions=n_said, dtype="float32", rows=n_said)
     receipt = Receipt(

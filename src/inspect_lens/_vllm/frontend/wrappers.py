@@ -34,10 +34,11 @@ from inspect_lens._vllm.results.choices import (
     carries_results,
     has_fields,
     has_tickets,
+    is_running,
     keep_tickets,
-    running_choices,
     running_keys,
     ticket_keys,
+    told_of,
 )
 from inspect_lens._vllm.results.event_loop import arrivals_of
 from inspect_lens._vllm.results.streaming import Pace
@@ -375,18 +376,19 @@ async def _with_results(
             async for output in outputs:
                 if (fault := getattr(output, "inspect_lens_fault", None)) is not None:
                     raise fault
-                choices = running_choices(output) if takes_parts else []
-                if choices and (pace is None or pace.is_due(choices)):
+                ours = told_of(output)
+                running = [c.index for c in filter(is_running, ours)] if takes_parts else []
+                if running and (pace is None or pace.is_due(running)):
                     with faults_told():
                         await _carry(output, body)
-                if has_tickets(output):
+                if ours and has_tickets(output):
                     missing -= await attached_for_http(output, body)
                 if missing > 0 and output.finished:
                     raise CaptureError(
                         f"{missing} choices of this request finished without their results; "
                         "nothing partial is returned"
                     )
-                if body is not None:
+                if body is not None and ours:
                     body.take(output, first)
                 yield output
     except Exception as error:  # noqa: BLE001 - raised as what it is

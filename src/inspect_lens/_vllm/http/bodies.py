@@ -72,7 +72,7 @@ class Part(NamedTuple):
 
     choice: int
     """Its index."""
-    pieces: list[bytes]
+    pieces: list[list[bytes]]
     """Of a `Partial`, as JSON; none where the output carried nothing."""
 
 
@@ -228,7 +228,7 @@ class Answer:
         if not (is_end or body.parts):
             await self._send(message)
             return
-        texts: list[Text] = [] if is_end else [data]
+        texts: list[bytes] = [] if is_end else [data]
         for i, event in enumerate(_events(self._ready(data, is_end=is_end), body.kind)):
             if i:
                 await self._send({**message, "body": b"".join(texts), "more_body": True})
@@ -258,20 +258,15 @@ class Answer:
         return ready
 
 
-Text = bytes | memoryview
-
-
-def _events(parts: list[Part], kind: str) -> Iterator[list[Text]]:
+def _events(parts: list[Part], kind: str) -> Iterator[list[bytes]]:
     """Parts in one event; where one is in several pieces, each piece in its own."""
     pieces = [
-        (b'{"index":%d,' % part.choice, memoryview(piece)[1:])
-        for part in parts
-        for piece in part.pieces
+        (b'{"index":%d,' % part.choice, *piece[1:]) for part in parts for piece in part.pieces
     ]
     is_small = all(len(part.pieces) <= 1 for part in parts)
     for some in [pieces] if is_small and pieces else [[piece] for piece in pieces]:
         event = json_bytes({"object": kind, "choices": [], PARTIAL_KEY: []})
-        texts: list[Text] = [event[:-2], *some[0]]
+        texts = [event[:-2], *some[0]]
         for one in some[1:]:
             texts += b",", *one
         yield _event(*texts, b"]}")
@@ -310,7 +305,7 @@ def with_results(data: bytes, found: dict[int, dict[str, Any]], n_choices: int) 
     return json_bytes(response)
 
 
-def _event(*texts: Text) -> list[Text]:
+def _event(*texts: bytes) -> list[bytes]:
     """An event of so much JSON."""
     return [b"data: ", *texts, b"\n\n"]
 
@@ -326,7 +321,7 @@ _EVENT_BYTES = 1 << 20
 """Bytes of rows of one event, which is written in the event loop of all: some milliseconds."""
 
 
-def part_as_json(part: Partial) -> list[bytes]:
+def part_as_json(part: Partial) -> list[list[bytes]]:
     """What has come of a choice, as events have it; large rows that are not fetched in pieces."""
     if part.transport == "binary":
         return [part.to_json(_entries(part.tensors, part.transport))]

@@ -112,8 +112,9 @@ class PayloadStore:
 
     def _new_handle(self) -> str:
         """One that none can guess, without asking the system for random bytes each time."""
-        text = f"{self.name}-{next(self._numbers)}".encode()
-        return f"{self.name}-{hashlib.blake2b(text, key=self._secret, digest_size=24).hexdigest()}"
+        name = self.name
+        text = f"{name}-{next(self._numbers)}".encode()
+        return f"{name}-{hashlib.blake2b(text, key=self._secret, digest_size=24).hexdigest()}"
 
     def discard(self, handles: Iterable[str]) -> None:
         """Let go of payloads that nobody was told of."""

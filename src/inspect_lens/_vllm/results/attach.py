@@ -347,7 +347,7 @@ class Results:
             self.notifier.wait_for(partial(self.has_come, output), self.timeout_s, 0.1)
 
     def n_bytes(self, output: Any) -> int:
-        """Bytes of rows that `carry` copies at most."""
+        """Bytes of rows that are copied to carry them and to write them, at most."""
         choices = self._running_choices(output)
         return sum(streaming.n_bytes(n_fed) for _, _, streaming, n_fed, _ in choices)
 

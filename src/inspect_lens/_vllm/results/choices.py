@@ -311,6 +311,11 @@ def attached(output: Any) -> int:
     return sum(hasattr(completion, "inspect_lens") for completion in output.outputs)
 
 
+def told_of(output: Any) -> list[Any]:
+    """Choices of an output of which something of ours is known: most of a stream have nothing."""
+    return [c for c in choices_of(output) if not c.__dict__.keys().isdisjoint(_TICKETS)]
+
+
 def has_tickets(output: Any) -> bool:
     """Whether an output holds finished choices that used the lens."""
     return any(
@@ -328,11 +333,6 @@ def is_running(completion: Any) -> bool:
 def running_keys(output: Any) -> list[str]:
     """Choices of an output that go on, by internal id."""
     return [c.inspect_lens_running.key for c in filter(is_running, choices_of(output))]
-
-
-def running_choices(output: Any) -> list[int]:
-    """Choices of an output that go on, by their index."""
-    return [c.index for c in filter(is_running, choices_of(output))]
 
 
 def carries_results(output: Any) -> bool:

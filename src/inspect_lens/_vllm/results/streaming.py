@@ -100,15 +100,18 @@ class Streaming:
         return collector.has_further(key, self._since(), n_fed=n_fed, settled=settled)
 
     def n_bytes(self, n_fed: int) -> int:
-        """Bytes of rows that the next output carries at most."""
-        total, fed = 0, self._envelope.results_of(n_fed)
+        """Bytes of rows that are copied for the next output at most."""
+        total, is_fetched = 0, self._transport == "binary"
         for kind, since in self._sent.items():
             asked = self._envelope.results[kind]
             assert asked is not None
             taps, width = asked.shape
-            n = fed[kind] - since
+            n_known = 0
             if kind == ROWS and not since and self._reuse is not None:
-                n += self._reuse.n_positions
+                n_known = self._reuse.n_positions
+            if is_fetched and taps == 1 and not n_known:
+                continue  # they wait where they lie
+            n = len(asked.fed(n_fed)) - since + n_known
             total += max(n, 0) * taps * width * np.dtype(STORAGE[asked.wire]).itemsize
         return total
 

@@ -132,7 +132,7 @@ def answer(
             SimpleNamespace(
                 index=i,
                 inspect_lens_json=result,
-                inspect_lens_partial_json=[b'{"probes":{"p":[0.5]}}'],
+                inspect_lens_partial_json=[Partial({"p": [0.5]}).to_json()],
             )
             for i, result in enumerate(results)
         ]
@@ -232,8 +232,8 @@ def told_in(body: Body, parts: list[bytes]) -> list[Any]:
     ]
 
 
-def piece(index: int, score: float) -> bytes:
-    return json.dumps({"index": index, "probes": {"p": [score]}}).encode()
+def piece(score: float) -> list[bytes]:
+    return Partial({"p": [score]}).to_json()
 
 
 def scored(*scores: tuple[int, float], n_prompts: int) -> Body:
@@ -241,7 +241,7 @@ def scored(*scores: tuple[int, float], n_prompts: int) -> Body:
     body = Body(kind="text_completion")
     for _ in range(n_prompts):
         body.begin(SimpleNamespace(extra_args=None, n=2 // n_prompts))
-    body.parts = [Part(i, [piece(i, score)]) for i, score in scores]
+    body.parts = [Part(i, [piece(score)]) for i, score in scores]
     return body
 
 
@@ -272,7 +272,7 @@ def test_parts_of_several_prompts_keep_to_their_outputs_where_some_carry_nothing
 
 def test_pieces_of_a_large_part_have_events_of_their_own() -> None:
     body = scored((0, 0.0), (0, 0.2), n_prompts=1)
-    body.parts[0].pieces.append(piece(0, 0.1))
+    body.parts[0].pieces.append(piece(0.1))
     event = b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n'
     assert told_in(body, [event]) == [0, [0.0], [0.1], [0.2]]
 

@@ -121,7 +121,7 @@ def test_nobody_waits_while_rows_of_a_prompt_are_written(
     lock = engine.collector.notifier.changed
     written: list[tuple[bool, str, str]] = []
 
-    def noted(part: Partial) -> list[bytes]:
+    def noted(part: Partial) -> list[list[bytes]]:
         free = lock.acquire(blocking=False)
         written.append((free, threading.current_thread().name, CLIENT.get()))
         if free:
@@ -235,7 +235,7 @@ def test_a_part_is_read_as_it_was_written(engine: Engine) -> None:
         np.testing.assert_array_equal(
             joined["residual_stream"].storage, whole["residual_stream"].storage
         )
-    read = Partial.from_json(json.loads(part.to_json()))
+    read = Partial.from_json(json.loads(b"".join(part.to_json())))
     assert read.scores == dict(part.scores)
     assert list(read.positions["residual_stream"]) == [0, 2]
     mine, theirs = (p.tensors["residual_stream"] for p in (part, read))
@@ -249,7 +249,7 @@ def test_gates_are_read_as_they_were_written_and_rows_without_their_positions_ar
     gate = GateReceipt(layer=1, site="resid_post", fired_at=3, n_tokens=None, sha256="a" * 64)
     tensor = TensorData(np.zeros((1, 2, 4), np.float32), "float32")
     part = Partial(tensors={"x": tensor}, positions={"x": (0, 2)}, gates=(gate,))
-    form = json.loads(part.to_json())
+    form = json.loads(b"".join(part.to_json()))
     assert Partial.from_json(form).gates == (gate,)
     for positions in (None, [0], 3):
         form["activations"]["x"]["positions"] = positions
@@ -457,7 +457,7 @@ def test_scores_that_are_no_numbers_of_json_come_back_as_they_were() -> None:
         n_prompt=1, n_completion=4, cache_salted=False, paths=(), probes=(probe,), engine="e",
         version="0", vllm_version="0",
     )  # fmt: skip
-    part = json.loads(Partial({"p": scores}).to_json(), parse_constant=refuse)
+    part = json.loads(b"".join(Partial({"p": scores}).to_json()), parse_constant=refuse)
     read = Partial.from_json(part).scores["p"]
     np.testing.assert_array_equal(read, scores)
     answer = SimpleNamespace(
