@@ -32,6 +32,8 @@ TRAINED_ON: Final = (
     ("sp_en_trans", "neg_sp_en_trans"),
 )  # fmt: skip
 FAMILIES: Final = {"logistic": LogisticProbe(), "mass-mean": MassMeanProbe()}
+BATCH: Final = 32
+"""Statements that transformers reads at once."""
 STATEMENTS: Final = 400
 """Of each topic at most."""
 PARTS: Final = ("train", "train", "select", "test")
@@ -120,24 +122,18 @@ def _plain(
     setting: Setting, sets: dict[str, ProbeDataset], acts: dict[str, ActivationSet], layer: int
 ) -> dict[str, dict[str, float]]:
     """The logistic matrix by transformers and scikit-learn, without this package."""
-    import torch
     from sklearn.linear_model import LogisticRegression
     from sklearn.metrics import roc_auc_score
     from sklearn.preprocessing import StandardScaler
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(setting.folder, dtype=torch.float32)
+    wanted = {topic: set(own.ids) for topic, own in acts.items()}
+    kept = [(topic, one) for topic, data in sets.items() for one in data if one.id in wanted[topic]]
+    found = _last_rows(setting, [sample.text for _, sample in kept], layer)
     rows: dict[tuple[str, str], tuple[list[NDArray[np.float32]], list[bool]]] = {}
-    for topic, data in sets.items():
-        wanted = set(acts[topic].ids)
-        for sample in data:
-            if sample.id in wanted:
-                ids = setting.tokenizer(sample.text, return_tensors="pt")
-                with torch.no_grad():
-                    found = model.model(**ids, output_hidden_states=True).hidden_states
-                x, labels = rows.setdefault((topic, part_of(sample.group)), ([], []))
-                x.append(found[layer + 1][0, -1].numpy())
-                labels.append(bool(sample.label))
+    for (topic, sample), row in zip(kept, found, strict=True):
+        x, labels = rows.setdefault((topic, part_of(sample.group)), ([], []))
+        x.append(row)
+        labels.append(bool(sample.label))
     made: dict[str, dict[str, float]] = {}
     for trained in TRAINED_ON:
         fed = np.concatenate([rows[name, "train"][0] for name in trained])
@@ -155,6 +151,25 @@ def _plain(
             for topic in TOPICS
         }
     return made
+
+
+def _last_rows(setting: Setting, texts: Sequence[str], layer: int) -> list[NDArray[np.float32]]:
+    """The residual stream behind a layer at the last token of each text, by transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(setting.folder, dtype=torch.float32).model
+    found: list[NDArray[np.float32]] = []
+    for start in range(0, len(texts), BATCH):
+        ids = [
+            torch.tensor(setting.tokenizer(t)["input_ids"]) for t in texts[start : start + BATCH]
+        ]
+        # No token sees those behind it, so what fills short texts up changes nothing.
+        filled = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+        with torch.no_grad():
+            rows = model(filled, output_hidden_states=True).hidden_states[layer + 1]
+        found += [row[len(own) - 1].numpy() for row, own in zip(rows, ids, strict=True)]
+    return found
 
 
 def show(numbers: dict[str, Any]) -> Shown:
