@@ -175,6 +175,28 @@ def test_the_end_of_a_stream_takes_a_thread_only_where_much_is_left(
     engine.end([stream, whole])
 
 
+@pytest.mark.parametrize(
+    ("layers", "transport", "stays"),
+    [((5,), "binary", True), ((0, 5), "binary", False), ((5,), "inline", False)],
+)
+def test_rows_that_stay_where_they_lie_until_they_are_fetched_take_no_thread(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, layers: Any, transport: Any, stays: bool
+) -> None:
+    capture = CaptureSpec(layers=layers, transport=transport)
+    stream = engine.start(LensRequest(capture=capture, stream_results=True))
+    whole = engine.start(LensRequest(capture=capture))
+    engine.step([stream, whole], 0, N_PROMPT)
+    engine.settle()
+    assert (not engine.results.n_bytes(going_on(stream, 1))) == stays
+    monkeypatch.setattr(choices, "_LIGHT_BYTES", 0)
+    early = completion(0)
+    early.inspect_lens_ticket = Ticket(whole, n_completion=1)
+    assert engine.results.is_light(output(early), encodes=True) == stays
+    engine.results.abandon([stream, whole])
+    for key in (stream, whole):
+        engine.worker.stepper.remove(key)
+
+
 def test_what_nobody_read_comes_with_the_last_output(engine: Engine) -> None:
     slow, fast = engine.start(ROWS), engine.start(ROWS)
     engine.step([slow, fast], 0, N_PROMPT)
