@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
+from inspect_lens._engine.collect import result_memory
 from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.collect.result_memory import ResultMemory
 
 __all__ = ["close_collectors"]
 
-_AT_ONCE = 3
-"""Memories of which a process has the addresses; more are looked for in garbage."""
+_EACH, _MOST = 1 << 36, 3 << 43
+"""Bytes of addresses, for a memory and for all of them; beyond, garbage is collected, which takes
+half a second. Of the usual eight TiB a process would have too few for hundreds of front-ends."""
 _memories: weakref.WeakSet[ResultMemory] = weakref.WeakSet()
 
 
@@ -30,11 +32,12 @@ def close_collectors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         made.append(self)
 
     def count(self: ResultMemory, *args: Any, **kwargs: Any) -> None:
-        if len(_memories) >= _AT_ONCE:
+        if sum(len(memory.mapped) for memory in _memories) >= _MOST:
             gc.collect()
         reserve(self, *args, **kwargs)
         _memories.add(self)
 
+    monkeypatch.setattr(result_memory, "_RESERVE", _EACH)
     monkeypatch.setattr(Collector, "__init__", remember)
     monkeypatch.setattr(ResultMemory, "__init__", count)
     yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator
 from threading import Lock
 from typing import Any
 
@@ -105,16 +104,6 @@ class Engine:
         self.step([probe], 0, N_PROMPT)
         self.end([probe], 1)
         assert not self.errors
-
-
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    made = Engine()
-    yield made
-    assert made.results.n_open == made.collector.n_open == 0
-    assert not made.collector._pending
-    made.worker.stepper.close()
-    made.collector.close()
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -40,16 +40,6 @@ from tests.unit.vllm.results.test_ahead import N_MAX, N_PROMPT, Engine
 from tests.unit.vllm.results.test_results import completion, output
 
 ROWS = LensRequest(capture=CaptureSpec(layers=(0, 5)), probes=["p"], stream_results=True)
-
-
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    made = Engine()
-    yield made
-    assert made.results.n_open == made.collector.n_open == 0
-    assert made.collector.notifier.n_waiting == 0
-    made.worker.stepper.close()
-    made.collector.close()
 
 
 def going_on(key: str, n_completion: int) -> Any:
