@@ -192,6 +192,11 @@ def width_of(site: Site, model: Any, parallel: Any, ranks: int) -> SiteWidth:
     return SiteWidth(site, heads * size, ranks, heads)
 
 
+def has_experts(config: Any) -> bool:
+    """Whether a text model's configuration names more experts than one."""
+    return any(isinstance(n := getattr(config, name, None), int) and n > 1 for name in _EXPERTS)
+
+
 def _number(site: Site, config: Any, names: Sequence[str], why: str) -> int:
     for name in names:
         value = getattr(config, name, None)

@@ -78,9 +78,9 @@ class Exported:
     """Whether a tap left a steered row as it was, because it was not finite, or too large."""
 
 
-def signs(n: int, hidden: int) -> NDArray[np.float32]:
+def signs(n: int, hidden: int, seed: int = 0) -> NDArray[np.float32]:
     """(n, hidden) of ones with signs by chance, the same on all ranks."""
-    drawn = np.random.default_rng(0).integers(0, 2, (n, hidden))
+    drawn = np.random.default_rng(seed).integers(0, 2, (n, hidden))
     return (2 * drawn - 1).astype(np.float32)
 
 

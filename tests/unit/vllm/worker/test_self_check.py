@@ -259,6 +259,37 @@ def test_a_tap_that_is_silent_in_one_way_only_is_named(worker: Worker, way: str)
     assert worker.is_clean()
 
 
+@pytest.fixture
+def routed(worker: Worker) -> Worker:
+    config = SimpleNamespace(num_local_experts=8)
+    worker.runner.vllm_config.model_config = SimpleNamespace(hf_text_config=config)
+    return worker
+
+
+def test_a_tie_between_experts_that_rounding_decides_is_no_fault(routed: Worker) -> None:
+    plain = torch.linspace(1, 2, HIDDEN)
+
+    def tie(layer: int, mode: str, x: torch.Tensor) -> torch.Tensor:
+        is_near = (x - 3 * plain).norm(dim=-1, keepdim=True) < 0.1
+        return torch.where(is_near & (mode == "PIECEWISE"), -x, x) if layer == 1 else x
+
+    routed.runner.hurt = tie
+    routed.check()
+    assert routed.is_clean()
+
+
+def test_a_tie_in_a_model_without_experts_is_a_fault(worker: Worker) -> None:
+    worker.runner.hurt = lambda i, mode, x: -x if (i, mode) == (1, "PIECEWISE") else x
+    with pytest.raises(CompatError, match=r"the taps resid_post\.1, resid_post\.2 have other rows"):
+        worker.check()
+
+
+def test_experts_do_not_hide_rows_that_are_wrong_each_time(routed: Worker) -> None:
+    routed.runner.hurt = lambda i, mode, x: -x if (i, mode) == (1, "PIECEWISE") else x
+    with pytest.raises(CompatError, match=r"the taps resid_post\.1, resid_post\.2 have other rows"):
+        routed.check()
+
+
 def test_a_graph_that_writes_rows_of_another_step_is_named(worker: Worker) -> None:
     stale: list[torch.Tensor] = []
 
