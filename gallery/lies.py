@@ -262,7 +262,7 @@ def show(numbers: dict[str, Any]) -> Shown:
     table = [
         [family, kind, str(found["layer"]), name, f"{j['n_positive']} and {j['n_negative']}",
          *([_area(j), _best(j), _two(j["length"]), _two(j["recall"])] if name in KINDS
-           else [""] * 4), _rate(j), _transfers(found["verdicts"][name])]
+           else [""] * 4), _rate(j), _transfers(found["verdicts"].get(name))]
         for family, kinds in numbers["probes"].items()
         for kind, found in kinds.items()
         for name, j in found["sets"].items()
@@ -312,21 +312,18 @@ def compare(numbers: Mapping[str, dict[str, Any]]) -> list[Table]:
         for condition in conditions
     ]
     found = [
-        [kind, name, *(said for own in numbers.values()
-                       for said in _short(own["probes"]["logistic"][kind]["sets"][name], name))]
+        [kind, name, model, *_short(own["probes"]["logistic"][kind]["sets"][name], name)]
         for kind in TRAINED
         for name in JUDGED
-    ]  # fmt: skip
-    columns = [
-        f"{title}: {what}" for title in numbers
-        for what in ("lies and honest", "AUROC", "best baseline", "false alarms")
-    ]  # fmt: skip
+        for model, own in numbers.items()
+    ]
+    columns = ["trained on", "judged on", "model", "lies and honest", "AUROC [95 %]"]
     return [
         Table("The models side by side: share of lies.", ["set", "condition", *numbers], did),
         Table(
-            "The models side by side: logistic probes. All columns are explained below, with the "
+            "The models side by side: logistic probes. The columns are explained below, with the "
             "tables of each model.",
-            ["trained on", "judged on", *columns], found,
+            [*columns, "best baseline", "false alarms [95 %]"], found,
         ),
     ]  # fmt: skip
 
@@ -343,9 +340,9 @@ def _short(judged: Mapping[str, Any], name: str) -> list[str]:
     return [f"{judged['n_positive']} and {judged['n_negative']}", *area, _rate(judged)]
 
 
-def _transfers(verdict: str) -> str:
-    """Yes, no or why not known, of the card's sentence."""
-    if "cannot be told" in verdict:
+def _transfers(verdict: str | None) -> str:
+    """Yes, no or why not known, of the card's sentence; there is none on a set without lies."""
+    if verdict is None or "cannot be told" in verdict:
         return "too few lies"
     return "no" if "does not transfer" in verdict else "yes"
 
@@ -405,11 +402,11 @@ REPLICATION = Replication(
     limits="The lies were trained into small models with few prompts, so this says nothing "
     "about lies that a model comes to by itself. Secrets are of four kinds. Orders to lie and to "
     "be honest differ in words that a bag of words can learn, too; its AUROC is beside each "
-    "probe's. The judged sets are no blind test of the adapters: these were chosen by answers to "
-    "prompts of the same part, and the grader was changed after a look at some of SmolLM2's. "
-    "Answers about one thing count as one group. Answers about one topic "
-    "do not, although the new topics are few, and most questions are about opposites and "
-    "landmarks.",
+    "probe's. The judged sets are no blind test: the training of both adapters was watched on "
+    "answers to prompts of the same part, and the grader was changed after a look at some of "
+    "SmolLM2's. Answers about one thing count as one group. Answers about one topic do not, "
+    "although the new topics are few, and most questions are about opposites, landmarks and "
+    "authors.",
     model=MODEL,
     models=tuple(ADAPTERS),
     compare=compare,

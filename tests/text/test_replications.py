@@ -23,7 +23,7 @@ from gallery._replication import (
     stem,
     work_folder,
 )
-from gallery.lies import KINDS
+from gallery.lies import HONEST, KINDS
 from gallery.replications import REPLICATIONS
 from inspect_lens.errors import SpecError
 from organism._liar_splits import LIAR_DIR, eval_split
@@ -170,6 +170,16 @@ def test_a_page_says_of_a_run_what_is_in_its_result() -> None:
     assert "seconds. By hand." in page("lies", about, by_hand, figures=".", made="me")
 
 
+def test_a_set_without_lies_tells_nothing_of_transfer() -> None:
+    """The honest answers of Qwen have none, so its cards say nothing of them."""
+    numbers = result("lies-qwen2.5-coder-0.5b")["numbers"]
+    found = numbers["probes"]["logistic"]["ordered"]
+    assert found["sets"][HONEST]["n_positive"] == 0
+    assert HONEST not in found["verdicts"]
+    rows = [row for row in REPLICATIONS["lies"].show(numbers).tables[2].rows if HONEST in row]
+    assert {row[-1] for row in rows} == {"too few lies"}
+
+
 def test_a_page_of_two_models_has_them_side_by_side() -> None:
     about, own = REPLICATIONS["lies"], result("lies")
     other = copy.deepcopy(own) | {"model": "Other", "sha256": "0" * 64}
@@ -185,9 +195,12 @@ def test_a_page_of_two_models_has_them_side_by_side() -> None:
     lies = own["numbers"]["behaviour"][role]["reason"]["lies"]
     assert f"| {lies} of 50, " in rows[0]
     assert "| 31 of 40, " in rows[0]
-    (row,) = (line for line in both.splitlines() if line.startswith(f"| ordered | {role} |"))
     area = own["numbers"]["probes"]["logistic"]["ordered"]["sets"][role]["auroc"]
-    assert row.index(f"| {area:.3f} [") < row.index("| 0.125 [")
+    first, second = (line for line in both.splitlines() if f"| ordered | {role} | " in line[:50])
+    assert f"| {own['model']} | " in first
+    assert f"| {area:.3f} [" in first
+    assert "| Other | " in second
+    assert "| 0.125 [" in second
     for found, file in ((own, "lies"), (other, "lies-other")):
         assert f"**{found['model']}: a logistic probe" in both
         assert f"(f/replication-{file}-light.svg#only-light)" in both
