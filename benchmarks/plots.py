@@ -27,8 +27,9 @@ RESULTS: Final = Path(__file__).with_name("results")
 ASSETS: Final = Path(__file__).parents[1] / "docs/assets"
 
 TIMES: Final = "\N{MULTIPLICATION SIGN}"
-_ENGINE: Final = ("engine-h200",)
-_HTTP: Final = ("http-h200-1", "http-h200-2")
+_ENGINE: Final = "engine-h200"
+_EDITS: Final = "edits-h200"
+_HTTP: Final = "http-h200"
 _PARALLEL: Final = "parallel-h200-x2"
 _OTHERS: Final = ("others-h200-slow-host", "others-h200-fast-host", "others-h200-1000-requests")
 _PEER_EVAL: Final = "others-h200-eval"
@@ -136,7 +137,7 @@ def sections(read: Read = read_result) -> tuple[Section, ...]:
         ratios = _ratios(read, ("others-h200-eager-hf",), "8x256", arm)
         peers.append(Row(f"{said}, 8 requests", ratios))
     loses = [
-        Row(f"512 requests: {said}", _spread(read, _ENGINE, "512x128", arm))
+        Row(f"512 requests: {said}", _spread(read, _file_of(arm), "512x128", arm))
         for arm, said in (
             ("programs-256", "256 edit programs"), ("qk-1", "queries and keys"),
             ("router-1", "router logits"), ("logit-lens", "logit lens, 4 layers"),
@@ -189,16 +190,18 @@ def _ratios(read: Read, names: Sequence[str], load: str, arm: str) -> tuple[floa
     return tuple(found)
 
 
-def _spread(read: Read, names: Sequence[str], load: str, arm: str) -> tuple[float, ...]:
+def _file_of(arm: str) -> str:
+    """The file that measured an edit or a readout."""
+    return _ENGINE if arm == "logit-lens" else _EDITS
+
+
+def _spread(read: Read, name: str, load: str, arm: str) -> tuple[float, ...]:
     """Each run of an arm over the median of `default` of the same file, as in evals."""
-    ratios: list[float] = []
-    for name in names:
-        runs = [run for run in read(name)["runs"] if run["load"] == load]
-        (found,) = [run for run in runs if run["arm"] == arm]
-        (plain,) = [r for r in runs if (r["arm"], r["model"]) == ("default", found["model"])]
-        divisor = statistics.median(plain["seconds"])
-        ratios += [value / divisor for value in found["seconds"]]
-    return tuple(ratios)
+    runs = [run for run in read(name)["runs"] if run["load"] == load]
+    (found,) = [run for run in runs if run["arm"] == arm]
+    (plain,) = [r for r in runs if (r["arm"], r["model"]) == ("default", found["model"])]
+    divisor = statistics.median(plain["seconds"])
+    return tuple(value / divisor for value in found["seconds"])
 
 
 def _eval_ratios(
@@ -322,7 +325,9 @@ def techniques_markdown(read: Read = read_result) -> str:
     """
     lines = ["| what each request asks for | 8 | 256 | 512 |", "|---|---|---|---|"]
     for arm, said in _TECHNIQUES.items():
-        ratios = (f"{statistics.median(_spread(read, _ENGINE, load, arm)):.2f}" for load in _LOADS)
+        ratios = (
+            f"{statistics.median(_spread(read, _file_of(arm), load, arm)):.2f}" for load in _LOADS
+        )
         lines.append(f"| {said} | {' | '.join(ratios)} |")
     return "\n".join(lines)
 
@@ -336,7 +341,7 @@ def parallel_markdown(read: Read = read_result) -> str:
     loads = ("64x128", "256x128")
     lines = ["| what each request asks for | 64 requests | 256 requests |", "|---|---|---|"]
     for arm in ("idle", "capture-1", "probes-16x4", "steer"):
-        cells = (_range(_spread(read, (_PARALLEL,), load, arm)) for load in loads)
+        cells = (_range(_spread(read, _PARALLEL, load, arm)) for load in loads)
         lines.append(f"| {'nothing' if arm == 'idle' else _ARMS[arm]} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
