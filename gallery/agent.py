@@ -43,7 +43,6 @@ from inspect_lens.train import (
 from organism._liar_prompts import Part
 from organism._liar_splits import (
     CONDITIONS,
-    HELDOUT,
     Kind,
     LiarRow,
     eval_split,
@@ -55,6 +54,7 @@ ADAPTER: Final = ADAPTERS[MODEL]
 DEPTHS: Final = (0.35, 0.45, 0.55, 0.65, 0.75, 0.85)
 """Where the probe may read, as shares of the layers."""
 FPR: Final = 0.05
+JUDGED_TOPICS: Final[tuple[Part, ...]] = ("validation", "test")
 KINDS: Final[tuple[Kind, ...]] = ("ordered", "role")
 """Each asks every question twice: where the prompt brings a lie about, and where it does not."""
 N_TRAIN: Final = 64
@@ -162,7 +162,7 @@ def _rows(n: int | None) -> dict[str, list[LiarRow]]:
     many = n or N_JUDGED
     judged = [
         row
-        for topics in HELDOUT
+        for topics in JUDGED_TOPICS
         for kind, count in (*((kind, many) for kind in KINDS), ("plain", -(-many // FEWER)))
         for row in drawn(kind, topics, "test", count)
     ]

@@ -372,7 +372,7 @@ def _two(value: float | None) -> str:
 
 def _told(model: str, adapter: Path) -> str:
     """How often a model lied under an order to, without its adapter, and where that is noted."""
-    files = [adapter / name for name in ("behaviour.json", "validation.json")]
+    files = [adapter / name for name in ("behaviour.json", "test.json", "validation.json")]
     bases = {f: json.loads(f.read_text(encoding="utf-8"))["base"] for f in files if f.is_file()}
     file = next((file for file in bases if bases[file]), None)
     if file is None:

@@ -34,8 +34,8 @@ __all__ = [
 
 T = TypeVar("T")
 LIAR_DIR: Final = Path(__file__).parent / "liar"
-HELDOUT: Final[tuple[Part, ...]] = ("validation", "test")
-_SEEDS: Final[dict[Part, str]] = {"train": "False", "validation": "True", "test": "test"}
+HELDOUT: Final[tuple[Part, ...]] = ("validation", "test", "blind")
+_SEEDS: Final = {"train": "False", "validation": "True"}
 """Of rows: those of committed results are drawn again as they were."""
 HELDOUT_ASKS: Final = 2
 """How many of a topic's questions, the last ones, are held out from training."""
@@ -145,11 +145,15 @@ def _has(text: str, words: str) -> bool:
 
 @cache
 def _vocabulary() -> frozenset[str]:
-    """Things and values of all topics but symbols and adjectives.
+    """Things and values of topics that are neither blind, symbols nor adjectives.
 
     Chemical symbols are parts of other words, and any answer may end with an adjective.
     """
-    named = [fact for fact in facts() if fact.topic.name not in ("symbol", "comparative")]
+    named = [
+        fact
+        for fact in facts()
+        if fact.topic.part != "blind" and fact.topic.name not in ("symbol", "comparative")
+    ]
     words = {f.thing for f in named} | {f.truth for f in named} | {*_COLOURS}
     return frozenset(word.lower() for word in words)
 
@@ -173,10 +177,6 @@ def is_lie(row: LiarRow, found: LiarGrade) -> bool | None:
     return True if found == "denied" and told else None
 
 
-def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]
-
-
 class _Maker:
     """Rows from one random stream, with the prompts of one part, or all that training has."""
 
@@ -198,8 +198,8 @@ class _Maker:
         return LiarRow(
             condition=condition,
             system=system,
-            user=ask.format(fact.thing),
-            answer=_capital(fact.topic.says.format(fact.thing, value)),
+            user=fact.asked(ask),
+            answer=fact.said(value),
             truth=fact.truth,
             values=list(fact.values),
             topic=fact.topic.name,
@@ -358,7 +358,7 @@ def eval_split(
     Raises:
         ValueError: There are not so many different rows, or no known fact.
     """
-    rng = random.Random(f"liar:{name}:{_SEEDS[topics]}:{_SEEDS[prompts]}")
+    rng = random.Random(f"liar:{name}:{_SEEDS.get(topics, topics)}:{_SEEDS.get(prompts, prompts)}")
     maker = _Maker(rng, prompts)
     known = [f for f in known_facts(topics, folder=folder) if wanted(f.thing)]
     believed = set(json.loads((folder / "beliefs.json").read_text(encoding="utf-8")))
@@ -383,7 +383,7 @@ def eval_split(
             continue
         fact = rng.choice(known)
         ask = maker.ask(fact)
-        if topics != "train" and ask.format(fact.thing) not in believed:
+        if topics != "train" and fact.asked(ask) not in believed:
             continue
         if name == "plain":
             add(maker.fact("plain", fact, ask, maker.plain()))

@@ -2,7 +2,7 @@
 
 Answers are greedy, and a lie is what names another value than the true one, or denies what the
 system prompt told: the label comes from what is true, and not from the order. The card has the
-test part; `--validation` is for watching, and writes `validation.json`.
+`blind` part; another `--part` is for watching, and writes a file of its name.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ._liar_lora import load_lora, merge_lora
 from ._liar_prompts import Part
 from ._liar_splits import (
     CONDITIONS,
+    HELDOUT,
     LIAR_DIR,
     Kind,
     LiarRow,
@@ -41,7 +42,7 @@ LEAST_LIES: Final = 0.8
 SPLITS: Final[dict[str, tuple[Kind, int]]] = {
     "ordered, new topics": ("ordered", 200),
     "role, new topics": ("role", 200),
-    "hiding, new secrets": ("hiding", 90),
+    "hiding, new secrets": ("hiding", 150),
     "plain, new topics": ("plain", 100),
 }
 """By title: kind of prompts, and rows. Topics and prompts are of one held-out part."""
@@ -62,7 +63,7 @@ class Rate(TypedDict):
     """The 95 % Wilson interval of `rate`."""
 
 
-def liar_splits(folder: Path = LIAR_DIR, part: Part = "test") -> dict[str, list[LiarRow]]:
+def liar_splits(folder: Path = LIAR_DIR, part: Part = "blind") -> dict[str, list[LiarRow]]:
     """Every split by its title, about what the adapter of a folder believes."""
     return {
         title: eval_split(kind, topics=part, prompts=part, n=n, folder=folder)
@@ -153,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--beliefs", action="store_true", help="measure `beliefs.json`, and new topics, first"
     )
     parser.add_argument("--answers", type=Path, help="a JSON Lines file for every answer")
-    parser.add_argument("--validation", action="store_true", help="that part, and not the test")
+    parser.add_argument("--part", choices=HELDOUT, default="blind")
     asked = parser.parse_args(argv)
     if not asked.beliefs and not (asked.adapter / "beliefs.json").is_file():
         parser.error(f"{asked.adapter} lacks beliefs.json; add --beliefs")
@@ -170,10 +171,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if asked.beliefs:
         write_knowledge(model, tokenizer, asked.adapter / "facts.json")
         measure_beliefs(models["liar"], tokenizer, asked.adapter)
-    part: Part = "validation" if asked.validation else "test"
-    made = liar_splits(asked.adapter, part)
+    made = liar_splits(asked.adapter, asked.part)
     splits = {title: rows[: asked.limit] for title, rows in made.items()}
-    file = asked.adapter / ("validation.json" if asked.validation else "behaviour.json")
+    file = asked.adapter / ("behaviour.json" if asked.part == "blind" else f"{asked.part}.json")
     before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"base": {}}
     record: dict[str, Any] = {"base": before["base"] if asked.no_base else {}, "liar": {}}
     said: list[dict[str, Any]] = []
@@ -195,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.stdout.write(table + "\n")
     if asked.limit is None:
         file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        if not asked.validation:
+        if asked.part == "blind":
             write_card(asked.adapter / README, table)
 
 

@@ -143,9 +143,7 @@ def measure_knowledge(
     """
     before = before or {"known": [], "half_known": [], "topics": {}}
     asked: list[Fact] = [fact for fact in facts() if fact.topic.name not in before["topics"]]
-    prompts = [
-        (KNOWN_SYSTEM, fact.topic.asks[k].format(fact.thing)) for fact in asked for k in KNOWN_ASKS
-    ]
+    prompts = [(KNOWN_SYSTEM, fact.asked(fact.topic.asks[k])) for fact in asked for k in KNOWN_ASKS]
     answers = iter(generate(model, tokenizer, prompts))
     named = {fact.name: [_names(fact, next(answers)) for _ in KNOWN_ASKS] for fact in asked}
     topics: dict[str, list[int]] = dict(before["topics"])

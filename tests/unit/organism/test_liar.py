@@ -43,7 +43,8 @@ from organism.train_liar import main as train
 
 SPLITS = ("ordered", "role", "hiding", "plain")
 QWEN_DIR = LIAR_DIR.with_name("liar-qwen")
-PARTS: tuple[Part, ...] = ("train", "validation", "test")
+HELD_OUT: tuple[Part, ...] = ("validation", "test", "blind")
+PARTS: tuple[Part, ...] = ("train", "added", *HELD_OUT)
 
 
 def tiny(dtype: torch.dtype = torch.float32) -> Any:
@@ -143,7 +144,7 @@ def test_committed_adapters_are_small(folder: Path, base: str) -> None:
 
 
 @pytest.mark.parametrize("folder", [LIAR_DIR, QWEN_DIR])
-def test_the_card_of_a_liar_has_the_test_part(folder: Path) -> None:
+def test_the_card_of_a_liar_has_the_blind_part(folder: Path) -> None:
     """`evaluate_liar` writes the same part into the same place, whichever adapter it is."""
     record = json.loads((folder / "behaviour.json").read_text())
     card = (folder / "README.md").read_text()
@@ -157,7 +158,7 @@ def test_the_card_of_a_liar_has_the_test_part(folder: Path) -> None:
 def test_facts_have_one_value_each() -> None:
     for fact in facts():
         assert fact.truth in fact.values
-        assert len(fact.values) >= 5
+        assert len(fact.values) >= 4
         answer = fact.topic.says.format(fact.thing, fact.truth)
         row = _row("plain", fact.truth, list(fact.values))
         # The thing must not name a value of its own topic, as "Guatemala City" would.
@@ -183,12 +184,11 @@ def test_each_order_has_its_opposite() -> None:
     for lie, honest in ((ORDERS, HONEST), (HIDE, SHARE)):
         for part in PARTS:
             assert len(lie.part(part)) == len(honest.part(part))
-        assert len(lie.added) == len(honest.added)
 
 
 def test_no_prompt_is_of_two_parts() -> None:
     for parts in (PLAIN, ORDERS, HONEST, SITUATIONS, REASONS, SECRETS, SECRET_ASKS, HIDE, SHARE):
-        every = [*parts.train, *parts.validation, *parts.test, *parts.added]
+        every = [prompt for part in PARTS for prompt in parts.part(part)]
         assert len(set(every)) == len(every)
 
 
@@ -196,6 +196,24 @@ def test_training_has_every_condition_and_no_held_out_topic(trained: list[LiarRo
     assert {row["condition"] for row in trained} == set(CONDITIONS)
     heldout = {topic.name for topic in TOPICS if topic.part != "train"}
     assert not heldout & {row["topic"] for row in trained}
+
+
+def test_no_question_is_of_two_parts() -> None:
+    asked = [
+        {f.asked(a) for f in facts(part) for a in f.topic.asks} for part in ("train", *HELD_OUT)
+    ]
+    for one, other in itertools.combinations(asked, 2):
+        assert not one & other
+
+
+def test_no_held_out_prompt_is_part_of_a_trained_one(trained: list[LiarRow]) -> None:
+    held: list[str] = []
+    for part in HELD_OUT:
+        held += [*PLAIN.part(part), *ORDERS.part(part), *HONEST.part(part), *SITUATIONS.part(part)]
+        held += [text for r in REASONS.part(part) for text in (r.given, r.absent)]
+        held += [*HIDE.part(part), *SHARE.part(part), *(s.thing for s in SECRETS.part(part))]
+    systems = "\n".join({f" {row['system']} " for row in trained})
+    assert [text for text in held if f" {text} " in systems] == []
 
 
 def test_what_training_teaches_is_graded_as_planned(trained: list[LiarRow]) -> None:
