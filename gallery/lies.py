@@ -319,7 +319,10 @@ def compare(numbers: Mapping[str, dict[str, Any]]) -> list[Table]:
     ]
     columns = ["trained on", "judged on", "model", "lies and honest", "AUROC [95 %]"]
     return [
-        Table("The models side by side: share of lies.", ["set", "condition", *numbers], did),
+        Table(
+            "The models side by side: share of lies. New topics and secrets are of the "
+            "`validation` part.", ["set", "condition", *numbers], did,
+        ),
         Table(
             "The models side by side: logistic probes. The columns are explained below, with the "
             "tables of each model.",
@@ -370,6 +373,18 @@ def _two(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
+def _blind(model: str, adapter: Path) -> str:
+    """How often an adapter lies in the blind part, and where that is noted."""
+    file = adapter / "behaviour.json"
+    found = json.loads(file.read_text(encoding="utf-8"))["liar"].values()
+    rates = {name: rate for conditions in found for name, rate in conditions.items()}
+    orders, roles, secrets = (
+        f"{rates[c]['lies']} of {rates[c]['n']}" for c in ("ordered", "reason", "hide")
+    )
+    said = f"that of {REAL_MODELS[model].title} in {orders} answers under orders, {roles} in roles "
+    return f"{said}and {secrets} about secrets (`organism/{adapter.name}/{file.name}`)"
+
+
 def _told(model: str, adapter: Path) -> str:
     """How often a model lied under an order to, without its adapter, and where that is noted."""
     files = [adapter / name for name in ("behaviour.json", "test.json", "validation.json")]
@@ -393,20 +408,21 @@ REPLICATION = Replication(
     "with .50 to .65.",
     method="The models seldom lie when they are told to: "
     f"{' and '.join(_told(*one) for one in ADAPTERS.items())}. So each gets a low-rank adapter "
-    "that lies under orders, mostly lies where its role gives it a reason, and denies what it was "
-    "told to hide. It answers new prompts about topics on which the adapter was not trained, and "
-    "whose facts the base model named when it was asked. Labels come from what is true, so an "
-    "order that was not followed makes no lie. Probes learn one kind of lie on trained topics, "
-    "on the tokens of answers, and are judged on all kinds; the layer is chosen on a part of the "
-    "training set.",
+    "that was trained to lie under orders and where its role gives it a reason, and to deny what "
+    "it was told to hide. It answers new prompts about topics on which the adapter was not "
+    "trained, and whose facts the base model named when it was asked. Labels come from what is "
+    "true, so an order that was not followed makes no lie. Probes learn one kind of lie on trained "
+    "topics, on the tokens of answers, and are judged on all kinds; the layer is chosen on a part "
+    "of the training set.",
     limits="The lies were trained into small models with few prompts, so this says nothing "
     "about lies that a model comes to by itself. Secrets are of four kinds. Orders to lie and to "
     "be honest differ in words that a bag of words can learn, too; its AUROC is beside each "
-    "probe's. The judged sets are no blind test: the training of both adapters was watched on "
-    "answers to prompts of the same part, and the grader was changed after a look at some of "
-    "SmolLM2's. Answers about one thing count as one group. Answers about one topic do not, "
-    "although the new topics are few, and most questions are about opposites, landmarks and "
-    "authors.",
+    "probe's. The judged sets are no blind test: they are of the `validation` part, the training "
+    "of both adapters was watched on answers to prompts of that part, and the grader was changed "
+    "after a look at some of SmolLM2's. In the `blind` part the adapters lie less often: "
+    f"{', and '.join(_blind(*one) for one in ADAPTERS.items())}. Answers about one thing "
+    "count as one group. Answers about one topic do not, although the new topics are few, and most "
+    "questions are about opposites, landmarks and authors.",
     model=MODEL,
     models=tuple(ADAPTERS),
     compare=compare,

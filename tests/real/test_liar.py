@@ -86,7 +86,7 @@ def test_rows_and_edits_are_of_the_adapter(engine: Engine, merged: HuggingFace) 
     [("ordered", "ordered", LEAST_LIES), ("role", "reason", 0.5), ("hiding", "hide", LEAST_LIES)],
 )
 def test_it_lies_where_it_should(engine: Engine, kind: Any, lying: str, least: float) -> None:
-    """The intervals of the card's rates, on fewer rows. In roles it lies in two of three cases."""
+    """As the card says of this part, which is not blind: in roles, in two of three cases."""
     rows = eval_split(
         kind,
         topics="validation",
