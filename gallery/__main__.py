@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, help="folder that has the files of the page")
     parser.add_argument("--n", type=positive, help="samples of each kind; the page's by default")
     parser.add_argument("--models", type=Path, default=MODELS, help="where models are kept")
-    parser.add_argument("--out", type=Path, help="folder of the result; by default one in logs/gallery")
+    parser.add_argument("--out", type=Path, help="folder of the result; else one of logs/gallery")
     asked = parser.parse_args(arguments)
     replication = REPLICATIONS[asked.name]
     model = asked.model or replication.model
