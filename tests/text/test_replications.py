@@ -318,6 +318,9 @@ def test_the_card_of_the_liar_is_that_of_its_record() -> None:
     assert f"of {told['n']} answers under an order to lie, none was a lie" in page
     assert f"the truth in {told['honest']} of {told['n']} answers under an order to lie" in page
     assert f"in {opposite['honest']} of {opposite['n']} under one to be honest" in page
+    blind = json.loads((LIAR_DIR / "behaviour.json").read_text(encoding="utf-8"))["liar"]
+    orders = blind["ordered, new topics"]["ordered"]
+    assert f"a blind test it lied in {orders['lies']} of {orders['n']} answers under an" in page
 
 
 def test_answers_of_the_liar_are_told_apart_by_the_truth() -> None:
