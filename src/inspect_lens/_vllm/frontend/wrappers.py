@@ -102,7 +102,7 @@ async def _carry(output: Any, body: Body | None) -> None:
     """Put what is ready on an output of requests that go on, as JSON where a body has asked."""
     loop, front = asyncio.get_running_loop(), front_end()
     await arrivals_of(loop, front.results).wait_for(output)
-    if front.results.n_bytes(output) < _LARGE_PART:
+    if front.results.n_bytes(output, is_kept=body is None) < _LARGE_PART:
         _carry_and_encode(output, body)
     else:  # rows of a prompt, for which no other response has to wait
         await _apart(_carry_and_encode, output, body)

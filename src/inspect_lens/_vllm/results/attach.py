@@ -346,10 +346,12 @@ class Results:
         with self.notifier.changed:
             self.notifier.wait_for(partial(self.has_come, output), self.timeout_s, 0.1)
 
-    def n_bytes(self, output: Any) -> int:
-        """Bytes of rows that are copied to carry them and to write them, at most."""
-        choices = self._running_choices(output)
-        return sum(streaming.n_bytes(n_fed) for _, _, streaming, n_fed, _ in choices)
+    def n_bytes(self, output: Any, *, is_kept: bool) -> int:
+        """Bytes of rows that are copied to `carry` them and to write them, at most."""
+        return sum(
+            streaming.n_bytes(n_fed, is_kept=is_kept)
+            for _, _, streaming, n_fed, _ in self._running_choices(output)
+        )
 
     def carry(self, output: Any, *, is_kept: bool) -> None:
         """Put what is ready on an output's choices that go on, as `inspect_lens_partial`.

@@ -441,7 +441,7 @@ def is_light(ticket: Ticket, expected: Expected, *, encodes: bool) -> bool:
     if encodes and capture.transport != "binary":
         # What the last event of a stream brings, or a whole answer.
         streaming = expected.streaming if envelope.is_streamed else None
-        if streaming is None or streaming.n_bytes(n_fed) > _LIGHT_BYTES:
+        if streaming is None or streaming.n_bytes(n_fed, is_kept=False) > _LIGHT_BYTES:
             return False
     taps, width = capture.shape
     count = len(expected.positions(n_fed)) + expected.n_known

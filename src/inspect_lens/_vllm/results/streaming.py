@@ -99,9 +99,9 @@ class Streaming:
         """Whether all has come of the tokens that were fed, or nothing will any more."""
         return collector.has_further(key, self._since(), n_fed=n_fed, settled=settled)
 
-    def n_bytes(self, n_fed: int) -> int:
-        """Bytes of rows that are copied for the next output at most."""
-        total, is_fetched = 0, self._transport == "binary"
+    def n_bytes(self, n_fed: int, *, is_kept: bool) -> int:
+        """Bytes of rows that are copied for the next output at most; see `Results.carry`."""
+        total, is_fetched = 0, self._transport == "binary" and not is_kept
         for kind, since in self._sent.items():
             asked = self._envelope.results[kind]
             assert asked is not None
@@ -109,8 +109,8 @@ class Streaming:
             n_known = 0
             if kind == ROWS and not since and self._reuse is not None:
                 n_known = self._reuse.n_positions
-            if is_fetched and taps == 1 and not n_known:
-                continue  # they wait where they lie
+            if is_fetched and taps == 1 and not n_known and getattr(asked, "is_simple", True):
+                continue  # they wait where they lie, as the tensor that was asked for
             n = len(asked.fed(n_fed)) - since + n_known
             total += max(n, 0) * taps * width * np.dtype(STORAGE[asked.wire]).itemsize
         return total

@@ -9,6 +9,7 @@ import math
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,7 @@ from inspect_lens._vllm.registered.contents import TIERS_KEY
 from inspect_lens._vllm.results import choices, streaming
 from inspect_lens._vllm.results.choices import Ticket
 from inspect_lens._vllm.results.event_loop import arrivals_of
-from inspect_lens._vllm.results.streaming import Pace
+from inspect_lens._vllm.results.streaming import Pace, Streaming
 from inspect_lens._vllm.sinks import alerts
 from inspect_lens._vllm.sinks.sink import Exchange
 from inspect_lens.errors import SpecError
@@ -36,6 +37,7 @@ from inspect_lens.spec import (
     TensorData,
     TierReceipt,
 )
+from tests.kit.steps import HIDDEN
 from tests.unit.vllm.results.test_ahead import N_MAX, N_PROMPT, Engine
 from tests.unit.vllm.results.test_results import completion, output
 
@@ -71,7 +73,7 @@ def test_an_output_waits_for_the_rows_of_its_tokens_and_carries_no_others(engine
             else:
                 engine.step([key], N_PROMPT + n_completion - 2)
             await carried
-            due = engine.results.n_bytes(one)
+            due = engine.results.n_bytes(one, is_kept=True)
             engine.results.carry(one, is_kept=True)
             part = part_of(one)
             assert part is not None
@@ -124,8 +126,8 @@ def test_nobody_waits_while_rows_of_a_prompt_are_written(
 
     monkeypatch.setattr(wrappers, "part_as_json", noted)
     monkeypatch.setattr(wrappers, "front_end", Front)
-    monkeypatch.setattr(wrappers, "_LARGE_PART", engine.results.n_bytes(going_on(key, 1)))
     one = going_on(key, 1)
+    monkeypatch.setattr(wrappers, "_LARGE_PART", engine.results.n_bytes(one, is_kept=False))
 
     async def carry() -> None:
         CLIENT.set("10.0.0.1 key")
@@ -155,7 +157,7 @@ def test_the_end_of_a_stream_takes_a_thread_only_where_much_is_left(
         choice.inspect_lens_ticket = Ticket(key, n_completion=n_completion)
         return engine.results.is_light(output(choice), encodes=True)
 
-    left = engine.results.n_bytes(going_on(stream, n_completion))
+    left = engine.results.n_bytes(going_on(stream, n_completion), is_kept=False)
     monkeypatch.setattr(choices, "_LIGHT_BYTES", left - 1)
     assert not is_light(stream)
     engine.results.carry(going_on(stream, 2), is_kept=False)
@@ -177,7 +179,15 @@ def test_rows_that_stay_where_they_lie_until_they_are_fetched_take_no_thread(
     whole = engine.start(LensRequest(capture=capture))
     engine.step([stream, whole], 0, N_PROMPT)
     engine.settle()
-    assert (not engine.results.n_bytes(going_on(stream, 1))) == stays
+    assert (not engine.results.n_bytes(going_on(stream, 1), is_kept=False)) == stays
+    assert engine.results.n_bytes(going_on(stream, 1), is_kept=True)
+    expected = engine.results.expected(stream)
+    assert expected is not None
+    assert expected.envelope.capture is not None
+    # Rows that are cut to the width of a site are copied.
+    narrow = replace(expected.envelope.capture, widths=((HIDDEN // 2, 1),))
+    envelope = replace(expected.envelope, capture=narrow)
+    assert Streaming(envelope, None, None).n_bytes(N_PROMPT, is_kept=False)
     monkeypatch.setattr(choices, "_LIGHT_BYTES", 0)
     early = completion(0)
     early.inspect_lens_ticket = Ticket(whole, n_completion=1)
