@@ -35,8 +35,8 @@ from inspect_lens.spec import TensorData, encode_frame, encode_tensor
 
 TTL_S = 300.0
 _LOOK_S = 1.0
-"""Between two looks at what has expired, and at what waits since the look before and keeps much
-more memory than its own: that gets its own. Most is fetched at once, and never copied."""
+"""Between two looks at what has expired, and at what has waited since the look before: where that
+keeps much more memory than its own, it is copied. Most is fetched at once, and never copied."""
 _EACH_BYTES = 1024
 """What a payload takes beside its bytes: a stream may have one for each token, of a row or two."""
 
@@ -226,12 +226,14 @@ class PayloadStore:
             self._drop(time.monotonic())
             self._tell()
             late, self._seen, self._new = self._seen, self._new, []
-        for handle in late:
-            self._own(handle)
-        with self._lock:
-            self._timer = None
-            if self._waiting:
-                self._wake_later()
+        try:
+            for handle in late:
+                self._own(handle)
+        finally:  # also where there is no memory for a copy
+            with self._lock:
+                self._timer = None
+                if self._waiting:
+                    self._wake_later()
 
     def _own(self, handle: str) -> None:
         """Let go of what lies beside a payload; copied without the lock, for which others wait."""

@@ -11,6 +11,7 @@ import pytest
 
 from inspect_lens._engine.collect.result_memory import ResultMemory
 from inspect_lens._vllm.http import bodies, server
+from inspect_lens._vllm.http import payloads as payloads_module
 from inspect_lens._vllm.http.payloads import (
     PayloadStore,
     fetch_payload,
@@ -56,8 +57,9 @@ def test_what_explains_tensors_is_told_where_these_have_gone_out_before() -> Non
 
 @pytest.mark.parametrize("count", [1, 25, 26, MOST])
 def test_rows_are_copied_where_they_wait_and_keep_much_more_memory(
-    memory: ResultMemory, count: int
+    memory: ResultMemory, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
+    monkeypatch.setattr(payloads_module, "_LOOK_S", 60.0)  # it looks when it is told to
     tensor, store = in_slab(memory, count), PayloadStore()
     for n_looks in range(3):
         entry = handle_entries({"rows": tensor}, store)["rows"]
@@ -70,6 +72,24 @@ def test_rows_are_copied_where_they_wait_and_keep_much_more_memory(
         np.testing.assert_array_equal(decode_tensor(entry, raw=data).storage, tensor.storage)
         assert entry["nbytes"] == len(data) == tensor.nbytes
         assert store.n_bytes == 0
+
+
+def test_the_store_looks_on_where_there_is_no_memory_for_a_copy(
+    memory: ResultMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(rows: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(payloads_module, "_LOOK_S", 60.0)
+    monkeypatch.setattr(payloads_module, "own_memory", none)
+    store = PayloadStore()
+    handle_entries({"rows": in_slab(memory, 1)}, store)
+    store._wake()
+    first = store._timer
+    with pytest.raises(MemoryError):
+        store._wake()
+    assert store._timer is not None
+    assert store._timer is not first
 
 
 def test_memory_is_kept_until_the_store_lets_go_of_it(memory: ResultMemory) -> None:
