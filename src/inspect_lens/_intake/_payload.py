@@ -1,6 +1,7 @@
 """What a call captured: from a choice of a response, decoded and checked, to a file and back.
 
-Files lie on any fsspec path: reads are whole, and writes are there entirely or not at all.
+Files lie on any fsspec path: reads are whole, and writes are there entirely or not at all. fsspec
+is imported where a path is not a local one: the process beside an eval does without.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ tenants apart, as it does in vLLM's prefix cache.
 vLLM's `/metrics` shows every metric of the process's default registry, or of all API servers
 together where several run. So metrics that are registered there need no route of their own. They
 are made when a server learns of an engine that the lens serves. Before, and in every other process,
-each function here does nothing. None is called for a single token or step, and none raises.
+what notes spans and metrics does nothing; it never raises.
 """
 
 from __future__ import annotations

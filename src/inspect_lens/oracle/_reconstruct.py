@@ -2,7 +2,8 @@
 
 A reconstructor is a language model that ends behind block K, and a matrix. The row is that matrix
 times the stream behind block K at the last token of its prompt. So the server gives a row of a
-capture, and the matrix is applied here.
+capture, and the matrix is applied here. How much of the variance of rows such rows explain is
+computed here as well, beside what explains nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""One typed request: where it stands in a body, how it is read, and how it is spelled again."""
+"""One typed request: where it stands in a body, how it is read, and how it is spelled again.
+
+Here is also the one kind of cache on the way of a request: by content, and with one bound for a
+process.
+"""
 
 from __future__ import annotations
 

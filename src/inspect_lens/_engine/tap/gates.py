@@ -6,10 +6,10 @@ of them only where a request that was pre-empted is computed again, and then all
 decided before. A decision is written once, so they stand. Speculative decoding breaks this, and is
 refused.
 
-Nor could the taps of a chunk know the mean of a prompt. What it is made of lies in the ring when a
-step has run, as rows that are captured do. A prompt comes in any chunks, and some of it twice where
-its request was pre-empted: each position counts once. All stays on the device, ordered in front of
-the next step, whose taps find the gate open or shut.
+The taps of a chunk cannot know the mean of its prompt, either. What it is made of lies in the ring
+when a step has run, as rows that are captured do. A prompt comes in any chunks, and some of it
+twice where its request was pre-empted: each position counts once. All stays on the device, ordered
+in front of the next step, whose taps find the gate open or shut.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ a content as long as any reference to it is left. So two clients that replace on
 cannot take each other's content away, in whatever order workers hear of it. Requests under way
 count, too: a reference that no name has any more is given up when none of them uses the content.
 
-On a request act the server's tier, configurations that it chose, and what it brought. This is the
-one place where they are put together, whatever way the request has come. The order is that of
-acting: edits of the server, then those of the configurations as the request names them, then the
+What acts on a request is the server's tier, configurations that it chose, and what it brought. This
+is the one place where they are put together, whatever way the request has come. The order is that
+of acting: edits of the server, then those of the configurations as the request names them, then the
 request's own, and in each tier registered edits before others. A probe of a configuration is read
 as the request says where it names the probe, too. The server's probes are read as the operator
 says, beside those of the request. What the operator says stands in a file, which is read here, too.

@@ -10,7 +10,7 @@ in a batch of mixed lengths and in one of decodes. An engine that runs all steps
 only: there two plain runs and a steered one of mixed lengths are all. What it proves of each way:
 every tap writes a row in each step; a vector arrives at its token, and at no other; rows equal
 those of the eager pass, rounding aside; rows come out of the shared memory bit by bit as they lie
-in the ring.
+in the ring. A model with experts runs the steered passes several times, with other vectors.
 
 What it does not prove: forward passes are vLLM's dummy runs, whose tokens are all alike and see no
 cache. (Where vLLM gives a sequence two tokens, the second one sees a place of it, so the check
@@ -64,8 +64,8 @@ logger = logging.getLogger("vllm.inspect_lens")
 _MIXED = 5
 """Tokens of the two requests in a step of mixed lengths."""
 _MORE_TRIES = 3
-"""Of a model with experts. What it chooses near a tie depends on rounding; so both ways are run
-with other vectors, and only what differs each time is a fault."""
+"""Of a model with experts. Which of them it chooses near a tie depends on rounding. So both ways
+are run again with other vectors, and only what differs each time is a fault."""
 _PATHS: dict[str, EnginePath] = {"FULL": "graph", "PIECEWISE": "piecewise"}
 
 
@@ -431,8 +431,8 @@ def _judge(
             wrong = bool((row_error(steered, run.ring[steered_at].float()) > most / 2).any())
             at = [wrong and i == steered_at for i in range(len(taps))]
             say(run, at, "do not have the steering vectors")
-    errors = [row_error(one.ring.float(), other.ring.float()) for one, other in pairs]
-    error = torch.stack([found.flatten(1).amax(dim=1) for found in errors]).amin(dim=0)
+    errors = [row_error(one.ring.float(), other.ring.float()).flatten(1) for one, other in pairs]
+    error = torch.stack(errors).amax(dim=2).amin(dim=0)
     differs = (error > most) & steady
     if not found and bool(differs.any()):
         by = f"by up to {float(error[differs].max()):.2g} of their length; {most} is allowed"

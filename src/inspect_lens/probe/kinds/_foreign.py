@@ -1,9 +1,13 @@
 """Probes that others trained: AISI's package `lie-detectors`, probelab, and IBM's vLLM-Hook.
 
+A file of `lie-detectors` is a torch archive with `hyperparams` and `state_dict`, which has the
+threshold, too. Which tokens are read, and after which question, only the README of the repository
+says; it is read beside the file.
+
 A file of probelab is what its `save` writes: a torch archive with `class`, `init_kwargs` and
 `state_dict`, plain values and tensors. A layer norm's weights, and a linear layer behind the ReLU,
-are multiplied into their neighbours: each product is that of the original up to rounding. No file
-names a layer, a site or a threshold.
+are multiplied into their neighbours: each product is that of the original up to rounding. No such
+file names a layer, a site or a threshold.
 
 Detectors of vLLM-Hook are logistic probes of the last token of a prompt. Layers count from 1 there.
 The score is the log odds, of which they show the logistic function.
