@@ -193,8 +193,10 @@ def width_of(site: Site, model: Any, parallel: Any, ranks: int) -> SiteWidth:
 
 
 def has_experts(config: Any) -> bool:
-    """Whether a text model's configuration names more experts than one."""
-    return any(isinstance(n := getattr(config, name, None), int) and n > 1 for name in _EXPERTS)
+    """Whether a text model's configuration names more experts than one, DBRX's in a part of it."""
+    parts = (config, getattr(config, "ffn_config", None))
+    found = [getattr(part, name, None) for part in parts for name in _EXPERTS]
+    return any(isinstance(n, int) and n > 1 for n in found)
 
 
 def _number(site: Site, config: Any, names: Sequence[str], why: str) -> int:

@@ -431,6 +431,8 @@ def _judge(
             wrong = bool((row_error(steered, run.ring[steered_at].float()) > most / 2).any())
             at = [wrong and i == steered_at for i in range(len(taps))]
             say(run, at, "do not have the steering vectors")
+    # A further pair of which a run failed shows nothing.
+    pairs = [pair for pair in pairs if not any(run.exported.failure for run in pair)]
     errors = [row_error(one.ring.float(), other.ring.float()).flatten(1) for one, other in pairs]
     error = torch.stack(errors).amax(dim=2).amin(dim=0)
     differs = (error > most) & steady

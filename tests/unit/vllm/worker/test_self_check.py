@@ -20,7 +20,7 @@ from inspect_lens._vllm.compat.features import idle
 from inspect_lens._vllm.worker import check_requests, self_check
 from inspect_lens._vllm.worker.check_requests import StreamProbe, check_taps, scale_for
 from inspect_lens._vllm.worker.runners import _Step, note
-from inspect_lens._vllm.worker.self_check import check_steps
+from inspect_lens._vllm.worker.self_check import _Check, check_steps
 from inspect_lens.errors import CompatError, UnsupportedError
 from inspect_lens.spec import tap_points
 from tests.kit.steps import FACTS
@@ -282,6 +282,26 @@ def test_a_tie_in_a_model_without_experts_is_a_fault(worker: Worker) -> None:
     worker.runner.hurt = lambda i, mode, x: -x if (i, mode) == (1, "PIECEWISE") else x
     with pytest.raises(CompatError, match=r"the taps resid_post\.1, resid_post\.2 have other rows"):
         worker.check()
+
+
+def test_a_further_pair_whose_runs_fail_hides_nothing(
+    routed: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, done = _Check.run, 0
+
+    def fail(check: _Check, *args: Any, **options: Any) -> Any:
+        nonlocal done
+        done += 1
+        made = run(check, *args, **options)
+        if 4 < done <= 10:
+            made = replace(made, ring=0 * made.ring)
+            made.exported.failure = "the table is full"
+        return made
+
+    monkeypatch.setattr(_Check, "run", fail)
+    routed.runner.hurt = lambda i, mode, x: -x if (i, mode) == (1, "PIECEWISE") else x
+    with pytest.raises(CompatError, match=r"the taps resid_post\.1, resid_post\.2 have other rows"):
+        routed.check()
 
 
 def test_experts_do_not_hide_rows_that_are_wrong_each_time(routed: Worker) -> None:
