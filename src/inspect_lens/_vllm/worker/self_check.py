@@ -258,8 +258,9 @@ class _Check:
 
     def steering(self, shape: _Shape, seed: int = 0) -> tuple[tuple[Edit, ...], ...]:
         """Edits of the two requests where one of them is steered."""
-        state, vectors = self.stepper.state, self.vectors(shape, seed)
-        return (), steering(state, shape.length, vectors) if self.can_steer else ()
+        if not self.can_steer:
+            return (), ()
+        return (), steering(self.stepper.state, shape.length, self.vectors(shape, seed))
 
     def run(
         self, shape: _Shape, *, is_eager: bool, edits: tuple[tuple[Edit, ...], ...] = ((), ())
