@@ -34,6 +34,7 @@ from typing import Any
 from tests.kit.api_server import api_server
 from tests.kit.files import write_json
 
+from .results_file import medians
 from .shapes import SHAPES
 
 __all__ = ["LIMITS", "limits_missed", "main", "parse", "plan", "summarise"]
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder, contextlib.ExitStack() as stack:
         asked = prepare(options, Path(folder))
         kinds = ["plain", "lens", *([PEER] if options.peer_path else [])]
-        asked["urls"] = start(options, kinds, asked, stack)
+        asked["servers"] = start(options, kinds, asked, stack)
         result["start_s"] = time.perf_counter() - started
         result["environment"] = environment(options)
         for i in range(options.runs):
@@ -169,8 +170,8 @@ def plan(arms: Sequence[str], names: Sequence[str], number: int) -> list[tuple[s
 
 def start(
     options: argparse.Namespace, kinds: Sequence[str], asked: dict[str, Any], stack: Any
-) -> dict[str, str]:
-    """Start all servers at once; the URL of each."""
+) -> dict[str, dict[str, Any]]:
+    """Start all servers at once; URL and process of each."""
     given: dict[str, Any] = {
         "model": asked["model"], "served_model_name": SERVED, "uvicorn_log_level": "warning",
         "kv_cache_memory_bytes": int(options.kv_gib * 2**30),
@@ -187,11 +188,11 @@ def start(
         name, _, value = pair.partition("=")
         given[name] = True if value in ("", "true") else value
 
-    def one(kind: str) -> str:
+    def one(kind: str) -> dict[str, Any]:
         log = Path(asked["folder"]) / f"{kind}.log"
         environment = server_environment(options, kind)
         made = stack.enter_context(api_server(given, environment=environment, log=log))
-        return str(made.url)
+        return {"url": made.url, "pid": made.pid}
 
     with ThreadPoolExecutor(len(kinds)) as pool:
         if options.one_by_one:
@@ -272,6 +273,7 @@ def summarise(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 "lowest": min(seconds),
                 "highest": max(seconds),
                 "loop_cpu_s": statistics.median(run["loop_cpu_s"] for run in found),
+                "cpu_s": medians([run.get("cpu_s", {}) for run in found]),
             }
             if plain:
                 facts["ratio"] = facts["seconds"] / statistics.median(plain)

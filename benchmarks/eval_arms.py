@@ -8,8 +8,8 @@ from __future__ import annotations
 import gc
 import json
 import math
+import os
 import random
-import resource
 import statistics
 import sys
 import tempfile
@@ -33,6 +33,8 @@ from inspect_ai.model import (
 from inspect_ai.scorer import Score, Scorer, Target, includes, mean, scorer
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 from inspect_ai.tool import Tool, ToolCall, tool
+
+from tests.kit.process_tree import cpu_clock
 
 __all__ = ["main"]
 
@@ -82,14 +84,14 @@ def _run(
     )
     model = _model(arm, asked)
     _set_collector(arm)
-    before, beside = resource.getrusage(resource.RUSAGE_SELF), _beside_cpu()
+    used = cpu_clock({os.getpid(): "client", asked["servers"][_kind(arm)]["pid"]: "API server"})
     started, loop, clock = time.perf_counter(), time.thread_time(), time.time()
     (log,) = eval(
         task, model=model, display="none", log_dir=folder, log_level="warning", temperature=0.0,
         max_connections=load["connections"], max_samples=load["connections"],
     )  # fmt: skip
     seconds, in_loop = time.perf_counter() - started, time.thread_time() - loop
-    after = resource.getrusage(resource.RUSAGE_SELF)
+    cpu_s = used()
     _check(log, arm, load["samples"])
     path = Path(str(log.location).removeprefix("file://"))
     return {
@@ -97,8 +99,7 @@ def _run(
         **_parts(log, clock, seconds),
         # Inspect runs an eval in one thread: what that one does is all that other samples wait for.
         "loop_cpu_s": in_loop,
-        "process_cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
-        "beside_cpu_s": _beside_cpu() - beside,
+        "cpu_s": cpu_s,
         "output_tokens": sum(u.output_tokens for u in log.stats.model_usage.values()),
         "log_bytes": path.stat().st_size,
     }
@@ -121,20 +122,23 @@ def _parts(log: Any, clock: float, seconds: float) -> dict[str, float]:
 
 def _model(arm: str, asked: dict[str, Any]) -> Model:
     """The model of an arm; one object for all runs of a process."""
-    urls, layer = asked["urls"], asked["layer"]
+    kind, layer = _kind(arm), asked["layer"]
     captures: dict[str, Any] = {
         "capture": {"layers": [layer]},
         "capture-scored": {"layers": [layer]},
         "mean-scored": {"layers": [layer], "positions": "completion", "reduce": "mean"},
     }
     options: dict[str, Any] = {"api_key": "none"}
-    if arm.startswith("plain"):
-        return get_model(f"vllm/{asked['served']}", base_url=urls["plain"] + "/v1", **options)
-    if arm == "peer":
-        return get_model(f"vllm-lens/{asked['served']}", base_url=urls["peer"] + "/v1", **options)
     if arm in captures:
         options["capture"] = captures[arm]
-    return get_model(f"lens/{asked['served']}", base_url=urls["lens"] + "/v1", **options)
+    provider = {"plain": "vllm", "peer": "vllm-lens", "lens": "lens"}[kind]
+    url = asked["servers"][kind]["url"] + "/v1"
+    return get_model(f"{provider}/{asked['served']}", base_url=url, **options)
+
+
+def _kind(arm: str) -> str:
+    """The kind of server that an arm asks."""
+    return "plain" if arm.startswith("plain") else "peer" if arm == "peer" else "lens"
 
 
 def _set_collector(arm: str) -> None:
@@ -310,20 +314,6 @@ def mean_projection(probe: str) -> Scorer:
         return Score(value=float(value))
 
     return score
-
-
-def _beside_cpu() -> float:
-    """Processor time of what this process started."""
-    import psutil
-
-    total = 0.0
-    for child in psutil.Process().children(recursive=True):
-        try:
-            times = child.cpu_times()
-        except psutil.Error:
-            continue
-        total += times.user + times.system
-    return total
 
 
 if __name__ == "__main__":

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
 import torch
+
+from tests.kit.process_tree import cpu_clock
 
 from .loads import LOADS, requests
 from .shapes import Shape
@@ -46,11 +49,11 @@ class HuggingFace:
             TimeoutError: not finished within the limit; nothing is scaled up from a part.
         """
         drawn = requests(LOADS[load], vocab=self._shape.vocab, seed=seed)
-        started = time.perf_counter()
+        used, started = cpu_clock({os.getpid(): "client"}), time.perf_counter()
         tensors: list[torch.Tensor] = []
         for first in range(0, len(drawn), self._batch):
             tensors += self._generate(drawn[first : first + self._batch], started + limit_s)
-        seconds = time.perf_counter() - started
+        seconds, cpu_s = time.perf_counter() - started, used()
         for tensor, (prompt, sampled) in zip(tensors, drawn, strict=True):
             assert tensor.shape == (len(prompt) + sampled - 1, self._shape.hidden)
         return {
@@ -58,6 +61,7 @@ class HuggingFace:
             "tokens": sum(sampled for _, sampled in drawn),
             "preemptions": 0,
             "shared_bytes": 0,
+            "cpu_s": cpu_s,
         }
 
     def _generate(self, batch: list[tuple[list[int], int]], deadline: float) -> list[torch.Tensor]:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Key", "Results"]
+__all__ = ["Key", "Results", "medians"]
 
 Key = tuple[str, str, str]
 """Model, load, arm."""
+
+
+def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """By process, the median of its seconds; a run in which it did nothing counts as none."""
+    names = sorted({name for run in runs for name in run})
+    return {n: round(statistics.median(run.get(n, 0.0) for run in runs), 3) for n in names}
 
 
 @dataclass
@@ -24,16 +31,15 @@ class Results:
     engines: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By model and kind of engine: seconds to start, options, shared memory."""
     skipped: dict[Key, str] = field(default_factory=dict)
-    server_own_ms: dict[Key, list[float]] = field(default_factory=dict)
-    """Work of the API server's process, without its engine's, in each run over HTTP."""
+    cpu_s: dict[Key, list[dict[str, float]]] = field(default_factory=dict)
+    """Processor time of each process in each run, by its name."""
 
     def add(self, key: Key, run: dict[str, Any]) -> None:
         """Take one timed run."""
         self.seconds.setdefault(key, []).append(float(run["seconds"]))
         self.tokens[key] = int(run["tokens"])
         self.preemptions[key] = self.preemptions.get(key, 0) + int(run["preemptions"])
-        if "server_own_ms" in run:
-            self.server_own_ms.setdefault(key, []).append(round(float(run["server_own_ms"]), 1))
+        self.cpu_s.setdefault(key, []).append(run["cpu_s"])
 
     def median(self, key: Key) -> float | None:
         """Median seconds; None where nothing was measured."""
@@ -59,6 +65,7 @@ class Results:
                     "ratio_to_default": self._ratio(key, "default"),
                     "ratio_to_vllm_lens": self._ratio(key, "vllm-lens"),
                     "preemptions": self.preemptions[key],
+                    "cpu_s": medians(self.cpu_s[key]),
                 }
             )
         return {
@@ -68,10 +75,6 @@ class Results:
             "skipped": [
                 {"model": m, "load": load, "arm": arm, "reason": reason}
                 for (m, load, arm), reason in self.skipped.items()
-            ],
-            "waits": [
-                {"model": model, "load": load, "arm": arm, "server_own_ms": took}
-                for (model, load, arm), took in self.server_own_ms.items()
             ],
         }
 

@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import psutil
 import urllib3
 from pydantic_core import from_json
 
 from inspect_lens.client import fetch_here
 from inspect_lens.spec import Add, SteeringVector, to_wire_args
 from tests.kit.api_server import api_server, preemptions
-from tests.kit.process_tree import usage
+from tests.kit.process_tree import cpu_clock, usage
 from tests.kit.tiny_models import write_words
 
 from .arms import ARMS, ENGINES, Vector
@@ -67,7 +66,7 @@ class Served:
                 log=folder.parent / f"{folder.name}-{kind}-server.log",
             )
         )
-        self._url, self._server = made.url, psutil.Process(made.pid)
+        self._url, self._pid = made.url, made.pid
 
     def prepare(self, arm: str) -> None:
         """Set an arm up, once."""
@@ -92,10 +91,11 @@ class Served:
             for (prompt, sampled), request in zip(drawn, asked, strict=True)
         ]
         self._post("/reset_prefix_cache", None)
-        before, own = self._preemptions(), self._own_ms()
+        before = self._preemptions()
+        used = cpu_clock({os.getpid(): "client", self._pid: "API server"})
         over_tcp = ARMS[arm].over_tcp or self._is_peer
         seconds, answers = asyncio.run(ask_all(self._url, bodies, limit_s, over_tcp=over_tcp))
-        own = self._own_ms() - own
+        cpu_s = used()
         for answer, request, (prompt, sampled) in zip(answers, asked, drawn, strict=True):
             has_frame = not self._is_peer and "activations" in answer
             if has_frame and not answer[BYTES]:
@@ -106,13 +106,8 @@ class Served:
             "tokens": sum(sampled for _, sampled in drawn),
             "preemptions": self._preemptions() - before,
             "shared_bytes": usage(os.getpid()).shared_bytes,
-            "server_own_ms": own,
+            "cpu_s": cpu_s,
         }
-
-    def _own_ms(self) -> float:
-        """Work of the API server's own process so far."""
-        times = self._server.cpu_times()
-        return 1e3 * (times.user + times.system)
 
     def _post(self, path: str, content: Any) -> None:
         data = b"" if content is None else json.dumps(content).encode()

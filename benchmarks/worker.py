@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.kit.child import requests_and_reply
-from tests.kit.process_tree import cpu_model, usage
+from tests.kit.process_tree import cpu_clock, cpu_model, usage
 
 from .arms import ARMS, ENGINES, Vector
 from .loads import LOADS, requests
@@ -83,10 +83,11 @@ class Vllm:
             for (_, sampled), request in zip(drawn, asked, strict=True)
         ]
         self.llm.reset_prefix_cache()
-        before = self._preemptions()
+        before, used = self._preemptions(), cpu_clock({os.getpid(): "client"})
         started = time.perf_counter()
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - started
+        cpu_s = used()
         shared = usage(os.getpid()).shared_bytes
         self._check(outputs, asked, drawn)
         return {
@@ -94,6 +95,7 @@ class Vllm:
             "tokens": sum(sampled for _, sampled in drawn),
             "preemptions": self._preemptions() - before,
             "shared_bytes": shared,
+            "cpu_s": cpu_s,
         }
 
     def profile(self, prefix: str, **asked: Any) -> dict[str, Any]:

@@ -1,16 +1,17 @@
-"""What a process and its descendants hold: descriptors and shared memory."""
+"""What a process and its descendants hold and use: descriptors, shared memory, processor time."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-__all__ = ["TreeUsage", "cpu_model", "settled_usage", "usage"]
+__all__ = ["TreeUsage", "cpu_clock", "cpu_model", "settled_usage", "usage"]
 
 # Address range, permissions, offset, device, inode, then the name.
 _SHARED = re.compile(
@@ -52,6 +53,49 @@ def usage(pid: int) -> TreeUsage:
                     key = (device, inode)
                     ends[key] = max(ends.get(key, 0), reach)
     return TreeUsage(len(processes), descriptors, sum(ends.values()))
+
+
+def cpu_clock(names: Mapping[int, str]) -> Callable[[], dict[str, float]]:
+    """Begin to measure the processor time of processes and of all below them.
+
+    Args:
+        names: of the first ones, by process id.
+
+    Returns:
+        Gives the seconds in user and system mode since then, by name. vLLM's processes have titles,
+        such as `EngineCore` and `Worker_TP0`, and others are known by the module that they run.
+    """
+    before = _cpu_times(names)
+
+    def used() -> dict[str, float]:
+        found: dict[str, float] = {}
+        for process, (name, seconds) in _cpu_times(names).items():
+            more = seconds - before.get(process, (name, 0.0))[1]
+            if more > 0:
+                found[name] = found.get(name, 0.0) + more
+        return found
+
+    return used
+
+
+def _cpu_times(names: Mapping[int, str]) -> dict[psutil.Process, tuple[str, float]]:
+    found: dict[psutil.Process, tuple[str, float]] = {}
+    for pid in names:
+        root = psutil.Process(pid)
+        for process in [root, *root.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                name = names.get(process.pid) or _called(process)
+                found[process] = name, times.user + times.system
+    return found
+
+
+def _called(process: psutil.Process) -> str:
+    words = process.cmdline() or [process.name()]
+    if "-m" in words[:-1]:
+        return words[words.index("-m") + 1]
+    title = words[0].partition("::")[2].partition(" ")[0]
+    return title or process.name()
 
 
 def cpu_model() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -39,7 +40,8 @@ def test_over_rounds_each_arm_stands_in_each_place_and_after_each_other_arm() ->
 
 
 def run(arm: str, seconds: float, *, load: str = "x", number: int = 0) -> dict[str, Any]:
-    return {"arm": arm, "load": load, "round": number, "seconds": seconds, "loop_cpu_s": 1.0}
+    used = {"loop_cpu_s": 1.0, "cpu_s": {"API server": seconds / 2}}
+    return {"arm": arm, "load": load, "round": number, "seconds": seconds, **used}
 
 
 def test_ratios_are_of_medians_and_a_limit_that_is_missed_is_said() -> None:
@@ -48,6 +50,7 @@ def test_ratios_are_of_medians_and_a_limit_that_is_missed_is_said() -> None:
     summary = driver.summarise(runs)
     assert summary["x"]["plain"]["seconds"] == 10.0
     assert summary["x"]["capture"]["ratio"] == pytest.approx(1.03)
+    assert summary["x"]["plain"]["cpu_s"] == {"API server": 5.0}
     assert driver.limits_missed(driver.summarise([*runs])) == []
     runs.append(run("capture", 11.0))
     (missed,) = driver.limits_missed(driver.summarise(runs))
@@ -80,16 +83,19 @@ def test_every_arm_runs_and_gets_what_it_asks_for(
         FakeLensServer(model="model") as lens,
         FakeLensServer(model="model", dialect="plain") as bare,
     ):
+        servers = {"plain": {"url": bare.url, "pid": os.getppid()}}
+        servers["lens"] = servers["plain"] | {"url": lens.url}
         asked = {
             "folder": str(tmp_path), "served": "model", "warm": 2, "layer": 2, "vocab": 100,
             "longest": 64, "prompts": None, "probe": str(probe), "loads": loads, "round": 0,
-            "urls": {"plain": bare.url, "lens": lens.url}, "plan": plan,
+            "servers": servers, "plan": plan,
         }  # fmt: skip
         assert eval_arms.main(json.dumps(asked)) == 0
         posted, plain = lens.requests, bare.requests
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if '"round"' in line]
     assert [(line["load"], line["arm"]) for line in lines] == asked["plan"]
     assert all(line["seconds"] > 0 and line["log_bytes"] > 0 for line in lines)
+    assert all(line["cpu_s"]["client"] > 0 for line in lines)
     # Warm-up of two, then three samples, then two agents of three turns; on one server each.
     assert len(plain) == 3 * (2 + 3 + 6)  # without a scorer, with one, and once more without
     assert len(posted) == 5 * (2 + 3 + 6)

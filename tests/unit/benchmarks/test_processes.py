@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -11,7 +12,7 @@ import psutil
 import pytest
 
 from tests.kit.child import ROOT, Child, ChildError
-from tests.kit.process_tree import cpu_model, settled_usage, usage
+from tests.kit.process_tree import cpu_clock, cpu_model, settled_usage, usage
 from tests.kit.waiting import until
 
 ECHO = """
@@ -104,6 +105,23 @@ def test_shared_memory_and_descriptors_are_counted_once() -> None:
         memory.close()
         memory.unlink()
     assert usage(os.getpid()).shared_bytes == before.shared_bytes
+
+
+def test_processor_time_is_told_by_process_and_of_now_alone() -> None:
+    title = "import setproctitle\nsetproctitle.setproctitle('VLLM::EngineCore')\nwhile True: pass"
+    ways = (["-m", "timeit", "-n", "1", "while True: pass"], ["-c", title])
+    busy = [psutil.Popen([sys.executable, *words], stdout=-3, stderr=-3) for words in ways]
+    idle = psutil.Popen(["sleep", "300"])
+    try:
+        used = cpu_clock({os.getpid(): "client", busy[0].pid: "API server"})
+        assert until(lambda: {"API server", "EngineCore"} <= set(used()))
+        assert set(used()) <= {"API server", "EngineCore", "client"}
+        named = cpu_clock({os.getpid(): "client"})
+        assert until(lambda: "timeit" in named())
+    finally:
+        for process in (*busy, idle):
+            process.kill()
+            process.wait()
 
 
 def test_the_processor_has_a_name_where_linux_tells_it() -> None:

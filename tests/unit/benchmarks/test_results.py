@@ -34,15 +34,16 @@ def test_ratios_are_of_medians_and_the_file_has_the_agreed_keys(tmp_path: Path) 
         "idle": [2.0, 2.2, 2.1],
     }.items():
         for seconds in values:
-            run = {"seconds": seconds, "tokens": 100, "preemptions": 2}
-            results.add(("m", "8x256", arm), {**run, "server_own_ms": 1.26})
+            cpu_s = {"API server": seconds / 2} | ({"client": 3.0} if seconds > 2 else {})
+            run = {"seconds": seconds, "tokens": 100, "preemptions": 2, "cpu_s": cpu_s}
+            results.add(("m", "8x256", arm), run)
     results.skipped["m", "8x256", "hf"] = "not finished after 5 s"
     write_json(tmp_path / "r.json", results.to_json())
     read = json.loads((tmp_path / "r.json").read_text())
     runs = {run["arm"]: run for run in read["runs"]}
     assert list(runs["idle"]) == [
         "model", "load", "arm", "seconds", "tokens_per_second", "ratio_to_default",
-        "ratio_to_vllm_lens", "preemptions",
+        "ratio_to_vllm_lens", "preemptions", "cpu_s",
     ]  # fmt: skip
     assert runs["idle"]["ratio_to_default"] == pytest.approx(1.05)
     assert runs["idle"]["ratio_to_vllm_lens"] == pytest.approx(2.1 / 8)
@@ -52,9 +53,8 @@ def test_ratios_are_of_medians_and_the_file_has_the_agreed_keys(tmp_path: Path) 
     assert read["skipped"] == [
         {"model": "m", "load": "8x256", "arm": "hf", "reason": "not finished after 5 s"}
     ]
-    assert read["waits"][1] == {
-        "model": "m", "load": "8x256", "arm": "vllm-lens", "server_own_ms": [1.3],
-    }  # fmt: skip
+    assert runs["idle"]["cpu_s"] == {"API server": 1.05, "client": 3.0}
+    assert runs["default"]["cpu_s"] == {"API server": 1.0, "client": 0.0}
     assert "1.050" in results.table()
 
 
@@ -126,7 +126,7 @@ class FakeChild:
         answer = self.answers.pop(0) if self.answers else {"seconds": 1.0}
         if isinstance(answer, Exception):
             raise answer
-        return {"tokens": 48, "preemptions": 0, "shared_bytes": 5, **answer}
+        return {"tokens": 48, "preemptions": 0, "shared_bytes": 5, "cpu_s": {}, **answer}
 
     def stop(self) -> None:
         pass

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -137,9 +135,6 @@ def made(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Served:
     assert "skip_tokenizer_init" not in started["options"]
     assert (tmp_path / "tiny" / "tokenizer.json").exists()
     assert started["environment"]["VLLM_SERVER_DEV_MODE"] == "1"
-    busy = itertools.count()
-    times = lambda: SimpleNamespace(user=next(busy) / 8, system=7 + next(busy) / 8)  # noqa: E731
-    monkeypatch.setattr(made, "_server", SimpleNamespace(cpu_times=times))
     return made
 
 
@@ -159,7 +154,7 @@ def test_an_arm_is_asked_for_at_once_fetched_and_checked(
     run = made.run(arm, "smoke", 0, 20.0)
     assert run["tokens"] == 6 * 8
     assert run["preemptions"] == 0
-    assert run["server_own_ms"] == 500.0
+    assert set(run["cpu_s"]) <= {"API server"}  # which is this process, too
     assert fake.most_at_once == N_AT_ONCE
     assert fake.paths.index("/reset_prefix_cache") < fake.paths.index("/v1/completions")
     fetched = sum(path.startswith("/v1/activations/") for path in fake.paths)
