@@ -100,6 +100,11 @@ def _lens(shape: Shape, i: int) -> Request:
     return {"inspect_lens": {"lens": {"layers": four_layers(shape), "top_k": 5}}}
 
 
+def _lens_sampled(shape: Shape, i: int) -> Request:
+    lens = {"layers": four_layers(shape), "top_k": 5, "positions": "completion"}
+    return {"inspect_lens": {"lens": lens}}
+
+
 def _router(shape: Shape, i: int) -> Request:
     return {"inspect_lens": {"capture": {"layers": [shape.layer], "site": "router_logits"}}}
 
@@ -120,6 +125,7 @@ FAMILIES: dict[str, tuple[str, Asked, str]] = {
         "a norm-matched vector, and its norm given back",
     ),
     "logit-lens": ("lens", _lens, "the five most likely tokens at 4 layers, for all tokens"),
+    "logit-lens-sampled": ("lens", _lens_sampled, "the same, for sampled tokens"),
     "qk-1": ("lens-sites", _queries_and_keys, "queries and keys of one layer, all tokens"),
     "idle-router": ("lens-router", lambda shape, i: None, "four layers and their routers tapped"),
     "router-1": ("lens-router", _router, "logits of one layer's router, all tokens"),

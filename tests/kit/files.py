@@ -11,7 +11,8 @@ __all__ = ["write_json"]
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file, whole or not at all."""
+    """Write a JSON file, whole or not at all; its folder is made where it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".part")
     with temporary.open("w", encoding="utf-8") as file:
         json.dump(value, file, indent=1)

@@ -58,12 +58,16 @@ def test_ratios_are_of_medians_and_the_file_has_the_agreed_keys(tmp_path: Path) 
     assert "1.050" in results.table()
 
 
-def test_a_timeline_counts_what_is_within_once_and_the_device_where_streams_overlap() -> None:
+def test_a_timeline_counts_what_is_within_once_and_steps_that_read_prompts_apart() -> None:
     def event(cat: str, name: str, ts: float, dur: float, tid: int = 1) -> dict[str, Any]:
         at = {"ts": ts, "dur": dur, "pid": 1, "tid": tid}
         return {"ph": "X", "cat": cat, "name": name, **at}
 
     events = [
+        event("user_annotation", "execute_context_8(64)_generation_0(0)", -90_000, 50),
+        event("gpu_user_annotation", "execute_context_8(64)_generation_0(0)", -60_000, 50_000, 7),
+        event("cpu_op", "aten::linear", -80_000, 10),
+        event("kernel", "gemm", -50_000, 40_000, 7),
         event("user_annotation", "execute_context_0(0)_generation_8(8)", 0, 50),
         event("user_annotation", "execute_context_0(0)_generation_8(8)", 100, 50),
         event("gpu_user_annotation", "execute_context_0(0)_generation_8(8)", 3, 50, 7),
@@ -77,8 +81,13 @@ def test_a_timeline_counts_what_is_within_once_and_the_device_where_streams_over
         {"ph": "i", "name": "a mark", "ts": 5},
     ]
     lines = timeline.table(events).splitlines()
-    # From 40 to 90, over two steps.
-    assert lines[0] == "2 steps, 100 us from one to the next; device busy 25 us of a step"
+    # From -50,000 to -10,000, and from 40 to 90, the latter over two steps.
+    assert lines[:2] == [
+        "3 steps, 90.1 ms from the first to the last; "
+        "device busy 40.0 ms, 40.0 ms of it with prompts",
+        "2 steps only decode, 100 us from one to the next in the median; "
+        "device busy 25 us of a step",
+    ]
     micros = {line.split("  ")[-1]: float(line.split()[0]) for line in lines if line[:1] == " "
               and "/step" not in line}  # fmt: skip
     assert micros["aten::linear"] == (40 - 20) / 2
