@@ -19,7 +19,7 @@ from tests.kit.quiet import draw_nothing_in_quiet
 from tests.kit.repository import ROOT
 from tests.kit.webhook import Webhook, webhook
 
-pytest_plugins = ["tests.kit.leftovers"]
+pytest_plugins = ["tests.kit.engine_errors", "tests.kit.leftovers"]
 
 # Tests share two cores with engines: how long an example takes says nothing.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
