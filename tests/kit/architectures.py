@@ -283,11 +283,17 @@ def _minimax_m2(hidden: int) -> Any:
     from transformers import MiniMaxM2Config
 
     # Of published checkpoints: vLLM needs the first two, Hugging Face has no fields for them.
+    # Before 5.18, transformers rotates whole heads unless told otherwise, as by `rope_parameters`.
     return MiniMaxM2Config(
         **_common(hidden),
         **_gated(hidden) | {"intermediate_size": hidden},
         **_EXPERTS,
         rotary_dim=32,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 5e6,
+            "partial_rotary_factor": 0.5,
+        },
         scoring_func="sigmoid",
         use_routing_bias=True,
         use_qk_norm=True,
