@@ -165,7 +165,7 @@ def _solver(arm: str, asked: dict[str, Any], load: dict[str, Any]) -> Solver:
 
 
 def _scorer(arm: str, asked: dict[str, Any]) -> Scorer | None:
-    if arm == "plain-scored":
+    if arm in ("plain-scored", "idle-scored"):
         return includes()
     if arm == "mean-scored":
         return mean_projection(asked["probe"])
