@@ -6,12 +6,11 @@ python -m benchmarks.eval --shape organism --samples 8 --runs 1 --out eval.json 
 ```
 
 The same eval through Inspect's own `vllm` provider on a server without the lens, without a scorer
-and with Inspect's `includes()`; the first of these once more, which shows how far equal evals are
-apart; and through ours: nothing asked, without a scorer and with `includes()`, a layer captured,
-captured and scored, its mean captured and scored, and a probe in the engine with its scorer. All servers live side by side; a round is one
-Inspect process that runs every arm of every load, and the order of arms changes from round to
-round. Seconds are those of `eval()`, the written log included. The exit code says whether a limit
-was missed.
+and with Inspect's `includes()`; and through ours: nothing asked, again without a scorer and with
+`includes()`, a layer captured, captured and scored, its mean captured and scored, and a probe in
+the engine with its scorer. All servers live side by side; a round is one Inspect process that runs
+every arm of every load, and the order of arms changes from round to round. Seconds are those of
+`eval()`, the written log included. The exit code says whether a limit was missed.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ __all__ = ["LIMITS", "limits_missed", "main", "parse", "plan", "summarise"]
 
 ROOT = Path(__file__).resolve().parents[1]
 ARMS = (
-    "plain", "plain-scored", "plain-again", "idle", "idle-scored", "capture", "capture-scored",
-    "mean-scored", "probe-scored",
+    "plain", "plain-scored", "idle", "idle-scored", "capture", "capture-scored", "mean-scored",
+    "probe-scored",
 )  # fmt: skip
 PEER = "peer"
 PEER_NEEDS = {"VLLM_PLUGINS": "activations", "VLLM_USE_V2_MODEL_RUNNER": "0"}

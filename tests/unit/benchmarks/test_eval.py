@@ -97,14 +97,14 @@ def test_every_arm_runs_and_gets_what_it_asks_for(
     assert all(line["seconds"] > 0 and line["log_bytes"] > 0 for line in lines)
     assert all(line["cpu_s"]["client"] > 0 for line in lines)
     # Warm-up of two, then three samples, then two agents of three turns; on one server each.
-    assert len(plain) == 3 * (2 + 3 + 6)  # without a scorer, with one, and once more without
-    assert len(posted) == 5 * (2 + 3 + 6)
+    assert len(plain) == 2 * (2 + 3 + 6)  # without a scorer, and with one
+    assert len(posted) == 6 * (2 + 3 + 6)
     requests = [parse_extra_args(body.get("vllm_xargs")) for body in posted]
     kinds = Counter(
         "nothing" if r is None else "probes" if r.probes else r.capture.reduce if r.capture else "?"
         for r in requests
     )
-    assert kinds == {"nothing": 11, "probes": 11, "none": 22, "mean": 11}
+    assert kinds == {"nothing": 22, "probes": 11, "none": 22, "mean": 11}
     longest = max(plain, key=lambda body: len(body["messages"]))
     roles = [message["role"] for message in longest["messages"]]
     assert roles == ["user", "assistant", "tool", "assistant", "tool"]
