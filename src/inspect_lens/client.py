@@ -338,7 +338,10 @@ class LensClient(HookCalls):
         A row comes right behind the token that was sampled from it, in a part of its own; those of
         the prompt come behind the first token, in several parts if they are many. While a server
         has many streams under way, rows of several tokens share a part, which comes at most two
-        seconds after the first of them. A client that reads slowly slows down nobody else.
+        seconds after the first of them. A client that reads slowly slows down nobody else. From a
+        server on this host that runs as this user, rows are fetched through a local socket when
+        their part is read, at most five minutes after they came; a loop that may take longer to get
+        there asks for `"transport": "inline"` in its capture, and has them in the stream.
 
         Args:
             prompt: as text or token ids.
@@ -393,7 +396,7 @@ class LensClient(HookCalls):
             asked = {"messages": _turns(messages)}
         sampling = {"max_tokens": max_tokens, "temperature": temperature, "stream": True}
         body = {"model": self.model, "return_token_ids": True, **asked, **sampling, **kwargs}
-        body, request = with_request(body, request, streams=stream_results)
+        body, request = with_request(body, request, streams=stream_results, is_here=self._is_here)
         path = "/v1/completions" if messages is None else "/v1/chat/completions"
         return LensStream(self._parts_of(path, body, request))
 
@@ -503,11 +506,7 @@ class LensClient(HookCalls):
 
     def _post(self, path: str, body: dict[str, Any], request: LensRequest | None) -> GenerateOutput:
         body = {"model": self.model, "return_token_ids": True} | body
-        # Of several choices only the first one's tensors are fetched; the others' would stay there.
-        takes_all = body.get("n") in (None, 1) and not _has_several(body.get("prompt"))
-        body, request = with_request(
-            body, request, is_here=self._is_here if takes_all else lambda: False
-        )
+        body, request = with_request(body, request, is_here=self._is_here)
         answer = json_of(answer_of(self._http, "POST", path, body))
         choice = answer["choices"][0]
         text = (choice.get("message") or {}).get("content") or choice.get("text") or ""
@@ -693,10 +692,13 @@ def with_request(
     if streams:
         if (why := asked.why_not_streamed) is not None:
             raise SpecError(why)
-        request = asked.model_copy(update={"stream_results": True})
-        args = own | to_wire_args(to_extra_args(request))
-    elif asked.leaves_transport and not asked.stream_results and is_here():
-        request = asked.over_binary()
+        asked = asked.model_copy(update={"stream_results": True})
+    # Tensors at the end are fetched of the first choice alone; the others' would stay there.
+    takes_all = streams or (body.get("n") in (None, 1) and not _has_several(body.get("prompt")))
+    if takes_all and asked.leaves_transport and is_here():
+        asked = asked.over_binary()
+    if asked is not (request or NO_REQUEST):
+        request = asked
         args = own | to_wire_args(to_extra_args(request))
     return ({**rest, "vllm_xargs": args} if args else rest), request
 

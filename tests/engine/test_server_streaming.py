@@ -34,7 +34,7 @@ def events(url: str, path: str = "/v1/completions", **body: Any) -> list[dict[st
     return list(map(json.loads, lines[:-1]))
 
 
-@pytest.mark.parametrize("transport", ["auto", "binary"])
+@pytest.mark.parametrize("transport", ["auto", "inline"])
 def test_streamed_rows_lens_and_queries_are_those_of_a_whole_answer(
     client: LensClient, transport: str
 ) -> None:
@@ -49,6 +49,7 @@ def test_streamed_rows_lens_and_queries_are_those_of_a_whole_answer(
         whole = client.generate(PROMPT, **asked)
     stream = client.stream(PROMPT, **asked)
     parts = list(stream)
+    assert client._gives_here
     kinds = ["rows" if part.activations is not None else "text" for part in parts]
     n_prompt = whole.receipt.n_prompt
     assert kinds == ["text", "rows"] * (len(kinds) // 2)

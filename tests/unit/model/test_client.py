@@ -27,6 +27,7 @@ from inspect_lens.spec import (
     SteeringVector,
     TensorData,
     encode_tensor,
+    parse_extra_args,
 )
 from tests.kit.fake_server import FakeLensServer, residual, tokens_of
 
@@ -293,7 +294,9 @@ def streaming_client(events: list[dict[str, Any]], asked: list[Any]) -> LensClie
     lines = [f"data: {json.dumps(event)}\n\n" for event in events]
 
     def answer(request: httpx.Request) -> httpx.Response:
-        asked.append(json.loads(request.content or b"null"))
+        if request.method == "GET":
+            return httpx.Response(404)  # from another host
+        asked.append(json.loads(request.content))
         head = {"content-type": "text/event-stream"}
         return httpx.Response(200, headers=head, text="".join([*lines, "data: [DONE]\n\n"]))
 
@@ -342,6 +345,32 @@ def test_a_stream_is_read_part_by_part_and_is_the_whole_answer_at_its_end() -> N
     (body,) = asked
     assert body["stream"] is True
     assert json.loads(body["vllm_xargs"]["inspect_lens"])["stream_results"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "here", "transport"),
+    [
+        ({}, True, "binary"),
+        ({"n": 2}, True, "binary"),
+        ({}, False, "auto"),
+        ({"capture": {"layers": [2], "transport": "inline"}}, True, "inline"),
+        ({"stream_results": False}, True, "binary"),
+        # Of two choices the second one's would stay at the server.
+        ({"n": 2, "stream_results": False}, True, "auto"),
+    ],
+)
+def test_a_stream_of_this_host_fetches_its_rows(
+    arguments: dict[str, Any], here: bool, transport: str
+) -> None:
+    asked: list[Any] = []
+    given = {"capture": [2]} | arguments
+    with streaming_client([], asked) as client, contextlib.suppress(CaptureError):
+        client._gives_here = here
+        list(client.stream(PROMPT, **given))
+    request = parse_extra_args(asked[0]["vllm_xargs"])
+    assert request is not None
+    assert request.capture is not None
+    assert request.capture.transport == transport
 
 
 def test_a_stream_may_leave_its_rows_to_the_end() -> None:
