@@ -375,19 +375,31 @@ def _shapes(runner: Any, stepper: Stepper, facts: EngineFacts) -> list[_Shape]:
     most = min(facts.max_step_tokens, state.step_rows // len(state.row_taps))
     sequences = int(config.scheduler_config.max_num_seqs)
     drafts = getattr(getattr(config, "speculative_config", None), "num_speculative_tokens", 0) or 0
+    each = 1 + int(drafts)
     shapes = []
     if (n := min(_MIXED, most)) >= 2:
         # The V2 runner takes what has one token of each sequence for decodes. So that another
-        # graph runs, there is one token more than sequences, and the rest is nobody's.
+        # graph runs, there are more tokens than sequences, and the rest is nobody's.
         is_v2 = hasattr(runner, "model_state")
         is_wide = is_v2 and state.ring.is_cuda and n <= sequences < facts.max_step_tokens
         more = n - n // 2
         steps = ((more, n - more), (n - more, more))
-        shapes.append(_Shape("mixed lengths", sequences + 1 if is_wide else n, steps))
-    each = 1 + int(drafts)
+        tokens = _wide(config, sequences, each, facts.max_step_tokens) if is_wide else n
+        shapes.append(_Shape("mixed lengths", tokens, steps))
     if sequences >= 2 and 2 * each <= most:
         shapes.append(_Shape("decodes", 2 * each, ((each, each),) * 2, is_decode=True))
     return shapes
+
+
+def _wide(config: Any, sequences: int, each: int, most: int) -> int:
+    """More tokens than sequences, as many as graphs were captured for, and no decodes.
+
+    Were they padded, sequences would have more of them than in an eager pass, and with states the
+    later tokens of one depend on those before.
+    """
+    sizes = sorted(getattr(config.compilation_config, "cudagraph_capture_sizes", None) or ())
+    fit = (n for n in sizes if sequences < n <= most and n != sequences * each)
+    return next(fit, sequences + 1)
 
 
 def _judge(

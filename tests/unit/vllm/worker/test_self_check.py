@@ -278,6 +278,37 @@ def test_a_tie_between_experts_that_rounding_decides_is_no_fault(routed: Worker)
     assert routed.is_clean()
 
 
+@pytest.mark.parametrize(
+    ("sizes", "max_num_seqs", "n_drafts", "tokens"),
+    [
+        ([16, 8, 4, 2, 1], 8, 0, 16),
+        # Two tokens of each sequence are decodes, of which the other shape is made.
+        ([8, 16, 24], 8, 1, 24),
+        ([8, 16, 24], 16, 0, 24),
+        ([8, 128], 8, 0, 9),
+        (None, 8, 0, 9),
+    ],
+)
+def test_the_v2_runner_pads_no_pass_of_mixed_lengths(
+    sizes: list[int] | None, max_num_seqs: int, n_drafts: int, tokens: int
+) -> None:
+    """Padded, sequences have more tokens: in a state-space layer they depend on those before."""
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
+        speculative_config=SimpleNamespace(num_speculative_tokens=n_drafts),
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=sizes),
+    )
+    state = SimpleNamespace(
+        step_rows=64, row_taps=TAPS, ring=SimpleNamespace(is_cuda=True), taps=TAPS
+    )
+    shapes = self_check._shapes(
+        SimpleNamespace(vllm_config=config, model_state=None),
+        SimpleNamespace(state=state),  # type: ignore[arg-type]
+        replace(FACTS, max_step_tokens=64),
+    )
+    assert [shape.tokens for shape in shapes] == [tokens, 2 * (1 + n_drafts)]
+
+
 def test_a_tie_in_a_model_without_experts_is_a_fault(worker: Worker) -> None:
     worker.runner.hurt = lambda i, mode, x: -x if (i, mode) == (1, "PIECEWISE") else x
     with pytest.raises(CompatError, match=r"the taps resid_post\.1, resid_post\.2 have other rows"):
