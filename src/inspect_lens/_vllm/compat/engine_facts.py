@@ -193,10 +193,15 @@ def width_of(site: Site, model: Any, parallel: Any, ranks: int) -> SiteWidth:
 
 
 def has_experts(config: Any) -> bool:
-    """Whether a text model's configuration names more experts than one, DBRX's in a part of it."""
-    parts = (config, getattr(config, "ffn_config", None))
-    found = [getattr(part, name, None) for part in parts for name in _EXPERTS]
-    return any(isinstance(n, int) and n > 1 for n in found)
+    """Whether a configuration, or one inside it, names more experts than one."""
+    held = config if isinstance(config, dict) else getattr(config, "__dict__", {})
+    for name, value in held.items():
+        values = value if isinstance(value, list | tuple) else [value]
+        if name in _EXPERTS and any(isinstance(n, int) and n > 1 for n in values):
+            return True
+        if any(has_experts(v) for v in values if isinstance(v, dict) or hasattr(v, "to_dict")):
+            return True
+    return False
 
 
 def _number(site: Site, config: Any, names: Sequence[str], why: str) -> int:

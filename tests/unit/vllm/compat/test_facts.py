@@ -12,7 +12,7 @@ import pytest
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.protocol import readouts
 from inspect_lens._settings import Settings
-from inspect_lens._vllm.compat.engine_facts import facts_mark, facts_of, refusal
+from inspect_lens._vllm.compat.engine_facts import facts_mark, facts_of, has_experts, refusal
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec import TapPoint, check_request
 
@@ -327,3 +327,27 @@ def test_tokens_of_images_are_known_where_a_configuration_is_inside_another() ->
     )
     facts = facts_of(config(model_config__hf_config=outer), Settings())
     assert facts.placeholders == {7, 8, 9, 10}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, False),
+        ({"num_experts": 1}, False),
+        ({"num_hidden_layers": 4, "num_experts_per_tok": 2}, False),
+        ({"num_local_experts": 4}, True),
+        ({"moe_num_experts": [64, 64]}, True),
+        ({"ffn_config": {"moe_num_experts": 16}}, True),
+        ({"block_configs": [{"block_type": "mamba"}, {"n_routed_experts": 8}]}, True),
+        ({"text_config": {"rope_parameters": None, "ffn_config": {"num_experts": 1}}}, False),
+    ],
+)
+def test_experts_are_found_in_all_parts_of_a_configuration(
+    fields: dict[str, Any], expected: bool
+) -> None:
+    from transformers import PreTrainedConfig
+
+    made = PreTrainedConfig(**fields)
+    assert has_experts(made) == expected
+    assert has_experts(SimpleNamespace(text=made)) == expected
+    assert not has_experts(None)
