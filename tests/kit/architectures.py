@@ -503,6 +503,8 @@ def _idefics3(hidden: int) -> Any:
 
 
 _LATENT_SITES = ("resid_pre", "z", "attn_out", "mlp_out", "resid_post")
+_OWN_KERNEL = {"gdn_prefill_backend": "triton"}
+_OWN_KERNEL_SAID = "on GPUs with vLLM's own kernel (`gdn_prefill_backend`), not with FlashInfer's"
 _SCALED = (
     "with scaled rotary embedding (YaRN), as published; unscaled and with `enforce_eager`, vLLM "
     "rotates wrongly on CPUs"
@@ -673,17 +675,20 @@ CASES = (
         "Qwen3-Next",
         "linear attention and experts",
         _qwen3_next,
+        options=_OWN_KERNEL,
         is_routed=True,
         dtype_on_cpu="bfloat16",
-        remark="vLLM's kernel for CPUs takes bfloat16 alone",
+        remark=f"vLLM's kernel for CPUs takes bfloat16 alone; {_OWN_KERNEL_SAID}",
     ),
     Case(
         "qwen3_5",
         "Qwen3.5 (text)",
         "linear attention",
         _qwen3_5,
+        options=_OWN_KERNEL,
         needs_gpu=True,
-        remark="vLLM's file of it needs torchvision, which `requirements/cpu.lock` leaves out",
+        remark="vLLM's file of it needs torchvision, which `requirements/cpu.lock` leaves out; "
+        + _OWN_KERNEL_SAID,
     ),
     Case(
         "idefics3",
