@@ -300,6 +300,7 @@ def precision_at_base_rate(recall: float, fpr: float, base_rate: float) -> float
 
 def _falling(s: Floats) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """The order of falling scores, and where in it each distinct score ends."""
+    # scikit-learn refuses infinite scores, and is five to ten times slower in each of 1000 draws.
     order = np.argsort(-s, kind="stable")
     return order, np.flatnonzero(np.append(s[order][1:] != s[order][:-1], True))
 
