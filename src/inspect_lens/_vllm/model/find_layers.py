@@ -31,6 +31,9 @@ _NO_LAYER = (
     "a stage of the pipeline has no decoder layer; start with fewer stages, or give each one layer "
     "or more in VLLM_PP_LAYER_PARTITION"
 )
+_SITE_HINT = (
+    "leave the site out of INSPECT_LENS_SITES, or name layers that have it in INSPECT_LENS_LAYERS"
+)
 _INDEX = "{i}"
 _NAMED = "_inspect_lens_named"
 """Attribute of a layer that was named by hand."""
@@ -54,7 +57,7 @@ def decoder_layers(model: nn.Module, n_layers: int, path: str = "") -> list[nn.M
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == n_layers:
             layers = [None if _is_elsewhere(layer) else layer for layer in module]
-            mixers = [has_mixer(layer) for layer in layers if layer is not None]
+            mixers = [_has_mixer(layer) for layer in layers if layer is not None]
             kind = found if all(mixers) else mixed
             # Modules are equal only to themselves.
             if any(mixers) and layers not in kind.values():
@@ -122,7 +125,7 @@ def _is_elsewhere(layer: nn.Module) -> bool:
     return isinstance(layer, PPMissingLayer)
 
 
-def has_mixer(layer: nn.Module) -> bool:
+def _has_mixer(layer: nn.Module) -> bool:
     """Whether a module is or holds an attention or state-space layer."""
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
@@ -159,9 +162,9 @@ def split_output(
         if added is not None and added.shape == hidden.shape and layout == "fused":
             return hidden, added
     raise UnsupportedError(
-        f"inspect_lens does not know the output of {type(layer).__name__}: {describe(output)}, and "
-        f"its source reads as {layout!r}; known are a (tokens, hidden) tensor, (hidden, None), and "
-        f"(hidden, residual) where the source shows whether their sum is the stream; {_HINT}"
+        f"inspect_lens does not know the output of {type(layer).__name__}: {_describe(output)}, "
+        f"and its source reads as {layout!r}; known are a (tokens, hidden) tensor, (hidden, None), "
+        f"and (hidden, residual) where the source shows whether their sum is the stream; {_HINT}"
     )
 
 
@@ -178,22 +181,19 @@ def as_rows(value: Any) -> torch.Tensor | None:
     return None
 
 
-def describe(output: Any) -> str:
+def _describe(output: Any) -> str:
     if isinstance(output, tuple):
-        return "(" + ", ".join(describe(item) for item in output) + ")"
+        return "(" + ", ".join(_describe(item) for item in output) + ")"
     if isinstance(output, torch.Tensor):
         return f"{output.dim()}-dimensional tensor"
     return type(output).__name__
-
-
-_WITHOUT_SITE = "leave the site out of INSPECT_LENS_SITES to run this model without it"
 
 
 def block_module(block: nn.Module, site: Site) -> nn.Module:
     """Find the module of a block whose output is a site."""
     children = dict(block.named_children())
     if site == "attn_out":
-        found = {name: child for name, child in children.items() if has_mixer(child)}
+        found = {name: child for name, child in children.items() if _has_mixer(child)}
         if len(found) == 1:
             mixer = next(iter(found.values()))
             # Where the kernel and its projections lie in the block itself, the last projection
@@ -207,9 +207,9 @@ def block_module(block: nn.Module, site: Site) -> nn.Module:
     found = {
         name: child
         for name, child in children.items()
-        if not has_mixer(child) and _has_weights(child)
+        if not _has_mixer(child) and _has_weights(child)
     }
-    modules = [child for child in found.values() if not is_linear(child)]
+    modules = [child for child in found.values() if not _is_linear(child)]
     if len(modules) == 1:
         return modules[0]
     # A feed-forward part without a module of its own, as in OPT: two projections, of which
@@ -220,7 +220,7 @@ def block_module(block: nn.Module, site: Site) -> nn.Module:
     raise _unclear(block, site, "a feed-forward or mixture-of-experts module", found)
 
 
-def decoder_attention(block: nn.Module, *, or_latent: bool = False) -> Any:
+def _decoder_attention(block: nn.Module, *, or_latent: bool = False) -> Any:
     """The one softmax attention layer of a block, vLLM's own; None where there is none, or more.
 
     One with latent attention is given no keys per head, so it is left out unless it is asked for.
@@ -240,7 +240,7 @@ def decoder_attention(block: nn.Module, *, or_latent: bool = False) -> Any:
     return found[0] if len(found) == 1 else None
 
 
-def projections(part: nn.Module) -> list[nn.Module]:
+def _projections(part: nn.Module) -> list[nn.Module]:
     """Linear layers of a block's part that end it: their inputs are split over ranks.
 
     Of one under LoRA it is the wrapper, which is what is called.
@@ -250,7 +250,7 @@ def projections(part: nn.Module) -> list[nn.Module]:
     return [m for m in found if id(m) not in wrapped]
 
 
-def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return next(iter((*args, *kwargs.values())), None)
 
 
@@ -264,11 +264,11 @@ def check_reduced(block: nn.Module, module: nn.Module, site: Site) -> None:
             raise UnsupportedError(
                 f"INSPECT_LENS_SITES: {site} of {type(block).__name__} with tensor parallelism: "
                 f"{type(module).__name__}.{name} returns one rank's share of a sum that the block "
-                f"completes later; {_WITHOUT_SITE}, or use one GPU per stage"
+                f"completes later; {_SITE_HINT}, or use one GPU per stage"
             )
 
 
-def written_argument(module: nn.Module) -> int | None:
+def _written_argument(module: nn.Module) -> int | None:
     """Index of the argument `output` that some modules write into instead of returning it."""
     names = list(inspect.signature(module.forward).parameters)
     return names.index("output") if "output" in names else None
@@ -284,8 +284,8 @@ def module_output(module: nn.Module, written: Any, output: Any, site: Site) -> t
         return rows
     raise UnsupportedError(
         f"INSPECT_LENS_SITES: {site}: inspect_lens does not know the output of "
-        f"{type(module).__name__}: {describe(output)}; known are a (tokens, hidden) tensor, a "
-        f"tuple of it and None, and an argument 'output'; {_WITHOUT_SITE}"
+        f"{type(module).__name__}: {_describe(output)}; known are a (tokens, hidden) tensor, a "
+        f"tuple of it and None, and an argument 'output'; {_SITE_HINT}"
     )
 
 
@@ -299,7 +299,7 @@ class BlockInput:
             raise UnsupportedError(
                 f"INSPECT_LENS_SITES: resid_pre: {self._block}.forward takes "
                 f"{', '.join(self._names)}, and inspect_lens reads hidden_states and residual; "
-                f"{_WITHOUT_SITE}"
+                f"{_SITE_HINT}"
             )
 
     def read(
@@ -314,8 +314,8 @@ class BlockInput:
             return rows, added
         raise UnsupportedError(
             f"INSPECT_LENS_SITES: resid_pre: {self._block} is called with hidden_states="
-            f"{describe(hidden)} and residual={describe(residual)}; known are (tokens, hidden) "
-            f"tensors, and None for residual; {_WITHOUT_SITE}"
+            f"{_describe(hidden)} and residual={_describe(residual)}; known are "
+            f"(tokens, hidden) tensors, and None for residual; {_SITE_HINT}"
         )
 
     def replace(
@@ -371,7 +371,7 @@ def _base(module: nn.Module) -> nn.Module:
     return base if isinstance(base, nn.Module) else module
 
 
-def is_linear(module: nn.Module) -> bool:
+def _is_linear(module: nn.Module) -> bool:
     from vllm.model_executor.layers.linear import LinearBase
 
     return isinstance(_base(module), LinearBase)
@@ -389,14 +389,12 @@ def _unclear(
     names = ", ".join(f"{name}: {type(child).__name__}" for name, child in found.items())
     return UnsupportedError(
         f"INSPECT_LENS_SITES: {site}: {type(block).__name__} has to have one child that is "
-        f"{wanted}; found: {names or 'none'}; {_WITHOUT_SITE}"
+        f"{wanted}; found: {names or 'none'}; {_SITE_HINT}"
     )
 
 
 Rows = tuple[torch.Tensor, torch.Tensor | None]
 """What a tap gets: rows, and the other half of the stream where it has two."""
-
-_SITE_HINT = "leave the site out of INSPECT_LENS_SITES, or name layers that have it"
 
 
 @dataclass(frozen=True)
@@ -422,7 +420,7 @@ def _resid_post(block: nn.Module, width: int) -> Place:
 
 def _output(site: Site, block: nn.Module, width: int) -> Place:
     module = block_module(block, site)
-    index = written_argument(module)
+    index = _written_argument(module)
 
     def read(args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Rows:
         written = kwargs.get("output")
@@ -454,7 +452,7 @@ def _resid_mid(block: nn.Module, width: int) -> Place:
         if rows is None or not (is_pair or len(given) == 1 or given[1] is None):
             raise UnsupportedError(
                 f"INSPECT_LENS_SITES: resid_mid: {type(module).__name__} is called with "
-                f"{describe(tuple(given))}; known are one or two (tokens, hidden) tensors; "
+                f"{_describe(tuple(given))}; known are one or two (tokens, hidden) tensors; "
                 f"{_SITE_HINT}"
             )
         return rows, added
@@ -467,7 +465,7 @@ _ARGUMENTS: Mapping[Site, tuple[int, str]] = {"q": (0, "query"), "k": (1, "key")
 
 
 def _attention_input(site: Site, block: nn.Module, width: int) -> Place:
-    module = decoder_attention(block)
+    module = _decoder_attention(block)
     if module is None:
         raise _missing(block, site, "softmax attention with keys of its own")
     index, name = _ARGUMENTS[site]
@@ -480,17 +478,17 @@ def _attention_input(site: Site, block: nn.Module, width: int) -> Place:
 
 
 def _projected(site: Site, block: nn.Module, width: int) -> Place:
-    if site == "z" and decoder_attention(block, or_latent=True) is None:
+    if site == "z" and _decoder_attention(block, or_latent=True) is None:
         raise _missing(block, site, "softmax attention")
     part = block_module(block, "attn_out" if site == "z" else "mlp_out")
-    found = projections(part)
+    found = _projections(part)
     if len(found) != 1:
         what = "output projection" if site == "z" else "down projection of its own"
         raise _missing(block, site, f"one {what}")
     module = found[0]
 
     def read(args: tuple[Any, ...], kwargs: Mapping[str, Any], _: Any) -> Rows:
-        return _flat(input_of(args, kwargs), width, module, site), None
+        return _flat(_input_of(args, kwargs), width, module, site), None
 
     return Place(module, read, True)
 
@@ -501,7 +499,7 @@ def _router_logits(block: nn.Module, width: int) -> Place:
     found = [
         module
         for name, module in part.named_modules()
-        if is_linear(module) and getattr(module, "output_size", 0) == width
+        if _is_linear(module) and getattr(module, "output_size", 0) == width
         if "expert" not in name
     ]
     if len(found) != 1:
@@ -600,7 +598,7 @@ def _flat(value: Any, width: int, module: nn.Module, site: Site) -> torch.Tensor
             _check_in_a_row(value, module, site)
             rows: torch.Tensor = value.flatten(1)
             return rows
-    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else describe(value)
+    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else _describe(value)
     raise UnsupportedError(
         f"INSPECT_LENS_SITES: {site}: {type(module).__name__} has {shape} in the place of rows "
         f"of {width} numbers, which the model's configuration says; {_SITE_HINT}"
@@ -635,7 +633,7 @@ def attention_facts(
     """Read the attention layers of a worker; all tensor-parallel ranks have to, together."""
     found = {}
     for layer, block in enumerate(blocks):
-        module = None if block is None else decoder_attention(block)
+        module = None if block is None else _decoder_attention(block)
         if module is not None:
             try:
                 found[layer] = _facts(module, n_kv_heads)

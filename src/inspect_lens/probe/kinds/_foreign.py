@@ -53,12 +53,12 @@ class _Network(NamedTuple):
     spec: HeadSpec = HeadSpec()
 
 
-def is_probelab(loaded: Any) -> bool:
+def _is_probelab(loaded: Any) -> bool:
     """Whether the content of a file is that of probelab."""
     return isinstance(loaded, Mapping) and {"class", "init_kwargs", "state_dict"} <= set(loaded)
 
 
-def read_probelab(
+def _read_probelab(
     loaded: Mapping[str, Any], file: Path, *, name: str, layer: int | None, model: str | None
 ) -> Probe | NeuralProbe:
     """The probe that a file of probelab holds; arguments are those of `import_probe`."""
@@ -72,7 +72,7 @@ def read_probelab(
         "name": name,
         "method": f"imported from {file.name} (probelab, {family})",
         "source": "probelab (MIT)",
-        **where_it_reads(layer, model, "files of probelab name no layer"),
+        **_where_it_reads(layer, model, "files of probelab name no layer"),
         "notes": (
             "Not stated: the model, its site, the tokens that were read, and any threshold. No "
             "rate or AUROC was measured here. The score is the log odds, of which probelab's "
@@ -81,7 +81,7 @@ def read_probelab(
     }
     try:
         settings = dict(loaded["init_kwargs"])
-        made = _READERS[family](arrays_of(loaded), settings)
+        made = _READERS[family](_arrays_of(loaded), settings)
         if isinstance(made, _Network):
             card = ProbeCard(
                 hidden=made.tensors["mean"].size, kind="neural", head=made.spec, pool=made.pool,
@@ -96,7 +96,7 @@ def read_probelab(
         ) from None
 
 
-def where_it_reads(layer: object, model: str | None, unknown: str) -> dict[str, Any]:
+def _where_it_reads(layer: object, model: str | None, unknown: str) -> dict[str, Any]:
     """Layer and model of an imported probe, as fields of its card."""
     if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0:
         raise SpecError(
@@ -107,7 +107,7 @@ def where_it_reads(layer: object, model: str | None, unknown: str) -> dict[str, 
     return {"layers": (layer,), "model": whose}
 
 
-def arrays_of(loaded: Mapping[str, Any]) -> Arrays:
+def _arrays_of(loaded: Mapping[str, Any]) -> Arrays:
     """The tensors of a torch file."""
     state = loaded["state_dict"]
     return {str(key): np.asarray(value.detach().double().numpy()) for key, value in state.items()}
@@ -232,7 +232,7 @@ _LARGE: Final[Mapping[str, str]] = {
 _HOOK_PAPERS: Final[Mapping[str, str]] = {_H_NODE: ", arXiv:2603.26045", _TOOL_CALLS: ""}
 
 
-def read_vllm_hook(file: Path, *, name: str, layer: int | None, model: str | None) -> Probe:
+def _read_vllm_hook(file: Path, *, name: str, layer: int | None, model: str | None) -> Probe:
     """The probe in a `.npz` file of vLLM-Hook; arguments are those of `import_probe`."""
     try:
         arrays = read_npz(file)
@@ -271,7 +271,7 @@ def read_vllm_hook(file: Path, *, name: str, layer: int | None, model: str | Non
             hidden=arrays["weights"].size,
             positions="last_prompt",
             pool="last",
-            **where_it_reads(said, whose, f"{file} names no layer"),
+            **_where_it_reads(said, whose, f"{file} names no layer"),
             notes=(
                 f"vLLM-Hook flags a probability of {flag:g} and more, which is a score of "
                 f"{math.log(flag / (1.0 - flag)):.5g}; pass it as threshold= if you want that. No "
@@ -395,12 +395,12 @@ def import_probe(
     if file.suffix == ".npz":
         if kind is not None or question is not None:
             raise SpecError("kind, question: are of lie-detectors, and the file is of vLLM-Hook")
-        return read_vllm_hook(file, name=name, layer=layer, model=model)
+        return _read_vllm_hook(file, name=name, layer=layer, model=model)
     loaded = _load(file)
-    if is_probelab(loaded):
+    if _is_probelab(loaded):
         if kind is not None or question is not None:
             raise SpecError("kind, question: are of lie-detectors, and the file is of probelab")
-        return read_probelab(loaded, file, name=name, layer=layer, model=model)
+        return _read_probelab(loaded, file, name=name, layer=layer, model=model)
     arrays, threshold, facts = _read(loaded, file)
     readme = _read_readme(file.parent / "README.md")
     found = _kind(file, kind, readme)
@@ -410,7 +410,7 @@ def import_probe(
         "description": "A large score means a deceptive answer, as its authors label them.",
         "method": f"imported from {file.name} (lie-detectors, {found}, {_of(facts)})",
         "source": "; ".join(filter(None, [_SOURCE, _PAPERS.get(found, "")])),
-        **where_it_reads(at, model or readme.model, f"{file} names no layer"),
+        **_where_it_reads(at, model or readme.model, f"{file} names no layer"),
         "thresholds": (_threshold(threshold, readme),),
         "notes": (*_known(facts, readme), *_assumed(readme), *_unknown(found, facts)),
     }
@@ -454,7 +454,7 @@ def _read(loaded: Any, file: Path) -> tuple[_Arrays, float, dict[str, Any]]:
     """Tensors but the threshold, the threshold, and the hyperparameters."""
     try:
         facts = dict(loaded["hyperparams"])
-        arrays = {key: value.astype(np.float32) for key, value in arrays_of(loaded).items()}
+        arrays = {key: value.astype(np.float32) for key, value in _arrays_of(loaded).items()}
         threshold = arrays.pop("threshold")
         wanted = _TENSORS[facts["probe_architecture"]]
         if set(arrays) != set(wanted) or threshold.size != 1:

@@ -41,7 +41,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Any:
     block = Routed()
     home = "inspect_lens._vllm.model.find_layers"
     monkeypatch.setattr(f"{home}.block_module", lambda block, site: block.mlp)
-    monkeypatch.setattr(f"{home}.is_linear", lambda module: isinstance(module, Router))
+    monkeypatch.setattr(f"{home}._is_linear", lambda module: isinstance(module, Router))
     place = LOCATORS["router_logits"](block, 6)
     return lambda value: place.read((), {}, value)[0]
 
