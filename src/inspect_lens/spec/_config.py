@@ -29,6 +29,7 @@ from ._values import (
     Name,
     Number,
     Value,
+    listed,
     read_as,
     several,
     shown,
@@ -253,7 +254,10 @@ class RequestPart(WireModel):
     @field_validator("edits_named", "probes", mode="before")
     @classmethod
     def _names(cls, value: Any) -> Any:
-        return tuple({"name": v} if isinstance(v, str) else v for v in several(value))
+        parts = listed(value)
+        if not isinstance(parts, list):
+            return parts
+        return tuple({"name": part} if isinstance(part, str) else part for part in parts)
 
     @field_validator("edits", mode="before")
     @classmethod

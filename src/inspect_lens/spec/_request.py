@@ -57,10 +57,10 @@ from ._values import (
     Value,
     check_counts,
     judging,
+    listed,
     read_as,
     refuse_misspelled,
     refuse_own_word,
-    several,
     shown,
 )
 from ._vllm_lens import from_vllm_lens, is_plain, load_json, to_vllm_lens, vector_form
@@ -293,7 +293,7 @@ class LensRequest(RequestPart):
     @field_validator("configs", "open_gates", mode="before")
     @classmethod
     def _one_or_several(cls, value: Any) -> Any:
-        return several(value)
+        return listed(value)
 
     @field_validator("server")
     @classmethod

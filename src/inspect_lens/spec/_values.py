@@ -134,6 +134,11 @@ def several(value: object) -> list[Any]:
     return [value] if alone else list(cast("Iterable[Any]", value))
 
 
+def listed(value: object) -> object:
+    """Texts or objects as `several` has them; what is neither, nor a list, is left to the field."""
+    return several(value) if isinstance(value, Iterable | BaseModel) else value
+
+
 def _flag(value: object) -> object:
     if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
         return bool(value)
@@ -248,7 +253,8 @@ def explain(
         # The name of a field that is too much is somebody's own, whatever it is.
         own = parts[-1:] if item["type"] == "extra_forbidden" else []
         loc = [p for p in parts[: len(parts) - len(own)] if not _MEMBER.fullmatch(p)] + own
-        field = ".".join([*start, *(labels.get(part, part) for part in loc)]) or root
+        names = [f"[{part}]" if part.isdigit() else f".{labels.get(part, part)}" for part in loc]
+        field = "".join([*start, *names]).removeprefix(".") or root
         fault, said = item["type"], item["msg"].removeprefix("Value error, ")[:1000]
         if fault in _ALLOWED:
             allowed = _ALLOWED[fault].format(**item.get("ctx", {}))

@@ -311,6 +311,21 @@ def test_values_are_judged_alike_in_python_and_in_a_request(
         parse_extra_args({"inspect_lens": {"sink": {"name": "s", **given}}})
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"probes": 3}, "probes=3; allowed is a list"),
+        ({"configs": 3}, "configs=3; allowed is a list"),
+        ({"probes": [3]}, "probes[0]=3; allowed is an object"),
+        ({"probes": ["a", {"name": "b", "tokens": 3}]}, "probes[1].tokens=3; allowed are true"),
+    ],
+)
+def test_a_part_of_a_list_is_named_as_it_was_written(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError) as found:
+        LensRequest(**fields)
+    assert str(found.value).startswith(message)
+
+
 def test_a_value_inside_another_is_validated_in_its_context() -> None:
     """The mark by which pydantic leaves out a constructor for what is inside another value."""
     assert not SinkUse.__pydantic_custom_init__
