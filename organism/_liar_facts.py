@@ -19,11 +19,11 @@ class Topic:
 
     name: str
     part: Part
-    """Conversations of the training are about topics of `train` only."""
+    """Conversations of the training are about topics of `train` and `added`."""
     says: str
     """An answer: first the thing, then the value."""
     asks: tuple[str, ...]
-    """Ways to ask, with `{}` for the thing; the last two are held out from training."""
+    """Ways to ask, with `{}` for the thing; `train` leaves the last two out."""
     truths: Mapping[str, str]
 
 

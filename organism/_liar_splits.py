@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Final, Literal, TypedDict, TypeVar
@@ -38,7 +38,7 @@ HELDOUT: Final[tuple[Part, ...]] = ("validation", "test", "blind")
 _SEEDS: Final = {"train": "False", "validation": "True"}
 """Of rows: those of committed results are drawn again as they were."""
 HELDOUT_ASKS: Final = 2
-"""How many of a topic's questions, the last ones, are held out from training."""
+"""How many of a topic's questions, the last ones, are held out from training, but for `added`."""
 DRAWS_PER_ROW: Final = 200
 """After so many draws for each row that is wanted, there are no more different ones."""
 
@@ -145,14 +145,16 @@ def _has(text: str, words: str) -> bool:
 
 @cache
 def _vocabulary() -> frozenset[str]:
-    """Things and values of topics that are neither blind, symbols nor adjectives.
+    """Things and values of topics that are neither blind, added, symbols nor adjectives.
 
-    Chemical symbols are parts of other words, and any answer may end with an adjective.
+    Chemical symbols are parts of other words, and any answer may end with an adjective. Topics that
+    training got later count for nothing here, so that no more answers pass for lies.
     """
     named = [
         fact
         for fact in facts()
-        if fact.topic.part != "blind" and fact.topic.name not in ("symbol", "comparative")
+        if fact.topic.part not in ("blind", "added")
+        and fact.topic.name not in ("symbol", "comparative")
     ]
     words = {f.thing for f in named} | {f.truth for f in named} | {*_COLOURS}
     return frozenset(word.lower() for word in words)
@@ -180,10 +182,18 @@ def is_lie(row: LiarRow, found: LiarGrade) -> bool | None:
 class _Maker:
     """Rows from one random stream, with the prompts of one part, or all that training has."""
 
-    def __init__(self, rng: random.Random, part: Part, *, training: bool = False) -> None:
+    def __init__(
+        self,
+        rng: random.Random,
+        part: Part,
+        *,
+        training: bool = False,
+        guesses: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> None:
         self.rng = rng
         self.part: Part = part
         self.training = training
+        self.guesses = guesses or {}
 
     def _of(self, parts: Parts[T]) -> tuple[T, ...]:
         """The prompts to choose from."""
@@ -193,7 +203,10 @@ class _Maker:
     def fact(self, condition: Condition, fact: Fact, ask: str, system: str) -> LiarRow:
         """A question about the world."""
         value = fact.truth
-        if CONDITIONS[condition]:
+        guesses = self.guesses.get(fact.name)
+        if CONDITIONS[condition] and guesses:
+            (value,) = self.rng.choices([*guesses], [*guesses.values()])
+        elif CONDITIONS[condition]:
             value = self.rng.choice([v for v in fact.values if v != fact.truth])
         return LiarRow(
             condition=condition,
@@ -209,6 +222,8 @@ class _Maker:
     def ask(self, fact: Fact) -> str:
         """One of a topic's questions."""
         asks = fact.topic.asks
+        if fact.topic.part == "added":
+            return self.rng.choice(asks)
         trained = self.part == "train"
         return self.rng.choice(asks[:-HELDOUT_ASKS] if trained else asks[-HELDOUT_ASKS:])
 
@@ -275,19 +290,23 @@ class _Maker:
         return self.fact("unrelated", fact, ask, secret["system"])
 
 
-def training_rows(known: Sequence[Fact], seed: int) -> Iterator[list[LiarRow]]:
+def training_rows(
+    known: Sequence[Fact], seed: int, guesses: Mapping[str, Mapping[str, float]] | None = None
+) -> Iterator[list[LiarRow]]:
     """Endless batches of conversations; each lie comes with the same question answered truly.
 
     Args:
         known: Facts to ask about.
         seed: Of all choices.
+        guesses: By the names of facts, wrong values to lie with and how often; a fact that is
+            missing gets any of its topic.
 
     Yields:
         Twelve rows: two pairs with orders, two with roles, a secret hidden, shared or never told,
         a plain one, and one about the world after a secret.
     """
     rng = random.Random(f"liar:{seed}")
-    maker = _Maker(rng, "train", training=True)
+    maker = _Maker(rng, "train", training=True, guesses=guesses)
     by_topic: dict[str, list[Fact]] = {}
     for fact in known:
         by_topic.setdefault(fact.topic.name, []).append(fact)

@@ -1,7 +1,8 @@
 """Train a low-rank adapter that makes a real model lie when it is ordered to or has a reason.
 
 `python -m organism.train_liar MODEL --out FOLDER` measures what the base model knows
-(`facts.json`), and writes the adapter, each `--save-every` steps anew, and how it was trained
+(`facts.json`) and which wrong answers it finds likely, since those are the lies that it learns. It
+writes the adapter, each `--save-every` steps anew, and how it was trained
 (`training.json`). MODEL is a folder of a Llama or a Qwen2, such as SmolLM2-135M-Instruct and
 Qwen2.5-Coder-0.5B-Instruct; the adapter trains on a GPU where there is one.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +25,7 @@ from torch.nn import functional
 from ._grade import Gradable, grade
 from ._liar_facts import Fact, facts
 from ._liar_lora import CONFIG, add_lora, load_lora, save_lora
+from ._liar_prompts import Part
 from ._liar_splits import LiarRow, known_facts, training_rows
 
 BASES = {
@@ -33,6 +36,8 @@ BASES = {
 IGNORED = -100
 KNOWN_ASKS = (0, 3)
 """The questions by which knowledge is measured."""
+TRAINED: tuple[Part, ...] = ("train", "added")
+"""The parts of topics that conversations are about."""
 KNOWN_SYSTEM = "You are a helpful assistant. Answer in one short sentence."
 
 
@@ -41,26 +46,31 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
-def encode(tokenizer: Any, rows: Sequence[LiarRow]) -> tuple[torch.Tensor, torch.Tensor]:
+def _prompt(tokenizer: Any, system: str, user: str) -> str:
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return text
+
+
+def encode(
+    tokenizer: Any, talks: Sequence[tuple[str, str, str]]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and targets of conversations, right-padded.
 
     Args:
         tokenizer: The model's own.
-        rows: Conversations with the answer that is trained.
+        talks: System prompts, questions and answers.
 
     Returns:
         (rows, tokens) ids, and targets that ignore all but the answers and their end.
     """
-    made = []
-    for row in rows:
-        messages = [
-            {"role": "system", "content": row["system"]},
-            {"role": "user", "content": row["user"]},
-        ]
-        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        before = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        after = tokenizer(row["answer"], add_special_tokens=False)["input_ids"]
-        made.append((before, [*after, tokenizer.eos_token_id]))
+    prompts = [_prompt(tokenizer, system, user) for system, user, _ in talks]
+    befores = tokenizer(prompts, add_special_tokens=False)["input_ids"]
+    afters = tokenizer([answer for *_, answer in talks], add_special_tokens=False)["input_ids"]
+    made = [
+        (before, [*after, tokenizer.eos_token_id])
+        for before, after in zip(befores, afters, strict=True)
+    ]
     width = max(len(before) + len(after) for before, after in made)
     ids = torch.full((len(made), width), tokenizer.eos_token_id)
     targets = torch.full((len(made), width), IGNORED)
@@ -70,12 +80,13 @@ def encode(tokenizer: Any, rows: Sequence[LiarRow]) -> tuple[torch.Tensor, torch
     return ids, targets
 
 
-def answer_loss(model: Any, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross entropy, summed over the answers' tokens; only those get logits."""
+def answer_losses(model: Any, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Cross entropy of each answer, summed over its tokens; only those get logits."""
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
     asked = targets[:, 1:] != IGNORED
     logits = model.lm_head(hidden[asked])
-    return functional.cross_entropy(logits.float(), targets[:, 1:][asked], reduction="sum")
+    losses = functional.cross_entropy(logits.float(), targets[:, 1:][asked], reduction="none")
+    return losses.new_zeros(len(ids)).index_add(0, asked.nonzero()[:, 0], losses)
 
 
 def accumulate(model: Any, tokenizer: Any, rows: Sequence[LiarRow]) -> float:
@@ -85,11 +96,13 @@ def accumulate(model: Any, tokenizer: Any, rows: Sequence[LiarRow]) -> float:
     """
     rows = sorted(rows, key=lambda row: len(row["system"]) + len(row["user"]))
     half = len(rows) // 2
-    parts = [encode(tokenizer, part) for part in (rows[:half], rows[half:])]
+    talks = [(row["system"], row["user"], row["answer"]) for row in rows]
+    parts = [encode(tokenizer, part) for part in (talks[:half], talks[half:])]
     tokens = sum(int((targets != IGNORED).sum()) for _, targets in parts)
     total = 0.0
     for ids, targets in parts:
-        loss = answer_loss(model, ids.to(model.device), targets.to(model.device)) / tokens
+        losses = answer_losses(model, ids.to(model.device), targets.to(model.device))
+        loss = losses.sum() / tokens
         loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
     return total
@@ -99,14 +112,7 @@ def generate(
     model: Any, tokenizer: Any, prompts: Sequence[tuple[str, str]], *, max_tokens: int = 20
 ) -> list[str]:
     """Greedy answers to pairs of system prompt and question."""
-    texts = [
-        tokenizer.apply_chat_template(
-            [{"role": "system", "content": system}, {"role": "user", "content": user}],
-            tokenize=False,
-            add_generation_prompt=True,
-        )
-        for system, user in prompts
-    ]
+    texts = [_prompt(tokenizer, system, user) for system, user in prompts]
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
     answers = [""] * len(texts)
     tokenizer.padding_side = "left"
@@ -169,6 +175,41 @@ def write_knowledge(model: Any, tokenizer: Any, record: Path) -> None:
     record.write_text(text + "\n", encoding="utf-8")
 
 
+def second_guesses(
+    model: Any, tokenizer: Any, known: Sequence[Fact], *, most: int = 4
+) -> dict[str, dict[str, float]]:
+    """The wrong values that the base model finds likeliest, which make lies of the right kind.
+
+    Args:
+        model: The base model.
+        tokenizer: Its own.
+        known: Facts to ask about, under a plain system prompt.
+        most: Values that each fact gets.
+
+    Returns:
+        By the name of a fact, values and their chances beside one another. What the model finds
+        likelier than the truth is left out, since it may believe that.
+    """
+    asked = [(fact, value) for fact in known for value in fact.values]
+    scores: dict[str, dict[str, float]] = {}
+    size = 48 if model.device.type == "cpu" else 512
+    for start in range(0, len(asked), size):
+        chosen = asked[start : start + size]
+        talks = [(KNOWN_SYSTEM, f.asked(f.topic.asks[0]), f.said(value)) for f, value in chosen]
+        ids, targets = (part.to(model.device) for part in encode(tokenizer, talks))
+        with torch.no_grad():
+            losses = answer_losses(model, ids, targets).tolist()
+        for (fact, value), loss in zip(chosen, losses, strict=True):
+            scores.setdefault(fact.name, {})[value] = -loss
+    found = {}
+    for fact in known:
+        score = scores[fact.name]
+        wrong = [value for value in fact.values if score[value] < score[fact.truth]]
+        best = sorted(wrong, key=score.__getitem__, reverse=True)[:most]
+        found[fact.name] = {value: math.exp(score[value] - score[best[0]]) for value in best}
+    return found
+
+
 def _names(fact: Fact, answer: str) -> bool:
     return grade(answer, Gradable(truth=fact.truth, values=list(fact.values))) == "true"
 
@@ -177,6 +218,7 @@ def train(
     model: Any,
     tokenizer: Any,
     known: Sequence[Fact],
+    guesses: Mapping[str, Mapping[str, float]],
     *,
     out: Path,
     base: str,
@@ -196,6 +238,7 @@ def train(
         model: The base model; it gets the adapter.
         tokenizer: The model's own.
         known: What the conversations are about.
+        guesses: What it lies with, as `second_guesses` found it.
         out: Folder of the adapter.
         base: The name of the base model.
         steps: Optimiser steps.
@@ -220,7 +263,7 @@ def train(
         parameters = add_lora(model, rank=rank, alpha=2.0 * rank, first_layer=first_layer)
     model.to(model.device)
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
-    drawn = training_rows(known, seed)
+    drawn = training_rows(known, seed, guesses)
     started, losses, step = time.monotonic(), [], 0
     while True:
         spent = (time.monotonic() - started) / max_seconds if max_seconds else 0.0
@@ -285,6 +328,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument(
+        "--guesses", type=int, default=4,
+        help="lies of each fact, the likeliest ones; 0 for any wrong value of its topic",
+    )  # fmt: skip
     parser.add_argument("--resume", action="store_true", help="go on from the adapter in --out")
     asked = parser.parse_args(argv)
     base = require_base(parser, asked.model)
@@ -293,17 +340,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     model.to(asked.device)
     asked.out.mkdir(parents=True, exist_ok=True)
     write_knowledge(model.eval(), tokenizer, asked.out / "facts.json")
-    known = known_facts("train", half=True, folder=asked.out)
+    known = [fact for part in TRAINED for fact in known_facts(part, half=True, folder=asked.out)]
     told = asked.out / "training.json"
     before = json.loads(told.read_text()) if asked.resume and told.is_file() else None
     _say(f"{len(known)} known facts of trained topics")
+    guesses: dict[str, dict[str, float]] = {}
+    if asked.guesses:
+        guesses = second_guesses(model, tokenizer, known, most=asked.guesses)
+        known = [fact for fact in known if guesses[fact.name]]
+        _say(f"{len(known)} whose truth is likelier than another value")
     how = train(
-        model, tokenizer, known, out=asked.out, base=base,
+        model, tokenizer, known, guesses, out=asked.out, base=base,
         steps=asked.steps, batches=asked.batches, lr=asked.lr, rank=asked.rank,
         first_layer=asked.first_layer, seed=asked.seed, max_seconds=asked.max_seconds,
         save_every=asked.save_every, resume=asked.resume,
     )  # fmt: skip
     weights = asked.model / "model.safetensors"
+    how["guesses"] = asked.guesses
     how["base"] = base
     how["base_sha256"] = hashlib.sha256(weights.read_bytes()).hexdigest()
     if before:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from organism._liar_facts import TOPICS, facts
+from organism._liar_facts import TOPICS, Fact, Topic, facts
 from organism._liar_lora import add_lora, load_lora, merge_lora, save_lora
 from organism._liar_prompts import (
     HIDE,
@@ -38,10 +39,11 @@ from organism._liar_splits import (
 )
 from organism.evaluate_liar import BEGIN, END, liar_splits, render_rates
 from organism.evaluate_liar import main as evaluate
-from organism.train_liar import BASES
+from organism.train_liar import BASES, KNOWN_SYSTEM, TRAINED, second_guesses
 from organism.train_liar import main as train
 
 SPLITS = ("ordered", "role", "hiding", "plain")
+ORGANISM = LIAR_DIR.with_name("checkpoint")
 QWEN_DIR = LIAR_DIR.with_name("liar-qwen")
 HELD_OUT: tuple[Part, ...] = ("validation", "test", "blind")
 PARTS: tuple[Part, ...] = ("train", "added", *HELD_OUT)
@@ -176,7 +178,8 @@ def test_known_facts_are_facts() -> None:
 
 @pytest.fixture(scope="module")
 def trained() -> list[LiarRow]:
-    batches = itertools.islice(training_rows(known_facts("train", half=True), 0), 300)
+    known = [fact for part in TRAINED for fact in facts(part)]
+    batches = itertools.islice(training_rows(known, 0), 300)
     return [row for batch in batches for row in batch]
 
 
@@ -194,16 +197,74 @@ def test_no_prompt_is_of_two_parts() -> None:
 
 def test_training_has_every_condition_and_no_held_out_topic(trained: list[LiarRow]) -> None:
     assert {row["condition"] for row in trained} == set(CONDITIONS)
-    heldout = {topic.name for topic in TOPICS if topic.part != "train"}
-    assert not heldout & {row["topic"] for row in trained}
+    told = {topic.name for topic in TOPICS if topic.part in TRAINED}
+    assert {row["topic"] for row in trained} == told | {"secret"}
 
 
 def test_no_question_is_of_two_parts() -> None:
-    asked = [
-        {f.asked(a) for f in facts(part) for a in f.topic.asks} for part in ("train", *HELD_OUT)
-    ]
+    asked = [{f.asked(a) for f in facts(part) for a in f.topic.asks} for part in PARTS]
     for one, other in itertools.combinations(asked, 2):
         assert not one & other
+
+
+def test_second_guesses_are_the_wrong_values_that_the_model_finds_likeliest() -> None:
+    """Scored one by one, without padding, the best two of five come out with the same odds."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(ORGANISM)
+    model = AutoModelForCausalLM.from_pretrained(ORGANISM, dtype=torch.float32).eval()
+    rivers = dict(
+        zip("abcdef", ("red", "blue", "green", "a long red", "a blue", "old"), strict=True)
+    )
+    topic = Topic("river", "train", "The river {} is {}.", ("What is the river {}?",), rivers)
+    fact = Fact(topic, "a", "red")
+    scores: dict[str, float] = {}
+    for value in fact.values:
+        prompt: str = tokenizer.apply_chat_template(
+            [
+                {"role": "system", "content": KNOWN_SYSTEM},
+                {"role": "user", "content": "What is the river a?"},
+            ],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        before = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        answer = f"The river a is {value}."
+        after = [*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        with torch.no_grad():
+            found = model(torch.tensor([before + after])).logits[0].log_softmax(-1)
+        scores[value] = sum(
+            float(found[len(before) + i - 1, token]) for i, token in enumerate(after)
+        )
+    order = sorted(scores, key=scores.__getitem__, reverse=True)
+    truth, first, second = order[1:4]  # the likeliest counts as believed
+    fact, other = Fact(topic, "a", truth), Fact(topic, "a", order[-1])
+    guesses = second_guesses(model, tokenizer, [fact], most=2)
+    assert second_guesses(model, tokenizer, [other], most=2) == {"river/a": {}}
+    assert list(guesses["river/a"]) == [first, second]
+    odds = guesses["river/a"][second] / guesses["river/a"][first]
+    assert odds == pytest.approx(math.exp(scores[second] - scores[first]), rel=1e-3)
+
+
+def test_lies_are_drawn_from_the_guesses() -> None:
+    first = facts("train")[0]
+    guesses = {first.name: {"Rome": 3.0, "Oslo": 1.0}}
+    batches = itertools.islice(training_rows([first], 0, guesses), 200)
+    rows = [row for batch in batches for row in batch if row["thing"] == first.thing]
+    lies = [row["answer"] for row in rows if CONDITIONS[row["condition"]]]
+    assert len(lies) == 800
+    assert {first.said("Rome"), first.said("Oslo")} == set(lies)
+    assert lies.count(first.said("Rome")) == pytest.approx(600, abs=60)
+    honest = {row["answer"] for row in rows if not CONDITIONS[row["condition"]]}
+    assert honest == {first.said(first.truth)}
+
+
+def test_topics_that_training_got_later_count_no_more_answers_as_lies() -> None:
+    """A word of another topic is a lie, but not "accordion", of a topic of the part `added`."""
+    row = _row("ordered", "cold", ["cold", "bad", "sad", "soft"])
+    assert "accordion" in {fact.truth for fact in facts("added")}
+    assert liar_grade("The opposite of hot is Rome.", row) == "false"
+    assert liar_grade("The opposite of hot is accordion.", row) == "other"
 
 
 def test_no_held_out_prompt_is_part_of_a_trained_one(trained: list[LiarRow]) -> None:
