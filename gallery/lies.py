@@ -52,6 +52,9 @@ LEARNT: Final = {"ordered": "ordered lies", "role": "lies in a role", "hiding": 
 KINDS: Final = tuple(name for name in JUDGED if name != HONEST)
 N_TRAIN: Final = {"ordered": 120, "role": 80, "hiding": 60}
 N_CONTROL: Final = 50
+"""At least: a threshold for `FPR` needs 19 honest answers, and some of these say nothing."""
+LEAST: Final = 16
+"""Rows of each set at least: layers are chosen on parts that need lies and honest answers each."""
 WATCHED: Final = "probes/ordered-logistic"
 WATCH: Final = 24
 """Samples of the eval whose tokens are shown."""
@@ -62,6 +65,8 @@ CONTROL_PART: Final = 3
 def measure(setting: Setting) -> dict[str, Any]:
     """Answers of the adapter, what they were by the truth, and probes of their activations."""
     adapter = ADAPTERS[setting.model]
+    if setting.n is not None and setting.n < LEAST:
+        raise SpecError(f"--n {setting.n}: probes cannot be trained on so few; {LEAST} or more do")
     try:
         rows = _rows(setting.n, adapter)
     except ValueError as error:
@@ -131,8 +136,9 @@ def _rows(n: int | None, adapter: Path) -> dict[str, list[LiarRow]]:
             wanted=lambda thing: not _for_control(thing),
         )  # fmt: skip
     made["control"] = split(
-        "plain", topics="train", prompts="validation", n=n or N_CONTROL, wanted=_for_control
-    )
+        "plain", topics="train", prompts="validation", n=max(n or 0, N_CONTROL),
+        wanted=_for_control,
+    )  # fmt: skip
     for name, count in JUDGED.items():
         kind, _ = SPLITS[name]
         made[name] = split(kind, topics=JUDGED_PART, prompts=JUDGED_PART, n=n or count)

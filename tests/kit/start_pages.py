@@ -55,11 +55,15 @@ def _findings() -> Iterator[tuple[str, str, str, str]]:
         refusal["model"], f"{ablated} of {n} refused", f"unedited: {unedited} of {n}",
     )  # fmt: skip
     injection = _result("injection")
-    plain, padded = (injection["numbers"][f"auroc_{key}"][0] for key in ("plain", "padded"))
+    plain, padded = (
+        "{:.3f} [{:.3f}, {:.3f}]".format(*injection["numbers"][f"auroc_{key}"])
+        for key in ("plain", "padded")
+    )
+    n = injection["numbers"]["n"]
     yield (
         f"[does attention show a prompt injection?]({_link('injection')})",
-        injection["model"], f"AUROC {plain:.3f} against plain prompts",
-        f"{padded:.3f} against harmless prompts of the same length",
+        injection["model"], f"AUROC {plain} on {n} injected and {n} plain prompts",
+        f"{padded} against {n} harmless prompts of the same length",
     )  # fmt: skip
 
 

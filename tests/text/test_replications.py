@@ -153,6 +153,12 @@ def test_more_samples_than_there_are_are_refused(tmp_path: Path) -> None:
         eval_split("plain", topics="validation", prompts="validation", n=300)
 
 
+def test_too_few_lies_to_train_on_are_refused_before_a_model_answers(tmp_path: Path) -> None:
+    setting = Setting("smollm2-135m", tmp_path, tmp_path, n=15)
+    with pytest.raises(SpecError, match=r"--n 15: .*16 or more"):
+        REPLICATIONS["lies"].measure(setting)
+
+
 def test_runs_that_differ_keep_their_activations_apart(tmp_path: Path) -> None:
     runs = [("smollm2-135m", None), ("smollm2-135m", 4), ("gemma3-270m", None)]
     assert len({work_folder(tmp_path, model, n) for model, n in runs}) == len(runs)
