@@ -98,10 +98,11 @@ def _attach_and_encode(output: Any, body: Body | None) -> None:
         _encode(output, body)
 
 
-async def _carry(output: Any, body: Body | None) -> None:
+async def _carry(output: Any, body: Body | None, *, may_wait: bool) -> None:
     """Put what is ready on an output of requests that go on, as JSON where a body has asked."""
-    loop, front = asyncio.get_running_loop(), front_end()
-    await arrivals_of(loop, front.results).wait_for(output)
+    front = front_end()
+    if may_wait:
+        await arrivals_of(asyncio.get_running_loop(), front.results).wait_for(output)
     if front.results.n_bytes(output, is_kept=body is None) < _LARGE_PART:
         _carry_and_encode(output, body)
     else:  # rows of a prompt, for which no other response has to wait
@@ -380,7 +381,9 @@ async def _with_results(
                 running = [c.index for c in filter(is_running, ours)] if takes_parts else []
                 if running and (pace is None or pace.is_due(running)):
                     with faults_told():
-                        await _carry(output, body)
+                        await _carry(output, body, may_wait=pace is None or not pace.pause_s)
+                    if pace is not None and any("inspect_lens_partial" in c.__dict__ for c in ours):
+                        pace.note(running)
                 if ours and has_tickets(output):
                     missing -= await attached_for_http(output, body)
                 if missing > 0 and output.finished:

@@ -32,12 +32,11 @@ _PER_OTHER_S, _AT_MOST_S = 0.008, 2.0
 class Pace:
     """Which events of one answer carry results.
 
-    Such an event costs the event loop of all several times as much as one of text: half a
-    millisecond or more on an H200's host, with the fetch of a handle. So the more streams are under
-    way, the more tokens share one: a stream has the next after `_PER_OTHER_S` for each other
-    stream, and after `_AT_MOST_S` in any case, which leaves most of the loop to the text. One that
-    is alone has it with its next token. The first token always has it, and the last event brings
-    what is left.
+    Such an event costs the event loop of all several times as much as one of text. So the more
+    streams are under way, the more tokens share one: a stream has the next after `_PER_OTHER_S` for
+    each other stream, and after `_AT_MOST_S` in any case, counted from its first token or from the
+    last such event. It then carries what has come. One that is alone has it with each token, and
+    waits for the rows of that. The last event brings what is left.
     """
 
     _n_under_way = 0
@@ -45,18 +44,24 @@ class Pace:
 
     def __init__(self) -> None:
         self._last: dict[int, float] = {}
-        """By choice, when its last event with results was made."""
+        """By choice, when its last event with results was made, or its first token came."""
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds between two events with results; none for a stream that is alone."""
+        return min(_PER_OTHER_S * (Pace._n_under_way - 1), _AT_MOST_S)
 
     def is_due(self, choices: Collection[int]) -> bool:
-        """Whether an event that tells of these choices carries results; noted, if so."""
+        """Whether an event that tells of these choices carries results."""
         now, last = time.monotonic(), self._last
-        pause = min(_PER_OTHER_S * (Pace._n_under_way - 1), _AT_MOST_S)
-        if all(i in last and now - last[i] < pause for i in choices):
-            return False
         n_known = len(last)
-        last |= dict.fromkeys(choices, now)
+        since = [last.setdefault(i, now) for i in choices]
         Pace._n_under_way += len(last) - n_known
-        return True
+        return now - min(since) >= self.pause_s
+
+    def note(self, choices: Collection[int]) -> None:
+        """Note that an event has carried results."""
+        self._last |= dict.fromkeys(choices, time.monotonic())
 
     def end(self) -> None:
         """Note that the answer is over."""

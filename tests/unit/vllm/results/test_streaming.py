@@ -131,7 +131,7 @@ def test_nobody_waits_while_rows_of_a_prompt_are_written(
 
     async def carry() -> None:
         CLIENT.set("10.0.0.1 key")
-        await wrappers._carry(one, Body())
+        await wrappers._carry(one, Body(), may_wait=True)
 
     with Front.waiting:
         asyncio.run(carry())
@@ -305,10 +305,39 @@ def test_among_many_streams_tokens_share_an_event_and_none_is_lost(
         patch.setattr(
             streaming, "time", SimpleNamespace(monotonic=itertools.count(0, 0.8).__next__)
         )
-        kinds = served(engine, monkeypatch)
-    others.end()
+        try:
+            kinds = served(engine, monkeypatch, settles=True)
+        finally:
+            others.end()
     # Two seconds are over with the fourth token; the fifth is the last.
-    assert kinds == ["text", True, "text", "text", "text", True, "text", True, False]
+    assert kinds == ["text", "text", "text", "text", True, "text", True, False]
+
+
+def test_among_many_streams_an_event_waits_for_no_rows_and_what_is_missing_comes_later(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on being due until it has carried something."""
+    carry, late = engine.results.carry, iter([True, True])
+
+    def carry_late(output: Any, *, is_kept: bool) -> None:
+        if not next(late, False):
+            carry(output, is_kept=is_kept)
+
+    def in_vain(output: Any) -> bool:
+        raise AssertionError("nobody waits")
+
+    others = Pace()
+    others.is_due(range(300))
+    with monkeypatch.context() as patch:
+        clock = SimpleNamespace(monotonic=itertools.count(0, 3.0).__next__)
+        patch.setattr(streaming, "time", clock)
+        patch.setattr(engine.results, "carry", carry_late)
+        patch.setattr(engine.results, "has_come", in_vain)
+        try:
+            kinds = served(engine, monkeypatch, settles=True)
+        finally:
+            others.end()
+    assert kinds == ["text", "text", "text", "text", True, "text", True, False]
 
 
 def test_the_pace_is_that_of_the_streams_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,28 +345,37 @@ def test_the_pace_is_that_of_the_streams_under_way(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(streaming, "time", SimpleNamespace(monotonic=lambda: now[0]))
     mine, others = Pace(), Pace()
 
-    def next_due() -> float:
+    def next_due(*choices: int) -> float:
         """Seconds until the next event with results."""
         began = now[0]
-        while not mine.is_due([0]):
+        while not mine.is_due(choices):
             now[0] += 1 / 1024
+        assert mine.is_due(choices), "until it has carried something"
+        mine.note(choices)
         return now[0] - began
 
-    assert next_due() == next_due() == 0.0, "with each token where a stream is alone"
+    assert next_due(0) == next_due(0) == 0.0, "with each token where a stream is alone"
     for n, seconds in ((10, 0.08), (100, 0.8), (1000, 2.0), (10_000, 2.0)):
-        assert all(others.is_due([i]) for i in range(len(others._last), n)), "the first of each"
-        assert next_due() == pytest.approx(seconds, abs=1 / 512)
-    assert not mine.is_due([0])
-    assert mine.is_due([0, 1]), "another choice has its first token in the same event"
+        assert not any(others.is_due([i]) for i in range(len(others._last), n))
+        assert next_due(0) == pytest.approx(seconds, abs=1 / 512)
+    assert next_due(1) == pytest.approx(2.0, abs=1 / 512), "the first one, too"
+    assert mine.is_due([0, 1]), "as soon as one of its choices is due"
     others.end()
     mine.end()
     assert Pace._n_under_way == 0
 
 
 def served(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, request: LensRequest = ROWS
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    request: LensRequest = ROWS,
+    *,
+    settles: bool = False,
 ) -> list[Any]:
-    """Of each event of an answer, whether it is vLLM's, and if not whether it is of a part."""
+    """Of each event of an answer, whether it is vLLM's, and if not whether it is of a part.
+
+    With `settles`, rows have come when their token is told of.
+    """
     from inspect_lens._vllm.frontend import wrappers
     from inspect_lens._vllm.http.bodies import SERVED, Answer, Body
 
@@ -355,6 +393,8 @@ def served(
                 engine.step([key], 0, N_PROMPT)
             else:
                 engine.step([key], N_PROMPT + n_completion - 2)
+            if settles:
+                engine.settle()
             one = going_on(key, n_completion)
             one.finished = False
             yield one
