@@ -381,7 +381,7 @@ async def _with_results(
                 running = [c.index for c in filter(is_running, ours)] if takes_parts else []
                 if running and (pace is None or pace.is_due(running)):
                     with faults_told():
-                        await _carry(output, body, may_wait=pace is None or not pace.pause_s)
+                        await _carry(output, body, may_wait=pace is None or pace.may_wait(running))
                     if pace is not None and any("inspect_lens_partial" in c.__dict__ for c in ours):
                         pace.note(running)
                 if ours and has_tickets(output):

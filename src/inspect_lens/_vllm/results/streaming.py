@@ -8,6 +8,7 @@ is on its way.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -34,9 +35,9 @@ class Pace:
 
     Such an event costs the event loop of all several times as much as one of text. So the more
     streams are under way, the more tokens share one: a stream has the next after `_PER_OTHER_S` for
-    each other stream, and after `_AT_MOST_S` in any case, counted from its first token or from the
-    last such event. It then carries what has come. One that is alone has it with each token, and
-    waits for the rows of that. The last event brings what is left.
+    each other stream, and after `_AT_MOST_S` in any case, and that carries what has come. One that
+    is alone has it with each token, and waits for the rows of that, as each stream does for those
+    of its first token. The last event brings what is left.
     """
 
     _n_under_way = 0
@@ -44,7 +45,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._last: dict[int, float] = {}
-        """By choice, when its last event with results was made, or its first token came."""
+        """By choice, when its last event with results was made; long ago, where there was none."""
 
     @property
     def pause_s(self) -> float:
@@ -55,9 +56,13 @@ class Pace:
         """Whether an event that tells of these choices carries results."""
         now, last = time.monotonic(), self._last
         n_known = len(last)
-        since = [last.setdefault(i, now) for i in choices]
+        since = [last.setdefault(i, -math.inf) for i in choices]
         Pace._n_under_way += len(last) - n_known
         return now - min(since) >= self.pause_s
+
+    def may_wait(self, choices: Collection[int]) -> bool:
+        """Whether an event that is due waits for results that are on their way."""
+        return not self.pause_s or any(self._last[i] == -math.inf for i in choices)
 
     def note(self, choices: Collection[int]) -> None:
         """Note that an event has carried results."""

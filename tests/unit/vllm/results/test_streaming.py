@@ -309,22 +309,24 @@ def test_among_many_streams_tokens_share_an_event_and_none_is_lost(
             kinds = served(engine, monkeypatch, settles=True)
         finally:
             others.end()
-    # Two seconds are over with the fourth token; the fifth is the last.
-    assert kinds == ["text", "text", "text", "text", True, "text", True, False]
+    # The first token has its rows. Two seconds are over with the fourth; the fifth is the last.
+    assert kinds == ["text", True, "text", "text", "text", True, "text", True, False]
 
 
-def test_among_many_streams_an_event_waits_for_no_rows_and_what_is_missing_comes_later(
+def test_among_many_streams_only_a_first_token_waits_for_rows_and_missing_ones_come_later(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It goes on being due until it has carried something."""
-    carry, late = engine.results.carry, iter([True, True])
+    carry, late = engine.results.carry, iter([False, True, True])
+    waited: list[Any] = []
 
     def carry_late(output: Any, *, is_kept: bool) -> None:
         if not next(late, False):
             carry(output, is_kept=is_kept)
 
-    def in_vain(output: Any) -> bool:
-        raise AssertionError("nobody waits")
+    def has_come(output: Any) -> bool:
+        waited.append(output)
+        return True
 
     others = Pace()
     others.is_due(range(300))
@@ -332,12 +334,13 @@ def test_among_many_streams_an_event_waits_for_no_rows_and_what_is_missing_comes
         clock = SimpleNamespace(monotonic=itertools.count(0, 3.0).__next__)
         patch.setattr(streaming, "time", clock)
         patch.setattr(engine.results, "carry", carry_late)
-        patch.setattr(engine.results, "has_come", in_vain)
+        patch.setattr(engine.results, "has_come", has_come)
         try:
             kinds = served(engine, monkeypatch, settles=True)
         finally:
             others.end()
-    assert kinds == ["text", "text", "text", "text", True, "text", True, False]
+    assert kinds == ["text", True, "text", "text", "text", True, "text", True, False]
+    assert len(waited) == 1
 
 
 def test_the_pace_is_that_of_the_streams_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,6 +352,7 @@ def test_the_pace_is_that_of_the_streams_under_way(monkeypatch: pytest.MonkeyPat
         """Seconds until the next event with results."""
         began = now[0]
         while not mine.is_due(choices):
+            assert not mine.may_wait(choices)
             now[0] += 1 / 1024
         assert mine.is_due(choices), "until it has carried something"
         mine.note(choices)
@@ -356,10 +360,11 @@ def test_the_pace_is_that_of_the_streams_under_way(monkeypatch: pytest.MonkeyPat
 
     assert next_due(0) == next_due(0) == 0.0, "with each token where a stream is alone"
     for n, seconds in ((10, 0.08), (100, 0.8), (1000, 2.0), (10_000, 2.0)):
-        assert not any(others.is_due([i]) for i in range(len(others._last), n))
+        assert all(others.is_due([i]) for i in range(len(others._last), n)), "the first of each"
         assert next_due(0) == pytest.approx(seconds, abs=1 / 512)
-    assert next_due(1) == pytest.approx(2.0, abs=1 / 512), "the first one, too"
-    assert mine.is_due([0, 1]), "as soon as one of its choices is due"
+    assert not mine.is_due([0])
+    assert mine.is_due([0, 1]), "another choice has its first token in the same event"
+    assert mine.may_wait([0, 1])
     others.end()
     mine.end()
     assert Pace._n_under_way == 0
