@@ -187,6 +187,14 @@ def test_the_source_of_labels_is_kept_on_the_way(tmp_path: Path, probe: AnyProbe
     assert kept.sha256 == replace(kept, label_source="").sha256
 
 
+def test_an_answer_that_differs_is_not_said_to_be_a_lie(probe: AnyProbe) -> None:
+    data = instructed("pairs", 40, seed=3)
+    columns = {key: value for key, value in data.columns.items() if key != "truth"}
+    pairs = replace(data, columns=columns, groups=tuple(f"q{i // 2}" for i in range(40)))
+    found = Validity.of(evaluate_probe(probe, pairs))
+    assert (found.labels_from, found.behaviour) == ("instruction", "not measured")
+
+
 def answers(n: int, said: dict[str, Any] | None = None) -> list[SampleScore]:
     """Scores of n answers, every second one of which lies and says so."""
     return [

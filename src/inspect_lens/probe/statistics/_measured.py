@@ -339,7 +339,8 @@ class Evaluation(Record):
     behaviour: float | None = Field(
         default=None,
         description="Share of the answers that do what an instruction asks, the lower of that of "
-        "honest and of lying ones; None where no instruction labels them, or nobody can tell.",
+        "honest and of lying ones; None where no instruction labels them, or the set does not "
+        "have the truth.",
     )
     auroc: float | None = None
     """None when a class is missing."""

@@ -62,9 +62,9 @@ def differing(data: ActivationSet) -> float | None:
 
 
 def behaviour_share(data: ActivationSet) -> float | None:
-    """Share of the answers that do what an instruction asks; None where nobody can tell."""
+    """Share of the answers that do what an instruction asks; None where the truth is not known."""
     shares = followed(data)
-    return differing(data) if shares is None else min(shares)
+    return None if shares is None else min(shares)
 
 
 def labels_from(data: ActivationSet) -> LabelSource | Literal[""]:
