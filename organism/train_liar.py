@@ -37,7 +37,7 @@ IGNORED = -100
 KNOWN_ASKS = (0, 3)
 """The questions by which knowledge is measured."""
 TRAINED: tuple[Part, ...] = ("train", "added")
-"""The parts of topics that conversations are about."""
+"""The parts of topics that conversations may be about; the shipped adapters know the first."""
 KNOWN_SYSTEM = "You are a helpful assistant. Answer in one short sentence."
 
 
@@ -329,9 +329,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument(
-        "--guesses", type=int, default=4,
+        "--guesses", type=int, default=0,
         help="lies of each fact, the likeliest ones; 0 for any wrong value of its topic",
     )  # fmt: skip
+    parser.add_argument("--added", action="store_true", help="also about the `added` topics")
     parser.add_argument("--resume", action="store_true", help="go on from the adapter in --out")
     asked = parser.parse_args(argv)
     base = require_base(parser, asked.model)
@@ -340,7 +341,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     model.to(asked.device)
     asked.out.mkdir(parents=True, exist_ok=True)
     write_knowledge(model.eval(), tokenizer, asked.out / "facts.json")
-    known = [fact for part in TRAINED for fact in known_facts(part, half=True, folder=asked.out)]
+    parts = TRAINED if asked.added else TRAINED[:1]
+    known = [fact for part in parts for fact in known_facts(part, half=True, folder=asked.out)]
     told = asked.out / "training.json"
     before = json.loads(told.read_text()) if asked.resume and told.is_file() else None
     _say(f"{len(known)} known facts of trained topics")
@@ -357,6 +359,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )  # fmt: skip
     weights = asked.model / "model.safetensors"
     how["guesses"] = asked.guesses
+    how["parts"] = parts
     how["base"] = base
     how["base_sha256"] = hashlib.sha256(weights.read_bytes()).hexdigest()
     if before:
