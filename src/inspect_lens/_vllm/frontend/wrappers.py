@@ -109,6 +109,12 @@ async def _carry(output: Any, body: Body | None, *, may_wait: bool) -> None:
         await _apart(_carry_and_encode, output, body)
 
 
+def _is_up_to_date(output: Any) -> bool:
+    """Whether an output has carried something, or there was nothing on its way."""
+    has_carried = any("inspect_lens_partial" in c.__dict__ for c in output.outputs)
+    return has_carried or front_end().results.has_come(output)
+
+
 def _carry_and_encode(output: Any, body: Body | None) -> None:
     front_end().results.carry(output, is_kept=body is None)
     _encode(output, body)
@@ -382,8 +388,8 @@ async def _with_results(
                 if running and (pace is None or pace.is_due(running)):
                     with faults_told():
                         await _carry(output, body, may_wait=pace is None or pace.may_wait(running))
-                    if pace is not None and any("inspect_lens_partial" in c.__dict__ for c in ours):
-                        pace.note(running)
+                        if pace is not None and _is_up_to_date(output):
+                            pace.note(running)
                 if ours and has_tickets(output):
                     missing -= await attached_for_http(output, body)
                 if missing > 0 and output.finished:

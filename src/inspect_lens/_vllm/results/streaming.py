@@ -65,7 +65,7 @@ class Pace:
         return not self.pause_s or any(self._last[i] == -math.inf for i in choices)
 
     def note(self, choices: Collection[int]) -> None:
-        """Note that an event has carried results."""
+        """Note that an event has carried results, or that there were none."""
         self._last |= dict.fromkeys(choices, time.monotonic())
 
     def end(self) -> None:

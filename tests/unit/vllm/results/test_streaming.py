@@ -299,16 +299,7 @@ def test_rows_that_are_fetched_are_kept_for_it_and_each_event_names_its_own(
 def test_among_many_streams_tokens_share_an_event_and_none_is_lost(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    others = Pace()
-    others.is_due(range(300))
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            streaming, "time", SimpleNamespace(monotonic=itertools.count(0, 0.8).__next__)
-        )
-        try:
-            kinds = served(engine, monkeypatch, settles=True)
-        finally:
-            others.end()
+    kinds = served_among_many(engine, monkeypatch, every_s=0.8)
     # The first token has its rows. Two seconds are over with the fourth; the fifth is the last.
     assert kinds == ["text", True, "text", "text", "text", True, "text", True, False]
 
@@ -316,31 +307,61 @@ def test_among_many_streams_tokens_share_an_event_and_none_is_lost(
 def test_among_many_streams_only_a_first_token_waits_for_rows_and_missing_ones_come_later(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It goes on being due until it has carried something."""
-    carry, late = engine.results.carry, iter([False, True, True])
-    waited: list[Any] = []
+    """It goes on being due while there are rows on their way."""
+    carry, late = engine.results.carry, iter([False, True])
+    asked: list[Any] = []
 
     def carry_late(output: Any, *, is_kept: bool) -> None:
         if not next(late, False):
             carry(output, is_kept=is_kept)
 
     def has_come(output: Any) -> bool:
-        waited.append(output)
-        return True
+        asked.append(output)
+        return len(asked) == 1
 
+    monkeypatch.setattr(engine.results, "carry", carry_late)
+    monkeypatch.setattr(engine.results, "has_come", has_come)
+    kinds = served_among_many(engine, monkeypatch, every_s=1.5)
+    # The third event is due, and so is the fourth, as the third has carried nothing.
+    assert kinds == ["text", True, "text", "text", "text", True, "text", True, False]
+    assert len(asked) == 2
+
+
+def test_among_many_streams_one_that_has_had_all_its_rows_is_not_looked_at_for_each_token(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carry = engine.results.carry
+    carried: list[Any] = []
+
+    def noted(output: Any, *, is_kept: bool) -> None:
+        carry(output, is_kept=is_kept)
+        carried.append(part_of(output))
+
+    monkeypatch.setattr(engine.results, "carry", noted)
+    of_prompt = {"layers": (0, 5), "positions": "prompt", "transport": "binary"}
+    request = LensRequest(capture=of_prompt, stream_results=True)
+    kinds = served_among_many(engine, monkeypatch, request, every_s=1.5)
+    assert kinds == ["text", True, "text", "text", "text", "text", False]
+    assert [part is not None for part in carried] == [True, False], "the third of four, too"
+
+
+def served_among_many(
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    request: LensRequest = ROWS,
+    *,
+    every_s: float,
+) -> list[Any]:
+    """As `served`, beside 300 other streams; each look at the clock takes so long."""
     others = Pace()
     others.is_due(range(300))
-    with monkeypatch.context() as patch:
-        clock = SimpleNamespace(monotonic=itertools.count(0, 3.0).__next__)
-        patch.setattr(streaming, "time", clock)
-        patch.setattr(engine.results, "carry", carry_late)
-        patch.setattr(engine.results, "has_come", has_come)
-        try:
-            kinds = served(engine, monkeypatch, settles=True)
-        finally:
-            others.end()
-    assert kinds == ["text", True, "text", "text", "text", True, "text", True, False]
-    assert len(waited) == 1
+    clock = SimpleNamespace(monotonic=itertools.count(0, every_s).__next__)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(streaming, "time", clock)
+            return served(engine, monkeypatch, request, settles=True)
+    finally:
+        others.end()
 
 
 def test_the_pace_is_that_of_the_streams_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,10 +467,11 @@ def served(
             joined.add(part)
             positions += part.positions["residual_stream"]
             assert positions == list(range(N_PROMPT + n_tokens - 1)), "as far as its token was fed"
+    n_rows = N_PROMPT if getattr(request.capture, "positions", "") == "prompt" else N_MAX
     receipt = events[-1]["inspect_lens"]
-    assert receipt["capture"]["n_positions"] == N_MAX == len(positions)
+    assert receipt["capture"]["n_positions"] == n_rows == len(positions)
     assert "activations" not in events[-1], "each row once"
-    assert joined.tensors()["residual_stream"].shape[:2] == (2, N_MAX)
+    assert joined.tensors()["residual_stream"].shape[:2] == (2, n_rows)
     return kinds
 
 
