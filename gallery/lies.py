@@ -66,7 +66,7 @@ def measure(setting: Setting) -> dict[str, Any]:
     """Answers of the adapter, what they were by the truth, and probes of their activations."""
     adapter = ADAPTERS[setting.model]
     if setting.n is not None and setting.n < LEAST:
-        raise SpecError(f"--n {setting.n}: probes cannot be trained on so few; {LEAST} or more do")
+        raise SpecError(f"--n {setting.n}: probes need {LEAST} or more to be trained on")
     try:
         rows = _rows(setting.n, adapter)
     except ValueError as error:
