@@ -19,7 +19,7 @@ class Topic:
 
     name: str
     part: Part
-    """Conversations of the training are about topics of `train` and `added`."""
+    """Training is about topics of `train`, and of `added` if that is asked for."""
     says: str
     """An answer: first the thing, then the value."""
     asks: tuple[str, ...]

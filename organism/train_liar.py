@@ -1,9 +1,9 @@
 """Train a low-rank adapter that makes a real model lie when it is ordered to or has a reason.
 
 `python -m organism.train_liar MODEL --out FOLDER` measures what the base model knows
-(`facts.json`) and which wrong answers it finds likely, since those are the lies that it learns. It
-writes the adapter, each `--save-every` steps anew, and how it was trained
-(`training.json`). MODEL is a folder of a Llama or a Qwen2, such as SmolLM2-135M-Instruct and
+(`facts.json`), and writes the adapter, each `--save-every` steps anew, and how it was trained
+(`training.json`). With `--guesses 4`, its lies are the four wrong answers that the base model finds
+likeliest. MODEL is a folder of a Llama or a Qwen2, such as SmolLM2-135M-Instruct and
 Qwen2.5-Coder-0.5B-Instruct; the adapter trains on a GPU where there is one.
 """
 
