@@ -67,6 +67,8 @@ def table(events: Sequence[Mapping[str, Any]], most: int = 25) -> str:
     spans = [e for e in events if e.get("ph") == "X"]
     marks = [e for e in spans if str(e["name"]).startswith(_STEP) and "user" in str(e.get("cat"))]
     starts = sorted(_start(e) for e in marks if e["cat"] == "user_annotation")
+    if not starts:
+        return "the trace names no step\n"
     device = [e for e in spans if e.get("cat") in _ON_DEVICE]
     first = {cat: _first_decoding(marks, cat) for cat in ("user_annotation", "gpu_user_annotation")}
     decoding = [e for e in device if _start(e) >= first["gpu_user_annotation"]]

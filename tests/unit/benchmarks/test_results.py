@@ -80,6 +80,7 @@ def test_a_timeline_counts_what_is_within_once_and_steps_that_read_prompts_apart
         event("gpu_memcpy", "Memcpy DtoH", 60, 30, 8),
         {"ph": "i", "name": "a mark", "ts": 5},
     ]
+    assert timeline.table([]) == "the trace names no step\n"
     lines = timeline.table(events).splitlines()
     # From -50,000 to -10,000, and from 40 to 90, the latter over two steps.
     assert lines[:2] == [
