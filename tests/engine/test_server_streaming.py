@@ -13,6 +13,7 @@ import pytest
 from inspect_lens._base.partial import PARTIAL_KEY
 from inspect_lens.client import LensClient
 from inspect_lens.errors import SpecError
+from tests.kit.waiting import until
 
 pytestmark = pytest.mark.engine
 
@@ -116,11 +117,20 @@ def test_choices_and_prompts_have_their_own_rows(lens_server_url: str) -> None:
         assert rows[choice["index"]] == list(range(first, first + 5))
 
 
-def test_whoever_stops_reading_ends_the_generation(client: LensClient) -> None:
+def test_whoever_stops_reading_ends_the_generation_and_leaves_no_rows(
+    client: LensClient, lens_server_url: str
+) -> None:
+    def stored() -> int:
+        found: int = httpx.get(f"{lens_server_url}/v1/inspect_lens").json()["stored_bytes"]
+        return found
+
+    before = stored()
     with client.stream(PROMPT, capture_layers=[1], max_tokens=900, ignore_eos=True) as stream:
         next(stream)
+        assert until(lambda: stored() > before), "rows that wait to be fetched"
     answer = client.generate(PROMPT, capture_layers=[1], max_tokens=2)
     assert answer.receipt.n_completion == 2
+    assert until(lambda: stored() <= before)
 
 
 def test_what_cannot_be_streamed_is_refused_before_the_stream_begins(

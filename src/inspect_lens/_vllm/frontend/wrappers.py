@@ -141,7 +141,7 @@ def _encode(output: Any, body: Body | None) -> None:
     for completion in output.outputs:
         part = completion.__dict__.get("inspect_lens_partial") if body.takes_parts else None
         if part is not None and not hasattr(completion, "inspect_lens_partial_json"):
-            completion.inspect_lens_partial_json = part_as_json(part)
+            completion.inspect_lens_partial_json = part_as_json(part, body.handles)
             streamed(part)
         if hasattr(completion, "inspect_lens") and not hasattr(completion, "inspect_lens_json"):
             completion.inspect_lens_json = as_json(completion)

@@ -92,6 +92,8 @@ class Body:
     """As JSON, by index of the choice."""
     parts: list[Part] = field(default_factory=list)
     """What has come and no event of the stream has carried yet, by output."""
+    handles: list[str] = field(default_factory=list)
+    """By which parts of its stream are fetched, until the stream has ended."""
     n_choices: int = 0
     n_prompts: int = 0
     span: Any = None
@@ -133,8 +135,10 @@ class Body:
 
     def forget(self) -> None:
         """Let go of everything: tasks that outlive the request have its context."""
+        if self.handles:  # the stream was broken off, and with it go the rows that were not fetched
+            payloads.discard(self.handles)
         self.request, self.patterns, self.others = None, PatternBudget(), {}
-        self.results, self.parts = {}, []
+        self.results, self.parts, self.handles = {}, [], []
         self.span = self.error = None
 
 
@@ -240,6 +244,8 @@ class Answer:
         if is_end:
             texts.append(data)
         await self._send({**message, "body": b"".join(texts)})
+        if is_end:
+            body.handles.clear()
 
     def _ready(self, data: bytes, *, is_end: bool) -> list[Part]:
         """Take the parts that come with some text of vLLM's."""
@@ -321,10 +327,12 @@ _EVENT_BYTES = 1 << 20
 """Bytes of rows of one event, which is written in the event loop of all: some milliseconds."""
 
 
-def part_as_json(part: Partial) -> list[list[bytes]]:
+def part_as_json(part: Partial, handles: list[str]) -> list[list[bytes]]:
     """What has come of a choice, as events have it; large rows that are not fetched in pieces."""
     if part.transport == "binary":
-        return [part.to_json(_entries(part.tensors, part.transport))]
+        kept = _entries(part.tensors, part.transport)
+        handles += [entry["handle"] for entry in kept.values()]
+        return [part.to_json(kept)]
     return [piece.to_json() for piece in part.split(_EVENT_BYTES)]
 
 

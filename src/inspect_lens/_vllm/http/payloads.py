@@ -117,7 +117,7 @@ class PayloadStore:
         return f"{name}-{hashlib.blake2b(text, key=self._secret, digest_size=24).hexdigest()}"
 
     def discard(self, handles: Iterable[str]) -> None:
-        """Let go of payloads that nobody was told of."""
+        """Let go of payloads that nobody will fetch; some may have been fetched."""
         with self._lock:
             for handle in handles:
                 self._take(handle)

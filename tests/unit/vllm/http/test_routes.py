@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
@@ -21,10 +23,11 @@ from inspect_lens._vllm.http.bodies import (
     LensBodies,
     Part,
     check_unread,
+    payloads,
     read_body,
 )
 from inspect_lens.errors import SpecError, UnsupportedError
-from inspect_lens.spec import CaptureSpec, LensRequest
+from inspect_lens.spec import CaptureSpec, LensRequest, TensorData
 
 
 @pytest.fixture(scope="module")
@@ -303,13 +306,51 @@ def test_only_streams_of_completions_have_events_of_ours(
     assert body is not None
     has_events = path == "/v1/chat/completions" and stream == b"true"
     written: list[Partial] = []
-    monkeypatch.setattr(wrappers, "part_as_json", lambda part: written.append(part) or [b"{}"])
+    monkeypatch.setattr(wrappers, "part_as_json", lambda part, _: written.append(part) or [b"{}"])
     one = SimpleNamespace(index=0, inspect_lens_partial=Partial({"p": [1.0]}))
     wrappers._encode(SimpleNamespace(outputs=[one]), body)
     assert bool(written) is has_events, "nobody writes what nobody gets"
     choice = SimpleNamespace(index=0, inspect_lens_partial_json=[Partial({"p": [1.0]}).to_json()])
     body.take(SimpleNamespace(outputs=[choice]), 0)
     assert bool(body.parts) is has_events
+
+
+@pytest.mark.parametrize("is_broken_off", [False, True])
+def test_rows_of_a_stream_wait_to_be_fetched_unless_it_is_broken_off(is_broken_off: bool) -> None:
+    rows = Partial(
+        tensors={"residual_stream": TensorData(np.ones((1, 2, 8), np.float32), "float32")},
+        positions={"residual_stream": range(2)},
+        transport="binary",
+    )
+    sent: list[bytes] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        body = SERVED.get()
+        assert body is not None
+        first = body.begin(SimpleNamespace(extra_args=None, n=1))
+        await send({"type": "http.response.start", "status": 200, "headers": [
+            (b"content-type", b"text/event-stream")]})  # fmt: skip
+        one = SimpleNamespace(index=0, inspect_lens_partial=rows)
+        wrappers._encode(SimpleNamespace(outputs=[one]), body)
+        body.take(SimpleNamespace(outputs=[one]), first)
+        token = b'data: {"choices": [{"index": 0}]}\n\n'
+        for data in (token, *([] if is_broken_off else [b"data: [DONE]\n\n"])):
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        assert payloads.n_bytes
+
+    async def receive() -> Any:
+        lens = CAPTURE["inspect_lens"] | {"stream_results": True}
+        asked = {"prompt": "x", "stream": True, "inspect_lens": lens}
+        return {"type": "http.request", "body": json.dumps(asked).encode()}
+
+    async def keep(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    asyncio.run(LensBodies(app, front_end=lambda: None)(scope, receive, keep))
+    (handle,) = re.findall(rb'"handle": ?"([^"]+)"', b"".join(sent))
+    assert (payloads.get(handle.decode()) is None) is is_broken_off
+    assert not payloads.n_bytes
 
 
 def test_a_response_that_cannot_have_its_results_is_an_error() -> None:

@@ -113,12 +113,12 @@ def test_nobody_waits_while_rows_of_a_prompt_are_written(
     lock = engine.collector.notifier.changed
     written: list[tuple[bool, str, str]] = []
 
-    def noted(part: Partial) -> list[list[bytes]]:
+    def noted(part: Partial, handles: list[str]) -> list[list[bytes]]:
         free = lock.acquire(blocking=False)
         written.append((free, threading.current_thread().name, CLIENT.get()))
         if free:
             lock.release()
-        return part_as_json(part)
+        return part_as_json(part, handles)
 
     class Front:
         results = engine.results
