@@ -338,7 +338,8 @@ class LensRequest(RequestPart):
     @property
     def leaves_transport(self) -> bool:
         """Whether its answer has tensors, and it leaves open how they travel."""
-        return any(part.transport == "auto" for part in self._parts.values())
+        said = {part.transport for part in self._parts.values()}
+        return "auto" in said and "inline" not in said  # all of them travel alike
 
     def over_binary(self) -> LensRequest:
         """The same request, with the binary transport where it leaves that open."""

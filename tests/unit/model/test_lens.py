@@ -51,6 +51,8 @@ def test_it_travels_beside_the_response_where_that_is_left_open() -> None:
     assert request.leaves_transport
     assert request.over_binary().lens == LENS.model_copy(update={"transport": "binary"})
     assert not request.over_binary().leaves_transport
+    inline = LENS.model_copy(update={"transport": "inline"})
+    assert not LensRequest(capture={"layers": [4]}, lens=inline).leaves_transport
 
 
 @pytest.mark.parametrize("lens", [LENS, {"layers": [2, 4], "top_k": 1, "tokens": [7]}])
