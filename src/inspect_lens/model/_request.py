@@ -532,16 +532,16 @@ def edits_of_every_call(
     if edits is None and steer is None and (wanted := text("edits")):
         source, edits = variable("edits"), wanted
     with given_by("-M steer"):
-        first = _asked_by(steer=steer).edits
+        first = asked_by(steer=steer).edits
     with given_by(source):
-        asked = _asked_by(edits=_written(edits) if isinstance(edits, str) else edits)
+        asked = asked_by(edits=_written(edits) if isinstance(edits, str) else edits)
     with given_by("-M edits_meet"):
-        meet = _asked_by(edits_meet=edits_meet).edits_meet
+        meet = asked_by(edits_meet=edits_meet).edits_meet
     asked = LensRequest(edits=(*first, *asked.edits), edits_meet=meet)
     return asked if asked.asked else None
 
 
-def _asked_by(**options: Any) -> LensRequest:
+def asked_by(**options: Any) -> LensRequest:
     """What options of `lens_config` ask for alone."""
     body = lens_config(**options, base=GenerateConfig()).extra_body
     return read_body(body).request or LensRequest()

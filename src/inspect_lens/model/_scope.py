@@ -28,7 +28,7 @@ from inspect_lens.spec import Add, CaptureSpec, EditBase, LensRequest, LogitLens
 from inspect_lens.vector import VectorLike
 
 from ._host import active_generate_config, active_model
-from ._request import declines_steering, lens_config, read_body
+from ._request import asked_by, declines_steering, read_body
 from ._scores import ProbeLike
 
 __all__ = ["lens_scope"]
@@ -236,11 +236,16 @@ def lens_scope(
         ```
     """
     target = require_lens("lens_scope", model)
-    asked = lens_config(
-        capture=capture, steer=steer, edits=edits, edits_meet=edits_meet,
-        probes=probes, lens=lens, base=GenerateConfig(),
-    )  # fmt: skip
-    request = read_body(asked.extra_body).request or LensRequest()
+    request = asked_by(
+        capture=capture, steer=steer, edits=edits, edits_meet=edits_meet, probes=probes, lens=lens
+    )
+    with scope_with(request, target):
+        yield
+
+
+@contextmanager
+def scope_with(request: LensRequest, target: Model) -> Iterator[None]:
+    """`lens_scope` of what is read already: a solver enters one for each sample."""
     if request.edits and (around := steering_around(target)) is not None and around.declined:
         raise SpecError(
             "lens_scope: the config of the task or of the model says apply_steering_vectors: [], "

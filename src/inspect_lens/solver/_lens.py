@@ -6,13 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
 from inspect_ai.agent import Agent, as_solver, is_agent
-from inspect_ai.model import GenerateConfig
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from inspect_lens.errors import SpecError
-from inspect_lens.model import lens_config, lens_scope
-from inspect_lens.model._request import LensLike, name_of_lens, parse_capture, read_body
-from inspect_lens.model._scope import require_lens
+from inspect_lens.model._request import LensLike, asked_by, name_of_lens, parse_capture
+from inspect_lens.model._scope import require_lens, scope_with
 from inspect_lens.model._scores import ProbeLike, ask_probes
 from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.spec import (
@@ -119,30 +117,25 @@ def with_lens(
             "probes= and lens=; without them use generate()"
         )
     # Refuse what is wrong before any sample, and read a vector once.
-    config = lens_config(steer=steer, edits=edits, edits_meet=edits_meet, base=GenerateConfig())
-    request = read_body(config.extra_body).request
-    edited = () if request is None else request.edits
-    return _within("with_lens", inner, captured, edited, asked, read, edits_meet)
+    edited = asked_by(steer=steer, edits=edits, edits_meet=edits_meet).edits
+    return _within(
+        "with_lens", inner, read, capture=captured, edits=edited or None, edits_meet=edits_meet,
+        probes=asked,
+    )  # fmt: skip
 
 
 def _within(
-    asker: str,
-    inner: Solver | Agent | None,
-    capture: CaptureSpec | None = None,
-    edits: Sequence[EditBase] = (),
-    probes: Sequence[ProbeUse] = (),
-    lens: _LensAsked | None = None,
-    edits_meet: Literal["in_order", "error"] | None = None,
+    asker: str, inner: Solver | Agent | None, lens: _LensAsked | None = None, **options: Any
 ) -> Solver:
     """A solver in a scope; `asker` is what a user has called."""
-    run = as_inner(inner)
+    run, alike = as_inner(inner), asked_by(**options)
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
-        require_lens(asker)
-        with lens_scope(
-            capture=capture, edits=edits or None, edits_meet=edits_meet, probes=probes,
-            lens=None if lens is None else await lens.fields(state),
-        ):  # fmt: skip
+        target = require_lens(asker)
+        request = alike
+        if lens is not None:
+            request = asked_by(**options, lens=await lens.fields(state))
+        with scope_with(request, target):
             return await (generate(state) if run is None else run(state, generate))
 
     return solve
@@ -162,7 +155,7 @@ class _LensAsked:
                 f'lens.target={self.target!r}; give a text with {{}} in it, such as " {{}}"'
             )
         if self.target is None or given.get("top_k", 5) or given.get("tokens"):
-            lens_config(lens=given, base=GenerateConfig())
+            asked_by(lens=given)
 
     async def fields(self, state: TaskState) -> dict[str, Any]:
         """Fields of a `LogitLens` for one sample."""
@@ -238,7 +231,7 @@ def with_capture(
         "layers": layers, "positions": positions, "site": site, "reduce": reduce, "dtype": dtype,
         "phase": phase, "heads": heads,
     }  # fmt: skip
-    return _within("with_capture", inner, parse_capture(capture))
+    return _within("with_capture", inner, capture=parse_capture(capture))
 
 
 @solver

@@ -327,8 +327,12 @@ class LensRequest(RequestPart):
     @property
     def asked(self) -> set[str]:
         """Fields that say something."""
-        fields = type(self).model_fields
-        return {name for name, field in fields.items() if getattr(self, name) != field.default}
+        said = vars(self)
+        return {
+            name
+            for name, default in _DEFAULTS.items()
+            if said[name] is not default and said[name] != default
+        }
 
     @property
     def brings_tensors(self) -> bool:
@@ -403,6 +407,9 @@ class LensRequest(RequestPart):
                 "with tokens=true, or an edit with a gate that lasts, or leave stream_results out"
             )
         return None
+
+
+_DEFAULTS: Final = {name: field.default for name, field in LensRequest.model_fields.items()}
 
 
 def parse_extra_args(

@@ -244,9 +244,13 @@ class Reads:
         """By the tokens that they read."""
         self.others: list[tuple[int, int]] = []
         """Index and first column."""
+        self.n_by_token = 0
+        """Those whose reading takes Python for each token; the rest is read as an array."""
         column = 0
         for i, (use, probe) in enumerate(zip(self.uses, self.probes, strict=True)):
-            if isinstance(use.positions, str) and _is_plain(use, probe):
+            is_mean = _is_mean(use, probe)
+            self.n_by_token += not is_mean
+            if is_mean and isinstance(use.positions, str) and not use.tokens:
                 self.plain.setdefault(use.positions, Plain()).add(i, use, probe, column)
             else:
                 self.others.append((i, column))
@@ -295,7 +299,12 @@ class Reading:
 
     @property
     def n_by_token(self) -> int:
-        """Uses whose reading takes Python for each token, or may."""
+        """Uses whose reading takes Python for each token."""
+        return self._reads.n_by_token
+
+    @property
+    def n_others(self) -> int:
+        """Uses that want more than a mean: these, and those whose token scores are listed."""
         return len(self._reads.others)
 
     def prepare(self) -> None:
@@ -370,10 +379,10 @@ def feed_together(wholes: Iterable[Whole]) -> None:
         take_together(taken)
 
 
-def _is_plain(use: ProbeUse, probe: EngineProbe) -> bool:
-    """Whether a use wants the mean of linear scores and nothing else."""
+def _is_mean(use: ProbeUse, probe: EngineProbe) -> bool:
+    """Whether a use wants the mean of linear scores, and nobody looks at each."""
     pool = use.aggregate or probe.aggregate
-    return probe.kind == "linear" and pool == "mean" and use.alarm is None and not use.tokens
+    return probe.kind == "linear" and pool == "mean" and use.alarm is None
 
 
 class _Use:
@@ -457,7 +466,7 @@ class _Use:
                 return None
             raise no_number(self.use.name)
         if self._whole is not None:
-            return _pooled(self._whole, self._pool)
+            return pool_scores(self._whole, self._pool)
         return None if self._running is None else self._running.value
 
     def receipt(self, *, may_lack: bool = False) -> ProbeReceipt:
@@ -479,13 +488,6 @@ class _Use:
             alarm_position=self.alarm_position,
             stopped=self.stopped,
         )
-
-
-def _pooled(scores: Floats, pool: str) -> float:
-    if pool == "mean":
-        # As `pool_scores` does it, in the order of the tokens; the usual case, without its checks.
-        return float(np.cumsum(scores)[-1]) / len(scores)
-    return pool_scores(scores, pool)
 
 
 class _Attention:

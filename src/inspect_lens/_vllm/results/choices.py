@@ -355,6 +355,8 @@ _LIGHT_BYTES = 1 << 18
 """A result that is so small is quickly made of its rows, whatever is made of them."""
 _LIGHT_READS = 128
 """Tokens, times probes that are read token by token: half a millisecond."""
+_LIGHT_SCORES = 1 << 12
+"""Tokens, times probes whose scores are listed: as long, most of it spelling them as JSON."""
 
 
 class Ticket(NamedTuple):
@@ -433,8 +435,8 @@ def is_light(ticket: Ticket, expected: Expected, *, encodes: bool) -> bool:
         return False
     n_fed = expected.n_fed(ticket.n_completion)
     if expected.reading is not None:
-        n_left = expected.n_read(n_fed) - expected.reading.n_seen
-        if expected.reading.n_by_token * n_left > _LIGHT_READS:
+        reading, n_left = expected.reading, expected.n_read(n_fed) - expected.reading.n_seen
+        if reading.n_by_token * n_left > _LIGHT_READS or reading.n_others * n_left > _LIGHT_SCORES:
             return False
     if (capture := envelope.capture) is None:
         return True

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Hashable, Sequence
-from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -45,10 +44,12 @@ def hash_words(text: str) -> NDArray[np.uint16]:
         assert len(hash_words("the town, the founder")) == 6  # three words and three pairs
         ```
     """
-    words = [found.casefold() for found in _WORD.findall(text)]
-    grams = [*words, *(f"{a} {b}" for a, b in pairwise(words))]
-    hashed = {zlib.crc32(gram.encode()) % _BUCKETS for gram in grams}
-    return np.array(sorted(hashed), dtype=np.uint16)
+    words = [found.casefold().encode() for found in _WORD.findall(text)]
+    hashed = list(map(zlib.crc32, words))
+    hashed += [
+        zlib.crc32(b" " + word, so_far) for so_far, word in zip(hashed[:-1], words[1:], strict=True)
+    ]
+    return np.array(sorted({found % _BUCKETS for found in hashed}), dtype=np.uint16)
 
 
 def cross_validated_words(
@@ -128,7 +129,7 @@ def _score(
     from sklearn.linear_model import LogisticRegression
 
     # Words that no text in the fit has, have no weight and no length.
-    known = np.unique(np.concatenate(seen))
+    known = np.flatnonzero(np.bincount(np.concatenate(seen)))
     known = known if known.size else np.zeros(1, dtype=np.int64)
     weigh = TfidfTransformer()
     fitted = LogisticRegression(C=1.0 / penalty, tol=1e-6, max_iter=1000).fit(
