@@ -14,7 +14,7 @@ import pytest
 from inspect_lens import LensRequest
 from inspect_lens._vllm.frontend.wrappers import FRONT_END_WRAPPERS
 from inspect_lens._vllm.results import event_loop
-from inspect_lens._vllm.results.choices import Choice, Ticket
+from inspect_lens._vllm.results.choices import Choice, Expected, Ticket
 from inspect_lens._vllm.results.event_loop import arrivals_of
 from inspect_lens.errors import CaptureError
 from tests.unit.vllm.results.test_ahead import N_MAX, N_PROMPT, REQUESTS, Engine, results_of
@@ -179,6 +179,35 @@ def test_what_nobody_tells_of_is_looked_at_again(
     assert attach(engine, ended(engine, keys)) == [None]
     removed(engine, keys)
     assert looks == 6
+
+
+@pytest.mark.parametrize(
+    ("use", "n_tokens", "is_light"),
+    [
+        ({"tokens": True}, 1000, True),
+        ({"tokens": True}, 10_000, False),
+        ({"tokens": True, "aggregate": "max"}, 100, True),
+        ({"tokens": True, "aggregate": "max"}, 1000, False),
+        ({"alarm": "flag", "threshold": 1.0}, 1000, False),
+        ({}, 10_000, True),
+    ],
+)
+def test_only_scores_that_take_long_to_read_go_to_a_thread(
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    use: dict[str, Any],
+    n_tokens: int,
+    is_light: bool,
+) -> None:
+    """Threads of answers that end together wait for the same rows, and for the interpreter."""
+    key = engine.start(LensRequest(probes=[{"name": "p", **use}]))
+    choice = completion(0)
+    choice.inspect_lens_ticket = Ticket(key, n_completion=N_COMPLETION)
+    monkeypatch.setattr(Expected, "n_read", lambda self, n_fed: n_tokens)
+    assert engine.results.is_light(output(choice), encodes=True) == is_light
+    engine.results.forget(output(choice))
+    engine.worker.stepper.leave([key])
+    engine.worker.stepper.remove(key)
 
 
 @pytest.mark.parametrize("is_light", [False, True])
