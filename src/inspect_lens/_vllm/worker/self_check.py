@@ -399,7 +399,8 @@ def _wide(config: Any, sequences: int, each: int, most: int) -> int:
     """
     sizes = sorted(getattr(config.compilation_config, "cudagraph_capture_sizes", None) or ())
     fit = (n for n in sizes if sequences < n <= most and n != sequences * each)
-    return next(fit, sequences + 1)
+    beyond = max([sequences, *sizes]) + 1  # as many as no graph takes
+    return next(fit, beyond if beyond <= most else sequences + 1)
 
 
 def _judge(

@@ -285,6 +285,7 @@ def test_a_tie_between_experts_that_rounding_decides_is_no_fault(routed: Worker)
         # Two tokens of each sequence are decodes, of which the other shape is made.
         ([8, 16, 24], 8, 1, 24),
         ([8, 16, 24], 16, 0, 24),
+        ([8, 16], 8, 1, 17),  # both are decodes, so no graph takes it
         ([8, 128], 8, 0, 9),
         (None, 8, 0, 9),
     ],
