@@ -383,7 +383,10 @@ async def _with_results(
             async for output in outputs:
                 if (fault := getattr(output, "inspect_lens_fault", None)) is not None:
                     raise fault
-                ours = told_of(output)
+                # One choice that goes on has nothing else: as little for each token as can be.
+                is_one = body is not None and body.n_choices == 1 and not output.finished
+                is_quiet = is_one and pace is not None and pace.is_quiet()
+                ours = [] if is_quiet else told_of(output)
                 running = [c.index for c in filter(is_running, ours)] if takes_parts else []
                 if running and (pace is None or pace.is_due(running)):
                     with faults_told():

@@ -60,6 +60,10 @@ class Pace:
         Pace._n_under_way += len(last) - n_known
         return now - min(since) >= self.pause_s
 
+    def is_quiet(self) -> bool:
+        """Whether no event of any choice is due, of those that have had one: most of a text."""
+        return bool(self._last) and time.monotonic() - min(self._last.values()) < self.pause_s
+
     def may_wait(self, choices: Collection[int]) -> bool:
         """Whether an event that is due waits for results that are on their way."""
         return not self.pause_s or any(self._last[i] == -math.inf for i in choices)

@@ -373,9 +373,11 @@ def test_the_pace_is_that_of_the_streams_under_way(monkeypatch: pytest.MonkeyPat
         """Seconds until the next event with results."""
         began = now[0]
         while not mine.is_due(choices):
+            assert mine.is_quiet()
             assert not mine.may_wait(choices)
             now[0] += 1 / 1024
         assert mine.is_due(choices), "until it has carried something"
+        assert not mine.is_quiet()
         mine.note(choices)
         return now[0] - began
 
@@ -386,6 +388,7 @@ def test_the_pace_is_that_of_the_streams_under_way(monkeypatch: pytest.MonkeyPat
     assert not mine.is_due([0])
     assert mine.is_due([0, 1]), "another choice has its first token in the same event"
     assert mine.may_wait([0, 1])
+    assert not mine.is_quiet()
     others.end()
     mine.end()
     assert Pace._n_under_way == 0
