@@ -182,7 +182,7 @@ def test_a_client_that_hangs_up_leaves_nothing(http: httpx.Client) -> None:
         ({"answer": None}, "answer"),
         ({"layer": [1]}, "layer: unknown; allowed are model, clean"),
         ({"layers": [99]}, "99"),
-        ({"layers": ["1"]}, "layers.0"),
+        ({"layers": ["1"]}, "layers[0]"),
         ({"positions": [500]}, "500"),
         ({"sites": ["nowhere"]}, "that can be resid_pre"),
         ({"sites": ["resid_post", "resid_post"]}, "name each once"),
