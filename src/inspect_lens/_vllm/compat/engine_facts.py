@@ -10,7 +10,7 @@ import hashlib
 import importlib
 import json
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -181,9 +181,15 @@ def width_of(site: Site, model: Any, parallel: Any, ranks: int) -> SiteWidth:
     if site in ("q", "k", "v") and is_latent:
         raise _missing(site, "its attention keeps no keys per head (MLA)")
     if site == "router_logits":
-        return SiteWidth(site, _number(site, config, _EXPERTS, "it has no experts"))
+        if not (experts := n_experts(config)):
+            raise _missing(site, "it has no experts")
+        return SiteWidth(site, experts)
     if site == "mlp_hidden":
-        return SiteWidth(site, _number(site, config, _NEURONS, "it names no number of them"), ranks)
+        found = (getattr(config, name, None) for name in _NEURONS)
+        neurons = next((n for n in found if isinstance(n, int) and n > 0), None)
+        if neurons is None:
+            raise _missing(site, "it names no number of them")
+        return SiteWidth(site, neurons, ranks)
     size = int(config.v_head_dim if is_latent else model.get_head_size())
     if site in ("k", "v"):
         heads = int(model.get_total_num_kv_heads())
@@ -192,24 +198,17 @@ def width_of(site: Site, model: Any, parallel: Any, ranks: int) -> SiteWidth:
     return SiteWidth(site, heads * size, ranks, heads)
 
 
-def has_experts(config: Any) -> bool:
-    """Whether a configuration, or one inside it, names more experts than one."""
+def n_experts(config: Any) -> int:
+    """The largest number of experts that a configuration, or one inside it, names; 0 for none."""
     held = config if isinstance(config, dict) else getattr(config, "__dict__", {})
+    most = 0
     for name, value in held.items():
         values = value if isinstance(value, list | tuple) else [value]
-        if name in _EXPERTS and any(isinstance(n, int) and n > 1 for n in values):
-            return True
-        if any(has_experts(v) for v in values if isinstance(v, dict) or hasattr(v, "to_dict")):
-            return True
-    return False
-
-
-def _number(site: Site, config: Any, names: Sequence[str], why: str) -> int:
-    for name in names:
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    raise _missing(site, why)
+        if name in _EXPERTS:
+            most = max([most, *(n for n in values if isinstance(n, int))])
+        inside = (v for v in values if isinstance(v, dict) or hasattr(v, "to_dict"))
+        most = max([most, *map(n_experts, inside)])
+    return most
 
 
 def _missing(site: Site, why: str) -> SpecError:

@@ -37,7 +37,7 @@ import torch
 
 from inspect_lens._engine.export.transport import Exporter
 from inspect_lens._engine.step.stepper import Stepper
-from inspect_lens._vllm.compat.engine_facts import has_experts, is_compiled
+from inspect_lens._vllm.compat.engine_facts import is_compiled, n_experts
 from inspect_lens._vllm.model.find_layers import has_states
 from inspect_lens.errors import CompatError, UnsupportedError
 from inspect_lens.spec import SITE_TABLE, Edit, EngineFacts, EnginePath
@@ -231,7 +231,7 @@ class _Check:
         self.steered_at = self.rows.index(steered) if steered in self.rows else None
         """Where the row of the steered tap is among them."""
         model = getattr(runner.vllm_config, "model_config", None)
-        is_routed = has_experts(getattr(model, "hf_text_config", None))
+        is_routed = n_experts(getattr(model, "hf_text_config", None)) > 1
         self.more_tries = _MORE_TRIES if is_routed and self.can_steer else 0
         self._n_runs = 0
         self._used: list[tuple[int, int]] = []

@@ -12,7 +12,7 @@ import pytest
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.protocol import readouts
 from inspect_lens._settings import Settings
-from inspect_lens._vllm.compat.engine_facts import facts_mark, facts_of, has_experts, refusal
+from inspect_lens._vllm.compat.engine_facts import facts_mark, facts_of, n_experts, refusal
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec import TapPoint, check_request
 
@@ -332,22 +332,33 @@ def test_tokens_of_images_are_known_where_a_configuration_is_inside_another() ->
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({}, False),
-        ({"num_experts": 1}, False),
-        ({"num_hidden_layers": 4, "num_experts_per_tok": 2}, False),
-        ({"num_local_experts": 4}, True),
-        ({"moe_num_experts": [64, 64]}, True),
-        ({"ffn_config": {"moe_num_experts": 16}}, True),
-        ({"block_configs": [{"block_type": "mamba"}, {"n_routed_experts": 8}]}, True),
-        ({"text_config": {"rope_parameters": None, "ffn_config": {"num_experts": 1}}}, False),
+        ({}, 0),
+        ({"num_experts": 1}, 1),
+        ({"num_hidden_layers": 4, "num_experts_per_tok": 2}, 0),
+        ({"num_local_experts": 4}, 4),
+        ({"moe_num_experts": [64, 32]}, 64),
+        ({"ffn_config": {"moe_num_experts": 16}}, 16),
+        ({"block_configs": [{"block_type": "mamba"}, {"n_routed_experts": 8}]}, 8),
+        ({"text_config": {"rope_parameters": None, "ffn_config": {"num_experts": 1}}}, 1),
     ],
 )
 def test_experts_are_found_in_all_parts_of_a_configuration(
-    fields: dict[str, Any], expected: bool
+    fields: dict[str, Any], expected: int
 ) -> None:
     from transformers import PreTrainedConfig
 
     made = PreTrainedConfig(**fields)
-    assert has_experts(made) == expected
-    assert has_experts(SimpleNamespace(text=made)) == expected
-    assert not has_experts(None)
+    assert n_experts(made) == expected
+    assert n_experts(SimpleNamespace(text=made)) == expected
+    assert n_experts(None) == 0
+
+
+def test_a_router_is_as_wide_as_the_experts_of_an_inner_configuration() -> None:
+    text = SimpleNamespace(
+        **{**vars(config().model_config.hf_text_config), "ffn_config": {"moe_num_experts": 16}}
+    )
+    facts = facts_of(
+        config(model_config__hf_text_config=text),
+        replace(Settings(), sites="router_logits,resid_post"),
+    )
+    assert {w.site: w.width for w in facts.widths}["router_logits"] == 16
