@@ -392,11 +392,9 @@ def _shapes(runner: Any, stepper: Stepper, facts: EngineFacts) -> list[_Shape]:
 
 
 def _wide(config: Any, sequences: int, each: int, most: int) -> int:
-    """More tokens than sequences, as many as graphs were captured for, and no decodes.
-
-    Were they padded, sequences would have more of them than in an eager pass, and with states the
-    later tokens of one depend on those before.
-    """
+    """More tokens than sequences, as many as graphs were captured for, and no decodes."""
+    # Were they padded, sequences would have more of them than in an eager pass, and with states the
+    # later tokens of one depend on those before.
     sizes = sorted(getattr(config.compilation_config, "cudagraph_capture_sizes", None) or ())
     fit = (n for n in sizes if sequences < n <= most and n != sequences * each)
     beyond = max([sequences, *sizes]) + 1  # as many as no graph takes
