@@ -333,11 +333,10 @@ class SpillFolder:
             return self._waiting[0] if self._waiting else None
 
     def remove(self, one: Spilled) -> None:
-        with self._lock:
-            with contextlib.suppress(ValueError):
-                self._waiting.remove(one)
-                self.n_bytes -= one.n_bytes
-            one.path.unlink(missing_ok=True)
+        one.path.unlink(missing_ok=True)
+        with self._lock, contextlib.suppress(ValueError):
+            self._waiting.remove(one)
+            self.n_bytes -= one.n_bytes
 
     def _hold(self, writer: str) -> bool:
         """Take the lock of a writer; False while its process lives."""

@@ -139,13 +139,11 @@ def test_a_slow_sink_spills_and_drains_in_the_end(tmp_path: Path) -> None:
         # As fast as a disk takes them.
         assert until(lambda: recorder.counts["spilled"] >= len(told) - 30)
     assert until(lambda: recorder.counts["spilled"] >= 200)
-
-    def on_disk() -> int:
-        return sum(f.stat().st_size for f in tmp_path.glob("live/shard-*"))
-
-    # A shard that is being spilled at the moment is on disk and not yet counted.
-    same = until(lambda: recorder.describe()["spilled_bytes"] == on_disk() > 0)
-    assert same, (recorder.describe(), sorted(tmp_path.glob("live/*")))
+    # Nothing more is spilled then. The folder is looked at once: who lists it again and again may
+    # keep a file from being made there for a minute.
+    assert until(lambda: 2 * recorder.describe()["queued_bytes"] <= fields["memory_bytes"])
+    on_disk = sum(f.stat().st_size for f in tmp_path.glob("live/shard-*"))
+    assert recorder.describe()["spilled_bytes"] == on_disk > 0
     receiver.may_go.set()
     assert until(lambda: recorder.describe()["spilled_bytes"] == 0)
     assert recorder.flush(60)
