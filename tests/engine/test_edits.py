@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -328,8 +329,8 @@ def test_edits_that_lie_in_a_file_are_those_that_are_sent(
     plain = engine.run([prompt], ask(*edits), max_tokens=6)[0]
     paths: list[str] = []
 
-    def noted(*args: Any) -> str | None:
-        found = file_of(*args)
+    def noted(*args: Any, **kwargs: Any) -> str | None:
+        found = file_of(*args, **kwargs)
         paths.append(str(found))
         return found
 
@@ -339,7 +340,7 @@ def test_edits_that_lie_in_a_file_are_those_that_are_sent(
     other = [edits[0].model_copy(update={"scale": -1.0}), edits[1]]
     turned, again = engine.run([prompt] * 2, [ask(*other), ask(*edits)], max_tokens=6)
     assert paths
-    assert all(".inspect-lens-tmp-" in path for path in paths)
+    assert all(path.startswith(f"{os.getpid()}/") for path in paths)
     assert torch.equal(rows_of(again), rows_of(plain))
     assert not torch.equal(rows_of(turned), rows_of(plain))
     monkeypatch.undo()

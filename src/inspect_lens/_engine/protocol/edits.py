@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -382,14 +381,14 @@ def _gated(program: Program, gate: int) -> Program:
     return tuple(replace(one, gate=gate) for one in program)
 
 
-def pack_edit(edit: EditEnvelope, folder: Path | None) -> tuple[Any, ...]:
+def pack_edit(edit: EditEnvelope, *, is_local: bool) -> tuple[Any, ...]:
     """As msgpack-able data."""
     where = edit.site, edit.layers, edit.positions, edit.lo, edit.hi, edit.room
     return (
         (*where, edit.receipt_sha256, edit.key, edit.is_open),
         edit.sha256,
         edit.made.packed,
-        sent(edit.made.data, edit.made, folder),
+        sent(edit.made.data, edit.made, is_local=is_local),
     )
 
 
@@ -411,7 +410,7 @@ class SealedEdits:
     edits: tuple[EditEnvelope, ...] = ()
     numbers: tuple[int, int] = (0, 0)
     """`most_numbers` and `own_rows` of it; known where a request is sealed."""
-    _packed: dict[Path | None, bytes] = field(default_factory=dict, init=False, repr=False)
+    _packed: dict[bool, bytes] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def until(self) -> int:
@@ -478,14 +477,14 @@ class SealedEdits:
         listed = sum(8 * len(s.positions or ()) for s in self.edits)
         return listed + sum(e.made.nbytes for e in self.edits)
 
-    def pack(self, folder: Path | None) -> bytes | None:
+    def pack(self, *, is_local: bool) -> bytes | None:
         """As bytes, which are made once; None without any."""
         if not self.edits:
             return None
-        if folder not in self._packed:
-            packed = [pack_edit(edit, folder) for edit in self.edits]
-            self._packed[folder] = msgspec.msgpack.encode(packed)
-        return self._packed[folder]
+        if is_local not in self._packed:
+            packed = [pack_edit(edit, is_local=is_local) for edit in self.edits]
+            self._packed[is_local] = msgspec.msgpack.encode(packed)
+        return self._packed[is_local]
 
     @classmethod
     def unpack(cls, data: bytes) -> SealedEdits:

@@ -29,7 +29,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -461,8 +460,8 @@ class Packed(dict[str, Any]):
     """A packed envelope that has not left its process, and need not be unpacked there."""
 
     envelope: Envelope
-    folder: Path | None = None
-    """See `Envelope.pack`."""
+    is_local: bool = False
+    """Whether it is sent to workers of this host alone."""
     reuse: object = None
     """Of the process that sealed it: see `registered/rows.py`."""
     reads: object = None
@@ -476,7 +475,7 @@ class Packed(dict[str, Any]):
 
     def of(self, envelope: Envelope) -> Packed:
         """Another envelope of the same request."""
-        made = envelope.pack(self.folder)
+        made = envelope.pack(is_local=self.is_local)
         made.uses, made.reads = self.uses, self.reads
         return made
 
@@ -585,7 +584,7 @@ class Envelope:
                 taps[row.tap] = max(taps[row.tap], row.part + 1)
         return sum(taps.values()), min(part.lo for part in parts), max(part.hi for part in parts)
 
-    def pack(self, folder: Path | None = None) -> Packed:
+    def pack(self, *, is_local: bool = False) -> Packed:
         """As msgpack-able data; tensors become bytes."""
         packed = Packed(
             {
@@ -599,10 +598,10 @@ class Envelope:
                 LENS_KEY: None if self.lens is None else self.lens.lens,
                 _STREAMED_KEY: self.is_streamed,
                 "rows": msgspec.msgpack.encode((self.n_prompt, self.is_speculative, *self.results)),
-                _EDITED_KEY: self.edited.pack(folder),
+                _EDITED_KEY: self.edited.pack(is_local=is_local),
             }
         )
-        packed.envelope, packed.folder = self, folder
+        packed.envelope, packed.is_local = self, is_local
         return packed
 
     @classmethod

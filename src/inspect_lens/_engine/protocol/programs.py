@@ -7,7 +7,6 @@ starts its steps.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import threading
@@ -15,8 +14,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, count
-from pathlib import Path
+from itertools import accumulate
 from typing import Any, Final
 
 import msgspec
@@ -204,41 +202,51 @@ LARGE: Final = 1 << 16
 """Bytes from which on data lie in a file: to write and to read one takes as long as to send them
 once."""
 MOST: Final = 1 << 20
-"""Bytes up to which: a server's loop, which all clients share, does not wait longer for a disk."""
+"""Bytes up to which: a server's loop, which all clients share, does not copy more at once."""
+_MOST_FILES: Final = 256
+"""At once: a process may have a thousand files open, and vLLM needs some."""
 
-_NUMBERS = count()
-_FILES: Final[weakref.WeakKeyDictionary[object, dict[Path, str]]] = weakref.WeakKeyDictionary()
-"""Of what the data belong to: by folder, where they lie."""
+_FILES: Final[weakref.WeakKeyDictionary[object, str]] = weakref.WeakKeyDictionary()
+"""Of what the data belong to: where they lie."""
 _LOCK = threading.Lock()
 
 
-def file_of(parts: Sequence[memoryview | bytes], owner: object, folder: Path | None) -> str | None:
-    """A file that has some data, which is sent in their place."""
+def file_of(parts: Sequence[memoryview | bytes], owner: object, *, is_local: bool) -> str | None:
+    """A file that has some data, which is sent to workers of this host in their place.
+
+    It lies in memory: a server's loop must not wait for a disk, neither to make one nor to remove
+    it.
+    """
     nbytes = sum(memoryview(part).nbytes for part in parts)
-    if folder is None or not LARGE <= nbytes <= MOST:
+    if not is_local or not LARGE <= nbytes <= MOST:
         return None
     with _LOCK:
-        files = _FILES.setdefault(owner, {})
-        if folder not in files:
-            path = folder / f"edits-{next(_NUMBERS)}"
-            try:
-                path.write_bytes(b"".join(parts))
-            except OSError:
-                # No room, or no folder any more.
-                _remove(path, os.getpid())
-                return None
-            weakref.finalize(owner, _remove, path, os.getpid()).atexit = False
-            files[folder] = str(path)
-        return files[folder]
+        if (known := _FILES.get(owner)) is not None or len(_FILES) >= _MOST_FILES:
+            return known
+        try:
+            made = os.memfd_create("inspect-lens-edits", os.MFD_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            with open(made, "wb", closefd=False) as file:
+                file.writelines(parts)
+        except OSError:
+            os.close(made)
+            return None
+        # A fork has files of its own: each closes what it has.
+        weakref.finalize(owner, os.close, made).atexit = False
+        # Numbers of files are used again; with the third part it is known whose it is.
+        _FILES[owner] = f"{os.getpid()}/{made}/{os.fstat(made).st_ino}"
+        return _FILES[owner]
 
 
 Parts = tuple[str | None, list[int], Sequence[memoryview | bytes]]
 """Data as they are sent: a file or None, their sizes, and they themselves where there is none."""
 
 
-def sent(parts: Sequence[memoryview | bytes], owner: object, folder: Path | None) -> Parts:
+def sent(parts: Sequence[memoryview | bytes], owner: object, *, is_local: bool) -> Parts:
     """What is sent of some data; they live as long as their owner, see `file_of`."""
-    file = file_of(parts, owner, folder)
+    file = file_of(parts, owner, is_local=is_local)
     return file, [memoryview(part).nbytes for part in parts], parts if file is None else ()
 
 
@@ -252,19 +260,17 @@ def received(parts: Parts) -> tuple[bytes, ...]:
     return tuple([bytes(whole[end - n : end]) for n, end in zip(sizes, ends, strict=True)])
 
 
-def read_file(path: str) -> bytes:
+def read_file(name: str) -> bytes:
     """Read what `file_of` wrote."""
+    pid, number, inode = name.split("/")
+    why: str | None = "it has gone"
     try:
-        return Path(path).read_bytes()
+        with open(f"/proc/{pid}/fd/{number}", "rb") as file:
+            if os.fstat(file.fileno()).st_ino == int(inode):
+                return file.read()
     except OSError as error:
-        raise CaptureError(
-            f"edits: what the request brought lies in a file that cannot be read ({error}); the "
-            "process that took it in may have ended, so try again"
-        ) from None
-
-
-def _remove(path: Path, pid: int) -> None:
-    # A fork of the process has the same objects, and not the right to clean up.
-    if os.getpid() == pid:
-        with contextlib.suppress(OSError):
-            path.unlink()
+        why = error.strerror
+    raise CaptureError(
+        f"edits: what the request brought lies in a file that cannot be read ({why}); the process "
+        "that took it in may have ended, so try again"
+    )

@@ -462,7 +462,7 @@ def _placed(compiled: Compiled, params: Any, *, n_prompt: int | None, max_tokens
             "gate of prompt tokens: cached tokens have no rows; leave it out, or ask for "
             "positions='completion', and of a gate for reads='last_prompt'"
         )
-    packed = envelope.pack(front.folder)
+    packed = envelope.pack(is_local=front.is_local)
     if reads is not None:
         packed.uses, packed.reads = reads.wire, reads
     n_listed = sum(len(part.positions or ()) for part in envelope.results if part is not None)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -219,9 +218,9 @@ class FrontEnd:
         return replace(Address.unpack(address), facts=facts_mark(facts)).pack()
 
     @property
-    def folder(self) -> Path | None:
-        """For files that workers read; None where some of them are on other hosts."""
-        return self.results.the_collector().folder if self.results.links is None else None
+    def is_local(self) -> bool:
+        """Whether all workers are on this host."""
+        return self.results.links is None
 
     def describe(self) -> dict[str, Any]:
         """What an operator wants to know: versions, engines, and what is in flight."""

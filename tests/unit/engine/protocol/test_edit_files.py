@@ -1,8 +1,11 @@
-"""Large tensors of edits lie in a file while somebody may send it, and are read as they were."""
+"""Large tensors of edits lie in memory while somebody may send them, and are read as they were."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import gc
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -27,9 +30,19 @@ class Owner:
     """Anything."""
 
 
-def packed(request: LensRequest, folder: Path | None, n_prompt: int = 5) -> Packed:
+def files() -> set[tuple[str, int]]:
+    """Those of edits that this process has open, with their inodes."""
+    found = set()
+    for one in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if "inspect-lens-edits" in os.readlink(one):
+                found.add((one.name, os.stat(one).st_ino))
+    return found
+
+
+def packed(request: LensRequest, *, is_local: bool = True, n_prompt: int = 5) -> Packed:
     sealed = seal(request, FACTS, reply="ipc://a", n_prompt=n_prompt, max_tokens=3)
-    return sealed.pack(folder)
+    return sealed.pack(is_local=is_local)
 
 
 def sent(packed: Packed) -> bytes:
@@ -50,78 +63,106 @@ def vectors() -> LensRequest:
 
 
 @pytest.fixture(autouse=True)
-def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "_EDITED", Cache(16))
-    monkeypatch.setattr(programs, "_UNPACKED", Cache(16))
+def before(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, int]]:
+    for name, module in (("_EDITED", messages), ("_UNPACKED", programs), ("_MADE", programs)):
+        monkeypatch.setattr(module, name, Cache(16))
+    return files()
 
 
 @pytest.mark.parametrize("make", [low_rank, vectors])
 def test_a_worker_reads_from_a_file_what_it_would_have_been_sent(
-    tmp_path: Path, make: Any, monkeypatch: pytest.MonkeyPatch
+    make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = make()
-    plain, short = sent(packed(request, None)), sent(packed(request, tmp_path))
+    local = packed(request)
+    plain, short = sent(packed(request, is_local=False)), sent(local)
     assert len(plain) > LARGE > 10 * len(short)
     read = [Envelope.unpack(msgspec.msgpack.decode(plain)).edited]
-    nothing_known.__wrapped__(monkeypatch)  # type: ignore[attr-defined]
+    for name, module in (("_EDITED", messages), ("_UNPACKED", programs)):
+        monkeypatch.setattr(module, name, Cache(16))
     read.append(Envelope.unpack(msgspec.msgpack.decode(short)).edited)
     assert read[0] is not read[1]
     assert read[0].content == read[1].content
-    assert read[0].pack(None) == read[1].pack(None)
+    assert read[0].pack(is_local=False) == read[1].pack(is_local=False)
 
 
-def test_edits_of_many_prompts_share_one_file(tmp_path: Path) -> None:
+def test_edits_of_many_prompts_share_one_file(before: Any) -> None:
     request = low_rank(positions="completion")
-    kept = [packed(request, tmp_path, n_prompt) for n_prompt in (5, 6, 90)]
+    kept = [packed(request, n_prompt=n_prompt) for n_prompt in (5, 6, 90)]
     assert len({sent(one) for one in kept}) == 3
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(files() - before) == 1
 
 
 def test_a_file_is_there_as_long_as_a_request_may_be_under_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, before: Any
 ) -> None:
     # Nothing is kept for requests to come.
     monkeypatch.setattr(programs, "_MADE", Cache(0))
-    one = packed(low_rank(1, positions="completion"), tmp_path)
+    one = packed(low_rank(1, positions="completion"))
     gc.collect()
     assert Envelope.unpack(msgspec.msgpack.decode(sent(one))).edited.edits
     del one
     gc.collect()
-    assert not list(tmp_path.iterdir())
+    assert files() <= before
 
 
-def test_small_data_and_hosts_apart_have_no_file(tmp_path: Path) -> None:
+def test_small_data_and_hosts_apart_have_no_file(before: Any) -> None:
     small = LensRequest(edits=[Add(vector=ROWS[0], layers=[0])])
-    assert len(sent(packed(small, tmp_path))) > ROWS[0].nbytes
-    assert len(sent(packed(low_rank(), None))) > 16 * ROWS[0].nbytes
-    assert not list(tmp_path.iterdir())
+    assert len(sent(packed(small))) > ROWS[0].nbytes
+    assert len(sent(packed(low_rank(), is_local=False))) > 16 * ROWS[0].nbytes
+    assert files() <= before
 
 
-def test_data_are_sent_where_no_file_can_be_written(tmp_path: Path) -> None:
-    assert file_of([bytes(LARGE)], Owner(), tmp_path / "gone") is None
+def test_data_are_sent_where_there_is_no_room_for_a_file(
+    monkeypatch: pytest.MonkeyPatch, before: Any
+) -> None:
+    owners = [Owner() for _ in range(3)]
+    monkeypatch.setattr(programs, "_MOST_FILES", len(programs._FILES) + 2)
+    found = [file_of([bytes(LARGE)], owner, is_local=True) for owner in owners]
+    assert found[2] is None
+    assert None not in found[:2]
+    assert file_of([bytes(LARGE)], owners[0], is_local=True) == found[0]
+    monkeypatch.undo()
+
+    def full(*_: Any, **__: Any) -> io.BytesIO:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("builtins.open", full)
+    assert file_of([bytes(LARGE)], owners[2], is_local=True) is None
+    monkeypatch.undo()
+    assert len(files() - before) == 2
 
 
-def test_nobody_waits_for_a_disk_that_takes_long(tmp_path: Path) -> None:
-    assert file_of([bytes(MOST + 1)], Owner(), tmp_path) is None
-    assert not list(tmp_path.iterdir())
-    assert file_of([bytes(MOST)], Owner(), tmp_path) is not None
-
-
-def test_a_file_that_has_gone_fails_its_request(tmp_path: Path) -> None:
-    one = packed(low_rank(2), tmp_path)
-    for file in tmp_path.iterdir():
-        file.unlink()
-    with pytest.raises(CaptureError, match="try again"):
-        Envelope.unpack(msgspec.msgpack.decode(sent(one)))
-
-
-def test_a_fork_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_a_disk(monkeypatch: pytest.MonkeyPatch, before: Any) -> None:
     owner = Owner()
-    path = file_of([b"x" * LARGE, b"y"], owner, tmp_path)
-    assert path is not None
-    # As in a child that was forked meanwhile, whose objects go when it ends.
-    child = os.getpid() + 1
-    monkeypatch.setattr(programs.os, "getpid", lambda: child)
-    del owner
+    assert file_of([bytes(MOST + 1)], owner, is_local=True) is None
+
+    def stands(*_: Any, **__: Any) -> None:
+        raise AssertionError("a disk may take a minute for this")
+
+    with monkeypatch.context() as patched:
+        for name in ("unlink", "write_bytes", "open"):
+            patched.setattr(Path, name, stands)
+        assert file_of([bytes(MOST)], owner, is_local=True) is not None
+        assert files() - before
+        del owner
+        gc.collect()
+    assert files() <= before
+
+
+def test_a_file_that_has_gone_fails_its_request_and_names_no_path() -> None:
+    owners = [Owner(), Owner()]
+    name = file_of([b"x" * LARGE, b"y"], owners[0], is_local=True)
+    assert name is not None
+    assert read_file(name) == b"x" * LARGE + b"y"
+    del owners[0]
     gc.collect()
-    assert read_file(path) == b"x" * LARGE + b"y"
+    with pytest.raises(CaptureError, match="No such file or directory") as raised:
+        read_file(name)
+    assert "/proc" not in str(raised.value)
+    # The number of a file is used again.
+    other = file_of([b"z" * LARGE], owners[0], is_local=True)
+    assert other is not None
+    assert other.split("/")[:2] == name.split("/")[:2]
+    with pytest.raises(CaptureError, match="try again"):
+        read_file(name)

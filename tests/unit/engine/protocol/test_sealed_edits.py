@@ -71,7 +71,7 @@ def same(a: SealedEdits, b: SealedEdits) -> None:
     assert (a.until, a.taps, a.layers, a.sites) == (b.until, b.taps, b.layers, b.sites)
     assert (a.spans, a.hashes) == (b.spans, b.hashes)
     np.testing.assert_array_equal(a.named, b.named)
-    assert a.pack(None) == b.pack(None)
+    assert a.pack(is_local=False) == b.pack(is_local=False)
 
 
 @pytest.mark.parametrize("name", ANY_PROMPT)
