@@ -54,7 +54,7 @@ class HookBook:
         self._lock = threading.Lock()
         self._hooks: list[tuple[str, Hook]] = []
         self._results: dict[str, dict[str, Any]] = {}
-        self._sizes: dict[str, int] = {}
+        self._n_bytes = 0
         self.number = next(_numbers)
         HookBook.books[self.number] = self
 
@@ -133,7 +133,7 @@ class HookBook:
         with self._lock:
             names = [name for name, _ in self._hooks]
             self._hooks = []
-            self._results, self._sizes = {}, {}
+            self._results, self._n_bytes = {}, 0
         await self.manage(tell, "unregister", names)
 
     async def manage(self, tell: TellHooks, action: str, payload: Any = None) -> None:
@@ -142,7 +142,7 @@ class HookBook:
 
     def clear_results(self) -> None:
         with self._lock:
-            self._results, self._sizes = {}, {}
+            self._results, self._n_bytes = {}, 0
 
     def results(self) -> dict[str, dict[str, Any]]:
         """What persistent hooks saved, of finished requests: by request, by index of the hook."""
@@ -150,16 +150,19 @@ class HookBook:
             return dict(self._results)
 
     def keep(self, key: str, saved: dict[str, Any]) -> None:
-        """Keep what persistent hooks saved of a request."""
-        size = _nbytes(saved)
+        """Keep what persistent hooks saved of a request, if they saved anything."""
+        if not any(saved.values()):
+            return  # hooks that only edit would fill the memory of a server that nobody asks
+        size = len(key) + _nbytes(saved)
         with self._lock:
-            if sum(self._sizes.values()) + size > self._most:
+            if self._n_bytes + size > self._most:
                 raise CaptureError(
-                    f"persistent hooks have saved {sum(self._sizes.values())} bytes and nobody "
+                    f"persistent hooks have saved {self._n_bytes} bytes and nobody "
                     "has cleared them: call clear_hook_results (POST /v1/hooks/clear_results) "
                     "between turns, save less, or raise INSPECT_LENS_HOOK_BYTES"
                 )
-            self._results[key], self._sizes[key] = saved, size
+            self._results[key] = saved
+            self._n_bytes += size
 
 
 def _names(body: Mapping[str, Any], field: str) -> list[str]:
@@ -260,14 +263,21 @@ def put_eager(completion: Any, results: EagerResults) -> None:
         completion.hook_results = live_values(results.saved)
 
 
+_OF_A_VALUE = 64
+"""Bytes, about, that Python takes for a value, however small."""
+
+
 def _nbytes(value: Any) -> int:
+    inside = 0
     if isinstance(value, TensorData):
-        return value.nbytes
-    if isinstance(value, dict):
-        return sum(_nbytes(item) for item in value.values())
-    if isinstance(value, list):
-        return sum(_nbytes(item) for item in value)
-    return len(value) if isinstance(value, str) else 16
+        inside = value.nbytes
+    elif isinstance(value, dict):
+        inside = sum(_nbytes(key) + _nbytes(item) for key, item in value.items())
+    elif isinstance(value, list):
+        inside = sum(_nbytes(item) for item in value)
+    elif isinstance(value, str):
+        inside = len(value)
+    return _OF_A_VALUE + inside
 
 
 def raise_first(answers: Sequence[str | None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from fastapi.testclient import TestClient
 from inspect_lens._vllm.http.payloads import PayloadStore
 from inspect_lens._vllm.http.server import add_routes
 from inspect_lens._vllm.registered.persistent_hooks import HookBook, seal_eager
+from inspect_lens.errors import CaptureError
 from inspect_lens.spec import LensRequest
 from tests.kit.facts import engine_facts
 
@@ -127,6 +129,20 @@ def test_a_server_that_runs_no_code_says_so(refusal: str | None, message: str) -
         answer = client.post(f"/v1/hooks/{action}", json={})
         assert answer.status_code == 400
         assert message in answer.json()["error"]["message"]
+
+
+def test_hooks_that_save_nothing_take_no_memory_and_small_values_count() -> None:
+    book = HookBook(FACTS, most_bytes=10_000)
+    for i in range(2000):
+        book.keep(f"edited-{i}", {"0": {}, "1": {}})
+    assert not book.results()
+    with suppress(CaptureError):
+        for i in range(2000):
+            book.keep(f"noted-{i}", {"0": {"layer": 1}})
+    assert 10 < len(book.results()) < 100
+    book.clear_results()
+    book.keep("next", {"0": {"layer": 1}})
+    assert book.results() == {"next": {"0": {"layer": 1}}}
 
 
 def test_what_hooks_of_an_engine_saved_goes_with_the_engine() -> None:
