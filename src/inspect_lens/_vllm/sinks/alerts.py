@@ -244,17 +244,18 @@ class Alerts:
         with self._changed:
             self._changed.wait_for(lambda: bool(self._dead))
             dead = list(self._dead)
-        lines = [
-            json_bytes({"why": one.why, "tries": one.tries, "alert": one.alert}) for one in dead
-        ]
         status = "dead"
         try:
+            lines = [
+                json_bytes({"why": one.why, "tries": one.tries, "alert": one.alert}) for one in dead
+            ]
             _append(self.config.dead_letter, b"".join(b"%b\n" % line for line in lines))
             self._tell(status, f"alerts could not be delivered ({dead[0].why}), and are in the "
                        "file of dead letters")  # fmt: skip
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - or the same ones would be tried for ever
             status = "lost"
-            why = f"the file of dead letters takes none ({error.strerror})"
+            reason = getattr(error, "strerror", None) or type(error).__name__
+            why = f"the file of dead letters takes none ({reason})"
             self._tell(status, f"alerts are lost: {why}")
         with self._changed:
             for _ in dead:

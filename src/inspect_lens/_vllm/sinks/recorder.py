@@ -108,7 +108,7 @@ class Recorder:
             index = self._n_offered
             self._n_offered += 1
         item = Item(done.captured(self._tensor, index), Future() if waits else None)
-        refused = self._over_limit(item) or self._put(item)
+        refused = self._put(item)
         if refused is not None:
             self.count(refused[0])
             return Offered(self._receipt(item.sample, refused[0], reason=refused[1]))
@@ -117,19 +117,13 @@ class Recorder:
         told = self._receipt(item.sample, "queued", reason="waits for the next shard")
         return Offered(told, item.future)
 
-    def _over_limit(self, item: Item) -> tuple[SinkStatus, str] | None:
-        """What becomes of a sample for which the operator gives no more space, and why."""
-        limit = self.config.limit_bytes
-        with self._lock:
-            if limit and self._taken_bytes + item.rows_bytes > limit:
-                return "dropped", f"the operator's limit for the sink is reached ({limit} bytes)"
-            self._taken_bytes += item.rows_bytes
-        return None
-
     def _put(self, item: Item) -> tuple[SinkStatus, str] | None:
         """Take a sample in; else what becomes of it, and why."""
         config, size = self.config, item.n_bytes
+        limit = config.limit_bytes
         with self._changed:
+            if limit and self._taken_bytes + item.rows_bytes > limit:
+                return "dropped", f"the operator's limit for the sink is reached ({limit} bytes)"
             full = self._n_bytes / config.memory_bytes
             kept = 1.0 if config.when_slow != "sample" else 2 * (1 - full)
             if kept < 1 and lot(config.seed, "slow", item.sample.record.id) >= kept:
@@ -141,6 +135,7 @@ class Recorder:
                 )
             self._waiting.append(item)
             self._n_bytes += size
+            self._taken_bytes += item.rows_bytes
             self._changed.notify_all()
         return None
 
@@ -369,7 +364,6 @@ class Recorder:
             self._told(error)
             self._again = time.monotonic() + _RETRIES_S[-1]
             return
-        self._spill.remove(one)
         for i, sample in enumerate(samples):
             error_of = given.errors[i] if given.errors else None
             if error_of is not None:
@@ -377,4 +371,5 @@ class Recorder:
             else:
                 n_bytes = 0 if sample.acts is None else sample.acts.nbytes
                 self.count("written", sample.record.n_rows, n_bytes)
+        self._spill.remove(one)
         self._tell_held()

@@ -333,10 +333,11 @@ class SpillFolder:
             return self._waiting[0] if self._waiting else None
 
     def remove(self, one: Spilled) -> None:
-        one.path.unlink(missing_ok=True)
+        # First, or a file that cannot be removed would be given away for ever.
         with self._lock, contextlib.suppress(ValueError):
             self._waiting.remove(one)
             self.n_bytes -= one.n_bytes
+        one.path.unlink(missing_ok=True)
 
     def _hold(self, writer: str) -> bool:
         """Take the lock of a writer; False while its process lives."""

@@ -163,6 +163,15 @@ def test_a_disk_that_is_full_leaves_no_half_letter(
     assert made.counts == {"dead": 2, "lost": 1}
 
 
+def test_an_alert_that_cannot_be_written_holds_no_other_up(tmp_path: Path) -> None:
+    made = Alerts(config(tmp_path), lambda alert: 404)
+    for text in ("\ud800", "fine"):
+        made.put({"text": text})
+        assert made.flush(10)
+    assert [one["alert"]["text"] for one in letters(tmp_path)] == ["fine"]
+    assert made.counts == {"lost": 1, "dead": 1}
+
+
 def test_no_log_has_the_address(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     caplog.set_level(logging.INFO, logger="httpx")  # Inspect makes it quieter

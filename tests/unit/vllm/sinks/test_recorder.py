@@ -170,6 +170,26 @@ def test_a_full_disk_for_what_is_spilled_drops(tmp_path: Path) -> None:
     receiver.may_go.set()
 
 
+def test_a_spilled_file_that_cannot_be_removed_is_given_away_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver = Slow()
+    fields = {"memory_bytes": 10_000, "shard_bytes": 1500, "when_slow": "spill"}
+    recorder = Recorder("live", config(spill=str(tmp_path), **fields), receiver, NAME)
+    for i in range(20):
+        recorder.take(done(f"r{i}"))
+        time.sleep(0.01)
+    assert until(lambda: recorder.counts["spilled"] > 2)
+
+    def read_only(*_: Any, **__: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", read_only)
+    receiver.may_go.set()
+    assert until(lambda: recorder.counts["written"] >= 20 - recorder.counts["dropped"], 20)
+    assert len(receiver.ids) == len(set(receiver.ids))
+
+
 SPILL_AND_HANG = """
 import sys, time
 from tests.unit.vllm.sinks.test_recorder import Recorder, Slow, NAME, config, done
@@ -220,6 +240,21 @@ def test_no_client_fills_a_store_beyond_its_limit() -> None:
     assert told[-1].reason == f"the operator's limit for the sink is reached ({10 * rows} bytes)"
     assert recorder.flush(60)
     assert statuses(recorder) == {"written": 10, "dropped": 20}
+
+
+def test_what_is_dropped_does_not_count_as_taken() -> None:
+    receiver, rows = Slow(), 4 * 8 * ROWS
+    recorder = Recorder(
+        "live", config(limit_bytes=10 * rows, memory_bytes=7000, shard_bytes=rows), receiver, NAME
+    )
+    first = [recorder.take(done(f"r{i}")).receipt.status for i in range(30)]
+    assert 1 < first.count("queued") < 10
+    receiver.may_go.set()
+    assert recorder.flush(60)
+    for i in range(30):
+        recorder.take(done(f"s{i}"))
+        assert recorder.flush(60)
+    assert statuses(recorder) == {"written": 10, "dropped": 50}
 
 
 class Broken(Slow):
