@@ -355,8 +355,10 @@ def fault_of(error: BaseException) -> LensError:
     """The error of a request for which our code went wrong, in words for its client."""
     if isinstance(error, LensError):
         return error
+    # An error of the system names a file, which is nothing for clients.
+    what = getattr(error, "strerror", None) or error
     return CaptureError(
-        f"a fault of inspect_lens ended this request ({type(error).__name__}: {error}); the "
+        f"a fault of inspect_lens ended this request ({type(error).__name__}: {what}); the "
         "server's log has its traceback; please report it"
     )
 

@@ -437,7 +437,7 @@ class LensBodies:
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         server, configs = "", self._listed
         try:
-            server, configs = self._tiers(scope)
+            server, configs = await self._tiers(scope)
         except Exception:
             # Every request comes here; those on which something acts are judged again.
             logger.exception("inspect_lens: what acts on requests is not known")
@@ -501,11 +501,16 @@ class LensBodies:
             asked.forget()
             self._n_bytes -= n_bytes
 
-    def _tiers(self, scope: Mapping[str, Any]) -> tuple[str, Mapping[str, str]]:
+    async def _tiers(self, scope: Mapping[str, Any]) -> tuple[str, Mapping[str, str]]:
         """Hash of what acts on all requests, and configurations by the names of their models."""
         registry = getattr(self._front_end(), "registry", None)
-        if registry is None:
+        # Whether a server lives, and its metrics, depend on no name.
+        uses_names = scope["type"] == "http" and (
+            scope["method"] == "POST" or "/v1/" in scope["path"]
+        )
+        if registry is None or not uses_names:
             return "", {}
+        await registry.catch_up()
         configs: tuple[str, ...] = registry.configs
         if configs != self._configs and is_off("models") is None:
             listed = list_models(scope, configs, _check_model)

@@ -205,6 +205,8 @@ def _fetch(payloads: PayloadStore) -> Handler:
 
 _LOOK_S = 0.2
 """Between two looks at whether requests under way still use what no name stands for."""
+_LONGEST_S = 60.0
+"""The same, where workers cannot be told."""
 
 
 class _Registry:
@@ -213,6 +215,7 @@ class _Registry:
     def __init__(self, front_end: FrontEnd) -> None:
         self._front_end = front_end
         self._later: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()
 
     async def listed(self, request: Any) -> Any:
         return self._front_end().registry.describe()
@@ -228,7 +231,7 @@ class _Registry:
         await asyncio.to_thread(item.reference)  # with its hash, which is kept
         tell = _tell_through(request.app.state.engine_client)
         try:
-            await give_name(self._front_end(), tell, name, item, replace=replace)
+            await give_name(self._front_end(), tell, name, item, replace=replace, run=self._apart)
         finally:
             self._forget_later(tell)
         return {"name": name, **self._front_end().registry.reference_of(item)}
@@ -237,7 +240,7 @@ class _Registry:
         name = check_name(request.path_params["name"])
         tell = _tell_through(request.app.state.engine_client)
         try:
-            await take_name(self._front_end(), tell, name)
+            await take_name(self._front_end(), tell, name, run=self._apart)
         finally:
             self._forget_later(tell)
         return {"name": name, "removed": True}
@@ -257,22 +260,34 @@ class _Registry:
             config.sha256  # noqa: B018 - worked out here, and not on the event loop
             return config
 
-        front.register(SERVER_NAME, await asyncio.to_thread(read), replace=True)
+        config = await asyncio.to_thread(read)
+        await self._apart(front.register, SERVER_NAME, config, replace=True)
         return front.describe_server()
 
     async def drop_server(self, request: Any) -> Any:
         front = self._front_end()
-        front.unregister(SERVER_NAME)
+        await self._apart(front.unregister, SERVER_NAME)
         return front.describe_server()
+
+    async def _apart(self, work: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Change names in a thread, one after the other: the servers of an engine share files."""
+        async with self._turn:
+            await asyncio.to_thread(work, *args, **kwargs)
 
     def _forget_later(self, tell: Tell) -> None:
         """Have workers forget what no name stands for, once requests under way need it no more."""
         registry = self._front_end().registry
 
         async def forget() -> None:
+            pause = _LOOK_S
             while registry.has_left:
-                await asyncio.sleep(_LOOK_S)
-                await forget_unused(registry, tell)
+                await asyncio.sleep(pause)
+                try:
+                    await forget_unused(registry, tell)
+                except Exception:
+                    # They hold gigabytes, perhaps, until they hear of it.
+                    pause = min(2 * pause, _LONGEST_S)
+                    logger.exception("inspect_lens: workers could not be told of what is removed")
 
         if registry.has_left and (self._later is None or self._later.done()):
             self._later = asyncio.create_task(forget())

@@ -15,7 +15,6 @@ says, beside those of the request. What the operator says stands in a file, whic
 
 from __future__ import annotations
 
-import json
 import secrets
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -28,7 +27,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from inspect_lens._base.untrusted import read_regular
+from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens._vllm.sinks.alerts import AlertsConfig
 from inspect_lens.errors import ArtifactError, LensError, SpecError, UnsupportedError
 from inspect_lens.lens import load_lens
@@ -144,7 +143,9 @@ def start_items(setting: str) -> dict[str, Registrable]:
                     raise ValueError(f"a {type(probe).__name__} has no form for the engine yet")
                 items[name] = probe.for_engine()
             else:
-                body = json.loads(Path(path).read_text(encoding="utf-8"))
+                body = parse_json(read_regular(path))
+                if not isinstance(body, dict):
+                    raise ValueError(f"a JSON object is wanted, not {shown(body)}")
                 items[name] = parse_item({"name": name, **body})[1]
         except (OSError, ValueError, ArtifactError) as error:
             raise SpecError(f"INSPECT_LENS_REGISTER: {name}={path}: {error}") from None
@@ -231,16 +232,29 @@ def _column(sha256: str) -> int:
     return int(sha256[:8], 16) % N_COUNTS
 
 
+async def _here(work: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    work(*args, **kwargs)
+
+
 async def give_name(
-    front: Any, tell: Tell, name: str, item: Registrable, *, replace: bool = False
+    front: Any,
+    tell: Tell,
+    name: str,
+    item: Registrable,
+    *,
+    replace: bool = False,
+    run: Callable[..., Awaitable[None]] = _here,
 ) -> None:
-    """Let a name stand for something, which all workers know before anybody can use it."""
-    front.check(name, item, replace=replace)
+    """Let a name stand for something, which all workers know before anybody can use it.
+
+    Where several processes share names, `run` calls what waits for their files.
+    """
+    await run(front.check, name, item, replace=replace)
     reference, sha256 = secrets.token_hex(16), hash_at_workers(item)
     try:
         if sha256 is not None:
             _raise_first(await tell(reference, item))
-        front.register(name, item, replace=replace, reference=reference)
+        await run(front.register, name, item, replace=replace, reference=reference)
     except BaseException:
         # Some workers may have had room for it.
         front.registry.leave(reference, sha256)
@@ -249,20 +263,24 @@ async def give_name(
     await forget_unused(front.registry, tell)
 
 
-async def take_name(front: Any, tell: Tell, name: str) -> None:
+async def take_name(
+    front: Any, tell: Tell, name: str, *, run: Callable[..., Awaitable[None]] = _here
+) -> None:
     """Let a name stand for nothing; requests under way keep what they use."""
-    front.unregister(name)
+    await run(front.unregister, name)
     await forget_unused(front.registry, tell)
 
 
 async def forget_unused(registry: Registry, tell: Tell) -> None:
     """Tell workers of references that no name has and no request needs any more."""
-    for reference, sha256 in registry.take_unused():
-        try:
-            await tell(reference, None)
-        except BaseException:
-            registry.leave(reference, sha256)
-            raise
+    unused = registry.take_unused()
+    try:
+        while unused:
+            await tell(unused[0][0], None)
+            del unused[0]
+    finally:
+        for one in unused:  # where that failed, workers keep these, too
+            registry.leave(*one)
 
 
 def tell_through(engine: Any) -> Tell:

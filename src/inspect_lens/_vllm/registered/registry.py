@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import threading
@@ -64,6 +65,7 @@ class Registry:
         """References that no name has any more, and the hashes of their contents."""
         self._uses = Uses()
         self._lock = threading.Lock()
+        self._reading = asyncio.Lock()
         self._shared: SharedNames | None = None
         self.probes: dict[str, EngineProbe] = {}
         """Probes by name; another object after each change, which is never changed itself."""
@@ -84,10 +86,24 @@ class Registry:
     @property
     def version(self) -> int:
         """Another one after each change, by whomever."""
-        if self._shared is not None and self._shared.has_changed:
+        if self._is_behind:
             with self._changing():
                 pass
         return self._version
+
+    @property
+    def _is_behind(self) -> bool:
+        return self._shared is not None and self._shared.has_changed
+
+    async def catch_up(self) -> None:
+        """Know what others have changed, which lies in files that an event loop must not wait for.
+
+        Without this `version` reads them.
+        """
+        if self._is_behind:
+            async with self._reading:
+                if self._is_behind:
+                    await asyncio.to_thread(getattr, self, "version")
 
     def share(self, names: SharedNames) -> None:
         """Know what others know from now on, and they what is known here."""
@@ -133,7 +149,9 @@ class Registry:
             if self._shared is not None:
                 self._shared.put(name, kept, reference)
             self.leave(self._references.get(name, ""), hash_at_workers(known))
-            self._items[name], self._references[name] = kept, reference
+            # A new one: others may be reading that which was.
+            self._items = {**self._items, name: kept}
+            self._references[name] = reference
             self._changed()
 
     def _check(self, name: str, item: Item, *, replace: bool) -> None:
@@ -217,10 +235,11 @@ class Registry:
             if name not in self._items:
                 raise SpecError(self._unknown(name))
             self._check_unused(name)
-            self.leave(self._references.pop(name), hash_at_workers(self._items.pop(name)))
-            self._changed()
             if self._shared is not None:
                 self._shared.drop(name)
+            self.leave(self._references.pop(name), hash_at_workers(self._items[name]))
+            self._items = {known: item for known, item in self._items.items() if known != name}
+            self._changed()
 
     def leave(self, reference: str, sha256: str | None) -> None:
         """Note that no name has a reference any more."""

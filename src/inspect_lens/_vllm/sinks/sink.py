@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol, Self
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens._intake import write_file
 from inspect_lens._shards import Captured, SampleRecord, ShardWriter
 from inspect_lens.errors import SpecError
@@ -181,7 +182,7 @@ def read_sinks(setting: str) -> dict[str, SinkConfig]:
     if not text:
         return {}
     try:
-        loaded = json.loads(text if text.startswith("{") else Path(text).read_text("utf-8"))
+        loaded = parse_json(text if text.startswith("{") else read_regular(text))
     except (OSError, ValueError) as error:
         raise SpecError(
             f"INSPECT_LENS_SINKS: not JSON, and not a file that has it ({error}); give an object "

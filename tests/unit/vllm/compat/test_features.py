@@ -14,7 +14,7 @@ from fastapi.testclient import TestClient
 
 from inspect_lens._vllm import plugin
 from inspect_lens._vllm.compat import features
-from inspect_lens._vllm.compat.features import USED_NAMES, busy, has, problems
+from inspect_lens._vllm.compat.features import USED_NAMES, busy, fault_of, has, problems
 from inspect_lens._vllm.compat.monkeypatches import (
     EAGER_PATCHES,
     PATCHES,
@@ -160,3 +160,10 @@ def test_busy_is_429_with_and_without_vllms_own_error(monkeypatch: pytest.Monkey
     assert old.status_code == 429
     assert old.status_code.value == 429, "the server asks for it so"
     assert str(old) == "full"
+
+
+def test_a_fault_that_a_client_is_told_of_names_no_file_of_the_server() -> None:
+    fault = fault_of(PermissionError(13, "Permission denied", "/srv/secret"))
+    assert "(PermissionError: Permission denied)" in str(fault)
+    assert "secret" not in str(fault)
+    assert "KeyError: 'a'" in str(fault_of(KeyError("a")))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -13,11 +15,14 @@ from fastapi.testclient import TestClient
 
 from inspect_lens._engine.readout.readers import ProbeStore
 from inspect_lens._settings import Settings
+from inspect_lens._vllm.http import server
 from inspect_lens._vllm.http.payloads import PayloadStore
 from inspect_lens._vllm.http.server import add_routes
+from inspect_lens._vllm.registered.contents import at_once, forget_unused
 from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens.errors import CapacityError, LensError, SpecError, UnsupportedError
 from inspect_lens.spec import EngineProbe, SteeringVector
+from tests.kit.waiting import soon
 
 HIDDEN = 8
 
@@ -69,6 +74,24 @@ def test_a_name_holds_its_content_until_it_is_replaced() -> None:
     assert not registry.has_left, "workers keep no vectors"
 
 
+def test_where_workers_cannot_be_told_nothing_is_forgotten_that_they_hold() -> None:
+    registry, told = Registry(), list[str]()
+    for value in range(3):
+        registry.leave(f"reference-{value}", probe(value).sha256)
+
+    async def busy(reference: str, _: Any) -> list[bool]:
+        told.append(reference)
+        if len(told) == 2:
+            raise TimeoutError
+        return [True]
+
+    with pytest.raises(TimeoutError):
+        at_once(forget_unused(registry, busy))
+    at_once(forget_unused(registry, busy))
+    assert sorted(set(told)) == [f"reference-{value}" for value in range(3)]
+    assert not registry.has_left
+
+
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> tuple[TestClient, list[Any]]:
     told: list[Any] = []
@@ -109,6 +132,37 @@ def test_what_is_refused_reaches_no_worker(served: tuple[TestClient, list[Any]])
     full = client.post(path, json=body("c"))
     assert full.status_code == 429
     assert "INSPECT_LENS_REGISTRY_NAMES" in full.json()["error"]["message"]
+
+
+def test_what_workers_could_not_be_told_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, told = Registry(), list[bool]()
+
+    class Busy:
+        async def collective_rpc(self, name: str, args: Any) -> list[bool]:
+            told.append(args[1] is None)
+            if told[-1] and told.count(True) < 3:
+                raise TimeoutError
+            return [True]
+
+    front = SimpleNamespace(
+        facts=None, registry=registry, check=registry.check, register=registry.add,
+        unregister=registry.remove,
+    )  # fmt: skip
+    app = FastAPI()
+    app.state.engine_client = Busy()
+    add_routes(app, lambda: front, PayloadStore())
+    monkeypatch.setattr(server, "_LOOK_S", 0.01)
+
+    async def run() -> None:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            path = "/v1/inspect_lens/registry"
+            assert (await client.post(path, json=body("a"))).status_code == 200
+            await client.delete(f"{path}/a")
+            assert await soon(lambda: not registry.has_left, 10)
+
+    asyncio.run(run())
+    assert told == [False, True, True, True]
 
 
 WRITES = [

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import httpx
 import numpy as np
 import pytest
+from fastapi import FastAPI
 
+from inspect_lens._vllm.http.bodies import LensBodies
+from inspect_lens._vllm.http.payloads import PayloadStore
+from inspect_lens._vllm.http.server import add_routes
+from inspect_lens._vllm.registered import shared_names
 from inspect_lens._vllm.registered.contents import SERVER_NAME, compose, parse_shared
 from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens._vllm.registered.shared_names import SharedNames, folder_of_siblings
@@ -23,6 +32,7 @@ from inspect_lens.spec import (
     ServerConfig,
     SteeringVector,
 )
+from tests.kit.waiting import soon
 
 
 def probe(value: float) -> EngineProbe:
@@ -152,6 +162,67 @@ def test_a_disk_that_is_full_leaves_a_name_free(two: tuple[Registry, Registry]) 
     second.add("v", large, replace=True)
     assert first.describe()["v"] == second.describe()["v"] == first.describe()["p"]
     assert len(list(first._shared.folder.iterdir())) == 4, "what was replaced is gone"
+
+
+def client_of(registry: Registry) -> httpx.AsyncClient:
+    """A client of an API server with these names."""
+
+    class Engine:
+        async def collective_rpc(self, name: str, args: object) -> list[bool]:
+            return [True]
+
+    front = SimpleNamespace(
+        facts=None, registry=registry, check=registry.check, register=registry.add,
+        unregister=registry.remove, describe_server=dict,
+    )  # fmt: skip
+    app = FastAPI()
+    app.state.engine_client = Engine()
+    add_routes(app, lambda: front, PayloadStore())
+    app.add_middleware(LensBodies, front_end=lambda: front)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
+
+
+NAMES, ALL = "/v1/inspect_lens/registry", "/v1/inspect_lens/server"
+
+
+@pytest.mark.parametrize("change", [("POST", NAMES), ("DELETE", f"{NAMES}/a"), ("PUT", ALL)])
+def test_no_server_stands_still_with_the_disk_of_what_they_share(
+    two: tuple[Registry, Registry], change: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INSPECT_LENS_ADMIN_KEY", "s3cret")
+    headers = {"Authorization": "Bearer s3cret"}
+    is_slow, may_go = threading.Event(), threading.Event()
+
+    def body(name: str) -> dict[str, Any]:
+        return {"name": name, "probe": probe(1.0).model_dump(mode="json")}
+
+    def slow(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            is_slow.set()
+            assert may_go.wait(5), "the event loop waits for this"
+            return original(*args, **kwargs)
+
+        return run
+
+    async def run() -> None:
+        first, second = map(client_of, two)
+        assert (await first.post(NAMES, json=body("a"))).status_code == 200
+        # The second one has to read that, while the first one writes something else.
+        monkeypatch.setattr(shared_names, "write_atomic", slow(shared_names.write_atomic))
+        monkeypatch.setattr(Path, "unlink", slow(Path.unlink))
+        sent = body("b") if change[1] == NAMES else {"may_opt_out": True, "probes": ["start"]}
+        writing = asyncio.create_task(first.request(*change, json=sent, headers=headers))
+        assert await soon(is_slow.is_set, 5)
+        assert "a" in (await first.get(NAMES)).json()
+        reading = asyncio.create_task(second.get(NAMES))
+        assert (await second.get("/health")).status_code == 404
+        assert not any(task.done() for task in (reading, writing))
+        may_go.set()
+        assert (await writing).status_code == 200
+        assert {"start", "a"} >= (await reading).json().keys() - {"b"}
+
+    asyncio.run(run())
+    assert two[0].describe() == two[1].describe()
 
 
 def test_what_acts_on_all_requests_is_the_same_at_each_server(
