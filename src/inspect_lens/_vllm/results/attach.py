@@ -23,6 +23,7 @@ from inspect_lens._engine.protocol.processes import Links, as_exception, contain
 from inspect_lens._vllm.compat.features import busy, fault_of
 from inspect_lens._vllm.registered.probe_scores import Reading, feed_together
 from inspect_lens._vllm.sinks.sink import Exchange
+from inspect_lens._vllm.sinks.threads import Threads
 from inspect_lens._vllm.telemetry import failed, note, waited
 from inspect_lens.errors import CapacityError, CaptureError, LensError
 
@@ -158,7 +159,8 @@ class Recorded:
         self._changed = threading.Condition()
         self._n_coming = 0
         self._unflushed: deque[str] = deque(maxlen=_MOST)
-        self._has_begun = False
+        self._coming: list[_Coming] = []
+        self._threads = Threads("inspect-lens-recorded", "requests that are recorded", self._look)
 
     def put(self, ticket: Ticket) -> None:
         """Take over a choice that has ended; never waits and never raises for what it holds."""
@@ -173,10 +175,7 @@ class Recorded:
         with self._changed:
             self._n_coming += 1
             self._new.append(_Coming(ticket, expected))
-            if not self._has_begun:
-                self._has_begun = True
-                name = "inspect-lens-recorded"
-                threading.Thread(target=self._run, name=name, daemon=True).start()
+            self._threads.begin()
             self._changed.notify_all()
 
     def take_unflushed(self) -> list[str]:
@@ -186,22 +185,18 @@ class Recorded:
             found.append(self._unflushed.popleft())
         return found
 
-    def _run(self) -> None:
-        coming: list[_Coming] = []
-        while True:
+    def _look(self) -> None:
+        with self._changed:
+            if not self._new:
+                self._changed.wait(_EVERY_S if self._coming else None)
+            while self._new:
+                self._coming.append(self._new.popleft())
+        coming, self._coming = self._coming, []
+        try:
+            self._coming = [one for one in coming if not self._is_over(one)]
+        finally:
             with self._changed:
-                if not self._new:
-                    self._changed.wait(_EVERY_S if coming else None)
-                while self._new:
-                    coming.append(self._new.popleft())
-            try:
-                left = [one for one in coming if not self._is_over(one)]
-            except BaseException:
-                logger.exception("inspect_lens: a fault beside requests that are recorded")
-                left = []
-            with self._changed:
-                self._n_coming -= len(coming) - len(left)
-            coming = left
+                self._n_coming -= len(coming) - len(self._coming)
 
     def _is_over(self, one: _Coming) -> bool:
         """See to a choice; False where its rows are still on their way."""

@@ -33,6 +33,8 @@ from inspect_lens._vllm.telemetry import add, note
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import ProbeReceipt, Receipt
 
+from .threads import Threads
+
 logger = logging.getLogger("vllm.inspect_lens")
 
 _AGAIN: Final = frozenset({408, 425, 429})
@@ -106,6 +108,7 @@ class Alerts:
         self._dead: deque[_Dead] = deque()
         self._changed = threading.Condition()
         self._has_begun = self._is_ending = False
+        self._threads = Threads(_THREAD, "alerts", self._send_next, self._bury_next)
         self._told: set[str] = set()
         """What has been said once of alerts that nobody took."""
         self._current: dict[str, Any] | None = None
@@ -123,11 +126,8 @@ class Alerts:
         with self._changed:
             if not self._has_begun:
                 self._has_begun = True
-                for work in (self._send_next, self._bury_next):
-                    threading.Thread(
-                        target=self._run, args=(work,), name=_THREAD, daemon=True
-                    ).start()
                 atexit.register(self.close)
+            self._threads.begin()
             if self._is_ending:
                 self._bury(alert, "the process ended", 0)
             elif len(self._waiting) < self.config.waiting:
@@ -170,14 +170,6 @@ class Alerts:
         }
 
     # -- threads -----------------------------------------------------------------------
-
-    def _run(self, work: Callable[[], None]) -> None:
-        while True:
-            try:
-                work()
-            except BaseException:
-                logger.exception("inspect_lens: a fault beside alerts; they go on")
-                time.sleep(1.0)
 
     def _send_next(self) -> None:
         with self._changed:

@@ -22,6 +22,7 @@ from inspect_lens.errors import SpecError
 from inspect_lens.spec import SinkReceipt, SinkStatus
 
 from .sink import Done, Given, Receiver, SinkConfig, Spilled, SpillFolder, lot
+from .threads import Threads
 
 logger = logging.getLogger("vllm.inspect_lens")
 
@@ -98,9 +99,10 @@ class Recorder:
         """What became of results, by status."""
         self._is_told = False
         """Whether the log has said that something failed."""
-        self._has_begun = False
+        works = [self._give_next] if self._spill is None else [self._give_next, self._spill_next]
+        self._threads = Threads(f"inspect-lens-sink-{name}", f"the sink {name!r}", *works)
         if self._spill is not None and self._spill.first() is not None:
-            self._begin()  # with what earlier processes have left
+            self._threads.begin()  # with what earlier processes have left
 
     def take(self, done: Done, *, waits: bool = False) -> Offered:
         """Take a result into the queue, or say why not; never waits."""
@@ -112,7 +114,7 @@ class Recorder:
         if refused is not None:
             self.count(refused[0])
             return Offered(self._receipt(item.sample, refused[0], reason=refused[1]))
-        self._begin()
+        self._threads.begin()
         self._tell_held()
         told = self._receipt(item.sample, "queued", reason="waits for the next shard")
         return Offered(told, item.future)
@@ -187,25 +189,6 @@ class Recorder:
         return SinkReceipt(name=self.name, status=status, rows=rows, shard=shard, reason=reason)
 
     # -- threads -----------------------------------------------------------------------
-
-    def _begin(self) -> None:
-        with self._lock:
-            if self._has_begun:
-                return
-            self._has_begun = True
-        works = [self._give_next] if self._spill is None else [self._give_next, self._spill_next]
-        for work in works:
-            name = f"inspect-lens-sink-{self.name}"
-            threading.Thread(target=self._run, args=(work,), name=name, daemon=True).start()
-
-    def _run(self, work: object) -> None:
-        assert callable(work)
-        while True:
-            try:
-                work()
-            except BaseException:
-                logger.exception("inspect_lens: a fault in the sink %r; it goes on", self.name)
-                time.sleep(1.0)
 
     def _due_in(self) -> float:
         """Seconds until what waits is to be given away; infinite where nothing waits."""
