@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from inspect_lens import _settings
+from inspect_lens._base.http import json_bytes
 from inspect_lens._vllm import telemetry
 from inspect_lens._vllm.compat.engine_facts import computing_facts
 from inspect_lens._vllm.compat.features import (
@@ -282,12 +283,8 @@ class _Registry:
             pause = _LOOK_S
             while registry.has_left:
                 await asyncio.sleep(pause)
-                try:
-                    await forget_unused(registry, tell)
-                except Exception:
-                    # They hold gigabytes, perhaps, until they hear of it.
-                    pause = min(2 * pause, _LONGEST_S)
-                    logger.exception("inspect_lens: workers could not be told of what is removed")
+                has_told = await forget_unused(registry, tell)
+                pause = _LOOK_S if has_told else min(2 * pause, _LONGEST_S)
 
         if registry.has_left and (self._later is None or self._later.done()):
             self._later = asyncio.create_task(forget())
@@ -305,6 +302,8 @@ def _tell_through(engine: Any) -> Tell:
 
 
 def _hook(action: str) -> Handler:
+    from fastapi import Response
+
     async def run(request: Any) -> Any:
         engine = request.app.state.engine_client
         book = HookBook.of(
@@ -320,7 +319,10 @@ def _hook(action: str) -> Handler:
             )
             return told
 
-        return encode_saved(await book.act(tell, action, await json_body(request)))
+        done = await book.act(tell, action, await json_body(request))
+        # What hooks saved may be a gigabyte, and the event loop is everybody's.
+        body = await asyncio.to_thread(lambda: json_bytes(encode_saved(done)))
+        return Response(body, media_type="application/json")
 
     return run
 

@@ -15,6 +15,7 @@ says, beside those of the request. What the operator says stands in a file, whic
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -59,6 +60,8 @@ from inspect_lens.spec import (
 
 if TYPE_CHECKING:
     from .registry import Registry
+
+logger = logging.getLogger("vllm.inspect_lens")
 
 Item = EngineProbe | EngineEdits | WeightsEntry | EngineConfig
 """What a front-end keeps."""
@@ -271,16 +274,22 @@ async def take_name(
     await forget_unused(front.registry, tell)
 
 
-async def forget_unused(registry: Registry, tell: Tell) -> None:
-    """Tell workers of references that no name has and no request needs any more."""
+async def forget_unused(registry: Registry, tell: Tell) -> bool:
+    """Tell workers of references that no name has and no request needs any more.
+
+    Where that fails they keep what is left, and False says that it is to be tried again.
+    """
     unused = registry.take_unused()
     try:
         while unused:
             await tell(unused[0][0], None)
             del unused[0]
+    except Exception:
+        logger.exception("inspect_lens: workers could not be told of what is removed")
     finally:
-        for one in unused:  # where that failed, workers keep these, too
+        for one in unused:
             registry.leave(*one)
+    return not unused
 
 
 def tell_through(engine: Any) -> Tell:

@@ -124,7 +124,11 @@ class HookBook:
             await self.manage(tell, "prefetch", prefetch)
         # The workers first: a hook that runs is known everywhere.
         packed = {name: packed_hook(hook) for name, hook in named.items()}
-        await self.manage(tell, "register", packed)
+        try:
+            await self.manage(tell, "register", packed)
+        except BaseException:
+            await tell("unregister", list(named))  # some workers may have some of them
+            raise
         with self._lock:
             self._hooks += named.items()
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -65,7 +66,8 @@ class Registry:
         """References that no name has any more, and the hashes of their contents."""
         self._uses = Uses()
         self._lock = threading.Lock()
-        self._reading = asyncio.Lock()
+        # Of its own: whoever waits for something else must not keep all requests waiting.
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="inspect-lens-names")
         self._shared: SharedNames | None = None
         self.probes: dict[str, EngineProbe] = {}
         """Probes by name; another object after each change, which is never changed itself."""
@@ -101,9 +103,8 @@ class Registry:
         Without this `version` reads them.
         """
         if self._is_behind:
-            async with self._reading:
-                if self._is_behind:
-                    await asyncio.to_thread(getattr, self, "version")
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._reader, lambda: self.version)
 
     def share(self, names: SharedNames) -> None:
         """Know what others know from now on, and they what is known here."""

@@ -218,6 +218,8 @@ class Recorded:
 _PREPARED_AT_ONCE = 32
 """Requests: half a millisecond, where a step takes several."""
 _UNPREPARED_MOST = 1 << 14
+_FAILURES_MOST = 1 << 14
+"""Contents of steering that have failed: anybody may send another one each time."""
 
 
 def unprepared() -> deque[str]:
@@ -271,6 +273,12 @@ class Results:
         do not hear of it, so each has salts of its own.
         """
         return f"{self._nonce}:{self._failures[steer_hash]}:{steer_hash}"
+
+    def _note_failure(self, content: str) -> None:
+        if len(self._failures) >= _FAILURES_MOST:
+            # All salts are new from now on, so that none of those before comes again.
+            self._nonce, self._failures = secrets.token_hex(8), Counter()
+        self._failures[content] += 1
 
     def expect(
         self,
@@ -517,7 +525,7 @@ class Results:
             self._drop(job, error)
             for choice in job.choices:
                 if (steer_hash := choice.expected.envelope.steer_hash) is not None:
-                    self._failures[steer_hash.rpartition(":")[2]] += 1
+                    self._note_failure(steer_hash.rpartition(":")[2])
             job.error = failed(error)
             return False
         except BaseException as error:

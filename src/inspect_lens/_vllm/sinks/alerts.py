@@ -269,7 +269,8 @@ class Alerts:
 
 def _append(path: str, data: bytes) -> None:
     """Add all of some lines to a file, or none: what is written of them is taken back."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    # A pipe that nobody reads is an error, and keeps neither a start nor other letters waiting.
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)  # other processes have the same file
         before = os.fstat(file).st_size

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
+import threading
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
@@ -17,8 +20,9 @@ from inspect_lens._vllm.http.payloads import PayloadStore
 from inspect_lens._vllm.http.server import add_routes
 from inspect_lens._vllm.registered.persistent_hooks import HookBook, seal_eager
 from inspect_lens.errors import CaptureError
-from inspect_lens.spec import LensRequest
+from inspect_lens.spec import LensRequest, encode_saved
 from tests.kit.facts import engine_facts
+from tests.kit.waiting import soon
 
 PEER = json.loads(
     (Path(__file__).parents[3] / "data" / "vllm_lens_1.3.0" / "hooks.json").read_text()
@@ -129,6 +133,42 @@ def test_a_server_that_runs_no_code_says_so(refusal: str | None, message: str) -
         answer = client.post(f"/v1/hooks/{action}", json={})
         assert answer.status_code == 400
         assert message in answer.json()["error"]["message"]
+
+
+def test_hooks_that_a_worker_cannot_read_stay_at_none(book: HookBook) -> None:
+    engine = Engine(book)
+    engine.answer = "LensError: cannot be read in the server"
+    assert serve(engine).post("/v1/hooks/register", json=PEER["register"]).status_code == 400
+    (_, items), gone = engine.told
+    assert gone == ("unregister", list(items))
+    assert not book.hooks
+
+
+def test_what_hooks_saved_is_spelled_beside_the_event_loop(
+    book: HookBook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_slow, may_go = threading.Event(), threading.Event()
+    book.keep("a", {"0": {"n": 1, "x": float("inf")}})
+    app = serve(Engine(book)).app
+
+    def slow(value: Any) -> Any:
+        is_slow.set()
+        assert may_go.wait(60), "the event loop waits for this"
+        return encode_saved(value)
+
+    monkeypatch.setattr("inspect_lens._vllm.http.server.encode_saved", slow)
+
+    async def run() -> Any:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            collecting = asyncio.create_task(client.post("/v1/hooks/collect"))
+            assert await soon(is_slow.is_set)
+            assert (await client.get("/nothing")).status_code == 404
+            may_go.set()
+            return (await collecting).json()
+
+    saved = {"n": 1, "x": {"__type__": "float", "value": "inf"}}
+    assert asyncio.run(run()) == {"results": {"a": {"0": saved}}}
 
 
 def test_hooks_that_save_nothing_take_no_memory_and_small_values_count() -> None:

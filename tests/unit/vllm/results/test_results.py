@@ -140,6 +140,20 @@ def test_what_an_engine_aborts_unread_is_an_error_at_once() -> None:
     assert results.n_open == 0
 
 
+def test_failures_of_ever_other_steering_take_no_more_memory_and_no_salt_comes_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("inspect_lens._vllm.results.attach._FAILURES_MOST", 3, raising=False)
+    results, salts = Results(timeout_s=0.001), []
+    for i in range(20):
+        vector = SteeringVector(activations=np.full((1, 4), 1.0 + i % 5), layer_indices=[0])
+        salts.append(expect(results, f"k{i}", LensRequest(edits=[vector])))
+        with pytest.raises(CaptureError):
+            results.attach(output(completion(0, f"k{i}")))
+    assert len(set(salts)) == 20
+    assert len(results._failures) <= 3
+
+
 @pytest.mark.parametrize("is_batch", [False, True])
 def test_who_is_interrupted_while_waiting_leaves_nothing(
     results: Results, monkeypatch: pytest.MonkeyPatch, is_batch: bool
