@@ -25,11 +25,11 @@ from inspect_lens.probe import (
     NeuralProbe,
     Statistic,
     check_model,
-    first_crossing,
     load_probe,
     parse_head_pool,
     parse_pool,
     pool_scores,
+    running_pool,
 )
 from inspect_lens.spec import Positions, parse_positions
 
@@ -236,8 +236,16 @@ class Reading:
             ArtifactError: the pool goes by sentences, and there is no tokenizer.
         """
         cut = acting_value(self.reader, threshold, Statistic(over="alarm", pool=pool))
+        return next((i for i, value in enumerate(self.running(pool)) if value > cut), None)
+
+    def running(self, pool: str) -> NDArray[np.float64]:
+        """The pooled score after each token that was read, (tokens,) float64.
+
+        Args:
+            pool: as of `first_crossing`.
+        """
         ends = self.reader.sentence_ends(self.rows, self.model_name, pool)
-        return first_crossing(self.token_scores(), cut, pool=pool, ends=ends)
+        return running_pool(self.token_scores(), pool, ends=ends)
 
     def record(
         self, *, label: str | None = None, message_id: str | None = None, turn: int = 0

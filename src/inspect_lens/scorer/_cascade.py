@@ -425,8 +425,8 @@ def _cut(reader: ProbeReader, share: float, reference: str | Sequence[float]) ->
     values = _values(reader, reference) if isinstance(reference, str) else list(reference)
     if not values:
         raise SpecError(
-            "reference: holds no score of this probe; allowed are numbers, or a log that "
-            f"probe_score or deception_probe scored with {reader.probe.name!r}"
+            "reference: holds no score of this probe, pool and selection; allowed are numbers, or "
+            f"a log that probe_score or deception_probe scored so with {reader.probe.name!r}"
         )
     ordered = np.sort(np.asarray(values, dtype=np.float64))[::-1]
     n = int(np.floor(share * ordered.size + 0.5))
@@ -434,12 +434,16 @@ def _cut(reader: ProbeReader, share: float, reference: str | Sequence[float]) ->
 
 
 def _values(reader: ProbeReader, log: str) -> list[float]:
-    """Values of this very probe in a log."""
+    """Values in a log that this very probe gave to whole answers, pooled as here."""
     found = []
     for sample in read_log(log).samples or []:
         for score in (sample.scores or {}).values():
             facts = score.metadata or {}
-            own = facts.get("probe_sha256") == reader.probe.sha256
+            told = [facts.get("probe_sha256"), facts.get("pool"), facts.get("selection", "")]
+            # The value of a monitor is an alarm, or a place.
+            own = "alarm" not in facts and told == [
+                reader.probe.sha256, reader.pool, reader.selection
+            ]  # fmt: skip
             value = facts.get("probe_value", score.value)
             if own and isinstance(value, float | int) and not np.isnan(value):
                 found.append(float(value))

@@ -34,7 +34,7 @@ from inspect_lens.spec import check_word
 
 __all__ = ["REFUSAL_PHRASES", "coherence", "refusal_rate"]
 
-_NUMBER: Final = re.compile(r"(?<![\w.-])\d+(?:\.\d+)?(?![\w.]*\d)")
+_NUMBER: Final = re.compile(r"(?<![\w.-])\d+(?:\.\d+)?(?![\w.-]*\d)")
 _OUT_OF: Final = re.compile(r"\s*(?:/|out of)\s*100\b")
 _MASS: Final = 0.25
 """Least probability that has to lie on numbers; below it the judge did not answer the question."""

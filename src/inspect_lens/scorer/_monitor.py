@@ -10,7 +10,7 @@ from inspect_ai.scorer import Score, Scorer, Target, mean, scorer, stderr
 from inspect_ai.solver import TaskState
 
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import AnyProbe, Statistic, parse_pool, running_pool
+from inspect_lens.probe import AnyProbe, Statistic, parse_pool
 from inspect_lens.reading import (
     CallReading,
     OnMissing,
@@ -165,9 +165,7 @@ def _facts(
     for one in watched:
         turn, reading = one.turn, one.reading
         n = len(reading.rows.positions)
-        compared = (
-            running_pool(reading.token_scores(), rule) if level == "token" else [reading.value]
-        )
+        compared = reading.running(rule) if level == "token" else [reading.value]
         best = float(max(compared))
         if best > top:
             top, top_turn = best, turn.number

@@ -54,6 +54,7 @@ def ask(answer: str, *, options: dict[str, float] | None = None, weighted: bool 
         ("0.5", 0.5),
         ("It is 70, so 70", 70.0),
         ("between 20 and 40", None),
+        ("80-90", None),
         ("170", None),
         ("-5", None),
         ("none", None),

@@ -10,12 +10,15 @@ from inspect_ai import score
 from inspect_ai.log import read_eval_log
 from inspect_ai.model import ChatMessageUser, ModelOutput, get_model
 from inspect_ai.solver import Generate, Solver, TaskState, solver
+from tokenizers import Tokenizer
 
 from inspect_lens.errors import SpecError
 from inspect_lens.reading import ProbeReader, read_token_scores
 from inspect_lens.scorer import at_threshold, monitor_alarm
+from tests.kit.captured import captured
 from tests.kit.mock_evals import call, judge, metric_values, planted_probe, run, scores
 
+ORGANISM = Path(__file__).parents[3] / "organism/checkpoint"
 PROBE = planted_probe()  # its threshold is 2.5
 TOKENS: dict[str, Any] = {"level": "token", "threshold": 2.5}
 
@@ -221,3 +224,20 @@ def test_without_a_threshold_nothing_can_be_watched() -> None:
     with pytest.raises(SpecError, match="no threshold for the mean of an answer"):
         monitor_alarm(planted_probe(thresholds=()))
     assert monitor_alarm(planted_probe(thresholds=()), threshold=1.0)
+
+
+def test_what_is_watched_may_go_by_sentences(tmp_path: Path) -> None:
+    ids = (
+        Tokenizer.from_file(str(ORGANISM / "tokenizer.json"))
+        .encode("It is so. No, it was not!")
+        .ids
+    )
+    rows = np.zeros((2, len(ids) - 1, 4), dtype=np.float32)
+    rows[1, :, 0] = np.arange(len(ids) - 1)
+    outputs = [captured(rows, n_prompt=2, ids=tuple(ids))]
+    alarm = monitor_alarm(
+        PROBE, level="token", watch="sentence_mean_max", threshold=2.4, tokenizer=str(ORGANISM)
+    )
+    (got,) = scores(run(outputs, alarm, folder=tmp_path))
+    # The first sentence is still being written: the mean of 2 and 3 is above it.
+    assert got.metadata["token"] == 1

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from inspect_lens.errors import SpecError
-from inspect_lens.scorer import probe_cascade, probe_score
+from inspect_lens.reading import ProbeReader
+from inspect_lens.scorer import monitor_alarm, probe_cascade, probe_score
+from inspect_lens.scorer._cascade import _values
 from tests.kit.mock_evals import call, judge, metric_values, planted_probe, platt, run, scores
 
 PROBE = planted_probe(calibration=platt(1.0), description="The answer is false on purpose.")
@@ -48,7 +50,10 @@ def test_the_top_share_is_that_of_other_samples(tmp_path: Path) -> None:
     cascade = probe_cascade(PROBE, share=0.25, reference=[0.0, 0.1, 0.2, 0.5], judge=judge("70"))
     got = scores(run(outputs(), cascade, folder=tmp_path))
     assert [s.value for s in got] == [0.0, 0.0, 0.7, 0.7]
-    earlier = run(outputs(), probe_score(PROBE), folder=tmp_path / "earlier")
+    # Alarms of a monitor, and what another pool makes of the same answers, are other numbers.
+    others = [probe_score(PROBE), monitor_alarm(PROBE), probe_score(PROBE, pool="ema:0.5")]
+    earlier = run(outputs(), others, folder=tmp_path / "earlier")
+    assert _values(ProbeReader.of(PROBE), earlier.location) == VALUES
     cascade = probe_cascade(PROBE, share=0.5, reference=earlier.location, judge=judge("70"))
     got = scores(run(outputs(), cascade, folder=tmp_path))
     assert [s.metadata and s.metadata["judged"] for s in got] == [False, False, True, True]
