@@ -107,7 +107,7 @@ def log_to_store(
             n_unmarked += 1
             continue
         labelled.append(sample)
-        for turn in selection.of_sample(sample).turns:
+        for turn in selection.of_sample(sample, read.eval.model).turns:
             kept.append((_sample(sample, turn, mark, group), turn))
     models = sorted({turn.model for _, turn in kept})
     if len(models) != 1:

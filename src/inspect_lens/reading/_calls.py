@@ -250,11 +250,12 @@ class CallSelection:
         known = tuple(model_roles())
         return self.select(transcript().events, state.output, str(state.model), known=known)
 
-    def of_sample(self, sample: EvalSample) -> Calls:
+    def of_sample(self, sample: EvalSample, model: str | None = None) -> Calls:
         """The calls of a sample out of a log; otherwise as `of_state`.
 
         Args:
             sample: with its events.
+            model: of the eval, as the log names it; by default the one that wrote the answer.
 
         Returns:
             The calls.
@@ -263,7 +264,7 @@ class CallSelection:
             NotCapturedError: as for `of_state`.
             SpecError: as for `of_state`.
         """
-        return self.select(sample.events, sample.output, None)
+        return self.select(sample.events, sample.output, model)
 
     def select(
         self,
@@ -278,7 +279,8 @@ class CallSelection:
         Args:
             events: of a sample.
             output: the sample's answer; None where it has none.
-            model: the eval's model; None where it is not known.
+            model: the eval's model; None takes the one that wrote the answer, if a call in no
+                role did, else all that were called in none.
             known: roles that have a model, beside those that made calls.
 
         Returns:
@@ -290,6 +292,8 @@ class CallSelection:
             ended = _ended_by(output, events)
         elif output is not None:
             answer = _answer(output, turns, model)
+            if model is None and answer.role is None:
+                model = answer.model if answer.message_id in {t.message_id for t in turns} else None
         try:
             found = self._chosen(turns, answer, model, known)
         except NotCapturedError:

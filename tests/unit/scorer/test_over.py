@@ -13,8 +13,9 @@ from inspect_ai.model import ChatMessageUser, ModelOutput, get_model
 from inspect_ai.scorer import Scorer
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
+from inspect_lens.collect import log_to_store
 from inspect_lens.model import activations
-from inspect_lens.reading import read_token_scores
+from inspect_lens.reading import ProbeReader, read_sample_captured, read_token_scores
 from inspect_lens.scorer import (
     monitor_alarm,
     probe_cascade,
@@ -127,6 +128,35 @@ def test_a_sample_that_was_ended_without_an_answer_stays_in_the_metrics(tmp_path
     (none,) = scores(run([call([1.0])], probe_score(PROBE), folder=tmp_path, solver=turns(0)))
     assert none.reason == "no_tokens"
     assert none.explanation == "No call of the model or the roles that are read."
+
+
+@solver
+def consults(other: Any) -> Solver:
+    """Two calls, and between them one of a model that is neither the eval's nor of a role."""
+
+    async def solve(state: TaskState, generate: Generate) -> TaskState:
+        for i in range(2):
+            state.output = await get_model().generate(state.messages)
+            state.messages.append(state.output.message)
+            if not i:
+                said = await other.generate("What next?")
+                state.messages.append(ChatMessageUser(content=said.completion))
+        return state
+
+    return solve
+
+
+def test_a_log_has_the_calls_of_the_eval_s_model_too(tmp_path: Path) -> None:
+    log = run(
+        talk([LIE_IN_THE_SECOND], tmp_path), probe_score(PROBE, over="all"), folder=tmp_path,
+        labels=[1], solver=consults(judge("go on")),
+    )  # fmt: skip
+    (found,) = scores(log)
+    assert (found.metadata or {})["n_turns"] == 2
+    assert log.samples is not None
+    read = read_sample_captured(ProbeReader.of(PROBE, over="all"), log.samples[0])
+    assert [one.reading.value for one in read.read] == (found.metadata or {})["turn_values"]
+    assert len(log_to_store(log, tmp_path / "acts", over="all")) == 2
 
 
 def metric(log: EvalLog, name: str) -> float:
