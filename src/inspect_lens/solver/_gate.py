@@ -433,7 +433,12 @@ def probe_gate(
             f"{action!r} too"
         )
     if isinstance(probe, str) and probe.startswith(ENGINE):
-        cut = _number_for_engine(probe, action, threshold, inner)
+        of_file: dict[str, Any] = {
+            "layer": layer, "positions": positions, "pool": pool, "selection": selection,
+            "tokenizer": tokenizer, "on_missing": None if on_missing == "error" else on_missing,
+            "check_model": None if check_model else check_model,
+        }  # fmt: skip
+        cut = _number_for_engine(probe, action, threshold, inner, of_file)
         return _in_engine(Gate(probe, action, cut, replacement))
     reader = ProbeReader.of(
         probe, layer=layer, positions=positions, pool=pool, selection=selection,
@@ -486,7 +491,11 @@ def _check(
 
 
 def _number_for_engine(
-    probe: str, action: GateAction, threshold: float | str | None, inner: Solver | Agent | None
+    probe: str,
+    action: GateAction,
+    threshold: float | str | None,
+    inner: Solver | Agent | None,
+    of_file: Mapping[str, Any],
 ) -> float | None:
     """The threshold, where it is all asked of a probe in the server that such a probe can do."""
     if action not in ("flag", "stop"):
@@ -498,6 +507,11 @@ def _number_for_engine(
         raise SpecError(
             f"probe={probe!r} with inner=: a probe in the engine is read by the gate's own "
             "calls; allowed is the name or path of a probe file"
+        )
+    if given := [f"{name}={value!r}" for name, value in of_file.items() if value is not None]:
+        raise SpecError(
+            f"{', '.join(given)} with probe={probe!r}: what a registered probe reads is settled in "
+            "the server; leave it out, or name a probe file"
         )
     if isinstance(threshold, str):
         raise SpecError(

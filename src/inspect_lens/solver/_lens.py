@@ -26,6 +26,7 @@ from inspect_lens.spec import (
     RowDType,
     Site,
     parse_positions,
+    several,
 )
 from inspect_lens.vector import VectorLike, load_vector
 
@@ -149,17 +150,18 @@ class _LensAsked:
         self.target: str | None = given.pop("target", None)
         name: LensLike | None = given.pop("name", None)
         self.name = None if name is None else name_of_lens(name)
-        self.given = given
+        self.given = given | {"tokens": several(given.get("tokens", ()))}
         if self.target is not None and "{}" not in self.target:
             raise SpecError(
                 f'lens.target={self.target!r}; give a text with {{}} in it, such as " {{}}"'
             )
-        if self.target is None or given.get("top_k", 5) or given.get("tokens"):
-            asked_by(lens=given)
+        # Any token stands in for that of a target, so that the rest is judged before a sample.
+        tokens = self.given["tokens"] or [0] * (self.target is not None)
+        asked_by(lens=self.given | {"tokens": tokens})
 
     async def fields(self, state: TaskState) -> dict[str, Any]:
         """Fields of a `LogitLens` for one sample."""
-        tokens = list(self.given.get("tokens", ()))
+        tokens = self.given["tokens"]
         api: Any = require_lens("with_lens").api
         if self.target is not None:
             first = await _first_token(api, self.target, state.target.text)

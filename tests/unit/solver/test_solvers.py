@@ -34,6 +34,7 @@ from inspect_lens.solver import (
     probe_gate,
     steering_sweep,
     with_capture,
+    with_lens,
     with_steering,
 )
 from inspect_lens.spec import LensRequest
@@ -262,11 +263,30 @@ def test_gate_takes_the_word_of_a_probe_in_the_engine(
         ({"tries": 0}, "1 or more"),
         ({"threshold": None}, "has no threshold for the mean of an answer"),
         ({"probe": "engine:x", "action": "resample"}, "flag and stop"),
+        ({"probe": "engine:x", "pool": "max", "layer": 2}, "layer=2, pool='max' with probe="),
+        ({"probe": "engine:x", "on_missing": "skip"}, "on_missing='skip' with probe="),
     ],
 )
 def test_gate_refuses_before_any_sample(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         probe_gate(**{"probe": "tiny/p", "threshold": 0.0, **arguments})
+
+
+@pytest.mark.parametrize("tokens", [5, "Paris"])
+def test_a_token_of_a_lens_may_stand_alone(server: FakeLensServer, tokens: int | str) -> None:
+    run(server, with_lens(lens={"layers": [1], "tokens": tokens}), n=1, fails=True)
+    (asked,) = (sent(body).lens for body in server.requests)
+    assert asked is not None
+    assert asked.tokens == (tokens,)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [({"postions": "all"}, "did you mean 'positions'"), ({"layers": "x"}, "lens.layers='x'")],
+)
+def test_a_lens_is_judged_before_any_sample(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        with_lens(lens={"top_k": 0, "target": " {}", **wrong})
 
 
 @pytest.mark.parametrize(("prefer", "wanted"), [("low", min), ("high", max)])
