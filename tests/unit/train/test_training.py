@@ -182,6 +182,10 @@ class TestSelection:
         a, card = planted("a", 80, seed=1), ProbeCard(name="t/p", layers=(0,), hidden=H)
         with pytest.raises(SpecError, match="are in 'a' and in"):
             select_layer(MeanDifferenceProbe(), a, a, card=card)
+        b = planted("b", seed=3)
+        for data in (a, b):  # low scores of what was fitted would make any layer look good
+            with pytest.raises(SpecError, match=r"id: .* are in"):
+                select_layer(MeanDifferenceProbe(), a, b, card=card, control=data.negatives())
         with pytest.raises(SpecError, match="both classes"):
             select_layer(MeanDifferenceProbe(), a, control(50), card=card)
         with pytest.raises(SpecError, match="nothing to try"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -77,8 +78,15 @@ def test_the_layer_is_chosen_on_the_selection_set() -> None:
     vector = extract_vector(train, name="m/v", selection=selection)
     assert vector.card.layer == 2
     assert vector.card.separation[2] == 1.0
-    with pytest.raises(SpecError, match="shares"):
-        extract_vector(train, name="m/v", selection=train)
+    groups = tuple(f"other {group}" for group in train.groups)
+    wrong = {
+        "group": train,
+        "id": replace(train, groups=groups),
+        "of model": replace(selection, model="another"),
+    }
+    for what, chosen in wrong.items():
+        with pytest.raises(SpecError, match=what):
+            extract_vector(train, name="m/v", selection=chosen)
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -34,6 +34,7 @@ from inspect_lens.train.families._logistic import LogisticProbe, as_family
 from inspect_lens.train.fitting._fit import fit_layers, fit_on
 from inspect_lens.train.sets._dataset import ActivationSet
 from inspect_lens.train.sets._splits import (
+    require_apart,
     require_disjoint,
     require_other_samples,
     require_same_origin,
@@ -98,7 +99,7 @@ def select_layer(
         train: what the directions are fitted on.
         selection: what the layer is chosen on; shares no group and no sample with `train`.
         card: facts for the probe; its layers are replaced by the chosen one.
-        control: harmless samples; positive ones are left out.
+        control: harmless samples; positive ones are left out, and none may be in the other sets.
         select_by: `recall`, which needs a control set and is the default with one, or `auroc`.
         fpr: false positive rate at which recall counts.
         layers: layers to try; all of `train` by default.
@@ -115,9 +116,9 @@ def select_layer(
         One-standard-error rule, for recalls: Breiman et al. 1984, section 3.4.3.
 
     Raises:
-        SpecError: a group straddles the sets, they are of different models or positions, a class is
-            missing, there is no layer to try, no control set for `recall`, or several pools for a
-            family that learns its own.
+        SpecError: a group straddles the sets, one of them has a sample of another, they are of
+            different models or positions, a class is missing, there is no layer to try, no control
+            set for `recall`, or several pools for a family that learns its own.
 
     Example:
         ```python
@@ -137,9 +138,11 @@ def select_layer(
     """
     estimator = as_family(estimator)
     by = _how(select_by, control)
-    require_same_origin(train, selection)
-    require_disjoint(train, selection)
-    require_other_samples(train, selection)
+    require_apart(train, selection)
+    if control is not None:
+        for data in (train, selection):  # groups may be shared, by a key that keeps them apart
+            require_same_origin(data, control)
+            require_other_samples(data, control)
     for data in (train, selection):
         if 0 in (data.n_positive, data.n_negative):
             raise SpecError(

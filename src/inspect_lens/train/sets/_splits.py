@@ -148,6 +148,13 @@ def require_disjoint(one: ActivationSet, other: ActivationSet, *, key: str = "gr
         )
 
 
+def require_apart(one: ActivationSet, other: ActivationSet) -> None:
+    """Refuse a set to choose on that shares samples or groups with another, or is of other rows."""
+    require_same_origin(one, other)
+    require_disjoint(one, other)
+    require_other_samples(one, other)
+
+
 def require_other_samples(one: ActivationSet, other: ActivationSet) -> None:
     """Refuse two sets that share a sample, by its name or, where both sets know it, its content."""
     require_disjoint(one, other, key="id")

@@ -21,6 +21,7 @@ from inspect_lens.train.families._direction import (
 from inspect_lens.train.families._logistic import LogisticProbe
 from inspect_lens.train.judging._select import separation
 from inspect_lens.train.sets._dataset import ActivationSet
+from inspect_lens.train.sets._splits import require_apart
 from inspect_lens.vector import Vector, VectorCard, VectorTraining
 
 __all__ = [
@@ -159,8 +160,8 @@ def extract_vector(
         The vector; at each layer its length is the distance of the class means along it.
 
     Raises:
-        SpecError: an argument is wrong, a class is missing, sets share a group, or the classes do
-            not differ at a layer.
+        SpecError: an argument is wrong, a class is missing, sets share a group or a sample or are
+            of different models or positions, or the classes do not differ at a layer.
 
     Example:
         ```python
@@ -178,11 +179,8 @@ def extract_vector(
             f"{data.name}: {data.n_positive} positive and {data.n_negative} negative samples; "
             "allowed is one of each at least"
         )
-    if selection is not None and (shared := set(data.groups) & set(selection.groups)):
-        raise SpecError(
-            f"selection: shares {len(shared)} groups with {data.name!r}, such as "
-            f"{sorted(shared)[0]!r}; split by group"
-        )
+    if selection is not None:
+        require_apart(data, selection)
     row = rows if rows is not None else (_CAA_ROW if method == "caa" else "tokens")
     kept = tuple(data.layers if layers is None else sorted(layers))
     units, lengths, norms, areas, gaps = [], [], [], [], []
