@@ -25,6 +25,7 @@ from inspect_lens.train import (
     LogisticProbe,
     MeanDifferenceProbe,
     cascade_frontier,
+    evaluate_probe,
     fit_on,
     make_estimator,
     measure_baselines,
@@ -88,6 +89,8 @@ def test_baselines_stand_beside_the_probe_with_a_test(probe: Probe) -> None:
     assert perfect is None or perfect > 0.5
     with pytest.raises(SpecError, match="0 texts for 200"):
         measure_baselines(probe, train, [test], texts={"prompt": {}})
+    with pytest.raises(SpecError, match="0 texts for 200"):
+        evaluate_probe(probe, test, texts={"prompt": {}})
 
 
 def test_a_judge_has_to_say_numbers_and_words_have_to_be_there(probe: Probe) -> None:

@@ -280,14 +280,8 @@ def measure_baselines(
         if not data.n_positive or not data.n_negative:
             continue  # nothing to tell apart
         ours = data.scores(probe)
-        for kind, by_set in (texts or {}).items():
-            for needed in (train, data):
-                if len(by_set.get(needed.name, ())) != len(needed):
-                    raise SpecError(
-                        f"texts[{kind!r}][{needed.name!r}]: {len(by_set.get(needed.name, ()))} "
-                        f"texts for {len(needed)} samples; allowed is one each"
-                    )
-            learn, judge_on = by_set[train.name], by_set[data.name]
+        for kind in texts:
+            learn, judge_on = (_texts(texts, kind, one) for one in (train, data))
             words = bag_of_words_scores(learn, train.labels, judge_on)
             made.append(baseline(f"bag of words ({kind})", data, words, ours))
             by_characters = length_scores(
@@ -322,8 +316,9 @@ def baselines_within(
         return ()
     ours, lengths = data.scores(probe), [int(m.sum()) for m in data.mask]
     made = []
-    for kind, by_set in (_texts_of([data]) if texts is None else texts).items():
-        hashed = [hash_words(text) for text in by_set[data.name]]
+    texts = _texts_of([data]) if texts is None else texts
+    for kind in texts:
+        hashed = [hash_words(text) for text in _texts(texts, kind, data)]
         words = cross_validated_words(hashed, data.labels, groups=data.groups)
         note = "cross-validated on this set"
         made.append(baseline(f"bag of words ({kind})", data, words, ours, note=note))
@@ -339,6 +334,19 @@ def _texts_of(sets: Sequence[ActivationSet]) -> dict[str, dict[str, Sequence[str
     for kind, column in (("prompt", "prompt_text"), ("answer", "completion")):
         if all(any(d.columns.get(column, ())) for d in sets):
             found[kind] = {d.name: d.columns[column] for d in sets}
+    return found
+
+
+def _texts(
+    texts: Mapping[str, Mapping[str, Sequence[str]]], kind: str, data: ActivationSet
+) -> Sequence[str]:
+    """Those of one set, one for each sample."""
+    found = texts[kind].get(data.name, ())
+    if len(found) != len(data):
+        raise SpecError(
+            f"texts[{kind!r}][{data.name!r}]: {len(found)} texts for {len(data)} samples; allowed "
+            "is one each"
+        )
     return found
 
 
