@@ -361,7 +361,7 @@ def calibrate(
     """Set thresholds on harmless samples, fit probabilities on a labelled set, or do both.
 
     Recall and false positive rate on the card were measured at the old threshold, so they are
-    dropped; `evaluate` measures them again.
+    dropped, and verdicts on transfer that rest on them; `evaluate` measures them again.
     """
     from inspect_lens.probe import load_probe
     from inspect_lens.train import calibrate as fit_probabilities
@@ -456,7 +456,7 @@ def check(
 
 def _with_thresholds(card: ProbeCard, new: Sequence[Threshold]) -> ProbeCard:
     """A card with new thresholds beside those for other statistics; what the old ones did goes."""
-    anew = {t.statistic for t in new}
+    anew = {t.statistic or card.answer for t in new}
     kept = [t for t in card.thresholds if (t.statistic or card.answer) not in anew]
     gone: dict[str, Any] = {}
     if card.answer in anew:
@@ -467,7 +467,15 @@ def _with_thresholds(card: ProbeCard, new: Sequence[Threshold]) -> ProbeCard:
         e.model_copy(update=gone | {"rates": tuple(r for r in e.rates if r.statistic in stay)})
         for e in card.evaluations
     )
-    return card.model_copy(update={"thresholds": (*new, *kept), "evaluations": evaluations})
+    # A verdict in which the rate of an old threshold took part says nothing of the new one.
+    pairs = zip(card.evaluations, evaluations, strict=True)
+    judged = {old.name: old for old, left in pairs if len(left.rates) < len(old.rates)}
+    verdicts = tuple(
+        t for t in card.transfers
+        if t.set not in judged or not (t.transfers or judged[t.set].broken_rates)
+    )  # fmt: skip
+    found = {"thresholds": (*new, *kept), "evaluations": evaluations, "transfers": verdicts}
+    return card.model_copy(update=found)
 
 
 @probe_app.command(

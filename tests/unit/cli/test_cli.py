@@ -11,9 +11,18 @@ from typing import Any
 import pytest
 
 from inspect_lens._cli._jobs import load_recipe
+from inspect_lens._cli._probe import _with_thresholds
 from inspect_lens.data import DATASETS
 from inspect_lens.errors import ArtifactError
-from inspect_lens.probe import load_probe
+from inspect_lens.probe import (
+    Evaluation,
+    Interval,
+    ProbeCard,
+    RealisedRate,
+    Threshold,
+    Transfer,
+    load_probe,
+)
 from inspect_lens.train import FAMILIES
 from tests.kit.fake_server import FakeLensServer
 from tests.kit.planted_store import plant
@@ -309,6 +318,35 @@ def test_a_recipe_runs_from_data_sets_to_a_probe(
     (tmp_path / "bad.yaml").write_text("name: x\n")
     with pytest.raises(ArtifactError, match="not a recipe"):
         load_recipe(tmp_path / "bad.yaml")
+
+
+def test_a_verdict_that_rests_on_an_old_threshold_goes_with_it() -> None:
+    def threshold(value: float) -> Threshold:
+        bounds = Interval(low=0.0, high=0.02, method="m")
+        return Threshold(
+            value=value, fpr=0.01, control="c", n_control=400, n_above=3, interval=bounds
+        )
+
+    def measured(name: str, rate: float) -> Evaluation:
+        found = RealisedRate(
+            statistic="the mean of an answer", threshold=1.0, nominal=0.01, rate=rate,
+            interval=Interval(low=rate / 2, high=2 * rate, method="m"),
+        )  # fmt: skip
+        facts = {"n_positive": 9, "n_negative": 9, "disjoint_by": "group", "rates": (found,)}
+        return Evaluation(name=name, sha256="", **facts)
+
+    said = {"broken": (0.2, False), "good": (0.01, True), "chance": (0.01, False)}
+    card = ProbeCard(
+        name="t/p", layers=(0,), hidden=4, thresholds=(threshold(1.0),),
+        evaluations=tuple(measured(name, rate) for name, (rate, _) in said.items()),
+        transfers=tuple(
+            Transfer(set=name, transfers=works, bar=0.7, statement="-")
+            for name, (_, works) in said.items()
+        ),
+    )  # fmt: skip
+    made = _with_thresholds(card, [threshold(2.0)])
+    assert [t.set for t in made.transfers] == ["chance"]  # for which no rate was asked
+    assert [e.rates for e in made.evaluations] == [()] * 3
 
 
 def test_a_threshold_is_calibrated_for_what_acts_on_it(run: Run) -> None:
