@@ -68,18 +68,19 @@ from ._scores import ProbeLike, ask_probes
 __all__ = ["lens_config"]
 
 _live: WeakValueDictionary[str, TensorData] = WeakValueDictionary()
-_saved: set[tuple[str, str]] = set()
+# For each log anew: its folder may have been emptied since the last one.
+_saved: set[tuple[Place, str]] = set()
 
 
 def save_vectors(request: LensRequest, place: Place | None) -> None:
     """Write the tensors that the log will refer to, those that are not written yet."""
     for tensor in (tensor for edit in request.edits for tensor in edit.all_tensors):
         _live[tensor.sha256] = tensor
-        if place is not None and (place.root, tensor.sha256) not in _saved:
+        if place is not None and (place, tensor.sha256) not in _saved:
             payload = Payload(tensors={"activations": tensor}, layers={})
             uri = f"lens-vectors/{tensor.sha256[:16]}.safetensors"
             write_file(join(place.root, uri), encode_file(payload))
-            _saved.add((place.root, tensor.sha256))
+            _saved.add((place, tensor.sha256))
 
 
 def _tensor(reference: Mapping[str, Any]) -> TensorData:
@@ -596,7 +597,7 @@ NamedVector = Add | Mapping[str, Any] | str
 `{"vector": name, "layer": …, "scale": …}`."""
 
 
-def as_steering(vector: NamedVector, scale: float) -> tuple[Add, ...]:
+def as_steering(vector: NamedVector | tuple[Add, ...], scale: float) -> tuple[Add, ...]:
     """A vector as a request takes it, `scale` times as strong."""
     found = (edit for edit in _vectors(vector) if isinstance(edit, Add))
     return tuple(edit.model_copy(update={"scale": edit.scale * scale}) for edit in found)

@@ -198,6 +198,8 @@ def test_the_auditor_is_told_names_and_limits_of_steering() -> None:
     assert "a, b" in str(said["vector"].description)
     assert "between -2 and 2" in str(said["scale"].description)
     assert said["scale"].default == 1.0
+    with pytest.raises(ArtifactError, match="no/such"):  # before any sample, and not the auditor
+        steer_target({"a": "no/such"})
 
 
 def test_the_shipped_instructions_ask_both_ways_and_keep_the_truth_to_themselves() -> None:

@@ -208,6 +208,15 @@ def test_a_logged_file_of_another_vector_is_refused(
     assert read_eval_log is not None
 
 
+def test_the_vector_of_each_log_is_written(
+    server: FakeLensServer, run_eval: RunEval, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        run_eval(server, config=_readme(_vector(71)), n=1)
+        (file,) = (tmp_path / "logs" / "lens-vectors").glob("*.safetensors")
+        file.unlink()  # as one who clears away a first try
+
+
 @pytest.mark.anyio
 async def test_everything_but_the_numbers_comes_back_from_a_reference(
     server: FakeLensServer, model_of: GetModel

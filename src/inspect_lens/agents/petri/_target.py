@@ -232,8 +232,6 @@ def lens_audit_solver(
         # inspect eval … --model vllm-lens/organism --model-role auditor=<model>
         ```
     """
-    for vector in (vectors or {}).values():
-        as_steering(vector, 1.0)  # refuse a wrong name before any sample
     read = read_probe(
         probe, layer=layer, positions=positions, pool=pool, selection=selection,
         check_model=check_model, tokenizer=tokenizer, on_missing=on_missing, threshold=threshold,

@@ -49,7 +49,7 @@ def steering(
     name: str,
     scale: float,
     *,
-    vectors: Mapping[str, NamedVector],
+    vectors: Mapping[str, NamedVector | tuple[Add, ...]],
     metadata: Mapping[str, Any],
     limit: float,
 ) -> Steering:
@@ -232,6 +232,10 @@ def steer_target(
         The tool, which tells the auditor these names and this limit. It needs
         `target=lens_target_agent(...)`.
 
+    Raises:
+        ArtifactError: no such vector.
+        SpecError: one is no vector.
+
     Example:
         ```python
         from inspect_ai.tool import ToolDef
@@ -248,7 +252,8 @@ def steer_target(
         )
         ```
     """
-    known = dict(vectors or {})
+    # Read here: a name that is wrong is told to whoever wrote it, and not to the auditor.
+    known = {name: as_steering(one, 1.0) for name, one in (vectors or {}).items()}
 
     async def execute(vector: str, scale: float = 1.0) -> str:
         """Add a vector to the target's internal state, from its next reply on.
