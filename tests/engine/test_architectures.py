@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from inspect_lens import SteeringVector
+from inspect_lens._vllm.worker import self_check
 from inspect_lens.attention import QueriesKeys
 from inspect_lens.errors import UnsupportedError
 from inspect_lens.spec import result_name
@@ -235,10 +237,12 @@ def test_an_architecture_equals_hugging_face(
     record_property: Callable[[str, object], None],
 ) -> None:
     assert "INSPECT_LENS_LAYERS" not in os.environ
+    told: list[str] = []
     # In this process an engine starts in a fifth of the time, but it could change the class that
     # is the reference.
     if not case.is_by_transformers:
         monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        monkeypatch.setattr(self_check.logger, "info", lambda said, *of: told.append(said % of))
     check_case(
         case,
         tmp_path,
@@ -247,6 +251,11 @@ def test_an_architecture_equals_hugging_face(
         enforce_eager=True,
         **case.cpu_options,
     )
+    if not case.is_by_transformers:
+        found = re.search(r"check passed.*; (\d+) of (\d+) rows of a token", "\n".join(told))
+        # Rows that differ from pass to pass are not compared, nor those behind them.
+        assert found is not None
+        assert found[1] == found[2]
 
 
 def check_refusal(case: Case, folder: Path, sites: str, reason: str, **options: Any) -> None:

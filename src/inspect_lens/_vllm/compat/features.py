@@ -66,12 +66,14 @@ _LAYERS = "vllm.model_executor.layers"
 _USED: tuple[tuple[Feature, str, str], ...] = (
     # Methods of a runner object that `RunnerV1`, `RunnerV2` and the start-up check wrap or call.
     ("lens", "vllm.v1.worker.gpu_model_runner:GPUModelRunner.", "_update_states _prepare_inputs "
-     "_model_forward execute_model _dummy_run get_model intermediate_tensors input_ids kv_caches"),
+     "_model_forward execute_model _dummy_run get_model intermediate_tensors input_ids kv_caches "
+     "input_batch kv_cache_config"),
     ("lens", "vllm.v1.worker.gpu.model_runner:GPUModelRunner.", "execute_model _dummy_run "
      "model_state intermediate_tensors input_buffers kv_caches cudagraph_manager"),
     ("lens", "vllm.v1.worker.gpu_worker:Worker.", "compile_or_warm_up_model"),
     # Fields of a batch.
-    ("lens", "vllm.v1.worker.gpu_input_batch:InputBatch.", "req_ids num_computed_tokens_cpu"),
+    ("lens", "vllm.v1.worker.gpu_input_batch:InputBatch.", "req_ids num_computed_tokens_cpu "
+     "block_table"),
     ("lens", "vllm.v1.worker.gpu.input_batch:InputBatch.", "req_ids query_start_loc_np "
      "num_scheduled_tokens num_computed_tokens_np"),
     # Of a request's output.
@@ -94,6 +96,8 @@ _USED: tuple[tuple[Feature, str, str], ...] = (
     ("lens", "vllm.model_executor.models.utils:", "PPMissingLayer"),
     ("lens", f"{_LAYERS}.attention_layer_base:", "AttentionLayerBase"),
     ("lens", f"{_LAYERS}.mamba.abstract:", "MambaBase"),
+    ("lens", "vllm.v1.kv_cache_interface:", "MambaSpec KVCacheConfig.kv_cache_groups"),
+    ("lens", "vllm.v1.worker.block_table:BlockTable.", "block_table commit_block_table clear"),
     ("lens", f"{_LAYERS}.linear:", "LinearBase RowParallelLinear"),
     ("parameters", f"{_LAYERS}.linear:", "ColumnParallelLinear QKVParallelLinear"),
     ("parameters", f"{_LAYERS}.vocab_parallel_embedding:", "VocabParallelEmbedding"),

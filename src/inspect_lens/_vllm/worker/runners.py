@@ -211,6 +211,28 @@ def checked_steps(runner: Any, *, is_eager: bool) -> Iterator[list[str]]:
         _Step.is_eager = False
 
 
+@contextmanager
+def own_states(runner: Any) -> Iterator[None]:
+    """Give each sequence of the V1 runner's dummy runs a place of its own for states."""
+    # Theirs is the null block, for which kernels return whatever their memory held.
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    own = []
+    for index, group in enumerate(runner.kv_cache_config.kv_cache_groups):
+        # The V2 runner has an option for it.
+        if isinstance(group.kv_cache_spec, MambaSpec) and not is_v2(runner):
+            own.append(runner.input_batch.block_table[index])
+    for table in own:
+        places = table.block_table.np
+        places[:] = np.arange(1, len(places) + 1)[:, None]
+        table.commit_block_table(len(places))
+    try:
+        yield
+    finally:
+        for table in own:
+            table.clear()
+
+
 def _not_padding(holder: Any) -> Any:
     """Have tokens of the start-up check go to experts, which skip those of dummy runs."""
     # What they return for skipped tokens is whatever their memory held. Graphs read this mask, too.
@@ -572,6 +594,11 @@ class RunnerV2(_Runner):
         return self._graph or super()._path()
 
 
+def is_v2(runner: Any) -> bool:
+    """Whether a runner is the newer one, which keeps per-model state in an object."""
+    return hasattr(runner, "model_state")
+
+
 def adapter_of(runner: Any, stepper: RequestStepper) -> RunnerV1 | RunnerV2:
-    """What attaches a stepper to a runner; the newer one keeps per-model state in an object."""
-    return (RunnerV2 if hasattr(runner, "model_state") else RunnerV1)(runner, stepper)
+    """What attaches a stepper to a runner."""
+    return (RunnerV2 if is_v2(runner) else RunnerV1)(runner, stepper)

@@ -17,7 +17,8 @@ cache. (Where vLLM gives a sequence two tokens, the second one sees a place of i
 empties it first.) So the layout of a real batch, as `RunnerV1` and `RunnerV2` read it, is not part
 of it. Rows that two eager passes do not agree on (NaN, states that dummy runs change) are not
 compared, nor those behind them, which are computed from them. Nor are those of a model with states
-whose cache has no place for each sequence. Of the sizes that graphs were captured for, one or two
+of which sequences of dummy runs have no places of their own: in a small cache, or with the V2
+runner before vLLM 0.31. Of the sizes that graphs were captured for, one or two
 are run. Ranks that send nothing have no rows to compare; they take part in the passes.
 """
 
@@ -57,7 +58,7 @@ from .check_requests import (
     steered_row,
     steering,
 )
-from .runners import checked_steps
+from .runners import checked_steps, is_v2, own_states
 
 logger = logging.getLogger("vllm.inspect_lens")
 
@@ -66,6 +67,8 @@ _MIXED = 5
 _MORE_TRIES = 3
 """Of a model with experts. Which of them it chooses near a tie depends on rounding. So both ways
 are run again with other vectors, and only what differs each time is a fault."""
+_OWN_STATES = "valid_dummy_state_slots"
+"""Option of the V2 runner's dummy runs since vLLM 0.31."""
 _PATHS: dict[str, EnginePath] = {"FULL": "graph", "PIECEWISE": "piecewise"}
 
 
@@ -219,6 +222,7 @@ class _Check:
         self.runner = runner
         # The wrapper would make the taps idle.
         self._dummy_run = getattr(runner._dummy_run, "inspect_lens_original", runner._dummy_run)
+        self._known = inspect.signature(self._dummy_run).parameters
         self.stepper = stepper
         self._inbox = inbox
         self._facts = facts
@@ -239,10 +243,10 @@ class _Check:
         reqs = int(runner.vllm_config.scheduler_config.max_num_seqs)
         self._has_states = cache is not None and has_states(runner.get_model())
         has_places = self._has_states and cache.num_blocks > reqs
-        self._has_own_states = has_places
+        self._has_own_states = has_places and (not is_v2(runner) or _OWN_STATES in self._known)
         """Whether sequences get places of their own for states."""
-        self.shares_states = self._has_states and not has_places
-        """Whether all of them share one, where it is chance whose state is left."""
+        self.shares_states = self._has_states and not self._has_own_states
+        """Whether all of them share one, where it is chance what kernels return."""
 
     @property
     def can_steer(self) -> bool:
@@ -281,7 +285,8 @@ class _Check:
         path: EnginePath = "eager"
         try:
             checked = checked_steps(self.runner, is_eager=is_eager)
-            with checked as modes, self._uncompiled(is_eager=is_eager):
+            places = own_states(self.runner) if self._has_own_states else nullcontext()
+            with checked as modes, places, self._uncompiled(is_eager=is_eager):
                 for step in shape.steps:
                     counts = np.asarray(step, dtype=np.int64)
                     stepper.begin(keys, np.cumsum(counts) - counts, counts, position.copy())
@@ -330,10 +335,9 @@ class _Check:
             "skip_attn": False,
             "skip_eplb": True,
             "uniform_decode": is_decode,
-            "valid_dummy_state_slots": self._has_own_states,
+            _OWN_STATES: self._has_own_states,
         }
-        known = inspect.signature(self._dummy_run).parameters
-        return {name: value for name, value in wanted.items() if name in known}
+        return {name: value for name, value in wanted.items() if name in self._known}
 
     def _uncompiled(self, *, is_eager: bool) -> AbstractContextManager[Any]:
         """Have single operators not compiled either, which takes seconds on a CPU.
@@ -380,8 +384,7 @@ def _shapes(runner: Any, stepper: Stepper, facts: EngineFacts) -> list[_Shape]:
     if (n := min(_MIXED, most)) >= 2:
         # The V2 runner takes what has one token of each sequence for decodes. So that another
         # graph runs, there are more tokens than sequences, and the rest is nobody's.
-        is_v2 = hasattr(runner, "model_state")
-        is_wide = is_v2 and state.ring.is_cuda and n <= sequences < facts.max_step_tokens
+        is_wide = is_v2(runner) and state.ring.is_cuda and n <= sequences < facts.max_step_tokens
         more = n - n // 2
         steps = ((more, n - more), (n - more, more))
         tokens = _wide(config, sequences, each, facts.max_step_tokens) if is_wide else n

@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -180,24 +181,65 @@ def test_what_warming_up_left_in_the_cache_is_no_fault(worker: Worker) -> None:
     assert not state.any()
 
 
+class Places:
+    """The V1 runner's table of the places of sequences, in which dummy runs find the null block."""
+
+    def __init__(self) -> None:
+        self.block_table = SimpleNamespace(np=np.zeros((4, 3), dtype=np.int32))
+        self.committed = torch.zeros(4, 3, dtype=torch.int32)
+
+    def commit_block_table(self, num_reqs: int) -> None:
+        self.committed[:num_reqs] = torch.from_numpy(self.block_table.np[:num_reqs])
+
+    def clear(self) -> None:
+        self.block_table.np[:] = 0
+        self.committed.zero_()
+
+
 @pytest.mark.parametrize("n_blocks", [4, 5])
+@pytest.mark.parametrize("is_new", [False, True])
 def test_states_are_compared_where_each_sequence_has_a_place_for_its_own(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch, n_blocks: int
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, n_blocks: int, is_new: bool
 ) -> None:
-    """Sequences that share a place leave there what each way has them write last."""
+    """What kernels return for the null block is chance, as is what sequences leave in one place."""
+    interface = pytest.importorskip("vllm.v1.kv_cache_interface")
     monkeypatch.setattr(self_check, "has_states", lambda model: True)
-    worker.runner.kv_cache_config = SimpleNamespace(num_blocks=n_blocks)  # type: ignore[attr-defined]
-    worker.runner.get_model = lambda: None  # type: ignore[attr-defined]
-    worker.runner.hurt = lambda i, mode, x: x + 50 if (i, mode) == (1, "FULL") else x
-    if n_blocks > worker.runner.vllm_config.scheduler_config.max_num_seqs:
+    runner: Any = worker.runner
+    places, others = Places(), Places()
+    states = interface.MambaSpec(block_size=1, shapes=((1,),), dtypes=(torch.float32,))
+    runner.kv_cache_config = SimpleNamespace(
+        num_blocks=n_blocks,
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in (object(), states)],
+    )
+    runner.input_batch = SimpleNamespace(block_table=[others, places])
+    runner.get_model = lambda: None
+    if is_new:
+        # The V2 runner gives places by an option, which this one lacks.
+        runner.model_state = ModelState()
+    drawn = torch.Generator().manual_seed(0)
+    wrong: Callable[[int, str], bool] = lambda i, mode: False  # noqa: E731
+
+    def compute(i: int, mode: str, x: torch.Tensor) -> torch.Tensor:
+        assert not others.committed.any()
+        of = places.committed[torch.arange(len(x)) % 4, 0]
+        assert not is_new or not of.any()
+        held = torch.randn(x.shape, generator=drawn) * 50
+        return torch.where(of[:, None] == 0, held, x + 50 if wrong(i, mode) else x)
+
+    runner.hurt = compute
+    worker.check()
+    wrong = lambda i, mode: (i, mode) == (1, "FULL")  # noqa: E731
+    if n_blocks > 4 and not is_new:
         with pytest.raises(CompatError, match=r"resid_post\.1, resid_post\.2 have other rows"):
             worker.check()
     else:
         worker.check()
-    worker.runner.hurt = lambda i, mode, x: None if (i, mode) == (1, "FULL") else x
+    runner.hurt = lambda i, mode, x: None if (i, mode) == (1, "FULL") else x
     with pytest.raises(CompatError, match=r"resid_post\.1 did not write every row"):
         worker.check()
     assert worker.is_clean()
+    assert not places.committed.any()
+    assert not places.block_table.np.any()
 
 
 def make_eager(worker: Worker) -> None:
