@@ -23,6 +23,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -136,7 +137,7 @@ class Inbox:
 
     def __init__(self, exporter: Exporter) -> None:
         self._exporter = exporter
-        self.address = f"inproc://inspect-lens-check-{id(self):x}"
+        self.address = f"inproc://inspect-lens-check-{uuid4().hex}"
         self._socket: Any = zmq.Context.instance().socket(zmq.PULL)
         self._socket.bind(self.address)
         self._numbers: dict[int, int] = {}

@@ -186,8 +186,8 @@ class _Step:
 
 
 @contextmanager
-def checked_steps(runner: Any, *, is_eager: bool) -> Iterator[list[str]]:
-    """Have vLLM run the passes of the start-up check eagerly, or as it chooses."""
+def checked_steps(runner: Any, *, is_eager: bool, token: int = 0) -> Iterator[list[str]]:
+    """Have vLLM run passes of the start-up check, all of one token, eagerly or as it chooses."""
     modes: list[str] = []
     _Step.modes = modes
     if is_eager:
@@ -198,15 +198,20 @@ def checked_steps(runner: Any, *, is_eager: bool) -> Iterator[list[str]]:
 
     def prepare_inputs(batch: Any, *args: Any, **kwargs: Any) -> Any:
         assert prepare is not None
+        batch.input_ids.fill_(token)
         return prepare(_not_padding(batch), *args, **kwargs)
 
     if prepare is not None:
         vars(model_state)["prepare_inputs"] = prepare_inputs
+    else:
+        runner.input_ids.gpu.fill_(token)
     try:
         yield modes
     finally:
         if prepare is not None:
             del vars(model_state)["prepare_inputs"]
+        else:
+            runner.input_ids.gpu.zero_()
         _Step.modes = _Step.wants_eager = None
         _Step.is_eager = False
 

@@ -48,6 +48,7 @@ class Runner:
         self.ran: list[str] = []
         self.kv_caches: list[Any] = []
         self.padding = torch.zeros(16, dtype=torch.bool)
+        self.input_ids = SimpleNamespace(gpu=torch.zeros(16, dtype=torch.int32))
         self.hurt: Callable[[int, str, torch.Tensor], torch.Tensor | None] | None = None
 
     def _dummy_run(
@@ -58,8 +59,14 @@ class Runner:
         self.ran.append(mode)
         if (model_state := getattr(self, "model_state", None)) is not None:
             self.padding.fill_(True)
-            model_state.prepare_inputs(SimpleNamespace(is_padding=self.padding[:num_tokens]), None)
+            self.input_ids.gpu.zero_()
+            batch = SimpleNamespace(
+                is_padding=self.padding[:num_tokens], input_ids=self.input_ids.gpu[:num_tokens]
+            )
+            model_state.prepare_inputs(batch, None)
+        # Of each token its own embedding.
         x = torch.zeros(num_tokens, HIDDEN)
+        x[torch.arange(num_tokens), self.input_ids.gpu[:num_tokens].long()] = 8.0
         for i, ctl in enumerate(self.ctls):
             # Graphs round otherwise.
             x = x + torch.linspace(1, 2, HIDDEN) * (i + 1) * (1 if mode == "NONE" else 1.0001)
@@ -308,16 +315,27 @@ def routed(worker: Worker) -> Worker:
     return worker
 
 
-def test_a_tie_between_experts_that_rounding_decides_is_no_fault(routed: Worker) -> None:
-    plain = torch.linspace(1, 2, HIDDEN)
+@pytest.mark.parametrize("tied", [0, 1])
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_tie_between_experts_that_rounding_decides_is_no_fault(
+    routed: Worker, tied: int, is_new: bool
+) -> None:
+    """Vectors come behind layer 0, and decide nothing there."""
+    seen: dict[int, torch.Tensor] = {}
 
     def tie(layer: int, mode: str, x: torch.Tensor) -> torch.Tensor:
-        is_near = (x - 3 * plain).norm(dim=-1, keepdim=True) < 0.1
-        return torch.where(is_near & (mode == "PIECEWISE"), -x, x) if layer == 1 else x
+        if layer != tied:
+            return x
+        # That of the first pass, in which nothing is steered.
+        is_near = (x - seen.setdefault(layer, x[0])).norm(dim=-1, keepdim=True) < 0.1
+        return torch.where(is_near & (mode == "PIECEWISE"), -x, x)
 
     routed.runner.hurt = tie
+    if is_new:
+        routed.runner.model_state = ModelState()  # type: ignore[attr-defined]
     routed.check()
     assert routed.is_clean()
+    assert is_new or not routed.runner.input_ids.gpu.any()
 
 
 @pytest.mark.parametrize(
@@ -350,6 +368,17 @@ def test_the_v2_runner_pads_no_pass_of_mixed_lengths(
         replace(FACTS, max_step_tokens=64),
     )
     assert [shape.tokens for shape in shapes] == [tokens, 2 * (1 + n_drafts)]
+
+
+def test_a_vector_that_is_lost_each_time_is_a_fault_with_experts_too(routed: Worker) -> None:
+    def lose(layer: int, mode: str, x: torch.Tensor) -> torch.Tensor:
+        if mode == "PIECEWISE":
+            routed.state.steering = [False] * N_TAPS
+        return x
+
+    routed.runner.hurt = lose
+    with pytest.raises(CompatError, match=r"in piecewise steps .* resid_post\.0, .* other rows"):
+        routed.check()
 
 
 def test_a_tie_in_a_model_without_experts_is_a_fault(worker: Worker) -> None:
