@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import socket
 import sys
@@ -84,9 +85,13 @@ def _run(
     log: Path,
     inside: Sequence[str] = (),
 ) -> psutil.Process:
+    # It ends with this process, if that is its parent.
+    own = {} if inside else {"INSPECT_LENS_PARENT": str(os.getpid())}
     with log.open("wb") as output:
         command = [*inside, sys.executable, "-m", module, *arguments]
-        return psutil.Popen(command, cwd=ROOT, env=dict(environment), stdout=output, stderr=output)
+        return psutil.Popen(
+            command, cwd=ROOT, env={**environment, **own}, stdout=output, stderr=output
+        )
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:

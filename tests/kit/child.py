@@ -27,6 +27,13 @@ ROOT = Path(__file__).resolve().parents[2]
 __all__ = ["ROOT", "Child", "ChildError", "requests_and_reply", "serve"]
 
 _STOP_S = 20.0
+# A process of its own waits for this one's end, whatever ends it: those below may be stopped.
+_GUARD = """
+read -r line
+for way in CONT TERM; do kill -s $way -- "-$0"; done
+sleep 10
+kill -s KILL -- "-$0"
+"""
 
 
 class ChildError(RuntimeError):
@@ -34,7 +41,7 @@ class ChildError(RuntimeError):
 
 
 class Child:
-    """One child process and its log."""
+    """One child process, which ends with this one, and its log."""
 
     def __init__(self, module: str, *, environment: Mapping[str, str], log: Path) -> None:
         self.log = log
@@ -48,6 +55,12 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=self._output,
             text=True,
+            start_new_session=True,
+        )
+        self._guard = subprocess.Popen(
+            ["sh", "-c", _GUARD, str(self.pid)],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
         self._lines: queue.Queue[str | None] = queue.Queue()
@@ -129,6 +142,8 @@ class Child:
             self._signal(signal_number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=10)
+        self._guard.kill()
+        self._guard.wait()
         self._output.close()
 
     def __enter__(self) -> Self:

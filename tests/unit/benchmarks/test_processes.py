@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from tests.kit.api_server import api_server
 from tests.kit.child import ROOT, Child, ChildError
 from tests.kit.process_tree import cpu_clock, cpu_model, settled_usage, usage
 from tests.kit.waiting import until
@@ -90,6 +94,52 @@ def test_a_paused_child_does_nothing_until_it_is_resumed_and_can_be_closed(
     monkeypatch.setattr("tests.kit.child._STOP_S", 600)
     child.close()
     assert not psutil.pid_exists(child.pid)
+
+
+PARENT = """
+import os, sys, time
+from pathlib import Path
+from tests.kit.child import Child
+
+child = Child("echo_child", environment=os.environ, log=Path(sys.argv[1]))
+grandchild = child.ask(30, do="echo", text="")["grandchild"]
+child.{way}
+print(child.pid, grandchild, flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("way", ["pause()", "send(do='sleep')"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_child_and_what_it_started_end_with_their_parent(
+    tmp_path: Path, number: int, way: str
+) -> None:
+    (tmp_path / "echo_child.py").write_text(ECHO)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-c", PARENT.format(way=way), str(tmp_path / "log")]
+    parent = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout:
+        below = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+    assert len(below) == 2
+    parent.send_signal(number)
+    parent.wait()
+    assert psutil.wait_procs(below, timeout=8)[1] == []
+
+
+def test_a_server_is_told_with_whom_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: dict[str, str] = {}
+
+    def start(command: list[str], *, env: dict[str, str], **options: Any) -> None:
+        told.update(env)
+        raise ChildError("not started")
+
+    monkeypatch.setattr(psutil, "Popen", start)
+    with pytest.raises(ChildError), api_server({}, environment={}, log=tmp_path / "log"):
+        pass
+    assert told == {"INSPECT_LENS_PARENT": str(os.getpid())}
 
 
 def test_shared_memory_and_descriptors_are_counted_once() -> None:
