@@ -36,11 +36,10 @@ test: env  ## run everything that runs on a CPU: lint, types, imports, docs, eve
 	@# Each step runs even where an earlier one failed, so that one run tells all. Tests wait a good
 	@# deal, those with engines most: so there are five processes for two cores. Those that share an
 	@# engine share a process, and no test without one comes into it. What these print comes last.
-	@# A shell keeps Ctrl-C from what it starts beside it, and `env` gives it back.
 	@failed=; $(MAKE) --keep-going --jobs=2 --output-sync=target types docs lint imports \
 	    || failed=" types, docs, lint or imports"; \
 	  plain=$$(mktemp); \
-	  env --default-signal=INT $(PYTEST) -m "not engine and not gpu and not nightly" -n 2 \
+	  $(PYTEST) -m "not engine and not gpu and not nightly" -n 2 \
 	    --durations=25 $(PLAIN) > $$plain 2>&1 & waits=$$!; \
 	  trap "kill -INT $$waits 2> /dev/null; rm -f $$plain" EXIT; \
 	  $(PYTEST) -m "engine and not gpu and not nightly" -n 3 --dist loadscope --durations=25 \

@@ -34,10 +34,22 @@ def test_leaves_what_a_server_has_forked():
 """
 
 
-def run_pytest(folder: Path, test: str) -> subprocess.CompletedProcess[str]:
+PRESSES = """
+import pytest, signal, subprocess, sys
+
+def test_ctrl_c():
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    code = "import signal; signal.raise_signal(signal.SIGINT)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGINT
+"""
+
+
+def run_pytest(folder: Path, test: str, *inside: str) -> subprocess.CompletedProcess[str]:
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_it.py").write_text(test)
     command = [
+        *inside,
         sys.executable,
         "-m",
         "pytest",
@@ -68,4 +80,9 @@ def test_a_process_left_behind_fails_the_run(tmp_path: Path, test: str, said: st
 
 def test_a_clean_run_passes(tmp_path: Path) -> None:
     run = run_pytest(tmp_path, "def test_nothing():\n    pass\n")
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_ctrl_c_reaches_a_run_that_a_script_has_started_in_the_background(tmp_path: Path) -> None:
+    run = run_pytest(tmp_path, PRESSES, "env", "--ignore-signal=INT")
     assert run.returncode == 0, run.stdout + run.stderr

@@ -31,8 +31,10 @@ HELPERS = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A run that is told to end tears its fixtures down first, as after Ctrl-C.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A run that is told to end tears its fixtures down first, as after Ctrl-C. That is ignored by
+    # what a script starts in the background, and by all below it, unless somebody sets it again.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     # xdist's workers inherit the mark of their controller and leave the check to it.
     if not hasattr(config, "workerinput"):
         os.environ[MARK] = uuid.uuid4().hex

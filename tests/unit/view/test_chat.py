@@ -199,13 +199,7 @@ def test_a_port_that_is_taken_is_named(server: Endless) -> None:
 def test_the_command_prints_the_address_and_ends_with_ctrl_c(server: Endless) -> None:
     command = [sys.executable, "-m", "inspect_lens._cli", "chat", "--base-url", server.url]
     command += ["--probe", "lies", "--layers", "2-4", "--no-browser"]
-    # A shell has its background jobs ignore the signal, and so would what they start.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    with process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             url = process.stdout.readline().strip()
