@@ -106,6 +106,8 @@ def _bars(chart: Bars, palette: str) -> str:
         canvas.line([(x, top), (x, height)], stroke="text", dash="4 3")
     zero, y = plot.x(min(max(0.0, chart.low), chart.high)), float(top)
     for group in groups:
+        # No line runs through a word.
+        canvas.box(29, y, WIDTH - 88, 24, fill="back")
         canvas.text(34, y + 18, group, bold=True)
         y += 26
         for bar in (b for b in chart.bars if b.group == group):
@@ -120,6 +122,7 @@ def _bars(chart: Bars, palette: str) -> str:
                 ends = [(plot.x(v), y + 8.5) for v in (bar.low, bar.high)]
                 canvas.line(ends, stroke="text", width=1.6)
                 end = max(x, ends[1][0])
+            canvas.box(end + 4, y, 34, 17, fill="back")
             canvas.text(end + 6, y + 13, f"{bar.value:.2f}", size=12)
             y += 24
         y += 8
