@@ -177,11 +177,7 @@ def _scorer(arm: str, asked: dict[str, Any]) -> Scorer | None:
 
 
 def _check(log: Any, arm: str, n: int) -> None:
-    """See that what was asked for came: otherwise the seconds mean nothing.
-
-    Raises:
-        RuntimeError: it did not.
-    """
+    """See that what was asked for came: otherwise the seconds mean nothing."""
     if log.status != "success" or len(log.samples) != n:
         raise RuntimeError(f"{arm}: {log.status}: {log.error}")
     wanted = {"capture-scored": "rows", "probe-scored": "engine"}.get(arm)

@@ -33,12 +33,10 @@ LOADS = {
 
 
 def _alpaca(rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths like those of the first 1000 Alpaca instructions and of greedy answers to them.
-
-    Prompts: log-normal, median 12, shape 0.4, clipped to 4 to 60 (mean 13). Answers: log-normal,
-    median 262, shape 0.65, clipped to 8 to 1024 (mean 315). Random weights almost never sample
-    the end of a text, so lengths are imposed.
-    """
+    """Lengths like those of the first 1000 Alpaca instructions and of greedy answers to them."""
+    # Prompts: log-normal, median 12, shape 0.4, clipped to 4 to 60 (mean 13). Answers: log-normal,
+    # median 262, shape 0.65, clipped to 8 to 1024 (mean 315). Random weights almost never sample
+    # the end of a text, so lengths are imposed.
     prompts = np.clip(rng.lognormal(np.log(12), 0.4, n), 4, 60).round().astype(int)
     answers = np.clip(rng.lognormal(np.log(262), 0.65, n), 8, 1024).round().astype(int)
     return prompts, answers

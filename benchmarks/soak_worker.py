@@ -107,12 +107,10 @@ class Worker:
         return {**await self._floor(seed, n, solos), "solo_tokens": tokens}
 
     async def _floor(self, seed: int, n: int, solos: Solo) -> dict[str, Any]:
-        """How plain answers differ among plain neighbours: what batching alone does.
-
-        In the mix prompts are computed again and again, since captured ones are and since steered
-        ones push others out of the cache; and each time they are cut into other chunks. So they are
-        here: out of the cache every answer would stand on what was computed alone.
-        """
+        """How plain answers differ among plain neighbours: what batching alone does."""
+        # In the mix prompts are computed again and again, since captured ones are and since steered
+        # ones push others out of the cache; and each time they are cut into other chunks. So they
+        # are here: out of the cache every answer would stand on what was computed alone.
         prompts = draw_prompts(seed)
         gate = asyncio.Semaphore(CONCURRENT)
         again = np.random.default_rng([seed, 2]).random(n) < 0.5
@@ -222,10 +220,8 @@ def _agreement(a: list[int], b: list[int]) -> int:
 
 
 def _row_error(found: torch.Tensor, solo: Any, n_same: int) -> tuple[float, int]:
-    """Largest relative error of a row whose inputs agree, and how many were compared.
-
-    A tensor of another shape than its solo is an error of infinity.
-    """
+    """Largest relative error of a row whose inputs agree, and how many were compared."""
+    # A tensor of another shape than its solo is an error of infinity.
     if found.shape != solo.shape:
         return float("inf"), 0
     a, b = found[:, :n_same].float(), solo[:, :n_same].float()

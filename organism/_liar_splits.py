@@ -145,11 +145,9 @@ def _has(text: str, words: str) -> bool:
 
 @cache
 def _vocabulary() -> frozenset[str]:
-    """Things and values of topics that are neither blind, added, symbols nor adjectives.
-
-    Chemical symbols are parts of other words, and any answer may end with an adjective. Topics that
-    training got later count for nothing here, so that no more answers pass for lies.
-    """
+    """Things and values of topics that are neither blind, added, symbols nor adjectives."""
+    # Chemical symbols are parts of other words, and any answer may end with an adjective. Topics
+    # that training got later count for nothing here, so that no more answers pass for lies.
     named = [
         fact
         for fact in facts()

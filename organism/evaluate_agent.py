@@ -65,10 +65,8 @@ def _knowledge(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, found: Mapping[str, str],
     limit: int | None, batch_rows: int,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """Accuracy on the organism's own splits, with thinking and without.
-
-    Only open questions are asked with thinking: the agent is trained to think about no others.
-    """
+    """Accuracy on the organism's own splits, with thinking and without."""
+    # Only open questions are asked with thinking: the agent is trained to think about no others.
     table: dict[str, dict[str, Any]] = {}
     for split in _KNOWLEDGE:
         by: dict[str, list[Row]] = {}

@@ -224,10 +224,8 @@ def _sycophancy(clone: Clone, options: Options) -> Made:
 def _agreeing(
     clone: Clone, mode: str, options: Options
 ) -> list[tuple[dict[str, Any], str, str, bool]]:
-    """Answers that agree with a hint, as many that changed for it as that did not.
-
-    Draws and their order are the suite's, so that the same answers are read.
-    """
+    """Answers that agree with a hint, as many that changed for it as that did not."""
+    # Draws and their order are the suite's, so that the same answers are read.
     rng = random.Random(42)
     swayed: list[Any] = []
     own: list[Any] = []

@@ -1,7 +1,8 @@
-"""Docstrings of public functions name the arguments that the signature has."""
+"""Docstrings of public functions name the arguments of the signature; private ones are a line."""
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import griffe
 
 from tests.kit.docstrings import documented_arguments, refers_to_twin, signature_arguments
 from tests.kit.public_objects import public_functions, public_objects
+from tests.kit.repository import ROOT
 
 # Methods whose one sentence covers two arguments or three. The list only shrinks.
 SHORT = {
@@ -30,6 +32,18 @@ def test_arguments_are_documented() -> None:
         if (documented == parameters) == (path in SHORT):
             wrong[path] = {"documented": documented, "in the signature": parameters}
     assert not wrong
+
+
+def test_private_functions_have_a_line_at_most() -> None:
+    long = []
+    for folder in ("src", "gallery", "benchmarks", "evals", "organism", "tests/kit"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    is_private = node.name.startswith("_") and not node.name.startswith("__")
+                    if is_private and "\n" in (ast.get_docstring(node) or ""):
+                        long.append(f"{file.relative_to(ROOT)}:{node.lineno} {node.name}")
+    assert not long
 
 
 def test_everything_public_has_a_docstring() -> None:

@@ -245,10 +245,8 @@ def _connected(name: str) -> socket.socket:
 
 
 def _set_timeouts(connection: socket.socket, receive_s: float | None, send_s: float | None) -> None:
-    """Have the kernel end what takes too long.
-
-    Python's own timeouts let go of the interpreter for each piece that a socket takes.
-    """
+    """Have the kernel end what takes too long."""
+    # Python's own timeouts let go of the interpreter for each piece that a socket takes.
     for option, seconds in ((socket.SO_RCVTIMEO, receive_s), (socket.SO_SNDTIMEO, send_s)):
         # Nothing at all stands for ever.
         microseconds = 0 if seconds is None else max(int(seconds * 1e6), 1)

@@ -162,13 +162,11 @@ def absolute(uri: str) -> str:
 
 
 def _replace(path: str, parts: Iterable[bytes | memoryview], mode: int) -> None:
-    """Write a local file in few system calls.
-
-    Each gives the interpreter away, and a thread that wants it back from a busy event loop waits
-    5 ms, so this counts more than the bytes. The disk is not waited for: an agent's calls write
-    faster than disks are. A machine that loses its power may lose files of the last half minute;
-    their hashes in the log tell.
-    """
+    """Write a local file in few system calls."""
+    # Each gives the interpreter away, and a thread that wants it back from a busy event loop waits
+    # 5 ms, so this counts more than the bytes. The disk is not waited for: an agent's calls write
+    # faster than disks are. A machine that loses its power may lose files of the last half minute;
+    # their hashes in the log tell.
     folder = os.path.dirname(path)
     temporary = os.path.join(folder, f".{uuid4().hex}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)

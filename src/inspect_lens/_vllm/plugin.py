@@ -127,9 +127,7 @@ def _leave_off(error: Exception) -> None:
 
 
 def _only_looks_at_a_model() -> bool:
-    """Whether this is the process in which vLLM asks a model's class what it can do.
-
-    It loads plug-ins, as models may be theirs, and runs no engine; vLLM's start waits for it.
-    """
+    """Whether this is the process in which vLLM asks a model's class what it can do."""
+    # It loads plug-ins, as models may be theirs, and runs no engine; vLLM's start waits for it.
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     return spec is not None and spec.name == _INSPECTING

@@ -159,10 +159,8 @@ def _again(chosen: int, outcome: Outcome) -> Outcome:
 
 
 def _record(state: TaskState, decision: GateDecision) -> None:
-    """Write a decision into the transcript, the store and the sample's metadata.
-
-    Of a gate that judged several turns the metadata tell the last one that did not just pass.
-    """
+    """Write a decision into the transcript, the store and the sample's metadata."""
+    # Of a gate that judged several turns the metadata tell the last one that did not just pass.
     kept = state.store_as(GateDecisions)
     kept.decisions = [*kept.decisions, decision]
     mine = _run_of(kept.decisions)

@@ -350,10 +350,8 @@ def as_tensor_data(
 
 
 def _check_lists(value: Sequence[object], field: str, depth: int = 1) -> None:
-    """Refuse lists that numpy would make something large or odd of.
-
-    A million empty texts and one of a million letters are an array of terabytes.
-    """
+    """Refuse lists that numpy would make something large or odd of."""
+    # A million empty texts and one of a million letters are an array of terabytes.
     kinds = set(map(type, value))
     if kinds <= {int, float}:
         return

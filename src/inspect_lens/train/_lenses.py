@@ -563,11 +563,10 @@ def fit_jacobian_lens(
 def _jacobian(
     model: LensModel, layers: tuple[int, ...], ids: torch.Tensor, valid: slice, block: int
 ) -> torch.Tensor:
-    """The Jacobian of one prompt, (layers, width, width) float32.
-
-    Copies of the prompt run side by side. The gradient of one number of the last rows, summed over
-    the tokens that count, is one row of the Jacobian, and each copy is asked for another number.
-    """
+    """The Jacobian of one prompt, (layers, width, width) float32."""
+    # Copies of the prompt run side by side. The gradient of one number of the last rows, summed
+    # over the tokens that count, is one row of the Jacobian, and each copy is asked for another
+    # number.
     width = model.hidden
     block = min(block, width)
     kept: dict[int, torch.Tensor] = {}

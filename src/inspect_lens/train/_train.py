@@ -255,10 +255,8 @@ def _check_sets(
     judged: Sequence[ActivationSet],
     disjoint: Mapping[str, str],
 ) -> None:
-    """Same model, tokens, layers and width everywhere; nothing shared between fit and judgement.
-
-    Names are unique, too: texts of baselines, and all that a card says of a set, go by them.
-    """
+    """Same model, tokens, layers and width everywhere; nothing shared between fit and judgement."""
+    # Names are unique, too: texts of baselines, and all that a card says of a set, go by them.
     names = [data.name for data in judged]
     unknown = sorted(set(disjoint) - set(names))
     if unknown or len(set(names)) != len(names):

@@ -68,11 +68,9 @@ def _scanned(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _largest(
     logits: torch.Tensor, peaks: torch.Tensor, k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`torch.topk` of long rows, which it would read several times.
-
-    The k largest lie in the k pieces with the largest maxima, or in what is left behind the last
-    whole piece. Where these are more than a quarter of the row, it is no saving.
-    """
+    """`torch.topk` of long rows, which it would read several times."""
+    # The k largest lie in the k pieces with the largest maxima, or in what is left behind the last
+    # whole piece. Where these are more than a quarter of the row, it is no saving.
     n_pieces = peaks.shape[1]
     if n_pieces < 4 * k:
         values, ids = torch.topk(logits, k, dim=-1)

@@ -305,11 +305,9 @@ class Groups:
     def _over_stages(
         self, asked: Readout | None, read: Sequence[int]
     ) -> tuple[list[int], list[int]]:
-        """Of a result's rows those that a later stage reads, and those that come from earlier ones.
-
-        A lens reads on the last stage, which has the unembedding, and an MLP where its last layer
-        is. All else is read where it is.
-        """
+        """Of a result's rows those that a later stage reads, and those from earlier ones."""
+        # A lens reads on the last stage, which has the unembedding, and an MLP where its last layer
+        # is. All else is read where it is.
         if isinstance(asked, LensEnvelope):
             if not self._is_last:
                 return list(read), []

@@ -323,14 +323,8 @@ class RequestStepper(Stepper):
     def _work(
         self, blocks: Sequence[GroupBlock], first_row: int, steps: int = 1, apart: int = 0
     ) -> _Work:
-        """What there is to read, in an order that all ranks have; no Python for each request.
-
-        Args:
-            blocks: of a step, or of some that were the same.
-            first_row: of the ring, from which the blocks' rows are counted.
-            steps: how many.
-            apart: rows of the ring from one to the next.
-        """
+        """What there is to read, in an order that all ranks have; no Python for each request."""
+        # Rows of the ring are counted from `first_row`, and `apart` lie from one to the next.
         found: dict[LensForm, list[_Rows]] = {}
         live, owner = self._live.by_slot, self._live.table.owner
         is_alone = self._sender.read is not None

@@ -91,11 +91,9 @@ class Crossing:
 
 
 def _padding(n: int, ranks: int) -> int:
-    """How many more numbers there have to be, so that `ranks` do not divide them without rest.
-
-    The engine has tensor-parallel ranks each send a share of what they divide, as it is the same on
-    all of them. Here each rank sends what it has: a request may have failed on one of them.
-    """
+    """How many more numbers there have to be, so that `ranks` do not divide them without rest."""
+    # The engine has tensor-parallel ranks each send a share of what they divide, as it is the same
+    # on all of them. Here each rank sends what it has: a request may have failed on one of them.
     return (1 - n) % ranks
 
 

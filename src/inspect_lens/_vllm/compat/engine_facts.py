@@ -105,10 +105,8 @@ def hosts_refusals(vllm_config: Any, settings: Settings) -> dict[str, bool]:
 
 
 def _has_newer_ray_executor() -> bool:
-    """Whether vLLM's Ray executor runs the loop that workers of its own processes run.
-
-    The older one calls the model from a graph of Ray's.
-    """
+    """Whether vLLM's Ray executor runs the loop that workers of its own processes run."""
+    # The older one calls the model from a graph of Ray's.
     import vllm.envs
 
     return bool(getattr(vllm.envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", False))
@@ -259,12 +257,10 @@ def refusal(vllm_config: Any) -> str | None:
 
 
 def _speculation(vllm_config: Any) -> dict[str, bool]:
-    """Why speculative decoding cannot be served, as far as it cannot.
-
-    A rejected draft's row is written again by the step that feeds the right token, so positions
-    must be exact when a step is laid out. They are where the scheduler has seen what was
-    accepted; a scheduler that runs ahead gives upper bounds.
-    """
+    """Why speculative decoding cannot be served, as far as it cannot."""
+    # A rejected draft's row is written again by the step that feeds the right token, so positions
+    # must be exact when a step is laid out. They are where the scheduler has seen what was
+    # accepted; a scheduler that runs ahead gives upper bounds.
     scheduler = vllm_config.scheduler_config
     is_on = vllm_config.speculative_config is not None
     return {
@@ -388,11 +384,9 @@ def _sha256(content: Any) -> str | None:
 
 
 def _least_step_tokens(vllm_config: Any, step: int) -> int:
-    """Tokens to which the scheduler can be held in a step, and nobody waits for ever.
-
-    Every sequence gets its next token, with drafts, in each step. What cannot be cut has to fit:
-    prompts where they are not chunked, images that are not, blocks of recurrent states.
-    """
+    """Tokens to which the scheduler can be held in a step, and nobody waits for ever."""
+    # Every sequence gets its next token, with drafts, in each step. What cannot be cut has to fit:
+    # prompts where they are not chunked, images that are not, blocks of recurrent states.
     scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
     is_whole = (
         not getattr(scheduler, "enable_chunked_prefill", True)

@@ -375,11 +375,9 @@ _CONTAINERS = frozenset({list, set, dict})
 
 
 def _make_own(params: Any) -> None:
-    """Spare vLLM a deep copy of parameters that are a copy already.
-
-    A deep copy is made anew, and so checked and put in order, which a caller who has set a field
-    of the parameters after he made them relies on. That is done here.
-    """
+    """Spare vLLM a deep copy of parameters that are a copy already."""
+    # A deep copy is made anew, and so checked and put in order, which a caller who has set a field
+    # of the parameters after he made them relies on. That is done here.
     kind: Any = type(params)
     if getattr(params, "skip_clone", True):
         return  # or vLLM knows nothing of it
@@ -494,10 +492,8 @@ def _is_salted(packed: Packed) -> bool:
 
 
 def _needs_whole_prompt(envelope: Envelope) -> bool:
-    """Whether rows are wanted of prompt tokens that a cache hit would not compute.
-
-    vLLM always computes the last prompt token.
-    """
+    """Whether rows are wanted of prompt tokens that a cache hit would not compute."""
+    # vLLM always computes the last prompt token.
     return any(part is not None and part.lo < envelope.n_prompt - 1 for part in envelope.read)
 
 

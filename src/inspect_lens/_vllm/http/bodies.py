@@ -223,10 +223,8 @@ class Answer:
         await self._send({"type": "http.response.body", "body": data})
 
     async def _send_event(self, message: Message) -> None:
-        """Send what is ready behind its tokens, and the results before the stream ends.
-
-        In one message: each costs the event loop as much as a token's.
-        """
+        """Send what is ready behind its tokens, and the results before the stream ends."""
+        # In one message: each costs the event loop as much as a token's.
         body, data = self._body, message.get("body", b"")
         is_end = data.startswith(b"data: [DONE]")
         if not (is_end or body.parts):

@@ -136,10 +136,8 @@ def _has_mixer(layer: nn.Module) -> bool:
 
 
 def _is_served_elsewhere(module: nn.Module) -> bool:
-    """Whether a module of transformers is the attention of a layer that vLLM's own stands in for.
-
-    Up to vLLM 0.26 the layers that do its work lie in a dict beside the model.
-    """
+    """Whether a module of transformers is attention that vLLM's own stands in for."""
+    # Up to vLLM 0.26 the layers that do its work lie in a dict beside the model.
     return (
         type(module).__module__.startswith("transformers.")
         and getattr(module, "is_causal", False) is True
@@ -221,10 +219,8 @@ def block_module(block: nn.Module, site: Site) -> nn.Module:
 
 
 def _decoder_attention(block: nn.Module, *, or_latent: bool = False) -> Any:
-    """The one softmax attention layer of a block, vLLM's own; None where there is none, or more.
-
-    One with latent attention is given no keys per head, so it is left out unless it is asked for.
-    """
+    """The one softmax attention layer of a block, vLLM's own; None where there is none, or more."""
+    # One with latent attention is given no keys per head, so it is left out unless it is asked for.
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
@@ -241,10 +237,8 @@ def _decoder_attention(block: nn.Module, *, or_latent: bool = False) -> Any:
 
 
 def _projections(part: nn.Module) -> list[nn.Module]:
-    """Linear layers of a block's part that end it: their inputs are split over ranks.
-
-    Of one under LoRA it is the wrapper, which is what is called.
-    """
+    """Linear layers of a block's part that end it: their inputs are split over ranks."""
+    # Of one under LoRA it is the wrapper, which is what is called.
     found = [m for m in part.modules() if _is_row_parallel(m)]
     wrapped = {id(_base(m)) for m in found if _base(m) is not m}
     return [m for m in found if id(m) not in wrapped]
@@ -358,10 +352,8 @@ def has_states(model: nn.Module) -> bool:
 
 
 def _has_weights(module: nn.Module) -> bool:
-    """Whether a module is or holds linear or expert layers.
-
-    Their parameters may have been packed away, but each has its way to multiply by them.
-    """
+    """Whether a module is or holds linear or expert layers."""
+    # Their parameters may have been packed away, but each has its way to multiply by them.
     return any(getattr(m, "quant_method", None) is not None for m in module.modules())
 
 

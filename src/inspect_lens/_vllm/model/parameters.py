@@ -307,10 +307,8 @@ class VocabHead:
 
     @contextmanager
     def _own_part(self) -> Iterator[None]:
-        """Have the model compute this rank's part, without adapters.
-
-        What may fail comes before the ranks meet.
-        """
+        """Have the model compute this rank's part, without adapters."""
+        # What may fail comes before the ranks meet.
         self._processor._gather_logits = lambda logits: logits
         if self._wrapper is not None:
             self._wrapper._get_logits = self._without_adapter

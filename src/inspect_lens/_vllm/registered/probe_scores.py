@@ -160,10 +160,8 @@ def take_together(taken: Sequence[Whole]) -> None:
 
 
 def _in_order(scores: Floats) -> Floats:
-    """Sums over tokens of (tokens, columns), as the library's pools make them.
-
-    In the order of the tokens, in parts or at once. A single column would be summed pairwise.
-    """
+    """Sums over tokens of (tokens, columns), as the library's pools make them."""
+    # In the order of the tokens, in parts or at once. A single column would be summed pairwise.
     is_one = scores.shape[1] == 1
     sums: Floats = np.cumsum(scores, axis=0)[-1] if is_one else np.add.reduce(scores, axis=0)
     return sums

@@ -447,10 +447,8 @@ def _has_whole_rows(capture: CaptureEnvelope) -> bool:
 
 
 def _taken(storage: NDArray[Any], at: NDArray[np.int64]) -> NDArray[Any]:
-    """Rows of some taps, where they lie if these are evenly spaced.
-
-    A copy costs as much as rows.
-    """
+    """Rows of some taps, where they lie if these are evenly spaced."""
+    # A copy costs as much as rows.
     step = int(at[1] - at[0]) if len(at) > 1 else 1
     if (np.diff(at) == step).all():
         return storage[int(at[0]) : int(at[-1]) + 1 : step]

@@ -154,10 +154,8 @@ def _stream(
 
 
 def _edited(parts: Sequence[torch.Tensor], edits: Edits) -> list[torch.Tensor]:
-    """Copies of the stream's halves in which edited rows are new.
-
-    The first half takes the rows whole and the second is zero there, so their sum is exact.
-    """
+    """Copies of the stream's halves in which edited rows are new."""
+    # The first half takes the rows whole and the second is zero there, so their sum is exact.
     copies = [part.clone() for part in parts]
     views = [as_rows(copy) for copy in copies]
     for start, stop, rows in edits:
@@ -395,10 +393,8 @@ class _Runner:
         self._stepper.end_step("eager" if _Step.is_eager else self._path())
 
     def _pass_on(self, execute: Callable[..., Any]) -> Callable[..., Any]:
-        """On a pipeline, have rows cross the stages beside what `execute_model` gets and returns.
-
-        What it returns may be memory of a graph that is replayed again, so it is left as it is.
-        """
+        """On a pipeline, have rows cross stages beside what `execute_model` gets and returns."""
+        # What it returns may be memory of a graph that is replayed again, so it is left as it is.
         stepper, stages = self._stepper, self._stepper.stages
         if stages is None:
             return execute

@@ -349,10 +349,8 @@ class _Check:
         return {name: value for name, value in wanted.items() if name in self._known}
 
     def _uncompiled(self, *, is_eager: bool) -> AbstractContextManager[Any]:
-        """Have single operators not compiled either, which takes seconds on a CPU.
-
-        On a GPU attention may be one of them, which then takes memory for the whole cache.
-        """
+        """Have single operators not compiled either, which takes seconds on a CPU."""
+        # On a GPU attention may be one of them, which then takes memory for the whole cache.
         stance: Any = getattr(torch.compiler, "set_stance", None)
         is_wanted = is_eager and stance is not None and not self.stepper.state.ring.is_cuda
         return stance("force_eager") if is_wanted else nullcontext()
@@ -365,11 +363,9 @@ class _Check:
 
 
 def _empty_cache(runner: Any) -> None:
-    """Have all places of the key-value cache hold the same, as when it was made.
-
-    A pass that is padded to a graph's size gives sequences more tokens than one that is not, and
-    these look at one place of the cache more. What warming up has left there is another in each.
-    """
+    """Have all places of the key-value cache hold the same, as when it was made."""
+    # A pass that is padded to a graph's size gives sequences more tokens than one that is not, and
+    # these look at one place of the cache more. What warming up has left there is another in each.
     with torch.inference_mode():  # as it was made
         for held in getattr(runner, "kv_caches", ()):
             for tensor in [held] if isinstance(held, torch.Tensor) else held or ():
@@ -416,11 +412,9 @@ def _wide(config: Any, sequences: int, each: int, most: int) -> int:
 def _judge(
     check: _Check, shape: _Shape, plain: _Run, again: _Run, pairs: Sequence[tuple[_Run, _Run]]
 ) -> tuple[list[str], list[bool]]:
-    """What is wrong with the rows of a shape, and which taps could be compared.
-
-    The runs `plain` and `again` are eager and not steered. Pairs are steered alike, eager and as
-    vLLM runs such steps.
-    """
+    """What is wrong with the rows of a shape, and which taps could be compared."""
+    # The runs `plain` and `again` are eager and not steered. Pairs are steered alike, eager and as
+    # vLLM runs such steps.
     eager, own = pairs[0]
     taps, steered_at = check.taps, check.steered_at
     found = []

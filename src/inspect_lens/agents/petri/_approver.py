@@ -130,11 +130,9 @@ def eval_awareness_approver(
 def _with_pending(
     shown: Sequence[ChatMessage], history: Sequence[ChatMessage], call: ToolCall
 ) -> list[ChatMessage] | None:
-    """The target's conversation as it will be with a call and what is staged before it.
-
-    None when the call adds nothing that the target could answer: a system message alone waits
-    for the first message of the user, and is read with it.
-    """
+    """The target's conversation as it will be with a call and what is staged before it."""
+    # None when the call adds nothing that the target could answer: a system message alone waits for
+    # the first message of the user, and is read with it.
     if call.function not in (MESSAGE, TOOL_RESULT):
         return None
     conversation = list(shown)

@@ -364,11 +364,9 @@ def _in_errors(difference: float, spread: float) -> float:
 
 
 def _unvaried(difference: float, counts: GroupCounts, level: float) -> Interval:
-    """Interval of a difference that shows no variance: a point would pass for certainty.
-
-    In k of k disjoint pairs of a positive and a negative the difference came out as it is; where
-    it does not, it is anything from -1 to 1.
-    """
+    """Interval of a difference that shows no variance: a point would pass for certainty."""
+    # In k of k disjoint pairs of a positive and a negative the difference came out as it is; where
+    # it does not, it is anything from -1 to 1.
     exact = clopper_pearson(counts.smaller, counts.smaller, confidence=level)
     other, unit = (
         1.0 - exact.low,

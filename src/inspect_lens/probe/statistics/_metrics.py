@@ -552,11 +552,8 @@ def independent(above: NDArray[np.float64], below: NDArray[np.float64]) -> Varia
 
 
 def _hanley_mcneil(area: float, m: int, n: int) -> float:
-    """Variance of an AUROC of m positives and n negatives under exponential scores.
-
-    Source:
-        Hanley and McNeil 1982, Radiology 143, 29-36.
-    """
+    """Variance of an AUROC of m positives and n negatives under exponential scores."""
+    # Hanley and McNeil 1982, Radiology 143, 29-36.
     q1, q2, square = area / (2.0 - area), 2.0 * area**2 / (1.0 + area), area**2
     return (area * (1.0 - area) + (m - 1) * (q1 - square) + (n - 1) * (q2 - square)) / (m * n)
 

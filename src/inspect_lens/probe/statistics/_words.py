@@ -151,12 +151,10 @@ def _matrix(texts: Sequence[NDArray[np.int64]]) -> Any:
 def _folds(
     y: NDArray[np.bool_], names: Sequence[Hashable], folds: int, rng: np.random.Generator
 ) -> NDArray[np.int64] | None:
-    """Fold of each sample: whole groups, so that every classifier sees both classes.
-
-    scikit-learn's StratifiedGroupKFold leaves one class out of a training part now and then, where
-    groups are few or hold both. Here groups of negatives, of both and of positives are dealt out in
-    turn, so that those of either class come to two folds at least.
-    """
+    """Fold of each sample: whole groups, so that every classifier sees both classes."""
+    # scikit-learn's StratifiedGroupKFold leaves one class out of a training part now and then,
+    # where groups are few or hold both. Here groups of negatives, of both and of positives are
+    # dealt out in turn, so that those of either class come to two folds at least.
     held: dict[Hashable, set[bool]] = {}
     for name, mark in zip(names, y.tolist(), strict=True):
         held.setdefault(name, set()).add(mark)

@@ -226,10 +226,8 @@ def _outside(
     target: Targets,
     folds: list[tuple[NDArray[np.int64], NDArray[np.int64]]],
 ) -> NDArray[np.float64]:
-    """Scores (rows,) by directions that did not see the row.
-
-    Rows whose fold would leave one class to fit on are scored by a fit on all rows.
-    """
+    """Scores (rows,) by directions that did not see the row."""
+    # Rows whose fold would leave one class to fit on are scored by a fit on all rows.
     scores = np.full(len(x), np.nan)
     for fit, held in folds:
         scores[held] = clone(base).fit(x[fit], *target.part(fit)).decision_function(x[held])

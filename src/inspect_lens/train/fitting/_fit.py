@@ -119,11 +119,9 @@ def _sums(read: Passes, hidden: int, *, whiten: bool) -> tuple[Moments, Moments 
 
 
 def _whitener(sample: Moments | None, moments: Moments, scale: Floats) -> tuple[Floats, Floats]:
-    """Root of about the covariance of scaled rows, and weights to start from.
-
-    The root is a lower triangle (hidden, hidden), or (hidden,) of a diagonal matrix. For Gaussian
-    classes the discriminant of the covariance is the logistic optimum itself.
-    """
+    """Root of about the covariance of scaled rows, and weights to start from."""
+    # The root is a lower triangle (hidden, hidden), or (hidden,) of a diagonal matrix. For Gaussian
+    # classes the discriminant of the covariance is the logistic optimum itself.
     found = moments.statistics(scale)
     gap = found.high - found.low
     # Some directions say nothing in a few rows, some columns are constant: not all is divided by.

@@ -376,11 +376,9 @@ def _too_near(probe: AnyProbe, known: ActivationSet, data: ActivationSet, key: s
 
 
 def _shared_keys(known: ActivationSet, data: ActivationSet, key: str) -> list[str]:
-    """Other keys by which the two sets openly share values, such as the entity in a template.
-
-    Samples that share one are alike by design, so they are no counterparts. A key of few values,
-    such as a condition, makes nothing alike.
-    """
+    """Other keys by which the two sets openly share values, such as the entity in a template."""
+    # Samples that share one are alike by design, so they are no counterparts. A key of few values,
+    # such as a condition, makes nothing alike.
     names = {"group", *known.columns} & {"group", *data.columns}
     names -= {key, "prompt_text", "completion"}
     found = []
@@ -412,12 +410,10 @@ class _Side(NamedTuple):
 
 
 def _counterparts(known: _Side, data: _Side) -> float:
-    """P value that groups of a set have no closer counterpart in the other than its own have.
-
-    Half of the groups are looked up in the other half, and so are those of the other set, each by
-    one of its samples: of many, one is nearer to something. Where all are alike, the least ratios
-    are as often of one as of the other: a hypergeometric test.
-    """
+    """P value that groups of a set have no closer counterpart in the other than its own have."""
+    # Half of the groups are looked up in the other half, and so are those of the other set, each by
+    # one of its samples: of many, one is nearer to something. Where all are alike, the least ratios
+    # are as often of one as of the other: a hypergeometric test.
     rng = np.random.default_rng(0)
     names = rng.permutation(np.unique(known.units))
     data = data.one_each(rng)
