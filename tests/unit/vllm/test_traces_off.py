@@ -64,7 +64,12 @@ def test_a_process_that_serves_begins_metrics_and_spans_where_its_engine_is_trac
         ),
         observability_config=SimpleNamespace(otlp_traces_endpoint=endpoint),
     )
-    FrontEnd().learn(SimpleNamespace(), config)
+    front = FrontEnd()
+    front.learn(SimpleNamespace(), config)
+    # What waits for a disk is done here, and not at the first request.
+    assert (front.results._collector is not None) is serves
+    if serves:
+        front.results.the_collector().close()
     assert is_traced(config) is (endpoint is not None)
     assert telemetry.is_on() is (serves and endpoint is not None)
     assert begun == [True] * serves

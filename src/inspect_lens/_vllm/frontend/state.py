@@ -197,6 +197,9 @@ class FrontEnd:
         if is_serving():
             telemetry.begin_metrics()
             payloads.report()
+            if self.results.links is None:
+                # It makes a folder, for which an event loop would wait at the first request.
+                self.results.the_collector()
         if self.n_processes == 1 and keeps_rows(vllm_config, settings):
             # Several API servers would not hear of each other's resets of the prefix cache.
             cache = RowCache(
