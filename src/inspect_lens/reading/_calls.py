@@ -279,8 +279,8 @@ class CallSelection:
         Args:
             events: of a sample.
             output: the sample's answer; None where it has none.
-            model: the eval's model; None takes the one that wrote the answer, if a call in no
-                role did, else all that were called in none.
+            model: the eval's model; None, and one that made no call, takes the one that wrote the
+                answer, if it was called in no role.
             known: roles that have a model, beside those that made calls.
 
         Returns:
@@ -292,8 +292,10 @@ class CallSelection:
             ended = _ended_by(output, events)
         elif output is not None:
             answer = _answer(output, turns, model)
-            if model is None and answer.role is None:
-                model = answer.model if answer.message_id in {t.message_id for t in turns} else None
+            called = {turn.model for turn in turns if turn.role is None}
+            is_own = answer.role is None and answer.model in called
+            if is_own and model not in called and (model is None or answer.has_lens):
+                model = answer.model
         try:
             found = self._chosen(turns, answer, model, known)
         except NotCapturedError:

@@ -159,6 +159,31 @@ def test_a_log_has_the_calls_of_the_eval_s_model_too(tmp_path: Path) -> None:
     assert len(log_to_store(log, tmp_path / "acts", over="all")) == 2
 
 
+@solver
+def asks_only(other: Any) -> Solver:
+    """Two calls of a model in no role, and none of the eval's."""
+
+    async def solve(state: TaskState, generate: Generate) -> TaskState:
+        for _ in range(2):
+            state.output = await other.generate(state.messages)
+            state.messages.append(state.output.message)
+        return state
+
+    return solve
+
+
+def test_where_the_eval_s_model_made_no_call_the_one_that_answered_is_read(tmp_path: Path) -> None:
+    talks = talk([LIE_IN_THE_SECOND], tmp_path)
+    other = get_model("mockllm/other", custom_outputs=talks, memoize=False)
+    log = run(
+        talks, probe_score(PROBE, over="all"), folder=tmp_path, labels=[1],
+        solver=asks_only(other),
+    )  # fmt: skip
+    (found,) = scores(log)
+    assert (found.metadata or {})["n_turns"] == 2
+    assert len(log_to_store(log, tmp_path / "acts", over="all")) == 2
+
+
 def metric(log: EvalLog, name: str) -> float:
     assert log.results is not None
     return log.results.scores[0].metrics[name].value
