@@ -337,9 +337,8 @@ class LensClient(HookCalls):
 
         A row comes right behind the token that was sampled from it, in a part of its own; those of
         the prompt come behind the first token, in several parts if they are many. While a server
-        has many streams under way, rows of several tokens share a part, which comes about two
-        seconds after the first of them at the latest. A client that reads slowly slows down nobody
-        else.
+        has many streams under way, rows of several later tokens share a part. A client that reads
+        slowly slows down nobody else.
 
         From a server on this host that runs as this user, rows are fetched through a local socket
         when their part is read, at most five minutes after they came. A loop that may take longer

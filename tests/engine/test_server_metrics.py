@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from inspect_lens.spec import decode_tensor
 from tests.engine.test_server import chat
+from tests.kit.waiting import until
 
 pytestmark = pytest.mark.engine
 
@@ -40,8 +41,10 @@ def test_metrics_beside_those_of_vllm_count_what_was_done(client: Any) -> None:
     assert chat(client, vllm_xargs={"output_residual_stream": "[99]"}).status_code == 400
     assert chat(client).status_code == 200
     (entry,) = answer["activations"].values()
-    waiting = lens_metrics(client)
+    n_waiting, name = before["inspect_lens_store_results"], "inspect_lens_store_results"
+    assert until(lambda: lens_metrics(client)[name] == n_waiting + 1)
     fetched = client.get(f"/v1/activations/{entry['handle']}").content
+    assert until(lambda: lens_metrics(client)[name] == n_waiting)
     after = lens_metrics(client)
 
     def more(name: str) -> float:
@@ -54,4 +57,3 @@ def test_metrics_beside_those_of_vllm_count_what_was_done(client: Any) -> None:
     # The frame of a fetched tensor has a header, too.
     rows = decode_tensor(entry, raw=fetched)
     assert more("inspect_lens_bytes_total") == rows.nbytes
-    assert waiting["inspect_lens_store_results"] - after["inspect_lens_store_results"] == 1

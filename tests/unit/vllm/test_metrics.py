@@ -31,6 +31,7 @@ from inspect_lens._vllm.registered.rows import BLOCK, RowCache, reuse_of, with_k
 from inspect_lens.errors import CapacityError, CaptureError, LensError, SpecError
 from inspect_lens.spec import ENVELOPE_KEY, TensorData
 from tests.kit.repository import ROOT
+from tests.kit.waiting import until
 from tests.unit.vllm.frontend.test_front import facts, probe
 from tests.unit.vllm.frontend.test_sealing import IDS, call, extra, parameters, process, steer
 from tests.unit.vllm.results.test_ahead import N_PROMPT, Engine
@@ -180,7 +181,8 @@ def test_rows_that_are_streamed_count_once_and_as_the_receipt_counts_them(
     assert read("bytes_total") == last.activations["residual_stream"].nbytes
 
 
-def held(read: Read) -> tuple[float | None, ...]:
+def held(read: Read, store: PayloadStore) -> tuple[float | None, ...]:
+    store.report()
     return read("store_results"), read("store_bytes"), read("store_expired_total")
 
 
@@ -193,13 +195,32 @@ def test_the_store_shows_what_waits_and_what_nobody_fetched(
     store.report()
     assert read("store_limit_bytes") == 40
     first, second = store.put(b"x" * 8), store.put(b"y" * 4)
-    assert held(read) == (2, 12, 0)
+    assert held(read, store) == (2, 12, 0)
     store.get(first)
-    assert held(read) == (1, 4, 0)
+    assert held(read, store) == (1, 4, 0)
     assert store.get(second) is None
-    assert held(read) == (0, 0, 1)
+    assert held(read, store) == (0, 0, 1)
     store.discard([store.put(b"z")])
-    assert held(read) == (0, 0, 1)
+    assert held(read, store) == (0, 0, 1)
+
+
+def test_the_store_tells_what_it_holds_once_for_many_results_and_when_it_is_empty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stream has a result for each event, and gauges take as long as all else of one."""
+    monkeypatch.setattr(payloads, "_LOOK_S", 0.2)
+    told: list[tuple[int, int]] = []
+    store = PayloadStore(
+        max_bytes=400, each_bytes=0, on_change=lambda n, n_bytes, *_: told.append((n, n_bytes))
+    )
+    handles = [store.put(b"x" * 4) for _ in range(20)]
+    assert not told
+    assert until(lambda: told)
+    assert told == [(20, 80)]
+    for handle in handles:
+        store.get(handle)
+    assert until(lambda: told[1:])
+    assert told[1:] == [(0, 0)]
 
 
 def test_handles_without_a_result_count_by_status(read: Read) -> None:

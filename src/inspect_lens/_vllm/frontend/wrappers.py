@@ -109,6 +109,24 @@ async def _carry(output: Any, body: Body | None, *, may_wait: bool) -> None:
         await _apart(_carry_and_encode, output, body)
 
 
+async def _carry_at_pace(
+    output: Any, body: Body | None, pace: Pace | None, choices: list[int]
+) -> None:
+    """`_carry` where that is due; who reads no events has each output carry what it can."""
+    if body is None or pace is None:
+        await _carry(output, body, may_wait=True)
+        return
+    pace.begin(choices)
+    if not pace.is_due(choices):
+        return
+    await _carry(output, body, may_wait=pace.may_wait(choices))
+    if _is_up_to_date(output):
+        pace.note(choices)
+        # Of several choices each output is told of, since its event is known by its number.
+        if body.n_choices == 1:
+            front_end().results.pause(output, pace.pause_s)
+
+
 def _is_up_to_date(output: Any) -> bool:
     """Whether an output has carried something, or there was nothing on its way."""
     has_carried = any("inspect_lens_partial" in c.__dict__ for c in output.outputs)
@@ -274,7 +292,7 @@ def _new_completion_output(original: Callable[..., Any]) -> Callable[..., Any]:
                     results.recorded.put(ticket)
                 else:
                     completion.inspect_lens_ticket = ticket
-            elif expected.streams:
+            elif (streaming := expected.streaming) is not None and streaming.is_due:
                 completion.inspect_lens_running = Ticket(
                     key,
                     n_completion=self.detokenizer.num_output_tokens(),
@@ -383,16 +401,11 @@ async def _with_results(
             async for output in outputs:
                 if (fault := getattr(output, "inspect_lens_fault", None)) is not None:
                     raise fault
-                # One choice that goes on has nothing else: as little for each token as can be.
-                is_one = body is not None and body.n_choices == 1 and not output.finished
-                is_quiet = is_one and pace is not None and pace.is_quiet()
-                ours = [] if is_quiet else told_of(output)
+                ours = told_of(output)
                 running = [c.index for c in filter(is_running, ours)] if takes_parts else []
-                if running and (pace is None or pace.is_due(running)):
+                if running:
                     with faults_told():
-                        await _carry(output, body, may_wait=pace is None or pace.may_wait(running))
-                        if pace is not None and _is_up_to_date(output):
-                            pace.note(running)
+                        await _carry_at_pace(output, body, pace, running)
                 if ours and has_tickets(output):
                     missing -= await attached_for_http(output, body)
                 if missing > 0 and output.finished:

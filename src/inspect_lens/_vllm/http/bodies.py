@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -269,11 +269,16 @@ def _events(parts: list[Part], kind: str) -> Iterator[list[bytes]]:
     ]
     is_small = all(len(part.pieces) <= 1 for part in parts)
     for some in [pieces] if is_small and pieces else [[piece] for piece in pieces]:
-        event = json_bytes({"object": kind, "choices": [], PARTIAL_KEY: []})
-        texts = [event[:-2], *some[0]]
+        texts = [_head(kind), *some[0]]
         for one in some[1:]:
             texts += b",", *one
         yield _event(*texts, b"]}")
+
+
+@cache
+def _head(kind: str) -> bytes:
+    """How events of parts begin."""
+    return json_bytes({"object": kind, "choices": [], PARTIAL_KEY: []})[:-2]
 
 
 def _choices_in(data: bytes) -> set[int] | None:

@@ -19,9 +19,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,8 +40,7 @@ _EACH_BYTES = 1024
 """What a payload takes beside its bytes: a stream may have one for each token, of a row or two."""
 
 
-@dataclass(frozen=True)
-class _Payload:
+class _Payload(NamedTuple):
     data: bytes | memoryview
     expires: float
     client: str
@@ -91,7 +89,6 @@ class PayloadStore:
         size, client = size + self._each_bytes, CLIENT.get()
         with self._lock:
             self._drop(time.monotonic())
-            self._tell()
             self._check(size, client)
 
     def put(self, data: bytes | memoryview) -> str:
@@ -106,7 +103,6 @@ class PayloadStore:
             self._new.append(handle)
             self._n_bytes += size
             self._of_client[client] += size
-            self._tell()
             self._wake_later()
         return handle
 
@@ -121,14 +117,12 @@ class PayloadStore:
         with self._lock:
             for handle in handles:
                 self._take(handle)
-            self._tell()
 
     def get(self, handle: str) -> bytes | memoryview | None:
         """The payload, once; None when the handle is unknown, was fetched, or has expired."""
         with self._lock:
             self._drop(time.monotonic())
             data = self._take(handle)
-            self._tell()
         return data
 
     def give(self, handle: str) -> bytes | memoryview | None:
@@ -171,7 +165,7 @@ class PayloadStore:
             return self._n_bytes
 
     def report(self) -> None:
-        """Tell what is held to whoever was named when this was made."""
+        """Tell what is held to whoever was named when this was made; else they hear each second."""
         with self._lock:
             self._tell()
 
@@ -241,7 +235,7 @@ class PayloadStore:
         rows: Any = getattr(item and item.data, "obj", None)
         if item is None or not isinstance(rows, np.ndarray):
             return
-        own = replace(item, data=own_memory(rows).data)
+        own = item._replace(data=own_memory(rows).data)
         with self._lock:
             if handle in self._waiting:
                 self._waiting[handle] = own

@@ -366,6 +366,11 @@ class Results:
             if part is not None:
                 completion.inspect_lens_partial = part.copy() if is_kept else part
 
+    def pause(self, output: Any, seconds: float) -> None:
+        """Have no output of running requests carry anything for a while, after this one."""
+        for _, _, streaming, _, _ in self._running_choices(output):
+            streaming.pause(seconds)
+
     def _running_choices(
         self, output: Any
     ) -> Iterator[tuple[Any, Ticket, Streaming, int, int | None]]:

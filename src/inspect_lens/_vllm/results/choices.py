@@ -84,8 +84,6 @@ class Expected:
     """Whether alarms were told."""
     streaming: Streaming | None = field(init=False)
     """What its outputs carry before the last one; None where nothing comes by token."""
-    streams: bool = field(init=False)
-    """Whether outputs before the last one carry any of that."""
 
     def __post_init__(self) -> None:
         self.reuse = reuse_of(self.packed)
@@ -93,7 +91,6 @@ class Expected:
         self.streaming = None
         if self.envelope.is_streamed or self.reading is not None:
             self.streaming = Streaming(self.envelope, self.reading, self.reuse)
-        self.streams = self.streaming is not None and self.streaming.is_wanted
 
     @property
     def is_recorded(self) -> bool:

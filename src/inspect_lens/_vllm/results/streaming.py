@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from inspect_lens._engine.collect.collector import Collector
 from inspect_lens._engine.collect.placement import Collected, Further
 from inspect_lens._engine.collect.result_memory import STORAGE
 from inspect_lens._engine.protocol.messages import ROWS, SCORES, Envelope
+from inspect_lens._engine.protocol.readouts import Readout
 from inspect_lens._vllm.registered.probe_scores import Reading
 from inspect_lens._vllm.registered.rows import Reuse, named_tensors
 from inspect_lens._vllm.sinks.sink import HIDDEN
@@ -37,7 +38,8 @@ class Pace:
     streams are under way, the more tokens share one: a stream has the next after `_PER_OTHER_S` for
     each other stream, and after `_AT_MOST_S` in any case, and that carries what has come. One that
     is alone has it with each token, and waits for the rows of that, as each stream does for those
-    of its first token. The last event brings what is left.
+    of its first token. The last event brings what is left. In between, `Streaming.pause` has
+    nothing put on a token that somebody would have to look at.
     """
 
     _n_under_way = 0
@@ -52,17 +54,15 @@ class Pace:
         """Seconds between two events with results; none for a stream that is alone."""
         return min(_PER_OTHER_S * (Pace._n_under_way - 1), _AT_MOST_S)
 
-    def is_due(self, choices: Collection[int]) -> bool:
-        """Whether an event that tells of these choices carries results."""
-        now, last = time.monotonic(), self._last
-        n_known = len(last)
-        since = [last.setdefault(i, -math.inf) for i in choices]
-        Pace._n_under_way += len(last) - n_known
-        return now - min(since) >= self.pause_s
+    def begin(self, choices: Iterable[int]) -> None:
+        """Count those of the choices that have not begun before, until the `end`."""
+        n_known = len(self._last)
+        self._last = dict.fromkeys(choices, -math.inf) | self._last
+        Pace._n_under_way += len(self._last) - n_known
 
-    def is_quiet(self) -> bool:
-        """Whether no event of any choice is due, of those that have had one: most of a text."""
-        return bool(self._last) and time.monotonic() - min(self._last.values()) < self.pause_s
+    def is_due(self, choices: Collection[int]) -> bool:
+        """Whether an event that tells of these choices, which have begun, carries results."""
+        return time.monotonic() - min(self._last[i] for i in choices) >= self.pause_s
 
     def may_wait(self, choices: Collection[int]) -> bool:
         """Whether an event that is due waits for results that are on their way."""
@@ -83,13 +83,15 @@ class Streaming:
 
     def __init__(self, envelope: Envelope, reading: Reading | None, reuse: Reuse | None) -> None:
         self._envelope, self._reading, self._reuse = envelope, reading, reuse
+        # All of a request's travel alike, but for what is a sink's.
         asked = (envelope.capture, envelope.qk, envelope.lens)
         ways = [part.transport for part in asked if part and part.transport != HIDDEN]
         self._transport = (*ways, "inline")[0]
-        self._sent: dict[int, int] = {}
+        kinds = streamed_kinds(envelope) if envelope.is_streamed else []
+        self._sent = dict.fromkeys(kinds, 0)
         """Positions that outputs have carried, by kind of result."""
-        if envelope.is_streamed:
-            self._sent = dict.fromkeys(streamed_kinds(envelope), 0)
+        self._copied = {kind: self._copied_bytes(kind) for kind in kinds}
+        """Bytes of a position that are copied where nobody may keep them."""
         self._scores_tokens = reading is not None and reading.streams_tokens
         self._scores: dict[str, list[float]] = {}
         """Token scores that no output has carried yet."""
@@ -97,11 +99,17 @@ class Streaming:
         """Gates of which an output has told."""
         self._reads = threading.Lock()
         """Alarms have probes read in the event loop, and large parts are taken in a thread."""
+        is_wanted = envelope.is_streamed or self._scores_tokens
+        self._paused_until = -math.inf if is_wanted else math.inf
 
     @property
-    def is_wanted(self) -> bool:
-        """Whether its outputs carry anything before the last one."""
-        return self._envelope.is_streamed or self._scores_tokens
+    def is_due(self) -> bool:
+        """Whether an output before the last one may carry something."""
+        return time.monotonic() >= self._paused_until
+
+    def pause(self, seconds: float) -> None:
+        """Have outputs carry nothing for a while: most of a text, which costs as much as any."""
+        self._paused_until = time.monotonic() + seconds
 
     def _since(self) -> dict[int, int]:
         reading = self._reading
@@ -115,19 +123,34 @@ class Streaming:
 
     def n_bytes(self, n_fed: int, *, is_kept: bool) -> int:
         """Bytes of rows that are copied for the next output at most; see `Results.carry`."""
-        total, is_fetched = 0, self._transport == "binary" and not is_kept
+        total = 0
         for kind, since in self._sent.items():
-            asked = self._envelope.results[kind]
-            assert asked is not None
-            taps, width = asked.shape
             n_known = 0
             if kind == ROWS and not since and self._reuse is not None:
                 n_known = self._reuse.n_positions
-            if is_fetched and taps == 1 and not n_known and getattr(asked, "is_simple", True):
-                continue  # they wait where they lie, as the tensor that was asked for
-            n = len(asked.fed(n_fed)) - since + n_known
-            total += max(n, 0) * taps * width * np.dtype(STORAGE[asked.wire]).itemsize
+            is_whole = is_kept or n_known
+            if each := self._position_bytes(kind) if is_whole else self._copied[kind]:
+                n = len(self._asked(kind).fed(n_fed)) - since + n_known
+                total += max(n, 0) * each
         return total
+
+    def _asked(self, kind: int) -> Readout:
+        asked = self._envelope.results[kind]
+        assert asked is not None
+        return asked
+
+    def _position_bytes(self, kind: int) -> int:
+        """Bytes of all rows of a position."""
+        asked = self._asked(kind)
+        taps, width = asked.shape
+        return taps * width * np.dtype(STORAGE[asked.wire]).itemsize
+
+    def _copied_bytes(self, kind: int) -> int:
+        """Of these, what is copied: nothing where they wait to be fetched as they lie."""
+        asked, is_fetched = self._asked(kind), self._transport == "binary"
+        if is_fetched and asked.shape[0] == 1 and getattr(asked, "is_simple", True):
+            return 0
+        return self._position_bytes(kind)
 
     def read_scores(self, key: str, n_fed: int, settled: int | None, collector: Collector) -> None:
         """Have probes read what has come."""
@@ -179,8 +202,7 @@ class Streaming:
 
     def _further(self, kind: int, rows: Any) -> tuple[Sequence[int], TensorData]:
         """Positions and rows of one kind that come next, and note that they have gone out."""
-        asked, since, reuse = self._envelope.results[kind], self._sent[kind], self._reuse
-        assert asked is not None
+        asked, since, reuse = self._asked(kind), self._sent[kind], self._reuse
         until = since + rows.shape[1]
         where: Sequence[int] = asked.positions or range(asked.lo, asked.hi)
         where = where[since:until]

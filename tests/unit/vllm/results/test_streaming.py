@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -225,7 +226,10 @@ def test_a_request_that_was_given_up_or_failed_carries_nothing(engine: Engine) -
 
 def test_requests_that_do_not_stream_have_outputs_as_before(engine: Engine) -> None:
     key = engine.start(LensRequest(capture=CaptureSpec(layers=(0,)), probes=["p"]))
-    assert not engine.results.expected(key).streams
+    expected = engine.results.expected(key)
+    assert expected is not None
+    assert expected.streaming is not None
+    assert not expected.streaming.is_due
     engine.results.abandon([key])
     engine.worker.stepper.remove(key)
 
@@ -345,6 +349,26 @@ def test_among_many_streams_one_that_has_had_all_its_rows_is_not_looked_at_for_e
     assert [part is not None for part in carried] == [True, False], "the third of four, too"
 
 
+def test_between_two_events_with_rows_an_output_is_any_streams(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has nothing of ours, and nothing is asked about it."""
+    from inspect_lens._vllm.frontend import wrappers
+
+    counted: Counter[str] = Counter()
+    for owner, name in ((wrappers, "Ticket"), (Pace, "is_due"), (Streaming, "take")):
+        what = getattr(owner, name)
+
+        def noted(*args: Any, _what: Any = what, _name: str = name, **kwargs: Any) -> Any:
+            counted[_name] += 1
+            return _what(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, noted)
+    kinds = served_among_many(engine, monkeypatch, every_s=0.001)
+    assert kinds == ["text", True, "text", "text", "text", "text", True, False]
+    assert counted == {"Ticket": 1, "is_due": 1, "take": 1}, "for the first token"
+
+
 def served_among_many(
     engine: Engine,
     monkeypatch: pytest.MonkeyPatch,
@@ -354,7 +378,7 @@ def served_among_many(
 ) -> list[Any]:
     """As `served`, beside 300 other streams; each look at the clock takes so long."""
     others = Pace()
-    others.is_due(range(300))
+    others.begin(range(300))
     clock = SimpleNamespace(monotonic=itertools.count(0, every_s).__next__)
     try:
         with monkeypatch.context() as patch:
@@ -372,26 +396,35 @@ def test_the_pace_is_that_of_the_streams_under_way(monkeypatch: pytest.MonkeyPat
     def next_due(*choices: int) -> float:
         """Seconds until the next event with results."""
         began = now[0]
+        mine.begin(choices)
         while not mine.is_due(choices):
-            assert mine.is_quiet()
             assert not mine.may_wait(choices)
             now[0] += 1 / 1024
         assert mine.is_due(choices), "until it has carried something"
-        assert not mine.is_quiet()
         mine.note(choices)
         return now[0] - began
 
     assert next_due(0) == next_due(0) == 0.0, "with each token where a stream is alone"
     for n, seconds in ((10, 0.08), (100, 0.8), (1000, 2.0), (10_000, 2.0)):
-        assert all(others.is_due([i]) for i in range(len(others._last), n)), "the first of each"
+        others.begin(range(n))
+        assert all(others.is_due([i]) for i in range(n)), "the first of each"
         assert next_due(0) == pytest.approx(seconds, abs=1 / 512)
+    assert Pace._n_under_way == 10_001
     assert not mine.is_due([0])
+    mine.begin([0, 1])
+    assert Pace._n_under_way == 10_002, "each choice once"
     assert mine.is_due([0, 1]), "another choice has its first token in the same event"
     assert mine.may_wait([0, 1])
-    assert not mine.is_quiet()
     others.end()
     mine.end()
     assert Pace._n_under_way == 0
+
+
+def goes_on(key: str, n_completion: int) -> Any:
+    """A choice of an output as vLLM makes it, with what is ours."""
+    make = FRONT_END_WRAPPERS["new_completion_output"](lambda self, *args: completion(0))
+    detokenizer = SimpleNamespace(num_output_tokens=lambda: n_completion)
+    return make(SimpleNamespace(request_id=key, detokenizer=detokenizer), [1], None, None)
 
 
 def served(
@@ -424,9 +457,7 @@ def served(
                 engine.step([key], N_PROMPT + n_completion - 2)
             if settles:
                 engine.settle()
-            one = going_on(key, n_completion)
-            one.finished = False
-            yield one
+            yield output(goes_on(key, n_completion), finished=False)
         engine.step([key], N_MAX - 1)
         engine.worker.stepper.leave([key])
         choice = completion(0)
