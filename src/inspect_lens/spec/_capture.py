@@ -241,7 +241,8 @@ class CaptureSpec(Value):
 
     transport: Transport = Field(default="auto")
     """`inline`: base64 in the response; `binary`: a handle to fetch over HTTP. `auto` leaves it to
-    the client; to a server it is `inline`."""
+    the request's other tensors, since all travel alike, and then to the client; to a server it is
+    `inline`."""
 
     @field_validator("site", mode="before")
     @classmethod

@@ -288,7 +288,7 @@ class LensRequest(RequestPart):
     stream_results: Flag = False
     """Send rows, lens tables and what gates decided with the tokens they belong to, in an answer
     that is streamed. Scores of `tokens` come so in any case. While a server streams many answers,
-    several tokens share an event, two seconds' at most."""
+    several tokens share an event."""
 
     @field_validator("configs", "open_gates", mode="before")
     @classmethod
@@ -342,8 +342,7 @@ class LensRequest(RequestPart):
     @property
     def leaves_transport(self) -> bool:
         """Whether its answer has tensors, and it leaves open how they travel."""
-        said = {part.transport for part in self._parts.values()}
-        return "auto" in said and "inline" not in said  # all of them travel alike
+        return any(part.transport == "auto" for part in self._parts.values())
 
     def over_binary(self) -> LensRequest:
         """The same request, with the binary transport where it leaves that open."""
@@ -380,6 +379,21 @@ class LensRequest(RequestPart):
         yield from super()._all_positions()
         if self.capture is not None:
             yield self.capture.positions
+
+    @model_validator(mode="after")
+    def _one_transport(self) -> Self:
+        """Tensors of a request travel alike: `auto` as the others do."""
+        said = {part.transport: name for name, part in self._parts.items()}
+        if len(ways := said.keys() - {"auto"}) > 1:
+            first, other = [f"{said[way]}.transport={shown(way)}" for way in sorted(ways)]
+            raise SpecError(
+                f"{first} beside {other}: all tensors of a request travel in one way; leave one of "
+                "them out, which then travels as the other does"
+            )
+        for name, part in self._parts.items() if ways else ():
+            if part.transport == "auto":
+                vars(self)[name] = part.model_copy(update={"transport": min(ways)})
+        return self
 
     @model_validator(mode="after")
     def _check_streamed(self) -> Self:

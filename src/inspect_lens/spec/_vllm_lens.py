@@ -250,7 +250,6 @@ def to_vllm_lens(request: LensRequest) -> dict[str, Any] | None:
     if (
         not all(is_plain(edit) for edit in request.edits)
         or (capture is not None and not capture.is_plain)
-        or (capture is not None and qk is not None and capture.transport != qk.transport)
         or (qk is not None and qk.heads is not None)
         or request.skip_reading_prefix_cache is False
         or not request.asked <= _THEIRS

@@ -13,6 +13,7 @@ import pytest
 from inspect_lens import CaptureSpec, Hook, LensRequest, SteeringVector
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec import (
+    NATIVE_KEY,
     SITES,
     _request,
     check_request,
@@ -446,3 +447,32 @@ def test_what_a_kept_request_takes_counts_however_it_came(
 
 def test_a_number_of_thousands_of_digits_beside_many_others_is_no_fault() -> None:
     assert parse_extra_args({"others": [0] * 100 + [10**5000]}) is None
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "capture": {"layers": [1]},
+    "qk": {"layers": [2]},
+    "lens": {"layers": [3]},
+}
+
+
+@pytest.mark.parametrize("way", ["inline", "binary"])
+@pytest.mark.parametrize("name", WAYS)
+def test_all_tensors_of_a_request_travel_as_one_of_them_is_asked_to(name: str, way: str) -> None:
+    """Where the others leave it open."""
+    native = WAYS | {name: {**WAYS[name], "transport": way}}
+    request = parse_extra_args({NATIVE_KEY: {**native, "stream_results": True}})
+    assert request is not None
+    assert {getattr(request, part).transport for part in WAYS} == {way}
+    assert not request.leaves_transport
+
+
+def test_two_ways_to_travel_in_one_request_are_refused_by_their_fields() -> None:
+    native = {
+        "capture": {"layers": [1], "transport": "inline"},
+        "qk": {"layers": [1]},
+        "lens": {"layers": [1], "transport": "binary"},
+    }
+    wanted = r"lens\.transport='binary' beside capture\.transport='inline': all tensors"
+    with pytest.raises(SpecError, match=wanted):
+        parse_extra_args({NATIVE_KEY: native})

@@ -397,7 +397,7 @@ def put_lens(completion: Any, lens: LensEnvelope, collected: Collected) -> None:
 
 
 def _put(completion: Any, tensors: dict[str, TensorData], transport: str) -> None:
-    """Put further tensors on a choice; the first that asked says how all of them travel."""
+    """Put further tensors on a choice, which travel as those that it has."""
     completion.inspect_lens_tensors = completion.inspect_lens_tensors | tensors
     if not hasattr(completion, "activations"):
         completion.activations = {}
