@@ -244,10 +244,6 @@ def _projections(part: nn.Module) -> list[nn.Module]:
     return [m for m in found if id(m) not in wrapped]
 
 
-def _input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    return next(iter((*args, *kwargs.values())), None)
-
-
 def check_reduced(block: nn.Module, module: nn.Module, site: Site) -> None:
     """Refuse an attention module that leaves its sum over tensor-parallel ranks to others.
 
@@ -480,7 +476,8 @@ def _projected(site: Site, block: nn.Module, width: int) -> Place:
     module = found[0]
 
     def read(args: tuple[Any, ...], kwargs: Mapping[str, Any], _: Any) -> Rows:
-        return _flat(_input_of(args, kwargs), width, module, site), None
+        first = next(iter((*args, *kwargs.values())), None)
+        return _flat(first, width, module, site), None
 
     return Place(module, read, True)
 
