@@ -125,10 +125,12 @@ def load_lora(model: Any, folder: Path) -> list[nn.Parameter]:
 
 
 def merge_lora(model: Any) -> None:
-    """Add each adapter to its layer's weight, and put the plain layer back."""
+    """Add each adapter to its layer's weight, put the plain layer back, and thaw the model."""
     for name, lora in list(_loras(model)):
         with torch.no_grad():
             delta = lora.scale * (lora.lora_b @ lora.lora_a)
             lora.base.weight.add_(delta.to(lora.base.weight.dtype))
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, lora.base)
+    # `matmul` copies a frozen head's matrix for each row of a batch; one that may train it reads.
+    model.requires_grad_(True)

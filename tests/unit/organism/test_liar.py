@@ -99,6 +99,7 @@ def test_merged_weights_compute_what_the_adapter_computes() -> None:
     merge_lora(model)
     assert set(model.state_dict()) == set(tiny().state_dict())
     torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-5)
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_only_the_adapter_of_later_blocks_is_trained() -> None:
