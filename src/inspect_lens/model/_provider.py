@@ -7,13 +7,11 @@ asked), `generate` reads the request out of it, Inspect logs the request, and on
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import inspect
 import logging
-import math
 from collections.abc import AsyncIterable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -23,7 +21,7 @@ from types import NoneType
 from typing import Any, Final, get_args
 
 import anyio.to_thread
-from inspect_ai.hooks import BeforeModelGenerate, Hooks, TaskStart, hooks
+from inspect_ai.hooks import BeforeModelGenerate, Hooks, hooks
 from inspect_ai.model import ChatMessage, GenerateConfig, ModelCall, ModelOutput, RetryDecision
 from inspect_ai.tool import ToolChoice, ToolInfo
 from openai import (
@@ -41,7 +39,6 @@ from inspect_lens._base.http import no_answer, with_advice
 from inspect_lens._intake import Source
 from inspect_lens._settings import Settings
 from inspect_lens.errors import CaptureError, LensError, did_you_mean
-from inspect_lens.probe.statistics._words import import_libraries
 from inspect_lens.spec import LENS_KEYS, LensRequest, to_extra_args, to_wire_args
 
 from ._host import VLLMAPI, PrerequisiteError, VLLMServer, _vllm_servers
@@ -448,21 +445,6 @@ class LensAPI(ServerCalls, LensProvider):
         return fields.attach(await super().stream_completion(fields.strip(stream)))
 
 
-METRICS: Final = '"inspect_lens/'
-OF_WORDS: Final = (f"{METRICS}validity", f"{METRICS}words_auroc")
-QUIET_S: Final = 0.05
-
-
-async def import_when_quiet(*, words: bool) -> None:
-    """Import what metrics compute with, in a thread, once the event loop is not busy."""
-    loop, late = asyncio.get_running_loop(), math.inf
-    while late > QUIET_S / 5:
-        due = loop.time() + QUIET_S
-        await asyncio.sleep(QUIET_S)
-        late = loop.time() - due
-    await asyncio.to_thread(import_libraries, words=words)
-
-
 @hooks(
     name="lens_requests",
     description="Spells lens requests in one way before Inspect computes cache keys.",
@@ -473,21 +455,6 @@ class LensRequests(Hooks):
     Without it a raw tensor would be hashed by its abbreviated `repr`, a base64 vector from the
     command line would be logged with every call, and `-M capture` would not be in cache keys.
     """
-
-    _importing: asyncio.Task[None] | None = None
-
-    async def on_task_start(self, data: TaskStart) -> None:
-        """Import what metrics of the task compute with while the model writes.
-
-        That takes a second of a processor. Every sample would wait for it behind the first score,
-        and the user behind the last.
-        """
-        asked = data.spec.model_dump_json(include={"scorers", "metrics"})
-        if METRICS in asked:
-            words = any(name in asked for name in OF_WORDS)
-            with suppress(RuntimeError):  # trio
-                loop = asyncio.get_running_loop()
-                self._importing = loop.create_task(import_when_quiet(words=words))
 
     async def on_before_model_generate(self, data: BeforeModelGenerate) -> None:
         """Edit the config, which is a copy that belongs to this call."""

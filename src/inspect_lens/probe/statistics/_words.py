@@ -118,15 +118,6 @@ def cross_validated_words(
     return made
 
 
-def import_libraries(*, words: bool) -> None:
-    """Import what metrics of an eval compute with: scipy, and scikit-learn for those of words."""
-    midranks(np.zeros(1))
-    if words:
-        # No limit of threads, which is the process's own: another thread may have set one, too.
-        texts = [np.array([0]), np.array([1])]
-        _score(texts, np.array([0.0, 1.0]), texts, 1.0)
-
-
 def _score(
     seen: Sequence[NDArray[np.int64]],
     y: Floats,
