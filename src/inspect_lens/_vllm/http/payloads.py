@@ -28,6 +28,7 @@ from inspect_lens._base.same_host import fetch_here, serve_here
 from inspect_lens._settings import Settings
 from inspect_lens._vllm import telemetry
 from inspect_lens._vllm.sinks.sink import own_memory
+from inspect_lens._vllm.sinks.threads import Threads
 from inspect_lens._vllm.telemetry import CLIENT
 from inspect_lens.errors import CapacityError, LensError, UnsupportedError
 from inspect_lens.spec import TensorData, encode_frame, encode_tensor
@@ -70,8 +71,11 @@ class PayloadStore:
         self._n_bytes = 0
         self._of_client: Counter[str] = Counter()
         """Bytes that wait to be fetched."""
-        self._lock = threading.Lock()
-        self._timer: threading.Timer | None = None
+        self._lock = threading.Condition(threading.Lock())
+        """Notified when something waits."""
+        self._threads = Threads("inspect-lens-store", "results that wait", self._look)
+        self._told = 0
+        """How many wait, as was told last."""
         self._new, self._seen = list[str](), list[str]()
         """Handles since the last look, and since the one before."""
         self.refusal: str | None = None
@@ -103,7 +107,8 @@ class PayloadStore:
             self._new.append(handle)
             self._n_bytes += size
             self._of_client[client] += size
-            self._wake_later()
+            self._lock.notify_all()
+        self._threads.begin()
         return handle
 
     def _new_handle(self) -> str:
@@ -170,6 +175,7 @@ class PayloadStore:
             self._tell()
 
     def _tell(self) -> None:
+        self._told = len(self._waiting)
         if self._on_change is not None:
             expired, self._n_expired = self._n_expired, 0
             self._on_change(len(self._waiting), self._n_bytes, self.max_bytes, expired)
@@ -208,26 +214,20 @@ class PayloadStore:
             del self._of_client[item.client]
         return item.data
 
-    def _wake_later(self) -> None:
+    def _look(self) -> None:
         # Without it the last results of a run would be held until the next run.
-        if self._timer is None:
-            self._timer = threading.Timer(min(self._ttl_s, _LOOK_S), self._wake)
-            self._timer.daemon = True
-            self._timer.start()
+        with self._lock:
+            self._lock.wait_for(lambda: bool(self._waiting or self._told))
+        time.sleep(min(self._ttl_s, _LOOK_S))
+        self._wake()
 
     def _wake(self) -> None:
         with self._lock:
             self._drop(time.monotonic())
             self._tell()
             late, self._seen, self._new = self._seen, self._new, []
-        try:
-            for handle in late:
-                self._own(handle)
-        finally:  # also where there is no memory for a copy
-            with self._lock:
-                self._timer = None
-                if self._waiting:
-                    self._wake_later()
+        for handle in late:
+            self._own(handle)
 
     def _own(self, handle: str) -> None:
         """Let go of what lies beside a payload; copied without the lock, for which others wait."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from inspect_lens._vllm.http.payloads import (
     takes_any_buffer,
 )
 from inspect_lens.spec import TensorData, decode_tensor
+from tests.kit.waiting import until
 
 WIDTH, MOST = 64, 32
 
@@ -74,22 +76,30 @@ def test_rows_are_copied_where_they_wait_and_keep_much_more_memory(
         assert store.n_bytes == 0
 
 
-def test_the_store_looks_on_where_there_is_no_memory_for_a_copy(
+def test_the_store_looks_on_where_there_was_no_memory_and_no_thread(
     memory: ResultMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    failed: list[str] = []
+
     def none(rows: Any) -> Any:
+        failed.append("copy")
         raise MemoryError
 
-    monkeypatch.setattr(payloads_module, "_LOOK_S", 60.0)
+    def no_thread(thread: threading.Thread) -> None:
+        failed.append("thread")
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(payloads_module, "_LOOK_S", 0.01)
     monkeypatch.setattr(payloads_module, "own_memory", none)
-    store = PayloadStore()
+    told: list[int] = []
+    store = PayloadStore(ttl_s=2.0, on_change=lambda n, *_: told.append(n))
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_thread)
+        handle_entries({"rows": in_slab(memory, 1)}, store)
     handle_entries({"rows": in_slab(memory, 1)}, store)
-    store._wake()
-    first = store._timer
-    with pytest.raises(MemoryError):
-        store._wake()
-    assert store._timer is not None
-    assert store._timer is not first
+    assert until(lambda: store.n_bytes == 0 and told[-1:] == [0])
+    assert failed[0] == "thread"
+    assert "copy" in failed
 
 
 def test_memory_is_kept_until_the_store_lets_go_of_it(memory: ResultMemory) -> None:
