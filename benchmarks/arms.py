@@ -214,6 +214,12 @@ ARMS = {
     "text-1": Arm(
         "lens", _one_layer, streams=True, note="one layer, text as events, rows behind the last"
     ),
+    "text-1-tcp": Arm(
+        "lens",
+        lambda shape, i: _one_layer(shape, i) | {"activations_transport": "inline"},
+        streams=True,
+        note="one layer, text as events, rows in the last one",
+    ),
     "rows-1": Arm(
         "lens",
         lambda shape, i: _streamed_rows(shape, "binary"),

@@ -150,7 +150,7 @@ def body(
         for key, value in request.items()
     }
     if "output_residual_stream" in asked and not is_peer:
-        asked["activations_transport"] = "binary"
+        asked.setdefault("activations_transport", "binary")
     return made | {"vllm_xargs": to_wire_args(asked)}
 
 

@@ -152,6 +152,7 @@ class Runner:
 
     def __init__(self, engine: Any) -> None:
         self.vllm_config = engine
+        self.input_ids = SimpleNamespace(gpu=torch.zeros(16, dtype=torch.int32))
         self.model = nn.ModuleDict({"layers": nn.ModuleList(Layer() for _ in range(4))})
         self.model.requires_grad_(requires_grad=False)
         self._update_states = self._prepare_inputs = self._model_forward = lambda *a, **k: None
