@@ -644,7 +644,7 @@ def request_of(
         native["edits"] = [*(() if request is None else request.edits), *several(edits)]
     if native and (asked := parse_extra_args({NATIVE_KEY: native})) is not None:
         update = {name: getattr(asked, name) for name in native}
-        request = (request or LensRequest()).model_copy(update=update)
+        request = (request or LensRequest()).with_fields(**update)
     return request
 
 

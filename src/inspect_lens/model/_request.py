@@ -217,7 +217,7 @@ def read_body(
     if more := tuple(use for use in probes if use.name not in named):
         changes["probes"] = (*made.probes, *more)
     if changes:
-        request = made.model_copy(update=changes)
+        request = made.with_fields(**changes)
     typed = {key: value for key, value in args.items() if key not in LENS_KEYS}
     typed |= to_extra_args(request)
     if declined:
@@ -275,7 +275,7 @@ def _under(
     own = {use.name for use in kept}
     if more := tuple(use for use in scope.probes if use.name not in own):
         changes["probes"] = (*kept, *more)
-    return made.model_copy(update=changes) if changes else request
+    return made.with_fields(**changes) if changes else request
 
 
 def _edits(request: LensRequest) -> object:
@@ -497,7 +497,7 @@ def lens_config(
         asked = parse_extra_args({NATIVE_KEY: wanted}) or LensRequest()
         changes |= {name: getattr(asked, name) for name in given}
     if changes:
-        body = respelled(body, (request or LensRequest()).model_copy(update=changes))
+        body = respelled(body, (request or LensRequest()).with_fields(**changes))
     if lora is not None:
         body["lora_request"] = _lora(lora)
     for name in generate.keys() - GenerateConfig.model_fields:

@@ -346,7 +346,7 @@ class ServerNames:
         if not refused:
             return Served(request, {})
         changes = {"probes": tuple(kept), "capture": capture}
-        return Served(request.model_copy(update=changes), refused)
+        return Served(request.with_fields(**changes), refused)
 
     async def _weights(self, name: str, what: str, field: str, form: Weights) -> None:
         reason = await self._refusal(name, what, field, form)

@@ -352,6 +352,20 @@ class LensRequest(RequestPart):
         }
         return self.model_copy(update=chosen)
 
+    def with_fields(self, **fields: Any) -> LensRequest:
+        """The same request with other fields.
+
+        Args:
+            **fields: in the place of those that it has.
+
+        Returns:
+            The request, whose fields are judged together, as those of one that is written so.
+
+        Raises:
+            SpecError: they do not go together.
+        """
+        return read_as(LensRequest, vars(self) | fields)
+
     @property
     def _parts(self) -> dict[str, CaptureSpec | QKSpec | LogitLens]:
         """What says how its tensors travel, by field."""

@@ -55,6 +55,22 @@ def test_it_travels_beside_the_response_where_that_is_left_open() -> None:
     assert not LensRequest(capture={"layers": [4]}, lens=inline).leaves_transport
 
 
+def test_tensors_that_several_places_ask_for_travel_in_one_way() -> None:
+    inline = {"layers": [1], "transport": "inline"}
+    own = lens_config(capture=inline, base=GenerateConfig())
+    joined = [read_body(own.extra_body, scope=LensRequest(lens=LENS)).request]
+    joined.append(request_of([1], None, None, None, None, None, inline))
+    for asked in joined:
+        assert asked is not None
+        assert asked.capture is not None
+        assert asked.lens is not None
+        assert asked.capture.transport == asked.lens.transport == "inline"
+    with pytest.raises(SpecError, match="travel in one way"):
+        lens_config(
+            capture=inline, lens={"layers": [2], "transport": "binary"}, base=GenerateConfig()
+        )
+
+
 @pytest.mark.parametrize("lens", [LENS, {"layers": [2, 4], "top_k": 1, "tokens": [7]}])
 def test_a_client_takes_it_as_an_argument(lens: Any) -> None:
     request = request_of(None, None, "binary", None, None, None, lens)
