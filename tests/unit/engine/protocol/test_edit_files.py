@@ -20,6 +20,7 @@ from inspect_lens._engine.protocol.messages import Envelope, Packed, seal
 from inspect_lens._engine.protocol.programs import LARGE, MOST, file_of, read_file
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import Add, Cache, LowRank
+from tests.kit.forks import run_python
 from tests.kit.wide_edits import wide_facts
 
 FACTS = wide_facts("resid_post", 4096, 1, 4096)
@@ -166,3 +167,24 @@ def test_a_file_that_has_gone_fails_its_request_and_names_no_path() -> None:
     assert other.split("/")[:2] == name.split("/")[:2]
     with pytest.raises(CaptureError, match="try again"):
         read_file(name)
+
+
+CLOSED = """
+import ctypes, os
+from inspect_lens._engine.protocol.programs import LARGE, file_of
+
+class Owner:
+    pass
+
+owners = Owner(), Owner()
+assert file_of([bytes(LARGE)], owners[0], is_local=True)
+if not os.geteuid():
+    os.setuid(65534)  # root sees all
+ctypes.CDLL(None).prctl(4, 0)  # as of a program that has capabilities
+print("sent", file_of([bytes(LARGE)], owners[1], is_local=True))
+"""
+
+
+def test_data_are_sent_where_no_worker_could_read_a_file() -> None:
+    ran = run_python("-c", CLOSED)
+    assert ran.stdout.split() == ["sent", "None"]
