@@ -122,8 +122,8 @@ async def _carry_at_pace(
     await _carry(output, body, may_wait=pace.may_wait(choices))
     if _is_up_to_date(output):
         pace.note(choices)
-        # Of several choices each output is told of, since its event is known by its number.
-        if body.n_choices == 1:
+        # Of several prompts each output is told of, since its event is known by its number.
+        if body.n_prompts == 1:
             front_end().results.pause(output, pace.pause_s)
 
 

@@ -349,8 +349,9 @@ def test_among_many_streams_one_that_has_had_all_its_rows_is_not_looked_at_for_e
     assert [part is not None for part in carried] == [True, False], "the third of four, too"
 
 
+@pytest.mark.parametrize("n", [1, 2])
 def test_between_two_events_with_rows_an_output_is_any_streams(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, n: int
 ) -> None:
     """It has nothing of ours, and nothing is asked about it."""
     from inspect_lens._vllm.frontend import wrappers
@@ -364,7 +365,7 @@ def test_between_two_events_with_rows_an_output_is_any_streams(
             return _what(*args, **kwargs)
 
         monkeypatch.setattr(owner, name, noted)
-    kinds = served_among_many(engine, monkeypatch, every_s=0.001)
+    kinds = served_among_many(engine, monkeypatch, every_s=0.001, n=n)
     assert kinds == ["text", True, "text", "text", "text", "text", True, False]
     assert counted == {"Ticket": 1, "is_due": 1, "take": 1}, "for the first token"
 
@@ -375,6 +376,7 @@ def served_among_many(
     request: LensRequest = ROWS,
     *,
     every_s: float,
+    n: int = 1,
 ) -> list[Any]:
     """As `served`, beside 300 other streams; each look at the clock takes so long."""
     others = Pace()
@@ -383,7 +385,7 @@ def served_among_many(
     try:
         with monkeypatch.context() as patch:
             patch.setattr(streaming, "time", clock)
-            return served(engine, monkeypatch, request, settles=True)
+            return served(engine, monkeypatch, request, settles=True, n=n)
     finally:
         others.end()
 
@@ -433,10 +435,11 @@ def served(
     request: LensRequest = ROWS,
     *,
     settles: bool = False,
+    n: int = 1,
 ) -> list[Any]:
     """Of each event of an answer, whether it is vLLM's, and if not whether it is of a part.
 
-    With `settles`, rows have come when their token is told of.
+    With `settles`, rows have come when their token is told of. Of `n` choices one has rows.
     """
     from inspect_lens._vllm.frontend import wrappers
     from inspect_lens._vllm.http.bodies import SERVED, Answer, Body
@@ -475,7 +478,7 @@ def served(
         await answer({"type": "http.response.start", "status": 200, "headers": head})
         served = FRONT_END_WRAPPERS["async_generate"](outputs)
         fake = SimpleNamespace(input_processor=None, engine_core=None)
-        params = SimpleNamespace(extra_args=None, n=1)
+        params = SimpleNamespace(extra_args=None, n=n)
         async for _ in served(fake, "a prompt", params):
             said = b'data: {"choices": [{"index": 0, "text": "x"}]}\n\n'
             await answer({"type": "http.response.body", "body": said, "more_body": True})
