@@ -75,7 +75,7 @@ _USED: tuple[tuple[Feature, str, str], ...] = (
     ("lens", "vllm.v1.worker.gpu_input_batch:InputBatch.", "req_ids num_computed_tokens_cpu "
      "block_table"),
     ("lens", "vllm.v1.worker.gpu.input_batch:InputBatch.", "req_ids query_start_loc_np "
-     "num_scheduled_tokens num_computed_tokens_np"),
+     "num_scheduled_tokens num_computed_tokens_np input_ids"),
     # Of a request's output.
     ("lens", "vllm.v1.engine.detokenizer:IncrementalDetokenizer.", "update num_output_tokens "
      "get_next_output_text"),

@@ -220,11 +220,9 @@ def own_states(runner: Any) -> Iterator[None]:
     # Theirs is the null block, for which kernels return whatever their memory held.
     from vllm.v1.kv_cache_interface import MambaSpec
 
-    own = []
-    for index, group in enumerate(runner.kv_cache_config.kv_cache_groups):
-        # The V2 runner has an option for it.
-        if isinstance(group.kv_cache_spec, MambaSpec) and not is_v2(runner):
-            own.append(runner.input_batch.block_table[index])
+    groups = enumerate(runner.kv_cache_config.kv_cache_groups)
+    tables = runner.input_batch.block_table
+    own = [tables[i] for i, group in groups if isinstance(group.kv_cache_spec, MambaSpec)]
     for table in own:
         places = table.block_table.np
         places[:] = np.arange(1, len(places) + 1)[:, None]

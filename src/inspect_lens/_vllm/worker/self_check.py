@@ -293,7 +293,9 @@ class _Check:
         path: EnginePath = "eager"
         try:
             checked = checked_steps(self.runner, is_eager=is_eager, token=seed)
-            places = own_states(self.runner) if self._has_own_states else nullcontext()
+            # The V2 runner has an option for it.
+            by_table = self._has_own_states and not is_v2(self.runner)
+            places = own_states(self.runner) if by_table else nullcontext()
             with checked as modes, places, self._uncompiled(is_eager=is_eager):
                 for step in shape.steps:
                     counts = np.asarray(step, dtype=np.int64)
