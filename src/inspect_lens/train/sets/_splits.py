@@ -141,10 +141,14 @@ def require_disjoint(one: ActivationSet, other: ActivationSet, *, key: str = "gr
     """
     shared = sorted(set(one.key(key)) & set(other.key(key)))
     if shared:
+        instead = (
+            f"split by {key}, or name the key that does keep them apart in disjoint= of train_probe"
+        )
+        if key == "id":
+            instead = "leave them out of one set, or give other samples other names (ids=)"
         raise SpecError(
             f"{key}: {len(shared)} values are in {one.name!r} and in {other.name!r}, such as "
-            f"{shared[:3]}; allowed are sets that share none; split by {key}, or name the key "
-            "that does keep them apart in disjoint= of train_probe"
+            f"{shared[:3]}; allowed are sets that share none; {instead}"
         )
 
 
