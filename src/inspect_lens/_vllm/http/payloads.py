@@ -149,9 +149,10 @@ class PayloadStore:
         except OSError as error:
             logger.warning("inspect_lens: results are given away by HTTP alone: %s", error)
             if is_needed:
+                why = error.strerror or type(error).__name__  # clients need not know the folder
                 self.refusal = (
                     "activations_transport: the API servers of this engine cannot share results "
-                    f"({error}), and a fetch may reach one without the result; use base64"
+                    f"({why}), and a fetch may reach one without the result; use base64"
                 )
 
     def made(self, handle: str) -> bool:

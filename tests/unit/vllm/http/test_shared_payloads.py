@@ -309,8 +309,9 @@ def test_without_a_folder_handles_are_given_by_http_alone(
     several.serve(is_needed=True)
     assert not alone.is_served
     assert alone.get(alone.put(b"x")) == b"x"
-    with pytest.raises(UnsupportedError, match="use base64"):
+    with pytest.raises(UnsupportedError, match="use base64") as raised:
         several.put(b"x")
+    assert "(No such file or directory)" in str(raised.value)
 
 
 def test_a_client_of_this_host_takes_results_without_http() -> None:
