@@ -8,7 +8,7 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
@@ -231,19 +231,14 @@ class _Registry:
         name, item = await asyncio.to_thread(parse_item, body, limits)
         await asyncio.to_thread(item.reference)  # with its hash, which is kept
         tell = _tell_through(request.app.state.engine_client)
-        try:
-            await give_name(self._front_end(), tell, name, item, replace=replace, run=self._apart)
-        finally:
-            self._forget_later(tell)
+        front, run = self._front_end(), self._apart
+        await self._to_its_end(tell, give_name(front, tell, name, item, replace=replace, run=run))
         return {"name": name, **self._front_end().registry.reference_of(item)}
 
     async def remove(self, request: Any) -> Any:
         name = check_name(request.path_params["name"])
         tell = _tell_through(request.app.state.engine_client)
-        try:
-            await take_name(self._front_end(), tell, name, run=self._apart)
-        finally:
-            self._forget_later(tell)
+        await self._to_its_end(tell, take_name(self._front_end(), tell, name, run=self._apart))
         return {"name": name, "removed": True}
 
     async def told_server(self, request: Any) -> Any:
@@ -269,6 +264,17 @@ class _Registry:
         front = self._front_end()
         await self._apart(front.unregister, SERVER_NAME)
         return front.describe_server()
+
+    async def _to_its_end(self, tell: Tell, change: Coroutine[Any, Any, None]) -> None:
+        """Change a name, also where whoever asked is gone: half done, workers would lack it."""
+
+        async def run() -> None:
+            try:
+                await change
+            finally:
+                self._forget_later(tell)
+
+        await asyncio.shield(run())
 
     async def _apart(self, work: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Change names in a thread, one after the other: the servers of an engine share files."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -162,6 +164,42 @@ def test_what_workers_could_not_be_told_is_told_again(monkeypatch: pytest.Monkey
 
     asyncio.run(run())
     assert told == [False, True, True, True]
+
+
+def test_a_name_whose_client_has_gone_is_whole() -> None:
+    registry, is_adding, may_go = Registry(), threading.Event(), threading.Event()
+    held: dict[str, Any] = {}
+
+    class Engine:
+        async def collective_rpc(self, name: str, args: Any) -> list[bool]:
+            reference, item = args
+            held[reference] = item
+            return [True]
+
+    def add(*args: Any, **kwargs: Any) -> None:
+        is_adding.set()
+        assert may_go.wait(60)
+        registry.add(*args, **kwargs)
+
+    front = SimpleNamespace(facts=None, registry=registry, check=registry.check, register=add)
+    app = FastAPI()
+    app.state.engine_client = Engine()
+    add_routes(app, lambda: front, PayloadStore())
+
+    async def run() -> None:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            asking = asyncio.create_task(client.post("/v1/inspect_lens/registry", json=body("a")))
+            assert await soon(is_adding.is_set)
+            asking.cancel()
+            with suppress(asyncio.CancelledError):
+                await asking
+            may_go.set()
+            assert await soon(lambda: "a" in registry.describe())
+
+    asyncio.run(run())
+    assert all(held[reference] is not None for reference in registry._references.values())
+    assert not registry.has_left
 
 
 WRITES = [
