@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import matplotlib  # noqa: F401 - reports need it: missed here, before anything is fitted
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from inspect_lens._base.artifact import with_interval
 from inspect_lens._base.shipped import model_path
 from inspect_lens.collect import feed_again
-from inspect_lens.data import ActivationStore
+from inspect_lens.data import ActivationStore, ProbeDataset, load_dataset
 from inspect_lens.errors import ArtifactError, LensError, SpecError
 from inspect_lens.probe import (
     FOLLOWED_FLOOR,
@@ -26,6 +26,7 @@ from inspect_lens.probe import (
     AnyProbe,
     Evaluation,
     ModelRef,
+    ProbeCard,
     fingerprint_model,
 )
 from inspect_lens.spec import Positions, explain, parse_positions
@@ -53,6 +54,7 @@ from ._stores import (
     read_set,
     refuse_other_source,
     refuse_other_tokens,
+    refuse_shared_stores,
     refuse_shared_texts,
     unverified,
 )
@@ -227,7 +229,7 @@ def train_job(
     if chosen is None:
         fit, chosen = split_by_group(fit, seed=seed)
     for uri in (control, *held_out):
-        refuse_shared_texts(train, uri, disjoint)
+        refuse_shared_stores(train, uri, disjoint)
     judged = [read(uri, "held-out") for uri in held_out]
     manifest = manifest_of(train)
     facts = manifest["model"]
@@ -343,6 +345,11 @@ class SetRecipe(_Part):
     dataset: str
     name: str = ""
     """Folder of its store; the data set's name by default."""
+
+    @property
+    def title(self) -> str:
+        return self.name or self.dataset
+
     path: str | None = None
     """Files, where the set is files; relative to the working directory."""
     revision: str | None = None
@@ -372,16 +379,16 @@ class Recipe(_Part):
     """`all` to choose on the selection set, or what the source uses."""
     positions: Positions = "completion"
     family: str = "lr"
-    behaviour_floor: float = FOLLOWED_FLOOR
+    behaviour_floor: float = Field(default=FOLLOWED_FLOOR, ge=0, le=1)
     """Least share of answers that do what an instruction to be honest or to lie asks."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    rows: str = ""
+    rows: Literal["", "tokens", "mean", "last"] = ""
     """`tokens`, `mean` or `last`; what the family's source takes by default."""
     pool: str = "mean"
-    fpr: float = 0.01
-    max_tokens: int = 256
-    temperature: float = 0.0
-    seed: int = 0
+    fpr: float = Field(default=0.01, gt=0, lt=1)
+    max_tokens: int = Field(default=256, ge=1)
+    temperature: float = Field(default=0.0, ge=0)
+    seed: int = Field(default=0, ge=0)
     train: SetRecipe
     control: SetRecipe
     held_out: tuple[SetRecipe, ...] = ()
@@ -392,13 +399,19 @@ class Recipe(_Part):
 def load_recipe(path: str | Path) -> Recipe:
     """Read a recipe."""
     try:
-        return Recipe.model_validate(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
+        recipe = Recipe.model_validate(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
+        make_estimator(recipe.family, **recipe.settings)
+        for pool in recipe.pool.split(","):  # which its card judges, and the name
+            ProbeCard(name=recipe.name, layers=(0,), hidden=1, pool=pool.strip())
+    except SpecError as error:
+        raise ArtifactError(f"{path}: recipe.{error}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise ArtifactError(f"{path}: cannot be read ({error}); see probes/recipes") from None
     except ValidationError as error:
         raise ArtifactError(
             f"{path}: not a recipe ({explain(error, at='recipe')}); see probes/recipes"
         ) from None
+    return recipe
 
 
 def run_recipe(
@@ -416,14 +429,12 @@ def run_recipe(
         raise SpecError("--work: is missing; a recipe needs a folder for its activations")
     # A server that runs already takes none of the arguments that the recipe starts one with.
     given = model_args if "base_url" in model_args else recipe.model_args | model_args
-    stores = anyio.run(_collect, recipe, model or recipe.model, work, given)
-    held = [part.name or part.dataset for part in recipe.held_out]
-    control = recipe.control.name or recipe.control.dataset
-    judged = dict(zip([control, *held], (recipe.control, *recipe.held_out), strict=True))
+    disjoint = {p.title: p.disjoint for p in (recipe.control, *recipe.held_out) if p.disjoint}
+    sets = _load_sets(recipe, disjoint)
+    stores = anyio.run(_collect, recipe, sets, model or recipe.model, work, given)
     return train_job(
-        out=out, train=stores[recipe.train.name or recipe.train.dataset], control=stores[control],
-        selection="", held_out=[stores[n] for n in held],
-        disjoint={n: part.disjoint for n, part in judged.items() if part.disjoint},
+        out=out, train=stores[recipe.train.title], control=stores[recipe.control.title],
+        selection="", held_out=[stores[part.title] for part in recipe.held_out], disjoint=disjoint,
         name=recipe.name, family=recipe.family, settings=recipe.settings, layers="all",
         rows=recipe.rows, pool=recipe.pool, fpr=recipe.fpr,
         behaviour_floor=recipe.behaviour_floor, allow_few=False,
@@ -432,14 +443,43 @@ def run_recipe(
     )  # fmt: skip
 
 
+def _load_sets(recipe: Recipe, disjoint: Mapping[str, str]) -> dict[str, ProbeDataset]:
+    """Every set by its name; judged before the first of them is collected."""
+    parts = (recipe.train, recipe.control, *recipe.held_out)
+    titles = [part.title for part in parts]
+    if twice := next((title for title in titles if titles.count(title) > 1), None):
+        raise SpecError(
+            f"{twice}: the name of {titles.count(twice)} sets of the recipe; allowed are unique "
+            "names; give each its own, as name:"
+        )
+    sets = {
+        part.title: load_dataset(
+            part.dataset, path=part.path, revision=part.revision, config=part.config,
+            split=part.split, limit=part.limit, **part.options,
+        )
+        for part in parts
+    }  # fmt: skip
+    first = sets[recipe.train.title]
+    for title in titles[1:]:
+        both = (first, sets[title])
+        refuse_shared_texts(
+            title, [one.text_overlap_group for one in both],
+            ((sample.columns for sample in one.samples) for one in both), disjoint,
+        )  # fmt: skip
+    return sets
+
+
 async def _collect(
-    recipe: Recipe, model: str, work: str, model_args: dict[str, Any]
+    recipe: Recipe,
+    sets: Mapping[str, ProbeDataset],
+    model: str,
+    work: str,
+    model_args: dict[str, Any],
 ) -> dict[str, str]:
     """Collect every set through one model, whose server so starts once; none if all are there."""
     from inspect_ai.model import get_model
 
     from inspect_lens.collect import collect_async
-    from inspect_lens.data import load_dataset
 
     stores: dict[str, str] = {}
     try:
@@ -447,12 +487,7 @@ async def _collect(
     except ValueError as error:
         raise SpecError(f"model={model}: {error}") from None
     async with made as live:
-        for part in (recipe.train, recipe.control, *recipe.held_out):
-            title = part.name or part.dataset
-            data = load_dataset(
-                part.dataset, path=part.path, revision=part.revision, config=part.config,
-                split=part.split, limit=part.limit, **part.options,
-            )  # fmt: skip
+        for title, data in sets.items():
             store = await collect_async(
                 live, data, f"{work.rstrip('/')}/{title}",
                 layers=parse_layers(str(recipe.layers)), positions=recipe.positions,

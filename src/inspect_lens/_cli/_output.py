@@ -92,12 +92,21 @@ def check_recipe_options(context: typer.Context, *, with_recipe: bool) -> None:
         )
 
 
+_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+"""What a terminal acts on, and halves of characters, which no stream takes."""
+
+
+def printable(text: str) -> str:
+    """A text for a terminal; names and notes in it may be a stranger's, and paths no UTF-8."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
 def emit(result: Mapping[str, Any], lines: Iterable[str], *, as_json: bool) -> None:
     """Write a result to standard output."""
     if as_json:
         sys.stdout.write(json.dumps(result, indent=2, allow_nan=False, default=str) + "\n")
     else:
-        sys.stdout.writelines(f"{line}\n" for line in lines)
+        sys.stdout.writelines(f"{printable(line)}\n" for line in lines)
 
 
 def examples(*lines: str) -> str:
@@ -148,7 +157,7 @@ def libraries_last() -> Iterator[None]:
         for one in loggers:
             one.removeHandler(held)
             one.propagate = True
-    sys.stderr.writelines(f"note: {text}\n" for text in held.texts)
+    sys.stderr.writelines(f"note: {printable(text)}\n" for text in held.texts)
 
 
 class Interrupted(Exception):
@@ -272,7 +281,7 @@ def fail(error: Exception, code: int, message: str = "", kind: str = "") -> NoRe
     if "--json" in sys.argv:
         sys.stderr.write(json.dumps({"error": kind, "message": message}) + "\n")
     else:
-        sys.stderr.write(f"{kind}: {message}\n")
+        sys.stderr.write(f"{kind}: {printable(message)}\n")
     sys.exit(code)
 
 

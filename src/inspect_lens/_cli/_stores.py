@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -134,20 +134,30 @@ def refuse_other_tokens(probe: AnyProbe, uri: str, data: ActivationSet) -> None:
         )
 
 
-def refuse_shared_texts(train: str, uri: str, disjoint: Mapping[str, Any]) -> None:
+def refuse_shared_stores(train: str, uri: str, disjoint: Mapping[str, Any]) -> None:
+    """`refuse_shared_texts` of the sets in two stores."""
+    groups = [str(manifest_of(u)["dataset"]["text_overlap_group"]) for u in (train, uri)]
+    columns = ((r.columns for r in ActivationStore.open(u).records()) for u in (train, uri))
+    refuse_shared_texts(Path(uri.rstrip("/")).name, groups, columns, disjoint)
+
+
+def refuse_shared_texts(
+    name: str,
+    groups: Sequence[str],
+    columns: Iterable[Iterable[Mapping[str, str]]],
+    disjoint: Mapping[str, Any],
+) -> None:
     """Sets that are known to share texts need a column, named, that keeps them apart.
 
     `group`, `id` and `content` are not enough: these always differ where a text is told in other
     words, and the first is what every set is kept apart by.
     """
-    groups = [manifest_of(u)["dataset"]["text_overlap_group"] for u in (train, uri)]
-    name = Path(uri.rstrip("/")).name
     if (
         groups[0]
         and groups[0] == groups[1]
         and disjoint.get(name, "group") in ("group", "id", "content")
     ):
-        apart = _columns_apart(*(ActivationStore.open(u) for u in (train, uri)))
+        apart = _columns_apart(columns)
         advice = f"as in --disjoint {name}={apart[0]}" if apart else "and these sets have none"
         more = f" (or {', '.join(apart[1:])})" if apart[1:] else ""
         raise SpecError(
@@ -157,12 +167,12 @@ def refuse_shared_texts(train: str, uri: str, disjoint: Mapping[str, Any]) -> No
         )
 
 
-def _columns_apart(one: ActivationStore, other: ActivationStore) -> list[str]:
+def _columns_apart(columns: Iterable[Iterable[Mapping[str, str]]]) -> list[str]:
     """Columns in which two sets share no value; those with most values first."""
     values: list[dict[str, set[str]]] = [{}, {}]
-    for found, store in zip(values, (one, other), strict=True):
-        for record in store.records():
-            for key, value in record.columns.items():
+    for found, rows in zip(values, columns, strict=True):
+        for row in rows:
+            for key, value in row.items():
                 found.setdefault(key, set()).add(value)
     ours, theirs = values
     apart = [key for key in ours if key in theirs and not ours[key] & theirs[key]]

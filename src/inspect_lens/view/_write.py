@@ -147,6 +147,8 @@ def _open(log: EvalLog | str | Path) -> OpenLog:
 
 def _target(opened: OpenLog, out: str | Path | None) -> Path:
     if out is not None:
+        if Path(out).suffix not in (".html", ".htm"):  # a log has another, and is not written over
+            raise SpecError(f"out={out}: a page ends in .html; give it such a name")
         return Path(out)
     location = opened.location.removeprefix("file://")
     if not location or "://" in location:

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from inspect_lens import published_settings
 from inspect_lens._cli._jobs import load_recipe
+from inspect_lens._cli._output import emit
 from inspect_lens._cli._probe import _with_thresholds
 from inspect_lens.data import DATASETS
 from inspect_lens.errors import ArtifactError
@@ -272,6 +274,48 @@ def test_recipes_name_what_exists(path: Path) -> None:
     for part in (recipe.control, *recipe.held_out):
         shared = DATASETS[part.dataset].text_overlap_group == overlap
         assert shared == (part.disjoint not in ("", "group", "id", "content")), part
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "code", "said"),
+    [
+        ("family: lr", "family: lrr", 4, "recipe.family='lrr'; allowed are lr"),
+        ("fpr: 0.01", "settings: {CC: 1}", 4, "recipe.family='lr': has no setting 'CC'"),
+        ("fpr: 0.01", "pool: meann", 4, "recipe.pool='meann'; allowed are mean"),
+        ("fpr: 0.01", "rows: tokns", 4, "recipe.rows='tokns'; allowed are"),
+        ("fpr: 0.01", "fpr: 2", 4, "recipe.fpr=2; allowed are"),
+        ("name: heldout_entity,", "name: control,", 3, "control: the name of 2 sets"),
+        ("heldout_entity.jsonl", "none.jsonl", 4, "none.jsonl: cannot be read"),
+        (", disjoint: entity", "", 3, "heldout_entity: shares its text-overlap group"),
+    ],
+)
+def test_a_recipe_is_judged_before_anything_is_collected(
+    run: Run, tmp_path: Path, old: str, new: str, code: int, said: str
+) -> None:
+    text = (ROOT / "probes/recipes/organism.yaml").read_text()
+    assert text.count(old) == 1
+    (tmp_path / "r.yaml").write_text(text.replace(old, new).replace("organism/data", str(DATA)))
+    # No server is there: whoever asked it for an answer would say so.
+    words = ("--recipe", tmp_path / "r.yaml", "--work", tmp_path / "w", "--out", tmp_path / "p")
+    address = ("--model", "lens/m", "--base-url", "http://127.0.0.1:9")
+    _, error = run("probe", "train", *words, *address, code=code)
+    assert said in error
+    assert not (tmp_path / "w").exists()
+
+
+def test_what_a_stranger_wrote_does_not_steer_the_terminal(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "inspect_lens._base.published.PUBLISHED",
+        [published_settings("google/gemma-2-9b-it")[0].model_copy(update={"note": "a\x1b[2Jb"})],
+    )
+    out, _ = run("settings")
+    assert "a\\x1b[2Jb\n" in out
+    _, error = run("view", tmp_path / "a\x1b[2J.eval", code=4)
+    assert "a\\x1b[2J.eval: there is no such log" in error
+    # A path that is no UTF-8, on a stream that takes nothing else.
+    emit({}, ["caf\udcff.html"], as_json=False)
 
 
 @pytest.mark.slow

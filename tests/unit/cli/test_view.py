@@ -30,5 +30,9 @@ def test_the_command_writes_a_page_and_says_what_it_holds(run: Run, tmp_path: Pa
     assert "not found" in err
     assert page.read_bytes() == before, "a page that fails leaves the old one"
     assert not list(tmp_path.glob(".*.tmp"))
+    held = Path(log).read_bytes()
+    _, err = run("view", log, "--out", log, code=3)
+    assert f"--out={log}: a page ends in .html" in err
+    assert Path(log).read_bytes() == held
     _, err = run("view", tmp_path / "no.eval", "--json", code=4)
     assert json.loads(err)["error"] == "ArtifactError"
