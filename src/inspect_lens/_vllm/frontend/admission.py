@@ -251,8 +251,6 @@ def seal_recorded(core: Any, processor: Any, rule: Rule) -> bool:
     """
     try:
         compiled = front_end().compile(rule.request, processor.inspect_lens_facts)
-        check_media(processor, compiled, core.prompt_token_ids, core)
-        compiled = with_positions_of(compiled, core.prompt_token_ids, processor)
         seal_for(core, compiled, processor, rule)
     except BaseException as error:
         if ends_process(error):
@@ -264,6 +262,9 @@ def seal_recorded(core: Any, processor: Any, rule: Rule) -> bool:
 
 def seal_for(core: Any, compiled: Compiled, processor: Any, rule: Rule | None = None) -> None:
     """Seal a request with what its engine has: persistent hooks, and rows of earlier prompts."""
+    _, ids = prompt_tokens(core)
+    check_media(processor, compiled, ids, core)
+    compiled = with_positions_of(compiled, ids, processor)
     book = getattr(processor, "inspect_lens_book", None)
     seal_core(core, compiled, book, getattr(processor, "inspect_lens_rows", None), rule)
 
@@ -298,7 +299,7 @@ def judge_early(processor: Any, prompt: Any, params: Any) -> int:
         return 0
     if isinstance(prompt, AsyncGenerator):
         raise resumable()
-    is_known, ids = _prompt_tokens(prompt)
+    is_known, ids = prompt_tokens(prompt)
     if is_known:
         check_media(processor, compiled, ids, prompt)
         n_prompt = None if ids is None else len(ids)
@@ -322,12 +323,9 @@ def seal_core(
 ) -> None:
     """Put the sealed request where the worker finds it, and keep its cache blocks apart."""
     sampling, request = core.sampling_params, compiled.request
-    packed = _placed(
-        compiled,
-        sampling,
-        n_prompt=None if core.prompt_token_ids is None else len(core.prompt_token_ids),
-        max_tokens=sampling.max_tokens,
-    )
+    _, ids = prompt_tokens(core)
+    n_prompt = None if ids is None else len(ids)
+    packed = _placed(compiled, sampling, n_prompt=n_prompt, max_tokens=sampling.max_tokens)
     envelope = packed.envelope
     if (eager := seal_eager(request, book)) is not None:
         packed = packed.beside(EAGER_KEY, eager)
@@ -523,15 +521,15 @@ def _field(prompt: Any, name: str) -> Any:
     return prompt.get(name) if isinstance(prompt, Mapping) else getattr(prompt, name, None)
 
 
-def _prompt_tokens(prompt: Any) -> tuple[bool, Sequence[int] | None]:
-    """Whether it is known what a prompt is, and its tokens; None where it has none."""
-    if isinstance(prompt, Mapping):
-        if prompt.get("multi_modal_data"):
-            return False, None  # their places are not made yet
-        ids = prompt.get("prompt_token_ids")
-        return ids is not None or "prompt_embeds" in prompt, ids
+def prompt_tokens(prompt: Any) -> tuple[bool, Sequence[int] | None]:
+    """Whether it is known what a prompt is, and its tokens; None where it is not of tokens alone."""
+    if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
+        return False, None  # their places are not made yet
+    if _field(prompt, "prompt_embeds") is not None:
+        # The parts of a chat may be embeddings, for each row of which some token stands.
+        return True, None
     # Text has its tokens later; what vLLM has processed before knows them.
-    ids = getattr(prompt, "prompt_token_ids", None)
+    ids = _field(prompt, "prompt_token_ids")
     return ids is not None, ids
 
 

@@ -49,7 +49,6 @@ from inspect_lens.spec import ENVELOPE_KEY, LENS_KEYS, NO_REQUEST
 
 from .admission import (
     acts_on_all,
-    check_media,
     compiled_of,
     expect,
     has_lens_keys,
@@ -59,7 +58,6 @@ from .admission import (
     said_by,
     seal_for,
     seal_recorded,
-    with_positions_of,
     without_lens_keys,
 )
 from .state import front_end
@@ -199,8 +197,7 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         if (rule is not None and seal_recorded(core, self, rule)) or found is None:
             return core
         try:
-            check_media(self, found, core.prompt_token_ids, core)
-            seal_for(core, with_positions_of(found, core.prompt_token_ids, self), self)
+            seal_for(core, found, self)
         except BaseException as error:  # noqa: BLE001 - the loop is everybody's
             pass_over(error, uses_lens=True)
         return core

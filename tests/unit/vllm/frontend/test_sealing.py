@@ -140,6 +140,7 @@ def process(processor: Any, prompt: Any, params: Any) -> Any:
         ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
         return SimpleNamespace(
             prompt_token_ids=getattr(ids, "prompt_token_ids", ids),
+            prompt_embeds=prompt.get("prompt_embeds") if isinstance(prompt, dict) else None,
             sampling_params=params,
             cache_salt=None,
         )
@@ -208,10 +209,16 @@ def test_what_is_right_passes_both_edges(
     assert params.extra_args is asked, "the caller's parameters stay as they are"
 
 
-def test_a_prompt_without_tokens_is_refused_at_both_edges(processor: Any) -> None:
+# A chat with parts that are embeddings has both: other embeddings have the same ids, by which rows
+# of earlier prompts are found, and a prompt is fed again.
+@pytest.mark.parametrize("beside", [{}, IDS], ids=["embeddings", "beside tokens"])
+def test_a_prompt_not_of_tokens_alone_is_refused_at_both_edges(
+    processor: Any, beside: dict[str, Any]
+) -> None:
+    prompt = beside | {"prompt_embeds": np.zeros((3, 8))}
     for edge in (call, process):
         with pytest.raises(UnsupportedError, match="prompt embeddings"):
-            edge(processor, {"prompt_embeds": [[0.0]]}, parameters(extra(capture={}), {}))
+            edge(processor, prompt, parameters(extra(capture={}), {}))
 
 
 def test_tokens_of_an_image_that_did_not_come_are_refused_at_both_edges(processor: Any) -> None:
