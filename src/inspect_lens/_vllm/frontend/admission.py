@@ -522,7 +522,7 @@ def _field(prompt: Any, name: str) -> Any:
 
 
 def prompt_tokens(prompt: Any) -> tuple[bool, Sequence[int] | None]:
-    """Whether it is known what a prompt is, and its tokens; None where it is not of tokens alone."""
+    """Whether it is known what a prompt is, and its tokens; None where some of it is no token."""
     if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
         return False, None  # their places are not made yet
     if _field(prompt, "prompt_embeds") is not None:
