@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -186,6 +187,10 @@ class TestSelection:
         for data in (a, b):  # low scores of what was fitted would make any layer look good
             with pytest.raises(SpecError, match=r"id: .* are in"):
                 select_layer(MeanDifferenceProbe(), a, b, card=card, control=data.negatives())
+        own = planted("c", seed=4)
+        ids = tuple(i if y else j for i, j, y in zip(a.ids, own.ids, own.labels, strict=True))
+        mixed = replace(own, ids=ids)  # of which the positives do not count
+        assert select_layer(MeanDifferenceProbe(), a, b, card=card, control=mixed).sweep
         with pytest.raises(SpecError, match="both classes"):
             select_layer(MeanDifferenceProbe(), a, control(50), card=card)
         with pytest.raises(SpecError, match="nothing to try"):

@@ -241,8 +241,8 @@ def _with_threshold(
     probe: Probe, target: ActivationSet, control: ActivationSet, fpr: float, allow_few: bool
 ) -> Probe:
     require_same_origin(target, control)
-    require_other_samples(target, control)
     harmless = control.negatives()
+    require_other_samples(target, harmless)
     thresholds = calibrate_thresholds(probe, control, fpr, allow_few=allow_few)
     seen = probe.card.seen
     if seen is not None:

@@ -99,7 +99,7 @@ def select_layer(
         train: what the directions are fitted on.
         selection: what the layer is chosen on; shares no group and no sample with `train`.
         card: facts for the probe; its layers are replaced by the chosen one.
-        control: harmless samples; positive ones are left out, and none may be in the other sets.
+        control: harmless samples, which may be in no other set; positive ones are left out.
         select_by: `recall`, which needs a control set and is the default with one, or `auroc`.
         fpr: false positive rate at which recall counts.
         layers: layers to try; all of `train` by default.
@@ -140,6 +140,7 @@ def select_layer(
     by = _how(select_by, control)
     require_apart(train, selection)
     if control is not None:
+        control = control.negatives()
         for data in (train, selection):  # groups may be shared, by a key that keeps them apart
             require_same_origin(data, control)
             require_other_samples(data, control)
@@ -161,8 +162,7 @@ def select_layer(
             f"pools={list(pooled)}: {estimator!r} has one of its own; allowed are several pools "
             "for families of one direction; leave pools out"
         )
-    measure = partial(_measure, control=None if control is None else control.negatives(),
-                      fpr=fpr, n_draws=n_draws, seed=seed)  # fmt: skip
+    measure = partial(_measure, control=control, fpr=fpr, n_draws=n_draws, seed=seed)
     fitted: list[_Tried] = []
     for layer, fit in fit_layers(single, train, tried, rows=rows):
         at_layer = card.model_copy(update={"layers": (layer,), "pool": pooled[0]})
@@ -360,6 +360,7 @@ def cross_validate_probe(
             "folds to as many as these groups; use fewer folds, or finer groups"
         )
     if control is not None:
+        control = control.negatives()
         require_other_samples(data, control)
         require_disjoint(data, control)
     card = ProbeCard(
