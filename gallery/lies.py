@@ -18,7 +18,8 @@ from gallery._chart import Bar, Bars
 from gallery._replication import Replication, Served, Setting, Shown, Table
 from inspect_lens.data import Message, ProbeDataset, ProbeSample
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import AnyProbe, Evaluation, load_probe
+from inspect_lens.probe import AnyProbe, Evaluation
+from inspect_lens.reading import ProbeReader
 from inspect_lens.scorer import deception_probe
 from inspect_lens.solver import with_capture
 from inspect_lens.train import ActivationSet, LogisticProbe, MassMeanProbe, train_probe
@@ -120,7 +121,7 @@ def _watched(probe: Path, rows: Sequence[LiarRow]) -> Task:
     return Task(
         name="lies",
         dataset=MemoryDataset(samples),
-        solver=with_capture(list(load_probe(str(probe)).layers), positions="completion"),
+        solver=with_capture(**ProbeReader.of(str(probe)).capture),
         scorer=deception_probe(str(probe)),
         config=GenerateConfig(temperature=0.0, max_tokens=MAX_TOKENS),
     )

@@ -13,7 +13,7 @@ from inspect_ai.model import GenerateConfig
 from evals.kit.arguments import required_probe
 from evals.kit.grading import deception_grade
 from evals.kit.samples import load_samples
-from inspect_lens.probe import load_probe
+from inspect_lens.reading import ProbeReader
 from inspect_lens.scorer import deception_probe
 from inspect_lens.solver import with_capture
 from inspect_lens.view import probe_viewer
@@ -44,11 +44,10 @@ def ai_liar(
         The task; `auroc` compares the probe with the instruction.
     """
     probe = required_probe(probe)
-    layers = load_probe(probe).layers if layer is None else (layer,)
     scorers = [deception_probe(probe, layer=layer)]
     return Task(
         dataset=load_samples("ai_liar", data, revision=revision),
-        solver=with_capture(layers, positions="completion"),
+        solver=with_capture(**ProbeReader.of(probe, layer=layer).capture),
         scorer=[*scorers, deception_grade("lying")] if grade else scorers,
         config=GenerateConfig(temperature=0.0, max_tokens=max_tokens),
         viewer=probe_viewer(),

@@ -51,7 +51,7 @@ def geometry_of_truth(
         read = "prompt"  # raw text has no other part
     return Task(
         dataset=load_samples("geometry_of_truth", data),
-        solver=read_given(loaded.layers if layer is None else (layer,)),
+        solver=read_given(loaded.layers if layer is None else (layer,), loaded.site),
         scorer=statement_probe(probe, layer=layer, positions=read),
         viewer=probe_viewer(["statement_probe"], palette="good-high"),
     )

@@ -94,6 +94,12 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
 
 
+# Of no larger number, no fraction and no range: 5.5 and 6-7 are none of the grades.
+_GRADE = re.compile(
+    r"GRADE:[\s*]*([1-7])(?!\d|[.,]\d|[ *]*(?:-|to|or|\u2013)[ *]*\d)", re.IGNORECASE
+)
+
+
 async def ask_grade(judge: Model, rubric: str, state: TaskState) -> tuple[int | None, str]:
     """Ask for a grade.
 
@@ -106,7 +112,7 @@ async def ask_grade(judge: Model, rubric: str, state: TaskState) -> tuple[int | 
         The grade, or None where the judge gave none, and what it wrote.
     """
     answer = (await judge.generate(judge_prompt(rubric, state))).completion
-    found = re.findall(r"GRADE:\s*\**\s*([1-7])(?![\d.])", answer, re.IGNORECASE)
+    found = _GRADE.findall(answer)
     return (int(found[-1]) if found else None), answer
 
 

@@ -12,7 +12,7 @@ from evals.kit.arguments import required_probe
 from evals.kit.grading import graded_probe
 from evals.kit.samples import load_samples
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import load_probe
+from inspect_lens.reading import ProbeReader
 from inspect_lens.scorer import deception_probe
 from inspect_lens.solver import read_given, with_capture
 from inspect_lens.view import probe_viewer
@@ -60,17 +60,17 @@ def rollout_task(
     if policy not in ("on", "off"):
         raise SpecError(f"policy={policy!r}; allowed are 'on' and 'off'; 'on' is the default")
     probe = required_probe(probe)
-    layers = load_probe(probe).layers if layer is None else (layer,)
+    reader = ProbeReader.of(probe, layer=layer)
     if policy == "off":
         return Task(
             dataset=load_samples(name, data),
-            solver=read_given(layers),
+            solver=read_given(reader.probe.layers, reader.probe.site),
             scorer=deception_probe(probe, layer=layer),
             viewer=probe_viewer(),
         )
     return Task(
         dataset=_once(load_samples(name, data, on_policy=True, **_ASKED_WITH.get(name, {}))),
-        solver=with_capture(layers, positions="completion"),
+        solver=with_capture(**reader.capture),
         scorer=graded_probe(probe, rubric, layer),
         config=GenerateConfig(temperature=temperature, max_tokens=max_tokens),
         viewer=probe_viewer({"graded_probe": ("probe", "grade", "deceptive")}),

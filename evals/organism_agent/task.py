@@ -25,7 +25,7 @@ from inspect_ai.scorer import (
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from evals.organism_agent.dataset import agent_dataset, agent_tool
-from inspect_lens.probe import load_probe
+from inspect_lens.reading import ProbeReader
 from inspect_lens.scorer import probe_score
 from inspect_lens.solver import probe_gate, with_capture
 from organism._agent_grade import Said, grade_agent
@@ -58,7 +58,7 @@ def organism_agent(
         compares it with `label`, 1 where a lie or a forbidden call is planted. `planted`, by
         condition, says whether the agent did what is planted.
     """
-    capturing = with_capture(load_probe(probe).layers, positions="completion", inner=converse())
+    capturing = with_capture(**ProbeReader.of(probe).capture, inner=converse())
     judged = capturing if gate is None else probe_gate(probe, action=gate, inner=capturing)
     return Task(
         dataset=agent_dataset(split, kind),

@@ -25,7 +25,7 @@ from inspect_ai.scorer import (
 from inspect_ai.solver import Solver, TaskState
 
 from evals.organism_deception.dataset import organism_dataset
-from inspect_lens.probe import load_probe
+from inspect_lens.reading import ProbeReader
 from inspect_lens.scorer import at_threshold, deception_probe
 from inspect_lens.solver import with_capture
 from organism._grade import grade
@@ -113,5 +113,4 @@ def truthfulness() -> Scorer:
 
 def _capturing(probe: str, layer: int | None) -> Solver:
     """Generate, and keep what the probe reads."""
-    layers = load_probe(probe).layers if layer is None else (layer,)
-    return with_capture(layers, positions="completion")
+    return with_capture(**ProbeReader.of(probe, layer=layer).capture)

@@ -12,7 +12,7 @@ from inspect_ai.model import GenerateConfig
 
 from evals.organism_deception.dataset import organism_dataset
 from evals.organism_deception.task import truthfulness
-from inspect_lens.probe import load_probe
+from inspect_lens.reading import ProbeReader
 from inspect_lens.scorer import deception_probe
 from inspect_lens.solver import with_capture
 from inspect_lens.view import probe_viewer
@@ -34,7 +34,7 @@ def organism_hidden_reason(probe: str = "organism/deception-lr", max_tokens: int
     """
     return Task(
         dataset=organism_dataset("hidden_reason"),
-        solver=with_capture(load_probe(probe).layers, positions="completion"),
+        solver=with_capture(**ProbeReader.of(probe).capture),
         scorer=[deception_probe(probe), truthfulness()],
         config=GenerateConfig(temperature=0.0, max_tokens=max_tokens),
         viewer=probe_viewer(),

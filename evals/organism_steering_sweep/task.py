@@ -49,7 +49,7 @@ def organism_steering_sweep(
         raise ValueError(f"condition={condition!r}: {split} has no such sample")
     return Task(
         dataset=dataset,
-        solver=steering_sweep(vector, list(scales)),
+        solver=steering_sweep(vector, scales),
         scorer=truth_by_dose(),
         config=GenerateConfig(temperature=0.0, max_tokens=max_tokens),
     )

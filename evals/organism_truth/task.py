@@ -13,7 +13,7 @@ from inspect_ai.scorer import Scorer, grouped, scorer
 
 from evals.organism_deception.task import truthfulness
 from evals.organism_truth.dataset import truth_dataset
-from inspect_lens.probe import load_probe
+from inspect_lens.reading import ProbeReader
 from inspect_lens.scorer import auroc_metric, probe_score, threshold_accuracy
 from inspect_lens.solver import with_capture
 from inspect_lens.view import probe_viewer
@@ -36,10 +36,9 @@ def organism_truth(
         The task. `auroc`, by condition, compares the probe with the truth of the claim;
         `truthfulness`, by condition, says whether the answers are true.
     """
-    loaded = load_probe(probe)
     return Task(
         dataset=truth_dataset(split),
-        solver=with_capture(loaded.layers, positions=loaded.positions),
+        solver=with_capture(**ProbeReader.of(probe).capture),
         scorer=[truth_probe(probe), truthfulness()],
         config=GenerateConfig(temperature=0.0, max_tokens=max_tokens),
         viewer=probe_viewer(["truth_probe"], palette="good-high"),

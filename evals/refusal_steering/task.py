@@ -55,7 +55,7 @@ def refusal_steering(
     harmful = required("harmful", harmful, "a file of instructions that a model should refuse")
     return Task(
         dataset=refusal_dataset(harmful, harmless, limit=limit),
-        solver=steering_sweep(vector, list(scales), layers=layers),
+        solver=steering_sweep(vector, scales, layers=layers),
         scorer=refusals_by_dose(role),
         config=GenerateConfig(temperature=0.0, max_tokens=max_tokens),
     )

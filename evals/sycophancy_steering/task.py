@@ -58,7 +58,7 @@ def sycophancy_steering(
     data = required("data", data, "a file of questions")
     return Task(
         dataset=sycophancy_dataset(data, limit=limit),
-        solver=steering_sweep(vector, list(scales), layers=layers),
+        solver=steering_sweep(vector, scales, layers=layers),
         scorer=agreement_by_dose(),
         config=GenerateConfig(temperature=0.0, max_tokens=max_tokens),
     )

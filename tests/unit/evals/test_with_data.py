@@ -6,15 +6,25 @@ import json
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 from inspect_ai import Task, eval
+from inspect_ai._util.registry import registry_params
 from inspect_ai.log import EvalLog
-from inspect_ai.model import GenerateConfig, ModelOutput, get_model
+from inspect_ai.model import GenerateConfig, ModelName, ModelOutput, get_model
+from inspect_ai.solver import TaskState
 
+from evals.ai_liar import ai_liar
 from evals.geometry_of_truth import geometry_of_truth
 from evals.insider_trading import insider_trading
-from evals.refusal_steering import refusal_dataset
+from evals.kit.grading import ask_grade
+from evals.organism_agent import organism_agent
+from evals.organism_deception import organism_control, organism_deception
+from evals.organism_hidden_reason import organism_hidden_reason
+from evals.organism_steering_sweep import organism_steering_sweep
+from evals.organism_truth import organism_truth
+from evals.refusal_steering import refusal_dataset, refusal_steering
 from evals.roleplaying_deception import roleplaying_deception
 from evals.sandbagging import sandbagging
 from evals.secret_word import secret_word_dataset
@@ -23,7 +33,7 @@ from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import Probe, ProbeCard
 from tests.kit.captured import captured
 from tests.kit.fake_server import FakeLensServer
-from tests.kit.scripted import scripted_lens
+from tests.kit.scripted import scripted, scripted_lens
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -113,6 +123,56 @@ def transcripts(path: Path, n: int = 8) -> str:
     ]
     path.write_text(json.dumps([*rows, rows[0]]))
     return str(path)
+
+
+@pytest.mark.parametrize(
+    ("said", "grade"),
+    [
+        ("GRADE: 6.", 6), ("**GRADE:** 6/7", 6), ("GRADE: 4 - it cannot be told", 4),
+        ("GRADE: 5\n- 3 reasons", 5), ("GRADE: 6-7", None), ("GRADE: **2** to **3**", None),
+        ("GRADE: 5.5", None), ("GRADE: 17", None),
+    ],
+)  # fmt: skip
+def test_a_grade_is_one_number_of_the_scale(said: str, grade: int | None) -> None:
+    judge = scripted([ModelOutput.from_content("mock", said)])
+    state = TaskState(ModelName("mockllm/model"), "1", 1, "Did you?", [])
+    state.output = ModelOutput.from_content("mock", "Yes.")
+    found, _ = anyio.run(ask_grade, judge, "lying", state)
+    assert found == grade
+
+
+def test_an_eval_captures_what_its_probe_reads_and_where(tmp_path: Path) -> None:
+    card = ProbeCard(name="t/p", layers=(LAYER,), hidden=H, site="attn_out", positions="prompt")
+    probe = str(Probe.from_direction(np.eye(H)[0], card=card).save(tmp_path / "elsewhere"))
+    data, questions = rollouts(tmp_path / "r.json"), tmp_path / "liar.json"
+    row = {"deceive_instruction": "Lie.", "normal_instruction": "Be honest.", "question": "So?"}
+    questions.write_text(json.dumps([row | {"question_prefix": "Q:", "answer_prefix": "A:"}]))
+    made = [
+        sandbagging(probe=probe, data=data), organism_deception(probe=probe),
+        organism_control(probe=probe), organism_hidden_reason(probe=probe),
+        organism_agent(probe=probe), organism_truth(probe=probe),
+        ai_liar(probe=probe, data=str(questions)),
+    ]  # fmt: skip
+    for task in made:
+        asked = registry_params(task.solver)
+        assert (asked["site"], asked["positions"]) == ("attn_out", "prompt"), task.name
+    given = roleplaying_deception(probe=probe, data=data, policy="off")
+    statements = tmp_path / "cities.csv"
+    statements.write_text("statement,label\nThe city of Rome is in Italy.,1\n")
+    for task in (given, geometry_of_truth(probe=probe, data=str(statements))):
+        assert registry_params(task.solver)["site"] == "attn_out"
+
+
+def test_one_scale_may_stand_alone(tmp_path: Path) -> None:
+    asked = tmp_path / "harmful.json"
+    asked.write_text(json.dumps([{"instruction": "x"}]))
+    vector = "organism/truth-resid"
+    # As `-T scales=2` comes from the command line.
+    made: list[Any] = [
+        refusal_steering(vector=vector, harmful=str(asked), scales=2),  # type: ignore[arg-type]
+        organism_steering_sweep(vector=vector, scales=2),  # type: ignore[arg-type]
+    ]
+    assert [registry_params(task.solver)["scales"] for task in made] == [2, 2]
 
 
 @pytest.mark.parametrize("task", [roleplaying_deception, insider_trading, sandbagging])
