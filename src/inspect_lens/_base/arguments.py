@@ -11,7 +11,7 @@ from types import FunctionType, NoneType, UnionType
 from typing import Any, Final, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from inspect_lens.errors import SpecError
-from inspect_lens.spec import check_word, several, shown
+from inspect_lens.spec import check_word, plain_number, several, shown
 
 
 def one_or_several(given: str | Iterable[str]) -> tuple[str, ...]:
@@ -99,7 +99,7 @@ class _Unfit(Exception):
 
 def judged_value(name: str, value: Any, *members: Any) -> Any:
     """A value of one of these kinds."""
-    value = _plain(value)
+    value = plain_number(value)
     for kind in members:
         try:
             return _as(name, value, kind, is_text=str in members)
@@ -110,11 +110,6 @@ def judged_value(name: str, value: Any, *members: Any) -> Any:
     *most, last = dict.fromkeys(map(_said, members))
     allowed = f"{', '.join(most)} or {last}" if most else last
     raise SpecError(f"{name}={shown(value)}; allowed is {allowed}")
-
-
-def _plain(value: Any) -> Any:
-    """A number of numpy or of torch as Python has it."""
-    return value.item() if getattr(value, "shape", None) == () else value
 
 
 def _number(text: str, kind: type[int | float]) -> Any:
@@ -154,7 +149,7 @@ def _list(name: str, value: Any, kind: Any) -> Any:
         raise SpecError(f"{name}=[]; allowed is a list that names at least one; leave it out")
     if get_origin(kind) is tuple and Ellipsis not in of and len(of) != len(items):
         raise _Unfit
-    found = [_as(name, _plain(one), of[0]) for one in items]
+    found = [_as(name, plain_number(one), of[0]) for one in items]
     return tuple(found) if isinstance(value, tuple) else found
 
 

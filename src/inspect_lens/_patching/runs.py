@@ -244,7 +244,7 @@ def warn_without_space(prompt: Prompt, **answers: str | int | None) -> None:
                 f"{name}={shown(answer)}: goes on in the word that the prompt ends with, "
                 f"{last + answer!r}, which the model hardly ever writes; where it is a word of its "
                 f"own, write {' ' + answer!r}",
-                stacklevel=3,
+                stacklevel=5,  # behind what judges arguments
             )
 
 

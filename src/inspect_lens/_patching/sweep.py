@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from inspect_lens._base.http import event_of
-from inspect_lens.errors import CaptureError, SpecError, UnsupportedError
+from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.spec import (
     RESID_POST,
     SITE_TABLE,
@@ -38,13 +38,6 @@ from .runs import (
     choose_positions,
     next_token,
 )
-
-
-def check_site(site: Site, field: str) -> None:
-    """Refuse a site that there is not."""
-    if site not in SITE_TABLE:
-        allowed = ", ".join(SITE_TABLE)
-        raise UnsupportedError(f"{field}={shown(site)}: cannot be patched; that can be {allowed}")
 
 
 def windows(
@@ -169,7 +162,7 @@ class SweepSpec:
 
     def check(self) -> None:
         """Refuse what can be told without an engine."""
-        check_site(self.site, "site")
+        check_word("site", self.site, SITE_TABLE)
         check_word("source", self.source, Source)
         if (self.rows is None) != (self.source in ("clean", "zero")):
             raise SpecError(

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import ArrayLike
 
-from inspect_lens._base.arguments import one_or_several
+from inspect_lens._base.arguments import judged_arguments, one_or_several
 from inspect_lens._base.progress import progress_bar
 from inspect_lens._base.token_texts import TokenTexts
 from inspect_lens._patching.result import CausalTrace, PatchCell, PatchSweep, Source
@@ -37,7 +37,6 @@ from inspect_lens._patching.sweep import (
     Stored,
     SweepEvent,
     SweepSpec,
-    check_site,
     events_of,
     gather,
     patches,
@@ -186,6 +185,7 @@ Over = Literal["requests", "server"]
 """`requests` sends one request per cell; `server` sends one for the whole sweep."""
 
 
+@judged_arguments
 def patch_sweep(
     model: Any,
     clean: Prompt,
@@ -250,7 +250,7 @@ def patch_sweep(
     Raises:
         SpecError: prompts of unequal length, an answer or a foil that is no token of its own here,
             the same token for both, or an argument that does not fit.
-        UnsupportedError: there is no such site.
+        UnsupportedError: the engine does not serve the site.
 
     Source:
         Causal mediation, arXiv:2004.12265; activation patching, arXiv:2202.05262; logit
@@ -314,6 +314,7 @@ EMBEDDING: Site = "resid_pre"
 """At layer 0 this is what the embedding gives to the first block, positions and scales included."""
 
 
+@judged_arguments
 def causal_trace(
     model: Any,
     prompt: Prompt,
@@ -371,7 +372,7 @@ def causal_trace(
 
     Raises:
         SpecError: the subject is not in the prompt, or an argument does not fit.
-        UnsupportedError: there is no such site.
+        UnsupportedError: the engine does not serve the site.
 
     Source:
         Locating and editing factual associations in GPT (ROME), arXiv:2202.05262.
@@ -390,7 +391,6 @@ def causal_trace(
         assert trace.best(layers=(0,)).position in trace.subject
         ```
     """
-    check_site(site, "site")
     if draws < 1 or noise <= 0 or in_flight < 1:
         raise SpecError(
             f"draws={draws}, noise={noise}, in_flight={in_flight}; allowed are 1 or more draws and "

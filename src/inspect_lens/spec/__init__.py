@@ -69,6 +69,7 @@ _SHARED = frozenset(
         "parse_hooks",
         "parse_positions",
         "phase_range",
+        "plain_number",
         "read_as",
         "read_transport",
         "refuse_misspelled",

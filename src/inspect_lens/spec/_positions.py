@@ -16,7 +16,7 @@ from pydantic import (
 
 from inspect_lens.errors import SpecError
 
-from ._values import Value, integers, read_as, shown
+from ._values import Value, integers, plain_number, read_as, shown
 
 __all__ = [
     "PatternBudget",
@@ -277,6 +277,7 @@ A token's position decides, not the step that computes it."""
 
 def parse_positions(value: object, *, field: str, may_match: bool = False) -> Positions:
     """Read positions as a user writes them."""
+    value = plain_number(value)
     if isinstance(value, str):
         if value in get_args(PositionName):
             return cast("PositionName", value)
@@ -294,7 +295,7 @@ def parse_positions(value: object, *, field: str, may_match: bool = False) -> Po
             )
         return read_as(TokenMatch, value, at=field) if isinstance(value, Mapping) else value
     if isinstance(value, Iterable):
-        items = list(cast("Iterable[object]", value))
+        items = [plain_number(item) for item in cast("Iterable[object]", value)]
         if items and all(isinstance(i, bool) for i in items):
             if not any(items):
                 raise SpecError(f"{field}: the mask of {len(items)} tokens selects none of them")

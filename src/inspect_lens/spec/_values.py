@@ -46,6 +46,7 @@ __all__ = [
     "check_word",
     "explain",
     "judging",
+    "plain_number",
     "read_as",
     "refuse_misspelled",
     "refuse_own_word",
@@ -80,6 +81,11 @@ def check_word(name: str, value: object, allowed: Any, advice: str = "") -> None
         advice = f"did you mean {near[0]!r}?"
     end = f"; {advice}" if advice else ""
     raise SpecError(f"{name}={shown(value)}; allowed are {', '.join(words)}{end}")
+
+
+def plain_number(value: Any) -> Any:
+    """A number or flag of numpy or of torch as Python has it; what is none stays as it is."""
+    return value.item() if getattr(value, "shape", None) == () else value
 
 
 def integer(value: object) -> int:

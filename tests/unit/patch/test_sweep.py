@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from inspect_lens._patching.runs import Run, warn_without_space
 from inspect_lens._patching.sweep import windows
-from inspect_lens.errors import SpecError, UnsupportedError
+from inspect_lens.errors import SpecError
 from inspect_lens.patch import PatchCell, PatchSweep, causal_trace, patch_sweep
 from inspect_lens.patch._sweep import open_runs
 from tests.kit.toy_runs import WORDS, ToyRuns
@@ -117,7 +118,8 @@ def test_where_both_runs_are_one_nothing_is_recovered(toy: ToyRuns) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"site": "nowhere"}, UnsupportedError, "cannot be patched; that can be resid_pre, q"),
+        ({"site": "nowhere"}, SpecError, "site='nowhere'; allowed are resid_pre, q"),
+        ({"layers": []}, SpecError, "layers=.*at least one"),
         (
             {"clean": "The river Tal", "corrupted": "The town Tal", "answer": "k"},
             SpecError,
@@ -206,11 +208,28 @@ def test_a_trace_refuses_what_does_not_fit(toy: ToyRuns) -> None:
         ({"subject": "Velosh"}, "stands 0 times"),
         ({"draws": 0}, "draws=0"),
         ({"noise": 0.0}, r"noise=0\.0"),
+        ({"site": "nowhere"}, "site='nowhere'"),
+        ({"layers": []}, "layers=.*at least one"),
     ):
         with pytest.raises(SpecError, match=message):
             causal_trace(None, CLEAN, **{"subject": "Talmo", "answer": " Verun"} | options)  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedError, match="site='nowhere'"):
-        causal_trace(None, CLEAN, subject="Talmo", answer=" Verun", site="nowhere")  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_are_numbers_also_in_the_file(toy: ToyRuns, tmp_path: Path) -> None:
+    numbers: dict[str, Any] = {"layers": np.arange(1, 3), "window": np.int64(2)}
+    at = np.array([5, 6])
+    found = sweep(**numbers, positions=at, alpha=np.float32(0.5), floor_runs=np.int64(2))
+    assert (found.layers, found.positions) == ((1, 2), (5, 6))
+    ids = toy.tokens(CLEAN)
+    token = np.int64(WORDS.index(" Verun"))
+    traced = causal_trace(
+        None, ids, subject=np.array([2]), answer=token, draws=np.int64(1), seed=np.int64(3),
+        **numbers, positions=np.arange(len(ids)) > 4,
+    )  # fmt: skip
+    assert (traced.layers, traced.positions) == ((1, 2), (5, 6))
+    for made in (found, traced):
+        again = type(made).load(made.save(tmp_path / "made.json"))
+        assert (again.layers, again.window) == ((1, 2), 2)
 
 
 def test_an_answer_that_goes_on_in_the_last_word_is_told(toy: ToyRuns) -> None:
