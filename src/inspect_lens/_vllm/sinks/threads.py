@@ -18,6 +18,8 @@ class Threads:
         self._name, self._what = name, what
         self._left = list(works)
         self._lock = threading.Lock()
+        self._has_told = False
+        """Whether the log has said that there is no thread; each result asks for one."""
 
     def begin(self) -> None:
         """Begin those that have not begun; one that the system does not allow begins next time."""
@@ -32,7 +34,9 @@ class Threads:
                     own.start()
                     del self._left[0]
             except RuntimeError as error:
-                logger.error("inspect_lens: no thread for %s yet: %s", self._what, error)
+                if not self._has_told:
+                    logger.error("inspect_lens: no thread for %s yet: %s", self._what, error)
+                self._has_told = True
 
     def _run(self, work: Callable[[], None]) -> None:
         while True:

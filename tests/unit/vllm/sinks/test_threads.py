@@ -19,16 +19,18 @@ def refuse(_: threading.Thread) -> None:
 
 
 def test_a_sink_that_gets_no_thread_begins_with_the_next_result(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     receiver = Slow(let=True)
     recorder = Recorder("live", config(shard_bytes=1), receiver, NAME)
     with monkeypatch.context() as full:
         full.setattr(threading.Thread, "start", refuse)
-        assert recorder.take(done("a")).receipt.status == "queued"
-    recorder.take(done("b"))
+        for name in "ab":
+            assert recorder.take(done(name)).receipt.status == "queued"
+    assert caplog.text.count("no thread for the sink") == 1, "and not for each result"
+    recorder.take(done("c"))
     assert recorder.flush(20)
-    assert receiver.ids == ["a", "b"]
+    assert receiver.ids == ["a", "b", "c"]
 
 
 def test_alerts_that_get_no_thread_go_with_the_next_one(
