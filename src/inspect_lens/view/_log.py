@@ -276,7 +276,7 @@ def _read_call(
     view = CallView(
         start=start, folded=folded, n_prompt=len(prompt), n_completion=ids.n_completion,
         values=tuple(None if s is None else s.value for s in scored), turns=turns,
-        origin="activations" if here else "kept",
+        origin="activations" if here else "kept", captured=handle is not None,
     )  # fmt: skip
     return _Part(
         view, list(whole[folded:]), pieces[folded:], shown_apart[folded:], scores, read, whole
@@ -327,7 +327,8 @@ def _lay_out(
             TurnView(role, a + start, b + start, generated=role == "assistant" and b == len(at))
             for role, a, b in layout.turns
         ),
-        origin="kept" if records else "none", positions=tuple(layout.positions),
+        origin="kept" if records else "none", captured=call.handle is not None,
+        positions=tuple(layout.positions),
     )  # fmt: skip
     return _Part(
         view, layout.ids, layout.tokens, texts.special(layout.ids), scores, np.isfinite(scores), ()

@@ -99,6 +99,8 @@ class CallView:
     turns: tuple[TurnView, ...]
     origin: Origin = "activations"
     """Where its token scores come from."""
+    captured: bool = True
+    """Whether its activations were kept, here or elsewhere."""
     positions: tuple[int, ...] = ()
     """Position of each token in the call, -1 for text without one; empty where its tokens are
     shown in order from `folded` on."""

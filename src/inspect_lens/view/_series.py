@@ -496,16 +496,19 @@ def _pieces(
 def origin_notes(samples: Sequence[SampleView]) -> list[str]:
     """What a page says of activations that are not here."""
     calls = [call for sample in samples for call in sample.calls]
-    kept = sum(call.origin == "kept" for call in calls)
+    never = sum(not call.captured for call in calls)
+    kept = sum(call.origin == "kept" for call in calls) - never
     gone = sum(call.origin == "none" for call in calls)
+    scorers = ", ".join(dict.fromkeys(name for sample in samples for name in sample.kept_by))
+    colours = (
+        f"Their colours are the token scores that {scorers} kept beside the log: of the probes "
+        "and tokens that were scored, and of nothing else."
+    )
     notes = []
+    if never:
+        notes.append(f"{never} of {len(calls)} calls captured no activations. {colours}")
     if kept:
-        scorers = dict.fromkeys(name for sample in samples for name in sample.kept_by)
-        notes.append(
-            f"The activations of {kept} of {len(calls)} calls are not here. Their colours are the "
-            f"token scores that {', '.join(scorers)} kept beside the log: of the probes and tokens "
-            "that were scored, and of nothing else."
-        )
+        notes.append(f"The activations of {kept} of {len(calls)} calls are not here. {colours}")
     if gone:
         lost = next((sample.lost for sample in samples if sample.lost), "")
         why = f"the file {lost} is not here either" if lost else "no scorer kept their token scores"

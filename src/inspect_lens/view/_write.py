@@ -178,10 +178,13 @@ def _require_scores(
             if lost
             else "no scorer kept token scores of them"
         )
+        missing = sum(call.captured for call in gone)
         raise ArtifactError(
-            f"{name}: the activations of {len(gone)} of its {len(calls)} captured calls are not "
+            f"{name}: the activations of {missing} of its {len(calls)} captured calls are not "
             f"here, and {found}. Put the .lens folder of the log beside it, or set "
             "INSPECT_LENS_DIR to the folder that holds it"
+            if missing
+            else f"{name}: its {len(calls)} calls captured no activations, and {found}"
         )
     first = sources[0].reader
     site = first.probe.site if first else "resid_post"

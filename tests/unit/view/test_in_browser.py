@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from inspect_ai.log import write_eval_log
 
 from inspect_lens.view import write_view
 from tests.kit.browser import BROWSER, run_in_page
@@ -144,6 +145,29 @@ def test_a_page_opens_at_the_sample_with_the_highest_score(page: tuple[Path, Pag
         """,
     )
     assert seen == {"open": str(highest), "row": data.facts["samples"][highest]["id"]}
+
+
+def test_a_label_is_the_same_in_the_list_and_above_the_sample(tmp_path: Path) -> None:
+    planted = plant_log(tmp_path, planted_probe(tmp_path), n=4)
+    for sample, label in zip(planted.log.samples or [], (True, 0, "sarcasm", None), strict=True):
+        sample.metadata = {"label": label}
+    write_eval_log(planted.log)
+    made = write_view(planted.log.location, tmp_path / "p.html", tokenizer=str(TOKENIZER))
+    seen = run_in_page(
+        made.path,
+        """
+        const chips = (box) => [...box.querySelectorAll(".chip")].map((c) => c.textContent);
+        seen.head = [];
+        for (let i = 0; i < 4; i++) {
+          document.querySelectorAll(".row")[i].click();
+          await ready(i);
+          seen.head.push(chips(document.querySelector("h2")));
+        }
+        seen.list = [...document.querySelectorAll(".row")].map(chips);
+        """,
+        hash="#s=0",
+    )
+    assert seen["head"] == seen["list"] == [["label 1"], ["label 0"], ["sarcasm"], []]
 
 
 def test_a_sample_without_calls_is_not_the_highest(tmp_path: Path) -> None:

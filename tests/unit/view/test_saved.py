@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from inspect_ai.log import read_eval_log
+from inspect_ai.event import ModelEvent
+from inspect_ai.log import read_eval_log, write_eval_log
 
 from inspect_lens.errors import ArtifactError
 from inspect_lens.view import WrittenView, write_view
@@ -94,6 +95,23 @@ def test_calls_of_which_nothing_was_kept_are_text(tmp_path: Path) -> None:
     texts = ["".join(block.tokens[a:b]) for _, a, b, _ in turns]
     assert texts == ["Be <b>kind</b>.", TURNS[0], REPLY, TURNS[1], REPLY, TURNS[2], REPLY]
     assert np.isfinite(block.scores[0]).sum() == len(planted.ids[-1][1]) - 1
+
+
+def test_what_was_never_captured_is_not_missing(tmp_path: Path) -> None:
+    planted = plant_log(tmp_path, planted_probe(tmp_path), n=2)
+    for sample in planted.log.samples or []:
+        calls = [event.output for event in sample.events if isinstance(event, ModelEvent)]
+        for output in (sample.output, *calls):
+            output.metadata = None
+    write_eval_log(planted.log)
+    made, page = shown(planted, tmp_path)
+    assert (made.n_kept, made.n_lost) == (2, 0)
+    (note,) = made.notes
+    assert note.startswith("2 of 2 calls captured no activations. Their colours are the token")
+    assert [s["origin"] for s in page.facts["samples"]] == ["kept by probe_score"] * 2
+    other = planted_probe(tmp_path, layers=(2,), name="t/other")
+    with pytest.raises(ArtifactError, match="its 2 calls captured no activations, and probe_score"):
+        shown(planted, tmp_path, probes=[other])
 
 
 def test_some_are_here_and_some_are_not(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ async function openSample(index, after) {
 function drawFacts() {
   const s = samples[list.selected], box = element("div", "scores"), head = element("h2");
   head.append(element("span", "", s.epoch > 1 ? `${s.id} · epoch ${s.epoch}` : s.id));
-  if (s.label !== null) head.append(element("span", isOdd(s) ? "chip odd" : "chip", `label ${s.label}`));
+  head.append(...labelChip(s));
   head.append(valueMark(s.values[state.series], verdict(s)));
   const add = (name, value) => {
     const cell = element("div", "", `${name} `);

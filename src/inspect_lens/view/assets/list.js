@@ -13,6 +13,12 @@ function labelOf(sample) {
   return null;
 }
 
+function labelChip(sample) {
+  const label = labelOf(sample);
+  if (label !== null) return [element("span", isOdd(sample) ? "chip odd" : "chip", `label ${label}`)];
+  return sample.label === null ? [] : [element("span", "chip", String(sample.label))];
+}
+
 const filters = {
   all: ["all samples", () => true],
   positive: ["label 1", (s) => labelOf(s) === 1],
@@ -85,9 +91,7 @@ function makeRow(at) {
   row.setAttribute("aria-selected", String(index === list.selected));
   const first = element("div", "first");
   first.append(element("span", "id", s.epoch > 1 ? `${s.id} · epoch ${s.epoch}` : s.id));
-  const label = labelOf(s);
-  if (label !== null) first.append(element("span", isOdd(s) ? "chip odd" : "chip", `label ${label}`));
-  else if (s.label !== null) first.append(element("span", "chip", String(s.label)));
+  first.append(...labelChip(s));
   first.append(valueMark(s.values[state.series], said));
   row.append(first, element("div", "text", s.text.replace("\n", "  →  ")));
   row.addEventListener("click", () => openSample(index));
