@@ -65,11 +65,11 @@ def unauthorized(setting: str) -> dict[str, dict[str, Any]]:
     """What is said to whoever lacks the key that a setting has."""
     what = "what is registered" if setting == "registry_key" else "what acts on all requests"
     way = (
-        f"send 'Authorization: Bearer KEY' with the value of its {_settings.variable(setting)}"
+        f"; send 'Authorization: Bearer KEY' with the value of its {_settings.variable(setting)}"
         if _settings.text(setting)
-        else f"it was started without one; set {_settings.variable(setting)} there"
+        else f", and has none, so nobody can; start it with {_settings.variable(setting)}"
     )
-    message = f"this server asks for a key to change {what}; {way}"
+    message = f"this server asks for a key to change {what}{way}"
     return {"error": {"message": message, "type": "Unauthorized", "code": 401}}
 
 

@@ -230,6 +230,15 @@ def test_who_writes_brings_the_key(
     assert call(path).status_code != 401
 
 
+def test_without_an_operators_key_nobody_changes_what_acts_on_all_requests(
+    served: tuple[TestClient, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("INSPECT_LENS_ADMIN_KEY", raising=False)
+    answer = served[0].put("/v1/inspect_lens/server", json={}, headers={"Authorization": "Bearer "})
+    assert answer.status_code == 401
+    assert "has none, so nobody can; start it with INSPECT_LENS_ADMIN_KEY" in answer.text
+
+
 def test_weights_on_the_device_have_a_budget() -> None:
     one = 4 * HIDDEN
     store = ProbeStore(torch.device("cpu"), kept_bytes=10 * one, most_bytes=2 * one)
