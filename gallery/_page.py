@@ -11,6 +11,7 @@ from typing import Any, Final
 from gallery._chart import draw
 from gallery._replication import RESULTS, Replication, Table, stem
 from gallery.replications import REPLICATIONS
+from inspect_lens._base.artifact import markdown_cell
 from tests.kit.figures._canvas import PALETTES
 
 __all__ = ["PAGES", "page", "replication_files", "replication_link", "replications_markdown"]
@@ -69,7 +70,7 @@ def page(
 
 def _table(table: Table) -> str:
     head = f"| {' | '.join(table.columns)} |\n{'|---' * len(table.columns)}|"
-    rows = "\n".join(f"| {' | '.join(row)} |" for row in table.rows)
+    rows = "\n".join(f"| {' | '.join(map(markdown_cell, row))} |" for row in table.rows)
     return f"{table.title}\n\n{head}\n{rows}"
 
 

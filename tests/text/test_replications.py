@@ -13,12 +13,13 @@ import pytest
 
 from gallery.__main__ import main as gallery
 from gallery._chart import Bar, Bars, Heat, Line, Lines, draw
-from gallery._page import PAGES, page
+from gallery._page import PAGES, _table, page
 from gallery._replication import (
     RESULTS,
     DataFile,
     MissingDataError,
     Setting,
+    Table,
     find_files,
     stem,
     work_folder,
@@ -421,3 +422,8 @@ def test_a_language_on_the_way_needs_to_beat_another_word() -> None:
     assert "detour through English is not shown" in verdict("languages")
     assert "never ahead" in verdict("languages", words=with_peak(0.2, 0.6, 0.01))
     assert "no English shows" in verdict("languages", words=with_peak(0.2, 0.1, 0.9))
+
+
+def test_what_a_model_said_breaks_no_table() -> None:
+    shown = _table(Table("Answers.", ["answer"], [["a | b\n\nc"]]))
+    assert shown == "Answers.\n\n| answer |\n|---|\n| a \\| b c |"

@@ -215,10 +215,15 @@ def from_files(make: Callable[..., Made], folder: Path, **values: Any) -> Made:
         raise ArtifactError(f"{folder}: {error}") from None
 
 
+def markdown_cell(text: str) -> str:
+    """A text that breaks no table, whoever wrote it."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; bars within a text are escaped."""
+    """A table of such cells."""
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(c.replace("|", "\\|") for c in r) + " |" for r in lines)
+    return "\n".join("| " + " | ".join(map(markdown_cell, row)) + " |" for row in lines)
 
 
 def with_interval(value: float | None, interval: object | None = None, ends: str = ".3f") -> str:

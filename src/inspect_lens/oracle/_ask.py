@@ -17,6 +17,7 @@ from inspect_ai.model import (
 from pydantic import BaseModel, ConfigDict, model_serializer
 
 from inspect_lens._base.arguments import one_or_several
+from inspect_lens._base.artifact import markdown_cell
 from inspect_lens._base.concurrency import together
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import Activations
@@ -134,7 +135,7 @@ def answer_table(answers: Sequence[OracleAnswer]) -> str:
         cells = [a.question, a.answer, *(a.controls.get(name, "") for name in asked)]
         if per_token:
             cells.insert(1, f"{a.positions[0]} {a.facts.get('token', '')}")
-        lines.append(f"| {' | '.join(_cell(c) for c in cells)} |")
+        lines.append(f"| {' | '.join(map(markdown_cell, cells))} |")
     if any(a.facts.get("sinks") for a in answers):
         lines += [
             "",
@@ -142,11 +143,6 @@ def answer_table(answers: Sequence[OracleAnswer]) -> str:
             "the vectors there are far longer than those the oracle learned from.",
         ]
     return "\n".join(lines)
-
-
-def _cell(text: str) -> str:
-    """Text that does not break the table."""
-    return " ".join(text.split()).replace("|", "\\|")
 
 
 class OraclePlan(NamedTuple):

@@ -19,6 +19,7 @@ from inspect_ai.viewer import (
 )
 from numpy.typing import ArrayLike
 
+from inspect_lens._base.artifact import markdown_cell
 from inspect_lens.errors import SpecError
 from inspect_lens.reading import Reading
 
@@ -187,7 +188,8 @@ def probe_summary(readings: Reading | Sequence[Reading | None]) -> str:
             else f"{'▲' if reading.is_above else '▽'} {threshold.value:.4g}"
         )
         lines.append(
-            f"| {turn} | {reading.reader.probe.name} | {reading.value:.4g} | {limit} | {above} "
+            f"| {turn} | {markdown_cell(reading.reader.probe.name)} "
+            f"| {reading.value:.4g} | {limit} | {above} "
             f"| {tokens[best]:.4g} at {reading.rows.positions[best]} "
             f"| `{sparkline(tokens, low=low, high=high)}` |"
         )

@@ -52,6 +52,13 @@ def test_a_row_per_turn_with_bars_on_one_scale(probe: Probe) -> None:
     assert foot.startswith("Bars go from -7 to 7")
 
 
+def test_no_name_breaks_the_table(probe: Probe) -> None:
+    named = replace(probe, card=probe.card.model_copy(update={"name": "t/a|b\nc"}))
+    _, _, row, _, foot = probe_summary(reading_of(named, [0, 7])).splitlines()
+    assert row.startswith("| 1 | t/a\\|b c | 7 |")
+    assert foot.startswith("Bars go from")
+
+
 def test_tokens_are_counted_against_a_threshold_for_tokens_alone(probe: Probe) -> None:
     (held,) = probe.card.thresholds
     token = held.model_copy(update={"value": 3.0, "statistic": Statistic(over="token")})
