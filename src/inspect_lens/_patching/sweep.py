@@ -18,6 +18,7 @@ from inspect_lens.spec import (
     SITE_TABLE,
     Replace,
     Site,
+    as_array,
     as_tensor_data,
     check_counts,
     check_word,
@@ -255,7 +256,7 @@ def _check_prompt(prompt: Prompt, name: str) -> None:
 
 def to_body(spec: SweepSpec, model: str) -> dict[str, Any]:
     """The body that asks a server for a sweep."""
-    rows = None if spec.rows is None else encode_tensor(as_tensor_data(np.asarray(spec.rows)))
+    rows = None if spec.rows is None else encode_tensor(as_tensor_data(spec.rows))
     return {
         "model": model, "clean": _plain(spec.clean), "corrupted": _plain(spec.corrupted),
         "answer": spec.answer, "foil": spec.foil, "sites": [spec.site],
@@ -387,7 +388,7 @@ def _stored(
     width = own.values.shape[-1]
     if source == "zero":
         return Stored(own.layers, at, np.zeros((len(own.layers), len(at), width), np.float32))
-    given = np.asarray(spec.rows, dtype=np.float32)
+    given = as_array(spec.rows).astype(np.float32, copy=False)
     if spec.window > 1:
         raise SpecError(
             f"window={spec.window}: given rows are patched one layer at a time; allowed is 1"

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.errors import NotCapturedError, SpecError, UnsupportedError
-from inspect_lens.spec import TensorData, as_tensor_data
+from inspect_lens.spec import TensorData, as_array, as_tensor_data
 
 __all__ = ["AttentionFacts", "Head", "QueriesKeys", "Span", "attention_patterns"]
 
@@ -189,6 +189,7 @@ def attention_patterns(
         assert np.allclose(last.sum(-1), 1.0)
         ```
     """
+    q, k = as_array(q), as_array(k)
     asked = _asked(q, k, meta, heads, queries)
     found = np.zeros((len(asked.heads), len(asked.queries), len(k)), dtype=np.float32)
     for i, rows, weights in _blocks(q, k, asked):

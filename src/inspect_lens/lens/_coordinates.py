@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.errors import SpecError
-from inspect_lens.spec import check_word
+from inspect_lens.spec import as_array, check_word
 
 __all__ = [
     "CoordinatePatch",
@@ -267,8 +267,8 @@ def _checked(
     row: ArrayLike, dictionary: ArrayLike, most: int, name: str
 ) -> tuple[Floats, NDArray[np.float32], Floats, int]:
     """The row, the directions (float32, for every token), their lengths, and how many to choose."""
-    target = np.asarray(row, dtype=np.float64)
-    atoms = np.asarray(dictionary, dtype=np.float32)
+    target = as_array(row).astype(np.float64)
+    atoms = as_array(dictionary).astype(np.float32, copy=False)
     if target.ndim != 1 or atoms.ndim != 2 or atoms.shape[1] != target.size:
         raise SpecError(
             f"row: shape {target.shape}, dictionary: shape {atoms.shape}; allowed are (hidden,) "

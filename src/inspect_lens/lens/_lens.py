@@ -33,7 +33,7 @@ from inspect_lens._base.artifact import (
 from inspect_lens._base.untrusted import load_torch, read_regular
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import ModelRef
-from inspect_lens.spec import Add, EngineLens, LensKind, Swap, Value, as_tensor_data
+from inspect_lens.spec import Add, EngineLens, LensKind, Swap, Value, as_array, as_tensor_data
 
 __all__ = ["Lens", "LensCard", "LensQuality", "LensTraining", "import_lens", "load_lens"]
 
@@ -192,7 +192,7 @@ class Lens(Artifact):
         Raises:
             SpecError: it does not translate the layer, or the width differs.
         """
-        wide = np.asarray(rows, dtype=np.float32)
+        wide = as_array(rows).astype(np.float32, copy=False)
         if wide.shape[-1:] != (self.card.hidden,):
             raise SpecError(f"rows: shape {wide.shape}; the lens is {self.card.hidden} wide")
         if layer not in self.layers and layer == self.card.n_layers - 1:
@@ -220,7 +220,7 @@ class Lens(Artifact):
         Raises:
             SpecError: it does not translate the layer, or the width differs.
         """
-        rows = np.asarray(unembedding, dtype=np.float32)
+        rows = as_array(unembedding).astype(np.float32, copy=False)
         if rows.shape[-1:] != (self.card.hidden,):
             raise SpecError(f"unembedding: shape {rows.shape}; the lens is {self.card.hidden} wide")
         made = rows @ self.matrix[self._at(layer)].astype(np.float32)
@@ -245,7 +245,7 @@ class Lens(Artifact):
         Raises:
             SpecError: it does not translate the layer, the width differs, or the direction is zero.
         """
-        direction = self.token_direction(np.asarray(unembedding).reshape(-1), layer)
+        direction = self.token_direction(as_array(unembedding).reshape(-1), layer)
         length = float(np.linalg.norm(direction.astype(np.float64)))
         if not length:
             raise SpecError("unembedding: the lens maps this row to zero; choose another token")
@@ -278,7 +278,7 @@ class Lens(Artifact):
             "Verbalizable Representations Form a Global Workspace in Language Models" (Anthropic
             2026).
         """
-        tokens = np.asarray(unembedding, dtype=np.float32)
+        tokens = as_array(unembedding).astype(np.float32, copy=False)
         if tokens.shape != (2, self.card.hidden):
             raise SpecError(
                 f"unembedding: shape {tokens.shape}; allowed is {(2, self.card.hidden)}, the rows "

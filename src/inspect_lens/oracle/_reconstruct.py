@@ -31,7 +31,7 @@ from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens._intake import read_tensors, stamp_of
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import recapture
-from inspect_lens.spec import DType, TensorData
+from inspect_lens.spec import DType, TensorData, as_array
 
 from ._nla import META, layer_of, one_place, read_meta
 from ._send import server_of
@@ -430,7 +430,7 @@ def fraction_explained(
         assert found.fraction < 0 and found.n_groups == 10
         ```
     """
-    given, made = (np.asarray(part, dtype=np.float64) for part in (rows, reconstructions))
+    given, made = (as_array(part).astype(np.float64) for part in (rows, reconstructions))
     if given.ndim != 2 or given.shape != made.shape or len(given) < 2:
         raise SpecError(
             f"rows: shape {given.shape}, reconstructions: shape {made.shape}; needed are both "
@@ -477,7 +477,7 @@ def _shuffled(
 
 def _constant(x: NDArray[np.float64], made: ArrayLike) -> float:
     """Σ|x̂ - x|² where every x̂ is the same."""
-    row = np.asarray(made, dtype=np.float64).reshape(-1)
+    row = as_array(made).astype(np.float64).reshape(-1)
     if row.shape != x.shape[1:]:
         raise SpecError(f"empty_text: {row.size} numbers; needed are {x.shape[1]}, as in a row")
     return float(((_units(row[np.newaxis], "empty_text") - x) ** 2).sum())

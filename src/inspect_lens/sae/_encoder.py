@@ -28,6 +28,7 @@ from inspect_lens.spec import (
     Site,
     Splice,
     SpliceMode,
+    as_array,
     as_tensor_data,
 )
 
@@ -237,7 +238,7 @@ class SparseEncoder:
         return np.concatenate(limits) if limits else np.zeros((0, 2))
 
     def _rows(self, rows: ArrayLike) -> NDArray[np.floating[Any]]:
-        x = np.asarray(rows)
+        x = as_array(rows)
         if x.ndim != 2 or x.shape[1] != self.hidden:
             raise SpecError(
                 f"rows: shape {x.shape}; allowed is (rows, {self.hidden}); take activations of the "
@@ -628,7 +629,7 @@ def matched_latents(
         assert found.latents == (2,)
         ```
     """
-    x = np.asarray(rows)
+    x = as_array(rows)
     if x.ndim != 2 or not len(x):
         raise SpecError(f"rows: shape {x.shape}; allowed is (rows, hidden) with at least one row")
     others = np.setdiff1d(np.arange(len(encoder.weight)), [latent, *exclude])

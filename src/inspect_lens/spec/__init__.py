@@ -41,6 +41,7 @@ _SHARED = frozenset(
         "STEER_KEY",
         "TensorLimits",
         "Value",
+        "as_array",
         "check_counts",
         "check_edits",
         "check_engine_autoencoder",

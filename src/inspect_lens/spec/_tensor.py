@@ -31,6 +31,7 @@ __all__ = [
     "TENSOR_REFERENCE",
     "DType",
     "TensorData",
+    "as_array",
     "as_tensor_data",
     "decode_saved",
     "decode_tensor",
@@ -328,13 +329,15 @@ def as_tensor_data(
                 f"{', '.join(sorted(WIRE_KEYS))}"
             )
         return decode_tensor(cast("Mapping[str, Any]", value), field=field, judge=judge)
-    if type(value).__module__.partition(".")[0] == "torch":
-        return _from_torch(cast("Any", value), field)
-    if isinstance(value, list | tuple):
-        _check_lists(cast("Sequence[object]", value), field)
     try:
+        if (tensor := _torch_of(value)) is not None:
+            return _from_torch(tensor, field)
+        if isinstance(value, list | tuple):
+            _check_lists(cast("Sequence[object]", value), field)
         array = np.asarray(value)
-    except (ValueError, OverflowError) as error:
+    except (ValueError, OverflowError, TypeError, RuntimeError) as error:
+        if isinstance(error, SpecError):
+            raise
         raise SpecError(
             f"{field}: not an array ({error}); give a tensor, ndarray or lists"
         ) from None
@@ -364,17 +367,35 @@ def _check_lists(value: Sequence[object], field: str, depth: int = 1) -> None:
             _check_lists(cast("Sequence[object]", item), field, depth + 1)
 
 
+def as_array(value: object) -> NDArray[Any]:
+    """Rows as numpy has them, also of a torch tensor that is bfloat16, trained, or on a GPU."""
+    tensor = _torch_of(value)
+    if tensor is None:
+        return np.asarray(value)
+    plain = tensor.detach().to("cpu")
+    is_short = plain.is_floating_point() and plain.element_size() < 4
+    return cast("NDArray[Any]", (plain.float() if is_short else plain).numpy())
+
+
+def _torch_of(value: object) -> Any:
+    """A tensor of torch, or several as one; None for all else."""
+    parts = value if isinstance(value, list | tuple) else [value]
+    if not parts or any(type(one).__module__.partition(".")[0] != "torch" for one in parts):
+        return None
+    # A tensor came in, so torch is loaded; this module never imports it itself.
+    return value if parts is not value else sys.modules["torch"].stack(list(parts))
+
+
 def _from_torch(tensor: Any, field: str) -> TensorData:
     name = str(tensor.dtype).removeprefix("torch.")
     plain = tensor.detach().to("cpu").contiguous()
     if name == "bfloat16":
-        # A torch tensor came in, so torch is loaded; this module never imports it itself.
         bits = plain.view(sys.modules["torch"].int16).numpy().view(np.uint16)
         return TensorData(bits, "bfloat16")
     if name == "float16":
         return TensorData(plain.numpy(), "float16")
     if name in ("float32", "float64", "int64", "int32"):
-        return TensorData(np.ascontiguousarray(plain.numpy(), dtype=np.float32), "float32")
+        return as_tensor_data(plain.numpy(), field=field)
     raise SpecError(
         f"{field}: torch dtype {name} is not supported; use float32, float16 or bfloat16"
     )

@@ -24,7 +24,7 @@ from inspect_lens._base.artifact import (
 )
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import ModelRef
-from inspect_lens.spec import RESID_POST, Add, Site, Value, several
+from inspect_lens.spec import RESID_POST, Add, Site, Value, as_array, several
 
 __all__ = ["Vector", "VectorCard", "VectorLike", "VectorTraining", "load_vector", "steering_vector"]
 
@@ -182,7 +182,7 @@ class Vector(Artifact):
         Raises:
             SpecError: shapes disagree, or a direction is zero or not finite.
         """
-        rows = np.atleast_2d(np.asarray(raw, dtype=np.float64))
+        rows = np.atleast_2d(as_array(raw).astype(np.float64))
         lengths = np.linalg.norm(rows, axis=1)
         if not np.isfinite(lengths).all() or not (lengths > 0).all():
             raise SpecError(

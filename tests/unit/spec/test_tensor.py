@@ -148,6 +148,15 @@ def test_what_is_no_tensor_is_refused(value: Any) -> None:
         as_tensor_data(value)
 
 
+def test_several_torch_tensors_are_one() -> None:
+    parts = [torch.tensor([1.0, 2.0], dtype=torch.bfloat16), torch.tensor([3.0, 4.0]).bfloat16()]
+    made = as_tensor_data([parts[0].requires_grad_(), parts[1]])
+    assert (made.dtype, made.to_float32().tolist()) == ("bfloat16", [[1.0, 2.0], [3.0, 4.0]])
+    for wrong in ([torch.ones(1), torch.ones(2)], [[parts[0]]], torch.ones(1, device="meta")):
+        with pytest.raises(SpecError, match="vector: not an array"):
+            as_tensor_data(wrong, field="vector")
+
+
 def test_integers_and_doubles_become_float32() -> None:
     assert as_tensor_data([[1, 2]]).dtype == "float32"
     assert as_tensor_data(torch.ones(2, dtype=torch.float64)).dtype == "float32"

@@ -15,7 +15,7 @@ from inspect_lens._base.artifact import from_files, read_artifact
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe.card._card import Calibration, ProbeCard
 from inspect_lens.probe.card._files import PROBE, decode_probe
-from inspect_lens.spec import EngineProbe
+from inspect_lens.spec import EngineProbe, as_array
 
 from ._neural import CardProbe, alarm_fields, require_finite
 
@@ -322,7 +322,7 @@ class Probe(CardProbe):
         Raises:
             SpecError: shapes disagree, or a value is not finite.
         """
-        weight = np.atleast_2d(np.asarray(direction, dtype=np.float32))
+        weight = np.atleast_2d(as_array(direction).astype(np.float32, copy=False))
         offset = np.atleast_1d(np.asarray(0.0 if bias is None else bias, dtype=np.float32))
         return cls(
             weight=weight,

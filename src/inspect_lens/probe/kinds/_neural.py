@@ -26,7 +26,7 @@ from inspect_lens.probe.pooling._pool import (
     pool_scores,
     token_values,
 )
-from inspect_lens.spec import EngineProbe, Positions, Site
+from inspect_lens.spec import EngineProbe, Positions, Site, as_array
 
 __all__ = ["NeuralProbe"]
 
@@ -206,7 +206,7 @@ class CardProbe(Artifact):
         self, acts: ArrayLike, layers: Sequence[int] | None
     ) -> tuple[NDArray[Any], list[int]]:
         """Activations (layers, tokens, hidden), and the place of each layer of the probe there."""
-        array = np.asarray(acts)
+        array = as_array(acts)
         if array.ndim == 2:
             array = array[None]
         if array.ndim != 3 or array.shape[2] != self.hidden:

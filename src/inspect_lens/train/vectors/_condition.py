@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens.errors import SpecError
-from inspect_lens.spec import Gate, Rule
+from inspect_lens.spec import Gate, Rule, as_array
 from inspect_lens.train.sets._dataset import ActivationSet
 from inspect_lens.vector import Vector
 
@@ -49,7 +49,7 @@ class Condition(NamedTuple):
         Args:
             prompt: (tokens, hidden) rows of its tokens at `layer`.
         """
-        rows = np.asarray(prompt, dtype=np.float64)
+        rows = as_array(prompt).astype(np.float64)
         read = rows.mean(axis=0) if self.rows == "mean" else rows[-1]
         value = float(similarity(read, self.direction))
         return value > self.threshold if self.acts == "above" else value < self.threshold
@@ -89,7 +89,7 @@ def similarity(rows: ArrayLike, direction: ArrayLike) -> NDArray[np.float64]:
         assert values.tolist() == [1.0, 0.0]
         ```
     """
-    x, c = np.asarray(rows, dtype=np.float64), np.asarray(direction, dtype=np.float64)
+    x, c = as_array(rows).astype(np.float64), as_array(direction).astype(np.float64)
     projected = np.tanh((x @ c)[..., None] * c / (c @ c))
     norms = np.linalg.norm(x, axis=-1) * np.linalg.norm(projected, axis=-1)
     dots = (x * projected).sum(axis=-1)
