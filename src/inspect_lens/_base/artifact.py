@@ -421,8 +421,8 @@ def find_artifact(kind: ArtifactKind, given: str | Path, registered: Sequence[Pa
     if advice := organism_advice(str(given)):
         raise ArtifactError(f"{kind.name}: {advice}")
     raise ArtifactError(
-        f"{kind.name}={str(given)!r} was not found; allowed are a folder with {kind.tensors}, or a "
-        f"name below one of {[str(r) for r in roots]}; {_near(kind, str(given), roots)}check the "
+        f"{kind.name}={str(given)!r} was not found; allowed are a folder with {kind.tensors}, or "
+        f"{name_below(kind.folder, roots)}; {_near(kind, str(given), roots)}check the "
         f"spelling, or train the {kind.name} first"
     )
 
@@ -443,6 +443,13 @@ def folders_named(name: str, registered: Sequence[Path] = ()) -> list[Path]:
     shipped = [] if root is None else [root]
     candidates = [*registered, *(p / name for p in (here, *here.parents, *shipped))]
     return [p for p in dict.fromkeys(candidates) if p.is_dir()]
+
+
+def name_below(name: str, folders: Sequence[Path]) -> str:
+    """For a message: which names were looked up, given the folders of `folders_named`."""
+    if not folders:
+        return f"a name below {name}/ (there is no such folder here or above)"
+    return f"a name below one of {[str(folder) for folder in folders]}"
 
 
 def _find(kind: ArtifactKind, root: Path, name: Path) -> Path | None:

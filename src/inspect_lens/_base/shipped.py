@@ -143,7 +143,7 @@ def organism_data() -> Path:
     """
     root = shipped_root()
     if root is None:
-        raise ArtifactError(f"organism/data: {organism_advice(ORGANISM)}")
+        raise ArtifactError(organism_advice("organism/data"))
     return root / "organism" / "data"
 
 

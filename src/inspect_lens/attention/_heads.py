@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from inspect_lens._base.arguments import judged_arguments
-from inspect_lens._base.artifact import folders_named, write_atomic
+from inspect_lens._base.artifact import folders_named, name_below, write_atomic
 from inspect_lens._base.published import settings_of
 from inspect_lens._base.shipped import organism_advice
 from inspect_lens._base.untrusted import parse_json, read_regular
@@ -177,8 +177,8 @@ def _published(name: str, method: str | None) -> AttentionHeads:
         raise ArtifactError(f"heads: {advice}")
     if len(found) != 1:
         raise ArtifactError(
-            f"heads={name!r} was not found; allowed are the path of a JSON file, or a name below "
-            f"one of {[str(folder) for folder in folders_named(_FOLDER)]}, or a model with "
+            f"heads={name!r} was not found; allowed are the path of a JSON file, or "
+            f"{name_below(_FOLDER, folders_named(_FOLDER))}, or a model with "
             "published heads (inspect-lens settings MODEL); find heads with calibrate_tracker or "
             "find_core_heads, and save them"
         )

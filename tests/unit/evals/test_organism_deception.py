@@ -11,8 +11,10 @@ from inspect_ai.log import EvalLog
 from inspect_ai.model import GenerateConfig, ModelOutput, ModelUsage
 
 from evals.organism_deception import organism_control, organism_dataset
+from inspect_lens._base import shipped
 from inspect_lens._intake import Payload
 from inspect_lens.data import organism_data
+from inspect_lens.errors import ArtifactError
 from inspect_lens.model import Activations
 from inspect_lens.model._host import PrerequisiteError
 from inspect_lens.model._scope import SCOPES
@@ -132,3 +134,9 @@ def test_eval_yaml_counts_the_samples() -> None:
     text = Path("evals/organism_deception/eval.yaml").read_text()
     assert f"dataset_samples: {len(read('demo'))}" in text
     assert f"dataset_samples: {len(read('control')) // 2}" in text
+
+
+def test_without_the_organism_its_data_say_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipped, "shipped_root", lambda: None)
+    with pytest.raises(ArtifactError, match=r"^'organism/data' comes with the organism, which is"):
+        organism_data()

@@ -11,6 +11,7 @@ import pytest
 from inspect_ai._util.registry import registry_params
 from inspect_ai.scorer import Scorer, scorer
 
+from inspect_lens._base import artifact
 from inspect_lens.errors import ArtifactError
 from inspect_lens.probe import (
     Evaluation,
@@ -212,6 +213,16 @@ def test_names_are_found_above_the_working_directory(
         load_probe("tiny/two")
     with pytest.raises(ArtifactError, match="was not found"):
         load_probe("../probes/tiny/none")
+
+
+def test_where_no_folder_has_probes_the_error_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_module, "_registered", [])
+    monkeypatch.setattr(artifact, "shipped_root", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArtifactError, match=r"a name below probes/ \(there is no such folder"):
+        load_probe("my/lies")
 
 
 def test_registered_folders_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
