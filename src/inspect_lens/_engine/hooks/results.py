@@ -76,8 +76,9 @@ def _plain(value: Any, where: str, budget: _Budget) -> Any:
         plain = value.detach().to("cpu").contiguous()
         bits = plain.view(torch.int16) if name == "bfloat16" else plain
         return _ext(name, tuple(plain.shape), bits.numpy().tobytes())
-    if isinstance(value, np.generic):
-        return _plain(value.item(), where, budget)
+    # A number that Python has no type for, `np.longdouble`, stays what it is.
+    if isinstance(value, np.generic) and not isinstance(number := value.item(), np.generic):
+        return _plain(number, where, budget)
     if isinstance(value, np.ndarray):
         name = str(value.dtype)
         if name not in _STORAGE or name == "bfloat16":

@@ -248,6 +248,8 @@ class LiveRequests:
         return len(steered)
 
 
+_POISONED_MOST = 1 << 17
+"""Salts that are remembered: each failure makes one, and front-ends take another one behind it."""
 _NONE: Longs = np.zeros(0, dtype=np.int64)
 _EMPTY = Batch(_NONE, _NONE, _NONE, _NONE)
 
@@ -308,8 +310,8 @@ class Stepper:
         self._repeat: Repeat | None = None
         self._begun = _EMPTY
         """Of the running step: requests that it is the first one of."""
-        self._poisoned: set[str] = set()
-        """Salts under which a request ran unsteered after it had failed here."""
+        self._poisoned: dict[str, None] = {}
+        """Salts under which a request ran unsteered after it had failed here, the latest last."""
 
     @property
     def is_watching(self) -> bool:
@@ -617,7 +619,9 @@ class Stepper:
         self._forget(key)
         if salt is not None:
             # vLLM runs it to its end, unsteered, and its blocks are cached under this salt.
-            self._poisoned.add(salt)
+            self._poisoned[salt] = None
+            if len(self._poisoned) > _POISONED_MOST:
+                del self._poisoned[next(iter(self._poisoned))]
         logger.error("inspect_lens: request %s failed: %s", key, error)
         try:
             if reply:

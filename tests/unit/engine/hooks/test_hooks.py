@@ -238,6 +238,7 @@ def test_saved_values_of_every_kind_travel() -> None:
         ({"a": [object()]}, r"saved\['a'\]\[0\]: is builtins.object.*nothing is pickled"),
         ({(1, 2): 3}, "keys have to be text"),
         ({"a": b"x"}, "bytes"),
+        ({"a": np.longdouble(1)}, "is numpy.longdouble, which is not sent"),
         ({"a": torch.zeros(2, dtype=torch.complex64)}, "complex64"),
         ({"a": "x" * 5000}, "more than 1024 bytes"),
     ],

@@ -103,6 +103,22 @@ def test_a_twin_does_not_begin_behind_blocks_that_hold_its_unsteered_rows(
         worker.stepper.remove(key)
 
 
+def test_requests_that_fail_without_end_take_no_memory_without_end(
+    worker: Worker, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inspect_lens._engine.step.stepper._POISONED_MOST", 2)
+    salts = []
+    for position in range(4):
+        key = f"fails-{position}"
+        envelope = sealed(collector, overflowing(position_indices=[position]), 4, 6)
+        salts.append(envelope.steer_hash)
+        begin(worker, collector, key, envelope)
+        worker.step([(key, 1, 0, 4)])
+        worker.stepper.remove(key)
+        collector.discard(key)
+    assert list(worker.stepper._poisoned) == salts[-2:]
+
+
 def test_where_the_device_cannot_write_to_the_host_the_note_is_fetched(
     collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
