@@ -148,34 +148,9 @@ def choose_probes(
     """Load the probes of a page."""
     model = header.eval.model.partition("/")[2].partition(":")[0]
     notes: list[str] = []
-    probes: list[AnyProbe] = []
-    if asked:
-        probes = [load_probe(name) for name in asked]
-    else:
-        scored_with = dict(_of_scores(first))
-        for name in dict.fromkeys([*_of_options(header), *scored_with]):
-            if name in {p.name for p in probes}:
-                continue  # of the card of one that was named by its path
-            path = Path(name)
-            if ("://" in name or path.is_absolute() or ".." in path.parts) and not may_follow(name):
-                notes.append(
-                    f"The log was scored with {name!r}, which was not fetched: a log may name any "
-                    f"place; pass it as probes={name}, or allow it with follow={name}."
-                )
-                continue
-            try:
-                probe = load_probe(name)
-            except ArtifactError as error:
-                notes.append(f"The log was scored with {name!r}, which is not here: {error}")
-                continue
-            wanted = scored_with.get(probe.name)
-            if wanted and wanted != probe.sha256:
-                notes.append(
-                    f"The log was scored with another version of {probe.name} "
-                    f"({wanted[:12]}…, here is {probe.sha256[:12]}…)."
-                )
-            if probe.sha256 not in {p.sha256 for p in probes}:
-                probes.append(probe)
+    probes = [load_probe(name) for name in asked]
+    if not asked:
+        probes, notes = _of_log(header, first)
     if not probes and not have_kept:
         raise SpecError(
             "probe: none was given, and the log names none that is here; allowed are a name below "
@@ -186,6 +161,39 @@ def choose_probes(
             check_model(probe, model)
         elif probe.card.model and probe.card.model.name != model:
             notes.append(f"{probe.name} was trained on {probe.card.model.name}, not on {model}.")
+    return probes, notes
+
+
+def _of_log(header: EvalLog, first: EvalSample | None) -> tuple[list[AnyProbe], list[str]]:
+    """Load the probes that a log was scored with, and note those that are not here."""
+    notes: list[str] = []
+    probes: list[AnyProbe] = []
+    scored_with = dict(_of_scores(first))
+    given = tuple(_of_options(header))
+    for name in dict.fromkeys([*given, *scored_with]):
+        if name in {p.name for p in probes}:
+            continue  # of the card of one that was named by its path
+        path = Path(name)
+        if ("://" in name or path.is_absolute() or ".." in path.parts) and not may_follow(name):
+            notes.append(
+                f"The log was scored with {name!r}, which was not fetched: a log may name any "
+                f"place; pass it as probes={name}, or allow it with follow={name}."
+            )
+            continue
+        try:
+            probe = load_probe(name)
+        except ArtifactError as error:
+            if name in given or not notes:  # else the card's name of one that was noted
+                notes.append(f"The log was scored with {name!r}, which is not here: {error}")
+            continue
+        wanted = scored_with.get(probe.name)
+        if wanted and wanted != probe.sha256:
+            notes.append(
+                f"The log was scored with another version of {probe.name} "
+                f"({wanted[:12]}…, here is {probe.sha256[:12]}…)."
+            )
+        if probe.sha256 not in {p.sha256 for p in probes}:
+            probes.append(probe)
     return probes, notes
 
 

@@ -82,6 +82,19 @@ def test_the_probe_need_not_be_here(tmp_path: Path) -> None:
     assert np.isfinite(page.blocks[0].scores[0, 2:]).all()
 
 
+def test_a_probe_that_is_not_here_is_noted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    probe = planted_probe(Path("mine"))
+    planted = plant_log(tmp_path, probe, n=1)
+    shutil.rmtree(probe)
+    made, _ = shown(planted, tmp_path)
+    noted = [note for note in made.notes if note.startswith("The log was scored with")]
+    assert len(noted) == 1
+    assert f"{probe!r}, which is not here" in noted[0], "by its path, not also by name"
+
+
 def test_calls_of_which_nothing_was_kept_are_text(tmp_path: Path) -> None:
     planted = plant_log(tmp_path, planted_probe(tmp_path), turns=TURNS, n=1)
     lose_activations(tmp_path)
