@@ -19,6 +19,7 @@ from ._choices import LensKind
 from ._output import (
     CommandGroup,
     Json,
+    check_options_of,
     emit,
     examples,
     finite,
@@ -49,6 +50,7 @@ Texts = Annotated[str, typer.Option(help="JSONL file; each line has 'text' or 'm
     )
 )
 def fit(
+    context: typer.Context,
     kind: Annotated[LensKind, typer.Option(help="Kind of lens.")],
     model: Model,
     texts: Texts,
@@ -86,6 +88,7 @@ def fit(
     from inspect_lens.probe import ModelRef, fingerprint_model
     from inspect_lens.train import fit_jacobian_lens, fit_tuned_lens
 
+    check_options_of(context, kind)
     picked = parse_layers(layers)
     refuse_irregular(texts)
     refuse_irregular(held_out)

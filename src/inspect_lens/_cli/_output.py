@@ -77,13 +77,8 @@ _RECIPE: Final = frozenset({"work", "model", "base_url", "model_arg"})
 
 def check_recipe_options(context: typer.Context, *, with_recipe: bool) -> None:
     """Refuse options that would be ignored: a recipe says what is made, and needs its own."""
-    typed = {
-        parameter.name: parameter.opts[0]
-        for parameter in context.command.params
-        if str(getattr(context.get_parameter_source(parameter.name or ""), "name", ""))
-        == "COMMANDLINE"
-    }
-    wrong = [o for n, o in typed.items() if n not in _BOTH and (n in _RECIPE) != with_recipe]
+    typed = [(p.name, p.opts[0]) for p in _typed(context)]
+    wrong = [o for n, o in typed if n not in _BOTH and (n in _RECIPE) != with_recipe]
     if wrong:
         how = "not used with --recipe" if with_recipe else "used with --recipe only"
         raise SpecError(
@@ -99,6 +94,27 @@ _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 def printable(text: str) -> str:
     """A text for a terminal; names and notes in it may be a stranger's, and paths no UTF-8."""
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def check_options_of(context: typer.Context, kind: str) -> None:
+    """Refuse options whose help says that they are of another kind only."""
+    for parameter in _typed(context):
+        of, only, _ = str(getattr(parameter, "help", "")).partition(" only: ")
+        if only and of != kind:
+            raise SpecError(f"{parameter.opts[0]}: is of {of} only, not of {kind}; leave it out")
+
+
+def check_read_with(context: typer.Context, flag: str, given: object, *names: str) -> None:
+    """Refuse options that nothing reads where the one of `flag` is not given."""
+    wrong = [] if given else [p.opts[0] for p in _typed(context) if p.name in names]
+    if wrong:
+        raise SpecError(f"{', '.join(wrong)}: read with {flag} only; add it, or leave these out")
+
+
+def _typed(context: typer.Context) -> list[Any]:
+    """Parameters that stand on the command line."""
+    sources = ((p, context.get_parameter_source(p.name or "")) for p in context.command.params)
+    return [p for p, source in sources if getattr(source, "name", "") == "COMMANDLINE"]
 
 
 def emit(result: Mapping[str, Any], lines: Iterable[str], *, as_json: bool) -> None:

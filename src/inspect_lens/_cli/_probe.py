@@ -28,6 +28,7 @@ from ._output import (
     CommandGroup,
     Json,
     Layers,
+    check_read_with,
     check_recipe_options,
     emit,
     examples,
@@ -332,6 +333,7 @@ def evaluate(
     )
 )
 def calibrate(
+    context: typer.Context,
     probe: OneProbe,
     out: Annotated[str, out_folder("Folder to write the calibrated probe to.")],
     control: Annotated[str, typer.Option(help="Store of harmless samples.")] = "",
@@ -374,8 +376,8 @@ def calibrate(
     if not (control or labelled):
         raise SpecError("nothing to do; allowed are --control, --labelled, or both")
     is_alarm = {one: one.partition(":")[0] == "alarm" for one in statistics}
-    if statistic and not control:
-        raise SpecError("--for: thresholds are set on --control; add it, or leave --for out")
+    check_read_with(context, "--control", control, "statistic", "fpr", "length", "allow_few")
+    check_read_with(context, "--labelled", labelled, "method")
     if length and not any(is_alarm.values()):
         raise SpecError(
             f"--length {length}: only an alarm has a length up to which it holds; add --for "
@@ -485,6 +487,7 @@ def _with_thresholds(card: ProbeCard, new: Sequence[Threshold]) -> ProbeCard:
     )
 )
 def sweep(
+    context: typer.Context,
     train_store: Annotated[str, typer.Option("--train", help="Store to train on.")],
     selection: Annotated[str, typer.Option(help="Store to compare on; not your test set.")] = "",
     control: Annotated[str, typer.Option(help="Harmless samples: choose by recall.")] = "",
@@ -510,6 +513,7 @@ def sweep(
     from ._output import CHOSEN_HERE, TIED_HERE
     from ._stores import read_set
 
+    check_read_with(context, "--control", control, "fpr")
     picked = None if layers == "all" else parse_layers(layers)
     every = [uri for uri in (train_store, control, selection) if uri]
     read = partial(

@@ -456,7 +456,8 @@ def export_vector(
         The path.
 
     Raises:
-        SpecError: something that the format needs is missing, or it cannot hold the layers.
+        SpecError: something that the format needs is missing or that it has not is given, or it
+            cannot hold the layers.
         LensError: torch is not installed, and the format needs it.
 
     Example:
@@ -471,6 +472,12 @@ def export_vector(
         assert import_vector(file, name="mine/again").layers == (3, 4)
         ```
     """
+    for name, value, of in (
+        ("model_hint", model_hint or None, "repeng"), ("n_layers", n_layers, "persona"),
+        ("avg_proj", avg_proj, "ibm"),
+    ):  # fmt: skip
+        if value is not None and format != of:
+            raise SpecError(f"{name}={value!r}: is of {of} only, not of {format}; leave it out")
     chosen = tuple(vector.layers if layers is None else sorted(layers))
     raw = {n: vector.raw(n) for n in chosen}
     if vector.site != "resid_post":

@@ -303,6 +303,31 @@ def test_a_recipe_is_judged_before_anything_is_collected(
     assert not (tmp_path / "w").exists()
 
 
+_LENS = ("lens", "fit", "--model", "m", "--texts", "no", "--held-out", "no", "--out", "o", "--kind")
+_EXPORT = ("vector", "export", "organism/truth-resid", "v", "--format")
+_CALIBRATE = ("probe", "calibrate", "organism/deception-lr", "--out", "p")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((*_LENS, "jacobian", "--steps", 5), "--steps: is of tuned only, not of jacobian"),
+        ((*_LENS, "tuned", "--block", 5), "--block: is of jacobian only, not of tuned"),
+        ((*_EXPORT, "persona", "--avg-proj", 1), "--avg-proj=1.0: is of ibm only, not of persona"),
+        ((*_EXPORT, "safetensors", "--n-layers", 6), "--n-layers=6: is of persona only"),
+        ((*_CALIBRATE, "--labelled", "s", "--fpr", 0.1), "--fpr: read with --control only"),
+        ((*_CALIBRATE, "--labelled", "s", "--for", "alarm"), "--for: read with --control only"),
+        ((*_CALIBRATE, "--control", "s", "--method", "platt"), "--method: read with --labelled"),
+        (("probe", "sweep", "--train", "s", "--fpr", 0.1), "--fpr: read with --control only"),
+    ],
+)
+def test_an_option_that_nothing_would_read_is_refused(
+    run: Run, words: tuple[object, ...], said: str
+) -> None:
+    _, error = run(*words, code=3)
+    assert said in error
+
+
 def test_what_a_stranger_wrote_does_not_steer_the_terminal(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,7 +40,7 @@ def test_a_lens_is_fitted_and_judged(texts: tuple[str, str], tmp_path: Path) -> 
     folder = str(tmp_path / kind)
     base = ["--model", MODEL, "--texts"]
     options = ["--kind", kind, "--held-out", texts[1], "--out", folder, "--layers", "4"]
-    options += ["--steps", "2", "--skip-first", "1", "--block", "128", "--half", "--json"]
+    options += ["--skip-first", "1", "--block", "128", "--half", "--json"]
     done = CliRunner().invoke(app, ["lens", "fit", *base, texts[0], *options])
     assert done.exit_code == 0, done.output
     said = json.loads(done.stdout)
