@@ -12,6 +12,7 @@ from inspect_lens.data import ActivationStore
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import SENTENCE_POOL, AnyProbe
 from inspect_lens.train import ActivationSet, StoreSet
+from inspect_lens.vector import Vector
 
 MEMORY: Final = 4.0
 """GB that a command may hold: a fit, or the stores that it reads whole with the copies of a fit."""
@@ -103,9 +104,9 @@ def judged_set(probe: AnyProbe, uri: str, *, any_model: bool, tokenizer: str = "
     return data
 
 
-def refuse_other_source(probe: AnyProbe, uri: str, *, any_model: bool) -> None:
-    """A store of another model, or without the probe's layers; nothing of its rows is read."""
-    ours, theirs = probe.card.model, manifest_of(uri)["model"]
+def refuse_other_model(made: AnyProbe | Vector, uri: str, *, any_model: bool) -> None:
+    """A store of another model than that of a probe or a vector; nothing of its rows is read."""
+    ours, theirs = made.card.model, manifest_of(uri)["model"]
     known = ours is not None and ours.sha256 and theirs["sha256"]
     other = ours is not None and (
         ours.sha256 != theirs["sha256"] if known else ours.name != theirs["name"]
@@ -113,9 +114,14 @@ def refuse_other_source(probe: AnyProbe, uri: str, *, any_model: bool) -> None:
     if other and not any_model:
         assert ours is not None
         raise ArtifactError(
-            f"{uri}: activations of {theirs['name']!r}; probe {probe.name!r} belongs to "
+            f"{uri}: activations of {theirs['name']!r}; {made.name!r} belongs to "
             f"{ours.name!r}; allowed is that model; collect there, or pass --any-model"
         )
+
+
+def refuse_other_source(probe: AnyProbe, uri: str, *, any_model: bool) -> None:
+    """A store of another model, or without the probe's layers; nothing of its rows is read."""
+    refuse_other_model(probe, uri, any_model=any_model)
     captured = manifest_of(uri)["layers"]
     missing = [layer for layer in probe.layers if layer not in captured]
     if missing:

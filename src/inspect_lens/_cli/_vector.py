@@ -106,6 +106,9 @@ def evaluate(
     store: Annotated[list[str], typer.Argument(help="Stores with both classes.")],
     rows: Rows = "mean",
     seed: Seed = 0,
+    any_model: Annotated[
+        bool, typer.Option("--any-model", help="Accept a store of another model.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Measure how well a vector separates the classes of stores, against random directions.
@@ -115,9 +118,11 @@ def evaluate(
     from inspect_lens.train import evaluate_vector
     from inspect_lens.vector import load_vector
 
-    from ._stores import read_set
+    from ._stores import read_set, refuse_other_model
 
     loaded, table, lines = load_vector(vector), [], []
+    for uri in store:
+        refuse_other_model(loaded, uri, any_model=any_model)
     for uri in store:
         found = evaluate_vector(
             loaded, read_set(uri, "store"), rows=_rows(rows) or "mean", seed=seed

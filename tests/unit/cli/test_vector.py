@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from inspect_lens._cli._main import app
-from inspect_lens.errors import SpecError
+from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.vector import load_vector
 from tests.kit.planted_store import HIDDEN, LAYER, plant
 
@@ -48,6 +48,11 @@ def test_a_planted_direction_is_found_and_measured() -> None:
     assert score["auroc"] > 0.98
     assert 0.5 < score["random_auroc"] < score["auroc"]
     assert score["length"] == pytest.approx(4.0, rel=0.2)
+
+    plant("s/other", HALF, seed=3, gap=4.0, weights="b")
+    with pytest.raises(ArtifactError, match="allowed is that model; collect there, or pass --any"):
+        run("evaluate", "v", "s/test", "s/other")
+    assert len(run("evaluate", "v", "s/test", "s/other", "--any-model")["scores"]) == 2
 
 
 def test_methods_are_compared_on_a_part_that_none_has_seen() -> None:
