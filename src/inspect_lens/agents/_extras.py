@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from inspect_lens._base.installed import install_extra
 from inspect_lens._base.shipped import EVALS, from_eval
-from inspect_lens.errors import did_you_mean
+from inspect_lens.errors import LensError, did_you_mean
 from inspect_lens.model._host import (
     PrerequisiteError,
     RegistryInfo,
@@ -69,7 +69,13 @@ def _register(kind: RegistryType, name: str, find: Callable[[], Callable[..., An
         except TypeError as error:
             takes = ", ".join(f"{flag}{name}=…" for name in signature.parameters)
             raise PrerequisiteError(f"{full}: {error}; it takes {takes}") from None
-        return factory(*args, **params)
+        try:
+            return factory(*args, **params)
+        except (LensError, ValueError) as error:
+            if kind != "task":
+                raise
+            # Of a task's arguments, which a command line has: a line, and no traceback.
+            raise PrerequisiteError(f"{full}: {error}") from error
 
     # Inspect asks a task for its parameters; this one takes any and hands them on.
     metadata: dict[str, Any] = {"attribs": {}, "params": []} if kind == "task" else {}

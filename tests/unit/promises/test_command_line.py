@@ -312,6 +312,21 @@ def test_an_eval_without_its_probe_says_which_arguments_it_takes() -> None:
         factory(prob="a/b")
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("organism_control", {"layer": 99}, r"layer=99: .* has directions at \[4\] only"),
+        ("organism_steering_sweep", {"condition": "x"}, "condition='x': heldout_phrasing has no"),
+        ("organism_agent", {"kind": "x"}, "kind='x'; allowed are reason"),
+    ],
+)
+def test_a_wrong_value_for_an_eval_is_one_line(name: str, given: dict[str, Any], said: str) -> None:
+    importlib.import_module("inspect_lens._registry")
+    factory = registry_lookup("task", f"inspect_lens/{name}")
+    with pytest.raises(PrerequisiteError, match=f"^inspect_lens/{name}: {said}"):
+        factory(**given)
+
+
 @pytest.mark.parametrize("provider", ["lens", "vllm-lens"])
 def test_a_missing_server_is_an_error_with_its_address_within_seconds(
     provider: str, tmp_path: Path
