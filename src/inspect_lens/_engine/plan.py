@@ -12,7 +12,7 @@ at each tap, and more of them where a tap is wider than the stream: the parts of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -322,8 +322,14 @@ class Drafts:
         """Forget a request; one that is not followed is fine."""
         self._requests.pop(slot, None)
 
-    def begin(self, batch: Batch) -> None:
-        """Work out what a step settles, for requests that still have to report."""
+    def begin(self, batch: Batch, is_drafted: Callable[[int], bool] = lambda slot: True) -> None:
+        """Work out what a step settles, for requests that still have to report.
+
+        Args:
+            batch: the step.
+            is_drafted: whether a request, by slot, may be fed drafts in it. One that comes back
+                after it was pre-empted has what it had sampled fed again, and no draft.
+        """
         self.running = {}
         if not self._requests:
             return
@@ -332,7 +338,8 @@ class Drafts:
             if request is not None and request.reported < request.until:
                 position = int(batch.position[i])
                 end = position + int(batch.n_tokens[i])
-                self.running[slot] = min(end, max(position + 1, request.n_prompt))
+                first = position + 1 if is_drafted(slot) else end
+                self.running[slot] = min(end, max(first, request.n_prompt))
                 request.reported = self.running[slot]
 
 

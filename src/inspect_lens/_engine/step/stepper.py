@@ -7,7 +7,7 @@ requests it concerns, clears their rows, and the engine goes on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -257,6 +257,10 @@ _EMPTY = Batch(_NONE, _NONE, _NONE, _NONE)
 class Stepper:
     """Tracks requests and drives the taps of one worker."""
 
+    drafted: Container[str] | None = None
+    """Requests that the scheduler has drafts fed in the step that is about to run; None where that
+    is not known."""
+
     def __init__(
         self,
         state: TapState,
@@ -452,7 +456,7 @@ class Stepper:
                 tap_rows=self._tap_rows,
             )
             first_row = self._rounds.begin(plan)
-            self._live.drafts.begin(batch)
+            self._live.drafts.begin(batch, self._is_drafted)
             # Set first: should writing fail half-way, `_clear` undoes what was written.
             self._plan, self._steered = plan, plan.steered
             if plan.is_active:
@@ -463,6 +467,9 @@ class Stepper:
         except Exception as error:  # noqa: BLE001 - the boundary: a fault fails its own requests
             self._clear()
             self._fail_slots(batch.slots.tolist(), error)
+
+    def _is_drafted(self, slot: int) -> bool:
+        return self.drafted is None or self._live.by_slot[slot].key in self.drafted
 
     def end_step(self, path: EnginePath) -> None:
         """Send what the step captured, or let it wait for the next ones, if these repeat it."""

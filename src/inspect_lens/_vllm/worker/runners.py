@@ -351,6 +351,9 @@ class _Runner:
         if extra and ENVELOPE_KEY in extra:
             self._stepper.add(new.req_id, extra[ENVELOPE_KEY])
 
+    def _note_drafts(self, scheduler_output: Any) -> None:
+        self._stepper.drafted = getattr(scheduler_output, "scheduled_spec_decode_tokens", None)
+
     def _prepared(self, batch: Any) -> None:
         """Get ready for a step of requests that vLLM has laid out, and is about to run."""
         stepper = self._stepper
@@ -448,6 +451,7 @@ class RunnerV1(_Runner):
         @functools.wraps(prepare)
         def prepare_inputs(scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
             result = prepare(scheduler_output, num_scheduled_tokens)
+            self._note_drafts(scheduler_output)
             self._prepared(num_scheduled_tokens)
             _Step.replays_none = self._ask(stepper.replays_none, runner.input_batch.req_ids)
             return result
@@ -513,6 +517,7 @@ class RunnerV2(_Runner):
                 guarded(stepper, self._leave, scheduler_output)
             if kwargs.get("dummy_run"):
                 return execute(scheduler_output, *args, **kwargs)
+            self._note_drafts(scheduler_output)
             if self.eager is not None:
                 ask = functools.partial(self._ask, keys=scheduler_output.num_scheduled_tokens)
                 _Step.wants_eager = functools.partial(ask, self._wants_eager)

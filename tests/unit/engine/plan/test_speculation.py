@@ -55,6 +55,22 @@ def test_rows_of_rejected_drafts_are_not_returned(worker: Worker, collector: Col
         collector.take("a", counts={ROWS: 8, SCORES: 0}, n_fed=9, settled=7, timeout_s=0.2)
 
 
+def test_a_request_that_comes_back_for_its_last_token_is_settled(
+    worker: Worker, collector: Collector
+) -> None:
+    begin(worker, collector, "back", sealed(collector, capture()))
+    run_to_rejection(worker, "back")
+    # It was pre-empted, and what it had sampled is fed again, in two chunks and without a draft;
+    # what is sampled behind that is its last token.
+    worker.stepper.remove("back")
+    worker.stepper.add("back", dict(sealed(collector, capture()).pack()))
+    worker.stepper.drafted = {"another"}
+    worker.step([("back", 2, 0, 5)])
+    worker.step([("back", 2, 5, 2)])
+    got = collector.take("back", counts={ROWS: 7, SCORES: 0}, n_fed=7, settled=7, timeout_s=5)
+    np.testing.assert_array_equal(got.tensors[ROWS].storage[0], rows(2, 0, 0, 7).numpy())
+
+
 def test_the_last_write_wins(worker: Worker, collector: Collector) -> None:
     begin(worker, collector, "b", sealed(collector, capture()))
     run_to_rejection(worker, "b")
