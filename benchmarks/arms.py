@@ -216,7 +216,10 @@ ARMS = {
     ),
     "text-1-tcp": Arm(
         "lens",
-        lambda shape, i: _one_layer(shape, i) | {"activations_transport": "inline"},
+        lambda shape, i: {
+            "output_residual_stream": [shape.layer],
+            "activations_transport": "inline",
+        },
         streams=True,
         note="one layer, text as events, rows in the last one",
     ),
