@@ -28,6 +28,7 @@ from inspect_lens.model import lens_config
 from inspect_lens.model._host import PrerequisiteError
 from inspect_lens.sae import SparseAutoencoder
 from inspect_lens.scorer import CascadeRecord
+from inspect_lens.spec import LensRequest
 from inspect_lens.train import (
     cascade_frontier,
     from_arrays,
@@ -228,6 +229,11 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
         weight=rows, bias=none, decoder=rows, decoder_bias=none, hook="blocks.1.hook_resid_post"
     )
     refused(lambda: sae.gate(0, scop="rest"), names="scop")
+
+
+@PROMISE.on("spec.LensRequest.with_fields")
+def _(surface: str, request: pytest.FixtureRequest) -> None:
+    refused(lambda: LensRequest().with_fields(captur=1), names="captur")
 
 
 test_promise = PROMISE.test()
