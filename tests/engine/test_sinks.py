@@ -171,13 +171,13 @@ def test_a_function_that_fails_harms_no_request(recording: Engine) -> None:
     assert sinks()["fails"]["counts"] == {"failed": 1}
 
 
-def settled(uri: Path, at_least: int) -> list[Captured]:
-    """Samples of a recording by rule, whose clients wait for nothing."""
+def settled(uri: Path, wanted: set[str]) -> list[Captured]:
+    """Samples of a recording by rule, whose clients wait for nothing, once these are there."""
     deadline = time.monotonic() + 30
     while True:
         assert flush_sinks(20)
         found = [s for shard in Recording.open(uri).shards() for s in shard.samples()]
-        if len(found) >= at_least or time.monotonic() > deadline:
+        if wanted <= {sample.record.id for sample in found} or time.monotonic() > deadline:
             return found
         time.sleep(0.05)
 
@@ -188,13 +188,13 @@ def test_a_rule_records_its_share_of_plain_requests_and_nobody_sees_it(
     from inspect_lens._vllm.sinks.sink import lot
 
     n = 150
-    before = sinks()["ruled"]["counts"].get("written", 0)
     prompts = [tokens(10 + i % 7, seed=200 + i) for i in range(n)]
     outputs = recording.run(prompts, None, max_tokens=5)
     assert not any(hasattr(o, "inspect_lens") or hasattr(o, "activations") for o in outputs)
     chosen = [o for o in outputs if lot("secret", "ruled", o.request_id) < SHARE]
     assert abs(len(chosen) - SHARE * n) < 4 * sqrt(n * SHARE * (1 - SHARE))
-    samples = settled(folder / "ruled", before + len(chosen))
+    # Samples of tests before this one may still come.
+    samples = settled(folder / "ruled", {o.request_id for o in chosen})
     found = {sample.record.id: sample for sample in samples}
     assert len(found) == len(samples)
     for output in outputs:
@@ -207,7 +207,8 @@ def test_a_rule_records_its_share_of_plain_requests_and_nobody_sees_it(
         truth = hugging_face.residual_stream(fed[:-1])[2]
         np.testing.assert_allclose(sample.acts.storage[0], truth, atol=2e-4)
     counts = sinks()["ruled"]["counts"]
-    assert counts == {"written": len(found)}
+    assert list(counts) == ["written"]
+    assert counts["written"] >= len(found)
 
 
 def test_nothing_is_left_behind(recording: Engine) -> None:
