@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inspect_lens._base.installed import install_extra
-from inspect_lens.errors import ArtifactError, LensError
+from inspect_lens.errors import ArtifactError, LensError, SpecError
 
 _RATIO: Final = 8
 """Of what an archive unpacks to, by its size: floats that were learnt hardly shrink."""
@@ -35,6 +35,16 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("JSON is nested too deeply") from None
+
+
+def at_start(problem: str, detail: str) -> SpecError:
+    """An error of a server's settings; its detail, which names files, is not for clients.
+
+    It is a note, which a traceback shows and `str` does not.
+    """
+    error = SpecError(f"{problem}; whoever started this finds more in its log")
+    error.add_note(detail)
+    return error
 
 
 def refuse_irregular(path: str | Path) -> None:

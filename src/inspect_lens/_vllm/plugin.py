@@ -110,17 +110,17 @@ def _install() -> None:
 
 def _leave_off(error: Exception) -> None:
     """Go on without the lens, and have requests for it refused where that can be done."""
-    reason = f"{type(error).__name__}: {error}"
     logger.error(
-        "inspect_lens: not active in this process: %s. vLLM runs as without it. See "
+        "inspect_lens: not active in this process: %s: %s. vLLM runs as without it. See "
         "`inspect-lens doctor`; INSPECT_LENS_REQUIRED=1 refuses to start instead",
-        reason,
+        type(error).__name__,
+        error,
     )
     try:
-        from .compat.features import turn_off
+        from .compat.features import turn_off, without_files
         from .frontend.admission import refuse_requests
 
-        turn_off("lens", reason)
+        turn_off("lens", without_files(error))
         refuse_requests(own_only=isinstance(error, RivalError))
     except Exception as further:  # noqa: BLE001 - vLLM's start must not end here
         logger.error("inspect_lens: requests for the lens are passed over: %s", further)

@@ -292,10 +292,20 @@ def reason_of(error: BaseException) -> str:
     if ends_process(error) or is_required():
         raise error
     if isinstance(error, LensError):
+        for detail in getattr(error, "__notes__", ()):
+            logger.error("inspect_lens: %s: %s", error, detail)
         return str(error)
     logger.warning("inspect_lens: a fault at start; please report it", exc_info=error)
-    text = " ".join(str(error).split())
-    return f"a fault at start ({type(error).__name__}: {text}); the log has its traceback"
+    return f"a fault at start ({without_files(error)}); the log has its traceback"
+
+
+def without_files(error: BaseException) -> str:
+    """What a fault says; those of the system and of imports name files, which clients need not."""
+    says = error.strerror if isinstance(error, OSError) else str(error)
+    name = type(error).__name__
+    return (
+        f"{name}: {' '.join(says.split())}" if says and not isinstance(error, ImportError) else name
+    )
 
 
 def not_served(reason: str) -> UnsupportedError:
@@ -359,11 +369,9 @@ def fault_of(error: BaseException) -> LensError:
     """The error of a request for which our code went wrong, in words for its client."""
     if isinstance(error, LensError):
         return error
-    # An error of the system names a file, which is nothing for clients.
-    what = getattr(error, "strerror", None) or error
     return CaptureError(
-        f"a fault of inspect_lens ended this request ({type(error).__name__}: {what}); the "
-        "server's log has its traceback; please report it"
+        f"a fault of inspect_lens ended this request ({without_files(error)}); the server's log "
+        "has its traceback; please report it"
     )
 
 

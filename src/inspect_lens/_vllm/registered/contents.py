@@ -28,7 +28,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from inspect_lens._base.untrusted import parse_json, read_regular
+from inspect_lens._base.untrusted import at_start, parse_json, read_regular
 from inspect_lens._vllm.sinks.alerts import AlertsConfig
 from inspect_lens.errors import ArtifactError, LensError, SpecError, UnsupportedError
 from inspect_lens.lens import load_lens
@@ -136,7 +136,7 @@ def start_items(setting: str) -> dict[str, Registrable]:
     for pair in filter(None, (part.strip() for part in setting.split(","))):
         name, equals, path = pair.partition("=")
         if not equals:
-            raise SpecError(f"INSPECT_LENS_REGISTER: {pair!r}; give name=path, comma-separated")
+            raise at_start("INSPECT_LENS_REGISTER: give name=path, comma-separated", pair)
         try:
             if Path(path).name == _LENS_FILE or (Path(path) / _LENS_FILE).is_file():
                 items[name] = load_lens(path).for_engine()
@@ -151,7 +151,9 @@ def start_items(setting: str) -> dict[str, Registrable]:
                     raise ValueError(f"a JSON object is wanted, not {shown(body)}")
                 items[name] = parse_item({"name": name, **body})[1]
         except (OSError, ValueError, ArtifactError) as error:
-            raise SpecError(f"INSPECT_LENS_REGISTER: {name}={path}: {error}") from None
+            raise at_start(
+                f"INSPECT_LENS_REGISTER: {name}: cannot be used", f"{path}: {error}"
+            ) from None
     return items
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol, Self
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from inspect_lens._base.untrusted import parse_json, read_regular
+from inspect_lens._base.untrusted import at_start, parse_json, read_regular
 from inspect_lens._intake import write_file
 from inspect_lens._shards import Captured, SampleRecord, ShardWriter
 from inspect_lens.errors import SpecError
@@ -184,9 +184,10 @@ def read_sinks(setting: str) -> dict[str, SinkConfig]:
     try:
         loaded = parse_json(text if text.startswith("{") else read_regular(text))
     except (OSError, ValueError) as error:
-        raise SpecError(
-            f"INSPECT_LENS_SINKS: not JSON, and not a file that has it ({error}); give an object "
-            'such as {"recorded": {"store": "/data/recorded", "layers": [12], "share": 0.01}}'
+        raise at_start(
+            "INSPECT_LENS_SINKS: not JSON, and not a file that has it; give an object such as "
+            '{"recorded": {"store": "/data/recorded", "layers": [12], "share": 0.01}}',
+            str(error),
         ) from None
     if not isinstance(loaded, dict):
         raise SpecError(f"INSPECT_LENS_SINKS={shown(loaded)}; give an object of sinks by name")

@@ -53,7 +53,7 @@ def test_lenses_are_registered_at_start(tmp_path: Path) -> None:
     items = start_items(f"j={folder}")
     assert items["j"].reference() == lens().reference()
     (folder / "lens.safetensors").write_bytes(b"")
-    with pytest.raises(SpecError, match="INSPECT_LENS_REGISTER: j="):
+    with pytest.raises(SpecError, match="INSPECT_LENS_REGISTER: j: "):
         start_items(f"j={folder}")
 
 

@@ -150,5 +150,5 @@ def test_the_shipped_probe_scores_in_the_engine_as_it_does_offline(tmp_path: Any
     np.testing.assert_allclose(found, trained.score_tokens(rows.astype(np.float32)), rtol=1e-3)
     with pytest.raises(SpecError, match="name=path"):
         start_items("justapath")
-    with pytest.raises(SpecError, match="nowhere"):
+    with pytest.raises(SpecError, match="INSPECT_LENS_REGISTER: x: "):
         start_items(f"x={tmp_path}/nowhere")
