@@ -29,11 +29,16 @@ from inspect_lens.probe import (
     Validity,
     format_p_value,
 )
+from inspect_lens.vector import Vector
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Layers = Annotated[str, typer.Option(help="'all', or numbers such as 8,10-14.")]
 BaseUrl = Annotated[
     str, typer.Option(help="Address of a running server, such as http://localhost:8000.")
+]
+AllowSeen = Annotated[
+    bool,
+    typer.Option("--allow-seen", help="Accept samples that took part in making it; says how many."),
 ]
 
 
@@ -453,11 +458,16 @@ class Made:
             yield f"    {e.control_shift.statement}"
         if e.too_few:
             yield f"    {e.too_few}: no verdict can rest on it"
-        if e.n_seen is None:
-            yield "    whether the probe has seen these samples cannot be told: " + (
-                "its card does not list its own"
-                if self.probe.card.seen is None
-                else "the store does not say what they are; collect it anew"
-            )
-        elif e.n_seen:
-            yield f"    {e.n_seen} of them took part in making the probe"
+        if e.n_seen != 0:
+            yield f"    {seen(self.probe, e.n_seen)}"
+
+
+def seen(made: AnyProbe | Vector, n: int | None) -> str:
+    """How many samples of a set took part in making something, in words."""
+    if n is not None:
+        return f"{n} of these samples took part in making it"
+    return "whether these samples took part in making it cannot be told: " + (
+        "its card does not list its own"
+        if made.card.seen is None
+        else "the store does not say what they are; collect it anew"
+    )

@@ -24,6 +24,7 @@ from ._choices import (
     SelectBy,
 )
 from ._output import (
+    AllowSeen,
     BaseUrl,
     CommandGroup,
     Json,
@@ -66,9 +67,6 @@ Fpr = Annotated[
 Resamples = Annotated[int, typer.Option(min=0, help="Bootstrap draws; 0 leaves the bootstrap out.")]
 AnyModel = Annotated[
     bool, typer.Option("--any-model", help="Accept a store of another model, to measure transfer.")
-]
-AllowSeen = Annotated[
-    bool, typer.Option("--allow-seen", help="Accept samples that made the probe; says how many.")
 ]
 _EVERY_FAMILY: Final = f"{', '.join(Family)}."
 FAMILY: Final = typer.Option(metavar="FAMILY", help=f"Kind of probe: {_EVERY_FAMILY}")

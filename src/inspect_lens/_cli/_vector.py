@@ -13,6 +13,7 @@ from inspect_lens.errors import SpecError
 from ._choices import ExportFormat, VectorFormat
 from ._choices import VectorMethod as Method
 from ._output import (
+    AllowSeen,
     CommandGroup,
     Json,
     Layers,
@@ -21,6 +22,7 @@ from ._output import (
     finite,
     out_folder,
     parse_layers,
+    seen,
     typed_command,
     writable,
 )
@@ -109,6 +111,7 @@ def evaluate(
     any_model: Annotated[
         bool, typer.Option("--any-model", help="Accept a store of another model.")
     ] = False,
+    allow_seen: AllowSeen = False,
     as_json: Json = False,
 ) -> None:
     """Measure how well a vector separates the classes of stores, against random directions.
@@ -125,8 +128,11 @@ def evaluate(
         refuse_other_model(loaded, uri, any_model=any_model)
     for uri in store:
         found = evaluate_vector(
-            loaded, read_set(uri, "store"), rows=_rows(rows) or "mean", seed=seed
-        )
+            loaded, read_set(uri, "store"), rows=_rows(rows) or "mean",
+            allow_seen=allow_seen, seed=seed,
+        )  # fmt: skip
+        if found[0].n_seen != 0:
+            lines.append(f"{uri}: {seen(loaded, found[0].n_seen)}")
         for score in found:
             table.append({"store": uri, **score._asdict()})
             lines.append(

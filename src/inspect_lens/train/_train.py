@@ -209,7 +209,7 @@ def train_probe(
         tied_layers=chosen.tied,
         near_duplicates=tuple(text for texts in copies.values() for text in texts),
     )
-    seen = list_seen(probe, train, selection, control)
+    seen = list_seen(probe.layers, training=train, selection=selection, control=control)
     probe = probe.with_card(sweep=chosen.sweep, thresholds=thresholds, training=facts, seen=seen)
     evaluations = tuple(
         evaluate_probe(

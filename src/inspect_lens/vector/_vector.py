@@ -23,7 +23,7 @@ from inspect_lens._base.artifact import (
     read_artifact,
 )
 from inspect_lens.errors import ArtifactError, SpecError
-from inspect_lens.probe import ModelRef
+from inspect_lens.probe import ModelRef, SeenSamples
 from inspect_lens.spec import RESID_POST, Add, Site, Value, as_array, several
 
 __all__ = ["Vector", "VectorCard", "VectorLike", "VectorTraining", "load_vector", "steering_vector"]
@@ -68,6 +68,8 @@ class VectorCard(ArtifactCard):
     training: VectorTraining | None = None
     separation: tuple[float, ...] = ()
     """AUROC of the direction at each layer on samples that it was not found on."""
+    seen: SeenSamples | None = None
+    """The samples that it was found and its layer chosen on; None where nobody listed them."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

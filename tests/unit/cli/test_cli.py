@@ -145,14 +145,14 @@ def test_a_probe_is_not_judged_on_its_own_samples(run: Run, tmp_path: Path) -> N
     assert "probe_train: 62 of 80 samples were in training" in error
     assert "18 of 80 samples chose the layer" in error
     text, _ = run(*known, "--allow-seen")
-    assert "80 of them took part in making the probe" in text
+    assert "80 of these samples took part in making it" in text
     _, error = run("probe", "evaluate", "p", "acts/control", code=3)
     assert "80 of 80 samples set the threshold" in error
     _, error = run("probe", "report", "p", "acts/probe_train", "--out", "r", code=3)
     assert "were in training" in error
     # What is allowed is marked, and in the table, which the card alone does not fill.
     text, _ = run("probe", "report", "p", "acts/probe_train", "--out", "r", "--allow-seen")
-    assert "80 of them took part in making the probe" in text
+    assert "80 of these samples took part in making it" in text
     html = (tmp_path / "r/report.html").read_text()
     assert "probe_train: 80 of 80 samples took part in making the probe" in html
     assert "<h2>Held-out sets</h2>" not in html

@@ -44,7 +44,13 @@ def test_a_planted_direction_is_found_and_measured() -> None:
     assert vector.card.model.sha256 == "a" * 64
     assert vector.card.command.startswith("inspect-lens")
 
+    # Samples that it was found on, or its layer chosen on, say nothing of new ones.
+    with pytest.raises(SpecError, match=r"60 of 80 samples were in training.*20 of 80 samples chos"):
+        run("evaluate", "v", "s/train")
+    (score,) = run("evaluate", "v", "s/train", "--allow-seen")["scores"]
+    assert score["n_seen"] == 80
     (score,) = run("evaluate", "v", "s/test")["scores"]
+    assert score["n_seen"] == 0
     assert score["auroc"] > 0.98
     assert 0.5 < score["random_auroc"] < score["auroc"]
     assert score["length"] == pytest.approx(4.0, rel=0.2)

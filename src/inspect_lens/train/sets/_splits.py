@@ -21,6 +21,7 @@ from inspect_lens.probe import (
     find_label_source,
     required_negatives,
 )
+from inspect_lens.vector import Vector
 
 from ._dataset import ActivationSet
 
@@ -252,34 +253,31 @@ _DONE: Final = {
 }
 
 
-def list_seen(
-    probe: AnyProbe, train: ActivationSet, selection: ActivationSet, control: ActivationSet
-) -> SeenSamples:
-    """The samples of three sets, for the card."""
-    sets = (train, selection, control)
-    by: Literal["content", "activations"] = "content"
-    if not all(data.contents for data in sets):
-        by = "activations"
-    first, second, third = (data.shown(by, probe.layers) or [] for data in sets)
-    return SeenSamples.of(by, training=first, selection=second, control=third)
+def list_seen(layers: Sequence[int], **sets: ActivationSet | None) -> SeenSamples:
+    """The samples of sets by their role, for the card."""
+    there = {role: data for role, data in sets.items() if data is not None}
+    known = all(data.contents for data in there.values())
+    by: Literal["content", "activations"] = "content" if known else "activations"
+    shown = {role: data.shown(by, layers) or [] for role, data in there.items()}
+    return SeenSamples.of(by, **shown)
 
 
-def count_seen(probe: AnyProbe, data: ActivationSet) -> int | None:
-    """Samples of a set that took part in making a probe; None where that cannot be told."""
+def count_seen(probe: AnyProbe | Vector, data: ActivationSet) -> int | None:
+    """Samples of a set that took part in making it; None where that cannot be told."""
     found = find_seen(probe, data)
     return None if found is None else len({i for part in found.values() for i in part})
 
 
 def refuse_seen(
-    probe: AnyProbe,
+    probe: AnyProbe | Vector,
     data: ActivationSet,
     *,
     roles: tuple[str, ...] = ("training", "selection", "control", "calibration"),
 ) -> None:
-    """Refuse a set that holds samples which took part in making a probe.
+    """Refuse a set that holds samples which took part in making a probe or a vector.
 
     Args:
-        probe: with or without a list of its samples.
+        probe: or vector, with or without a list of its samples.
         data: the set.
         roles: parts that count.
 
@@ -305,18 +303,19 @@ def refuse_seen(
     found = {role: part for role, part in (find_seen(probe, data) or {}).items() if role in roles}
     if not found:
         return
+    kind = "vector" if isinstance(probe, Vector) else "probe"
     n, parts = len(data), []
     for role, part in found.items():
         names = ", ".join(repr(data.ids[i]) for i in part[:3])
         parts.append(f"{len(part)} of {n} samples {_DONE[role]}, such as {names}")
     raise SpecError(
-        f"{data.name}: {'; '.join(parts)} (probe {probe.name!r}); allowed are samples that took no "
-        "part in making the probe; leave these out, or pass allow_seen=True to "
+        f"{data.name}: {'; '.join(parts)} ({kind} {probe.name!r}); allowed are samples that took "
+        f"no part in making the {kind}; leave these out, or pass allow_seen=True to "
         "measure on what it knows"
     )
 
 
-def find_seen(probe: AnyProbe, data: ActivationSet) -> dict[str, list[int]] | None:
+def find_seen(probe: AnyProbe | Vector, data: ActivationSet) -> dict[str, list[int]] | None:
     seen = probe.card.seen
     shown = None if seen is None else data.shown(seen.by, probe.layers)
     return None if seen is None or shown is None else seen.find(shown)

@@ -21,7 +21,7 @@ from inspect_lens.train.families._direction import (
 from inspect_lens.train.families._logistic import LogisticProbe
 from inspect_lens.train.judging._select import separation
 from inspect_lens.train.sets._dataset import ActivationSet
-from inspect_lens.train.sets._splits import require_apart
+from inspect_lens.train.sets._splits import count_seen, list_seen, refuse_seen, require_apart
 from inspect_lens.vector import Vector, VectorCard, VectorTraining
 
 __all__ = [
@@ -234,6 +234,7 @@ def extract_vector(
             on_policy=on_policy,
         ),
         separation=tuple(areas),
+        seen=list_seen(kept, training=data, selection=selection),
         notes=one_or_several(notes),
         command=command,
     )
@@ -309,10 +310,17 @@ class VectorScore(NamedTuple):
     """Distance of the class means along the direction, in units of the residual stream."""
     random_auroc: float
     """Largest AUROC, on either side of 0.5, of 20 random directions: what chance reaches."""
+    n_seen: int | None = None
+    """Samples of the set that made the vector; None where its card or the set does not tell."""
 
 
 def evaluate_vector(
-    vector: Vector, data: ActivationSet, *, rows: VectorRows = "mean", seed: int = 0
+    vector: Vector,
+    data: ActivationSet,
+    *,
+    rows: VectorRows = "mean",
+    allow_seen: bool = False,
+    seed: int = 0,
 ) -> tuple[VectorScore, ...]:
     """Measure how well the directions of a vector separate the classes of a set.
 
@@ -322,13 +330,14 @@ def evaluate_vector(
         vector: with a direction at one of the set's layers at least.
         data: with both classes; label 1 is what a positive scale moves to.
         rows: what one row of a sample is.
+        allow_seen: measure also on samples that the vector was found or its layer chosen on.
         seed: of the random directions.
 
     Returns:
         One score for each layer that both have.
 
     Raises:
-        SpecError: no common layer, another width, or a class is missing.
+        SpecError: no common layer, another width, a class is missing, or samples made the vector.
 
     Example:
         ```python
@@ -348,8 +357,10 @@ def evaluate_vector(
             f"positive and {data.n_negative} negative; vector {vector.name!r} allows layers "
             f"{list(vector.layers)} of width {vector.card.hidden}, and both classes"
         )
+    if not allow_seen:
+        refuse_seen(vector, data)
     rng = np.random.default_rng(seed)
-    made = []
+    n_seen, made = count_seen(vector, data), []
     for layer in shared:
         found = rows_at(data, layer, rows)
         x = found.x.astype(np.float64)
@@ -364,6 +375,7 @@ def evaluate_vector(
                 separation=separation(along, found.positive),
                 length=float(along[found.positive].mean() - along[~found.positive].mean()),
                 random_auroc=max(max(a, 1.0 - a) for a in chance),
+                n_seen=n_seen,
             )
         )
     return tuple(made)
