@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.errors import NotCapturedError, SpecError, UnsupportedError
-from inspect_lens.spec import TensorData, as_array, as_tensor_data
+from inspect_lens.spec import TensorData, as_array, as_indices, as_tensor_data
 
 __all__ = ["AttentionFacts", "Head", "QueriesKeys", "Span", "attention_patterns"]
 
@@ -207,7 +207,7 @@ def sums_over(
 ) -> NDArray[np.float32]:
     """(heads, queries, spans) sums of the pattern over ranges of keys."""
     asked = _asked(q, k, facts, heads, queries)
-    found = np.zeros((len(heads), len(asked.queries), len(spans)), dtype=np.float32)
+    found = np.zeros((len(asked.heads), len(asked.queries), len(spans)), dtype=np.float32)
     for i, rows, weights in _blocks(q, k, asked):
         for j, (first, stop) in enumerate(spans):
             found[i, rows, j] = weights[:, first:stop].sum(axis=1)
@@ -225,7 +225,7 @@ def mean_over(
     asked = _asked(q, k, facts, heads, queries)
     if not len(asked.queries):
         raise SpecError("queries: none; a mean needs one at least")
-    found = np.zeros((len(heads), len(k)), dtype=np.float64)
+    found = np.zeros((len(asked.heads), len(k)), dtype=np.float64)
     for i, _, weights in _blocks(q, k, asked):
         found[i] += weights.sum(axis=0, dtype=np.float64)
     return (found / len(asked.queries)).astype(np.float32)
@@ -243,7 +243,7 @@ def check_span(span: Span, n_tokens: int) -> None:
 
 class _Asked(NamedTuple):
     facts: AttentionFacts
-    heads: list[int]
+    heads: Sequence[int]
     queries: NDArray[np.int64]
 
 
@@ -263,12 +263,9 @@ def _asked(
             f"and ({n}, {facts.num_kv_heads}, {size}): tokens, heads, head size of one layer, of "
             "all tokens from position 0"
         )
-    chosen = list(range(facts.num_heads)) if heads is None else [int(head) for head in heads]
-    if wrong := [head for head in chosen if not 0 <= head < facts.num_heads]:
-        raise SpecError(f"heads: {wrong}; the layer has heads 0 to {facts.num_heads - 1}")
-    at = np.arange(n) if queries is None else np.asarray(queries, dtype=np.int64).reshape(-1)
-    if outside := [int(p) for p in at if not -n <= p < n]:
-        raise SpecError(f"queries: {outside}; there are {n} tokens, from 0 or back from -1")
+    every = range(facts.num_heads)
+    chosen = every if heads is None else as_indices("heads", heads, len(every)).tolist()
+    at = np.arange(n) if queries is None else as_indices("queries", queries, n, low=-n)
     return _Asked(facts, chosen, np.where(at < 0, at + n, at))
 
 

@@ -29,6 +29,7 @@ from inspect_lens.spec import (
     Splice,
     SpliceMode,
     as_array,
+    as_indices,
     as_tensor_data,
 )
 
@@ -181,7 +182,7 @@ class SparseEncoder:
 
         Args:
             rows: (rows, hidden) float.
-            latents: numbers of the features, from 0 on; all of them by default.
+            latents: numbers of the features, from 0 on, or a mask of all; all by default.
             smallest: what `top_k_limit(rows)` gave for the same rows, to save that work for further
                 latents.
 
@@ -249,13 +250,7 @@ class SparseEncoder:
         return x
 
     def _latents(self, latents: Sequence[int] | NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-        chosen = np.asarray(latents, dtype=np.int64)
-        wrong = chosen[(chosen < 0) | (chosen >= len(self.weight))]
-        if wrong.size:
-            raise SpecError(
-                f"latents: {int(wrong[0])}; this sparse autoencoder has 0 to {len(self.weight) - 1}"
-            )
-        return chosen
+        return as_indices("latents", latents, len(self.weight))
 
     def _repr_params_(self) -> dict[str, Any]:
         """What Inspect logs for this object: its identity, and no tensor."""

@@ -402,13 +402,13 @@ def _vectors(
         raise SpecError(f"controls={unknown}; allowed are {', '.join(get_args(Control))}, or none")
     plans = []
     for one in loaded:
-        at = [one.default_layer()] if layers is None else layers
+        at = [one.default_layer()] if layers is None else dict.fromkeys(several(layers))
         sources: list[tuple[CellKind, Vector]] = [("vector", one)]
         for control in dict.fromkeys(controls):
             draw = one.random_control if control == "random" else one.orthogonal_control
             sources += [(control, draw(seed + i)) for i in range(draws)]
         for kind, source in sources:
-            for layer in [at] if isinstance(at, int) else at:
+            for layer in at:
                 # One tensor per layer: every scale shares its content and its file.
                 unit = source.to_steering(layer, 1.0, norm_match=norm_match, positions=positions)
                 plans += [

@@ -32,6 +32,7 @@ __all__ = [
     "DType",
     "TensorData",
     "as_array",
+    "as_indices",
     "as_tensor_data",
     "decode_saved",
     "decode_tensor",
@@ -375,6 +376,21 @@ def as_array(value: object) -> NDArray[Any]:
     plain = tensor.detach().to("cpu")
     is_short = plain.is_floating_point() and plain.element_size() < 4
     return cast("NDArray[Any]", (plain.float() if is_short else plain).numpy())
+
+
+def as_indices(field: str, value: object, n: int, *, low: int = 0) -> NDArray[np.int64]:
+    """Numbers of some of n things, from `low` on; a mask (n,) names those that are set."""
+    found = as_array(value).reshape(-1)
+    if found.dtype == np.bool_:
+        if found.size != n:
+            raise SpecError(f"{field}: a mask of {found.size}; allowed is one of {n}, or numbers")
+        return np.flatnonzero(found)
+    if found.size and found.dtype.kind not in "iu":
+        raise SpecError(f"{field}={shown(value)}; allowed are whole numbers, or a mask of {n}")
+    wrong = found[(found < low) | (found >= n)]
+    if wrong.size:
+        raise SpecError(f"{field}: {wrong[:3].tolist()}; allowed are {low} to {n - 1}")
+    return found.astype(np.int64)
 
 
 def _torch_of(value: object) -> Any:

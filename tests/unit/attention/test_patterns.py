@@ -226,12 +226,15 @@ def test_what_does_not_fit_is_refused() -> None:
     q, k = captured["attn_q"][0], captured["attn_k"][0]
     for ask, message in (
         (lambda: attention_patterns(q[:3], k, META), "of one layer"),
-        (lambda: attention_patterns(q, k, META, heads=[4]), "heads 0 to 3"),
-        (lambda: attention_patterns(q, k, META, queries=[6]), "there are 6 tokens"),
+        (lambda: attention_patterns(q, k, META, heads=[4]), r"heads: \[4\]; allowed are 0 to 3"),
+        (
+            lambda: attention_patterns(q, k, META, queries=[6]),
+            r"queries: \[6\]; allowed are -6 to 5",
+        ),
         (lambda: found.attention_to([(3, 0)], [(2, 2)]), r"span=\(2, 2\)"),
         (lambda: found.attention_to([(3, 0)], [(0, 7)]), "there are 6 tokens"),
         (lambda: found.mean_attention([(3, 0)], queries=[]), "a mean needs one"),
-        (lambda: found.mean_attention([(3, -1)]), "heads 0 to 3"),
+        (lambda: found.mean_attention([(3, -1)]), r"heads: \[-1\]; allowed are 0 to 3"),
         (lambda: found.patterns(4), r"layers \[3, 7\]"),
         (lambda: found.attention_to([], [(0, 1)]), "heads: none"),
         (lambda: AttentionFacts.of({"scale": 1.0}), "no num_heads, num_kv_heads, head_size"),

@@ -45,7 +45,9 @@ def test_a_planted_direction_is_found_and_measured() -> None:
     assert vector.card.command.startswith("inspect-lens")
 
     # Samples that it was found on, or its layer chosen on, say nothing of new ones.
-    with pytest.raises(SpecError, match=r"60 of 80 samples were in training.*20 of 80 samples chos"):
+    with pytest.raises(
+        SpecError, match=r"60 of 80 samples were in training.*20 of 80 samples chos"
+    ):
         run("evaluate", "v", "s/train")
     (score,) = run("evaluate", "v", "s/train", "--allow-seen")["scores"]
     assert score["n_seen"] == 80

@@ -114,7 +114,7 @@ def test_several_latents_are_set_and_some_are_a_reconstruction(tmp_path: Path) -
     for row, step, decoded in zip(ROWS, moved, sae.decode(only).numpy(), strict=True):
         np.testing.assert_allclose(run_program(row, several.program(0)) - row, step, atol=2e-3)
         np.testing.assert_allclose(run_program(row, whole.program(0)), decoded, atol=2e-3)
-    with pytest.raises(SpecError, match="this sparse autoencoder has 0 to"):
+    with pytest.raises(SpecError, match="allowed are 0 to"):
         made.reconstruction([10**6])
 
 
@@ -243,6 +243,12 @@ def test_wrong_rows_latents_and_files_are_refused(tmp_path: Path) -> None:
         made.activations(np.full((1, H), np.nan))
     with pytest.raises(SpecError, match=f"0 to {N - 1}"):
         made.activations(ROWS, [N])
+    with pytest.raises(SpecError, match=r"latents=\[0.5\]; allowed are whole numbers, or a mask"):
+        made.activations(ROWS, [0.5])
+    with pytest.raises(SpecError, match=f"a mask of 2; allowed is one of {N}"):
+        made.activations(ROWS, [True, False])
+    mask = np.isin(np.arange(N), [1, 4])
+    np.testing.assert_array_equal(made.activations(ROWS, mask), made.activations(ROWS, [1, 4]))
     file = tmp_path / "sae_weights.safetensors"
     tensors = load_file(file)
     save_file({k: v for k, v in tensors.items() if k != "W_dec"}, file)

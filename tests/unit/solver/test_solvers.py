@@ -149,7 +149,7 @@ def test_a_sweep_sends_each_cell_once_at_the_same_time() -> None:
     with FakeLensServer(delay_s=0.2) as server:
         log = run(
             server,
-            steering_sweep("tiny/v", [-1, 0, 2], layers=[1, LAYER], scorer=says_steered()),
+            steering_sweep("tiny/v", [-1, 0, 2], layers=[1, LAYER, 1], scorer=says_steered()),
             n=1,
         )
         bodies = [sent(body) for body in server.requests]

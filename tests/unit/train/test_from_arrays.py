@@ -116,6 +116,9 @@ def test_pooled_rows_of_any_kind(kind: str) -> None:
     expected = tensor.detach().bfloat16().float().numpy() if kind == "bfloat16" else x
     np.testing.assert_array_equal(np.stack([a[:, 0] for a in data.acts]), expected)
     assert data.ids == tuple("abcdef")
+    assert data.subset(data.labels).ids == data.subset([1, 3, -1]).ids == ("b", "d", "f")
+    with pytest.raises(SpecError, match=r"index: \[6\]; allowed are -6 to 5"):
+        data.subset([6])
     assert fit_on(LogisticProbe(), data, 9)
 
 

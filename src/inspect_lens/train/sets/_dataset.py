@@ -28,7 +28,7 @@ from inspect_lens.probe import (
     sentence_ends,
     write_atomic,
 )
-from inspect_lens.spec import Positions, TensorData, parse_positions
+from inspect_lens.spec import Positions, TensorData, as_indices, parse_positions
 
 __all__ = ["ActivationSet"]
 
@@ -514,8 +514,8 @@ class ActivationSet:
         return made
 
     def subset(self, index: ArrayLike, *, name: str | None = None) -> Self:
-        """The samples at the given indices, in that order."""
-        picks = [int(i) for i in np.asarray(index)]
+        """The samples at the given indices, in that order, or those that a mask sets."""
+        picks = as_indices("index", index, len(self), low=-len(self)).tolist()
         return type(self)(acts=tuple(self.acts[i] for i in picks), **self._part(picks, name))
 
     def _part(self, picks: Sequence[int], name: str | None) -> dict[str, Any]:

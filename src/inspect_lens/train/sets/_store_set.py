@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from inspect_lens._base.progress import progress_bar
 from inspect_lens.data import ActivationStore, read_layer, read_records
 from inspect_lens.errors import SpecError
+from inspect_lens.spec import as_indices
 
 from ._dataset import ActivationSet, Pieces, read_facts
 
@@ -227,7 +228,7 @@ class StoreSet(ActivationSet):
         Raises:
             SpecError: a sample is named twice.
         """
-        picks = [int(i) for i in np.asarray(index)]
+        picks = as_indices("index", index, len(self), low=-len(self)).tolist()
         if len(set(picks)) != len(picks):
             raise SpecError(
                 f"{self.name}: a sample is named twice; allowed of a store is each once; use "
