@@ -455,12 +455,17 @@ def events_of(lines: Iterable[str]) -> Iterator[SweepEvent]:
         if kind == "start":
             yield _start(found)
         elif kind == "floor":
-            yield FloorFound(found["floor"])
+            yield FloorFound(float(found["floor"]))
         else:
             share = math.nan if found["recovered"] is None else found["recovered"]
-            cell = PatchCell(found["layer"], found["position"], found["value"], share)
-            yield CellDone(cell, RunScore(found["logprob"], found["foil_logprob"]))
+            cell = PatchCell(found["layer"], found["position"], float(found["value"]), share)
+            yield CellDone(cell, _score(found["logprob"], found["foil_logprob"]))
     raise CaptureError("patch sweep: the response ended before the sweep did; ask again")
+
+
+def _score(logprob: float | str, foil_logprob: float | str | None) -> RunScore:
+    # In JSON, NaN and infinity are texts.
+    return RunScore(float(logprob), None if foil_logprob is None else float(foil_logprob))
 
 
 def _start(found: Mapping[str, Any]) -> PatchSweep:
@@ -468,7 +473,7 @@ def _start(found: Mapping[str, Any]) -> PatchSweep:
     for name in ("layers", "positions", "tokens", "clean_tokens"):
         facts[name] = tuple(facts[name])
     for name in ("clean", "corrupted"):
-        facts[name] = RunScore(**facts[name])
+        facts[name] = _score(**facts[name])
     empty = np.full((len(facts["layers"]), len(facts["positions"])), np.nan)
     foil = None if facts["foil"] is None else empty
     return PatchSweep(**facts, floor=math.nan, logprob=empty, foil_logprob=foil)

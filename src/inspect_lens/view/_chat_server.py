@@ -19,7 +19,7 @@ from inspect_lens.errors import LensError, SpecError
 from inspect_lens.spec import explain
 
 from ._chat_talk import ChatTalk
-from ._page import render
+from ._page import page_json, render
 
 __all__ = ["ChatPage"]
 
@@ -210,7 +210,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._begin(HTTPStatus.OK, "application/x-ndjson")
         with contextlib.suppress(OSError), contextlib.closing(events):
             for event in events:
-                self.wfile.write(json.dumps(event, allow_nan=False).encode() + b"\n")
+                self.wfile.write(page_json(event) + b"\n")
 
     def _body(self) -> bytes | None:
         try:

@@ -176,7 +176,7 @@ class ChatTalk:
                         yield {"event": "tokens", "text": _said(choice), "tokens": tokens}
                 for part in event.get(PARTIAL_KEY, ()):
                     scores = Partial.from_json(part).scores[self.setup.probe or ""]
-                    yield {"event": "scores", "scores": [_plain(score) for score in scores]}
+                    yield {"event": "scores", "scores": list(scores)}
                 if (receipt := event.get("inspect_lens")) is not None:
                     done = read_as(Receipt, receipt, at="inspect_lens")
                     yield from self._end(done, event.get("activations"))
@@ -224,7 +224,7 @@ class ChatTalk:
             rows = [
                 [
                     [
-                        {"id": int(i), "text": texts[int(i)], "p": math.exp(float(p))}
+                        {"id": int(i), "text": texts[int(i)], "p": _chance(float(p))}
                         for i, p in zip(ids, chances, strict=True)
                     ]
                     for ids, chances in zip(*layers, strict=True)
@@ -234,8 +234,7 @@ class ChatTalk:
             first = table.positions[0] - receipt.n_prompt if table.positions else 0
             yield {"event": "lens", "first": first, "layers": list(table.layers), "rows": rows}
         for found in receipt.probes or ():
-            score = None if found.score is None else _plain(found.score)
-            yield {"event": "pooled", "score": score, "aggregate": found.aggregate}
+            yield {"event": "pooled", "score": found.score, "aggregate": found.aggregate}
 
     def _texts_of(self, ids: Sequence[int]) -> dict[int, str]:
         """Texts of tokens: of a tokenizer on this machine, or else of the server's."""
@@ -401,7 +400,7 @@ def _tokens(choice: Mapping[str, Any]) -> list[dict[str, Any]]:
         {
             # vLLM has this sign for a token that is only a part of a character.
             "text": "" if item["token"] == "\ufffd" else item["token"],
-            "p": math.exp(min(0.0, item["logprob"])),
+            "p": _chance(item["logprob"]),
             "id": ids[k] if k < len(ids) else None,
         }
         for k, item in enumerate(listed)
@@ -412,5 +411,8 @@ def _said(choice: Mapping[str, Any]) -> str:
     return str((choice.get("delta") or {}).get("content") or "")
 
 
-def _plain(score: float) -> float | None:
-    return score if math.isfinite(score) else None
+def _chance(logprob: float | None) -> float | None:
+    """None where the model computed no number, which is null in vLLM's JSON."""
+    if logprob is None or math.isnan(logprob):
+        return None
+    return math.exp(min(0.0, logprob))

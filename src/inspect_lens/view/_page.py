@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import gzip
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -14,8 +13,14 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from numpy.typing import NDArray
+from pydantic_core import to_json
 
 from inspect_lens.probe import Statistic
+
+
+def page_json(value: object) -> bytes:
+    """JSON for the scripts of a page, where NaN and infinity are null."""
+    return to_json(value, inf_nan_mode="null")
 
 
 def render(template: str, **values: Any) -> str:
@@ -31,9 +36,7 @@ def _environment() -> Environment:
         lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
     # Facts of a page; jinja2 writes "<" in them so that nothing can end their element.
-    made.policies["json.dumps_kwargs"] = {
-        "separators": (",", ":"), "ensure_ascii": False, "allow_nan": False
-    }  # fmt: skip
+    made.policies["json.dumps_function"] = lambda facts, **_: page_json(facts).decode()
     # Style sheets and scripts of ours, as they are.
     made.globals["asset"] = lambda name: Markup(loader.get_source(made, name)[0])
     made.filters["base64"] = lambda content: base64.b64encode(content).decode()
@@ -216,7 +219,7 @@ def _ordinary(values: NDArray[np.float32]) -> NDArray[np.float32]:
 
 def pack_sample(sample: SampleView, table: TokenTable, spread: Sequence[Range]) -> str:
     """The block of one sample, as base64."""
-    header = json.dumps(
+    header = page_json(
         {
             "calls": [
                 {
@@ -228,9 +231,8 @@ def pack_sample(sample: SampleView, table: TokenTable, spread: Sequence[Range]) 
                 for call in sample.calls
             ],
             "read": [_runs(row) for row in sample.read],
-        },
-        separators=(",", ":"),
-    ).encode()  # fmt: skip
+        }
+    )  # fmt: skip
     indices = table.indices(sample)
     planes = [(indices >> shift & 255).astype(np.uint8).tobytes() for shift in (0, 8, 16)]
     for i, where in enumerate(spread):

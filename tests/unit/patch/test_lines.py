@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
+from inspect_lens._base.http import json_bytes
 from inspect_lens._patching.sweep import (
     EventLines,
     FloorFound,
@@ -30,7 +33,7 @@ SPEC = SweepSpec(
 def lines_of(spec: SweepSpec) -> list[str]:
     made = EventLines()
     lines = [made.line(event) for event in sweep(ToyRuns(), spec)]
-    return [json.dumps(line, allow_nan=False) for line in (*lines, made.end())]
+    return [json_bytes(line).decode() for line in (*lines, made.end())]
 
 
 @pytest.mark.parametrize("foil", [" Sar", None])
@@ -39,6 +42,17 @@ def test_lines_are_the_sweep_to_the_bit(foil: str | None) -> None:
     found, wanted = gather(events_of(lines_of(spec))), gather(sweep(ToyRuns(), spec))
     assert found.to_json() == wanted.to_json()
     np.testing.assert_array_equal(found.logprob, wanted.logprob)
+
+
+def test_cells_without_a_number_do_not_end_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    def logprobs(self: ToyRuns, runs: Sequence[Any], *args: Any) -> Iterator[Any]:
+        yield from ((i, (math.nan, -math.inf)) for i in range(len(runs)))
+
+    monkeypatch.setattr(ToyRuns, "logprobs", logprobs)
+    found = gather(events_of(lines_of(SPEC)))
+    assert np.isnan(found.logprob).all()
+    assert found.foil_logprob is not None
+    assert np.isneginf(found.foil_logprob).all()
 
 
 def test_the_floor_comes_before_the_first_cell_and_only_rises() -> None:

@@ -65,8 +65,9 @@ class Answers(BaseHTTPRequestHandler):
         self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
         self.send_response(200)
         self.end_headers()
-        token = {"token": " a", "logprob": -0.5}
-        choice = {"delta": {"content": " a"}, "logprobs": {"content": [token]}, "token_ids": [7]}
+        # The second is NaN in the engine.
+        tokens = [{"token": " a", "logprob": -0.5}, {"token": " b", "logprob": None}]
+        choice = {"delta": {"content": " a"}, "logprobs": {"content": tokens}, "token_ids": [7, 8]}
         scores = {"index": 0, "probes": {"lies": [float("nan"), 0.25]}}
         read = {"name": "lies", "sha256": "0", "aggregate": "max", "score": math.inf, "n_tokens": 2}
         told = {"n_prompt": 1, "n_completion": 2, "probes": [read], "cache_salted": False}
@@ -104,7 +105,10 @@ def test_who_stops_an_answer_stops_the_server(server: Endless) -> None:
             first, second, third = (json.loads(next(lines)) for _ in range(3))
             assert not server.gone.is_set()
         assert server.gone.wait(10), "the server is told that nobody reads on"
-    assert first["tokens"] == [{"text": " a", "p": pytest.approx(0.6065, abs=1e-4), "id": 7}]
+    assert first["tokens"] == [
+        {"text": " a", "p": pytest.approx(0.6065, abs=1e-4), "id": 7},
+        {"text": " b", "p": None, "id": 8},
+    ]
     assert second == {"event": "scores", "scores": [None, 0.25]}, "NaN is no JSON"
     assert third == {"event": "pooled", "score": None, "aggregate": "max"}, "nor is infinity"
     (asked,) = server.bodies

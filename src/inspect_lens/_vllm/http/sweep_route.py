@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import queue
 import threading
 import uuid
@@ -14,6 +13,7 @@ from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 
+from inspect_lens._base.http import json_bytes
 from inspect_lens._base.token_texts import TokenTexts
 from inspect_lens._engine.protocol.processes import as_exception
 from inspect_lens._patching.runs import (
@@ -209,7 +209,7 @@ class Sweeps:
             body = refusal(error)
             return JSONResponse(body, status_code=body["error"]["code"])
 
-        async def answer() -> AsyncGenerator[str, None]:
+        async def answer() -> AsyncGenerator[bytes, None]:
             async with contextlib.aclosing(lines):
                 yield first
                 async for line in lines:
@@ -228,8 +228,8 @@ class Sweeps:
 
     async def _lines(
         self, runs: ServerRuns, specs: Sequence[SweepSpec], client: str
-    ) -> AsyncGenerator[str, None]:
-        """All lines as text; whoever closes it ends the sweep. The first one may raise."""
+    ) -> AsyncGenerator[bytes, None]:
+        """All lines as JSON; whoever closes it ends the sweep. The first one may raise."""
         found, n = _found(runs, specs), 0
         loop = asyncio.get_running_loop()
         self._running[runs] = client
@@ -241,7 +241,7 @@ class Sweeps:
         try:
             while (line := await asyncio.to_thread(_next, found)) is not None:
                 unread = loop.call_later(UNREAD_S, end)
-                yield json.dumps(line, allow_nan=False) + "\n"
+                yield json_bytes(line) + b"\n"
                 unread.cancel()
                 n += 1
                 if runs.is_stopped:
@@ -252,7 +252,7 @@ class Sweeps:
         except Exception as error:
             if not n:
                 raise
-            yield json.dumps(refusal(error)) + "\n"  # the status is sent
+            yield json_bytes(refusal(error)) + b"\n"  # the status is sent
         finally:
             end()
 

@@ -167,7 +167,7 @@ function tipFor(turn, i) {
   return { word: shown(token.text), rows, layers: layersFor(turn, i), next: turn.tokens[i + 1] };
 }
 
-const percent = (p) => (p >= 0.0995 ? `${Math.round(p * 100)}%` : p >= 0.001 ? `${(p * 100).toFixed(1)}%` : "<0.1%");
+const percent = (p) => (p === null ? "–" : p >= 0.0995 ? `${Math.round(p * 100)}%` : p >= 0.001 ? `${(p * 100).toFixed(1)}%` : "<0.1%");
 
 function layersFor(turn, i) {
   const row = turn.lens && turn.lens.rows[i - turn.lens.first];
