@@ -15,6 +15,7 @@ import os
 import random
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -42,6 +43,8 @@ _AGAIN: Final = frozenset({408, 425, 429})
 _LONGEST_PAUSE_S: Final = 30.0
 _DEAD_MOST: Final = 1 << 14
 """Alerts that wait for the disk."""
+_MOST_BYTES: Final = 64 << 20
+"""Of alerts that wait for the webhook, with their texts; as much again may wait for the disk."""
 _EXIT_S: Final = 5.0
 """Seconds that a process gives the one on its way when it ends, and the disk behind it."""
 _THREAD: Final = "inspect-lens-alerts"
@@ -108,6 +111,8 @@ class Alerts:
         self._dead: deque[_Dead] = deque()
         self._changed = threading.Condition()
         self._has_begun = self._is_ending = False
+        self._n_bytes = 0
+        """Of all alerts of which it is open what becomes of them."""
         self._threads = Threads(_THREAD, "alerts", self._send_next, self._bury_next)
         self._told: set[str] = set()
         """What has been said once of alerts that nobody took."""
@@ -128,9 +133,10 @@ class Alerts:
                 self._has_begun = True
                 atexit.register(self.close)
             self._threads.begin()
+            self._n_bytes += _size(alert)
             if self._is_ending:
                 self._bury(alert, "the process ended", 0)
-            elif len(self._waiting) < self.config.waiting:
+            elif len(self._waiting) < self.config.waiting and self._n_bytes <= _MOST_BYTES:
                 self._waiting.append(alert)
             else:
                 self._bury(alert, f"{len(self._waiting)} alerts were waiting", 0)
@@ -185,7 +191,7 @@ class Alerts:
                     if why:
                         self._bury(alert, why, tries)
                     else:
-                        self._count("delivered")
+                        self._count("delivered", alert)
                     self._current = None
                 self._changed.notify_all()
 
@@ -225,8 +231,8 @@ class Alerts:
 
     def _bury(self, alert: dict[str, Any], why: str, tries: int) -> None:
         with self._changed:
-            if len(self._dead) >= _DEAD_MOST:
-                self._count("lost")
+            if len(self._dead) >= _DEAD_MOST or self._n_bytes > 2 * _MOST_BYTES:
+                self._count("lost", alert)
                 self._tell("lost", "alerts are lost: too many wait for the file of dead letters")
                 return
             self._dead.append(_Dead(alert, why, tries))
@@ -250,12 +256,13 @@ class Alerts:
             why = f"the file of dead letters takes none ({reason})"
             self._tell(status, f"alerts are lost: {why}")
         with self._changed:
-            for _ in dead:
+            for one in dead:
                 self._dead.popleft()
-                self._count(status)
+                self._count(status, one.alert)
             self._changed.notify_all()
 
-    def _count(self, status: str) -> None:
+    def _count(self, status: str, alert: dict[str, Any]) -> None:
+        self._n_bytes -= _size(alert)
         self.counts[status] += 1
         add("inspect_lens_alerts_total", 1, status)
 
@@ -265,6 +272,10 @@ class Alerts:
             logger.error(
                 "inspect_lens: %s; further ones are only counted (inspect_lens_alerts_total)", text
             )
+
+
+def _size(alert: dict[str, Any]) -> int:
+    return sum(map(sys.getsizeof, alert.values()))
 
 
 def _append(path: str, data: bytes) -> None:

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,32 @@ def test_a_webhook_that_hangs_holds_nobody_up_and_nothing_is_lost(tmp_path: Path
     assert made.flush(10)
     assert made.counts == {"delivered": 3, "dead": 3}
     assert [one["alert"]["n"] for one in letters(tmp_path)] == [3, 4, 5]
+
+
+def test_long_texts_wait_on_the_disk_and_not_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, has_begun = threading.Event(), threading.Event()
+
+    def send(alert: dict[str, Any]) -> int:
+        has_begun.set()
+        goes_on.wait(20)
+        return 200
+
+    monkeypatch.setattr(alerts, "_MOST_BYTES", 100_000)
+    made = Alerts(config(tmp_path), send)
+    for n in range(12):
+        made.put({"n": n, "prompt": "x" * 20_000})
+        assert has_begun.wait(10)
+        while made._dead:  # until the disk has them
+            time.sleep(0.001)
+    assert made.describe()["waiting"] == 3, "and one is on its way"
+    assert made._n_bytes <= 100_000
+    assert len(letters(tmp_path)) == 8
+    goes_on.set()
+    assert made.flush(10)
+    assert made.counts == {"delivered": 4, "dead": 8}
+    assert made._n_bytes == 0
 
 
 def test_a_process_that_ends_writes_what_waits(tmp_path: Path) -> None:
