@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 from gallery._chart import draw
@@ -16,13 +15,32 @@ from tests.kit.figures._canvas import PALETTES
 
 __all__ = ["PAGES", "page", "replication_files", "replication_link", "replications_markdown"]
 
-PAGES: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
-    "lies": ("Lies, and a judge of them", ("lies", "agent", "cascade")),
-    "directions": ("Directions of truth, concepts, refusal and mood",
-                   ("truth", "concepts", "refusal", "steering")),
-    "mechanisms": ("Attention, languages and facts", ("injection", "languages", "fact")),
-}  # fmt: skip
-"""Pages of the documentation by file: the heading, and the replications on it."""
+PAGES: Final[Mapping[str, tuple[str, str, tuple[str, ...]]]] = {
+    "lies": (
+        "Lies, and a judge of them",
+        "This page shows how far a probe for lies carries. You see whether one that learned lies "
+        "told under orders also finds lies told in a role and denials of a secret, whether it can "
+        "stop a false tool call before the tool runs, and whether a second model that judges the "
+        "unclear cases helps.",
+        ("lies", "agent", "cascade"),
+    ),
+    "directions": (
+        "Directions of truth, concepts, refusal and mood",
+        "Many papers find that a model keeps a property, such as the truth of a statement or the "
+        "wish to refuse, as one direction of its activations. This page shows which of their "
+        "results appear in models that are small enough for a laptop.",
+        ("truth", "concepts", "refusal", "steering"),
+    ),
+    "mechanisms": (
+        "Attention, languages and facts",
+        "This page repeats three results about how a model works: what attention shows of a prompt "
+        "injection, which language a model passes through in its middle layers, and where it "
+        "keeps a fact. So it also shows what reading attention, a lens and patching can tell you "
+        "about a small model.",
+        ("injection", "languages", "fact"),
+    ),
+}
+"""Pages of the documentation by file: the heading, what one reads it for, and its replications."""
 
 
 def page(
@@ -40,7 +58,7 @@ def page(
     shown = {model: about.show(result["numbers"]) for model, result in results.items()}
     parts = [f"# {about.title}", f"<!-- Made by {made}. -->"]
     for model, result in results.items():
-        parts.append(f"**{result['model']}: {shown[model].verdict}**")
+        parts.append(f"**{result['model']}.** {_sentence(shown[model].verdict)}")
         parts += [
             f"![{shown[model].chart.title}, {result['model']}]"
             f"({figures}/replication-{stem(name, about, model)}-{p}.svg#only-{p})"
@@ -52,12 +70,13 @@ def page(
         "## What is done here",
         about.method,
     ]
+    tables = {model: [_table(table) for table in shown[model].tables] for model in results}
     if about.compare and len(results) > 1:
         by_title = {result["model"]: result["numbers"] for result in results.values()}
         parts += [_table(table) for table in about.compare(by_title)]
-    for model, result in results.items():
-        start = f"{result['model']}: " if len(results) > 1 else ""
-        parts += [_table(replace(t, title=start + t.title)) for t in shown[model].tables]
+        parts += [_folded(f"All tables of {results[m]['model']}", own) for m, own in tables.items()]
+    else:
+        parts += [table for own in tables.values() for table in own]
     parts += [
         "## Run it",
         _command(about, list(results.values())),
@@ -72,6 +91,15 @@ def _table(table: Table) -> str:
     head = f"| {' | '.join(table.columns)} |\n{'|---' * len(table.columns)}|"
     rows = "\n".join(f"| {' | '.join(map(markdown_cell, row))} |" for row in table.rows)
     return f"{table.title}\n\n{head}\n{rows}"
+
+
+def _folded(summary: str, parts: Sequence[str]) -> str:
+    inside = "\n\n".join(parts)
+    return f'<details markdown="1">\n<summary>{summary}</summary>\n\n{inside}\n\n</details>'
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
 def _command(about: Replication, results: Sequence[dict[str, Any]]) -> str:
@@ -109,8 +137,8 @@ def replication_files() -> dict[str, str]:
     """Pages and figures of the documentation, by path from the root."""
     made = {}
     results = _results()
-    for file, (title, names) in PAGES.items():
-        parts = [f"# {title}\n"]
+    for file, (title, opening, names) in PAGES.items():
+        parts = [f"# {title}\n\n{opening}\n"]
         for name in names:
             about, own = REPLICATIONS[name], results[name]
             files = " and ".join(f"gallery/results/{stem(name, about, m)}.json" for m in own)
@@ -132,7 +160,7 @@ def replication_files() -> dict[str, str]:
 
 def replication_link(name: str) -> str:
     """Where a replication is described, from the folder `docs`."""
-    (file,) = (file for file, (_, names) in PAGES.items() if name in names)
+    (file,) = (file for file, (*_, names) in PAGES.items() if name in names)
     anchor = re.sub(r"[^\w\s-]", "", REPLICATIONS[name].title).lower().replace(" ", "-")
     return f"replications/{file}.md#{anchor}"
 
@@ -143,8 +171,7 @@ def replications_markdown() -> str:
     for name, results in _results().items():
         about = REPLICATIONS[name]
         for result in results.values():
-            said = about.show(result["numbers"]).verdict
-            said = said[0].upper() + said[1:]
+            said = _sentence(about.show(result["numbers"]).verdict)
             link = f"[{about.title}]({replication_link(name)})"
             rows.append(f"| {link} | {result['model']} | {said} |")
     return "\n".join(rows)

@@ -184,9 +184,9 @@ def _commands(command: Any, name: str) -> Iterator[str]:
     for option in command.params:
         if option.param_type_name == "option":
             default = "required" if option.required else _default(option.default)
-            rows.append(
-                f"| `{option.opts[0]}` | {default} | {option.help}{_choices(kinds[option.name])} |"
-            )
+            # The help of some options lists their words, because the shell does not.
+            words = "" if option.metavar else _choices(kinds[option.name])
+            rows.append(f"| `{option.opts[0]}` | {default} | {option.help}{words} |")
     yield "\n".join(rows)
     lines = command.epilog.splitlines()[2:]
     yield "\n".join(["```bash", *(line.removeprefix("  ") for line in lines), "```"])

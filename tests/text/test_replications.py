@@ -58,7 +58,7 @@ def test_a_result_names_its_model_weights_and_data(file: str) -> None:
     assert set(found["data"]) == {file.name for file in about.files}
     assert all(len(used["sha256"]) == 64 for used in found["data"].values())
     assert found["command"].startswith(f".venv/bin/python -m gallery {name} --model {model}")
-    (on,) = (on for on, (_, names) in PAGES.items() if name in names)
+    (on,) = (on for on, (*_, names) in PAGES.items() if name in names)
     page = (ROOT / "docs" / "replications" / f"{on}.md").read_text(encoding="utf-8")
     assert found["weights"] in page
     assert found["sha256"] in page
@@ -209,7 +209,8 @@ def test_a_page_of_two_models_has_them_side_by_side() -> None:
     assert "| Other | " in second
     assert "| 0.125 [" in second
     for found, file in ((own, "lies"), (other, "lies-other")):
-        assert f"**{found['model']}: a logistic probe" in both
+        assert f"**{found['model']}.** A logistic probe" in both
+        assert f"<summary>All tables of {found['model']}</summary>" in both
         assert f"(f/replication-{file}-light.svg#only-light)" in both
         assert f"(fingerprint `{found['sha256']}`)" in both
 

@@ -232,33 +232,34 @@ _PACKAGES = ("inspect-lens", "inspect-ai", "torch", *VLLM, "vllm-lens")
 def doctor(
     model: Annotated[
         str,
-        typer.Option("--model", help="Folder of a checkpoint: check it, and show its buffers."),
+        typer.Option("--model", help="Folder of a checkpoint to check; shows its buffers, too."),
     ] = "",
     tokens: Annotated[
         int,
         typer.Option(
-            "--max-num-batched-tokens", min=1, help="Value that vLLM gets, for the buffers."
+            "--max-num-batched-tokens", min=1, help="The value you give vLLM; sizes the buffers."
         ),
     ] = 16384,
     sequences: Annotated[
-        int, typer.Option("--max-num-seqs", min=1, help="Value that vLLM gets, for the buffers.")
+        int,
+        typer.Option("--max-num-seqs", min=1, help="The value you give vLLM; sizes the buffers."),
     ] = 256,
     device: Annotated[
         Literal["cuda", "cpu"] | None,
         typer.Option("--device", help="Device of the buffers; a GPU if there is one, by default."),
     ] = None,
     base_url: Annotated[
-        str, typer.Option("--base-url", help="Server that runs: show what its engine refused, too.")
+        str, typer.Option("--base-url", help="Address of a running server, to check that, too.")
     ] = "",
     api_key: Annotated[
         str, typer.Option("--api-key", help="Key of that server; VLLM_API_KEY by default.")
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Look at packages, GPU and memory, a checkpoint and a server, and say what to do.
 
-    Exit code 0: all is served; 1: something is off. Where vLLM is not installed, the server at
-    --base-url decides.
+    The exit code is 0 if every feature is served, and 1 if something is off. Where vLLM is not
+    installed, the server at --base-url decides.
     """
     if api_key and not base_url:
         raise SpecError("--api-key: it is for the server at --base-url; name that, too")

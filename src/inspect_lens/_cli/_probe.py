@@ -173,7 +173,7 @@ def collect(
 @probe_app.command(
     epilog=examples(
         "inspect-lens probe train --train acts/train --control acts/control \\",
-        "    --held-out acts/test --name my-probes/lies --out my-probes/lies",
+        "    --held-out acts/test --name my-model/lies --out my-probes/lies",
         "inspect-lens probe train --recipe recipe.yaml --work acts --out my-probes/lies",
     )
 )
@@ -210,7 +210,7 @@ def train(
     ] = "mean",
     fpr: Fpr = 0.01,
     select_by: Annotated[
-        SelectBy, typer.Option(help="What the layer is chosen by; recall is that at --fpr.")
+        SelectBy, typer.Option(help="What chooses the layer; recall is that at --fpr.")
     ] = "recall",
     recall_floor: Annotated[
         float,
@@ -427,7 +427,7 @@ def check(
     model: ServedModel,
     control: Annotated[str, typer.Option(help="Store of harmless samples, best the card's own.")],
     limit: Annotated[
-        int, typer.Option(min=0, help="Compare the first so many harmless samples; 0 takes all.")
+        int, typer.Option(min=0, help="Compare at most this many harmless samples; 0 takes all.")
     ] = 0,
     concurrency: Concurrency = 64,
     base_url: BaseUrl = "",
@@ -603,7 +603,7 @@ def report(
 @probe_app.command(
     name="import",
     epilog=examples(
-        "inspect-lens probe import hf://owner/repository/probe.pt --name mine/lies \\",
+        "inspect-lens probe import hf://owner/repository/probe.pt --name my-model/lies \\",
         "    --kind apollo --layer 22 --out my-probes/lies",
     ),
 )

@@ -80,7 +80,8 @@ def score(
 ) -> None:
     """Score a finished log with probes, and write the scored log.
 
-    Needs the log and the .lens folder next to it; no server and no GPU. Earlier scores stay.
+    This needs the log and the .lens folder next to it, but no server and no GPU. Earlier scores
+    stay.
     """
     from inspect_ai import score as score_log
 
@@ -240,7 +241,7 @@ def view(
 ) -> None:
     """Write one HTML page of a log, with the probe score of every token.
 
-    Needs the log and the .lens folder next to it; no server and no GPU, and no network unless
+    This needs the log and the .lens folder next to it, but no server, no GPU, and no network unless
     --probe or --follow names an address.
     """
     from inspect_lens.view import write_view
@@ -297,7 +298,7 @@ def chat(
 ) -> None:
     """Chat with a model, steer it, and sweep patches, on pages that are drawn as results come.
 
-    The page is on this machine only, and ends with this command.
+    The page is served on this machine only, until you stop the command.
     """
     from inspect_lens.view import ChatPage, open_talk
 
