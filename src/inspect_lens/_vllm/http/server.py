@@ -206,8 +206,6 @@ def _fetch(payloads: PayloadStore) -> Handler:
 
 _LOOK_S = 0.2
 """Between two looks at whether requests under way still use what no name stands for."""
-_LONGEST_S = 60.0
-"""The same, where workers cannot be told."""
 
 
 class _Registry:
@@ -286,11 +284,9 @@ class _Registry:
         registry = self._front_end().registry
 
         async def forget() -> None:
-            pause = _LOOK_S
             while registry.has_left:
-                await asyncio.sleep(pause)
-                has_told = await forget_unused(registry, tell)
-                pause = _LOOK_S if has_told else min(2 * pause, _LONGEST_S)
+                await asyncio.sleep(_LOOK_S)
+                await forget_unused(registry, tell)
 
         if registry.has_left and (self._later is None or self._later.done()):
             self._later = asyncio.create_task(forget())

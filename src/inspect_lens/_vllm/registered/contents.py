@@ -276,22 +276,27 @@ async def take_name(
     await forget_unused(front.registry, tell)
 
 
-async def forget_unused(registry: Registry, tell: Tell) -> bool:
+async def forget_unused(registry: Registry, tell: Tell) -> None:
     """Tell workers of references that no name has and no request needs any more.
 
-    Where that fails they keep what is left, and False says that it is to be tried again.
+    Where that fails they keep what is left, and a later call tries again.
     """
     unused = registry.take_unused()
     try:
         while unused:
             await tell(unused[0][0], None)
             del unused[0]
+            registry.pause_s = 0.0
     except Exception:
-        logger.exception("inspect_lens: workers could not be told of what is removed")
+        if not registry.pause_s:
+            logger.exception(
+                "inspect_lens: workers could not be told of what is removed; it is tried again, "
+                "and further failures are not logged"
+            )
+        registry.put_off()
     finally:
         for one in unused:
             registry.leave(*one)
-    return not unused
 
 
 def tell_through(engine: Any) -> Tell:

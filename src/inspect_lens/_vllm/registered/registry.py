@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -46,6 +47,9 @@ from .contents import (
 from .probe_scores import Reads, read_uses
 from .shared_names import SharedNames
 
+_LONGEST_S = 60.0
+"""Between two attempts to tell workers what they need no more."""
+
 
 def _check_name(name: str, item: Registrable | Item) -> None:
     if name != SERVER_NAME or not isinstance(item, ServerConfig):
@@ -64,6 +68,8 @@ class Registry:
         """Of each name to its content at the workers; see `contents`."""
         self._left: list[tuple[str, str]] = []
         """References that no name has any more, and the hashes of their contents."""
+        self.pause_s, self._not_before = 0.0, 0.0
+        """Where workers could not be told of them: how long until they are to be told again."""
         self._uses = Uses()
         self._lock = threading.Lock()
         # Of its own: whoever waits for something else must not keep all requests waiting.
@@ -254,10 +260,17 @@ class Registry:
 
     def take_unused(self) -> list[tuple[str, str]]:
         """References that were left, and the hashes of their contents, which no request uses."""
+        if time.monotonic() < self._not_before:
+            return []
         found = [one for one in self._left if not self._uses.any(one[1])]
         for one in found:
             self._left.remove(one)
         return found
+
+    def put_off(self) -> None:
+        """Have references that were left wait, each time for longer."""
+        self.pause_s = min(2 * self.pause_s or 0.2, _LONGEST_S)
+        self._not_before = time.monotonic() + self.pause_s
 
     def hold(self, hashes: Sequence[str]) -> Callable[[], None]:
         """Keep what a request uses at the workers until it is over."""

@@ -76,21 +76,30 @@ def test_a_name_holds_its_content_until_it_is_replaced() -> None:
     assert not registry.has_left, "workers keep no vectors"
 
 
-def test_where_workers_cannot_be_told_nothing_is_forgotten_that_they_hold() -> None:
-    registry, told = Registry(), list[str]()
+def test_where_workers_cannot_be_told_nothing_is_forgotten_that_they_hold(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, registry, told = [100.0], Registry(), list[str]()
+    monkeypatch.setattr("inspect_lens._vllm.registered.registry.time.monotonic", lambda: now[0])
     for value in range(3):
         registry.leave(f"reference-{value}", probe(value).sha256)
 
     async def busy(reference: str, _: Any) -> list[bool]:
         told.append(reference)
-        if len(told) == 2:
+        if len(told) in range(2, 12):
             raise TimeoutError
         return [True]
 
-    assert not at_once(forget_unused(registry, busy))
-    assert at_once(forget_unused(registry, busy))
+    for _ in range(5):  # as the steps of an engine
+        at_once(forget_unused(registry, busy))
+    assert len(told) == 2, "workers have a moment before they are told again"
+    while registry.has_left:
+        now[0] += 61.0
+        at_once(forget_unused(registry, busy))
+    assert len(told) == 13
     assert sorted(set(told)) == [f"reference-{value}" for value in range(3)]
-    assert not registry.has_left
+    assert len(caplog.records) == 1
+    assert not registry.pause_s, "the next failure is logged again, and waits for a moment only"
 
 
 @pytest.fixture
