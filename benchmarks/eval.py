@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.kit.api_server import api_server
+from tests.kit.child import ends_with_this
 from tests.kit.files import write_json
 
 from .results_file import medians
@@ -239,14 +240,26 @@ def round_of(
     errors = Path(asked["folder"]) / f"inspect-{number}.log"
     with errors.open("wb") as output:
         process = subprocess.Popen(
-            command, cwd=asked["folder"], env=environment, stdout=subprocess.PIPE, stderr=output
+            command,
+            cwd=asked["folder"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            start_new_session=True,
         )
         assert process.stdout is not None
-        with process.stdout:
-            for line in process.stdout:
-                if line.startswith(b'{"round"'):
-                    yield json.loads(line)
-        if process.wait() != 0:
+        with ends_with_this(process.pid):
+            try:
+                for line in process.stdout:
+                    if line.startswith(b'{"round"'):
+                        yield json.loads(line)
+            except BaseException:  # Ctrl-C, too
+                process.kill()
+                raise
+            finally:
+                process.stdout.close()
+                process.wait()
+        if process.returncode != 0:
             raise RuntimeError(errors.read_text(errors="replace")[-3000:])
 
 

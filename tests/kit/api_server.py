@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import socket
 import sys
@@ -18,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from .child import ROOT, ChildError
+from .child import ROOT, ChildError, ends_with_this
 from .preloaded import is_possible, run_forked
 
 __all__ = ["ApiServer", "api_server", "flags", "preemptions"]
@@ -67,14 +66,16 @@ def api_server(
     if "api_server_count" in options:
         module = "tests.kit.serve_several"  # the other one starts one in any case
     arguments = flags({**options, "host": "127.0.0.1", "port": port})
-    start = run_forked if preloaded and is_possible() else partial(_run, inside=inside)
+    is_forked = preloaded and is_possible()
+    start = run_forked if is_forked else partial(_run, inside=inside)
     process = start(module, arguments, environment=environment, log=log)
-    try:
+    with contextlib.ExitStack() as stack:
+        if not is_forked:
+            stack.enter_context(ends_with_this(process.pid))
+        stack.callback(_end, process)
         url = f"http://127.0.0.1:{port}"
         _wait_until_ready(process, url, log)
         yield ApiServer(url, process.pid)
-    finally:
-        _end(process)
 
 
 def _run(
@@ -85,12 +86,16 @@ def _run(
     log: Path,
     inside: Sequence[str] = (),
 ) -> psutil.Process:
-    # It ends with this process, if that is its parent.
-    own = {} if inside else {"INSPECT_LENS_PARENT": str(os.getpid())}
     with log.open("wb") as output:
         command = [*inside, sys.executable, "-m", module, *arguments]
+        # A server that is ended from outside may be one without the plug-in, which watches nobody.
         return psutil.Popen(
-            command, cwd=ROOT, env={**environment, **own}, stdout=output, stderr=output
+            command,
+            cwd=ROOT,
+            env=dict(environment),
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
 
 

@@ -24,7 +24,7 @@ from typing import Any, Self
 # Not from `repository`, which needs packages that machines for measuring lack.
 ROOT = Path(__file__).resolve().parents[2]
 
-__all__ = ["ROOT", "Child", "ChildError", "requests_and_reply", "serve"]
+__all__ = ["ROOT", "Child", "ChildError", "ends_with_this", "requests_and_reply", "serve"]
 
 _STOP_S = 20.0
 # A process of its own waits for this one's end, whatever ends it: those below may be stopped.
@@ -38,6 +38,26 @@ kill -s KILL -- "-$0"
 
 class ChildError(RuntimeError):
     """A child failed, ended or did not answer in time; the message has the end of its log."""
+
+
+@contextlib.contextmanager
+def ends_with_this(pid: int) -> Iterator[None]:
+    """Have a process and all of its group, which it leads, end when this process does.
+
+    Args:
+        pid: of a process that was started with `start_new_session=True`.
+    """
+    guard = subprocess.Popen(
+        ["sh", "-c", _GUARD, str(pid)],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        guard.kill()
+        guard.wait()
 
 
 class Child:
@@ -57,12 +77,8 @@ class Child:
             text=True,
             start_new_session=True,
         )
-        self._guard = subprocess.Popen(
-            ["sh", "-c", _GUARD, str(self.pid)],
-            stdin=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        self._guard = contextlib.ExitStack()
+        self._guard.enter_context(ends_with_this(self.pid))
         self._lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -142,8 +158,7 @@ class Child:
             self._signal(signal_number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=10)
-        self._guard.kill()
-        self._guard.wait()
+        self._guard.close()
         self._output.close()
 
     def __enter__(self) -> Self:

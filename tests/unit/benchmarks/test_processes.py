@@ -9,12 +9,10 @@ import sys
 from collections.abc import Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from tests.kit.api_server import api_server
 from tests.kit.child import ROOT, Child, ChildError
 from tests.kit.process_tree import cpu_clock, cpu_model, settled_usage, usage
 from tests.kit.waiting import until
@@ -127,19 +125,33 @@ def test_a_child_and_what_it_started_end_with_their_parent(
     assert psutil.wait_procs(below, timeout=8)[1] == []
 
 
-def test_a_server_is_told_with_whom_it_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+SERVER = """
+import os, sys
+from pathlib import Path
+from tests.kit.api_server import api_server
+
+# No server loads our plug-in here, as that of a peer does not.
+inside = ["sh", "-c", "sleep 301"]
+with api_server({}, environment=os.environ, log=Path(sys.argv[1]), inside=inside):
+    pass
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_server_without_the_plug_in_ends_with_whoever_started_it(
+    tmp_path: Path, number: int
 ) -> None:
-    told: dict[str, str] = {}
+    command = [sys.executable, "-c", SERVER, str(tmp_path / "log")]
+    parent = psutil.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
 
-    def start(command: list[str], *, env: dict[str, str], **options: Any) -> None:
-        told.update(env)
-        raise ChildError("not started")
+    def sleeping() -> list[psutil.Process]:
+        return [p for p in parent.children(recursive=True) if "sleep 301" in " ".join(p.cmdline())]
 
-    monkeypatch.setattr(psutil, "Popen", start)
-    with pytest.raises(ChildError), api_server({}, environment={}, log=tmp_path / "log"):
-        pass
-    assert told == {"INSPECT_LENS_PARENT": str(os.getpid())}
+    assert until(sleeping)
+    below = sleeping()
+    parent.send_signal(number)
+    parent.wait()
+    assert psutil.wait_procs(below, timeout=8)[1] == []
 
 
 def test_shared_memory_and_descriptors_are_counted_once() -> None:
