@@ -7,6 +7,8 @@ one server, see `tests.kit.runner`.
 from __future__ import annotations
 
 import shutil
+import sys
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +101,13 @@ def test_every_skip_is_listed() -> None:
     skipped = [block for blocks in BLOCKS.values() for block in blocks if block.mode == "skip"]
     missing = [b.where for b in skipped if f"{b.page}: {b.reason}" not in listed]
     assert not missing, f"give each a row in tests/QUARANTINE.md: {missing}"
+
+
+def test_no_file_that_a_page_has_one_save_hides_a_module() -> None:
+    titles = {block.title for blocks in BLOCKS.values() for block in blocks if block.title}
+    stems = {title.removesuffix(".py") for title in titles}
+    assert "ask_server" in stems
+    assert not stems & (sys.stdlib_module_names | packages_distributions().keys())
 
 
 def test_a_block_that_is_not_run_is_still_python() -> None:
