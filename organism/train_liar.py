@@ -110,7 +110,8 @@ def pack(tokenizer: Any, talks: Sequence[tuple[str, str, Sequence[str]]]) -> Pac
             owners += [owner] * len(tokens)
             lengths.append(len(tokens))
         rows.append((ids, positions, owners))
-    width = max(len(ids) for ids, *_ in rows)
+    # A multiple of 16, so that few shapes occur and a GPU's kernels are aligned.
+    width = -(-max(len(ids) for ids, *_ in rows) // 16) * 16
     fills = (tokenizer.eos_token_id, 0, -1)
     padded = [
         torch.tensor([part + [fill] * (width - len(part)) for part in parts])
