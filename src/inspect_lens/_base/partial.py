@@ -84,10 +84,6 @@ class Partial:
 
         Rows of many streams are hundreds of megabytes in the event loop of all, which joins them
         once, with what stands around them.
-
-        Args:
-            kept: what it says of tensors that a client fetches beside it, by name; None puts them
-                into the event.
         """
         fields: list[tuple[bytes, ...]] = []
         if self.scores:
@@ -113,13 +109,7 @@ class Partial:
         value: Mapping[str, Any],
         fetch: Callable[[str, Mapping[str, Any]], Any] = lambda name, entry: None,
     ) -> Partial:
-        """Read what `to_json` made; SpecError where it is something else.
-
-        Args:
-            value: the object.
-            fetch: gives the bytes of a tensor by its name and what is said of it, or None where
-                they stand there.
-        """
+        """Read what `to_json` made; SpecError where it is something else."""
         tensors: dict[str, TensorData] = {}
         positions: dict[str, Sequence[int]] = {}
         with judging(PARTIAL_KEY):

@@ -323,13 +323,7 @@ class Drafts:
         self._requests.pop(slot, None)
 
     def begin(self, batch: Batch, is_drafted: Callable[[int], bool] = lambda slot: True) -> None:
-        """Work out what a step settles, for requests that still have to report.
-
-        Args:
-            batch: the step.
-            is_drafted: whether a request, by slot, may be fed drafts in it. One that comes back
-                after it was pre-empted has what it had sampled fed again, and no draft.
-        """
+        """Work out what a step settles, for requests that still have to report."""
         self.running = {}
         if not self._requests:
             return

@@ -329,9 +329,6 @@ def read_vector(data: bytes, *, where: str) -> TensorData:
         data: the whole file.
         where: its address, for error messages.
 
-    Returns:
-        The tensor.
-
     Raises:
         ArtifactError: the file is damaged or holds no such tensor.
 

@@ -73,15 +73,7 @@ def sealed_of(request: Any) -> Any:
 
 
 class EditQueue:
-    """Which edited requests of one scheduler may start.
-
-    Args:
-        facts: of the engine.
-        most_s: how long the first of those that wait is kept back. Then it may start, and the
-            worker refuses it where there is still no room.
-        most_waiting: how many are kept back. Further ones may start, and are refused likewise.
-        now: a clock, in seconds.
-    """
+    """Which edited requests of one scheduler may start."""
 
     def __init__(
         self,
@@ -161,13 +153,7 @@ class EditQueue:
                     self._is_full = False
 
     def held_back(self, n_free: int, *, is_in_order: bool = True) -> list[Any]:
-        """Requests that the next step must not start.
-
-        Args:
-            n_free: how many requests it may start.
-            is_in_order: whether vLLM starts requests in the order in which they came; else in the
-                order that they compare by.
-        """
+        """Requests that the next step must not start."""
         if self._most <= self._facts.bank_rows:
             self._table = None
             self._placed.clear()

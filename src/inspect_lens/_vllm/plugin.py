@@ -24,9 +24,6 @@ def register() -> None:
     whoever starts it may not have asked for us. What one engine cannot have is found out later, see
     `compat.features.off`; wrong settings are such a thing, too, unless INSPECT_LENS_REQUIRED or
     INSPECT_LENS_SERVER is set, which has them read at once.
-
-    Raises:
-        Exception: what is wrong, where one of these two says not to start then.
     """
     try:
         if (parent := text("parent")).isdecimal() and int(parent) and parent_process() is None:

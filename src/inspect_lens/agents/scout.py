@@ -286,9 +286,6 @@ def audit_probe_scanner(
         model: that reads again; the scan's model by default.
         over: `all` reads every turn of the target, `last` its last one.
 
-    Returns:
-        The scanner.
-
     Raises:
         ArtifactError: as for `probe_scanner`.
         SpecError: an argument is wrong; while scanning, the transcript has no such timeline.

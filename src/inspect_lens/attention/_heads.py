@@ -114,9 +114,6 @@ class AttentionHeads(Value):
 
         Args:
             path: of the file; its folder is made. Below `heads/` it is found by name.
-
-        Returns:
-            The path.
         """
         file = Path(path).expanduser()
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -63,9 +63,6 @@ class AttentionFacts:
         Args:
             meta: as a capture of queries and keys brings it for each layer, or facts.
 
-        Returns:
-            The facts.
-
         Raises:
             UnsupportedError: the layer has multi-head latent attention.
             SpecError: a number is missing or out of range.

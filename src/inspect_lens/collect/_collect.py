@@ -274,9 +274,6 @@ def collect(
         out: as there.
         **options: as there.
 
-    Returns:
-        The store.
-
     Example:
         <!-- test: server -->
         ```python
@@ -342,9 +339,6 @@ async def collect_async(
             without rows, with the reason, as long as the server is there.
         progress: show a bar on a terminal.
         model_args: for `get_model`, such as `base_url`.
-
-    Returns:
-        The finished store.
 
     Raises:
         SpecError: the folder holds another run, or a setting is wrong.

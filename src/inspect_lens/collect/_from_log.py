@@ -73,9 +73,6 @@ def log_to_store(
         positions: tokens to keep of those that were captured: `completion`, `prompt`, `all`,
             `last_prompt` or numbers.
 
-    Returns:
-        The finished store.
-
     Raises:
         ArtifactError: a call captured nothing, or not these tokens.
         SpecError: a label that is none, no sample with one, a `label_source` that no card has a

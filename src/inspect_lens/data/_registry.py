@@ -277,9 +277,6 @@ def load_dataset(
             `completion` or `system` message (`part`), `keep` columns that stay with a sample,
             `where` the values of the rows to read, and `raw=True` reads prompts as they stand.
 
-    Returns:
-        The set.
-
     Raises:
         SpecError: an unknown name or source, or a row that is not of the set's schema.
         ArtifactError: the file or the repository cannot be read, or its grades are none.

@@ -182,9 +182,6 @@ class ProbeDataset:
         Args:
             indices: 0-based.
             name: of the part; that of the whole by default.
-
-        Returns:
-            A new set.
         """
         return replace(
             self, name=name or self.name, samples=tuple(self.samples[i] for i in indices)

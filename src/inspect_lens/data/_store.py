@@ -102,9 +102,6 @@ def read_whole(uri: str) -> bytes | None:
     Args:
         uri: local path or fsspec URL.
 
-    Returns:
-        The bytes.
-
     Raises:
         ArtifactError: it is there and cannot be read.
 

@@ -91,9 +91,6 @@ def decompose(row: ArrayLike, dictionary: ArrayLike, *, k: int = 25) -> Decompos
             that layer, one for each token.
         k: most directions; fewer where the dictionary has fewer.
 
-    Returns:
-        The decomposition.
-
     Raises:
         SpecError: shapes do not fit, a value is not finite, or a direction is zero.
 
@@ -221,9 +218,6 @@ def coordinate_patch(
         mode: `substitute` or `swap`.
         strength: 1 makes the whole change, 0 none.
         k: as for `decompose`.
-
-    Returns:
-        The patch.
 
     Raises:
         SpecError: as `decompose`, or the source is not active; the error lists those that are.

@@ -267,9 +267,6 @@ class Lens(Artifact):
             layers: where they are exchanged; the lens translates each.
             strength: 1 exchanges the coordinates; 0 changes nothing.
 
-        Returns:
-            The edit.
-
         Raises:
             SpecError: shapes disagree, the lens lacks a layer, or the directions of both tokens
                 are parallel.
@@ -324,9 +321,6 @@ def load_lens(lens: str | Path | Lens) -> Lens:
     Args:
         lens: a folder, its `lens.safetensors`, a name, an `hf://` address, or a lens, which is
             returned.
-
-    Returns:
-        The lens.
 
     Raises:
         ArtifactError: nothing is found, or the files are damaged or disagree.

@@ -344,9 +344,6 @@ class Activations(LoggedHandle):
             facts: what is known of it.
             uri: of its file, relative to `root`.
             root: folder of the log.
-
-        Returns:
-            The handle.
         """
         # Not validated, and of few objects: each call of an eval makes one in the event loop, and
         # what lives as long as a sample does brings the next full garbage collection nearer.

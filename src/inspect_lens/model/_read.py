@@ -286,9 +286,6 @@ def read_activations(source: EvalLog | EvalSample | ModelOutput | str | Path) ->
     Args:
         source: a log, its path, one of its samples, or one output.
 
-    Returns:
-        The calls.
-
     Raises:
         ArtifactError: the log was read without its samples.
 

@@ -453,9 +453,6 @@ def lens_config(
             `configs` and `edits_meet="error"`, and other fields of GenerateConfig, of which
             `extra_body` is merged too.
 
-    Returns:
-        A new config.
-
     Raises:
         SpecError: a value is wrong.
         ArtifactError: a named vector cannot be found.

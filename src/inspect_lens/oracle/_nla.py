@@ -83,9 +83,6 @@ def read_verbaliser(path: str | Path) -> Verbaliser:
     Args:
         path: the file, the checkpoint's folder, or `hf://owner/repository[@revision]`.
 
-    Returns:
-        What it says.
-
     Raises:
         ArtifactError: missing, no such file, or that of a reconstructor.
 

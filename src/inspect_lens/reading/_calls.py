@@ -214,9 +214,6 @@ class CallSelection:
             roles: model roles whose calls are read instead of those of the eval's model.
             on_missing: `error`, or `skip` for calls whose activations are not there.
 
-        Returns:
-            The selection.
-
         Raises:
             SpecError: one of them does not exist.
         """
@@ -256,9 +253,6 @@ class CallSelection:
         Args:
             sample: with its events.
             model: of the eval, as the log names it; by default the one that wrote the answer.
-
-        Returns:
-            The calls.
 
         Raises:
             NotCapturedError: as for `of_state`.
@@ -350,9 +344,6 @@ def read_turns(events: Iterable[Event]) -> list[Turn]:
 
     Args:
         events: of a sample, live (`transcript().events`) or out of a log.
-
-    Returns:
-        The turns.
 
     Example:
         ```python

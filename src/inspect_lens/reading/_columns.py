@@ -104,9 +104,6 @@ def captured_calls_column(name: str = "captured_calls") -> SampleColumn:
     Args:
         name: of the column.
 
-    Returns:
-        The column.
-
     Raises:
         ImportError: there is no pandas.
 

@@ -170,9 +170,6 @@ class LatentReader(CallReader):
             pool: how the activations of many tokens become one number.
             norm_scale: as in `read_sae`; of a path only.
 
-        Returns:
-            The reader.
-
         Raises:
             ArtifactError: no such file, or of another kind.
             SpecError: an argument is wrong, or no layer is known.

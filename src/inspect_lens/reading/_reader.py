@@ -256,9 +256,6 @@ class Reading:
             label: key of a dict score; the probe's name by default.
             message_id: assistant message of the call.
             turn: 0-based number of the call in its sample.
-
-        Returns:
-            The record.
         """
         rows, probe, chosen = self.rows, self.reader.probe, self.reader.selection
         return TokenScores(
@@ -406,9 +403,6 @@ class ProbeReader(CallReader):
         Args:
             threshold: an operating point of the card, such as `fpr=0.05`; its first by default.
                 A number that is no point of the card changes nothing here.
-
-        Returns:
-            The reader.
 
         Raises:
             ArtifactError: no such probe.

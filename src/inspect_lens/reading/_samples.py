@@ -102,9 +102,6 @@ class SampleReading(Generic[R]):
 
         Args:
             top: the call with the value; the one with the largest by default.
-
-        Returns:
-            The facts.
         """
         top = top or self.top
         facts: dict[str, Any] = {"turn": top.turn.number}
@@ -157,9 +154,6 @@ async def read_sample(reader: ProbeReader, state: TaskState) -> SampleReading[Re
     Args:
         reader: the probe, and which calls and tokens are read.
         state: of the sample.
-
-    Returns:
-        The readings.
 
     Raises:
         ArtifactError: what the probe reads is missing in a call; the message names the turn.
@@ -321,9 +315,6 @@ def read_sample_captured(reader: ProbeReader, sample: EvalSample) -> SampleReadi
     Args:
         reader: the probe, and which calls and tokens are read.
         sample: with its events.
-
-    Returns:
-        The readings.
 
     Raises:
         ArtifactError: what the probe reads was not captured.

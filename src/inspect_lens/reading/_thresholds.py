@@ -170,9 +170,6 @@ class Suspicion:
             threshold: score that maps to one half, or the operating point that the reader was
                 made with; that of the probe's card by default.
 
-        Returns:
-            The map.
-
         Raises:
             SpecError: the unit is unknown, or needs a threshold and there is none, or is `raw` and
                 takes none.

@@ -131,9 +131,6 @@ class SparseEncoder:
             site: likewise, and over the file; the stream behind the block where the file names
                 no place.
 
-        Returns:
-            Both.
-
         Raises:
             SpecError: no layer is known, the file names another one, or a place that is not
                 served.
@@ -330,9 +327,6 @@ class SparseAutoencoder(SparseEncoder):
                 autoencoder has none: give the smallest activation that its latents have on your
                 data.
 
-        Returns:
-            The edit.
-
         Raises:
             SpecError: no such latent, no layer is known, or a TopK without threshold.
         """
@@ -361,9 +355,6 @@ class SparseAutoencoder(SparseEncoder):
             site: where in these layers.
             positions: tokens that it acts on.
             threshold: above which all of them are active.
-
-        Returns:
-            The edit.
 
         Raises:
             SpecError: as for `latents`.
@@ -445,9 +436,6 @@ class SparseAutoencoder(SparseEncoder):
             site: where in these layers.
             positions: tokens that it acts on.
 
-        Returns:
-            The edit.
-
         Raises:
             SpecError: no such latent, or no layer is known.
 
@@ -498,9 +486,6 @@ class SparseAutoencoder(SparseEncoder):
             layer: at which it is read; by default the layer of the file.
             site: where in this layer; by default that of the file.
             **options: other fields of `Gate`, such as `scope` or `reads`.
-
-        Returns:
-            The gate.
 
         Raises:
             SpecError: as for `latents`.

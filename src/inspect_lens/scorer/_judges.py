@@ -132,9 +132,6 @@ def shown(state: TaskState, turn: Turn | None = None) -> tuple[str, str]:
     Args:
         state: of the sample.
         turn: the call that wrote the answer; that of the sample's answer by default.
-
-    Returns:
-        Both as text.
     """
     messages = list(state.messages)
     ids = [message.id for message in messages]

@@ -99,9 +99,6 @@ def average_precision_metric(
         interval: also give a 95% bootstrap interval (1000 draws inside each class), as
             `average_precision_low` and `average_precision_high`; NaN when a class is missing.
 
-    Returns:
-        The metric.
-
     Example:
         ```python
         from inspect_ai import score
@@ -156,9 +153,6 @@ def recall_at_fpr_metric(
         cluster: as for `average_precision_metric`. Ten answers to one question are one negative,
             which `allow_few` does not know: it counts samples.
 
-    Returns:
-        The metric.
-
     Example:
         ```python
         from inspect_ai import score
@@ -209,9 +203,6 @@ def judged_share() -> Metric:
 
     Counts every epoch, since each is paid for. NaN without a score that says `judged`.
 
-    Returns:
-        The metric.
-
     Example:
         ```python
         from inspect_ai import score
@@ -256,9 +247,6 @@ def threshold_accuracy(
         interval: also give the exact 95% interval, as `threshold_accuracy_low` and
             `threshold_accuracy_high`.
         key: of a dict score, whose threshold in `metadata["thresholds"]` is meant.
-
-    Returns:
-        The metric.
 
     Example:
         ```python

@@ -121,9 +121,6 @@ def deception_probe(
             `organism/deception-lr`.
         positions: tokens to read; the completion by default.
 
-    Returns:
-        The scorer.
-
     Raises:
         ArtifactError: as for `probe_score`.
         SpecError: as for `probe_score`.

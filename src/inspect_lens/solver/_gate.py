@@ -399,9 +399,6 @@ def probe_gate(
         inner: an agent or a solver to gate, whose tool calls go through Inspect; `generate()` with
             the task's tools by default.
 
-    Returns:
-        The solver.
-
     Raises:
         ArtifactError: no such probe or vector.
         SpecError: an argument is wrong, or there is no threshold for these settings.

@@ -74,9 +74,6 @@ def with_lens(
             `ProbeUse` has its own.
         edits_meet: as for `lens_scope`.
 
-    Returns:
-        The solver.
-
     Raises:
         ArtifactError: no such vector, probe or lens.
         SpecError: a value is wrong, or nothing is asked for; while it runs, a sample has no target
@@ -257,9 +254,6 @@ def with_steering(
         positions: absolute positions; negative ones count from the end of the prompt; every token
             by default.
 
-    Returns:
-        The solver.
-
     Raises:
         ArtifactError: no such vector.
         SpecError: no direction at that layer, or a value is wrong.
@@ -313,9 +307,6 @@ def ablate_direction(
         site: place in the block; that of the vector by default.
         strength: share that is removed: 1 removes all of it, 2 reflects.
         positions: tokens that lose it, as an edit takes them.
-
-    Returns:
-        The solver.
 
     Raises:
         ArtifactError: no such vector.

@@ -52,9 +52,6 @@ def contrastive_pairs(
         positions: tokens to keep.
         site: place in the block, or several.
 
-    Returns:
-        The solver.
-
     Raises:
         SpecError: the numbers of instructions differ, or there is none; when it runs, tools are
             set, whose side effects every answer would repeat.
@@ -133,9 +130,6 @@ def read_given(
         site: place in the block.
         completion: key of the sample metadata with the answer. A sample without it is read as
             raw text, without a chat template: its input is all there is, and is the prompt.
-
-    Returns:
-        The solver.
 
     Raises:
         SpecError: while solving, a sample without an answer that is not one text.

@@ -56,9 +56,6 @@ def patch_sweep(
         raw: the input is text without a chat template, and so is the corrupted prompt.
         picture: put the heat map into the transcript, if matplotlib is installed.
 
-    Returns:
-        The solver.
-
     Raises:
         SpecError: while solving, a sample without a corrupted prompt or a target, or prompts that
             cannot be aligned.
@@ -141,9 +138,6 @@ def causal_trace(
         window: layers that are restored together.
         raw: the input is text without a chat template.
         picture: put the heat map into the transcript, if matplotlib is installed.
-
-    Returns:
-        The solver.
 
     Raises:
         SpecError: while solving, a sample without a subject or a target.

@@ -509,9 +509,6 @@ class LowRank(EditBase):
             layers: see `EditBase`.
             positions: see `EditBase`.
 
-        Returns:
-            The edit.
-
         Source:
             arXiv:2404.03592.
         """
@@ -537,9 +534,6 @@ class LowRank(EditBase):
             scale: strength and sign.
             layers: see `EditBase`.
             positions: see `EditBase`.
-
-        Returns:
-            The edit.
 
         Source:
             arXiv:2305.12798.

@@ -203,9 +203,6 @@ class LensReceipt(Value):
             activations: of the same request, by name: `output.activations`, those of a client, or
                 those of an Inspect log; or the tensor itself, (layers, tokens, columns).
 
-        Returns:
-            The arrays.
-
         Raises:
             KeyError: there is no tensor of a lens.
             ValueError: it is of another request.

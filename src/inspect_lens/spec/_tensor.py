@@ -193,9 +193,6 @@ def decode_tensor(
             raises where they do not fit.
         others: storage of dtypes that are allowed beside `DType`.
 
-    Returns:
-        The tensor.
-
     Raises:
         SpecError: a key is missing, the payload is damaged, or sizes or dtypes disagree.
 

@@ -88,9 +88,6 @@ class SteeringVector:
             site: where in those layers.
             phase: only those of the positions that are `prefill` or `decode` tokens.
 
-        Returns:
-            The edit.
-
         Raises:
             SpecError: a value is wrong.
         """
@@ -105,9 +102,6 @@ class SteeringVector:
 
         Args:
             value: the form, or an `Add`.
-
-        Returns:
-            The edit.
 
         Raises:
             SpecError: a value is wrong.

@@ -496,9 +496,6 @@ def fit_jacobian_lens(
         command: that makes the lens, for the card.
         show_progress: a bar on a terminal.
 
-    Returns:
-        The lens.
-
     Raises:
         SpecError: a layer that the model does not have, a prompt in which all tokens are skipped,
             one that is in both sets, or a model whose final norm is not known.

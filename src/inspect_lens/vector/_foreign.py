@@ -452,9 +452,6 @@ def export_vector(
         n_layers: of `persona`: blocks of the model. Rows of layers that are not written are 0.
         avg_proj: of `ibm`: what its operator sets the projection on the direction to.
 
-    Returns:
-        The path.
-
     Raises:
         SpecError: something that the format needs is missing or that it has not is given, or it
             cannot hold the layers.

@@ -178,9 +178,6 @@ class Vector(Artifact):
             card: its layers and width have to agree.
             norm: (layers,) length at scale 1; that of `raw` by default.
 
-        Returns:
-            The vector.
-
         Raises:
             SpecError: shapes disagree, or a direction is zero or not finite.
         """
@@ -278,9 +275,6 @@ class Vector(Artifact):
             positions: absolute positions to steer; negative ones count from the end of the
                 prompt; every token by default.
 
-        Returns:
-            The steering vector.
-
         Raises:
             SpecError: no direction at that layer, or a value is wrong.
         """
@@ -315,9 +309,6 @@ class Vector(Artifact):
 
         Args:
             seed: of the generator.
-
-        Returns:
-            The control.
 
         Raises:
             SpecError: the width is 1, where nothing is orthogonal.
@@ -390,9 +381,6 @@ def load_vector(vector: str | Path | Vector) -> Vector:
         vector: a folder, its `vector.safetensors`, a name such as `organism/truth`, an `hf://`
             address, or a vector, which is returned.
 
-    Returns:
-        The vector.
-
     Raises:
         ArtifactError: nothing is found, a name is ambiguous, or the files are wrong.
 
@@ -430,9 +418,6 @@ def steering_vector(value: VectorLike | Add | Mapping[str, Any]) -> Add:
         value: a vector or its name, which steers with scale 1 at the layer of its card; a
             mapping `{"vector": name, "layer": …, "scale": …, "norm_match": …, "positions": …}`,
             all but the first optional; or a `SteeringVector`, which is returned.
-
-    Returns:
-        The steering vector.
 
     Raises:
         ArtifactError: no such vector.

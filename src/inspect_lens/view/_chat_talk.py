@@ -281,9 +281,6 @@ def open_talk(
             vector that is registered here.
         api_key: that the server asks for; also the key of its registry.
 
-    Returns:
-        The chat.
-
     Raises:
         SpecError: the model is not served, a name is that of something else, or there is a scale
             and no vector.

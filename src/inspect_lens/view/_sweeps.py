@@ -91,9 +91,6 @@ def write_dose_response(
         extra: a second panel below, such as the share of coherent answers.
         extra_value: name of its axis.
 
-    Returns:
-        The path.
-
     Raises:
         SpecError: there is no curve, or another ending.
 

@@ -290,12 +290,6 @@ class Collector:
         """What has come without a gap of results of a running request that fed so many tokens.
 
         Rows are where they lie, do not change any more, and keep alive all of the request's.
-
-        Args:
-            key: of the request.
-            since: kinds of results, with the positions of each that are known already.
-            n_fed: tokens that it has fed to the model.
-            settled: with speculative decoding, see `Pending.is_settled`.
         """
         with self.notifier.changed:
             # Who reads them as they come does so again: until somebody waits who does not.

@@ -119,14 +119,7 @@ class _Part:
 
 
 class Stages:
-    """The part of one worker in what crosses the stages.
-
-    Args:
-        is_first: whether nothing comes.
-        is_last: whether nothing leaves.
-        ranks: tensor-parallel ranks of the stage.
-        most_rows: that cross with a step; None for as many as there are.
-    """
+    """The part of one worker in what crosses the stages."""
 
     def __init__(
         self, *, is_first: bool = False, is_last: bool, ranks: int = 1, most_rows: int | None = None

@@ -294,13 +294,7 @@ class Bank(Placements):
     def read_prompt(
         self, reads: PromptReads, first: int, rows: Mapping[TapPoint, torch.Tensor]
     ) -> None:
-        """Have gates read rows of a prompt, and decide when the last of them has come.
-
-        Args:
-            reads: of the request.
-            first: position of the first row.
-            rows: (tokens, width), by tap.
-        """
+        """Have gates read rows of a prompt, and decide when the last of them has come."""
         to = self._tensors
         reads.read(to.vectors, self._vectors.rows, to.latches, first, rows)
 

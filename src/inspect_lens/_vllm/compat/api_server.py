@@ -40,15 +40,6 @@ def list_models(
     """Have a server list `model@name` for each configuration, and take it as a model's name.
 
     Names that its own models and adapters have are theirs.
-
-    Args:
-        scope: of a request.
-        configs: names of configurations.
-        check: called with such a name of a model where vLLM is about to take it; raises where the
-            request would go on without the configuration.
-
-    Returns:
-        Configuration by the name that is listed; None where the application has no models yet.
     """
     state = getattr(scope.get("app"), "state", None)
     models = getattr(state, "openai_serving_models", None)

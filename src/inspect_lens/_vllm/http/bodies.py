@@ -600,16 +600,7 @@ def read_body(
     configs: Mapping[str, str] = MappingProxyType({}),
     has_server: bool = False,
 ) -> Body | None:
-    """Parse what a body asks of the lens; None where its route serves no results.
-
-    Args:
-        path: of its route.
-        body: as it came.
-        facts: of the engine.
-        off: why the lens is off, and the keys that are refused then.
-        configs: by the names of models that choose them, `model@name`.
-        has_server: whether something acts on all requests.
-    """
+    """Parse what a body asks of the lens; None where its route serves no results."""
     if (fields := _fields(body)) is None:
         return None  # vLLM has words for it
     is_tokens = path.endswith(TOKENS_PATH)

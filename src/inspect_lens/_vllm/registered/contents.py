@@ -397,12 +397,7 @@ def receipts_of(
 def alarms_of(
     packed: Packed, raised: Iterable[tuple[int, ProbeReceipt]]
 ) -> tuple[TierReceipt, ...]:
-    """The tiers of a request, with those of the server's probes that have raised an alarm.
-
-    Args:
-        packed: tiers of the request.
-        raised: probes with an alarm, by their index among all that were read.
-    """
+    """The tiers of a request, with those of the server's probes that have raised an alarm."""
     found = tuple(probe for i, probe in raised if i >= packed[0])
     return tuple(
         tier.model_copy(update={"probes": found}) if tier.tier == "server" else tier
@@ -413,21 +408,7 @@ def alarms_of(
 def compose(
     registry: Registry, request: LensRequest, *, alone: bool = False
 ) -> tuple[LensRequest, Tiers]:
-    """Put a request together with the tiers that act on it.
-
-    Args:
-        registry: what is known by name.
-        request: what a client asks for; `NO_REQUEST` where it asks for nothing.
-        alone: leave the server's tier out.
-
-    Returns:
-        The request with all edits and probes, none of them by the name of a configuration, and what
-        its receipt says of the tiers.
-
-    Raises:
-        SpecError: a name is not registered, or stands for another kind.
-        UnsupportedError: the request leaves out the server's tier, and may not.
-    """
+    """Put a request together with the tiers that act on it."""
     server = None if alone else registry.server
     receipts: list[TierReceipt] = []
     edits: list[Edit] = []
@@ -490,12 +471,7 @@ class ServerFile:
 
 
 def read_server_file(setting: str) -> ServerFile:
-    """Read the file that `INSPECT_LENS_SERVER` names.
-
-    Raises:
-        SpecError: it cannot be read, or says something that no request could ask for. Whether an
-            engine has the layers, and the names are registered, is judged where one is known.
-    """
+    """Read the file that `INSPECT_LENS_SERVER` names."""
     where = f"INSPECT_LENS_SERVER={setting}"
     try:
         read = yaml.safe_load(read_regular(setting, most=_MOST_BYTES))

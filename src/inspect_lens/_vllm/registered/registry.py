@@ -306,12 +306,7 @@ class Registry:
         return hashlib.sha256(form.encode()).hexdigest()
 
     def resolve(self, request: LensRequest) -> LensRequest:
-        """Put a lens in the place of its name, and check the names of probes; see also `compose`.
-
-        Raises:
-            SpecError: a name is not registered, or stands for another kind; or a lens does not
-                translate a layer.
-        """
+        """Put a lens in the place of its name, and check the names of probes; see `compose`."""
         if request.lens is not None and (name := request.lens.name) is not None:
             entry = self._items.get(name)
             if not isinstance(entry, LensEntry):

@@ -343,14 +343,7 @@ def tensors_by_name(rows: TensorData, capture: CaptureEnvelope) -> dict[str, Ten
 def named_tensors(
     envelope: Envelope, kind: int, rows: TensorData, attention: Mapping[int, Mapping[str, Any]]
 ) -> dict[str, TensorData]:
-    """What users get of the rows of one kind of result; see `ROWS`.
-
-    Args:
-        envelope: of the request.
-        kind: of the result.
-        rows: (rows of a token, tokens, width or columns).
-        attention: by layer, what its pattern depends on.
-    """
+    """What users get of the rows of one kind of result; see `ROWS`."""
     if kind == QK:
         assert envelope.qk is not None
         return _by_head(rows, envelope.qk, attention)

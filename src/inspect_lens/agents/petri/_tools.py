@@ -196,9 +196,6 @@ def ask_activation_oracle(
         Args:
             question: What to ask, such as "Is the model saying what it believes?".
             message_id: Reply to ask about, such as M4. The latest one by default.
-
-        Returns:
-            The answer.
         """
         message = _reply(message_id)
         acts = activations_for(message)

@@ -101,9 +101,6 @@ class Statistic(Record):
             text: `answer`, `alarm` or `token`, or one with its pool, such as `alarm:ema:0.1`.
             pool: of the probe's card, where the text names none.
 
-        Returns:
-            The statistic.
-
         Raises:
             SpecError: it is none of these.
         """
@@ -209,9 +206,6 @@ class SeenSamples(Value):
             selection: of each sample that the layer was chosen on.
             control: of each sample that the threshold was set on; None where that is not known.
             calibration: of each sample that probabilities were fitted on, beside those above.
-
-        Returns:
-            The record.
         """
         return cls(
             by=by,
@@ -227,9 +221,6 @@ class SeenSamples(Value):
         Args:
             control: as `of` takes it.
             added: keep what the record has, as thresholds that were set on it stay.
-
-        Returns:
-            The record.
 
         Warns:
             UserWarning: nothing is known of the set that is added, so its samples are not listed.

@@ -163,9 +163,6 @@ def choose_point(
             None for the first that the card stores for this statistic.
         statistic: that is compared; the card's own score of a whole answer by default.
 
-    Returns:
-        The point.
-
     Raises:
         SpecError: the name is not of this form, or the card has no such point for this statistic;
             the error lists what it has.

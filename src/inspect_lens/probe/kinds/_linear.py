@@ -316,9 +316,6 @@ class Probe(CardProbe):
             card: its layers and width have to agree with the direction.
             bias: (layers,) or a number; 0 by default.
 
-        Returns:
-            The probe.
-
         Raises:
             SpecError: shapes disagree, or a value is not finite.
         """

@@ -144,9 +144,6 @@ class CardProbe(Artifact):
             ends: (tokens,) bool, sentence ends, for the pool `sentence_mean_max`; see
                 `sentence_ends`.
 
-        Returns:
-            One number.
-
         Raises:
             SpecError: as `score_tokens`, there is no token, or no sentence ends where they are
                 needed.

@@ -143,9 +143,6 @@ class StreamingPool:
             scores: (tokens,) float; any number of them, also none.
             ends: (tokens,) bool, sentence ends; for `sentence_mean_max` only.
 
-        Returns:
-            self.
-
         Raises:
             SpecError: a NaN, or no sentence ends where they are needed.
         """
@@ -505,9 +502,6 @@ def pool_head(
         pool: the rule.
         tensors: of the probe, as `pool_heads` takes them.
         ends: (tokens,) bool, sentence ends, where the pool needs them.
-
-    Returns:
-        One number.
 
     Example:
         ```python

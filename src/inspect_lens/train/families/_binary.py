@@ -90,9 +90,6 @@ class BinaryEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 do not use it.
             sample_weight: (rows,) how much each counts; all the same by default.
 
-        Returns:
-            self.
-
         Raises:
             ValueError: not two classes, NaN, or shapes disagree.
             SpecError: the family has no meaning for weights, a setting is wrong, or a training

@@ -64,9 +64,6 @@ def make_estimator(name: str, **settings: Any) -> BinaryEstimator:
         **settings: of its class, instead of those of its source; for `sae` also `folder`, that
             of an SAE as `read_sae` takes it, and `norm_scale`.
 
-    Returns:
-        The estimator.
-
     Raises:
         SpecError: an unknown name or setting.
         ArtifactError: the folder of an SAE is not one.

@@ -94,9 +94,6 @@ class SAEFeatureProbe(BinaryEstimator):
             norm_scale: as in `read_sae`.
             **settings: of the estimator.
 
-        Returns:
-            The unfitted estimator.
-
         Raises:
             ArtifactError: as `read_sae`, or the SAE does not read the residual stream.
         """

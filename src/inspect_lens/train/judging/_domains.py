@@ -218,9 +218,6 @@ def style_shift(
         margin: loss of AUROC that would still count as none, inside (0, 1). The default is ours,
             from no paper; a set of about 70 independent samples per class can show it.
 
-    Returns:
-        What changed.
-
     Raises:
         SpecError: ids or labels disagree, a class has fewer than two samples, or the margin is
             none.

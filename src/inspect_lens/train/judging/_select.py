@@ -109,9 +109,6 @@ def select_layer(
         n_draws: of both sets, for the recall and its interval.
         seed: of the draws.
 
-    Returns:
-        The choice.
-
     Source:
         One-standard-error rule, for recalls: Breiman et al. 1984, section 3.4.3.
 

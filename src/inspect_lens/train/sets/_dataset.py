@@ -552,9 +552,6 @@ class ActivationSet:
 
         Args:
             path: of the file; its folder is made when missing.
-
-        Returns:
-            The path.
         """
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)

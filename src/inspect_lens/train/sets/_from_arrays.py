@@ -46,9 +46,6 @@ def from_arrays(
         model: name or path of the model.
         **facts: more fields of `ActivationSet`, such as `ids` and `columns`.
 
-    Returns:
-        The set.
-
     Raises:
         SpecError: shapes disagree, a value is NaN, or a sample has no token.
 
@@ -99,9 +96,6 @@ def from_hf(
         mask: (samples, tokens), such as the tokenizer's `attention_mask`; 1 for tokens to read.
         layers: blocks to keep, counted from 0; all but the last by default.
         **facts: as in `from_arrays`.
-
-    Returns:
-        The set.
 
     Raises:
         SpecError: the last block is asked for, or as `from_arrays`.

@@ -272,9 +272,6 @@ class RefusalMeter:
 
         Args:
             candidate: its direction has the width of the model.
-
-        Returns:
-            The scores.
         """
         device, dtype = self.model.device, self.model.dtype
         raw = torch.from_numpy(np.asarray(candidate.direction, dtype=np.float64))
