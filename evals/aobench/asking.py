@@ -11,7 +11,7 @@ from inspect_ai.solver import Generate, Solver, TaskState, solver
 from evals.aobench.dataset import Context, Item
 from inspect_lens.model import recapture
 from inspect_lens.oracle import OracleAnswer
-from inspect_lens.oracle._ask import plan_asking
+from inspect_lens.oracle._ask import OraclePlan
 
 __all__ = ["ANSWERS", "ask_of_contexts", "context_tokens"]
 
@@ -64,7 +64,7 @@ def ask_of_contexts(
             ids, positions = await context_tokens(model, context)
             if not positions:
                 continue
-            plan = plan_asking(
+            plan = OraclePlan(
                 item.question, oracle, layers=layers, positions=positions, last=None,
                 controls=controls, seed=seed, max_tokens=item.max_tokens, served_as=served_as,
                 log_odds=item.rule == "log_odds",

@@ -18,7 +18,7 @@ from evals.kit.arguments import required
 from inspect_lens.errors import LensError
 from inspect_lens.model._host import PrerequisiteError
 from inspect_lens.oracle import load_oracle
-from inspect_lens.oracle._ask import plan_asking
+from inspect_lens.oracle._ask import OraclePlan
 
 __all__ = ["aobench"]
 
@@ -78,7 +78,7 @@ def aobench(
         if layers is None and len(several) > 1:
             layers = list(several)
         asked = sorted({(sample.metadata or {})["question"] for sample in dataset})
-        plan_asking(asked, oracle, layers=layers, controls=controls, served_as=served_as)
+        OraclePlan(asked, oracle, layers=layers, controls=controls, served_as=served_as)
     except LensError as error:
         raise PrerequisiteError(f"-T {error}") from None
     return Task(

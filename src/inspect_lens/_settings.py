@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import os
 from dataclasses import dataclass, fields
 from functools import cache
-from itertools import pairwise
 
 from .errors import SpecError, did_you_mean
 
@@ -213,20 +210,6 @@ def server_key(given: str) -> str:
 def drop(field_name: str) -> None:
     """Remove a setting, so that processes that are started from now on do not have it."""
     os.environ.pop(variable(field_name), None)
-
-
-def settings_table() -> list[tuple[str, str, str, str]]:
-    """Rows of (variable, type, default, meaning) for the documentation."""
-    body = ast.parse(inspect.getsource(Settings)).body[0]
-    meanings = {
-        ast.unparse(item.target): inspect.cleandoc(text.value.value).replace("\n", " ")
-        for item, text in pairwise(body.body)  # type: ignore[attr-defined]
-        if isinstance(item, ast.AnnAssign)
-    }
-    return [
-        (variable(f.name), type(f.default).__name__, repr(f.default), meanings[f.name])
-        for f in fields(Settings)
-    ]
 
 
 def _parse(name: str, raw: str, default: object) -> object:

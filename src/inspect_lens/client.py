@@ -268,7 +268,6 @@ class LensClient(HookCalls):
             Text, tensors and receipt.
 
         Raises:
-            SpecError: the request is wrong.
             CaptureError: what was asked for did not come, or the server answered without it.
             LensError: no server answers at the address, or it answered with an error; the message
                 is the server's.
@@ -368,7 +367,6 @@ class LensClient(HookCalls):
             The parts as they come; `output` of it is what `generate` would have returned.
 
         Raises:
-            SpecError: the request is wrong.
             CaptureError: rows are missing, or the server answered without what was asked for.
             LensError: no server answers, or it answered with an error.
 
@@ -484,7 +482,6 @@ class LensClient(HookCalls):
             The lines as they come; who stops reading ends the request.
 
         Raises:
-            SpecError: the request is wrong.
             LensError: no server answers, or it answered with an error.
         """
         yield from lines_of(self._http, path, body)

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
-from inspect_lens._settings import settings_table
 from inspect_lens._vllm.telemetry import METRICS
 from tests.kit.repository import ROOT, files
+from tests.kit.settings_table import settings_table
 
 DEPLOY = [path for path in files() if path.parts[0] == "deploy"]
 SCRIPT = ROOT / "deploy/slurm/two-nodes.sbatch"

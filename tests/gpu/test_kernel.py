@@ -50,7 +50,7 @@ def test_the_kernel_equals_the_reference(
 
     torch.manual_seed(n_tokens)
     device = torch.device("cuda")
-    state = TapState.allocate(
+    state = TapState(
         taps=tuple(TapPoint("resid_post", i) for i in range(3)),
         hidden=width,
         dtype=dtype,
@@ -364,7 +364,7 @@ def test_rows_of_another_width_equal_the_reference(
 
     torch.manual_seed(n_tokens)
     device, tap, parts = torch.device("cuda"), 1, -(-width // row)
-    state = TapState.allocate(
+    state = TapState(
         taps=tuple(TapPoint("k", i) for i in range(3)),
         hidden=row,
         dtype=dtype,
@@ -448,7 +448,7 @@ def test_rows_that_would_be_too_large_stay_and_are_told_of(
     from inspect_lens._engine.tap.tap_triton import launch
 
     width, n_tokens, device = 200, 64, torch.device("cuda")
-    state = TapState.allocate(
+    state = TapState(
         taps=(TapPoint("resid_post", 0),),
         hidden=width,
         dtype=dtype,

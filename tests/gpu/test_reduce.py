@@ -40,7 +40,7 @@ def run(
 ) -> Any:
     """Feed the rows of a request through a worker's ring on a device."""
     target, arena = torch.device(device), ArenaWriter(64 << 20)
-    state = TapState.allocate(
+    state = TapState(
         taps=TAPS,
         hidden=HIDDEN,
         dtype=torch.bfloat16,

@@ -53,7 +53,7 @@ def run(
     """Run random steps without ever waiting for the device, and compare every row."""
     arena = ArenaWriter(256 << 20)
     target = torch.device(device)
-    state = TapState.allocate(
+    state = TapState(
         taps=TAPS,
         hidden=HIDDEN,
         dtype=torch.bfloat16,

@@ -7,7 +7,9 @@ import re
 
 import griffe
 
-_SECTION = re.compile(r"^(Args|Returns|Yields|Raises|Source|Example|Examples|Note|Attributes):$")
+_SECTION = re.compile(
+    r"^(Args|Returns|Yields|Raises|Warns|Source|Example|Examples|Note|Attributes):$"
+)
 _ARGUMENT = re.compile(r"^    \*{0,2}(\w+):")
 
 

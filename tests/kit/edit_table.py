@@ -54,7 +54,7 @@ def make_state(
     device: str = "cpu",
 ) -> TapState:
     """Buffers of a worker of such an engine."""
-    return TapState.allocate(
+    return TapState(
         taps=tuple(TapPoint("resid_post", layer) for layer in LAYERS),
         hidden=width,
         dtype=dtype,

@@ -25,7 +25,6 @@ from gallery import replication_files, replications_markdown
 from inspect_lens import LensRequest, Receipt
 from inspect_lens._cli import app
 from inspect_lens._engine.protocol.readouts import LAG
-from inspect_lens._settings import settings_table
 from inspect_lens._vllm.compat.monkeypatches import EAGER_PATCHES, PATCHES, SERVER_PATCHES
 from inspect_lens._vllm.telemetry import ATTRIBUTES, METRICS
 from inspect_lens.spec import EDITS, REDUCTIONS, SITE_TABLE, EditBase, Reduction, result_name
@@ -36,6 +35,7 @@ from .gallery import oracles_markdown, probes_markdown
 from .model_results import architectures_markdown, real_models_markdown
 from .notebooks import notebook_files
 from .repository import ROOT
+from .settings_table import settings_table
 from .start_pages import findings_markdown, layouts_markdown, walks_markdown
 
 COMMAND = "python -m tests.kit.generated"

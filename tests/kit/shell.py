@@ -15,10 +15,9 @@ import shlex
 import tomllib
 from collections.abc import Iterator
 
-from inspect_lens._settings import settings_table
-
 from .forks import run_python
 from .repository import ROOT
+from .settings_table import settings_table
 
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 _SERVE = ["vllm", "serve"]

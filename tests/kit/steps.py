@@ -85,7 +85,7 @@ class Worker:
     ) -> None:
         self._make = make or rows
         self._layers = layers
-        self.state = TapState.allocate(
+        self.state = TapState(
             taps=tap_points(["resid_post"], layers),
             hidden=HIDDEN,
             dtype=dtype,

@@ -37,7 +37,7 @@ def wide_state(
 ) -> TapState:
     """Buffers of one rank of such an engine."""
     (width,) = facts.widths
-    return TapState.allocate(
+    return TapState(
         taps=facts.taps,
         hidden=facts.hidden,
         dtype=dtype,

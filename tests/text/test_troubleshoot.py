@@ -7,8 +7,8 @@ import re
 from functools import cache
 
 from inspect_lens import errors
-from inspect_lens._settings import settings_table
 from tests.kit.repository import ROOT
+from tests.kit.settings_table import settings_table
 
 PAGE = (ROOT / "docs/reference/errors.md").read_text(encoding="utf-8")
 FIRST = re.findall(r"^\| ([^|]*`[^|]*) \|", PAGE, re.MULTILINE)

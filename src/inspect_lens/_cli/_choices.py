@@ -9,26 +9,6 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Literal
 
-from inspect_lens.probe import FitRows, LabelSource, ProbabilityMap
-from inspect_lens.spec import LensKind, PositionName
-from inspect_lens.vector import VectorFormat
-
-__all__ = [
-    "Dtype",
-    "ExportFormat",
-    "Family",
-    "FitRows",
-    "LabelSource",
-    "LensKind",
-    "LieDetector",
-    "OverCalls",
-    "PositionName",
-    "ProbabilityMap",
-    "SelectBy",
-    "VectorFormat",
-    "VectorMethod",
-]
-
 
 class Family(StrEnum):
     """Families of probes; typer takes no list of literals."""

@@ -13,9 +13,9 @@ import typer
 from inspect_lens._base.installed import install_extra
 from inspect_lens._base.untrusted import parse_json, refuse_irregular
 from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.spec import LensKind
 
 from ._choices import Dtype as DtypeName
-from ._choices import LensKind
 from ._output import (
     CommandGroup,
     Json,

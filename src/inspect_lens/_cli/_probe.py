@@ -12,17 +12,16 @@ import typer
 
 from inspect_lens._base.artifact import with_interval
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import FOLLOWED_FLOOR, RECALL_FLOOR
-
-from ._choices import (
-    Family,
+from inspect_lens.probe import (
+    FOLLOWED_FLOOR,
+    RECALL_FLOOR,
     FitRows,
     LabelSource,
-    LieDetector,
-    PositionName,
     ProbabilityMap,
-    SelectBy,
 )
+from inspect_lens.spec import PositionName
+
+from ._choices import Family, LieDetector, SelectBy
 from ._output import (
     AllowSeen,
     BaseUrl,

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from inspect_lens.errors import SpecError
+from inspect_lens.vector import VectorFormat
 
-from ._choices import ExportFormat, VectorFormat
+from ._choices import ExportFormat
 from ._choices import VectorMethod as Method
 from ._output import (
     AllowSeen,

@@ -9,7 +9,7 @@ from inspect_ai.model import get_model
 
 from inspect_lens.errors import SpecError
 from inspect_lens.model import Activations
-from inspect_lens.oracle._ask import plan_asking
+from inspect_lens.oracle._ask import OraclePlan
 from inspect_lens.oracle._send import choose_layers
 from inspect_lens.spec import CaptureSpec
 
@@ -49,14 +49,14 @@ def choose_ask(
             "or a function that is awaited with activations and a question"
         )
     # Refuse a wrong name or layer at once.
-    plan = None if oracle is None else plan_asking("What is it?", oracle, layers=layers)
+    plan = None if oracle is None else OraclePlan("What is it?", oracle, layers=layers)
 
     async def answered(activations: Activations, question: str) -> Said:
         if plan is None:
             assert ask is not None
             return Said(await ask(activations, question))
         model = get_model() if role is None else get_model(role=role)
-        asked = plan_asking(question, plan.oracle, layers=layers)
+        asked = OraclePlan(question, plan.oracle, layers=layers)
         answers = await asked.ask(activations, model)
         return Said(answers[0].answer, answers[0].controls) if answers else Said(None)
 
@@ -67,6 +67,6 @@ def oracle_capture(
     oracle: str, *, layers: int | float | Sequence[int] | None = None
 ) -> CaptureSpec:
     """What a call has to capture, so that an oracle can be asked about it."""
-    plan = plan_asking("What is it?", oracle, layers=layers)
+    plan = OraclePlan("What is it?", oracle, layers=layers)
     chosen = choose_layers(plan.oracle.config, layers, None)
     return CaptureSpec(layers=chosen, positions=plan.positions)

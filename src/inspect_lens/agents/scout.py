@@ -222,7 +222,6 @@ def probe_scanner(
 
     Raises:
         ArtifactError: no such probe; while scanning, nothing was captured and there is no model.
-        SpecError: an argument is wrong.
         PrerequisiteError: while scanning, each of several processes would start a server.
 
     Example:

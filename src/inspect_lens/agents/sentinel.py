@@ -76,7 +76,6 @@ def probe_monitor(
 
     Raises:
         ArtifactError: no such probe; while it runs, nothing was captured, or another model.
-        SpecError: an argument is wrong.
 
     Example:
         <!-- test: server -->

@@ -454,7 +454,6 @@ def lens_config(
             `extra_body` is merged too.
 
     Raises:
-        SpecError: a value is wrong.
         ArtifactError: a named vector cannot be found.
 
     Example:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import anyio.to_thread
 from inspect_ai.model import (
@@ -21,17 +21,13 @@ from inspect_lens._base.artifact import markdown_cell
 from inspect_lens._base.concurrency import together
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import Activations
-from inspect_lens.reading import Source
 from inspect_lens.reading._follow_up import yes_or_no
 from inspect_lens.reading._rows import has_nothing_to_read, parse_source
 from inspect_lens.reading._shared import shared_parameters
-from inspect_lens.spec import Positions
 
 from ._load import Oracle, load_oracle
 from ._send import (
     CONTROLS,
-    Control,
-    InputKind,
     LayerChoice,
     Shown,
     answer_prompt,
@@ -145,20 +141,39 @@ def answer_table(answers: Sequence[OracleAnswer]) -> str:
     return "\n".join(lines)
 
 
-class OraclePlan(NamedTuple):
-    """Checked settings for asking an oracle."""
+class OraclePlan:
+    """The arguments of `ask_oracle`, checked before a model runs."""
 
-    oracle: Oracle
-    questions: tuple[str, ...]
-    layers: LayerChoice
-    inputs: InputKind
-    positions: Positions
-    last: int | None
-    controls: tuple[Control, ...]
-    seed: int
-    max_tokens: int
-    source: Source
-    log_odds: bool = False
+    def __init__(
+        self,
+        questions: str | Sequence[str],
+        oracle: str | Path | Oracle,
+        *,
+        layers: LayerChoice = None,
+        inputs: str = "segment",
+        positions: str | Sequence[int] = "completion",
+        last: int | None = 10,
+        controls: bool | str | Sequence[str] = True,
+        seed: int = 0,
+        max_tokens: int = 40,
+        source: str = "auto",
+        served_as: str | None = None,
+        log_odds: bool = False,
+    ) -> None:
+        self.oracle = load_oracle(oracle, served_as=served_as)
+        self.questions = one_or_several(questions)
+        if not self.questions:
+            raise SpecError("questions: there is none; ask at least one")
+        for question in self.questions:
+            oracle_message(self.oracle.config, question, layers=(0,), count=1)
+        if not isinstance(layers, float):
+            choose_layers(self.oracle.config, layers, None)
+        self.inputs, self.positions, self.last = parse_inputs(inputs, positions, last)
+        if max_tokens < 1:
+            raise SpecError(f"max_tokens={max_tokens!r}; at least one token is needed to answer")
+        self.controls, self.source = parse_controls(controls), parse_source(source)
+        self.layers, self.seed = layers, seed
+        self.max_tokens, self.log_odds = max_tokens, log_odds
 
     async def ask(
         self, about: Activations | ModelOutput | ChatMessage, model: Model | None = None
@@ -176,39 +191,6 @@ class OraclePlan(NamedTuple):
             token = await api.post("/tokenize", {"prompt": "a a", "add_special_tokens": False})
             depth = await n_layers_of(model, [*token["tokens"], *token["tokens"]])
         return choose_layers(self.oracle.config, self.layers, depth)
-
-
-def plan_asking(
-    questions: str | Sequence[str],
-    oracle: str | Path | Oracle,
-    *,
-    layers: LayerChoice = None,
-    inputs: str = "segment",
-    positions: str | Sequence[int] = "completion",
-    last: int | None = 10,
-    controls: bool | str | Sequence[str] = True,
-    seed: int = 0,
-    max_tokens: int = 40,
-    source: str = "auto",
-    served_as: str | None = None,
-    log_odds: bool = False,
-) -> OraclePlan:
-    """Check the arguments of `ask_oracle` before a model runs."""
-    loaded = load_oracle(oracle, served_as=served_as)
-    asked = one_or_several(questions)
-    if not asked:
-        raise SpecError("questions: there is none; ask at least one")
-    for question in asked:
-        oracle_message(loaded.config, question, layers=(0,), count=1)
-    if not isinstance(layers, float):
-        choose_layers(loaded.config, layers, None)
-    kind, read, cut = parse_inputs(inputs, positions, last)
-    if max_tokens < 1:
-        raise SpecError(f"max_tokens={max_tokens!r}; at least one token is needed to answer")
-    return OraclePlan(
-        loaded, asked, layers, kind, read, cut, parse_controls(controls), seed, max_tokens,
-        parse_source(source), log_odds,
-    )  # fmt: skip
 
 
 @shared_parameters
@@ -248,7 +230,6 @@ async def ask_oracle(
         generation has no such token, or `probe_gate` withheld it.
 
     Raises:
-        SpecError: an argument is wrong.
         ArtifactError: the oracle, the activations or the tokenizer do not fit.
         UnsupportedError: the model's provider cannot steer.
         CaptureError: the server did not do what it was asked.
@@ -279,7 +260,7 @@ async def ask_oracle(
         anyio.run(main)
         ```
     """
-    plan = plan_asking(
+    plan = OraclePlan(
         questions, oracle, layers=layers, inputs=inputs, positions=positions, last=last,
         controls=controls, seed=seed, max_tokens=max_tokens, source=source, log_odds=log_odds,
     )  # fmt: skip

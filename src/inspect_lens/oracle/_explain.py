@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
 import anyio.to_thread
 import numpy as np
@@ -17,14 +17,12 @@ from inspect_lens.errors import SpecError
 from inspect_lens.model import Activations, activations
 from inspect_lens.model._scope import instrument_message
 from inspect_lens.probe import TokenText, select_tokens
-from inspect_lens.reading import Source
 from inspect_lens.reading._rows import has_nothing_to_read, parse_source
 from inspect_lens.reading._shared import shared_parameters
-from inspect_lens.spec import LensRequest, Positions, Replace
+from inspect_lens.spec import LensRequest, Replace
 
 from ._ask import OracleAnswer
 from ._send import (
-    Control,
     Prompt,
     Shown,
     answer_edited,
@@ -48,67 +46,55 @@ EXPLAIN: Final = "Say in one sentence what the word{} means."
 No punctuation touches them, since tokenizers merge it."""
 
 
-class ExplainPlan(NamedTuple):
-    """Checked settings for self-explanation: which rows to explain, and in which prompt."""
+class ExplainPlan:
+    """The arguments of `explain_rows`, checked before a model runs."""
 
-    prompt: str
-    start: str
-    placeholder: str
-    repeat: int
-    layers: tuple[int, ...] | None
-    into: int | None
-    positions: Positions
-    last: int | None
-    controls: tuple[Control, ...]
-    seed: int
-    max_tokens: int
-    source: Source
+    def __init__(
+        self,
+        prompt: str = EXPLAIN,
+        *,
+        start: str = "",
+        placeholder: str = " ?",
+        repeat: int = 1,
+        layers: int | Sequence[int] | None = None,
+        into: int | None = None,
+        positions: str | Sequence[int] = "completion",
+        last: int | None = 1,
+        controls: bool | str | Sequence[str] = True,
+        seed: int = 0,
+        max_tokens: int = 30,
+        source: str = "auto",
+    ) -> None:
+        if prompt.count("{}") != 1:
+            raise SpecError(
+                f"prompt={prompt!r}; write {{}} once, where the placeholders of the rows go"
+            )
+        if not placeholder or placeholder in prompt.replace("{}", "") or placeholder in start:
+            raise SpecError(
+                f"placeholder={placeholder!r}; needed is a text of one token that stands nowhere "
+                "else in prompt and start"
+            )
+        for name, value in (("repeat", repeat), ("max_tokens", max_tokens)):
+            if isinstance(value, bool) or value < 1:
+                raise SpecError(f"{name}={value!r}; allowed are positive numbers")
+        chosen = None if layers is None else (layers,) if isinstance(layers, int) else tuple(layers)
+        if chosen is not None and (not chosen or min(chosen) < 0 or len(set(chosen)) < len(chosen)):
+            raise SpecError(f"layers={layers!r}; allowed are different layers from 0 on, or None")
+        if into is not None and into < 0:
+            raise SpecError(
+                f"into={into!r}; allowed are layers from 0 on, or None for the row's own"
+            )
+        _, self.positions, self.last = parse_inputs("tokens", positions, last)
+        self.prompt, self.start, self.placeholder = prompt, start, placeholder
+        self.repeat, self.layers, self.into = repeat, chosen, into
+        self.controls, self.source = parse_controls(controls), parse_source(source)
+        self.seed, self.max_tokens = seed, max_tokens
 
     async def ask(
         self, about: Activations | ModelOutput, model: Model | None = None
     ) -> list[OracleAnswer]:
         """Explain rows of a generation as planned."""
         return await _explain(self, about, server_of(model or get_model(), "self-explanation"))
-
-
-def plan_explaining(
-    prompt: str = EXPLAIN,
-    *,
-    start: str = "",
-    placeholder: str = " ?",
-    repeat: int = 1,
-    layers: int | Sequence[int] | None = None,
-    into: int | None = None,
-    positions: str | Sequence[int] = "completion",
-    last: int | None = 1,
-    controls: bool | str | Sequence[str] = True,
-    seed: int = 0,
-    max_tokens: int = 30,
-    source: str = "auto",
-) -> ExplainPlan:
-    """Check the arguments of `explain_rows` before a model runs."""
-    if prompt.count("{}") != 1:
-        raise SpecError(
-            f"prompt={prompt!r}; write {{}} once, where the placeholders of the rows go"
-        )
-    if not placeholder or placeholder in prompt.replace("{}", "") or placeholder in start:
-        raise SpecError(
-            f"placeholder={placeholder!r}; needed is a text of one token that stands nowhere else "
-            "in prompt and start"
-        )
-    for name, value in (("repeat", repeat), ("max_tokens", max_tokens)):
-        if isinstance(value, bool) or value < 1:
-            raise SpecError(f"{name}={value!r}; allowed are positive numbers")
-    chosen = None if layers is None else (layers,) if isinstance(layers, int) else tuple(layers)
-    if chosen is not None and (not chosen or min(chosen) < 0 or len(set(chosen)) < len(chosen)):
-        raise SpecError(f"layers={layers!r}; allowed are different layers from 0 on, or None")
-    if into is not None and into < 0:
-        raise SpecError(f"into={into!r}; allowed are layers from 0 on, or None for the row's own")
-    _, read, cut = parse_inputs("tokens", positions, last)
-    return ExplainPlan(
-        prompt, start, placeholder, repeat, chosen, into, read, cut, parse_controls(controls), seed,
-        max_tokens, parse_source(source),
-    )  # fmt: skip
 
 
 @shared_parameters
@@ -151,7 +137,6 @@ async def explain_rows(
         explanation that a control shares says nothing about the row.
 
     Raises:
-        SpecError: an argument is wrong.
         ArtifactError: the activations do not fit, or the placeholder is not one token.
         UnsupportedError: the model's provider cannot edit.
         CaptureError: the server did not do what it was asked.
@@ -180,7 +165,7 @@ async def explain_rows(
         anyio.run(main)
         ```
     """
-    plan = plan_explaining(
+    plan = ExplainPlan(
         prompt, start=start, placeholder=placeholder, repeat=repeat, layers=layers, into=into,
         positions=positions, last=last, controls=controls, seed=seed, max_tokens=max_tokens,
         source=source,

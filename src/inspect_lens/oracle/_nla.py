@@ -12,7 +12,7 @@ import reprlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import anyio.to_thread
 import numpy as np
@@ -27,14 +27,12 @@ from inspect_lens._base.untrusted import read_regular
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import Activations
 from inspect_lens.model._scope import instrument_message
-from inspect_lens.reading import Source
 from inspect_lens.reading._rows import has_nothing_to_read, parse_source
 from inspect_lens.reading._shared import shared_parameters
-from inspect_lens.spec import LensRequest, Positions, Replace
+from inspect_lens.spec import LensRequest, Replace
 
 from ._ask import OracleAnswer
 from ._send import (
-    Control,
     Prompt,
     Shown,
     answer_edited,
@@ -242,24 +240,38 @@ async def verbalise(
         anyio.run(main)
         ```
     """
-    plan = plan_verbalising(
+    plan = VerbalisePlan(
         verbaliser, layer=layer, positions=positions, last=last, controls=controls, seed=seed,
         max_tokens=max_tokens, source=source,
     )  # fmt: skip
     return [answer for answer, _ in await plan.ask(about, model, subject)]
 
 
-class VerbalisePlan(NamedTuple):
-    """Checked settings for putting rows into words."""
+class VerbalisePlan:
+    """The arguments of `verbalise`, checked before a model runs."""
 
-    verbaliser: Verbaliser
-    layer: int
-    positions: Positions
-    last: int | None
-    controls: tuple[Control, ...]
-    seed: int
-    max_tokens: int
-    source: Source
+    def __init__(
+        self,
+        verbaliser: str | Path | Verbaliser,
+        *,
+        layer: int | None,
+        positions: str | Sequence[int],
+        last: int | None,
+        controls: bool | str | Sequence[str],
+        seed: int,
+        max_tokens: int,
+        source: str,
+    ) -> None:
+        found = verbaliser if isinstance(verbaliser, Verbaliser) else read_verbaliser(verbaliser)
+        at = found.layer if layer is None else layer
+        if at is None:
+            raise SpecError(f"layer: {found.name} states none; pass that of its training")
+        if max_tokens < 1:
+            raise SpecError(f"max_tokens={max_tokens}; allowed are positive numbers")
+        _, self.positions, self.last = parse_inputs("tokens", positions, last)
+        self.controls, self.source = parse_controls(controls), parse_source(source)
+        self.verbaliser, self.layer = found, at
+        self.seed, self.max_tokens = seed, max_tokens
 
     async def ask(
         self, about: Activations | ModelOutput, model: Model, subject: Model | None = None
@@ -299,30 +311,6 @@ class VerbalisePlan(NamedTuple):
 
         answers = await together(*(one(row) for row in shown))
         return [(answer, row.rows[0]) for answer, row in zip(answers, shown, strict=True)]
-
-
-def plan_verbalising(
-    verbaliser: str | Path | Verbaliser,
-    *,
-    layer: int | None,
-    positions: str | Sequence[int],
-    last: int | None,
-    controls: bool | str | Sequence[str],
-    seed: int,
-    max_tokens: int,
-    source: str,
-) -> VerbalisePlan:
-    """Check the arguments of `verbalise` before a model runs."""
-    found = verbaliser if isinstance(verbaliser, Verbaliser) else read_verbaliser(verbaliser)
-    at = found.layer if layer is None else layer
-    if at is None:
-        raise SpecError(f"layer: {found.name} states none; pass that of its training")
-    if max_tokens < 1:
-        raise SpecError(f"max_tokens={max_tokens}; allowed are positive numbers")
-    _, read, cut = parse_inputs("tokens", positions, last)
-    return VerbalisePlan(
-        found, at, read, cut, parse_controls(controls), seed, max_tokens, parse_source(source)
-    )
 
 
 async def _answer(

@@ -55,7 +55,6 @@ def lens_column(
 
     Raises:
         ArtifactError: no such probe; while reading, a call whose activations are not there.
-        SpecError: an argument is wrong.
         ImportError: there is no pandas.
 
     Example:

@@ -406,7 +406,6 @@ class ProbeReader(CallReader):
 
         Raises:
             ArtifactError: no such probe.
-            SpecError: an argument is wrong.
         """
         whole = loaded = load_probe(probe)
         if layer is not None:

@@ -31,7 +31,7 @@ from inspect_ai.solver import TaskState
 
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.oracle import CONTROLS, OracleAnswer
-from inspect_lens.oracle._ask import OraclePlan, plan_asking
+from inspect_lens.oracle._ask import OraclePlan
 from inspect_lens.probe import AnyProbe, clopper_pearson
 from inspect_lens.reading import CallSelection, OnMissing, ProbeReader, Reading, Turn, read_calls
 from inspect_lens.reading._follow_up import FollowUpReply, ask_follow_up, choose_follow_up
@@ -315,7 +315,6 @@ def oracle_answer(
         `probe_gate` withheld, or that a limit ended before there was one.
 
     Raises:
-        SpecError: an argument is wrong.
         ArtifactError: no such oracle; while scoring, activations, tokenizer or labels that do
             not fit.
 
@@ -337,7 +336,7 @@ def oracle_answer(
         print(answer.answer, answer.metadata["controls"])
         ```
     """
-    plan = plan_asking(
+    plan = OraclePlan(
         question, oracle, layers=layers, inputs=inputs, positions=positions, last=last,
         controls=controls, seed=seed, max_tokens=max_tokens, source=source, served_as=served_as,
     )  # fmt: skip

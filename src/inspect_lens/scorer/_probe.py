@@ -74,7 +74,6 @@ def probe_score(
     Raises:
         ArtifactError: no such probe; while scoring, activations that are missing, or a model
             that is not the probe's, or a pool by sentences without a tokenizer.
-        SpecError: an argument is wrong.
 
     Example:
         ```python

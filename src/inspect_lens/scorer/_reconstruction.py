@@ -21,7 +21,7 @@ from inspect_lens.model import activations
 from inspect_lens.model._places import MemoryStore
 from inspect_lens.model._read import read_sidecar, write_sidecar
 from inspect_lens.oracle import fraction_explained, reconstruct
-from inspect_lens.oracle._nla import plan_verbalising
+from inspect_lens.oracle._nla import VerbalisePlan
 from inspect_lens.oracle._reconstruct import load_reconstructor
 from inspect_lens.reading import CallSelection, OnMissing, Turn, read_calls
 from inspect_lens.reading._shared import shared_parameters
@@ -223,7 +223,7 @@ def reconstruction_score(
         print(metrics["fraction_explained"].value, metrics["shuffled"].value)
         ```
     """
-    plan = plan_verbalising(
+    plan = VerbalisePlan(
         verbaliser, layer=layer, positions=positions, last=last, controls=False, seed=0,
         max_tokens=max_tokens, source=source,
     )  # fmt: skip

@@ -206,7 +206,6 @@ def with_capture(
         The solver; activations are in `state.output.metadata["activations"]`.
 
     Raises:
-        SpecError: a value is wrong.
         UnsupportedError: when it runs, the model has no lens.
 
     Example:

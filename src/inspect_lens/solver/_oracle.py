@@ -13,8 +13,8 @@ from inspect_lens._base.arguments import one_or_several
 from inspect_lens._base.concurrency import together
 from inspect_lens.errors import SpecError
 from inspect_lens.oracle import EXPLAIN, OracleAnswer, answer_table
-from inspect_lens.oracle._ask import plan_asking
-from inspect_lens.oracle._explain import plan_explaining
+from inspect_lens.oracle._ask import OraclePlan
+from inspect_lens.oracle._explain import ExplainPlan
 from inspect_lens.reading._follow_up import ask_follow_up, choose_follow_up
 from inspect_lens.reading._rows import has_nothing_to_read
 from inspect_lens.reading._shared import shared_parameters
@@ -45,9 +45,6 @@ def follow_up(
         The solver. Of each question the list has `question`, `reply`, `said`, `admits_lie`,
         `log_odds_yes`, `log_odds_lie` and `is_bound`, which is true where the odds are further
         from 0 than the number says. It is empty for a sample without an answer.
-
-    Raises:
-        SpecError: an argument is wrong.
 
     Source:
         arXiv:2309.15840.
@@ -121,7 +118,6 @@ def activation_oracle(
         column for each control.
 
     Raises:
-        SpecError: an argument is wrong.
         ArtifactError: no such oracle; while solving, activations or a tokenizer that do not fit.
 
     Example:
@@ -146,7 +142,7 @@ def activation_oracle(
         print(lying["answer"], true["answer"], true["controls"])
         ```
     """
-    plan = plan_asking(
+    plan = OraclePlan(
         question, oracle, layers=layers, inputs=inputs, positions=positions, last=last,
         controls=controls, seed=seed, max_tokens=max_tokens, source=source,
         served_as=served_as,
@@ -202,7 +198,6 @@ def self_explain(
         The solver. The transcript has a table with a column for each control.
 
     Raises:
-        SpecError: an argument is wrong.
         ArtifactError: while solving, activations or a placeholder that do not fit.
 
     Source:
@@ -225,7 +220,7 @@ def self_explain(
         print(answer["answer"], answer["controls"])
         ```
     """
-    plan = plan_explaining(
+    plan = ExplainPlan(
         prompt, start=start, placeholder=placeholder, repeat=repeat, layers=layers, into=into,
         positions=positions, last=last, controls=controls, seed=seed, max_tokens=max_tokens,
         source=source,

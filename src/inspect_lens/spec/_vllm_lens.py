@@ -87,9 +87,6 @@ class SteeringVector:
                 positions, hidden).
             site: where in those layers.
             phase: only those of the positions that are `prefill` or `decode` tokens.
-
-        Raises:
-            SpecError: a value is wrong.
         """
         return read_as(Add, _spelled(dict(
             activations=activations, layer_indices=layer_indices, scale=scale,
@@ -102,9 +99,6 @@ class SteeringVector:
 
         Args:
             value: the form, or an `Add`.
-
-        Raises:
-            SpecError: a value is wrong.
         """
         return read_as(Add, _spelled(value) if isinstance(value, Mapping) else value)
 

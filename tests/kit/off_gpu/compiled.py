@@ -114,7 +114,7 @@ def _launches(stream: int) -> Iterator[tuple[str, int, Usage]]:
     JITFunction.run = _compiled_only(made)
     with HostAsGpu():
         for dtype in _DTYPES:
-            state = TapState.allocate(
+            state = TapState(
                 taps=(TapPoint("resid_post", 0), TapPoint("resid_post", 1)),
                 hidden=stream,
                 dtype=dtype,

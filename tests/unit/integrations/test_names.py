@@ -102,14 +102,14 @@ def test_tools_describe_themselves_to_the_auditor() -> None:
 
 
 def test_an_oracle_is_asked_through_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    def plan_asking(question: str, oracle: str, *, layers: int) -> Any:
+    def OraclePlan(question: str, oracle: str, *, layers: int) -> Any:
         async def ask(about: Any, model: Any) -> list[Any]:
             answer = f"{oracle}: {about} at {layers}, {question}"
             return [SimpleNamespace(answer=answer, controls={"random": "nothing"})]
 
         return SimpleNamespace(oracle=f"loaded {oracle}", ask=ask)
 
-    monkeypatch.setattr("inspect_lens.agents._ask.plan_asking", plan_asking)
+    monkeypatch.setattr("inspect_lens.agents._ask.OraclePlan", OraclePlan)
     monkeypatch.setattr("inspect_lens.agents._ask.get_model", lambda **_: None)
     acts: Any = "acts"
     said = anyio.run(choose_ask(None, "name", layers=4), acts, "why?").text()

@@ -33,7 +33,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return answers
 
     plan = SimpleNamespace(oracle="tiny", ask=ask)
-    monkeypatch.setattr("inspect_lens.agents._ask.plan_asking", lambda *_, **__: plan)
+    monkeypatch.setattr("inspect_lens.agents._ask.OraclePlan", lambda *_, **__: plan)
     monkeypatch.setattr("inspect_lens.agents._ask.get_model", lambda **_: None)
     return answers
 

@@ -16,7 +16,7 @@ from inspect_lens._base.token_texts import TokenTexts
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import activations, lens_config
 from inspect_lens.oracle import answer_table, explain_rows
-from inspect_lens.oracle._explain import plan_explaining
+from inspect_lens.oracle._explain import ExplainPlan
 from inspect_lens.oracle._send import random_rows, shuffled_rows
 from inspect_lens.solver import self_explain, with_capture
 from inspect_lens.spec import LensRequest, Replace, parse_extra_args
@@ -131,7 +131,7 @@ def test_every_token_is_explained_and_kept_in_the_log(
 )
 def test_wrong_arguments_are_refused_before_any_sample(arguments: Any, said: str) -> None:
     with pytest.raises(SpecError, match=said):
-        plan_explaining(**{"prompt": PROMPT, **arguments})
+        ExplainPlan(**{"prompt": PROMPT, **arguments})
 
 
 def test_what_cannot_be_explained_says_why(model: Model) -> None:

@@ -392,8 +392,8 @@ ONE_CALL: dict[str, tuple[Callable[[Path], ModelOutput], Callable[..., Scorer]]]
 def _(surface: str, request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue("tmp_path")
     patch = request.getfixturevalue("monkeypatch")
-    patch.setattr(oracle_scorer, "plan_asking", lambda *_, **__: FakePlan())
-    patch.setattr(reconstruction, "plan_verbalising", lambda *_, **__: FakeWords())
+    patch.setattr(oracle_scorer, "OraclePlan", lambda *_, **__: FakePlan())
+    patch.setattr(reconstruction, "VerbalisePlan", lambda *_, **__: FakeWords())
     patch.setattr(reconstruction, "load_reconstructor", lambda _: FakeWords.verbaliser)
     patch.setattr(reconstruction, "reconstruct", FakeWords.back)
     patch.setattr(reconstruction, "get_model", lambda **_: None)

@@ -8,7 +8,6 @@ the life of the worker, as CUDA graphs require.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 from weakref import ReferenceType, ref
 
@@ -35,68 +34,11 @@ _PARTS = 64
 never filled, until the large one's rows have left bit by bit."""
 
 
-@dataclass(eq=False)
 class TapState:
-    """Buffers of one worker.
+    """Buffers of one worker."""
 
-    Attributes:
-        taps: what each tap reads, in the order of the forward pass.
-        remote: taps of earlier stages of a pipeline, whose rows may come from there: see `Stages`.
-        header: int32; one allocation that a step fills in one copy: the number of tokens that
-            the maps describe, the ring row at which the step's rows begin, steps since then, a
-            flag per tap, and five numbers per token.
-        base: (groups, taps + 1) int32; row of a group's first token at a tap, counted from where
-            the step's rows begin, or -1. So a step that repeats writes none. Last, rows from one
-            part of a wide row to the next.
-        bank: steering rows and configurations.
-        ring: (parts * rows of a part, hidden) in the dtype of the residual stream.
-        sums: (rows, hidden) float32; what grows of sampled tokens.
-        latest: (lag * rows, hidden) in the dtype of the residual stream; tokens that are not yet
-            part of it.
-        scratch: flat float32; on a GPU, what lies between rows and what probes make of them.
-        faults: (records,) int64; taps write a one where a steered row of the request with that
-            board record would have been too large. Lies in memory that front-ends read.
-        step_rows: ring rows that one step may fill.
-        tap_rows: (taps,); ring rows of a token at each tap. Where a tap is wider than the ring,
-            each row of the ring has a part of the token's row; the last one ends with zeros.
-        shares: per tap, the numbers of a whole row that this rank has: where they begin, and how
-            many they are.
-        parts: equal parts of the ring that steps take in turn; see `Ring`.
-        tap_of: index by address of a tap's `ctl` tensor.
-        steering: per tap, whether this step steers there.
-        capturing: per tap, whether this step captures there.
-        splices: by tap, autoencoders that this step puts into the stream.
-        spliced: taps at which that was done.
-        splice_error: what went wrong there.
-        is_active: whether any tap does anything in this step; the taps' only question in a
-            step that asks for nothing.
-    """
-
-    taps: tuple[TapPoint, ...]
-    header: torch.Tensor
-    base: torch.Tensor
-    bank: BankTensors
-    ring: torch.Tensor
-    sums: torch.Tensor
-    latest: torch.Tensor
-    scratch: torch.Tensor
-    faults: torch.Tensor
-    step_rows: int
-    tap_rows: NDArray[np.int64]
-    shares: tuple[Share, ...]
-    parts: int = 1
-    remote: tuple[TapPoint, ...] = ()
-    tap_of: dict[int, int] = field(default_factory=dict)
-    steering: list[bool] = field(default_factory=list)
-    capturing: list[bool] = field(default_factory=list)
-    splices: dict[int, list[Work]] = field(default_factory=dict)
-    spliced: set[int] = field(default_factory=set)
-    splice_error: Exception | None = None
-    is_active: bool = False
-
-    @classmethod
-    def allocate(
-        cls,
+    def __init__(
+        self,
         *,
         taps: tuple[TapPoint, ...],
         hidden: int,
@@ -113,32 +55,55 @@ class TapState:
         tap_rows: Sequence[int] | None = None,
         shares: Sequence[Share] | None = None,
         remote: tuple[TapPoint, ...] = (),
-    ) -> TapState:
-        """Allocate all buffers of a worker."""
-        n = len(taps)
-        if parts is None:
-            parts = _PARTS if device.type == "cuda" else 1
-        part_rows = -(-ring_rows // max(1, parts // 2))
-        return cls(
-            taps=taps,
-            header=torch.zeros(HEAD + n + 5 * max_tokens, dtype=torch.int32, device=device),
-            base=torch.full((max_groups, n + 1), -1, dtype=torch.int32, device=device),
-            # Row 0 is "nothing", so one more than asked for.
-            bank=BankTensors.allocate(bank_rows + 1, hidden, n, device, max_tokens),
-            ring=zeros(parts * part_rows, hidden, dtype=dtype, device=device),
-            sums=zeros(sum_rows, hidden, dtype=torch.float32, device=device),
-            latest=zeros(lag * sum_rows, hidden, dtype=dtype, device=device),
-            scratch=torch.empty(scratch_bytes // 4, dtype=torch.float32, device=device),
-            # Until somebody has shared memory for it.
-            faults=torch.zeros(BOARD_SIZE, dtype=torch.int64, device=device),
-            step_rows=ring_rows,
-            tap_rows=np.asarray([1] * n if tap_rows is None else tap_rows, dtype=np.int64),
-            shares=((0, hidden),) * n if shares is None else tuple(shares),
-            parts=parts,
-            remote=remote,
-            steering=[False] * n,
-            capturing=[False] * n,
-        )
+    ) -> None:
+        n, wide = len(taps), torch.float32
+        self.taps = taps
+        """What each tap reads, in the order of the forward pass."""
+        self.remote = remote
+        """Taps of earlier stages of a pipeline, whose rows may come from there: see `Stages`."""
+        self.header = torch.zeros(HEAD + n + 5 * max_tokens, dtype=torch.int32, device=device)
+        """One allocation that a step fills in one copy: the number of tokens that the maps
+        describe, the ring row at which the step's rows begin, steps since then, a flag per tap, and
+        five numbers per token."""
+        self.base = torch.full((max_groups, n + 1), -1, dtype=torch.int32, device=device)
+        """Row of a group's first token at a tap, counted from where the step's rows begin, or -1.
+        So a step that repeats writes none. Last, rows from one part of a wide row to the next."""
+        # Row 0 is "nothing", so one more than asked for.
+        self.bank = BankTensors(bank_rows + 1, hidden, n, device, max_tokens)
+        self.parts = parts or (_PARTS if device.type == "cuda" else 1)
+        """Equal parts of the ring that steps take in turn; see `Ring`."""
+        part_rows = -(-ring_rows // max(1, self.parts // 2))
+        self.ring = zeros(self.parts * part_rows, hidden, dtype=dtype, device=device)
+        self.sums = zeros(sum_rows, hidden, dtype=wide, device=device)
+        """What grows of sampled tokens."""
+        self.latest = zeros(lag * sum_rows, hidden, dtype=dtype, device=device)
+        """Tokens that are not yet part of it."""
+        self.scratch = torch.empty(scratch_bytes // 4, dtype=wide, device=device)
+        """On a GPU, what lies between rows and what probes make of them."""
+        # Until somebody has shared memory for it.
+        self.faults = torch.zeros(BOARD_SIZE, dtype=torch.int64, device=device)
+        """Taps write a one where a steered row of the request with that board record would have
+        been too large. Lies in memory that front-ends read."""
+        self.step_rows = ring_rows
+        """Ring rows that one step may fill."""
+        self.tap_rows = np.asarray([1] * n if tap_rows is None else tap_rows, dtype=np.int64)
+        """Ring rows of a token at each tap. Where a tap is wider than the ring, each row of the
+        ring has a part of the token's row; the last one ends with zeros."""
+        self.shares = ((0, hidden),) * n if shares is None else tuple(shares)
+        """Per tap, the numbers of a whole row that this rank has: where they begin, and how many
+        they are."""
+        self.tap_of: dict[int, int] = {}
+        """Index by address of a tap's `ctl` tensor."""
+        self.steering = [False] * n
+        """Per tap, whether this step steers there."""
+        self.capturing = [False] * n
+        self.splices: dict[int, list[Work]] = {}
+        """By tap, autoencoders that this step puts into the stream."""
+        self.spliced: set[int] = set()
+        self.splice_error: Exception | None = None
+        self.is_active = False
+        """Whether any tap does anything in this step; the taps' only question in a step that asks
+        for nothing."""
 
     def new_ctl(self, tap: int) -> torch.Tensor:
         """Make the identity token of a tap."""

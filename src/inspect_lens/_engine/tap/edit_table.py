@@ -48,39 +48,21 @@ def largest_norm(dtype: torch.dtype) -> float:
     return LARGEST_NORM[str(dtype).removeprefix("torch.")]
 
 
-@dataclass(frozen=True)
 class BankTensors:
-    """The device side of the table.
+    """The device side of the table: vectors, and as many entries and configurations, all zero."""
 
-    Attributes:
-        vectors: (rows, hidden) float32.
-        instructions: (rows, 8) int32; `entries`, and the bits of `params`.
-        configs: (configurations, 2*taps) int32; `table`, and `rest`.
-        registers: (tokens, `N_REGISTERS`) float32; gates of the running step.
-        latches: gates whose decisions last.
-        fed: ids of the tokens of the running step.
-    """
-
-    vectors: torch.Tensor
-    instructions: torch.Tensor
-    configs: torch.Tensor
-    registers: torch.Tensor
-    latches: Latches
-    fed: Fed
-
-    @classmethod
-    def allocate(
-        cls, rows: int, hidden: int, taps: int, device: torch.device, max_tokens: int = 1
-    ) -> BankTensors:
-        """Allocate a zeroed table of `rows` vectors, and as many entries and configurations."""
-        return cls(
-            zeros(rows, hidden, dtype=torch.float32, device=device),
-            zeros(rows, 8, dtype=torch.int32, device=device),
-            zeros(rows, 2 * taps, dtype=torch.int32, device=device),
-            torch.zeros(max_tokens, N_REGISTERS, dtype=torch.float32, device=device),
-            Latches.allocate(BOARD_SIZE, device),
-            Fed(torch.zeros(max_tokens, dtype=torch.int32, device=device)),
-        )
+    def __init__(
+        self, rows: int, hidden: int, taps: int, device: torch.device, max_tokens: int = 1
+    ) -> None:
+        self.vectors = zeros(rows, hidden, dtype=torch.float32, device=device)
+        self.instructions = zeros(rows, 8, dtype=torch.int32, device=device)
+        """`entries`, and the bits of `params`."""
+        self.configs = zeros(rows, 2 * taps, dtype=torch.int32, device=device)
+        """(configurations, 2*taps); `table`, and `rest`."""
+        self.registers = torch.zeros(max_tokens, N_REGISTERS, dtype=torch.float32, device=device)
+        """Gates of the running step."""
+        self.latches = Latches(BOARD_SIZE, device)
+        self.fed = Fed(torch.zeros(max_tokens, dtype=torch.int32, device=device))
 
     @cached_property
     def entries(self) -> torch.Tensor:

@@ -41,32 +41,19 @@ NEVER = (1 << 31) - 1
 """Position of a gate that has not fired."""
 
 
-@dataclass
 class Latches:
-    """Buffers that taps read and write.
+    """Buffers that taps read and write of gates whose decisions last; none has fired."""
 
-    Attributes:
-        first: (records, `N_LATCHES`) int32, on the device.
-        history: (records, `N_LATCHES`) int32, on the device; first row of what a running gate
-            keeps in the table of vectors.
-        noted: (records, `2*N_LATCHES`) int64, in memory that front-ends read: the position and one
-            more, or 0; and behind them what `programs.open_among` reads. Until a worker has
-            some, memory of the device.
-        can_tell: whether front-ends see `noted`.
-    """
-
-    first: torch.Tensor
-    history: torch.Tensor
-    noted: torch.Tensor
-    can_tell: bool = True
-
-    @classmethod
-    def allocate(cls, records: int, device: torch.device) -> Latches:
-        """Latches of which none has fired."""
+    def __init__(self, records: int, device: torch.device) -> None:
         shape = records, N_LATCHES
-        first = torch.full(shape, NEVER, dtype=torch.int32, device=device)
-        noted = torch.zeros(records, 2 * N_LATCHES, dtype=torch.int64, device=device)
-        return cls(first, torch.zeros_like(first), noted)
+        self.first = torch.full(shape, NEVER, dtype=torch.int32, device=device)
+        self.history = torch.zeros_like(self.first)
+        """First row of what a running gate keeps in the table of vectors."""
+        self.noted = torch.zeros(records, 2 * N_LATCHES, dtype=torch.int64, device=device)
+        """In memory that front-ends read: the position and one more, or 0; and behind them what
+        `programs.open_among` reads. Until a worker has some, memory of the device."""
+        self.can_tell = True
+        """Whether front-ends see `noted`."""
 
     @property
     def nbytes(self) -> int:
@@ -162,16 +149,11 @@ def _place(
 
 @dataclass
 class Fed:
-    """The buffer, and where ids come from.
-
-    Attributes:
-        ids: (tokens,) int32, on the device.
-        source: gives the ids of the step that is about to run, on the device, in the order of its
-            tokens; None where nobody can.
-    """
+    """Ids of the tokens of the running step, on the device, and where they come from."""
 
     ids: torch.Tensor
     source: Callable[[], torch.Tensor] | None = None
+    """Gives those of the step that is about to run, in their order; None where nobody can."""
 
     def check(self) -> None:
         """Refuse gates that look at ids where nobody can give them."""

@@ -426,7 +426,7 @@ def _allocate(
     max_requests = int(config.scheduler_config.max_num_seqs)
     tap_rows = [rows_for(facts.width_of(tap.site), facts.hidden) for tap in taps]
     sums = min(max_requests * sum(tap_rows), sums_that_fit(settings, facts.hidden, dtype, lag))
-    return TapState.allocate(
+    return TapState(
         taps=taps,
         hidden=facts.hidden,
         dtype=dtype,

@@ -211,7 +211,6 @@ def lens_audit_solver(
 
     Raises:
         ArtifactError: no such probe, oracle or vector.
-        SpecError: an argument is wrong.
         PrerequisiteError: when it runs, no model has the role `auditor`, or `judge`.
 
     Example:

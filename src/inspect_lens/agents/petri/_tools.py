@@ -94,7 +94,6 @@ def read_probe(
 
     Raises:
         ArtifactError: no such probe.
-        SpecError: an argument is wrong.
 
     Example:
         ```python

@@ -59,7 +59,7 @@ class Rank:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         widths = [WIDE.width_of(point.site) for point in TAPS]
-        self.state = TapState.allocate(
+        self.state = TapState(
             taps=TAPS, hidden=HIDDEN, dtype=torch.float32, max_tokens=32, max_groups=4,
             ring_rows=1 << 10, bank_rows=2, device=torch.device("cpu"), sum_rows=64 * (not rank),
             tap_rows=[rows_for(width, HIDDEN) for width in widths],

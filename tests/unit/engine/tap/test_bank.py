@@ -22,7 +22,7 @@ TAP_INDEX = {tap: i for i, tap in enumerate(TAPS)}
 
 @pytest.fixture
 def bank() -> Bank:
-    return Bank(BankTensors.allocate(ROWS + 1, HIDDEN, len(TAPS), torch.device("cpu")))
+    return Bank(BankTensors(ROWS + 1, HIDDEN, len(TAPS), torch.device("cpu")))
 
 
 def envelope(*vectors: SteeringVector) -> Envelope:

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 def test_buffers_that_nobody_wrote_to_take_no_memory() -> None:
     """Those of 30 layers of 576 numbers, by the defaults of the settings: they were 242 MiB."""
     before = psutil.Process().memory_info().rss
-    state = TapState.allocate(
+    state = TapState(
         taps=tap_points(("resid_pre", "resid_post"), tuple(range(30))), hidden=576,
         dtype=torch.bfloat16, max_tokens=2048, max_groups=256, ring_rows=31 * 2048,
         bank_rows=58254, device=CPU, sum_rows=256 * 31,

@@ -30,7 +30,7 @@ def test_finite_rows_have_the_bits_of_the_definition_and_the_others_stay(
 ) -> None:
     torch.manual_seed(1)
     n, largest = 40, largest_norm(dtype)
-    state = TapState.allocate(
+    state = TapState(
         taps=(TapPoint("resid_post", 0),),
         hidden=HIDDEN,
         dtype=dtype,

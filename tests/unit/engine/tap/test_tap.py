@@ -28,7 +28,7 @@ def known(state: TapState, tap: int) -> torch.Tensor:
 
 @pytest.fixture
 def state() -> Iterator[TapState]:
-    made = TapState.allocate(
+    made = TapState(
         taps=(TapPoint("resid_post", 3), TapPoint("resid_post", 7)),
         hidden=HIDDEN,
         dtype=torch.float32,

@@ -136,7 +136,7 @@ class Writer(Mamba):
 
 @pytest.mark.parametrize("is_named", [False, True])
 def test_a_module_that_writes_into_an_argument_has_its_tap(is_named: bool) -> None:
-    state = TapState.allocate(
+    state = TapState(
         taps=(TapPoint("attn_out", 0),),
         hidden=HIDDEN,
         dtype=torch.float32,
@@ -195,7 +195,7 @@ class Layer(nn.Module):
 
 def test_every_site_of_a_block_writes_its_rows() -> None:
     taps = tuple(TapPoint(site, 0) for site in BLOCK_SITES)
-    state = TapState.allocate(
+    state = TapState(
         taps=taps,
         hidden=HIDDEN,
         dtype=torch.float32,

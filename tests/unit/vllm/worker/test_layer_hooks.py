@@ -54,7 +54,7 @@ def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bl
 
 @pytest.fixture
 def state() -> Iterator[TapState]:
-    made = TapState.allocate(
+    made = TapState(
         taps=(TapPoint("resid_post", 0),),
         hidden=HIDDEN,
         dtype=torch.float32,

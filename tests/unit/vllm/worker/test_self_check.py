@@ -78,7 +78,7 @@ class Runner:
 
 class Worker:
     def __init__(self, hidden: int = HIDDEN, bank_rows: int = 8, rank: int = 0) -> None:
-        self.state = TapState.allocate(
+        self.state = TapState(
             taps=TAPS,
             hidden=hidden,
             dtype=torch.float32,
