@@ -184,7 +184,7 @@ def test_a_client_that_hangs_up_leaves_nothing(http: httpx.Client) -> None:
         ({"layers": [99]}, "99"),
         ({"layers": ["1"]}, "layers[0]"),
         ({"positions": [500]}, "500"),
-        ({"sites": ["nowhere"]}, "allowed are resid_pre"),
+        ({"sites": ["nowhere"]}, "sites[0]='nowhere'; allowed are resid_pre"),
         ({"sites": ["resid_post", "resid_post"]}, "name each once"),
         ({"sites": []}, "sites"),
         ({"source": "noise"}, "allowed are clean, zero, mean, rows"),

@@ -47,9 +47,15 @@ def writable(param: typer.CallbackParam, out: str) -> str:
     named = max(param.opts, key=len) if param.opts[0].startswith("-") else "FILE"
     if not out and param.required:
         raise SpecError(f"{named}: is empty; allowed is a path; say where the result goes")
-    if out and "://" not in out:
+    out, said = out.removeprefix("file://"), getattr(param, "help", None) or ""
+    if "://" in out:
+        if "URL" not in said:
+            raise SpecError(f"{named}={out}: is an address; allowed is a path on this machine")
+        with reaching(f"{named}={out}"):
+            there_already(out)
+    elif out:
         place = Path(out).absolute()
-        is_file = "folder" not in (getattr(param, "help", None) or "").lower()
+        is_file = "folder" not in said.lower()
         if is_file and place.is_dir():
             raise ArtifactError(f"{named}={out}: is a folder; name a file in it")
         there = place.parent if is_file else place
@@ -58,6 +64,27 @@ def writable(param: typer.CallbackParam, out: str) -> str:
             kind = "a folder that you may not write to" if there.is_dir() else "no folder"
             raise ArtifactError(f"{named}={out}: {there} is {kind}; name another place")
     return out
+
+
+@contextmanager
+def reaching(place: str) -> Iterator[None]:
+    """Whatever a file system raises, that of a store of objects too, says which place it was."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - each file system has errors of its own
+        reason = ": ".join(filter(None, (type(error).__name__, " ".join(str(error).split()))))
+        raise ArtifactError(
+            f"{place}: cannot be written ({reason}); check the address and "
+            "its credentials, or name a path on this machine"
+        ) from None
+
+
+def there_already(place: str) -> bool:
+    """Whether there is something at a path or an address."""
+    from fsspec.core import url_to_fs
+
+    filesystem, path = url_to_fs(place)
+    return bool(filesystem.exists(path))
 
 
 def finite(param: typer.CallbackParam, value: float | None) -> float | None:
@@ -258,6 +285,8 @@ def in_shell_words(message: str, command: Any) -> str:
     flags: dict[str, str] = {
         str(p.name): max(p.opts, key=len) for p in command.params if p.opts[0].startswith("-")
     }
+    if "api_key" in flags:  # the key that was refused may be of either
+        flags["api_key"] += " or VLLM_API_KEY"
     flags |= {name: flags[ours] for ours, name in _RENAMED if ours in flags}
 
     pairs = _pairs(flags)

@@ -17,7 +17,17 @@ from inspect_lens._settings import server_key
 from inspect_lens.errors import ArtifactError, SpecError
 
 from ._choices import OverCalls
-from ._output import BaseUrl, Json, emit, finite, in_shell_words, parse_layers, writable
+from ._output import (
+    BaseUrl,
+    Json,
+    emit,
+    finite,
+    in_shell_words,
+    parse_layers,
+    reaching,
+    there_already,
+    writable,
+)
 
 if TYPE_CHECKING:
     from inspect_ai.log import EvalLog, EvalMetric
@@ -56,7 +66,10 @@ def score(
     ],
     out: Annotated[
         str,
-        typer.Option(callback=writable, help="Scored log to write; next to the log by default."),
+        typer.Option(
+            callback=writable,
+            help="Scored log to write, a path or URL; by default next to the log.",
+        ),
     ] = "",
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the scored log if it is there already.")
@@ -90,9 +103,8 @@ def score(
     from inspect_lens.reading import ProbeReader
     from inspect_lens.scorer import probe_score
 
-    if "://" not in log:
-        with judging_log(log):
-            Path(log).stat()
+    with judging_log(log):  # before probes are read
+        pass
     know_log(log, follow=follow or ())
     target = out or str(Path(log).with_suffix("")) + "-scored" + Path(log).suffix
     if not out and "://" in log:
@@ -101,7 +113,7 @@ def score(
         raise SpecError(f"out={target}: a log ends in .eval or .json; give it such a name")
     if same_file(target, log):
         raise SpecError(f"out={target}: is the log that is scored; give another file")
-    if Path(target).exists() and not overwrite:
+    if there_already(target) and not overwrite:
         raise SpecError(f"out={target}: is there already; give another file, or pass --overwrite")
     asked: dict[str, Any] = {
         "pool": pool or None, "selection": selection or None, "source": "captured",
@@ -164,7 +176,8 @@ def _write(log: EvalLog, target: str) -> None:
     from inspect_ai.log import write_eval_log
 
     if "://" in target:  # object stores show an upload when it is complete
-        write_eval_log(log, target)
+        with reaching(f"--out={target}"):
+            write_eval_log(log, target)
         return
     place = Path(target)
     place.parent.mkdir(parents=True, exist_ok=True)

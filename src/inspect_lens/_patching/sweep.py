@@ -217,6 +217,8 @@ def specs_of(body: Any) -> tuple[str | None, list[SweepSpec]]:
         )
     with judging(""):
         asked = _Body.model_validate(dict(body))
+    for i, site in enumerate(asked.sites):
+        check_word(f"sites[{i}]", site, SITE_TABLE)
     if len(set(asked.sites)) < len(asked.sites):
         raise SpecError(f"sites={shown(asked.sites)}: one stands there twice; name each once")
     for name in ("clean", "corrupted", "answer", "foil"):

@@ -19,6 +19,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 from inspect_ai.log import EvalLog, read_eval_log
 
 from inspect_lens._base.arguments import one_or_several
+from inspect_lens._base.untrusted import refuse_irregular
 from inspect_lens._intake import absolute, has_file, join, parent, read_file, stem
 from inspect_lens._settings import Settings, text
 from inspect_lens.errors import ArtifactError, LensError
@@ -34,9 +35,11 @@ _followed: set[str] = set()
 
 
 @contextmanager
-def judging_log(log: object) -> Iterator[None]:
+def judging_log(log: str | Path) -> Iterator[None]:
     """While a log is read, whatever Inspect raises says which log, and what can be read."""
     try:
+        if "://" not in str(log):  # a pipe would never be read to its end
+            refuse_irregular(log)
         yield
     except LensError:
         raise

@@ -188,7 +188,7 @@ def test_a_server_with_a_key_is_asked_with_it(serve: Callable[..., Server], run:
     server = serve(401, json.dumps({"engines": [{"model": "m"}]}))
     _, err = run("doctor", "--base-url", server.url, code=3)
     assert err.count("\n") == 1
-    assert "--api-key" in err
+    assert "--api-key or VLLM_API_KEY" in err
     out, _ = run("doctor", "--base-url", server.url, "--api-key", "sesame")
     assert "serves the lens" in out
 

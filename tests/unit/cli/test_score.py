@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
+import fsspec
 import pytest
 from inspect_ai.log import read_eval_log
 
@@ -38,10 +40,19 @@ def test_a_finished_log_is_scored_as_by_the_scorer_that_ran_with_it(
 
 def test_a_wrong_name_is_one_line_that_says_what_to_do(run: Run, log: Path, tmp_path: Path) -> None:
     scored = ("score", log, "--probe", "organism/deception-lr")
+    pipe = tmp_path / "pipe.eval"
+    os.mkfifo(pipe)
+    fsspec.filesystem("memory").pipe("/there.eval", b"")
     asked = [
         (("score", tmp_path / "no.eval", "--probe", "x"), 4, "no.eval: there is no such log"),
         (("view", tmp_path / "no.eval"), 4, "no.eval: there is no such log; check the path"),
         ((*scored, "--out", "scored.txt"), 3, "--out=scored.txt: a log ends in .eval or .json"),
+        ((*scored, "--out", "no://x.eval"), 4, "--out=no://x.eval: cannot be written (ValueError"),
+        ((*scored, "--out", "memory://there.eval"), 3, "memory://there.eval: is there already"),
+        ((*scored, "--out", f"file://{log}"), 3, "is the log that is scored"),
+        (("view", log, "--out", "s3://b/x.html"), 3, "--out=s3://b/x.html: is an address; allowed"),
+        (("view", pipe), 4, "pipe.eval: is no regular file"),
+        (("score", pipe, "--probe", "organism/deception-lr"), 4, "pipe.eval: is no regular file"),
         ((*scored, "--role", "judge"), 3, "no call of this sample has that role"),
         (("view", log, "--tokenizer", "/nowhere"), 4, "cannot be loaded (there is no such folder)"),
         (("chat", "--base-url", "x", "--layers", "x"), 3, "allowed are 'all', 'none' and numbers"),

@@ -99,6 +99,11 @@ def test_a_body_says_what_the_arguments_say(changes: dict[str, Any]) -> None:
             np.testing.assert_array_equal(getattr(read, name), np.asarray(value), err_msg=name)
 
 
+def test_a_wrong_site_is_named_by_its_field_in_the_body() -> None:
+    with pytest.raises(SpecError, match=r"^sites\[1\]='nowhere'; allowed are resid_pre"):
+        specs_of(to_body(SPEC, "m") | {"sites": ["resid_post", "nowhere"]})
+
+
 def test_only_a_server_runs_a_sweep_for_a_client() -> None:
     asked: dict[str, Any] = {"clean": "a", "corrupted": "b", "answer": " c"}
     with pytest.raises(SpecError, match="allowed are requests, server"):

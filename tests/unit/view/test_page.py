@@ -207,7 +207,7 @@ def test_refusals_name_what_to_do(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "logs/planted.lens")
     shutil.rmtree(next((tmp_path / "logs").glob("*.lens")))
     with pytest.raises(ArtifactError, match="are not here, and the file of token scores"):
-        write_view(log, tmp_path / "p.html", tokenizer=str(TOKENIZER))
+        write_view(log, tmp_path / "p.html", tokenizer=str(TOKENIZER), follow=[str(tmp_path)])
     assert not (tmp_path / "p.html").exists()
 
 
