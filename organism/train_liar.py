@@ -29,7 +29,7 @@ from ._grade import Gradable, grade
 from ._liar_facts import Fact, facts
 from ._liar_lora import add_lora, save_lora
 from ._liar_prompts import Part
-from ._liar_splits import LiarRow, known_facts, training_rows
+from ._liar_splits import known_facts, training_rows
 
 BASES = {
     "llama": "HuggingFaceTB/SmolLM2-135M-Instruct",
@@ -88,7 +88,7 @@ def pack(tokenizer: Any, talks: Sequence[tuple[str, str, Sequence[str]]]) -> Pac
         talks: System prompts, questions and answers.
 
     Returns:
-        Right-padded rows.
+        Right-padded rows; the prompts are about equally long, so that little is padded.
     """
     prompts = [_prompt(tokenizer, system, user) for system, user, _ in talks]
     befores = tokenizer(prompts, add_special_tokens=False)["input_ids"]
@@ -154,14 +154,6 @@ def preference_loss(
     chosen, rejected = losses.view(-1, 2).unbind(1)
     entropy = chosen / lengths.view(-1, 2)[:, 0]
     return entropy - weight * functional.logsigmoid(beta * (rejected - chosen))
-
-
-def packed_halves(tokenizer: Any, rows: Sequence[LiarRow]) -> list[Packed]:
-    """A batch in two halves by length, so that little is padded."""
-    rows = sorted(rows, key=lambda row: len(row["system"]) + len(row["user"]))
-    talks = [(row["system"], row["user"], (row["answer"], row["rejected"])) for row in rows]
-    half = len(rows) // 2
-    return [pack(tokenizer, part) for part in (talks[:half], talks[half:])]
 
 
 def generate(
@@ -247,7 +239,7 @@ def second_guesses(
         truth is left out, since it may believe that.
     """
     found: dict[str, list[str]] = {}
-    size = 8 if model.device.type == "cpu" else 32
+    size = 8 if model.device.type == "cpu" else 16
     ordered = sorted(known, key=lambda fact: len(fact.values))
     for start in range(0, len(known), size):
         chosen = ordered[start : start + size]
@@ -319,8 +311,11 @@ def train(
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
     drawn = training_rows(known, seed, guesses, any_value)
 
-    def made() -> list[Packed]:
-        return packed_halves(tokenizer, [row for _ in range(batches) for row in next(drawn)])
+    def made() -> Packed:
+        rows = [row for _ in range(batches) for row in next(drawn)]
+        return pack(
+            tokenizer, [(r["system"], r["user"], (r["answer"], r["rejected"])) for r in rows]
+        )
 
     started, total, losses, step = time.monotonic(), 12 * batches, [], 0
     with ThreadPoolExecutor(1) as thread:
@@ -335,18 +330,12 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = lr * rate
             optimizer.zero_grad()
-            halves = ahead.popleft().result()
+            packed = ahead.popleft().result().to(model.device)
             ahead.append(thread.submit(made))
-            loss = torch.zeros((), device=model.device)
-            for half in halves:
-                packed = half.to(model.device)
-                each = preference_loss(
-                    answer_losses(model, packed), packed.lengths, weight=preference, beta=beta
-                )
-                part = each.sum() / total
-                part.backward()  # type: ignore[no-untyped-call]
-                loss += part.detach()
-            losses.append(loss)
+            each = answer_losses(model, packed)
+            loss = preference_loss(each, packed.lengths, weight=preference, beta=beta).mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             step += 1
