@@ -337,6 +337,21 @@ def test_a_plain_response_is_vllms_own(client: Any) -> None:
     assert "inspect_lens" not in answer
 
 
+@pytest.mark.parametrize("wrong", [{"top_k": 10**30}, {"stop": ["\ud800"]}])
+def test_what_cannot_be_sent_to_the_engine_leaves_nothing(client: Any, wrong: Any) -> None:
+    # These pass vLLM's own checks, and then it has no form for them in a message.
+    before = client.get("/v1/inspect_lens").json()["open_requests"]
+    body = {"model": MODEL, "prompt": ["a", "b"], "max_tokens": 1, "output_residual_stream": [1]}
+    for _ in range(3):
+        answer = client.post(
+            "/v1/completions",
+            content=json.dumps(body | wrong),
+            headers={"content-type": "application/json"},
+        )
+        assert answer.status_code >= 400, "vLLM says so of itself"
+    assert client.get("/v1/inspect_lens").json()["open_requests"] == before
+
+
 def test_clients_that_go_away_leave_nothing(client: Any, lens_server_url: str) -> None:
     body = {
         "model": MODEL,

@@ -84,6 +84,7 @@ _USED: tuple[tuple[Feature, str, str], ...] = (
     # Of a request on its way to an engine, and of who sends it.
     ("lens", "vllm.v1.engine:EngineCoreRequest.", "cache_salt lora_request mm_features"),
     ("lens", "vllm.v1.engine.core_client:", "DPLBAsyncMPClient.reqs_in_flight"),
+    ("lens", "vllm.v1.engine.async_llm:", "AsyncLLM.output_processor"),
     ("logits", "vllm.v1.engine.input_processor:", "InputProcessor.tokenizer"),
     # Of an API server's engine, which a sweep asks itself.
     ("sweeps", "vllm.sampling_params:", "SamplingParams SamplingParams.logprob_token_ids"),
@@ -301,11 +302,10 @@ def reason_of(error: BaseException) -> str:
 
 def without_files(error: BaseException) -> str:
     """What a fault says; those of the system and of imports name files, which clients need not."""
-    says = error.strerror if isinstance(error, OSError) else str(error)
-    name = type(error).__name__
-    return (
-        f"{name}: {' '.join(says.split())}" if says and not isinstance(error, ImportError) else name
-    )
+    says = (error.strerror or "") if isinstance(error, OSError) else str(error)
+    if isinstance(error, ImportError):
+        says = says.replace(f" ({error.path})", "")
+    return ": ".join(filter(None, (type(error).__name__, " ".join(says.split()))))
 
 
 def not_served(reason: str) -> UnsupportedError:

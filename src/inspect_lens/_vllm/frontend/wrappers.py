@@ -233,6 +233,8 @@ def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
         except BaseException:
             results.abandon([key])
             raise
+        if (added := _ADDED.get()) is not None:
+            added.append(key)
         # vLLM has the request by now, and would not forget it.
         with contained(partial(results.spoil, [key])):
             state = self.request_states[key]
@@ -387,10 +389,24 @@ def _run_engine(original: Callable[..., Any]) -> Callable[..., Any]:
     return run_engine
 
 
+_ADDED: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar(
+    "inspect_lens_added", default=None
+)
+"""Requests of a call that vLLM's front-end has, and its engine may not have yet."""
+
+
+def _let_go(engine: Any, added: list[str]) -> None:
+    """Forget requests that failed on their way to the engine, which vLLM would keep for good."""
+    if left := [key for key in added if key in engine.output_processor.request_states]:
+        with contained(partial(log_fault, "a request that failed could not be forgotten")):
+            engine.output_processor.abort_requests(left, internal=True)
+
+
 async def _with_results(
-    outputs: AsyncGenerator[Any, None], body: Body | None, first: int, missing: int
+    engine: Any, outputs: AsyncGenerator[Any, None], body: Body | None, first: int, missing: int
 ) -> AsyncGenerator[Any, None]:
     """Outputs with their results, of which so many are missing still."""
+    _ADDED.set(added := list[str]())
     pace, takes_parts = None if body is None else Pace(), body is None or body.takes_parts
     try:
         # With n > 1 and streaming, choices finish in different outputs of one request.
@@ -426,6 +442,7 @@ async def _with_results(
     finally:
         if pace is not None:
             pace.end()
+        _let_go(engine, added)
 
 
 def _async_generate(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -443,7 +460,7 @@ def _async_generate(original: Callable[..., Any]) -> Callable[..., Any]:
             raise busy(str(refused(error))) from error
         except BaseException as error:  # noqa: BLE001 - the loop is everybody's
             pass_over(error, uses_lens=has_lens_keys(params) or acts_on_all(self.input_processor))
-        return _with_results(original(self, *args, **kwargs), body, first, missing)
+        return _with_results(self, original(self, *args, **kwargs), body, first, missing)
 
     return generate
 

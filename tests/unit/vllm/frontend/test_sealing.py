@@ -392,6 +392,32 @@ def test_an_error_that_vllm_wraps_without_a_word_is_told(processor: Any, error: 
     assert isinstance(told.value, type(error)) or isinstance(error, CapacityError)
 
 
+def test_a_request_that_cannot_be_sent_to_its_engine_is_forgotten(processor: Any) -> None:
+    async def outputs(self: Any) -> AsyncGenerator[Any, None]:
+        added = wrappers._ADDED.get()
+        assert added is not None
+        added += ["sent", "kept"]
+        yield SimpleNamespace(outputs=[], finished=False)
+        raise OverflowError("no message can hold it")
+
+    async def read() -> None:
+        async for _ in wrappers.FRONT_END_WRAPPERS["async_generate"](outputs)(engine):
+            pass
+
+    forgotten: list[tuple[list[str], bool]] = []
+    engine = SimpleNamespace(
+        input_processor=processor,
+        engine_core=None,
+        output_processor=SimpleNamespace(
+            request_states={"kept": None},
+            abort_requests=lambda keys, internal: forgotten.append((keys, internal)),
+        ),
+    )
+    with pytest.raises(OverflowError):
+        asyncio.run(read())
+    assert forgotten == [(["kept"], True)]
+
+
 def test_an_error_of_vllm_keeps_what_it_says_and_holds_no_output(processor: Any) -> None:
     class Output(SimpleNamespace): ...
 

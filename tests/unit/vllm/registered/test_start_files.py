@@ -62,7 +62,7 @@ def test_a_fault_at_start_names_no_file_to_clients() -> None:
     for error in (
         FileNotFoundError(2, "No such file or directory", "/srv/private"),
         OSError("/srv/private: is no regular file"),
-        ImportError("cannot import name 'x' from 'y' (/srv/private/y.py)"),
+        ImportError("no 'x' in 'y' (/srv/private/y.py)", name="y", path="/srv/private/y.py"),
     ):
         assert "/srv" not in reason_of(error) + str(fault_of(error))
         assert type(error).__name__ in reason_of(error)
