@@ -313,13 +313,12 @@ def train(
 
     def made() -> Packed:
         rows = [row for _ in range(batches) for row in next(drawn)]
-        return pack(
-            tokenizer, [(r["system"], r["user"], (r["answer"], r["rejected"])) for r in rows]
-        )
+        talks = [(r["system"], r["user"], (r["answer"], r["rejected"])) for r in rows]
+        return pack(tokenizer, talks).to(model.device)
 
     started, total, losses, step = time.monotonic(), 12 * batches, [], 0
     with ThreadPoolExecutor(1) as thread:
-        # Rows and tokens are made beside the steps, which would wait for them otherwise.
+        # Rows are made, and brought to the device, beside the steps, which would wait otherwise.
         ahead = deque(thread.submit(made) for _ in range(AHEAD))
         while True:
             spent = (time.monotonic() - started) / max_seconds if max_seconds else 0.0
@@ -330,7 +329,7 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = lr * rate
             optimizer.zero_grad()
-            packed = ahead.popleft().result().to(model.device)
+            packed = ahead.popleft().result()
             ahead.append(thread.submit(made))
             each = answer_losses(model, packed)
             loss = preference_loss(each, packed.lengths, weight=preference, beta=beta).mean()
