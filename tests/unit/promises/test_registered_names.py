@@ -224,6 +224,24 @@ def test_a_request_under_way_keeps_what_it_names(
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("kind", [EngineProbe, EngineLens])
+def test_an_engine_that_comes_later_keeps_what_is_registered_with_it_again(kind: type) -> None:
+    """As in a notebook, whose names outlive the engine that they were given for."""
+    first, later = Engine(), Engine()
+
+    async def run() -> None:
+        client, front = served(first)
+        await client.post(PATH, json=body(kind, 0))
+        client, _ = served(later, front.registry)
+        await client.post(PATH, json=body(kind, 0))
+        sha256 = hash_at_workers(MAKE[kind](0))
+        assert later.knows(str(sha256))
+        await client.delete(f"{PATH}/one")
+        assert await soon(lambda: later.n_known == 0)
+
+    asyncio.run(run())
+
+
 def test_what_workers_have_no_room_for_leaves_nothing_and_the_name_as_it_was() -> None:
     engine = Engine()
 

@@ -150,9 +150,7 @@ class Registry:
         with self._changing():
             self._check(name, kept, replace=replace)
             known = self._items.get(name)
-            if known is not None and known.reference() == kept.reference():
-                self.leave(reference, hash_at_workers(known))
-                return
+            # Also of the same content: workers of an engine that came later know this one alone.
             if self._shared is not None:
                 self._shared.put(name, kept, reference)
             self.leave(self._references.get(name, ""), hash_at_workers(known))
