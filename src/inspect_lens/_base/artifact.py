@@ -26,12 +26,11 @@ from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 from pydantic import BaseModel, Field, ValidationError, field_validator
-from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
 from inspect_lens._base.shipped import organism_advice, shipped_root
-from inspect_lens._base.untrusted import parse_json, read_regular
+from inspect_lens._base.untrusted import metadata_of, parse_json, parsing, read_regular
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.spec import Value, explain
 
@@ -292,23 +291,18 @@ def decode_tensors(
 ) -> dict[str, NDArray[np.float32]]:
     """Read the safetensors file and compare it with the card."""
     file = folder / kind.tensors
-    try:
+    again = f"restore the file or train the {kind.name} again"
+    advice = f"allowed is what {kind.writer} writes; {again}"
+    with parsing(file, f"a {kind.name} of inspect_lens", advice):
         tensors: dict[str, NDArray[np.float32]] = load_tensors(content)
-        length = int.from_bytes(content[:8], "little")
-        metadata = parse_json(content[8 : 8 + length]).get("__metadata__", {})
-        found = dict(parse_json(metadata[_KEY]))
-    except (SafetensorError, ValueError, TypeError, KeyError) as error:
-        raise ArtifactError(
-            f"{file}: not a {kind.name} of inspect_lens ({type(error).__name__}: {error}); allowed "
-            f"is what {kind.writer} writes; restore the file or train the {kind.name} again"
-        ) from None
+        found = dict(parse_json(metadata_of(content)[_KEY]))
     names = set(tensors)
     fits = names == set(allowed) if exact else names >= set(allowed)
     if not fits or any(str(t.dtype) not in dtypes for t in tensors.values()):
         held = {name: str(t.dtype) for name, t in sorted(tensors.items())}
         raise ArtifactError(
             f"{file}: holds {held}; allowed for {what} are {sorted(allowed)}, all "
-            f"{' or '.join(dtypes)}; restore the file or train the {kind.name} again"
+            f"{' or '.join(dtypes)}; {again}"
         )
     for key, expected in {"format": kind.format, **header}.items():
         if found.get(key) != expected:

@@ -14,11 +14,13 @@ import os
 import stat
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 
 from inspect_lens._base.installed import install_extra
 from inspect_lens.errors import ArtifactError, LensError, SpecError
@@ -35,6 +37,46 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("JSON is nested too deeply") from None
+
+
+def parse_yaml(text: str | bytes) -> Any:
+    """Read YAML; whatever is wrong with it is a ValueError."""
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+@contextmanager
+def parsing(
+    file: object, what: str, advice: str, *, unread: str = "check the path",
+    but: tuple[type[Exception], ...] = (ArtifactError,),
+) -> Iterator[None]:  # fmt: skip
+    """Read a file in this block: what cannot be read, or does not fit its format, is its fault."""
+    try:
+        yield
+    except but:
+        raise
+    except OSError as error:
+        raise ArtifactError(f"{file}: cannot be read ({error}); {unread}") from None
+    except _MISFITS as error:
+        reason = " ".join(str(error).split())[:500]
+        raise ArtifactError(
+            f"{file}: not {what} ({type(error).__name__}: {reason}); {advice}"
+        ) from None
+
+
+_MISFITS: Final = (
+    ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError,
+    SafetensorError,
+)  # fmt: skip
+
+
+def metadata_of(content: bytes) -> Any:
+    """The metadata of a safetensors file, which its library does not give."""
+    return parse_json(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
 
 
 def at_start(problem: str, detail: str) -> SpecError:

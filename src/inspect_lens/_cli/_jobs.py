@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 import anyio
 import matplotlib  # noqa: F401 - reports need it: missed here, before anything is fitted
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from inspect_lens._base.artifact import with_interval
 from inspect_lens._base.shipped import model_path
+from inspect_lens._base.untrusted import parse_yaml
 from inspect_lens.collect import feed_again
 from inspect_lens.data import ActivationStore, ProbeDataset, load_dataset
 from inspect_lens.errors import ArtifactError, LensError, SpecError
@@ -399,18 +399,18 @@ class Recipe(_Part):
 def load_recipe(path: str | Path) -> Recipe:
     """Read a recipe."""
     try:
-        recipe = Recipe.model_validate(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
+        recipe = Recipe.model_validate(parse_yaml(Path(path).read_text(encoding="utf-8")))
         make_estimator(recipe.family, **recipe.settings)
         for pool in recipe.pool.split(","):  # which its card judges, and the name
             ProbeCard(name=recipe.name, layers=(0,), hidden=1, pool=pool.strip())
     except SpecError as error:
         raise ArtifactError(f"{path}: recipe.{error}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        raise ArtifactError(f"{path}: cannot be read ({error}); see probes/recipes") from None
     except ValidationError as error:
         raise ArtifactError(
             f"{path}: not a recipe ({explain(error, at='recipe')}); see probes/recipes"
         ) from None
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{path}: cannot be read ({error}); see probes/recipes") from None
     return recipe
 
 

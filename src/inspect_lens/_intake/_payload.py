@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from inspect_lens._base.untrusted import judge_total, parse_json, read_regular
+from inspect_lens._base.untrusted import judge_total, parse_json, parsing, read_regular
 from inspect_lens.errors import ArtifactError, CaptureError, SpecError
 from inspect_lens.spec import (
     LENS_NAME,
@@ -302,7 +302,7 @@ def encode_file(payload: Payload) -> list[bytes | memoryview]:
 def decode_file(data: bytes, *, where: str) -> Payload:
     """Read what `encode_file` laid out."""
     tensors, metadata = _read(data, where)
-    try:
+    with parsing(where, "an activation file of this release", f"wanted is {FORMAT}"):
         meta = parse_json(metadata["inspect_lens"])
         if meta["format"] != FORMAT:
             raise ValueError(f"format {meta['format']!r}")
@@ -315,11 +315,6 @@ def decode_file(data: bytes, *, where: str) -> Payload:
             receipt=None if receipt is None else Receipt.model_validate(receipt),
             origin=meta.get("origin") or {},
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ArtifactError(
-            f"{where}: not an activation file of this release ({type(error).__name__}: {error}); "
-            f"wanted is {FORMAT}"
-        ) from None
 
 
 def read_vector(data: bytes, *, where: str) -> TensorData:

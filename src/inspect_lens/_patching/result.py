@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from inspect_lens._base.artifact import write_atomic
 from inspect_lens._base.installed import install_extra
-from inspect_lens._base.untrusted import parse_json, read_regular
+from inspect_lens._base.untrusted import parse_json, parsing, read_regular
 from inspect_lens.errors import ArtifactError, LensError, SpecError
 from inspect_lens.spec import Site
 
@@ -102,11 +102,8 @@ class _Saved:
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a file that `save` wrote; ArtifactError where it is none."""
-        try:
-            form = parse_json(read_regular(Path(path)))
-        except (OSError, ValueError) as error:
-            raise ArtifactError(f"{path}: cannot be read ({error})") from None
-        return cls.from_json(form)
+        with parsing(path, f"what {cls.__name__}.save writes", "check the path"):
+            return cls.from_json(parse_json(read_regular(Path(path))))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Final, cast, get_args
 
 import fsspec
 import numpy as np
 from numpy.typing import NDArray
 
-from inspect_lens._base.untrusted import parse_json, refuse_irregular
+from inspect_lens._base.untrusted import parse_json, parsing, refuse_irregular
 from inspect_lens._intake import DTYPES, STORAGE, absolute, encode_tensors, is_local, read_tensors
 from inspect_lens.errors import ArtifactError, CaptureError
 from inspect_lens.spec import DType, TensorData
@@ -173,9 +174,14 @@ def _int32(values: Any) -> NDArray[np.int32]:
     return np.fromiter(values, dtype=np.int32)
 
 
+_ANEW: Final = "delete it and run collect again, which makes it anew"
+_of_shard: Final = partial(parsing, what="a shard of activations", advice=_ANEW, unread=_ANEW)
+"""Of the address of a shard: see `parsing`."""
+
+
 def decode_shard(content: bytes, *, where: str) -> list[Captured]:
     """Read what `encode_shard` made."""
-    try:
+    with _of_shard(where):
         # Views: a shard is large, and a slice of bytes would be a second one.
         found, metadata = read_tensors(content)
         facts, tensors = _facts(metadata), {name: array for name, (_, array) in found.items()}
@@ -194,8 +200,6 @@ def decode_shard(content: bytes, *, where: str) -> list[Captured]:
             )
             for i, r in enumerate(records)
         ]
-    except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(where, error) from None
 
 
 def read_records(uri: str) -> list[SampleRecord]:
@@ -224,15 +228,13 @@ def read_records(uri: str) -> list[SampleRecord]:
         ```
     """
     _, header = _read_header(uri)
-    try:
+    with _of_shard(uri):
         return [SampleRecord(**r) for r in _facts(header["__metadata__"])["samples"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(uri, error) from None
 
 
 def _read_header(uri: str) -> tuple[int, dict[str, Any]]:
     """Where the data begin, and the safetensors header."""
-    try:
+    with _of_shard(uri):
         if is_local(absolute(uri)):
             refuse_irregular(absolute(uri))
         with fsspec.open(uri, "rb") as file:
@@ -241,8 +243,6 @@ def _read_header(uri: str) -> tuple[int, dict[str, Any]]:
                 raise ValueError(f"a header of {length} bytes")
             header: dict[str, Any] = parse_json(file.read(length))
         return 8 + length, header
-    except (OSError, ValueError) as error:
-        raise _damaged(uri, error) from None
 
 
 def _facts(metadata: Mapping[str, str]) -> dict[str, Any]:
@@ -250,13 +250,6 @@ def _facts(metadata: Mapping[str, str]) -> dict[str, Any]:
     if facts["format"] != _FORMAT:
         raise ValueError(f"format {facts['format']!r}, this release reads {_FORMAT!r}")
     return facts
-
-
-def _damaged(where: str, error: Exception) -> ArtifactError:
-    return ArtifactError(
-        f"{where}: not a shard of activations ({type(error).__name__}: {error}); delete it and run "
-        "collect again, which makes it anew"
-    )
 
 
 def read_layer(uri: str, layer: int, *, size: int) -> Iterator[tuple[int, int, TensorData]]:
@@ -287,14 +280,12 @@ def read_layer(uri: str, layer: int, *, size: int) -> Iterator[tuple[int, int, T
         ```
     """
     start, header = _read_header(uri)
-    try:
+    with _of_shard(uri):
         held, entry = _facts(header["__metadata__"])["layers"], header["acts"]
         dtype, storage = DTYPES[entry["dtype"]], np.dtype(STORAGE[entry["dtype"]])
         if dtype not in get_args(DType):
             raise ValueError(f"activations of {dtype}")
         _, rows, hidden = entry["shape"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(uri, error) from None
     if not rows:
         return
     if layer not in held:
@@ -307,7 +298,8 @@ def read_layer(uri: str, layer: int, *, size: int) -> Iterator[tuple[int, int, T
         for first in range(0, rows, size):
             end = min(first + size, rows)
             data = file.read((end - first) * row_bytes)
-            if len(data) != (end - first) * row_bytes:
-                raise _damaged(uri, ValueError("it ends within the activations"))
+            with _of_shard(uri):
+                if len(data) != (end - first) * row_bytes:
+                    raise ValueError("it ends within the activations")
             values = np.frombuffer(data, storage).reshape(-1, hidden)
             yield first, end, TensorData(values, cast("DType", dtype))

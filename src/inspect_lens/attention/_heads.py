@@ -16,7 +16,7 @@ from inspect_lens._base.arguments import judged_arguments
 from inspect_lens._base.artifact import folders_named, name_below, write_atomic
 from inspect_lens._base.published import settings_of
 from inspect_lens._base.shipped import organism_advice
-from inspect_lens._base.untrusted import parse_json, read_regular
+from inspect_lens._base.untrusted import parse_json, parsing, read_regular
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import Threshold
 from inspect_lens.spec import Value, explain
@@ -219,7 +219,10 @@ def import_heads(path: str | Path, *, model: str = "", top: int = 8) -> Attentio
     file = Path(path).expanduser()
     stored = _read(file)
     found = HeadsFound(source=file.name)
-    try:
+    advice = (
+        'read are configurations with params.important_heads, and scores as {"layer-head": score}'
+    )
+    with parsing(file, "a list of heads", advice):
         if isinstance(stored.get("params"), Mapping):
             heads = [(int(layer), int(head)) for layer, head in stored["params"]["important_heads"]]
             named = str((stored.get("model_info") or {}).get("model_id", ""))
@@ -232,11 +235,6 @@ def import_heads(path: str | Path, *, model: str = "", top: int = 8) -> Attentio
             method="core", model=model, heads=tuple(best), found=found,
             head_scores=tuple(scores[pair] for pair in best),
         )  # fmt: skip
-    except (KeyError, TypeError, ValueError) as error:
-        raise ArtifactError(
-            f"{file}: not a list of heads ({type(error).__name__}: {error}); read are "
-            'configurations with params.important_heads, and scores as {"layer-head": score}'
-        ) from None
 
 
 def _parse(stored: Mapping[str, Any], where: str) -> AttentionHeads:

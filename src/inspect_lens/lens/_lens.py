@@ -30,7 +30,7 @@ from inspect_lens._base.artifact import (
     markdown_table,
     read_artifact,
 )
-from inspect_lens._base.untrusted import load_torch, read_regular
+from inspect_lens._base.untrusted import load_torch, parsing, read_regular
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe import ModelRef
 from inspect_lens.spec import Add, EngineLens, LensKind, Swap, Value, as_array, as_tensor_data
@@ -392,18 +392,14 @@ def import_lens(
         ```
     """
     file = _find(str(path))
-    try:
-        content = read_regular(file, most=_BYTES)
-    except (OSError, ValueError) as error:
-        raise ArtifactError(f"{file}: cannot be read ({error}); check the path") from None
-    loaded = load_torch(content, str(file))
-    del content
-    if isinstance(loaded, Mapping) and "jacobian_sum" in loaded:
-        raise ArtifactError(
-            f"{file}: a checkpoint of a fit that had not ended; allowed is the lens that the fit "
-            "saved (it has J)"
-        )
-    try:
+    advice = "allowed are files of jlens and TransformerLens, with J and d_model"
+    with parsing(file, "a Jacobian lens", advice):
+        loaded = load_torch(read_regular(file, most=_BYTES), str(file))
+        if isinstance(loaded, Mapping) and "jacobian_sum" in loaded:
+            raise ArtifactError(
+                f"{file}: a checkpoint of a fit that had not ended; allowed is the lens that the "
+                "fit saved (it has J)"
+            )
         matrices = {int(layer): value.detach() for layer, value in loaded["J"].items()}
         layers = tuple(sorted(matrices))
         half = all(str(value.dtype) == "torch.float16" for value in matrices.values())
@@ -415,11 +411,6 @@ def import_lens(
             raise ValueError(f"matrices of shape {matrix.shape[1:]} for d_model {hidden}")
         stated = dict(loaded.get("metadata") or {})
         n_prompts = int(loaded["n_prompts"]) if "n_prompts" in loaded else None
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ArtifactError(
-            f"{file}: not a Jacobian lens ({type(error).__name__}: {error}); allowed are files of "
-            "jlens and TransformerLens, with J and d_model"
-        ) from None
     count = layers[-1] + 2 if n_layers is None else n_layers
     if count <= layers[-1]:
         raise SpecError(f"n_layers={count}; {file} translates layers up to {layers[-1]}")

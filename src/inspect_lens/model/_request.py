@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
-import yaml
 from inspect_ai.model import GenerateConfig
 from pydantic import ValidationError
 
 from inspect_lens._base.arguments import judged_arguments
+from inspect_lens._base.untrusted import parse_yaml
 from inspect_lens._intake import Payload, encode_file, join, read_vector, stamp_of, write_file
 from inspect_lens._settings import text, variable
 from inspect_lens.errors import ArtifactError, LensError, SpecError, did_you_mean
@@ -548,8 +548,8 @@ def _written(edits: str) -> Any:
     """Edits as text, or in a file."""
     try:
         inline = edits.lstrip()[:1] in ("[", "{")
-        read = yaml.safe_load(edits if inline else Path(edits).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        read = parse_yaml(edits if inline else Path(edits).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise SpecError(
             f"{edits[:200]!r} cannot be read ({error}); allowed are edits as JSON, such as "
             '[{"op": "ablate", "direction": "organism/truth"}] or [{"vector": "organism/truth", '

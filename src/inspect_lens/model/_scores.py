@@ -15,10 +15,9 @@ import numpy as np
 from inspect_ai.log import transcript
 from numpy.typing import NDArray
 from pydantic import PrivateAttr
-from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from inspect_lens._base.untrusted import parse_json
+from inspect_lens._base.untrusted import metadata_of, parse_json, parsing
 from inspect_lens.errors import ArtifactError, CaptureError, SpecError, UnsupportedError
 from inspect_lens.probe import AnyProbe, load_probe
 from inspect_lens.spec import (
@@ -186,17 +185,12 @@ def decoded_scores(
     data: bytes, *, where: str
 ) -> Iterator[tuple[dict[str, Any], dict[str, NDArray[Any]]]]:
     """Facts and arrays of such a file; what does not fit, here or in the block, is an error."""
-    try:
-        header = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        facts = parse_json(header["__metadata__"]["inspect_lens"])
+    what, wanted = "a file of token scores of this release", f"wanted is {SCORES_REFERENCE}"
+    with parsing(where, what, wanted):
+        facts = parse_json(metadata_of(data)["inspect_lens"])
         if facts["format"] != SCORES_REFERENCE:
             raise ValueError(f"format {facts['format']!r}")
         yield facts, load(data)
-    except (KeyError, TypeError, ValueError, IndexError, SafetensorError) as error:
-        raise ArtifactError(
-            f"{where}: not a file of token scores of this release ({type(error).__name__}: "
-            f"{error}); wanted is {SCORES_REFERENCE}"
-        ) from None
 
 
 class ScoredBy(NamedTuple):

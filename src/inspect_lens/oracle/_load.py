@@ -22,7 +22,7 @@ from pydantic import (
 
 from inspect_lens._base.artifact import download, folders_named
 from inspect_lens._base.shipped import organism_advice, shipped_root
-from inspect_lens._base.untrusted import parse_json, read_regular
+from inspect_lens._base.untrusted import parse_json, parsing, read_regular
 from inspect_lens.errors import ArtifactError
 from inspect_lens.spec import explain
 
@@ -122,13 +122,10 @@ def read_config(folder: str | Path) -> OracleConfig:
     """Read and check the `ao_config.json` of an oracle; missing fields raise an error."""
     path = Path(folder)
     path = path if path.name == CONFIG_FILE else path / CONFIG_FILE
-    try:
+    fields = ", ".join(OracleConfig.model_fields)
+    needed = f"an oracle needs it beside its adapter, with {fields}"
+    with parsing(path, "the configuration of an oracle", needed, unread=needed):
         values: Any = parse_json(read_regular(path))
-    except (OSError, ValueError) as error:
-        raise ArtifactError(
-            f"{path}: could not be read ({type(error).__name__}: {error}); an oracle needs it "
-            f"beside its adapter, with {', '.join(OracleConfig.model_fields)}"
-        ) from None
     if not isinstance(values, dict):
         raise ArtifactError(f"{path}: holds a {type(values).__name__}; wanted is a JSON object")
     try:
@@ -255,13 +252,9 @@ def _find(path: Path) -> Path:
 
 
 def _read_adapter(path: Path) -> dict[str, Any]:
-    try:
+    saved = "an oracle is a folder as PEFT saves it"
+    with parsing(path, "the configuration of a LoRA adapter", saved, unread=saved):
         values = parse_json(read_regular(path))
-    except (OSError, ValueError) as error:
-        raise ArtifactError(
-            f"{path}: could not be read ({type(error).__name__}: {error}); an oracle is a folder "
-            "as PEFT saves it"
-        ) from None
     if not isinstance(values, dict) or values.get("peft_type") != "LORA":
         raise ArtifactError(f"{path}: is not the configuration of a LoRA adapter")
     return values

@@ -16,14 +16,13 @@ from typing import Any, Final, TypeVar
 
 import anyio.to_thread
 import numpy as np
-import yaml
 from inspect_ai.model import Model, ModelOutput, get_model
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from inspect_lens._base.artifact import download
 from inspect_lens._base.concurrency import together
-from inspect_lens._base.untrusted import read_regular
+from inspect_lens._base.untrusted import parse_yaml, parsing, read_regular
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import Activations
 from inspect_lens.model._scope import instrument_message
@@ -127,22 +126,9 @@ def read_verbaliser(path: str | Path) -> Verbaliser:
 def read_meta(path: Path, parse: Callable[[Any], Made], *, what: str, role: str) -> Made:
     """What `parse` makes of a `nla_meta.yaml`, or the file as the reason why it cannot."""
     file = path / META if path.is_dir() else path
-    try:
-        meta: Any = yaml.safe_load(read_regular(file, most=_BYTES).decode("utf-8"))
-        return parse(meta)
-    except ArtifactError:
-        raise
-    except OSError as error:
-        raise ArtifactError(f"{file}: cannot be read ({error}); check the path") from None
-    except (
-        ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError,
-        yaml.YAMLError,
-    ) as error:  # fmt: skip
-        reason = " ".join(str(error).split())[:200]
-        raise ArtifactError(
-            f"{file}: not the {META} of {what} ({type(error).__name__}: {reason}); allowed "
-            f"are those of kind nla_model with the role {role}"
-        ) from None
+    allowed = f"allowed are those of kind nla_model with the role {role}"
+    with parsing(file, f"the {META} of {what}", allowed):
+        return parse(parse_yaml(read_regular(file, most=_BYTES).decode("utf-8")))
 
 
 def layer_of(meta: Any) -> int | None:

@@ -27,7 +27,7 @@ from safetensors.numpy import save
 from inspect_lens._base.arguments import one_or_several
 from inspect_lens._base.artifact import download
 from inspect_lens._base.concurrency import together
-from inspect_lens._base.untrusted import parse_json, read_regular
+from inspect_lens._base.untrusted import parse_json, parsing, read_regular
 from inspect_lens._intake import read_tensors, stamp_of
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import recapture
@@ -137,23 +137,16 @@ def read_reconstructor(path: str | Path) -> Reconstructor:
 
 
 def _read_head(file: Path, hidden: int) -> NDArray[np.float32]:
-    try:
+    allowed = f"allowed is one tensor of floats of the shape ({hidden}, {hidden})"
+    unread = "the matrix of a reconstructor stands beside its "
+    unread += f"{META}, and cannot be made from the rest"
+    with parsing(file, "the matrix of a reconstructor", allowed, unread=unread):
         tensors, _ = read_tensors(read_regular(file, most=4 * hidden * hidden + _HEADER))
         ((name, (dtype, storage)),) = tensors.items()
         matrix = TensorData(storage, cast("DType", dtype)).to_float32()
         if matrix.shape != (hidden, hidden) or not np.isfinite(matrix).all():
             raise ValueError(f"{name} has the shape {matrix.shape}, or is not finite")
-    except OSError as error:
-        raise ArtifactError(
-            f"{file}: cannot be read ({error}); the matrix of a reconstructor stands beside its "
-            f"{META}, and cannot be made from the rest"
-        ) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ArtifactError(
-            f"{file}: not the matrix of a reconstructor ({type(error).__name__}: {error}); allowed "
-            f"is one tensor of floats of the shape ({hidden}, {hidden})"
-        ) from None
-    return matrix
+        return matrix
 
 
 @lru_cache(maxsize=4)
@@ -306,7 +299,8 @@ def complete_reconstructor(path: str | Path, out: str | Path) -> Path:
     found = read_reconstructor(folder)
     if target.exists():
         raise SpecError(f"out={str(out)!r}: is there already; name a folder to make")
-    try:
+    needed = "needed are config.json and safetensors files with one embed_tokens.weight"
+    with parsing(folder, "the checkpoint of a reconstructor", needed, unread=needed):
         config = parse_json(read_regular(folder / "config.json"))
         inner = config.get("text_config") or config
         if inner["num_hidden_layers"] != found.layer + 1:
@@ -319,11 +313,6 @@ def complete_reconstructor(path: str | Path, out: str | Path) -> Path:
         # Their lm_head, if there is one, is no output matrix: it has the shape of the head.
         kept = {name: file for name, file in parts.items() if not name.endswith("lm_head.weight")}
         norm = embedding.removesuffix("embed_tokens.weight") + "norm.weight"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ArtifactError(
-            f"{folder}: not the checkpoint of a reconstructor ({type(error).__name__}: {error}); "
-            "needed are config.json and safetensors files with one embed_tokens.weight"
-        ) from None
     target.parent.mkdir(parents=True, exist_ok=True)
     # The folder is there whole or not at all.
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as beside:

@@ -9,10 +9,10 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, deserialize
+from safetensors import deserialize
 
 from inspect_lens._base.arguments import judged_arguments
-from inspect_lens._base.untrusted import parse_json, read_npz, read_regular
+from inspect_lens._base.untrusted import parse_json, parsing, read_npz, read_regular
 from inspect_lens.errors import ArtifactError
 from inspect_lens.spec import TensorData
 
@@ -151,7 +151,11 @@ class _Parts(NamedTuple):
 
 def _read(path: str | Path, norm_scale: float | None, *, decoder: bool) -> _Parts:
     where = Path(path).expanduser()
-    try:
+    needed = (
+        "needed are cfg.json and sae_weights.safetensors of SAELens, or params.npz or "
+        "params.safetensors of Gemma Scope"
+    )
+    with parsing(where, "an SAE", needed, unread=needed):
         file = where
         if where.is_dir():
             names = (_SAELENS[0], "params.safetensors", "params.npz")
@@ -160,13 +164,6 @@ def _read(path: str | Path, norm_scale: float | None, *, decoder: bool) -> _Part
             facts = parse_json(read_regular(file.parent / _SAELENS[1]))
             return _read_saelens(_load(file), facts, where, norm_scale, decoder=decoder)
         made = _read_gemma(_load(file), file, where, decoder=decoder)
-    except ArtifactError:
-        raise
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ArtifactError(
-            f"{where}: not an SAE ({type(error).__name__}: {error}); needed are cfg.json and "
-            "sae_weights.safetensors of SAELens, or params.npz or params.safetensors of Gemma Scope"
-        ) from None
     if norm_scale is not None:
         raise ArtifactError(
             f"{where}: norm_scale={norm_scale:g}, and Gemma Scope reads activations as they are; "

@@ -15,6 +15,7 @@ from inspect_ai.scorer import Metric, SampleScore, Score, Scorer, Target, Value,
 from inspect_ai.solver import TaskState
 from numpy.typing import NDArray
 
+from inspect_lens._base.untrusted import parsing
 from inspect_lens._intake import encode_tensors, read_tensors
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import activations
@@ -331,17 +332,11 @@ def _read_rows(reference: Mapping[str, Any]) -> _Parts:
     key = str(reference.get("sha256"))
     if (known := _READ.get(key)) is not None:
         return known
-    try:
+    what = "a file of reconstructions of this release"
+    with parsing(reference.get("uri"), what, f"wanted is {ROWS}"):
         tensors, _ = read_tensors(read_sidecar(reference, kind=ROWS))
         parts = _Parts(*(np.asarray(tensors[n][1], dtype=np.float32) for n in _Parts._fields))
         if any(part.ndim != 2 for part in parts):
             raise ValueError("a tensor that is no matrix")
-    except ArtifactError:
-        raise
-    except (KeyError, ValueError) as error:
-        raise ArtifactError(
-            f"{reference.get('uri')}: not a file of reconstructions of this release "
-            f"({type(error).__name__}: {error}); wanted is {ROWS}"
-        ) from None
     _READ.put(key, parts)
     return parts

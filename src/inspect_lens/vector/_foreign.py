@@ -13,13 +13,12 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
 from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
 from inspect_lens._base.arguments import judged_arguments
 from inspect_lens._base.installed import install_extra
-from inspect_lens._base.untrusted import judge_total, load_torch, parse_json, read_regular
+from inspect_lens._base.untrusted import judge_total, load_torch, parse_json, parsing, read_regular
 from inspect_lens.errors import ArtifactError, LensError, SpecError
 from inspect_lens.probe import ModelRef, write_atomic
 from inspect_lens.spec import check_word
@@ -228,23 +227,15 @@ def import_vector(
     file = Path(path)
     if format is not None:
         check_word("format", format, VectorFormat)
-    try:
-        content = read_regular(file)
-        kind, value = _open(file, content, format)
+    what = f"a vector{f' of {format}' if format else ''}"
+    allowed = f"allowed are files of {', '.join(get_args(VectorFormat))}; name its format"
+    with parsing(file, what, allowed, but=(ArtifactError, SpecError)):
+        kind, value = _open(file, read_regular(file), format)
         if kind == "axbench":
             value = _concept(value, file, concept)
         elif concept is not None:
             raise SpecError(f"concept={concept}: {file} is of {kind}, which has none; leave it out")
         read = _READERS[kind](value, file, layer)
-    except (ArtifactError, SpecError):
-        raise
-    except OSError as error:
-        raise ArtifactError(f"{file}: cannot be read ({error}); check the path") from None
-    except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise ArtifactError(
-            f"{file}: not a vector{f' of {format}' if format else ''} ({type(error).__name__}: "
-            f"{error}); allowed are files of {', '.join(get_args(VectorFormat))}; name its format"
-        ) from None
     kept = {n: v for n, v in sorted(read.directions.items()) if np.any(v)}
     sizes = {v.shape for v in kept.values()}
     if len(sizes) != 1 or any(v.ndim != 1 for v in kept.values()):

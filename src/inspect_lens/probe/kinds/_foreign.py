@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inspect_lens._base.artifact import download
-from inspect_lens._base.untrusted import load_torch, parse_json, read_npz, read_regular
+from inspect_lens._base.untrusted import load_torch, parse_json, parsing, read_npz, read_regular
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.probe.card._card import FollowUp, ModelRef, ProbeCard, Threshold
 from inspect_lens.probe.pooling._pool import HeadSpec
@@ -79,7 +79,7 @@ def _read_probelab(
             "`predict` gives the logistic function.",
         ),
     }
-    try:
+    with parsing(file, f"a {family} of probelab 0.1", "allowed is what its `save` writes"):
         settings = dict(loaded["init_kwargs"])
         made = _READERS[family](_arrays_of(loaded), settings)
         if isinstance(made, _Network):
@@ -90,10 +90,6 @@ def _read_probelab(
             return NeuralProbe(tensors=_narrow(made.tensors), card=card)
         card = ProbeCard(hidden=made["weight"].size, **about)
         return Probe(card=card, **_narrow({key: np.atleast_2d(v) for key, v in made.items()}))
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise ArtifactError(
-            f"{file}: not a {family} of probelab 0.1 ({type(error).__name__}: {error})"
-        ) from None
 
 
 def _where_it_reads(layer: object, model: str | None, unknown: str) -> dict[str, Any]:
@@ -234,11 +230,18 @@ _HOOK_PAPERS: Final[Mapping[str, str]] = {_H_NODE: ", arXiv:2603.26045", _TOOL_C
 
 def _read_vllm_hook(file: Path, *, name: str, layer: int | None, model: str | None) -> Probe:
     """The probe in a `.npz` file of vLLM-Hook; arguments are those of `import_probe`."""
-    try:
+    needed = f"needed are its .npz file and {file.with_suffix('.json').name} beside it"
+    with parsing(file, "a detector of vLLM-Hook", needed, unread=needed):
         arrays = read_npz(file)
         beside: Any = parse_json(read_regular(file.with_suffix(".json"), most=_JSON_BYTES))
-        kind = next(k for k, names in _NAMES.items() if {"weights", "bias", *names} <= set(arrays))
-        whose = model or str(beside["model_name"])
+        kinds = [k for k, names in _NAMES.items() if {"weights", "bias", *names} <= set(arrays)]
+        if not kinds:
+            raise ArtifactError(
+                f"{file}: has the arrays {sorted(arrays)}; read are detectors of vLLM-Hook, with "
+                "weights and bias, and mean, scale and layer, or scaler_mean, scaler_scale and "
+                "best_layer"
+            )
+        kind, whose = kinds[0], model or str(beside["model_name"])
         flag = float(beside.get("threshold", 0.5))
         mean, scale, at = (arrays[key] for key in _NAMES[kind])
         said = int(at.reshape(())) - 1
@@ -246,17 +249,6 @@ def _read_vllm_hook(file: Path, *, name: str, layer: int | None, model: str | No
             raise ValueError(f"layer {said + 1}, and layers count from 1 there")
         if not 0.0 < flag < 1.0:
             raise ValueError(f"threshold {flag:g} is no probability")
-    except StopIteration:
-        raise ArtifactError(
-            f"{file}: has the arrays {sorted(arrays)}; read are detectors of vLLM-Hook, with "
-            "weights and bias, and mean, scale and layer, or scaler_mean, scaler_scale and "
-            "best_layer"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ArtifactError(
-            f"{file}: not a detector of vLLM-Hook ({type(error).__name__}: {error}); needed are "
-            f"its .npz file and {file.with_suffix('.json').name} beside it"
-        ) from None
     if layer is not None and layer != said:
         raise SpecError(
             f"layer={layer}: the file says layer {said + 1}, counted from 1, which is layer {said} "
@@ -443,29 +435,25 @@ def _find(path: str | Path, checkpoint: str) -> Path:
 
 
 def _load(file: Path) -> Any:
-    try:
+    with parsing(file, "a file of torch", "check the path"):
         content = read_regular(file, most=_BYTES)
-    except (OSError, ValueError) as error:
-        raise ArtifactError(f"{file}: cannot be read ({error}); check the path") from None
     return load_torch(content, str(file), plain=[f"{m}.ProbeArchitecture" for m in _ENUM])
 
 
 def _read(loaded: Any, file: Path) -> tuple[_Arrays, float, dict[str, Any]]:
     """Tensors but the threshold, the threshold, and the hyperparameters."""
-    try:
+    allowed = (
+        "allowed are files with state_dict and hyperparams whose probe_architecture is dim, lr or "
+        "mlp, and those of probelab"
+    )
+    with parsing(file, "a probe of lie-detectors", allowed):
         facts = dict(loaded["hyperparams"])
         arrays = {key: value.astype(np.float32) for key, value in _arrays_of(loaded).items()}
         threshold = arrays.pop("threshold")
         wanted = _TENSORS[facts["probe_architecture"]]
         if set(arrays) != set(wanted) or threshold.size != 1:
             raise ValueError(f"it has the tensors {sorted(arrays)}, and not {sorted(wanted)}")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ArtifactError(
-            f"{file}: not a probe of lie-detectors ({type(error).__name__}: {error}); allowed are "
-            "files with state_dict and hyperparams whose probe_architecture is dim, lr or mlp, and "
-            "those of probelab"
-        ) from None
-    return arrays, float(threshold.reshape(())), facts
+        return arrays, float(threshold.reshape(())), facts
 
 
 def _read_readme(file: Path) -> _Readme:

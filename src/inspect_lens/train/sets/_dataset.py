@@ -13,13 +13,12 @@ from typing import Any, Final, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
-from inspect_lens._base.untrusted import parse_json, read_regular
+from inspect_lens._base.untrusted import metadata_of, parse_json, parsing, read_regular
 from inspect_lens.data import ActivationStore, Captured, SampleRecord
-from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
     SENTENCE_POOL,
     AnyProbe,
@@ -208,8 +207,7 @@ def encode_set(fields: Mapping[str, Any], *, origin: bool = True) -> bytes:
 def decode_set(content: bytes) -> dict[str, Any]:
     """Fields of an `ActivationSet`, from the content of its file."""
     tensors = load_tensors(content)
-    length = int.from_bytes(content[:8], "little")
-    facts: dict[str, Any] = parse_json(parse_json(content[8 : 8 + length])["__metadata__"][_KEY])
+    facts: dict[str, Any] = parse_json(metadata_of(content)[_KEY])
     if facts["format"] != _FORMAT:
         raise ValueError(f"format {facts['format']!r}")
     stops = np.cumsum(tensors["lengths"])[:-1]
@@ -571,13 +569,9 @@ class ActivationSet:
         Raises:
             ArtifactError: missing, damaged, or another format.
         """
-        try:
+        allowed = "allowed is what ActivationSet.save writes; collect the activations again"
+        with parsing(path, "an activation set", allowed):
             return cls(**decode_set(read_regular(path)))
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-            raise ArtifactError(
-                f"{path}: not an activation set ({type(error).__name__}: {error}); allowed is what "
-                "ActivationSet.save writes; collect the activations again"
-            ) from None
 
     @classmethod
     def from_store(
