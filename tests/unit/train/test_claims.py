@@ -100,11 +100,11 @@ def test_a_probe_that_nothing_measured_says_so(tmp_path: Path) -> None:
 
 def test_layers_that_tie_are_named() -> None:
     vector = extract_vector(
-        instructed("train", 80), name="t/v", rows="mean", selection=instructed("other", 40)
+        instructed("train", 80), name="t/v", rows="mean", selection=instructed("chosen", 40)
     )
     assert vector.card.separation == (1.0, 1.0, 1.0)
     (note,) = vector.card.notes
-    assert note.startswith("3 of 3 layers have AUROC 1.000 on other, so that chooses none of them")
+    assert note.startswith("3 of 3 layers have AUROC 1.000 on chosen, so that chooses none of them")
 
 
 def test_a_card_says_whether_its_dimensions_were_divided() -> None:

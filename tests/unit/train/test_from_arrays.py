@@ -12,6 +12,7 @@ import torch
 from inspect_lens.errors import SpecError
 from inspect_lens.train import (
     LogisticProbe,
+    extract_vector,
     fit_on,
     from_arrays,
     from_hf,
@@ -127,6 +128,15 @@ def test_holes_of_a_mask_stay_and_padding_goes() -> None:
     data = from_arrays(x, [0, 1], layers=[0], mask=[[0, 1, 0, 1, 0], [1, 1, 1, 1, 1]])
     assert [a.shape[1] for a in data.acts] == [3, 5]
     np.testing.assert_array_equal(data.sequences(0)[0], x[0, 0, [1, 3]])
+
+
+def test_sets_without_ids_share_what_they_share() -> None:
+    x = np.random.default_rng(0).normal(size=(160, 1, 8)) + np.arange(160)[:, None, None] % 2
+    made = [from_arrays(part, [0, 1] * 40, layers=[3], name=name, model="m")
+            for part, name in ((x[:80], "one"), (x[80:], "two"), (x[78:158], "three"))]  # fmt: skip
+    assert extract_vector(made[0], name="m/v", selection=made[1]).card.separation
+    with pytest.raises(SpecError, match=r"activations: 2 of 80 samples of 'three' are also in 'on"):
+        extract_vector(made[0], name="m/v", selection=made[2])
 
 
 def test_wrong_shapes_are_refused() -> None:

@@ -269,6 +269,7 @@ class TestTrainProbe:
         ("of", "shared", "said"),
         [
             ("train", "groups", "group: 15 values are in"),
+            ("train", "acts", "activations: 30 of 40 samples of 'held' are also in 'train' under"),
             ("train", "ids", "id: 30 values are in 'train' and in 'held'"),
             # A threshold may not see what it is judged on.
             ("control", "ids", "id: 40 values are in 'control' and in 'held'"),
@@ -279,8 +280,8 @@ class TestTrainProbe:
         twice, n = sets[of], 40
         own = {"groups": [f"h{i}" for i in range(n)], "ids": [f"h{i}" for i in range(n)]}
         held = ActivationSet(
-            name="held", model="tiny", layers=LAYERS, acts=twice.acts[:n], labels=twice.labels[:n],
-            **own | {shared: getattr(twice, shared)[:n]},
+            name="held", model="tiny", layers=LAYERS, labels=twice.labels[:n],
+            **{"acts": planted("h", n, seed=9).acts} | own | {shared: getattr(twice, shared)[:n]},
         )  # fmt: skip
         with pytest.raises(SpecError, match=said):
             train_probe(MeanDifferenceProbe(), **sets, name="t/p", held_out=[held])

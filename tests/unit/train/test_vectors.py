@@ -81,7 +81,7 @@ def test_the_layer_is_chosen_on_the_selection_set() -> None:
     groups = tuple(f"other {group}" for group in train.groups)
     wrong = {
         "group": train,
-        r"id: .* give other samples other names \(ids=\)": replace(train, groups=groups),
+        r"id: .* give other samples other names \(ids=, or a name=": replace(train, groups=groups),
         "of model": replace(selection, model="another"),
     }
     for what, chosen in wrong.items():

@@ -358,8 +358,8 @@ def cross_validate_probe(
         )
     if control is not None:
         control = control.negatives()
-        require_other_samples(data, control)
         require_disjoint(data, control)
+        require_other_samples(data, control)
     card = ProbeCard(
         name=f"{data.name}/fold", layers=data.layers[:1], hidden=data.hidden, pool=pool
     )

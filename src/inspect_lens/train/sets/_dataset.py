@@ -97,6 +97,11 @@ def _layers(store: ActivationStore, layers: Sequence[int] | None) -> tuple[int, 
     return wanted
 
 
+def numbered(name: str, n: int) -> tuple[str, ...]:
+    """Names of the samples of a set that has none: those of another set are others."""
+    return tuple(f"{name}-{i}" for i in range(n))
+
+
 def _is_kept(record: SampleRecord, ids: Collection[str] | None) -> bool:
     return record.label is not None and (ids is None or record.id in ids)
 
@@ -244,7 +249,7 @@ class ActivationSet:
         labels: (samples,) 0 and 1, or bools; 1 is what the probe should find.
         groups: (samples,) what must not straddle a split, such as the scenario.
         mask: per sample (tokens,) bool, the tokens that the probe reads; all by default.
-        ids: (samples,) names of the samples; numbers by default.
+        ids: (samples,) names of the samples; that of the set and a number by default.
         columns: more keys that sets can be disjoint by, each with (samples,) values.
         contents: (samples,) what tells samples apart whatever they are called, such as
             `ProbeSample.content_id`; without it samples are the same where activations are.
@@ -305,7 +310,7 @@ class ActivationSet:
         set_(self, "layers", tuple(int(layer) for layer in self.layers))
         set_(self, "labels", _labels(self.labels, self.name))
         set_(self, "groups", tuple(map(str, self.groups)))
-        set_(self, "ids", tuple(map(str, self.ids or range(n))))
+        set_(self, "ids", tuple(map(str, self.ids)) or numbered(self.name, n))
         masks = self.mask or tuple(np.ones(a.shape[1], dtype=bool) for a in acts if a.ndim == 3)
         set_(self, "mask", tuple(np.asarray(m, dtype=bool) for m in masks))
         columns = {key: tuple(map(str, values)) for key, values in self.columns.items()}

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens.errors import SpecError
 
-from ._dataset import ActivationSet
+from ._dataset import ActivationSet, numbered
 
 __all__ = ["from_arrays", "from_hf", "from_nnsight", "from_transformer_lens"]
 
@@ -42,7 +42,7 @@ def from_arrays(
         mask: (samples, tokens), 1 for the tokens to read; those before the first and behind the
             last are padding and are dropped.
         groups: (samples,) what a split must not divide; by default each sample is its own.
-        name: of the set.
+        name: of the set; samples without `ids` have names of it, so give each set its own.
         model: name or path of the model.
         **facts: more fields of `ActivationSet`, such as `ids` and `columns`.
 
@@ -68,7 +68,7 @@ def from_arrays(
         layers=tuple(layers),
         acts=tuple(rows),
         labels=np.asarray(labels),
-        groups=tuple(str(i) for i in range(len(rows))) if groups is None else tuple(groups),
+        groups=numbered(name, len(rows)) if groups is None else tuple(groups),
         mask=tuple(keep),
         **facts,
     )

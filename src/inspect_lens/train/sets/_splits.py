@@ -146,7 +146,10 @@ def require_disjoint(one: ActivationSet, other: ActivationSet, *, key: str = "gr
             f"split by {key}, or name the key that does keep them apart in disjoint= of train_probe"
         )
         if key == "id":
-            instead = "leave them out of one set, or give other samples other names (ids=)"
+            instead = (
+                "leave them out of one set, or give other samples other names (ids=, or a name= of "
+                "the set, by which samples without ids are numbered)"
+            )
         raise SpecError(
             f"{key}: {len(shared)} values are in {one.name!r} and in {other.name!r}, such as "
             f"{shared[:3]}; allowed are sets that share none; {instead}"
@@ -161,18 +164,26 @@ def require_apart(one: ActivationSet, other: ActivationSet) -> None:
 
 
 def require_other_samples(one: ActivationSet, other: ActivationSet) -> None:
-    """Refuse two sets that share a sample, by its name or, where both sets know it, its content."""
+    """Refuse two sets that share a sample, by its name or its content.
+
+    Where a set does not know its contents, samples are told apart by the rows of a layer.
+    """
     require_disjoint(one, other, key="id")
-    if one.contents and other.contents:
-        at = {content: i for i, content in enumerate(one.contents)}
-        shared = [(at[c], j) for j, c in enumerate(other.contents) if c in at]
-        if shared:
-            pairs = ", ".join(f"{one.ids[i]!r} and {other.ids[j]!r}" for i, j in shared[:3])
-            raise SpecError(
-                f"content: {len(shared)} of {len(other)} samples of {other.name!r} are also in "
-                f"{one.name!r} under another name, such as {pairs}; allowed are sets that share "
-                "none; leave them out of one set"
-            )
+    by, layers = "content", sorted(set(one.layers) & set(other.layers))[-1:]
+    if not (one.contents and other.contents):
+        by = "activations"
+        if not layers or one.hidden != other.hidden:
+            return
+    first, second = (data.shown(by, layers) or [] for data in (one, other))
+    at = {shown: i for i, shown in enumerate(first)}
+    shared = [(at[shown], j) for j, shown in enumerate(second) if shown in at]
+    if shared:
+        pairs = ", ".join(f"{one.ids[i]!r} and {other.ids[j]!r}" for i, j in shared[:3])
+        raise SpecError(
+            f"{by}: {len(shared)} of {len(other)} samples of {other.name!r} are also in "
+            f"{one.name!r} under another name, such as {pairs}; allowed are sets that share none; "
+            "leave them out of one set"
+        )
 
 
 def split_by_group(

@@ -20,7 +20,7 @@ from inspect_lens.train.families._direction import (
 )
 from inspect_lens.train.families._logistic import LogisticProbe
 from inspect_lens.train.judging._select import separation
-from inspect_lens.train.sets._dataset import ActivationSet
+from inspect_lens.train.sets._dataset import ActivationSet, numbered
 from inspect_lens.train.sets._splits import count_seen, list_seen, refuse_seen, require_apart
 from inspect_lens.vector import Vector, VectorCard, VectorTraining
 
@@ -106,8 +106,8 @@ def pair_set(
         layers=tuple(layers),
         acts=tuple(row[:, None] for row in np.concatenate([high, low])),
         labels=np.repeat([True, False], n),
-        groups=tuple(str(i) for i in range(n)) * 2,
-        ids=tuple(f"{i}{side}" for side in "+-" for i in range(n)),
+        groups=numbered(name, n) * 2,
+        ids=tuple(f"{pair}{side}" for side in "+-" for pair in numbered(name, n)),
     )
 
 
