@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pybase64
@@ -14,6 +14,8 @@ from inspect_lens.spec import GateReceipt, TensorData, decode_tensor, encode_fra
 
 from .http import json_bytes
 from .to_torch import Tensors
+
+T = TypeVar("T")
 
 PARTIAL_KEY = "inspect_lens_partial"
 """Of an event of a stream: what has come of each choice, as a list."""
@@ -97,11 +99,11 @@ class Partial:
                     _spelled(tensor, said) if kept is None else (json_bytes(kept[name] | said),)
                 )
                 entries.append((json_bytes(name), b":", *spelled))
-            fields.append((b'"activations":{', *_listed(entries), b"}"))
+            fields.append((b'"activations":{', *listed(entries), b"}"))
         if self.gates:
             gates = [gate.model_dump(mode="json") for gate in self.gates]
             fields.append((b'"gates":', json_bytes(gates)))
-        return [b"{", *_listed(fields), b"}"]
+        return [b"{", *listed(fields), b"}"]
 
     @classmethod
     def from_json(
@@ -125,9 +127,12 @@ class Partial:
         return cls(scores, tensors, positions, gates)
 
 
-def _listed(items: Sequence[tuple[bytes, ...]]) -> Iterator[bytes]:
+def listed(items: Iterable[Sequence[T]]) -> Iterator[T | bytes]:
+    """Pieces of JSON, with commas between items."""
     for i, item in enumerate(items):
-        yield from (b",", *item) if i else item
+        if i:
+            yield b","
+        yield from item
 
 
 def _spelled(tensor: TensorData, said: dict[str, Any]) -> tuple[bytes, ...]:

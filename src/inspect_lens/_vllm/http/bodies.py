@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 from pydantic_core import from_json
 
 from inspect_lens._base.http import json_bytes
-from inspect_lens._base.partial import PARTIAL_KEY, Partial
+from inspect_lens._base.partial import PARTIAL_KEY, Partial, listed
 from inspect_lens._engine.protocol.processes import ends_process
 from inspect_lens._vllm.compat.api_server import lacks_key, list_models, sampling_fields
 from inspect_lens._vllm.compat.features import (
@@ -65,6 +65,11 @@ logger = logging.getLogger("vllm.inspect_lens")
 
 payloads = PayloadStore(on_change=stored)
 """The store of this process; a handle is valid at the process that made it."""
+
+
+Pieces = list[bytes | str]
+"""Of JSON. A text is base64 of rows, which may be hundreds of megabytes: it is neither looked
+through nor copied as a whole in the event loop of all."""
 
 
 class Part(NamedTuple):
@@ -211,16 +216,26 @@ class Answer:
     async def _send_whole(self, start: Message) -> None:
         data = b"".join(self._parts)
         try:
-            data = with_results(data, self._body.results, self._body.n_choices)
+            pieces = with_results(data, self._body.results, self._body.n_choices)
         except BaseException as error:
             if ends_process(error):
                 raise
             await refuse(fault_of(error), self._send)
             return
         others = [h for h in start.get("headers", ()) if h[0].lower() != b"content-length"]
-        headers = [*others, (b"content-length", b"%d" % len(data))]
+        headers = [*others, (b"content-length", b"%d" % sum(map(len, pieces)))]
         await self._send({**start, "headers": headers})
-        await self._send({"type": "http.response.body", "body": data})
+        await self._send_pieces(pieces, {"type": "http.response.body"})
+
+    async def _send_pieces(self, pieces: Pieces, message: Message) -> None:
+        """Send a body, in so many messages that other responses have their turn in between."""
+        left = sum(map(len, pieces))
+        for part in _written(pieces):
+            left -= len(part)
+            more = {"more_body": True} if left else {}
+            await self._send({**message, "body": part, **more})
+            if left:
+                await asyncio.sleep(0)
 
     async def _send_event(self, message: Message) -> None:
         """Send what is ready behind its tokens, and the results before the stream ends."""
@@ -230,18 +245,18 @@ class Answer:
         if not (is_end or body.parts):
             await self._send(message)
             return
-        texts: list[bytes] = [] if is_end else [data]
+        texts: Pieces = [] if is_end else [data]
         for i, event in enumerate(_events(self._ready(data, is_end=is_end), body.kind)):
             if i:
-                await self._send({**message, "body": b"".join(texts), "more_body": True})
+                await self._send_pieces(texts, {**message, "more_body": True})
                 await asyncio.sleep(0)  # other responses have their turn
                 texts = []
             texts += event
         if is_end and body.results:
-            texts += _event(json_bytes(_last_event(body.results, body.kind)))
+            texts += b"data: ", *_last_event(body.results, body.kind), b"\n\n"
         if is_end:
             texts.append(data)
-        await self._send({**message, "body": b"".join(texts)})
+        await self._send_pieces(texts, message)
         if is_end:
             body.handles.clear()
 
@@ -299,19 +314,57 @@ def _is_role(choice: Mapping[str, Any]) -> bool:
     )
 
 
-def with_results(data: bytes, found: dict[int, dict[str, Any]], n_choices: int) -> bytes:
+def with_results(data: bytes, found: dict[int, dict[str, Any]], n_choices: int) -> Pieces:
     """A response with results: the first choice's at the top, each one's on its choice."""
     if not found:
-        return data
-    first = found[min(found)]
+        return [data]
+    first = _fields_of(found[min(found)])
     if n_choices == 1:
         # As text: a batch ends in one step, behind which nothing hides reading it again.
-        return b"%b,%b" % (data[: data.rindex(b"}")], json_bytes(first)[1:])
+        return [data[: data.rindex(b"}")], b",", *first, b"}"]
     response = from_json(data)
-    response |= first
-    for i, choice in enumerate(response.get("choices", ())):
-        choice |= found.get(i, {})
-    return json_bytes(response)
+    choices = enumerate(response.pop("choices", ()))
+    each = [_with_fields(choice, _fields_of(found.get(i, {}))) for i, choice in choices]
+    return _with_fields(response, [b'"choices":[', *listed(each), b"],", *first])
+
+
+def _fields_of(result: Mapping[str, Any]) -> Pieces:
+    """A result as fields of a JSON object."""
+    fields: list[Pieces] = []
+    for key, value in result.items():
+        if key != "activations":
+            fields.append([json_bytes(key), b":", json_bytes(value)])
+            continue
+        entries = [[json_bytes(name), b":", *_entry(entry)] for name, entry in value.items()]
+        fields.append([b'"activations":{', *listed(entries), b"}"])
+    return list(listed(fields))
+
+
+def _entry(entry: Any) -> Pieces:
+    if not isinstance(entry, dict) or "data" not in entry:
+        return [json_bytes(entry)]
+    others = {key: value for key, value in entry.items() if key != "data"}
+    return _with_fields(others, [b'"data":"', entry["data"], b'"'])
+
+
+def _with_fields(value: Mapping[str, Any], fields: Pieces) -> Pieces:
+    """A JSON object with further fields."""
+    return [json_bytes(value)[:-1], b"," if value and fields else b"", *fields, b"}"]
+
+
+def _written(pieces: Pieces) -> Iterator[bytes]:
+    """Pieces as bytes, so many at a time that writing them takes a moment; at least once."""
+    parts: list[bytes] = []
+    n = 0
+    for piece in pieces:
+        for at in range(0, len(piece), _EVENT_BYTES):
+            part = piece[at : at + _EVENT_BYTES]
+            if n + len(part) > _EVENT_BYTES:
+                yield b"".join(parts)
+                parts, n = [], 0
+            parts.append(part.encode("ascii") if isinstance(part, str) else part)
+            n += len(part)
+    yield b"".join(parts)
 
 
 def _event(*texts: bytes) -> list[bytes]:
@@ -319,15 +372,17 @@ def _event(*texts: bytes) -> list[bytes]:
     return [b"data: ", *texts, b"\n\n"]
 
 
-def _last_event(found: dict[int, dict[str, Any]], kind: str) -> dict[str, Any]:
-    event: dict[str, Any] = {"object": kind, "choices": [], **found[min(found)]}
+def _last_event(found: dict[int, dict[str, Any]], kind: str) -> Pieces:
+    fields = _fields_of(found[min(found)])
     if len(found) > 1:
-        event["inspect_lens_choices"] = [{"index": i, **found[i]} for i in sorted(found)]
-    return event
+        each = [_with_fields({"index": i}, _fields_of(found[i])) for i in sorted(found)]
+        fields += b',"inspect_lens_choices":[', *listed(each), b"]"
+    return _with_fields({"object": kind, "choices": []}, fields)
 
 
 _EVENT_BYTES = 1 << 20
-"""Bytes of rows of one event, which is written in the event loop of all: some milliseconds."""
+"""Bytes that are written at once in the event loop of all, those of an event or of a part of an
+answer: some milliseconds."""
 
 
 def part_as_json(part: Partial, handles: list[str]) -> list[list[bytes]]:

@@ -176,6 +176,40 @@ def test_a_response_carries_results(n: int) -> None:
         assert n == 1 or choice["activations"] == {"a": i}
 
 
+@pytest.mark.parametrize("kind", [b"application/json", b"text/event-stream"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_rows_of_many_bytes_do_not_hold_up_the_loop_while_they_are_sent(
+    n: int, kind: bytes
+) -> None:
+    results: list[dict[str, Any]] = [
+        {
+            "inspect_lens": {"choice": i},
+            "activations": {"a": {"data": "AbC/" * (1 << 20), "shape": [i]}, "b": {"handle": "h"}},
+        }
+        for i in range(n)
+    ]
+    plain = {"id": "r", "choices": [{"index": i, "text": "é"} for i in range(n)]}
+    is_stream = kind != b"application/json"
+    parts = [b"data: 1\n\n", b"data: [DONE]\n\n"] if is_stream else [json.dumps(plain).encode()]
+    start, *messages = answer(kind, parts, results)
+    assert max(len(message["body"]) for message in messages) <= 1 << 20
+    *before, last = [message.get("more_body", False) for message in messages]
+    assert all(before)
+    assert not last
+    body = b"".join(message["body"] for message in messages)
+    if is_stream:
+        told = read(events_of(messages)[-2])
+        choices = told.get("inspect_lens_choices", [])
+    else:
+        assert dict(start["headers"])[b"content-length"] == b"%d" % len(body)
+        told = json.loads(body)
+        assert told["id"] == "r"
+        assert [choice["text"] for choice in told["choices"]] == ["é"] * n
+        choices = told["choices"] if n > 1 else []
+    assert {key: told[key] for key in results[0]} == results[0]
+    assert [{key: one[key] for key in results[0]} for one in choices] == results * (n > 1)
+
+
 @pytest.mark.parametrize("status", [200, 400])
 def test_an_answer_without_results_is_vllms_own(status: int) -> None:
     data = b'{"error":  {"code": 400}}'
