@@ -292,7 +292,7 @@ class _Check:
         marker = marker_of(state.ring)
         path: EnginePath = "eager"
         try:
-            checked = checked_steps(self.runner, is_eager=is_eager, token=seed)
+            checked = checked_steps(self.runner, self._facts.vocab, is_eager=is_eager, seed=seed)
             # The V2 runner has an option for it.
             by_table = self._has_own_states and not is_v2(self.runner)
             places = own_states(self.runner) if by_table else nullcontext()

@@ -101,6 +101,7 @@ class Worker:
             n_layers=N_TAPS,
             hidden=HIDDEN,
             layers=tuple(range(N_TAPS)),
+            vocab=HIDDEN,
             taps=TAPS,
             max_step_tokens=16,
             ring_rows=48,
@@ -306,6 +307,31 @@ def test_a_tap_that_is_silent_in_one_way_only_is_named(worker: Worker, way: str)
         worker.check()
     assert "resid_post.2" not in str(caught.value)
     assert worker.is_clean()
+
+
+def test_rows_of_one_request_that_are_in_another_order_are_found(worker: Worker) -> None:
+    def swap(layer: int, mode: str, x: torch.Tensor) -> torch.Tensor:
+        is_hurt = (layer, mode) == (1, "PIECEWISE")
+        return torch.cat([x[:2].flip(0), x[2:]]) if is_hurt else x
+
+    worker.runner.hurt = swap
+    with pytest.raises(CompatError, match=r"the taps resid_post\.1, resid_post\.2 have other rows"):
+        worker.check()
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_special_token_that_rounding_decides_is_not_asked(worker: Worker, is_new: bool) -> None:
+    """Of SmolLM2's `<|endoftext|>`, a GPU's compiled code and eager code have other rows."""
+
+    def cancel(layer: int, mode: str, x: torch.Tensor) -> torch.Tensor:
+        is_special = x[:, :1] - x[:, 1:2] > 4
+        is_hurt = (layer, mode) == (0, "PIECEWISE")
+        return torch.where(is_special, -x, x) if is_hurt else x
+
+    worker.runner.hurt = cancel
+    if is_new:
+        worker.runner.model_state = ModelState()  # type: ignore[attr-defined]
+    worker.check()
 
 
 @pytest.fixture
