@@ -97,7 +97,8 @@ class Served:
         seconds, answers = asyncio.run(ask_all(self._url, bodies, limit_s, over_tcp=over_tcp))
         cpu_s = used()
         for answer, request, (prompt, sampled) in zip(answers, asked, drawn, strict=True):
-            has_frame = not self._is_peer and "activations" in answer
+            inline = request and request.get("activations_transport") == "inline"
+            has_frame = not self._is_peer and not inline and "activations" in answer
             if has_frame and not answer[BYTES]:
                 raise RuntimeError("activations came in the JSON instead of with a handle")
             check(answer, request, len(prompt), sampled, self._shape)
