@@ -12,7 +12,6 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -59,7 +58,7 @@ from inspect_lens.spec import (
 )
 
 from .payloads import PayloadStore, handle_entries, inline_entries
-from .refusals import Message, Send, refuse
+from .refusals import Message, Send, as_utf8, refuse
 
 logger = logging.getLogger("vllm.inspect_lens")
 
@@ -625,19 +624,13 @@ def _may_ask(scope: Mapping[str, Any]) -> bool:
 
 
 async def whole_body(receive: Receive) -> tuple[bytes, Receive]:
-    """Read a body; returns it, and what gives its messages to the application.
-
-    vLLM reads JSON in any of its encodings, so all of them are made UTF-8 for whoever reads it.
-    """
+    """Read a body; returns it, and what gives its messages to the application."""
     messages = [await receive()]
     while messages[-1]["type"] == "http.request" and messages[-1].get("more_body"):
         messages.append(await receive())
     body = b"".join(message.get("body", b"") for message in messages)
-    encoding = json.detect_encoding(body[:4])
-    if encoding != "utf-8" and messages[-1]["type"] == "http.request":
-        with suppress(UnicodeDecodeError):
-            body = body.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
-            messages = [{"type": "http.request", "body": body, "more_body": False}]
+    if messages[-1]["type"] == "http.request" and (read := as_utf8(body)) is not body:
+        body, messages = read, [{"type": "http.request", "body": read, "more_body": False}]
     waiting = iter(messages)
 
     async def again() -> Message:

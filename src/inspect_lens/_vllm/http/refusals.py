@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
 from typing import Any, Final
 
 from inspect_lens._vllm.compat.api_server import status_of
@@ -46,10 +47,20 @@ async def refuse(error: LensError, send: Send, *, status: int | None = None) -> 
     await send({"type": "http.response.body", "body": body})
 
 
+def as_utf8(body: bytes) -> bytes:
+    """A body of JSON in any of its encodings, all of which vLLM reads, in the one that we read."""
+    encoding = json.detect_encoding(body[:4])
+    if encoding == "utf-8":
+        return body
+    with suppress(UnicodeDecodeError):
+        return body.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
+    return body
+
+
 def parse_json(body: bytes) -> Any:
     from pydantic_core import from_json  # three times as fast as `json`; neither lets go of the GIL
 
-    check_size(body)
+    check_size(body := as_utf8(body))
     try:
         return from_json(body)
     except ValueError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from contextlib import suppress
 from types import SimpleNamespace
@@ -127,6 +128,14 @@ def served(monkeypatch: pytest.MonkeyPatch) -> tuple[TestClient, list[Any]]:
 
 def body(name: str, scale: float = 1.0, **more: Any) -> dict[str, Any]:
     return {"name": name, "probe": probe(scale).model_dump(mode="json"), **more}
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32-be"])
+def test_our_routes_read_the_encodings_of_json_that_vllm_reads(
+    served: tuple[TestClient, list[Any]], encoding: str
+) -> None:
+    text = json.dumps(body("a")).encode(encoding)
+    assert served[0].post("/v1/inspect_lens/registry", content=text).json()["name"] == "a"
 
 
 def test_what_is_refused_reaches_no_worker(served: tuple[TestClient, list[Any]]) -> None:
