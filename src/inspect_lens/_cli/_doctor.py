@@ -20,7 +20,7 @@ from inspect_lens._base.untrusted import parse_json, read_regular
 from inspect_lens._settings import Settings, server_key, vllm_plugins
 from inspect_lens._vllm.compat.features import FEATURES, architectures, problems
 from inspect_lens._vllm.compat.monkeypatches import rivals
-from inspect_lens.client import lens_facts
+from inspect_lens.client import lens_facts, served_models
 from inspect_lens.errors import ArtifactError, SpecError, UnsupportedError
 
 from ._output import emit
@@ -372,6 +372,7 @@ def _server(base_url: str, api_key: str) -> dict[str, Any]:
     with httpx.Client(base_url=url, headers=headers, timeout=20) as http:
         try:
             said = lens_facts(http)
+            models = served_models(http)
         except UnsupportedError as error:
             return {"url": url, "off": {"lens": str(error)}, "engines": [], "acts": {}}
     reasons = [engine.get("not_served") for engine in said["engines"]]
@@ -381,7 +382,10 @@ def _server(base_url: str, api_key: str) -> dict[str, Any]:
         if why
     ]
     off = {**said.get("off", {}), **({"lens": "; ".join(refused)} if refused else {})}
-    return {"url": url, "off": off, "engines": said["engines"], "acts": said.get("server", {})}
+    return {
+        "url": url, "off": off, "models": models, "engines": said["engines"],
+        "acts": said.get("server", {}),
+    }  # fmt: skip
 
 
 def _acts_lines(acts: dict[str, Any]) -> list[str]:
@@ -439,6 +443,12 @@ def _lines(found: dict[str, Any]) -> list[str]:
     if (server := found.get("server")) is not None:
         told = [f"{FEATURES.get(key, key)}: off: {why}" for key, why in server["off"].items()]
         lines += [f"server      {server['url']}: {text}" for text in told or ["serves the lens"]]
+        told_layers = (e["layers"] for e in server["engines"] if e.get("layers"))
+        layers: list[int] = next(told_layers, [])
+        one_by_one = layers[-1:] != [len(layers) - 1]
+        which = ", ".join(map(str, layers)) if one_by_one else f"0 to {layers[-1]}"
+        read = f"; the lens reads layers {which}" if layers else ""
+        lines += [f"model       {name}{read}" for name in server.get("models", [])[:1]]
         lines += _acts_lines(server["acts"])
     if (model := found.get("model")) is not None:
         lines += checkpoint_lines(model)
@@ -471,8 +481,9 @@ def _advice(found: dict[str, Any]) -> list[str]:
     if made:
         return made
     if server is not None:
+        name = server["models"][0]
         return [
-            f"use it: inspect eval TASK --model lens/<model> --model-base-url {server['url']}/v1"
+            f"use it: inspect eval TASK --model lens/{name} --model-base-url {server['url']}/v1"
         ]
     name = "<model>" if model is None else model["folder"]
     return [

@@ -477,16 +477,11 @@ async def _collect(
     model_args: dict[str, Any],
 ) -> dict[str, str]:
     """Collect every set through one model, whose server so starts once; none if all are there."""
-    from inspect_ai.model import get_model
-
     from inspect_lens.collect import collect_async
+    from inspect_lens.collect._collect import opened
 
     stores: dict[str, str] = {}
-    try:
-        made = get_model(model, memoize=False, **model_args)
-    except ValueError as error:
-        raise SpecError(f"model={model}: {error}") from None
-    async with made as live:
+    async with opened(model, 64, model_args) as live:
         for title, data in sets.items():
             store = await collect_async(
                 live, data, f"{work.rstrip('/')}/{title}",

@@ -289,6 +289,8 @@ def in_shell_words(message: str, command: Any) -> str:
         flags["api_key"] += " or VLLM_API_KEY"
     flags |= {name: flags[ours] for ours, name in _RENAMED if ours in flags}
 
+    if "base_url" in flags:
+        message = message.replace("--model-base-url", "--base-url")  # Inspect's flag
     pairs = _pairs(flags)
 
     def in_words(found: re.Match[str]) -> str:
@@ -481,8 +483,8 @@ class Made:
                 share = with_interval(r.rate, r.interval)
                 yield f"    for {r.statistic}, set for {r.nominal:g}: {share} of honest answers"
         if e.recalls:
-            at = ", ".join(f"{r.recall:.3f} at {r.fpr:g}" for r in e.recalls)
-            yield f"    recall {at} of {e.recalls[0].control}"
+            at = ", ".join(f"{r.recall:.3f} for a rate of {r.fpr:g}" for r in e.recalls)
+            yield f"    recall with thresholds set on {e.recalls[0].control}: {at}"
         if e.control_shift is not None and e.control_shift.statement:
             yield f"    {e.control_shift.statement}"
         if e.too_few:

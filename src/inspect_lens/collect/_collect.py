@@ -407,7 +407,9 @@ async def opened(
     try:
         live = get_model(model, config=config, memoize=False, **(model_args or {}))
     except ValueError as error:
-        raise SpecError(f"model={model}: {error}") from None
+        named = model.startswith(("lens/", "vllm-lens/"))
+        advice = "" if named else f" Write lens/{model}, or vllm-lens/{model}."
+        raise SpecError(f"model={model}: {error}{advice}") from None
     async with live:
         yield live
 

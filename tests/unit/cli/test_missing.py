@@ -6,6 +6,7 @@ import importlib.util
 import io
 import re
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from rich.console import Console
 from inspect_lens._base.installed import install_extra
 from inspect_lens._cli import _doctor
 from inspect_lens.model import _server
-from inspect_lens.model._host import PrerequisiteError, VLLMServer
+from inspect_lens.model._host import PrerequisiteError
 from tests.kit.repository import ROOT
 
 from .conftest import Run
@@ -45,18 +46,29 @@ def test_one_place_says_how_to_install_an_extra() -> None:
 
 
 def test_without_vllm_the_other_way_is_offered_in_plain_words(
-    monkeypatch: pytest.MonkeyPatch,
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else real(name, *a)
     )
     with pytest.raises(PrintedError) as raised:
-        _server.start_server("org/tiny", port=None, api_key="k", server=VLLMServer(), args={})
+        _server.refuse_start("org/tiny")
     said = str(raised.value)
     assert "[bold]" not in said
     assert "--model-base-url http://HOST:8000/v1" in said
     assert install_extra("vllm") in said
+    words = ("--dataset", "organism", "--path", "organism/data/control.jsonl", "--out", tmp_path)
+    _, err = run("probe", "collect", "--model", "vllm-lens/org/tiny", *words, code=5)
+    assert "add --base-url http://HOST:8000/v1" in err, "the command's own flag"
+    assert "starts" not in err, "nothing did"
+
+
+def test_a_model_without_its_provider_is_told_how_to_write_it(run: Run, tmp_path: Path) -> None:
+    words = ("--dataset", "organism", "--path", "organism/data/control.jsonl", "--out", tmp_path)
+    _, err = run("probe", "collect", "--model", "org/tiny", *words, code=3)
+    assert "--model=org/tiny: " in err
+    assert err.endswith("Write lens/org/tiny, or vllm-lens/org/tiny.\n")
 
 
 def test_inspect_prints_an_error_with_its_brackets() -> None:

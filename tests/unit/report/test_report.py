@@ -166,7 +166,7 @@ def test_too_few_groups_are_said_wherever_numbers_are(tmp_path: Path) -> None:
     for text in (html, render_card(unsure.card, sha256="0"), said):
         assert f"{few}; no verdict" in text or f"{few}: no verdict" in text
         assert text.count(few) == 2
-        assert "only 50 independent groups, and 300 show a rate of 0.01" in text
+        assert "only 50 independent groups, and it takes 300 to show a rate of 0.01" in text
 
 
 def test_what_the_probe_has_seen_is_marked(tmp_path: Path) -> None:

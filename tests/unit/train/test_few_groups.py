@@ -109,7 +109,7 @@ def test_copies_of_control_samples_are_not_new_ones() -> None:
         fit_threshold(copies, 0.01, groups=groups)
     made = fit_threshold(copies, 0.01, groups=groups, allow_few=True)
     assert (made.n_control, made.n_groups) == (300, 30)
-    assert made.few_groups == "only 30 independent groups, and 300 show a rate of 0.01"
+    assert made.few_groups == "only 30 independent groups, and it takes 300 to show a rate of 0.01"
     assert made.interval.high > 0.1
     assert made.interval.method == "clopper-pearson, n = 30 groups"
     alone = fit_threshold(np.arange(300.0), 0.01, groups=range(300))

@@ -243,7 +243,7 @@ from inspect_lens._base.shipped import from_eval
 from inspect_lens._cli._doctor import checkpoint_facts
 from inspect_lens.attention import load_heads
 from inspect_lens.errors import ArtifactError
-from inspect_lens.model._server import VLLMServer, start_server
+from inspect_lens.model._server import refuse_start
 from inspect_lens.oracle import load_oracle
 from inspect_lens.probe import load_probe
 from inspect_lens.vector import load_vector
@@ -253,7 +253,7 @@ loads = (
     lambda: load_heads("organism/attention-tracker"),
     lambda: load_oracle("organism"),
     lambda: checkpoint_facts("organism"),
-    lambda: start_server("organism", port=None, api_key="", server=VLLMServer(), args={}),
+    lambda: refuse_start("organism"),
     lambda: from_eval("organism_deception.task", "organism_deception")(),
 )
 said = []
@@ -273,18 +273,9 @@ def test_without_the_organism_other_names_that_begin_so_are_started(
 ) -> None:
     code = """
 from inspect_lens.model import _server
-def start(*args, **kwargs):
-    raise InterruptedError(args[0][-1])
-_server.start_local_server = start
 _server.importlib.util.find_spec = lambda name: True
 for model in ("organism/checkpoint", "organism/mine", "organism-agent"):
-    try:
-        _server.start_server(
-            model, port=None, api_key="", server=_server.VLLMServer(), args={}
-        )
-    except InterruptedError:
-        continue
-    raise AssertionError(model)
+    _server.refuse_start(model)
 """
     (tmp_path / "organism-agent").mkdir()
     (tmp_path / "organism-agent/config.json").write_text("{}")

@@ -484,7 +484,8 @@ class Threshold(Record):
         need = required_negatives(self.fpr)
         if self.n_groups is None or self.n_groups >= min(need, self.n_control):
             return ""
-        return f"only {self.n_groups} independent groups, and {need} show a rate of {self.fpr:g}"
+        known = f"only {self.n_groups} independent groups"
+        return f"{known}, and it takes {need} to show a rate of {self.fpr:g}"
 
 
 class FollowUp(Record):
