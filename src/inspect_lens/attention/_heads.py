@@ -401,20 +401,24 @@ def find_tracker_heads(
             f"is {tuple(heads[best])}, whose share falls by {fall:.3f}, {fits:.2f} standard "
             "deviations; take a smaller n_std, or this model has no such heads for these attacks"
         )
+    return _chosen(
+        "attention_tracker", heads, margin, chosen, model=model, data=data,
+        n_samples={"normal": len(a), "attack": len(b)}, settings={"n_std": n_std},
+        rule="mean(normal) - mean(attack) > n_std * (std(normal) + std(attack))",
+        source="arXiv:2411.00348",
+    )  # fmt: skip
+
+
+def _chosen(
+    method: Literal["attention_tracker", "core"], heads: Sequence[Head],
+    scores: NDArray[np.float64], chosen: Sequence[int], *, model: str, **found: Any,
+) -> AttentionHeads:  # fmt: skip
+    """The list of some heads, with their scores and how they were found."""
     return AttentionHeads(
-        method="attention_tracker",
-        model=model,
+        method=method, model=model, head_scores=tuple(float(scores[i]) for i in chosen),
         heads=tuple((int(heads[i][0]), int(heads[i][1])) for i in chosen),
-        head_scores=tuple(float(margin[i]) for i in chosen),
-        found=HeadsFound(
-            data=data,
-            n_samples={"normal": len(a), "attack": len(b)},
-            rule="mean(normal) - mean(attack) > n_std * (std(normal) + std(attack))",
-            settings={"n_std": n_std},
-            n_heads=len(heads),
-            source="arXiv:2411.00348",
-        ),
-    )
+        found=HeadsFound(n_heads=len(heads), **found),
+    )  # fmt: skip
 
 
 _KEPT_STD: Final = 2.0
@@ -580,20 +584,10 @@ def find_core_heads(
         raise SpecError(f"top={top}; allowed are 1 to {len(heads)}, as many as heads were scored")
     mean = values.mean(axis=0)
     best = [int(i) for i in np.argsort(-mean, kind="stable")[:top]]
-    return AttentionHeads(
-        method="core",
-        model=model,
-        heads=tuple((int(heads[i][0]), int(heads[i][1])) for i in best),
-        head_scores=tuple(float(mean[i]) for i in best),
-        found=HeadsFound(
-            data=data,
-            n_samples={"prompts": len(values)},
-            rule="largest mean contrastive score",
-            settings={"top": top},
-            n_heads=len(heads),
-            source="arXiv:2510.02219",
-        ),
-    )
+    return _chosen(
+        "core", heads, mean, best, model=model, data=data, n_samples={"prompts": len(values)},
+        rule="largest mean contrastive score", settings={"top": top}, source="arXiv:2510.02219",
+    )  # fmt: skip
 
 
 def _token_scores(

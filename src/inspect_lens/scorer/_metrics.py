@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from inspect_lens import probe as arithmetic
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import Interval
+from inspect_lens.probe.statistics._compare import draws_of
 from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.spec import check_word
 
@@ -471,12 +472,8 @@ def _bounds(
     labels: NDArray[np.int64], p: NDArray[np.float64], groups: Sequence[str], n_bins: int
 ) -> Interval:
     """Percentile bootstrap over samples; base rates may differ between draws, as they do."""
-    _, code = np.unique(np.asarray(groups), return_inverse=True)
-    members = [np.flatnonzero(code == g) for g in range(int(code.max()) + 1)]
-    rng = np.random.default_rng(0)
-    made = []
-    for _ in range(_RESAMPLES):
-        drawn = np.concatenate([members[g] for g in rng.integers(len(members), size=len(members))])
-        made.append(arithmetic.expected_calibration_error(labels[drawn], p[drawn], n_bins=n_bins))
+    draws = draws_of(labels.size, groups, _RESAMPLES, np.random.default_rng(0))
+    drawn = (np.repeat(np.arange(labels.size), row) for part in draws for row in part.astype(int))
+    made = [arithmetic.expected_calibration_error(labels[i], p[i], n_bins=n_bins) for i in drawn]
     low, high = np.quantile(made, [0.025, 0.975])
     return Interval(low=float(low), high=float(high), method="percentile bootstrap")

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import Interval
+from inspect_lens.probe.statistics._compare import draws_of
 
 __all__ = ["DosePoint", "DoseResponse", "Response", "dose_response"]
 
@@ -116,12 +117,9 @@ def dose_response(
         )
     known_groups = groups or {}
     of = [known_groups.get(p, p) for p in prompts]
-    place = {name: i for i, name in enumerate(dict.fromkeys(of))}
-    n, at = len(place), [place[name] for name in of]
-    rng = np.random.default_rng(seed)
-    draws = rng.integers(0, n, size=(n_resamples, n))
+    n, rng = len(set(of)), np.random.default_rng(seed)
     # (draws, prompts): how much of the mean of each draw a prompt is.
-    counts = np.stack([np.bincount(d, minlength=n) for d in draws])[:, at].astype(np.float64)
+    counts = np.concatenate(list(draws_of(len(of), of, n_resamples, rng)))
     counts /= counts.sum(axis=1, keepdims=True)
     curves = counts @ values
     tails = [(1.0 - confidence) / 2.0, (1.0 + confidence) / 2.0]

@@ -12,6 +12,7 @@ import pytest
 from inspect_lens._cli._jobs import check_lines
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import CaptureFacts, Probe, ProbeCard
+from inspect_lens.probe.statistics._compare import CELLS, draws_of
 from inspect_lens.train import ActivationSet, ScoreShift, calibrate_threshold, score_shift
 
 MADE = CaptureFacts(engine="vllm 0.32.0", dtype="bfloat16", tokenizer_sha256="a" * 64)
@@ -120,21 +121,10 @@ def test_only_harmless_answers_are_compared() -> None:
     assert (shift.n, shift.largest, shift.thresholds[0].n) == (40, 0.0, 40)
 
 
-def test_draws_are_made_in_pieces_of_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    import scipy.stats
-
-    asked: list[dict[str, Any]] = []
-    original = scipy.stats.bootstrap
-
-    def bootstrap(*args: Any, **options: Any) -> Any:
-        asked.append(options)
-        return original(*args, **options)
-
-    monkeypatch.setattr(scipy.stats, "bootstrap", bootstrap)
-    data = harmless(5000, lengths=(1,))
-    score_shift(probe_on(data, "answer"), data, moved(data, 0.5), n_resamples=1000)
-    assert asked[0]["batch"] * 5000 <= 4_000_000
-    assert "rng" not in asked[0], "scipy knows it from 1.15 on, and 1.11 is allowed"
+def test_draws_are_made_in_pieces_of_bounded_memory() -> None:
+    parts = [len(part) for part in draws_of(5000, None, 1000, np.random.default_rng(0))]
+    assert max(parts) * 5000 <= CELLS < 1000 * 5000
+    assert sum(parts) == 1000
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -346,11 +346,7 @@ class Pending:
         """Whether a worker has left a steered row as it was, which would have been too large."""
         if not self.n_steered:
             return False
-        for opening, worker in self.shares:
-            record = worker.reader.view.board[opening.number % BOARD_SIZE].tolist()
-            if record[0] == opening.number and record[COLUMN]:
-                return True
-        return False
+        return any(record[COLUMN] for record in self._records())
 
     def fired(self, n_fed: int) -> dict[int, int]:
         """By gate that lasts, the position at which it fired; not those that did not."""
@@ -366,12 +362,17 @@ class Pending:
         found: dict[int, int] = {}
         if not self._edited.has_latches:
             return found
+        for record in self._records():
+            notes = enumerate(record[LATCHES][columns].tolist())
+            found |= {latch: note for latch, note in notes if note > 0}
+        return found
+
+    def _records(self) -> Iterator[NDArray[np.int64]]:
+        """What the boards of its workers say of it."""
         for opening, worker in self.shares:
             record = worker.reader.view.board[opening.number % BOARD_SIZE]
             if record[0] == opening.number:
-                notes = enumerate(record[LATCHES][columns].tolist())
-                found |= {latch: note for latch, note in notes if note > 0}
-        return found
+                yield record
 
     @property
     def is_told(self) -> bool:

@@ -10,9 +10,10 @@ from pydantic import Field
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import MIN_GROUPS, AnyProbe, Interval, Statistic, rate_interval
+from inspect_lens.probe.statistics._compare import draws_of
 from inspect_lens.spec import Value
 from inspect_lens.train.sets._dataset import ActivationSet
-from inspect_lens.train.sets._splits import CELLS, find_seen
+from inspect_lens.train.sets._splits import find_seen
 
 __all__ = ["RateShift", "ScoreShift", "score_shift"]
 
@@ -176,18 +177,11 @@ def _mean_interval(
     values: NDArray[np.float64], groups: Sequence[str], n_resamples: int, seed: int
 ) -> Interval | None:
     """Of the mean of values that come in groups, by drawing whole groups."""
-    from scipy.stats import bootstrap
-
-    _, code = np.unique(np.array(groups), return_inverse=True)
-    sums, sizes = np.bincount(code, weights=values), np.bincount(code)
-    if not n_resamples or len(sums) < MIN_GROUPS:
+    if not n_resamples or len(set(groups)) < MIN_GROUPS:
         return None
-    low, high = bootstrap(
-        (sums, sizes), lambda s, n, axis: s.sum(axis) / n.sum(axis), paired=True,
-        batch=max(1, CELLS // len(sums)), vectorized=True, n_resamples=n_resamples,
-        # Its name before scipy 1.15, which later releases take as well.
-        method="percentile", random_state=np.random.default_rng(seed),
-    ).confidence_interval  # fmt: skip
+    draws = draws_of(values.size, groups, n_resamples, np.random.default_rng(seed))
+    means = np.concatenate([part @ values / part.sum(axis=1) for part in draws])
+    low, high = np.quantile(means, [0.025, 0.975])
     return Interval(low=float(low), high=float(high), method="cluster bootstrap")
 
 
