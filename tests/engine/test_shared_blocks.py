@@ -88,6 +88,16 @@ def test_blocks_are_shared_up_to_the_first_edited_token(engine: Engine, position
     assert answer(other) == answer(solo(engine, prompt, steered(at(position, scale=-6.0))))
 
 
+def test_receipts_of_choices_count_the_blocks_that_each_has_read(engine: Engine) -> None:
+    """One choice computes the prompt and the others read its blocks, which vLLM counts together."""
+    prompt = new_prompt(180)
+    extra = steered(Add(vector=PUSH, layers=[1], scale=6.0))
+    (output,) = engine.run([prompt], extra, max_tokens=5, n=3, temperature=1.0)
+    told = [choice.inspect_lens.steer for choice in output.outputs]
+    assert [steer.n_tokens + steer.cached_tokens for steer in told] == [184] * 3
+    assert {steer.cached_tokens > 0 for steer in told} == {False, True}
+
+
 def test_what_was_sampled_under_steering_is_not_plain(engine: Engine) -> None:
     prompt = new_prompt(90)
     edited = engine.run([prompt], steered(decode()), max_tokens=40)[0]

@@ -80,7 +80,7 @@ _USED: tuple[tuple[Feature, str, str], ...] = (
     ("lens", "vllm.v1.engine.detokenizer:IncrementalDetokenizer.", "update num_output_tokens "
      "get_next_output_text"),
     ("lens", "vllm.v1.engine.output_processor:", "OutputProcessor.request_states "
-     "RequestState.queue"),
+     "RequestState.queue RequestState.num_cached_tokens"),
     # Of a request on its way to an engine, and of who sends it.
     ("lens", "vllm.v1.engine:EngineCoreRequest.", "cache_salt lora_request mm_features"),
     ("lens", "vllm.v1.engine.core_client:", "DPLBAsyncMPClient.reqs_in_flight"),

@@ -286,6 +286,7 @@ def _new_completion_output(original: Callable[..., Any]) -> Callable[..., Any]:
                     n_completion=self.detokenizer.num_output_tokens(),
                     n_last=len(token_ids),
                     said=said_by(self.detokenizer) if expected.keeps_text else None,
+                    n_cached=self.num_cached_tokens,
                 )
                 if expected.is_recorded:
                     results.recorded.put(ticket)

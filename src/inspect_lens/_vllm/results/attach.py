@@ -207,7 +207,7 @@ class Recorded:
                 return False
             choice = Choice(SimpleNamespace(token_ids=()), one.ticket, one.expected)
             choice.take(collector, self._results.timeout_s, may_wait=False)
-            choice.finish(0)
+            choice.finish()
         except Exception as error:  # noqa: BLE001 - its answer is on its way already
             collector.discard(one.ticket.key)
             if one.expected.sink is not None:
@@ -571,7 +571,7 @@ class Results:
     def _finish(self, job: Job) -> None:
         output = job.output
         for choice in job.choices:
-            choice.finish(output.num_cached_tokens or 0)
+            choice.finish()
         first = output.outputs[0]
         for name in ("inspect_lens", "activations", "hook_results"):
             if hasattr(first, name):

@@ -367,6 +367,8 @@ class Ticket(NamedTuple):
     """Those of the last step; more than one where drafts were accepted."""
     said: tuple[tuple[int, ...], str] | None = None
     """All that was sampled, as ids and as text, where a sink takes it."""
+    n_cached: int = 0
+    """Prompt tokens that came out of a cache; an output says one number for all its choices."""
 
 
 @dataclass
@@ -506,7 +508,7 @@ class Choice:
         if self.whole is None:
             streaming.add_scores(reading.feed(numbers[:, reading.n_seen :]))
 
-    def finish(self, cached_tokens: int) -> None:
+    def finish(self) -> None:
         """Put everything where users find it."""
         collected, expected, prepared = self.collected, self.expected, self.prepared
         assert collected is not None
@@ -517,7 +519,7 @@ class Choice:
             shorten(receipt, expected, self.ticket.n_completion)
         else:
             receipt = receipt_of(expected, self.ticket.n_completion)
-        fill(receipt, expected, collected, cached_tokens, self.eager)
+        fill(receipt, expected, collected, self.ticket.n_cached, self.eager)
         completion, capture = self.completion, expected.envelope.capture
         completion.inspect_lens = receipt
         completion.inspect_lens_transport = capture.transport if capture else "inline"

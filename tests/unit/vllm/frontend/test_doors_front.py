@@ -53,7 +53,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
 
 def state_of(key: str) -> Any:
     detokenizer = SimpleNamespace(num_output_tokens=lambda: N_COMPLETION, update=lambda: None)
-    return SimpleNamespace(request_id=key, detokenizer=detokenizer)
+    return SimpleNamespace(request_id=key, detokenizer=detokenizer, num_cached_tokens=0)
 
 
 def outputs_of(keys: list[str], *, finished: bool = True) -> list[Any]:

@@ -126,9 +126,9 @@ def test_it_is_done_in_the_loop_together_and_others_have_their_turn(
     finish, each = Choice.finish, engine.results.attach_each
     sizes: list[int] = []
 
-    def note(self: Choice, cached_tokens: int) -> None:
+    def note(self: Choice) -> None:
         threads.add(threading.current_thread().name)
-        finish(self, cached_tokens)
+        finish(self)
 
     def note_size(outputs: list[Any], **kwargs: Any) -> Any:
         sizes.append(len(outputs))
@@ -219,9 +219,9 @@ def test_a_server_attaches_either_way(
     threads: list[bool] = []
     finish = Choice.finish
 
-    def note(self: Choice, cached_tokens: int) -> None:
+    def note(self: Choice) -> None:
         threads.append(threading.current_thread() is threading.main_thread())
-        finish(self, cached_tokens)
+        finish(self)
 
     keys = begun(engine, 2, "both")
     last_step(engine, keys[1:])

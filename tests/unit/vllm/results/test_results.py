@@ -38,7 +38,7 @@ def completion(index: int, key: str | None = None) -> Any:
 
 
 def output(*completions: Any, finished: bool = True) -> Any:
-    return SimpleNamespace(outputs=list(completions), finished=finished, num_cached_tokens=0)
+    return SimpleNamespace(outputs=list(completions), finished=finished)
 
 
 def test_a_merged_output_keeps_its_ticket() -> None:
