@@ -124,6 +124,19 @@ def test_chat_and_generate_leave_the_callers_parameters_alone(engine: Engine) ->
     assert params.skip_reading_prefix_cache in (None, False)
 
 
+def test_a_seed_gives_one_answer_whether_its_prompt_takes_one_step_or_three(engine: Engine) -> None:
+    """vLLM takes back what a step drew for a prompt that goes on, which ended it on a CPU."""
+    from vllm import SamplingParams
+
+    prompt = {"prompt_token_ids": tokens(160, seed=11)}
+    params = SamplingParams(max_tokens=6, seed=5, detokenize=False, extra_args=ALL)
+    plain = SamplingParams(max_tokens=6, seed=5, detokenize=False)
+    chunked = engine.llm.generate([prompt], params, use_tqdm=False)[0]
+    at_once = engine.llm.generate([prompt], plain, use_tqdm=False)[0]
+    assert (chunked.num_cached_tokens, at_once.num_cached_tokens) == (0, 128)
+    assert chunked.outputs[0].token_ids == at_once.outputs[0].token_ids
+
+
 def test_nothing_is_left_behind(engine: Engine) -> None:
     from inspect_lens._vllm.frontend.state import front_end
 

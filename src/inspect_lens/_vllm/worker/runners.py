@@ -24,6 +24,7 @@ from inspect_lens._engine.step.request_stepper import RequestStepper
 from inspect_lens._engine.step.stages import LIST_KEY
 from inspect_lens._engine.tap.buffers import CAPTURE, TapState
 from inspect_lens._engine.tap.op import tap
+from inspect_lens._vllm.compat.cpu_seeds import rewind_seeds
 from inspect_lens._vllm.compat.engine_facts import is_compiled
 from inspect_lens._vllm.compat.features import guarded, idle
 from inspect_lens._vllm.compat.monkeypatches import EAGER_PATCHES, monkeypatch, verify, wrap
@@ -445,6 +446,7 @@ def _parts(keys: Iterable[str], *columns: Any) -> list[Part]:
 class RunnerV1(_Runner):
     def attach(self) -> None:
         runner, stepper = self._runner, self._stepper
+        rewind_seeds(runner)
         update, prepare, forward = (
             runner._update_states,
             runner._prepare_inputs,
