@@ -125,7 +125,8 @@ class ServerRuns:
         """The one choice of a request of one token."""
         params = one_token(tokens, None if lens is None else {NATIVE_KEY: lens})
         name, last = f"inspect-lens-sweep-{uuid.uuid4().hex}", None
-        prompt = {"prompt_token_ids": list(run.ids)}
+        # As vLLM renders it: a raw one is prepared in a thread, which does not know the tenant.
+        prompt = {"type": "token", "prompt_token_ids": list(run.ids)}
         stream = self._engine.generate(prompt, params, name)
         # Closed at once where the sweep ends, so that the engine aborts the request.
         async with contextlib.aclosing(stream) as outputs:
