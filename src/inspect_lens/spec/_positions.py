@@ -16,7 +16,7 @@ from pydantic import (
 
 from inspect_lens.errors import SpecError
 
-from ._values import Value, integers, plain_number, read_as, shown
+from ._values import Value, integers, judge_patterns, plain_number, read_as, shown
 
 __all__ = [
     "PatternBudget",
@@ -34,10 +34,6 @@ __all__ = [
 
 MOST_PATTERN: Final = 1000
 """Characters of a pattern."""
-MOST_PATTERNS: Final = 16
-"""Different ones in a request."""
-MOST_CHARACTERS: Final = 2000
-"""Of all of them."""
 MOST_SECONDS: Final = 0.25
 """For all patterns on all prompts of one body."""
 MOST_WORK: Final = 1 << 26
@@ -85,14 +81,7 @@ def check_pattern(pattern: str) -> str:
 
 def check_patterns(positions: Iterable[Positions]) -> None:
     """Judge all patterns of a request together; each alone was judged by `check_pattern`."""
-    distinct = {one.pattern for one in positions if isinstance(one, TokenMatch) and one.pattern}
-    n = sum(map(len, distinct))
-    if len(distinct) > MOST_PATTERNS or n > MOST_CHARACTERS:
-        raise ValueError(
-            f"positions.pattern: {len(distinct)} different patterns of {n} characters together; a "
-            f"request has at most {MOST_PATTERNS}, of {MOST_CHARACTERS} characters; join them with "
-            "|, or give token_ids or positions"
-        )
+    judge_patterns({p.pattern for p in positions if isinstance(p, TokenMatch) and p.pattern})
 
 
 class PatternBudget:

@@ -13,7 +13,7 @@ import operator
 import re
 import reprlib
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import chain
@@ -420,9 +420,27 @@ def check_size(body: bytes) -> None:
         )
 
 
+MOST_PATTERNS: Final = 16
+"""Different regular expressions in a request."""
+MOST_CHARACTERS: Final = 2000
+"""Of all of them."""
+
+
+def judge_patterns(distinct: Set[str]) -> None:
+    """Refuse more regular expressions than a request may have: compiling one takes milliseconds."""
+    n = sum(map(len, distinct))
+    if len(distinct) > MOST_PATTERNS or (n > MOST_CHARACTERS and len(distinct) > 1):
+        raise SpecError(
+            f"positions.pattern: {len(distinct)} different patterns of {n} characters together; a "
+            f"request has at most {MOST_PATTERNS}, of {MOST_CHARACTERS} characters; join them with "
+            "|, or give token_ids or positions"
+        )
+
+
 def check_counts(value: object, *, field: str = "") -> None:
     """Refuse lists with more entries than anybody can use, before one of them is read."""
     total = 0
+    patterns = set[str]()
     waiting: list[tuple[str, str, object, int]] = [(field, field.rpartition(".")[2], value, 0)]
     while waiting:
         path, name, item, depth = waiting.pop()
@@ -443,6 +461,8 @@ def check_counts(value: object, *, field: str = "") -> None:
         if depth >= _MOST_DEPTH:
             raise SpecError(f"{path[:200]}: is nested more than {_MOST_DEPTH} deep")
         if isinstance(item, dict):
+            if isinstance(pattern := item.get("pattern"), str):
+                patterns.add(pattern)
             pairs = cast("Mapping[Any, object]", item).items()
             waiting += [
                 (f"{path}.{key}" if path else str(key)[:80], str(key)[:80], inner, depth + 1)
@@ -455,6 +475,7 @@ def check_counts(value: object, *, field: str = "") -> None:
                 for i, inner in enumerate(item)
                 if isinstance(inner, list | tuple | dict) and inner
             ]
+    judge_patterns(patterns)
 
 
 def _rows_of_plain(

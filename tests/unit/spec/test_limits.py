@@ -16,6 +16,7 @@ from inspect_lens.errors import SpecError
 from inspect_lens.spec import (
     EngineProbe,
     TensorLimits,
+    _positions,
     as_tensor_data,
     encode_tensor,
     explain,
@@ -162,3 +163,18 @@ def test_what_is_kept_is_counted_and_of_a_refused_request_nothing_is() -> None:
         assert (len(cache), budget.n_bytes) == (0, 0)
     finally:
         _request._PARSED = before
+
+
+def test_patterns_that_are_too_many_are_refused_before_one_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def compile(pattern: str) -> None:
+        raise AssertionError(f"{pattern} would take the event loop milliseconds")
+
+    monkeypatch.setattr(_positions, "_compiled", compile)
+    edits = [
+        {"op": "zero", "layers": [1], "positions": {"pattern": f"[a-z]{{1,900}}{i}"}}
+        for i in range(17)
+    ]
+    with pytest.raises(SpecError, match=r"17 different patterns.*at most 16"):
+        parse_extra_args({"inspect_lens": {"edits": edits}})
