@@ -19,9 +19,9 @@ PAGES: Final[Mapping[str, tuple[str, str, tuple[str, ...]]]] = {
     "lies": (
         "Lies, and a judge of them",
         "This page shows how far a probe for lies carries. You see whether one that learned lies "
-        "told under orders also finds lies told in a role and denials of a secret, whether it can "
-        "stop a false tool call before the tool runs, and whether a second model that judges the "
-        "unclear cases helps.",
+        "told under orders also finds lies told in a role and denials of a secret. Then a probe "
+        "has to stop false tool calls before the tool runs, and at the end a second model judges "
+        "the cases that a probe is unsure of.",
         ("lies", "agent", "cascade"),
     ),
     "directions": (
