@@ -185,9 +185,9 @@ class LensAPI(ServerCalls, LensProvider):
         **server_args: Any,
     ) -> None:
         with given_by("-M capture"):
-            self._capture = parse_capture(capture)
+            asked = LensRequest(capture=parse_capture(capture))
         with given_by("-M probes"):
-            self._probes = ask_probes(probes)
+            self._asked = asked.with_fields(probes=ask_probes(probes))
         self.edited, self.own_config = edits_of_every_call(edits, steer, edits_meet), config
         with given_by(""):
             Settings.load()
@@ -305,8 +305,10 @@ class LensAPI(ServerCalls, LensProvider):
         said = config.extra_body and not isinstance(config.extra_body, Settled)
         # Only of a call that says something it has to be known whether it says so itself.
         inherited = inherited_requests(self) if scope is not None and said else ()
-        default = self._capture or environment_capture()
-        body, request = read_body(config.extra_body, default, scope, inherited, self._probes)
+        default = self._asked
+        if default.capture is None and (capture := environment_capture()) is not None:
+            default = default.with_fields(capture=capture)
+        body, request = read_body(config.extra_body, default, scope, inherited)
         opened = with_open_gates(request, messages)
         if opened is not None and opened is not request:
             body, request = respelled(body, opened), opened

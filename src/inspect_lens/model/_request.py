@@ -188,12 +188,14 @@ class Body(NamedTuple):
 
 def read_body(
     extra_body: Mapping[str, Any] | None,
-    default: CaptureSpec | None = None,
+    default: LensRequest | None = None,
     scope: LensRequest | None = None,
     inherited: Sequence[LensRequest] = (),
-    probes: tuple[ProbeUse, ...] = (),
 ) -> Body:
-    """Read the lens request of a call; reading what this returned changes nothing."""
+    """Read the lens request of a call; reading what this returned changes nothing.
+
+    A call that says nothing itself shares the request of its scope or its model, which is judged.
+    """
     settled = isinstance(extra_body, Settled)
     body, given = split_body(extra_body)
     args = {key: _loads(key, value) for key, value in given.items()}
@@ -208,16 +210,15 @@ def read_body(
     if request is not None and request.stream_results:
         raise SpecError(f"stream_results: {NOT_STREAMED}")
     if scope is not None and not settled:
-        default = scope.capture or default
         request = _under(request, scope, inherited, plain=plain)
-    made, changes = request or _NOTHING, dict[str, Any]()
-    if default is not None and not declined and made.capture is None:
-        changes["capture"] = default
+    made, wanted, changes = request or _NOTHING, default or _NOTHING, dict[str, Any]()
+    if wanted.capture is not None and not declined and made.capture is None:
+        changes["capture"] = wanted.capture
     named = {use.name for use in made.probes}
-    if more := tuple(use for use in probes if use.name not in named):
+    if more := tuple(use for use in wanted.probes if use.name not in named):
         changes["probes"] = (*made.probes, *more)
     if changes:
-        request = made.with_fields(**changes)
+        request = default if request is None and not declined else made.with_fields(**changes)
     typed = {key: value for key, value in args.items() if key not in LENS_KEYS}
     typed |= to_extra_args(request)
     if declined:
@@ -257,6 +258,8 @@ def _under(
     plain: bool,
 ) -> LensRequest | None:
     """A request with what a scope adds to it."""
+    if request is None and not plain:
+        return scope if scope.asked else None
     made = request or _NOTHING
     changes: dict[str, Any] = {}
     # What the config of the task or of the model asks is no call's own.

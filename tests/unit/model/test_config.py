@@ -65,7 +65,8 @@ def test_what_a_scope_asks_beside_a_capture_is_kept(body: dict[str, Any] | None)
         {"probes": (ProbeUse(name="p"),)},
     ):
         scope = LensRequest(capture=CaptureSpec(layers=(1,)), **more)  # type: ignore[arg-type]
-        assert read_body(body, scope=scope).request == scope
+        # Judged when the scope was made, and for no call again.
+        assert read_body(body, scope=scope).request is scope
 
 
 def test_extra_body_merges_key_by_key() -> None:
@@ -149,23 +150,23 @@ def test_a_key_is_found_wherever_it_stands(body: dict[str, Any]) -> None:
 
 
 def test_a_refusal_is_found_at_the_top_level() -> None:
-    default = CaptureSpec(layers=(3,))
-    assert read_body({}, default).request is not None
+    default = LensRequest(capture=CaptureSpec(layers=(3,)))
+    assert read_body({}, default).request is default
     assert read_body({"output_residual_stream": False}, default).request is None
     assert declines_steering({"apply_steering_vectors": []})
 
 
 def test_a_settled_body_that_somebody_changed_is_read_anew() -> None:
-    default = CaptureSpec(layers=[1])
+    default = LensRequest(capture=CaptureSpec(layers=[1]))
     asked = read_body(None, default)
-    assert asked.request == LensRequest(capture=default)
+    assert asked.request == default
     assert read_body(THINKING, default).extra_body == {**THINKING, **asked.extra_body}
     settled = Settled(read_body(None, default).extra_body)
     assert read_body(settled, default) == asked
     settled["extra_args"]["skip_reading_prefix_cache"] = True
     settled["top_k"] = 5
     changed = read_body(settled, default)
-    assert changed.request == LensRequest(capture=default, skip_reading_prefix_cache=True)
+    assert changed.request == default.with_fields(skip_reading_prefix_cache=True)
     assert changed.extra_body["top_k"] == 5
     # What one call's body became is not what the next one gets.
     assert read_body(None, default) == asked

@@ -23,7 +23,7 @@ __all__ = ["cross_validated_words", "hash_words"]
 
 Floats = NDArray[np.float64]
 
-_WORD: Final = re.compile(r"\b\w+\b")
+_WORD: Final = re.compile(r"\w+")
 _BUCKETS: Final = 1 << 16
 
 
@@ -46,10 +46,9 @@ def hash_words(text: str) -> NDArray[np.uint16]:
     """
     words = [found.casefold().encode() for found in _WORD.findall(text)]
     hashed = list(map(zlib.crc32, words))
-    hashed += [
-        zlib.crc32(b" " + word, so_far) for so_far, word in zip(hashed[:-1], words[1:], strict=True)
-    ]
-    return np.array(sorted({found % _BUCKETS for found in hashed}), dtype=np.uint16)
+    hashed += map(zlib.crc32, [b" " + word for word in words[1:]], hashed[:-1])
+    # Each sample of an eval is hashed; uint16 is modulo 65536.
+    return np.unique(np.array(hashed, dtype=np.uint32).astype(np.uint16))
 
 
 def cross_validated_words(
