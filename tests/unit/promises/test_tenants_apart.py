@@ -96,7 +96,7 @@ def front(monkeypatch: pytest.MonkeyPatch) -> FrontEnd:
 def _(surface: str, request: pytest.FixtureRequest) -> None:
     request.getfixturevalue("front")
     for first, second, is_one in TENANTS:
-        cache = RowCache(1 << 20, keeps_first=True)
+        cache = RowCache(1 << 20, is_served=True)
         known = reuse_of(
             _sealed(extra(capture={}), first, cache).sampling_params.extra_args[ENVELOPE_KEY]
         )
@@ -114,7 +114,7 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
 @PROMISE.on("SteerReceipt.cached_tokens")
 def _(surface: str, request: pytest.FixtureRequest) -> None:
     request.getfixturevalue("front")
-    cache = RowCache(1 << 20, keeps_first=True)
+    cache = RowCache(1 << 20, is_served=True)
     for first, second, is_one in TENANTS:
         salts = [_sealed(steer(), tenant, cache).cache_salt for tenant in (first, second)]
         assert (salts[0] == salts[1]) is is_one, (first, second)

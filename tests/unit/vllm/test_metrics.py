@@ -234,7 +234,7 @@ def test_handles_without_a_result_count_by_status(read: Read) -> None:
 
 
 def test_positions_whose_rows_are_known_are_hits(read: Read, processor: Any) -> None:
-    cache, n = RowCache(1 << 20, keeps_first=True), 2 * BLOCK + 3
+    cache, n = RowCache(1 << 20, is_served=True), 2 * BLOCK + 3
     prompt = {"prompt_token_ids": list(range(n))}
     for turn in range(2):
         core = process(processor, prompt, parameters(extra(capture={"layers": [1]}), {}))

@@ -203,7 +203,7 @@ class FrontEnd:
         if self.n_processes == 1 and keeps_rows(vllm_config, settings):
             # Several API servers would not hear of each other's resets of the prefix cache.
             cache = RowCache(
-                settings.cached_rows_bytes, keeps_first=is_serving(), on_change=self._note_rows
+                settings.cached_rows_bytes, is_served=is_serving(), on_change=self._note_rows
             )
             processor.inspect_lens_rows = cache
             self.row_caches.add(cache)

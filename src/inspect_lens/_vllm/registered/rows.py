@@ -36,6 +36,7 @@ from inspect_lens._settings import Settings
 from inspect_lens._vllm.cache_salt import salt_of
 from inspect_lens._vllm.compat.connectors import transfers_by_request
 from inspect_lens._vllm.compat.monkeypatches import is_engine_apart
+from inspect_lens._vllm.sinks.sink import own_memory
 from inspect_lens._vllm.telemetry import TENANT, add
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import LENS_NAME, Site, TensorData, result_name, rows_for, tap_point
@@ -46,6 +47,8 @@ BLOCK = 16
 """Tokens of a block."""
 _WAITING_MOST = 64
 """Requests whose rows wait to be kept, and hold memory of results as long."""
+_PARTS = 8
+"""A result that takes more than one of so many parts of the cache is copied, block by block."""
 _SEEN_MOST = 1 << 17
 """Blocks that are remembered without their rows: some 20 MB."""
 
@@ -97,17 +100,30 @@ class CachedRows:
         return np.concatenate((*blocks, rows), axis=1)
 
 
+@dataclass(slots=True)
+class _Memory:
+    """What blocks lie in, which counts until the last of them goes."""
+
+    nbytes: int
+    n_blocks: int = 0
+
+
 class RowCache:
     """Rows of blocks, the least recently used of which go first. Any thread may ask."""
 
     def __init__(
-        self, most_bytes: int, *, keeps_first: bool, on_change: Callable[[], None] | None = None
+        self, most_bytes: int, *, is_served: bool, on_change: Callable[[], None] | None = None
     ) -> None:
+        """Make one; `is_served` where results go to clients as bytes, and nobody changes them.
+
+        A server keeps rows at the first time, and most of them where they lie: a copy would take
+        longer than all else that is done for a request.
+        """
         self.most_bytes = most_bytes
-        self._keeps_first = keeps_first
+        self._is_served = is_served
         self._on_change = on_change
         self._lock = threading.Lock()
-        self._rows: OrderedDict[bytes, NDArray[Any]] = OrderedDict()
+        self._rows: OrderedDict[bytes, tuple[NDArray[Any], _Memory]] = OrderedDict()
         self._seen: OrderedDict[bytes, None] = OrderedDict()
         self._epoch = self._n_bytes = self._n_waiting = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="inspect-lens-rows")
@@ -129,33 +145,43 @@ class RowCache:
             if not self._rows:
                 return None
             for key in islice(prefix.hashes(), most // BLOCK):
-                rows = self._rows.get(key)
-                if rows is None:
+                kept = self._rows.get(key)
+                if kept is None:
                     break
-                found.append((key, rows))
+                found.append((key, kept[0]))
             # What is nearer to the beginning is of use to more requests, and stays longer.
             for key, _ in reversed(found):
                 self._rows.move_to_end(key)
         return CachedRows(tuple(rows for _, rows in found)) if found else None
 
-    def keep(self, prefix: Prefix, rows: NDArray[Any], lo: int, epoch: int) -> None:
-        """Keep the rows of a request."""
+    def keep(
+        self, prefix: Prefix, rows: NDArray[Any], lo: int, epoch: int, *, copies: bool = False
+    ) -> None:
+        """Keep the rows of a request; `copies` where somebody may change them."""
         if not rows.shape[0] * rows.shape[2]:
             return
         first, end = -(-lo // BLOCK), (lo + rows.shape[1]) // BLOCK
         keys = list(islice(prefix.hashes(), end))
-        for i in reversed(range(first, len(keys))):
-            with self._lock:
-                if epoch != self._epoch:
-                    return
-                if not self._wants(keys[i]):
-                    continue
-            at = i * BLOCK - lo
-            block = np.ascontiguousarray(rows[:, at : at + BLOCK])
-            self._put(keys[i], block.copy() if block.base is not None else block, epoch)
+        with self._lock:
+            if epoch != self._epoch:
+                return
+            wanted = [i for i in reversed(range(first, len(keys))) if self._wants(keys[i])]
+        memory = None
+        # Where most of it was kept before, the rest is copied, and does not hold all of it.
+        is_new = 2 * len(wanted) * BLOCK >= rows.shape[1]
+        if self._is_served and not copies and is_new and rows.nbytes <= self.most_bytes // _PARTS:
+            rows = own_memory(rows)
+            memory = _Memory(rows.nbytes)
+        for i in wanted:
+            block = rows[:, i * BLOCK - lo :][:, :BLOCK]
+            if memory is None:
+                block = block.copy()
+            self._put(keys[i], block, memory or _Memory(block.nbytes), epoch)
         self._tell()
 
-    def keep_later(self, prefix: Prefix, rows: NDArray[Any], lo: int, epoch: int) -> None:
+    def keep_later(
+        self, prefix: Prefix, rows: NDArray[Any], lo: int, epoch: int, *, copies: bool = False
+    ) -> None:
         """`keep` in a thread of its own; nothing is kept while that is far behind."""
         with self._lock:
             if self._n_waiting >= _WAITING_MOST:
@@ -163,11 +189,13 @@ class RowCache:
             self._n_waiting += 1
         # A process that ends takes no work any more, and its last requests have their rows.
         with contextlib.suppress(RuntimeError):
-            self._thread.submit(self._keep_one, prefix, rows, lo, epoch)
+            self._thread.submit(self._keep_one, prefix, rows, lo, epoch, copies)
 
-    def _keep_one(self, prefix: Prefix, rows: NDArray[Any], lo: int, epoch: int) -> None:
+    def _keep_one(
+        self, prefix: Prefix, rows: NDArray[Any], lo: int, epoch: int, copies: bool
+    ) -> None:
         try:
-            self.keep(prefix, rows, lo, epoch)
+            self.keep(prefix, rows, lo, epoch, copies=copies)
         except Exception:
             logger.exception("inspect_lens: rows of a request could not be kept")
         finally:
@@ -182,9 +210,10 @@ class RowCache:
         """Forget all: the model may be another one from now on."""
         with self._lock:
             self._epoch += 1
-            self._rows.clear()
+            gone, self._rows = self._rows, OrderedDict()
             self._seen.clear()
             self._n_bytes = 0
+        gone.clear()  # without the lock: memory goes back to the system, which takes a while
         self._tell()
 
     def _tell(self) -> None:
@@ -194,22 +223,26 @@ class RowCache:
     def _wants(self, key: bytes) -> bool:
         if key in self._rows:
             return False
-        if self._keeps_first or key in self._seen:
+        if self._is_served or key in self._seen:
             return True
         self._seen[key] = None
         if len(self._seen) > _SEEN_MOST:
             self._seen.popitem(last=False)
         return False
 
-    def _put(self, key: bytes, block: NDArray[Any], epoch: int) -> None:
+    def _put(self, key: bytes, block: NDArray[Any], memory: _Memory, epoch: int) -> None:
+        gone: list[NDArray[Any]] = []  # let go of without the lock, as in `clear`
         with self._lock:
-            if epoch != self._epoch or key in self._rows or block.nbytes > self.most_bytes:
+            if epoch != self._epoch or key in self._rows or memory.nbytes > self.most_bytes:
                 return
-            self._rows[key] = block
-            self._n_bytes += block.nbytes
+            self._rows[key] = block, memory
+            self._n_bytes += 0 if memory.n_blocks else memory.nbytes
+            memory.n_blocks += 1
             while self._n_bytes > self.most_bytes:
-                _, gone = self._rows.popitem(last=False)
-                self._n_bytes -= gone.nbytes
+                _, (block, memory) = self._rows.popitem(last=False)
+                gone.append(block)
+                memory.n_blocks -= 1
+                self._n_bytes -= 0 if memory.n_blocks else memory.nbytes
 
 
 HARMLESS = frozenset(
@@ -256,13 +289,15 @@ class Reuse:
         """Captured positions whose rows are known already."""
         return 0 if self.known is None else self.known.n_tokens - self.asked.lo
 
-    def whole(self, rows: TensorData, sampled: Sequence[int]) -> TensorData:
-        """All rows that were asked for; they are kept for other requests."""
+    def whole(
+        self, rows: TensorData, sampled: Sequence[int], *, copies: bool = False
+    ) -> TensorData:
+        """All rows that were asked for; they are kept for other requests, see `RowCache.keep`."""
         storage, lo = rows.storage, self.asked.lo
         if self.known is not None:
             storage = self.known.before(storage, lo)
         self.prefix.extend(sampled)
-        self.cache.keep_later(self.prefix, storage, lo, self.epoch)
+        self.cache.keep_later(self.prefix, storage, lo, self.epoch, copies=copies)
         return rows if self.known is None else TensorData(storage, rows.dtype)
 
 

@@ -532,7 +532,8 @@ class Choice:
             if expected.reuse is not None:
                 # Streams bring the last piece of a text alone.
                 ids, n = completion.token_ids, self.ticket.n_completion
-                rows = expected.reuse.whole(rows, ids if len(ids) == n else ())
+                whole, is_offered = expected.reuse.whole, expected.sink is not None
+                rows = whole(rows, ids if len(ids) == n else (), copies=is_offered)
             if capture.transport == HIDDEN:
                 captured = tensors_by_name(rows, capture)
             else:

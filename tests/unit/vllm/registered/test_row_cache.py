@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,8 +22,8 @@ def rows_of(tokens: Sequence[int], lo: int = 0) -> NDArray[np.float32]:
     return np.stack([sums, -sums])[:, lo:, None].repeat(WIDTH, axis=2).astype(np.float32)
 
 
-def cache(most: int = 1 << 20, *, keeps_first: bool = True) -> RowCache:
-    return RowCache(most, keeps_first=keeps_first)
+def cache(most: int = 1 << 20, *, is_served: bool = True) -> RowCache:
+    return RowCache(most, is_served=is_served)
 
 
 few = st.lists(st.integers(0, 2), min_size=0, max_size=70)
@@ -72,7 +73,7 @@ def test_another_kind_has_rows_of_its_own() -> None:
 
 
 def test_at_the_second_time_only() -> None:
-    made, tokens = cache(keeps_first=False), list(range(32))
+    made, tokens = cache(is_served=False), list(range(32))
     for n_bytes in (0, 2 * rows_of(tokens)[:, :BLOCK].nbytes):
         made.keep(Prefix(KIND, tokens), rows_of(tokens), 0, made.epoch)
         assert made.n_bytes == n_bytes
@@ -109,12 +110,55 @@ def test_after_a_reset_nothing_of_before_is_kept() -> None:
     assert made.find(Prefix(KIND, tokens), BLOCK) is None
 
 
-def test_kept_rows_are_copies() -> None:
-    made, tokens = cache(), list(range(BLOCK))
+def test_rows_that_somebody_may_change_are_copied() -> None:
+    tokens = list(range(BLOCK))
+    for is_served in (True, False):
+        made, rows = cache(is_served=is_served), rows_of(tokens)
+        for _ in range(2):
+            made.keep_later(Prefix(KIND, tokens), rows, 0, made.epoch, copies=is_served)
+        made.settle()
+        rows[:] = 0
+        found = made.find(Prefix(KIND, tokens), BLOCK)
+        assert found is not None
+        np.testing.assert_array_equal(found.blocks[0], rows_of(tokens))
+
+
+def test_a_server_keeps_rows_where_they_lie_and_counts_all_that_this_holds() -> None:
+    tokens = list(range(2 * BLOCK + 3))
     rows = rows_of(tokens)
-    made.keep_later(Prefix(KIND, tokens), rows, 0, made.epoch)
-    made.settle()
-    rows[:] = 0
-    found = made.find(Prefix(KIND, tokens), BLOCK)
+    made = cache(8 * rows.nbytes)
+    made.keep(Prefix(KIND, tokens), rows, 0, made.epoch)
+    found = made.find(Prefix(KIND, tokens), len(tokens))
     assert found is not None
-    np.testing.assert_array_equal(found.blocks[0], rows_of(tokens))
+    assert [np.shares_memory(block, rows) for block in found.blocks] == [True, True]
+    assert made.n_bytes == rows.nbytes
+    del found
+    held = weakref.ref(rows)
+    del rows
+    for i in range(1, 8):
+        other = [100 * i + token for token in tokens]
+        made.keep(Prefix(KIND, other), rows_of(other), 0, made.epoch)
+    assert held() is not None
+    assert made.n_bytes == made.most_bytes
+    made.keep(Prefix(KIND, [9]), rows_of([9]), 0, made.epoch)
+    last = list(range(1000, 1000 + len(tokens)))
+    made.keep(Prefix(KIND, last), rows_of(last), 0, made.epoch)
+    assert held() is None, "the oldest has gone, as a whole"
+    assert made.n_bytes == made.most_bytes
+
+
+def test_what_is_mostly_known_or_mostly_empty_is_copied() -> None:
+    tokens = list(range(4 * BLOCK))
+    rows, made = rows_of(tokens), cache()
+    made.keep(Prefix(KIND, tokens[: 3 * BLOCK]), rows[:, : 3 * BLOCK].copy(), 0, made.epoch)
+    made.keep(Prefix(KIND, tokens), rows, 0, made.epoch)
+    found = made.find(Prefix(KIND, tokens), len(tokens))
+    assert found is not None
+    assert [np.shares_memory(block, rows) for block in found.blocks] == [False] * 4
+    assert made.n_bytes == rows.nbytes
+    made.clear()
+    made.keep(Prefix(KIND, tokens[:BLOCK]), rows[:, :BLOCK], 0, made.epoch)
+    found = made.find(Prefix(KIND, tokens), len(tokens))
+    assert found is not None
+    assert not np.shares_memory(found.blocks[0], rows)
+    assert made.n_bytes == found.blocks[0].nbytes
