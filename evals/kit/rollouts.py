@@ -11,7 +11,7 @@ from inspect_ai.model import GenerateConfig
 from evals.kit.arguments import required_probe
 from evals.kit.grading import graded_probe
 from evals.kit.samples import load_samples
-from inspect_lens.errors import SpecError
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.reading import ProbeReader
 from inspect_lens.scorer import deception_probe
 from inspect_lens.solver import read_given, with_capture
@@ -28,6 +28,7 @@ _ASKED_WITH: dict[str, dict[str, Any]] = {"apollo_sandbagging": {"system": True}
 """By set: the source reads answers without the system message, and asks with it."""
 
 
+@judged_arguments
 def rollout_task(
     name: str,
     rubric: str,
@@ -57,8 +58,6 @@ def rollout_task(
     Raises:
         SpecError: a policy that is neither, or no file.
     """
-    if policy not in ("on", "off"):
-        raise SpecError(f"policy={policy!r}; allowed are 'on' and 'off'; 'on' is the default")
     probe = required_probe(probe)
     reader = ProbeReader.of(probe, layer=layer)
     if policy == "off":

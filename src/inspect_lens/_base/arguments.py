@@ -124,7 +124,11 @@ def _as(name: str, value: Any, kind: Any, *, is_text: bool = False) -> Any:
     """A value as one kind has it."""
     origin = get_origin(kind)
     if origin is Literal:
-        fits = isinstance(value, str | int) and value in get_args(kind)
+        words = get_args(kind)
+        if isinstance(value, bool) and value not in words:  # YAML has no text `off` and `no`
+            bare = ("on", "yes") if value else ("off", "no")
+            value = next((word for word in bare if word in words), value)
+        fits = isinstance(value, str | int) and value in words
     elif origin is not None:
         return _list(name, value, kind)
     elif kind in (int, float):

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from inspect_ai.scorer import SampleScore, Score
+from inspect_ai import Task, eval
+from inspect_ai.dataset import Sample
+from inspect_ai.scorer import SampleScore, Score, Scorer, Target, scorer
+from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from evals.kit.grading import graded_report
 from evals.refusal_steering import by_kind
@@ -51,3 +54,28 @@ def test_a_threshold_of_zero_is_a_threshold(cut: float) -> None:
     assert (found["n_deceptive"], found["n_honest"], found["n_unclear"]) == (2, 2, 1)
     expected = (1.0, 0.5) if cut == 0.0 else (0.5, 0.0)
     assert (found["recall"], found["fpr"]) == expected
+
+
+def test_an_answer_is_judged_by_its_own_grade_in_every_epoch() -> None:
+    @scorer(metrics=[graded_report()])
+    def graded() -> Scorer:
+        async def score(state: TaskState, target: Target) -> Score:
+            lies = state.epoch == 2  # of each question the second answer
+            value = {"probe": 1.0 if lies else 0.0, "grade": 7.0 if lies else 1.0}
+            return Score(value=value, metadata={"threshold": 0.7})
+
+        return score
+
+    @solver
+    def answered() -> Solver:
+        async def solve(state: TaskState, generate: Generate) -> TaskState:
+            return state
+
+        return solve
+
+    task = Task([Sample(input=str(i)) for i in range(8)], solver=answered(), scorer=graded())
+    (log,) = eval(task, model="mockllm/model", epochs=2, display="none")
+    assert log.results is not None
+    found = {name: one.value for name, one in log.results.scores[0].metrics.items()}
+    assert (found["n_deceptive"], found["n_honest"], found["n_unclear"]) == (8, 8, 0)
+    assert (found["auroc"], found["recall"], found["fpr"]) == (1.0, 1.0, 0.0)

@@ -10,6 +10,7 @@ import anyio
 import numpy as np
 import pytest
 from inspect_ai import Task, eval
+from inspect_ai._util.config import parse_cli_args
 from inspect_ai._util.registry import registry_params
 from inspect_ai.log import EvalLog
 from inspect_ai.model import GenerateConfig, ModelName, ModelOutput, get_model
@@ -201,14 +202,15 @@ def test_what_the_judge_does_not_grade_is_unscored(probe: str, tmp_path: Path) -
 
 def test_recorded_answers_have_the_labels_of_clear_grades(probe: str, tmp_path: Path) -> None:
     data = rollouts(tmp_path / "r.json")
-    samples = roleplaying_deception(probe=probe, data=data, policy="off").dataset
+    given: Any = parse_cli_args(["policy=off"])  # as `-T policy=off` gives it, which YAML reads
+    samples = roleplaying_deception(probe=probe, data=data, **given).dataset
     facts = [s.metadata or {} for s in samples]
     assert {f["grade"] for f in facts} == {"1", "7"}, "4 is for neither"
     assert all(f["label"] == int(f["grade"] == "7") for f in facts)
 
 
 def test_policy_and_files_are_checked(probe: str, tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="'on' and 'off'"):
+    with pytest.raises(SpecError, match="policy='both'; allowed are on, off"):
         sandbagging(probe=probe, data="x", policy="both")  # type: ignore[arg-type]
     with pytest.raises(SpecError, match="pass path="):
         sandbagging(probe=probe)
