@@ -274,6 +274,11 @@ class SparseAutoencoder(SparseEncoder):
         )
         clamp = sae.latents({17: 10.0})  # an edit for LensRequest, lens_config or with_lens
         assert clamp.layers == (4,) and clamp.mode == "set"
+        edit = sae.splice("layer-4", {17: 0.0}, error_term=True)
+        form = sae.for_engine()  # for inspect_lens.engine.register, under the name layer-4
+        assert (form.hidden, edit.layers) == (256, (4,))
+        gate = sae.gate(17, threshold=2.0)  # for `when` of another edit
+        assert (gate.layer, gate.active_above) == (4, 0.0)
         assert sae.reconstruct(np.zeros((2, 256))).shape == (2, 256)
         ```
     """
@@ -438,25 +443,6 @@ class SparseAutoencoder(SparseEncoder):
 
         Raises:
             SpecError: no such latent, or no layer is known.
-
-        Example:
-            ```python
-            import numpy as np
-
-            from inspect_lens.sae import SparseAutoencoder
-
-            rng = np.random.default_rng(0)
-            sae = SparseAutoencoder(
-                weight=rng.standard_normal((64, 256), dtype=np.float32),
-                bias=np.zeros(64, dtype=np.float32),
-                decoder=rng.standard_normal((64, 256), dtype=np.float32),
-                decoder_bias=np.zeros(256, dtype=np.float32),
-                hook="blocks.4.hook_resid_post",
-            )
-            form = sae.for_engine()  # for inspect_lens.engine.register
-            edit = sae.splice("layer-4", {17: 0.0}, error_term=True)
-            assert (form.hidden, edit.layers) == (256, (4,))
-            ```
         """
         changed = dict(latents or {})
         self._latents(list(changed))
@@ -489,26 +475,6 @@ class SparseAutoencoder(SparseEncoder):
 
         Raises:
             SpecError: as for `latents`.
-
-        Example:
-            ```python
-            import numpy as np
-
-            from inspect_lens.sae import SparseAutoencoder
-            from inspect_lens.spec import Ablate
-
-            rng = np.random.default_rng(0)
-            sae = SparseAutoencoder(
-                weight=rng.standard_normal((64, 256), dtype=np.float32),
-                bias=np.zeros(64, dtype=np.float32),
-                decoder=rng.standard_normal((64, 256), dtype=np.float32),
-                decoder_bias=np.zeros(256, dtype=np.float32),
-                hook="blocks.4.hook_resid_post",
-            )
-            gate = sae.gate(17, threshold=2.0)
-            edit = Ablate(direction=sae.decoder[3], layers=[5], when=gate)
-            assert (gate.layer, gate.active_above) == (4, 0.0)
-            ```
         """
         (at,) = self._latents([latent])
         at_layer, at_site = self.settle(layer, site)
