@@ -41,7 +41,7 @@ from inspect_lens._vllm.registered.contents import (
 from inspect_lens._vllm.registered.persistent_hooks import HookBook
 from inspect_lens._vllm.registered.probe_scores import Reads
 from inspect_lens._vllm.registered.registry import Registry
-from inspect_lens._vllm.registered.rows import RowCache, is_harmless, keeps_rows
+from inspect_lens._vllm.registered.rows import KEEPS_WEIGHTS, RowCache, is_harmless, keeps_rows
 from inspect_lens._vllm.registered.shared_names import SharedNames, folder_of_siblings
 from inspect_lens._vllm.results.attach import Results
 from inspect_lens._vllm.sinks import alerts
@@ -252,10 +252,10 @@ class FrontEnd:
         """Have what waits for sinks given away; False where the time was too short."""
         return self.sinks.flush(timeout_s)
 
-    def forget_rows(self) -> None:
+    def forget_rows(self, *, keeps_weights: bool) -> None:
         """Forget rows of earlier prompts: an engine's weights or prefix cache may have changed."""
         for cache in tuple(self.row_caches):
-            cache.clear()
+            cache.clear(keeps_weights=keeps_weights)
 
     def register(
         self, name: str, item: Registrable, *, replace: bool = False, reference: str = ""
@@ -393,14 +393,14 @@ def _forgetting(client: Any, method: str, args: Sequence[Any]) -> Iterator[None]
         and (adapters := CpuAdapters.of(getattr(client, "vllm_config", None))) is not None
     ):
         adapters.loaded(method, args)
-    is_fine = is_harmless(method, args)
+    is_fine, keeps_weights = is_harmless(method, args), method in KEEPS_WEIGHTS
     if not is_fine:
-        front_end().forget_rows()
+        front_end().forget_rows(keeps_weights=keeps_weights)
     try:
         yield
     finally:
         if not is_fine:
-            front_end().forget_rows()
+            front_end().forget_rows(keeps_weights=keeps_weights)
 
 
 def _call_utility(original: Callable[..., Any]) -> Callable[..., Any]:

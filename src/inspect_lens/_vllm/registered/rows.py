@@ -126,6 +126,8 @@ class RowCache:
         self._rows: OrderedDict[bytes, tuple[NDArray[Any], _Memory]] = OrderedDict()
         self._seen: OrderedDict[bytes, None] = OrderedDict()
         self._epoch = self._n_bytes = self._n_waiting = 0
+        self.weights = 0
+        """Changes where the weights may be others, of which rows that were found are not."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="inspect-lens-rows")
 
     @property
@@ -206,10 +208,11 @@ class RowCache:
         """Wait until all rows are kept that were to be kept later."""
         self._thread.submit(lambda: None).result()
 
-    def clear(self) -> None:
+    def clear(self, *, keeps_weights: bool = False) -> None:
         """Forget all: the model may be another one from now on."""
         with self._lock:
             self._epoch += 1
+            self.weights += not keeps_weights
             gone, self._rows = self._rows, OrderedDict()
             self._seen.clear()
             self._n_bytes = 0
@@ -256,6 +259,11 @@ HARMLESS = frozenset(
 """What vLLM's front-end asks of an engine that changes neither weights nor the prefix cache."""
 
 
+KEEPS_WEIGHTS = frozenset({"reset_prefix_cache", "pause_scheduler", "sleep", "wake_up"})
+"""What it asks beside that, and changes no weights; sleep may lose them, and another call brings
+them back."""
+
+
 def keeps_rows(vllm_config: Any, settings: Settings) -> bool:
     """Whether rows of an engine's prompts are kept: it has a prefix cache, of its own process."""
     has_cache = bool(vllm_config.cache_config.enable_prefix_caching)
@@ -279,7 +287,8 @@ class Reuse:
     cache: RowCache
     prefix: Prefix
     epoch: int
-    """Of the cache, when the request was sealed."""
+    weights: int
+    """Both of the cache, when the request was sealed."""
     asked: CaptureEnvelope
     """The capture that was asked for."""
     known: CachedRows | None
@@ -295,6 +304,12 @@ class Reuse:
         """All rows that were asked for; they are kept for other requests, see `RowCache.keep`."""
         storage, lo = rows.storage, self.asked.lo
         if self.known is not None:
+            if self.weights != self.cache.weights:
+                raise CaptureError(
+                    f"capture: rows of the first {self.known.n_tokens} tokens were kept from an "
+                    "earlier request, and the engine's weights may have changed while this one "
+                    "was under way; ask again"
+                )
             storage = self.known.before(storage, lo)
         self.prefix.extend(sampled)
         self.cache.keep_later(self.prefix, storage, lo, self.epoch, copies=copies)
@@ -319,7 +334,7 @@ def with_known_rows(packed: Packed, core: Any, cache: RowCache) -> Packed:
         core.prompt_token_ids,
         apart=None if salt is None else (salt.first, salt.own.encode()),
     )
-    epoch = cache.epoch
+    epoch, weights = cache.epoch, cache.weights
     # The last token of a prompt is computed in any case, and one row has to come.
     end = min(envelope.n_prompt, asked.hi)
     known = cache.find(prefix, end - 1)
@@ -334,7 +349,7 @@ def with_known_rows(packed: Packed, core: Any, cache: RowCache) -> Packed:
     if n_known:
         packed = packed.of(envelope)
     made = packed.beside(CACHED_KEY, n_known)
-    made.reuse = Reuse(cache, prefix, epoch, asked, known)
+    made.reuse = Reuse(cache, prefix, epoch, weights, asked, known)
     return made
 
 

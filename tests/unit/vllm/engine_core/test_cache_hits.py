@@ -63,25 +63,29 @@ def test_a_request_without_sampling_reads_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "args", "fine"),
+    ("method", "args", "what"),
     [
-        ("add_lora", (), True),
-        ("collective_rpc", ("inspect_lens_stats", None, (), None), True),
-        ("collective_rpc", ("reload_weights", None, (), None), False),
-        ("collective_rpc", (print, None, (), None), False),
-        ("reset_prefix_cache", (), False),
-        ("sleep", (1,), False),
-        ("wake_up", (None,), False),
-        ("something_new", (), False),
+        ("add_lora", (), None),
+        ("collective_rpc", ("inspect_lens_stats", None, (), None), None),
+        ("collective_rpc", ("reload_weights", None, (), None), "weights"),
+        ("collective_rpc", (print, None, (), None), "weights"),
+        ("reset_prefix_cache", (), "rows"),
+        ("pause_scheduler", ("keep", True), "rows"),
+        ("sleep", (1,), "rows"),
+        ("wake_up", (None,), "rows"),
+        ("something_new", (), "weights"),
     ],
 )
 def test_rows_are_forgotten_before_and_after_what_may_change_them(
-    method: str, args: Any, fine: bool, monkeypatch: pytest.MonkeyPatch
+    method: str, args: Any, what: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    front = SimpleNamespace(forget_rows=lambda: told.append("forgotten"))
-    monkeypatch.setattr(state._Holder, "front_end", front)
-    assert is_harmless(method, args) is fine
+
+    def forget_rows(*, keeps_weights: bool) -> None:
+        told.append("rows" if keeps_weights else "weights")
+
+    monkeypatch.setattr(state._Holder, "front_end", SimpleNamespace(forget_rows=forget_rows))
+    assert is_harmless(method, args) is (what is None)
 
     def call(self: Any, method: str, *args: Any) -> str:
         told.append(method)
@@ -90,7 +94,7 @@ def test_rows_are_forgotten_before_and_after_what_may_change_them(
     async def call_async(self: Any, method: str, *args: Any, engine: Any) -> str:
         return call(self, method, *args)
 
-    expected = [method] if fine else ["forgotten", method, "forgotten"]
+    expected = [method] if what is None else [what, method, what]
     assert state.RESET_WRAPPERS["call_utility"](call)(None, method, *args) == "done"
     assert told == expected
     told.clear()

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from inspect_lens._vllm.registered.rows import BLOCK, Prefix, RowCache
+from inspect_lens._vllm.registered.rows import BLOCK, Prefix, Reuse, RowCache
+from inspect_lens.errors import CaptureError
+from inspect_lens.spec import TensorData
 
 WIDTH = 3
 KIND = b"kind"
@@ -108,6 +113,27 @@ def test_after_a_reset_nothing_of_before_is_kept() -> None:
     assert made.n_bytes == 0
     made.keep(Prefix(KIND, tokens), rows_of(tokens), 0, epoch)
     assert made.find(Prefix(KIND, tokens), BLOCK) is None
+
+
+def test_rows_of_other_weights_are_no_part_of_an_answer() -> None:
+    """A request may wait in the engine's queue while its weights are replaced."""
+    made, tokens = cache(), list(range(48))
+    rest = TensorData(rows_of(tokens, 32), "float32")
+
+    def under_way() -> Reuse:
+        made.keep(Prefix(KIND, tokens), rows_of(tokens), 0, made.epoch)
+        prefix, asked = Prefix(KIND, tokens), cast("Any", SimpleNamespace(lo=0))
+        known = made.find(prefix, 32)
+        assert known is not None
+        return Reuse(made, prefix, made.epoch, made.weights, asked, known)
+
+    one = under_way()
+    made.clear(keeps_weights=True)
+    np.testing.assert_array_equal(one.whole(rest, ()).storage, rows_of(tokens))
+    other = under_way()
+    made.clear()
+    with pytest.raises(CaptureError, match="weights may have changed"):
+        other.whole(rest, ())
 
 
 def test_rows_that_somebody_may_change_are_copied() -> None:
