@@ -306,13 +306,22 @@ def _array(value: Any) -> Floats:
     return np.asarray(wide, dtype=np.float64)
 
 
+def _row(value: Any) -> Floats:
+    """A direction (hidden,), which may be a matrix of one row; several are not one long row."""
+    found = _array(value)
+    if found.ndim and found.size != found.shape[-1]:
+        raise ValueError(f"a direction of shape {found.shape}; wanted is (hidden,)")
+    return found.reshape(-1)
+
+
 def _by_number(values: Mapping[Any, Any]) -> dict[int, Floats]:
-    found = {}
+    found: dict[int, Floats] = {}
     for key, value in values.items():
         number = _NUMBERED.fullmatch(str(key))
         if number is None:
             raise ValueError(f"key {key!r} names no layer; wanted is a number, or layer.N")
-        found[int(number.group(1))] = _array(value).reshape(-1)
+        if found.setdefault(int(number[1]), row := _row(value)) is not row:
+            raise ValueError(f"key {key!r} names a layer that another key names")
     return found
 
 
@@ -355,7 +364,7 @@ def _refusal(value: Any, file: Path, layer: int | None) -> _Read:
         if layer < 0:
             raise ValueError("its layer 0 is the embedding, which no layer of ours puts out")
         note = f"layer {layer + 1} of the file is the input of that block: the output of {layer}"
-        return _Read({layer: _array(value)}, notes=(note,), positions=where, layer=layer)
+        return _Read({layer: _row(value)}, notes=(note,), positions=where, layer=layer)
     return _bare(value, file, layer)
 
 
@@ -397,7 +406,7 @@ def _axbench(value: Any, file: Path, layer: int | None) -> _Read:
 def _bare(value: Any, file: Path, layer: int | None) -> _Read:
     if layer is None:
         raise SpecError(f"layer: {file} names none; pass layer=, the block whose output is steered")
-    return _Read({layer: _array(value).reshape(-1)}, layer=layer)
+    return _Read({layer: _row(value)}, layer=layer)
 
 
 def _cast(value: Any, file: Path, layer: int | None) -> _Read:

@@ -219,12 +219,17 @@ def test_what_is_no_vector_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(b"GGML")
     (tmp_path / "b.gguf").write_bytes(encode_gguf({"general.architecture": "llama"}, {}))
     (tmp_path / "c.svec").write_text("{}")
+    several = {"stacked": {"1": [[1.0, 2.0], [3.0, 4.0]]}, "twice": {"1": [1.0], "01": [2.0]}}
+    for name, directions in several.items():
+        said = {"model_type": "m", "directions": directions}
+        (tmp_path / f"{name}.svec").write_text(json.dumps(said))
     save_file({"weight": ROWS[1]}, tmp_path / "d.safetensors")
     save_file({"layer.1": ROWS[1], "layer.2": ROWS[1][:3]}, tmp_path / "e.safetensors")
     save_file({"layer.1": np.zeros(H, dtype=np.float32)}, tmp_path / "f.safetensors")
     vector().save(tmp_path / "ours")
     for file, match in (
         ("a.gguf", "begin with GGUF"), ("b.gguf", "architecture 'llama'"), ("c.svec", "KeyError"),
+        ("stacked.svec", r"shape \(2, 2\); wanted is \(hidden,\)"), ("twice.svec", "another key"),
         ("d.safetensors", "names no layer"), ("e.safetensors", "one vector"),
         ("f.safetensors", "not zero"), ("none.gguf", "check the path"),
         ("ours/vector.safetensors", "load_vector"),
