@@ -256,7 +256,6 @@ class ArenaWriter:
         self.name = f"{os.getpid()}/{self._fd}/{mark:x}"
         self.nbytes = nbytes
         self._readers: dict[str, tuple[int, Process]] = {}
-        self._n_readers = 0
         self._gone: set[int] = set()
         self._blocks: deque[tuple[int, int, int, int]] = deque()
         """(sequence number, reader, offset, bytes) of blocks in use, oldest first."""
@@ -267,12 +266,17 @@ class ArenaWriter:
     def reader(self, address: str, peer: Process) -> int:
         """The index of a front-end's cursor."""
         if address not in self._readers:
-            index = self._n_readers
-            if index >= _READERS:
+            held = {index for index, _ in self._readers.values()}
+            self._free_taken()
+            held.update(index for _, index, _, _ in self._blocks)
+            index = next((i for i in range(_READERS) if i not in held), None)
+            if index is None:
                 raise CapacityError(
                     f"this engine has served {_READERS} front-end processes; restart it"
                 )
-            self._n_readers += 1
+            # A link that is made anew takes the place of one that ended.
+            self._gone.discard(index)
+            self.view.cursors[index] = self.view.revoked[index] = 0
             self._readers[address] = (index, peer)
         return self._readers[address][0]
 

@@ -74,6 +74,25 @@ def test_a_reader_sees_what_was_written_and_frees_it(writer: ArenaWriter) -> Non
     assert writer.bytes_in_use == 0
 
 
+def test_a_link_can_be_made_anew_any_number_of_times(writer: ArenaWriter) -> None:
+    first = writer.reader("far", Process(ME))
+    writer.place(1, "far", PAGE)
+    writer.view.cursors[first] = writer.view.revoked[first] = 9
+    writer.place(10, "a", PAGE)
+    writer.place(11, "far", PAGE)
+    writer.forget("far")
+    other = writer.reader("far", Process(ME))
+    assert other != first, "what lies behind a block of somebody else is not free yet"
+    writer.view.cursors[0] = 10
+    for seq in range(20, 1020):
+        writer.forget("far")
+        index = writer.reader("far", Process(ME))
+        writer.place(seq, "far", PAGE)
+        assert writer.bytes_in_use == PAGE, "what a link that ended had is free"
+        assert not writer._stands_still(index)
+    assert writer.reader("a", Process(ME)) == 0
+
+
 def test_memory_is_told_from_what_came_in_its_place(writer: ArenaWriter) -> None:
     pid, number, mark = writer.name.split("/")
     with pytest.raises(OSError, match="another worker"):
