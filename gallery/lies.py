@@ -327,12 +327,12 @@ def compare(numbers: Mapping[str, dict[str, Any]]) -> list[Table]:
     columns = ["trained on", "judged on", "model", "lies and honest", "AUROC [95 %]"]
     return [
         Table(
-            "The models side by side: share of lies. New topics and secrets are of the "
+            "Share of lies, with the models side by side. New topics and secrets are of the "
             "`validation` part.", ["set", "condition", *numbers], did,
         ),
         Table(
-            "The models side by side: logistic probes. The columns are explained below, with the "
-            "tables of each model.",
+            "Logistic probes, with the models side by side. The tables of each model, which are "
+            "folded below, explain the columns.",
             [*columns, "best baseline", "false alarms [95 %]"], found,
         ),
     ]  # fmt: skip

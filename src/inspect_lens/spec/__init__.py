@@ -42,6 +42,7 @@ _SHARED = frozenset(
         "TensorLimits",
         "Value",
         "as_array",
+        "as_indices",
         "check_counts",
         "check_edits",
         "check_engine_autoencoder",
