@@ -376,28 +376,7 @@ def as_array(value: object) -> NDArray[Any]:
 
 
 def as_indices(field: str, value: object, n: int, *, low: int = 0) -> NDArray[np.int64]:
-    """Numbers of some of n things; a mask names those that are set.
-
-    Args:
-        field: what the numbers are of, for errors.
-        value: numbers, or a mask (n,) of flags.
-        n: how many things there are.
-        low: the least number; `-n` lets some be counted from the end.
-
-    Returns:
-        (chosen,) integers.
-
-    Raises:
-        SpecError: a number is outside, or no integer, or the mask is of another length.
-
-    Example:
-        ```python
-        from inspect_lens.spec import as_indices
-
-        assert as_indices("latents", [True, False, True], 3).tolist() == [0, 2]
-        assert as_indices("latents", [2, 1], 3).tolist() == [2, 1]
-        ```
-    """
+    """Numbers of some of n things, from `low` on; a mask (n,) names those that are set."""
     found = as_array(value).reshape(-1)
     if found.dtype == np.bool_:
         if found.size != n:

@@ -60,5 +60,5 @@ def test_what_cannot_be_matched_is_refused() -> None:
             matched_latents(sae, rows, 0, **options)  # type: ignore[arg-type]
     with pytest.raises(SpecError, match="at least one row"):
         matched_latents(sae, np.zeros((0, H)), 0)
-    with pytest.raises(SpecError, match="this sparse autoencoder has"):
+    with pytest.raises(SpecError, match="allowed are 0 to"):
         matched_latents(sae, rows, N)
