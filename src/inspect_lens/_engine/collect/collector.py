@@ -375,13 +375,18 @@ class Collector:
             pending = self._pending.get(key)
             return pending is None or pending.is_ready(counts, n_fed, settled)
 
+    def waits(self, key: str) -> bool:
+        """Whether no worker has begun a request; without the lock, for who asks again."""
+        pending = self._pending.get(key)
+        return pending is not None and not pending.shares and pending.failure is None
+
     def preview(self, key: str, counts: Mapping[int, int]) -> dict[int, TensorData] | None:
-        """Arrays in which the results of a running request will lie if it runs to its end."""
+        """Arrays in which the results of a request that has begun lie if it runs to its end."""
         with self.notifier.changed:
             pending = self._pending.get(key)
             if pending is None or pending.failure is not None:
                 return None
-            return pending.preview(counts, self._threads) if pending.shares else {}
+            return pending.preview(counts, self._threads)
 
     def take_whole(self, keys: Iterable[str]) -> dict[str, tuple[str, ...]]:
         """Take requests that ran to their end, and all of whose rows have come; wait for none."""

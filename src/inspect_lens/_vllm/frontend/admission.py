@@ -502,13 +502,12 @@ _MEDIA: Final = ("mm_kwargs", "mm_features", "multi_modal_data")
 def check_media(processor: Any, compiled: Compiled, ids: Sequence[int] | None, prompt: Any) -> None:
     """Refuse the tokens of a prompt whose images are not there: rows would be of another prompt."""
     # Of who asks for nothing, a server's own edits and probes act on the tokens as they are.
-    if compiled.asked is NO_REQUEST or ids is None:
+    placeholders = processor.inspect_lens_facts.placeholders
+    if not placeholders or compiled.asked is NO_REQUEST or ids is None:
         return
-    facts: EngineFacts = processor.inspect_lens_facts
-    is_there = any(_field(prompt, name) for name in _MEDIA)
-    if is_there or facts.placeholders.isdisjoint(ids):
+    if any(_field(prompt, name) for name in _MEDIA) or placeholders.isdisjoint(ids):
         return
-    at = next(i for i, token in enumerate(ids) if token in facts.placeholders)
+    at = next(i for i, token in enumerate(ids) if token in placeholders)
     raise UnsupportedError(
         f"prompt: token {ids[at]} at position {at} stands for an image, a video or audio, and none "
         "came with it, so the model would not see what that token stands for; send it in the "

@@ -275,8 +275,8 @@ class Registry:
         self._uses.change(hashes, 1)
         # Counted first: whoever removes a name in another process sees it, or is seen here.
         self.version  # noqa: B018
-        known = {hash_at_workers(item) for item in tuple(self._items.values())}
-        if gone := set(hashes) - known - {sha256 for _, sha256 in tuple(self._left)}:
+        gone = set(hashes) - self._at_workers
+        if gone and (gone := gone - {sha256 for _, sha256 in tuple(self._left)}):
             self._uses.change(hashes, -1)
             raise removed("the request", [sha256[:12] for sha256 in sorted(gone)])
         return partial(self._uses.change, hashes, -1)
@@ -378,6 +378,7 @@ class Registry:
 
     def _changed(self) -> None:
         self.probes = {n: i for n, i in self._items.items() if isinstance(i, EngineProbe)}
+        self._at_workers = {hash_at_workers(item) for item in self._items.values()}
         self._configs = tuple(
             n for n, i in sorted(self._items.items())
             if isinstance(i, EngineConfig) and n != SERVER_NAME

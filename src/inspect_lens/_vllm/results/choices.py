@@ -398,9 +398,11 @@ def prepare(key: str, expected: Expected, collector: Collector) -> bool:
     if expected.n_known or envelope.lens is not None:
         return True  # a part of the rows is known already, or more is made of them
     # What drafts left is settled only when the last step has told.
-    coming = None if envelope.is_speculative else collector.preview(key, expected.counts(n_fed))
-    if coming is not None and not coming:
-        return False
+    coming = None
+    if not envelope.is_speculative:
+        if collector.waits(key):
+            return False
+        coming = collector.preview(key, expected.counts(n_fed))
     n_completion = n_fed - expected.n_prompt + 1
     prepared = Prepared(receipt_of(expected, n_completion), coming or {})
     if expected.reading is not None:
