@@ -454,8 +454,13 @@ def _judge(
             say(run, at, "do not have the steering vectors")
     # A further pair of which a run failed shows nothing.
     pairs = [pair for pair in pairs if not any(run.exported.failure for run in pair)]
-    errors = [row_error(one.ring.float(), other.ring.float()).flatten(1) for one, other in pairs]
-    error = torch.stack(errors).amax(dim=2).amin(dim=0)
+    errors = [row_error(one.ring.float(), other.ring.float()) for one, other in pairs]
+    error = torch.stack(errors).amax(dim=3).amin(dim=0)  # (taps, requests)
+    # A steered row is like none that a model was trained on, and some amplify rounding there: on a
+    # GPU, SmolLM2's plain rows differ by 0.13 of their length at last, and steered ones by 0.7. So
+    # these are judged as far as plain ones are close.
+    is_close = (error[:, 0] <= most / 10).cummin(dim=0).values
+    error = torch.where(is_close, error.amax(dim=1), error[:, 0])
     differs = (error > most) & steady
     if not found and bool(differs.any()):
         by = f"by up to {float(error[differs].max()):.2g} of their length; {most} is allowed"

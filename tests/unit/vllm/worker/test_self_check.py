@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -332,6 +333,29 @@ def test_a_special_token_that_rounding_decides_is_not_asked(worker: Worker, is_n
     if is_new:
         worker.runner.model_state = ModelState()  # type: ignore[attr-defined]
     worker.check()
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01])
+def test_steered_rows_are_judged_as_far_as_plain_ones_are_close(
+    worker: Worker, noise: float
+) -> None:
+    """On a GPU, rounding makes of steered rows of SmolLM2 others, and moves plain ones, too."""
+
+    def amplify(layer: int, mode: str, x: torch.Tensor) -> torch.Tensor:
+        if mode != "PIECEWISE":
+            return x
+        plain = torch.linspace(1, 2, HIDDEN) * sum(range(1, layer + 2))
+        is_steered = ((x - plain).abs() > 0.5).sum(dim=1, keepdim=True) > 1
+        x = x * (1 + noise) if layer == 1 else x
+        return torch.where(is_steered, -x, x) if layer == 2 else x
+
+    worker.runner.hurt = amplify
+    with (
+        contextlib.nullcontext()
+        if noise
+        else pytest.raises(CompatError, match=r"resid_post\.2 have")
+    ):
+        worker.check()
 
 
 @pytest.fixture
