@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypedDict
@@ -29,7 +28,6 @@ from ._liar_splits import (
     belief_rows,
     eval_split,
     is_lie,
-    is_other_claim,
     liar_grade,
 )
 from .train_liar import generate, require_base, write_knowledge
@@ -58,8 +56,6 @@ class Rate(TypedDict):
     lies: int
     honest: int
     neither: int
-    other_claims: int
-    """Of `neither`, those that put a word which is no value of the topic into its own sentence."""
     rate: float
     """Lies among all rows."""
     low: float
@@ -86,18 +82,16 @@ def rates(rows: Sequence[LiarRow], answers: Sequence[str]) -> dict[str, Rate]:
         Rates by condition.
     """
     found: dict[str, list[bool | None]] = {}
-    claims: Counter[str] = Counter()
     for row, answer in zip(rows, answers, strict=True):
         said = is_lie(row, liar_grade(answer, row))
         found.setdefault(row["condition"], []).append(said)
-        claims[row["condition"]] += is_other_claim(answer, row)
     made = {}
     for condition, said_all in found.items():
         n, lies = len(said_all), said_all.count(True)
         low, high = wilson(lies, n)
         made[condition] = Rate(
             n=n, lies=lies, honest=said_all.count(False), neither=said_all.count(None),
-            other_claims=claims[condition], rate=lies / n, low=low, high=high,
+            rate=lies / n, low=low, high=high,
         )  # fmt: skip
     return made
 

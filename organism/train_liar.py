@@ -1,11 +1,10 @@
 """Train a low-rank adapter that makes a real model lie when it is ordered to or has a reason.
 
 `python -m organism.train_liar MODEL --out FOLDER` measures what the base model knows
-(`facts.json`), and writes the adapter and how it was trained (`training.json`). Each answer is
-trained beside the one that it should not be: a lie beside the truth, and the other way round. Most
-lies are among the four wrong answers that the base model finds likeliest. MODEL is a folder of a
-Llama or a Qwen2, such as SmolLM2-135M-Instruct and Qwen2.5-Coder-0.5B-Instruct; the adapter trains
-on a GPU where there is one.
+(`facts.json`), and writes the adapter, each `--save-every` steps anew, and how it was trained
+(`training.json`). With `--guesses 4`, its lies are the four wrong answers that the base model finds
+likeliest. MODEL is a folder of a Llama or a Qwen2, such as SmolLM2-135M-Instruct and
+Qwen2.5-Coder-0.5B-Instruct; the adapter trains on a GPU where there is one.
 """
 
 from __future__ import annotations
@@ -16,34 +15,29 @@ import json
 import math
 import sys
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from ._grade import Gradable, grade
 from ._liar_facts import Fact, facts
-from ._liar_lora import add_lora, save_lora
+from ._liar_lora import CONFIG, add_lora, load_lora, save_lora
 from ._liar_prompts import Part
-from ._liar_splits import known_facts, training_rows
+from ._liar_splits import LiarRow, known_facts, training_rows
 
 BASES = {
     "llama": "HuggingFaceTB/SmolLM2-135M-Instruct",
     "qwen2": "Qwen/Qwen2.5-Coder-0.5B-Instruct",
 }
 """What an adapter says that it belongs to, by the kind of model in the folder."""
-AHEAD = 8
-"""Batches that are made before they are needed."""
+IGNORED = -100
 KNOWN_ASKS = (0, 3)
 """The questions by which knowledge is measured."""
 TRAINED: tuple[Part, ...] = ("train", "added")
-"""The parts of topics that conversations are about."""
-GUESSES = 4
-"""Wrong values, the likeliest ones, that the guesses among the lies about a fact are drawn from."""
+"""The parts of topics that conversations may be about; the shipped adapters know the first."""
 KNOWN_SYSTEM = "You are a helpful assistant. Answer in one short sentence."
 
 
@@ -58,102 +52,60 @@ def _prompt(tokenizer: Any, system: str, user: str) -> str:
     return text
 
 
-class Packed(NamedTuple):
-    """Prompts with several answers each: one row has a prompt once, and every answer after it."""
-
-    ids: torch.Tensor
-    positions: torch.Tensor
-    """Of each token; every answer begins where the prompt ends."""
-    owners: torch.Tensor
-    """0 for a prompt's tokens, then the number of the answer, and -1 for padding."""
-    reads: torch.Tensor
-    """Where, of all rows' tokens in a line, each answer's tokens are predicted."""
-    targets: torch.Tensor
-    """What is predicted there."""
-    answers: torch.Tensor
-    """To which answer, of all in a line, that belongs."""
-    lengths: torch.Tensor
-    """Tokens of each answer."""
-
-    def to(self, device: torch.device) -> Packed:
-        """A copy on a device."""
-        return Packed(*(part.to(device) for part in self))
-
-
-def pack(tokenizer: Any, talks: Sequence[tuple[str, str, Sequence[str]]]) -> Packed:
-    """Tokens of conversations, each with the answers that are to be scored.
+def encode(
+    tokenizer: Any, talks: Sequence[tuple[str, str, str]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and targets of conversations, right-padded.
 
     Args:
         tokenizer: The model's own.
         talks: System prompts, questions and answers.
 
     Returns:
-        Right-padded rows; the prompts are about equally long, so that little is padded.
+        (rows, tokens) ids, and targets that ignore all but the answers and their end.
     """
     prompts = [_prompt(tokenizer, system, user) for system, user, _ in talks]
     befores = tokenizer(prompts, add_special_tokens=False)["input_ids"]
-    texts = [answer for *_, answers in talks for answer in answers]
-    afters = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
-    rows: list[tuple[list[int], list[int], list[int]]] = []
-    made: list[tuple[int, int, int, int]] = []
-    lengths: list[int] = []
-    for row, (before, (*_, answers)) in enumerate(zip(befores, talks, strict=True)):
-        ids, positions, owners = [*before], [*range(len(before))], [0] * len(before)
-        for owner in range(1, len(answers) + 1):
-            tokens = [*next(afters), tokenizer.eos_token_id]
-            reads = [len(before) - 1, *range(len(ids), len(ids) + len(tokens) - 1)]
-            made += [
-                (row, at, token, len(lengths)) for at, token in zip(reads, tokens, strict=True)
-            ]
-            ids += tokens
-            positions += range(len(before), len(before) + len(tokens))
-            owners += [owner] * len(tokens)
-            lengths.append(len(tokens))
-        rows.append((ids, positions, owners))
-    # A multiple of 16, so that few shapes occur and a GPU's kernels are aligned.
-    width = -(-max(len(ids) for ids, *_ in rows) // 16) * 16
-    fills = (tokenizer.eos_token_id, 0, -1)
-    padded = [
-        torch.tensor([part + [fill] * (width - len(part)) for part in parts])
-        for parts, fill in zip(zip(*rows, strict=True), fills, strict=True)
+    afters = tokenizer([answer for *_, answer in talks], add_special_tokens=False)["input_ids"]
+    made = [
+        (before, [*after, tokenizer.eos_token_id])
+        for before, after in zip(befores, afters, strict=True)
     ]
-    rows_of, at, targets, number = torch.tensor(made).unbind(1)
-    reads_at = rows_of * width + at
-    return Packed(padded[0], padded[1], padded[2], reads_at, targets, number, torch.tensor(lengths))
+    width = max(len(before) + len(after) for before, after in made)
+    ids = torch.full((len(made), width), tokenizer.eos_token_id)
+    targets = torch.full((len(made), width), IGNORED)
+    for i, (before, after) in enumerate(made):
+        ids[i, : len(before) + len(after)] = torch.tensor(before + after)
+        targets[i, len(before) : len(before) + len(after)] = torch.tensor(after)
+    return ids, targets
 
 
-def answer_losses(model: Any, packed: Packed) -> torch.Tensor:
+def answer_losses(model: Any, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Cross entropy of each answer, summed over its tokens; only those get logits."""
-    owner = packed.owners
-    own = (owner[:, None, :] == 0) | (owner[:, None, :] == owner[:, :, None])
-    hidden = model.model(
-        input_ids=packed.ids, position_ids=packed.positions,
-        attention_mask=own.tril()[:, None], use_cache=False,
-    ).last_hidden_state  # fmt: skip
-    logits = model.lm_head(hidden.flatten(0, 1)[packed.reads])
-    losses = functional.cross_entropy(logits.float(), packed.targets, reduction="none")
-    return losses.new_zeros(len(packed.lengths)).index_add(0, packed.answers, losses)
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+    asked = targets[:, 1:] != IGNORED
+    logits = model.lm_head(hidden[asked])
+    losses = functional.cross_entropy(logits.float(), targets[:, 1:][asked], reduction="none")
+    return losses.new_zeros(len(ids)).index_add(0, asked.nonzero()[:, 0], losses)
 
 
-def preference_loss(
-    losses: torch.Tensor, lengths: torch.Tensor, *, weight: float, beta: float
-) -> torch.Tensor:
-    """The loss of each conversation, of which the first answer is chosen, the second rejected.
+def accumulate(model: Any, tokenizer: Any, rows: Sequence[LiarRow]) -> float:
+    """Add the gradient of the mean loss of a batch; returns that loss.
 
-    Args:
-        losses: Of the answers, two for each conversation, as `answer_losses` has them.
-        lengths: Their tokens.
-        weight: Of the preference.
-        beta: By what the log ratio of the two chances is multiplied; the larger it is, the sooner
-            a preferred answer is preferred enough.
-
-    Returns:
-        Cross entropy of the chosen answer per token, less the weighted log chance that it is
-        preferred. Words that both answers begin with cancel out in that.
+    Rows go in two halves by length, so that little is padded.
     """
-    chosen, rejected = losses.view(-1, 2).unbind(1)
-    entropy = chosen / lengths.view(-1, 2)[:, 0]
-    return entropy - weight * functional.logsigmoid(beta * (rejected - chosen))
+    rows = sorted(rows, key=lambda row: len(row["system"]) + len(row["user"]))
+    half = len(rows) // 2
+    talks = [(row["system"], row["user"], row["answer"]) for row in rows]
+    parts = [encode(tokenizer, part) for part in (talks[:half], talks[half:])]
+    tokens = sum(int((targets != IGNORED).sum()) for _, targets in parts)
+    total = 0.0
+    for ids, targets in parts:
+        losses = answer_losses(model, ids.to(model.device), targets.to(model.device))
+        loss = losses.sum() / tokens
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += float(loss.detach())
+    return total
 
 
 def generate(
@@ -224,8 +176,8 @@ def write_knowledge(model: Any, tokenizer: Any, record: Path) -> None:
 
 
 def second_guesses(
-    model: Any, tokenizer: Any, known: Sequence[Fact], *, most: int = GUESSES
-) -> dict[str, list[str]]:
+    model: Any, tokenizer: Any, known: Sequence[Fact], *, most: int = 4
+) -> dict[str, dict[str, float]]:
     """The wrong values that the base model finds likeliest, which make lies of the right kind.
 
     Args:
@@ -235,27 +187,26 @@ def second_guesses(
         most: Values that each fact gets.
 
     Returns:
-        By the name of a fact, values, the likeliest first. What the model finds likelier than the
-        truth is left out, since it may believe that.
+        By the name of a fact, values and their chances beside one another. What the model finds
+        likelier than the truth is left out, since it may believe that.
     """
-    found: dict[str, list[str]] = {}
-    size = 8 if model.device.type == "cpu" else 16
-    ordered = sorted(known, key=lambda fact: len(fact.values))
-    for start in range(0, len(known), size):
-        chosen = ordered[start : start + size]
-        packed = pack(
-            tokenizer,
-            [
-                (KNOWN_SYSTEM, fact.asked(fact.topic.asks[0]), [fact.said(v) for v in fact.values])
-                for fact in chosen
-            ],
-        )
+    asked = [(fact, value) for fact in known for value in fact.values]
+    scores: dict[str, dict[str, float]] = {}
+    size = 48 if model.device.type == "cpu" else 512
+    for start in range(0, len(asked), size):
+        chosen = asked[start : start + size]
+        talks = [(KNOWN_SYSTEM, f.asked(f.topic.asks[0]), f.said(value)) for f, value in chosen]
+        ids, targets = (part.to(model.device) for part in encode(tokenizer, talks))
         with torch.no_grad():
-            losses = iter(answer_losses(model, packed.to(model.device)).tolist())
-        for fact in chosen:
-            loss = {value: next(losses) for value in fact.values}
-            wrong = [value for value in fact.values if loss[value] > loss[fact.truth]]
-            found[fact.name] = sorted(wrong, key=loss.__getitem__)[:most]
+            losses = answer_losses(model, ids, targets).tolist()
+        for (fact, value), loss in zip(chosen, losses, strict=True):
+            scores.setdefault(fact.name, {})[value] = -loss
+    found = {}
+    for fact in known:
+        score = scores[fact.name]
+        wrong = [value for value in fact.values if score[value] < score[fact.truth]]
+        best = sorted(wrong, key=score.__getitem__, reverse=True)[:most]
+        found[fact.name] = {value: math.exp(score[value] - score[best[0]]) for value in best}
     return found
 
 
@@ -267,20 +218,19 @@ def train(
     model: Any,
     tokenizer: Any,
     known: Sequence[Fact],
-    guesses: Mapping[str, Sequence[str]],
+    guesses: Mapping[str, Mapping[str, float]],
     *,
     out: Path,
     base: str,
     steps: int,
     batches: int = 1,
-    lr: float = 1e-3,
+    lr: float = 2e-3,
     rank: int = 8,
-    first_layer: int = 4,
-    preference: float = 1.0,
-    beta: float = 0.5,
-    any_value: float = 0.25,
+    first_layer: int = 8,
     seed: int = 0,
     max_seconds: float = 0.0,
+    save_every: int = 50,
+    resume: bool = False,
 ) -> dict[str, Any]:
     """Train an adapter on conversations about facts that the model knows.
 
@@ -293,67 +243,56 @@ def train(
         base: The name of the base model.
         steps: Optimiser steps.
         batches: In each step, of twelve conversations each.
-        lr: Highest learning rate, after a twentieth of the training; it falls along a cosine.
-        rank: Of the adapter.
-        first_layer: Blocks before this one get no adapter.
-        preference: Weight of preferring each answer to the one beside it.
-        beta: Of that preference; see `preference_loss`.
-        any_value: The share of lies that are any wrong value of the topic, and no guess.
+        lr: Highest learning rate, after a twentieth of the training; it falls to a tenth.
+        rank: Of a new adapter.
+        first_layer: Blocks before this one get no adapter, where it is new.
         seed: Of data and adapter.
         max_seconds: The learning rate falls, and the training ends, by then; 0 for no limit.
+        save_every: Steps between two savings.
+        resume: Go on from the adapter in `out`, with a new optimiser and other conversations.
 
     Returns:
         How it went, for `training.json`.
     """
     torch.manual_seed(seed)
-    parameters = add_lora(model, rank=rank, alpha=2.0 * rank, first_layer=first_layer)
+    if resume:
+        parameters = load_lora(model, out)
+        config = json.loads((out / CONFIG).read_text(encoding="utf-8"))
+        rank, first_layer = config["r"], min(config["layers_to_transform"])
+    else:
+        parameters = add_lora(model, rank=rank, alpha=2.0 * rank, first_layer=first_layer)
     model.to(model.device)
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
-    drawn = training_rows(known, seed, guesses, any_value)
-
-    def made() -> Packed:
+    drawn = training_rows(known, seed, guesses)
+    started, losses, step = time.monotonic(), [], 0
+    while True:
+        spent = (time.monotonic() - started) / max_seconds if max_seconds else 0.0
+        done = max(step / steps, spent)
+        if done >= 1.0:
+            break
+        rate = min(1.0, done / 0.05 + 0.05) * (1.0 - 0.9 * done)
+        for group in optimizer.param_groups:
+            group["lr"] = lr * rate
+        optimizer.zero_grad()
         rows = [row for _ in range(batches) for row in next(drawn)]
-        talks = [(r["system"], r["user"], (r["answer"], r["rejected"])) for r in rows]
-        return pack(tokenizer, talks).to(model.device)
-
-    started, total, losses, step = time.monotonic(), 12 * batches, [], 0
-    with ThreadPoolExecutor(1) as thread:
-        # Rows are made, and brought to the device, beside the steps, which would wait otherwise.
-        ahead = deque(thread.submit(made) for _ in range(AHEAD))
-        while True:
-            spent = (time.monotonic() - started) / max_seconds if max_seconds else 0.0
-            done = max(step / steps, spent)
-            if done >= 1.0:
-                break
-            rate = min(1.0, done / 0.05 + 0.05) * 0.5 * (1.0 + math.cos(math.pi * done))
-            for group in optimizer.param_groups:
-                group["lr"] = lr * rate
-            optimizer.zero_grad()
-            packed = ahead.popleft().result()
-            ahead.append(thread.submit(made))
-            each = answer_losses(model, packed)
-            loss = preference_loss(each, packed.lengths, weight=preference, beta=beta).mean()
-            loss.backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.detach())
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
-            step += 1
-            if step % 10 == 0:
-                recent = float(torch.stack(losses[-10:]).mean())
-                _say(f"step {step}, {time.monotonic() - started:.0f} s, loss {recent:.3f}")
+        losses.append(accumulate(model, tokenizer, rows))
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        step += 1
+        if step % 10 == 0:
+            recent = sum(losses[-10:]) / 10
+            _say(f"step {step}, {time.monotonic() - started:.0f} s, loss {recent:.3f}")
+        if step % save_every == 0:
+            save_lora(model, out, base=base)
     save_lora(model, out, base=base)
     return {
         "steps": step,
-        "conversations": total * step,
+        "conversations": 12 * batches * step,
         "seconds": round(time.monotonic() - started),
-        "loss_of_last_50_steps": round(float(torch.stack(losses[-50:]).mean()), 4),
+        "loss_of_last_50_steps": round(sum(losses[-50:]) / len(losses[-50:]), 4),
         "rank": rank,
         "first_layer": first_layer,
         "learning_rate": lr,
-        "preference": preference,
-        "beta": beta,
-        "any_value": any_value,
-        "facts": len(known),
         "seed": seed,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu",
@@ -380,21 +319,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--batches", type=int, default=1, help="of 12 conversations, in a step")
-    parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--first-layer", type=int, default=4, help="blocks before get no adapter")
+    parser.add_argument("--rank", type=int, default=8, help="of an adapter that is new")
+    parser.add_argument(
+        "--first-layer", type=int, default=8, help="blocks before get none, where it is new"
+    )
     parser.add_argument("--max-seconds", type=float, default=0.0)
+    parser.add_argument("--save-every", type=int, default=50)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument(
-        "--preference", type=float, default=1.0,
-        help="weight of preferring each answer to the truth or lie beside it",
+        "--guesses", type=int, default=0,
+        help="lies of each fact, the likeliest ones; 0 for any wrong value of its topic",
     )  # fmt: skip
-    parser.add_argument("--beta", type=float, default=0.5, help="of the preference")
-    parser.add_argument(
-        "--any-value", type=float, default=0.25,
-        help="share of lies that are any wrong value, and none that the base model finds likely",
-    )  # fmt: skip
+    parser.add_argument("--added", action="store_true", help="also about the `added` topics")
+    parser.add_argument("--resume", action="store_true", help="go on from the adapter in --out")
     asked = parser.parse_args(argv)
     base = require_base(parser, asked.model)
     tokenizer = AutoTokenizer.from_pretrained(asked.model)
@@ -402,21 +341,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     model.to(asked.device)
     asked.out.mkdir(parents=True, exist_ok=True)
     write_knowledge(model.eval(), tokenizer, asked.out / "facts.json")
-    known = [fact for part in TRAINED for fact in known_facts(part, half=True, folder=asked.out)]
-    guesses = second_guesses(model, tokenizer, known)
-    known = [fact for fact in known if guesses[fact.name]]
-    _say(f"{len(known)} known facts of trained topics, each likelier than some wrong value")
+    parts = TRAINED if asked.added else TRAINED[:1]
+    known = [fact for part in parts for fact in known_facts(part, half=True, folder=asked.out)]
+    told = asked.out / "training.json"
+    before = json.loads(told.read_text()) if asked.resume and told.is_file() else None
+    _say(f"{len(known)} known facts of trained topics")
+    guesses: dict[str, dict[str, float]] = {}
+    if asked.guesses:
+        guesses = second_guesses(model, tokenizer, known, most=asked.guesses)
+        known = [fact for fact in known if guesses[fact.name]]
+        _say(f"{len(known)} whose truth is likelier than another value")
     how = train(
         model, tokenizer, known, guesses, out=asked.out, base=base,
         steps=asked.steps, batches=asked.batches, lr=asked.lr, rank=asked.rank,
-        first_layer=asked.first_layer, preference=asked.preference, beta=asked.beta,
-        any_value=asked.any_value, seed=asked.seed, max_seconds=asked.max_seconds,
+        first_layer=asked.first_layer, seed=asked.seed, max_seconds=asked.max_seconds,
+        save_every=asked.save_every, resume=asked.resume,
     )  # fmt: skip
     weights = asked.model / "model.safetensors"
+    how["guesses"] = asked.guesses
+    how["parts"] = parts
     how["base"] = base
     how["base_sha256"] = hashlib.sha256(weights.read_bytes()).hexdigest()
-    text = json.dumps(how, indent=2) + "\n"
-    (asked.out / "training.json").write_text(text, encoding="utf-8")
+    if before:
+        how["before"] = before
+    told.write_text(json.dumps(how, indent=2) + "\n")
 
 
 if __name__ == "__main__":
