@@ -75,7 +75,7 @@ def test_a_verdict_holds_for_its_engine_until_a_name_changes() -> None:
     with pytest.raises(SpecError, match="m16"):
         front.compile(request, theirs)
     front.register("a", probe(8))  # as it was
-    assert front.compile(request, ours) is compiled
+    assert front.compile(request, ours).request == compiled.request
     other = SteeringVector(activations=np.ones((1, 8)), layer_indices=[1])
     front.unregister("v")
     front.register("v", other)
