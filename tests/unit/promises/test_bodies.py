@@ -74,6 +74,13 @@ def admin_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INSPECT_LENS_ADMIN_KEY", KEY)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def imported() -> None:
+    """A server has imported all of vLLM before its first body; `AT_ONCE_S` is of bodies alone."""
+    for route in bodies._SERVED:
+        answer(f"POST {route}", "", LensRequest, {"capture": 5})
+
+
 def client() -> TestClient:
     return TestClient(APP, headers={"Authorization": f"Bearer {KEY}"})
 

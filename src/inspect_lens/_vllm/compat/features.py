@@ -84,7 +84,7 @@ _USED: tuple[tuple[Feature, str, str], ...] = (
     # Of a request on its way to an engine, and of who sends it.
     ("lens", "vllm.v1.engine:EngineCoreRequest.", "cache_salt lora_request mm_features"),
     ("lens", "vllm.v1.engine.core_client:", "DPLBAsyncMPClient.reqs_in_flight"),
-    ("lens", "vllm.v1.engine.async_llm:", "AsyncLLM.output_processor"),
+    ("lens", "vllm.v1.engine.async_llm:", "AsyncLLM.output_processor AsyncLLM.abort"),
     ("logits", "vllm.v1.engine.input_processor:", "InputProcessor.tokenizer"),
     # Of an API server's engine, which a sweep asks itself.
     ("sweeps", "vllm.sampling_params:", "SamplingParams SamplingParams.logprob_token_ids"),

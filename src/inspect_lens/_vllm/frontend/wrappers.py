@@ -396,11 +396,14 @@ _ADDED: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar(
 """Requests of a call that vLLM's front-end has, and its engine may not have yet."""
 
 
-def _let_go(engine: Any, added: list[str]) -> None:
-    """Forget requests that failed on their way to the engine, which vLLM would keep for good."""
+async def _let_go(engine: Any, added: list[str]) -> None:
+    """Forget requests that failed on their way to the engine, which vLLM would keep for good.
+
+    The engine is told, too: of several choices it has those that came before the one that failed.
+    """
     if left := [key for key in added if key in engine.output_processor.request_states]:
         with contained(partial(log_fault, "a request that failed could not be forgotten")):
-            engine.output_processor.abort_requests(left, internal=True)
+            await engine.abort(left, internal=True)
 
 
 async def _with_results(
@@ -443,7 +446,7 @@ async def _with_results(
     finally:
         if pace is not None:
             pace.end()
-        _let_go(engine, added)
+        await _let_go(engine, added)
 
 
 def _async_generate(original: Callable[..., Any]) -> Callable[..., Any]:

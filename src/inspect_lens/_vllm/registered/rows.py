@@ -173,7 +173,8 @@ class RowCache:
         is_new = 2 * len(wanted) * BLOCK >= rows.shape[1]
         if self._is_served and not copies and is_new and rows.nbytes <= self.most_bytes // _PARTS:
             rows = own_memory(rows)
-            memory = _Memory(rows.nbytes)
+            base: Any = rows if rows.base is None else rows.base
+            memory = _Memory(memoryview(base).nbytes)
         for i in wanted:
             block = rows[:, i * BLOCK - lo :][:, :BLOCK]
             if memory is None:
@@ -184,11 +185,14 @@ class RowCache:
     def keep_later(
         self, prefix: Prefix, rows: NDArray[Any], lo: int, epoch: int, *, copies: bool = False
     ) -> None:
-        """`keep` in a thread of its own; nothing is kept while that is far behind."""
+        """`keep`, in a thread of its own; nothing is kept while that is far behind."""
         with self._lock:
             if self._n_waiting >= _WAITING_MOST:
                 return
             self._n_waiting += 1
+        if copies or not self._is_served:  # before anybody has them, who may change them at once
+            self._keep_one(prefix, rows, lo, epoch, copies)
+            return
         # A process that ends takes no work any more, and its last requests have their rows.
         with contextlib.suppress(RuntimeError):
             self._thread.submit(self._keep_one, prefix, rows, lo, epoch, copies)
@@ -259,7 +263,12 @@ HARMLESS = frozenset(
 """What vLLM's front-end asks of an engine that changes neither weights nor the prefix cache."""
 
 
-KEEPS_WEIGHTS = frozenset({"reset_prefix_cache", "pause_scheduler", "sleep", "wake_up"})
+KEEPS_WEIGHTS = frozenset(
+    {
+        *("reset_prefix_cache", "release_kv_cache_memory", "sleep", "wake_up"),
+        *("pause_scheduler", "pause_generation"),
+    }
+)
 """What it asks beside that, and changes no weights; sleep may lose them, and another call brings
 them back."""
 

@@ -71,6 +71,8 @@ def test_a_request_without_sampling_reads_all() -> None:
         ("collective_rpc", (print, None, (), None), "weights"),
         ("reset_prefix_cache", (), "rows"),
         ("pause_scheduler", ("keep", True), "rows"),
+        ("pause_generation", ("keep", True), "rows"),  # of vLLM 0.33
+        ("release_kv_cache_memory", (), "rows"),
         ("sleep", (1,), "rows"),
         ("wake_up", (None,), "rows"),
         ("something_new", (), "weights"),

@@ -405,13 +405,16 @@ def test_a_request_that_cannot_be_sent_to_its_engine_is_forgotten(processor: Any
             pass
 
     forgotten: list[tuple[list[str], bool]] = []
+
+    async def abort(keys: list[str], *, internal: bool) -> None:
+        """As of vLLM: it tells the engine, which has the first of several choices already."""
+        forgotten.append((keys, internal))
+
     engine = SimpleNamespace(
         input_processor=processor,
         engine_core=None,
-        output_processor=SimpleNamespace(
-            request_states={"kept": None},
-            abort_requests=lambda keys, internal: forgotten.append((keys, internal)),
-        ),
+        output_processor=SimpleNamespace(request_states={"kept": None}),
+        abort=abort,
     )
     with pytest.raises(OverflowError):
         asyncio.run(read())

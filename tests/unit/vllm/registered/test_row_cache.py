@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -140,10 +141,13 @@ def test_rows_that_somebody_may_change_are_copied() -> None:
     tokens = list(range(BLOCK))
     for is_served in (True, False):
         made, rows = cache(is_served=is_served), rows_of(tokens)
+        is_busy = threading.Event()
+        made._thread.submit(is_busy.wait)
         for _ in range(2):
             made.keep_later(Prefix(KIND, tokens), rows, 0, made.epoch, copies=is_served)
+        rows[:] = 0  # at once, as whoever centres them may
+        is_busy.set()
         made.settle()
-        rows[:] = 0
         found = made.find(Prefix(KIND, tokens), BLOCK)
         assert found is not None
         np.testing.assert_array_equal(found.blocks[0], rows_of(tokens))
@@ -171,6 +175,12 @@ def test_a_server_keeps_rows_where_they_lie_and_counts_all_that_this_holds() -> 
     made.keep(Prefix(KIND, last), rows_of(last), 0, made.epoch)
     assert held() is None, "the oldest has gone, as a whole"
     assert made.n_bytes == made.most_bytes
+    made.clear()
+    room = np.empty((2, len(tokens) + 4, WIDTH), dtype=np.float32)
+    made.keep(
+        Prefix(KIND, tokens), np.ndarray(rows_of(tokens).shape, room.dtype, room), 0, made.epoch
+    )
+    assert made.n_bytes == room.nbytes, "memory behind the rows is held, too"
 
 
 def test_what_is_mostly_known_or_mostly_empty_is_copied() -> None:
