@@ -16,8 +16,8 @@ pytest.importorskip("vllm")
 from inspect_lens._vllm.frontend import state
 from inspect_lens._vllm.frontend.admission import compiled_of, seal_core
 from inspect_lens._vllm.frontend.state import FrontEnd
+from inspect_lens._vllm.http.server import NotesClient
 from inspect_lens._vllm.registered.rows import BLOCK, RowCache, reuse_of
-from inspect_lens._vllm.telemetry import NotesClient
 from inspect_lens.spec import ENVELOPE_KEY, Receipt, TensorData
 from tests.kit.promises import Promise
 from tests.unit.vllm.frontend.test_front import facts

@@ -20,8 +20,7 @@ from vllm.tracing import extract_trace_context, instrument_manual
 from inspect_lens._vllm import telemetry
 from inspect_lens._vllm.http.bodies import SERVED, LensBodies
 from inspect_lens._vllm.http.payloads import PayloadStore
-from inspect_lens._vllm.http.server import add_routes
-from inspect_lens._vllm.telemetry import NotesClient
+from inspect_lens._vllm.http.server import NotesClient, add_routes
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import CaptureReceipt, ProbeReceipt, Receipt, SteerReceipt
 

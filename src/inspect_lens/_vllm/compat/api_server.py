@@ -10,16 +10,21 @@ from typing import Any
 from .features import is_off
 
 
-def lacks_key(scope: Mapping[str, Any]) -> bool:
-    """Whether a server has keys (`--api-key`), and a request shows none of them."""
+def shown_key(scope: Mapping[str, Any]) -> str | None:
+    """The key of a server (`--api-key`) that a request shows, and None where it shows none of them.
+
+    Empty where the server has no keys.
+    """
     from starlette.datastructures import Headers
 
-    app = scope.get("app")
+    app, headers = scope.get("app"), Headers(raw=scope["headers"])
     for item in getattr(app, "user_middleware", ()):
         if hasattr(item.cls, "verify_token"):  # vLLM's AuthenticationMiddleware
             asks = item.cls(app, *item.args, **item.kwargs)
-            return not asks.verify_token(Headers(raw=scope["headers"]))
-    return False
+            # Without the scheme, whose letters may be of either case.
+            is_one = asks.verify_token(headers)
+            return headers["authorization"].partition(" ")[2] if is_one else None
+    return ""
 
 
 _MODELS = "inspect_lens_models"

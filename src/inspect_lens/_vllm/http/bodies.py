@@ -23,7 +23,7 @@ from pydantic_core import from_json
 from inspect_lens._base.http import json_bytes
 from inspect_lens._base.partial import PARTIAL_KEY, Partial, listed
 from inspect_lens._engine.protocol.processes import ends_process
-from inspect_lens._vllm.compat.api_server import lacks_key, list_models, sampling_fields
+from inspect_lens._vllm.compat.api_server import list_models, sampling_fields, shown_key
 from inspect_lens._vllm.compat.features import (
     FEATURES,
     fault_of,
@@ -520,7 +520,7 @@ class LensBodies:
             front = self._front_end()
             facts: EngineFacts | None = getattr(front, "facts", None)
             off = self._off(front)
-            if path.endswith(_UNGUARDED) and lacks_key(scope) and _is_ours(off):
+            if path.endswith(_UNGUARDED) and shown_key(scope) is None and _is_ours(off):
                 await refuse(error := SpecError(_NO_KEY), send, status=401)
                 span.end(401, error=error)
                 return

@@ -15,6 +15,7 @@ from typing import Any
 from inspect_lens import _settings
 from inspect_lens._base.http import json_bytes
 from inspect_lens._vllm import telemetry
+from inspect_lens._vllm.compat.api_server import shown_key
 from inspect_lens._vllm.compat.engine_facts import computing_facts
 from inspect_lens._vllm.compat.features import (
     FEATURES,
@@ -34,7 +35,7 @@ from inspect_lens._vllm.registered.contents import (
     take_name,
 )
 from inspect_lens._vllm.registered.persistent_hooks import HOOK_ACTIONS, HookBook
-from inspect_lens._vllm.telemetry import NotesClient, refused_as
+from inspect_lens._vllm.telemetry import CLIENT, TENANT, TRACE, refused_as
 from inspect_lens.errors import CaptureError, LensError, SpecError
 from inspect_lens.spec import (
     LENS_KEYS,
@@ -147,6 +148,26 @@ def _about(front_end: FrontEnd, payloads: PayloadStore) -> Handler:
         }
 
     return about
+
+
+_TRACE = (b"traceparent", b"tracestate")
+
+
+class NotesClient:
+    """ASGI middleware that notes whose request is served, and of which trace it is a part."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            key = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
+            tenant = hashlib.sha256(key).hexdigest()[:16] if key else ""
+            TENANT.set(tenant)
+            CLIENT.set(f"{(scope.get('client') or ('',))[0]} {shown_key(scope) or ''}")
+            found = {k.decode(): v.decode("latin-1") for k, v in scope["headers"] if k in _TRACE}
+            TRACE.set(found or None)
+        await self._app(scope, receive, send)
 
 
 class GivesResults:

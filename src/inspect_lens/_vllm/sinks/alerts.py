@@ -225,9 +225,10 @@ class Alerts:
             headers = {"Authorization": f"Bearer {key}"} if key else {}
             logging.getLogger("httpx").addFilter(_is_of_others)  # it logs addresses
             self._client = httpx.Client(headers=headers, timeout=self.config.timeout_s)
-        return self._client.post(
-            self.config.url, content=json_bytes(alert), headers={"Content-Type": "application/json"}
-        ).status_code
+        kind, url = {"Content-Type": "application/json"}, self.config.url
+        # What it answers beside its status is not read: it may have no end.
+        with self._client.stream("POST", url, content=json_bytes(alert), headers=kind) as answer:
+            return answer.status_code
 
     def _bury(self, alert: dict[str, Any], why: str, tries: int) -> None:
         with self._changed:

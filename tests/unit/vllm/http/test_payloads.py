@@ -13,7 +13,8 @@ import pytest
 
 from inspect_lens._vllm.http import payloads
 from inspect_lens._vllm.http.payloads import PayloadStore
-from inspect_lens._vllm.telemetry import CLIENT, NotesClient
+from inspect_lens._vllm.http.server import NotesClient
+from inspect_lens._vllm.telemetry import CLIENT
 from inspect_lens.errors import CapacityError, UnsupportedError
 from tests.kit.waiting import until
 
@@ -126,17 +127,25 @@ def test_clients_are_told_apart_by_their_address_and_key() -> None:
         except CapacityError:
             return "busy"
 
-    def ask(client: Any, key: str = "") -> str:
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+    def ask(client: Any, key: str = "", scheme: str = "Bearer") -> str:
+        headers = {"Authorization": f"{scheme} {key}"} if key else {}
         return str(client.post("/capture", headers=headers).json())
 
     with testclient.TestClient(app, client=("10.0.0.1", 1)) as client:
-        first = ask(client, "a")
-        assert ask(client, "a") == "busy"
-        assert ask(client, "b") not in ("busy", first)
+        first = ask(client, "made-up")
+        assert ask(client, "another") == "busy", "a server without keys has made none of these"
         assert client.get(f"/v1/activations/{first}").content == b"x" * 20
+    authenticate = pytest.importorskip("vllm.entrypoints.serve.middleware.authenticate")
+    app.middleware_stack = None
+    app.add_middleware(authenticate.AuthenticationMiddleware, tokens=["a", "b"])
+    with testclient.TestClient(app, client=("10.0.0.1", 1)) as client:
+        first = ask(client, "a")
+        assert ask(client, "a") == ask(client, "a", "bEARER") == "busy"
+        assert ask(client, "b") not in ("busy", first)
+        key = {"Authorization": "Bearer b"}
+        assert client.get(f"/v1/activations/{first}", headers=key).content == b"x" * 20
         assert ask(client, "a") != "busy"
-        assert client.get("/v1/activations/unknown").status_code == 404
+        assert client.get("/v1/activations/unknown", headers=key).status_code == 404
     store = PayloadStore(max_bytes=40, each_bytes=0)
     with testclient.TestClient(app, client=("10.0.0.1", 1)) as client:
         assert ask(client) != "busy"

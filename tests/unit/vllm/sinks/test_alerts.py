@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import os
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +212,29 @@ def test_no_log_has_the_address(tmp_path: Path, caplog: pytest.LogCaptureFixture
         assert "secret-path" not in caplog.text
         httpx.get(f"{hook.url}/of-others")
         assert "of-others" in caplog.text, "others' requests are logged as before"
+
+
+def test_an_answer_without_an_end_holds_no_alert_up(tmp_path: Path) -> None:
+    class Endless(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):  # whoever asked has gone
+                while True:
+                    self.wfile.write(b"x" * 1024)
+                    time.sleep(0.01)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        made = Alerts(config(tmp_path, url=f"http://127.0.0.1:{server.server_port}"))
+        for n in (1, 2):
+            made.put({"n": n})
+        assert made.flush(10)
+        server.shutdown()
+    assert made.counts == {"delivered": 2}
 
 
 @pytest.mark.parametrize("key", ["", "k"])
