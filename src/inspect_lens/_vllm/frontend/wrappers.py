@@ -397,12 +397,10 @@ _ADDED: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar(
 
 
 async def _let_go(engine: Any, added: list[str]) -> None:
-    """Forget requests that failed on their way to the engine, which vLLM would keep for good.
-
-    The engine is told, too: of several choices it has those that came before the one that failed.
-    """
+    """Forget requests that failed on their way to the engine, which vLLM would keep for good."""
     if left := [key for key in added if key in engine.output_processor.request_states]:
         with contained(partial(log_fault, "a request that failed could not be forgotten")):
+            # The engine may have the first of several choices already.
             await engine.abort(left, internal=True)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from inspect_lens._base.untrusted import at_start
 from inspect_lens._intake import absolute
 from inspect_lens._shards import ShardWriter
 from inspect_lens.errors import ArtifactError, CaptureError, LensError, SpecError, UnsupportedError
@@ -104,9 +105,12 @@ class Sinks:
         for name, config in configs.items():
             try:
                 check_request(LensRequest(capture=config.capture()), facts)
-                recorder = _recorder(name, config, facts)
-            except (LensError, OSError) as error:
+            except LensError as error:
                 raise SpecError(f"INSPECT_LENS_SINKS: {name}: {error}") from error
+            try:
+                recorder = _recorder(name, config, facts)
+            except OSError as error:  # of the folder to spill to
+                raise at_start(f"INSPECT_LENS_SINKS: {name}: cannot be used", str(error)) from None
             keys[name] = next(_numbers)
             _recorders[keys[name]] = recorder
         self._of.append((facts, keys))

@@ -270,8 +270,8 @@ def find_function(name: str) -> Function:
     try:
         function: Any = found[name].load()
     except Exception as error:
-        raise SpecError(
-            f"INSPECT_LENS_SINKS: callback={name!r} cannot be loaded: {error}"
+        raise at_start(
+            f"INSPECT_LENS_SINKS: callback={name!r} cannot be loaded", f"{name}: {error}"
         ) from error
     if not callable(function):
         raise SpecError(f"INSPECT_LENS_SINKS: callback={name!r} is no function")

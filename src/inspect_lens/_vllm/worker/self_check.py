@@ -460,7 +460,7 @@ def _judge(
     # GPU, SmolLM2's plain rows differ by 0.13 of their length at last, and steered ones by 0.7. So
     # these are judged as far as plain ones are close.
     is_close = (error[:, 0] <= most / 10).cummin(dim=0).values
-    error = torch.where(is_close, error.amax(dim=1), error[:, 0])
+    error = torch.where(is_close | (not check.can_steer), error.amax(dim=1), error[:, 0])
     differs = (error > most) & steady
     if not found and bool(differs.any()):
         by = f"by up to {float(error[differs].max()):.2g} of their length; {most} is allowed"

@@ -39,6 +39,10 @@ def test_a_file_that_holds_nothing_to_register_is_named(tmp_path: Path, content:
         {"INSPECT_LENS_REGISTER": "{folder}"},
         {"INSPECT_LENS_SINKS": "{folder}/secret.json"},
         {"INSPECT_LENS_SINKS": "{folder}"},
+        {
+            "INSPECT_LENS_SINKS": '{{"r": {{"store": "memory://r", "layers": [1], '
+            '"when_slow": "spill", "spill": "{folder}/file/r"}}}}'
+        },
     ],
 )
 def test_clients_hear_no_path_and_the_log_has_it(
@@ -48,6 +52,7 @@ def test_clients_hear_no_path_and_the_log_has_it(
     settings: dict[str, str],
 ) -> None:
     monkeypatch.setattr(state, "install_when_serving", lambda front: None)
+    (tmp_path / "file").touch()
     for name, value in settings.items():
         monkeypatch.setenv(name, value.format(folder=tmp_path))
     front = FrontEnd()

@@ -298,8 +298,9 @@ def test_functions_are_found_by_entry_point(
     monkeypatch.syspath_prepend(tmp_path)
     assert find_function("lengths") is json.dumps
     for name, why in (("lost", "cannot be loaded"), ("number", "is no function")):
-        with pytest.raises(SpecError, match=why):
+        with pytest.raises(SpecError, match=why) as found:
             find_function(name)
+        assert "/" not in str(found.value), "clients hear of no file of the server"
     with pytest.raises(SpecError, match="installed are lengths, lost, number"):
         find_function("other")
 

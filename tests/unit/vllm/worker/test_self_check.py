@@ -358,6 +358,23 @@ def test_steered_rows_are_judged_as_far_as_plain_ones_are_close(
         worker.check()
 
 
+def test_the_second_request_is_judged_at_every_tap_where_nothing_is_steered(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an engine that has taps alone which nobody may write."""
+    monkeypatch.setattr(self_check._Check, "can_steer", False)
+
+    def swap(layer: int, mode: str, x: torch.Tensor) -> torch.Tensor:
+        if mode != "PIECEWISE":
+            return x
+        x = x * 1.01 if layer == 1 else x
+        return torch.cat([x[:-2], x[-2:].flip(0)]) if layer == 2 else x
+
+    worker.runner.hurt = swap
+    with pytest.raises(CompatError, match=r"resid_post\.2 have other rows"):
+        worker.check()
+
+
 @pytest.fixture
 def routed(worker: Worker) -> Worker:
     config = SimpleNamespace(num_local_experts=8)
