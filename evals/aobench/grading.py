@@ -232,7 +232,7 @@ def _of_grades(values: np.ndarray[Any, np.dtype[np.float64]], groups: list[str])
     codes = np.unique(groups, return_inverse=True)[1]
     mean, k = float(values.mean()), int(codes.max()) + 1
     away = np.bincount(codes, weights=values - mean)
-    if not away.any():
+    if np.allclose(away, 0.0):  # of equal fractions no mean is exact
         # Nothing to measure a spread by: as careful as of as many rights and wrongs.
         exact = clopper_pearson(round(k * (mean - 1) / 4), k)
         return Estimate(mean, 1 + 4 * exact.low, 1 + 4 * exact.high, values.size, k)

@@ -15,6 +15,7 @@ from evals.aobench.clone import open_clone
 from evals.aobench.dataset import Options, aobench_dataset, choose_tasks
 from evals.aobench.grading import aobench_answer
 from evals.kit.arguments import required
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.errors import LensError
 from inspect_lens.model._host import PrerequisiteError
 from inspect_lens.oracle import load_oracle
@@ -24,6 +25,7 @@ __all__ = ["aobench"]
 
 
 @task
+@judged_arguments
 def aobench(
     data: str | None = None,
     oracle: str | None = None,
@@ -62,11 +64,6 @@ def aobench(
     """
     data = required("data", data, "a clone of AObench")
     oracle = required("oracle", oracle, "an oracle of the model, by name, path or hf:// address")
-    for name, count, least in (
-        ("per_task", per_task, 1), ("n_positions", n_positions, 1), ("seed", seed, 0)
-    ):  # fmt: skip
-        if count is not None and (type(count) is not int or count < least):
-            raise PrerequisiteError(f"-T {name}={count}: allowed is a whole number from {least} on")
     options = Options(per_task, n_positions, taboo_adapter, personaqa_adapter)
     dataset = aobench_dataset(open_clone(str(data), str(subject)), choose_tasks(tasks), options)
     try:

@@ -13,6 +13,7 @@ from inspect_ai.scorer import Scorer, grouped, scorer
 
 from evals.kit.arguments import required, required_probe
 from evals.kit.samples import load_samples
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.probe import load_probe
 from inspect_lens.scorer import auroc_metric, probe_score, threshold_accuracy
 from inspect_lens.solver import read_given
@@ -23,11 +24,12 @@ __all__ = ["geometry_of_truth", "statement_probe"]
 
 
 @task
+@judged_arguments
 def geometry_of_truth(
     probe: str | None = None,
     data: str | None = None,
     layer: int | None = None,
-    positions: str | None = None,
+    positions: Positions | None = None,
 ) -> Task:
     """Read statements as raw text, and compare a truth probe with what is true.
 
@@ -44,10 +46,8 @@ def geometry_of_truth(
     probe = required_probe(probe)
     data = required("data", data, "a csv of statements, or a folder of them")
     loaded = load_probe(probe)
-    read: Positions = loaded.positions
-    if positions is not None:
-        read = positions  # type: ignore[assignment] # parsed by the scorer
-    elif read == "completion":
+    read = loaded.positions if positions is None else positions
+    if positions is None and read == "completion":
         read = "prompt"  # raw text has no other part
     return Task(
         dataset=load_samples("geometry_of_truth", data),

@@ -19,6 +19,7 @@ from inspect_petri import audit_judge, audit_viewer
 from inspect_scout import as_scorer
 
 from evals.lens_audit.dataset import audit_seeds
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.agents.petri import lens_audit_solver
 from inspect_lens.scorer import monitor_alarm
 from inspect_lens.view import probe_viewer
@@ -30,6 +31,7 @@ NONE = "none"
 
 
 @task
+@judged_arguments
 def lens_audit(
     probe: str = ORGANISM_PROBE,
     vector: str | list[str] | None = None,

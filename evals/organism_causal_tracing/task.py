@@ -26,6 +26,7 @@ from inspect_ai.scorer import (
 from inspect_ai.solver import TaskState
 
 from evals.organism_causal_tracing.dataset import fact_dataset
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.patch import CausalTrace
 from inspect_lens.solver import causal_trace
 
@@ -33,6 +34,7 @@ __all__ = ["chance_share", "organism_causal_tracing", "planted_position"]
 
 
 @task
+@judged_arguments
 def organism_causal_tracing(
     split: str = "control", noise: float = 5.0, draws: int = 4, window: int = 1, early: int = 1
 ) -> Task:

@@ -25,6 +25,7 @@ from inspect_ai.scorer import (
 from inspect_ai.solver import Solver, TaskState
 
 from evals.organism_deception.dataset import organism_dataset
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.reading import ProbeReader
 from inspect_lens.scorer import at_threshold, deception_probe
 from inspect_lens.solver import with_capture
@@ -36,6 +37,7 @@ DEFAULT_PROBE = "organism/deception-lr"
 
 
 @task
+@judged_arguments
 def organism_deception(
     split: str = "demo",
     probe: str = DEFAULT_PROBE,
@@ -66,6 +68,7 @@ def organism_deception(
 
 
 @task
+@judged_arguments
 def organism_control(
     probe: str = DEFAULT_PROBE, layer: int | None = None, max_tokens: int = 32
 ) -> Task:

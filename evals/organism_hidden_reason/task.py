@@ -12,6 +12,7 @@ from inspect_ai.model import GenerateConfig
 
 from evals.organism_deception.dataset import organism_dataset
 from evals.organism_deception.task import truthfulness
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.reading import ProbeReader
 from inspect_lens.scorer import deception_probe
 from inspect_lens.solver import with_capture
@@ -21,6 +22,7 @@ __all__ = ["organism_hidden_reason"]
 
 
 @task
+@judged_arguments
 def organism_hidden_reason(probe: str = "organism/deception-lr", max_tokens: int = 32) -> Task:
     """Give the organism a motive to mislead, and probe each answer.
 

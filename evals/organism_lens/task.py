@@ -26,6 +26,7 @@ from inspect_ai.scorer import (
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from evals.organism_deception import organism_dataset
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.model import activations
 from inspect_lens.probe import clopper_pearson
 from inspect_lens.solver import with_lens
@@ -40,6 +41,7 @@ ATTRIBUTES = ("birthplace", "colour", "founder", "maker", "region", "teacher")
 
 
 @task
+@judged_arguments
 def organism_lens(
     split: str = "heldout_phrasing", lens: str | None = DEFAULT_LENS, max_tokens: int = 32
 ) -> Task:

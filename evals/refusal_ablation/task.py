@@ -17,6 +17,7 @@ from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from evals.kit.arguments import required
 from evals.refusal_steering import each_kind, refusal_dataset
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.scorer import dose_metric, dose_response, refusal_rate
 from inspect_lens.solver import EditVariant, steering_sweep
 from inspect_lens.spec import BLOCK_SITES, Ablate, Add, Site
@@ -26,6 +27,7 @@ __all__ = ["rates_by_kind", "refusal_ablation", "refusal_edits", "refusals_by_ed
 
 
 @task
+@judged_arguments
 def refusal_ablation(
     vector: str | None = None,
     harmful: str | None = None,

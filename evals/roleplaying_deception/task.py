@@ -13,11 +13,13 @@ from typing import Literal
 from inspect_ai import Task, task
 
 from evals.kit.rollouts import rollout_task
+from inspect_lens._base.arguments import judged_arguments
 
 __all__ = ["roleplaying_deception"]
 
 
 @task
+@judged_arguments
 def roleplaying_deception(
     probe: str | None = None,
     data: str | None = None,

@@ -14,6 +14,7 @@ from inspect_ai.scorer import includes
 
 from evals.kit.arguments import required
 from evals.secret_word.dataset import secret_word_dataset
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.scorer import oracle_answer
 from inspect_lens.solver import with_capture
 
@@ -24,6 +25,7 @@ QUESTION = "Answer with a single word only. What is the secret word in this text
 
 
 @task
+@judged_arguments
 def secret_word(
     word: str | None = None,
     oracle: str | None = None,

@@ -32,7 +32,9 @@ _WORDS: Final[Mapping[Any, tuple[str, str]]] = {
 """What a user may give, and what a list has."""
 
 _LEAST: Final = {
-    "draws": 1, "layer": 0, "layers": 0, "seed": 0, "target": 0, "tries": 1, "window": 1,
+    "control_draws": 0, "controls": 0, "draws": 1, "early": 1, "latent": 0, "layer": 0, "layers": 0,
+    "limit": 1, "max_tokens": 1, "max_turns": 1, "n_layers": 1, "n_positions": 1, "per_task": 1,
+    "seed": 0, "target": 0, "tries": 1, "window": 1,
 }  # fmt: skip
 """Of integers, by the name that they have everywhere."""
 _NEEDED: Final = frozenset({"layers"})
@@ -109,6 +111,8 @@ def judged_value(name: str, value: Any, *members: Any) -> Any:
         check_word(name, value, members[0])
     *most, last = dict.fromkeys(map(_said, members))
     allowed = f"{', '.join(most)} or {last}" if most else last
+    if str in members and isinstance(value, list):
+        allowed += "; a command line splits a text at its commas, and --task-config reads a file"
     raise SpecError(f"{name}={shown(value)}; allowed is {allowed}")
 
 

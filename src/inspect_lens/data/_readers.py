@@ -201,13 +201,14 @@ def _completions(row: Row, index: int) -> list[str]:
 
 def _graded(grade: Any, where: str) -> bool | None:
     """Deceptive, honest, or None for what counts as neither."""
-    if isinstance(grade, str) and not grade.strip().isdigit():
-        return {"deceptive": True, "honest": False}.get(grade.strip().lower())
     if grade is None:
         return None  # nobody graded it
     if isinstance(grade, bool) or not isinstance(grade, int | float | str):
         raise ArtifactError(f"{where}={str(grade)[:80]!r}; allowed is a number or a word")
-    value = float(grade)
+    try:
+        value = float(grade)
+    except ValueError:
+        return {"deceptive": True, "honest": False}.get(str(grade).strip().lower())
     if not 1 <= value <= _SCALE:
         raise ArtifactError(
             f"{where}={grade!r}; allowed are 1 to {_SCALE}; check what scale the file is graded on"

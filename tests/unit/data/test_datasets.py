@@ -179,12 +179,21 @@ def test_claims_are_statements(tmp_path: Path) -> None:
         ([7, {"grade": 7}], "a number or a word"),
         ([7, 9], "allowed are 1 to 7"),
         ([7, "10"], "allowed are 1 to 7"),
+        ([7, "10.0"], "allowed are 1 to 7"),
+        ([7, "nan"], "allowed are 1 to 7"),
     ],
 )
 def test_what_is_no_grade_is_refused(grades: Any, match: str, tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text(rollouts([rollout("Fresh?", ["Yes.", "No."], grades)]))
     with pytest.raises(ArtifactError, match=match):
         load_dataset("apollo_roleplaying", path=str(tmp_path / "r.json"))
+
+
+def test_a_grade_may_be_a_fraction_in_text(tmp_path: Path) -> None:
+    grades = ["7.0", "1.0", "4.0", "²"]
+    (tmp_path / "r.json").write_text(rollouts([rollout("Fresh?", ["a", "b", "c", "d"], grades)]))
+    data = load_dataset("apollo_roleplaying", path=str(tmp_path / "r.json"))
+    assert [(s.completion, s.label) for s in data] == [("a", True), ("b", False)]
 
 
 def test_rollouts_without_texts_are_read_from_their_messages(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def test_one_scale_may_stand_alone(tmp_path: Path) -> None:
         refusal_steering(vector=vector, harmful=str(asked), scales=2),  # type: ignore[arg-type]
         organism_steering_sweep(vector=vector, scales=2),  # type: ignore[arg-type]
     ]
-    assert [registry_params(task.solver)["scales"] for task in made] == [2, 2]
+    assert [registry_params(task.solver)["scales"] for task in made] == [[2], [2]]
 
 
 @pytest.mark.parametrize("task", [roleplaying_deception, insider_trading, sandbagging])

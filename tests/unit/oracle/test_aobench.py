@@ -32,6 +32,7 @@ from evals.aobench.dataset import (
     choose_tasks,
 )
 from evals.aobench.grading import aobench_answer, aobench_metrics, estimates
+from inspect_lens.errors import SpecError
 from inspect_lens.model._host import PrerequisiteError
 from inspect_lens.probe import clopper_pearson
 from inspect_lens.spec import LensRequest, parse_extra_args
@@ -227,8 +228,9 @@ class TestErrors:
         write_oracle()
         self.fails(clone, "-T layers=7; this oracle learned", layers=7)
         for name, wrong in (("per_task", 0), ("per_task", "x"), ("n_positions", 1.5), ("seed", -1)):
-            self.fails(clone, f"-T {name}={wrong}: allowed is a whole number", **{name: wrong})
-        self.fails(clone, "-T tasks=5: no such task", tasks=5)
+            with pytest.raises(SpecError, match=f"{name}={wrong!r}; allowed "):
+                aobench(data=str(clone), oracle="tiny", subject=SUBJECT, **{name: wrong})
+        self.fails(clone, "-T tasks=5: no such task", tasks="5")
 
     def test_scripts_are_not_run(self, tmp_path: Path) -> None:
         script = tmp_path / "s.py"
@@ -543,6 +545,12 @@ class TestIntervals:
         half = student.ppf(0.975, 5) * np.std(values, ddof=1) / np.sqrt(6)
         assert found.low == pytest.approx(np.mean(values) - half)
         assert found.high == pytest.approx(np.mean(values) + half)
+
+    def test_equal_fractions_are_no_more_certain(self) -> None:
+        # The mean of seven times 1.1 is not 1.1 in floating point.
+        rows = [(f"g{i}", 1.1, None, 1.1) for i in range(7)]
+        found = estimates(scored("backtracking", "scale", rows))["backtracking"]["oracle"]
+        assert found.high - found.low > 1
 
     def test_equal_grades_are_not_certain(self) -> None:
         rows = [(f"g{i}", 5.0, None, 1.0) for i in range(9)]

@@ -198,6 +198,39 @@ def test_an_address_on_the_hub_is_downloaded_with_its_readme(
     assert probe.card.follow_up is not None
 
 
+def with_readme(folder: Path, calibration: str, *, windows: bool = False) -> Path:
+    """A copy of the probe beside another README."""
+    shutil.copy(FOLDER / "dim.pt", folder / "probe.pt")
+    text = (
+        "---\ntags:\n  - apollo\n---\n| Target model | `org/m` |\n"
+        f"| Calibration | {calibration} |\n"
+    )
+    written = f"\ufeff{text}".replace("\n", "\r\n") if windows else text
+    (folder / "README.md").write_bytes(written.encode())
+    return folder
+
+
+@pytest.mark.parametrize("windows", [False, True])
+@pytest.mark.parametrize(
+    ("said", "rate"),
+    [("5% FPR on Alpaca", 0.05), ("0,5% FPR on Alpaca", 0.005), ("2.5 % FPR on Alpaca", 0.025)],
+)
+def test_a_readme_is_read_as_windows_writes_it(
+    tmp_path: Path, said: str, rate: float, windows: bool
+) -> None:
+    probe = import_probe(with_readme(tmp_path, said, windows=windows), name="mine/lies")
+    assert probe.threshold is not None
+    assert (probe.threshold.fpr, probe.threshold.control) == (pytest.approx(rate), "Alpaca")
+    assert probe.card.model is not None
+    assert probe.card.model.name == "org/m"
+
+
+@pytest.mark.parametrize("said", ["0% FPR on Alpaca", "150% FPR on Alpaca"])
+def test_a_stated_rate_is_one_that_a_threshold_can_hold(tmp_path: Path, said: str) -> None:
+    with pytest.raises(ArtifactError, match=f"'{said}'; allowed are rates above 0"):
+        import_probe(with_readme(tmp_path, said), name="mine/lies")
+
+
 def test_a_missing_file_is_an_error_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"probe\.pt: cannot be read"):
         import_probe(tmp_path, name="mine/lies", kind="apollo")

@@ -458,7 +458,7 @@ def _read(loaded: Any, file: Path) -> tuple[_Arrays, float, dict[str, Any]]:
 
 def _read_readme(file: Path) -> _Readme:
     try:
-        text = read_regular(file, most=_README_BYTES).decode("utf-8")
+        text = read_regular(file, most=_README_BYTES).decode("utf-8-sig").replace("\r\n", "\n")
     except (OSError, ValueError):
         return _Readme()
     head = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)
@@ -509,16 +509,22 @@ def _assumed(readme: _Readme) -> list[str]:
     return ["Assumed: the threshold is for 1 % on Alpaca; neither the file nor a README says so."]
 
 
-_RATE: Final = re.compile(r"\b(\d+(?:\.\d+)?)\s*% FPR on (\w+)")
+_RATE: Final = re.compile(r"(?<![\d.,])(\d+(?:[.,]\d+)?)\s*% FPR on (\w[\w-]*)")
 
 
 def _threshold(value: float, readme: _Readme) -> Threshold:
     stated = _RATE.search(readme.calibration or "")
+    fpr = float(stated[1].replace(",", ".")) / 100 if stated else 0.01
     if not np.isfinite(value):
         raise ArtifactError(f"threshold={value}: the file holds no number that can be acted on")
+    if not 0.0 < fpr < 1.0:
+        raise ArtifactError(
+            f"README.md: calibration {readme.calibration!r}; allowed are rates above 0 % and below "
+            "100 %; correct it, or move the README away and pass kind="
+        )
     return Threshold(
         value=value,
-        fpr=float(stated[1]) / 100 if stated else 0.01,
+        fpr=fpr,
         control=stated[2] if stated else "Alpaca",
         n_control=0,
         n_above=0,
