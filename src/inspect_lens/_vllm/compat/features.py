@@ -85,6 +85,7 @@ _USED: tuple[tuple[Feature, str, str], ...] = (
     ("lens", "vllm.v1.engine:EngineCoreRequest.", "cache_salt lora_request mm_features"),
     ("lens", "vllm.v1.engine.core_client:", "DPLBAsyncMPClient.reqs_in_flight"),
     ("lens", "vllm.v1.engine.async_llm:", "AsyncLLM.output_processor AsyncLLM.abort"),
+    ("lens", "vllm.v1.engine.llm_engine:", "LLMEngine.abort_request"),
     ("logits", "vllm.v1.engine.input_processor:", "InputProcessor.tokenizer"),
     # Of an API server's engine, which a sweep asks itself.
     ("sweeps", "vllm.sampling_params:", "SamplingParams SamplingParams.logprob_token_ids"),

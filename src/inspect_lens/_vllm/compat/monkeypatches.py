@@ -130,6 +130,20 @@ PATCHES: tuple[Monkeypatch, ...] = (
         "offline results",
     ),
     Monkeypatch(
+        "engine_add_request",
+        "vllm.v1.engine.llm_engine:LLMEngine.add_request",
+        ("self", "request_id", "prompt", "params"),
+        "front-end",
+        "forgets a request that fails on its way to the engine, for which others would wait",
+    ),
+    Monkeypatch(
+        "beam_search",
+        "vllm.entrypoints.llm:LLM.beam_search",
+        ("self", "prompts", "params"),
+        "front-end",
+        "refuses beams where something acts on all requests: each token is a request of its own",
+    ),
+    Monkeypatch(
         "run_engine",
         "vllm.entrypoints.llm:LLM._run_engine",
         ("self",),

@@ -404,6 +404,36 @@ async def _let_go(engine: Any, added: list[str]) -> None:
             await engine.abort(left, internal=True)
 
 
+def _engine_add_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    def add_request(self: Any, *args: Any, **kwargs: Any) -> Any:
+        token = _ADDED.set(added := list[str]())
+        try:
+            return original(self, *args, **kwargs)
+        except BaseException:
+            # Whoever runs the engine next would wait for them.
+            with contained(partial(log_fault, "a request that failed could not be forgotten")):
+                self.abort_request(added, internal=True)
+            raise
+        finally:
+            _ADDED.reset(token)
+
+    return add_request
+
+
+def _beam_search(original: Callable[..., Any]) -> Callable[..., Any]:
+    def beam_search(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if front_end().registry.server is not None:
+            raise refused(
+                UnsupportedError(
+                    "beam_search cannot be used with what INSPECT_LENS_SERVER does to requests: "
+                    "the tokens of a beam are prompt to its next one; leave one of them out"
+                )
+            )
+        return original(self, *args, **kwargs)
+
+    return beam_search
+
+
 async def _with_results(
     engine: Any, outputs: AsyncGenerator[Any, None], body: Body | None, first: int, missing: int
 ) -> AsyncGenerator[Any, None]:
@@ -475,6 +505,8 @@ FRONT_END_WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]
     "new_completion_output": _new_completion_output,
     "output_add": _output_add,
     "engine_step": _engine_step,
+    "engine_add_request": _engine_add_request,
+    "beam_search": _beam_search,
     "run_engine": _run_engine,
     "async_generate": _async_generate,
 }

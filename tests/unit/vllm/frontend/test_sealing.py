@@ -421,6 +421,32 @@ def test_a_request_that_cannot_be_sent_to_its_engine_is_forgotten(processor: Any
     assert forgotten == [(["kept"], True)]
 
 
+def test_a_request_that_an_engine_of_this_process_does_not_take_is_forgotten() -> None:
+    def add_request(self: Any, request_id: str) -> None:
+        added = wrappers._ADDED.get()
+        assert added is not None
+        added.append(request_id)
+        raise OverflowError("no message can hold it")
+
+    forgotten: list[Any] = []
+    engine = SimpleNamespace(abort_request=lambda ids, internal: forgotten.append((ids, internal)))
+    with pytest.raises(OverflowError):
+        wrappers.FRONT_END_WRAPPERS["engine_add_request"](add_request)(engine, "0")
+    assert forgotten == [(["0"], True)]
+    assert wrappers._ADDED.get() is None
+
+
+def test_beams_of_an_engine_are_refused_where_something_acts_on_all_requests(
+    processor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beam_search = wrappers.FRONT_END_WRAPPERS["beam_search"](lambda *args: args)
+    assert beam_search("llm", "prompts", "params") == ("llm", "prompts", "params")
+    server = SimpleNamespace(registry=SimpleNamespace(server=object()))
+    monkeypatch.setattr(wrappers, "front_end", lambda: server)
+    with pytest.raises(UnsupportedError, match="beam_search cannot be used with what"):
+        beam_search("llm", "prompts", "params")
+
+
 def test_an_error_of_vllm_keeps_what_it_says_and_holds_no_output(processor: Any) -> None:
     class Output(SimpleNamespace): ...
 
