@@ -11,6 +11,7 @@ from inspect_ai.scorer import SampleScore, Score, Scorer, Target, scorer
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from evals.kit.grading import graded_report
+from evals.organism_lens import share_with_interval
 from evals.refusal_steering import by_kind
 
 
@@ -56,6 +57,33 @@ def test_a_threshold_of_zero_is_a_threshold(cut: float) -> None:
     assert (found["recall"], found["fpr"]) == expected
 
 
+@solver
+def answered() -> Solver:
+    async def solve(state: TaskState, generate: Generate) -> TaskState:
+        return state
+
+    return solve
+
+
+def test_a_share_of_lies_counts_each_epoch() -> None:
+    @scorer(metrics={"*": [share_with_interval()]})
+    def lies() -> Scorer:
+        async def score(state: TaskState, target: Target) -> Score:
+            if state.input_text == "3":
+                return Score.unscored(reason="no_lie", explanation="The answer is no lie.")
+            return Score(value={"layer_0": float(state.epoch == 2)})
+
+        return score
+
+    task = Task([Sample(input=str(i)) for i in range(4)], solver=answered(), scorer=lies())
+    (log,) = eval(task, model="mockllm/model", epochs=2, display="none")
+    assert log.results is not None
+    found = {name: one.value for name, one in log.results.scores[0].metrics.items()}
+    # Three samples are rounded to two of three where their epochs are averaged first.
+    assert found["share_with_interval_share"] == 0.5
+    assert found["share_with_interval_n"] == 6
+
+
 def test_an_answer_is_judged_by_its_own_grade_in_every_epoch() -> None:
     @scorer(metrics=[graded_report()])
     def graded() -> Scorer:
@@ -65,13 +93,6 @@ def test_an_answer_is_judged_by_its_own_grade_in_every_epoch() -> None:
             return Score(value=value, metadata={"threshold": 0.7})
 
         return score
-
-    @solver
-    def answered() -> Solver:
-        async def solve(state: TaskState, generate: Generate) -> TaskState:
-            return state
-
-        return solve
 
     task = Task([Sample(input=str(i)) for i in range(8)], solver=answered(), scorer=graded())
     (log,) = eval(task, model="mockllm/model", epochs=2, display="none")

@@ -273,7 +273,7 @@ def test_what_does_not_go_with_edits_is_refused() -> None:
 
 
 def test_a_file_that_is_none_is_named() -> None:
-    with pytest.raises(ArtifactError, match="not an SAE"):
+    with pytest.raises(ArtifactError, match="nowhere: cannot be read"):
         steering_sweep(SaeLatents("nowhere", 0), [1.0])
 
 
