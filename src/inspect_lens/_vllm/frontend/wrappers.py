@@ -234,7 +234,7 @@ def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
             results.abandon([key])
             raise
         if (added := _ADDED.get()) is not None:
-            added.append(key)
+            added.append((key, key if parent_req is None else parent_req.request_id))
         # vLLM has the request by now, and would not forget it.
         with contained(partial(results.spoil, [key])):
             state = self.request_states[key]
@@ -390,15 +390,16 @@ def _run_engine(original: Callable[..., Any]) -> Callable[..., Any]:
     return run_engine
 
 
-_ADDED: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar(
+_ADDED: contextvars.ContextVar[list[tuple[str, str]] | None] = contextvars.ContextVar(
     "inspect_lens_added", default=None
 )
-"""Requests of a call that vLLM's front-end has, and its engine may not have yet."""
+"""Requests of a call that vLLM's front-end has, and its engine may not have yet; each with the one
+that it is a choice of, or itself."""
 
 
-async def _let_go(engine: Any, added: list[str]) -> None:
+async def _let_go(engine: Any, added: list[tuple[str, str]]) -> None:
     """Forget requests that failed on their way to the engine, which vLLM would keep for good."""
-    if left := [key for key in added if key in engine.output_processor.request_states]:
+    if left := {of for key, of in added if key in engine.output_processor.request_states}:
         with contained(partial(log_fault, "a request that failed could not be forgotten")):
             # The engine may have the first of several choices already.
             await engine.abort(left, internal=True)
@@ -406,13 +407,13 @@ async def _let_go(engine: Any, added: list[str]) -> None:
 
 def _engine_add_request(original: Callable[..., Any]) -> Callable[..., Any]:
     def add_request(self: Any, *args: Any, **kwargs: Any) -> Any:
-        token = _ADDED.set(added := list[str]())
+        token = _ADDED.set(added := list[tuple[str, str]]())
         try:
             return original(self, *args, **kwargs)
         except BaseException:
             # Whoever runs the engine next would wait for them.
             with contained(partial(log_fault, "a request that failed could not be forgotten")):
-                self.abort_request(added, internal=True)
+                self.abort_request(list({of for _, of in added}), internal=True)
             raise
         finally:
             _ADDED.reset(token)
@@ -438,7 +439,7 @@ async def _with_results(
     engine: Any, outputs: AsyncGenerator[Any, None], body: Body | None, first: int, missing: int
 ) -> AsyncGenerator[Any, None]:
     """Outputs with their results, of which so many are missing still."""
-    _ADDED.set(added := list[str]())
+    _ADDED.set(added := list[tuple[str, str]]())
     pace, takes_parts = None if body is None else Pace(), body is None or body.takes_parts
     try:
         # With n > 1 and streaming, choices finish in different outputs of one request.

@@ -392,40 +392,11 @@ def test_an_error_that_vllm_wraps_without_a_word_is_told(processor: Any, error: 
     assert isinstance(told.value, type(error)) or isinstance(error, CapacityError)
 
 
-def test_a_request_that_cannot_be_sent_to_its_engine_is_forgotten(processor: Any) -> None:
-    async def outputs(self: Any) -> AsyncGenerator[Any, None]:
-        added = wrappers._ADDED.get()
-        assert added is not None
-        added += ["sent", "kept"]
-        yield SimpleNamespace(outputs=[], finished=False)
-        raise OverflowError("no message can hold it")
-
-    async def read() -> None:
-        async for _ in wrappers.FRONT_END_WRAPPERS["async_generate"](outputs)(engine):
-            pass
-
-    forgotten: list[tuple[list[str], bool]] = []
-
-    async def abort(keys: list[str], *, internal: bool) -> None:
-        """As of vLLM: it tells the engine, which has the first of several choices already."""
-        forgotten.append((keys, internal))
-
-    engine = SimpleNamespace(
-        input_processor=processor,
-        engine_core=None,
-        output_processor=SimpleNamespace(request_states={"kept": None}),
-        abort=abort,
-    )
-    with pytest.raises(OverflowError):
-        asyncio.run(read())
-    assert forgotten == [(["kept"], True)]
-
-
 def test_a_request_that_an_engine_of_this_process_does_not_take_is_forgotten() -> None:
     def add_request(self: Any, request_id: str) -> None:
         added = wrappers._ADDED.get()
         assert added is not None
-        added.append(request_id)
+        added += [("0_" + request_id, request_id), ("1_" + request_id, request_id)]
         raise OverflowError("no message can hold it")
 
     forgotten: list[Any] = []

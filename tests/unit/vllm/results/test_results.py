@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import weakref
+from collections.abc import AsyncGenerator, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -239,16 +241,9 @@ def core_request(key: str, params: Any) -> Any:
     return EngineCoreRequest(**{**values, **known})
 
 
-@pytest.mark.parametrize(
-    ("finished", "internal"),
-    # Of a request that has finished vLLM knows no outside id.
-    [(0, True), (1, True), (2, True), (0, False), (1, False)],
-)
-def test_a_client_that_goes_away_leaves_no_choice_that_has_finished(
-    results: Results, monkeypatch: pytest.MonkeyPatch, finished: int, internal: bool
-) -> None:
+def processor_of_two_choices(results: Results, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's own, with two choices of the request `inside`."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
-    from vllm.v1.engine import EngineCoreOutput, FinishReason
     from vllm.v1.engine.output_processor import OutputProcessor
     from vllm.v1.engine.parallel_sampling import ParentRequest
 
@@ -277,6 +272,25 @@ def test_a_client_that_goes_away_leaves_no_choice_that_has_finished(
         key, own = parent.get_child_info(index)
         processor.add_request(core_request(key, own), None, parent, index)
     assert results.n_open == 2
+    return processor
+
+
+def left_nothing(results: Results) -> bool:
+    assert results._collector is not None
+    return not (results.n_open or results._choices or results._collector.n_open)
+
+
+@pytest.mark.parametrize(
+    ("finished", "internal"),
+    # Of a request that has finished vLLM knows no outside id.
+    [(0, True), (1, True), (2, True), (0, False), (1, False)],
+)
+def test_a_client_that_goes_away_leaves_no_choice_that_has_finished(
+    results: Results, monkeypatch: pytest.MonkeyPatch, finished: int, internal: bool
+) -> None:
+    from vllm.v1.engine import EngineCoreOutput, FinishReason
+
+    processor = processor_of_two_choices(results, monkeypatch)
     for index in range(finished):
         ended = EngineCoreOutput(
             request_id=f"{index}_inside", new_token_ids=[7], finish_reason=FinishReason.LENGTH
@@ -284,10 +298,46 @@ def test_a_client_that_goes_away_leaves_no_choice_that_has_finished(
         processor.process_outputs([ended])
     assert results.n_open == 2
     processor.abort_requests(iter(["inside" if internal else "outside"]), internal=internal)
-    assert results.n_open == 0
-    assert not results._choices
-    assert results._collector is not None
-    assert results._collector.n_open == 0
+    assert left_nothing(results)
+
+
+def test_choices_that_cannot_be_sent_are_forgotten_by_vllm_and_its_engine(
+    results: Results, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processors, told = list[Any](), list[str]()
+
+    async def generate(self: Any) -> AsyncGenerator[Any, None]:
+        processors.append(processor_of_two_choices(results, monkeypatch))
+        raise OverflowError("no message can hold it")
+        yield
+
+    async def abort(keys: Iterable[str], *, internal: bool) -> None:
+        told.extend(processors[0].abort_requests(keys, internal))
+
+    class Engine(SimpleNamespace):
+        @property
+        def output_processor(self) -> Any:
+            return processors[0]
+
+    async def read() -> None:
+        async for _ in FRONT_END_WRAPPERS["async_generate"](generate)(engine):
+            pass
+
+    engine = Engine(
+        input_processor=SimpleNamespace(inspect_lens_facts=FACTS), engine_core=None, abort=abort
+    )
+    monkeypatch.setattr("inspect_lens._vllm.frontend.wrappers.judge_early", lambda *args: 0)
+    monkeypatch.setattr("inspect_lens._vllm.frontend.wrappers.routes_of", lambda engine: {})
+    monkeypatch.setattr(
+        "inspect_lens._vllm.frontend.wrappers.front_end",
+        lambda: SimpleNamespace(results=results, registry=Registry()),
+    )
+    with pytest.raises(OverflowError):
+        asyncio.run(read())
+    assert sorted(told) == ["0_inside", "1_inside"], "the engine may have the first one"
+    assert left_nothing(results)
+    assert not processors[0].request_states
+    assert not processors[0].parent_requests
 
 
 def test_a_request_that_vllm_does_not_take_is_not_expected(
