@@ -166,6 +166,12 @@ class FrontEnd:
                 self.registry.share(SharedNames(folder_of_siblings(), parse_shared))
             except OSError as error:
                 logger.warning("inspect_lens: API servers cannot share what they have: %s", error)
+        ends_at_once = self.n_processes > 1 and not getattr(vllm_config, "shutdown_timeout", 1)
+        if ends_at_once and (self.settings.sinks or alerts.describe() is not None):
+            logger.warning(
+                "inspect_lens: vLLM kills several API servers at once when it is told to end, and "
+                "alerts and rows for sinks that wait are lost; start with --shutdown-timeout 15"
+            )
         if self.n_processes > 1 or is_serving():
             payloads.serve(is_needed=self.n_processes > 1)
 

@@ -133,6 +133,21 @@ def config(n_processes: int) -> Any:
     )
 
 
+@pytest.mark.parametrize("warns", [True, False])
+def test_servers_that_are_killed_at_once_warn_of_what_is_lost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, warns: bool
+) -> None:
+    monkeypatch.setattr(state.payloads, "serve", lambda **_: None)
+    monkeypatch.setattr(state.alerts, "describe", lambda: {"to": "host.example"})
+    for n, timeout_s in [(2, 0)] if warns else [(2, 15), (1, 0)]:
+        front, engine = FrontEnd(), config(n)
+        monkeypatch.setattr(front.registry, "share", lambda names: None)
+        monkeypatch.setattr(state, "SharedNames", lambda *args: None)
+        engine.shutdown_timeout = timeout_s
+        front._share(engine)
+    assert ("--shutdown-timeout 15" in caplog.text) == warns
+
+
 def test_several_api_servers_without_a_folder_have_the_names_of_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
