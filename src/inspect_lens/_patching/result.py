@@ -102,7 +102,7 @@ class _Saved:
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a file that `save` wrote; ArtifactError where it is none."""
-        with parsing(path, f"what {cls.__name__}.save writes", "check the path"):
+        with parsing(path, f"what {cls.__name__}.save writes", "check the path", but=()):
             return cls.from_json(parse_json(read_regular(Path(path))))
 
 

@@ -174,8 +174,10 @@ def _int32(values: Any) -> NDArray[np.int32]:
     return np.fromiter(values, dtype=np.int32)
 
 
-_ANEW: Final = "delete it and run collect again, which makes it anew"
-_of_shard: Final = partial(parsing, what="a shard of activations", advice=_ANEW, unread=_ANEW)
+_of_shard: Final = partial(
+    parsing, what="a shard of activations",
+    advice="delete it and run collect again, which makes it anew",
+)  # fmt: skip
 """Of the address of a shard: see `parsing`."""
 
 

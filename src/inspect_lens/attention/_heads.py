@@ -262,13 +262,11 @@ def _find(name: str | Path) -> Path | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
+    with parsing(path, "a list of heads", "allowed is a JSON object"):
         stored: Any = parse_json(read_regular(path))
-    except (OSError, ValueError) as error:
-        raise ArtifactError(f"{path}: cannot be read as JSON ({error})") from None
-    if not isinstance(stored, dict):
-        raise ArtifactError(f"{path}: not a list of heads; it holds a {type(stored).__name__}")
-    return stored
+        if not isinstance(stored, dict):
+            raise TypeError(f"it holds a {type(stored).__name__}")
+        return stored
 
 
 _EPSILON: Final = 1e-8

@@ -44,9 +44,9 @@ def test_a_list_comes_with_the_package() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "as JSON"),
         ("[]", "holds a list"),
         ('{"heads": [[0, 1]]}', "import_heads"),
+        ("{", r"json: not a list of heads \(JSONDecodeError: .*\); allowed is a JSON object"),
         ('{"format": "inspect_lens/heads/1", "method": "core", "heads": []}', "each once"),
         ('{"format": "inspect_lens/heads/1", "method": "core", "heads": [[0, -1]]}', "from 0"),
         (

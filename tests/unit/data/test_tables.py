@@ -217,7 +217,7 @@ def test_one_list_of_an_object_is_read_and_named(tmp_path: Path) -> None:
     assert [s.label for s in data] == [False, True]
     with pytest.raises(SpecError, match="instructed_pairs: split='test'"):
         load_dataset("instructed_pairs", split="test")
-    with pytest.raises(SpecError, match="limit=-1; allowed are 1 or more"):
+    with pytest.raises(SpecError, match="limit=-1; allowed are integers of 1 or more"):
         load_dataset("instructed_pairs", limit=-1)
 
 

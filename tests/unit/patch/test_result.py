@@ -83,7 +83,9 @@ def test_a_file_gives_back_what_was_saved(found: PatchSweep | CausalTrace, tmp_p
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
     path = trace().save(tmp_path / "trace.json")
-    with pytest.raises(ArtifactError, match=r"allowed is 'inspect_lens\.patch_sweep/1'"):
+    with pytest.raises(
+        ArtifactError, match=r"trace\.json: .*allowed is 'inspect_lens\.patch_sweep/1'"
+    ):
         PatchSweep.load(path)
     form = json.loads(path.read_text()) | {"more": 1}
     with pytest.raises(ArtifactError, match="CausalTrace: cannot be read"):

@@ -350,6 +350,8 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
             judged(lambda: list(read_layer(str(shard), 4, size=10)))
         elif surface.endswith("read_records"):
             judged(lambda: read_records(str(shard)))
+            with pytest.raises(ArtifactError, match=r"cannot be read .*; check the path"):
+                read_records(str(folder / "nowhere"))  # nothing to delete
     outside = {"format": STORE_FORMAT, "shards": [{"file": "../../etc/passwd", "sha256": "0"}]}
     for text in (DEEP, json.dumps(outside)):
         for name in ("manifest.json", "recording.json"):
