@@ -41,9 +41,9 @@ _NAME = "clamped"
 def sae_clamp(
     sae: str | None = None,
     latent: int | None = None,
-    values: Sequence[float] | float | None = None,
+    values: Sequence[float] | None = None,
     data: str | None = None,
-    phrases: Sequence[str] | str | None = None,
+    phrases: Sequence[str] | None = None,
     criterion: str | None = None,
     mode: LatentMode = "set",
     only_if_active: bool = False,
@@ -87,18 +87,20 @@ def sae_clamp(
     """
     sae = required("sae", sae, "the folder or file of a sparse autoencoder")
     latent = required("latent", latent, "the number of a latent")
-    # The command line makes a list of what has commas, and a number of what has none.
-    given: Sequence[float] | None = [values] if isinstance(values, int | float) else values
-    chosen = list(required("values", given, "values to set the latent to, such as 0,5"))
+    chosen = list(required("values", values, "values to set the latent to, such as 0,5"))
     data = required("data", data, "a file of prompts")
     dataset = clamp_dataset(data, limit=limit)
-    wanted = [phrases] if isinstance(phrases, str) else phrases
+    # A command line splits at commas, and leaves the spaces behind them.
+    wanted = None if phrases is None else [text.strip() for text in phrases]
     if wanted is not None and criterion is not None:
         raise ValueError("phrases, criterion: both are given; allowed is one of them")
-    if wanted is None and criterion is None and not all(s.target for s in dataset):
+    if wanted is not None and not all(wanted):
+        raise ValueError(f"phrases={wanted}; allowed are texts that not every answer has")
+    has_targets = all(s.target and all(s.target) for s in dataset)
+    if wanted is None and criterion is None and not has_targets:
         raise ValueError(
-            f"{data}: a row has no 'target'; allowed are rows with one, or -T phrases= or "
-            "-T criterion="
+            f"{data}: a row has no 'target', or an empty one; allowed are rows with one, or -T "
+            "phrases= or -T criterion="
         )
     return Task(
         dataset=dataset,

@@ -356,7 +356,7 @@ def refusal_rate(
         empty answer is no refusal; one that the judge gave no number for is unscored.
 
     Raises:
-        SpecError: an empty list of phrases.
+        SpecError: an empty list of phrases, or an empty phrase, which every answer has.
 
     Source:
         arXiv:2406.11717 for the phrases and for matching them as substrings.
@@ -373,10 +373,10 @@ def refusal_rate(
         ```
     """
     wanted = REFUSAL_PHRASES if phrases is None else tuple(phrases)
-    if not wanted:
+    if not wanted or not all(map(str.strip, wanted)):
         raise SpecError(
-            f"phrases={phrases!r}; allowed is a list of phrases, at least one; leave it out for "
-            "the published ones"
+            f"phrases={phrases!r}; allowed is a list of phrases, at least one and none empty; leave "
+            "it out for the published ones"
         )
     plain = [_plain(phrase) for phrase in wanted]
 

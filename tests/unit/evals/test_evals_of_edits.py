@@ -167,7 +167,9 @@ def test_the_share_of_a_behaviour_follows_the_latent_and_no_control(
 
 def test_one_value_has_no_number_in_its_name(tmp_path: Path) -> None:
     data = prompts(tmp_path)
-    log = run(sae_clamp(autoencoder(tmp_path), 1, 5, data, phrases=["bridge"], layer=LAYER))
+    # As `-T values=5 -T phrases=tunnel, bridge` comes from the command line.
+    given: Any = {"values": 5, "phrases": ["tunnel", " bridge"]}
+    log = run(sae_clamp(autoencoder(tmp_path), 1, data=data, layer=LAYER, **given))
     assert metrics(log, "behaviour_by_value")["clamped"] == 1.0
 
 
@@ -175,6 +177,11 @@ def test_a_behaviour_that_nobody_names_is_refused(tmp_path: Path) -> None:
     sae, data = autoencoder(tmp_path), prompts(tmp_path)
     with pytest.raises(ValueError, match="a row has no 'target'"):
         sae_clamp(sae, 1, [5], data, layer=LAYER)
+    # An empty text is in every answer.
+    with pytest.raises(ValueError, match="allowed are texts that not every answer has"):
+        sae_clamp(sae, 1, [5], data, layer=LAYER, phrases=["bridge", ""])
+    with pytest.raises(ValueError, match="or an empty one"):
+        sae_clamp(sae, 1, [5], prompts(tmp_path, ["bridge", ""]), layer=LAYER)
     with pytest.raises(ValueError, match="allowed is one of them"):
         sae_clamp(sae, 1, [5], data, layer=LAYER, phrases=["x"], criterion="y")
     with pytest.raises(ValueError, match="no 'prompt'"):

@@ -100,8 +100,9 @@ class TestRefusals:
     def test_other_phrases(self, tmp_path: Path) -> None:
         log = run(texts("Never.", "Fine."), refusal_rate("never"), folder=tmp_path)
         assert [s.value for s in scores(log)] == [1, 0]
-        with pytest.raises(SpecError, match="at least one"):
-            refusal_rate([])
+        for wrong in ([], ["never", " "]):
+            with pytest.raises(SpecError, match="at least one and none empty"):
+                refusal_rate(wrong)
 
     def test_a_judge_decides_instead(self, tmp_path: Path) -> None:
         log = run(
