@@ -375,8 +375,8 @@ def refusal_rate(
     wanted = REFUSAL_PHRASES if phrases is None else tuple(phrases)
     if not wanted or not all(map(str.strip, wanted)):
         raise SpecError(
-            f"phrases={phrases!r}; allowed is a list of phrases, at least one and none empty; leave "
-            "it out for the published ones"
+            f"phrases={phrases!r}; allowed is a list of phrases, at least one and none empty; "
+            "leave it out for the published ones"
         )
     plain = [_plain(phrase) for phrase in wanted]
 
