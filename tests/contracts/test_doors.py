@@ -57,6 +57,7 @@ FINE = {
     "_vllm.engine_core:GuardedConnector.request_finished_all_groups": "as above",
     "_vllm.engine_core:GuardedConnector.register_finished_partial_tail": "looks in a set",
     "_vllm.frontend.wrappers:_run_engine.run_engine": "a call of the user's own process",
+    "_vllm.frontend.wrappers:_beam_search.beam_search": "a call of the user's own process",
     "_vllm.frontend.state:_call_utility.call_utility": "a call of the operator's own",
     "_vllm.frontend.state:_call_utility_async.call_utility": "as above",
     "_vllm.http.sweep_route:Sweeps._lines.end": "cancels futures, and forgets a key",
