@@ -53,7 +53,8 @@ class Clone(NamedTuple):
         path, model = self.find(name), ""
         found: Any
         if path.suffix == ".jsonl":
-            found = [_json(line, path) for line in _read(path).splitlines()]
+            # A line separator of Unicode stands in JSON as it is.
+            found = [_json(line, path) for line in _read(path).split("\n") if line.strip()]
         else:
             read = _json(_read(path), path)
             found = read.get("entries") if isinstance(read, dict) else None

@@ -722,7 +722,16 @@ def lines_of(http: httpx.Client, path: str, body: Any) -> Generator[str]:
             if not response.is_success:
                 response.read()
                 json_of(response)  # raises
-            yield from response.iter_lines()
+            # httpx ends a line at U+2028 and others, too, which stand in JSON as they are.
+            held: list[bytes] = []
+            for part in response.iter_bytes():
+                first, *others = part.split(b"\n")
+                held.append(first)
+                for other in others:
+                    yield b"".join(held).rstrip(b"\r").decode(errors="replace")
+                    held = [other]
+            if any(held):
+                yield b"".join(held).decode(errors="replace")
     except httpx.TransportError as error:
         raise no_answer(_address(http, path), error) from error
 

@@ -15,7 +15,14 @@ import torch
 
 from inspect_lens._base.partial import Partial
 from inspect_lens._base.same_host import serve_here
-from inspect_lens.client import LensClient, VLLMLensClient, json_of, request_of
+from inspect_lens.client import (
+    LensClient,
+    VLLMLensClient,
+    events_of,
+    json_of,
+    lines_of,
+    request_of,
+)
 from inspect_lens.errors import CaptureError, LensError, SpecError
 from inspect_lens.spec import (
     Ablate,
@@ -486,3 +493,19 @@ def test_one_may_stand_without_its_list() -> None:
     assert request_of(*[None] * 7, open_gates=key).open_gates == (key,)
     with pytest.raises(SpecError, match="open_gates"):
         request_of(*[None] * 7, open_gates="one")
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\u4e66"])
+@pytest.mark.parametrize("size", [1, 7, 4096])
+def test_a_line_of_a_stream_ends_at_a_line_feed_and_nowhere_else(separator: str, size: int) -> None:
+    # pydantic, which writes the server's events, leaves these characters as they are.
+    event = json.dumps({"text": f"a{separator}b"}, ensure_ascii=False)
+    body = f"data: {event}\r\n\r\ndata: {event}\n\ndata: [DONE]".encode()
+    parts = [body[i : i + size] for i in range(0, len(body), size)]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, content=iter(parts))
+
+    with httpx.Client(base_url="http://x", transport=httpx.MockTransport(answer)) as http:
+        found = list(events_of(lines_of(http, "/v1/completions", {})))
+    assert found == [{"text": f"a{separator}b"}] * 2

@@ -586,3 +586,14 @@ class TestIntervals:
         grades = found["backtracking"]["oracle"]
         low = (share.low + (grades.low - 1) / 4 + (2 * auc.low - 1)) / 3
         assert found["mean"]["oracle"].low == pytest.approx(low)
+
+
+def test_a_line_separator_in_a_text_ends_no_row(tmp_path: Path) -> None:
+    clone = write_clone(tmp_path)
+    (file,) = clone.rglob("personas.jsonl")
+    rows = [{"name": "a\u2028b"}, {"name": "c"}]
+    file.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n\n")
+    found = open_clone(str(clone), SUBJECT).entries(
+        "personaqa_data/shuffled/personas.jsonl", "name"
+    )
+    assert found == rows
