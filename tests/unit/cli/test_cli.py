@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -14,6 +15,7 @@ from inspect_lens import published_settings
 from inspect_lens._cli._jobs import load_recipe
 from inspect_lens._cli._output import emit
 from inspect_lens._cli._probe import _with_thresholds
+from inspect_lens.collect import _collect
 from inspect_lens.data import DATASETS
 from inspect_lens.errors import ArtifactError
 from inspect_lens.probe import (
@@ -347,10 +349,8 @@ def test_what_a_stranger_wrote_does_not_steer_the_terminal(
 def test_a_recipe_runs_from_data_sets_to_a_probe(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def another(*_: Any, **__: Any) -> Any:
-        pytest.fail("a model of its own, and so a server, for one of the sets")
-
-    monkeypatch.setattr("inspect_lens.collect._collect.get_model", another)
+    opened = MagicMock(wraps=_collect.get_model)
+    monkeypatch.setattr(_collect, "get_model", opened)
     text = (ROOT / "probes/recipes/organism.yaml").read_text()
     (tmp_path / "r.yaml").write_text(
         text.replace("organism/data", str(DATA))
@@ -366,6 +366,7 @@ def test_a_recipe_runs_from_data_sets_to_a_probe(
             f"lens/{server.model}", "-M", f"base_url={server.url}",
         )  # fmt: skip
         made = run.json(*words)
+        opened.assert_called_once()  # one model, and so one server, for all sets
         asked = len(server.requests)
         again = run.json(*words)
         assert len(server.requests) == asked, "stores of the first run are used"

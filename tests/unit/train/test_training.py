@@ -84,7 +84,7 @@ class TestActivationSet:
         file.write_bytes(file.read_bytes()[:-9])
         with pytest.raises(ArtifactError, match="not an activation set"):
             ActivationSet.load(file)
-        with pytest.raises(ArtifactError, match="not an activation set"):
+        with pytest.raises(ArtifactError, match="none: cannot be read"):
             ActivationSet.load(tmp_path / "none")
 
     def test_rows_are_the_selected_tokens(self) -> None:
