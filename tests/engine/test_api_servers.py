@@ -138,8 +138,8 @@ def test_spans_of_each_server_stand_in_the_trace_of_the_client(servers: Servers)
 def test_what_a_stopped_server_has_under_way_holds_nobody_up(servers: Servers) -> None:
     stopped, other = servers.each
     assert whole(stopped.ask(), 40)
-    body = {"model": MODEL, "prompt": "hello there", "max_tokens": 400, "ignore_eos": True}
-    # Of more rows than there is room for.
+    # Of more rows than there is room for, and of more tokens than come before the server stands.
+    body = {"model": MODEL, "prompt": "hello there", "max_tokens": 900, "ignore_eos": True}
     body |= {"stream": True, "inspect_lens": {"capture": {"layers": "all"}}}
     with stopped.client.stream("POST", "/v1/completions", json=body) as held:
         lines = held.iter_lines()

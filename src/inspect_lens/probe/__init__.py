@@ -17,5 +17,8 @@ from .statistics._metrics import *
 from .statistics._ranking import *
 from .statistics._words import *
 
+_SHARED = frozenset({"draws_of"})
+"""What other folders draw with, and no user needs."""
+
 if not _names.TYPE_CHECKING:
-    __all__ = _names.public(globals())
+    __all__ = _names.public(globals(), _SHARED)

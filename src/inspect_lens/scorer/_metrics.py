@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from inspect_lens import probe as arithmetic
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import Interval
-from inspect_lens.probe.statistics._compare import draws_of
+from inspect_lens.probe import Interval, draws_of
 from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.spec import check_word
 

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import Interval
-from inspect_lens.probe.statistics._compare import draws_of
+from inspect_lens.probe import Interval, draws_of
 
 __all__ = ["DosePoint", "DoseResponse", "Response", "dose_response"]
 

@@ -147,7 +147,8 @@ def test_a_server_without_the_plug_in_ends_with_whoever_started_it(
     def sleeping() -> list[psutil.Process]:
         return [p for p in parent.children(recursive=True) if "sleep 301" in " ".join(p.cmdline())]
 
-    assert until(sleeping)
+    # The server, and who watches the parent.
+    assert until(lambda: sleeping() and len(parent.children()) > 1)
     below = sleeping()
     parent.send_signal(number)
     parent.wait()

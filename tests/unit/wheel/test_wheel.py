@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -10,7 +11,6 @@ import tarfile
 import zipfile
 from collections.abc import Callable
 from email import message_from_string
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -78,20 +78,16 @@ def test_the_table_of_evals_is_that_of_their_files() -> None:
     }
     assert {n for names in EVALS.values() for kind, n in names if kind == "task"} == said
     found = {
-        (kind, line.removeprefix("def ").partition("(")[0])
+        (kind, function.name)
         for path in (ROOT / "evals").rglob("*.py")
-        for kind in ("task", "scorer", "metric", "solver")
-        for before, line in _pairs(path)
-        if before.startswith(f"@{kind}")
+        for function in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(function, ast.FunctionDef)
+        for mark in map(ast.unparse, function.decorator_list)
+        if (kind := mark.partition("(")[0]) in ("task", "scorer", "metric", "solver")
     }
     every = [one for names in EVALS.values() for one in names]
     assert set(every) == found
     assert len(every) == len(set(every)), "two evals register one name"
-
-
-def _pairs(path: Path) -> list[tuple[str, str]]:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [(a, b) for a, b in pairwise(lines) if b.startswith("def ")]
 
 
 def test_no_task_touches_the_path() -> None:

@@ -34,6 +34,7 @@ __all__ = [
     "Comparison",
     "bootstrap_interval",
     "compare_auroc",
+    "draws_of",
     "format_p_value",
     "permutation_test",
 ]

@@ -9,8 +9,14 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import MIN_GROUPS, AnyProbe, Interval, Statistic, rate_interval
-from inspect_lens.probe.statistics._compare import draws_of
+from inspect_lens.probe import (
+    MIN_GROUPS,
+    AnyProbe,
+    Interval,
+    Statistic,
+    draws_of,
+    rate_interval,
+)
 from inspect_lens.spec import Value
 from inspect_lens.train.sets._dataset import ActivationSet
 from inspect_lens.train.sets._splits import find_seen
