@@ -53,6 +53,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     with tempfile.TemporaryDirectory(prefix="kill-") as temporary, collector() as traces:
         # Room for the rows of 160 tokens.
         own = {"INSPECT_LENS_SHM_BYTES": str(160 * LAYERS * 1024), "TMPDIR": temporary}
+        # A connection that is made anew may be accepted by the other server.
+        own["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = "600"
         environment = os.environ | own | traces.environment
         options = OPTIONS | {"otlp_traces_endpoint": traces.url}
         with api_server(options, environment=environment, log=log) as server:

@@ -145,7 +145,9 @@ def test_a_server_without_the_plug_in_ends_with_whoever_started_it(
     parent = psutil.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
 
     def sleeping() -> list[psutil.Process]:
-        return [p for p in parent.children(recursive=True) if "sleep 301" in " ".join(p.cmdline())]
+        # Before it becomes another program, a child has its parent's words, these among them.
+        words = {p: p.cmdline() for p in parent.children(recursive=True)}
+        return [p for p, w in words.items() if "sleep 301" in " ".join(w) and w[0] != command[0]]
 
     # The server, and who watches the parent.
     assert until(lambda: sleeping() and len(parent.children()) > 1)
