@@ -13,7 +13,7 @@ from inspect_ai.model import GenerateConfig
 from evals.kit.arguments import required_probe
 from evals.kit.grading import deception_grade
 from evals.kit.samples import load_samples
-from inspect_lens._base.arguments import judged_arguments
+from inspect_lens import judged_arguments
 from inspect_lens.reading import ProbeReader
 from inspect_lens.scorer import deception_probe
 from inspect_lens.solver import with_capture

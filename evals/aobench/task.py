@@ -15,7 +15,7 @@ from evals.aobench.clone import open_clone
 from evals.aobench.dataset import Options, aobench_dataset, choose_tasks
 from evals.aobench.grading import aobench_answer
 from evals.kit.arguments import required
-from inspect_lens._base.arguments import judged_arguments
+from inspect_lens import judged_arguments
 from inspect_lens.errors import LensError
 from inspect_lens.model._host import PrerequisiteError
 from inspect_lens.oracle import load_oracle

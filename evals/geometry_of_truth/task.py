@@ -13,7 +13,7 @@ from inspect_ai.scorer import Scorer, grouped, scorer
 
 from evals.kit.arguments import required, required_probe
 from evals.kit.samples import load_samples
-from inspect_lens._base.arguments import judged_arguments
+from inspect_lens import judged_arguments
 from inspect_lens.probe import load_probe
 from inspect_lens.scorer import auroc_metric, probe_score, threshold_accuracy
 from inspect_lens.solver import read_given

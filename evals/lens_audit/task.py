@@ -19,7 +19,7 @@ from inspect_petri import audit_judge, audit_viewer
 from inspect_scout import as_scorer
 
 from evals.lens_audit.dataset import audit_seeds
-from inspect_lens._base.arguments import judged_arguments
+from inspect_lens import judged_arguments
 from inspect_lens.agents.petri import lens_audit_solver
 from inspect_lens.scorer import monitor_alarm
 from inspect_lens.view import probe_viewer

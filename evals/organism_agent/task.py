@@ -25,7 +25,7 @@ from inspect_ai.scorer import (
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from evals.organism_agent.dataset import agent_dataset, agent_tool
-from inspect_lens._base.arguments import judged_arguments
+from inspect_lens import judged_arguments
 from inspect_lens.reading import ProbeReader
 from inspect_lens.scorer import probe_score
 from inspect_lens.solver import probe_gate, with_capture

@@ -26,7 +26,7 @@ from inspect_ai.scorer import (
 from inspect_ai.solver import TaskState
 
 from evals.organism_causal_tracing.dataset import fact_dataset
-from inspect_lens._base.arguments import judged_arguments
+from inspect_lens import judged_arguments
 from inspect_lens.patch import CausalTrace
 from inspect_lens.solver import causal_trace
 

@@ -25,7 +25,7 @@ from inspect_ai.scorer import (
 from inspect_ai.solver import Solver, TaskState
 
 from evals.organism_deception.dataset import organism_dataset
-from inspect_lens._base.arguments import judged_arguments
+from inspect_lens import judged_arguments
 from inspect_lens.reading import ProbeReader
 from inspect_lens.scorer import at_threshold, deception_probe
 from inspect_lens.solver import with_capture

@@ -12,7 +12,7 @@ from inspect_ai.model import GenerateConfig
 
 from evals.organism_deception.dataset import organism_dataset
 from evals.organism_deception.task import truthfulness
-from inspect_lens._base.arguments import judged_arguments
+from inspect_lens import judged_arguments
 from inspect_lens.reading import ProbeReader
 from inspect_lens.scorer import deception_probe
 from inspect_lens.solver import with_capture

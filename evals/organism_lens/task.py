@@ -26,7 +26,7 @@ from inspect_ai.scorer import (
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from evals.organism_deception import organism_dataset
-from inspect_lens._base.arguments import judged_arguments
+from inspect_lens import judged_arguments
 from inspect_lens.model import activations
 from inspect_lens.probe import rate_interval
 from inspect_lens.solver import with_lens

@@ -15,7 +15,7 @@ from inspect_ai.scorer import Scorer, scorer
 
 from evals.organism_deception.dataset import organism_dataset
 from evals.organism_deception.task import truthfulness
-from inspect_lens._base.arguments import judged_arguments
+from inspect_lens import judged_arguments
 from inspect_lens.scorer import dose_metric, dose_response
 from inspect_lens.solver import steering_sweep
 

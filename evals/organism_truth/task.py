@@ -13,7 +13,7 @@ from inspect_ai.scorer import Scorer, grouped, scorer
 
 from evals.organism_deception.task import truthfulness
 from evals.organism_truth.dataset import truth_dataset
-from inspect_lens._base.arguments import judged_arguments
+from inspect_lens import judged_arguments
 from inspect_lens.reading import ProbeReader
 from inspect_lens.scorer import auroc_metric, probe_score, threshold_accuracy
 from inspect_lens.solver import with_capture

@@ -26,7 +26,7 @@ from inspect_ai.scorer import (
 from inspect_ai.solver import TaskState, generate
 
 from evals.prompt_injection.dataset import Part, World, injection_dataset
-from inspect_lens._base.arguments import judged_arguments
+from inspect_lens import judged_arguments
 from inspect_lens.attention import load_heads
 from inspect_lens.model import lens_config
 from inspect_lens.scorer import at_threshold, attention_tracker, auroc_metric

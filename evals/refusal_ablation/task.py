@@ -17,7 +17,7 @@ from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from evals.kit.arguments import required
 from evals.refusal_steering import each_kind, refusal_dataset
-from inspect_lens._base.arguments import judged_arguments
+from inspect_lens import judged_arguments
 from inspect_lens.scorer import dose_metric, dose_response, refusal_rate
 from inspect_lens.solver import EditVariant, steering_sweep
 from inspect_lens.spec import BLOCK_SITES, Ablate, Add, Site

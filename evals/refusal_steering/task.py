@@ -17,7 +17,7 @@ from inspect_ai.scorer import Metric, SampleScore, Scorer, Value, metric, scorer
 
 from evals.kit.arguments import required
 from evals.refusal_steering.dataset import refusal_dataset
-from inspect_lens._base.arguments import judged_arguments
+from inspect_lens import judged_arguments
 from inspect_lens.scorer import dose_metric, dose_response, refusal_rate
 from inspect_lens.solver import steering_sweep
 

@@ -13,7 +13,7 @@ from typing import Literal
 from inspect_ai import Task, task
 
 from evals.kit.rollouts import rollout_task
-from inspect_lens._base.arguments import judged_arguments
+from inspect_lens import judged_arguments
 
 __all__ = ["roleplaying_deception"]
 

@@ -25,7 +25,7 @@ from inspect_ai.solver import TaskState
 
 from evals.kit.arguments import required
 from evals.sae_clamp.dataset import clamp_dataset
-from inspect_lens._base.arguments import judged_arguments
+from inspect_lens import judged_arguments
 from inspect_lens.scorer import dose_metric, dose_response, sae_feature
 from inspect_lens.solver import SaeLatents, steering_sweep
 from inspect_lens.spec import LatentMode, Site

@@ -14,7 +14,7 @@ from inspect_ai.scorer import includes
 
 from evals.kit.arguments import required
 from evals.secret_word.dataset import secret_word_dataset
-from inspect_lens._base.arguments import judged_arguments
+from inspect_lens import judged_arguments
 from inspect_lens.scorer import oracle_answer
 from inspect_lens.solver import with_capture
 

@@ -20,7 +20,7 @@ from evals.kit.arguments import required
 from evals.sycophancy_steering.dataset import (
     sycophancy_dataset,
 )
-from inspect_lens._base.arguments import judged_arguments
+from inspect_lens import judged_arguments
 from inspect_lens.scorer import dose_metric, dose_response
 from inspect_lens.solver import steering_sweep
 

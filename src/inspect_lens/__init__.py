@@ -12,6 +12,7 @@ import typing
 from importlib import import_module
 
 from . import errors
+from ._base.arguments import judged_arguments
 from ._base.published import PublishedSetting, published_settings
 from .spec import CaptureSpec, Hook, LensRequest, Receipt, SteeringVector
 
@@ -36,6 +37,7 @@ __all__ = [
     "__version__",
     "deception_probe",
     "errors",
+    "judged_arguments",
     "load_probe",
     "load_vector",
     "probe_score",

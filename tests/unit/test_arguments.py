@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from inspect_lens._base.arguments import judged_arguments
+from inspect_lens import judged_arguments
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.oracle import ask_oracle
 from inspect_lens.scorer import lens_rank, monitor_alarm, probe_cascade, probe_score

@@ -44,11 +44,44 @@ _NEEDED: Final = frozenset({"layers"})
 def judged_arguments(function: F) -> F:
     """Refuse arguments of another kind than the annotation says, before they cost anything.
 
-    Python would take "no" for true, and NaN for a threshold that nothing exceeds. Flags, numbers,
-    texts, words, lists of these, and objects that Inspect makes are judged. Numbers of numpy and of
-    torch become Python's, as do those that a command line has as texts; where several may be given,
-    one alone or another iterable becomes a list. What else an annotation names is left to the
-    function.
+    Python would take "no" for true, and NaN for a threshold that nothing exceeds. Put this
+    decorator on your own task, solver or scorer, and its arguments are judged as those of this
+    package are: flags, numbers, texts, paths, words of a `Literal`, lists of these, and objects
+    that Inspect makes. What else an annotation names is left to the function.
+
+    Numbers of numpy and of torch become Python's, as do those that a command line has as texts;
+    where several may be given, one alone or another iterable becomes a list.
+
+    Args:
+        function: what is to get judged arguments; it may be a coroutine function. `@task`,
+            `@solver` and `@scorer` go above this decorator.
+
+    Returns:
+        The function with its name, docstring and signature. Called with an argument of another
+            kind, it raises `SpecError`, which names the argument and what is allowed; so it does
+            for an integer such as `layer`, `limit` or `seed` that is too small to mean anything.
+
+    Example:
+        ```python
+        from typing import Literal
+
+        from inspect_ai import Task, task
+
+        from inspect_lens import errors, judged_arguments
+        from inspect_lens.scorer import probe_score
+
+
+        @task
+        @judged_arguments
+        def my_eval(layer: int | None = None, pool: Literal["mean", "max"] = "mean") -> Task:
+            return Task(scorer=probe_score("organism/deception-lr", layer=layer, pool=pool))
+
+
+        try:
+            my_eval(pool="maximum")
+        except errors.SpecError as error:
+            assert "allowed are mean, max; did you mean 'max'?" in str(error)
+        ```
     """
     parameters = inspect.signature(function).parameters
     names = list(parameters)
