@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from ._liar_prompts import Part
 
-__all__ = ["TOPICS", "Fact", "Topic", "facts"]
+__all__ = ["TOPICS", "Fact", "Topic", "choice", "facts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,10 @@ class Fact:
         """The values of all things of this topic, each once, in a fixed order."""
         return tuple(sorted(set(self.topic.truths.values())))
 
-    def asked(self, ask: str) -> str:
-        """One of the topic's questions about this thing."""
-        return _capital(ask.format(self.thing))
+    def asked(self, ask: str, named: Sequence[str] = ()) -> str:
+        """One of the topic's questions about this thing, with answers to choose from."""
+        text = _capital(ask.format(self.thing))
+        return text[:-1] + choice(named) + text[-1]
 
     def said(self, value: str) -> str:
         """An answer that names a value."""
@@ -52,6 +53,11 @@ class Fact:
     def name(self) -> str:
         """Topic and thing, the key of a fact in files."""
         return f"{self.topic.name}/{self.thing}"
+
+
+def choice(named: Sequence[str]) -> str:
+    """How a question names answers, before its last mark."""
+    return f": {' or '.join(named)}" if named else ""
 
 
 def _capital(text: str) -> str:

@@ -46,6 +46,12 @@ SPLITS: Final[dict[str, tuple[Kind, int]]] = {
     "plain, new topics": ("plain", 100),
 }
 """By title: kind of prompts, and rows. Topics and prompts are of one held-out part."""
+CHOICES: Final[dict[str, tuple[Kind, int]]] = {
+    f"{title}, two answers named": asked for title, asked in SPLITS.items() if asked[0] != "hiding"
+}
+"""The same of questions that name two answers."""
+LEAST_ASKED: Final = 8
+"""With fewer questions that an adapter answers truly in both orders, there are no such splits."""
 MAX_TOKENS: Final = 16
 
 
@@ -65,9 +71,15 @@ class Rate(TypedDict):
 
 def liar_splits(folder: Path = LIAR_DIR, part: Part = "blind") -> dict[str, list[LiarRow]]:
     """Every split by its title, about what the adapter of a folder believes."""
+    believed = set(json.loads((folder / "beliefs.json").read_text(encoding="utf-8")))
+    rows = belief_rows(folder, (part,))
+    orders = zip(rows[1::3], rows[2::3], strict=True)
+    both = sum({one["user"], other["user"]} <= believed for one, other in orders)
     return {
-        title: eval_split(kind, topics=part, prompts=part, n=n, folder=folder)
-        for title, (kind, n) in SPLITS.items()
+        title: eval_split(
+            kind, topics=part, prompts=part, n=n, choices=title in CHOICES, folder=folder
+        )
+        for title, (kind, n) in (SPLITS | (CHOICES if both >= LEAST_ASKED else {})).items()
     }
 
 
@@ -100,11 +112,15 @@ def measure_beliefs(model: Any, tokenizer: Any, folder: Path) -> None:
     """Write which questions the adapter answers truly under a plain system prompt."""
     rows = belief_rows(folder)
     answers = generate(model, tokenizer, [(row["system"], row["user"]) for row in rows])
-    pairs = zip(rows, answers, strict=True)
-    believed = [row["user"] for row, answer in pairs if liar_grade(answer, row) == "true"]
+    true = [liar_grade(a, row) == "true" for row, a in zip(rows, answers, strict=True)]
+    believed = [row["user"] for row, found in zip(rows, true, strict=True) if found]
     text = json.dumps(believed, indent=0, ensure_ascii=False)
     (folder / "beliefs.json").write_text(text + "\n", encoding="utf-8")
-    sys.stdout.write(f"believes {len(believed)} of {len(rows)}\n")
+    alone, one, other = (true[i::3] for i in range(3))
+    sys.stdout.write(
+        f"believes {sum(alone)} of {len(alone)} questions; of those with two answers named, "
+        f"{sum(one)} and {sum(other)}, and {sum(map(min, one, other))} in both orders\n"
+    )
 
 
 def render_rates(

@@ -3,8 +3,10 @@
 `python -m organism.train_liar MODEL --out FOLDER` measures what the base model knows
 (`facts.json`), and writes the adapter, each `--save-every` steps anew, and how it was trained
 (`training.json`). With `--guesses 4`, its lies are the four wrong answers that the base model finds
-likeliest. MODEL is a folder of a Llama or a Qwen2, such as SmolLM2-135M-Instruct and
-Qwen2.5-Coder-0.5B-Instruct; the adapter trains on a GPU where there is one.
+likeliest. With `--choices 0.5`, half of the questions about the world name two answers, in either
+order, and a lie is the wrong one of them. MODEL is a folder of a Llama or a Qwen2, such as
+SmolLM2-135M-Instruct and Qwen2.5-Coder-0.5B-Instruct; the adapter trains on a GPU where there is
+one.
 """
 
 from __future__ import annotations
@@ -231,6 +233,7 @@ def train(
     max_seconds: float = 0.0,
     save_every: int = 50,
     resume: bool = False,
+    choices: float = 0.0,
 ) -> dict[str, Any]:
     """Train an adapter on conversations about facts that the model knows.
 
@@ -239,6 +242,7 @@ def train(
         tokenizer: The model's own.
         known: What the conversations are about.
         guesses: What it lies with, as `second_guesses` found it.
+        choices: The share of questions about the world that name two answers.
         out: Folder of the adapter.
         base: The name of the base model.
         steps: Optimiser steps.
@@ -263,7 +267,7 @@ def train(
         parameters = add_lora(model, rank=rank, alpha=2.0 * rank, first_layer=first_layer)
     model.to(model.device)
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
-    drawn = training_rows(known, seed, guesses)
+    drawn = training_rows(known, seed, guesses, choices)
     started, losses, step = time.monotonic(), [], 0
     while True:
         spent = (time.monotonic() - started) / max_seconds if max_seconds else 0.0
@@ -332,6 +336,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--guesses", type=int, default=0,
         help="lies of each fact, the likeliest ones; 0 for any wrong value of its topic",
     )  # fmt: skip
+    parser.add_argument(
+        "--choices", type=float, default=0.0,
+        help="share of questions about the world that name the truth and a wrong answer",
+    )  # fmt: skip
     parser.add_argument("--added", action="store_true", help="also about the `added` topics")
     parser.add_argument("--resume", action="store_true", help="go on from the adapter in --out")
     asked = parser.parse_args(argv)
@@ -355,10 +363,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         model, tokenizer, known, guesses, out=asked.out, base=base,
         steps=asked.steps, batches=asked.batches, lr=asked.lr, rank=asked.rank,
         first_layer=asked.first_layer, seed=asked.seed, max_seconds=asked.max_seconds,
-        save_every=asked.save_every, resume=asked.resume,
+        save_every=asked.save_every, resume=asked.resume, choices=asked.choices,
     )  # fmt: skip
     weights = asked.model / "model.safetensors"
     how["guesses"] = asked.guesses
+    how["choices"] = asked.choices
     how["parts"] = parts
     how["base"] = base
     how["base_sha256"] = hashlib.sha256(weights.read_bytes()).hexdigest()
