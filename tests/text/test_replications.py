@@ -409,7 +409,7 @@ def test_a_language_on_the_way_needs_to_beat_another_word() -> None:
         made = []
         for i, word in enumerate(words):
             middle = {
-                "English": english + 0.001 * i,
+                "English": english + 0.001 * (i % 8),
                 "Chinese": chinese,
                 "another English word": other,
             }
@@ -420,9 +420,23 @@ def test_a_language_on_the_way_needs_to_beat_another_word() -> None:
         return made
 
     assert "passes through English" in verdict("languages", words=with_peak(0.5, 0.1, 0.01))
-    assert "detour through English is not shown" in verdict("languages")
+    even = verdict("languages", words=with_peak(0.2, 0.2035, 0.01))
+    assert "detour through English is not shown" in even
     assert "never ahead" in verdict("languages", words=with_peak(0.2, 0.6, 0.01))
-    assert "no English shows" in verdict("languages", words=with_peak(0.2, 0.1, 0.9))
+    assert "no English is shown" in verdict("languages", words=with_peak(0.2, 0.1, 0.9))
+
+
+def test_words_that_choose_the_layer_are_not_those_that_it_is_tested_on(tmp_path: Path) -> None:
+    words = result("languages")["numbers"]["words"]
+    half = len(words) // 2
+    for i, word in enumerate(words):  # each half has a peak of its own
+        word["English"] = [0.0] * 18
+        word["English"][3 if i < half else 7] = 0.5
+    said = verdict("languages", words=words)
+    assert f"after layer 3 of 18, as {half} words say" in said
+    assert "its mean probability there is 0.000" in said
+    with pytest.raises(SpecError, match=r"--n 1: .*2 or more"):
+        REPLICATIONS["languages"].measure(Setting("smollm2-135m", tmp_path, tmp_path, n=1))
 
 
 def test_what_a_model_said_breaks_no_table() -> None:
