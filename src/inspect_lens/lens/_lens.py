@@ -402,6 +402,9 @@ def import_lens(
             )
         matrices = {int(layer): value.detach() for layer, value in loaded["J"].items()}
         layers = tuple(sorted(matrices))
+        named = sorted(int(layer) for layer in loaded.get("source_layers", layers))
+        if named != list(layers):
+            raise ValueError(f"source_layers are {named}, and J has matrices of {list(layers)}")
         half = all(str(value.dtype) == "torch.float16" for value in matrices.values())
         matrix = np.stack(
             [(m if half else m.float()).numpy() for m in (matrices[n] for n in layers)]

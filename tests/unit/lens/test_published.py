@@ -76,9 +76,10 @@ def saved(folder: Path, **change: Any) -> Path:
     ("change", "message"),
     [
         ({"J": None}, "not a Jacobian lens"),
-        ({"J": {}}, "not a Jacobian lens"),
+        ({"J": {}, "source_layers": []}, "not a Jacobian lens"),
         ({"d_model": 5}, "for d_model 5"),
-        ({"J": {0: torch.eye(4), 1: torch.eye(3)}}, "not a Jacobian lens"),
+        ({"J": {0: torch.eye(4), 1: torch.eye(3)}, "source_layers": [0, 1]}, "same shape"),
+        ({"source_layers": [0, 2]}, r"source_layers are \[0, 2\], and J has .* of \[0\]"),
         ({"J": {0: torch.eye(4) * float("inf")}}, "NaN or infinity"),
         ({"J": None, "jacobian_sum": {0: torch.eye(4)}}, "a fit that had not ended"),
         ({"metadata": {"target_layer": 3}}, "leads to layer 3"),
@@ -107,7 +108,9 @@ def test_what_the_file_does_not_say_can_be_given(tmp_path: Path) -> None:
     file = saved(tmp_path, metadata={"target_layer": 3})
     assert import_lens(file, name="m/l", n_layers=4).card.n_layers == 4
     with pytest.raises(SpecError, match="n_layers=1"):
-        import_lens(saved(tmp_path, J={1: torch.eye(4)}), name="m/l", n_layers=1)
+        import_lens(
+            saved(tmp_path, J={1: torch.eye(4)}, source_layers=None), name="m/l", n_layers=1
+        )
     with pytest.raises(ArtifactError, match="cannot be read"):
         import_lens(tmp_path / "none.pt", name="m/l")
     with pytest.raises(ArtifactError, match=r"hf://owner/repository/folder/file\.pt"):
