@@ -40,13 +40,21 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_yaml(text: str | bytes) -> Any:
-    """Read YAML; whatever is wrong with it is a ValueError."""
+    """Read YAML; whatever is wrong with it is a ValueError.
+
+    It says what and where, and not the line itself, which may have a secret.
+    """
     import yaml
 
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(" ".join(str(error).split())) from None
+    except RecursionError:
+        raise ValueError("YAML is nested too deeply") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
+        problem = getattr(error, "problem", None) or getattr(error, "reason", None)
+        raise ValueError(f"{problem or 'it is not YAML'}{where}") from None
 
 
 @contextmanager

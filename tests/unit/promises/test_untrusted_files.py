@@ -25,6 +25,7 @@ from safetensors.numpy import save
 
 import inspect_lens
 from inspect_lens._base import artifact
+from inspect_lens._base.untrusted import parse_yaml
 from inspect_lens.attention import import_heads, load_heads
 from inspect_lens.data import (
     ActivationStore,
@@ -109,6 +110,20 @@ def gguf(n: int, size: int) -> bytes:
         name = f"direction.{i}".encode()
         head += struct.pack("<Q", len(name)) + name + struct.pack("<IQIQ", 1, size // 4, 0, 0)
     return head + bytes(-len(head) % 32) + bytes(size)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a:\n  b: SECRET: x", "mapping values are not allowed here in line 2, column 12"),
+        (b"a: SECRET\xff", "invalid start byte"),
+        ("[" * 100_000, "YAML is nested too deeply"),
+    ],
+)
+def test_what_is_wrong_with_yaml_is_said_without_the_line(text: str | bytes, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as caught:
+        parse_yaml(text)
+    assert "SECRET" not in str(caught.value)
 
 
 @PROMISE.on("oracle.read_verbaliser")

@@ -25,10 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
-from inspect_lens._base.untrusted import at_start, parse_json, read_regular
+from inspect_lens._base.untrusted import at_start, parse_json, parse_yaml, read_regular
 from inspect_lens._vllm.sinks.alerts import AlertsConfig
 from inspect_lens.errors import ArtifactError, LensError, SpecError, UnsupportedError
 from inspect_lens.lens import load_lens
@@ -474,10 +473,8 @@ def read_server_file(setting: str) -> ServerFile:
     """Read the file that `INSPECT_LENS_SERVER` names."""
     where = f"INSPECT_LENS_SERVER={setting}"
     try:
-        read = yaml.safe_load(read_regular(setting, most=_MOST_BYTES))
-    except yaml.YAMLError as error:
-        raise SpecError(f"{where}: cannot be read: {_fault_of(error)}") from None
-    except (OSError, ValueError, RecursionError) as error:
+        read = parse_yaml(read_regular(setting, most=_MOST_BYTES))
+    except (OSError, ValueError) as error:
         raise SpecError(f"{where}: cannot be read: {error}") from None
     if not isinstance(read, Mapping) or not read:
         raise SpecError(
@@ -500,10 +497,3 @@ def read_server_file(setting: str) -> ServerFile:
     except LensError as error:
         raise SpecError(f"{where}: {error}") from None
     return ServerFile(config, alerts)
-
-
-def _fault_of(error: yaml.YAMLError) -> str:
-    """What is wrong and where, without the line itself: it may have a webhook's address."""
-    mark = getattr(error, "problem_mark", None)
-    where = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
-    return f"{getattr(error, 'problem', None) or 'it is not YAML'}{where}"
