@@ -158,7 +158,7 @@ class FakeLensServer:
         if path == "/tokenize":
             text = body.get("prompt") or _chat_text(body)
             self._words |= zip(tokens_of(text), text.split(), strict=True)
-            return 200, {"tokens": tokens_of(text)}
+            return 200, {"tokens": tokens_of(text), "count": len(tokens_of(text))}
         if path == "/v1/inspect_lens/registry" and self.dialect == "inspect_lens":
             return self._register(body)
         if path not in ("/v1/chat/completions", "/v1/completions"):

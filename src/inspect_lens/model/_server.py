@@ -476,6 +476,8 @@ class ServerCalls(VLLMAPI):
 
     _is_peer: bool | None = None
     _init_base_url: str | None
+    responses_store: bool | None = None
+    """Inspect's bridge of the Responses API reads it before a server is there to set it."""
 
     @override
     async def _ensure_server_started(self) -> None:
@@ -485,6 +487,13 @@ class ServerCalls(VLLMAPI):
         else:
             refuse_start(weights_of(self.base_model))
             await while_telling(self._server, start)
+
+    @override
+    async def count_text_tokens(self, text: str) -> int:
+        # Inspect estimates by a vocabulary of OpenAI's, which it downloads.
+        body = {"model": self.service_model_name(), "prompt": text, "add_special_tokens": False}
+        count = _facts_in(await self._send("/tokenize", body)).get("count")
+        return count if isinstance(count, int) else await super().count_text_tokens(text)
 
     async def plain_client(self) -> LensClient:
         """A client of the server, which is started where needed, for threads of its own."""
