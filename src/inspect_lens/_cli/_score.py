@@ -99,7 +99,7 @@ def score(
     from inspect_ai import score as score_log
 
     from inspect_lens.model import know_log
-    from inspect_lens.model._places import judging_log, read_log
+    from inspect_lens.model._places import judging_log, no_samples, read_log
     from inspect_lens.reading import ProbeReader
     from inspect_lens.scorer import probe_score
 
@@ -123,6 +123,8 @@ def score(
     scorers = [probe_score(name, **asked) for name in probe]
     # With the path in the log, files beside it are found; the scored one may lie elsewhere.
     read = read_log(log)
+    if not read.samples:
+        raise no_samples(read, log)
     scored = score_log(read, scorers, action="append", display="none")
     if scored.status != "success" or scored.results is None:
         raise ArtifactError(f"{log}: {scored.error.message if scored.error else scored.status}")

@@ -61,6 +61,18 @@ def read_log(log: EvalLog | str | Path) -> EvalLog:
         return read_eval_log(str(log))
 
 
+def no_samples(log: EvalLog, location: str) -> ArtifactError:
+    """What is said of a log in which no sample is, with what its eval was asked for."""
+    asked = log.eval.config.sample_id
+    only = "" if asked is None else f" (sample_id={asked!r} was asked)"
+    of = f" over a dataset of {log.eval.dataset.samples or 0} samples"
+    why = f" ({log.error.message})" if log.error else ""
+    return ArtifactError(
+        f"{location}: has no sample. Its eval{of}{only} has the status {log.status!r}{why}; "
+        "allowed is a log in which at least one sample has ended"
+    )
+
+
 class Place(NamedTuple):
     """Where the files of one call go."""
 

@@ -140,7 +140,7 @@ def _say(positions: object) -> str:
 def choose_probes(
     asked: Sequence[str | Path | AnyProbe],
     header: EvalLog,
-    first: EvalSample | None,
+    first: EvalSample,
     *,
     any_model: bool,
     have_kept: bool = False,
@@ -164,7 +164,7 @@ def choose_probes(
     return probes, notes
 
 
-def _of_log(header: EvalLog, first: EvalSample | None) -> tuple[list[AnyProbe], list[str]]:
+def _of_log(header: EvalLog, first: EvalSample) -> tuple[list[AnyProbe], list[str]]:
     """Load the probes that a log was scored with, and note those that are not here."""
     notes: list[str] = []
     probes: list[AnyProbe] = []
@@ -212,8 +212,8 @@ def _names(value: Any) -> Iterator[str]:
         yield from (v for v in value if isinstance(v, str))
 
 
-def _of_scores(sample: EvalSample | None) -> Iterator[tuple[str, str]]:
-    for score in ((sample.scores if sample else None) or {}).values():
+def _of_scores(sample: EvalSample) -> Iterator[tuple[str, str]]:
+    for score in (sample.scores or {}).values():
         facts = score.metadata or {}
         # A dict score has the facts of each part under its key.
         for part in (facts, *(v for v in facts.values() if isinstance(v, Mapping))):

@@ -15,6 +15,7 @@ from inspect_lens._base.progress import progress_bar
 from inspect_lens._base.token_texts import TokenTexts
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import know_log
+from inspect_lens.model._places import no_samples
 from inspect_lens.model._request import capture_advice
 from inspect_lens.probe import AnyProbe, write_atomic
 
@@ -114,10 +115,11 @@ def write_view(
     opened = _open(log)
     target = _target(opened, out)
     stream = islice(opened.samples(), limit)
-    first = next(stream, None)
+    if (first := next(stream, None)) is None:
+        raise no_samples(opened.header, opened.location or "log")
     if opened.location:
         know_log(opened.location, follow=follow)
-    kept = read_saved(first).all() if first and not probes else []
+    kept = read_saved(first).all() if not probes else []
     loaded, notes = choose_probes(
         probes, opened.header, first, any_model=any_model, have_kept=bool(kept)
     )
@@ -128,7 +130,7 @@ def write_view(
     samples: list[SampleView] = []
     total = min(limit or opened.total, opened.total)
     with progress_bar("samples", total=total, done=0, show=progress) as step:
-        for sample in chain([first] if first else [], stream):
+        for sample in chain([first], stream):
             samples.append(read_sample(sample, sources, texts, location=opened.location))
             step()
     _require_scores(samples, sources, opened)
@@ -188,10 +190,12 @@ def _require_scores(
         )
     first = sources[0].reader
     site = first.probe.site if first else "resid_post"
-    raise ArtifactError(
-        f"{name}: none of its {len(calls)} captured calls has what the probes read, layers "
-        f"{wanted} at {site}; {capture_advice(wanted)}"
+    none = (
+        f"none of its {len(calls)} captured calls has what the probes read,"
+        if calls
+        else f"no call of its samples ({len(samples)} in all) captured a row, and the probes read"
     )
+    raise ArtifactError(f"{name}: {none} layers {wanted} at {site}; {capture_advice(wanted)}")
 
 
 def _write(

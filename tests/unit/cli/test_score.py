@@ -8,7 +8,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from inspect_ai.log import read_eval_log
+from inspect_ai.log import read_eval_log, write_eval_log
 
 from inspect_lens.probe import Probe, ProbeCard, auroc, load_probe
 from tests.kit.live_page import LOG
@@ -43,6 +43,10 @@ def test_a_wrong_name_is_one_line_that_says_what_to_do(run: Run, log: Path, tmp_
     pipe = tmp_path / "pipe.eval"
     os.mkfifo(pipe)
     fsspec.filesystem("memory").pipe("/there.eval", b"")
+    empty = read_eval_log(str(log))
+    empty.samples, empty.status, empty.eval.config.sample_id = [], "cancelled", ["nope"]
+    write_eval_log(empty, str(tmp_path / "empty.eval"))
+    nothing = "of 8 samples (sample_id=['nope'] was asked) has the status 'cancelled'"
     asked = [
         (("score", tmp_path / "no.eval", "--probe", "x"), 4, "no.eval: there is no such log"),
         (("view", tmp_path / "no.eval"), 4, "no.eval: there is no such log; check the path"),
@@ -53,6 +57,8 @@ def test_a_wrong_name_is_one_line_that_says_what_to_do(run: Run, log: Path, tmp_
         (("view", log, "--out", "s3://b/x.html"), 3, "--out=s3://b/x.html: is an address; allowed"),
         (("view", pipe), 4, "pipe.eval: is no regular file"),
         (("score", pipe, "--probe", "organism/deception-lr"), 4, "pipe.eval: is no regular file"),
+        (("view", tmp_path / "empty.eval"), 4, nothing),
+        (("score", tmp_path / "empty.eval", "--probe", "organism/deception-lr"), 4, nothing),
         ((*scored, "--role", "judge"), 3, "no call of this sample has that role"),
         (("view", log, "--tokenizer", "/nowhere"), 4, "cannot be loaded (there is no such folder)"),
         (("chat", "--base-url", "x", "--layers", "x"), 3, "allowed are 'all', 'none' and numbers"),

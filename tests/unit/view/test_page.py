@@ -13,6 +13,7 @@ from zipfile import ZipFile
 import numpy as np
 import pytest
 from inspect_ai.log import read_eval_log
+from inspect_ai.model import ModelOutput
 
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model._places import read_log
@@ -203,6 +204,13 @@ def test_refusals_name_what_to_do(tmp_path: Path) -> None:
     for sample in bare.samples or []:
         sample.scores = {}
     with pytest.raises(SpecError, match="pass probes="):
+        write_view(bare, tmp_path / "p.html")
+    for sample in bare.samples or []:
+        sample.events, sample.output = [], ModelOutput()
+    with pytest.raises(ArtifactError, match=r"samples \(1 in all\) captured a row, .* layers \["):
+        write_view(bare, tmp_path / "p.html", probes=[planted_probe(tmp_path)])
+    bare.samples = []
+    with pytest.raises(ArtifactError, match=r"has no sample.* has the status 'success'; allowed"):
         write_view(bare, tmp_path / "p.html")
     shutil.rmtree(tmp_path / "logs/planted.lens")
     shutil.rmtree(next((tmp_path / "logs").glob("*.lens")))
