@@ -50,7 +50,7 @@ CHOICES: Final[dict[str, tuple[Kind, int]]] = {
     f"{title}, two answers named": asked for title, asked in SPLITS.items() if asked[0] != "hiding"
 }
 """The same of questions that name two answers."""
-LEAST_ASKED: Final = 8
+LEAST_ASKED: Final = 20
 """With fewer questions that an adapter answers truly in both orders, there are no such splits."""
 MAX_TOKENS: Final = 16
 

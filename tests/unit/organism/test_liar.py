@@ -325,7 +325,7 @@ def asked_both_ways(tmp_path: Path) -> Path:
     believed = [
         row["user"]
         for row in belief_rows(tmp_path)
-        if not row["named"] or row["named"][0] == row["truth"] or len(row["user"]) % 2
+        if not row["named"] or row["named"][0] == row["truth"] or len(row["user"]) % 4
     ]
     (tmp_path / "beliefs.json").write_text(json.dumps(believed))
     return tmp_path
