@@ -121,8 +121,9 @@ def check_steps(
     began = time.monotonic()
     inbox = Inbox(exporter)
     check = _Check(runner, stepper, inbox, facts, scale, rank)
-    found, paths, n_compared = [], [], 0
+    found, ways = [], []
     is_plain = _is_all_eager(runner.vllm_config)
+    reference = "eager" if may_force_eager and not is_plain else "repeated"
     shapes = _shapes(runner, stepper, facts)
     _empty_cache(runner)
     try:
@@ -147,10 +148,12 @@ def check_steps(
                 )
                 continue
             if check.rows:
-                faults, same = _judge(check, shape, plain, again, pairs)
+                faults, n_plain, n_steered = _judge(check, shape, plain, again, pairs)
                 found += faults
-                n_compared = max(n_compared, sum(same))
-                paths.append(f"{own.path} ({shape.name})")
+                ways.append(
+                    f"{own.path} ({shape.name}): {n_plain} of {len(check.taps)} rows of a token "
+                    f"compared with {reference} rows, {n_steered} of them steered, too"
+                )
         refused = None
         if named is not None:
             refused = _stream_refusal(check, shapes, named, is_eager=may_force_eager)
@@ -165,17 +168,14 @@ def check_steps(
         )
     if refused is not None:
         raise refused
-    if check.rows and not paths:
+    if check.rows and not ways:
         logger.warning("inspect_lens: the start-up check has shown only that every tap fires")
         return
     logger.info(
-        "inspect_lens: start-up check passed in %.0f ms: rows of two chunked requests, one of them "
-        "steered, in these ways: %s; %d of %d rows of a token compared with %s rows",
+        "inspect_lens: start-up check passed in %.0f ms: two chunked requests%s; %s",
         1000 * (time.monotonic() - began),
-        ", ".join(paths) or "none",
-        n_compared,
-        len(check.taps),
-        "eager" if may_force_eager and not is_plain else "repeated",
+        ", one of them steered" if check.can_steer else "",
+        "; ".join(ways) or "this worker sends no rows",
     )
 
 
@@ -413,8 +413,8 @@ def _wide(config: Any, sequences: int, each: int, most: int) -> int:
 
 def _judge(
     check: _Check, shape: _Shape, plain: _Run, again: _Run, pairs: Sequence[tuple[_Run, _Run]]
-) -> tuple[list[str], list[bool]]:
-    """What is wrong with the rows of a shape, and which taps could be compared."""
+) -> tuple[list[str], int, int]:
+    """What is wrong with a shape, and how many rows of a token were compared, plain and steered."""
     # The runs `plain` and `again` are eager and not steered. Pairs are steered alike, eager and as
     # vLLM runs such steps.
     eager, own = pairs[0]
@@ -437,14 +437,16 @@ def _judge(
         same = run.exported.rows.view(torch.uint8) == run.ring.view(torch.uint8)
         say(run, (~same.flatten(1).all(dim=1) & ~lost).tolist(), "wrote rows that left it changed")
     if found or is_overflown or check.shares_states:
-        return found, [False] * len(taps)
+        return found, 0, 0
     # Half precision through a deep model moves a row by as much as a few tenths of its length; a
     # row of another token, or of another step, by about its length.
     most = 0.05 if own.ring.dtype == torch.float32 else 0.5
     base = plain.ring.float()
     steady = (row_error(base, again.ring.float()) <= most / 5).flatten(1).all(dim=1)
     steady = steady.cummin(dim=0).values  # what follows something unsteady agrees by chance
+    n_vectors = 0
     if steered_at is not None and check.can_steer and steady[steered_at]:
+        n_vectors = 1
         steered = base[steered_at].clone()
         steered[1] += check.vectors(shape)
         # What experts add in front of it may differ near a tie: see `_MORE_TRIES`.
@@ -465,7 +467,9 @@ def _judge(
     if not found and bool(differs.any()):
         by = f"by up to {float(error[differs].max()):.2g} of their length; {most} is allowed"
         say(own, differs.tolist(), f"have other rows than an eager pass ({by})")
-    return found, steady.tolist()
+    # Where all steps run alike, the one run that is steered has none beside it.
+    n_steered = int((is_close & steady).sum()) if own is not eager else n_vectors
+    return found, int(steady.sum()), n_steered if check.can_steer else 0
 
 
 def _place(

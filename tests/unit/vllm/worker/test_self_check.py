@@ -142,8 +142,8 @@ def test_two_chunked_requests_are_run_in_every_way(
         4 * ["NONE"] + 2 * ["PIECEWISE"] + 2 * ["NONE"] + 4 * ["NONE"] + 2 * ["FULL"] + 2 * ["NONE"]
     )
     said = caplog.messages[-1]
-    assert "piecewise (mixed lengths), graph (decodes)" in said
-    assert "3 of 3 rows of a token compared with eager rows" in said
+    compared = "3 of 3 rows of a token compared with eager rows, 3 of them steered, too"
+    assert f"piecewise (mixed lengths): {compared}; graph (decodes): {compared}" in said
     assert worker.is_clean()
 
 
@@ -265,7 +265,8 @@ def test_an_engine_with_one_way_is_run_in_that_way_once(
         worker.check()
     # Two chunks each: plain, steered, plain.
     assert len(worker.runner.ran[1:]) == 6
-    assert "3 of 3 rows of a token compared with repeated rows" in caplog.messages[-1]
+    compared = "3 of 3 rows of a token compared with repeated rows, 1 of them steered, too"
+    assert compared in caplog.messages[-1]
     assert worker.is_clean()
     # Either of the two makes a second way.
     getattr(worker.runner.vllm_config.compilation_config, changed).name = "FULL_DECODE_ONLY"
@@ -337,7 +338,7 @@ def test_a_special_token_that_rounding_decides_is_not_asked(worker: Worker, is_n
 
 @pytest.mark.parametrize("noise", [0.0, 0.01])
 def test_steered_rows_are_judged_as_far_as_plain_ones_are_close(
-    worker: Worker, noise: float
+    worker: Worker, noise: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On a GPU, rounding makes of steered rows of SmolLM2 others, and moves plain ones, too."""
 
@@ -350,18 +351,26 @@ def test_steered_rows_are_judged_as_far_as_plain_ones_are_close(
         return torch.where(is_steered, -x, x) if layer == 2 else x
 
     worker.runner.hurt = amplify
-    with (
-        contextlib.nullcontext()
-        if noise
-        else pytest.raises(CompatError, match=r"resid_post\.2 have")
-    ):
+    if not noise:
+        with pytest.raises(CompatError, match=r"resid_post\.2 have"):
+            worker.check()
+        return
+    with caplog.at_level(logging.INFO, "vllm.inspect_lens"):
         worker.check()
+    said = caplog.messages[-1]
+    assert "piecewise (mixed lengths): 3 of 3 rows of a token compared with eager rows, 1 of" in said
+    assert "graph (decodes): 3 of 3 rows of a token compared with eager rows, 3 of them" in said
 
 
 def test_the_second_request_is_judged_at_every_tap_where_nothing_is_steered(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As in an engine that has taps alone which nobody may write."""
+    with monkeypatch.context() as patched, caplog.at_level(logging.INFO, "vllm.inspect_lens"):
+        patched.setattr(self_check._Check, "can_steer", False)
+        worker.check()
+    assert "two chunked requests; piecewise" in caplog.messages[-1]
+    assert "0 of them steered" in caplog.messages[-1]
     monkeypatch.setattr(self_check._Check, "can_steer", False)
 
     def swap(layer: int, mode: str, x: torch.Tensor) -> torch.Tensor:
@@ -587,7 +596,7 @@ def test_rows_that_eager_passes_do_not_agree_on_are_not_compared(
     worker.runner.hurt = hurt
     with caplog.at_level(logging.INFO, "vllm.inspect_lens"):
         worker.check()
-    assert "1 of 3 rows of a token compared" in caplog.messages[-1]
+    assert caplog.messages[-1].count(": 1 of 3 rows of a token compared") == 2
     assert worker.is_clean()
 
 
@@ -597,7 +606,8 @@ def test_rows_that_cannot_be_steered_do_not_stop_the_start(
     worker.runner.hurt = lambda i, mode, x: x * float("nan")
     with caplog.at_level(logging.INFO, "vllm.inspect_lens"):
         worker.check()
-    assert "0 of 3 rows of a token compared" in caplog.messages[-1]
+    assert caplog.messages[-1].count("0 of 3 rows of a token compared") == 2
+    assert caplog.messages[-1].count("0 of them steered") == 2
     assert worker.is_clean()
 
 
