@@ -275,6 +275,26 @@ def test_parameters_are_whole_on_every_worker(two: Engine, hugging_face: Hugging
         torch.testing.assert_close(value, expected[key.partition(" ")[0]], rtol=0, atol=0)
 
 
+def test_parameters_that_were_prefetched_go_with_the_weights(
+    two: Engine, hugging_face: HuggingFace
+) -> None:
+    """They are copies of other ranks' shares, or of another stage."""
+
+    def look(ctx: Any, h: Any) -> None:
+        ctx.saved["head"] = ctx.get_parameter("lm_head.weight")
+
+    PersistentHooks(two.llm).prefetch_params(["lm_head.weight"])
+    two.llm.collective_rpc("reload_weights")
+    asked = {"apply_hooks": [Hook(fn=look, layer_indices=[0])]}
+    if two.llm.llm_engine.vllm_config.parallel_config.pipeline_parallel_size > 1:
+        with pytest.raises(HookError, match="prefetch it"):
+            two.run([tokens(5)], asked, max_tokens=1)
+        PersistentHooks(two.llm).prefetch_params(["lm_head.weight"])
+    saved = two.run([tokens(5)], asked, max_tokens=1)[0].hook_results["0"]
+    PersistentHooks(two.llm).clear_prefetched()
+    torch.testing.assert_close(saved["head"], hugging_face.model.state_dict()["lm_head.weight"])
+
+
 def test_queries_and_keys_of_all_heads(two: Engine, hugging_face: HuggingFace) -> None:
     output = two.run([tokens(60)], {"output_qk": True}, max_tokens=3)[0]
     found = output.activations

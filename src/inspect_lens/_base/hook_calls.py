@@ -60,7 +60,8 @@ class HookCalls(ABC):
     def prefetch_params(self, names: str | Sequence[str]) -> None:
         """Make parameters known to `ctx.get_parameter` on all ranks and pipeline stages.
 
-        Without a pipeline it is not needed; it saves gathering them again in each call.
+        Without a pipeline it is not needed; it saves gathering them again in each call. A call to
+        the engine that may change its weights drops them: prefetch them again behind it.
 
         Args:
             names: dotted paths from the model, such as `lm_head.weight`.

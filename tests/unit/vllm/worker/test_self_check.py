@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -358,7 +357,9 @@ def test_steered_rows_are_judged_as_far_as_plain_ones_are_close(
     with caplog.at_level(logging.INFO, "vllm.inspect_lens"):
         worker.check()
     said = caplog.messages[-1]
-    assert "piecewise (mixed lengths): 3 of 3 rows of a token compared with eager rows, 1 of" in said
+    assert (
+        "piecewise (mixed lengths): 3 of 3 rows of a token compared with eager rows, 1 of" in said
+    )
     assert "graph (decodes): 3 of 3 rows of a token compared with eager rows, 3 of them" in said
 
 
