@@ -128,6 +128,17 @@ def _program(hidden: int, layer: int, seed: int) -> Request:
     return {"inspect_lens": LensRequest(edits=edits)}
 
 
+@lru_cache(maxsize=1024)
+def _sweep(hidden: int, layer: int, i: int, positions: str) -> Request:
+    from inspect_lens import LensRequest
+    from inspect_lens.spec import Add
+
+    edit = Add(
+        vector=direction(hidden, 0), layers=[layer], scale=0.1 * (i + 1), positions=positions
+    )
+    return {"inspect_lens": LensRequest(edits=(edit,))}
+
+
 @lru_cache(maxsize=8)
 def _gated(hidden: int, layer: int) -> Request:
     from inspect_lens import LensRequest
@@ -259,6 +270,16 @@ ARMS = {
         "lens",
         lambda shape, i: {"apply_steering_vectors": [vector(shape, i % 256)]},
         note="request i has vector i mod 256",
+    ),
+    "sweep-all": Arm(
+        "lens",
+        lambda shape, i: _sweep(shape.hidden, shape.layer, i, "all"),
+        note="one vector, request i at scale i, all tokens",
+    ),
+    "sweep-completion": Arm(
+        "lens",
+        lambda shape, i: _sweep(shape.hidden, shape.layer, i, "completion"),
+        note="the same on the completion alone, so that scales share the prompt's blocks",
     ),
     "ablate-all": Arm(
         "lens",

@@ -18,6 +18,8 @@ class Load:
     """Sampled tokens of each request; None draws them."""
     prompt: tuple[int, int] = (16, 48)
     """Prompt lengths are uniform from the first to below the second; unused where drawn."""
+    is_shared: bool = False
+    """Whether all requests have the first one's prompt."""
 
 
 LOADS = {
@@ -27,9 +29,11 @@ LOADS = {
     "512x128": Load(512, 128),
     "1000x128": Load(1000, 128),
     "alpaca": Load(1000, None),
+    "sweep": Load(20, 14, prompt=(3000, 3001), is_shared=True),
     "smoke": Load(6, 8),
 }
-"""`alpaca`: 1000 prompts of mean 13 tokens and answers of mean 315, see `_alpaca`."""
+"""`alpaca`: 1000 prompts of mean 13 tokens and answers of mean 315, see `_alpaca`. `sweep`: one
+prompt, as often as a steering sweep has scales."""
 
 
 def _alpaca(rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -59,7 +63,8 @@ def requests(load: Load, *, vocab: int, seed: int) -> list[tuple[list[int], int]
     else:
         prompts = rng.integers(*load.prompt, load.n)
         answers = np.full(load.n, load.sampled)
-    return [
+    drawn = [
         ([int(t) for t in rng.integers(3, vocab, n)], int(m))
         for n, m in zip(prompts, answers, strict=True)
     ]
+    return [(drawn[0][0], m) for _, m in drawn] if load.is_shared else drawn

@@ -125,9 +125,10 @@ class Vllm:
                 )
                 if tuple(output.activations["residual_stream"].shape) != expected:
                     raise RuntimeError(f"a tensor is not {expected}")
-            elif getattr((request or {}).get("inspect_lens"), "edits", ()):
+            elif edits := getattr((request or {}).get("inspect_lens"), "edits", ()):
                 edited = output.inspect_lens.steer.n_tokens
-                if edited != len(prompt) + sampled - 1:
+                of_prompt = 0 if edits[0].positions == "completion" else len(prompt)
+                if edited != of_prompt + sampled - 1:
                     raise RuntimeError(f"{edited} tokens were edited")
             elif "capture" in ((request or {}).get("inspect_lens") or {}):
                 rows = output.activations["router_logits"].shape
