@@ -454,7 +454,7 @@ class Made:
             rest = f" ({t.n_left_out} positive ones left out)" if t.n_left_out else ""
             of = "tokens of " if t.unit == "tokens" else ""
             above = t.claim or f"{t.n_above} of {t.n_control} {of}{t.control}{rest} above it"
-            yield f"  threshold {t.value:.5g} for {t.holds_for}: {above}{few}"
+            yield f"  threshold {t.value:.5g} for {t.holds_for}, set for {t.fpr:g}: {above}{few}"
         for e in self.evaluations:
             yield from self._of_set(e)
         for b in self.baselines:
@@ -474,14 +474,14 @@ class Made:
         said = "one class" if e.auroc is None else f"AUROC {area}"
         if e.recall is not None:
             said += f", recall {with_interval(e.recall, e.recall_interval)}"
-        if e.fpr is not None:
-            said += f", false positive rate {with_interval(e.fpr, e.fpr_interval)}"
         yield f"  {e.name}: {said}"
         yield f"    beside it: {Validity.of(e)}"
+        answer = str(self.probe.card.answer)
+        told = next((r for r in e.rates if r.statistic == answer), None)  # which has `fpr`
         for r in e.rates:
-            if r.rate is not None and r.interval is not None:
-                share = with_interval(r.rate, r.interval)
-                yield f"    for {r.statistic}, set for {r.nominal:g}: {share} of honest answers"
+            if r is not told and r.rate is not None and r.interval is not None:
+                share = f"{with_interval(r.rate, r.interval)} of {r.honest}"
+                yield f"    threshold for {r.statistic}, set for {r.nominal:g}: {share} above it"
         if e.recalls:
             at = ", ".join(f"{r.recall:.3f} for a rate of {r.fpr:g}" for r in e.recalls)
             yield f"    recall with thresholds set on {e.recalls[0].control}: {at}"

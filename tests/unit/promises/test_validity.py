@@ -110,8 +110,9 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
 @PROMISE.on("command")
 def _(surface: str, request: pytest.FixtureRequest) -> None:
     probe = request.getfixturevalue("probe")
-    shown(probe)
+    rate, *_ = shown(probe)
     lines = list(Made(probe=probe, folder="p", evaluations=probe.card.evaluations).lines())
+    assert [line.split(":")[0] for line in lines if rate in line] == ["    beside it"]
     assert f"    beside it: {Validity.of(probe.card.evaluations[0])}" in lines
 
 

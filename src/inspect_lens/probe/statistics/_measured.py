@@ -229,6 +229,11 @@ class RealisedRate(Record):
         return "tokens of answers" if self.statistic == ONE_TOKEN else "answers"
 
     @property
+    def honest(self) -> str:
+        """What `rate` is a share of, in words."""
+        return self.unit.replace("answers", "honest answers")
+
+    @property
     def holds(self) -> bool | None:
         """False where the interval lies above the nominal rate; None without an interval."""
         return None if self.interval is None else self.interval.low <= self.nominal
@@ -239,10 +244,9 @@ class RealisedRate(Record):
         if self.rate is None or self.interval is None or self.holds:
             return ""
         lengths = self.longer and f"; {self.longer}"
-        of = self.unit.replace("answers", "honest answers")
         return (
-            f"{with_interval(self.rate, self.interval)} of the {of} exceed the threshold for "
-            f"{self.statistic}, which was set for {self.nominal:g}{lengths}"
+            f"{with_interval(self.rate, self.interval)} of the {self.honest} exceed the threshold "
+            f"for {self.statistic}, which was set for {self.nominal:g}{lengths}"
         )
 
     @property
