@@ -70,7 +70,6 @@ class ShardWriter:
         self.uri = uri.rstrip("/")
         self.writer = writer
         self._about = {"format": RECORDING_FORMAT, **about}
-        self._is_claimed = False
 
     def claim(self) -> None:
         """Write what is recorded, or compare it with what is there.
@@ -93,7 +92,6 @@ class ShardWriter:
                     f"{self.uri}: holds another recording ({told[:600]}); give this one a folder "
                     "of its own"
                 )
-        self._is_claimed = True
 
     def write(
         self,
@@ -116,10 +114,10 @@ class ShardWriter:
 
         Raises:
             CaptureError: it could not be written.
-            SpecError: see `claim`.
+            SpecError, ArtifactError: see `claim`.
         """
-        if not self._is_claimed:
-            self.claim()
+        # Each time: somebody may have put the folder away, or what is old in it.
+        self.claim()
         name = shard_name(writer or self.writer, number)
         parts = parts or shard_parts(samples)
         digest = hashlib.sha256()

@@ -117,6 +117,17 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
         Recording.open(tmp_path)
 
 
+@pytest.mark.parametrize("old", ["", "recording.json"])
+def test_a_recording_that_was_put_away_begins_anew(tmp_path: Path, old: str) -> None:
+    """By its operator, or by a program that removes old files, with the server still there."""
+    folder = tmp_path / "live"
+    writer = ShardWriter(str(folder), ABOUT, WRITERS[0])
+    writer.write(0, [captured("a")])
+    (folder / old).rename(tmp_path / "away")
+    writer.write(1, [captured("b")])
+    assert ids(str(folder))[0] == (["a", "b"] if old else ["b"])
+
+
 def test_damage_is_named(tmp_path: Path) -> None:
     ShardWriter(str(tmp_path), ABOUT, WRITERS[0]).write(0, [captured("a")])
     (shard,) = Recording.open(tmp_path).shards()
