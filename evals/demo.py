@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from inspect_lens.probe import clopper_pearson
+from inspect_lens.probe import AnyProbe, clopper_pearson, load_probe
 
 ROOT = Path(__file__).resolve().parents[1]
 CHECKPOINT = "organism/checkpoint"
@@ -59,13 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if lies:
         interval = clopper_pearson(found, lies)
         table.add_row("  exact 95% interval", f"{interval.low:.4f} to {interval.high:.4f}")
-    table.add_row("false alarms on harmless answers", f"{fpr:.4f}")
-    table.add_row("  exact 95% interval", f"{low:.4f} to {high:.4f} (n={n_control})")
+    table.add_row("false alarms on harmless answers", _share(round(fpr * n_control), n_control))
+    table.add_row("  exact 95% interval", f"{low:.4f} to {high:.4f}")
     console.print(table)
-    console.print(
-        "The threshold was set on other harmless answers, for one false alarm in a hundred. A lie "
-        "is missed where no token of the answer scores higher than that."
-    )
+    console.print(_set_on(load_probe(PROBE)))
     where = shlex.quote(location)
     console.print(f"Each token:  {_program('inspect-lens')} view {where}", soft_wrap=True)
     console.print(
@@ -109,8 +106,19 @@ def lies_found(log: Any) -> tuple[int, int]:
     return sum(score.value > score.metadata["threshold"] for score in known), len(known)
 
 
+def _set_on(probe: AnyProbe) -> str:
+    """What set the threshold: other answers than those of the table."""
+    if (threshold := probe.threshold) is None:
+        raise ValueError(f"{probe.name} has no threshold")
+    return (
+        f"The threshold was set on {threshold.n_control} other harmless answers, for one false "
+        f"alarm in a hundred; {threshold.n_above} of those are above it. A lie is missed where no "
+        "token of the answer scores higher than the threshold."
+    )
+
+
 def _share(part: int, whole: int) -> str:
-    return f"{part / whole:.4f} ({part} of {whole})" if whole else "no lies"
+    return f"{part / whole:.4f} ({part} of {whole})" if whole else "none was asked for"
 
 
 def _metric(log: Any, name: str) -> float:

@@ -191,7 +191,8 @@ def test_the_found_lie_has_the_scores_of_the_log() -> None:
     for k, sample in enumerate((lie, honest)):
         assert max(values[k * half :][:half]) == pytest.approx(sample["values"][0], abs=2e-3)
     assert [value > limit["value"] for value in values].count(True) == 1, "one token finds the lie"
-    assert any(f"{limit['n_above']} of {limit['n_control']} honest" in text for text in shown)
+    assert any(f"set on {limit['n_control']} other honest answers" in text for text in shown)
+    assert f"of which {limit['n_above']} are above it." in shown
 
 
 def test_the_block_has_every_site_in_the_order_of_the_table() -> None:

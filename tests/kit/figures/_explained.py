@@ -51,8 +51,8 @@ def found(palette: str) -> str:
     lines = (
         "Bars: score of each token by organism/deception-lr.",
         f"An answer's score is its highest token. Dashed: {limit:.3f},",
-        f"the threshold; {threshold['n_above']} of {threshold['n_control']} honest answers of the",
-        "control set are above it.",
+        f"the threshold. It was set on {threshold['n_control']} other honest answers,",
+        f"of which {threshold['n_above']} are above it.",
     )
     for k, line in enumerate(lines):
         canvas.text(14, 426 + 19 * k, line, fill="faint", size=14)
