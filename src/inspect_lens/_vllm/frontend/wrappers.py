@@ -234,7 +234,7 @@ def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
             results.abandon([key])
             raise
         if (added := _ADDED.get()) is not None:
-            added.append((key, key if parent_req is None else parent_req.request_id))
+            added[key] = key if parent_req is None else parent_req.request_id
         # vLLM has the request by now, and would not forget it.
         with contained(partial(results.spoil, [key])):
             state = self.request_states[key]
@@ -390,16 +390,22 @@ def _run_engine(original: Callable[..., Any]) -> Callable[..., Any]:
     return run_engine
 
 
-_ADDED: contextvars.ContextVar[list[tuple[str, str]] | None] = contextvars.ContextVar(
+_ADDED: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar(
     "inspect_lens_added", default=None
 )
 """Requests of a call that vLLM's front-end has, and its engine may not have yet; each with the one
 that it is a choice of, or itself."""
 
 
-async def _let_go(engine: Any, added: list[tuple[str, str]]) -> None:
+def _all_added(added: dict[str, str]) -> None:
+    """End a call's list: what its caller adds later, in the same context, is not of the call."""
+    if _ADDED.get() is added:
+        _ADDED.set(None)
+
+
+async def _let_go(engine: Any, added: dict[str, str]) -> None:
     """Forget requests that failed on their way to the engine, which vLLM would keep for good."""
-    if left := {of for key, of in added if key in engine.output_processor.request_states}:
+    if left := {of for key, of in added.items() if key in engine.output_processor.request_states}:
         with contained(partial(log_fault, "a request that failed could not be forgotten")):
             # The engine may have the first of several choices already.
             await engine.abort(left, internal=True)
@@ -407,13 +413,13 @@ async def _let_go(engine: Any, added: list[tuple[str, str]]) -> None:
 
 def _engine_add_request(original: Callable[..., Any]) -> Callable[..., Any]:
     def add_request(self: Any, *args: Any, **kwargs: Any) -> Any:
-        token = _ADDED.set(added := list[tuple[str, str]]())
+        token = _ADDED.set(added := dict[str, str]())
         try:
             return original(self, *args, **kwargs)
         except BaseException:
             # Whoever runs the engine next would wait for them.
             with contained(partial(log_fault, "a request that failed could not be forgotten")):
-                self.abort_request(list({of for _, of in added}), internal=True)
+                self.abort_request(list(set(added.values())), internal=True)
             raise
         finally:
             _ADDED.reset(token)
@@ -439,12 +445,13 @@ async def _with_results(
     engine: Any, outputs: AsyncGenerator[Any, None], body: Body | None, first: int, missing: int
 ) -> AsyncGenerator[Any, None]:
     """Outputs with their results, of which so many are missing still."""
-    _ADDED.set(added := list[tuple[str, str]]())
+    _ADDED.set(added := dict[str, str]())
     pace, takes_parts = None if body is None else Pace(), body is None or body.takes_parts
     try:
         # With n > 1 and streaming, choices finish in different outputs of one request.
         async with contextlib.aclosing(outputs):
             async for output in outputs:
+                _all_added(added)
                 if (fault := getattr(output, "inspect_lens_fault", None)) is not None:
                     raise fault
                 ours = told_of(output)
@@ -473,6 +480,7 @@ async def _with_results(
         finally:
             del told  # its traceback holds this frame, with an output in it
     finally:
+        _all_added(added)
         if pace is not None:
             pace.end()
         await _let_go(engine, added)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import gc
 import json
@@ -396,7 +397,7 @@ def test_a_request_that_an_engine_of_this_process_does_not_take_is_forgotten() -
     def add_request(self: Any, request_id: str) -> None:
         added = wrappers._ADDED.get()
         assert added is not None
-        added += [("0_" + request_id, request_id), ("1_" + request_id, request_id)]
+        added |= {"0_" + request_id: request_id, "1_" + request_id: request_id}
         raise OverflowError("no message can hold it")
 
     forgotten: list[Any] = []
@@ -405,6 +406,32 @@ def test_a_request_that_an_engine_of_this_process_does_not_take_is_forgotten() -
         wrappers.FRONT_END_WRAPPERS["engine_add_request"](add_request)(engine, "0")
     assert forgotten == [(["0"], True)]
     assert wrappers._ADDED.get() is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_requests_that_a_call_has_added_are_listed_no_longer_than_it_adds(
+    processor: Any, fails: bool
+) -> None:
+    listed: list[Any] = []
+
+    async def outputs(self: Any) -> AsyncGenerator[Any, None]:
+        listed.append(wrappers._ADDED.get())
+        if fails:
+            raise RuntimeError("the engine")
+        yield SimpleNamespace(outputs=[], finished=False)
+
+    async def read() -> None:
+        with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
+            async for _ in wrappers.FRONT_END_WRAPPERS["async_generate"](outputs)(engine):
+                break  # and is closed later, in whichever context
+        assert wrappers._ADDED.get() is None, "the caller adds more, by itself"
+
+    engine = SimpleNamespace(
+        input_processor=processor, engine_core=None,
+        output_processor=SimpleNamespace(request_states={}),
+    )  # fmt: skip
+    asyncio.run(read())
+    assert listed == [{}]
 
 
 def test_beams_of_an_engine_are_refused_where_something_acts_on_all_requests(
