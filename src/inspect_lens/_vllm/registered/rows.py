@@ -15,7 +15,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -105,7 +105,7 @@ class _Memory:
     """What blocks lie in, which counts until the last of them goes."""
 
     nbytes: int
-    n_blocks: int = 0
+    keys: set[bytes] = field(default_factory=set)
 
 
 class RowCache:
@@ -239,17 +239,39 @@ class RowCache:
 
     def _put(self, key: bytes, block: NDArray[Any], memory: _Memory, epoch: int) -> None:
         gone: list[NDArray[Any]] = []  # let go of without the lock, as in `clear`
+        left: dict[bytes, NDArray[Any]] = {}
         with self._lock:
             if epoch != self._epoch or key in self._rows or memory.nbytes > self.most_bytes:
                 return
             self._rows[key] = block, memory
-            self._n_bytes += 0 if memory.n_blocks else memory.nbytes
-            memory.n_blocks += 1
+            self._n_bytes += 0 if memory.keys else memory.nbytes
+            memory.keys.add(key)
             while self._n_bytes > self.most_bytes:
-                _, (block, memory) = self._rows.popitem(last=False)
+                oldest, (block, memory) = self._rows.popitem(last=False)
                 gone.append(block)
-                memory.n_blocks -= 1
-                self._n_bytes -= 0 if memory.n_blocks else memory.nbytes
+                memory.keys.remove(oldest)
+                left |= self._left_of(memory)
+                self._n_bytes -= 0 if memory.keys else memory.nbytes
+        for key, block in left.items():
+            copied = block.copy()
+            with self._lock:
+                kept = self._rows.get(key)
+                if kept is not None and kept[0] is block:
+                    self._rows[key] = copied, kept[1]
+
+    def _left_of(self, memory: _Memory) -> dict[bytes, NDArray[Any]]:
+        """Blocks in use that alone hold a result, most of which has gone; they get own memory."""
+        if not memory.keys or next(iter(self._rows.values()))[1] is memory:
+            return {}
+        left = {key: self._rows[key][0] for key in memory.keys}
+        n_bytes = sum(block.nbytes for block in left.values())
+        if 2 * n_bytes > memory.nbytes:
+            return {}
+        for key, block in left.items():
+            self._rows[key] = block, _Memory(block.nbytes, {key})
+        self._n_bytes += n_bytes
+        memory.keys.clear()
+        return left
 
 
 HARMLESS = frozenset(

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from inspect_lens._vllm.registered.rows import BLOCK, Prefix, Reuse, RowCache
+from inspect_lens._vllm.registered.rows import BLOCK, CachedRows, Prefix, Reuse, RowCache
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import TensorData
 
@@ -198,3 +198,34 @@ def test_what_is_mostly_known_or_mostly_empty_is_copied() -> None:
     assert found is not None
     assert not np.shares_memory(found.blocks[0], rows)
     assert made.n_bytes == found.blocks[0].nbytes
+
+
+def test_a_beginning_that_is_used_stays_without_the_rest_of_its_result() -> None:
+    """Else a few system prompts hold the whole cache, each with the conversation it came in."""
+    n = 10
+    results = [[1000 * i + token for token in range(n * BLOCK)] for i in range(40)]
+    made = cache(8 * rows_of(results[0]).nbytes)
+
+    def find(tokens: Sequence[int]) -> CachedRows | None:
+        return made.find(Prefix(KIND, tokens), BLOCK)
+
+    used = results[:8]
+    for tokens in used:
+        made.keep(Prefix(KIND, tokens), rows_of(tokens), 0, made.epoch)
+    found = find(used[0])
+    assert found is not None
+    held = weakref.ref(found.blocks[0].base)
+    del found
+    for tokens in results[8:]:
+        assert [find(one) is not None for one in used] == [True] * len(used)
+        made.keep(Prefix(KIND, tokens), rows_of(tokens), 0, made.epoch)
+    assert held() is None, "the beginning was copied out of its result"
+    whole = [one for one in results if made.find(Prefix(KIND, one), n * BLOCK - 1) is not None]
+    assert len(whole) == len(used) + 7, "and what it held is there for others"
+    assert made.n_bytes <= made.most_bytes
+    for one in whole:
+        rows = made.find(Prefix(KIND, one), n * BLOCK)
+        assert rows is not None
+        np.testing.assert_array_equal(
+            np.concatenate(rows.blocks, axis=1), rows_of(one)[:, : rows.n_tokens]
+        )
