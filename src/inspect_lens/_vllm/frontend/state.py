@@ -39,7 +39,7 @@ from inspect_lens._vllm.registered.contents import (
     read_server_file,
     start_items,
 )
-from inspect_lens._vllm.registered.persistent_hooks import HookBook
+from inspect_lens._vllm.registered.persistent_hooks import HookBook, raise_first
 from inspect_lens._vllm.registered.probe_scores import Reads
 from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens._vllm.registered.rows import KEEPS_WEIGHTS, RowCache, is_harmless, keeps_rows
@@ -448,6 +448,9 @@ def _call_utility_async(original: Callable[..., Any]) -> Callable[..., Any]:
                 await original(self, *_DROP, **kwargs)
         with _forgetting(self, method, args):
             result = await original(self, method, *args, **kwargs)
+        if method == "collective_rpc" and args[0] in _TOLD:
+            # Of several engines vLLM hands on the answers of the first alone.
+            raise_first([answer for answer in result or () if isinstance(answer, str)])
         if method == _FIRST_CALL:
             with _hearing(self) as heard:
                 heard += await original(self, *_ASK, **kwargs)
@@ -456,6 +459,8 @@ def _call_utility_async(original: Callable[..., Any]) -> Callable[..., Any]:
     return call_utility
 
 
+_TOLD = ("inspect_lens_register", "inspect_lens_hooks")
+"""What workers are told to do, and answer with what went wrong as text."""
 _ADAPTERS = ("add_lora", "remove_lora")
 _FIRST_CALL = "get_supported_tasks"
 """What every front-end asks an engine that has started, before its first request."""

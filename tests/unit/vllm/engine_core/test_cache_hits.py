@@ -12,6 +12,7 @@ from inspect_lens._engine.protocol.messages import CACHED_KEY
 from inspect_lens._vllm.engine_core import SCHEDULER_WRAPPERS
 from inspect_lens._vllm.frontend import state
 from inspect_lens._vllm.registered.rows import HARMLESS, is_harmless
+from inspect_lens.errors import LensError
 from inspect_lens.spec import ENVELOPE_KEY
 
 
@@ -132,6 +133,28 @@ def test_what_may_change_weights_drops_prefetched_parameters_before(
     wrapped = state.RESET_WRAPPERS["call_utility_async"](call_async)
     assert asyncio.run(wrapped(client, *own)) == "done"
     assert told == 2 * expected
+
+
+@pytest.mark.parametrize("told", ["inspect_lens_register", "inspect_lens_hooks"])
+def test_what_the_second_of_two_engines_cannot_do_is_an_error(
+    told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else half of the requests that name it would fail."""
+    monkeypatch.setattr(state._Holder, "front_end", SimpleNamespace())
+    answers = {b"0": [True, None], b"1": [True, "CapacityError: no room"]}
+
+    async def call(self: Any, method: str, *args: Any, engine: bytes) -> list[Any]:
+        return answers[engine]
+
+    wrapped = state.RESET_WRAPPERS["call_utility_async"](call)
+
+    async def of_all(method: str, *args: Any) -> Any:
+        engines = [wrapped(None, method, *args, engine=engine) for engine in answers]
+        return (await asyncio.gather(*engines))[0]
+
+    with pytest.raises(LensError, match="CapacityError: no room"):
+        asyncio.run(of_all("collective_rpc", told, None, (), {}))
+    assert asyncio.run(of_all("collective_rpc", "inspect_lens_taps", None, (), {})) == answers[b"0"]
 
 
 def test_what_changes_weights_is_not_called_harmless() -> None:
