@@ -11,6 +11,7 @@ import pytest
 from inspect_lens._engine.protocol.messages import CACHED_KEY
 from inspect_lens._vllm.engine_core import SCHEDULER_WRAPPERS
 from inspect_lens._vllm.frontend import state
+from inspect_lens._vllm.registered.persistent_hooks import HookBook
 from inspect_lens._vllm.registered.rows import HARMLESS, is_harmless
 from inspect_lens.errors import LensError
 from inspect_lens.spec import ENVELOPE_KEY
@@ -114,7 +115,7 @@ def test_what_may_change_weights_drops_prefetched_parameters_before(
     told: list[tuple[Any, ...]] = []
     front = SimpleNamespace(forget_rows=lambda *, keeps_weights: None)
     monkeypatch.setattr(state._Holder, "front_end", front)
-    monkeypatch.setattr(state.HookBook, "books", {1: object()} if runs_code else {})
+    monkeypatch.setattr(HookBook, "books", {1: object()} if runs_code else {})
     client = SimpleNamespace(vllm_config=SimpleNamespace(instance_id="a"))
 
     def call(self: Any, method: str, *args: Any) -> str:
@@ -126,7 +127,13 @@ def test_what_may_change_weights_drops_prefetched_parameters_before(
     async def call_async(self: Any, method: str, *args: Any) -> str:
         return call(self, method, *args)
 
-    drops = ("collective_rpc", "inspect_lens_hooks", None, ("clear_prefetched", None), {})
+    drops: tuple[Any, ...] = (
+        "collective_rpc",
+        "inspect_lens_hooks",
+        None,
+        ("clear_prefetched", None),
+        {},
+    )
     own = method, "reload_weights", None, (), None
     expected = [drops, own] if runs_code and method == "collective_rpc" else [own]
     assert state.RESET_WRAPPERS["call_utility"](call)(client, *own) == "done"
@@ -141,7 +148,7 @@ def test_what_the_second_of_two_engines_cannot_do_is_an_error(
 ) -> None:
     """Else half of the requests that name it would fail."""
     monkeypatch.setattr(state._Holder, "front_end", SimpleNamespace())
-    answers = {b"0": [True, None], b"1": [True, "CapacityError: no room"]}
+    answers: dict[bytes, list[Any]] = {b"0": [True, None], b"1": [True, "CapacityError: no room"]}
 
     async def call(self: Any, method: str, *args: Any, engine: bytes) -> list[Any]:
         return answers[engine]
