@@ -133,23 +133,29 @@ def _mean(concepts: Sequence[dict[str, Any]], method: str) -> float:
     return float(np.mean([concept[method] for concept in concepts]))
 
 
+def _best(concepts: Sequence[dict[str, Any]], methods: Sequence[str]) -> str:
+    return max(methods, key=lambda method: _mean(concepts, method))
+
+
 def show(numbers: dict[str, Any]) -> Shown:
     """Mean AUROC by method, and what the baselines that read no model have."""
     concepts = numbers["concepts"]
     methods = [key for key in concepts[0] if key != "concept"]
     means = {method: _mean(concepts, method) for method in methods}
-    own = {m: v for m, v in means.items() if m not in WITHOUT}
-    best = max(own, key=own.__getitem__)
-    said = f"{best.replace(',', ' at')} finds ten concepts with a mean AUROC of {own[best]:.3f}; "
+    own = [method for method in methods if method not in WITHOUT]
+    picks = [_best([c for c in concepts if c is not one], own) for one in concepts]
+    best = max(own, key=picks.count)
+    area = float(np.mean([one[pick] for one, pick in zip(concepts, picks, strict=True)]))
+    said = f"{best.replace(',', ' at')} finds ten concepts with a mean AUROC of {area:.3f}; "
     said += f"a bag of words, which reads no model, has {means['bag of words']:.3f}, and length "
     said += f"{means['length']:.3f}. "
-    if own[best] >= 0.9:
+    if area >= 0.9:
         said += "So detection works in a model this small"
-    elif own[best] > 0.6:
+    elif area > 0.6:
         said += "So concepts are found, less well than in the paper's models"
     else:
         said += "So concepts are hardly found"
-    ahead = own[best] > means["bag of words"]
+    ahead = area > means["bag of words"]
     said += ", and the model adds to the words." if ahead else ", but the words alone do as well."
     bars = [
         Bar(method, "mean over ten concepts", mean, *_spread(concepts, method))
@@ -191,9 +197,9 @@ REPLICATION = Replication(
     method="The concepts are the ten that the benchmark publishes for layer 10 of Gemma-2-2B. "
     "Each method learns a direction from tokens of answers with and without a concept, and the "
     "score of a text is that of its highest token, as in the paper. The layers are at the same "
-    "shares of the depth as the paper's two. Answers are cut to 48 words, and fewer are used "
-    "than in the paper. A bag of words and the length, which read no model, learn from the same "
-    "texts.",
+    "shares of the depth as the paper's two, and each concept is judged by the method and layer "
+    "that the other nine choose. Answers are cut to 48 words, and fewer are used than in the "
+    "paper. A bag of words and the length, which read no model, learn from the same texts.",
     limits="With sixteen texts of each kind, the AUROC of one concept is known to about 0.1. "
     "Most negatives are about something else altogether, which words show, too.",
     model="smollm2-135m",

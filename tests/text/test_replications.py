@@ -385,6 +385,14 @@ def test_concepts_that_words_find_as_well_are_said_to_be() -> None:
     assert "hardly found" in verdict("concepts", concepts=with_areas(0.55, 0.9))
 
 
+def test_the_concept_that_is_judged_does_not_choose_its_method() -> None:
+    concepts = result("concepts")["numbers"]["concepts"]
+    own = [key for key in concepts[0] if key not in ("concept", "bag of words", "length")]
+    for i, concept in enumerate(concepts):  # of two methods each has one that is right for it
+        concept |= {method: 0.3 if (i + k) % 2 else 1.0 for k, method in enumerate(own)}
+    assert "are hardly found" in verdict("concepts", concepts=concepts)
+
+
 def test_a_judge_that_is_no_better_buys_nothing() -> None:
     """And one that is better, alone or for a share, is said to be."""
     points = result("cascade")["numbers"]["points"]

@@ -190,7 +190,8 @@ def _fail_usage(error: Any) -> NoReturn:
         error.show()
         sys.exit(error.exit_code)
     said = " ".join(error.format_message().split()).rstrip(".").replace("Value error, ", "")
-    fail(error, error.exit_code, f"{said}; {running(app)} --help shows what it takes", "UsageError")
+    said += " " if said.endswith("?") else "; "
+    fail(error, error.exit_code, f"{said}{running(app)} --help shows what it takes", "UsageError")
 
 
 def _told(error: Exception) -> Exception:

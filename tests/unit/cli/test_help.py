@@ -55,6 +55,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ("probe train --heldout x", 2, "UsageError", "--held-out"),
     ("probe sweep --train x --family linear", 2, "UsageError", "'mass-mean'"),
     ("nothing", 2, "UsageError", "inspect-lens --help shows what it takes"),
+    ("store", 2, "UsageError", "Did you mean 'score'? inspect-lens --help shows what it takes"),
     ("probe collect", 2, "UsageError", "inspect-lens probe collect --help shows what it takes"),
     ("view /nowhere.eval --limit x", 2, "UsageError", "--limit"),
     ("view /nowhere.eval --out /", 4, "ArtifactError", "--out=/: is a folder"),
