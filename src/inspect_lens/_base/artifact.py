@@ -25,7 +25,8 @@ from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, SerializationInfo, ValidationError, field_validator
+from pydantic_core import SchemaSerializer, core_schema
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
@@ -140,12 +141,26 @@ def read_only(name: str, given: ArrayLike, dtype: DTypeLike = np.float32) -> NDA
     return array
 
 
+BY_CONTENT = "content"
+"""Context of pydantic in which an artefact is written as the hash of what it is."""
+
+
 class Artifact(ABC):
     """What probes, vectors and lenses have alike: a card, tensors, and a folder with both."""
 
     KIND: ClassVar[ArtifactKind]
     card: Any
     path: Path | None
+
+    def _written(self, info: SerializationInfo) -> str | dict[str, str]:
+        return self.sha256 if info.context == BY_CONTENT else self._repr_params_()
+
+    __pydantic_serializer__ = SchemaSerializer(
+        core_schema.any_schema(
+            serialization=core_schema.plain_serializer_function_ser_schema(_written, info_arg=True)
+        )
+    )
+    """Arguments of models are logged by it, and those that stand in lists."""
 
     @abstractmethod
     def _in_file(self) -> Mapping[str, NDArray[Any]]:

@@ -7,6 +7,7 @@ so an upgrade that moves something fails there, by name, and not in the middle o
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,10 +26,13 @@ from inspect_ai.approval._apply import _tool_approver
 from inspect_ai.log._recorders.eval import EvalRecorder
 from inspect_ai.log._recorders.json import JSONRecorder
 from inspect_ai.log._samples import sample_active
+from inspect_ai.model import _model
 from inspect_ai.model._generate_config import active_generate_config
 from inspect_ai.model._model import active_model, init_model_roles, model_roles
 from inspect_ai.solver._task_state import sample_state
 from rich.markup import escape
+
+from inspect_lens._base.artifact import BY_CONTENT
 
 if TYPE_CHECKING:
     from inspect_ai._util.local_server import (
@@ -195,6 +199,12 @@ PRIVATE_NAMES: tuple[HostName, ...] = (
     HostName("inspect_ai.model._model", "model_roles", (), "messages name the role of a model"),
     HostName(
         "inspect_ai.model._model",
+        "to_jsonable_python",
+        None,
+        "models with other arrays among their arguments are other models",
+    ),
+    HostName(
+        "inspect_ai.model._model",
         "init_model_roles",
         ("roles",),
         "an audit without a target in the roles audits the model under evaluation",
@@ -316,3 +326,27 @@ def when_log_is_read(told: Callable[[str], None]) -> None:
     for recorder in (EvalRecorder, JSONRecorder):
         for name in ("read_log", "read_log_sample"):
             setattr(recorder, name, telling(getattr(recorder, name).__func__))
+
+
+def _content(value: Any) -> str | None:
+    """What stands for a number or an array of NumPy or PyTorch in a key."""
+    if not (hasattr(value, "dtype") and hasattr(value, "tolist")):
+        return None
+    return f"{value.dtype} {hashlib.sha256(repr(value.tolist()).encode()).hexdigest()}"
+
+
+def tell_models_apart() -> None:
+    """Have `get_model` look at arrays, probes and vectors among the arguments of a model.
+
+    It keeps models by their arguments as JSON, in which every array is null: who passed another
+    vector would get the model of the first.
+    """
+    plain = _model.to_jsonable_python  # type: ignore[attr-defined]
+
+    def by_content(value: Any, **options: Any) -> Any:
+        return plain(value, **options | {"fallback": _content, "context": BY_CONTENT})
+
+    _model.to_jsonable_python = by_content  # type: ignore[attr-defined]
+
+
+tell_models_apart()

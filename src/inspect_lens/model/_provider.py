@@ -39,7 +39,14 @@ from inspect_lens._base.http import no_answer, with_advice
 from inspect_lens._intake import Source
 from inspect_lens._settings import Settings
 from inspect_lens.errors import CaptureError, LensError, did_you_mean
-from inspect_lens.spec import LENS_KEYS, LensRequest, to_extra_args, to_wire_args
+from inspect_lens.spec import (
+    LENS_KEYS,
+    LensRequest,
+    several,
+    shown,
+    to_extra_args,
+    to_wire_args,
+)
 
 from ._host import VLLMAPI, PrerequisiteError, VLLMServer, _vllm_servers
 from ._places import place_for
@@ -118,6 +125,19 @@ def refuse_unknown_arguments(
         raise PrerequisiteError(f"vllm-lens: -M {name}={value}: {why}")
 
 
+def refuse_arrays(name: str, value: Any) -> None:
+    """Refuse numbers and arrays of NumPy or PyTorch in an argument, which no log could hold."""
+    for part in value.values() if isinstance(value, Mapping) else several(value):
+        if isinstance(part, Mapping | list | tuple):
+            refuse_arrays(name, part)
+        elif hasattr(part, "dtype") and hasattr(part, "tolist"):
+            raise PrerequisiteError(
+                f"vllm-lens: -M {name}={shown(value)}: a log writes arguments of a model as JSON, "
+                f"in which {type(part).__name__} is null, so eval-retry would run without it; "
+                "pass what its tolist() returns, or an edit such as Ablate or SteeringVector"
+            )
+
+
 def collect_less() -> None:
     """Let garbage be collected less often in this process; a collector that is off stays off.
 
@@ -184,6 +204,9 @@ class LensAPI(ServerCalls, LensProvider):
         lazy_init: bool = True,
         **server_args: Any,
     ) -> None:
+        refuse_arrays("capture", capture)
+        refuse_arrays("edits", edits)
+        refuse_arrays("steer", steer)
         with given_by("-M capture"):
             asked = LensRequest(capture=parse_capture(capture))
         with given_by("-M probes"):

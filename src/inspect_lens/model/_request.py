@@ -581,6 +581,8 @@ def _vectors(steer: Any) -> tuple[EditBase, ...]:
                 f"steer={shown(vector)}; allowed are a vector, its name or path, an object such as "
                 '{"vector": name, "scale": 0.5}, and a list of them'
             )
+        if isinstance(vector, Mapping) and vector.keys() == {"name", "sha256"}:
+            steering_vector({"vector": vector})  # never saved: all that a log has of such a one
     if not vectors:
         return ()
     resolved = [

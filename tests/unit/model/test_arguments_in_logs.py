@@ -1,0 +1,97 @@
+"""Arguments of a model that are objects: `get_model` tells them apart, and a log holds them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from inspect_ai import Task, eval, eval_retry, task
+from inspect_ai.dataset import Sample
+from inspect_ai.log import read_eval_log
+from inspect_ai.model import Model, get_model
+from inspect_ai.solver import Generate, Solver, TaskState, generate, solver
+
+from inspect_lens.model._host import PrerequisiteError
+from inspect_lens.probe import load_probe
+from inspect_lens.spec import parse_extra_args
+from inspect_lens.vector import Vector, load_vector
+from tests.kit.fake_server import FakeLensServer
+
+TRUTH = load_vector("organism/truth-resid")
+
+
+def model(url: str, **arguments: Any) -> Model:
+    return get_model("lens/org/tiny", base_url=url, **arguments)
+
+
+def test_models_with_other_contents_are_other_models(server: FakeLensServer) -> None:
+    first, second, again = (
+        Vector.from_raw(TRUTH.direction * sign, card=TRUTH.card) for sign in (1, -1, 1)
+    )
+    made = model(server.url, steer=first)
+    assert model(server.url, steer=second) is not made
+    assert model(server.url, steer=again) is made
+    probe = load_probe("organism/deception-lr")
+    assert model(server.url, probes=[probe]) is not model(server.url, probes=None)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"capture": np.int64(1)},
+        {"capture": {"layers": [np.int64(1)]}},
+        {"edits": [{"op": "ablate", "direction": np.ones(8), "layers": [1]}]},
+        {"edits": {"op": "ablate", "direction": torch.ones(8), "layers": [1]}},
+    ],
+    ids=["number", "inside", "array", "tensor"],
+)
+@pytest.mark.parametrize("memoize", [True, False])
+def test_what_a_log_cannot_hold_is_refused(
+    server: FakeLensServer, given: dict[str, Any], memoize: bool
+) -> None:
+    (name,) = given
+    model(server.url, **{name: None})  # which is another model
+    with pytest.raises(PrerequisiteError, match=rf"-M {name}=(?s:.*)tolist"):
+        model(server.url, memoize=memoize, **given)
+
+
+@solver
+def fails_once(flag: str) -> Solver:
+    async def solve(state: TaskState, generate: Generate) -> TaskState:
+        if not Path(flag).exists():
+            Path(flag).touch()
+            raise RuntimeError("planted")
+        return state
+
+    return solve
+
+
+@task
+def planted(flag: str) -> Task:
+    return Task(dataset=[Sample(input="hello")], solver=[generate(), fails_once(flag)])
+
+
+def test_a_retry_steers_with_the_same_file(server: FakeLensServer, tmp_path: Path) -> None:
+    (log,) = eval(
+        planted(str(tmp_path / "flag")), model=model(server.url, steer=TRUTH), display="none",
+        log_dir=str(tmp_path),
+    )  # fmt: skip
+    assert log.eval.model_args == {"steer": TRUTH} or log.eval.model_args == {
+        "steer": str(TRUTH.path)
+    }
+    read = read_eval_log(log.location)
+    assert read.eval.model_args == {"steer": str(TRUTH.path)}
+    (again,) = eval_retry(read, log_dir=str(tmp_path), display="none")
+    assert again.status == "success"
+    first, second = (parse_extra_args(body["vllm_xargs"]) for body in server.requests)
+    assert first is not None
+    assert first.edits
+    assert second == first
+
+
+def test_a_retry_says_that_a_vector_was_never_saved(server: FakeLensServer) -> None:
+    with pytest.raises(PrerequisiteError, match="never saved"):
+        model(server.url, steer={"name": TRUTH.name, "sha256": TRUTH.sha256})
