@@ -36,6 +36,7 @@ def plant(
     columns: Callable[[int], dict[str, str]] = lambda _: {},
     group: Callable[[int], str] | None = None,
     say: Callable[[int], str] = lambda _: "so",
+    layers: tuple[int, ...] = (LAYER,),
 ) -> str:
     """Write a store whose positives are moved along the first coordinate.
 
@@ -51,13 +52,14 @@ def plant(
         columns: by number of the sample.
         group: by number of the sample; by default each has its own.
         say: completion, by number of the sample.
+        layers: that it has, with noise of their own.
 
     Returns:
         The folder.
     """
     rng, own, samples = np.random.default_rng(seed), str(folder), []
     for i, label in enumerate(labels):
-        acts = rng.normal(size=(1, N_READ, HIDDEN)).astype(np.float32)
+        acts = rng.normal(size=(len(layers), N_READ, HIDDEN)).astype(np.float32)
         acts[..., 0] += gap * label
         n_prompt, n_more = (N_READ, 0) if raw else (N_PROMPT, N_READ + 1)
         first = 0 if raw else N_PROMPT
@@ -69,7 +71,7 @@ def plant(
         )  # fmt: skip
         samples.append(
             Captured(
-                record=record, acts=TensorData(acts, "float32"), layers=(LAYER,),
+                record=record, acts=TensorData(acts, "float32"), layers=layers,
                 positions=tuple(range(first, first + N_READ)),
                 token_ids=tuple(range(n_prompt + n_more)),
             )

@@ -14,6 +14,7 @@ from inspect_lens.vector import VectorFormat
 from ._choices import ExportFormat
 from ._choices import VectorMethod as Method
 from ._output import (
+    CHOSEN_HERE,
     AllowSeen,
     CommandGroup,
     Json,
@@ -94,10 +95,12 @@ def extract(
         command=typed_command(),
     )
     folder, card = made.save(out), made.card
+    is_chosen = layer < 0 and len(card.layers) > 1
     lines = [f"{made.name}: layers {_list(made.layers)}, steers at {card.layer}, {folder}"]
     for n, norm, area in zip(card.layers, made.norm.tolist(), card.separation, strict=True):
-        mark = " *" if n == card.layer else ""
+        mark = " *" if is_chosen and n == card.layer else ""
         lines.append(f"  layer {n}: length {norm:.4g}, AUROC {area:.4f} on {chosen.name}{mark}")
+    lines += [f"  {CHOSEN_HERE}"] if is_chosen else []
     lines += [f"  {note}" for note in card.notes]
     result = _facts(made, str(folder)) | {"auroc": list(card.separation)}
     emit(result, lines, as_json=as_json)
@@ -164,8 +167,6 @@ def sweep(
 ) -> None:
     """Compare methods and layers on a selection set."""
     from inspect_lens.train import extract_vector
-
-    from ._output import CHOSEN_HERE
 
     data, chosen = _sets(train_store, selection, layers=layers, seed=seed)
     table: list[dict[str, Any]] = []

@@ -63,6 +63,17 @@ def test_a_planted_direction_is_found_and_measured() -> None:
     assert len(run("evaluate", "v", "s/test", "s/other", "--any-model")["scores"]) == 2
 
 
+@pytest.mark.parametrize(("asked", "is_chosen"), [((), True), (("--layer", "3"), False)])
+def test_a_layer_that_was_chosen_has_a_mark_that_is_explained(
+    asked: tuple[str, ...], is_chosen: bool
+) -> None:
+    plant("s/two", HALF, seed=1, layers=(3, LAYER))
+    words = ["vector", "extract", "--store", "s/two", "--out", "v", *asked]
+    said = CliRunner().invoke(app, words).output
+    assert [line.endswith(" *") for line in said.splitlines()].count(True) == is_chosen
+    assert ("* was chosen on the samples that its row is measured on" in said) == is_chosen
+
+
 def test_methods_are_compared_on_a_part_that_none_has_seen() -> None:
     made = run("sweep", "--train", "s/train", "--rows", "mean", "--method", "pca", "--method",
                "mean_difference")  # fmt: skip
