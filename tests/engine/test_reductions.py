@@ -164,6 +164,6 @@ def test_the_wire_holds_no_more_than_was_asked_for(engine: Engine) -> None:
     from inspect_lens._vllm.http.bodies import as_json
 
     entry = engine.run([tokens(120)], request(reduce="mean", dtype="float16"), max_tokens=3)[0]
-    sent = as_json(entry.outputs[0])["activations"]["residual_stream"]
+    sent = as_json(entry.outputs[0], [])["activations"]["residual_stream"]
     assert sent["shape"] == [LAYERS, 1, HIDDEN]
     assert np.dtype(sent["dtype"]) == np.float16

@@ -158,7 +158,7 @@ def test_a_result_that_the_store_cannot_take_is_a_failure(
     (one,) = engine.end([captured(engine)], n_completion=1)
     monkeypatch.setattr(bodies, "payloads", PayloadStore(max_bytes=2, each_bytes=0))
     with pytest.raises(LensError, match="half of the binary store"):
-        bodies.as_json(one.outputs[0])
+        bodies.as_json(one.outputs[0], [])
     assert read("failures_total", error="UnsupportedError") == 1
     assert read("rows_total") == 0
 

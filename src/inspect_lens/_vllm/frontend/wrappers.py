@@ -160,7 +160,9 @@ def _encode(output: Any, body: Body | None) -> None:
             completion.inspect_lens_partial_json = part_as_json(part, body.handles)
             streamed(part)
         if hasattr(completion, "inspect_lens") and not hasattr(completion, "inspect_lens_json"):
-            completion.inspect_lens_json = as_json(completion)
+            completion.inspect_lens_json = as_json(completion, body.handles)
+    if body.is_over:  # its client went while a thread was at it
+        body.forget()
 
 
 def _input_processor_init(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -97,7 +97,9 @@ class Body:
     parts: list[Part] = field(default_factory=list)
     """What has come and no event of the stream has carried yet, by output."""
     handles: list[str] = field(default_factory=list)
-    """By which parts of its stream are fetched, until the stream has ended."""
+    """By which its results are fetched, until all of the answer has been sent."""
+    is_over: bool = False
+    """Whether nobody waits for the answer any more."""
     n_choices: int = 0
     n_prompts: int = 0
     span: Any = None
@@ -139,8 +141,9 @@ class Body:
 
     def forget(self) -> None:
         """Let go of everything: tasks that outlive the request have its context."""
-        if self.handles:  # the stream was broken off, and with it go the rows that were not fetched
+        if self.handles:  # it was broken off, or failed, and with it go rows that were not fetched
             payloads.discard(self.handles)
+        self.is_over = True
         self.request, self.patterns, self.others = None, PatternBudget(), {}
         self.results, self.parts, self.handles = {}, [], []
         self.span = self.error = None
@@ -225,6 +228,7 @@ class Answer:
         headers = [*others, (b"content-length", b"%d" % sum(map(len, pieces)))]
         await self._send({**start, "headers": headers})
         await self._send_pieces(pieces, {"type": "http.response.body"})
+        self._body.handles.clear()
 
     async def _send_pieces(self, pieces: Pieces, message: Message) -> None:
         """Send a body, in so many messages that other responses have their turn in between."""
@@ -387,29 +391,31 @@ answer: some milliseconds."""
 def part_as_json(part: Partial, handles: list[str]) -> list[list[bytes]]:
     """What has come of a choice, as events have it; large rows that are not fetched in pieces."""
     if part.transport == "binary":
-        kept = _entries(part.tensors, part.transport)
-        handles += [entry["handle"] for entry in kept.values()]
-        return [part.to_json(kept)]
+        return [part.to_json(_entries(part.tensors, part.transport, handles))]
     return [piece.to_json() for piece in part.split(_EVENT_BYTES)]
 
 
-def _entries(tensors: Mapping[str, TensorData], transport: str) -> dict[str, Any]:
+def _entries(
+    tensors: Mapping[str, TensorData], transport: str, handles: list[str]
+) -> dict[str, Any]:
     try:
-        return (
-            handle_entries(tensors, payloads) if transport == "binary" else inline_entries(tensors)
-        )
+        if transport != "binary":
+            return inline_entries(tensors)
+        kept = handle_entries(tensors, payloads)
     except LensError as error:
         failed(error)
         raise
+    handles += [entry["handle"] for entry in kept.values()]
+    return kept
 
 
-def as_json(completion: Any) -> dict[str, Any]:
+def as_json(completion: Any, handles: list[str]) -> dict[str, Any]:
     """A choice's result as it stands in a response: `activations` and `inspect_lens`."""
     result: dict[str, Any] = {"inspect_lens": completion.inspect_lens.model_dump(mode="json")}
     tensors: dict[str, TensorData] = completion.inspect_lens_tensors
     plain = getattr(completion, "inspect_lens_plain", {})
     if tensors or plain:
-        entries = _entries(tensors, completion.inspect_lens_transport)
+        entries = _entries(tensors, completion.inspect_lens_transport, handles)
         result["activations"] = entries | {n: {"__json__": value} for n, value in plain.items()}
     if (saved := getattr(completion, "inspect_lens_saved", None)) is not None:
         result["hook_results"] = encode_saved(saved)

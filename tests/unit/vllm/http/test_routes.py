@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -384,6 +387,52 @@ def test_rows_of_a_stream_wait_to_be_fetched_unless_it_is_broken_off(is_broken_o
     asyncio.run(LensBodies(app, front_end=lambda: None)(scope, receive, keep))
     (handle,) = re.findall(rb'"handle": ?"([^"]+)"', b"".join(sent))
     assert (payloads.get(handle.decode()) is None) is is_broken_off
+    assert not payloads.n_bytes
+
+
+@pytest.mark.parametrize("ends", ["sent", "failed", "left"])
+def test_rows_of_an_answer_wait_to_be_fetched_unless_it_is_not_sent(ends: str) -> None:
+    """Of several prompts one may fail when another has its rows; and its client may leave."""
+    one = SimpleNamespace(
+        index=0,
+        inspect_lens=SimpleNamespace(model_dump=lambda mode: {}),
+        inspect_lens_tensors={
+            "residual_stream": TensorData(np.ones((1, 2, 8), np.float32), "float32")
+        },
+        inspect_lens_transport="binary",
+    )
+    late: list[Callable[[], None]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        body = SERVED.get()
+        assert body is not None
+        first = body.begin(SimpleNamespace(extra_args=None, n=1))
+        if ends == "left":  # a thread is at it still
+            late.append(partial(wrappers._encode, SimpleNamespace(outputs=[one]), body))
+            return
+        wrappers._encode(SimpleNamespace(outputs=[one]), body)
+        body.take(SimpleNamespace(outputs=[one]), first)
+        assert payloads.n_bytes
+        if ends == "failed":
+            raise RuntimeError("the other prompt")
+        await send({"type": "http.response.start", "status": 200, "headers": [
+            (b"content-type", b"application/json")]})  # fmt: skip
+        await send({"type": "http.response.body", "body": b'{"choices": [{}]}'})
+
+    async def receive() -> Any:
+        asked = json.dumps({"prompt": "x", **CAPTURE}).encode()
+        return {"type": "http.request", "body": asked}
+
+    async def drop(message: Any) -> None:
+        pass
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    with pytest.raises(RuntimeError) if ends == "failed" else nullcontext():
+        asyncio.run(LensBodies(app, front_end=lambda: None)(scope, receive, drop))
+    for encode in late:
+        encode()
+    entry = one.inspect_lens_json["activations"]["residual_stream"]
+    assert (payloads.get(entry["handle"]) is not None) is (ends == "sent")
     assert not payloads.n_bytes
 
 

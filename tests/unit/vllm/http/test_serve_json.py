@@ -44,7 +44,7 @@ def entry_of(tensor: TensorData, transport: str) -> Any:
         inspect_lens_tensors={"residual_stream": tensor},
         inspect_lens_transport=transport,
     )
-    return bodies.as_json(completion)["activations"]["residual_stream"]
+    return bodies.as_json(completion, [])["activations"]["residual_stream"]
 
 
 def test_what_explains_tensors_is_told_where_these_have_gone_out_before() -> None:
@@ -54,7 +54,7 @@ def test_what_explains_tensors_is_told_where_these_have_gone_out_before() -> Non
         inspect_lens_plain={"qk_layers": [2]},
         inspect_lens_transport="inline",
     )
-    assert bodies.as_json(completion)["activations"] == {"qk_layers": {"__json__": [2]}}
+    assert bodies.as_json(completion, [])["activations"] == {"qk_layers": {"__json__": [2]}}
 
 
 @pytest.mark.parametrize("count", [1, 25, 26, MOST])

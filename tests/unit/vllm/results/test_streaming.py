@@ -589,7 +589,7 @@ def test_scores_that_are_no_numbers_of_json_come_back_as_they_were() -> None:
     answer = SimpleNamespace(
         inspect_lens=receipt, inspect_lens_tensors={}, inspect_lens_transport="inline"
     )
-    body = b"".join(with_results(b'{"choices": []}', {0: as_json(answer)}, 1))
+    body = b"".join(with_results(b'{"choices": []}', {0: as_json(answer, [])}, 1))
     back = Receipt.model_validate(json.loads(body, parse_constant=refuse)["inspect_lens"])
     assert back.probes[0].score == math.inf
     np.testing.assert_array_equal(back.probes[0].tokens, scores)
