@@ -80,6 +80,7 @@ from ._server import (
     FETCH_TIMEOUT_S,
     UNKNOWN,
     ServerCalls,
+    StartedServer,
     adapter_of,
     children_of,
     configuration_of,
@@ -238,7 +239,7 @@ class LensAPI(ServerCalls, LensProvider):
 
     # -- server ----------------------------------------------------------------
 
-    def _own_server(self, theirs: VLLMServer, *, shared: bool) -> VLLMServer:
+    def _own_server(self, theirs: VLLMServer, *, shared: bool) -> StartedServer:
         endpoint = super().connection_key()
         if endpoint != self.base_model:
             endpoint = self._init_base_url = normalise_url(endpoint)
@@ -265,6 +266,8 @@ class LensAPI(ServerCalls, LensProvider):
         # Part of the cache key and of logged model roles: an explicit URL, or None for a server
         # of ours, whose port is another one in each run.
         self.base_url = self._init_base_url
+        if self._init_base_url is None:
+            self._server.tell_of_others(self.base_model, self.server_args)
 
     @override
     def _create_client(self) -> AsyncOpenAI:
@@ -282,13 +285,15 @@ class LensAPI(ServerCalls, LensProvider):
     def _start_server(
         self, model_path: str, port: int | None = None
     ) -> tuple[str, Popen[str], int]:
-        return start_server(
+        started = start_server(
             weights_of(model_path),
             port=port,
             api_key=str(self.api_key),
             server=self._server,
             args=self.server_args,
         )
+        self._server.args = dict(self.server_args)
+        return started
 
     @override
     def close(self) -> None:

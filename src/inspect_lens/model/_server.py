@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from subprocess import Popen
@@ -74,7 +74,29 @@ if TYPE_CHECKING:
     from inspect_lens.spec._probe import Weights
 
 
-_servers: dict[tuple[str, str], VLLMServer] = {}
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class StartedServer(VLLMServer):
+    """The record of a server, of which the first call that needs it decides how it starts."""
+
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the model that started it."""
+
+    def tell_of_others(self, model: str, args: Mapping[str, Any]) -> None:
+        """Warn of a model's arguments that came too late."""
+        for name, value in args.items():
+            if self.args.get(name) != value:
+                started = f"{name}={self.args[name]}" if name in self.args else f"no {name}"
+                logger.warning(
+                    "vllm-lens: -M %s=%s has no effect: the server of %s runs already, with %s; "
+                    "give all its models the same, or this one a server of its own by its base_url",
+                    name, value, model, started,
+                )  # fmt: skip
+
+
+_servers: dict[tuple[str, str], StartedServer] = {}
 """By base model and endpoint. Inspect's own table knows one URL per base model, so a model and
 its steered copy on another port would share the first one's."""
 
@@ -85,9 +107,9 @@ GRACE_S = 10.0
 """Time that the children of a server have to follow it before they are killed."""
 
 
-def server_for(base_model: str, endpoint: str) -> VLLMServer:
+def server_for(base_model: str, endpoint: str) -> StartedServer:
     """The record of a server, the same one for everyone who names the same two things."""
-    return _servers.setdefault((base_model, endpoint), VLLMServer())
+    return _servers.setdefault((base_model, endpoint), StartedServer())
 
 
 def weights_of(base_model: str) -> str:
@@ -300,8 +322,6 @@ def _write(said: str) -> None:
 UNKNOWN = "registered as"
 """What a server says of a name that it does not know, as after a restart."""
 
-logger = logging.getLogger(__name__)
-
 
 PATH = "/v1/inspect_lens/registry"
 
@@ -330,8 +350,8 @@ class ServerNames:
 
     async def serve(self, request: LensRequest) -> Served:
         """See that the server knows what a request names."""
-        for name, what, field, form in _weights(request):
-            await self._states.of(name, partial(self._weights, name, what, field, form))
+        for name, what, under, form in _weights(request):
+            await self._states.of(name, partial(self._weights, name, what, under, form))
         if all(self._states.made.get(use.name, "") is None for use in request.probes):
             return Served(request, {})
         kept: list[ProbeUse] = []
@@ -476,6 +496,7 @@ class ServerCalls(VLLMAPI):
 
     _is_peer: bool | None = None
     _init_base_url: str | None
+    _server: StartedServer
     responses_store: bool | None = None
     """Inspect's bridge of the Responses API reads it before a server is there to set it."""
 

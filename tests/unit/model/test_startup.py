@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import anyio
 import pytest
@@ -116,3 +117,29 @@ async def test_the_provider_tells_of_servers_of_its_own_alone(
         model = get_model("lens/org/told", memoize=False)
         await model.generate("hello")
         assert shown[-1][1].startswith("started in ")
+
+
+@pytest.mark.anyio
+@pytest.mark.usefixtures("shown")
+async def test_arguments_that_come_after_the_start_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with FakeLensServer(model="org/shared") as server:
+        monkeypatch.setattr(
+            _server, "start_local_server", lambda *_, **__: (f"{server.url}/v1", None, 1)
+        )
+        monkeypatch.setattr(_server.importlib.util, "find_spec", lambda _: True)
+        monkeypatch.delenv("VLLM_BASE_URL", raising=False)
+        in_time: list[dict[str, Any]] = [{"max_model_len": 64}, {"max_model_len": 64}, {}]
+        for args in (*in_time, {"capture": [1]}):
+            await get_model("lens/org/shared", memoize=False, **args).generate("hello")
+        assert "has no effect" not in caplog.text
+        late: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 2}
+        await get_model("lens/org/shared", memoize=False, **late).generate("hello")
+    for said in (
+        "-M max_model_len=128 has no effect: the server of org/shared runs already, with "
+        "max_model_len=64; give",
+        "-M max_num_seqs=2 has no effect: the server of org/shared runs already, with no "
+        "max_num_seqs; give",
+    ):
+        assert caplog.text.count(said) == 1
