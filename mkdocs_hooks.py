@@ -45,7 +45,17 @@ class PublicObjects(griffe.Extension):
                 obj.docstring.value = "\n".join(sentences) + gap + rest
 
     def on_attribute(self, *, attr: griffe.Attribute, **_: Any) -> None:
-        """Leave out the value of a table, which is source and no text."""
+        """Show what the description of a field says, and no value of a table, which is source."""
+        if isinstance(attr.value, griffe.ExprCall) and str(attr.value.function) == "Field":
+            given = {
+                one.name: one.value
+                for one in attr.value.arguments
+                if isinstance(one, griffe.ExprKeyword)
+            }
+            if attr.docstring is None and "description" in given:
+                attr.docstring = griffe.Docstring(_description(attr), parent=attr)
+            if "default_factory" not in given:
+                attr.value = given.get("default")
         if len(str(attr.value)) > _SHORT_VALUE:
             attr.value = None
         attr.labels -= {"instance-attribute", "class-attribute", "module-attribute"}
@@ -72,6 +82,12 @@ class PublicObjects(griffe.Extension):
         if "shared_parameters" in names and func.docstring is not None:
             parameters = [one.name for one in func.parameters]
             func.docstring.value = complete_arguments(func.docstring.value, parameters)
+
+
+def _description(attr: griffe.Attribute) -> str:
+    """Of a field, which may be worked out; see `pydantic.Field`."""
+    owner = getattr(import_module(attr.module.path), attr.path.split(".")[-2])
+    return str(owner.model_fields[attr.name].description)
 
 
 def _modules_below(module: griffe.Module) -> Iterator[griffe.Module]:

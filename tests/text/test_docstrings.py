@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 
@@ -51,6 +52,25 @@ def test_everything_public_has_a_docstring() -> None:
         **dict(public_objects()), **dict(public_functions()),
     }  # fmt: skip
     assert not [path for path, found in documented.items() if not found.docstring]
+
+
+def test_pages_show_what_the_description_of_a_field_says() -> None:
+    said = {
+        f"{path}.{name}": (field.description, member.docstring and member.docstring.value)
+        for path, found in public_objects()
+        for name, field in getattr(
+            getattr(importlib.import_module(path.rpartition(".")[0]), path.rpartition(".")[2]),
+            "model_fields", {},
+        ).items()
+        if field.description and (member := found.members.get(name)) is not None
+    }  # fmt: skip
+    assert "inspect_lens.spec.CaptureSpec.reduce" in said
+    lost = {
+        path: text
+        for path, (text, shown) in said.items()
+        if " ".join((shown or "").split()) != " ".join(text.split())
+    }
+    assert not lost
 
 
 def test_the_first_line_is_a_whole_sentence_for_summaries() -> None:
