@@ -8,10 +8,11 @@ started with `INSPECT_LENS_ALLOW_CODE=1`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from inspect import iscoroutinefunction
 from typing import Any
 
 from inspect_lens._base.hook_calls import HookCalls
-from inspect_lens.errors import SpecError
+from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec import Registrable, ServerConfig
 
 __all__ = ["PersistentHooks", "flush_sinks", "register", "registered", "sinks", "unregister"]
@@ -63,8 +64,19 @@ def register(llm: Any, name: str, item: Registrable, *, replace: bool = False) -
     from ._vllm.frontend.state import front_end
     from ._vllm.registered.contents import at_once, give_name, tell_through
 
+    _check_stepped(llm)
     at_once(give_name(front_end(), tell_through(llm), name, item, replace=replace))
     return {"name": name, **front_end().registry.reference_of(item)}
+
+
+def _check_stepped(llm: Any) -> None:
+    """Refuse an engine that tells its workers something only to who awaits it."""
+    if iscoroutinefunction(getattr(llm, "collective_rpc", None)):
+        raise UnsupportedError(
+            f"llm: {type(llm).__name__} runs in an event loop, and only a vllm.LLM can be told of "
+            "names and of hooks for all requests; give it names with INSPECT_LENS_REGISTER before "
+            "it is made, or use a server"
+        )
 
 
 def unregister(llm: Any, name: str) -> None:
@@ -94,6 +106,7 @@ def unregister(llm: Any, name: str) -> None:
     from ._vllm.frontend.state import front_end
     from ._vllm.registered.contents import at_once, take_name, tell_through
 
+    _check_stepped(llm)
     at_once(take_name(front_end(), tell_through(llm), name))
 
 
@@ -158,6 +171,7 @@ class PersistentHooks(HookCalls):
     def __init__(self, llm: Any) -> None:
         from ._vllm.registered.persistent_hooks import HookBook
 
+        _check_stepped(llm)
         self._llm = llm
         self._book = HookBook.of(
             llm.llm_engine,
