@@ -125,9 +125,15 @@ def score(
     read = read_log(log)
     if not read.samples:
         raise no_samples(read, log)
+    if read.status != "success":
+        why = f" ({read.error.message})" if read.error else ""
+        raise ArtifactError(
+            f"{log}: its eval has the status {read.status!r}{why}; allowed is a log that is whole: "
+            f"inspect eval-retry {log} runs the samples that are missing"
+        )
     scored = score_log(read, scorers, action="append", display="none")
-    if scored.status != "success" or scored.results is None:
-        raise ArtifactError(f"{log}: {scored.error.message if scored.error else scored.status}")
+    if scored.results is None:
+        raise ArtifactError(f"{log}: none of its samples could be scored")
     _write(scored, target)
     # What was appended, in the order of the probes: a log may hold scores of the same name.
     pairs = zip(read.samples or [], scored.samples or [], strict=True)

@@ -46,6 +46,10 @@ def test_a_wrong_name_is_one_line_that_says_what_to_do(run: Run, log: Path, tmp_
     empty = read_eval_log(str(log))
     empty.samples, empty.status, empty.eval.config.sample_id = [], "cancelled", ["nope"]
     write_eval_log(empty, str(tmp_path / "empty.eval"))
+    broken = read_eval_log(str(log))
+    broken.status = "cancelled"
+    write_eval_log(broken, str(tmp_path / "broken.eval"))
+    part = "its eval has the status 'cancelled'; allowed is a log that is whole: inspect eval-retry"
     nothing = "of 8 samples (sample_id=['nope'] was asked) has the status 'cancelled'"
     asked = [
         (("score", tmp_path / "no.eval", "--probe", "x"), 4, "no.eval: there is no such log"),
@@ -59,6 +63,7 @@ def test_a_wrong_name_is_one_line_that_says_what_to_do(run: Run, log: Path, tmp_
         (("score", pipe, "--probe", "organism/deception-lr"), 4, "pipe.eval: is no regular file"),
         (("view", tmp_path / "empty.eval"), 4, nothing),
         (("score", tmp_path / "empty.eval", "--probe", "organism/deception-lr"), 4, nothing),
+        (("score", tmp_path / "broken.eval", "--probe", "organism/deception-lr"), 4, part),
         ((*scored, "--role", "judge"), 3, "no call of this sample has that role"),
         (("view", log, "--tokenizer", "/nowhere"), 4, "cannot be loaded (there is no such folder)"),
         (("chat", "--base-url", "x", "--layers", "x"), 3, "allowed are 'all', 'none' and numbers"),
