@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from functools import cached_property, lru_cache
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
@@ -14,7 +15,16 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_serializer
 
 from inspect_lens._base.to_torch import to_torch
-from inspect_lens._intake import Payload, Stored, decode_file, encode_file, join, parent, stamp_of
+from inspect_lens._intake import (
+    Payload,
+    Stored,
+    decode_file,
+    encode_file,
+    is_local,
+    join,
+    parent,
+    stamp_of,
+)
 from inspect_lens.errors import ArtifactError
 from inspect_lens.spec import LENS_NAME, LensTable, Numerics, Receipt, Reduce, TensorData, explain
 
@@ -201,12 +211,21 @@ class LoggedHandle(BaseModel):
         return hash(self.sha256)
 
 
+KEEPS_FILES: ContextVar[bool | None] = ContextVar("inspect_lens_keeps_files", default=None)
+"""Whether the call that this task is about to make keeps files; None outside of calls."""
+
+
 def _unpickle(
     kind: type[LoggedHandle], reference: dict[str, Any], data: bytes | None
 ) -> LoggedHandle:
     handle = kind.from_reference(reference)
+    keeps_files = KEEPS_FILES.get()
     if handle.uri is not None:
         know_root(parent(handle.uri))  # pickled by Inspect's cache, and not out of a log
+        if keeps_files is not None and is_local(handle.uri) and not handle.is_here:
+            raise ArtifactError(f"{handle.uri}: gone, so the call is made again")
+    elif keeps_files:
+        raise ArtifactError(f"{kind.METADATA}: without a file, so the call is made again")
     if data is not None:
         handle.remember(handle._decoded(data, "Inspect's cache"))  # noqa: SLF001 - of this module
     return handle

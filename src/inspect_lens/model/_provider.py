@@ -48,6 +48,7 @@ from inspect_lens.spec import (
     to_wire_args,
 )
 
+from ._handle import KEEPS_FILES
 from ._host import VLLMAPI, PrerequisiteError, VLLMServer, _vllm_servers
 from ._places import place_for
 from ._request import (
@@ -307,7 +308,11 @@ class LensAPI(ServerCalls, LensProvider):
         # Inspect asks for this in the task of a call, right before the hooks of that call run;
         # hooks are told the model's name only, and two models may share one.
         CALLER.set(self)
+        KEEPS_FILES.set(self._keep().is_written)
         return super().connection_key()
+
+    def _keep(self) -> Keep:
+        return Keep(self._mode, place_for(self._directory))
 
     @override
     def max_connections(self) -> int:
@@ -359,11 +364,11 @@ class LensAPI(ServerCalls, LensProvider):
         if not (isinstance(config.extra_body, Settled) and config.extra_body == body):
             config = config.model_copy(update={"extra_body": body})
         await self.load_adapter(body.get("lora_request"))
-        place = place_for(self._directory)
+        keep = self._keep()
         if request is not None and request.edits:
-            kept = place if self._mode in (None, "sidecar") else None
+            kept = keep.place if keep.is_written else None
             await anyio.to_thread.run_sync(save_vectors, request, kept)
-        call = _Call(request, Keep(self._mode, place))
+        call = _Call(request, keep)
         token = _call.set(call)
         try:
             result = await super().generate(input, tools, tool_choice, config)

@@ -225,11 +225,14 @@ class Keep(NamedTuple):
     place: Place | None
 
     @property
+    def is_written(self) -> bool:
+        """Whether they go to a file."""
+        return self.place is not None and self.mode in (None, "sidecar")
+
+    @property
     def is_local_file(self) -> bool:
         """Whether they go to a file that any process of this machine can write."""
-        if self.place is None or self.mode not in (None, "sidecar"):
-            return False
-        return is_local(self.place.root)
+        return self.place is not None and self.is_written and is_local(self.place.root)
 
 
 def expect(keep: Keep) -> None:

@@ -103,6 +103,24 @@ async def test_a_hit_brings_the_activations(
     assert second.metadata["activations"].model_dump()["tensors"]
 
 
+async def test_a_hit_without_its_file_is_none(
+    server: FakeLensServer, model_of: GetModel, tmp_path: Any
+) -> None:
+    def capturing(**kept: Any) -> Model:
+        return model_of(server, capture=[1], **kept)
+
+    await capturing(activations="memory").generate(PROMPT, cache=True)
+    in_files = capturing(activations_dir=str(tmp_path))
+    for requests in (2, 2):  # the first hit has no file, and this eval asks for one
+        await in_files.generate(PROMPT, cache=True)
+        assert len(server.requests) == requests
+    (file,) = tmp_path.rglob("*.safetensors")
+    file.unlink()
+    output = await in_files.generate(PROMPT, cache=True)
+    assert len(server.requests) == 3
+    assert output.metadata["activations"].is_here
+
+
 async def test_the_base_url_is_stable_and_has_no_port_of_ours(
     server: FakeLensServer, model_of: GetModel
 ) -> None:
