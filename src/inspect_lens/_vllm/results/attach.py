@@ -169,7 +169,8 @@ class Recorded:
             return
         if not ticket.n_completion or self._n_coming >= _MOST:
             self._results.the_collector().discard(ticket.key)
-            expected.sink.recorder.count("dropped" if ticket.n_completion else "failed")
+            if ticket.n_completion:  # else it was broken off before there was anything to record
+                expected.sink.recorder.count("dropped")
             return
         self._unflushed.append(ticket.key)
         with self._changed:
