@@ -26,7 +26,7 @@ from inspect_ai.approval._apply import _tool_approver
 from inspect_ai.log._recorders.eval import EvalRecorder
 from inspect_ai.log._recorders.json import JSONRecorder
 from inspect_ai.log._samples import sample_active
-from inspect_ai.model import _model
+from inspect_ai.model import ModelAPI, _model
 from inspect_ai.model._generate_config import active_generate_config
 from inspect_ai.model._model import active_model, init_model_roles, model_roles
 from inspect_ai.solver._task_state import sample_state
@@ -64,6 +64,7 @@ __all__ = [
     "active_call",
     "active_generate_config",
     "active_model",
+    "apis_of_task",
     "configure_devices",
     "ensure_adapter_loaded",
     "get_adapter_rank",
@@ -119,11 +120,21 @@ class PrerequisiteError(_PrerequisiteError):
 
 def role_of(api: object) -> str:
     """Names of the roles that a model has in the running task, by its provider; "" for none."""
-    found = []
-    for role, models in model_roles().items():
-        several = models if isinstance(models, list) else [models]
-        found += [role for model in several if model.api is api]
-    return ", ".join(found)
+    return ", ".join(role for role, one in _apis_of_roles() if one is api)
+
+
+def apis_of_task() -> list[ModelAPI]:
+    """Providers of the models of the running task: the one under evaluation, and those of roles."""
+    evaluated = active_model()
+    return [*([] if evaluated is None else [evaluated.api]), *(api for _, api in _apis_of_roles())]
+
+
+def _apis_of_roles() -> list[tuple[str, ModelAPI]]:
+    return [
+        (role, model.api)
+        for role, models in model_roles().items()
+        for model in (models if isinstance(models, list) else [models])
+    ]
 
 
 class HostName(NamedTuple):

@@ -108,7 +108,8 @@ def know_root(root: str) -> None:
 def know_log(location: str, *, follow: str | Sequence[str] = ()) -> None:
     """Tell where a log file is, so that activations next to it are found.
 
-    A log that Inspect reads in this process, once `inspect_lens` is imported, is known already.
+    A log that Inspect reads in this process, once `inspect_lens.model` is imported, is known
+    already.
 
     Args:
         location: path or fsspec URL of the log.

@@ -21,7 +21,7 @@ from types import NoneType
 from typing import Any, Final, get_args
 
 import anyio.to_thread
-from inspect_ai.hooks import BeforeModelGenerate, Hooks, hooks
+from inspect_ai.hooks import BeforeModelGenerate, Hooks, SampleInit, hooks
 from inspect_ai.model import ChatMessage, GenerateConfig, ModelCall, ModelOutput, RetryDecision
 from inspect_ai.tool import ToolChoice, ToolInfo
 from openai import (
@@ -49,7 +49,7 @@ from inspect_lens.spec import (
 )
 
 from ._handle import KEEPS_FILES
-from ._host import VLLMAPI, PrerequisiteError, VLLMServer, _vllm_servers
+from ._host import VLLMAPI, PrerequisiteError, VLLMServer, _vllm_servers, apis_of_task
 from ._places import place_for
 from ._request import (
     NOT_STREAMED,
@@ -63,6 +63,7 @@ from ._request import (
     read_body,
     respelled,
     save_vectors,
+    unwritten,
 )
 from ._response import (
     Keep,
@@ -314,6 +315,13 @@ class LensAPI(ServerCalls, LensProvider):
     def _keep(self) -> Keep:
         return Keep(self._mode, place_for(self._directory))
 
+    async def write_vectors(self, request: LensRequest | None) -> None:
+        """Write what the log refers to of a request beside it, once for each log."""
+        keep = self._keep()
+        place = keep.place if keep.is_written else None
+        if request is not None and unwritten(request, place):
+            await anyio.to_thread.run_sync(save_vectors, request, place)
+
     @override
     def max_connections(self) -> int:
         return MAX_CONNECTIONS
@@ -364,11 +372,8 @@ class LensAPI(ServerCalls, LensProvider):
         if not (isinstance(config.extra_body, Settled) and config.extra_body == body):
             config = config.model_copy(update={"extra_body": body})
         await self.load_adapter(body.get("lora_request"))
-        keep = self._keep()
-        if request is not None and request.edits:
-            kept = keep.place if keep.is_written else None
-            await anyio.to_thread.run_sync(save_vectors, request, kept)
-        call = _Call(request, keep)
+        await self.write_vectors(request)
+        call = _Call(request, self._keep())
         token = _call.set(call)
         try:
             result = await super().generate(input, tools, tool_choice, config)
@@ -501,3 +506,11 @@ class LensRequests(Hooks):
         except LensError:
             # Inspect only warns about errors in hooks; the provider raises this one again.
             return
+        # An answer out of the cache is logged with its request, too.
+        await api.write_vectors(read_body(data.config.extra_body).request)
+
+    async def on_sample_init(self, data: SampleInit) -> None:
+        """Write what the log refers to in the arguments of models, whatever becomes of calls."""
+        for api in apis_of_task():
+            if isinstance(api, LensAPI):
+                await api.write_vectors(api.edited)

@@ -72,15 +72,21 @@ _live: WeakValueDictionary[str, TensorData] = WeakValueDictionary()
 _saved: set[tuple[Place, str]] = set()
 
 
+def unwritten(request: LensRequest, place: Place | None) -> list[TensorData]:
+    """The tensors that the log will refer to, and that are in no file yet."""
+    tensors = [tensor for edit in request.edits for tensor in edit.all_tensors]
+    _live.update((tensor.sha256, tensor) for tensor in tensors)
+    return [t for t in tensors if place is not None and (place, t.sha256) not in _saved]
+
+
 def save_vectors(request: LensRequest, place: Place | None) -> None:
-    """Write the tensors that the log will refer to, those that are not written yet."""
-    for tensor in (tensor for edit in request.edits for tensor in edit.all_tensors):
-        _live[tensor.sha256] = tensor
-        if place is not None and (place, tensor.sha256) not in _saved:
-            payload = Payload(tensors={"activations": tensor}, layers={})
-            uri = f"lens-vectors/{tensor.sha256[:16]}.safetensors"
-            write_file(join(place.root, uri), encode_file(payload))
-            _saved.add((place, tensor.sha256))
+    """Write these tensors."""
+    for tensor in unwritten(request, place):
+        assert place is not None
+        payload = Payload(tensors={"activations": tensor}, layers={})
+        uri = f"lens-vectors/{tensor.sha256[:16]}.safetensors"
+        write_file(join(place.root, uri), encode_file(payload))
+        _saved.add((place, tensor.sha256))
 
 
 def _tensor(reference: Mapping[str, Any]) -> TensorData:

@@ -16,7 +16,7 @@ from inspect_ai.solver import Generate, Solver, TaskState, generate, solver
 
 from inspect_lens.model._host import PrerequisiteError
 from inspect_lens.probe import load_probe
-from inspect_lens.spec import parse_extra_args
+from inspect_lens.spec import SteeringVector, parse_extra_args
 from inspect_lens.vector import Vector, load_vector
 from tests.kit.fake_server import FakeLensServer
 
@@ -90,6 +90,24 @@ def test_a_retry_steers_with_the_same_file(server: FakeLensServer, tmp_path: Pat
     assert first is not None
     assert first.edits
     assert second == first
+
+
+@pytest.mark.parametrize("solvers", [[], [generate()]], ids=["no call", "from the cache"])
+def test_what_a_log_refers_to_is_beside_it_whatever_becomes_of_calls(
+    server: FakeLensServer, tmp_path: Path, solvers: list[Solver]
+) -> None:
+    steered = SteeringVector(activations=np.arange(8.0)[None], layer_indices=[1])
+    for name in ("first", "second"):
+        flag = str(tmp_path / f"{name}-flag")
+        (log,) = eval(
+            Task(dataset=[Sample(input="hello")], solver=[*solvers, fails_once(flag)]),
+            model=model(server.url, steer=steered), cache=True, display="none",
+            log_dir=str(tmp_path / name),
+        )  # fmt: skip
+        assert log.status == "error"
+        uri = log.eval.model_args["steer"]["vector"]["uri"]
+        assert (tmp_path / name / uri).is_file()
+    assert len(server.requests) == len(solvers)
 
 
 def test_a_retry_says_that_a_vector_was_never_saved(server: FakeLensServer) -> None:
