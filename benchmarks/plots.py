@@ -31,6 +31,7 @@ _ENGINE: Final = "engine-h200"
 _EDITS: Final = "edits-h200"
 _HTTP: Final = "http-h200"
 _PARALLEL: Final = "parallel-h200-x2"
+_PARALLEL_MODELS: Final = {"llama-70b-48": "Llama-70B", "glm-4.5-air-23": "GLM-4.5-Air"}
 _OTHERS: Final = ("others-h200-slow-host", "others-h200-fast-host", "others-h200-1000-requests")
 _PEER_EVAL: Final = "others-h200-eval"
 _LOADS: Final = {"8x256": "8 requests", "256x128": "256 requests", "512x128": "512 requests"}
@@ -195,9 +196,9 @@ def _file_of(arm: str) -> str:
     return _ENGINE if arm == "logit-lens" else _EDITS
 
 
-def _spread(read: Read, name: str, load: str, arm: str) -> tuple[float, ...]:
+def _spread(read: Read, name: str, load: str, arm: str, model: str = "") -> tuple[float, ...]:
     """Each run of an arm over the median of `default` of the same file, as in evals."""
-    runs = [run for run in read(name)["runs"] if run["load"] == load]
+    runs = [r for r in read(name)["runs"] if r["load"] == load and model in ("", r["model"])]
     (found,) = [run for run in runs if run["arm"] == arm]
     (plain,) = [r for r in runs if (r["arm"], r["model"]) == ("default", found["model"])]
     divisor = statistics.median(plain["seconds"])
@@ -333,16 +334,20 @@ def techniques_markdown(read: Read = read_result) -> str:
 
 
 def parallel_markdown(read: Read = read_result) -> str:
-    """The table of a model over two GPUs, over vLLM without the lens on as many.
+    """The table of models over two GPUs, over vLLM without the lens on as many.
 
     Args:
         read: gives a result by its name.
     """
-    loads = ("64x128", "256x128")
-    lines = ["| what each request asks for | 64 requests | 256 requests |", "|---|---|---|"]
-    for arm in ("idle", "capture-1", "probes-16x4", "steer"):
-        cells = (_range(_spread(read, _PARALLEL, load, arm)) for load in loads)
-        lines.append(f"| {'nothing' if arm == 'idle' else _ARMS[arm]} | {' | '.join(cells)} |")
+    lines = [
+        "| model | what each request asks for | 64 requests | 256 requests |",
+        "|---|---|---|---|",
+    ]
+    for model, said in _PARALLEL_MODELS.items():
+        for arm in ("idle", "capture-1", "probes-16x4", "steer"):
+            asks = "nothing" if arm == "idle" else _ARMS[arm]
+            found = (_spread(read, _PARALLEL, n, arm, model) for n in ("64x128", "256x128"))
+            lines.append(f"| {said} | {asks} | {' | '.join(map(_range, found))} |")
     return "\n".join(lines)
 
 

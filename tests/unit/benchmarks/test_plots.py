@@ -134,3 +134,17 @@ def test_each_committed_result_is_cited_by_a_page() -> None:
     page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
     cited = set(re.findall(r"(?:results/|`)([\w-]+\.json)", page))
     assert {name for name in cited if not (RESULTS / name).exists()} <= {"result.json"}
+
+
+def test_the_page_tells_what_scales_took_that_share_a_prompt_and_what_others_took() -> None:
+    text = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    runs = result("engine-h200")["sweep"]["runs"]
+    took = {run["arm"]: statistics.median(run["seconds"]) for run in runs}
+    told = text[text.index("20 requests with one prompt") :].partition("\n\n")[0]
+    plain, shared, own, times = (
+        float(found) for found in re.findall(r"([\d.]+\d) (?:s\b|times\s+as)", told)
+    )
+    assert (plain, shared, own) == pytest.approx(
+        (took["default"], took["sweep-completion"], took["sweep-all"]), abs=5.1e-3
+    )
+    assert times == pytest.approx(took["sweep-all"] / took["sweep-completion"], abs=0.051)
