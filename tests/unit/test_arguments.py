@@ -9,6 +9,7 @@ import anyio
 import numpy as np
 import pytest
 import torch
+from inspect_ai.model import GenerateConfigArgs
 
 from inspect_lens import judged_arguments
 from inspect_lens.errors import ArtifactError, SpecError
@@ -79,6 +80,20 @@ def test_what_numpy_torch_and_the_command_line_give_is_read() -> None:
             taken(1, wrong)
     with pytest.raises(TypeError, match="missing"):
         taken()
+
+
+def test_what_is_no_kind_of_ours_is_left_to_the_function() -> None:
+    def mixed(pair: tuple[int, str], *others: Any, config: GenerateConfigArgs | None = None) -> Any:
+        return pair, others, config
+
+    def misnamed(value: any | None, limit: int = 1) -> Any:  # type: ignore[valid-type]
+        return value, limit
+
+    taken: Any = judged_arguments(mixed)
+    assert taken((1, "a"), "x", "y", config={}) == ((1, "a"), ("x", "y"), {})
+    assert judged_arguments(misnamed)("x") == ("x", 1)
+    with pytest.raises(SpecError, match="limit=0"):
+        judged_arguments(misnamed)("x", 0)
 
 
 def test_one_alone_may_stand_where_several_may() -> None:

@@ -39,6 +39,7 @@ _LEAST: Final = {
 """Of integers, by the name that they have everywhere."""
 _NEEDED: Final = frozenset({"layers"})
 """Lists that have to name something."""
+_BY_PLACE: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def judged_arguments(function: F) -> F:
@@ -84,14 +85,14 @@ def judged_arguments(function: F) -> F:
         ```
     """
     parameters = inspect.signature(function).parameters
-    names = list(parameters)
+    names = [p.name for p in parameters.values() if p.kind in _BY_PLACE]
 
     @cache
     def members(name: str) -> tuple[Any, ...]:
         kind = parameters[name].annotation if name in parameters else Any
         try:
             kind = eval(kind, function.__globals__) if isinstance(kind, str) else kind
-        except NameError:  # of a package that is imported later
+        except Exception:  # noqa: BLE001 - of a package that is imported later, or no annotation
             return ()
         found = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
         found = tuple(NoneType if one is None else one for one in found)
@@ -122,10 +123,14 @@ def judged_arguments(function: F) -> F:
 def _is_known(kind: Any) -> bool:
     origin = get_origin(kind)
     if origin in (Sequence, list, tuple):
-        of = [one for one in get_args(kind) if one is not Ellipsis]
-        return all(one in (int, float, str) or get_origin(one) is Literal for one in of)
+        of = {one for one in get_args(kind) if one is not Ellipsis}
+        return len(of) == 1 and all(
+            one in (int, float, str) or get_origin(one) is Literal for one in of
+        )
     is_inspects = getattr(kind, "__module__", "").partition(".")[0] == "inspect_ai"
-    return kind in _WORDS or origin is Literal or (isinstance(kind, type) and is_inspects)
+    # Python refuses to say whether something is an instance of a TypedDict.
+    is_class = isinstance(kind, type) and dict not in kind.__mro__
+    return kind in _WORDS or origin is Literal or (is_class and is_inspects)
 
 
 class _Unfit(Exception):
