@@ -142,7 +142,8 @@ def read_only(name: str, given: ArrayLike, dtype: DTypeLike = np.float32) -> NDA
 
 
 BY_CONTENT = "content"
-"""Context of pydantic in which an artefact is written as the hash of what it is."""
+"""Context of pydantic in which an artefact is written as the hash of what it is and how it is
+logged."""
 
 
 class Artifact(ABC):
@@ -153,7 +154,8 @@ class Artifact(ABC):
     path: Path | None
 
     def _written(self, info: SerializationInfo) -> str | dict[str, str]:
-        return self.sha256 if info.context == BY_CONTENT else self._repr_params_()
+        logged = self._repr_params_()
+        return f"{self.sha256} {logged}" if info.context == BY_CONTENT else logged
 
     __pydantic_serializer__ = SchemaSerializer(
         core_schema.any_schema(

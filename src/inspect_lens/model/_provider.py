@@ -207,9 +207,9 @@ class LensAPI(ServerCalls, LensProvider):
         lazy_init: bool = True,
         **server_args: Any,
     ) -> None:
-        refuse_arrays("capture", capture)
-        refuse_arrays("edits", edits)
-        refuse_arrays("steer", steer)
+        given = {"capture": capture, "edits": edits, "steer": steer, "stream": stream, "port": port}
+        for name, value in (given | server_args).items():
+            refuse_arrays(name, value)
         with given_by("-M capture"):
             asked = LensRequest(capture=parse_capture(capture))
         with given_by("-M probes"):

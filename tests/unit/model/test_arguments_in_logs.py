@@ -27,13 +27,17 @@ def model(url: str, **arguments: Any) -> Model:
     return get_model("lens/org/tiny", base_url=url, **arguments)
 
 
-def test_models_with_other_contents_are_other_models(server: FakeLensServer) -> None:
+def test_models_with_other_contents_are_other_models(
+    server: FakeLensServer, tmp_path: Path
+) -> None:
     first, second, again = (
         Vector.from_raw(TRUTH.direction * sign, card=TRUTH.card) for sign in (1, -1, 1)
     )
     made = model(server.url, steer=first)
     assert model(server.url, steer=second) is not made
     assert model(server.url, steer=again) is made
+    saved = load_vector(first.save(tmp_path / "saved"))
+    assert model(server.url, steer=saved).model_args == {"steer": saved}, "with its path"
     probe = load_probe("organism/deception-lr")
     assert model(server.url, probes=[probe]) is not model(server.url, probes=None)
 
@@ -45,8 +49,11 @@ def test_models_with_other_contents_are_other_models(server: FakeLensServer) -> 
         {"capture": {"layers": [np.int64(1)]}},
         {"edits": [{"op": "ablate", "direction": np.ones(8), "layers": [1]}]},
         {"edits": {"op": "ablate", "direction": torch.ones(8), "layers": [1]}},
+        {"stream": np.bool_(True)},
+        {"max_model_len": np.int64(64)},
+        {"hf_overrides": {"rope_theta": np.float32(1e4)}},
     ],
-    ids=["number", "inside", "array", "tensor"],
+    ids=["number", "inside", "array", "tensor", "flag", "of the server", "inside of the server"],
 )
 @pytest.mark.parametrize("memoize", [True, False])
 def test_what_a_log_cannot_hold_is_refused(
