@@ -154,15 +154,17 @@ def carry_now(outputs: Iterable[Any], *, may_wait: bool) -> None:
 def _encode(output: Any, body: Body | None) -> None:
     if body is None:
         return
-    for completion in output.outputs:
-        part = completion.__dict__.get("inspect_lens_partial") if body.takes_parts else None
-        if part is not None and not hasattr(completion, "inspect_lens_partial_json"):
-            completion.inspect_lens_partial_json = part_as_json(part, body.handles)
-            streamed(part)
-        if hasattr(completion, "inspect_lens") and not hasattr(completion, "inspect_lens_json"):
-            completion.inspect_lens_json = as_json(completion, body.handles)
-    if body.is_over:  # its client went while a thread was at it
-        body.forget()
+    try:
+        for completion in output.outputs:
+            part = completion.__dict__.get("inspect_lens_partial") if body.takes_parts else None
+            if part is not None and not hasattr(completion, "inspect_lens_partial_json"):
+                completion.inspect_lens_partial_json = part_as_json(part, body.handles)
+                streamed(part)
+            if hasattr(completion, "inspect_lens") and not hasattr(completion, "inspect_lens_json"):
+                completion.inspect_lens_json = as_json(completion, body.handles)
+    finally:
+        if body.is_over:  # its client went while a thread was at it
+            body.forget()
 
 
 def _input_processor_init(original: Callable[..., Any]) -> Callable[..., Any]:

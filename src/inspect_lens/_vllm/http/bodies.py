@@ -141,11 +141,12 @@ class Body:
 
     def forget(self) -> None:
         """Let go of everything: tasks that outlive the request have its context."""
-        if self.handles:  # it was broken off, or failed, and with it go rows that were not fetched
-            payloads.discard(self.handles)
         self.is_over = True
+        if self.handles:  # it was broken off, or failed, and with it go rows that were not fetched
+            # They stay in the list, to which a thread may append still, and then discards all.
+            payloads.discard(tuple(self.handles))
         self.request, self.patterns, self.others = None, PatternBudget(), {}
-        self.results, self.parts, self.handles = {}, [], []
+        self.results, self.parts = {}, []
         self.span = self.error = None
 
 

@@ -18,6 +18,7 @@ from fastapi.testclient import TestClient
 
 from inspect_lens._base.partial import PARTIAL_KEY, Partial
 from inspect_lens._vllm.frontend import wrappers
+from inspect_lens._vllm.http import bodies
 from inspect_lens._vllm.http.bodies import (
     SERVED,
     TOKENS_PATH,
@@ -29,6 +30,7 @@ from inspect_lens._vllm.http.bodies import (
     payloads,
     read_body,
 )
+from inspect_lens._vllm.http.payloads import handle_entries
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec import CaptureSpec, LensRequest, TensorData
 
@@ -390,8 +392,10 @@ def test_rows_of_a_stream_wait_to_be_fetched_unless_it_is_broken_off(is_broken_o
     assert not payloads.n_bytes
 
 
-@pytest.mark.parametrize("ends", ["sent", "failed", "left"])
-def test_rows_of_an_answer_wait_to_be_fetched_unless_it_is_not_sent(ends: str) -> None:
+@pytest.mark.parametrize("ends", ["sent", "failed", "left", "left meanwhile"])
+def test_rows_of_an_answer_wait_to_be_fetched_unless_it_is_not_sent(
+    ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of several prompts one may fail when another has its rows; and its client may leave."""
     one = SimpleNamespace(
         index=0,
@@ -407,10 +411,21 @@ def test_rows_of_an_answer_wait_to_be_fetched_unless_it_is_not_sent(ends: str) -
         body = SERVED.get()
         assert body is not None
         first = body.begin(SimpleNamespace(extra_args=None, n=1))
-        if ends == "left":  # a thread is at it still
-            late.append(partial(wrappers._encode, SimpleNamespace(outputs=[one]), body))
+        encode = partial(wrappers._encode, SimpleNamespace(outputs=[one]), body)
+        if ends == "left":  # before a thread is at it
+            late.append(encode)
             return
-        wrappers._encode(SimpleNamespace(outputs=[one]), body)
+        if ends == "left meanwhile":
+
+            def keep_and_leave(*args: Any) -> Any:
+                entries = handle_entries(*args)
+                body.forget()
+                return entries
+
+            monkeypatch.setattr(bodies, "handle_entries", keep_and_leave)
+            encode()
+            return
+        encode()
         body.take(SimpleNamespace(outputs=[one]), first)
         assert payloads.n_bytes
         if ends == "failed":
