@@ -330,9 +330,6 @@ def _repeng(value: Any, file: Path, layer: int | None) -> _Read:
     if kind != "controlvector":
         raise ValueError(f"architecture {kind!r}; wanted is 'controlvector'")
     directions = {k: v for k, v in value.tensors.items() if k.startswith("direction.")}
-    count = value.facts.get("controlvector.layer_count", len(directions))
-    if count != len(directions):
-        raise ValueError(f"layer_count is {count}, and the directions are {sorted(directions)}")
     hint = str(value.facts.get("controlvector.model_hint", ""))
     notes = (f"model hint of the file: {hint}",) if hint else ()
     return _Read(_by_number(directions), notes=notes)
