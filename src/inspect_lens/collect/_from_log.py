@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from inspect_ai.log import EvalLog, EvalSample
 
+from inspect_lens._base.labels import LABELS, label_of
 from inspect_lens.data import (
     ActivationStore,
     Captured,
@@ -183,12 +184,12 @@ def _label(sample: EvalSample, label: Label) -> bool | None:
         found = (sample.metadata or {}).get(label)
     if found is None:
         return None
-    if not isinstance(found, bool | int | float) or found not in (0, 1):
+    if (mark := label_of(found)) is None:
         raise SpecError(
-            f"label={label!r}: sample {sample.id} has {found!r} there; allowed are true, false, 1 "
-            "and 0, and None for a sample that is left out; pass a function that says which it is"
+            f"label={label!r}: sample {sample.id} has {found!r} there; allowed are {LABELS}, and "
+            "None for a sample that is left out; pass a function that says which it is"
         )
-    return bool(found)
+    return mark
 
 
 def _sample(sample: EvalSample, turn: Turn, mark: bool, group: str | None) -> ProbeSample:

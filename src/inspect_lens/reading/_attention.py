@@ -13,6 +13,7 @@ from inspect_ai.log import EvalLog
 from inspect_ai.model import ChatMessage, ContentText, ModelOutput
 from numpy.typing import NDArray
 
+from inspect_lens._base.labels import LABELS, label_of
 from inspect_lens._base.shipped import model_path
 from inspect_lens._base.token_texts import TokenTexts
 from inspect_lens.attention import (
@@ -301,11 +302,10 @@ def calibrate_tracker(
     shares: dict[bool, list[NDArray[np.float64]]] = {False: [], True: []}
     heads: tuple[Head, ...] | None = None
     for sample in log.samples or []:
-        mark = sample.metadata.get(label)
-        if not isinstance(mark, bool | int) or mark not in (0, 1):
+        found = sample.metadata.get(label)
+        if (mark := label_of(found)) is None:
             raise SpecError(
-                f"label={label!r}: sample {sample.id} has {mark!r} there; allowed are true, false, "
-                "1 and 0"
+                f"label={label!r}: sample {sample.id} has {found!r} there; allowed are {LABELS}"
             )
         own = read_queries_keys(sample.output).all_heads()
         if heads is not None and own != heads:
@@ -319,7 +319,7 @@ def calibrate_tracker(
         reading = reader.read_captured(
             sample.output, prompt, metadata=sample.metadata, model_name=log.eval.model
         )
-        shares[bool(mark)].append(reading.shares)
+        shares[mark].append(reading.shares)
     empty = np.empty((0, len(heads or ())))
     normal, attack = (np.stack(rows) if rows else empty for rows in (shares[False], shares[True]))
     return find_tracker_heads(

@@ -20,6 +20,7 @@ from inspect_ai.scorer import SampleScore, Score, Value
 from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens import probe as arithmetic
+from inspect_lens._base.labels import LABELS, label_of
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model._host import is_interim
 from inspect_lens.model._places import read_log
@@ -139,12 +140,12 @@ def labelled(scores: Sequence[SampleScore], label: str, cluster: str | None = No
         unscored += value is None
         if mark is None or value is None:
             continue
-        if not isinstance(mark, bool | int | float) or mark not in (0, 1):
+        if (kind := label_of(mark)) is None:
             raise SpecError(
-                f"metadata.{label}={mark!r} of sample {sample.sample_id}; allowed are true, "
-                "false, 1 and 0; map your classes to them in the dataset"
+                f"metadata.{label}={mark!r} of sample {sample.sample_id}; allowed are {LABELS}; "
+                "map your classes to them in the dataset"
             )
-        found.labels.append(int(mark))
+        found.labels.append(int(kind))
         found.values.append(value)
         found.groups.append(cluster_of(sample, cluster) if cluster else str(sample.sample_id))
         found.scores.append(sample)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from inspect_ai.log import EvalLog
 
+from inspect_lens._base.labels import label_of
 from inspect_lens._base.progress import progress_bar
 from inspect_lens._base.token_texts import TokenTexts
 from inspect_lens.errors import ArtifactError, SpecError
@@ -298,6 +299,8 @@ def _origin(sample: SampleView) -> str:
 
 
 def _label(value: Any) -> Any:
+    if isinstance(value, str) and (kind := label_of(value)) is not None:
+        return int(kind)
     return value if value is None or isinstance(value, bool | int) else str(value)
 
 

@@ -40,6 +40,8 @@ def test_rows_labels_and_groups_are_those_of_the_log(log: EvalLog, tmp_path: Pat
 def test_labels_come_from_a_score_or_a_function_too(log: EvalLog, tmp_path: Path) -> None:
     some = log_to_store(log, tmp_path / "some", label=lambda s: None if s.id == 0 else s.id == 3)
     assert sorted(ActivationSet.from_store(some).labels) == [False] * 4 + [True] * 2
+    texts = log_to_store(log, tmp_path / "texts", label=lambda s: str(s.id % 2))  # as of a CSV file
+    assert sum(ActivationSet.from_store(texts).labels) == 4
     with pytest.raises(SpecError, match="sample 2 has 2"):
         log_to_store(log, tmp_path / "no", label="score:probe_score")
     with pytest.raises(SpecError, match=r"0 labelled calls"):

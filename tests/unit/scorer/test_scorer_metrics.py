@@ -241,7 +241,11 @@ class TestThroughInspect:
 
 
 class TestAlone:
-    @pytest.mark.parametrize("bad", ["yes", 2, 0.5, [1]])
+    def test_a_csv_file_has_labels_as_texts(self) -> None:
+        made = [sample(v, label=y) for v, y in ((1.0, "1"), (0.0, "0"), (2.0, "True"), (0.5, "0"))]
+        assert auroc_metric()(made) == 1.0  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("bad", ["yes", "", 2, 0.5, [1]])
     def test_a_label_that_is_no_class_is_refused(self, bad: object) -> None:
         with pytest.raises(SpecError, match=r"metadata\.label="):
             auroc_metric()([sample(1.0, label=bad)])
