@@ -390,6 +390,11 @@ class ServerNames:
                 return str(response.text[:500])
         if response.status_code in (404, 405):
             return "the server has no route to register names; it runs without inspect-lens"
+        if response.status_code == 401:
+            return (
+                "only the key of the server's registry may register it (HTTP 401); set "
+                "VLLM_API_KEY to that key"
+            )
         raise CaptureError(
             f"{what}: {PATH} answered HTTP {response.status_code}: {response.text[:500]}; register "
             "it at the server's start with INSPECT_LENS_REGISTER, and pass its name there"

@@ -131,6 +131,18 @@ async def test_a_server_that_was_started_again_gets_the_probe_again(
 
 
 @pytest.mark.anyio
+async def test_a_key_that_may_not_register_captures_too(
+    server: FakeLensServer, model_of: GetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusal = {"error": {"message": "send INSPECT_LENS_REGISTRY_KEY", "code": 401}}
+    monkeypatch.setattr(server, "_register", lambda body: (401, refusal))
+    output = await model_of(server, probes=[linear()]).generate("one")
+    handle = activations(output)
+    assert handle is not None
+    assert "set VLLM_API_KEY to that key" in output.metadata["probes_refused"]["org/sum"]
+
+
+@pytest.mark.anyio
 async def test_scores_have_their_provenance_when_the_weights_have_made_room(
     server: FakeLensServer, model_of: GetModel
 ) -> None:

@@ -122,7 +122,8 @@ def test_many_samples_register_weights_once(ask: Any, field: str, form: Any) -> 
         (400, SpecError, "m does not take it: no room"),
         (429, SpecError, "no room"),
         (404, SpecError, "without inspect-lens"),
-        (401, CaptureError, "REGISTER"),
+        (401, SpecError, "set VLLM_API_KEY to that key"),
+        (500, CaptureError, "REGISTER"),
     ],
 )
 def test_a_refusal_reaches_every_sample_and_is_tried_again(
