@@ -509,8 +509,8 @@ def origin_notes(samples: Sequence[SampleView]) -> list[str]:
     gone = sum(call.origin == "none" for call in calls)
     scorers = ", ".join(dict.fromkeys(name for sample in samples for name in sample.kept_by))
     colours = (
-        f"Their colours are the token scores that {scorers} kept beside the log: of the probes "
-        "and tokens that were scored, and of nothing else."
+        f"Their colours are the token scores that {scorers} kept beside the log, so you see only "
+        "the probes and tokens that it scored."
     )
     notes = []
     if never:
