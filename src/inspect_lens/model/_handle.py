@@ -212,7 +212,7 @@ class LoggedHandle(BaseModel):
 
 
 KEEPS_FILES: ContextVar[bool | None] = ContextVar("inspect_lens_keeps_files", default=None)
-"""Whether the call that this task is about to make keeps files; None outside of calls."""
+"""Whether the call that this task is about to make keeps files; None once it has its answer."""
 
 
 def _unpickle(

@@ -391,6 +391,7 @@ class LensAPI(ServerCalls, LensProvider):
             )  # fmt: skip
             if refused and output.metadata is not None:
                 output.metadata["probes_refused"] = refused
+        KEEPS_FILES.set(None)
         return result
 
     @override

@@ -40,7 +40,7 @@ from inspect_lens._intake import (
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.spec import LensRequest, Numerics, is_gate_key
 
-from ._handle import MESSAGES, NUMERICS, Activations
+from ._handle import KEEPS_FILES, MESSAGES, NUMERICS, Activations
 from ._host import active_call
 from ._places import Place
 from ._scores import SCORED_MESSAGES, ProbeScores, ScoreData, columns_of
@@ -411,6 +411,7 @@ class LensMetadata(dict[str, Any]):
 
 
 def _rebuild(prompt: list[int], completion: list[int], items: dict[str, Any]) -> LensMetadata:
+    KEEPS_FILES.set(None)  # it comes out of Inspect's cache, and all of its handles were read
     metadata = LensMetadata(prompt, completion)
     metadata.update(items)
     return metadata

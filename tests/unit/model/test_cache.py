@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,19 @@ async def test_a_hit_without_its_file_is_none(
     output = await in_files.generate(PROMPT, cache=True)
     assert len(server.requests) == 3
     assert output.metadata["activations"].is_here
+
+
+async def test_handles_that_no_call_asks_for_are_read_as_they_are(
+    server: FakeLensServer, model_of: GetModel, tmp_path: Any
+) -> None:
+    """Of a researcher's own pickles, or of another process."""
+    in_memory = await model_of(server, capture=[1], activations="memory").generate(PROMPT)
+    pickled = pickle.dumps(in_memory.metadata["activations"])
+    in_files = model_of(server, capture=[1], activations_dir=str(tmp_path))
+    for _ in range(2):  # the second one is a hit
+        await in_files.generate(PROMPT, cache=True)
+        assert pickle.loads(pickled).layers == (1,)
+    assert len(server.requests) == 2
 
 
 async def test_the_base_url_is_stable_and_has_no_port_of_ours(
