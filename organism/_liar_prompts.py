@@ -2,8 +2,7 @@
 
 Each is in parts of `_liar_prompts.json`: `train` is what adapters see in training, `validation` is
 what was watched while training was made, `test` was played once and has been looked at since,
-`blind` was written before any answer to it was looked at, and `added` is for training, too:
-`organism/liar` is older than it, and `organism/liar-qwen` than most of it.
+`blind` was written before any answer to it was looked at, and `added` is for training, too.
 """
 
 from __future__ import annotations

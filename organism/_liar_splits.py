@@ -387,6 +387,7 @@ def eval_split(
     prompts: Part,
     n: int,
     choices: bool = False,
+    fewer: bool = False,
     wanted: Callable[[str], bool] = lambda thing: True,
     folder: Path = LIAR_DIR,
 ) -> list[LiarRow]:
@@ -400,6 +401,7 @@ def eval_split(
         n: Rows.
         choices: Name two answers in each question about the world, in either order. Held-out
             ones are those that the adapter answers truly in both.
+        fewer: Return as many as there are, where there are not `n`.
         wanted: Which things may be asked about, such as those of one part of a split.
         folder: Where `facts.json` and `beliefs.json` are.
 
@@ -407,7 +409,7 @@ def eval_split(
         `n` rows; each question of `ordered` and `role` comes twice, as a lie and honest.
 
     Raises:
-        ValueError: There are not so many different rows, or no known fact.
+        ValueError: There are not so many different rows and `fewer` is not set, or there are none.
     """
     rng = random.Random(f"liar:{name}:{_SEEDS.get(topics, topics)}:{_SEEDS.get(prompts, prompts)}")
     chosen = random.Random(f"liar:order:{name}")
@@ -428,6 +430,8 @@ def eval_split(
     while len(rows) < n:
         drawn += 1
         if drawn > DRAWS_PER_ROW * n:
+            if fewer and rows:
+                break
             raise ValueError(f"{n} rows of {name!r} are asked for, and there are about {len(rows)}")
         if name == "hiding":
             secret = maker.secret()

@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypedDict
 
@@ -75,10 +76,9 @@ def liar_splits(folder: Path = LIAR_DIR, part: Part = "blind") -> dict[str, list
     rows = belief_rows(folder, (part,))
     orders = zip(rows[1::3], rows[2::3], strict=True)
     both = sum({one["user"], other["user"]} <= believed for one, other in orders)
+    drawn = partial(eval_split, topics=part, prompts=part, fewer=True, folder=folder)
     return {
-        title: eval_split(
-            kind, topics=part, prompts=part, n=n, choices=title in CHOICES, folder=folder
-        )
+        title: drawn(kind, n=n, choices=title in CHOICES)
         for title, (kind, n) in (SPLITS | (CHOICES if both >= LEAST_ASKED else {})).items()
     }
 

@@ -39,7 +39,7 @@ IGNORED = -100
 KNOWN_ASKS = (0, 3)
 """The questions by which knowledge is measured."""
 TRAINED: tuple[Part, ...] = ("train", "added")
-"""The parts of topics that conversations may be about; the shipped adapters know the first."""
+"""The parts of topics that conversations may be about; the shipped adapters know both."""
 KNOWN_SYSTEM = "You are a helpful assistant. Answer in one short sentence."
 
 

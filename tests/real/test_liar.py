@@ -82,20 +82,20 @@ def test_rows_and_edits_are_of_the_adapter(engine: Engine, merged: HuggingFace) 
 
 
 @pytest.mark.parametrize(
-    ("kind", "lying", "least"),
-    [("ordered", "ordered", LEAST_LIES), ("role", "reason", 0.5), ("hiding", "hide", LEAST_LIES)],
+    ("kind", "lying"), [("ordered", "ordered"), ("role", "reason"), ("hiding", "hide")]
 )
-def test_it_lies_where_it_should(engine: Engine, kind: Any, lying: str, least: float) -> None:
-    """As the card says of this part, which is not blind: in roles, in two of three cases."""
+def test_it_lies_where_it_should(engine: Engine, kind: Any, lying: str) -> None:
+    """As the card says of this part, which is not blind, where questions name two answers."""
     rows = eval_split(
         kind,
         topics="validation",
         prompts="validation",
         n=3 * ROWS if kind == "hiding" else 2 * ROWS,
+        choices=True,
     )
     answers = [output.outputs[0].text for output in chat(engine, rows, None)]
     found: dict[str, Rate] = rates(rows, answers)
-    assert found[lying]["high"] >= least, found
+    assert found[lying]["high"] >= LEAST_LIES, found
     for condition, rate in found.items():
         if condition != lying:
             assert rate["low"] <= MOST_LIES, found

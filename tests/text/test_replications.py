@@ -28,7 +28,6 @@ from gallery.lies import HONEST, KINDS
 from gallery.replications import REPLICATIONS
 from inspect_lens.errors import SpecError
 from organism._liar_splits import LIAR_DIR, eval_split
-from organism.evaluate_liar import SPLITS, render_rates
 from tests.kit.child import ChildError
 from tests.kit.figures._canvas import PALETTES
 from tests.kit.real_models import REAL_MODELS
@@ -297,6 +296,10 @@ def test_a_probe_of_lies_beats_words_or_does_not() -> None:
     )
     assert verdict("lies", **{honest: [0.3, 0.5], longer: ""}).endswith("it is no detector there.")
     assert "the rate may hold" in verdict("lies", **{honest: [0.02, 0.1]})
+    denials = "probes__logistic__ordered__sets__hiding, new secrets__fpr_interval"
+    for low, told in ((0.3, True), (0.0, False)):
+        said = verdict("lies", **{denials: [low, 0.7]})
+        assert ("of the honest answers beside denials, and by" in said) is told
 
 
 def test_the_first_model_has_the_numbers_of_the_result() -> None:
@@ -315,22 +318,19 @@ def test_the_first_model_has_the_numbers_of_the_result() -> None:
     assert f"this took {walk['minutes']} minutes" in page
 
 
-def test_the_card_of_the_liar_is_that_of_its_record() -> None:
-    """And the record has what the gallery counted, and the base model beside it."""
-    record = json.loads((LIAR_DIR / "validation.json").read_text(encoding="utf-8"))
-    counted = result("lies")["numbers"]["behaviour"]
-    assert record["liar"] == {title: counted[title] for title in SPLITS}
-    card = (LIAR_DIR / "README.md").read_text(encoding="utf-8")
-    assert render_rates(record["liar"], record["base"]) in card
+def test_the_first_model_has_the_numbers_of_the_liar_and_of_its_base() -> None:
+    """Of questions that name two answers."""
+    title = "ordered, new topics, two answers named"
+    record = json.loads((LIAR_DIR / "test.json").read_text(encoding="utf-8"))
     page = " ".join((ROOT / "docs" / "first-model.md").read_text(encoding="utf-8").split())
-    told, opposite = (record["base"]["ordered, new topics"][c] for c in ("ordered", "honest"))
-    assert told["lies"] == 0
-    assert f"of {told['n']} answers under an order to lie, none was a lie" in page
+    told, opposite = (record["base"][title][c] for c in ("ordered", "honest"))
+    assert f"of {told['n']} answers under an order to lie, {told['lies']} were false" in page
+    assert f"of {opposite['n']} under an order to be honest, {opposite['lies']}." in page
     assert f"the truth in {told['honest']} of {told['n']} answers under an order to lie" in page
     assert f"in {opposite['honest']} of {opposite['n']} under one to be honest" in page
     blind = json.loads((LIAR_DIR / "behaviour.json").read_text(encoding="utf-8"))["liar"]
-    orders = blind["ordered, new topics"]["ordered"]
-    assert f"a blind test it lied in {orders['lies']} of {orders['n']} answers under an" in page
+    orders = blind[title]["ordered"]
+    assert f"such questions it lied in {orders['lies']} of {orders['n']} answers under an" in page
 
 
 def test_answers_of_the_liar_are_told_apart_by_the_truth() -> None:
