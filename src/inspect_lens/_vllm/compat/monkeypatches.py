@@ -155,14 +155,14 @@ PATCHES: tuple[Monkeypatch, ...] = (
         "vllm.v1.engine.core_client:SyncMPClient.call_utility",
         ("self", "method"),
         "front-end",
-        "rows that are kept beside the prefix cache go with it",
+        "rows kept beside the prefix cache go with it, and prefetched parameters with the weights",
     ),
     Monkeypatch(
         "call_utility_async",
         "vllm.v1.engine.core_client:AsyncMPClient._call_utility_async",
         ("self", "method"),
         "front-end",
-        "rows that are kept beside the prefix cache go with it",
+        "rows kept beside the prefix cache go with it, and prefetched parameters with the weights",
     ),
     Monkeypatch(
         "async_generate",
