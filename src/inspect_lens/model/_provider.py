@@ -133,6 +133,8 @@ def refuse_arrays(name: str, value: Any) -> None:
     for part in value.values() if isinstance(value, Mapping) else several(value):
         if isinstance(part, Mapping | list | tuple):
             refuse_arrays(name, part)
+        elif isinstance(part, float | str):
+            continue  # some of NumPy's are Python's, too, such as what `np.linspace` gives
         elif hasattr(part, "dtype") and hasattr(part, "tolist"):
             raise PrerequisiteError(
                 f"vllm-lens: -M {name}={shown(value)}: a log writes arguments of a model as JSON, "

@@ -13,6 +13,7 @@ from inspect_ai.dataset import Sample
 from inspect_ai.log import read_eval_log
 from inspect_ai.model import Model, get_model
 from inspect_ai.solver import Generate, Solver, TaskState, generate, solver
+from pydantic_core import to_json
 
 from inspect_lens.model._host import PrerequisiteError
 from inspect_lens.probe import load_probe
@@ -63,6 +64,12 @@ def test_what_a_log_cannot_hold_is_refused(
     model(server.url, **{name: None})  # which is another model
     with pytest.raises(PrerequisiteError, match=rf"-M {name}=(?s:.*)tolist"):
         model(server.url, memoize=memoize, **given)
+
+
+def test_a_number_of_numpy_that_is_one_of_python_is_logged(server: FakeLensServer) -> None:
+    (scale,) = np.linspace(0.5, 1, 1)
+    made = model(server.url, steer={"vector": str(TRUTH.path), "scale": scale})
+    assert to_json(made.model_args["steer"]).endswith(b'"scale":0.5}')
 
 
 @solver
