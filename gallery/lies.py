@@ -247,11 +247,12 @@ def show(numbers: dict[str, Any]) -> Shown:
         else "On no other kind of lie is it shown to beat the best baseline. "
     )
     said += f"Its threshold, set for {numbers['fpr']:.0%} of honest answers on trained topics, is "
-    said += "exceeded by "
-    for name in KINDS:
-        if (ordered[name]["fpr_interval"] or [0.0])[0] > numbers["fpr"]:
-            said += f"{ordered[name]['fpr']:.0%} of the honest answers beside {CALLED[name]}, "
-            said += "and by "
+    above = [
+        f"{ordered[name]['fpr']:.0%} of the honest answers beside {CALLED[name]}"
+        for name in KINDS
+        if (ordered[name]["fpr_interval"] or [0.0])[0] > numbers["fpr"]
+    ]
+    said += f"exceeded by {', '.join(above)}{', and by ' if above else ''}"
     said += f"{ordered[HONEST]['fpr']:.0%} of the {ordered[HONEST]['n_negative']} on new topics "
     said += "without instructions"
     if ordered[HONEST]["fpr_interval"][0] <= numbers["fpr"]:
