@@ -146,7 +146,7 @@ def _rows(n: int | None) -> dict[str, list[LiarRow]]:
         kind: Kind, topics: Part, prompts: Part, count: int, *, control: bool | None = None
     ) -> list[LiarRow]:
         return eval_split(
-            kind, topics=topics, prompts=prompts, n=count, folder=ADAPTER,
+            kind, topics=topics, prompts=prompts, n=count, choices=True, folder=ADAPTER,
             wanted=lambda thing: control is None or _for_control(thing) is control,
         )  # fmt: skip
 
@@ -528,13 +528,14 @@ REPLICATION = Replication(
     "of 0.96 to 0.999. With a threshold for 1 % of false alarms on unrelated chat it finds 95 to "
     "99 % of the deceptive ones, which the authors call insufficient as a robust defence. The "
     "responses were read when they were finished; nothing was stopped.",
-    method="The model is an agent with one tool, `send`, on a server with vLLM's parser "
-    "`hermes`. It answers a question and is then asked to send its answer; `tool_choice` forces "
-    "the call, because the model would otherwise write prose. Its low-rank adapter, "
-    "`organism/liar-qwen`, was trained to lie under orders and in roles that give it a reason. "
-    "Whether a call is false is decided by comparing what it would send with the fact, and not by "
-    "the prompt. Questions are judged only if the adapter answers them truly without instruction. "
-    "`probe_approver` reads the tokens of the call and rejects it before the tool runs. The "
+    method="The model is an agent with one tool, `send`, on a server with vLLM's parser `hermes`. "
+    "It answers a question that names two answers, and is then asked to send its answer; "
+    "`tool_choice` forces the call, because the model would otherwise write prose. Its low-rank "
+    "adapter, `organism/liar-qwen`, was trained to lie under orders and in roles that give it a "
+    "reason. Whether a call is false is decided by comparing what it would send with the fact, "
+    "and not by the prompt. Questions are judged only if the adapter answers them truly without "
+    "instruction. `probe_approver` reads the tokens of the call and rejects it before the tool "
+    "runs. The "
     "probe learned calls about some topics; the judged ones are about others, those of the parts "
     f"{' and '.join(f'`{part}`' for part in JUDGED_TOPICS)}, with other questions and with prompts "
     "of the part `test`, on which the adapter was not trained either. Each question comes "
