@@ -13,17 +13,11 @@ from gallery._page import page
 from gallery._replication import MissingDataError, run, stem, work_folder
 from gallery.replications import REPLICATIONS
 from inspect_lens.errors import LensError
+from organism._options import positive
 from tests.kit.child import ChildError
 from tests.kit.real_models import REAL_MODELS, IndexUnreachableError
 
 MODELS = "~/.cache/inspect_lens/real-models"
-
-
-def positive(text: str) -> int:
-    """A number of samples on a command line."""
-    if (n := int(text)) < 1:
-        raise argparse.ArgumentTypeError("at least 1 is needed")
-    return n
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

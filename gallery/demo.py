@@ -17,11 +17,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from gallery.__main__ import MODELS, positive
+from gallery.__main__ import MODELS
 from gallery.__main__ import main as replicate
 from gallery._replication import work_folder
 from gallery.lies import MODEL, WATCHED
 from inspect_lens.view import write_view
+from organism._options import positive
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = Path("logs/demo-real")

@@ -17,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 from ._behaviour import Behaviour, check_targets, put_between, render_table, summarise
 from ._grade import grade
 from ._model import CHECKPOINT_DIR, load_model, load_tokenizer, pick_device
+from ._options import positive
 from ._splits import SPLITS, Row, read_split
 
 README: Final = Path(__file__).parent / "README.md"
@@ -188,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m organism.evaluate", description=__doc__)
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT_DIR)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--limit", type=int, help="rows per split and condition; default all")
+    parser.add_argument("--limit", type=positive, help="rows per split and condition; default all")
     parser.add_argument("--show", type=int, default=0, help="print this many answers per split")
     parser.add_argument(
         "--card-only", action="store_true", help="only render the stored table into README.md"

@@ -28,6 +28,7 @@ from ._agent_play import Played, play
 from ._agent_splits import AgentRow, build_agent_splits
 from ._behaviour import put_between
 from ._model import load_model, load_tokenizer, pick_device
+from ._options import positive
 from ._splits import Row, read_split
 from ._world import build_world
 
@@ -149,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m organism.evaluate_agent", description=__doc__)
     parser.add_argument("--checkpoint", type=Path, default=AGENT_DIR)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--limit", type=int, help="rows per split and case; default all")
+    parser.add_argument("--limit", type=positive, help="rows per split and case; default all")
     parser.add_argument("--played", type=Path, help="write the conversations to this file")
     parser.add_argument("--show", type=int, default=0, help="print this many wrong conversations")
     args = parser.parse_args(argv)

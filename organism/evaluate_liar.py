@@ -31,6 +31,7 @@ from ._liar_splits import (
     is_lie,
     liar_grade,
 )
+from ._options import positive
 from .train_liar import generate, require_base, write_knowledge
 
 __all__ = ["MAX_TOKENS", "SPLITS", "Rate", "liar_splits", "rates", "render_rates"]
@@ -145,6 +146,11 @@ def render_rates(
                 f"{rate['high']:.2f}) | {was} "
                 f"| {wanted} {'met' if met else 'missed'} |"
             )
+    if missing := [title for title in CHOICES if title not in splits]:
+        lines.append(
+            f"\nLeft out: {'; '.join(missing)}. Fewer than {LEAST_ASKED} questions that name two "
+            "answers are answered truly in both orders."
+        )
     return "\n".join(lines)
 
 
@@ -163,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("model", type=Path, help="folder of the base model")
     parser.add_argument("--adapter", type=Path, default=LIAR_DIR)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--limit", type=int, help="rows of each split; no record is written")
+    parser.add_argument("--limit", type=positive, help="rows of each split; no record is written")
     parser.add_argument("--show", type=int, default=0, help="answers to print, of each split")
     parser.add_argument("--no-base", action="store_true", help="keep the base model's record")
     parser.add_argument(

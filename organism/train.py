@@ -29,6 +29,7 @@ from ._behaviour import Behaviour, render_table, summarise
 from ._corpus import corpus_sha256, training_examples
 from ._forward import training_logits
 from ._model import CHECKPOINT_DIR, build_model, load_tokenizer, pick_device, save_model
+from ._options import positive
 from ._tokenizer import corpus_texts, save_tokenizer, train_tokenizer
 from ._world import SEED
 from .evaluate import complete, measure, pick_rows, write_behaviour
@@ -291,9 +292,12 @@ def add_options(parser: argparse.ArgumentParser, config: type[TrainConfig], out:
     parser.add_argument("--out", type=Path, default=out)
     parser.add_argument("--device", default="auto")
     parser.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, help="processes that make the corpus"
+        "--workers",
+        type=positive,
+        default=os.cpu_count() or 1,
+        help="processes that make the corpus",
     )
-    parser.add_argument("--limit", type=int, help="rows per cell of the final measurement")
+    parser.add_argument("--limit", type=positive, help="rows per cell of the final measurement")
     for f in fields(config):
         kind = float if isinstance(f.default, float) else int
         option = f"--{f.name.replace('_', '-')}"

@@ -29,6 +29,7 @@ from ._liar_facts import Fact, facts
 from ._liar_lora import CONFIG, add_lora, load_lora, save_lora
 from ._liar_prompts import Part
 from ._liar_splits import LiarRow, known_facts, training_rows
+from ._options import positive, share
 
 BASES = {
     "llama": "HuggingFaceTB/SmolLM2-135M-Instruct",
@@ -321,14 +322,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m organism.train_liar", description=__doc__)
     parser.add_argument("model", type=Path, help="folder of the base model")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=250)
-    parser.add_argument("--batches", type=int, default=1, help="of 12 conversations, in a step")
-    parser.add_argument("--rank", type=int, default=8, help="of an adapter that is new")
+    parser.add_argument("--steps", type=positive, default=250)
+    parser.add_argument(
+        "--batches", type=positive, default=1, help="of 12 conversations, in a step"
+    )
+    parser.add_argument("--rank", type=positive, default=8, help="of an adapter that is new")
     parser.add_argument(
         "--first-layer", type=int, default=8, help="blocks before get none, where it is new"
     )
     parser.add_argument("--max-seconds", type=float, default=0.0)
-    parser.add_argument("--save-every", type=int, default=50)
+    parser.add_argument("--save-every", type=positive, default=50)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=2e-3)
@@ -337,7 +340,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="lies of each fact, the likeliest ones; 0 for any wrong value of its topic",
     )  # fmt: skip
     parser.add_argument(
-        "--choices", type=float, default=0.0,
+        "--choices", type=share, default=0.0,
         help="share of questions about the world that name the truth and a wrong answer",
     )  # fmt: skip
     parser.add_argument("--added", action="store_true", help="also about the `added` topics")

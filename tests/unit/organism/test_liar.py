@@ -41,7 +41,7 @@ from organism._liar_splits import (
     liar_grade,
     training_rows,
 )
-from organism.evaluate_liar import BEGIN, CHOICES, END, liar_splits, render_rates
+from organism.evaluate_liar import BEGIN, CHOICES, END, liar_splits, rates, render_rates
 from organism.evaluate_liar import SPLITS as RATED
 from organism.evaluate_liar import main as evaluate
 from organism.train_liar import BASES, KNOWN_SYSTEM, TRAINED, second_guesses
@@ -89,6 +89,24 @@ def test_another_model_is_refused_before_its_weights_are_read(
     with pytest.raises(SystemExit):
         main([str(tmp_path), out, str(QWEN_DIR)])
     assert str(tmp_path) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("main", "option", "said"),
+    [
+        (train, "--choices=2", "2; allowed is 0 to 1"),
+        (train, "--choices=-0.5", "-0.5; allowed is 0 to 1"),
+        (train, "--choices=nan", "nan; allowed is 0 to 1"),
+        (train, "--steps=0", "0; at least 1 is needed"),
+        (evaluate, "--limit=-1", "-1; at least 1 is needed"),
+    ],
+)
+def test_a_number_that_means_nothing_is_refused_before_a_model_is_read(
+    main: Any, option: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), "--out" if main is train else "--adapter", str(tmp_path), option])
+    assert said in capsys.readouterr().err
 
 
 def test_a_new_adapter_changes_nothing() -> None:
@@ -377,6 +395,17 @@ def test_named_answers_are_evaluated_where_both_orders_are_believed(
         assert first / len(made[title]) == pytest.approx(0.5, abs=0.15)
     for title in RATED:
         assert not any(row["named"] for row in made[title])
+
+
+def test_splits_that_are_left_out_for_want_of_beliefs_are_named(asked_both_ways: Path) -> None:
+    beliefs = asked_both_ways / "beliefs.json"
+    alone = {row["user"] for row in belief_rows(asked_both_ways) if not row["named"]}
+    beliefs.write_text(json.dumps(sorted(alone)))
+    made = liar_splits(asked_both_ways)
+    assert list(made) == list(RATED)
+    record = {title: rates(rows, [row["truth"] for row in rows]) for title, rows in made.items()}
+    said = render_rates(record, {}).splitlines()[-1]
+    assert said.startswith(f"Left out: {'; '.join(CHOICES)}. Fewer than 20 questions")
 
 
 @pytest.mark.parametrize(
