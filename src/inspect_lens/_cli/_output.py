@@ -457,12 +457,6 @@ class Made:
             yield f"  threshold {t.value:.5g} for {t.holds_for}, set for {t.fpr:g}: {above}{few}"
         for e in self.evaluations:
             yield from self._of_set(e)
-        for b in self.baselines:
-            area = with_interval(b.auroc, ends=".4f")
-            test = f", {b.test}" if b.test and b.p_value is None else ""
-            if b.p_value is not None:
-                test = f", p {format_p_value(b.p_value)} that the probe is no better"
-            yield f"    {b.set} / {b.name}: {area}{test}"
         for verdict in self.transfers:
             yield f"  {verdict.statement}"
         if self.report:
@@ -475,7 +469,7 @@ class Made:
         if e.recall is not None:
             said += f", recall {with_interval(e.recall, e.recall_interval)}"
         yield f"  {e.name}: {said}"
-        yield f"    beside it: {Validity.of(e)}"
+        yield f"    beside it: {Validity.of(e).beside_baselines()}"
         answer = str(self.probe.card.answer)
         told = next((r for r in e.rates if r.statistic == answer), None)  # which has `fpr`
         for r in e.rates:
@@ -485,6 +479,12 @@ class Made:
         if e.recalls:
             at = ", ".join(f"{r.recall:.3f} for a rate of {r.fpr:g}" for r in e.recalls)
             yield f"    recall with thresholds set on {e.recalls[0].control}: {at}"
+        for b in e.baselines:
+            area = with_interval(b.auroc, ends=".4f")
+            test = f", {b.test}" if b.test and b.p_value is None else ""
+            if b.p_value is not None:
+                test = f", p {format_p_value(b.p_value)} that the probe is no better"
+            yield f"    {'best ' if b is e.best_baseline else ''}baseline {b.name}: {area}{test}"
         if e.control_shift is not None and e.control_shift.statement:
             yield f"    {e.control_shift.statement}"
         if e.too_few:

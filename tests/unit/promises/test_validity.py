@@ -113,7 +113,19 @@ def _(surface: str, request: pytest.FixtureRequest) -> None:
     rate, *_ = shown(probe)
     lines = list(Made(probe=probe, folder="p", evaluations=probe.card.evaluations).lines())
     assert [line.split(":")[0] for line in lines if rate in line] == ["    beside it"]
-    assert f"    beside it: {Validity.of(probe.card.evaluations[0])}" in lines
+    (measured,) = probe.card.evaluations
+    (best,) = [line for line in lines if line.startswith("    best baseline ")]
+    assert measured.best_baseline is not None
+    assert f"baseline {measured.best_baseline.name}: " in best
+    assert any(": 1.000" in line for line in lines if "baseline length" in line)
+    listed = [line for line in lines if line.startswith(("    baseline ", "    best baseline "))]
+    assert len(listed) == len(measured.baselines)
+    unmeasured = measured.model_copy(update={"baselines": ()})
+    beside = str(Validity.of(unmeasured))
+    assert "best baseline not measured" in beside
+    assert f"    beside it: {beside}" in list(
+        Made(probe=probe, folder="p", evaluations=(unmeasured,)).lines()
+    )
 
 
 @PROMISE.on("eval metrics")

@@ -482,6 +482,15 @@ class Validity(NamedTuple):
         """In one line."""
         return "; ".join(f"{name} {text}" for name, text in zip(BESIDE_AUROC, self, strict=True))
 
+    def beside_baselines(self) -> str:
+        """The line for where the baselines are listed, too: without those that were measured."""
+        told = zip(BESIDE_AUROC, self, strict=True)
+        return "; ".join(
+            f"{name} {text}"
+            for name, text in told
+            if not name.endswith("baseline") or text == _UNKNOWN
+        )
+
 
 def _behaviour(measured: Evaluation) -> str:
     if measured.behaviour is not None:
