@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import tomllib
+from pathlib import Path
 
 import inspect_lens
 from tests.kit.repository import ROOT, files
@@ -89,3 +93,17 @@ def test_every_skip_has_a_row_in_quarantine() -> None:
     assert not missing, f"give each a row with reason and exit in tests/QUARANTINE.md: {missing}"
     gone = [name for name in (*files_listed, *folders_listed) if not (ROOT / name).exists()]
     assert not [name for name in gone if name.startswith("tests/")], "rows without a test"
+
+
+def test_scripts_of_tests_read_their_own_tree(tmp_path: Path) -> None:
+    """Also in an environment that has another clone of the package."""
+    (tmp_path / "inspect_lens").mkdir()
+    (tmp_path / "inspect_lens" / "__init__.py").touch()
+    command = "import tests.kit, inspect_lens, os; print(inspect_lens.__file__, os.environ)"
+    found = subprocess.run(
+        [sys.executable, "-c", command],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
+    )  # fmt: skip
+    own = ROOT / "src"
+    assert found.stdout.startswith(str(own / "inspect_lens")), found.stderr
+    assert f"'PYTHONPATH': '{own}:{ROOT}:{tmp_path}'" in found.stdout
