@@ -1,7 +1,7 @@
-"""`python -m benchmarks.plots`: figure and tables of costs, from the committed results.
+"""`python -m benchmarks.plots`: figures and tables of costs, from the committed results.
 
-Both come from `sections`, and each section names what its ratios are divided by.
-`python -m tests.kit.generated` puts the tables into README and docs/benchmarks.md.
+All come from `sections`, and each section names what its ratios are divided by.
+`python -m tests.kit.generated` puts the tables into README and the pages.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, Final
 from xml.sax.saxutils import escape
 
 __all__ = [
-    "RESULTS", "TIMES", "Row", "Section", "costs_markdown", "draw", "evals_markdown",
-    "figure_files", "main", "parallel_markdown", "peers_markdown", "sections",
+    "RESULTS", "TIMES", "Row", "Section", "Use", "costs_markdown", "draw", "evals_markdown",
+    "figure_files", "in_short", "main", "parallel_markdown", "peers_markdown", "sections",
     "techniques_markdown", "walk_markdown",
 ]  # fmt: skip
 
@@ -31,7 +31,9 @@ _ENGINE: Final = "engine-h200"
 _EDITS: Final = "edits-h200"
 _HTTP: Final = "http-h200"
 _PARALLEL: Final = "parallel-h200-x2"
-_PARALLEL_MODELS: Final = {"llama-70b-48": "Llama-70B", "glm-4.5-air-23": "GLM-4.5-Air"}
+_MODELS: Final = {
+    "llama-8b": "Llama-8B", "llama-70b-48": "Llama-70B", "glm-4.5-air-23": "GLM-4.5-Air",
+}  # fmt: skip
 _OTHERS: Final = ("others-h200-slow-host", "others-h200-fast-host", "others-h200-1000-requests")
 _PEER_EVAL: Final = "others-h200-eval"
 _LOADS: Final = {"8x256": "8 requests", "256x128": "256 requests", "512x128": "512 requests"}
@@ -52,6 +54,8 @@ _EVAL_ARMS: Final = {
     "probe-scored": "probe in the engine",
 }  # fmt: skip
 _INCLUDES: Final = "Inspect's own `includes()`, without the lens"
+_START: Final = "start"
+"""What labels of starts end with."""
 _ASKS: Final = "vLLM 0.30"
 """What vllm-lens 1.3.0 asks for; its rows say on what it ran."""
 _TECHNIQUES: Final = {
@@ -85,6 +89,11 @@ class Row:
         return statistics.median(self.ratios)
 
     @property
+    def marks(self) -> tuple[float, ...]:
+        """Where the picture has a dot."""
+        return (self.middle,)
+
+    @property
     def text(self) -> str:
         """The median, and the least and the largest where there are several runs."""
         digits = 3 if max(self.ratios) < 2 else 1
@@ -95,13 +104,42 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Use:
+    """All rows of one use, with one line in the picture and in the table."""
+
+    label: str
+    rows: tuple[Row, ...]
+    in_readme: bool
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """Those of all rows."""
+        return tuple(ratio for row in self.rows for ratio in row.ratios)
+
+    @property
+    def marks(self) -> tuple[float, ...]:
+        """The median of each row."""
+        return tuple(row.middle for row in self.rows)
+
+    @property
+    def typical(self) -> str:
+        """The least and the largest of the medians."""
+        return _from_to(self.marks, digits=2)
+
+    @property
+    def text(self) -> str:
+        """The medians, and the worst run."""
+        return f"{self.typical}, worst {max(self.ratios):.2f}"
+
+
+@dataclass(frozen=True)
 class Section:
     """Rows with one denominator."""
 
     what: str
     over: str
     """What the ratios are divided by."""
-    rows: tuple[Row, ...]
+    rows: tuple[Row, ...] | tuple[Use, ...]
 
     @property
     def title(self) -> str:
@@ -126,6 +164,7 @@ def sections(read: Read = read_result) -> tuple[Section, ...]:
         for load, requests in _LOADS.items()
         for arm, said in _ARMS.items()
     ]
+    cost += [Row(f"{said}: {_START}", (ratio,)) for said, ratio in _starts(read)]
     served = [
         Row(f"256 requests: {said}", _spread(read, _HTTP, "256x128", arm))
         for arm, said in _HTTP_ARMS.items()
@@ -181,6 +220,16 @@ def _peer(read: Read, names: Sequence[str]) -> str:
     return f"vllm-lens 1.3.0 on vLLM {on}"
 
 
+def _starts(read: Read) -> Iterator[tuple[str, float]]:
+    """Seconds until an engine is ready with the lens over those without, started side by side."""
+    for name in (_ENGINE, _HTTP, _PARALLEL):
+        engines = read(name)["engines"]
+        for model in dict.fromkeys(key.partition("/")[0] for key in engines):
+            took = [engines[f"{model}/{kind}"]["cold_start_seconds"] for kind in ("lens", "plain")]
+            served = ", server" if name == _HTTP else ""
+            yield f"{_MODELS[model]}{served}", took[0] / took[1]
+
+
 def _ratios(read: Read, names: Sequence[str], load: str, arm: str) -> tuple[float, ...]:
     found = [
         run["ratio_to_default"]
@@ -217,36 +266,58 @@ def _eval_ratios(
     return tuple(value / divisor for value in seconds[arm])
 
 
+def in_short(read: Read = read_result) -> tuple[Section, ...]:
+    """One line for each use.
+
+    Args:
+        read: gives a result by its name.
+    """
+    engine, inspect, idle, http, *_ = sections(read)
+    evals = (
+        ("run an eval with capture and a scorer", ("capture-scored",), True),
+        ("run an eval with the probe in the engine", ("probe-scored",), False),
+    )
+    uses = (
+        (engine, _ARMS, (
+            ("start an engine or a server", (_START,), False),
+            ("install the lens and ask for nothing", ("idle",), False),
+            ("capture one layer, steer or run 16 probes, offline",
+             ("capture-1", "steer", "probes-16x4"), True),
+            ("capture all 32 layers, offline", ("capture-all",), True),
+        )),
+        (http, _HTTP_ARMS, (
+            ("capture one layer over HTTP, on the same host", ("capture-1",), True),
+            ("capture one layer over HTTP, from another host", ("capture-1-tcp",), False),
+        )),
+        (inspect, _EVAL_ARMS, evals),
+        (idle, _EVAL_ARMS, evals),
+    )  # fmt: skip
+
+    def chosen(section: Section, endings: tuple[str, ...]) -> tuple[Row, ...]:
+        rows = (row for row in section.rows if isinstance(row, Row))
+        return tuple(row for row in rows if row.label.endswith(endings))
+
+    return tuple(
+        Section(section.what, section.over, tuple(
+            Use(label, chosen(section, tuple(f": {arms.get(a, a)}" for a in asked)), in_readme)
+            for label, asked, in_readme in lines
+        ))
+        for section, arms, lines in uses
+    )  # fmt: skip
+
+
 def costs_markdown(*, short: bool = False) -> str:
     """The table of what each use costs, and over what.
 
     Args:
         short: only the rows that README shows.
     """
-    engine, inspect, idle, http, *_ = sections()
-    offline = "in the offline engine"
-    uses = (
-        ("install the lens and ask for nothing", engine, (_ARMS["idle"],), False),
-        (f"capture one layer, steer, or run 16 probes {offline}", engine,
-         tuple(_ARMS[arm] for arm in ("capture-1", "steer", "probes-16x4")), True),
-        (f"capture all 32 layers {offline}", engine, (_ARMS["capture-all"],), True),
-        ("capture one layer over HTTP, on the server's host", http,
-         (f"requests: {_HTTP_ARMS['capture-1']}",), True),
-        ("capture one layer over HTTP, from another host", http,
-         (f"requests: {_HTTP_ARMS['capture-1-tcp']}",), False),
-        *((f"run an Inspect eval with {said}", over, (f": {_EVAL_ARMS[arm]}",), shown)
-          for said, arm, shown in (("capture and a scorer", "capture-scored", True),
-                                   ("the probe in the engine", "probe-scored", False))
-          for over in (inspect, idle)),
-    )  # fmt: skip
     lines = ["| what you do | divided by | typical | worst run |", "|---|---|---|---|"]
-    for said, section, ends, is_shown in uses:
-        if is_shown or not short:
-            rows = [row for row in section.rows if row.label.endswith(ends)]
-            low, high = (f"{f(row.middle for row in rows):.2f}" for f in (min, max))
-            worst = max(max(row.ratios) for row in rows)
-            typical = low if low == high else f"{low} to {high}"
-            lines.append(f"| {said} | {section.over} | {typical} | {worst:.2f} |")
+    for section in in_short():
+        for use in section.rows:
+            if isinstance(use, Use) and (use.in_readme or not short):
+                worst = f"{max(use.ratios):.2f}"
+                lines.append(f"| {use.label} | {section.over} | {use.typical} | {worst} |")
     return "\n".join(lines)
 
 
@@ -343,11 +414,11 @@ def parallel_markdown(read: Read = read_result) -> str:
         "| model | what each request asks for | 64 requests | 256 requests |",
         "|---|---|---|---|",
     ]
-    for model, said in _PARALLEL_MODELS.items():
+    for model in dict.fromkeys(run["model"] for run in read(_PARALLEL)["runs"]):
         for arm in ("idle", "capture-1", "probes-16x4", "steer"):
             asks = "nothing" if arm == "idle" else _ARMS[arm]
             found = (_spread(read, _PARALLEL, n, arm, model) for n in ("64x128", "256x128"))
-            lines.append(f"| {said} | {asks} | {' | '.join(map(_range, found))} |")
+            lines.append(f"| {_MODELS[model]} | {asks} | {' | '.join(map(_range, found))} |")
     return "\n".join(lines)
 
 
@@ -362,7 +433,9 @@ _PALETTES: Final = {
              "other": "#f0a35e", "back": "#1e2129"},
 }  # fmt: skip
 _WIDTH, _ROW, _HEAD, _LEFT, _RIGHT = 820, 18, 30, 310, 640
-_LOW, _HIGH = 0.8, 10.0
+_LOW: Final = 0.8
+_AXES: Final = ((1.0, 1.1, 1.2, 1.3, 1.4), (1.0, 1.5, 2.0, 3.0, 5.0, 10.0))
+"""Ticks of an axis, which ends with the last; the first one is drawn that holds all ratios."""
 
 
 def draw(shown: Sequence[Section], palette: str) -> str:
@@ -373,6 +446,8 @@ def draw(shown: Sequence[Section], palette: str) -> str:
         palette: `light` or `dark`.
     """
     colour = _PALETTES[palette]
+    most = max(ratio for section in shown for row in section.rows for ratio in row.ratios)
+    ticks = next(ticks for ticks in _AXES if ticks[-1] >= most)
     height = 44 + sum(_HEAD + _ROW * len(section.rows) for section in shown)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" '
@@ -380,8 +455,8 @@ def draw(shown: Sequence[Section], palette: str) -> str:
         "<title>Wall time as a ratio; each heading names what it is divided by</title>",
         f'<rect width="{_WIDTH}" height="{height}" fill="{colour["back"]}"/>',
     ]
-    for tick in (1.0, 1.5, 2.0, 3.0, 5.0, 10.0):
-        x = _x(tick)
+    for tick in ticks:
+        x = _x(tick, ticks[-1])
         lines.append(
             f'<line x1="{x}" x2="{x}" y1="26" y2="{height - 8}" stroke="{colour["line"]}" '
             f'stroke-width="{2 if tick == 1 else 1}"/>'
@@ -393,21 +468,23 @@ def draw(shown: Sequence[Section], palette: str) -> str:
         other = section.title.startswith("Other")
         lines.append(_text(8, y - 8, section.title, colour["text"], "start", bold=True))
         for row in section.rows:
-            lines += _row(row, y + 4, colour, colour["other" if other else "dot"])
+            dot = colour["other" if other else "dot"]
+            lines += _row(row, y + 4, colour["text"], dot, ticks[-1])
             y += _ROW
     return "\n".join([*lines, "</svg>", ""])
 
 
-def _row(row: Row, y: int, colour: dict[str, str], dot: str) -> Iterator[str]:
-    yield _text(20, y + 4, row.label, colour["text"], "start")
-    low, high = _x(min(row.ratios)), _x(max(row.ratios))
+def _row(row: Row | Use, y: int, text: str, dot: str, most: float) -> Iterator[str]:
+    yield _text(20, y + 4, row.label, text, "start")
+    low, high = _x(min(row.ratios), most), _x(max(row.ratios), most)
     yield f'<line x1="{low}" x2="{high}" y1="{y}" y2="{y}" stroke="{dot}" stroke-width="3"/>'
-    yield f'<circle cx="{_x(row.middle)}" cy="{y}" r="4.5" fill="{dot}"/>'
-    yield _text(_RIGHT + 14, y + 4, row.text, colour["text"], "start")
+    for mark in row.marks:
+        yield f'<circle cx="{_x(mark, most)}" cy="{y}" r="4.5" fill="{dot}"/>'
+    yield _text(_RIGHT + 14, y + 4, row.text, text, "start")
 
 
-def _x(ratio: float) -> float:
-    share = math.log(ratio / _LOW) / math.log(_HIGH / _LOW)
+def _x(ratio: float, most: float) -> float:
+    share = math.log(ratio / _LOW) / math.log(most / _LOW)
     return round(_LEFT + share * (_RIGHT - _LEFT), 1)
 
 
@@ -419,13 +496,17 @@ def _text(x: float, y: float, said: str, fill: str, anchor: str, *, bold: bool =
 
 
 def figure_files() -> dict[str, str]:
-    """Content of each file of the figure, by its name."""
-    shown = sections()
-    return {f"benchmarks-{name}.svg": draw(shown, name) for name in _PALETTES}
+    """Content of each file of the figures, by its name."""
+    made = {"benchmarks": in_short(), "measurements": sections()}
+    return {
+        f"{figure}-{name}.svg": draw(shown, name)
+        for figure, shown in made.items()
+        for name in _PALETTES
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the figure."""
+    """Write the figures."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plots", description=__doc__)
     parser.add_argument("--out", type=Path, default=ASSETS, help="folder for the SVG files")
     options = parser.parse_args(arguments)

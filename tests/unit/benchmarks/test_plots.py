@@ -34,7 +34,7 @@ def result(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("palette", ["light", "dark"])
 def test_numbers_in_the_picture_are_those_of_the_files(palette: str) -> None:
-    svg = (ROOT / f"docs/assets/benchmarks-{palette}.svg").read_text(encoding="utf-8")
+    svg = (ROOT / f"docs/assets/measurements-{palette}.svg").read_text(encoding="utf-8")
     # Without the functions that draw.
     took = medians("engine-h200", "512x128")
     (seconds,) = [
@@ -66,8 +66,8 @@ def rows_of(page: str, heading: str) -> dict[str, list[str]]:
 
 
 def test_figure_and_table_of_an_eval_are_of_the_same_runs_over_both_denominators() -> None:
-    table = rows_of("docs/benchmarks.md", "| eval |")
-    svg = figure_files()["benchmarks-light.svg"]
+    table = rows_of("docs/measurements.md", "| eval |")
+    svg = figure_files()["measurements-light.svg"]
     inspect, idle = (s for s in sections() if s.what == "Whole Inspect eval")
     assert (inspect.over, idle.over) == (
         "Inspect's vllm provider without the lens", "our provider with the lens idle",
@@ -89,7 +89,7 @@ def test_figure_and_table_of_an_eval_are_of_the_same_runs_over_both_denominators
 
 
 def test_the_page_tells_what_each_technique_took() -> None:
-    text = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/measurements.md").read_text(encoding="utf-8")
     for said, arm, name in (
         ("swap two directions", "swap", "edits-h200"),
         ("logit lens of 4 layers, top 5", "logit-lens", "engine-h200"),
@@ -101,7 +101,7 @@ def test_the_page_tells_what_each_technique_took() -> None:
 
 
 def test_every_ratio_names_its_denominator() -> None:
-    svg = texts(figure_files()["benchmarks-light.svg"])
+    svg = texts(figure_files()["measurements-light.svg"])
     assert [section.title for section in sections() if section.title not in svg] == []
     overs = {section.over for section in sections()}
     for page in ("README.md", "docs/benchmarks.md"):
@@ -131,13 +131,13 @@ def test_each_committed_result_is_cited_by_a_page() -> None:
     names = [path.name for path in RESULTS.iterdir()]
     assert [name for name in names if name not in pages] == []
     assert len(names) <= 16
-    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/measurements.md").read_text(encoding="utf-8")
     cited = set(re.findall(r"(?:results/|`)([\w-]+\.json)", page))
     assert {name for name in cited if not (RESULTS / name).exists()} <= {"result.json"}
 
 
 def test_the_page_tells_what_scales_took_that_share_a_prompt_and_what_others_took() -> None:
-    text = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/measurements.md").read_text(encoding="utf-8")
     runs = result("engine-h200")["sweep"]["runs"]
     took = {run["arm"]: statistics.median(run["seconds"]) for run in runs}
     told = text[text.index("20 requests with one prompt") :].partition("\n\n")[0]
