@@ -111,6 +111,49 @@ SHAPES = {
         "bfloat16",
         kv_gib=4,
     ),
+    "gpt-oss-120b": Shape(
+        {
+            **_llama(2880, 2880, 36, 64, 201088),
+            "architectures": ["GptOssForCausalLM"],
+            "model_type": "gpt_oss",
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "attention_bias": True,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "sliding_window": 128,
+            "layer_types": ["sliding_attention", "full_attention"] * 18,
+            "swiglu_limit": 7.0,
+            "rope_theta": 150000,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "max_position_embeddings": 131072,
+            "quantization_config": {"quant_method": "mxfp4"},
+        },
+        "bfloat16",
+        kv_gib=4,
+    ),
+    "qwen3-235b-40": Shape(
+        {
+            **_moe(_llama(4096, 12288, 40, 64, 151936), 1536, 128, 8),
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "quantization_config": {
+                "quant_method": "fp8",
+                "activation_scheme": "dynamic",
+                "fmt": "e4m3",
+                "weight_block_size": [128, 128],
+            },
+        },
+        "bfloat16",
+        kv_gib=4,
+    ),
     "qwen3-0.6b": Shape(
         {
             **_llama(1024, 3072, 28, 16, 151936),
@@ -137,6 +180,7 @@ SHAPES = {
     ),
     "tiny": Shape(_llama(256, 512, 4, 4, 512), "float32", kv_gib=0.0625, max_model_len=256),
 }
-"""Llama-8B and Qwen3-0.6B are whole. Larger models have fewer layers: Llama-70B 48 of its 80 and
-GLM-4.5-Air 23 of its 46, so that two engines fit on four cards, and Qwen3-30B-A3B 12 of its 48. The
-two tiny ones, one of them with experts, are run on a CPU in a second."""
+"""Llama-8B, Qwen3-0.6B and gpt-oss-120b (MXFP4) are whole. Others have fewer layers, so that two
+engines fit on two cards: Llama-70B 48 of its 80, GLM-4.5-Air 23 of its 46, Qwen3-235B-A22B (FP8) 40
+of its 94, and Qwen3-30B-A3B 12 of its 48. The two tiny ones, one of them with experts, are run on a
+CPU in a second."""
