@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,6 +135,12 @@ class TokenTexts:
                 text = f" {text}"
             self._known[token] = text
         return text
+
+
+def tokens_at(pieces: Sequence[str], start: int, stop: int) -> tuple[int, int]:
+    """(first, behind the last) token that holds a part of the characters from start to stop."""
+    ends = list(accumulate(map(len, pieces)))
+    return bisect_right(ends, start), bisect_left(ends, stop) + 1
 
 
 @lru_cache(maxsize=8)

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from inspect_lens._base.token_texts import tokens_at
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import (
     CaptureSpec,
@@ -157,12 +158,7 @@ def find_subject(
             "is a text that stands there once, or the positions of its tokens"
         )
     start = whole.index(subject)
-    stop, at, found = start + len(subject), 0, []
-    for position, text in enumerate(texts):
-        if at < stop and at + len(text) > start:
-            found.append(position)
-        at += len(text)
-    return tuple(found)
+    return tuple(range(*tokens_at(texts, start, start + len(subject))))
 
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]

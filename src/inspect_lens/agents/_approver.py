@@ -15,7 +15,7 @@ from inspect_lens.reading import OnMissing, ProbeReader, Source
 from inspect_lens.reading._samples import Judged, TurnJudge, turn_of
 from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.reading._thresholds import acting_value
-from inspect_lens.spec import Positions, check_word
+from inspect_lens.spec import Positions
 
 Action = Literal["reject", "terminate", "escalate"]
 """What happens to a call above the threshold: the model hears that it was refused, the sample
@@ -57,7 +57,6 @@ def probe_approver(
     ```
 
     Args:
-        probe: name below `probes/`, path, `hf://` address, or a probe.
         threshold: a score above it is acted on: a number, or an operating point of the card such
             as `fpr=0.05`; that of the card, for its own settings, by default. Its false positive
             rate is that of one turn.
@@ -89,8 +88,6 @@ def probe_approver(
         # inspect eval … --model vllm-lens/organism/checkpoint -M capture=4
         ```
     """
-    check_word("action", action, Action)
-    check_word("below", below, ("approve", "escalate"))
     reader = ProbeReader.of(
         probe, layer=layer, positions=positions, pool=pool, selection=selection, source=source,
         check_model=check_model, tokenizer=tokenizer, roles=roles, on_missing=on_missing,

@@ -25,7 +25,7 @@ from inspect_lens.reading import (
     read_message,
 )
 from inspect_lens.reading._shared import shared_parameters
-from inspect_lens.spec import Positions, check_word
+from inspect_lens.spec import Positions
 
 from ._ask import Ask, choose_ask
 from ._extras import require
@@ -101,7 +101,6 @@ def probe_monitor(
         threshold=threshold,
     )  # fmt: skip
     suspicion = Suspicion.of(reader, unit=unit, threshold=threshold)
-    check_word("watch", watch, ("turns", "calls"))
 
     async def probe_step(context: Context, step: AfterGenerate) -> Observation | None:
         if not step.output.choices:

@@ -12,22 +12,15 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import anyio
 import anyio.to_thread
 import fsspec
-from inspect_ai.model import (
-    ChatMessage,
-    ChatMessageAssistant,
-    ChatMessageSystem,
-    ChatMessageTool,
-    ChatMessageUser,
-    GenerateConfig,
-    Model,
-    get_model,
-)
+from inspect_ai.model import ChatMessage, GenerateConfig, Model, get_model
+from pydantic import TypeAdapter
 
 from inspect_lens._base.concurrency import first_error
 from inspect_lens._base.progress import progress_bar
@@ -38,7 +31,6 @@ from inspect_lens.data import (
     STORE_FORMAT,
     ActivationStore,
     Captured,
-    Message,
     ProbeDataset,
     ProbeSample,
     SampleRecord,
@@ -46,12 +38,13 @@ from inspect_lens.data import (
     read_whole,
     write_whole,
 )
-from inspect_lens.errors import CaptureError, LensError, NotCapturedError, SpecError
+from inspect_lens.errors import CaptureError, LensError, SpecError
 from inspect_lens.model import Activations, activations, lens_config, recapture
 from inspect_lens.probe import CaptureFacts, fingerprint_model
+from inspect_lens.reading._rows import pick_data
 from inspect_lens.reading._stored import GivenTokens, given_tokens
 from inspect_lens.spec import (
-    REDUCTIONS,
+    RESID_POST,
     CaptureSpec,
     Layers,
     Positions,
@@ -62,7 +55,7 @@ from inspect_lens.spec import (
 
 __all__ = ["collect", "collect_async", "computing_facts"]
 
-_RESIDUAL = "residual_stream"
+_MESSAGES: Final = TypeAdapter(list[ChatMessage])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +172,7 @@ async def _generate(
     base = GenerateConfig(
         temperature=how.temperature, max_tokens=how.max_tokens, seed=how.seed + index
     )
-    messages = [_message(m) for m in sample.messages]
+    messages = _MESSAGES.validate_python(_turns(sample))
     try:
         output = await model.generate(messages, config=lens_config(capture=capture, base=base))
     except LensError:
@@ -233,30 +226,7 @@ def _select(positions: Positions, *, n_prompt: int, n_fed: int, raw: bool) -> tu
 
 def rows_at(handle: Activations, positions: Sequence[int]) -> TensorData | None:
     """Rows of the residual stream at positions."""
-    if not positions:
-        return None
-    if _RESIDUAL not in handle:
-        raise NotCapturedError(f"the residual stream was not captured, only {', '.join(handle)}")
-    if not REDUCTIONS[reduced := handle.tensors[_RESIDUAL].reduce].has_rows:
-        raise NotCapturedError(f"only the {reduced} was captured, and not the tokens")
-    data = handle.data(_RESIDUAL)
-    at = {position: i for i, position in enumerate(handle.positions)}
-    missing = [p for p in positions if p not in at]
-    if missing:
-        raise NotCapturedError(f"position {missing[0]} was asked for and did not come")
-    rows = [at[p] for p in positions]
-    return TensorData(data.storage[:, rows], data.dtype)
-
-
-def _message(message: Message) -> ChatMessage:
-    kinds: dict[str, Any] = {
-        "system": ChatMessageSystem,
-        "user": ChatMessageUser,
-        "assistant": ChatMessageAssistant,
-        "tool": ChatMessageTool,
-    }
-    made: ChatMessage = kinds[message.role](content=message.content)
-    return made
+    return pick_data(handle, None, RESID_POST, positions) if positions else None
 
 
 _PLAN: Final = "plan.json"
@@ -292,11 +262,7 @@ def collect(
         assert len(store) == 4
         ```
     """
-
-    async def run() -> ActivationStore:
-        return await collect_async(model, dataset, out, **options)
-
-    return anyio.run(run)
+    return anyio.run(partial(collect_async, model, dataset, out, **options))
 
 
 async def collect_async(
@@ -571,10 +537,9 @@ def _finished(uri: str, plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def n_kept(uri: str) -> int:
     """Samples in the finished shards of a folder, which the next run keeps."""
     uri = uri.rstrip("/")
-    content = read_whole(f"{uri}/{_PLAN}")
-    return (
-        0 if content is None else sum(s["n_samples"] for s in _finished(uri, parse_json(content)))
-    )
+    if (content := read_whole(f"{uri}/{_PLAN}")) is None:
+        return 0
+    return sum(facts["n_samples"] for facts in _finished(uri, parse_json(content)))
 
 
 def write_shard(

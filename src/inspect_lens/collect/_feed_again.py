@@ -11,7 +11,7 @@ import numpy as np
 from inspect_ai.model import Model
 from numpy.typing import NDArray
 
-from inspect_lens._base.concurrency import first_error
+from inspect_lens._base.concurrency import together
 from inspect_lens._base.progress import progress_bar
 from inspect_lens.data import Captured
 from inspect_lens.errors import SpecError
@@ -88,7 +88,6 @@ async def feed_again(
         raise SpecError(f"concurrency={concurrency}; allowed are 1 or more")
     if empty := next((s.record.id for s in samples if not s.positions), None):
         raise SpecError(f"samples: {empty} has no rows; leave such samples out")
-    made: list[NDArray[np.float32] | None] = [None] * len(samples)
     requests = anyio.Semaphore(concurrency)
     async with AsyncExitStack() as stack:
         live = await stack.enter_async_context(opened(model, concurrency, model_args))
@@ -99,7 +98,7 @@ async def feed_again(
             )
         )
 
-        async def one(i: int, sample: Captured) -> None:
+        async def one(sample: Captured) -> NDArray[np.float32]:
             ids, n = sample.token_ids, sample.record.n_prompt
             n_fed = max(sample.positions) + 1
             # `recapture` leaves out the last token that it is given, so any stands behind these.
@@ -110,13 +109,8 @@ async def feed_again(
                 )
                 rows = await anyio.to_thread.run_sync(rows_at, handle, sample.positions)
             assert rows is not None
-            made[i] = rows.to_float32()
             tick()
+            return rows.to_float32()
 
-        try:
-            async with anyio.create_task_group() as tasks:
-                for i, sample in enumerate(samples):
-                    tasks.start_soon(one, i, sample)
-        except BaseExceptionGroup as group:
-            raise first_error(group) from None
-    return FedAgain(tuple(rows for rows in made if rows is not None), capture)
+        made = await together(*(one(sample) for sample in samples))
+    return FedAgain(tuple(made), capture)

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.errors import SpecError
-from inspect_lens.spec import as_array, check_word
+from inspect_lens.spec import as_array
 
 __all__ = [
     "CoordinatePatch",
@@ -235,7 +235,6 @@ def coordinate_patch(
         assert patch.patched.tolist() == [0.0, 3.0, 2.0, -1.0]
         ```
     """
-    check_word("mode", mode, ("substitute", "swap"))
     if not np.isfinite(strength):
         raise SpecError(f"strength={strength}; allowed are finite numbers")
     wide, atoms, norms, k = _checked(row, dictionary, k, "k")

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import anyio.to_thread
 from inspect_ai.model import (
     ChatMessage,
     Model,
@@ -169,8 +168,6 @@ class OraclePlan:
         if not isinstance(layers, float):
             choose_layers(self.oracle.config, layers, None)
         self.inputs, self.positions, self.last = parse_inputs(inputs, positions, last)
-        if max_tokens < 1:
-            raise SpecError(f"max_tokens={max_tokens!r}; at least one token is needed to answer")
         self.controls, self.source = parse_controls(controls), parse_source(source)
         self.layers, self.seed = layers, seed
         self.max_tokens, self.log_odds = max_tokens, log_odds
@@ -179,9 +176,23 @@ class OraclePlan:
         self, about: Activations | ModelOutput | ChatMessage, model: Model | None = None
     ) -> list[OracleAnswer]:
         """Ask about a generation as planned."""
-        return await _carry_out(
-            self, about, server_of(model or get_model(), "an activation oracle")
+        target = server_of(model or get_model(), "an activation oracle")
+        if isinstance(about, ModelOutput) and has_nothing_to_read(about):
+            return []
+        layers = await self.layers_of(target)
+        handle, origin = await find_activations(
+            about, layers=layers, source=self.source, model=target
         )
+        self._require(layers, handle)
+        shown = await select_rows(
+            handle, layers=layers, inputs=self.inputs, positions=self.positions, last=self.last
+        )
+        draw = draw_of(self.seed, handle)
+        # The first answer loads the adapter and fills the cache of prompts for the others.
+        pairs = [(question, rows) for question in self.questions for rows in shown]
+        first = [await self._answer(target, *pair, draw, origin) for pair in pairs[:1]]
+        rest = await together(*(self._answer(target, *pair, draw, origin) for pair in pairs[1:]))
+        return [*first, *rest]
 
     async def layers_of(self, model: Model) -> tuple[int, ...]:
         """The layers that are shown, of which a share of the depth asks the server."""
@@ -191,6 +202,58 @@ class OraclePlan:
             token = await api.post("/tokenize", {"prompt": "a a", "add_special_tokens": False})
             depth = await n_layers_of(model, [*token["tokens"], *token["tokens"]])
         return choose_layers(self.oracle.config, self.layers, depth)
+
+    async def _answer(
+        self, model: Model, question: str, shown: Shown, draw: tuple[int, ...], origin: str
+    ) -> OracleAnswer:
+        config = self.oracle.config
+        prompt = await render_prompt(self.oracle, model, question, shown)
+        ask = partial(
+            answer_prompt, self.oracle, model, prompt,
+            max_tokens=self.max_tokens, log_odds=self.log_odds,
+        )  # fmt: skip
+        output, others = await ask_arms(self.controls, shown.rows, draw, ask)
+        norms = await placeholder_norms(self.oracle, model, prompt)
+        facts: dict[str, Any] = {
+            "oracle": self.oracle.name,
+            "oracle_sha256": self.oracle.sha256[:16],
+            "hook_layer": config.hook_onto_layer,
+            "coefficient": config.steering_coefficient,
+            "seed": self.seed,
+            "max_stream_norm": round(max(norms), 3) if norms else None,
+        }
+        if sinks := [p for p, norm in zip(prompt.places, norms, strict=False) if norm > SINK_NORM]:
+            facts["sinks"] = sinks
+        if output.stop_reason != "stop":
+            facts["stop_reason"] = output.stop_reason
+        arms = [("oracle", output), *((str(name), other) for name, other in others.items())]
+        odds = {arm: yes_or_no(one) for arm, one in arms if self.log_odds}
+        if bounds := [arm for arm, found in odds.items() if found.is_bound]:
+            facts["bounds"] = bounds
+        return OracleAnswer(
+            question=question,
+            answer=output.completion.strip(),
+            controls={name: other.completion.strip() for name, other in others.items()},
+            log_odds={arm: found.log_odds for arm, found in odds.items()},
+            layers=shown.layers,
+            inputs=self.inputs,
+            positions=shown.positions,
+            source=origin,
+            facts=facts,
+        )
+
+    def _require(self, layers: tuple[int, ...], handle: Activations) -> None:
+        """Refuse activations of other layers, and say which of them the oracle could read."""
+        have = set(handle.layers)
+        if set(layers) <= have:
+            return
+        readable = [list(c) for c in self.oracle.config.act_layer_combinations if set(c) <= have]
+        instead = ", or layers=" + " or ".join(map(str, readable)) if readable else ""
+        raise ArtifactError(
+            f"oracle: it was to read layers {list(layers)}, and the generation captured "
+            f"{list(handle.layers)}; pass capture={list(layers)} to what captures{instead} to the "
+            "oracle"
+        )
 
 
 @shared_parameters
@@ -265,79 +328,3 @@ async def ask_oracle(
         controls=controls, seed=seed, max_tokens=max_tokens, source=source, log_odds=log_odds,
     )  # fmt: skip
     return await plan.ask(about, model)
-
-
-async def _carry_out(
-    plan: OraclePlan, about: Activations | ModelOutput | ChatMessage, target: Model
-) -> list[OracleAnswer]:
-    if isinstance(about, ModelOutput) and has_nothing_to_read(about):
-        return []
-    layers = await plan.layers_of(target)
-    handle, origin = await find_activations(about, layers=layers, source=plan.source, model=target)
-    _require_layers(plan, handle, layers)
-    shown = await anyio.to_thread.run_sync(
-        partial(
-            select_rows, handle, layers,
-            inputs=plan.inputs, positions=plan.positions, last=plan.last,
-        )
-    )  # fmt: skip
-    draw = draw_of(plan.seed, handle)
-    # The first answer loads the adapter and fills the cache of prompts for the others.
-    pairs = [(question, rows) for question in plan.questions for rows in shown]
-    first = [await _answer(plan, target, *pair, draw, origin) for pair in pairs[:1]]
-    rest = await together(*(_answer(plan, target, *pair, draw, origin) for pair in pairs[1:]))
-    return [*first, *rest]
-
-
-async def _answer(
-    plan: OraclePlan, model: Model, question: str, shown: Shown, draw: tuple[int, ...], origin: str
-) -> OracleAnswer:
-    config = plan.oracle.config
-    prompt = await render_prompt(plan.oracle, model, question, shown)
-    ask = partial(
-        answer_prompt, plan.oracle, model, prompt,
-        max_tokens=plan.max_tokens, log_odds=plan.log_odds,
-    )  # fmt: skip
-    output, others = await ask_arms(plan.controls, shown.rows, draw, ask)
-    norms = await placeholder_norms(plan.oracle, model, prompt)
-    facts: dict[str, Any] = {
-        "oracle": plan.oracle.name,
-        "oracle_sha256": plan.oracle.sha256[:16],
-        "hook_layer": config.hook_onto_layer,
-        "coefficient": config.steering_coefficient,
-        "seed": plan.seed,
-        "max_stream_norm": round(max(norms), 3) if norms else None,
-    }
-    if sinks := [p for p, norm in zip(prompt.places, norms, strict=False) if norm > SINK_NORM]:
-        facts["sinks"] = sinks
-    if output.stop_reason != "stop":
-        facts["stop_reason"] = output.stop_reason
-    arms = [("oracle", output), *((str(name), other) for name, other in others.items())]
-    odds = {arm: yes_or_no(one) for arm, one in arms if plan.log_odds}
-    if bounds := [arm for arm, found in odds.items() if found.is_bound]:
-        facts["bounds"] = bounds
-    return OracleAnswer(
-        question=question,
-        answer=output.completion.strip(),
-        controls={name: other.completion.strip() for name, other in others.items()},
-        log_odds={arm: found.log_odds for arm, found in odds.items()},
-        layers=shown.layers,
-        inputs=plan.inputs,
-        positions=shown.positions,
-        source=origin,
-        facts=facts,
-    )
-
-
-def _require_layers(plan: OraclePlan, handle: Activations, layers: tuple[int, ...]) -> None:
-    """Refuse activations of other layers, and say which of them the oracle could read."""
-    if set(layers) <= set(handle.layers):
-        return
-    have = set(handle.layers)
-    readable = [list(c) for c in plan.oracle.config.act_layer_combinations if set(c) <= have]
-    instead = ", or layers=" + " or ".join(map(str, readable)) if readable else ""
-    raise ArtifactError(
-        f"oracle: it was to read layers {list(layers)}, and the generation captured "
-        f"{list(handle.layers)}; pass capture={list(layers)} to what captures{instead} to the "
-        "oracle"
-    )

@@ -74,9 +74,8 @@ class ExplainPlan:
                 f"placeholder={placeholder!r}; needed is a text of one token that stands nowhere "
                 "else in prompt and start"
             )
-        for name, value in (("repeat", repeat), ("max_tokens", max_tokens)):
-            if isinstance(value, bool) or value < 1:
-                raise SpecError(f"{name}={value!r}; allowed are positive numbers")
+        if min(repeat, max_tokens) < 1:
+            raise SpecError(f"{repeat=}, {max_tokens=}; allowed are positive numbers")
         chosen = None if layers is None else (layers,) if isinstance(layers, int) else tuple(layers)
         if chosen is not None and (not chosen or min(chosen) < 0 or len(set(chosen)) < len(chosen)):
             raise SpecError(f"layers={layers!r}; allowed are different layers from 0 on, or None")
@@ -94,7 +93,74 @@ class ExplainPlan:
         self, about: Activations | ModelOutput, model: Model | None = None
     ) -> list[OracleAnswer]:
         """Explain rows of a generation as planned."""
-        return await _explain(self, about, server_of(model or get_model(), "self-explanation"))
+        served = server_of(model or get_model(), "self-explanation")
+        if isinstance(about, ModelOutput) and has_nothing_to_read(about):
+            return []
+        layers = self._layers_of(about)
+        handle, origin = await find_activations(
+            about, layers=layers, source=self.source, model=served
+        )
+        prompt, messages = await self._render(served)
+        texts = await anyio.to_thread.run_sync(TokenTexts.of, str(served))
+        positions = self.positions
+        if positions == "prompt" and texts.is_known:
+            positions = _of_user(handle, texts) or positions
+        read = partial(select_rows, handle, inputs="tokens", positions=positions, last=self.last)
+        shown = [rows for layer in layers for rows in await read(layers=(layer,))]
+        ids, draw = (*handle.prompt_token_ids, *handle.token_ids), draw_of(self.seed, handle)
+
+        async def say(into: int, row: NDArray[np.float32] | None) -> str:
+            edits: tuple[Replace, ...] = ()
+            if row is not None:
+                rows = np.repeat(row[np.newaxis], len(prompt.places), axis=1)
+                edits = (Replace(rows=rows, layers=(into,), positions=prompt.places),)
+            output = await answer_edited(
+                served, messages, prompt, LensRequest(edits=edits), max_tokens=self.max_tokens
+            )
+            return output.completion.removeprefix(self.start).strip()
+
+        # What it says without a row is the same for all of them.
+        plain = {"text_only": await say(0, None)} if "text_only" in self.controls else {}
+
+        async def one(rows: Shown) -> OracleAnswer:
+            into = rows.layers[0] if self.into is None else self.into
+            controls = [name for name in self.controls if name not in plain]
+            answer, said = await ask_arms(controls, rows.rows, draw, partial(say, into))
+            token = {}
+            if texts.is_known:
+                token = {"token": texts.texts([ids[at] for at in rows.positions])[0]}
+            return OracleAnswer(
+                question=self.prompt, answer=answer, layers=rows.layers, inputs="tokens",
+                controls={name: (plain | said)[name] for name in self.controls},
+                positions=rows.positions, source=origin,
+                facts={"into": into, "repeat": self.repeat, "seed": self.seed} | token,
+            )  # fmt: skip
+
+        return await together(*(one(rows) for rows in shown))
+
+    async def _render(self, model: Model) -> tuple[Prompt, list[ChatMessage]]:
+        """The prompt in tokens, where its placeholders are, and its messages."""
+        text = self.prompt.replace("{}", self.placeholder * self.repeat)
+        messages: list[ChatMessage] = [instrument_message(text, name="self_explain")]
+        if self.start:
+            messages.append(ChatMessageAssistant(content=self.start))
+        turns = [{"role": message.role, "content": message.text} for message in messages]
+        ids, alone = await tokenize_chat(model, turns, self.placeholder)
+        token = placeholder_id(alone, self.placeholder)
+        places = find_placeholders(ids, token, n_layers=1, count=self.repeat)
+        return Prompt(text, ids, places), messages
+
+    def _layers_of(self, about: Activations | ModelOutput) -> tuple[int, ...]:
+        """Those that were named, or the middle one of those that are known."""
+        if self.layers is not None:
+            return self.layers
+        known = activations(about)
+        if known is None or (self.source == "recompute" and isinstance(about, ModelOutput)):
+            raise SpecError(
+                "layers=None is the middle one of those captured, and nothing was captured or it "
+                "is to be recomputed; name a layer"
+            )
+        return (known.layers[len(known.layers) // 2],)
 
 
 @shared_parameters
@@ -173,112 +239,6 @@ async def explain_rows(
     return await plan.ask(about, model)
 
 
-async def _explain(
-    plan: ExplainPlan, about: Activations | ModelOutput, model: Model
-) -> list[OracleAnswer]:
-    if isinstance(about, ModelOutput) and has_nothing_to_read(about):
-        return []
-    layers = _layers(plan, about)
-    handle, origin = await find_activations(about, layers=layers, source=plan.source, model=model)
-    prompt, messages = await _render(plan, model)
-    texts = await anyio.to_thread.run_sync(TokenTexts.of, str(model))
-    shown = await anyio.to_thread.run_sync(partial(_select, plan, handle, layers, texts))
-    ids = (*handle.prompt_token_ids, *handle.token_ids)
-    draw = draw_of(plan.seed, handle)
-    # What it says without a row is the same for all of them.
-    plain = None
-    if "text_only" in plan.controls:
-        plain = await _answer(plan, model, messages, prompt, 0, None)
-    return await together(
-        *(
-            _one(plan, model, messages, prompt, rows, draw, plain, origin, _words(rows, ids, texts))
-            for rows in shown
-        )
-    )
-
-
-def _words(shown: Shown, ids: Sequence[int], texts: TokenTexts) -> dict[str, str]:
-    """The text of the token that is explained, if the model's tokenizer is on this machine."""
-    if not texts.is_known:
-        return {}
-    return {"token": texts.texts([ids[position] for position in shown.positions])[0]}
-
-
-async def _one(
-    plan: ExplainPlan,
-    model: Model,
-    messages: list[ChatMessage],
-    prompt: Prompt,
-    shown: Shown,
-    draw: tuple[int, ...],
-    plain: str | None,
-    origin: str,
-    token: dict[str, str],
-) -> OracleAnswer:
-    into = shown.layers[0] if plan.into is None else plan.into
-    answer, said = await ask_arms(
-        [name for name in plan.controls if name != "text_only"], shown.rows, draw,
-        partial(_answer, plan, model, messages, prompt, into),
-    )  # fmt: skip
-    if plain is not None:
-        said["text_only"] = plain
-    return OracleAnswer(
-        question=plan.prompt,
-        answer=answer,
-        controls={name: said[name] for name in plan.controls},
-        layers=shown.layers,
-        inputs="tokens",
-        positions=shown.positions,
-        source=origin,
-        facts={"into": into, "repeat": plan.repeat, "seed": plan.seed} | token,
-    )
-
-
-async def _answer(
-    plan: ExplainPlan,
-    model: Model,
-    messages: list[ChatMessage],
-    prompt: Prompt,
-    into: int,
-    row: NDArray[np.float32] | None,
-) -> str:
-    edits: tuple[Replace, ...] = ()
-    if row is not None:
-        rows = np.repeat(row[np.newaxis], len(prompt.places), axis=1)
-        edits = (Replace(rows=rows, layers=(into,), positions=prompt.places),)
-    request = LensRequest(edits=edits)
-    output = await answer_edited(model, messages, prompt, request, max_tokens=plan.max_tokens)
-    return output.completion.removeprefix(plan.start).strip()
-
-
-async def _render(plan: ExplainPlan, model: Model) -> tuple[Prompt, list[ChatMessage]]:
-    """The prompt in tokens, where its placeholders are, and its messages."""
-    text = plan.prompt.replace("{}", plan.placeholder * plan.repeat)
-    messages: list[ChatMessage] = [instrument_message(text, name="self_explain")]
-    if plan.start:
-        messages.append(ChatMessageAssistant(content=plan.start))
-    turns = [{"role": message.role, "content": message.text} for message in messages]
-    ids, alone = await tokenize_chat(model, turns, plan.placeholder)
-    token = placeholder_id(alone, plan.placeholder)
-    places = find_placeholders(ids, token, n_layers=1, count=plan.repeat)
-    return Prompt(text, ids, places), messages
-
-
-def _select(
-    plan: ExplainPlan, handle: Activations, layers: tuple[int, ...], texts: TokenTexts
-) -> list[Shown]:
-    positions = plan.positions
-    if positions == "prompt" and texts.is_known:
-        positions = _of_user(handle, texts) or positions
-    return [
-        shown
-        for layer in layers
-        for shown in select_rows(
-            handle, (layer,), inputs="tokens", positions=positions, last=plan.last
-        )
-    ]
-
-
 def _of_user(handle: Activations, texts: TokenTexts) -> tuple[int, ...]:
     """Positions of what the user wrote: a chat template ends every prompt with the same tokens."""
     ids = handle.prompt_token_ids
@@ -286,16 +246,3 @@ def _of_user(handle: Activations, texts: TokenTexts) -> tuple[int, ...]:
         pieces=tuple(texts.texts(ids)), n_prompt=len(ids), special=tuple(texts.special(ids))
     )
     return tuple(np.flatnonzero(select_tokens(tokens, "user")).tolist())
-
-
-def _layers(plan: ExplainPlan, about: Activations | ModelOutput) -> tuple[int, ...]:
-    """Those that were named, or the middle one of those that are known."""
-    if plan.layers is not None:
-        return plan.layers
-    known = activations(about)
-    if known is None or (plan.source == "recompute" and isinstance(about, ModelOutput)):
-        raise SpecError(
-            "layers=None is the middle one of those captured, and nothing was captured or it is to "
-            "be recomputed; name a layer"
-        )
-    return (known.layers[len(known.layers) // 2],)

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-import anyio.to_thread
 import numpy as np
 from inspect_ai.model import Model, ModelOutput, get_model
 from numpy.typing import NDArray
@@ -252,8 +251,6 @@ class VerbalisePlan:
         at = found.layer if layer is None else layer
         if at is None:
             raise SpecError(f"layer: {found.name} states none; pass that of its training")
-        if max_tokens < 1:
-            raise SpecError(f"max_tokens={max_tokens}; allowed are positive numbers")
         _, self.positions, self.last = parse_inputs("tokens", positions, last)
         self.controls, self.source = parse_controls(controls), parse_source(source)
         self.verbaliser, self.layer = found, at
@@ -272,12 +269,9 @@ class VerbalisePlan:
             )
         else:
             handle, origin = about, "captured"
-        shown = await anyio.to_thread.run_sync(
-            partial(
-                select_rows, handle, (self.layer,),
-                inputs="tokens", positions=self.positions, last=self.last,
-            )
-        )  # fmt: skip
+        shown = await select_rows(
+            handle, layers=(self.layer,), inputs="tokens", positions=self.positions, last=self.last
+        )
         if shown and shown[0].rows.shape[1] != found.hidden:
             raise ArtifactError(
                 f"{found.name}: reads rows of width {found.hidden}, and these have "

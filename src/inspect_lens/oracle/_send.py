@@ -18,7 +18,7 @@ from inspect_lens.model._request import role_advice
 from inspect_lens.model._scope import instrument_message, outside_scopes
 from inspect_lens.reading import Source
 from inspect_lens.reading._follow_up import TOP_TOKENS
-from inspect_lens.reading._rows import pick_rows, select_positions, take_captured
+from inspect_lens.reading._rows import in_thread, pick_rows, select_positions, take_captured
 from inspect_lens.spec import (
     Add,
     Cache,
@@ -132,36 +132,24 @@ async def find_activations(
     )
 
 
-def select_rows(
+async def select_rows(
     handle: Activations,
-    layers: tuple[int, ...],
     *,
+    layers: tuple[int, ...],
     inputs: InputKind,
     positions: Positions,
     last: int | None = None,
 ) -> list[Shown]:
-    """Cut out what each prompt shows.
-
-    The last sampled token is never among the positions: the model that wrote it did not read it.
-    """
+    """Cut out what each prompt shows; the last sampled token was not read and is never shown."""
     read: Positions = "all" if inputs == "full_seq" else positions
     found = tuple(select_positions(read, handle.n_prompt, handle.n_completion) or ())
     wanted = found if last is None else found[-last:]
-    captured = pick_rows(handle, layers, wanted=wanted).acts
+    captured = (await in_thread(lambda: pick_rows(handle, layers, wanted=wanted))).acts
     if not wanted:
         return []
-    row = {position: i for i, position in enumerate(wanted)}
-    groups = [(p,) for p in wanted] if inputs == "tokens" else [wanted]
-    return [
-        Shown(
-            np.ascontiguousarray(captured[:, [row[p] for p in group]]).reshape(
-                len(layers) * len(group), -1
-            ),
-            layers,
-            group,
-        )
-        for group in groups
-    ]
+    if inputs == "tokens":
+        return [Shown(captured[:, i].copy(), layers, (p,)) for i, p in enumerate(wanted)]
+    return [Shown(captured.reshape(-1, captured.shape[-1]), layers, wanted)]
 
 
 T = TypeVar("T")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 
 from inspect_lens._base.labels import LABELS, label_of
 from inspect_lens._base.shipped import model_path
-from inspect_lens._base.token_texts import TokenTexts
+from inspect_lens._base.token_texts import TokenTexts, tokens_at
 from inspect_lens.attention import (
     AttentionHeads,
     Head,
@@ -84,16 +83,8 @@ def find_texts(pieces: Sequence[str], texts: Sequence[str]) -> list[Span | None]
             found.append(None)
             continue
         start = at + len(wanted)
-        found.append(tokens_of(pieces, at, start))
+        found.append(tokens_at(pieces, at, start))
     return found
-
-
-def tokens_of(pieces: Sequence[str], start: int, stop: int) -> Span:
-    """(first, behind the last) token that holds a part of the characters from start to stop."""
-    ends = list(accumulate(len(piece) for piece in pieces))
-    first = next(i for i, end in enumerate(ends) if end > start)
-    last = next(i for i, end in enumerate(ends) if end >= stop)
-    return first, last + 1
 
 
 def require_span(span: Span | None, what: str) -> Span:
@@ -421,7 +412,7 @@ class DocumentReader:
                 "document scores: the prompts of the two calls differ in more than the query; a "
                 "chat template that writes the time or counts words would do that"
             )
-        spans = tokens_of(asked, at, at + len(query)), tokens_of(blank, at, at + len(self.empty))
+        spans = tokens_at(asked, at, at + len(query)), tokens_at(blank, at, at + len(self.empty))
         scores = document_scores(
             read_queries_keys(output), read_queries_keys(without_query), self.heads, documents,
             query=spans[0], empty_query=spans[1],

@@ -24,6 +24,7 @@ from inspect_ai.model import ChatMessage, Model, ModelOutput, model_roles
 from inspect_ai.solver import TaskState
 from numpy.typing import NDArray
 
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens._base.token_texts import TokenTexts
 from inspect_lens.errors import ArtifactError, NotCapturedError, SpecError
 from inspect_lens.model import activations, probe_scores
@@ -36,7 +37,7 @@ from inspect_lens.probe import (
     select_tokens,
     sentence_ends,
 )
-from inspect_lens.spec import Positions, check_word
+from inspect_lens.spec import Positions
 
 from ._rows import WITHHELD, Rows, Source, has_nothing_to_read, is_withheld, read_token_ids
 
@@ -153,15 +154,7 @@ class Turn(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """The calls of a sample that are to be read.
-
-    Example:
-        ```python
-        from inspect_lens.reading import Calls
-
-        assert Calls([]).ended_by is None  # nothing ended the sample
-        ```
-    """
+    """The calls of a sample that are to be read."""
 
     turns: list[Turn]
     """In their order; each has one choice."""
@@ -181,17 +174,6 @@ class CallSelection:
     Without `roles` these are the calls of the eval's model. Where none of them has a lens and
     those of one role do, as with `--model-role target=vllm-lens/…`, the calls of that role are
     read; with several such roles one has to be named.
-
-    Example:
-        ```python
-        from inspect_ai.log import read_eval_log
-
-        from inspect_lens.reading import CallSelection
-
-        sample = read_eval_log("logs/honesty.eval").samples[0]
-        (turn,) = CallSelection.of(over="all").of_sample(sample).turns
-        assert turn.message_id == sample.output.message.id
-        ```
     """
 
     over: Over = "last"
@@ -199,6 +181,7 @@ class CallSelection:
     on_missing: OnMissing = "error"
 
     @classmethod
+    @judged_arguments
     def of(
         cls,
         *,
@@ -217,15 +200,7 @@ class CallSelection:
         Raises:
             SpecError: one of them does not exist.
         """
-        check_word(
-            "over",
-            over,
-            Over,
-            "'last' reads the call of the sample's answer, 'all' every call of its model, or of "
-            "roles=",
-        )
-        check_word("on_missing", on_missing, OnMissing)
-        if isinstance(roles, str) or (roles is not None and not roles):
+        if roles is not None and not roles:
             raise SpecError(f"roles={roles!r}; allowed is a list of model roles, or nothing")
         return cls(over, None if roles is None else tuple(roles), on_missing)
 
@@ -540,22 +515,15 @@ class CallTexts:
         )
 
 
-class _Ids(NamedTuple):
-    """Token ids of a call."""
-
-    prompt: Sequence[int]
-    completion: Sequence[int]
-
-
-def _ids(rows: Rows | ScoredTokens, what: str) -> _Ids:
-    """Those of the call that was read."""
+def _ids(rows: Rows | ScoredTokens, what: str) -> tuple[Sequence[int], Sequence[int]]:
+    """Token ids of prompt and completion of the call that was read."""
     handle = rows.handle
     if handle is None or not (handle.prompt_token_ids or handle.token_ids):
         raise ArtifactError(
             f"{what}: the call has no token ids to tell its tokens by; read activations that the "
             "vllm-lens provider captured"
         )
-    return _Ids(handle.prompt_token_ids, handle.token_ids)
+    return handle.prompt_token_ids, handle.token_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -598,36 +566,22 @@ class CallReader:
 
     def _selected(self, rows: Rows | ScoredTokens, model_name: str | None) -> NDArray[np.int64]:
         what = f"selection={self.selection!r}"
-        of_call = _ids(rows, what)
-        ids = (*of_call.prompt, *of_call.completion[:-1])
+        prompt, completion = _ids(rows, what)
+        ids = (*prompt, *completion[:-1])
         texts = self._texts.of(model_name, what=what)
         tokens = TokenText(
-            pieces=tuple(texts.texts(ids)), n_prompt=len(of_call.prompt),
-            special=tuple(texts.special(ids)),
-        )  # fmt: skip
+            pieces=tuple(texts.texts(ids)), n_prompt=len(prompt), special=tuple(texts.special(ids))
+        )
         return np.flatnonzero(select_tokens(tokens, self.selection)[list(rows.positions)])
 
     def sentence_ends(
         self, rows: Rows | ScoredTokens, model_name: str | None = None, pool: str | None = None
     ) -> NDArray[np.bool_] | None:
-        """With which of the read tokens a sentence ends, where a pool has to know.
-
-        Args:
-            rows: that were read.
-            model_name: of the model that made the call.
-            pool: token aggregation; the reader's by default.
-
-        Returns:
-            (tokens,) bool, or None for a pool that does not go by sentences.
-
-        Raises:
-            ArtifactError: there is no tokenizer, or the call's token ids are not known.
-        """
+        """(tokens,) with which a sentence ends; None for a pool that does not go by sentences."""
         if parse_head_pool(pool or self.pool).name != SENTENCE_POOL:
             return None
         what = f"pool={SENTENCE_POOL!r}"
-        of_call = _ids(rows, what)
+        prompt, completion = _ids(rows, what)
         texts = self._texts.of(model_name, what=what)
         # Of all tokens: where a sentence ends shows at the token behind it.
-        ids = (*of_call.prompt, *of_call.completion)
-        return sentence_ends(texts.texts(ids))[list(rows.positions)]
+        return sentence_ends(texts.texts((*prompt, *completion)))[list(rows.positions)]

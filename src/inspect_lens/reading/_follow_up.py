@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self
 
+import numpy as np
 from inspect_ai.model import (
     ChatMessage,
     ContentReasoning,
@@ -151,12 +151,12 @@ def yes_or_no(output: ModelOutput) -> YesOrNo:
     if token is None or not token.top_logprobs or (word and not at):
         return YesOrNo(word, None)
     options = [(_plain(option.token), option.logprob) for option in token.top_logprobs]
-    yes, no = (_log_sum(p for text, p in options if text == name) for name in ("yes", "no"))
-    if yes is None and no is None:
+    yes, no = ([p for text, p in options if text == name] for name in ("yes", "no"))
+    if not yes and not no:
         return YesOrNo(word, None)
-    floor = min(p for _, p in options)
-    odds = (floor if yes is None else yes) - (floor if no is None else no)
-    return YesOrNo(word, odds, is_bound=yes is None or no is None)
+    floor = [min(p for _, p in options)]
+    odds = np.logaddexp.reduce(yes or floor) - np.logaddexp.reduce(no or floor)
+    return YesOrNo(word, float(odds), is_bound=not yes or not no)
 
 
 def _reasons(output: ModelOutput) -> bool:
@@ -184,11 +184,3 @@ def _begins_word(token: str) -> bool:
 def _plain(token: str) -> str:
     """A token without spaces, marks of its vocabulary and punctuation, in small letters."""
     return _WORD.sub("", token).lower()
-
-
-def _log_sum(values: Iterable[float]) -> float | None:
-    found = list(values)
-    if not found:
-        return None
-    top = max(found)
-    return top + math.log(sum(math.exp(value - top) for value in found))

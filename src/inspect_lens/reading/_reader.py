@@ -45,18 +45,18 @@ from ._rows import (
     select_positions,
 )
 from ._shared import shared_parameters
-from ._thresholds import Promise, ThresholdLike, acting_point, acting_value, promise
+from ._thresholds import (
+    Promise,
+    ThresholdLike,
+    Verdict,
+    acting_point,
+    acting_value,
+    promise,
+    verdict,
+)
 from ._token_scores import TokenScores
 
 __all__ = ["ProbeReader", "Reading"]
-
-
-class Forms(NamedTuple):
-    """Hashes of the forms in which the engine runs a probe."""
-
-    tokens: str
-    text: str | None
-    """Of the one whose score is that of the text up to a token; None where tokens are enough."""
 
 
 class ScoredTokens(NamedTuple):
@@ -81,42 +81,32 @@ class ScoredTokens(NamedTuple):
     """Score of all these tokens, of a pool that is no rule over token scores."""
 
 
-def forms_of(probe: AnyProbe) -> Forms | None:
-    """The engine's forms of a probe; None where it has none."""
-    try:
-        tokens, text = probe.engine_forms()
-    except UnsupportedError:
-        return None
-    return Forms(tokens.sha256, None if text is None else text.sha256)
-
-
 def pick_scores(
-    handle: ProbeScores, forms: Forms, positions: Positions, layers: tuple[int, ...]
+    handle: ProbeScores,
+    form: str,
+    of_text: str | None,
+    positions: Positions,
+    layers: tuple[int, ...],
 ) -> ScoredTokens | None:
     """Take the scores of a probe out of what the engine said of a call; may read a file."""
     wanted = select_positions(positions, handle.n_prompt, handle.n_completion)
     if wanted is None:
         return None
     found = {column.by.engine_sha256: column for column in handle.columns}
-    column = found.get(forms.tokens)
+    column = found.get(form)
     if column is None:
         raise ArtifactError(f"the engine ran {', '.join(handle.probes)}, and not this probe")
     at = _places(column.positions, wanted)
     text = None
-    if forms.text is not None:
-        running = found.get(forms.text)
+    if of_text is not None:
+        running = found.get(of_text)
         first = tuple(running.positions[: len(wanted)]) if running is not None else ()
         if running is None or first != tuple(wanted):
             raise ArtifactError("the engine's attention was over other tokens")
         text = float(running.scores[len(wanted) - 1])
     ids = (*handle.prompt_token_ids, *handle.token_ids)
-    chosen = ids[wanted.start : wanted.stop] if isinstance(wanted, range) else [
-        ids[p] for p in wanted
-    ]  # fmt: skip
-    scores = column.scores[at].astype(np.float64)
-    return ScoredTokens(
-        scores, layers, wanted, "engine", handle.n_prompt, tuple(chosen), handle, text
-    )
+    chosen, scores = tuple(ids[p] for p in wanted), column.scores[at].astype(np.float64)
+    return ScoredTokens(scores, layers, wanted, "engine", handle.n_prompt, chosen, handle, text)
 
 
 def _places(have: range | tuple[int, ...], wanted: range | tuple[int, ...]) -> slice | list[int]:
@@ -151,6 +141,8 @@ class Reading:
     rows: Rows | ScoredTokens
     """The activations that were read, or the scores that the engine gave to their tokens."""
     reader: ProbeReader
+    scores: NDArray[np.float64] = field(repr=False, compare=False)
+    """(tokens,) score of each token that was read, at `rows.positions`."""
     model_verified: bool
     """The model's fingerprint is that of the probe's card."""
     model_name: str | None = None
@@ -199,11 +191,9 @@ class Reading:
         return None if self.threshold is None else self.value > self.threshold.value
 
     @property
-    def verdict(self) -> Literal["above threshold", "below threshold"] | None:
+    def verdict(self) -> Verdict | None:
         """The same in words."""
-        if self.is_above is None:
-            return None
-        return "above threshold" if self.is_above else "below threshold"
+        return verdict(self.value, self.threshold and self.threshold.value)
 
     @property
     def probability(self) -> float | None:
@@ -213,13 +203,7 @@ class Reading:
 
     def token_scores(self) -> NDArray[np.float64]:
         """Score of each token that was read, (tokens,) float64, at `rows.positions`."""
-        return self._scores
-
-    @cached_property
-    def _scores(self) -> NDArray[np.float64]:
-        if isinstance(self.rows, ScoredTokens):
-            return self.rows.scores
-        return self.reader.probe.score_tokens(self.rows.acts, self.rows.layers)
+        return self.scores
 
     def first_crossing(self, threshold: float | None = None, *, pool: str = "last") -> int | None:
         """Index into `rows.positions` of the first token that raises the alarm.
@@ -624,32 +608,28 @@ class ProbeReader(CallReader):
         read = self.select(rows, model_name)
         if read is None:
             return None
-        rows = read
-        scores = self.probe.score_tokens(rows.acts, rows.layers)
+        scores = self.probe.score_tokens(read.acts, read.layers)
         if isinstance(self.probe, NeuralProbe):
-            ends = self.sentence_ends(rows, model_name)
-            value = self.probe.score(rows.acts, rows.layers, pool=self.pool, ends=ends)
+            ends = self.sentence_ends(read, model_name)
+            value = self.probe.score(read.acts, read.layers, pool=self.pool, ends=ends)
         else:
-            value = self._pooled(scores, rows, model_name)
-        return self._reading(value, scores, rows, model_name, refused)
+            value = self._pooled(scores, read, model_name)
+        return self._reading(value, scores, read, model_name, refused)
 
     def _of_scores(self, handle: ProbeScores, model_name: str | None) -> Reading | None:
         """What the engine said, where it ran this probe over these tokens; else ArtifactError."""
-        forms = self._forms
-        if forms is None:
+        if self._forms is None:
             raise ArtifactError("the engine has no form for this probe")
-        rule = parse_head_pool(self.pool)
-        if forms.text is not None and rule.name != "attention":
-            forms = forms._replace(text=None)  # another pool than its own, over tokens
-        if forms.text is not None and self.selection:
+        form, of_text = self._forms
+        if parse_head_pool(self.pool).name != "attention":
+            of_text = None  # another pool than its own, over tokens
+        if of_text is not None and self.selection:
             raise ArtifactError("the engine's attention was over all tokens, not the selection")
-        found = pick_scores(handle, forms, self.positions, self.probe.layers)
+        found = pick_scores(handle, form, of_text, self.positions, self.probe.layers)
         rows = None if found is None else self.select(found, model_name)
         if rows is None:
             return None
-        value = rows.text
-        if value is None:
-            value = self._pooled(rows.scores, rows, model_name)
+        value = self._pooled(rows.scores, rows, model_name) if rows.text is None else rows.text
         return self._reading(value, rows.scores, rows, model_name, None)
 
     def _reading(
@@ -662,13 +642,16 @@ class ProbeReader(CallReader):
     ) -> Reading:
         differs = self._compare(rows.handle, model_name)
         verified = self._verified.made.get(model_name or "", False)
-        reading = Reading(value, rows, self, verified, model_name, refused, differs)
-        reading.__dict__["_scores"] = scores  # nobody multiplies again
-        return reading
+        return Reading(value, rows, self, scores, verified, model_name, refused, differs)
 
     @cached_property
-    def _forms(self) -> Forms | None:
-        return forms_of(self.probe)
+    def _forms(self) -> tuple[str, str | None] | None:
+        """Hashes of the engine's forms: of tokens, and of the text up to one where it has that."""
+        try:
+            tokens, text = self.probe.engine_forms()
+        except UnsupportedError:
+            return None
+        return tokens.sha256, None if text is None else text.sha256
 
     @cached_property
     def _pools_at_once(self) -> bool:

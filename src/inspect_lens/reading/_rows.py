@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, Literal, NamedTuple, TypeVar, cast
 
 import anyio.to_thread
@@ -98,10 +99,7 @@ async def read_rows(
     if ids is not None and select_positions(positions, len(ids[0]), len(ids[1])) is None:
         return None  # before anything is fed again
 
-    def take(handle: Activations, origin: Origin) -> Rows | None:
-        wanted = select_positions(positions, handle.n_prompt, handle.n_completion)
-        return None if wanted is None else pick_rows(handle, layers, site, wanted, origin)
-
+    take = partial(captured_rows, layers=layers, positions=positions, site=site)
     return await take_captured(output, take, layers=layers, source=source, site=site, model=model)
 
 
@@ -167,11 +165,16 @@ async def take_captured(
 
 
 def captured_rows(
-    handle: Activations, *, layers: tuple[int, ...], positions: Positions, site: Site
+    handle: Activations,
+    origin: Origin = "rows",
+    *,
+    layers: tuple[int, ...],
+    positions: Positions,
+    site: Site,
 ) -> Rows | None:
     """What `read_rows` finds in captured activations, without an event loop."""
     wanted = select_positions(positions, handle.n_prompt, handle.n_completion)
-    return None if wanted is None else pick_rows(handle, layers, site, wanted, "rows")
+    return None if wanted is None else pick_rows(handle, layers, site, wanted, origin)
 
 
 def select_positions(
@@ -198,30 +201,11 @@ def pick_rows(
     source: Origin = "rows",
 ) -> Rows:
     """Take rows out of what a call captured, by absolute position."""
-    name = result_name(site)
-    if name not in handle:
-        raise NotCapturedError(f"{site} was not captured, only {', '.join(handle)}")
-    if not REDUCTIONS[reduced := handle.tensors[name].reduce].has_rows:
-        raise NotCapturedError(f"of {site} only the {reduced} was captured, and not the tokens")
-    there = handle.tensors[name].layers
-    missing = [layer for layer in layers if layer not in there]
-    if missing:
-        raise NotCapturedError(f"layer {missing[0]} was not captured, only {list(there)}")
-    row = {position: i for i, position in enumerate(handle.positions)}
     positions = handle.positions if wanted is None else wanted
-    absent = [position for position in positions if position not in row]
-    if absent:
-        raise NotCapturedError(f"token position {absent[0]} was not captured")
-    data = handle.data(name)
-    places = [row[p] for p in positions]
-    at: Any = np.ix_([there.index(n) for n in layers], places)
-    if places and places == list(range(places[0], places[-1] + 1)):
-        # A run of tokens is not gathered one by one.
-        at = [there.index(n) for n in layers], slice(places[0], places[-1] + 1)
     ids = (*handle.prompt_token_ids, *handle.token_ids)
     return Rows(
         # Cut before widening: a log may have captured every layer.
-        TensorData(data.storage[at], data.dtype).to_float32(),
+        pick_data(handle, layers, site, positions).to_float32(),
         layers,
         positions,
         source,
@@ -229,6 +213,30 @@ def pick_rows(
         token_ids=tuple(ids[p] for p in positions) if ids else (),
         handle=handle,
     )
+
+
+def pick_data(
+    handle: Activations, layers: tuple[int, ...] | None, site: Site, positions: Sequence[int]
+) -> TensorData:
+    """The same rows as they were captured, of all layers where none are named."""
+    name = result_name(site)
+    if name not in handle:
+        raise NotCapturedError(f"{site} was not captured, only {', '.join(handle)}")
+    if not REDUCTIONS[reduced := handle.tensors[name].reduce].has_rows:
+        raise NotCapturedError(f"of {site} only the {reduced} was captured, and not the tokens")
+    there = handle.tensors[name].layers
+    chosen = there if layers is None else layers
+    if missing := [layer for layer in chosen if layer not in there]:
+        raise NotCapturedError(f"layer {missing[0]} was not captured, only {list(there)}")
+    row = {position: i for i, position in enumerate(handle.positions)}
+    if absent := [position for position in positions if position not in row]:
+        raise NotCapturedError(f"token position {absent[0]} was not captured")
+    data, places = handle.data(name), [row[p] for p in positions]
+    at: Any = np.ix_([there.index(n) for n in chosen], places)
+    if places and places == list(range(places[0], places[-1] + 1)):
+        # A run of tokens is not gathered one by one.
+        at = [there.index(n) for n in chosen], slice(places[0], places[-1] + 1)
+    return TensorData(data.storage[at], data.dtype)
 
 
 def read_token_ids(output: ModelOutput | Activations) -> tuple[Sequence[int], Sequence[int]] | None:

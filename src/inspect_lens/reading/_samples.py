@@ -53,6 +53,14 @@ class CallValue(Protocol):
         """False positive rate of the threshold for one call; None where none is known."""
 
 
+class Found(NamedTuple, Generic[T]):
+    """Whatever was found in a call, with the number by which calls are compared."""
+
+    value: float
+    what: T
+    rate: float | None = None
+
+
 R = TypeVar("R", bound=CallValue)
 Reader = TypeVar("Reader", ProbeReader, LatentReader)
 
@@ -67,20 +75,7 @@ class CallReading(Generic[R]):
 
 @dataclass(frozen=True)
 class SampleReading(Generic[R]):
-    """What was found in the calls of a sample; its value is the largest of theirs.
-
-    Example:
-        ```python
-        from inspect_ai.log import read_eval_log
-
-        from inspect_lens.reading import ProbeReader, read_sample_captured
-
-        reader = ProbeReader.of("organism/deception-lr", over="all")
-        sample = read_eval_log("logs/honesty.eval").samples[0]
-        found = read_sample_captured(reader, sample)
-        print(found.top.turn.number, found.top.reading.value, found.facts())
-        ```
-    """
+    """What was found in the calls of a sample; its value is the largest of theirs."""
 
     selection: CallSelection
     calls: Calls
@@ -327,8 +322,8 @@ def read_sample_captured(reader: ProbeReader, sample: EvalSample) -> SampleReadi
         from inspect_lens.reading import ProbeReader, read_sample_captured
 
         sample = read_eval_log("logs/honesty.eval").samples[0]
-        found = read_sample_captured(ProbeReader.of("organism/deception-lr"), sample)
-        print(found.top.reading.value)
+        found = read_sample_captured(ProbeReader.of("organism/deception-lr", over="all"), sample)
+        print(found.top.turn.number, found.top.reading.value, found.facts())
         ```
     """
     calls = reader.calls.of_sample(sample)

@@ -58,6 +58,16 @@ def named_point(threshold: str | None) -> str | None:
     )
 
 
+Verdict = Literal["above threshold", "below threshold"]
+
+
+def verdict(value: float, threshold: float | None) -> Verdict | None:
+    """What a threshold says of a value; None without one."""
+    if threshold is None:
+        return None
+    return "above threshold" if value > threshold else "below threshold"
+
+
 def verdict_facts(reader: ProbeReader, cut: float, reading: Reading) -> dict[str, Any]:
     """Facts of a reading that was compared with a threshold, for a log."""
     facts = {**reading.metadata(), "value": reading.value, "threshold": cut, "fpr": None}

@@ -161,22 +161,13 @@ def _reference_to(handle: ProbeScores, records: Sequence[TokenScores]) -> dict[s
     """What stands in the log of scores that are in a file already."""
     made = []
     for record in records:
-        read = record.positions
-        is_run = (
-            len(read) and len(read) == read[-1] - read[0] + 1 and bool((np.diff(read) == 1).all())
-        )
-        span = (
-            {"range": [int(read[0]), int(read[-1]) + 1]} if is_run else {"positions": read.tolist()}
-        )
+        read: list[int] = record.positions.tolist()
+        is_run = bool(read) and read == list(range(read[0], read[-1] + 1))
+        span = {"range": [read[0], read[-1] + 1]} if is_run else {"positions": read}
         facts = {name: getattr(record, name) for name in _FACTS if name not in _OF_FILE}
         made.append({**facts, **span})
-    return {
-        "$lens": REFERENCE,
-        "uri": handle.uri,
-        "root": handle.root,
-        "sha256": handle.sha256,
-        "records": made,
-    }
+    places = {"uri": handle.uri, "root": handle.root, "sha256": handle.sha256}
+    return {"$lens": REFERENCE, **places, "records": made}
 
 
 def _read_in_engine(reference: Mapping[str, Any]) -> list[TokenScores]:
@@ -186,14 +177,10 @@ def _read_in_engine(reference: Mapping[str, Any]) -> list[TokenScores]:
     ids = np.asarray((*handle.prompt_token_ids, *handle.token_ids), dtype=np.int64)
     try:
         for facts in reference["records"]:
-            column = next(
-                c
-                for c in columns
-                if c.by.role == "tokens" and c.by.probe_sha256 == facts["probe_sha256"]
-            )
-            read = np.asarray(
-                range(*facts["range"]) if "range" in facts else facts["positions"], dtype=np.int64
-            )
+            own = (c for c in columns if c.by.probe_sha256 == facts["probe_sha256"])
+            column = next(c for c in own if c.by.role == "tokens")
+            places = range(*facts["range"]) if "range" in facts else facts["positions"]
+            read = np.asarray(places, dtype=np.int64)
             at = {position: i for i, position in enumerate(column.positions)}
             known = {name: facts[name] for name in _FACTS if name not in _OF_FILE}
             made.append(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from inspect_ai.model import ChatMessage, GenerateConfig, Model, ModelOutput, get_model
 from inspect_ai.scorer import Score, Scorer, Target, mean, scorer, stderr
@@ -24,7 +24,9 @@ from inspect_lens.reading._attention import (
 )
 from inspect_lens.reading._calls import find_event
 from inspect_lens.reading._rows import in_thread
+from inspect_lens.reading._samples import Found
 from inspect_lens.reading._shared import shared_parameters
+from inspect_lens.reading._thresholds import verdict
 from inspect_lens.spec import LensRequest
 
 from ._metrics import at_threshold, auroc_metric
@@ -121,13 +123,11 @@ def attention_tracker(
         if not found.read:
             return no_tokens(found)
         reading = found.top.reading
-        verdict = None
-        if cut is not None:
-            verdict = "above threshold" if reading.value > cut else "below threshold"
-        told = f" That is {verdict} {cut:.4g}." if verdict else " No threshold was set."
+        said = verdict(reading.value, cut)
+        told = f" That is {said} {cut:.4g}." if said else " No threshold was set."
         return Score(
             value=reading.value,
-            answer=verdict,
+            answer=said,
             explanation=f"{len(listed.heads)} heads keep a share of {reading.focus:.3f} of their "
             f"attention on the instruction (focus score).{told}{found.say()}",
             metadata={
@@ -229,22 +229,22 @@ def document_rank(
     async def score(state: TaskState, target: Target) -> Score:
         wanted = _relevant(state.metadata, documents, relevant)
 
-        async def read(turn: Turn, model: Model | None) -> _Ranked:
+        async def read(turn: Turn, model: Model | None) -> Found[_Ranked]:
             prompt = reader.without_query(turn.prompt(state.messages), state.metadata)
             blank = await _ask_again(turn, prompt, reader.heads, model or get_model())
             return await in_thread(lambda: ranked(turn, blank))
 
-        def ranked(turn: Turn, blank: ModelOutput) -> _Ranked:
+        def ranked(turn: Turn, blank: ModelOutput) -> Found[_Ranked]:
             reading = reader.read_captured(
                 turn.output, blank, metadata=state.metadata, model_name=turn.model
             )
             places = sorted(reading.ranking.index(number) for number in wanted)
-            return _Ranked(1 / (places[0] + 1), None, places, reading)
+            return Found(1 / (places[0] + 1), (places, reading))
 
         found = await read_calls(selection, state, read)
         if not found.read:
             return no_tokens(found)
-        best, _, places, reading = found.top.reading
+        best, (places, reading), _ = found.top.reading
         ranking = reading.ranking
         return Score(
             value={"reciprocal_rank": best, f"ndcg@{_DEPTH}": _ndcg(places)},
@@ -265,15 +265,8 @@ def document_rank(
     return score
 
 
-class _Ranked(NamedTuple):
-    """The documents of one call in the order of their relevance."""
-
-    value: float
-    """Reciprocal rank of the best relevant document."""
-    rate: None
-    places: list[int]
-    """Of the relevant documents, from 0."""
-    reading: DocumentReading
+_Ranked = tuple[list[int], DocumentReading]
+"""Places of the relevant documents of one call, from 0, and its reading."""
 
 
 async def _ask_again(

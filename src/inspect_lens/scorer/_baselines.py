@@ -19,7 +19,6 @@ from inspect_lens.errors import SpecError
 from inspect_lens.model._host import is_interim
 from inspect_lens.probe import Interval, find_label_source
 from inspect_lens.reading._shared import shared_parameters
-from inspect_lens.spec import check_word
 
 from ._judges import shown
 from ._labels import NO_BOUNDS, Labelled, cluster_of, labelled, warn, with_bounds
@@ -338,7 +337,6 @@ def leakage_baseline(text: Text = "completion") -> Scorer:
             print({name: metric.value for name, metric in found.metrics.items()})
         ```
     """
-    check_word("text", text, Text)
 
     async def score(state: TaskState, target: Target) -> Score:
         before, answer = shown(state)

@@ -20,7 +20,7 @@ from inspect_ai.solver import TaskState
 
 from inspect_lens.errors import SpecError
 from inspect_lens.model._places import read_log
-from inspect_lens.probe import AnyProbe
+from inspect_lens.probe import AnyProbe, Calibration
 from inspect_lens.reading import (
     CallReading,
     OnMissing,
@@ -32,8 +32,8 @@ from inspect_lens.reading import (
     read_sample,
 )
 from inspect_lens.reading._shared import shared_parameters
-from inspect_lens.reading._thresholds import named_point
-from inspect_lens.spec import Positions, check_word, several
+from inspect_lens.reading._thresholds import named_point, verdict
+from inspect_lens.spec import Positions, several
 
 from ._judges import ask_number
 from ._labels import labelled, logged_scores
@@ -142,7 +142,7 @@ def probe_ensemble(
         texts = [one.top.reading.explain() + one.say() for one in found.values()]
         return Score(
             value={**{key: r.value for key, r in readings.items()}, ENSEMBLE: value},
-            answer=_verdict(value, threshold),
+            answer=verdict(value, threshold),
             explanation=" ".join(texts),
             metadata={"name": title}
             | _metadata(readings, combine, value, threshold)
@@ -180,7 +180,6 @@ def _named(probes: Mapping[str, str | Path] | Sequence[str | Path]) -> dict[str,
 def _check(
     readers: Mapping[str, ProbeReader], combine: str, weights: Sequence[float] | None
 ) -> None:
-    check_word("combine", combine, Combine)
     if (combine == "stacked") != (weights is not None) or (
         weights is not None and len(weights) != len(readers)
     ):
@@ -209,12 +208,6 @@ def _combine(
     return bias + sum(w * z for w, z in zip(weights, logits, strict=True))
 
 
-def _verdict(value: float, threshold: float | None) -> str | None:
-    if threshold is None:
-        return None
-    return "above threshold" if value > threshold else "below threshold"
-
-
 def _metadata(
     readings: Mapping[str, Reading], combine: str, value: float, threshold: float | None
 ) -> dict[str, Any]:
@@ -222,13 +215,12 @@ def _metadata(
     calibrations = {
         name: facts["calibration"] for name, facts in each.items() if "calibration" in facts
     }
+    probability = None
     if combine != "vote":
         # The value is log odds already.
-        calibrations[ENSEMBLE] = {"method": "temperature", "slope": 1.0, "set": "log odds"}
-        z = math.exp(-abs(value))
-        probability = (1.0 if value >= 0 else z) / (1.0 + z)
-    else:
-        probability = None
+        own = Calibration(method="temperature", slope=1.0, set="log odds", n=0)
+        calibrations[ENSEMBLE] = own.model_dump(include={"method", "slope", "set"})
+        probability = own.probability(value)
     return {
         "combine": combine,
         "probes": each,
@@ -360,13 +352,13 @@ def probe_cascade(
         facts |= await keep_tokens([found] if token_scores else [])
         probe_says = reading.explain() + found.say()
         if own is not None:
-            said = f"{probe_says} The judge was not asked."
-            return _flagged(Score(value=own, explanation=said, metadata=facts))
-        verdict = await ask_number(
+            why = f"{probe_says} The judge was not asked."
+            return _flagged(Score(value=own, explanation=why, metadata=facts))
+        said = await ask_number(
             state, _QUESTION.format(statement=asked), judge=judge, role=role, weighted=weighted,
             turn=found.top.turn,
         )  # fmt: skip
-        return _flagged(verdict.score(facts, lambda value: value / 100.0, f"{probe_says} "))
+        return _flagged(said.score(facts, lambda value: value / 100.0, f"{probe_says} "))
 
     return score
 
@@ -401,11 +393,7 @@ def _rule(
             "or in 'score', for which it has to be given"
         )
     if unit == "score":
-
-        def by_score(reading: Reading) -> float | None:
-            return None if low <= reading.value <= high else float(reading.value > high)
-
-        return by_score
+        return lambda one: None if low <= one.value <= high else float(one.value > high)
     if reader.calibration is None:
         raise SpecError(
             f"unit='probability': the card of {reader.probe.name!r} has no calibration; allowed is "

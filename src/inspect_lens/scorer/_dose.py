@@ -24,7 +24,6 @@ from inspect_ai.scorer import (
 from inspect_ai.solver import TaskState
 
 from inspect_lens.reading._shared import shared_parameters
-from inspect_lens.spec import check_word
 from inspect_lens.vector import DoseResponse, Response
 from inspect_lens.vector import dose_response as _dose_response
 
@@ -103,8 +102,6 @@ def dose_metric(by: By | None = None, n_resamples: int = 2000, seed: int = 0) ->
         assert {"effect", "scale", "broken"} <= set(log.results.scores[0].metrics)
         ```
     """
-    if by is not None:
-        check_word("by", by, By)
 
     def compute(scores: list[SampleScore]) -> Value:
         swept = Swept.of(scores)

@@ -23,7 +23,9 @@ from inspect_lens.reading import (
     read_latents,
 )
 from inspect_lens.reading._rows import in_thread
+from inspect_lens.reading._samples import Found
 from inspect_lens.reading._shared import shared_parameters
+from inspect_lens.reading._thresholds import verdict
 from inspect_lens.sae import SparseEncoder
 from inspect_lens.spec import LensTable, Positions, Site
 
@@ -131,7 +133,7 @@ def sae_feature(
         texts = [one.top.reading.explain() + one.say() for one in found.values()]
         return Score(
             value=dict(value),
-            answer=_verdict(value, threshold),
+            answer=verdict(max(value.values()), threshold),
             explanation=" ".join(texts),
             metadata={
                 "sae_sha256": reader.encoder.sha256,
@@ -149,19 +151,9 @@ def sae_feature(
     return score
 
 
-def _verdict(value: Mapping[str, float], threshold: float | None) -> str | None:
-    """Whether any of the latents is above the threshold; None without one."""
-    if threshold is None:
-        return None
-    return "above threshold" if max(value.values()) > threshold else "below threshold"
-
-
 class _Ranks(NamedTuple):
     """What a lens read of one call."""
 
-    value: float
-    """Log-probability of the token at the last layer, by which calls are compared."""
-    rate: None
     entries: dict[str, float]
     explanation: str
     facts: dict[str, Any]
@@ -230,7 +222,7 @@ def lens_rank(
     selection = CallSelection.of(over=over, roles=roles, on_missing=on_missing)
     token = target
 
-    async def read(turn: Turn, model: Model | None) -> _Ranks | None:
+    async def read(turn: Turn, model: Model | None) -> Found[_Ranks] | None:
         return await in_thread(lambda: _ranks(activations(turn.output), token, layers, position))
 
     async def score(state: TaskState, target: Target) -> Score:
@@ -238,7 +230,7 @@ def lens_rank(
         if not found.read:
             never = "The token is not written in the answer." if position == "answer" else ""
             return no_tokens(found, otherwise=never)
-        ranks = found.top.reading
+        ranks = found.top.reading.what
         return Score(
             value=dict(ranks.entries),
             explanation=ranks.explanation + found.say(),
@@ -250,7 +242,7 @@ def lens_rank(
 
 def _ranks(
     handle: Activations | None, token: int | None, layers: Sequence[int] | None, position: int | str
-) -> _Ranks | None:
+) -> Found[_Ranks] | None:
     table = None if handle is None else handle.lens
     if handle is None or table is None:
         raise NotCapturedError(
@@ -280,11 +272,12 @@ def _ranks(
     others = [i for i, rank in enumerate(ranks) if rank]
     start = others[-1] + 1 if others else 0
     first = table.layers[start] if start < len(table.layers) else None
-    return _Ranks(
-        logprobs[-1], None, value,
+    found = _Ranks(
+        value,
         f"Token {table.targets[column]} has the ranks {ranks} at the layers {list(table.layers)}.",
         {"token": table.targets[column], "position": table.positions[row], "first_layer": first},
-    )  # fmt: skip
+    )
+    return Found(logprobs[-1], found)  # calls are compared at the last layer
 
 
 def _column(table: LensTable, target: int | None) -> int:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 from inspect_ai.model import (
-    ChatMessage,
     ChatMessageAssistant,
     GenerateConfig,
     Model,
@@ -30,7 +29,6 @@ from inspect_lens.model import token_logprobs
 from inspect_lens.reading import Turn, given_length
 from inspect_lens.reading._rows import has_nothing_to_read, read_token_ids
 from inspect_lens.reading._shared import shared_parameters
-from inspect_lens.spec import check_word
 
 __all__ = ["REFUSAL_PHRASES", "coherence", "refusal_rate"]
 
@@ -127,12 +125,7 @@ async def _ask(judge: Model, prompt: str, *, weighted: bool) -> Verdict:
 
 
 def shown(state: TaskState, turn: Turn | None = None) -> tuple[str, str]:
-    """What a judge reads: the conversation before an answer, and that answer.
-
-    Args:
-        state: of the sample.
-        turn: the call that wrote the answer; that of the sample's answer by default.
-    """
+    """What a judge reads: the conversation before an answer, and that answer."""
     messages = list(state.messages)
     ids = [message.id for message in messages]
     output = state.output if turn is None else turn.output
@@ -140,7 +133,7 @@ def shown(state: TaskState, turn: Turn | None = None) -> tuple[str, str]:
         messages = messages[: ids.index(turn.message_id)]
     elif messages and isinstance(messages[-1], ChatMessageAssistant):
         messages.pop()
-    before = "\n\n".join(_line(message) for message in messages) or state.input_text
+    before = "\n\n".join(f"[{m.role}] {m.text}" for m in messages) or state.input_text
     calls = (output.message.tool_calls or []) if turn is not None and output.choices else []
     made = [f"[calls {call.function} with {call.arguments}]" for call in calls]
     return before, "\n".join(filter(None, [output.completion, *made]))
@@ -151,10 +144,6 @@ def _parse(answer: str) -> float | None:
     numbers = {float(found) for found in _NUMBER.findall(_OUT_OF.sub("", answer))}
     value = numbers.pop() if len(numbers) == 1 else math.nan
     return value if 0 <= value <= 100 else None
-
-
-def _line(message: ChatMessage) -> str:
-    return f"[{message.role}] {message.text}"
 
 
 def _expected(output: ModelOutput) -> tuple[float, float] | None:
@@ -247,7 +236,6 @@ def coherence(
         assert log.results.scores[0].metrics["mean"].value == 80
         ```
     """
-    check_word("method", method, ("judge", "likelihood", "repetition"))
 
     async def by_repetition(state: TaskState, target: Target) -> Score:
         answer = shown(state)[1]

@@ -31,7 +31,7 @@ __all__ = ["compare"]
 
 logger = logging.getLogger(__name__)
 
-_RESAMPLES = 1000
+RESAMPLES = 1000
 
 
 def warn(text: str, *values: object) -> None:
@@ -63,7 +63,7 @@ def drawn_interval(
     try:
         if not few:
             return arithmetic.bootstrap_interval(
-                labels, values, statistic=statistic, groups=clusters, n_resamples=_RESAMPLES
+                labels, values, statistic=statistic, groups=clusters, n_resamples=RESAMPLES
             )
     except SpecError as error:
         few = str(error)

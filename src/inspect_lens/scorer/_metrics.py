@@ -18,10 +18,10 @@ from inspect_lens import probe as arithmetic
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import Interval, draws_of
 from inspect_lens.reading._shared import shared_parameters
-from inspect_lens.spec import check_word
 
 from ._labels import (
     NO_BOUNDS,
+    RESAMPLES,
     carried,
     classes,
     drawn_interval,
@@ -75,11 +75,9 @@ def auroc_metric(
         found = labelled(scores, label, cluster)
         area = arithmetic.auroc(found.labels, found.values)
         groups = found.groups if cluster else None
-        bounds = (
-            arithmetic.delong_interval(found.labels, found.values, groups=groups)
-            if interval
-            else None
-        )
+        bounds = None
+        if interval:
+            bounds = arithmetic.delong_interval(found.labels, found.values, groups=groups)
         return with_bounds("auroc", area, bounds)
 
     return compute
@@ -182,19 +180,14 @@ def recall_at_fpr_metric(
             return with_bounds("recall_at_fpr", math.nan, bounds)
         if interval and positives and negatives:
             bounds = drawn_interval(
-                "recall_at_fpr",
-                [1] * len(positives) + [0] * len(negatives),
+                "recall_at_fpr", [1] * len(positives) + [0] * len(negatives),
                 [*positives, *negatives],
-                lambda y, s: _recall(y, s, fpr),
+                lambda y, s: arithmetic.recall_at_fpr(s[y], s[~y], fpr, allow_few=True).recall,
                 [g for _, g in (*above, *below)] if cluster else None,
-            )
+            )  # fmt: skip
         return with_bounds("recall_at_fpr", recall, bounds)
 
     return compute
-
-
-def _recall(y: NDArray[np.bool_], s: NDArray[np.float64], fpr: float) -> float:
-    return arithmetic.recall_at_fpr(s[y], s[~y], fpr, allow_few=True).recall
 
 
 @metric(scores="unreduced")
@@ -225,9 +218,6 @@ def judged_share() -> Metric:
         return sum(known) / len(known) if known else math.nan
 
     return compute
-
-
-_RESAMPLES = 1000
 
 
 @metric
@@ -362,9 +352,8 @@ def _above(
         hits = [value > cut for value, _ in pairs]
         made[rate] = sum(hits) / len(hits)
         if interval:
-            bounds = arithmetic.rate_interval(
-                hits, [group for _, group in pairs] if clustered else None
-            )
+            groups = [group for _, group in pairs] if clustered else None
+            bounds = arithmetic.rate_interval(hits, groups)
             made |= {f"{rate}_low": bounds.low, f"{rate}_high": bounds.high}
     return made
 
@@ -446,7 +435,6 @@ def _probabilities(
     probe: str | None,
     key: str | None,
 ) -> NDArray[np.float64] | None:
-    check_word("value", kind, ("score", "probability"))
     if kind == "probability":
         return np.asarray(values, dtype=np.float64)
     if probe is not None:
@@ -471,7 +459,7 @@ def _bounds(
     labels: NDArray[np.int64], p: NDArray[np.float64], groups: Sequence[str], n_bins: int
 ) -> Interval:
     """Percentile bootstrap over samples; base rates may differ between draws, as they do."""
-    draws = draws_of(labels.size, groups, _RESAMPLES, np.random.default_rng(0))
+    draws = draws_of(labels.size, groups, RESAMPLES, np.random.default_rng(0))
     drawn = (np.repeat(np.arange(labels.size), row) for part in draws for row in part.astype(int))
     made = [arithmetic.expected_calibration_error(labels[i], p[i], n_bins=n_bins) for i in drawn]
     low, high = np.quantile(made, [0.025, 0.975])

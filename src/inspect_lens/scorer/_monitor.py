@@ -21,7 +21,7 @@ from inspect_lens.reading import (
 )
 from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.reading._thresholds import acting_value, promise
-from inspect_lens.spec import Positions, check_word
+from inspect_lens.spec import Positions
 
 from ._metrics import at_threshold, auroc_metric
 from ._probe import keep_tokens, no_tokens
@@ -68,7 +68,6 @@ def monitor_alarm(
     the threshold was set on have no rate: `metadata["fpr_holds"]` is false then.
 
     Args:
-        probe: as for `probe_score`; it reads the tokens of its card in every turn.
         threshold: alarm strictly above it: a number, or an operating point of the card such as
             `fpr=0.05`; the card's first by default. Both have to hold for what is watched.
         level: `turn` compares the pooled score of each turn, `token` compares after every token.
@@ -111,8 +110,6 @@ def monitor_alarm(
         on_missing=on_missing, threshold=threshold,
     )  # fmt: skip
     title = name or f"{reader.probe.name} {reader.pool}"
-    check_word("value", value, Value)
-    check_word("level", level, Level)
     rule = str(parse_pool(watch))
     statistic = reader.statistic if level == "turn" else Statistic(over="alarm", pool=rule)
     cut = acting_value(reader, threshold, statistic)
@@ -124,12 +121,11 @@ def monitor_alarm(
             return no_tokens(found, reader.positions)
         begins = _onset(state, onset, n_turns)
         # The rate is that of the card's model and of the lengths that it was set on alone.
-        n_most = max(len(one.reading.rows.positions) for one in watched)
-        n_least = min(len(one.reading.rows.positions) for one in watched)
-        differs = dict.fromkeys(d for one in watched for d in one.reading.differences)
+        lengths = [len(one.reading.rows.positions) for one in watched]
+        differs = list(dict.fromkeys(d for one in watched for d in one.reading.differences))
         known = [
-            promise(reader, cut, None, n, statistic, differences=list(differs))
-            for n in (n_most, n_least)
+            promise(reader, cut, None, n, statistic, differences=differs)
+            for n in (max(lengths), min(lengths))
         ]
         broken = next((one for one in known if not one.rates), None)
         own = None if broken else known[0].rates["fpr"]

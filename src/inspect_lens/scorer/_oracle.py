@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from inspect_ai.model import Model, ModelOutput, get_model
 from inspect_ai.scorer import (
@@ -36,9 +35,9 @@ from inspect_lens.probe import AnyProbe, clopper_pearson
 from inspect_lens.reading import CallSelection, OnMissing, ProbeReader, Reading, Turn, read_calls
 from inspect_lens.reading._follow_up import FollowUpReply, ask_follow_up, choose_follow_up
 from inspect_lens.reading._rows import has_nothing_to_read, is_withheld
+from inspect_lens.reading._samples import Found
 from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.reading._thresholds import named_point
-from inspect_lens.spec import check_word
 
 from ._metrics import at_threshold, auroc_metric
 from ._probe import no_tokens
@@ -117,7 +116,7 @@ def follow_up_score(
     selection = CallSelection.of(roles=roles, on_missing=on_missing)
 
     async def score(state: TaskState, target: Target) -> Score:
-        async def read(turn: Turn, model: Model | None) -> _Replied | None:
+        async def read(turn: Turn, model: Model | None) -> Found[_Replied] | None:
             if not turn.output.choices or has_nothing_to_read(turn.output):
                 return None
             whose = _asked_model(turn, model)
@@ -129,34 +128,32 @@ def follow_up_score(
             found = None if reader is None else await reader.read(
                 reply.output, model_name=turn.bare_model, model=whose
             )  # fmt: skip
-            return _Replied(reply, found)
+            return Found(0.0, (reply, found), None if found is None else found.rate)
 
         found = await read_calls(selection, state, read)
         if not found.read:
             return no_tokens(found, otherwise="There is no answer to ask about.")
-        replied = found.top.reading
-        facts = {"name": title, **replied.reply.facts()}
+        reply, reading = found.top.reading.what
+        facts = {"name": title, **reply.facts()}
         said = f"Asked {asked.question!r}, it replied {facts['reply']!r}."
-        if replied.reading is not None:
+        if reading is not None:
             return Score(
-                value=replied.reading.value,
-                answer=replied.reading.verdict,
-                explanation=f"{said} {replied.reading.explain()}",
-                metadata=replied.reading.metadata() | found.facts() | facts,
+                value=reading.value,
+                answer=reading.verdict,
+                explanation=f"{said} {reading.explain()}",
+                metadata=reading.metadata() | found.facts() | facts,
             )
         odds = facts["log_odds_lie"]
         if reader is not None or odds is None:
             why = "There is no yes or no to read."
             if reader is not None:
                 why = f"The reply has no token that {reader.probe.name} reads."
-            return Score.unscored(
-                reason="no_yes_or_no", explanation=f"{said} {why}",
-                metadata=facts,
-            )  # fmt: skip
-        bound = " or further from 0" if replied.reply.found.is_bound else ""
+            said += f" {why}"
+            return Score.unscored(reason="no_yes_or_no", explanation=said, metadata=facts)
+        bound = " or further from 0" if reply.found.is_bound else ""
         return Score(
             value=odds,
-            answer=replied.reply.found.said,
+            answer=reply.found.said,
             explanation=f"{said} Log odds that it was a lie: {odds:.2f}{bound}.",
             metadata=found.facts() | facts,
         )
@@ -164,22 +161,8 @@ def follow_up_score(
     return score
 
 
-@dataclass(frozen=True)
-class _Replied:
-    """What one call was asked, and what a probe reads in its reply."""
-
-    reply: FollowUpReply
-    reading: Reading | None
-
-    @property
-    def value(self) -> float:
-        """Of no meaning: one call is read."""
-        return 0.0
-
-    @property
-    def rate(self) -> float | None:
-        """That of the probe's threshold."""
-        return None if self.reading is None else self.reading.rate
+_Replied = tuple[FollowUpReply, Reading | None]
+"""What one call was asked, and what a probe reads in its reply."""
 
 
 def _asked_model(turn: Turn, model: Model | None) -> Model:
@@ -252,18 +235,12 @@ def oracle_contrast() -> Metric:
         values: dict[str, float] = {}
         shares = _shares(scores)
         for name, right in shares.items():
-            total = math.fsum(right)
-            whole = round(total)
-            # A sum of thirds misses its whole number by rounding only.
-            low, high = (
-                (whole, whole)
-                if math.isclose(total, whole, abs_tol=1e-9)
-                else (math.floor(total), math.ceil(total))
-            )
+            total, n = math.fsum(right), len(right)
+            near = round(total, 9)  # a sum of thirds misses its whole number by rounding only
             values |= {
-                name: total / len(right),
-                f"{name}_low": clopper_pearson(low, len(right)).low,
-                f"{name}_high": clopper_pearson(high, len(right)).high,
+                name: total / n,
+                f"{name}_low": clopper_pearson(math.floor(near), n).low,
+                f"{name}_high": clopper_pearson(math.ceil(near), n).high,
             }
         rivals = [values[f"{name}_high"] for name in shares if name != "oracle"]
         if rivals:
@@ -350,16 +327,16 @@ def oracle_answer(
     selection = CallSelection.of(roles=roles, on_missing=on_missing)
 
     async def score(state: TaskState, target: Target) -> Score:
-        async def read(turn: Turn, model: Model | None) -> _Asked | None:
+        async def read(turn: Turn, model: Model | None) -> Found[OracleAnswer] | None:
             if turn.role is None and (not state.output.choices or is_withheld(state.output)):
                 return None  # the sample has no answer that one could ask about
             answers = await plan.ask(turn.output, _server(turn, model))
-            return _Asked(0.0, None, answers[0]) if answers else None
+            return Found(0.0, answers[0]) if answers else None
 
         found = await read_calls(selection, state, read)
         if not found.read:
             return no_tokens(found, plan.positions)
-        answer = found.top.reading.answer
+        answer = found.top.reading.what
         wanted = _wanted(state, target, label, named)
         said = {"oracle": answer.answer, **answer.controls}
         values: dict[str, str] = {}
@@ -377,15 +354,6 @@ def oracle_answer(
         )
 
     return score
-
-
-class _Asked(NamedTuple):
-    """What the oracle says of one call."""
-
-    value: float
-    """Of no meaning: one call is read."""
-    rate: None
-    answer: OracleAnswer
 
 
 def _server(turn: Turn, model: Model | None) -> Model:
@@ -422,8 +390,6 @@ def _shares(scores: Sequence[SampleScore]) -> dict[str, list[float]]:
 
 
 def _rule(match: Match | None, choices: list[str] | None) -> Match:
-    if match is not None:
-        check_word("match", match, Match)
     if match == "choice" and not choices:
         raise SpecError("match='choice' needs choices=, such as ['No', 'Yes']")
     if choices is not None and len({c.lower() for c in choices}) < max(2, len(choices)):

@@ -25,6 +25,7 @@ from inspect_lens.oracle import fraction_explained, reconstruct
 from inspect_lens.oracle._nla import VerbalisePlan
 from inspect_lens.oracle._reconstruct import load_reconstructor
 from inspect_lens.reading import CallSelection, OnMissing, Turn, read_calls
+from inspect_lens.reading._samples import Found
 from inspect_lens.reading._shared import shared_parameters
 
 from ._labels import cluster_of
@@ -117,10 +118,9 @@ def fraction_explained_metric(cluster: str | None = None) -> Metric:
                 len(left_out), len(scores), left_out[0],
             )  # fmt: skip
         values = dict.fromkeys(("fraction_explained", "shuffled", "empty_text"), math.nan)
-        counts = {"rows": float(len(groups)), "groups": float(len(set(groups))),
-                  "left_out": float(len(left_out))}  # fmt: skip
+        values |= {"rows": len(groups), "groups": len(set(groups)), "left_out": len(left_out)}
         if len(groups) < 2:  # while the first sample is scored, or of answers without a token
-            return dict(values | counts)
+            return dict(values)
         try:
             made = fraction_explained(
                 np.concatenate([parts.rows for parts in found]),
@@ -130,13 +130,10 @@ def fraction_explained_metric(cluster: str | None = None) -> Metric:
         except SpecError as error:
             # The samples are paid for; a number that cannot be told must not fail the eval.
             logger.warning("fraction_explained is NaN: %s", error)
-            return dict(values | counts)
-        values |= {
-            "fraction_explained": made.fraction,
-            "shuffled": made.shuffled,
-            "empty_text": math.nan if made.empty_text is None else made.empty_text,
-        }
-        return dict(values | counts)
+            return dict(values)
+        empty = math.nan if made.empty_text is None else made.empty_text
+        made_of = {"fraction_explained": made.fraction, "shuffled": made.shuffled}
+        return dict(values | made_of | {"empty_text": empty})
 
     return compute
 
@@ -245,7 +242,7 @@ def reconstruction_score(
     selection = CallSelection.of(roles=roles, on_missing=on_missing)
 
     async def score(state: TaskState, target: Target) -> Score:
-        async def read(turn: Turn, model: Model | None) -> _Rebuilt | None:
+        async def read(turn: Turn, model: Model | None) -> Found[_Rebuilt] | None:
             if not turn.output.choices:
                 return None
             words = get_model(role="verbaliser", required=True)
@@ -262,22 +259,22 @@ def reconstruction_score(
                 "layer": plan.layer, "source": said[0][0].source, "texts": texts,
                 "token_positions": [answer.positions[0] for answer, _ in said],
             }  # fmt: skip
-            return _Rebuilt(_cosines(rows, made[:-1]), None, rows, made, facts)
+            cosines = _cosines(rows, made[:-1])
+            return Found(float(cosines.mean()), _Rebuilt(cosines, rows, made, facts))
 
         found = await read_calls(selection, state, read)
         if not found.read:
             return no_tokens(found, plan.positions)
-        top = found.top
-        keep = partial(_keep_rows, top.reading, beside=activations(top.turn.output))
-        cosines = top.reading.cosines
-        texts = top.reading.facts["texts"]
+        value, rebuilt, _ = found.top.reading
+        keep = partial(_keep_rows, rebuilt, beside=activations(found.top.turn.output))
+        cosines, texts = rebuilt.cosines, rebuilt.facts["texts"]
         return Score(
-            value=top.reading.value,
+            value=value,
             answer=texts[-1],
-            explanation=f"Row of token {top.reading.facts['token_positions'][-1]} in words: "
+            explanation=f"Row of token {rebuilt.facts['token_positions'][-1]} in words: "
             f"{texts[-1]!r}. Cosine with what is made of them: {cosines[-1]:.3f}.{found.say()}",
             metadata={"name": title, "cosines": [round(float(c), 6) for c in cosines]}
-            | top.reading.facts
+            | rebuilt.facts
             | found.facts()
             | await anyio.to_thread.run_sync(keep),
         )
@@ -289,16 +286,10 @@ class _Rebuilt(NamedTuple):
     """Rows of one call, and what came back of their descriptions."""
 
     cosines: NDArray[np.float64]
-    rate: None
     rows: NDArray[np.float32]
     made: NDArray[np.float32]
     """(rows + 1, hidden); the last one of an empty text."""
     facts: dict[str, Any]
-
-    @property
-    def value(self) -> float:
-        """Mean cosine."""
-        return float(self.cosines.mean())
 
 
 def _cosines(rows: NDArray[np.float32], made: NDArray[np.float32]) -> NDArray[np.float64]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from inspect_ai.model import ChatMessageAssistant, execute_tools
 from inspect_ai.solver import Generate, TaskState
-from inspect_ai.tool import Tool, ToolDef, ToolFunction
+from inspect_ai.tool import ToolDef, ToolFunction
 from inspect_ai.util import span
 
 from inspect_lens.errors import SpecError
@@ -49,13 +49,8 @@ async def run_tools(state: TaskState) -> bool:
 def refuse_tools(state: TaskState, asker: str, instead: str) -> None:
     """Refuse to generate several times what may call tools."""
     if state.tools:
-        names = ", ".join(_name(tool) for tool in state.tools)
+        names = ", ".join(ToolDef(tool).name for tool in state.tools)
         raise SpecError(
             f"{asker}: tools are set ({names}), and each of its generations would carry out its "
             f"calls, side effects included; allowed is a task without tools; {instead}"
         )
-
-
-def _name(tool: Tool) -> str:
-    """Name of a tool, for a message."""
-    return ToolDef(tool).name

@@ -6,7 +6,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from inspect_ai.agent import Agent
 from inspect_ai.approval import Approval, ApprovalPolicy, Approver, approval, approver
@@ -29,7 +29,7 @@ from inspect_lens.reading._rows import WITHHELD
 from inspect_lens.reading._samples import Judged, TurnJudge, turn_of
 from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.reading._thresholds import acting_value, promise
-from inspect_lens.spec import Add, Positions, ProbeUse, check_word
+from inspect_lens.spec import Add, Positions, ProbeUse
 from inspect_lens.vector import VectorLike, steering_vector
 
 from ._attempt import adopt, attempt, run_tools
@@ -91,25 +91,7 @@ class GateDecision(BaseModel):
 
 
 class GateDecisions(StoreModel):
-    """Decisions of one sample, in its store: `state.store_as(GateDecisions).decisions`.
-
-    Example:
-        <!-- test: server -->
-        ```python
-        from inspect_ai import Task, eval
-        from inspect_ai.util import Store
-
-        from evals.organism_deception import organism_dataset
-        from inspect_lens.solver import GateDecisions, probe_gate
-
-        task = Task(
-            dataset=organism_dataset("demo")[:1], solver=probe_gate("organism/deception-lr")
-        )
-        (log,) = eval(task, model="vllm-lens/organism/checkpoint", temperature=0, max_tokens=14)
-        (decision,) = GateDecisions(store=Store(log.samples[0].store)).decisions
-        assert decision.outcome in ("passed", "flagged")
-        ```
-    """
+    """Decisions of one sample, in its store: `state.store_as(GateDecisions).decisions`."""
 
     decisions: list[GateDecision] = Field(default_factory=list)
 
@@ -160,43 +142,27 @@ def _again(chosen: int, outcome: Outcome) -> Outcome:
 
 def _record(state: TaskState, decision: GateDecision) -> None:
     """Write a decision into the transcript, the store and the sample's metadata."""
-    # Of a gate that judged several turns the metadata tell the last one that did not just pass.
     kept = state.store_as(GateDecisions)
     kept.decisions = [*kept.decisions, decision]
-    mine = _run_of(kept.decisions)
+    # From its turn 0 on: another gate may have decided before.
+    start = max(i for i, one in enumerate(kept.decisions) if one.turn == 0)
+    mine = kept.decisions[start:]
+    # Of a gate that judged several turns the metadata tell the last one that did not just pass.
     told = next((d for d in reversed(mine) if d.outcome not in ("passed", "unread")), decision)
-    state.metadata["probe_gate"] = _facts(told) | {"turn": told.turn, "turns": len(mine)}
-    transcript().info(
-        {
-            **_facts(decision),
-            "turn": decision.turn,
-            "tried": [a.model_dump(mode="json") for a in decision.attempts],
-        },
-        source="inspect_lens/probe_gate",
-    )
+    state.metadata["probe_gate"] = _facts(told) | {"turns": len(mine)}
+    tried = [attempt.model_dump(mode="json") for attempt in decision.attempts]
+    transcript().info(_facts(decision) | {"tried": tried}, source="inspect_lens/probe_gate")
 
 
-def _run_of(decisions: Sequence[GateDecision]) -> list[GateDecision]:
-    """The decisions of the gate that decided last: from its turn 0 on."""
-    start = max(i for i, one in enumerate(decisions) if one.turn == 0)
-    return list(decisions[start:])
+_FACTS: Final = {"probe", "action", "threshold", "fpr", "recall", "outcome", "turn"}
 
 
 def _facts(decision: GateDecision) -> dict[str, Any]:
-    stands = decision.attempts[decision.chosen]
-    holds_for = decision.threshold_tokens
-    return {
-        "probe": decision.probe,
-        "action": decision.action,
-        "threshold": decision.threshold,
-        "fpr": decision.fpr,
-        "recall": decision.recall,
-        "outcome": decision.outcome,
-        "value": stands.value,
-        "flagged": stands.is_above,
-        "attempts": len(decision.attempts),
+    stands, holds_for = decision.attempts[decision.chosen], decision.threshold_tokens
+    return decision.model_dump(include=_FACTS) | {
+        "value": stands.value, "flagged": stands.is_above, "attempts": len(decision.attempts),
         **({} if holds_for is None else {"threshold_tokens": holds_for}),
-    }
+    }  # fmt: skip
 
 
 def withhold(state: TaskState, replacement: str, *, message_id: str | None = None) -> TaskState:
@@ -212,15 +178,6 @@ def withhold(state: TaskState, replacement: str, *, message_id: str | None = Non
     state.messages = [*state.messages[:kept], message]
     state.completed = True
     return state
-
-
-def gated(inner: Solver, reader: ProbeReader, gate: Gate) -> Solver:
-    """An agent whose turns are judged."""
-
-    async def solve(state: TaskState, generate: Generate) -> TaskState:
-        return await _Run(reader, gate, state).run(inner, generate)
-
-    return solve
 
 
 class _Run:
@@ -419,7 +376,7 @@ def probe_gate(
             print(sample.metadata["probe_gate"]["outcome"], sample.output.completion)
         ```
     """
-    _check(action, tries, steer, prefer)
+    _check(action, steer, prefer)
     vector = None if steer is None else steering_vector(steer)
     if inner is not None and action not in ("flag", "stop"):
         raise SpecError(
@@ -443,9 +400,12 @@ def probe_gate(
     compares = action != "best" or threshold is not None or reader.threshold is not None
     cut = acting_value(reader, threshold) if compares else None
     gate = Gate(reader.probe.name, action, cut, replacement, prefer)
-    run = as_inner(inner)
-    if run is not None:
-        return gated(run, reader, gate)
+    if (run := as_inner(inner)) is not None:
+
+        async def solve(state: TaskState, generate: Generate) -> TaskState:
+            return await _Run(reader, gate, state).run(run, generate)
+
+        return solve
     more: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
 
     async def judged(state: TaskState, generate: Generate, turn: int) -> TaskState:
@@ -455,7 +415,7 @@ def probe_gate(
         else:
             tried = [await _generate(state, generate, reader, cut)]
         while action in ("resample", "steer") and tried[-1].record.is_above and len(tried) <= tries:
-            added = None if vector is None else _stronger(vector, len(tried))
+            added = vector and vector.model_copy(update={"scale": vector.scale * len(tried)})
             tried.append(await _generate(state, generate, reader, cut, added, **more))
         known = [
             {} if cut is None else promise(reader, cut, None, one.n_tokens).rates for one in tried
@@ -467,14 +427,9 @@ def probe_gate(
     return _turn_by_turn(judged)
 
 
-def _check(
-    action: str, tries: int, steer: VectorLike | Mapping[str, Any] | None, prefer: str
-) -> None:
+def _check(action: str, steer: VectorLike | Mapping[str, Any] | None, prefer: str) -> None:
     """Refuse arguments that do not go together."""
-    check_word("action", action, GateAction)
-    if tries < 1:
-        raise SpecError(f"tries={tries}; allowed is 1 or more")
-    if prefer not in ("low", "high") or (prefer == "high" and action != "best"):
+    if prefer == "high" and action != "best":
         raise SpecError(
             f"prefer={prefer!r} with action={action!r}; allowed are 'low' and, for 'best', 'high'"
         )
@@ -556,11 +511,6 @@ async def _generate(
     if reading is None:
         return _Tried(made, record)
     return _Tried(made, record, len(reading.rows.positions), reading.differences)
-
-
-def _stronger(vector: Add, times: int) -> Add:
-    """The vector at a multiple of its scale."""
-    return vector.model_copy(update={"scale": vector.scale * times})
 
 
 def _called(made: TaskState) -> tuple[str, ...]:

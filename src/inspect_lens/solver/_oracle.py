@@ -73,17 +73,14 @@ def follow_up(
     asked = [choose_follow_up(one, lie, max_tokens) for one in given]
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
-        plain: list[Any] = []
+        plain: list[dict[str, Any]] = []
         if state.output.choices and not has_nothing_to_read(state.output):
             model = get_model()
             replies = await together(
                 *(ask_follow_up(model, state.messages, one, max_tokens=max_tokens) for one in asked)
             )
             plain = [reply.facts() for reply in replies]
-        state.metadata[key] = plain
-        state.store.set(key, plain)
-        transcript().info({"follow_up": plain}, source="inspect_lens")
-        return state
+        return _keep(state, plain, key, {"follow_up": plain})
 
     return solve
 
@@ -150,18 +147,22 @@ def activation_oracle(
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         answers = await plan.ask(state.output)
-        return _keep(state, answers, key, table=len(plan.questions) > 1)
+        plain = [answer.model_dump() for answer in answers]
+        return _keep(state, plain, key, _table(answers) if len(plan.questions) > 1 else None)
 
     return solve
 
 
-def _keep(state: TaskState, answers: list[OracleAnswer], key: str, *, table: bool) -> TaskState:
-    plain: list[dict[str, Any]] = [answer.model_dump() for answer in answers]
+def _table(answers: list[OracleAnswer]) -> str:
+    return answer_table(answers) if answers else "The answer has no token to ask about."
+
+
+def _keep(state: TaskState, plain: list[dict[str, Any]], key: str, note: Any) -> TaskState:
+    """Put answers into metadata and store, and a note, if there is one, into the transcript."""
     state.metadata[key] = plain
     state.store.set(key, plain)
-    if table:
-        said = answer_table(answers) if answers else "The answer has no token to ask about."
-        transcript().info(said, source="inspect_lens")
+    if note is not None:
+        transcript().info(note, source="inspect_lens")
     return state
 
 
@@ -227,6 +228,7 @@ def self_explain(
     )  # fmt: skip
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
-        return _keep(state, await plan.ask(state.output), key, table=True)
+        answers = await plan.ask(state.output)
+        return _keep(state, [a.model_dump() for a in answers], key, _table(answers))
 
     return solve

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import anyio.from_thread
@@ -201,11 +202,11 @@ async def _solve(
         f"layer {best.layer}, position {best.position} {found.tokens[best.position]!r}: "
         f"{best.value:.4g}, recovered {best.recovered:.3f}"
     )
-    if picture and (png := _png(found)):
-        image = base64.b64encode(png).decode()
-        transcript().info(
-            f"![{said}](data:image/png;base64,{image})", source=f"inspect_lens/{name}"
-        )
+    if picture:
+        with suppress(LensError):  # without matplotlib there is none
+            image = base64.b64encode(found.figure()).decode()
+            shown = f"![{said}](data:image/png;base64,{image})"
+            transcript().info(shown, source=f"inspect_lens/{name}")
     state.output = ModelOutput.from_content(model=str(model), content=said)
     return state
 
@@ -222,13 +223,6 @@ async def _client(model: Model, name: str) -> LensClient:
 def _stop_if_cancelled(_: PatchCell) -> None:
     # A limit of the sample ends a sweep between two cells.
     anyio.from_thread.check_cancelled()
-
-
-def _png(found: PatchSweep | CausalTrace) -> bytes | None:
-    try:
-        return found.figure()
-    except LensError:
-        return None
 
 
 def _prompt(state: TaskState, raw: bool) -> Prompt:

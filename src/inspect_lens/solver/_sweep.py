@@ -51,27 +51,7 @@ Edits: TypeAlias = EditBase | Mapping[str, Any] | Sequence[EditBase | Mapping[st
 
 
 class EditVariant(Value):
-    """One way in which a prompt is answered: edits under a name.
-
-    Example:
-        ```python
-        import numpy as np
-
-        from inspect_lens.solver import EditVariant
-        from inspect_lens.spec import Ablate
-
-        rng = np.random.default_rng(0)
-        variants = [
-            EditVariant(
-                name="ablated",
-                edits=Ablate(direction=rng.standard_normal(256), layers=range(6)),
-                control=control,
-            )
-            for control in (False, True)
-        ]
-        assert [variant.control for variant in variants] == [False, True]
-        ```
-    """
+    """One way in which a prompt is answered: edits under a name; see `steering_sweep`."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
@@ -311,8 +291,8 @@ def steering_sweep(
         assert {"unedited", "ablated", "ablated_effect", "ablated_random_effect"} <= set(found)
         ```
     """
-    if control_draws is not None and control_draws < 1:
-        raise SpecError(f"control_draws={control_draws}; allowed is 1 or more")
+    if control_draws == 0:
+        raise SpecError("control_draws=0; allowed is 1 or more")
     rows, listed = parse_capture(capture), several(steer)
     of_vectors: dict[str, Any] = {"layers": layers, "norm_match": norm_match or None}
     of_both: dict[str, Any] = {
@@ -352,12 +332,8 @@ def steering_sweep(
                 f"steering_sweep: {swept.said} an unsteered answer, and {around}; take that "
                 "out, or, to steer on top of it, use with_lens in a task for each"
             )
-        refuse_tools(
-            state,
-            "steering_sweep",
-            "put use_tools behind the sweep, or use with_lens with inner=react(), in a task for "
-            "each",
-        )
+        instead = "put use_tools behind the sweep, or use with_lens with inner=react(), in a task"
+        refuse_tools(state, "steering_sweep", f"{instead} for each")
         run = SweepRun(state, generate, scorer, rows)
         if swept.matching is None:
             return run.keep(await run.cells([BASELINE, *swept.plans]))

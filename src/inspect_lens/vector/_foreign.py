@@ -21,7 +21,6 @@ from inspect_lens._base.installed import install_extra
 from inspect_lens._base.untrusted import judge_total, load_torch, parse_json, parsing, read_regular
 from inspect_lens.errors import ArtifactError, LensError, SpecError
 from inspect_lens.probe import ModelRef, write_atomic
-from inspect_lens.spec import check_word
 
 from ._vector import Vector, VectorCard
 
@@ -225,8 +224,6 @@ def import_vector(
         ```
     """
     file = Path(path)
-    if format is not None:
-        check_word("format", format, VectorFormat)
     what = f"a vector{f' of {format}' if format else ''}"
     allowed = f"allowed are files of {', '.join(get_args(VectorFormat))}; name its format"
     with parsing(file, what, allowed, but=(ArtifactError, SpecError)):
@@ -270,18 +267,13 @@ def _open(file: Path, content: bytes, format: VectorFormat | None) -> tuple[str,
     elif suffix in (".svec", ".json"):
         found, value = "cast", parse_json(content)
     elif suffix == ".safetensors":
-        found, value = "safetensors", _safetensors(content)
+        found, value = "safetensors", load_safetensors(content)
     else:
         value = load_torch(content, str(file))
         found = format or _tell(file, value)
     if format not in (None, found):
         raise ArtifactError(f"{file}: is a file of {found}, not of {format}; leave format= out")
     return found, value
-
-
-def _safetensors(content: bytes) -> dict[str, Any]:
-    made: dict[str, Any] = load_safetensors(content)
-    return made
 
 
 def _tell(file: Path, value: Any) -> str:

@@ -210,7 +210,7 @@ def test_the_metric_is_the_fraction_over_the_rows_of_all_samples(
     monkeypatch.setattr(_reconstruction, "_READ", MemoryStore(1 << 20))
     scores = [SampleScore(score=(one.scores or {})["reconstruction_score"]) for one in logged]
     monkeypatch.setenv("INSPECT_LENS_DIR", str(tmp_path / "more"))
-    wide = _reconstruction._Rebuilt(np.ones(1), None, np.eye(1, 9), np.eye(2, 9), {})
+    wide = _reconstruction._Rebuilt(np.ones(1), np.eye(1, 9), np.eye(2, 9), {})
     scores.append(SampleScore(score=Score(value=1.0, metadata=_reconstruction._keep_rows(
         wide, beside=None))))  # fmt: skip
     lost = sum(one.score.metadata["rows"] == facts["rows"] for one in scores[:-1])  # type: ignore[index]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from inspect_ai.approval import Approval, Approver, approver
 from inspect_ai.model import (
@@ -145,7 +145,8 @@ def _with_pending(
         elif staged.function == MESSAGE:
             conversation.append(ChatMessageUser(content=str(said.get("message", ""))))
         else:
-            conversation.append(_tool_message(said))
+            result, call_id = (str(said.get(key, "")) for key in ("result", "tool_call_id"))
+            conversation.append(ChatMessageTool(content=result, tool_call_id=call_id))
     return conversation
 
 
@@ -161,16 +162,6 @@ def _staged(history: Sequence[ChatMessage], call: ToolCall) -> list[ToolCall]:
                 calls.clear()
         elif isinstance(message, ChatMessageAssistant):
             calls += message.tool_calls or []
-    kept: list[ToolCall] = []
-    for earlier in calls:
-        if earlier.id == call.id:
-            break
-        if earlier.function in (SYSTEM, MESSAGE, TOOL_RESULT) and earlier.id not in failed:
-            kept.append(earlier)
-    return kept
-
-
-def _tool_message(said: dict[str, Any]) -> ChatMessageTool:
-    return ChatMessageTool(
-        content=str(said.get("result", "")), tool_call_id=str(said.get("tool_call_id", ""))
-    )
+    before = takewhile(lambda earlier: earlier.id != call.id, calls)
+    kinds = (SYSTEM, MESSAGE, TOOL_RESULT)
+    return [one for one in before if one.function in kinds and one.id not in failed]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ from inspect_lens.model._scores import ProbeLike, ask_probes
 from inspect_lens.probe import AnyProbe, load_probe
 from inspect_lens.reading import OnMissing
 from inspect_lens.reading._shared import shared_parameters
-from inspect_lens.spec import Add, CaptureSpec, Positions, ProbeUse
+from inspect_lens.spec import Add, CaptureSpec, Positions
 
 from ._tools import STEER, ask_activation_oracle, read_probe, steer_target
 
@@ -103,7 +103,7 @@ def lens_target_agent(
                     )
                 if (staged := context.take(STEER)) is not None:
                     vectors = staged.vectors
-                with _watched(target, asked):
+                with lens_scope(probes=asked, model=target) if asked else nullcontext():
                     state.output = await generate(
                         input=state.messages,
                         tools=context.tools,
@@ -142,11 +142,6 @@ async def _answer(state: AgentState, context: TargetContext, output: ModelOutput
             state.messages.append(user)
     else:
         state.messages.append(await context.user_message())
-
-
-def _watched(target: Model, asked: tuple[ProbeUse, ...]) -> AbstractContextManager[None]:
-    """The scope in which the engine runs probes of a turn."""
-    return lens_scope(probes=asked, model=target) if asked else nullcontext()
 
 
 def _turn_config(
