@@ -12,6 +12,7 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from inspect_ai._util.error import PrerequisiteError as _PrerequisiteError
 from inspect_ai._util.registry import (
     RegistryInfo,
@@ -343,7 +344,10 @@ def _content(value: Any) -> str | None:
     """What stands for a number or an array of NumPy or PyTorch in a key."""
     if not (hasattr(value, "dtype") and hasattr(value, "tolist")):
         return None
-    return f"{value.dtype} {hashlib.sha256(repr(value.tolist()).encode()).hexdigest()}"
+    # Of what is no plain array, such as a tensor in bfloat16 or a masked one, the numbers as lists.
+    array = np.asarray(value if type(value) is np.ndarray else value.tolist())
+    data = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
+    return f"{value.dtype} {array.shape} {hashlib.sha256(data).hexdigest()}"
 
 
 def tell_models_apart() -> None:

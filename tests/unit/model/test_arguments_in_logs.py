@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,40 @@ def test_models_with_other_contents_are_other_models(
     assert model(server.url, steer=saved).model_args == {"steer": saved}, "with its path"
     probe = load_probe("organism/deception-lr")
     assert model(server.url, probes=[probe]) is not model(server.url, probes=None)
+
+
+def _changed(array: Any) -> Any:
+    array = copy.deepcopy(array)
+    array[-1] = 1
+    return array
+
+
+_EVEN = np.arange(10)[::2]
+
+
+@pytest.mark.parametrize(
+    ("one", "same", "other"),
+    [
+        (array, copy.deepcopy(array), _changed(array))
+        for array in (np.zeros(5000), torch.zeros(5000, dtype=torch.bfloat16), np.array([None, 2]))
+    ]
+    + [
+        (np.zeros((2, 3)), np.zeros((2, 3)), np.zeros((3, 2))),
+        (_EVEN, _EVEN.copy(), np.arange(5)),
+        (np.float64(0.5), np.float64(0.5), np.float64(0.25)),
+        (*(np.ma.masked_array([1, 2], [False, mask]) for mask in (True, True, False)),),
+    ],
+    ids=["array", "tensor", "objects", "shape", "strides", "number", "mask"],
+)
+def test_models_of_any_provider_with_other_arrays_are_other_models(
+    server: FakeLensServer, one: Any, same: Any, other: Any
+) -> None:
+    made, again, another = (
+        get_model("vllm/org/tiny", base_url=f"{server.url}/v1", given=given)
+        for given in (one, same, other)
+    )
+    assert again is made
+    assert another is not made
 
 
 @pytest.mark.parametrize(
