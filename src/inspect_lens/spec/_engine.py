@@ -153,8 +153,8 @@ class Numerics(Value):
     """What decides a model's activations beside its weights and its tokens.
 
     A threshold keeps its rate only for scores with the same numerics, because bfloat16 rounds
-    differently from float32, quantised weights are other weights, and kernels change from release
-    to release.
+    differently from float32, quantised weights are other weights, a quantised cache has other keys
+    and values, and kernels change from release to release.
 
     Example:
         ```python
@@ -175,6 +175,11 @@ class Numerics(Value):
         description="Method by which the weights were quantised, as the engine names it; None: "
         "none, or not known where `dtype` is empty.",
     )
+    kv_cache_dtype: str | None = Field(
+        default=None,
+        description="Data type of keys and values in the engine's cache, as the engine names it: "
+        "`fp8`; None: that of the stream, or not known where `dtype` is empty.",
+    )
 
     def differences(self, here: Numerics) -> tuple[str, ...]:
         """What differs, each in a few words; what one side does not tell is left out.
@@ -189,6 +194,9 @@ class Numerics(Value):
         if here.dtype and self.dtype:
             now, then = here.quantization or "none", self.quantization or "none"
             pairs.append(("quantization", now, then))
+            if here.kv_cache_dtype or self.kv_cache_dtype:
+                now, then = (of.kv_cache_dtype or of.dtype for of in (here, self))
+                pairs.append(("kv_cache_dtype", now, then))
         told = [(name, now, then) for name, now, then in pairs if now and then]
         return tuple(f"{name} {now} instead of {then}" for name, now, then in told if now != then)
 
@@ -242,6 +250,8 @@ class EngineFacts:
     """Why the engine's requests must not be steered, or empty where they may be."""
     quantization: str | None = None
     """How the weights were quantised, as vLLM names it; None: not at all."""
+    kv_cache_dtype: str | None = None
+    """Of keys and values in vLLM's cache, as vLLM names it; None: that of the stream."""
     placeholders: frozenset[int] = frozenset()
     """Tokens that only stand where an image, a video or audio is put."""
 
@@ -249,7 +259,10 @@ class EngineFacts:
     def numerics(self) -> Numerics:
         """What a threshold that acts in this engine should have been set with."""
         return Numerics(
-            engine=f"vllm {self.vllm_version}", dtype=self.dtype, quantization=self.quantization
+            engine=f"vllm {self.vllm_version}",
+            dtype=self.dtype,
+            quantization=self.quantization,
+            kv_cache_dtype=self.kv_cache_dtype,
         )
 
     @cached_property

@@ -41,6 +41,15 @@ def test_what_one_side_does_not_tell_is_not_compared() -> None:
     )
 
 
+def test_a_quantised_cache_is_told_from_one_of_the_stream_s_dtype() -> None:
+    quantised = SAME.model_copy(update={"kv_cache_dtype": "fp8"})
+    assert SAME.differences(quantised) == ("kv_cache_dtype fp8 instead of bfloat16",)
+    assert quantised.differences(SAME) == ("kv_cache_dtype bfloat16 instead of fp8",)
+    assert quantised.differences(quantised) == Numerics().differences(quantised) == ()
+    card = MADE.model_copy(update={"kv_cache_dtype": "fp8"})
+    assert card.numerics == quantised
+
+
 @pytest.mark.parametrize("here", [SAME, OTHER, None])
 @pytest.mark.parametrize("how", ["score", "deception", "alarm", "column"])
 def test_every_reader_warns_once_by_name(

@@ -144,7 +144,8 @@ def routes_of(engine: Any) -> Mapping[str, Any]:
 
 def facts_mark(facts: EngineFacts) -> str:
     """What is equal on hosts that lay requests out alike; the folder of a model may differ."""
-    text = f"{inspect_lens.__version__} {replace(facts, model='')!r}"
+    # Attention that loads in a worker may name the cache's dtype more closely.
+    text = f"{inspect_lens.__version__} {replace(facts, model='', kv_cache_dtype=None)!r}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -338,8 +339,17 @@ def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
         vocab=int(getattr(model.hf_text_config, "vocab_size", 0)),
         no_steering=no_steering(vllm_config, settings),
         quantization=getattr(model, "quantization", None),
+        kv_cache_dtype=_cache_dtype(vllm_config),
         placeholders=frozenset(_placeholders(model.hf_config)),
     )
+
+
+def _cache_dtype(vllm_config: Any) -> str | None:
+    """Of keys and values in the cache, where it is not the model's."""
+    found = str(getattr(vllm_config.cache_config, "cache_dtype", "auto"))
+    own = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    # Two names of one.
+    return None if found in ("auto", own) else found.removesuffix("_e4m3")
 
 
 _PLACEHOLDERS: Final = tuple(
@@ -369,6 +379,7 @@ def computing_facts(state: Any) -> dict[str, Any]:
         "engine": f"vllm {vllm_version()}",
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": model.quantization,
+        "kv_cache_dtype": _cache_dtype(engine.vllm_config),
         # The last part only: the rest names folders of the server.
         "tokenizer": str(model.tokenizer or "").rstrip("/").rpartition("/")[2],
         "tokenizer_sha256": _sha256(words),

@@ -183,6 +183,13 @@ class Parameters:
                 )
             if module is None:
                 raise AttributeError(f"{name}: {type(self._model).__name__} has no {part!r}")
+        method = type(getattr(getattr(module, "base_layer", module), "quant_method", None)).__name__
+        # Attention has one, too, for scales of its cache.
+        if not method.startswith(("Unquantized", "NoneType")) and "KVCache" not in method:
+            raise UnsupportedError(
+                f"{name}: the weights of this module are quantised ({method}), packed as a kernel "
+                "of this device takes them; read the checkpoint, or capture what the module returns"
+            )
         value = getattr(module, last, None)
         if not isinstance(value, torch.Tensor):
             near = ", ".join(n for n, _ in module.named_parameters(recurse=False)) or "none"
@@ -204,11 +211,8 @@ def _whole(name: str, module: Any, shares: list[torch.Tensor], ranks: int) -> to
 
     module = getattr(module, "base_layer", module)
     first = shares[0]
-    kinds = (VocabParallelEmbedding, RowParallelLinear, ColumnParallelLinear)
     if getattr(module, "tp_size", ranks) == 1:
         return first
-    if isinstance(module, kinds) and (not first.is_floating_point() or first.itemsize < 2):
-        raise UnsupportedError(f"{name}: quantised shares of ranks are not put together")
     if isinstance(module, VocabParallelEmbedding):
         return _vocabulary(module, shares)
     if isinstance(module, RowParallelLinear) and first.dim() == 2:

@@ -310,6 +310,10 @@ class CaptureFacts(Record):
     quantization: str | None = Field(
         default=None, description="Method by which the weights were quantised; None: none."
     )
+    kv_cache_dtype: str | None = Field(
+        default=None,
+        description="Data type of keys and values in the engine's cache; None: that of the stream.",
+    )
     tokenizer: str = Field(default="", description="Name of the tokenizer, without its folders.")
     tokenizer_sha256: str | None = Field(
         default=None, description="SHA-256 of its vocabulary, each token with its id."
@@ -328,7 +332,7 @@ class CaptureFacts(Record):
     @property
     def numerics(self) -> Numerics:
         """The part that thresholds hold for."""
-        return Numerics(engine=self.engine, dtype=self.dtype, quantization=self.quantization)
+        return Numerics(**{name: getattr(self, name) for name in Numerics.model_fields})
 
     @classmethod
     def known(cls, told: Mapping[str, Any]) -> Self:

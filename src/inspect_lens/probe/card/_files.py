@@ -106,6 +106,7 @@ def _capture(c: CaptureFacts) -> list[tuple[str, str]]:
         ("engine", c.engine),
         ("dtype", c.dtype),
         ("quantisation", c.quantization or ""),
+        ("dtype of the KV cache", c.kv_cache_dtype or ""),
         ("tokenizer", c.tokenizer + hashed),
         ("chat template sha256", c.chat_template_sha256 or ""),
         ("sampling of the answers", sampling),

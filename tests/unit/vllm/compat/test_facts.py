@@ -12,8 +12,15 @@ import pytest
 from inspect_lens import CaptureSpec, LensRequest
 from inspect_lens._engine.protocol import readouts
 from inspect_lens._settings import Settings
-from inspect_lens._vllm.compat.engine_facts import facts_mark, facts_of, n_experts, refusal
+from inspect_lens._vllm.compat.engine_facts import (
+    computing_facts,
+    facts_mark,
+    facts_of,
+    n_experts,
+    refusal,
+)
 from inspect_lens.errors import SpecError, UnsupportedError
+from inspect_lens.probe import CaptureFacts
 from inspect_lens.spec import TapPoint, check_request
 
 
@@ -362,3 +369,34 @@ def test_a_router_is_as_wide_as_the_experts_of_an_inner_configuration() -> None:
         replace(Settings(), sites="router_logits,resid_post"),
     )
     assert {w.site: w.width for w in facts.widths}["router_logits"] == 16
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        ("auto", None),
+        ("float32", None),
+        ("fp8", "fp8"),
+        ("fp8_e4m3", "fp8"),
+        ("bfloat16", "bfloat16"),
+    ],
+)
+def test_the_dtype_of_the_cache_is_told_where_it_is_not_the_stream_s(
+    found: str, told: str | None
+) -> None:
+    facts = facts_of(config(cache_config__cache_dtype=found), Settings())
+    assert facts.numerics.kv_cache_dtype == told
+    # Hosts need not agree on its name: attention that loads in a worker may change that.
+    assert facts_mark(facts) == facts_mark(replace(facts, kv_cache_dtype="fp8_ds_mla"))
+
+
+def test_a_server_tells_what_quantises_weights_and_cache() -> None:
+    engine = SimpleNamespace(
+        vllm_config=config(model_config__quantization="auto_gptq", cache_config__cache_dtype="fp8"),
+        input_processor=SimpleNamespace(tokenizer=None),
+    )
+    engine.model_config = engine.vllm_config.model_config
+    engine.model_config.tokenizer = "org/model"
+    told = computing_facts(SimpleNamespace(engine_client=engine))
+    facts = CaptureFacts.known(told)
+    assert (facts.quantization, facts.kv_cache_dtype) == ("auto_gptq", "fp8")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from inspect_lens._vllm.model.parameters import Parameters, Ranks
-from inspect_lens.errors import LensError
+from inspect_lens.errors import LensError, UnsupportedError
 
 N = 3
 
@@ -193,3 +193,28 @@ def test_nobody_asks_where_the_others_do_not_listen(parameters: Any) -> None:
         assert n == 4
         assert len(said) == 1
         assert "ranks gather a parameter while a hook runs" in said.pop()
+
+
+class GPTQLinearMethod:
+    """Stands for a method of vLLM."""
+
+
+class UnquantizedLinearMethod:
+    """Another one."""
+
+
+def test_packed_weights_are_refused_by_the_name_of_the_method() -> None:
+    model: Any = Model()
+    model.plain, model.packed = Model(), Model()
+    model.plain.quant_method, model.packed.quant_method = (
+        UnquantizedLinearMethod(),
+        GPTQLinearMethod(),
+    )
+    of = Parameters(model)
+    assert of._find("plain.a")[1].shape == of._find("a")[1].shape == (2,)
+    # Whatever the packed parameters are called; a LoRA stands around its module.
+    model.lora = Model()
+    model.lora.base_layer = model.packed
+    for name in ("packed.a", "packed.weight", "lora.weight"):
+        with pytest.raises(UnsupportedError, match=rf"{name}: .* quantised \(GPTQLinearMethod\)"):
+            of._find(name)
