@@ -82,14 +82,7 @@ class Reduction:
         return self.combine is None and not self.makes_numbers
 
     def columns(self, hidden: int) -> int:
-        """Numbers that `on_device` makes of a row.
-
-        Args:
-            hidden: numbers of the row.
-
-        Returns:
-            Their number.
-        """
+        """How many numbers `on_device` makes of a row of `hidden`."""
         return self.width or hidden
 
     def on_device(self, torch: Any, rows: torch.Tensor) -> torch.Tensor:
@@ -117,16 +110,9 @@ class Reduction:
         return combined
 
     def join(self, parts: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Join what was made of parts of one wide row, for a reduction that has a `width`.
+        """Join what a reduction with a `width` made of (layers, parts, tokens, width) of wide rows.
 
-        Args:
-            parts: (layers, parts, tokens, `width`).
-
-        Returns:
-            (layers, tokens, `width`).
-
-        Raises:
-            NotImplementedError: the reduction has no `width`.
+        The result is (layers, tokens, width).
         """
         raise NotImplementedError
 
@@ -292,15 +278,14 @@ class CaptureSpec(Value):
 
     @model_validator(mode="after")
     def _check_phase(self) -> Self:
-        is_matched = isinstance(self.positions, TokenMatch)
-        is_prompt = (
-            is_matched or self.positions in ("prompt", "last_prompt") or is_mask(self.positions)
-        )
-        if (self.phase == "decode" and is_prompt) or (
-            self.phase == "prefill" and self.positions == "completion"
-        ):
-            named = "a mask over the prompt" if is_mask(self.positions) else repr(self.positions)
-            named = "tokens of the prompt that match" if is_matched else named
+        named = repr(self.positions)
+        if isinstance(self.positions, TokenMatch):
+            named = "tokens of the prompt that match"
+        elif is_mask(self.positions):
+            named = "a mask over the prompt"
+        elif self.positions not in ("prompt", "last_prompt", "completion"):
+            return self
+        if self.phase == ("prefill" if self.positions == "completion" else "decode"):
             raise ValueError(
                 f"phase={self.phase!r} beside positions={named} selects no token; leave one of "
                 "them out"
@@ -325,7 +310,6 @@ class CaptureSpec(Value):
 
 QK_NAMES: Final = ("attn_q", "attn_k")
 """Names of queries and keys among the activations of a result."""
-
 
 _LISTS: Final = (list, tuple, np.ndarray)
 
@@ -401,11 +385,7 @@ class QKSpec(Value):
         return self
 
     def layers_of(self, served: tuple[int, ...]) -> tuple[int, ...]:
-        """The layers that are read, ascending.
-
-        Args:
-            served: those that an engine serves.
-        """
+        """The layers that are read of those that an engine serves, ascending."""
         if self.heads is not None:
             return tuple(sorted({layer for layer, _ in self.heads}))
         return served if self.layers == "all" else self.layers

@@ -195,13 +195,7 @@ class EditsUse(Value):
         return None if value is None else parse_positions(value, field="positions", may_match=True)
 
     def apply(self, edits: Sequence[EditBase]) -> tuple[EditBase, ...]:
-        """The registered edits as this request wants them.
-
-        Args:
-            edits: what stands under the name.
-
-        Returns:
-            The edits; the same ones where nothing is changed.
+        """The edits that stand under the name, as this request wants them.
 
         Raises:
             SpecError: a change does not fit an edit.
@@ -270,14 +264,10 @@ class RequestPart(WireModel):
         return _bytes_of(self.edits)
 
     @model_validator(mode="after")
-    def _check_probes(self) -> Self:
+    def _check(self) -> Self:
         names = [use.name for use in self.probes]
         if len(set(names)) != len(names):
             raise ValueError(f"probes: a name stands twice in {shown(names)}")
-        return self
-
-    @model_validator(mode="after")
-    def _check_patterns(self) -> Self:
         check_patterns(self._all_positions())
         return self
 

@@ -25,7 +25,6 @@ from ._instruction import (
     Chosen,
     Instruction,
     Row,
-    choice_sites,
     sampled_match,
 )
 from ._positions import Phase, Positions, is_mask, parse_positions
@@ -112,7 +111,7 @@ class EditBase(WireModel):
         if len(self.choice) > 1:
             raise ValueError(f"give one of {', '.join(self.choice)}")
         for name in self.choice:
-            sites = choice_sites(name)
+            sites = [site for site, info in SITE_TABLE.items() if info.choice == name]
             if self.site not in sites:
                 raise ValueError(
                     f"{name} are parts of rows at {', '.join(sites)}, and site is {self.site}"
@@ -167,9 +166,8 @@ class EditBase(WireModel):
             return values
         values = {key: value for key, value in values.items() if key != "$lens"}
         found = {name for name in cls.tensor_fields if values.get(name) is not None}
-        limits = limits_of(info)
-
         is_part = any(values.get(name) is not None for name in CHOICES)
+        limits = limits_of(info)
 
         def read(name: str) -> TensorData:
             judge: JudgeShape | None = None
@@ -348,11 +346,7 @@ class EditBase(WireModel):
         return TensorData(storage, tensor.dtype).to_float32()
 
     def check_directions(self, name: str) -> None:
-        """Refuse a zero vector where a direction is needed.
-
-        Raises:
-            ValueError: one of the vectors is zero.
-        """
+        """Raise ValueError for a zero vector where a direction is needed."""
         values = cast("TensorData", getattr(self, name)).to_float32()
         if not np.linalg.norm(values.astype(np.float64), axis=-1).all():
             raise ValueError(f"{name} needs a direction, and one of its vectors is zero")

@@ -94,17 +94,10 @@ class Add(EditBase):
         return float(max(norms))
 
     def check_strength(self, dtype: str, field: str) -> None:
-        """Refuse a vector that would overflow the stream.
+        """Refuse a vector that would overflow the stream. Arguments are those of `EditBase`.
 
         Each vector is judged alone. Where several at one place are too long together, nothing is
         written there, and the request fails when that is found.
-
-        Args:
-            dtype: of the stream, such as `bfloat16`.
-            field: path of the edit in the request, for the message.
-
-        Raises:
-            SpecError: the vector is too long.
         """
         most = LARGEST_NORM.get(dtype, LARGEST_NORM["float32"])
         most = math.sqrt(most) if self.norm_match else most

@@ -182,13 +182,9 @@ class Numerics(Value):
     )
 
     def differences(self, here: Numerics) -> tuple[str, ...]:
-        """What differs, each in a few words; what one side does not tell is left out.
+        """In what other numerics differ from these, as `dtype float16 instead of bfloat16`.
 
-        Args:
-            here: the numerics to compare with these.
-
-        Returns:
-            Phrases such as `dtype float16 instead of bfloat16`; empty where nothing differs.
+        What one side does not tell is left out.
         """
         pairs = [("engine", here.engine, self.engine), ("dtype", here.dtype, self.dtype)]
         if here.dtype and self.dtype:
@@ -325,11 +321,6 @@ class TensorLimits:
         """What pydantic hands to the validators of a model."""
         return {_KEY: self}
 
-    def _count(self, rows: int) -> None:
-        self._n_asked += rows
-        if self._n_asked > self._rows:
-            raise full_table(self._n_asked, self._rows)
-
     def judge_edit(
         self, shape: tuple[int, ...], itemsize: int, *, site: object = None, is_part: bool = False
     ) -> None:
@@ -342,7 +333,9 @@ class TensorLimits:
             raise SpecError(
                 f"width {found} in shape {shape}; {site} of {self._model} is {width} wide"
             )
-        self._count(math.prod(shape[:-1]) * -(-width // self._hidden))
+        self._n_asked += math.prod(shape[:-1]) * -(-width // self._hidden)
+        if self._n_asked > self._rows:
+            raise full_table(self._n_asked, self._rows)
 
     def judge_numbers(self, shape: tuple[int, ...], itemsize: int, *, most: int) -> None:
         """Judge the declared shape of a tensor of an edit that has a number for each direction."""
@@ -365,20 +358,16 @@ class TensorLimits:
         if len(shape) != len(axes) and (what != "probe" or math.prod(shape) != 1):
             raise SpecError(f"shape {shape}; it needs {len(axes)} axes")
         if len(shape) == len(axes):
-            if axes.startswith("l"):
-                self._judge_layers(shape)
+            if axes.startswith("l") and shape[0] > self._n_layers:
+                raise SpecError(
+                    f"shape {shape} has {shape[0]} layers; {self._model} has {self._n_layers}"
+                )
             for i, axis in enumerate(axes):
                 if axis == "h":
                     self._judge_width(shape[: i + 1])
         most, way = WEIGHT_BYTES[what]
         if (n_bytes := math.prod(shape) * itemsize) > most:
             raise SpecError(f"shape {shape} has {n_bytes} bytes; a tensor of {way}")
-
-    def _judge_layers(self, shape: tuple[int, ...]) -> None:
-        if shape[0] > self._n_layers:
-            raise SpecError(
-                f"shape {shape} has {shape[0]} layers; {self._model} has {self._n_layers}"
-            )
 
     def _judge_width(self, shape: tuple[int, ...]) -> None:
         if not shape or shape[-1] != self._hidden:

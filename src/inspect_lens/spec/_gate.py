@@ -245,14 +245,7 @@ class Gate(WireModel):
         return form
 
     def instruction(self, register: int) -> Instruction:
-        """Make the instruction that computes the gate.
-
-        Args:
-            register: it goes to.
-
-        Returns:
-            The instruction, for the tap at `layer`.
-        """
+        """Make the instruction for the tap at `layer` that puts the gate into a register."""
         read: Row = self.direction.to_float32()
         if self.reads_prompt:
             kind = Kind.PROMPT_MEAN if self.reads == "prompt_mean" else Kind.PROMPT_LAST
@@ -275,15 +268,12 @@ class Gate(WireModel):
             kind = Kind.COSINE_LATCH if is_cosine else Kind.LATCH
         else:
             kind = Kind.COSINE_GATE if is_cosine else Kind.GATE
+        latent: Row | None = None
+        if self.is_latent:
+            least = np.finfo(np.float32).min if self.active_above is None else self.active_above
+            latent = np.asarray([self.bias, least], dtype=np.float32)
         params = (steep, self.threshold, closes, weight)
-        return Instruction(kind, read, self._latent_row(), params, True, register)
-
-    def _latent_row(self) -> Row | None:
-        """What `Kind.GATE` adds to the product, and above what that counts; None for nothing."""
-        if not self.is_latent:
-            return None
-        above = np.finfo(np.float32).min if self.active_above is None else self.active_above
-        return np.asarray([self.bias, above], dtype=np.float32)
+        return Instruction(kind, read, latent, params, True, register)
 
     @property
     def content(self) -> tuple[object, ...]:
@@ -534,27 +524,21 @@ _LARGEST_FACTOR = 1e4
 def _factors(
     points: tuple[tuple[int, float], ...] | None, between: str | None, half_life: float | None
 ) -> Row:
-    made = _points(points, between) if half_life is None else _halving(half_life)
+    if half_life is not None:
+        wide = np.append(0.5 ** (np.arange(math.ceil(_FADED * half_life)) / half_life), 0.0)
+    else:
+        assert points is not None
+        tokens, values = (np.asarray(x, dtype=np.float64) for x in zip(*points, strict=True))
+        # Number of the point before each token, and the share of the way to the next.
+        place = np.interp(np.arange(int(tokens[-1]) + 1), tokens, np.arange(len(tokens)))
+        before = place.astype(np.int64)
+        share = place - before
+        if between == "step":
+            share = np.zeros_like(share)
+        elif between == "cosine":
+            share = (1.0 - np.cos(np.pi * share)) / 2.0
+        steps = np.append(np.diff(values), 0.0)
+        wide = values[before] + share * steps[before]
+    made: Row = wide.astype(np.float32)
     made.flags.writeable = False
-    return made
-
-
-def _halving(half_life: float) -> Row:
-    n = math.ceil(_FADED * half_life)
-    return np.append(0.5 ** (np.arange(n) / half_life), 0.0).astype(np.float32)
-
-
-def _points(points: tuple[tuple[int, float], ...] | None, between: str | None) -> Row:
-    assert points is not None
-    tokens, values = (np.asarray(x, dtype=np.float64) for x in zip(*points, strict=True))
-    k = np.arange(int(tokens[-1]) + 1)
-    before = np.clip(np.searchsorted(tokens, k, side="right") - 1, 0, None)
-    after = np.minimum(before + 1, len(tokens) - 1)
-    span = np.where(after > before, tokens[after] - tokens[before], 1.0)
-    share = np.clip((k - tokens[before]) / span, 0.0, 1.0)
-    if between == "step":
-        share = np.zeros_like(share)
-    elif between == "cosine":
-        share = (1.0 - np.cos(np.pi * share)) / 2.0
-    made: Row = (values[before] + share * (values[after] - values[before])).astype(np.float32)
     return made

@@ -29,16 +29,7 @@ from pydantic import (
 from inspect_lens.errors import SpecError
 
 from ._tensor import WireModel, is_wire
-from ._values import (
-    Flag,
-    Value,
-    check_function_name,
-    is_function_name,
-    layer_numbers,
-    read_as,
-    several,
-    shown,
-)
+from ._values import Flag, Value, layer_numbers, read_as, several, shown
 
 __all__ = ["HOOK_REFERENCE", "FunctionCode", "Hook", "HookReceipt", "code_python", "parse_hooks"]
 
@@ -48,6 +39,14 @@ HOOK_REFERENCE = "hook/1"
 
 
 _PYTHON = re.compile(r"[0-9]{1,2}\.[0-9]{1,3}")
+_PART = r"(?:[^\W\d]\w*|<(?:locals|lambda|genexpr|listcomp|setcomp|dictcomp|module)>)"
+_NAME = re.compile(rf"{_PART}(?:\.{_PART})*")
+_LONGEST_NAME = 256
+
+
+def _is_name(name: object) -> bool:
+    """Whether Python calls a function so in `__qualname__`, and it is short enough to travel."""
+    return isinstance(name, str) and len(name) <= _LONGEST_NAME and bool(_NAME.fullmatch(name))
 
 
 def code_python() -> str:
@@ -76,14 +75,10 @@ class FunctionCode:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> FunctionCode:
-        """Make the bytes of a function.
-
-        The module that defines it travels with it, unless the module is installed as part of a
-        package: the server need not have the client's own files.
+        """Make the bytes of a function, with the module that defines it unless it is installed.
 
         Raises:
-            SpecError: cloudpickle is not installed, or the function holds something that cannot
-                be pickled.
+            SpecError: cloudpickle is missing, or the function holds what cannot be pickled.
         """
         name = getattr(function, "__qualname__", type(function).__qualname__)
         try:
@@ -94,10 +89,11 @@ class FunctionCode:
                 "hooks travel as bytes of cloudpickle, which is not installed here; install it"
             ) from None
         module = sys.modules.get(getattr(function, "__module__", None) or "")
-        by_value = module is not None and _is_own(module)
-        known = set(cloudpickle.list_registry_pickle_by_value())
-        by_value = by_value and cast("ModuleType", module).__name__ not in known
-        if by_value:
+        if module is not None and not _is_own(module):
+            module = None
+        if module is not None and module.__name__ in cloudpickle.list_registry_pickle_by_value():
+            module = None
+        if module is not None:
             cloudpickle.register_pickle_by_value(module)
         try:
             data = cast("bytes", cloudpickle.dumps(function))
@@ -107,9 +103,9 @@ class FunctionCode:
                 "to plain values, tensors and modules that the server has"
             ) from error
         finally:
-            if by_value:
+            if module is not None:
                 cloudpickle.unregister_pickle_by_value(module)
-        return cls(data, name if is_function_name(name) else "", code_python())
+        return cls(data, name if _is_name(name) else "", code_python())
 
     def wire(self) -> dict[str, str]:
         """JSON form of the function; vllm-lens reads the field `cloudpickle`."""
@@ -226,7 +222,12 @@ def _from_wire(value: Mapping[str, Any]) -> FunctionCode:
     if python is not None and not (isinstance(python, str) and _PYTHON.fullmatch(python)):
         raise ValueError(f"python={shown(python)}; allowed is a version such as '3.12'")
     name = value.get("name")
-    return FunctionCode(data, check_function_name("" if name is None else name), python)
+    if name and not _is_name(name):
+        raise SpecError(
+            f"name={shown(name)}; allowed is a function's name in Python, as in module.function, "
+            f"of at most {_LONGEST_NAME} characters; leave it out"
+        )
+    return FunctionCode(data, name or "", python)
 
 
 def parse_hooks(value: Any, *, where: str = "apply_hooks") -> tuple[Hook, ...]:

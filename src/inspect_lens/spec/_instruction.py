@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from inspect_lens.errors import SpecError
 
-from ._engine import SITE_TABLE, Site, SiteWidth
+from ._engine import SiteWidth
 from ._positions import Positions, TokenMatch
 
 __all__ = [
@@ -206,13 +206,16 @@ def run_program(
             gates[one.gate] = one.read[min(max(position - int(b), 0), int(a) - 1)]
             continue
         if one.kind == Kind.JOIN:
-            _join(one, gates)
+            value, held = gates[one.gate], gates[int(b)]
+            value = 1.0 - value if one.params[2] else value
+            gates[int(b)] = (value, held * value, max(held, value))[int(a)]
             continue
         if one.kind in (Kind.GATE, Kind.COSINE_GATE):
             at = x / norm if one.kind == Kind.COSINE_GATE and norm else x
             if one.write is not None:
                 at = 0.0 if at + one.write[0] <= one.write[1] else at + float(one.write[0])
-            gates[one.gate] = float(at > b) if np.isinf(a) else _sigmoid(a * (at - b))
+            sigmoid = 0.5 + 0.5 * np.tanh(a * (at - b) / 2.0)
+            gates[one.gate] = float(at > b if np.isinf(a) else sigmoid)
             continue
         write = np.zeros(1) if one.write is None else one.write.astype(np.float64)
         if one.kind == Kind.BLEND:
@@ -226,13 +229,6 @@ def run_program(
             step = _factor(one, x, norm) * write
         now = now + (1.0 if one.gate < 0 else gates[one.gate]) * step
     return now
-
-
-def _join(one: Instruction, gates: NDArray[np.floating]) -> None:
-    how, to, is_denied, _ = one.params
-    value = 1.0 - gates[one.gate] if is_denied else gates[one.gate]
-    held = gates[int(to)]
-    gates[int(to)] = (value, held * value, max(held, value))[int(how)]
 
 
 def _factor(one: Instruction, x: float, norm: float) -> float:
@@ -250,10 +246,6 @@ def _factor(one: Instruction, x: float, norm: float) -> float:
     if (d in (1, 3) and not active) or (d >= 2 and activation >= c):
         return 0.0
     return c - activation if one.kind == Kind.LATENT_SET else c
-
-
-def _sigmoid(z: float) -> float:
-    return float(1.0 / (1.0 + np.exp(-np.clip(z, -80.0, 80.0))))
 
 
 Choice = Literal["heads", "neurons", "experts"]
@@ -285,11 +277,6 @@ class Chosen(NamedTuple):
         row = np.zeros(self.width, dtype=np.float32)
         row[self.numbers] = values
         return row
-
-
-def choice_sites(choice: Choice) -> tuple[Site, ...]:
-    """Sites whose rows have such parts."""
-    return tuple(site for site, info in SITE_TABLE.items() if info.choice == choice)
 
 
 def chosen_numbers(

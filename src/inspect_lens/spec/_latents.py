@@ -389,13 +389,7 @@ class Splice(EditBase):
         return self
 
     def resolved(self, entry: AutoencoderEntry) -> Splice:
-        """The same edit, with what its name stands for.
-
-        Args:
-            entry: registered under the name.
-
-        Returns:
-            The edit, which can be judged and sealed.
+        """The same edit with what its name stands for, so that it can be judged and sealed.
 
         Raises:
             SpecError: it changes a latent that the autoencoder does not have.

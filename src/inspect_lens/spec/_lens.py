@@ -197,11 +197,10 @@ class LensReceipt(Value):
         return tuple(range(first, first + self.n_positions))
 
     def result(self, activations: Any) -> LensTable:
-        """Take the tensor of the lens apart.
+        """Take the tensor of the lens apart, (layers, tokens, columns).
 
-        Args:
-            activations: of the same request, by name: `output.activations`, those of a client, or
-                those of an Inspect log; or the tensor itself, (layers, tokens, columns).
+        Give it itself, or activations of the same request that have it: `output.activations`, those
+        of a client, or those of an Inspect log.
 
         Raises:
             KeyError: there is no tensor of a lens.
@@ -247,25 +246,19 @@ class LensEntry(WeightsEntry):
     """Decoder layers of the model that it was fitted to."""
 
     def resolve(self, lens: LogitLens) -> ResolvedLens:
-        """What a request reads with this lens.
+        """The lens of a request that names this one, with its layers.
 
-        Args:
-            lens: of the request; it names this one.
-
-        Returns:
-            The same with its layers. `all` are those that the lens translates, and the last layer
-            of the model, which needs no translation.
+        `all` are those that the lens translates, and the last one, which needs no translation.
 
         Raises:
             SpecError: the lens does not translate one of the layers.
         """
-        readable = (*self.layers, self.n_layers - 1)
-        layers = tuple(sorted(set(readable))) if lens.layers == "all" else lens.layers
+        readable = sorted({*self.layers, self.n_layers - 1})
+        layers = tuple(readable) if lens.layers == "all" else lens.layers
         if missing := [layer for layer in layers if layer not in readable]:
             raise SpecError(
-                f"lens.layers: {missing}; the lens {lens.name!r} reads the layers "
-                f"{sorted(set(readable))}; ask for some of these, or leave out its name for the "
-                "logit lens"
+                f"lens.layers: {missing}; the lens {lens.name!r} reads the layers {readable}; ask "
+                "for some of these, or leave out its name for the logit lens"
             )
         values = {name: getattr(lens, name) for name in LogitLens.model_fields}
         return ResolvedLens.model_construct(**values | {"layers": layers}, entry=self)
@@ -317,13 +310,12 @@ class EngineLens(Weights):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        layers = self.layers
+        layers, hidden = self.layers, self.hidden
         ascending = list(layers) == sorted(set(layers))
         if not layers or not ascending or layers[0] < 0 or layers[-1] >= self.n_layers:
             raise ValueError(
                 f"layers {shown(layers)}; name at least one of 0 to {self.n_layers - 1}, ascending"
             )
-        hidden = self.hidden
         for name, axes in self.shapes[self.kind].items():
             wanted = tuple(len(layers) if axis == "l" else hidden for axis in axes)
             tensor = self.tensors[name]

@@ -10,7 +10,9 @@ import math
 import re
 from bisect import insort
 from collections import deque
-from typing import ClassVar, Final, NamedTuple
+from typing import Annotated, ClassVar, Final, NamedTuple
+
+from pydantic import AfterValidator
 
 from inspect_lens.errors import SpecError
 
@@ -297,8 +299,7 @@ def _parameter(rule: type[PoolRule], text: str) -> float | None:
     return number if 0.0 < number <= rule.most else None
 
 
-def check_engine_pool(value: str) -> str:
-    """Check that a pooling rule can run inside the engine."""
+def _check_engine_pool(value: str) -> str:
     if parse_pool(value).name == SENTENCE_POOL:
         engine = ", ".join(pool for pool in POOLS if pool != SENTENCE_POOL)
         raise SpecError(
@@ -307,3 +308,7 @@ def check_engine_pool(value: str) -> str:
             "them on the client with inspect_lens.probe.pool_scores(scores, pool, ends=...)"
         )
     return value
+
+
+EnginePool = Annotated[str, AfterValidator(_check_engine_pool)]
+"""A pooling rule that can run inside the engine."""

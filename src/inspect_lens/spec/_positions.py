@@ -201,12 +201,7 @@ class TokenMatch(Value):
         return form
 
     def __str__(self) -> str:
-        given = {
-            name: value
-            for name, value in self.model_dump(exclude_defaults=True).items()
-            if value is not None
-        }
-        return shown(given)
+        return shown(self.model_dump(exclude_defaults=True))
 
     def choose(self, found: Sequence[Sequence[int]], n_prompt: int, *, field: str) -> list[int]:
         """The positions that are meant.
@@ -284,16 +279,16 @@ def parse_positions(value: object, *, field: str, may_match: bool = False) -> Po
             )
         return read_as(TokenMatch, value, at=field) if isinstance(value, Mapping) else value
     if isinstance(value, Iterable):
-        items = [plain_number(item) for item in cast("Iterable[object]", value)]
-        if items and all(isinstance(i, bool) for i in items):
+        items = tuple(plain_number(item) for item in cast("Iterable[object]", value))
+        kinds = set(map(type, items))
+        if kinds == {bool}:
             if not any(items):
                 raise SpecError(f"{field}: the mask of {len(items)} tokens selects none of them")
-            return tuple(cast("list[bool]", items))
-        if items and all(isinstance(i, int) and not isinstance(i, bool) for i in items):
-            positions = tuple(cast("list[int]", items))
-            if len(set(positions)) != len(positions):
-                raise SpecError(f"{field}: a position is named twice in {shown(positions)}")
-            return positions
+            return items
+        if kinds == {int}:
+            if len(set(items)) != len(items):
+                raise SpecError(f"{field}: a position is named twice in {shown(items)}")
+            return items
     raise SpecError(
         f"{field}={shown(value)}; allowed are {', '.join(get_args(PositionName))}, "
         "a non-empty list of integers, or one of booleans over the prompt"
@@ -327,7 +322,13 @@ def resolve_positions(
 ) -> range | tuple[int, ...]:
     """Turn positions into a range or explicit positions of one request."""
     if isinstance(positions, str):
-        return _named_range(positions, n_prompt, n_max)
+        return {
+            "all": range(n_max),
+            "prompt": range(n_prompt),
+            "completion": range(n_prompt, n_max),
+            "last": range(n_max - 1, n_max),
+            "last_prompt": range(n_prompt - 1, n_prompt),
+        }[positions]
     if isinstance(positions, TokenMatch):
         raise SpecError(
             f"{field}={positions}: which tokens match is known to the server alone; read the "
@@ -352,17 +353,3 @@ def resolve_positions(
     if len(set(resolved)) != len(resolved):
         raise SpecError(f"{field}: two of {shown(positions)} are the same position of this prompt")
     return resolved
-
-
-def _named_range(name: PositionName, n_prompt: int, n_max: int) -> range:
-    match name:
-        case "all":
-            return range(n_max)
-        case "prompt":
-            return range(n_prompt)
-        case "completion":
-            return range(n_prompt, n_max)
-        case "last":
-            return range(n_max - 1, n_max)
-        case "last_prompt":
-            return range(n_prompt - 1, n_prompt)

@@ -24,7 +24,7 @@ from pydantic.dataclasses import dataclass
 from inspect_lens.errors import SpecError
 
 from ._engine import RESID_POST, Numerics, Site, TapPoint, tap_points, weights_judge
-from ._pool import check_engine_pool, parse_pool
+from ._pool import EnginePool, parse_pool
 from ._positions import Positions, parse_positions
 from ._tensor import Tensor, TensorData, WireModel, as_tensor_data, freeze_tensor, is_wire
 from ._values import Flag, Name, Number, Value, integers, shown
@@ -88,11 +88,7 @@ class Weights(WireModel):
         return form
 
     def check_finite(self) -> None:
-        """Refuse NaN and infinity.
-
-        Raises:
-            ValueError: a tensor holds one.
-        """
+        """Raise ValueError for NaN and infinity."""
         for name, tensor in self.tensors.items():
             if not all(np.isfinite(values).all() for values in tensor.blocks()):
                 raise ValueError(f"tensors.{name} holds NaN or infinity")
@@ -187,7 +183,7 @@ class EngineProbe(Weights):
     """By name, with l layers, width h and k units or heads: linear `weight` (l, h), `bias` ();
     mlp `w1` (l, k, h), `b1` (k), `w2` (k), `b2` (); attention `query` and `value` (k, h),
     `bias` (). Biases are 0 where left out."""
-    aggregate: str = "mean"
+    aggregate: EnginePool = "mean"
     """How token scores become one number, as in `inspect_lens.probe.parse_pool`, but for
     `sentence_mean_max`, which needs the texts of tokens; an attention probe aggregates by itself
     and ignores it."""
@@ -210,11 +206,6 @@ class EngineProbe(Weights):
     def _ascending(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(sorted(set(value)))
 
-    @field_validator("aggregate")
-    @classmethod
-    def _aggregate(cls, value: str) -> str:
-        return check_engine_pool(value)
-
     @field_validator("threshold_positions", mode="before")
     @classmethod
     def _threshold_positions(cls, value: Any) -> Any:
@@ -230,9 +221,7 @@ class EngineProbe(Weights):
         sizes = {"l": len(self.layers)}
         for name, tensor in self.tensors.items():
             axes = expected[name]
-            shape = tensor.shape or ()
-            if axes == "" and tensor.storage.size == 1:
-                shape = ()
+            shape = () if axes == "" and tensor.storage.size == 1 else tensor.shape
             if len(shape) != len(axes):
                 raise ValueError(
                     f"tensors.{name} has shape {tensor.shape}; it needs {len(axes)} axes"
@@ -301,15 +290,14 @@ class EngineProbe(Weights):
         return self.threshold
 
     def alarm_differences(self, use: ProbeUse, here: Numerics) -> tuple[str, ...]:
-        """Say in what an engine differs from the one on which an alarm's threshold was calibrated.
+        """`Numerics.differences` of an engine and the one that an alarm's threshold was set with.
+
+        It is empty without an alarm, for a threshold of the request's own, and where nothing is
+        known.
 
         Args:
             use: the request's use of this probe.
             here: the engine's numerics.
-
-        Returns:
-            As `Numerics.differences` says it; empty without an alarm, for a threshold of the
-            request's own, and where nothing is known.
         """
         if use.alarm is None or use.threshold is not None or self.threshold_numerics is None:
             return ()
@@ -322,22 +310,11 @@ class EngineProbe(Weights):
 
     def reference(self) -> dict[str, Any]:
         """The short form for logs: what it is, without the tensors."""
-        return {
-            "$lens": PROBE_REFERENCE,
-            "sha256": self.sha256,
-            "kind": self.kind,
-            "site": self.site,
-            "layers": list(self.layers),
-            "aggregate": self.aggregate,
-            "threshold": self.threshold,
-            "threshold_tokens": self.threshold_tokens,
-            "threshold_positions": self.threshold_positions,
-            "threshold_numerics": (
-                None
-                if self.threshold_numerics is None
-                else self.threshold_numerics.model_dump(mode="json")
-            ),
-        }
+        form = {name: getattr(self, name) for name in type(self).model_fields if name != "tensors"}
+        if self.threshold_numerics is not None:
+            form["threshold_numerics"] = self.threshold_numerics.model_dump(mode="json")
+        form["layers"] = list(self.layers)
+        return {"$lens": PROBE_REFERENCE, "sha256": self.sha256, **form}
 
 
 class ProbeUse(Value):
@@ -347,7 +324,7 @@ class ProbeUse(Value):
     """Name under which the probe was registered."""
     positions: Positions = "completion"
     """Tokens that it reads."""
-    aggregate: str | None = None
+    aggregate: EnginePool | None = None
     """Instead of the probe's own."""
     tokens: Flag = False
     """Whether the response has the score of every token."""
@@ -357,11 +334,6 @@ class ProbeUse(Value):
     threshold: Number | None = Field(default=None, allow_inf_nan=False)
     """Instead of the probe's own; a number that you answer for. Without it the alarm is refused
     unless the probe has a threshold for the same running score and tokens."""
-
-    @field_validator("aggregate")
-    @classmethod
-    def _aggregate(cls, value: str | None) -> str | None:
-        return value if value is None else check_engine_pool(value)
 
     @field_validator("positions", mode="before")
     @classmethod

@@ -18,7 +18,6 @@ from typing import (
     Literal,
     NamedTuple,
     Self,
-    TypeAlias,
     TypeVar,
     cast,
 )
@@ -185,12 +184,9 @@ def _parts(item: object) -> tuple[object, ...]:
 
 
 def fingerprint(extra_args: Mapping[str, Any]) -> tuple[Key | None, list[object]]:
-    """Names the content of plain requests exactly; None where it is large, deep, or arrays.
-
-    With it come the objects that are named by their identity: whoever keeps the name has to
-    keep them, so that no other object can get it.
-    """
+    """Names the content of plain requests exactly; None where it is large, deep, or arrays."""
     parts: list[object] = []
+    # Objects that are named by their identity: whoever keeps the name keeps them, too.
     kept: list[object] = []
     if not _describe(dict(extra_args), parts, kept, 0):
         return None, []
@@ -327,12 +323,8 @@ class LensRequest(RequestPart):
     @property
     def asked(self) -> set[str]:
         """Fields that say something."""
-        said = vars(self)
-        return {
-            name
-            for name, default in _DEFAULTS.items()
-            if said[name] is not default and said[name] != default
-        }
+        said = vars(self).items()
+        return {k for k, v in said if v is not _DEFAULTS[k] and v != _DEFAULTS[k]}
 
     @property
     def brings_tensors(self) -> bool:
@@ -346,20 +338,15 @@ class LensRequest(RequestPart):
 
     def over_binary(self) -> LensRequest:
         """The same request, with the binary transport where it leaves that open."""
-        parts = {name: part for name, part in self._parts.items() if part.transport == "auto"}
-        chosen = {
-            name: part.model_copy(update={"transport": "binary"}) for name, part in parts.items()
-        }
-        return self.model_copy(update=chosen)
+        binary = {"transport": "binary"}
+        open_ = {k: part for k, part in self._parts.items() if part.transport == "auto"}
+        return self.model_copy(update={k: v.model_copy(update=binary) for k, v in open_.items()})
 
     def with_fields(self, **fields: Any) -> LensRequest:
-        """The same request with other fields.
+        """The same request with other fields, which are judged together as those of a new one.
 
         Args:
             **fields: in the place of those that it has.
-
-        Returns:
-            The request, whose fields are judged together, as those of one that is written so.
 
         Raises:
             SpecError: they do not go together.
@@ -539,9 +526,7 @@ def _check_keys(extra_args: Mapping[str, Any], *, has_lens: bool) -> None:
         )
 
 
-Registrable: TypeAlias = (
-    EngineProbe | EditBase | EngineEdits | EngineLens | EngineAutoencoder | EngineConfig
-)
+Registrable = EngineProbe | EditBase | EngineEdits | EngineLens | EngineAutoencoder | EngineConfig
 """A probe, a vector or edits, a lens, an autoencoder, or a configuration, as
 `inspect_lens.engine.register` takes it."""
 
@@ -570,10 +555,9 @@ class BodyParts(NamedTuple):
 
 
 def split_body(body: Mapping[str, Any] | None, *, where: str = "extra_body") -> BodyParts:
-    """Take the lens keys out of a request body, from every place that may hold them.
+    """Take the lens keys out of a request body; what looks like one where nobody reads is refused.
 
-    vLLM passes over fields that it does not know. So a lens key is found at the top level as
-    well, and what looks like one, or is a word of ours, in a place that nobody reads is refused.
+    vLLM passes over fields that it does not know, so a lens key is found at the top level as well.
     """
     args = lens_args(body, where=where)
     taken = (*PLACES, *LENS_KEYS)
@@ -630,11 +614,7 @@ def _found(value: Mapping[str, Any], depth: int = 1) -> str | None:
 
 
 def to_extra_args(request: LensRequest | None) -> dict[str, Any]:
-    """Spell a request as `extra_args`; `parse_extra_args` reads it back.
-
-    The keys of vllm-lens are used for all that they can say, so that either server
-    understands; the rest needs the native key.
-    """
+    """Spell a request as `extra_args`, by the keys of vllm-lens where they can say it all."""
     if request is None:
         return {}
     args = to_vllm_lens(request)

@@ -101,11 +101,7 @@ class TensorData:
         return self.storage.astype(np.float32, copy=False)
 
     def blocks(self) -> Iterator[NDArray[np.float32]]:
-        """The values as float32, in parts of a few megabytes along the first axes.
-
-        Yields:
-            (rows, last axis), in order; a number or a vector is one row.
-        """
+        """The values as float32 in parts (rows, last axis) of some megabytes; a vector is a row."""
         rows = self.storage.reshape(-1, self.shape[-1] if self.shape and self.shape[-1] else 1)
         n = max(1, _BLOCK_VALUES // max(1, rows.shape[1]))
         for start in range(0, len(rows), n):
@@ -154,11 +150,9 @@ def encode_tensor(tensor: TensorData) -> dict[str, Any]:
 
 
 def encode_frame(tensor: TensorData) -> tuple[dict[str, Any], memoryview]:
-    """Encode a tensor for the binary transport, or an event: what `encode_tensor` says, and bytes.
-
-    Not compressed: activations in 16 bits lose a fifth of their bytes at most, and both sides
-    would spend more time on that than a network of a data centre on the bytes.
-    """
+    """Encode a tensor for binary transport or an event: what `encode_tensor` says, and bytes."""
+    # Not compressed: activations in 16 bits lose a fifth of their bytes at most, and both sides
+    # would spend more time on that than a network of a data centre on the bytes.
     return _entry(tensor), _bytes_of(tensor)
 
 
@@ -416,13 +410,13 @@ def _from_torch(tensor: Any, field: str) -> TensorData:
 
 _WIRE_KEY = "inspect_lens_wire"
 
-
 TENSOR_REFERENCE = "tensor/1"
 """`$lens` of the short form in which a tensor of an edit stands in logs."""
 
 
-def tensor_reference(tensor: TensorData) -> dict[str, Any]:
-    """The short form for logs of a tensor, which its hash stands for."""
+def _dump(tensor: TensorData, info: SerializationInfo) -> dict[str, Any]:
+    if is_wire(info):
+        return encode_tensor(tensor)
     return {
         "$lens": TENSOR_REFERENCE,
         "sha256": tensor.sha256,
@@ -430,10 +424,6 @@ def tensor_reference(tensor: TensorData) -> dict[str, Any]:
         "dtype": tensor.dtype,
         "uri": f"lens-vectors/{tensor.sha256[:16]}.safetensors",
     }
-
-
-def _dump(tensor: TensorData, info: SerializationInfo) -> dict[str, Any]:
-    return encode_tensor(tensor) if is_wire(info) else tensor_reference(tensor)
 
 
 Tensor = Annotated[TensorData, InstanceOf, PlainSerializer(_dump)]

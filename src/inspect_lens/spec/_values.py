@@ -145,12 +145,6 @@ def listed(value: object) -> object:
     return several(value) if isinstance(value, Iterable | BaseModel) else value
 
 
-def _flag(value: object) -> object:
-    if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
-        return bool(value)
-    return value
-
-
 class Value(BaseModel):
     """A value that never changes; fields that it does not have are refused.
 
@@ -170,10 +164,8 @@ class Value(BaseModel):
             raise SpecError(explain(error, root=cls.__name__, kind=cls)) from None
 
     def __deepcopy__(self, memo: object = None) -> Self:
-        """Share what is in it: Inspect copies the config of each call several times.
-
-        The copy is an object of its own: older pydantic writes `model_copy(update=…)` into it.
-        """
+        """Share what is in it, as Inspect copies the config of each call several times."""
+        # An object of its own: older pydantic writes `model_copy(update=…)` into it.
         return self.__copy__()
 
     # Pydantic's mark: what is inside another value, or read, is validated without this one.
@@ -197,7 +189,7 @@ Integer = Annotated[int, BeforeValidator(integer)]
 Number = StrictFloat
 """A number that was written as one; booleans and text are refused."""
 
-Flag = Annotated[StrictBool, BeforeValidator(_flag)]
+Flag = Annotated[StrictBool, BeforeValidator(plain_number)]
 """`true` or `false`."""
 
 
@@ -264,11 +256,8 @@ def explain(
         fault, said = item["type"], item["msg"].removeprefix("Value error, ")[:1000]
         if fault in _ALLOWED:
             allowed = _ALLOWED[fault].format(**item.get("ctx", {}))
-            is_secret = any(
-                one.model_config.get("hide_input_in_errors")
-                for models in _models_along(kind, loc)
-                for one in models
-            )
+            along = chain.from_iterable(_models_along(kind, loc))
+            is_secret = any(one.model_config.get("hide_input_in_errors") for one in along)
             value = f"{field}: " if is_secret else f"{field}={shown(item['input'])}; "
             value = value if field else f"{shown(item['input'])}; "
             if value in chosen:  # what else may stand there
@@ -346,9 +335,6 @@ _MOST_LINES = 8
 
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_PART = r"(?:[^\W\d]\w*|<(?:locals|lambda|genexpr|listcomp|setcomp|dictcomp|module)>)"
-_FUNCTION = re.compile(rf"{_PART}(?:\.{_PART})*")
-_FUNCTION_MOST = 256
 
 
 def check_name(name: object, *, field: str = "name") -> str:
@@ -363,21 +349,6 @@ def check_name(name: object, *, field: str = "name") -> str:
 
 Name = Annotated[str, BeforeValidator(check_name)]
 """A name under which something is registered."""
-
-
-def check_function_name(name: object) -> str:
-    """Judge what a function of a client is called, as Python's `__qualname__` says it."""
-    if isinstance(name, str) and (not name or is_function_name(name)):
-        return name
-    raise SpecError(
-        f"name={shown(name)}; allowed is a function's name in Python, as in module.function, of "
-        f"at most {_FUNCTION_MOST} characters; leave it out"
-    )
-
-
-def is_function_name(name: str) -> bool:
-    """Whether Python calls a function so, and it is short enough to travel."""
-    return len(name) <= _FUNCTION_MOST and _FUNCTION.fullmatch(name) is not None
 
 
 MOST_GATES: Final = 8

@@ -95,11 +95,7 @@ class SteeringVector:
 
     @staticmethod
     def model_validate(value: Any) -> Add:
-        """Read a vector in the JSON form of vllm-lens, or in that of `Add`.
-
-        Args:
-            value: the form, or an `Add`.
-        """
+        """Read a vector in the JSON form of vllm-lens, or in that of `Add`, or an `Add`."""
         return read_as(Add, _spelled(value) if isinstance(value, Mapping) else value)
 
 
@@ -191,9 +187,7 @@ def _asked_layers(key: str, value: Any) -> Any:
     """Layers as the keys of vllm-lens spell them; None where nothing is asked for."""
     if value is None or value is False:
         return None
-    if value is True:
-        return "all"
-    if isinstance(value, list | tuple):
+    if value is True or isinstance(value, list | tuple):
         return value
     raise SpecError(
         f"{key}={shown(value)}; allowed are true (all layers), false, and a list of layers such as "
@@ -247,7 +241,9 @@ def to_vllm_lens(request: LensRequest) -> dict[str, Any] | None:
     for key, asked in (("output_residual_stream", capture), ("output_qk", qk)):
         if asked is not None:
             args[key] = True if asked.layers == "all" else list(asked.layers)
-            args |= _transport_key(asked.transport)
+            if asked.transport != "auto":  # without the key the response has the tensors
+                words = (word for word, meant in _TRANSPORTS.items() if meant == asked.transport)
+                args["activations_transport"] = next(words)
     if request.edits:
         args[STEER_KEY] = list(request.edits)
     if request.hooks:
@@ -269,12 +265,6 @@ def is_plain(edit: EditBase) -> bool:
         and (edit.positions == "all" or isinstance(edit.positions, tuple))
         and not is_mask(edit.positions)
     )
-
-
-def _transport_key(transport: Transport) -> dict[str, str]:
-    """Without it the response has the tensors."""
-    word = next(word for word, meant in _TRANSPORTS.items() if meant == transport)
-    return {} if transport == "auto" else {"activations_transport": word}
 
 
 def vector_form(edit: Add) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from inspect_lens.probe.statistics._measured import (
     Baseline,
     Evaluation,
     Interval,
-    Record,
     Transfer,
 )
 from inspect_lens.probe.statistics._metrics import required_negatives
@@ -58,7 +57,7 @@ ProbabilityMap = Literal["platt", "temperature", "isotonic"]
 _MAXIMA = {"max": "last", "ema_max": "ema", "multimax": "multimax"}
 
 
-class Statistic(Record):
+class Statistic(Value):
     """The number of an answer that a threshold was calibrated for, and that it may act on.
 
     A threshold that 1 % of whole answers exceed is exceeded by the running score of many more,
@@ -150,8 +149,7 @@ class Statistic(Record):
         """
         if lengths is None or self.over == "token":
             return True
-        low, high = lengths
-        return n_tokens <= high and (self.over == "alarm" or n_tokens >= low)
+        return n_tokens <= lengths[1] and (self.over == "alarm" or n_tokens >= lengths[0])
 
 
 SEEN_ROLES: Final = ("training", "selection", "control", "calibration")
@@ -207,13 +205,8 @@ class SeenSamples(Value):
             control: of each sample that the threshold was set on; None where that is not known.
             calibration: of each sample that probabilities were fitted on, beside those above.
         """
-        return cls(
-            by=by,
-            training=_write(training),
-            selection=_write(selection),
-            control=None if control is None else _write(control),
-            calibration=None if calibration is None else _write(calibration),
-        )
+        given = zip(SEEN_ROLES, (training, selection, control, calibration), strict=True)
+        return cls(by=by, **{role: _write(samples) for role, samples in given})
 
     def with_control(self, control: Iterable[bytes] | None, *, added: bool = False) -> Self:
         """The record with another control set, or with one more.
@@ -241,36 +234,26 @@ class SeenSamples(Value):
 
     def with_calibration(self, samples: Iterable[bytes] | None) -> Self:
         """The record with another calibration set, as `of` takes it."""
-        return self.model_copy(update={"calibration": None if samples is None else _write(samples)})
+        return self.model_copy(update={"calibration": _write(samples)})
 
     def count(self, role: str) -> int:
         """Samples of a role, each content once."""
         return len(getattr(self, role) or "") * 3 // 4 // _BYTES
 
     def find(self, samples: Sequence[bytes]) -> dict[str, list[int]]:
-        """Find the samples that took part in making the probe.
-
-        Args:
-            samples: what `by` says, of each sample.
-
-        Returns:
-            By role, the indices of the samples that had it; roles without any are left out.
-        """
+        """By role, which of some samples, told by what `by` says, took part in making the probe."""
         hashes = [_hash(sample) for sample in samples]
-        made = {}
-        for role in SEEN_ROLES:
-            known = _read(getattr(self, role) or "")
-            if found := [i for i, digest in enumerate(hashes) if digest in known]:
-                made[role] = found
-        return made
+        known = {role: _read(getattr(self, role) or "") for role in SEEN_ROLES}
+        made = {role: [i for i, h in enumerate(hashes) if h in of] for role, of in known.items()}
+        return {role: found for role, found in made.items() if found}
 
 
 def _hash(sample: bytes) -> bytes:
     return hashlib.sha256(sample).digest()[:_BYTES]
 
 
-def _write(samples: Iterable[bytes]) -> str:
-    return _encode({_hash(s) for s in samples})
+def _write(samples: Iterable[bytes] | None) -> Any:
+    return None if samples is None else _encode({_hash(s) for s in samples})
 
 
 def _encode(hashes: set[bytes]) -> str:
@@ -289,7 +272,7 @@ FOLLOWED_FLOOR: Final = 0.6
 default."""
 
 
-class ModelRef(Record):
+class ModelRef(Value):
     """The model whose activations the probe reads."""
 
     name: str
@@ -300,7 +283,7 @@ class ModelRef(Record):
     """Revision of a model from a hub."""
 
 
-class CaptureFacts(Record):
+class CaptureFacts(Value):
     """What computed the activations that a probe was trained on: engine, tokenizer and sampling."""
 
     engine: str = Field(
@@ -340,7 +323,7 @@ class CaptureFacts(Record):
         return cls(**{name: value for name, value in told.items() if name in cls.model_fields})
 
 
-class TrainingFacts(Record):
+class TrainingFacts(Value):
     """Facts about the training set of a probe: size, hash, groups, what was left out."""
 
     dataset: str
@@ -388,7 +371,7 @@ class TrainingFacts(Record):
         )
 
 
-class LayerScore(Record):
+class LayerScore(Value):
     """How one layer did on the selection set when the probe's layer was chosen."""
 
     layer: int
@@ -407,7 +390,7 @@ class LayerScore(Record):
     """Positives of the selection set against the control set."""
 
 
-class Threshold(Record):
+class Threshold(Value):
     """Score above which a probe flags, and the control set that it was set on."""
 
     value: float
@@ -492,7 +475,7 @@ class Threshold(Record):
         return f"{known}, and it takes {need} to show a rate of {self.fpr:g}"
 
 
-class FollowUp(Record):
+class FollowUp(Value):
     """A question about its own answer that the model was asked; the probe reads the reply to it."""
 
     question: str = Field(min_length=1, description="What the user asks after the answer.")
@@ -501,7 +484,7 @@ class FollowUp(Record):
     )
 
 
-class Calibration(Record):
+class Calibration(Value):
     """How a card turns scores into probabilities."""
 
     method: ProbabilityMap
@@ -529,8 +512,7 @@ class Calibration(Record):
     def logit(self, score: float) -> float:
         """Log odds of the positive class; those of isotonic are kept within 1/(n + 2) of 0 and 1.
 
-        Isotonic regression says 0 or 1 of whole ranges, whose log odds are infinite; n samples
-        do not show more than that (Laplace's rule of succession).
+        That is Laplace's rule of succession: isotonic regression says 0 or 1 of whole ranges.
         """
         if self.method != "isotonic":
             return self._linear(score)
@@ -612,24 +594,20 @@ class ProbeCard(ArtifactCard):
     @property
     def warnings(self) -> tuple[str, ...]:
         """What a user has to know before the probe is trusted, each in a sentence."""
-        made = [found for e in self.evaluations if (found := e.misses(self.recall_floor))]
-        made += [
-            f"is not shown to beat a baseline on {e.name}: {best.name} has AUROC {best.auroc:.3f}, "
-            f"the probe {e.auroc:.3f}"
-            for e in self.evaluations
-            if (best := e.best_baseline) is not None
-            and best.beaten is False
-            and e.auroc is not None
-        ]
-        said = [f"The probe {text}." for text in made]
+        missed, beaten, rates = [], [], []
         for e in self.evaluations:
-            said += [f"A rate does not hold on {e.name}: {text}." for text in e.broken_rates]
-            said += [
-                f"No rate is known for the lengths of the honest answers of {e.name}: {r.longer}."
-                for r in e.rates
-                if r.longer and not r.broken
-            ]
-        return tuple(said)
+            if text := e.misses(self.recall_floor):
+                missed.append(f"The probe {text}.")
+            best = e.best_baseline
+            if best is not None and best.beaten is False and e.auroc is not None:
+                beaten.append(
+                    f"The probe is not shown to beat a baseline on {e.name}: {best.name} has AUROC "
+                    f"{best.auroc:.3f}, the probe {e.auroc:.3f}."
+                )
+            rates += [f"A rate does not hold on {e.name}: {text}." for text in e.broken_rates]
+            unknown = f"No rate is known for the lengths of the honest answers of {e.name}: "
+            rates += [f"{unknown}{r.longer}." for r in e.rates if r.longer and not r.broken]
+        return (*missed, *beaten, *rates)
 
     @field_validator("positions", mode="before")
     @classmethod

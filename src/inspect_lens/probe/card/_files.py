@@ -8,12 +8,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from inspect_lens._base.artifact import (
-    ArtifactKind,
-    decode_tensors,
-    markdown_table,
-    with_interval,
-)
+from inspect_lens._base.artifact import ArtifactKind, decode_tensors, markdown_table, with_interval
 from inspect_lens.probe.statistics._compare import format_p_value
 from inspect_lens.probe.statistics._measured import (
     BESIDE_AUROC,
@@ -24,7 +19,7 @@ from inspect_lens.probe.statistics._measured import (
     Validity,
 )
 
-from ._card import SEEN_ROLES, Calibration, CaptureFacts, ProbeCard, Threshold
+from ._card import SEEN_ROLES, CaptureFacts, ProbeCard, Threshold
 
 
 def render_card(card: ProbeCard, *, sha256: str) -> str:
@@ -33,19 +28,22 @@ def render_card(card: ProbeCard, *, sha256: str) -> str:
     if card.thresholds:
         parts += ["## Thresholds", *(_threshold(t) for t in card.thresholds)]
     if card.evaluations:
-        parts += ["## Evaluation", _evaluations(card.evaluations), _beside(card.evaluations)]
-        parts.append(_realised(card.evaluations))
-        parts.append(_at_rates(card.evaluations))
-        parts += [
-            f"{e.name}: {e.control_shift.statement}"
+        beside = [
+            [e.name, with_interval(e.auroc, e.auroc_interval), *Validity.of(e)]
             for e in card.evaluations
-            if e.control_shift is not None and e.control_shift.statement
         ]
+        parts += ["## Evaluation", _evaluations(card.evaluations)]
+        parts += [markdown_table(["set", "AUROC", *BESIDE_AUROC], beside)]
+        parts += [_realised(card.evaluations), _at_rates(card.evaluations)]
+        shifts = [(e.name, e.control_shift.statement) for e in card.evaluations if e.control_shift]
+        parts += [f"{name}: {statement}" for name, statement in shifts if statement]
     parts += [f"**{t.statement}**" for t in card.transfers]
     if card.baselines:
         parts += ["## Baselines on the same samples", _baselines(card.baselines)]
-    if card.calibration:
-        parts += ["## Calibration", _calibration(card.calibration)]
+    if c := card.calibration:
+        error = "" if c.ece is None else f" Expected calibration error elsewhere: {c.ece:.3f}."
+        fitted = f"Probabilities by {c.method}, fitted on {c.n} samples of `{c.set}`."
+        parts += ["## Calibration", fitted + error]
     if card.sweep:
         parts += ["## Layer sweep (selection set)", _CHOSEN, _sweep(card)]
     copies = card.training.near_duplicates if card.training else ()
@@ -127,21 +125,13 @@ def _threshold(t: Threshold) -> str:
 
 
 def _evaluations(evaluations: tuple[Evaluation, ...]) -> str:
-    head = [
-        "set", "positive", "negative", "disjoint by", "AUROC", "recall at τ", "FPR at τ",
-    ]  # fmt: skip
+    head = ["set", "positive", "negative", "disjoint by", "AUROC", "recall at τ", "FPR at τ"]
     rows = [
-        [
-            e.name,
-            str(e.n_positive),
-            str(e.n_negative),
-            e.disjoint_by,
-            with_interval(e.auroc, e.auroc_interval),
-            with_interval(e.recall, e.recall_interval),
-            with_interval(e.fpr, e.fpr_interval),
-        ]
+        [e.name, str(e.n_positive), str(e.n_negative), e.disjoint_by,
+         with_interval(e.auroc, e.auroc_interval), with_interval(e.recall, e.recall_interval),
+         with_interval(e.fpr, e.fpr_interval)]
         for e in evaluations
-    ]
+    ]  # fmt: skip
     notes = [f"{e.name}: {e.too_few}; no verdict can rest on it." for e in evaluations if e.too_few]
     notes.append(
         "Intervals are two-sided, 95% unless `card.json` says other; those of the AUROC are "
@@ -150,14 +140,6 @@ def _evaluations(evaluations: tuple[Evaluation, ...]) -> str:
         "few groups they are exact ones that count groups."
     )
     return "\n\n".join([markdown_table(head, rows), *notes])
-
-
-def _beside(evaluations: tuple[Evaluation, ...]) -> str:
-    """What stands beside each AUROC."""
-    rows = [
-        [e.name, with_interval(e.auroc, e.auroc_interval), *Validity.of(e)] for e in evaluations
-    ]
-    return markdown_table(["set", "AUROC", *BESIDE_AUROC], rows)
 
 
 def _realised(evaluations: tuple[Evaluation, ...]) -> str:
@@ -211,11 +193,6 @@ def _baselines(baselines: tuple[Baseline, ...]) -> str:
     return markdown_table(head, rows)
 
 
-def _calibration(c: Calibration) -> str:
-    error = "" if c.ece is None else f" Expected calibration error elsewhere: {c.ece:.3f}."
-    return f"Probabilities by {c.method}, fitted on {c.n} samples of `{c.set}`.{error}"
-
-
 def _sweep(card: ProbeCard) -> str:
     rows = [
         [f"**{s.layer}**" if s.layer in card.layers and s.pool in ("", card.pool) else str(s.layer),
@@ -225,16 +202,15 @@ def _sweep(card: ProbeCard) -> str:
         for s in card.sweep
     ]  # fmt: skip
     head = ["layer", "pool", "AUROC", "recall at the rate", "AUROC against control", "separation"]
-    by = card.training.selected_by if card.training else ""
     said = {
         "recall": "The layer was chosen by recall: the mean over draws of the selection and the "
         "control set, each with its own threshold.",
         "auroc": "The layer was chosen by AUROC.",
     }
-    ties = card.training.ties if card.training else ""
-    return "\n\n".join(
-        part for part in (markdown_table(head, rows), said.get(by, ""), ties) if part
-    )
+    parts = [markdown_table(head, rows)]
+    if card.training:
+        parts += [said.get(card.training.selected_by, ""), card.training.ties]
+    return "\n\n".join(filter(None, parts))
 
 
 PROBE: Final = ArtifactKind(

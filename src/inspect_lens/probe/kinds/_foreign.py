@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
@@ -51,11 +51,6 @@ class _Network(NamedTuple):
     tensors: Arrays
     pool: str = "mean"
     spec: HeadSpec = HeadSpec()
-
-
-def _is_probelab(loaded: Any) -> bool:
-    """Whether the content of a file is that of probelab."""
-    return isinstance(loaded, Mapping) and {"class", "init_kwargs", "state_dict"} <= set(loaded)
 
 
 def _read_probelab(
@@ -214,18 +209,13 @@ _READERS: Final[Mapping[str, Callable[[Arrays, Mapping[str, Any]], Arrays | _Net
 
 _JSON_BYTES: Final = 1 << 20
 _H_NODE: Final = "H-Node, hallucinations"
-_TOOL_CALLS: Final = "risky tool calls"
-_NAMES: Final[Mapping[str, tuple[str, str, str]]] = {
-    _H_NODE: ("scaler_mean", "scaler_scale", "best_layer"),
-    _TOOL_CALLS: ("mean", "scale", "layer"),
-}
-"""Of each detector, how the standardiser and the layer are called."""
-_LARGE: Final[Mapping[str, str]] = {
-    _H_NODE: "A large score means a hallucinated answer, as its authors label them.",
-    _TOOL_CALLS: "A large score means that the next action follows an injection, as its authors "
-    "label them.",
-}
-_HOOK_PAPERS: Final[Mapping[str, str]] = {_H_NODE: ", arXiv:2603.26045", _TOOL_CALLS: ""}
+_DETECTORS: Final[Mapping[str, tuple[tuple[str, str, str], str, str]]] = {
+    _H_NODE: (("scaler_mean", "scaler_scale", "best_layer"), "a hallucinated answer",
+              ", arXiv:2603.26045"),
+    "risky tool calls": (("mean", "scale", "layer"), "that the next action follows an injection",
+                         ""),
+}  # fmt: skip
+"""How each calls the standardiser and the layer, what a large score means, and its paper."""
 
 
 def _read_vllm_hook(file: Path, *, name: str, layer: int | None, model: str | None) -> Probe:
@@ -234,7 +224,8 @@ def _read_vllm_hook(file: Path, *, name: str, layer: int | None, model: str | No
     with parsing(file, "a detector of vLLM-Hook", needed, unread=needed):
         arrays = read_npz(file)
         beside: Any = parse_json(read_regular(file.with_suffix(".json"), most=_JSON_BYTES))
-        kinds = [k for k, names in _NAMES.items() if {"weights", "bias", *names} <= set(arrays)]
+        known = {k: names for k, (names, _, _) in _DETECTORS.items()}
+        kinds = [k for k, names in known.items() if {"weights", "bias", *names} <= set(arrays)]
         if not kinds:
             raise ArtifactError(
                 f"{file}: has the arrays {sorted(arrays)}; read are detectors of vLLM-Hook, with "
@@ -242,8 +233,9 @@ def _read_vllm_hook(file: Path, *, name: str, layer: int | None, model: str | No
                 "best_layer"
             )
         kind, whose = kinds[0], model or str(beside["model_name"])
+        names, meaning, paper = _DETECTORS[kind]
         flag = float(beside.get("threshold", 0.5))
-        mean, scale, at = (arrays[key] for key in _NAMES[kind])
+        mean, scale, at = (arrays[key] for key in names)
         said = int(at.reshape(())) - 1
         if said < 0:
             raise ValueError(f"layer {said + 1}, and layers count from 1 there")
@@ -257,9 +249,9 @@ def _read_vllm_hook(file: Path, *, name: str, layer: int | None, model: str | No
     try:
         card = ProbeCard(
             name=name,
-            description=_LARGE[kind],
+            description=f"A large score means {meaning}, as its authors label them.",
             method=f"imported from {file.name} (vLLM-Hook, {kind})",
-            source=f"IBM vLLM-Hook (Apache-2.0){_HOOK_PAPERS[kind]}",
+            source=f"IBM vLLM-Hook (Apache-2.0){paper}",
             hidden=arrays["weights"].size,
             positions="last_prompt",
             pool="last",
@@ -301,6 +293,7 @@ _LIE: Final[Mapping[str, Literal["yes", "no"]]] = {
 _LAST_YES_OR_NO: Final = r"regex:(?i).*\b(yes|no)\b"
 """The last one: what a model that reasons first writes before it is not its reply."""
 _ENUM: Final = ("deception.detectors.utils.types", "lie_detectors.types")
+_ARCHITECTURES: Final = {"dim": "difference of means", "lr": "logistic regression", "mlp": "MLP"}
 _BYTES: Final = 2 << 30
 _README_BYTES: Final = 1 << 20
 _TENSORS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -389,7 +382,7 @@ def import_probe(
             raise SpecError("kind, question: are of lie-detectors, and the file is of vLLM-Hook")
         return _read_vllm_hook(file, name=name, layer=layer, model=model)
     loaded = _load(file)
-    if _is_probelab(loaded):
+    if isinstance(loaded, Mapping) and {"class", "init_kwargs", "state_dict"} <= set(loaded):
         if kind is not None or question is not None:
             raise SpecError("kind, question: are of lie-detectors, and the file is of probelab")
         return _read_probelab(loaded, file, name=name, layer=layer, model=model)
@@ -400,11 +393,12 @@ def import_probe(
     about: dict[str, Any] = {
         "name": name,
         "description": "A large score means a deceptive answer, as its authors label them.",
-        "method": f"imported from {file.name} (lie-detectors, {found}, {_of(facts)})",
+        "method": f"imported from {file.name} (lie-detectors, {found}, "
+        f"{_ARCHITECTURES[facts['probe_architecture']]})",
         "source": "; ".join(filter(None, [_SOURCE, _PAPERS.get(found, "")])),
         **_where_it_reads(at, model or readme.model, f"{file} names no layer"),
         "thresholds": (_threshold(threshold, readme),),
-        "notes": (*_known(facts, readme), *_assumed(readme), *_unknown(found, facts)),
+        "notes": tuple(_notes(found, facts, readme)),
     }
     if found in _LIE:
         asked = question or readme.question
@@ -497,18 +491,6 @@ def _kind(file: Path, kind: str | None, readme: _Readme) -> str:
     return found
 
 
-def _of(facts: Mapping[str, Any]) -> str:
-    return {"dim": "difference of means", "lr": "logistic regression", "mlp": "MLP"}[
-        facts["probe_architecture"]
-    ]
-
-
-def _assumed(readme: _Readme) -> list[str]:
-    if _RATE.search(readme.calibration or ""):
-        return []
-    return ["Assumed: the threshold is for 1 % on Alpaca; neither the file nor a README says so."]
-
-
 _RATE: Final = re.compile(r"(?<![\d.,])(\d+(?:[.,]\d+)?)\s*% FPR on (\w[\w-]*)")
 
 
@@ -533,31 +515,29 @@ def _threshold(value: float, readme: _Readme) -> Threshold:
     )
 
 
-def _known(facts: Mapping[str, Any], readme: _Readme) -> list[str]:
-    """What the files say, as they say it."""
+def _notes(kind: str, facts: Mapping[str, Any], readme: _Readme) -> Iterator[str]:
+    """What the files say, as they say it, what nobody says, and what was assumed instead."""
     plain = {k: v for k, v in facts.items() if isinstance(v, str | int | float) and k != "layer"}
-    said = [f"Stated in the file: {', '.join(f'{k} {v}' for k, v in sorted(plain.items()))}."]
+    yield f"Stated in the file: {', '.join(f'{k} {v}' for k, v in sorted(plain.items()))}."
     if readme.calibration:
-        said.append(f"Stated in README.md of calibration: {readme.calibration}")
-    return said
-
-
-def _unknown(kind: str, facts: Mapping[str, Any]) -> list[str]:
-    """What nobody says, and what was assumed instead."""
-    said = [
+        yield f"Stated in README.md of calibration: {readme.calibration}"
+    if not _RATE.search(readme.calibration or ""):
+        yield "Assumed: the threshold is for 1 % on Alpaca; neither the file nor a README says so."
+    yield (
         "Not stated: the engine, dtype and revision of the model whose activations it was fitted "
-        "on, and how many samples set its threshold. No rate or AUROC was measured here.",
+        "on, and how many samples set its threshold. No rate or AUROC was measured here."
+    )
+    yield (
         "Not stated: how layers are counted. The number in the file is taken as that of the block, "
-        "from 0, whose output is read.",
-    ]
+        "from 0, whose output is read."
+    )
     if kind not in _LIE:
-        said.append("Assumed: the tokens of the answer are read, and the mean of their scores.")
+        yield "Assumed: the tokens of the answer are read, and the mean of their scores."
     elif facts["probe_architecture"] == "mlp":
-        said.append(
+        yield (
             "The authors average the activations of a reply of several tokens and score the mean; "
             "here their scores are averaged, which is the same for one token only."
         )
-    return said
 
 
 def _made(arrays: _Arrays, architecture: str, about: dict[str, Any]) -> Probe | NeuralProbe:
@@ -567,13 +547,15 @@ def _made(arrays: _Arrays, architecture: str, about: dict[str, Any]) -> Probe | 
         return Probe.from_direction(direction.reshape(1, -1), card=card)
     mean, scale = arrays["dataset_mean"], arrays["dataset_std"]
     if architecture == "lr":
-        return Probe(
-            weight=arrays["linear.weight"], bias=arrays["linear.bias"], mean=mean[None],
-            scale=scale[None], card=ProbeCard(hidden=mean.size, **about),
-        )  # fmt: skip
-    tensors = {
-        "mean": mean, "scale": scale, "w0": arrays["net.0.weight"], "b0": arrays["net.0.bias"],
-        "value": arrays["net.2.weight"], "bias": arrays["net.2.bias"],
-    }  # fmt: skip
+        card = ProbeCard(hidden=mean.size, **about)
+        weight, bias = arrays["linear.weight"], arrays["linear.bias"]
+        return Probe(weight=weight, bias=bias, mean=mean[None], scale=scale[None], card=card)
+    names = {
+        "w0": "net.0.weight",
+        "b0": "net.0.bias",
+        "value": "net.2.weight",
+        "bias": "net.2.bias",
+    }
+    tensors = {"mean": mean, "scale": scale} | {k: arrays[name] for k, name in names.items()}
     card = ProbeCard(hidden=mean.size, kind="neural", head=HeadSpec(), **about)
     return NeuralProbe(tensors=tensors, card=card)

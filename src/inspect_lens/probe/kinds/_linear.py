@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
@@ -57,10 +56,6 @@ class _Affine(NamedTuple):
     """Divides what the matrix gives."""
     centre: Floats | float = 0.0
     """Where the data lie, also where nothing is subtracted."""
-
-    @property
-    def is_scaler(self) -> bool:
-        return self.columns is None and self.matrix is None
 
     def forward(self, y: Floats) -> Floats:
         z = (y - self.shift) / self.scale
@@ -152,7 +147,7 @@ def _read(estimator: Any) -> LinearModel:
     # At the centre: an intercept at 0, far from the data, would lose digits in float32.
     bias = float(weight @ inner) + intercept
     model = LinearModel(folded, bias, mean, np.ones_like(mean), None, "")
-    if len(affine) == 1 and affine[0].is_scaler:
+    if len(affine) == 1 and affine[0].columns is None and affine[0].matrix is None:
         # What was fitted stays to be read: the weight on scaled input, and the scaler.
         scale = np.broadcast_to(affine[0].scale, mean.shape) * 1.0
         model = model._replace(weight=weight, scale=scale)
@@ -236,21 +231,6 @@ def _compare(model: LinearModel, estimator: Any) -> None:
             f"{type(estimator).__name__}: its scores are not those of its coefficients, so a step "
             f"is not linear (a clip, a kernel, a link function); allowed are {_LINEAR}"
         )
-
-
-def write_linear(weight: Floats, bias: float, mean: Floats, scale: Floats) -> Any:
-    """A fitted pipeline of StandardScaler and LogisticRegression with these numbers."""
-    linear: Any = importlib.import_module("sklearn.linear_model")
-    scaling: Any = importlib.import_module("sklearn.preprocessing")
-    pipeline: Any = importlib.import_module("sklearn.pipeline")
-    scaler = scaling.StandardScaler()
-    scaler.mean_, scaler.scale_, scaler.var_ = mean, scale, scale**2
-    scaler.n_features_in_, scaler.n_samples_seen_ = mean.size, np.int64(1)
-    model = linear.LogisticRegression()
-    model.coef_, model.intercept_ = weight[None], np.array([bias])
-    model.classes_, model.n_features_in_ = np.array([0, 1]), weight.size
-    model.n_iter_ = np.array([0], dtype=np.int32)
-    return pipeline.Pipeline([("scaler", scaler), ("classifier", model)])
 
 
 _CHUNK_TOKENS = 1024
@@ -363,23 +343,14 @@ class Probe(CardProbe):
             "method": card.method or read.method, "source": card.source or "scikit-learn",
             "calibration": card.calibration or read.calibration,
         }  # fmt: skip
-        return cls(
-            weight=read.weight[None].astype(np.float32),
-            bias=np.array([read.bias], dtype=np.float32),
-            mean=read.mean[None].astype(np.float32),
-            scale=read.scale[None].astype(np.float32),
-            card=card.model_copy(update=filled),
-        )
+        parts: dict[str, Any] = {k: getattr(read, k)[None] for k in ("weight", "mean", "scale")}
+        return cls(bias=np.array([read.bias]), **parts, card=card.model_copy(update=filled))
 
     def to_sklearn(self, layer: int | None = None) -> Any:
-        """The probe as a fitted scikit-learn pipeline: StandardScaler, LogisticRegression.
+        """The probe of a layer as a fitted `Pipeline` of StandardScaler and LogisticRegression.
 
-        Args:
-            layer: one of `layers`; may be left out where there is only one.
-
-        Returns:
-            A `sklearn.pipeline.Pipeline`; its `decision_function` gives rows (rows, hidden) the
-            token scores of the probe, and `Probe.from_sklearn` of it is the same probe.
+        Its `decision_function` gives rows (rows, hidden) the token scores of the probe, and
+        `Probe.from_sklearn` of it is the same probe. Of one layer, it need not be named.
 
         Raises:
             SpecError: the probe has several layers, and none is named.
@@ -389,10 +360,19 @@ class Probe(CardProbe):
             raise SpecError(
                 f"layer: probe {self.name!r} has {list(self.layers)}; a pipeline reads one; name it"
             )
+        from sklearn.linear_model import LogisticRegression
+        from sklearn.pipeline import Pipeline
+        from sklearn.preprocessing import StandardScaler
+
         one = self if layer is None else self.at(layer)
-        wide = (a.astype(np.float64) for a in (one.weight[0], one.mean[0], one.scale[0]))
-        weight, mean, scale = wide
-        return write_linear(weight, float(one.bias[0]), mean, scale)
+        weight, mean, scale = (a[0].astype(np.float64) for a in (one.weight, one.mean, one.scale))
+        scaler, model = StandardScaler(), LogisticRegression()
+        scaler.mean_, scaler.scale_, scaler.var_ = mean, scale, scale**2
+        scaler.n_features_in_, scaler.n_samples_seen_ = mean.size, np.int64(1)
+        model.coef_, model.intercept_ = weight[None], one.bias.astype(np.float64)
+        model.classes_, model.n_features_in_ = np.array([0, 1]), weight.size
+        model.n_iter_ = np.array([0], dtype=np.int32)
+        return Pipeline([("scaler", scaler), ("classifier", model)])
 
     def for_engine(self) -> EngineProbe:
         """As in `CardProbe`: a linear one, which the engine always has."""
@@ -419,14 +399,12 @@ class Probe(CardProbe):
         if self.layers == (layer,):
             return self
         row = [self.layers.index(layer)]
-        dropped: dict[str, object] = {
-            "thresholds": (), "calibration": None, "evaluations": (), "transfers": (),
+        facts: dict[str, object] = {
+            "layers": (layer,), "thresholds": (), "calibration": None, "evaluations": (),
+            "transfers": (),
         }  # fmt: skip
-        card = self.card.model_copy(update={"layers": (layer,), **dropped})
-        return replace(
-            self, weight=self.weight[row], bias=self.bias[row], mean=self.mean[row],
-            scale=self.scale[row], card=card, path=None,
-        )  # fmt: skip
+        parts: dict[str, Any] = {name: array[row] for name, array in self._in_file().items()}
+        return type(self)(**parts, card=self.card.model_copy(update=facts))
 
     def score_tokens(
         self, acts: ArrayLike, layers: Sequence[int] | None = None
@@ -452,13 +430,7 @@ class Probe(CardProbe):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Load a probe and check its files against each other.
-
-        Args:
-            path: the folder, or `probe.safetensors` inside it.
-
-        Returns:
-            The probe, bit-equal to the one that was saved.
+        """Load the probe of a folder, or of `probe.safetensors` in it, bit-equal to what was saved.
 
         Raises:
             ArtifactError: a file is missing or damaged, the content hash of the card is not

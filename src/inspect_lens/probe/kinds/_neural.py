@@ -76,10 +76,7 @@ class CardProbe(Artifact):
         return next(iter(self.card.thresholds_for(self.card.answer)), None)
 
     def with_card(self, **facts: object) -> Self:
-        """The same probe with other facts on its card.
-
-        Args:
-            **facts: fields of the card, whose values are not judged again.
+        """The same probe with other facts on its card, which are not judged again.
 
         Raises:
             SpecError: the card has no such field.
@@ -93,18 +90,15 @@ class CardProbe(Artifact):
     def running_scores(
         self, acts: ArrayLike, layers: Sequence[int] | None = None, *, pool: str | None = None
     ) -> NDArray[np.float64]:
-        """What `Statistic.of` makes its number of, for the pool of the statistic.
+        """What `Statistic.of` makes its number of, (tokens,) float64.
 
         It is the score of each token, and for a pool that a probe has learned, such as attention,
         the score of the text up to each token.
 
         Args:
-            acts: (layers, tokens, hidden) float, as `score_tokens` takes them.
-            layers: of the first axis; the probe's own by default.
+            acts: as in `score_tokens`.
+            layers: as in `score_tokens`.
             pool: of the statistic; the probe's own by default.
-
-        Returns:
-            (tokens,) float64.
         """
         return self.score_tokens(acts, layers)
 
@@ -153,12 +147,6 @@ class CardProbe(Artifact):
     def at(self, layer: int) -> Self:
         """The probe of one of its layers; what was set for or measured on several is dropped.
 
-        Args:
-            layer: one of `layers`.
-
-        Returns:
-            A one-layer probe.
-
         Raises:
             ArtifactError: the probe does not read that layer.
         """
@@ -171,13 +159,10 @@ class CardProbe(Artifact):
         return self
 
     def for_engine(self) -> EngineProbe:
-        """The same probe as the engine runs it, its scaler folded into the weights.
+        """The probe as the engine runs it: of the same aggregated score, its scaler folded in.
 
-        Returns:
-            An `EngineProbe` with the card's site and layers, whose aggregated score is that of this
-            probe, and the card's threshold for an alarm on its pool, where it has one
-            (`inspect-lens probe calibrate --for alarm`); without it a request's alarm has to bring
-            a number.
+        It has the card's threshold for an alarm on its pool, if there is one (`inspect-lens probe
+        calibrate --for alarm`); without it a request's alarm has to bring a number.
 
         Raises:
             UnsupportedError: the engine has no form for it: a gate, more than one ReLU layer,
@@ -188,11 +173,9 @@ class CardProbe(Artifact):
         raise NotImplementedError
 
     def engine_forms(self) -> tuple[EngineProbe, EngineProbe | None]:
-        """The engine's forms of the score of each token, and of the text up to each.
+        """The engine's form whose token scores are those of `score_tokens`, and another.
 
-        Returns:
-            One whose token scores are those of `score_tokens`, and for the pool `attention`
-            another, whose score at a token is that of the text up to it; else None.
+        That is for the pool `attention`, of the score of the text up to each token; else None.
 
         Raises:
             UnsupportedError: the engine has no form for the tokens, or none for the pool.
@@ -230,7 +213,7 @@ class CardProbe(Artifact):
         return array, [list(layers).index(layer) for layer in self.layers]
 
 
-Tensors = Mapping[str, NDArray[np.float32]]
+Tensors = Mapping[str, NDArray[np.float64]]
 
 
 def neural_form(tensors: Tensors, card: ProbeCard) -> EngineProbe:
@@ -265,20 +248,14 @@ def token_form(tensors: Tensors, card: ProbeCard) -> EngineProbe:
     _refuse_parts(tensors, card)
     if "w1" in tensors:
         raise _unsupported(card, "more than one ReLU layer")
-    value = _wide(tensors["value"]).sum(axis=0)
-    bias = float(tensors["bias"][0])
-    scale, mean = _wide(tensors["scale"]), _wide(tensors["mean"])
+    value, bias = tensors["value"].sum(axis=0), tensors["bias"][0]
+    scale, mean = tensors["scale"], tensors["mean"]
     if "w0" not in tensors:
         weight = value / scale
-        parts = {"weight": _narrow(weight[None]), "bias": _narrow(bias - weight @ mean)}
+        parts = {"weight": weight[None], "bias": bias - weight @ mean}
         return EngineProbe(layers=card.layers, site=card.site, tensors=parts)
-    first = _wide(tensors["w0"]) / scale
-    parts = {
-        "w1": _narrow(first[None]),
-        "b1": _narrow(_wide(tensors["b0"]) - first @ mean),
-        "w2": _narrow(value),
-        "b2": _narrow(bias),
-    }
+    first = tensors["w0"] / scale
+    parts = {"w1": first[None], "b1": tensors["b0"] - first @ mean, "w2": value, "b2": bias}
     return EngineProbe(kind="mlp", layers=card.layers, site=card.site, tensors=parts)
 
 
@@ -289,12 +266,11 @@ def attention_form(tensors: Tensors, card: ProbeCard) -> EngineProbe:
                        "attention logits over positions")):  # fmt: skip
         if name in tensors:
             raise _unsupported(card, what)
-    spec, scale = card.head or HeadSpec(), _wide(tensors["scale"])
-    value = _wide(tensors["value"]) / scale
+    spec, value = card.head or HeadSpec(), tensors["value"] / tensors["scale"]
     # Without queries every token counts alike.
-    query = _wide(tensors.get("query", np.zeros_like(tensors["value"]))) * spec.temperature / scale
-    bias = float(tensors["bias"][0]) - float((value @ _wide(tensors["mean"])).sum())
-    parts = {"query": _narrow(query), "value": _narrow(value), "bias": _narrow(bias)}
+    query = tensors.get("query", np.zeros_like(value)) * spec.temperature / tensors["scale"]
+    bias = tensors["bias"][0] - (value @ tensors["mean"]).sum()
+    parts = {"query": query, "value": value, "bias": bias}
     return EngineProbe(kind="attention", layers=card.layers, site=card.site, tensors=parts)
 
 
@@ -316,14 +292,6 @@ def _unsupported(card: ProbeCard, what: str) -> UnsupportedError:
         f"probe {card.name!r} has {what}, and the engine runs linear probes, one ReLU layer, and "
         "attention on the stream itself; capture its layers and score the rows instead"
     )
-
-
-def _wide(array: NDArray[np.float32]) -> NDArray[np.float64]:
-    return array.astype(np.float64)
-
-
-def _narrow(value: NDArray[np.float64] | float) -> NDArray[np.float32]:
-    return np.asarray(value, dtype=np.float32)
 
 
 _CHUNK_TOKENS: Final = 1024
@@ -397,14 +365,13 @@ class NeuralProbe(CardProbe):
 
     def for_engine(self) -> EngineProbe:
         """As in `CardProbe`: of kind `mlp`, `attention` or `linear`."""
-        return neural_form(self.tensors, self.card)
+        return neural_form(self._wide, self.card)
 
     def engine_forms(self) -> tuple[EngineProbe, EngineProbe | None]:
         """As in `CardProbe`."""
-        neural_form(self.tensors, self.card)
-        pooled = parse_head_pool(self.pool).name == "attention"
-        tokens = token_form(self.tensors, self.card)
-        return tokens, attention_form(self.tensors, self.card) if pooled else None
+        pooled = neural_form(self._wide, self.card)
+        attends = parse_head_pool(self.pool).name == "attention"
+        return token_form(self._wide, self.card), pooled if attends else None
 
     def score_tokens(
         self, acts: ArrayLike, layers: Sequence[int] | None = None
@@ -433,17 +400,9 @@ class NeuralProbe(CardProbe):
     def attention_weights(
         self, acts: ArrayLike, layers: Sequence[int] | None = None
     ) -> NDArray[np.float64]:
-        """How much each token counts in each head of an attention pool.
+        """How much each token counts in each head of an attention pool, (tokens, heads) float64.
 
-        Args:
-            acts: as in `score_tokens`.
-            layers: as in `score_tokens`.
-
-        Returns:
-            (tokens, heads) float64; each head sums to 1.
-
-        Raises:
-            SpecError: as `score_tokens`.
+        Each head sums to 1. Arguments are those of `score_tokens`.
         """
         query = self._outputs(acts, layers).query
         if "position" in self._wide:

@@ -156,11 +156,7 @@ class StreamingPool:
 
     @property
     def value(self) -> float:
-        """The pooled score of all tokens so far.
-
-        Raises:
-            SpecError: there was no token yet.
-        """
+        """The pooled score of all tokens so far; SpecError where there was none yet."""
         if self.n == 0:
             raise SpecError(
                 "StreamingPool: no token yet; allowed is a value after at least one; call update "
@@ -480,7 +476,10 @@ def pool_heads(
     if pool.name == "mean":
         kept = xp.where(real, value, 0.0).sum(axis=-1).sum(axis=-1)
         return kept / mask.sum(axis=-1) + bias
-    query = xp.where(real, _with_position(out.query, tensors.get("position")), _NEVER)
+    query = out.query
+    if "position" in tensors:
+        query = query + _range(0, query.shape[-2], query)[:, None] * tensors["position"]
+    query = xp.where(real, query, _NEVER)
     if pool.name == "attention":
         return _attend(query, value, xp, drop).sum(axis=-1) + bias
     width = min(pool.width, value.shape[-2])
@@ -533,12 +532,6 @@ def _range(first: int, end: int, like: Any) -> Any:
     """Whole numbers (end - first,), where the values are."""
     made = np.arange(first, end)
     return made if isinstance(like, np.ndarray) else like.new_tensor(made)
-
-
-def _with_position(query: Any, position: Any | None) -> Any:
-    if position is None:
-        return query
-    return query + _range(0, query.shape[-2], query)[:, None] * position
 
 
 def _attend(

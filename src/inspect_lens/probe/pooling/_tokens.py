@@ -32,8 +32,6 @@ _TURNS: Final = (
     ),
 )
 """ChatML (Qwen and others), Llama 3, Gemma; Phi, Zephyr and the model organism."""
-_ASSISTANT: Final = frozenset({"assistant", "model"})
-_USER: Final = frozenset({"user"})
 _THINK: Final = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)
 _TOOL_CALL: Final = re.compile(
     r"<tool_call>(.*?)(?:</tool_call>|\Z)|<\|python_tag\|>(.*?)(?:<\|eom_id\|>|<\|eot_id\|>|\Z)",
@@ -113,106 +111,70 @@ def select_tokens(
         ```
     """
     name, colon, argument = selection.partition(":")
-    rule = _RULES.get(name)
-    if rule is None or bool(colon) != (name in _WITH_ARGUMENT):
+    known = {one.partition(":")[0] for one in SELECTIONS}
+    if name not in known or bool(colon) != (name in ("last", "regex")):
         raise SpecError(
             f"selection={selection!r}; allowed are {', '.join(SELECTIONS)}; correct the name"
         )
-    chosen = rule(tokens, argument)
+    prompt = np.arange(len(tokens.pieces)) < tokens.n_prompt
+    kept = np.ones_like(prompt)
     if tokens.special is not None and not keep_special:
-        chosen &= ~np.asarray(tokens.special, dtype=bool)
-        if name == "last":
-            chosen = _last(tokens, argument, allowed=~np.asarray(tokens.special, dtype=bool))
-    return chosen
+        kept = ~np.asarray(tokens.special, dtype=bool)
+    if name in _SPANS:
+        start = sum(len(piece) for piece in tokens.pieces[: tokens.n_prompt])
+        chosen = _overlap(tokens, _SPANS[name](tokens.text, start, argument)) & ~prompt
+    elif name == "last":
+        chosen = _last(~prompt & kept, argument)
+    elif name == "assistant":
+        chosen = _turns(tokens, ("assistant", "model")) | ~prompt
+    elif name == "user":
+        chosen = _turns(tokens, ("user",)) & prompt
+    else:
+        chosen = {"completion": ~prompt, "prompt": prompt, "all": prompt | ~prompt}[name]
+    return chosen & kept
 
 
-def _prompt(tokens: TokenText, _: str) -> NDArray[np.bool_]:
-    return np.arange(len(tokens.pieces)) < tokens.n_prompt
-
-
-def _completion(tokens: TokenText, _: str) -> NDArray[np.bool_]:
-    return ~_prompt(tokens, _)
-
-
-def _all(tokens: TokenText, _: str) -> NDArray[np.bool_]:
-    return np.ones(len(tokens.pieces), dtype=bool)
-
-
-def _last(
-    tokens: TokenText, argument: str, allowed: NDArray[np.bool_] | None = None
-) -> NDArray[np.bool_]:
+def _last(where: NDArray[np.bool_], argument: str) -> NDArray[np.bool_]:
     if not argument.isdecimal() or int(argument) < 1:
         raise SpecError(
             f"selection='last:{argument}'; allowed is a positive number of tokens, as in last:5"
         )
-    where = _completion(tokens, "")
-    where &= True if allowed is None else allowed
-    chosen = np.zeros(len(tokens.pieces), dtype=bool)
+    chosen = np.zeros_like(where)
     chosen[np.flatnonzero(where)[-int(argument) :]] = True
     return chosen
 
 
-def _assistant(tokens: TokenText, _: str) -> NDArray[np.bool_]:
-    return _turns(tokens, _ASSISTANT) | _completion(tokens, "")
+def _turns(tokens: TokenText, roles: tuple[str, ...]) -> NDArray[np.bool_]:
+    matches = (m for pattern in _TURNS for m in pattern.finditer(tokens.text))
+    return _overlap(tokens, [m.span("text") for m in matches if m["role"] in roles])
 
 
-def _user(tokens: TokenText, _: str) -> NDArray[np.bool_]:
-    return _turns(tokens, _USER) & _prompt(tokens, "")
-
-
-def _turns(tokens: TokenText, roles: frozenset[str]) -> NDArray[np.bool_]:
-    text = tokens.text
-    found = [
-        match.span("text")
-        for pattern in _TURNS
-        for match in pattern.finditer(text)
-        if match["role"] in roles
-    ]
-    return _overlap(tokens, found)
-
-
-def _reasoning(tokens: TokenText, _: str) -> NDArray[np.bool_]:
-    start = _first_char(tokens)
+def _reasoning(text: str, start: int, _: str) -> list[Span]:
     # Some templates open the tag at the end of the prompt, so look from there.
-    found = [m.span(1) for m in _THINK.finditer(tokens.text) if m.end(1) > start]
-    return _overlap(tokens, found) & _completion(tokens, "")
+    return [m.span(1) for m in _THINK.finditer(text) if m.end(1) > start]
 
 
-def _answer(tokens: TokenText, _: str) -> NDArray[np.bool_]:
-    start, text = _first_char(tokens), tokens.text
+def _answer(text: str, start: int, _: str) -> list[Span]:
     matches = [m for m in _THINK.finditer(text) if m.end() > start]
     begin = max((m.end() for m in matches), default=start)
     # White space after the tag belongs to neither.
     begin += len(text[begin:]) - len(text[begin:].lstrip()) if matches else 0
-    return _overlap(tokens, [(begin, len(text))]) & _completion(tokens, "")
+    return [(begin, len(text))]
 
 
-def _tool_calls(tokens: TokenText, _: str) -> NDArray[np.bool_]:
-    start = _first_char(tokens)
-    found = [
-        m.span(1 if m[1] is not None else 2)
-        for m in _TOOL_CALL.finditer(tokens.text)
-        if m.end() > start
-    ]
-    return _overlap(tokens, found) & _completion(tokens, "")
+def _tool_calls(text: str, start: int, _: str) -> list[Span]:
+    matches = (m for m in _TOOL_CALL.finditer(text) if m.end() > start)
+    return [m.span(1 if m[1] is not None else 2) for m in matches]
 
 
-def _regex(tokens: TokenText, argument: str) -> NDArray[np.bool_]:
+def _regex(text: str, start: int, argument: str) -> list[Span]:
     try:
         pattern = re.compile(argument, re.DOTALL)
     except re.error as error:
         raise SpecError(
             f"selection='regex:{argument}': {error}; allowed is a regular expression of Python"
         ) from None
-    found = [
-        m.span(1 if pattern.groups else 0)
-        for m in pattern.finditer(tokens.text, _first_char(tokens))
-    ]
-    return _overlap(tokens, found)
-
-
-def _first_char(tokens: TokenText) -> int:
-    return sum(len(piece) for piece in tokens.pieces[: tokens.n_prompt])
+    return [m.span(1 if pattern.groups else 0) for m in pattern.finditer(text, start)]
 
 
 def _overlap(tokens: TokenText, wanted: Iterable[Span]) -> NDArray[np.bool_]:
@@ -226,20 +188,15 @@ def _overlap(tokens: TokenText, wanted: Iterable[Span]) -> NDArray[np.bool_]:
     return chosen
 
 
-_RULES: Final[dict[str, Callable[[TokenText, str], NDArray[np.bool_]]]] = {
-    "completion": _completion,
-    "prompt": _prompt,
-    "all": _all,
-    "last": _last,
-    "assistant": _assistant,
-    "user": _user,
+_SPANS: Final[dict[str, Callable[[str, int, str], list[Span]]]] = {
     "reasoning": _reasoning,
     "answer": _answer,
     "tool_calls": _tool_calls,
     "regex": _regex,
 }
-_WITH_ARGUMENT: Final = frozenset({"last", "regex"})
-SELECTIONS: Final = tuple(
-    {"last": "last:K", "regex": "regex:PATTERN"}.get(name, name) for name in _RULES
-)
+"""Of the text, its completion's first character, and what stands behind a colon: what is read."""
+SELECTIONS: Final = (
+    "completion", "prompt", "all", "last:K", "assistant", "user", "reasoning", "answer",
+    "tool_calls", "regex:PATTERN",
+)  # fmt: skip
 """Names of the token selections that `select_tokens` takes."""

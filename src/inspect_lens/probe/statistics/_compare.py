@@ -338,17 +338,18 @@ def compare_auroc(
         none = math.nan
         return Comparison(first, second, difference, anything, none, none, counts.too_few)
     terms = (above - other_above, below - other_below)
-    variance, free, name = independent(*terms), 0.0, "delong"
+    (variance, free), name = independent(*terms), "delong"
     if groups is not None and counts.several:
-        spread = math.sqrt(between_groups(labels, groups, *(t - t.mean() for t in terms)))
+        variance = between_groups(labels, groups, *(t - t.mean() for t in terms))
         free, name = counts.effective - 1.0, f"obuchowski, {counts.total} groups"
-    else:
-        spread, free = math.sqrt(variance.total), variance.free
-    z = _in_errors(difference, spread)
+    spread = math.sqrt(variance)
     if spread < _NONE:
+        z, p = (0.0, 1.0) if abs(difference) < _NONE else (math.nan, math.nan)
         interval = _unvaried(difference, counts, level)
-        return Comparison(first, second, difference, interval, z, 1.0 if z == 0.0 else z)
+        return Comparison(first, second, difference, interval, z, p)
     from scipy.stats import t as student
+
+    z = difference / spread
 
     step = float(student.ppf(0.5 + level / 2.0, free)) * spread
     interval = Interval(
@@ -358,21 +359,13 @@ def compare_auroc(
     return Comparison(first, second, difference, interval, z, p)
 
 
-def _in_errors(difference: float, spread: float) -> float:
-    if spread < _NONE:
-        return 0.0 if abs(difference) < _NONE else math.nan
-    return difference / spread
-
-
 def _unvaried(difference: float, counts: GroupCounts, level: float) -> Interval:
     """Interval of a difference that shows no variance: a point would pass for certainty."""
     # In k of k disjoint pairs of a positive and a negative the difference came out as it is; where
     # it does not, it is anything from -1 to 1.
     exact = clopper_pearson(counts.smaller, counts.smaller, confidence=level)
-    other, unit = (
-        1.0 - exact.low,
-        "groups of the smaller class" if counts.several else "smaller class",
-    )
+    other = 1.0 - exact.low
+    unit = "groups of the smaller class" if counts.several else "smaller class"
     return Interval(
         low=max(-1.0, difference * exact.low - other),
         high=min(1.0, difference * exact.low + other),

@@ -65,10 +65,8 @@ class GroupCounts(NamedTuple):
     def too_few(self) -> str:
         """Why draws of these groups say nothing, in words; empty where they do.
 
-        Needed are `MIN_GROUPS` groups, and `MIN_GROUPS_PER_CLASS` with each class. With fewer
-        the cluster bootstrap draws the same few sets again and again, and is far too sure.
-        Groups of one sample each are samples, and never too few. Groups of unequal size are too
-        few as well where those of a class are worth fewer than `MIN_EFFECTIVE`.
+        Needed are `MIN_GROUPS` groups, and `MIN_GROUPS_PER_CLASS` with each class, which are worth
+        `MIN_EFFECTIVE` of equal size. Groups of one sample each are samples, and never too few.
         """
         enough = self.total >= MIN_GROUPS and self.smaller >= MIN_GROUPS_PER_CLASS
         if not self.several or (enough and self.effective >= MIN_EFFECTIVE - 1e-9):
@@ -170,11 +168,7 @@ def find_label_source(
     return "instruction" if not said and known_all and all(told) else ""
 
 
-class Record(Value):
-    """Facts that do not change."""
-
-
-class Interval(Record):
+class Interval(Value):
     """A two-sided interval and the method that made it."""
 
     low: float
@@ -186,7 +180,7 @@ class Interval(Record):
         return f"[{self.low:{ends}}, {self.high:{ends}}]" if ends else str(self)
 
 
-class RecallAt(Record):
+class RecallAt(Value):
     """Recall at the threshold that a control set gives for a false positive rate."""
 
     fpr: float
@@ -199,7 +193,7 @@ class RecallAt(Record):
     """Tokens of the shortest and the longest control answer; None: not known."""
 
 
-class RealisedRate(Record):
+class RealisedRate(Value):
     """What a threshold of the card does on the answers of a held-out set."""
 
     statistic: str
@@ -261,7 +255,7 @@ class RealisedRate(Record):
         )
 
 
-class ControlShift(Record):
+class ControlShift(Value):
     """Test of whether a set's negatives look like the control set that fixed the threshold.
 
     A threshold holds its rate for samples that are exchangeable with the control set, and for no
@@ -296,7 +290,7 @@ class ControlShift(Record):
         )
 
 
-class Baseline(Record):
+class Baseline(Value):
     """A simpler method, such as a bag of words, measured on the same samples as the probe."""
 
     name: str
@@ -320,7 +314,7 @@ class Baseline(Record):
         return None if self.difference is None else self.difference.low > 0.0
 
 
-class Evaluation(Record):
+class Evaluation(Value):
     """How a probe did on one held-out set: AUROC, recall, false positive rate, baselines."""
 
     name: str
@@ -398,7 +392,7 @@ class Evaluation(Record):
         return tuple(r.broken for r in self.rates if r.broken)
 
 
-class Transfer(Record):
+class Transfer(Value):
     """Verdict on whether a probe works on a set of another kind than it was trained on."""
 
     set: str
@@ -421,7 +415,6 @@ BESIDE_AUROC: Final = (
 )
 """What stands beside each AUROC, in the order in which every surface shows it."""
 _UNKNOWN: Final = "not measured"
-_OF_WHAT_IS_SAID: Final = ("judge", "ground truth")
 
 
 class Validity(NamedTuple):
@@ -454,28 +447,24 @@ class Validity(NamedTuple):
 
     @classmethod
     def of(cls, measured: Evaluation) -> Validity:
-        """What is known of a set.
-
-        Args:
-            measured: of a probe's card, or of `evaluate_probe`.
-
-        Returns:
-            The record; what was not measured says so.
-        """
+        """What is known of a set, measured by `evaluate_probe`; what was not measured says so."""
         best = measured.best_baseline
-        lengths = [
-            b for b in measured.baselines if b.name.startswith("length") and b.auroc is not None
-        ]
-        longest = max(lengths, key=lambda b: b.auroc or 0.0, default=None)
-        rate = _UNKNOWN
+        of_length = (b.auroc for b in measured.baselines if b.name.startswith("length"))
+        lengths = [area for area in of_length if area is not None]
+        rate, behaviour = _UNKNOWN, _UNKNOWN
         if measured.fpr is not None:
             rate = with_interval(measured.fpr, measured.fpr_interval)
+        if measured.behaviour is not None:
+            behaviour = f"{measured.behaviour:.0%}"
+        elif measured.label_source in ("judge", "ground truth"):
+            # They label what was said, so an answer cannot fail to do it.
+            behaviour = "no instruction labels them"
         return cls(
             honest_rate=rate,
             best_baseline=_UNKNOWN if best is None else f"{best.name} {best.auroc:.3f}",
-            length_baseline=_UNKNOWN if longest is None else f"{longest.auroc:.3f}",
+            length_baseline=f"{max(lengths):.3f}" if lengths else _UNKNOWN,
             labels_from=measured.label_source or "not said",
-            behaviour=_behaviour(measured),
+            behaviour=behaviour,
         )
 
     def __str__(self) -> str:
@@ -490,10 +479,3 @@ class Validity(NamedTuple):
             for name, text in told
             if not name.endswith("baseline") or text == _UNKNOWN
         )
-
-
-def _behaviour(measured: Evaluation) -> str:
-    if measured.behaviour is not None:
-        return f"{measured.behaviour:.0%}"
-    # A judge and the truth label what was said, so an answer cannot fail to do it.
-    return "no instruction labels them" if measured.label_source in _OF_WHAT_IS_SAID else _UNKNOWN

@@ -517,11 +517,8 @@ def delong_interval(
     wide = float(t.ppf(0.5 + level / 2.0, free)) * math.sqrt(max(spread, least))
     logit, step = math.log(area / (1.0 - area)), wide / (area * (1.0 - area))
     # On the logit scale the bound near 1 runs away; that of the largest variance does not.
-    tail, hits, misses = (
-        (1.0 - level) / 2.0,
-        area * counts.effective,
-        (1.0 - area) * counts.effective,
-    )
+    tail, hits = (1.0 - level) / 2.0, area * counts.effective
+    misses = counts.effective - hits
     bottom, top = beta.ppf(tail, hits, misses + 1.0), beta.ppf(1.0 - tail, hits + 1.0, misses)
     return Interval(
         low=max(float(expit(logit - step)), float(bottom)),
@@ -531,24 +528,14 @@ def delong_interval(
     )
 
 
-class Variance(NamedTuple):
-    """A variance and how well it is known."""
-
-    total: float
-    free: float
-    """Degrees of freedom."""
-
-
-def independent(above: NDArray[np.float64], below: NDArray[np.float64]) -> Variance:
-    """DeLong's variance of the mean placement, with Welch and Satterthwaite's degrees of freedom.
-
-    0 where a class has one sample: that has a variance too, and leaving it out would be too sure.
-    """
+def independent(above: NDArray[np.float64], below: NDArray[np.float64]) -> tuple[float, float]:
+    """DeLong's variance of the mean placement, and Welch and Satterthwaite's degrees of freedom."""
     if min(above.size, below.size) < 2:
-        return Variance(0.0, 1.0)
+        # One sample has a variance too, and leaving it out would be too sure.
+        return 0.0, 1.0
     sides = [float(v.var(ddof=1)) / v.size for v in (above, below)]
     parts = sum(v**2 / (k.size - 1) for v, k in zip(sides, (above, below), strict=True))
-    return Variance(sum(sides), sum(sides) ** 2 / parts if parts else 1.0)
+    return sum(sides), sum(sides) ** 2 / parts if parts else 1.0
 
 
 def _hanley_mcneil(area: float, m: int, n: int) -> float:
@@ -564,11 +551,9 @@ def between_groups(
     above: NDArray[np.float64],
     below: NDArray[np.float64],
 ) -> float:
-    """Obuchowski's variance of the AUROC, of placements about it, in the CR2 form.
-
-    For groups of one size, all of both classes or each of one, this is k / (k - 1) of the sum of
-    squares, as in the source.
-    """
+    """Obuchowski's variance of the AUROC, of placements about it, in the CR2 form."""
+    # For groups of one size, all of both classes or each of one, this is k / (k - 1) of the sum of
+    # squares, as in the source.
     y = np.asarray(labels).astype(bool)
     codes, k = group_codes(y.size, groups)
     total = np.zeros(k)

@@ -118,10 +118,7 @@ def cross_validated_words(
 
 
 def _score(
-    seen: Sequence[NDArray[np.int64]],
-    y: Floats,
-    new: Sequence[NDArray[np.int64]],
-    penalty: float,
+    seen: Sequence[NDArray[np.int64]], y: Floats, new: Sequence[NDArray[np.int64]], penalty: float
 ) -> Floats:
     """Log odds of new texts by a classifier of the texts that were seen."""
     from sklearn.feature_extraction.text import TfidfTransformer
