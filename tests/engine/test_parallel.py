@@ -275,9 +275,7 @@ def test_parameters_are_whole_on_every_worker(two: Engine, hugging_face: Hugging
         torch.testing.assert_close(value, expected[key.partition(" ")[0]], rtol=0, atol=0)
 
 
-def test_parameters_that_were_prefetched_go_with_the_weights(
-    two: Engine, hugging_face: HuggingFace
-) -> None:
+def check_prefetched_go_with_the_weights(two: Engine, hugging_face: HuggingFace) -> None:
     """They are copies of other ranks' shares, or of another stage."""
 
     def look(ctx: Any, h: Any) -> None:
@@ -293,6 +291,24 @@ def test_parameters_that_were_prefetched_go_with_the_weights(
     saved = two.run([tokens(5)], asked, max_tokens=1)[0].hook_results["0"]
     PersistentHooks(two.llm).clear_prefetched()
     torch.testing.assert_close(saved["head"], hugging_face.model.state_dict()["lm_head.weight"])
+
+
+def test_parameters_that_were_prefetched_go_with_the_weights(
+    two: Engine, hugging_face: HuggingFace
+) -> None:
+    check_prefetched_go_with_the_weights(two, hugging_face)
+
+
+def test_they_do_where_the_scheduler_is_in_the_callers_process(
+    tiny_folder: Path, hugging_face: HuggingFace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a training that reloads weights between its steps."""
+    monkeypatch.setenv("INSPECT_LENS_ALLOW_CODE", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    options = {"enforce_eager": True, "pipeline_parallel_size": 2}
+    two = start(tiny_folder, in_process=True, **options)
+    check_prefetched_go_with_the_weights(two, hugging_face)
+    two.close()
 
 
 def test_queries_and_keys_of_all_heads(two: Engine, hugging_face: HuggingFace) -> None:

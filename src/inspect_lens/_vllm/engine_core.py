@@ -62,6 +62,7 @@ from inspect_lens.spec import ENVELOPE_KEY, EngineFacts
 from .compat.connectors import Behaviour, behaviours_of, loads_again
 from .compat.engine_facts import facts_of, refusal
 from .compat.features import queued, reason_of, turn_off_engine
+from .registered.rows import is_harmless
 
 logger = logging.getLogger("vllm.inspect_lens")
 
@@ -626,6 +627,19 @@ def _scheduler_init(original: Callable[..., Any]) -> Callable[..., Any]:
     return init
 
 
+def _collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
+    def collective_rpc(
+        self: Any, method: Any, timeout: float | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        # What workers have prefetched are copies, which may be of other weights behind it.
+        with _faults_logged("parameters prefetched for hooks may be of other weights now"):
+            if not is_harmless("collective_rpc", (method,)) and Settings.load().allow_code:
+                original(self, "inspect_lens_hooks", timeout, ("clear_prefetched", None))
+        return original(self, method, timeout, *args, **kwargs)
+
+    return collective_rpc
+
+
 def _guard(connector: Any, vllm_config: Any) -> None:
     found = behaviours_of(vllm_config, Settings.load())
     names = ", ".join(f"{name} ({known or 'not known'})" for name, known in found.items())
@@ -641,5 +655,6 @@ SCHEDULER_WRAPPERS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]
     "scheduler_preempt": _noting,
     "cached_blocks": _get_computed_blocks,
     "scheduler_init": _scheduler_init,
+    "collective_rpc": _collective_rpc,
 }
 """Wrapper by name of the monkeypatch."""

@@ -66,6 +66,13 @@ PATCHES: tuple[Monkeypatch, ...] = (
         "scheduler_preempt", f"{_SCHED}._preempt_request", ("self", "request"), "engine", _MANY
     ),
     Monkeypatch(
+        "collective_rpc",
+        "vllm.v1.engine.core:EngineCore.collective_rpc",
+        ("self", "method", "timeout", "args"),
+        "engine",
+        "parameters that were prefetched for hooks go with the weights",
+    ),
+    Monkeypatch(
         "cached_blocks",
         "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
         ("self", "request"),
@@ -155,14 +162,14 @@ PATCHES: tuple[Monkeypatch, ...] = (
         "vllm.v1.engine.core_client:SyncMPClient.call_utility",
         ("self", "method"),
         "front-end",
-        "rows kept beside the prefix cache go with it, and prefetched parameters with the weights",
+        "rows kept beside the prefix cache go with it",
     ),
     Monkeypatch(
         "call_utility_async",
         "vllm.v1.engine.core_client:AsyncMPClient._call_utility_async",
         ("self", "method"),
         "front-end",
-        "rows kept beside the prefix cache go with it, and prefetched parameters with the weights",
+        "rows kept beside the prefix cache go with it",
     ),
     Monkeypatch(
         "async_generate",

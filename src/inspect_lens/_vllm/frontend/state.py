@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
 import inspect_lens
-from inspect_lens._engine.protocol.processes import Address, contained
+from inspect_lens._engine.protocol.processes import Address
 from inspect_lens._settings import Settings
 from inspect_lens._vllm import telemetry
 from inspect_lens._vllm.compat.api_server import is_traced
@@ -44,7 +43,7 @@ from inspect_lens._vllm.registered.probe_scores import Reads
 from inspect_lens._vllm.registered.registry import Registry
 from inspect_lens._vllm.registered.rows import KEEPS_WEIGHTS, RowCache, is_harmless, keeps_rows
 from inspect_lens._vllm.registered.shared_names import SharedNames, folder_of_siblings
-from inspect_lens._vllm.results.attach import Results, log_fault
+from inspect_lens._vllm.results.attach import Results
 from inspect_lens._vllm.sinks import alerts
 from inspect_lens._vllm.sinks.process import Sinks
 from inspect_lens.errors import LensError, SpecError, UnsupportedError
@@ -410,27 +409,8 @@ def _forgetting(client: Any, method: str, args: Sequence[Any]) -> Iterator[None]
             front_end().forget_rows(keeps_weights=keeps_weights)
 
 
-def _drops_parameters(client: Any, method: str, args: Sequence[Any]) -> bool:
-    """Whether what workers have prefetched for hooks, as copies, may be of other weights then."""
-    is_fine = is_harmless(method, args) or method in KEEPS_WEIGHTS
-    return bool(HookBook.books) and not is_fine and off(client.vllm_config) is None
-
-
-_DROP: tuple[Any, ...] = (
-    "collective_rpc",
-    "inspect_lens_hooks",
-    None,
-    ("clear_prefetched", None),
-    {},
-)
-_STALE = "parameters that were prefetched for hooks may be of other weights now"
-
-
 def _call_utility(original: Callable[..., Any]) -> Callable[..., Any]:
     def call_utility(self: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-        if _drops_parameters(self, method, args):
-            with contained(partial(log_fault, _STALE)):
-                original(self, *_DROP, **kwargs)
         with _forgetting(self, method, args):
             result = original(self, method, *args, **kwargs)
         if method == _FIRST_CALL:
@@ -443,9 +423,6 @@ def _call_utility(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _call_utility_async(original: Callable[..., Any]) -> Callable[..., Any]:
     async def call_utility(self: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-        if _drops_parameters(self, method, args):
-            with contained(partial(log_fault, _STALE)):
-                await original(self, *_DROP, **kwargs)
         with _forgetting(self, method, args):
             result = await original(self, method, *args, **kwargs)
         if method == "collective_rpc" and args[0] in _TOLD:

@@ -108,39 +108,27 @@ def test_rows_are_forgotten_before_and_after_what_may_change_them(
     assert told == expected
 
 
-@pytest.mark.parametrize("method", ["sleep", "add_lora", "collective_rpc"])
+@pytest.mark.parametrize("method", ["reload_weights", print, "inspect_lens_stats"])
 @pytest.mark.parametrize("runs_code", [True, False])
 def test_what_may_change_weights_drops_prefetched_parameters_before(
-    method: str, runs_code: bool, monkeypatch: pytest.MonkeyPatch
+    method: Any, runs_code: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("INSPECT_LENS_ALLOW_CODE", str(int(runs_code)))
     told: list[tuple[Any, ...]] = []
-    front = SimpleNamespace(forget_rows=lambda *, keeps_weights: None)
-    monkeypatch.setattr(state._Holder, "front_end", front)
-    monkeypatch.setattr(HookBook, "books", {1: object()} if runs_code else {})
-    client = SimpleNamespace(vllm_config=SimpleNamespace(instance_id="a"))
 
-    def call(self: Any, method: str, *args: Any) -> str:
-        told.append((method, *args))
-        if args[0] == "inspect_lens_hooks":
+    def call(
+        self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
+    ) -> str:
+        told.append((method, timeout, args, kwargs))
+        if method == "inspect_lens_hooks":
             raise RuntimeError("a worker is gone")
         return "done"
 
-    async def call_async(self: Any, method: str, *args: Any) -> str:
-        return call(self, method, *args)
-
-    drops: tuple[Any, ...] = (
-        "collective_rpc",
-        "inspect_lens_hooks",
-        None,
-        ("clear_prefetched", None),
-        {},
-    )
-    own = method, "reload_weights", None, (), None
-    expected = [drops, own] if runs_code and method == "collective_rpc" else [own]
-    assert state.RESET_WRAPPERS["call_utility"](call)(client, *own) == "done"
-    wrapped = state.RESET_WRAPPERS["call_utility_async"](call_async)
-    assert asyncio.run(wrapped(client, *own)) == "done"
-    assert told == 2 * expected
+    wrapped = SCHEDULER_WRAPPERS["collective_rpc"](call)
+    assert wrapped(None, method, 5.0, ("a",), kwargs={}) == "done"
+    drops = ("inspect_lens_hooks", 5.0, ("clear_prefetched", None), None)
+    own = (method, 5.0, ("a",), {})
+    assert told == ([drops, own] if runs_code and method != "inspect_lens_stats" else [own])
 
 
 @pytest.mark.parametrize("told", ["inspect_lens_register", "inspect_lens_hooks"])
