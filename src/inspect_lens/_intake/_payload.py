@@ -6,6 +6,7 @@ is imported where a path is not a local one: the process beside an eval does wit
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -58,6 +59,7 @@ __all__ = [
     "read_file",
     "read_tensors",
     "read_vector",
+    "remove_file",
     "stamp_of",
     "stem",
     "write_file",
@@ -107,6 +109,18 @@ def read_file(uri: str, *, most: int | None = None) -> bytes | None:
     except (OSError, ImportError, ValueError) as error:
         raise ArtifactError(f"{uri}: could not be read ({error})") from error
     return data
+
+
+def remove_file(uri: str) -> None:
+    """Remove a file that nobody knows of, as far as that can be done."""
+    with contextlib.suppress(OSError, ImportError, ValueError):
+        if is_local(uri):
+            os.unlink(uri)
+        else:
+            import fsspec
+
+            filesystem, path = fsspec.core.url_to_fs(uri)
+            filesystem.rm_file(path)
 
 
 def has_file(uri: str) -> bool:

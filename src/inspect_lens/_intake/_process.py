@@ -33,7 +33,15 @@ from inspect_lens._settings import Settings
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import CaptureSpec, LensRequest, LogitLens, QKSpec, Reduce
 
-from ._payload import ChoiceFields, Payload, encode_file, fetch_payload, stamp_of, write_file
+from ._payload import (
+    ChoiceFields,
+    Payload,
+    encode_file,
+    fetch_payload,
+    remove_file,
+    stamp_of,
+    write_file,
+)
 
 __all__ = ["BESIDE", "Beside", "Lost", "Source", "Stored", "fetch_from", "file_job", "write_job"]
 
@@ -167,6 +175,10 @@ _CODE = (
 )
 
 
+UNWANTED = b"unwanted "
+"""Begins a line that is no job: the path of a file behind it has to go."""
+
+
 class Lost(Exception):
     """The process cannot say what became of a job; whoever wants it done does it himself."""
 
@@ -216,6 +228,11 @@ class Beside:
         self._waiting[self._number] = asyncio.get_running_loop().create_future()
         self._writer.write(b'%s,"id":%d}\n' % (job, self._number))
         return self._waiting[self._number]
+
+    def leave_none(self, path: str) -> None:
+        """Have a file go that was written, or still will be, for a call that came to nothing."""
+        if self._writer is not None and self._is_mine():
+            self._writer.write(UNWANTED + json.dumps(path).encode() + b"\n")
 
     def forget(self) -> None:
         """In a process that was forked: it is the other one's, whose objects are left alone."""
@@ -322,11 +339,16 @@ class _Server:
         self._threads = ThreadPoolExecutor(THREADS)
         self._sending = threading.Lock()
         self._writing = threading.Semaphore(THREADS)
+        self._unwanted: set[str] = set()
 
     def run(self, parent: int) -> None:
         self._send({"ready": os.getpid()})
         for line in self._lines(parent):
-            self._threads.submit(self._do, line)
+            if line.startswith(UNWANTED):
+                self._unwanted.add(path := json.loads(line.removeprefix(UNWANTED)))
+                remove_file(path)
+            else:
+                self._threads.submit(self._do, line)
 
     def _lines(self, parent: int) -> Iterator[bytes]:
         rest = b""
@@ -351,7 +373,10 @@ class _Server:
 
     def _do(self, text: bytes) -> None:
         job = json.loads(text)
-        self._send({"id": job["id"], **self._answer(job)})
+        answer = self._answer(job)
+        if job.get("path") in self._unwanted:
+            remove_file(job["path"])
+        self._send({"id": job["id"], **answer})
 
     def _answer(self, job: Mapping[str, Any]) -> dict[str, Stored | str | None]:
         try:

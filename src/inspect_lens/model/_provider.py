@@ -72,6 +72,7 @@ from ._response import (
     StreamFields,
     attach,
     expect,
+    leave_none,
     note_open_gates,
     take_fields,
     with_open_gates,
@@ -387,10 +388,15 @@ class LensAPI(ServerCalls, LensProvider):
             note_open_gates(output, call.fields)
             source = Source(self._server_root(), self._headers(), FETCH_TIMEOUT_S)
             is_read = request is not None and (request.brings_tensors or request.scores_tokens)
-            await attach(
-                output, call.fields, request, body, keep=call.keep, fetch=self.fetch, source=source,
-                numerics=await self.numerics() if is_read else None,
-            )  # fmt: skip
+            numerics = await self.numerics() if is_read else None
+            try:
+                await attach(
+                    output, call.fields, request, body, keep=call.keep, fetch=self.fetch,
+                    source=source, numerics=numerics,
+                )  # fmt: skip
+            except BaseException:
+                await leave_none(output, call.keep)
+                raise
             if refused and output.metadata is not None:
                 output.metadata["probes_refused"] = refused
         KEEPS_FILES.set(None)

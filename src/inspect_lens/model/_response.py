@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 from uuid import uuid4
 
 import anyio.to_thread
-from anyio import CapacityLimiter
+from anyio import CancelScope, CapacityLimiter
 from anyio.lowlevel import RunVar
 from inspect_ai.model import ChatMessage, ModelOutput
 from pydantic import BaseModel
@@ -34,6 +34,7 @@ from inspect_lens._intake import (
     is_local,
     join,
     qk_values,
+    remove_file,
     write_file,
     write_job,
 )
@@ -417,6 +418,25 @@ def _rebuild(prompt: list[int], completion: list[int], items: dict[str, Any]) ->
     return metadata
 
 
+async def leave_none(output: ModelOutput, keep: Keep) -> None:
+    """Have the files of a call go that was cancelled, or failed behind one: no log names them."""
+    if keep.place is None or keep.mode in ("memory", "drop"):
+        return
+    ids = [choice.message.id for choice in output.choices if choice.message.id]
+    paths = [file_of(keep, name, kind)[1] for name in ids for kind in ("", SCORES)]
+    for path in paths:
+        BESIDE.leave_none(path)
+
+    def remove() -> None:
+        for path in paths:
+            remove_file(path)
+
+    with CancelScope(shield=True):
+        await in_thread(remove)
+
+
+SCORES = ".scores"
+"""Part of the name of a file of token scores."""
 HOOK_RESULTS_BYTES = 1 << 20
 """JSON of hook results that one output may bring into a log."""
 
@@ -515,7 +535,7 @@ async def _keep_scores(output: ModelOutput, made: Scored, *, keep: Keep) -> None
     root = keep.place.root if keep.place is not None else None
     handles, files = [], {}
     for message, data in made:
-        uri, path = file_of(keep, message.id or uuid4().hex, ".scores") if writes else (None, "")
+        uri, path = file_of(keep, message.id or uuid4().hex, SCORES) if writes else (None, "")
         handle, content = ProbeScores.keep(data, uri=uri, root=root)
         handles.append(handle)
         if uri is not None:

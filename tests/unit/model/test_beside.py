@@ -28,6 +28,7 @@ from inspect_lens.model import (
     resident_activation_bytes,
 )
 from inspect_lens.model._handle import MEMORY
+from inspect_lens.probe import Probe, ProbeCard
 from tests.kit.fake_server import FakeLensServer, residual
 
 from .conftest import GetModel, ready
@@ -170,6 +171,52 @@ async def test_a_cancelled_call_disturbs_no_other(
             await model.generate("a b", config=config)
         assert scope.cancelled_caught
         check((await model.generate("c d e", config=config)).metadata["activations"])
+
+
+async def test_a_cancelled_call_leaves_no_file(
+    beside: Beside, model_of: GetModel, tmp_path: Path
+) -> None:
+    """No log would name it."""
+    await ready(beside)
+    with Slow() as server:
+        model = model_of(server, activations_dir=str(tmp_path))
+        config = lens_config(capture=[1])
+        with anyio.move_on_after(0.25) as scope:
+            await model.generate("a b", config=config)
+        assert scope.cancelled_caught
+        await anyio.sleep(2 * server.wait_s)
+        assert files_in(tmp_path) == []
+        await model.generate("c d e", config=config)
+        assert len(files_in(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("is_beside", [True, False], ids=["beside", "thread"])
+async def test_a_call_that_fails_behind_its_capture_leaves_no_file(
+    beside: Beside,
+    model_of: GetModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_beside: bool,
+) -> None:
+    async def full(*_: object) -> None:
+        raise CaptureError("the disk is full")
+
+    if is_beside:
+        await ready(beside)
+    facts = ProbeCard(name="org/sum", layers=(2,), hidden=8)
+    probe = Probe.from_direction(np.arange(1.0, 9.0), card=facts)
+    monkeypatch.setattr(_response, "write_small", full)
+    with FakeLensServer() as server:
+        model = model_of(server, activations_dir=str(tmp_path / "files"))
+        config = lens_config(capture=[2], probes=[probe])
+        with pytest.raises(CaptureError, match="the disk is full"):
+            await model.generate("a b", config=config)
+    await anyio.sleep(0.2)
+    assert files_in(tmp_path / "files") == []
+
+
+def files_in(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def test_each_event_loop_has_a_process_that_ends_with_it(
