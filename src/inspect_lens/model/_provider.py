@@ -320,9 +320,11 @@ class LensAPI(ServerCalls, LensProvider):
 
     async def write_vectors(self, request: LensRequest | None) -> None:
         """Write what the log refers to of a request beside it, once for each log."""
+        if request is None or not request.edits:
+            return  # most calls, each of which asks three times
         keep = self._keep()
         place = keep.place if keep.is_written else None
-        if request is not None and unwritten(request, place):
+        if unwritten(request, place):
             await anyio.to_thread.run_sync(save_vectors, request, place)
 
     @override
@@ -338,13 +340,7 @@ class LensAPI(ServerCalls, LensProvider):
     # -- a call ----------------------------------------------------------------
 
     @override
-    def typed_body(
-        self, config: GenerateConfig, messages: Sequence[ChatMessage] = ()
-    ) -> dict[str, Any] | None:
-        """The config's `extra_body` with scopes and the default capture, spelled in one way."""
-        return self._read(config, messages).extra_body or None
-
-    def _read(self, config: GenerateConfig, messages: Sequence[ChatMessage]) -> Body:
+    def read(self, config: GenerateConfig, messages: Sequence[ChatMessage] = ()) -> Body:
         scope = scope_of(self)
         said = config.extra_body and not isinstance(config.extra_body, Settled)
         # Only of a call that says something it has to be known whether it says so itself.
@@ -366,7 +362,7 @@ class LensAPI(ServerCalls, LensProvider):
         tool_choice: ToolChoice,
         config: GenerateConfig,
     ) -> ModelOutput | tuple[ModelOutput | Exception, ModelCall]:
-        body, request = self._read(config, input)
+        body, request = self.read(config, input)
         refused: dict[str, str] = {}
         if request is not None:
             request, refused = await self.names.serve(request)
@@ -511,12 +507,13 @@ class LensRequests(Hooks):
         if api is None or api.qualified_model_name != data.model_name:
             return
         try:
-            data.config.extra_body = api.typed_body(data.config, data.input)
+            body, request = api.read(data.config, data.input)
         except LensError:
             # Inspect only warns about errors in hooks; the provider raises this one again.
             return
+        data.config.extra_body = body or None
         # An answer out of the cache is logged with its request, too.
-        await api.write_vectors(read_body(data.config.extra_body).request)
+        await api.write_vectors(request)
 
     async def on_sample_init(self, data: SampleInit) -> None:
         """Write what the log refers to in the arguments of models, whatever becomes of calls."""

@@ -28,7 +28,7 @@ from inspect_lens.spec import Add, CaptureSpec, EditBase, LensRequest, LogitLens
 from inspect_lens.vector import VectorLike
 
 from ._host import active_generate_config, active_model
-from ._request import asked_by, declines_steering, read_body
+from ._request import Body, asked_by, declines_steering, read_body
 from ._scores import ProbeLike
 
 __all__ = ["lens_scope"]
@@ -38,10 +38,8 @@ class LensProvider(ABC):
     """What a model's provider is that can do what a lens request asks for."""
 
     @abstractmethod
-    def typed_body(
-        self, config: GenerateConfig, messages: Sequence[ChatMessage] = ()
-    ) -> dict[str, Any] | None:
-        """The config's `extra_body` with scopes and the default capture, spelled in one way."""
+    def read(self, config: GenerateConfig, messages: Sequence[ChatMessage] = ()) -> Body:
+        """What a call asks, with scopes and the default capture, spelled in one way."""
 
 
 class Scope(NamedTuple):
