@@ -53,6 +53,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--architecture-results", help="file for what the tests of architectures measure"
     )
+    parser.addoption(
+        "--quantised-results", help="file for what the tests of quantised engines measure"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -74,14 +77,16 @@ def _collect_results(config: pytest.Config) -> None:
         from tests.kit.real_models import REAL_MODELS
 
         config.pluginmanager.register(Results(Path(file), "make real", REAL_MODELS, is_whole=True))
-    if file := config.getoption("--architecture-results"):
-        from tests.kit.architectures import CASES
-        from tests.kit.model_results import Results
+    for option in ("--architecture-results", "--quantised-results"):
+        if file := config.getoption(option):
+            from tests.kit.architectures import CASES
+            from tests.kit.model_results import Results
+            from tests.kit.quantised_models import METHODS
 
-        names = [case.name for case in CASES]
-        command = " ".join(["pytest", *config.args])
-        results = Results(Path(file), command, names, is_whole=False)
-        config.pluginmanager.register(results)
+            names = [one.name for one in (METHODS if "quantised" in option else CASES)]
+            command = " ".join(["pytest", *config.args])
+            results = Results(Path(file), command, names, is_whole=False)
+            config.pluginmanager.register(results)
 
 
 @pytest.hookimpl(optionalhook=True)

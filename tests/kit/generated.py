@@ -32,7 +32,7 @@ from inspect_lens.spec import EDITS, REDUCTIONS, SITE_TABLE, EditBase, Reduction
 from .coverage import coverage_markdown
 from .figures import figure_files
 from .gallery import oracles_markdown, probes_markdown
-from .model_results import architectures_markdown, real_models_markdown
+from .model_results import architectures_markdown, quantised_markdown, real_models_markdown
 from .notebooks import notebook_files
 from .repository import ROOT
 from .settings_table import settings_table
@@ -228,6 +228,7 @@ def generated_files() -> dict[str, str]:
         ("docs/how-to/settings.md", "settings", settings_markdown()),
         ("docs/reference/compatibility.md", "monkeypatches", patches_markdown()),
         ("docs/models.md", "architectures", architectures_markdown()),
+        ("docs/models.md", "quantised", quantised_markdown()),
         ("docs/models.md", "real-models", real_models_markdown()),
         ("docs/models.md", "layouts", layouts_markdown()),
         ("docs/how-to/capture.md", "sites", sites_markdown()),

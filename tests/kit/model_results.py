@@ -2,7 +2,9 @@
 
 `make real` writes `tests/real/results.json` with `--real-results`. With `--architecture-results`,
 `make architectures` writes `tests/engine/architectures.json`, and a run of
-`tests/gpu/test_architectures.py` on a machine with a GPU `tests/gpu/architectures.json`.
+`tests/gpu/test_architectures.py` on a machine with a GPU `tests/gpu/architectures.json`. With
+`--quantised-results`, `tests/engine/test_quantised.py` and `tests/gpu/test_quantised.py` write
+`quantised.json` beside them.
 """
 
 from __future__ import annotations
@@ -21,16 +23,21 @@ import pytest
 
 from inspect_lens.spec import BLOCK_SITES
 
-from .architectures import CASES, Case
+from .architectures import CASES
+from .quantised_models import METHODS
 from .real_models import REAL_MODELS
 from .repository import ROOT
 
 __all__ = [
     "CHECK",
+    "COMPILED",
+    "HOOKED",
     "RESULTS",
+    "SERVED",
     "STEERED",
     "Results",
     "architectures_markdown",
+    "quantised_markdown",
     "real_models_markdown",
 ]
 
@@ -39,7 +46,11 @@ CHECK = "model-check"
 RESULTS = ROOT / "tests" / "real" / "results.json"
 ARCHITECTURES = ROOT / "tests" / "engine" / "architectures.json"
 ON_GPU = ROOT / "tests" / "gpu" / "architectures.json"
+QUANTISED = [ROOT / "tests" / folder / "quantised.json" for folder in ("engine", "gpu")]
 STEERED = "a steered stream"
+HOOKED = "rows of an eager hook"
+COMPILED = "compiled rows"
+SERVED = "probes, prefix cache, logit lens"
 _COLUMNS = {site: f"`{site}`" for site in BLOCK_SITES} | {STEERED: "steered"}
 
 
@@ -137,7 +148,7 @@ def architectures_markdown() -> str:
     for case in CASES:
         special = "; ".join(filter(None, (case.layout, case.remark)))
         cells = [
-            " / ".join(_state(run, case, what) for run in runs)
+            " / ".join(_state(run, case.name, what) for run in runs)
             if not case.refusal and what in (*case.sites, STEERED)
             else "refused"
             for what in _COLUMNS
@@ -155,6 +166,29 @@ def architectures_markdown() -> str:
     return "\n".join(lines)
 
 
+def quantised_markdown() -> str:
+    """The table of ways of quantising and checks, of a CPU and of a GPU."""
+    runs = [_run(file) for file in QUANTISED]
+    columns = {
+        HOOKED: "eager hook", COMPILED: "compiled", "mlp_out": "`mlp_out`",
+        "resid_post": "`resid_post`", STEERED: "steered", SERVED: SERVED,
+    }  # fmt: skip
+    lines = [f"| weights | recorded as | {' | '.join(columns.values())} |"]
+    lines.append("|---" * (2 + len(columns)) + "|")
+    for method in METHODS:
+        remark = f"; on CPUs {method.not_on_cpu}" if method.not_on_cpu else ""
+        cells = [" / ".join(_state(run, method.name, what) for run in runs) for what in columns]
+        field, value = "quantization", method.recorded
+        if method.kv_cache:
+            field, value = "kv_cache_dtype", method.kv_cache
+        recorded = f"`{field}={value}`"
+        lines.append(f"| {method.title}{remark} | {recorded} | {' | '.join(cells)} |")
+    for machine, run in zip(("a CPU", "a GPU"), runs, strict=True):
+        versions = ", ".join(f"{k} {v}" for k, v in run["environment"].items() if k != "machine")
+        lines.append(f"\nOn {machine}: {versions or 'not run yet'}.")
+    return "\n".join(lines)
+
+
 def _run(file: Path) -> dict[str, Any]:
     """What a file has; nothing if it was not written yet."""
     if not file.exists():
@@ -163,11 +197,11 @@ def _run(file: Path) -> dict[str, Any]:
     return found
 
 
-def _state(run: dict[str, Any], case: Case, what: str) -> str:
-    """What a run says of one check of an architecture: a ratio in bfloat16, else an error."""
-    found = run["checks"].get(what, {}).get(case.name)
+def _state(run: dict[str, Any], model: str, what: str) -> str:
+    """What a run says of one check of a model: a ratio in bfloat16, else an error."""
+    found = run["checks"].get(what, {}).get(model)
     if found is None:
-        has_failed = run.get("outcomes", {}).get(case.name, "").startswith("failed")
+        has_failed = run.get("outcomes", {}).get(model, "").startswith("failed")
         return "failed" if has_failed else "-"
     return f"{found['error']:.1f}x" if found["tolerance"] > 1 else _cell(found)
 

@@ -30,6 +30,7 @@ _SECONDS = {
     "tests/engine/test_unused.py": 96,
     "tests/engine/test_server_sinks.py": 90,
     "tests/engine/test_api_servers.py": 90,
+    "tests/engine/test_quantised.py": 80,
     "tests/engine/test_architectures.py": 90,
     "tests/engine/test_kills.py": 80,
     "tests/engine/test_soak.py": 80,
