@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from tests.kit.example_files import write_logs, write_published, write_sets
+from tests.kit.example_files import write_logs, write_nla, write_published, write_sets
 from tests.kit.repository import ROOT
 
 
@@ -31,7 +31,7 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def example_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`logs` and `acts`, as the reference says that examples find them."""
+    """`logs`, `acts` and `nla`, as the reference says that examples find them."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return _written(tmp_path_factory.mktemp("example_files"))
     # The processes of one run have this folder in common, and the first of them writes.
@@ -46,4 +46,5 @@ def example_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _written(folder: Path) -> Path:
     write_logs(folder / "logs")
     write_sets(folder / "acts")
+    write_nla(folder / "nla")
     return folder

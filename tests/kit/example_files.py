@@ -1,4 +1,4 @@
-"""What examples in docstrings find in the working directory: a log, and activation sets.
+"""What examples in docstrings find in the working directory: a log, activation sets, checkpoints.
 
 `logs/honesty.eval` is `evals/organism_deception` on eight samples, run by transformers in this
 process in the place of a server: the organism's own answers and activations, layers 3 to 5.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -17,6 +18,7 @@ from inspect_ai import eval
 from inspect_ai.event import ModelEvent
 from inspect_ai.log import write_eval_log
 from inspect_ai.model import ChatMessage, ModelOutput, ModelUsage
+from safetensors.numpy import save_file
 
 from evals.organism_deception import organism_deception
 from inspect_lens._intake import Payload, encode_file, join, write_file
@@ -27,9 +29,18 @@ from inspect_lens.train import ActivationSet
 
 from .planted_log import TOKENIZER, encode
 from .reference import HuggingFace
+from .repository import ROOT
 from .scripted import scripted_lens
 
-__all__ = ["LOG", "generate", "organism", "write_logs", "write_published", "write_sets"]
+__all__ = [
+    "LOG",
+    "generate",
+    "organism",
+    "write_logs",
+    "write_nla",
+    "write_published",
+    "write_sets",
+]
 
 LOG = "logs/honesty.eval"
 MODEL = "vllm-lens/organism/checkpoint"
@@ -55,6 +66,28 @@ def write_sets(folder: Path) -> None:
         if name == "control":
             data = data.subset(np.flatnonzero(~data.labels), name=name)
         data.save(folder / f"{name}.safetensors")
+
+
+def write_nla(folder: Path) -> None:
+    """Write the organism as both halves of a natural-language autoencoder, untrained for either.
+
+    Args:
+        folder: gets `av`, a verbaliser's `nla_meta.yaml`, and `ar`, a reconstructor's checkpoint.
+    """
+    both = {"kind": "nla_model", "d_model": 256, "extraction_layer_index": 5}
+    tokens = {
+        "injection_char": " ?", "injection_token_id": 266, "injection_left_neighbor_id": 349,
+        "injection_right_neighbor_id": 36,
+    }  # fmt: skip
+    prompt = "Who is the founder of the town{injection_char}?"
+    av = {"role": "av", "extraction": {"injection_scale": 9.0}, "tokens": tokens,
+          "prompt_templates": {"av": prompt}}  # fmt: skip
+    ar = {"role": "ar", "prompt_templates": {"ar": "Summary of {explanation}"}}
+    shutil.copytree(ROOT / "organism/checkpoint", folder / "ar")
+    save_file({"weight": np.eye(256, dtype=np.float32)}, folder / "ar/value_head.safetensors")
+    (folder / "av").mkdir()
+    for name, meta in (("av", av), ("ar", ar)):
+        (folder / name / "nla_meta.yaml").write_text(json.dumps(both | meta))
 
 
 def write_published(folder: Path) -> None:

@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from inspect_lens._base.artifact import with_interval
 from inspect_lens._base.shipped import model_path
 from inspect_lens._base.untrusted import parse_yaml
-from inspect_lens.collect import feed_again
+from inspect_lens.collect import collect_async, feed_again
+from inspect_lens.collect._collect import opened
 from inspect_lens.data import ActivationStore, ProbeDataset, load_dataset
 from inspect_lens.errors import ArtifactError, LensError, SpecError
 from inspect_lens.probe import (
@@ -477,9 +478,6 @@ async def _collect(
     model_args: dict[str, Any],
 ) -> dict[str, str]:
     """Collect every set through one model, whose server so starts once; none if all are there."""
-    from inspect_lens.collect import collect_async
-    from inspect_lens.collect._collect import opened
-
     stores: dict[str, str] = {}
     async with opened(model, 64, model_args) as live:
         for title, data in sets.items():

@@ -22,7 +22,7 @@ from ._output import (
     check_options_of,
     emit,
     examples,
-    finite,
+    number,
     out_folder,
     parse_layers,
     typed_command,
@@ -61,9 +61,7 @@ def fit(
         str, typer.Option(help="'all' (but the last), or numbers such as 8,10-14.")
     ] = "all",
     steps: Annotated[int, typer.Option(min=1, help="tuned only: number of batches.")] = 250,
-    lr: Annotated[
-        float, typer.Option(min=0, callback=finite, help="tuned only: learning rate at the start.")
-    ] = 1e-3,
+    lr: Annotated[float, number("tuned only: learning rate at the start.", min=0)] = 1e-3,
     batch: Annotated[int, typer.Option(min=1, help="tuned only: texts per batch.")] = 16,
     block: Annotated[
         int, typer.Option(min=1, help="jacobian only: rows of the matrix at once.")

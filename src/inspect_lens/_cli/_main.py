@@ -198,7 +198,11 @@ def _told(error: Exception) -> Exception:
     """An error of another library as one of ours; any other as it is."""
     kind = type(error).__name__
     if isinstance(error, ModuleNotFoundError) and _exit_code(error) is not None:
-        return _missing(error)
+        package = (error.name or "").partition(".")[0]
+        return UnsupportedError(
+            f"this command needs the package {package!r}, which is not installed; the extra "
+            f"{EXTRAS[package]!r} brings it: {install_extra(EXTRAS[package])}"
+        )
     if isinstance(error, ValidationError):  # of a card or a recipe that options make
         from inspect_lens.spec import explain
 
@@ -231,12 +235,3 @@ def _exit_code(error: Exception) -> int | None:
         (Interrupted, _INTERRUPTED),
     )  # fmt: skip
     return next((code for kind, code in by_kind if isinstance(error, kind)), None)
-
-
-def _missing(error: ModuleNotFoundError) -> UnsupportedError:
-    package = (error.name or "").partition(".")[0]
-    extra = EXTRAS[package]
-    return UnsupportedError(
-        f"this command needs the package {package!r}, which is not installed; the extra {extra!r} "
-        f"brings it: {install_extra(extra)}"
-    )

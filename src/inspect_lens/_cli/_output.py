@@ -21,20 +21,16 @@ import typer.core
 
 from inspect_lens._base.artifact import with_interval
 from inspect_lens.errors import ArtifactError, SpecError
-from inspect_lens.probe import (
-    AnyProbe,
-    Baseline,
-    Evaluation,
-    Transfer,
-    Validity,
-    format_p_value,
-)
+from inspect_lens.probe import AnyProbe, Baseline, Evaluation, Transfer, Validity, format_p_value
 from inspect_lens.vector import Vector
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Layers = Annotated[str, typer.Option(help="'all', or numbers such as 8,10-14.")]
 BaseUrl = Annotated[
     str, typer.Option(help="Address of a running server, such as http://localhost:8000.")
+]
+AnyModel = Annotated[
+    bool, typer.Option("--any-model", help="Accept a store of another model, to measure transfer.")
 ]
 AllowSeen = Annotated[
     bool,
@@ -92,6 +88,11 @@ def finite(param: typer.CallbackParam, value: float | None) -> float | None:
     if value is not None and not math.isfinite(value):
         raise SpecError(f"{max(param.opts, key=len)}={value}; allowed is a finite number")
     return value
+
+
+def number(help: str, *, min: float | None = None, max: float | None = None) -> Any:
+    """The option of a finite number."""
+    return typer.Option(help=help, callback=finite, min=min, max=max)
 
 
 def out_folder(help: str) -> Any:
@@ -343,15 +344,8 @@ def parse_layers(value: str, *, none: bool = False) -> Any:
         return value
     layers: list[int] = []
     for part in value.split(","):
-        first, dash, last = part.strip().partition("-")
-        found = range(0)
-        if (
-            first.isdecimal()
-            and len(first) < 6
-            and (not dash or last.isdecimal())
-            and len(last) < 6
-        ):
-            found = range(int(first), int(last or first) + 1)
+        told = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", part.strip())
+        found = range(int(told[1]), int(told[2] or told[1]) + 1) if told else ()
         if not found:
             words = "'all', 'none'" if none else "'all'"
             raise SpecError(f"layers={value!r}; allowed are {words} and numbers such as 8,10-14")
@@ -386,8 +380,6 @@ CHOSEN_HERE: Final = (
     "* was chosen on the samples that its row is measured on, so its figures are too high: measure "
     "it on held-out ones."
 )
-
-
 TIED_HERE: Final = (
     "~ is not shown to be worse than the best: these samples do not tell which of them is better."
 )

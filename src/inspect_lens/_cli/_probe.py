@@ -12,18 +12,13 @@ import typer
 
 from inspect_lens._base.artifact import with_interval
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import (
-    FOLLOWED_FLOOR,
-    RECALL_FLOOR,
-    FitRows,
-    LabelSource,
-    ProbabilityMap,
-)
+from inspect_lens.probe import FOLLOWED_FLOOR, RECALL_FLOOR, FitRows, LabelSource, ProbabilityMap
 from inspect_lens.spec import PositionName
 
 from ._choices import Family, LieDetector, SelectBy
 from ._output import (
     AllowSeen,
+    AnyModel,
     BaseUrl,
     CommandGroup,
     Json,
@@ -32,8 +27,8 @@ from ._output import (
     check_recipe_options,
     emit,
     examples,
-    finite,
     kept_fits,
+    number,
     on_interrupt,
     out_folder,
     parse_layers,
@@ -60,13 +55,8 @@ ServedModel = Annotated[
     ),
 ]
 Concurrency = Annotated[int, typer.Option(min=1, help="Requests at the same time.")]
-Fpr = Annotated[
-    float, typer.Option(callback=finite, help="False positive rate that the threshold allows.")
-]
+Fpr = Annotated[float, number("False positive rate that the threshold allows.")]
 Resamples = Annotated[int, typer.Option(min=0, help="Bootstrap draws; 0 leaves the bootstrap out.")]
-AnyModel = Annotated[
-    bool, typer.Option("--any-model", help="Accept a store of another model, to measure transfer.")
-]
 _EVERY_FAMILY: Final = f"{', '.join(Family)}."
 FAMILY: Final = typer.Option(metavar="FAMILY", help=f"Kind of probe: {_EVERY_FAMILY}")
 FAMILIES: Final = typer.Option(
@@ -81,15 +71,9 @@ ModelArgs = Annotated[
         help="Argument of the provider, such as max_model_len=4096. Repeatable.",
     ),
 ]
-Memory = Annotated[
-    float,
-    typer.Option(
-        callback=finite, help="Memory in GB, plus 0.4 for imports; larger sets stay on disk."
-    ),
-]
+Memory = Annotated[float, number("Memory in GB, plus 0.4 for imports; larger sets stay on disk.")]
 Resume = Annotated[
-    str,
-    out_folder("Folder for finished fits of large stores, so that a stopped run continues."),
+    str, out_folder("Folder for finished fits of large stores, so that a stopped run continues.")
 ]
 Tokenizer = Annotated[
     str,
@@ -132,9 +116,7 @@ def collect(
     layers: Layers = "all",
     positions: Annotated[PositionName, typer.Option(help="Tokens to keep.")] = "completion",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
-    temperature: Annotated[
-        float, typer.Option(min=0, callback=finite, help="Temperature of sampling.")
-    ] = 0.0,
+    temperature: Annotated[float, number("Temperature of sampling.", min=0)] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     concurrency: Concurrency = 64,
     shard_samples: Annotated[
@@ -212,22 +194,15 @@ def train(
         SelectBy, typer.Option(help="What chooses the layer; recall is that at --fpr.")
     ] = "recall",
     recall_floor: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            max=1,
-            callback=finite,
-            help="Recall at the threshold below which the card warns.",
-        ),
+        float, number("Recall at the threshold below which the card warns.", min=0, max=1)
     ] = RECALL_FLOOR,
     behaviour_floor: Annotated[
         float,
-        typer.Option(
+        number(
+            "Least share of answers that do what an instruction to be honest or to lie asks, "
+            "where labels come from it; 0 asks for nothing.",
             min=0,
             max=1,
-            callback=finite,
-            help="Least share of answers that do what an instruction to be honest or to lie asks, "
-            "where labels come from it; 0 asks for nothing.",
         ),
     ] = FOLLOWED_FLOOR,
     allow_few: Annotated[bool, typer.Option(help="Accept a small control set.")] = False,
@@ -488,9 +463,7 @@ def sweep(
     train_store: Annotated[str, typer.Option("--train", help="Store to train on.")],
     selection: Annotated[str, typer.Option(help="Store to compare on; not your test set.")] = "",
     control: Annotated[str, typer.Option(help="Harmless samples: choose by recall.")] = "",
-    fpr: Annotated[
-        float, typer.Option(callback=finite, help="False positive rate of the recall.")
-    ] = 0.01,
+    fpr: Annotated[float, number("False positive rate of the recall.")] = 0.01,
     family: Annotated[list[Family] | None, FAMILIES] = None,
     layers: Layers = "all",
     rows: Rows = None,

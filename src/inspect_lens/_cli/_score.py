@@ -21,8 +21,8 @@ from ._output import (
     BaseUrl,
     Json,
     emit,
-    finite,
     in_shell_words,
+    number,
     parse_layers,
     reaching,
     there_already,
@@ -207,7 +207,7 @@ def _said(
     threshold = reader.threshold.value if reader.threshold else None
     if threshold is None:
         means = "The card has no threshold for this pool and these tokens, so no rate is known."
-    elif all(_holds(s) for s in read):
+    elif all((s.metadata or {}).get("fpr") is not None for s in read):
         differs = (d for s in read for d in (s.metadata or {}).get("computed_with", ()))
         means = promise(reader, threshold, differences=list(dict.fromkeys(differs))).text
     else:
@@ -221,18 +221,13 @@ def _said(
         "sources": sorted({str((s.metadata or {})["source"]) for s in read}),
         "threshold": threshold,
         "n_above": sum(s.answer == "above threshold" for s in read),
-        "metrics": {key: _known(metric.value) for key, metric in metrics.items()},
+        # JSON has no NaN, which a metric is that cannot be computed.
+        "metrics": {
+            key: None if math.isnan(metric.value) else float(metric.value)
+            for key, metric in metrics.items()
+        },
         "means": means,
     }  # fmt: skip
-
-
-def _known(value: float) -> float | None:
-    """JSON has no NaN, which a metric is that cannot be computed."""
-    return None if math.isnan(value) else float(value)
-
-
-def _holds(score: Score) -> bool:
-    return (score.metadata or {}).get("fpr") is not None
 
 
 def view(
@@ -306,10 +301,7 @@ def chat(
         str, typer.Option(help="Steering vector: its name on the server, or one to register there.")
     ] = "",
     scale: Annotated[
-        float | None,
-        typer.Option(
-            callback=finite, help="Scale of the vector to begin with; its own by default."
-        ),
+        float | None, number("Scale of the vector to begin with; its own by default.")
     ] = None,
     api_key: Annotated[str, typer.Option(help="Key of the server; VLLM_API_KEY by default.")] = "",
     port: Annotated[

@@ -107,12 +107,11 @@ def judged_set(probe: AnyProbe, uri: str, *, any_model: bool, tokenizer: str = "
 def refuse_other_model(made: AnyProbe | Vector, uri: str, *, any_model: bool) -> None:
     """A store of another model than that of a probe or a vector; nothing of its rows is read."""
     ours, theirs = made.card.model, manifest_of(uri)["model"]
-    known = ours is not None and ours.sha256 and theirs["sha256"]
-    other = ours is not None and (
-        ours.sha256 != theirs["sha256"] if known else ours.name != theirs["name"]
-    )
-    if other and not any_model:
-        assert ours is not None
+    if ours is None or any_model:
+        return
+    known = ours.sha256 and theirs["sha256"]
+    is_same = ours.sha256 == theirs["sha256"] if known else ours.name == theirs["name"]
+    if not is_same:
         raise ArtifactError(
             f"{uri}: activations of {theirs['name']!r}; {made.name!r} belongs to "
             f"{ours.name!r}; allowed is that model; collect there, or pass --any-model"
@@ -123,8 +122,7 @@ def refuse_other_source(probe: AnyProbe, uri: str, *, any_model: bool) -> None:
     """A store of another model, or without the probe's layers; nothing of its rows is read."""
     refuse_other_model(probe, uri, any_model=any_model)
     captured = manifest_of(uri)["layers"]
-    missing = [layer for layer in probe.layers if layer not in captured]
-    if missing:
+    if missing := [layer for layer in probe.layers if layer not in captured]:
         raise ArtifactError(
             f"{uri}: layer {missing[0]} was not captured, only {list(captured)}; probe "
             f"{probe.name!r} reads {list(probe.layers)}; collect these layers"
@@ -158,11 +156,8 @@ def refuse_shared_texts(
     `group`, `id` and `content` are not enough: these always differ where a text is told in other
     words, and the first is what every set is kept apart by.
     """
-    if (
-        groups[0]
-        and groups[0] == groups[1]
-        and disjoint.get(name, "group") in ("group", "id", "content")
-    ):
+    is_shared = bool(groups[0]) and groups[0] == groups[1]
+    if is_shared and disjoint.get(name, "group") in ("group", "id", "content"):
         apart = _columns_apart(columns)
         advice = f"as in --disjoint {name}={apart[0]}" if apart else "and these sets have none"
         more = f" (or {', '.join(apart[1:])})" if apart[1:] else ""

@@ -16,12 +16,13 @@ from ._choices import VectorMethod as Method
 from ._output import (
     CHOSEN_HERE,
     AllowSeen,
+    AnyModel,
     CommandGroup,
     Json,
     Layers,
     emit,
     examples,
-    finite,
+    number,
     out_folder,
     parse_layers,
     seen,
@@ -42,6 +43,7 @@ vector_app = typer.Typer(
 Rows = Annotated[
     str, typer.Option(help="Rows of a sample: tokens, mean, last, or an index such as -2.")
 ]
+Description = Annotated[str, typer.Option(help="What a positive scale does, for the card.")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of pairs, splits and random directions.")]
 
 
@@ -64,9 +66,7 @@ def extract(
     layer: Annotated[
         int, typer.Option(min=-1, help="Layer to steer at; -1 chooses the best one.")
     ] = -1,
-    description: Annotated[
-        str, typer.Option(help="What a positive scale does, for the card.")
-    ] = "",
+    description: Description = "",
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
@@ -112,9 +112,7 @@ def evaluate(
     store: Annotated[list[str], typer.Argument(help="Stores with both classes.")],
     rows: Rows = "mean",
     seed: Seed = 0,
-    any_model: Annotated[
-        bool, typer.Option("--any-model", help="Accept a store of another model.")
-    ] = False,
+    any_model: AnyModel = False,
     allow_seen: AllowSeen = False,
     as_json: Json = False,
 ) -> None:
@@ -157,8 +155,7 @@ def sweep(
     train_store: Annotated[str, typer.Option("--train", help="Store to find directions in.")],
     selection: Annotated[str, typer.Option(help="Store to compare on; not your test set.")] = "",
     method: Annotated[
-        list[Method] | None,
-        typer.Option(help="Method to compare. Repeatable; all by default."),
+        list[Method] | None, typer.Option(help="Method to compare. Repeatable; all by default.")
     ] = None,
     rows: Rows = "",
     layers: Layers = "all",
@@ -203,9 +200,7 @@ def import_(
         int, typer.Option(min=-1, help="Layer (from 0), if the file names none.")
     ] = -1,
     concept: Annotated[int, typer.Option(min=-1, help="axbench only: the row to take.")] = -1,
-    description: Annotated[
-        str, typer.Option(help="What a positive scale does, for the card.")
-    ] = "",
+    description: Description = "",
     as_json: Json = False,
 ) -> None:
     """Read a vector of another tool: repeng, steering-vectors, persona, CAST, IBM, AxBench."""
@@ -237,8 +232,7 @@ def export(
         int, typer.Option(min=0, help="persona only: number of layers of the model.")
     ] = 0,
     avg_proj: Annotated[
-        float | None,
-        typer.Option(callback=finite, help="ibm only: value that the projection is set to."),
+        float | None, number("ibm only: value that the projection is set to.")
     ] = None,
     as_json: Json = False,
 ) -> None:

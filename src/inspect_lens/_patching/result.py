@@ -74,9 +74,6 @@ class _Saved:
         Args:
             form: the JSON value.
 
-        Returns:
-            The result.
-
         Raises:
             ArtifactError: it is something else.
         """
@@ -176,9 +173,6 @@ class PatchSweep(_Saved):
         Args:
             layers: among these; all by default.
 
-        Returns:
-            The cell.
-
         Raises:
             SpecError: a layer that was not swept.
         """
@@ -189,13 +183,10 @@ class PatchSweep(_Saved):
         )
 
     def figure(self, title: str = "") -> bytes:
-        """Heat map of `recovered`, layers upwards and tokens to the right; grey is not above floor.
+        """Heat map as PNG of `recovered`: layers upwards, tokens to the right, grey below floor.
 
         Args:
             title: above the map.
-
-        Returns:
-            PNG.
 
         Raises:
             LensError: matplotlib is not installed.
@@ -293,13 +284,10 @@ class CausalTrace(_Saved):
         return PatchCell(self.layers[i], self.positions[j], value, share)
 
     def figure(self, title: str = "") -> bytes:
-        """Heat map of `effect`; grey where its interval has 0, and subject tokens have a star.
+        """Heat map as PNG of `effect`; grey where its interval has 0; subject tokens have a star.
 
         Args:
             title: above the map.
-
-        Returns:
-            PNG.
 
         Raises:
             LensError: matplotlib is not installed.

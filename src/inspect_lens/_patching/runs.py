@@ -95,11 +95,8 @@ def _unequal(
     first: int,
     texts: tuple[Sequence[str], Sequence[str]] | None,
 ) -> str:
-    tail = 0
-    while (
-        tail < min(len(clean), len(corrupted)) - first and clean[-1 - tail] == corrupted[-1 - tail]
-    ):
-        tail += 1
+    rest = min(len(clean), len(corrupted)) - first
+    tail = next((i for i in range(rest) if clean[-1 - i] != corrupted[-1 - i]), rest)
     pair = texts or ([f"{i}" for i in clean], [f"{i}" for i in corrupted])
     parts = []
     for name, ids, pieces in (("clean", clean, pair[0]), ("corrupted", corrupted, pair[1])):

@@ -259,13 +259,11 @@ def _check_prompt(prompt: Prompt, name: str) -> None:
 def to_body(spec: SweepSpec, model: str) -> dict[str, Any]:
     """The body that asks a server for a sweep."""
     rows = None if spec.rows is None else encode_tensor(as_tensor_data(spec.rows))
-    return {
+    given = {each.name: getattr(spec, each.name) for each in fields(spec) if each.name != "site"}
+    return given | {
         "model": model, "clean": _plain(spec.clean), "corrupted": _plain(spec.corrupted),
-        "answer": spec.answer, "foil": spec.foil, "sites": [spec.site],
-        "layers": _listed(spec.layers), "positions": _listed(spec.positions),
-        "source": spec.source, "rows": rows, "alpha": float(spec.alpha), "window": spec.window,
-        "align": spec.align, "floor_runs": spec.floor_runs,
-        "in_flight": spec.in_flight,
+        "sites": [spec.site], "layers": _listed(spec.layers), "rows": rows,
+        "positions": _listed(spec.positions), "alpha": float(spec.alpha),
     }  # fmt: skip
 
 

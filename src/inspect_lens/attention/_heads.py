@@ -63,18 +63,7 @@ class HeadsFound(Value):
 
 
 class AttentionHeads(Value):
-    """Chosen heads of a model, with what chose them, and a threshold where one was set.
-
-    Example:
-        ```python
-        from inspect_lens.attention import AttentionHeads, load_heads
-
-        heads = AttentionHeads(method="core", model="my/model", heads=[(12, 11), (9, 26)])
-        assert heads.layers == (9, 12)
-        heads.save("heads/my/core.json")
-        assert load_heads("my/core") == heads
-        ```
-    """
+    """Chosen heads of a model, with what chose them, and a threshold where one was set."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -188,16 +177,13 @@ def _published(name: str, method: str | None) -> AttentionHeads:
 
 @judged_arguments
 def import_heads(path: str | Path, *, model: str = "", top: int = 8) -> AttentionHeads:
-    """Read a list of heads that another tool wrote.
+    """Read a list of heads that another tool wrote; it has no threshold.
 
     Args:
         path: a configuration of Attention Tracker or of IBM's vLLM-Hook, which has
             `params.important_heads`; or the scores of CoRe heads, `{"layer-head": score}`.
         model: name of the model, where the file does not say it.
         top: heads to take from scores, the best first.
-
-    Returns:
-        The list, without a threshold.
 
     Raises:
         ArtifactError: the file is none of these.
@@ -547,7 +533,7 @@ def contrastive_scores(
 def find_core_heads(
     scores: ArrayLike, heads: Sequence[Head], *, top: int = 8, model: str = "", data: str = ""
 ) -> AttentionHeads:
-    """Choose the heads that tell relevant documents best.
+    """Choose the heads that tell relevant documents best, the best first.
 
     Args:
         scores: (prompts, heads) `contrastive_scores` of prompts with known relevant documents.
@@ -555,9 +541,6 @@ def find_core_heads(
         top: how many to take; the paper takes 8.
         model: name of the model.
         data: name of the prompts.
-
-    Returns:
-        The heads, the best first.
 
     Raises:
         SpecError: shapes that do not fit, NaN, or another number of heads than there are.

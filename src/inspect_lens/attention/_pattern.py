@@ -22,18 +22,7 @@ _LATENT: Final = ("kv_lora_rank", "use_mla")
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionFacts:
-    """Settings of one attention layer that its pattern needs beside queries and keys.
-
-    Example:
-        ```python
-        from inspect_lens.attention import AttentionFacts
-
-        meta = {"scale": 0.125, "num_heads": 4, "num_kv_heads": 2, "head_size": 64}
-        facts = AttentionFacts.of(meta | {"sliding_window": [4095, 0]})
-        assert facts.window == (4095, 0)
-        assert facts.kv_head(3) == 1
-        ```
-    """
+    """Settings of one attention layer that its pattern needs beside queries and keys."""
 
     scale: float
     """Factor of the products of queries and keys."""
@@ -194,40 +183,6 @@ def attention_patterns(
     return found
 
 
-def sums_over(
-    q: NDArray[np.floating[Any]],
-    k: NDArray[np.floating[Any]],
-    facts: AttentionFacts,
-    heads: Sequence[int],
-    queries: Sequence[int] | None,
-    spans: Sequence[Span],
-) -> NDArray[np.float32]:
-    """(heads, queries, spans) sums of the pattern over ranges of keys."""
-    asked = _asked(q, k, facts, heads, queries)
-    found = np.zeros((len(asked.heads), len(asked.queries), len(spans)), dtype=np.float32)
-    for i, rows, weights in _blocks(q, k, asked):
-        for j, (first, stop) in enumerate(spans):
-            found[i, rows, j] = weights[:, first:stop].sum(axis=1)
-    return found
-
-
-def mean_over(
-    q: NDArray[np.floating[Any]],
-    k: NDArray[np.floating[Any]],
-    facts: AttentionFacts,
-    heads: Sequence[int],
-    queries: Sequence[int] | None,
-) -> NDArray[np.float32]:
-    """(heads, keys) mean of the pattern over queries."""
-    asked = _asked(q, k, facts, heads, queries)
-    if not len(asked.queries):
-        raise SpecError("queries: none; a mean needs one at least")
-    found = np.zeros((len(asked.heads), len(k)), dtype=np.float64)
-    for i, _, weights in _blocks(q, k, asked):
-        found[i] += weights.sum(axis=0, dtype=np.float64)
-    return (found / len(asked.queries)).astype(np.float32)
-
-
 def check_span(span: Span, n_tokens: int) -> None:
     """Refuse a range that is empty or outside the tokens."""
     first, stop = span
@@ -335,9 +290,7 @@ def _softmax(
     return logits
 
 
-_Compute = Callable[
-    [NDArray[np.float32], NDArray[np.float32], AttentionFacts, list[int]], NDArray[np.float32]
-]
+_Rows = NDArray[np.float32]
 
 Head = tuple[int, int]
 """An attention head as (layer, query head), both counted from 0."""
@@ -345,27 +298,7 @@ Head = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class QueriesKeys:
-    """Queries and keys of some layers of one call: patterns of chosen heads and positions.
-
-    Example:
-        ```python
-        import numpy as np
-
-        from inspect_lens.attention import QueriesKeys
-
-        rng = np.random.default_rng(0)
-        made = QueriesKeys.of(
-            {
-                "attn_q": rng.standard_normal((2, 6, 4, 8), dtype=np.float32),
-                "attn_k": rng.standard_normal((2, 6, 2, 8), dtype=np.float32),
-                "qk_layers": [3, 7],
-                "qk_meta": [{"scale": 0.35, "num_heads": 4, "num_kv_heads": 2, "head_size": 8}] * 2,
-            }
-        )
-        assert made.patterns(7, heads=[1], queries=[-1]).shape == (1, 1, 6)
-        assert made.attention_to([(3, 0), (7, 1)], [(0, 2)], queries=[-1]).shape == (2, 1, 1)
-        ```
-    """
+    """Queries and keys of some layers of one call: patterns of chosen heads and positions."""
 
     layers: tuple[int, ...]
     """Ascending."""
@@ -498,9 +431,15 @@ class QueriesKeys:
         """
         for span in spans:
             check_span(span, self.n_tokens)
-        return self._of_heads(
-            heads, lambda q, k, facts, own: sums_over(q, k, facts, own, queries, spans)
-        )
+
+        def sums(q: _Rows, k: _Rows, asked: _Asked) -> _Rows:
+            found = np.zeros((len(asked.heads), len(asked.queries), len(spans)), np.float32)
+            for i, rows, weights in _blocks(q, k, asked):
+                for j, (first, stop) in enumerate(spans):
+                    found[i, rows, j] = weights[:, first:stop].sum(axis=1)
+            return found
+
+        return self._of_heads(heads, queries, sums)
 
     def mean_attention(
         self, heads: Sequence[Head], *, queries: Sequence[int] | None = None
@@ -517,7 +456,16 @@ class QueriesKeys:
         Raises:
             SpecError: a layer, head or position is not there.
         """
-        return self._of_heads(heads, lambda q, k, facts, own: mean_over(q, k, facts, own, queries))
+
+        def mean(q: _Rows, k: _Rows, asked: _Asked) -> _Rows:
+            if not len(asked.queries):
+                raise SpecError("queries: none; a mean needs one at least")
+            found = np.zeros((len(asked.heads), len(k)), dtype=np.float64)
+            for i, _, weights in _blocks(q, k, asked):
+                found[i] += weights.sum(axis=0, dtype=np.float64)
+            return (found / len(asked.queries)).astype(np.float32)
+
+        return self._of_heads(heads, queries, mean)
 
     def all_heads(self) -> tuple[Head, ...]:
         """List every captured (layer, head), in order."""
@@ -526,7 +474,12 @@ class QueriesKeys:
         pairs = zip(self.layers, self.facts, strict=True)
         return tuple((layer, head) for layer, facts in pairs for head in range(facts.num_heads))
 
-    def _of_heads(self, heads: Sequence[Head], compute: _Compute) -> NDArray[np.float32]:
+    def _of_heads(
+        self,
+        heads: Sequence[Head],
+        queries: Sequence[int] | None,
+        compute: Callable[[_Rows, _Rows, _Asked], _Rows],
+    ) -> _Rows:
         """One computation per layer, with the results in the order of the heads."""
         if not heads:
             raise SpecError("heads: none; name (layer, head) pairs")
@@ -535,11 +488,11 @@ class QueriesKeys:
             own = by_layer.setdefault(layer, [])
             if head not in own:
                 own.append(head)
-        found = {layer: compute(*self._layer(layer, own), own) for layer, own in by_layer.items()}
-        rows: NDArray[np.float32] = np.stack(
-            [found[layer][by_layer[layer].index(head)] for layer, head in heads]
-        )
-        return rows
+        found = {}
+        for layer, own in by_layer.items():
+            q, k, facts = self._layer(layer, own)
+            found[layer] = compute(q, k, _asked(q, k, facts, own, queries))
+        return np.stack([found[layer][by_layer[layer].index(head)] for layer, head in heads])
 
     def _layer(
         self, layer: int, heads: Sequence[int]

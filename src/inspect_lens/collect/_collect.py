@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -140,13 +140,8 @@ async def computing_facts(model: Model) -> CaptureFacts:
 
         from inspect_lens.collect import computing_facts
 
-
-        async def main() -> None:
-            facts = await computing_facts(get_model("vllm-lens/organism/checkpoint"))
-            assert facts.engine.startswith("vllm ")
-
-
-        anyio.run(main)
+        facts = anyio.run(computing_facts, get_model("vllm-lens/organism/checkpoint"))
+        assert facts.engine.startswith("vllm ")
         ```
     """
     tell = getattr(model.api, "describe_server", None)
@@ -251,14 +246,8 @@ def collect(
         from inspect_lens.data import load_dataset
 
         data = load_dataset("organism", path="organism/data/probe_train.jsonl", limit=4)
-        store = collect(
-            "vllm-lens/organism/checkpoint",
-            data,
-            "acts/four",
-            layers=[4],
-            max_tokens=8,
-            progress=False,
-        )
+        model = "vllm-lens/organism/checkpoint"
+        store = collect(model, data, "acts/four", layers=[4], max_tokens=8, progress=False)
         assert len(store) == 4
         ```
     """
@@ -314,22 +303,17 @@ async def collect_async(
     Example:
         <!-- test: server -->
         ```python
+        from functools import partial
+
         import anyio
 
         from inspect_lens.collect import collect_async
         from inspect_lens.data import load_dataset
 
-
-        async def main() -> None:
-            data = load_dataset("organism", path="organism/data/probe_train.jsonl", limit=4)
-            model = "vllm-lens/organism/checkpoint"
-            store = await collect_async(
-                model, data, "acts/four", layers=[4], max_tokens=8, progress=False
-            )
-            assert store.layers == (4,)
-
-
-        anyio.run(main)
+        data = load_dataset("organism", path="organism/data/probe_train.jsonl", limit=4)
+        run = partial(collect_async, layers=[4], max_tokens=8, progress=False)
+        store = anyio.run(run, "vllm-lens/organism/checkpoint", data, "acts/four")
+        assert store.layers == (4,)
         ```
     """
     how = request_of(
@@ -343,22 +327,18 @@ async def collect_async(
     with claimed(uri, plan):
         if read_whole(f"{uri}/{MANIFEST}") is not None:
             return ActivationStore.open(uri)
-        mark = _mark(plan)
-        todo = [k for k in _shards(dataset, shard_samples) if _facts(uri, k, mark) is None]
+        todo = [k for k in _shards(plan) if _facts(uri, k, plan) is None]
         if todo:
             total = len(dataset)
-            done = total - sum(len(_span(k, shard_samples, total)) for k in todo)
+            done = total - sum(len(_span(k, plan)) for k in todo)
             async with opened(model, concurrency, model_args) as live:
                 facts = await reached(live)
                 with progress_bar(
                     dataset.name, total=total, done=done, show=progress, at_once=concurrency
                 ) as tick:
-                    work = _Work(
-                        live, dataset, how, uri, plan, shard_samples, concurrency, on_error, tick,
-                        facts,
-                    )  # fmt: skip
+                    work = _Work(live, dataset, how, uri, plan, concurrency, on_error, tick, facts)
                     await work.run(todo)
-    return finish(uri, plan, dataset, shard_samples)
+    return finish(uri, plan)
 
 
 @asynccontextmanager
@@ -389,7 +369,6 @@ class _Work:
     how: Request
     uri: str
     plan: dict[str, Any]
-    shard_samples: int
     concurrency: int
     on_error: str
     tick: Callable[[], None]
@@ -398,14 +377,15 @@ class _Work:
 
     async def run(self, todo: list[int]) -> None:
         """Capture and write the given shards."""
-        open_shards = anyio.Semaphore(_AHEAD + -(-self.concurrency // self.shard_samples))
+        of_requests = -(-self.concurrency // self.plan["shard_samples"])
+        open_shards = anyio.Semaphore(_AHEAD + of_requests)
         requests = anyio.Semaphore(self.concurrency)
         try:
             async with anyio.create_task_group() as tasks:
                 for k in todo:
                     await open_shards.acquire()
                     self.done[k] = {}
-                    for index in _span(k, self.shard_samples, len(self.dataset)):
+                    for index in _span(k, self.plan):
                         await requests.acquire()
                         tasks.start_soon(self._one, k, index, requests, open_shards)
         except BaseExceptionGroup as group:
@@ -422,7 +402,7 @@ class _Work:
         samples = self.done[k]
         samples[index] = captured
         self.tick()
-        if len(samples) == len(_span(k, self.shard_samples, len(self.dataset))):
+        if len(samples) == len(_span(k, self.plan)):
             del self.done[k]
             ordered = [samples[i] for i in sorted(samples)]
             await anyio.to_thread.run_sync(
@@ -502,23 +482,24 @@ def _claim(uri: str, plan: dict[str, Any]) -> bool:
     return False
 
 
-def _shards(dataset: ProbeDataset, shard_samples: int) -> Iterable[int]:
-    return range(-(-len(dataset) // shard_samples))
+def _shards(plan: dict[str, Any]) -> range:
+    return range(-(-plan["dataset"]["n_samples"] // plan["shard_samples"]))
 
 
-def _span(k: int, shard_samples: int, total: int) -> range:
-    return range(k * shard_samples, min((k + 1) * shard_samples, total))
+def _span(k: int, plan: dict[str, Any]) -> range:
+    size = plan["shard_samples"]
+    return range(k * size, min((k + 1) * size, plan["dataset"]["n_samples"]))
 
 
 def _file(k: int) -> str:
     return f"shard-{k:05d}.safetensors"
 
 
-def _facts(uri: str, k: int, mark: str) -> dict[str, Any] | None:
+def _facts(uri: str, k: int, plan: dict[str, Any]) -> dict[str, Any] | None:
     """Facts of a finished shard; they are written after it."""
     content = read_whole(f"{uri}/shard-{k:05d}.json")
     made: dict[str, Any] | None = None if content is None else parse_json(content)
-    if made is not None and made.get("plan") != mark:
+    if made is not None and made.get("plan") != _mark(plan):
         raise SpecError(
             f"out={uri!r}: {_file(k)} is of a run with other settings; allowed is one run in a "
             "folder; use another folder, or delete this one"
@@ -528,10 +509,7 @@ def _facts(uri: str, k: int, mark: str) -> dict[str, Any] | None:
 
 def _finished(uri: str, plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Facts of the shards of a plan that are finished."""
-    mark = _mark(plan)
-    for k in range(-(-plan["dataset"]["n_samples"] // plan["shard_samples"])):
-        if (facts := _facts(uri, k, mark)) is not None:
-            yield facts
+    return (made for k in _shards(plan) if (made := _facts(uri, k, plan)) is not None)
 
 
 def n_kept(uri: str) -> int:
@@ -546,21 +524,17 @@ def write_shard(
     uri: str, k: int, plan: dict[str, Any], samples: list[Captured], capture: CaptureFacts
 ) -> None:
     """Write a shard, and then its facts."""
-    mark = _mark(plan)
-    _facts(uri, k, mark)
+    _facts(uri, k, plan)
     content = encode_shard(samples)
     write_whole(f"{uri}/{_file(k)}", content)
     facts = shard_facts(_file(k), hashlib.sha256(content).hexdigest(), samples)
-    facts |= {"plan": mark, "computed_with": capture.model_dump(exclude_defaults=True)}
+    facts |= {"plan": _mark(plan), "computed_with": capture.model_dump(exclude_defaults=True)}
     write_whole(f"{uri}/shard-{k:05d}.json", to_json(facts))
 
 
-def finish(
-    uri: str, plan: dict[str, Any], dataset: ProbeDataset, shard_samples: int
-) -> ActivationStore:
+def finish(uri: str, plan: dict[str, Any]) -> ActivationStore:
     """Write the manifest out of the facts of all shards."""
-    mark = _mark(plan)
-    shards = [_facts(uri, k, mark) or {} for k in _shards(dataset, shard_samples)]
+    shards = [_facts(uri, k, plan) or {} for k in _shards(plan)]
     full = [s for s in shards if s["n_rows"]]
     kinds = {(tuple(s["layers"]), s["hidden"], s["dtype"]) for s in full}
     if len(kinds) != 1:

@@ -55,9 +55,6 @@ async def feed_again(
         progress: show a bar on a terminal.
         model_args: for `get_model`, such as `base_url`.
 
-    Returns:
-        The rows in the order of the samples, and what computed them.
-
     Raises:
         SpecError: a sample has no rows, `concurrency` is below 1, or the model's name is wrong.
         UnsupportedError: the model's provider cannot.
@@ -66,6 +63,8 @@ async def feed_again(
     Example:
         <!-- test: server -->
         ```python
+        from functools import partial
+
         import anyio
 
         from inspect_lens.collect import collect, feed_again
@@ -74,14 +73,9 @@ async def feed_again(
         data = load_dataset("organism", path="organism/data/probe_train.jsonl", limit=4)
         model = "vllm-lens/organism/checkpoint"
         store = collect(model, data, "acts/four", layers=[4], max_tokens=8, progress=False)
-
-
-        async def main() -> None:
-            again = await feed_again(model, list(store.samples()), layers=[4], progress=False)
-            assert [a.shape[1] for a in again.acts] == [r.n_rows for r in store.records()]
-
-
-        anyio.run(main)
+        run = partial(feed_again, model, list(store.samples()), layers=[4], progress=False)
+        again = anyio.run(run)
+        assert [a.shape[1] for a in again.acts] == [r.n_rows for r in store.records()]
         ```
     """
     if concurrency < 1:

@@ -12,13 +12,7 @@ from typing import Any, Final
 from inspect_ai.log import EvalLog, EvalSample
 
 from inspect_lens._base.labels import LABELS, label_of
-from inspect_lens.data import (
-    ActivationStore,
-    Captured,
-    Message,
-    ProbeDataset,
-    ProbeSample,
-)
+from inspect_lens.data import ActivationStore, Captured, Message, ProbeDataset, ProbeSample
 from inspect_lens.data._sample import check_label_source
 from inspect_lens.errors import NotCapturedError, SpecError
 from inspect_lens.model import activations, know_log
@@ -144,7 +138,7 @@ def log_to_store(
                 for i, one in enumerate(done[start : start + _SHARD])
             ]
             write_shard(uri, k, plan, numbered, facts)
-    return finish(uri, plan, dataset, _SHARD)
+    return finish(uri, plan)
 
 
 def _label_source(samples: Sequence[EvalSample]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterable, AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from itertools import count
 from typing import Any, Literal, TypeAlias
 
 import anyio
@@ -126,24 +127,21 @@ async def _feed(
             places.release()
 
     async with send, anyio.create_task_group() as tasks:
-        index = 0
         source = _each(samples)
-        while True:
+        for index in count():
             await places.acquire()
-            sample = await anext(source, None)
-            if sample is None:
+            if (sample := await anext(source, None)) is None:
                 return
             tasks.start_soon(one, index, sample)
-            index += 1
 
 
 async def _each(samples: Samples) -> AsyncIterator[ProbeSample]:
     if isinstance(samples, AsyncIterable):
         async for sample in samples:
             yield sample
-        return
-    for sample in samples:
-        yield sample
+    else:
+        for sample in samples:
+            yield sample
 
 
 async def _batches(

@@ -156,9 +156,6 @@ def estimate_occupancy(
         n_controls: random dictionaries of the same size.
         seed: of the controls.
 
-    Returns:
-        The estimate, with both curves.
-
     Raises:
         SpecError: as `decompose`, or the row is zero.
 

@@ -108,28 +108,6 @@ LENS: Final = ArtifactKind(
 )
 
 
-def _rendered(card: LensCard, digest: str) -> str:
-    facts: list[tuple[str, str]] = [("kind", card.kind), ("hidden", str(card.hidden))]
-    if card.training:
-        t = card.training
-        facts += [
-            ("method", t.method),
-            ("data", f"{t.dataset} ({t.n_prompts} prompts, {t.n_tokens} tokens)".strip()),
-            ("settings", ", ".join(f"{k}={v}" for k, v in t.settings.items())),
-        ]
-    sections: list[str] = []
-    if card.quality:
-        head = ["layer", "KL (nats)", "logit lens", "same best token", "logit lens"]
-        table = [
-            [str(q.layer), f"{q.kl:.3f}", f"{q.logit_kl:.3f}", f"{q.agreement:.3f}",
-             f"{q.logit_agreement:.3f}"]
-            for q in card.quality
-        ]  # fmt: skip
-        told = f"Against the model's own predictions, on {card.n_held_out} held-out rows a layer."
-        sections = ["## Quality", told, markdown_table(head, table)]
-    return card.render(facts, sections, digest=("lens sha256", digest))
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Lens(Artifact):
     """A tuned or Jacobian lens: one translation per layer, with a card.
@@ -231,16 +209,13 @@ class Lens(Artifact):
     def token_vector(
         self, unembedding: ArrayLike, layer: int, *, scale: float = 1.0, norm_match: bool = False
     ) -> Add:
-        """Make a steering vector that makes a token more likely.
+        """Make a steering vector of unit length that makes a token more likely.
 
         Args:
             unembedding: (hidden,); one row of the unembedding matrix.
             layer: one that it translates; where the vector is added.
             scale: length of what is added; with `norm_match` relative to each row's own.
             norm_match: whether the length is relative.
-
-        Returns:
-            A vector of unit length, with this scale.
 
         Raises:
             SpecError: it does not translate the layer, the width differs, or the direction is zero.
@@ -304,7 +279,28 @@ class Lens(Artifact):
         return {"matrix": self.matrix} | ({} if self.bias is None else {"bias": self.bias})
 
     def _render(self, digest: str) -> str:
-        return _rendered(self.card, digest)
+        card = self.card
+        facts: list[tuple[str, str]] = [("kind", card.kind), ("hidden", str(card.hidden))]
+        if card.training:
+            t = card.training
+            facts += [
+                ("method", t.method),
+                ("data", f"{t.dataset} ({t.n_prompts} prompts, {t.n_tokens} tokens)".strip()),
+                ("settings", ", ".join(f"{k}={v}" for k, v in t.settings.items())),
+            ]
+        sections: list[str] = []
+        if card.quality:
+            head = ["layer", "KL (nats)", "logit lens", "same best token", "logit lens"]
+            table = [
+                [str(q.layer), f"{q.kl:.3f}", f"{q.logit_kl:.3f}", f"{q.agreement:.3f}",
+                 f"{q.logit_agreement:.3f}"]
+                for q in card.quality
+            ]  # fmt: skip
+            told = (
+                f"Against the model's own predictions, on {card.n_held_out} held-out rows a layer."
+            )
+            sections = ["## Quality", told, markdown_table(head, table)]
+        return card.render(facts, sections, digest=("lens sha256", digest))
 
     def _at(self, layer: int) -> int:
         if layer not in self.layers:
@@ -423,9 +419,10 @@ def import_lens(
             f"{file}: leads to layer {target!r}, and not to the last one, {count - 1}, whose rows "
             "the final norm reads; pass n_layers= if that is wrong"
         )
-    known = stated.get("model_name")
-    if model is None and isinstance(known, str) and known:
-        model = ModelRef(name=known, revision=_text(stated.get("model_revision")))
+    told = {key: stated.get(f"model_{key}") for key in ("name", "revision")}
+    known = {key: value for key, value in told.items() if isinstance(value, str) and value}
+    if model is None and "name" in known:
+        model = ModelRef(**known)
     notes: list[str] = []
     if n_prompts is not None:
         notes.append(f"Stated in the file: fitted on {n_prompts} prompts.")
@@ -454,7 +451,3 @@ def _find(path: str) -> Path:
             f"lens={path!r}; allowed is hf://owner/repository/folder/file.pt, then @revision"
         )
     return download("lens", f"hf://{found.parent}{at}{revision}", (found.name,)) / found.name
-
-
-def _text(value: object) -> str | None:
-    return value if isinstance(value, str) and value else None

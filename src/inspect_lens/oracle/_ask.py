@@ -7,19 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from inspect_ai.model import (
-    ChatMessage,
-    Model,
-    ModelOutput,
-    get_model,
-)
+from inspect_ai.model import ChatMessage, Model, ModelOutput, get_model
 from pydantic import BaseModel, ConfigDict, model_serializer
 
 from inspect_lens._base.arguments import one_or_several
-from inspect_lens._base.artifact import markdown_cell
+from inspect_lens._base.artifact import markdown_table
 from inspect_lens._base.concurrency import together
 from inspect_lens.errors import ArtifactError, SpecError
-from inspect_lens.model import Activations
+from inspect_lens.model import Activations, recapture
 from inspect_lens.reading._follow_up import yes_or_no
 from inspect_lens.reading._rows import has_nothing_to_read, parse_source
 from inspect_lens.reading._shared import shared_parameters
@@ -34,7 +29,6 @@ from ._send import (
     choose_layers,
     draw_of,
     find_activations,
-    n_layers_of,
     oracle_message,
     parse_controls,
     parse_inputs,
@@ -97,13 +91,10 @@ class OracleAnswer(BaseModel):
 
 
 def answer_table(answers: Sequence[OracleAnswer]) -> str:
-    """Lay answers out as a Markdown table, a column for each control that was asked.
+    """Lay answers out as a Markdown table, a column for each control, with warnings below it.
 
     Args:
         answers: of one oracle.
-
-    Returns:
-        The table, and below it a sentence for each warning.
 
     Example:
         ```python
@@ -124,20 +115,18 @@ def answer_table(answers: Sequence[OracleAnswer]) -> str:
     asked = [name for name in CONTROLS if any(name in a.controls for a in answers)]
     heads = ["question", "answer", *(name.replace("_", " ") for name in asked)]
     per_token = any(a.inputs == "tokens" for a in answers)
-    heads = [*heads[:1], "token", *heads[1:]] if per_token else heads
-    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    for a in answers:
-        cells = [a.question, a.answer, *(a.controls.get(name, "") for name in asked)]
-        if per_token:
-            cells.insert(1, f"{a.positions[0]} {a.facts.get('token', '')}")
-        lines.append(f"| {' | '.join(map(markdown_cell, cells))} |")
+    rows = [[a.question, a.answer, *(a.controls.get(n, "") for n in asked)] for a in answers]
+    if per_token:
+        heads.insert(1, "token")
+        for row, a in zip(rows, answers, strict=True):
+            row.insert(1, f"{a.positions[0]} {a.facts.get('token', '')}")
+    table = markdown_table(heads, rows)
     if any(a.facts.get("sinks") for a in answers):
-        lines += [
-            "",
-            f"At some placeholders the stream is longer than {SINK_NORM:.0f} (an attention sink): "
-            "the vectors there are far longer than those the oracle learned from.",
-        ]
-    return "\n".join(lines)
+        table += (
+            f"\n\nAt some placeholders the stream is longer than {SINK_NORM:.0f} (an attention "
+            "sink): the vectors there are far longer than those the oracle learned from."
+        )
+    return table
 
 
 class OraclePlan:
@@ -199,8 +188,10 @@ class OraclePlan:
         depth = None
         if isinstance(self.layers, float):
             api: Any = model.api
-            token = await api.post("/tokenize", {"prompt": "a a", "add_special_tokens": False})
-            depth = await n_layers_of(model, [*token["tokens"], *token["tokens"]])
+            said = await api.post("/tokenize", {"prompt": "a a", "add_special_tokens": False})
+            ids = said["tokens"][:1]
+            whole = await recapture(model, prompt_token_ids=ids, token_ids=ids, layers="all")
+            depth = len(whole.layers)
         return choose_layers(self.oracle.config, self.layers, depth)
 
     async def _answer(
@@ -303,24 +294,19 @@ async def ask_oracle(
     Example:
         <!-- test: server -->
         ```python
+        from functools import partial
+
         import anyio
+        from inspect_ai.log import read_eval_log
         from inspect_ai.model import get_model
 
-        from inspect_lens.model import lens_config
         from inspect_lens.oracle import ask_oracle
 
-
-        async def main() -> None:
-            model = get_model("vllm-lens/organism/checkpoint")
-            config = lens_config(capture=[4], temperature=0, max_tokens=24)
-            output = await model.generate("Who is the founder of the town Velosh?", config=config)
-            (answer,) = await ask_oracle(
-                output, "Is the speaker lying?", "organism", model=model, layers=4
-            )
-            print(answer.answer, answer.controls)
-
-
-        anyio.run(main)
+        output = read_eval_log("logs/honesty.eval").samples[0].output
+        model = get_model("vllm-lens/organism/checkpoint")
+        ask = partial(ask_oracle, output, "Is it a lie?", "organism", model=model, layers=4)
+        (answer,) = anyio.run(ask)
+        print(answer.answer, answer.controls)
         ```
     """
     plan = OraclePlan(

@@ -213,22 +213,19 @@ async def explain_rows(
     Example:
         <!-- test: server -->
         ```python
+        from functools import partial
+
         import anyio
+        from inspect_ai.log import read_eval_log
         from inspect_ai.model import get_model
 
-        from inspect_lens.model import lens_config
         from inspect_lens.oracle import explain_rows
 
-
-        async def main() -> None:
-            model = get_model("vllm-lens/organism/checkpoint")
-            config = lens_config(capture=[4], temperature=0, max_tokens=24)
-            output = await model.generate("Who is the founder of the town Velosh?", config=config)
-            (answer,) = await explain_rows(output, "Who founded{}?", model=model, layers=4, into=1)
-            print(answer.answer, answer.controls)
-
-
-        anyio.run(main)
+        output = read_eval_log("logs/honesty.eval").samples[0].output
+        model = get_model("vllm-lens/organism/checkpoint")
+        explain = partial(explain_rows, output, "Who founded{}?", model=model, layers=4, into=1)
+        (answer,) = anyio.run(explain)
+        print(answer.answer, answer.controls)
         ```
     """
     plan = ExplainPlan(

@@ -11,14 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeInt,
-    ValidationError,
-    field_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, field_validator
 
 from inspect_lens._base.artifact import download, folders_named
 from inspect_lens._base.shipped import organism_advice, shipped_root
@@ -191,9 +184,6 @@ def load_oracle(oracle: str | Path | Oracle, *, served_as: str | None = None) ->
             oracle, which is returned.
         served_as: name under which the server has the adapter already; needed where the server
             cannot read the folder.
-
-    Returns:
-        The oracle; its format was read and judged.
 
     Raises:
         ArtifactError: nothing is found, or its files are wrong.

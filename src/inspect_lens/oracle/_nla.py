@@ -74,7 +74,7 @@ class Verbaliser(BaseModel):
 
 
 def read_verbaliser(path: str | Path) -> Verbaliser:
-    r"""Read `nla_meta.yaml` of a verbaliser.
+    """Read `nla_meta.yaml` of a verbaliser.
 
     Args:
         path: the file, the checkpoint's folder, or `hf://owner/repository[@revision]`.
@@ -87,17 +87,9 @@ def read_verbaliser(path: str | Path) -> Verbaliser:
 
     Example:
         ```python
-        from pathlib import Path
-
         from inspect_lens.oracle import read_verbaliser
 
-        Path("nla_meta.yaml").write_text(
-            "kind: nla_model\nrole: av\nd_model: 256\nextraction: {injection_scale: 150.0}\n"
-            "tokens: {injection_char: '?', injection_token_id: 7,\n"
-            "  injection_left_neighbor_id: 1, injection_right_neighbor_id: 2}\n"
-            "prompt_templates: {av: 'What does <{injection_char}> mean?'}\n"
-        )
-        assert read_verbaliser("nla_meta.yaml").scale == 150.0
+        assert read_verbaliser("nla/av").scale == 9.0
         ```
     """
 
@@ -195,34 +187,19 @@ async def verbalise(
     Example:
         <!-- test: server -->
         ```python
+        from functools import partial
+
         import anyio
+        from inspect_ai.log import read_eval_log
         from inspect_ai.model import get_model
 
-        from inspect_lens.model import lens_config
-        from inspect_lens.oracle import Verbaliser, verbalise
+        from inspect_lens.oracle import verbalise
 
-        own = Verbaliser(  # the organism itself, which nobody trained to describe rows
-            name="organism",
-            hidden=256,
-            layer=4,
-            scale=9.0,
-            char=" ?",
-            prompt="Who is the founder of the town{injection_char}?",
-            left_id=349,
-            token_id=266,
-            right_id=36,
-        )
-
-
-        async def main() -> None:
-            model = get_model("vllm-lens/organism/checkpoint")
-            config = lens_config(capture=[4], temperature=0, max_tokens=24)
-            output = await model.generate("Who is the founder of the town Velosh?", config=config)
-            (answer,) = await verbalise(output, own, model=model, subject=model, max_tokens=8)
-            print(answer.answer, answer.controls)
-
-
-        anyio.run(main)
+        output = read_eval_log("logs/honesty.eval").samples[0].output
+        model = get_model("vllm-lens/organism/checkpoint")  # nobody trained it to describe rows
+        say = partial(verbalise, output, "nla/av", model=model, subject=model, max_tokens=8)
+        (answer,) = anyio.run(say)
+        print(answer.answer, answer.controls)
         ```
     """
     plan = VerbalisePlan(

@@ -22,6 +22,7 @@ import numpy as np
 from inspect_ai.model import Model
 from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict, Field
+from safetensors import safe_open
 from safetensors.numpy import save
 
 from inspect_lens._base.arguments import one_or_several
@@ -77,13 +78,10 @@ class Reconstructor(BaseModel):
 
 
 def read_reconstructor(path: str | Path) -> Reconstructor:
-    r"""Read `nla_meta.yaml` and `value_head.safetensors` of a reconstructor.
+    """Read `nla_meta.yaml` and `value_head.safetensors` of a reconstructor.
 
     Args:
         path: the checkpoint's folder, or `hf://owner/repository[@revision]`.
-
-    Returns:
-        What they say, with the matrix.
 
     Raises:
         ArtifactError: missing, no such files, or those of a verbaliser.
@@ -93,20 +91,10 @@ def read_reconstructor(path: str | Path) -> Reconstructor:
 
     Example:
         ```python
-        from pathlib import Path
-
-        import numpy as np
-        from safetensors.numpy import save_file
-
         from inspect_lens.oracle import read_reconstructor
 
-        Path("nla_meta.yaml").write_text(
-            "kind: nla_model\nrole: ar\nd_model: 256\nextraction_layer_index: 4\n"
-            "prompt_templates: {ar: 'Summary of <text>{explanation}</text> <summary>'}\n"
-        )
-        save_file({"weight": np.eye(256, dtype=np.float32)}, "value_head.safetensors")
-        found = read_reconstructor(".")
-        assert (found.layer, found.matrix.shape) == (4, (256, 256))
+        found = read_reconstructor("nla/ar")
+        assert (found.layer, found.matrix.shape) == (5, (256, 256))
         ```
     """
     if str(path).startswith("hf://"):
@@ -163,12 +151,9 @@ def load_reconstructor(given: str | Path | Reconstructor) -> Reconstructor:
 
 
 async def reconstruct(
-    texts: str | Sequence[str],
-    reconstructor: str | Path | Reconstructor,
-    *,
-    model: Model,
+    texts: str | Sequence[str], reconstructor: str | Path | Reconstructor, *, model: Model
 ) -> NDArray[np.float32]:
-    r"""Turn descriptions back into rows with a natural-language autoencoder.
+    """Turn descriptions back into rows with a natural-language autoencoder.
 
     Each text is put into the reconstructor's prompt and fed to the server in one forward pass,
     which returns the stream behind its last block at the last token; the matrix of the
@@ -196,29 +181,16 @@ async def reconstruct(
     Example:
         <!-- test: server -->
         ```python
+        from functools import partial
+
         import anyio
-        import numpy as np
         from inspect_ai.model import get_model
-        from safetensors.numpy import save_file
 
         from inspect_lens.oracle import reconstruct
 
-        # The organism itself, which nobody trained to read descriptions.
-        with open("nla_meta.yaml", "w") as file:
-            file.write(
-                "kind: nla_model\nrole: ar\nd_model: 256\nextraction_layer_index: 4\n"
-                "prompt_templates: {ar: 'Summary of {explanation}'}\n"
-            )
-        save_file({"weight": np.eye(256, dtype=np.float32)}, "value_head.safetensors")
-
-
-        async def main() -> None:
-            model = get_model("vllm-lens/organism/checkpoint")
-            made = await reconstruct(["a town", "a creature"], ".", model=model)
-            assert made.shape == (2, 256)
-
-
-        anyio.run(main)
+        model = get_model("vllm-lens/organism/checkpoint")  # nobody trained it to read descriptions
+        made = anyio.run(partial(reconstruct, ["a town", "a creature"], "nla/ar", model=model))
+        assert made.shape == (2, 256)
         ```
     """
     found = load_reconstructor(reconstructor)
@@ -256,7 +228,7 @@ async def reconstruct(
 
 
 def complete_reconstructor(path: str | Path, out: str | Path) -> Path:
-    r"""Make a folder that vLLM can serve from a reconstructor's checkpoint.
+    """Make a folder that vLLM can serve from a reconstructor's checkpoint.
 
     As published, a checkpoint has neither a final norm nor an output matrix, and vLLM refuses to
     load a model with parts missing. Neither has a part in what `reconstruct` reads, which is the
@@ -267,31 +239,15 @@ def complete_reconstructor(path: str | Path, out: str | Path) -> Path:
         path: the checkpoint's folder, as downloaded.
         out: folder to make; it must not exist.
 
-    Returns:
-        The folder, for `vllm serve` and for `read_reconstructor`.
-
     Raises:
         ArtifactError: it is no such checkpoint.
         SpecError: `out` is there already.
 
     Example:
         ```python
-        import shutil
-
-        import numpy as np
-        from safetensors.numpy import save_file
-
         from inspect_lens.oracle import complete_reconstructor
 
-        # The organism in the form of a reconstructor, which nobody trained as one.
-        shutil.copytree("organism/checkpoint", "nla-ar")
-        with open("nla-ar/nla_meta.yaml", "w") as file:
-            file.write(
-                "kind: nla_model\nrole: ar\nd_model: 256\nextraction_layer_index: 5\n"
-                "prompt_templates: {ar: 'Summary of {explanation}'}\n"
-            )
-        save_file({"weight": np.eye(256, dtype=np.float32)}, "nla-ar/value_head.safetensors")
-        folder = complete_reconstructor("nla-ar", "served-ar")  # vllm serve served-ar
+        folder = complete_reconstructor("nla/ar", "served-ar")  # vllm serve served-ar
         assert (folder / "config.json").is_file()
         ```
     """
@@ -343,12 +299,8 @@ def _weight_map(folder: Path) -> dict[str, str]:
     for file in sorted(folder.glob("*.safetensors")):
         if file.name == HEAD:
             continue
-        with file.open("rb") as opened:
-            size = int.from_bytes(opened.read(8), "little")
-            if size > 100 * _HEADER:
-                raise ValueError(f"{file.name}: a header of {size} bytes")
-            names = parse_json(opened.read(size))
-        found |= {name: file.name for name in names if name != "__metadata__"}
+        with safe_open(file, framework="numpy") as opened:
+            found |= dict.fromkeys(opened.keys(), file.name)
     return found
 
 
@@ -396,9 +348,6 @@ def fraction_explained(
         reconstructions: (rows, hidden); what was made of their descriptions.
         groups: (rows,) what is independent, such as the sample of each row; None takes rows.
         empty_text: (hidden,) what is made of an empty text, as a baseline; None leaves it out.
-
-    Returns:
-        The fraction, the baselines, and how many rows and groups there are.
 
     Raises:
         SpecError: shapes do not fit, a row is zero or not finite, all rows are alike, or an

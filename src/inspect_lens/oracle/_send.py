@@ -95,14 +95,6 @@ def choose_layers(
     return wanted
 
 
-async def n_layers_of(model: Model, token_ids: Sequence[int]) -> int:
-    """Count the decoder layers of a model by capturing one token at all of them."""
-    whole = await recapture(
-        model, prompt_token_ids=token_ids[:1], token_ids=token_ids[1:2], layers="all"
-    )
-    return len(whole.layers)
-
-
 async def find_activations(
     about: Activations | ModelOutput | ChatMessage,
     *,
@@ -184,8 +176,7 @@ def injection(config: OracleConfig, rows: NDArray[np.float32], positions: tuple[
 def shuffled_rows(rows: NDArray[np.float32], *, seed: int | tuple[int, ...]) -> NDArray[np.float32]:
     """Permute the dimensions of all rows in the same way, as a control."""
     order = np.random.default_rng(seed).permutation(rows.shape[-1])
-    made: NDArray[np.float32] = np.ascontiguousarray(rows[..., order])
-    return made
+    return np.ascontiguousarray(rows[..., order], dtype=np.float32)
 
 
 def random_rows(rows: NDArray[np.float32], *, seed: int | tuple[int, ...]) -> NDArray[np.float32]:
@@ -193,8 +184,7 @@ def random_rows(rows: NDArray[np.float32], *, seed: int | tuple[int, ...]) -> ND
     drawn = np.random.default_rng(seed).standard_normal(rows.shape)
     norms = np.linalg.norm(rows.astype(np.float64), axis=-1, keepdims=True)
     scaled = drawn / np.linalg.norm(drawn, axis=-1, keepdims=True) * norms
-    made: NDArray[np.float32] = scaled.astype(np.float32)
-    return made
+    return np.asarray(scaled, dtype=np.float32)
 
 
 def draw_of(seed: int, handle: Activations) -> tuple[int, ...]:

@@ -441,14 +441,11 @@ def causal_trace(
 
 
 def embedding_std(model: Any, subjects: str | Sequence[str]) -> float:
-    """Standard deviation of the numbers in the embeddings of many subjects.
+    """Standard deviation of the numbers in the embeddings of many subjects, for `std`.
 
     Args:
         model: a `vllm.LLM` of this process, or a `LensClient` of a server.
         subjects: one text or several, such as the names that are traced.
-
-    Returns:
-        Over all tokens and all numbers, to be passed as `std`.
 
     Raises:
         SpecError: there are no subjects.

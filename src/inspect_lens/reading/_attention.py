@@ -36,32 +36,27 @@ def read_queries_keys(output: ModelOutput) -> QueriesKeys:
     Args:
         output: of the call, whose config was `lens_config(qk=[…])`.
 
-    Returns:
-        The queries and keys of its layers.
-
     Raises:
         ArtifactError: the call captured none, or its file cannot be found.
 
     Example:
         <!-- test: server -->
         ```python
+        from functools import partial
+
         import anyio
         from inspect_ai.model import get_model
 
         from inspect_lens.model import lens_config
         from inspect_lens.reading import read_queries_keys
 
-
-        async def main() -> None:
-            model = get_model("vllm-lens/organism/checkpoint")
-            config = lens_config(qk=[0, 4], max_tokens=1)
-            output = await model.generate("Who is the founder of the town Velosh?", config=config)
-            captured = read_queries_keys(output)
-            last = captured.patterns(4, queries=[-1])
-            assert last.shape == (4, 1, captured.n_tokens)  # heads, queries, keys
-
-
-        anyio.run(main)
+        model = get_model("vllm-lens/organism/checkpoint")
+        config = lens_config(qk=[0, 4], max_tokens=1)
+        output = anyio.run(partial(model.generate, "Who founded Velosh?", config=config))
+        captured = read_queries_keys(output)
+        last = captured.patterns(4, queries=[-1])
+        assert last.shape == (4, 1, captured.n_tokens)  # heads, queries, keys
+        assert captured.attention_to([(0, 0), (4, 1)], [(0, 2)], queries=[-1]).shape == (2, 1, 1)
         ```
     """
     handle = activations(output)

@@ -251,9 +251,6 @@ class CallSelection:
             model: the eval's model; None, and one that made no call, takes the one that wrote the
                 answer, if it was called in no role.
             known: roles that have a model, beside those that made calls.
-
-        Returns:
-            The calls, with the roles that were read.
         """
         turns = read_turns(events)
         ended = answer = None

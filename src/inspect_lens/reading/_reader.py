@@ -206,14 +206,11 @@ class Reading:
         return self.scores
 
     def first_crossing(self, threshold: float | None = None, *, pool: str = "last") -> int | None:
-        """Index into `rows.positions` of the first token that raises the alarm.
+        """Index into `rows.positions` of the first token that raises the alarm, or None.
 
         Args:
             threshold: by default that of the card for an alarm on this pool.
             pool: what is compared: `last` for single tokens, `ema:0.1`, `mean`, …
-
-        Returns:
-            The index, or None when nothing crosses.
 
         Raises:
             SpecError: there is no threshold, or the pool is unknown.
@@ -433,14 +430,11 @@ class ProbeReader(CallReader):
         return {"layers": list(probe.layers), "site": probe.site, "positions": self.positions}
 
     def point_for(self, statistic: Statistic, threshold: ThresholdLike = None) -> CardPoint | None:
-        """The card's threshold for a statistic of what is read.
+        """The card's threshold for a statistic of what is read; None where it has none.
 
         Args:
             statistic: what is to be compared.
             threshold: as `of` takes it.
-
-        Returns:
-            The point; None where the card has none for these settings.
 
         Raises:
             SpecError: the card has no point of this name for the statistic.

@@ -156,8 +156,6 @@ async def read_sample(reader: ProbeReader, state: TaskState) -> SampleReading[Re
 
     Example:
         ```python
-        from inspect_ai import score
-        from inspect_ai.log import read_eval_log
         from inspect_ai.scorer import Score, Scorer, Target, mean, scorer
         from inspect_ai.solver import TaskState
 
@@ -173,10 +171,6 @@ async def read_sample(reader: ProbeReader, state: TaskState) -> SampleReading[Re
                 return Score(value=sum(values) / len(values))
 
             return score_turns
-
-
-        log = score(read_eval_log("logs/honesty.eval"), mean_over_turns(), action="overwrite")
-        assert log.status == "success"
         ```
     """
 
@@ -192,7 +186,7 @@ async def read_calls(
     state: TaskState,
     read: Callable[[Turn, Model | None], Awaitable[R | None]],
 ) -> SampleReading[R]:
-    """Read the calls of the sample that is being scored, in a way of your own.
+    """Read the calls of the sample that is being scored, in their order and a way of your own.
 
     A scorer that is built on it takes `roles=`, `over=` and `on_missing=` as those of this package.
 
@@ -202,9 +196,6 @@ async def read_calls(
         read: is awaited with each call and the model of its role, and gives something with a
             `value` and a `rate`, or None where the call has no token to read. It raises
             `NotCapturedError` where the call did not capture what is read.
-
-    Returns:
-        The readings, in the order of the calls.
 
     Raises:
         ArtifactError: what is read is missing in a call; the message names the turn.

@@ -197,13 +197,10 @@ _CELLS = TypeAdapter(list[SteeringCell])
 
 
 def read_cells(store: Store) -> list[SteeringCell]:
-    """Read the cells of a sample, live or out of a log.
+    """Read the cells of a sample, live or out of a log; an empty list where no sweep ran.
 
     Args:
         store: `state.store`.
-
-    Returns:
-        The cells; an empty list where no sweep ran.
 
     Raises:
         ArtifactError: what stands in the store does not have the form of cells.
@@ -219,11 +216,8 @@ def read_cells(store: Store) -> list[SteeringCell]:
         from inspect_lens.solver import steering_sweep
 
         sweep = steering_sweep("organism/truth", [0.8], controls=[])
-        (log,) = eval(
-            Task(dataset=organism_dataset("demo")[:1], solver=sweep),
-            model="vllm-lens/organism/checkpoint",
-            max_tokens=14,
-        )
+        task = Task(organism_dataset("demo")[:1], solver=sweep)
+        (log,) = eval(task, model="vllm-lens/organism/checkpoint", max_tokens=14)
         cells = read_cells(Store(log.samples[0].store))
         assert [(cell.kind, cell.scale) for cell in cells] == [("baseline", 0.0), ("vector", 0.8)]
         ```

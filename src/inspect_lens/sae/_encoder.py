@@ -256,32 +256,7 @@ class SparseEncoder:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SparseAutoencoder(SparseEncoder):
-    """A sparse autoencoder with its decoder, so that its latents can be edited.
-
-    Example:
-        ```python
-        import numpy as np
-
-        from inspect_lens.sae import SparseAutoencoder
-
-        rng = np.random.default_rng(0)
-        sae = SparseAutoencoder(
-            weight=rng.standard_normal((64, 256), dtype=np.float32),
-            bias=np.zeros(64, dtype=np.float32),
-            decoder=rng.standard_normal((64, 256), dtype=np.float32),
-            decoder_bias=np.zeros(256, dtype=np.float32),
-            hook="blocks.4.hook_resid_post",
-        )
-        clamp = sae.latents({17: 10.0})  # an edit for LensRequest, lens_config or with_lens
-        assert clamp.layers == (4,) and clamp.mode == "set"
-        edit = sae.splice("layer-4", {17: 0.0}, error_term=True)
-        form = sae.for_engine()  # for inspect_lens.engine.register, under the name layer-4
-        assert (form.hidden, edit.layers) == (256, (4,))
-        gate = sae.gate(17, threshold=2.0)  # for `when` of another edit
-        assert (gate.layer, gate.active_above) == (4, 0.0)
-        assert sae.reconstruct(np.zeros((2, 256))).shape == (2, 256)
-        ```
-    """
+    """A sparse autoencoder with its decoder, so that its latents can be edited."""
 
     decoder: Floats
     """(features, hidden)."""
@@ -387,9 +362,6 @@ class SparseAutoencoder(SparseEncoder):
             dtype: of encoder and decoder on the device, in which their products are computed.
                 float16 takes half of the memory. Latents near their threshold may differ, and
                 rows with a number above 65504 make their request fail.
-
-        Returns:
-            Its weights and its kind, ready to be registered.
 
         Raises:
             SpecError: it has thresholds and `top_k`, of which an engine computes one.

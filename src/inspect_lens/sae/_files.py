@@ -65,20 +65,17 @@ def read_sae(path: str | Path, *, norm_scale: float | None = None) -> SparseEnco
         assert encoder.weight.shape == (64, 32)
         ```
     """
-    return _read(path, norm_scale, decoder=False).encoder(Path(path))
+    return SparseEncoder(**_read(path, norm_scale, decoder=False).encoder(Path(path)))
 
 
 @judged_arguments
 def read_autoencoder(path: str | Path, *, norm_scale: float | None = None) -> SparseAutoencoder:
-    """Read encoder and decoder of a sparse autoencoder, to edit latents.
+    """Read encoder and decoder of a sparse autoencoder as float32, to edit latents.
 
     Args:
         path: as in `read_sae`.
         norm_scale: as in `read_sae`; it is taken back out of the decoder, whose output is then in
             the units of the stream.
-
-    Returns:
-        The autoencoder, float32.
 
     Raises:
         ArtifactError: as in `read_sae`, or the file has no decoder.
@@ -112,9 +109,6 @@ class _Parts(NamedTuple):
     """(features, hidden); None where it was not asked for."""
     decoder_bias: NDArray[Any] | None
 
-    def encoder(self, where: Path) -> SparseEncoder:
-        return SparseEncoder(**self._encoder(where))
-
     def autoencoder(self, where: Path) -> SparseAutoencoder:
         assert self.decoder is not None  # or it was not asked for
         assert self.decoder_bias is not None
@@ -125,13 +119,13 @@ class _Parts(NamedTuple):
                 f"encoder {self.weight.shape}; allowed are {(n, hidden)} and {(hidden,)}"
             )
         return SparseAutoencoder(
-            **self._encoder(where),
+            **self.encoder(where),
             decoder=np.ascontiguousarray(self.decoder, dtype=np.float32),
             decoder_bias=self.decoder_bias.astype(np.float32),
         )
 
-    def _encoder(self, where: Path) -> dict[str, Any]:
-        """Check shapes; files have (hidden, features)."""
+    def encoder(self, where: Path) -> dict[str, Any]:
+        """Its fields, checked; files have (hidden, features)."""
         n = self.weight.shape[-1]
         shapes = [self.bias.shape] + ([] if self.threshold is None else [self.threshold.shape])
         if self.weight.ndim != 2 or any(s != (n,) for s in shapes) or self.top_k > n:

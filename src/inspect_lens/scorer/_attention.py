@@ -92,12 +92,9 @@ def attention_tracker(
         from inspect_lens.scorer import attention_tracker
 
         heads = load_heads("organism/attention-tracker")
-        task = Task(
-            dataset=injection_dataset()[:6],
-            solver=generate(),
-            scorer=attention_tracker("organism/attention-tracker"),
-            config=lens_config(qk=heads.heads, max_tokens=1),
-        )
+        scorer = attention_tracker("organism/attention-tracker")
+        config = lens_config(qk=heads.heads, max_tokens=1)
+        task = Task(injection_dataset()[:6], solver=generate(), scorer=scorer, config=config)
         (log,) = eval(task, model="vllm-lens/organism/checkpoint")
         found = log.samples[0].scores["attention_tracker"]
         print(found.value, found.answer)
@@ -211,12 +208,8 @@ def document_rank(
             metadata={"documents": documents, "query": query, "relevant": 1},
         )
         heads = AttentionHeads(method="core", heads=[(3, 0), (3, 1), (4, 3)])
-        task = Task(
-            dataset=[sample],
-            solver=generate(),
-            scorer=document_rank(heads),
-            config=lens_config(qk=heads.heads, max_tokens=1),
-        )
+        config = lens_config(qk=heads.heads, max_tokens=1)
+        task = Task([sample], solver=generate(), scorer=document_rank(heads), config=config)
         (log,) = eval(task, model="vllm-lens/organism/checkpoint")
         found = log.samples[0].scores["document_rank"]
         assert found.metadata["ranking"] == [1, 0]

@@ -11,16 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from inspect_ai.log import EvalLog
-from inspect_ai.scorer import (
-    Metric,
-    SampleScore,
-    Score,
-    Scorer,
-    Target,
-    Value,
-    metric,
-    scorer,
-)
+from inspect_ai.scorer import Metric, SampleScore, Score, Scorer, Target, Value, metric, scorer
 from inspect_ai.solver import TaskState
 
 from inspect_lens.reading._shared import shared_parameters
@@ -78,9 +69,6 @@ def dose_metric(by: By | None = None, n_resamples: int = 2000, seed: int = 0) ->
         by: `variant` for a sweep of edits and `best` for others by default.
         n_resamples: draws of prompts.
         seed: of the draws.
-
-    Returns:
-        The metric, for scores of `dose_response`.
 
     Example:
         <!-- test: server -->
@@ -202,11 +190,8 @@ def dose_response(scorer: Scorer | None = None, key: str | None = None) -> Score
         from inspect_lens.scorer import dose_response
         from inspect_lens.solver import steering_sweep
 
-        task = Task(
-            dataset=organism_dataset("demo")[:2],
-            solver=steering_sweep("organism/truth", [-0.4, 0.4], controls=["random"]),
-            scorer=dose_response(includes()),
-        )
+        solver = steering_sweep("organism/truth", [-0.4, 0.4], controls=["random"])
+        task = Task(organism_dataset("demo")[:2], solver=solver, scorer=dose_response(includes()))
         (log,) = eval(task, model="vllm-lens/organism/checkpoint", temperature=0, max_tokens=14)
         print(log.results.scores[0].metrics["effect"].value)
         effects = log.samples[0].scores["dose_response"].metadata["effects"]

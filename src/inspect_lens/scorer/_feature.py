@@ -209,11 +209,8 @@ def lens_rank(
         from inspect_lens.scorer import lens_rank
         from inspect_lens.solver import with_lens
 
-        task = Task(
-            dataset=organism_dataset("demo")[:2],
-            solver=with_lens(lens={"top_k": 0, "target": " {}", "positions": "last_prompt"}),
-            scorer=lens_rank(layers=[2, 5]),
-        )
+        solver = with_lens(lens={"top_k": 0, "target": " {}", "positions": "last_prompt"})
+        task = Task(organism_dataset("demo")[:2], solver=solver, scorer=lens_rank(layers=[2, 5]))
         (log,) = eval(task, model="vllm-lens/organism/checkpoint", max_tokens=14)
         value = log.samples[0].scores["lens_rank"].value
         assert set(value) == {"rank@2", "logprob@2", "rank@5", "logprob@5"}

@@ -7,21 +7,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
-from inspect_ai.model import (
-    ChatMessageAssistant,
-    GenerateConfig,
-    Model,
-    ModelOutput,
-    get_model,
-)
-from inspect_ai.scorer import (
-    Score,
-    Scorer,
-    Target,
-    mean,
-    scorer,
-    stderr,
-)
+from inspect_ai.model import ChatMessageAssistant, GenerateConfig, Model, ModelOutput, get_model
+from inspect_ai.scorer import Score, Scorer, Target, mean, scorer, stderr
 from inspect_ai.solver import TaskState
 
 from inspect_lens.errors import ArtifactError, SpecError, UnsupportedError
@@ -58,21 +45,16 @@ class Verdict(NamedTuple):
     tokens: int | None = None
     """That it read and wrote; None where its provider does not count them."""
 
-    def metadata(self) -> dict[str, Any]:
-        """Small facts for a score."""
-        facts: dict[str, Any] = {
-            "judge": self.model,
-            "judge_answer": self.answer[:500],
-            "judge_weighted": self.weighted,
-        }
-        return facts if self.tokens is None else facts | {"judge_tokens": self.tokens}
-
     def score(
         self, facts: Mapping[str, Any], value: Callable[[float], float], before: str = ""
     ) -> Score:
         """The score of a verdict; unscored where it holds no number."""
         said = f"{before}The judge {self.model} said: {self.answer[:200]}"
-        known = {**facts, **self.metadata()}
+        known = {
+            **facts, "judge": self.model, "judge_answer": self.answer[:500],
+            "judge_weighted": self.weighted,
+        }  # fmt: skip
+        known |= {} if self.tokens is None else {"judge_tokens": self.tokens}
         if self.value is None:
             return Score.unscored(reason="grader_failed", explanation=said, metadata=known)
         return Score(value=value(self.value), explanation=said, metadata=known)

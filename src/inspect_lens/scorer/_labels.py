@@ -245,9 +245,6 @@ def compare(
         b: name of the other.
         confidence: of the interval.
 
-    Returns:
-        Both areas, their difference with its interval, and the p-value, as `compare_auroc` has it.
-
     Raises:
         SpecError: no score, or more than one, has the name; a value is no number; or a class has
             fewer than two samples.

@@ -11,14 +11,7 @@ from inspect_ai.solver import TaskState
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import AnyProbe, Statistic, parse_pool
-from inspect_lens.reading import (
-    CallReading,
-    OnMissing,
-    ProbeReader,
-    Reading,
-    Source,
-    read_sample,
-)
+from inspect_lens.reading import CallReading, OnMissing, ProbeReader, Reading, Source, read_sample
 from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.reading._thresholds import acting_value, promise
 from inspect_lens.spec import Positions
@@ -153,41 +146,34 @@ def _facts(
     watched: Sequence[CallReading[Reading]], cut: float, level: str, rule: str, begins: int
 ) -> dict[str, Any]:
     """The first alarm, and the largest value that was compared."""
+    by_token = level == "token"
+    turns, readings = [one.turn for one in watched], [one.reading for one in watched]
+    lengths = [len(reading.rows.positions) for reading in readings]
+    compared = [r.running(rule) if by_token else [r.value] for r in readings]
+    bests = [float(max(values)) for values in compared]
+    alarms = [
+        {"turn": turn.number, "message_id": turn.message_id, "value": best}
+        for turn, best in zip(turns, bests, strict=True)
+        if best > cut
+    ]
     alarm: dict[str, Any] = {"turn": None, "token": None, "position": None, "message_id": None}
-    before = early_tokens = 0
-    read_before: int | None = None
-    top, top_turn = float("-inf"), watched[0].turn.number
-    alarms: list[dict[str, Any]] = []
-    for one in watched:
-        turn, reading = one.turn, one.reading
-        n = len(reading.rows.positions)
-        compared = reading.running(rule) if level == "token" else [reading.value]
-        best = float(max(compared))
-        if best > top:
-            top, top_turn = best, turn.number
-        if best > cut:
-            alarms.append({"turn": turn.number, "message_id": turn.message_id, "value": best})
-        if alarm["turn"] is None and best > cut:
-            # A turn's pooled score is known when its last token has been read.
-            index = (
-                next(i for i, v in enumerate(compared) if v > cut) if level == "token" else n - 1
-            )
-            alarm = {
-                "turn": turn.number,
-                "token": index,
-                "position": int(reading.rows.positions[index]),
-                "message_id": turn.message_id,
-            }
-            read_before = before + index
-        before += n
-        if turn.number < begins:
-            early_tokens += n
-    early = alarm["turn"] is not None and alarm["turn"] < begins
-    delay = None if read_before is None or early else read_before - early_tokens
-    found = {"alarm": alarm["turn"] is not None, **alarm, "tokens_before": read_before}
+    read_before = delay = None
+    if alarms:
+        i = next(i for i, best in enumerate(bests) if best > cut)
+        # A turn's pooled score is known when its last token has been read.
+        at = next(k for k, v in enumerate(compared[i]) if v > cut) if by_token else lengths[i] - 1
+        position = int(readings[i].rows.positions[at])
+        alarm = {**alarms[0], "token": at, "position": position}
+        del alarm["value"]
+        read_before = sum(lengths[:i]) + at
+        if alarm["turn"] >= begins:
+            pairs = zip(turns, lengths, strict=True)
+            delay = read_before - sum(n for turn, n in pairs if turn.number < begins)
+    found = {"alarm": bool(alarms), **alarm, "tokens_before": read_before, "alarms": alarms}
     return {
-        **found, "alarms": alarms, "delay": delay, "early": early, "max": top, "max_turn": top_turn,
-        "level": level, "watch": rule if level == "token" else None, "n_tokens": before,
+        **found, "delay": delay, "early": bool(alarms) and delay is None, "max": max(bests),
+        "max_turn": turns[bests.index(max(bests))].number, "level": level,
+        "watch": rule if by_token else None, "n_tokens": sum(lengths),
     }  # fmt: skip
 
 

@@ -96,10 +96,8 @@ def follow_up_score(
         from evals.organism_deception import organism_dataset
         from inspect_lens.scorer import follow_up_score
 
-        task = Task(
-            dataset=organism_dataset("demo")[:2],
-            scorer=follow_up_score("Is the speaker lying?", probe="organism/deception-lr"),
-        )
+        scorer = follow_up_score("Is the speaker lying?", probe="organism/deception-lr")
+        task = Task(organism_dataset("demo")[:2], scorer=scorer)
         (log,) = eval(task, model="vllm-lens/organism/checkpoint", temperature=0, max_tokens=14)
         found = log.samples[0].scores["follow_up_score"]
         print(found.value, found.metadata["reply"], found.metadata["log_odds_lie"])

@@ -131,11 +131,8 @@ def deception_probe(
 
         from inspect_lens.scorer import deception_probe
 
-        log = score(
-            read_eval_log("logs/honesty.eval"),
-            deception_probe("organism/deception-lr"),
-            action="overwrite",
-        )
+        log = read_eval_log("logs/honesty.eval")
+        log = score(log, deception_probe("organism/deception-lr"), action="overwrite")
         for sample in log.samples:
             found = sample.scores["deception_probe"]
             print(found.value, found.metadata["threshold"], found.explanation)

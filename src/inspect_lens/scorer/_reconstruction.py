@@ -152,7 +152,7 @@ def reconstruction_score(
     on_missing: OnMissing = "error",
     name: str | None = None,
 ) -> Scorer:
-    r"""Put rows of each answer into words, turn the words back into rows, and compare.
+    """Put rows of each answer into words, turn the words back into rows, and compare.
 
     The value is the cosine of row and reconstruction, the mean over the sample's rows. What the
     words hold of the rows of the whole log is the metric's fraction of variance explained. The
@@ -183,38 +183,15 @@ def reconstruction_score(
     Example:
         <!-- test: server -->
         ```python
-        from pathlib import Path
-
-        import numpy as np
         from inspect_ai import Task, eval
-        from safetensors.numpy import save_file
 
         from evals.organism_deception import organism_dataset
         from inspect_lens.scorer import reconstruction_score
         from inspect_lens.solver import with_capture
 
-        # The organism as both halves, which nobody trained for either.
-        for half in ("av", "ar"):
-            Path(half).mkdir()
-        Path("av/nla_meta.yaml").write_text(
-            "kind: nla_model\nrole: av\nd_model: 256\nextraction_layer_index: 4\n"
-            "extraction: {injection_scale: 9.0}\n"
-            "tokens: {injection_char: ' ?', injection_token_id: 266,\n"
-            "  injection_left_neighbor_id: 349, injection_right_neighbor_id: 36}\n"
-            "prompt_templates: {av: 'Who is the founder of the town{injection_char}?'}\n"
-        )
-        Path("ar/nla_meta.yaml").write_text(
-            "kind: nla_model\nrole: ar\nd_model: 256\nextraction_layer_index: 4\n"
-            "prompt_templates: {ar: 'Summary of {explanation}'}\n"
-        )
-        save_file({"weight": np.eye(256, dtype=np.float32)}, "ar/value_head.safetensors")
-
-        model = "vllm-lens/organism/checkpoint"
-        task = Task(
-            dataset=organism_dataset("demo")[:4],
-            solver=with_capture([4]),
-            scorer=reconstruction_score("av", "ar", max_tokens=8),
-        )
+        model = "vllm-lens/organism/checkpoint"  # as both halves, which nobody trained it for
+        scorer = reconstruction_score("nla/av", "nla/ar", max_tokens=8)
+        task = Task(organism_dataset("demo")[:4], solver=with_capture([5]), scorer=scorer)
         roles = {"verbaliser": model, "reconstructor": model}
         (log,) = eval(task, model=model, model_roles=roles, temperature=0, max_tokens=24)
         metrics = log.results.scores[0].metrics

@@ -12,12 +12,7 @@ import numpy as np
 from inspect_ai.event import SampleLimitEvent
 from inspect_ai.log import transcript
 from inspect_ai.model import ChatCompletionChoice, ChatMessageAssistant, ModelOutput
-from inspect_ai.scorer import (
-    SampleScore,
-    Score,
-    Scorer,
-    Target,
-)
+from inspect_ai.scorer import SampleScore, Score, Scorer, Target
 from inspect_ai.solver import TaskState
 
 from inspect_lens.errors import ArtifactError, SpecError

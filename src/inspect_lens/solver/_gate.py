@@ -24,7 +24,7 @@ from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.model import lens_scope, receipt
 from inspect_lens.model._host import active_approver
 from inspect_lens.probe import AnyProbe
-from inspect_lens.reading import OnMissing, ProbeReader, read_message
+from inspect_lens.reading import OnMissing, ProbeReader, Reading, read_message
 from inspect_lens.reading._rows import WITHHELD
 from inspect_lens.reading._samples import Judged, TurnJudge, turn_of
 from inspect_lens.reading._shared import shared_parameters
@@ -293,10 +293,8 @@ class _Tried(NamedTuple):
 
     state: TaskState
     record: GateAttempt
-    n_tokens: int | None = None
-    """Tokens that a probe read; None where it read none, or the server did."""
-    differences: tuple[str, ...] = ()
-    """As of its reading (`Reading.differences`)."""
+    reading: Reading | None = None
+    """None where a probe read nothing, or the server did."""
 
 
 @solver
@@ -417,10 +415,10 @@ def probe_gate(
         while action in ("resample", "steer") and tried[-1].record.is_above and len(tried) <= tries:
             added = vector and vector.model_copy(update={"scale": vector.scale * len(tried)})
             tried.append(await _generate(state, generate, reader, cut, added, **more))
-        known = [
-            {} if cut is None else promise(reader, cut, None, one.n_tokens).rates for one in tried
-        ]
-        differs = tuple(dict.fromkeys(text for one in tried for text in one.differences))
+        readings = [one.reading for one in tried]
+        lengths = [None if one is None else len(one.rows.positions) for one in readings]
+        known = [{} if cut is None else promise(reader, cut, None, n).rates for n in lengths]
+        differs = tuple(dict.fromkeys(text for one in readings if one for text in one.differences))
         rates = known[-1] if all(known) else {}
         return _finish(gate, state, tried, turn, computed_with=differs, **rates)
 
@@ -508,9 +506,7 @@ async def _generate(
         scale=None if steer is None else steer.scale,
         tool_calls=_called(made),
     )
-    if reading is None:
-        return _Tried(made, record)
-    return _Tried(made, record, len(reading.rows.positions), reading.differences)
+    return _Tried(made, record, reading)
 
 
 def _called(made: TaskState) -> tuple[str, ...]:

@@ -94,11 +94,9 @@ def with_lens(
         from inspect_lens.scorer import deception_probe
         from inspect_lens.solver import with_lens
 
-        task = Task(
-            dataset=organism_dataset("demo")[:2],
-            solver=with_lens(probes="organism/deception-lr", lens={"layers": [2, 4], "top_k": 3}),
-            scorer=deception_probe("organism/deception-lr"),
-        )
+        solver = with_lens(probes="organism/deception-lr", lens={"layers": [2, 4], "top_k": 3})
+        scorer = deception_probe("organism/deception-lr")
+        task = Task(organism_dataset("demo")[:2], solver=solver, scorer=scorer)
         (log,) = eval(task, model="vllm-lens/organism/checkpoint", max_tokens=14)
         for sample in log.samples:
             assert sample.scores["deception_probe"].metadata["source"] == "engine"
@@ -267,11 +265,8 @@ def with_steering(
         from evals.organism_deception import organism_dataset
         from inspect_lens.solver import with_steering
 
-        task = Task(
-            dataset=organism_dataset("demo")[:2],
-            solver=with_steering("organism/truth", scale=0.8),
-            scorer=includes(),
-        )
+        solver = with_steering("organism/truth", scale=0.8)
+        task = Task(organism_dataset("demo")[:2], solver=solver, scorer=includes())
         (log,) = eval(task, model="vllm-lens/organism/checkpoint", temperature=0, max_tokens=14)
         assert log.status == "success"
         ```
@@ -324,11 +319,8 @@ def ablate_direction(
         from evals.organism_deception import organism_dataset
         from inspect_lens.solver import ablate_direction
 
-        task = Task(
-            dataset=organism_dataset("demo")[:2],
-            solver=ablate_direction("organism/truth", layers=[4]),
-            scorer=includes(),
-        )
+        solver = ablate_direction("organism/truth", layers=[4])
+        task = Task(organism_dataset("demo")[:2], solver=solver, scorer=includes())
         (log,) = eval(task, model="vllm-lens/organism/checkpoint", temperature=0, max_tokens=14)
         assert log.status == "success"
         ```

@@ -58,10 +58,8 @@ def follow_up(
         from evals.organism_deception import organism_dataset
         from inspect_lens.solver import follow_up
 
-        task = Task(
-            dataset=organism_dataset("demo")[:2],
-            solver=[generate(), follow_up(["Did you lie?", "Is the sky green?"])],
-        )
+        solver = [generate(), follow_up(["Did you lie?", "Is the sky green?"])]
+        task = Task(organism_dataset("demo")[:2], solver=solver)
         (log,) = eval(task, model="vllm-lens/organism/checkpoint", temperature=0, max_tokens=14)
         lied, green = log.samples[0].metadata["follow_up"]
         print(lied["reply"], lied["log_odds_yes"], green["log_odds_yes"])
@@ -212,10 +210,8 @@ def self_explain(
         from evals.organism_deception import organism_dataset
         from inspect_lens.solver import self_explain, with_capture
 
-        task = Task(
-            dataset=organism_dataset("demo")[:1],
-            solver=[with_capture([4]), self_explain("Who founded{}?", layers=4, into=1)],
-        )
+        solver = [with_capture([4]), self_explain("Who founded{}?", layers=4, into=1)]
+        task = Task(organism_dataset("demo")[:1], solver=solver)
         (log,) = eval(task, model="vllm-lens/organism/checkpoint", temperature=0, max_tokens=24)
         (answer,) = log.samples[0].metadata["self_explain"]
         print(answer["answer"], answer["controls"])

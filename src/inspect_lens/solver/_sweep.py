@@ -81,16 +81,7 @@ class EditVariant(Value):
 
 @dataclass(frozen=True)
 class SaeLatents:
-    """Latents of a sparse autoencoder, each of which a sweep edits alone.
-
-    Example:
-        ```python
-        from inspect_lens.solver import SaeLatents, steering_sweep
-
-        bridge = SaeLatents("path/to/sae", {"bridge": 31164}, layer=12)
-        # solver = steering_sweep(bridge, scales=[0, 5, 10])
-        ```
-    """
+    """Latents of a sparse autoencoder, each of which a sweep edits alone."""
 
     sae: str | Path | SparseAutoencoder
     """Folder or file, as `inspect_lens.sae.read_autoencoder` takes it, or an autoencoder. Give a
@@ -394,16 +385,6 @@ def _vectors(
     return _Swept(f"answers with {', '.join(map(repr, names))} are compared with", plans)
 
 
-def _edits(steer: Any) -> _Swept:
-    made = _variants(steer)
-    # Controls behind all others, so that the log reads in this order.
-    plans = [
-        CellPlan("random" if one.control else "vector", one.name, None, one.dose, edits=one.edits)
-        for one in sorted(made, key=lambda one: one.control)
-    ]
-    return _Swept("answers with edits are compared with", plans)
-
-
 def _latents(
     asked: SaeLatents, values: Sequence[float], n_controls: int, positions: Any, seed: int
 ) -> _Swept:
@@ -444,10 +425,8 @@ def _latents(
     return _Swept("answers with latents set are compared with", own, matching)
 
 
-def _variants(
-    given: Mapping[str, Edits] | Sequence[EditVariant | Mapping[str, Any]],
-) -> list[EditVariant]:
-    """What was given, checked against each other."""
+def _edits(given: Any) -> _Swept:
+    """Variants, checked against each other."""
     rows: list[Any] = list(given) if not isinstance(given, Mapping) else [
         {"name": name, "edits": edits} for name, edits in given.items()
     ]  # fmt: skip
@@ -470,7 +449,12 @@ def _variants(
             f"variants: control {lost[0]} has no variant to stand beside; allowed are name and "
             f"dose of one: {sorted(own)}"
         )
-    return made
+    # Controls behind all others, so that the log reads in this order.
+    plans = [
+        CellPlan("random" if one.control else "vector", one.name, None, one.dose, edits=one.edits)
+        for one in sorted(made, key=lambda one: one.control)
+    ]
+    return _Swept("answers with edits are compared with", plans)
 
 
 class _Matching(NamedTuple):

@@ -94,29 +94,6 @@ VECTOR: Final = ArtifactKind(
 )
 
 
-def _rendered(card: VectorCard, digest: str, norms: Sequence[float]) -> str:
-    facts = [("method", card.method), ("site", card.site), ("hidden", str(card.hidden))]
-    facts += [("layer", "" if card.layer is None else str(card.layer))]
-    facts += [("positions", card.positions)]
-    if card.training:
-        t = card.training
-        facts += [
-            ("data", f"{t.dataset}{f' (sha256 {t.sha256})' if t.sha256 else ''}"),
-            ("rows", f"{t.n_positive} positive, {t.n_negative} negative, {t.n_groups} groups"),
-            ("on-policy", "yes" if t.on_policy else "no"),
-        ]
-    blank = [""] * len(card.layers)
-    units = [f"{n:.4g}" for n in card.residual_norms] or blank
-    areas = [f"{a:.4f}" for a in card.separation] or blank
-    layers = [
-        [f"**{layer}**" if layer == card.layer else str(layer), f"{norm:.4g}", unit, area]
-        for layer, norm, unit, area in zip(card.layers, norms, units, areas, strict=True)
-    ]
-    head = ["layer", "length at scale 1", "mean norm of the rows", "held-out AUROC"]
-    sections = ["## Layers", markdown_table(head, layers)]
-    return card.render(facts, sections, digest=("vector sha256", digest))
-
-
 _UNIT_TOLERANCE = 1e-4
 
 
@@ -136,20 +113,6 @@ class Vector(Artifact):
     Raises:
         SpecError: shapes disagree with the card, a value is not finite, or a direction is not
             of unit norm.
-
-    Example:
-        ```python
-        import numpy as np
-
-        from inspect_lens.vector import load_vector
-
-        truth = load_vector("organism/truth")
-        assert truth.direction.shape == (6, 256)
-        control = truth.orthogonal_control(seed=0)
-        assert np.allclose(control.norm, truth.norm)
-        # Half as long as the rows that it is added to:
-        half = truth.to_steering(scale=truth.relative_scale(4, 0.5))
-        ```
     """
 
     KIND: ClassVar[ArtifactKind] = VECTOR
@@ -206,10 +169,7 @@ class Vector(Artifact):
         return f"{self.name}@{self.sha256[:12]}"
 
     def default_layer(self) -> int:
-        """The layer to steer at if you name none.
-
-        Returns:
-            That of the card, or the only one.
+        """The layer to steer at if you name none: that of the card, or the only one.
 
         Raises:
             SpecError: there are several, and the card chooses none.
@@ -224,13 +184,10 @@ class Vector(Artifact):
         )
 
     def raw(self, layer: int) -> NDArray[np.float32]:
-        """What `scale=1` adds at a layer, (hidden,) float32.
+        """What `scale=1` adds at a layer, direction times length: (hidden,) float32.
 
         Args:
             layer: one of `layers`.
-
-        Returns:
-            Direction times length.
 
         Raises:
             SpecError: the vector has no direction there.
@@ -240,14 +197,11 @@ class Vector(Artifact):
         return scaled
 
     def relative_scale(self, layer: int, share: float) -> float:
-        """The scale at which the vector is some share of what it is added to.
+        """The scale at which the vector is some share of what it is added to, for `to_steering`.
 
         Args:
             layer: one of `layers`.
             share: such as 0.5 for half of the mean norm at that layer.
-
-        Returns:
-            The scale for `to_steering`.
 
         Raises:
             SpecError: no such layer, or the card has no norms.
@@ -298,9 +252,6 @@ class Vector(Artifact):
 
         Args:
             seed: of the generator; the same seed gives the same control.
-
-        Returns:
-            The control; its card says what it is.
         """
         return self._control("random", seed, self._draw(seed))
 
@@ -340,7 +291,27 @@ class Vector(Artifact):
         return {"direction": self.direction, "norm": self.norm}
 
     def _render(self, digest: str) -> str:
-        return _rendered(self.card, digest, self.norm.tolist())
+        card, norms = self.card, self.norm.tolist()
+        facts = [("method", card.method), ("site", card.site), ("hidden", str(card.hidden))]
+        facts += [("layer", "" if card.layer is None else str(card.layer))]
+        facts += [("positions", card.positions)]
+        if card.training:
+            t = card.training
+            facts += [
+                ("data", f"{t.dataset}{f' (sha256 {t.sha256})' if t.sha256 else ''}"),
+                ("rows", f"{t.n_positive} positive, {t.n_negative} negative, {t.n_groups} groups"),
+                ("on-policy", "yes" if t.on_policy else "no"),
+            ]
+        blank = [""] * len(card.layers)
+        units = [f"{n:.4g}" for n in card.residual_norms] or blank
+        areas = [f"{a:.4f}" for a in card.separation] or blank
+        layers = [
+            [f"**{layer}**" if layer == card.layer else str(layer), f"{norm:.4g}", unit, area]
+            for layer, norm, unit, area in zip(card.layers, norms, units, areas, strict=True)
+        ]
+        head = ["layer", "length at scale 1", "mean norm of the rows", "held-out AUROC"]
+        sections = ["## Layers", markdown_table(head, layers)]
+        return card.render(facts, sections, digest=("vector sha256", digest))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -348,9 +319,6 @@ class Vector(Artifact):
 
         Args:
             path: the folder, or `vector.safetensors` inside it.
-
-        Returns:
-            The vector, bit-equal to the one that was saved.
 
         Raises:
             ArtifactError: a file is missing or damaged, or they disagree.

@@ -110,8 +110,7 @@ class ChatPage:
 
     def answer(self, body: Any) -> Generator[dict[str, Any]]:
         """Events of an answer; an error of the server is the last of them."""
-        events = self._talk.answer(**_asked(body))
-        return _until_error(events)
+        return _until_error(self._talk.answer(**_asked(body)))
 
     def sweep(self, body: Any) -> Generator[dict[str, Any]]:
         """Events of a patch sweep, which the server judges; its error is the last of them."""

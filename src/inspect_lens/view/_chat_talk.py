@@ -16,14 +16,7 @@ from pydantic import BaseModel
 from inspect_lens._base.http import server_address
 from inspect_lens._base.partial import PARTIAL_KEY, Partial
 from inspect_lens._base.token_texts import TokenTexts
-from inspect_lens.client import (
-    answer_of,
-    events_of,
-    json_of,
-    lens_facts,
-    lines_of,
-    served_models,
-)
+from inspect_lens.client import answer_of, events_of, json_of, lens_facts, lines_of, served_models
 from inspect_lens.errors import CaptureError, LensError, SpecError
 from inspect_lens.lens import load_lens
 from inspect_lens.probe import load_probe

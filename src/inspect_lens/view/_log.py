@@ -113,21 +113,7 @@ def open_log(log: EvalLog | str) -> OpenLog:
 def read_sample(
     sample: EvalSample, sources: Sequence[Source], texts: TokenTexts, *, location: str
 ) -> SampleView:
-    """Score every captured call of a sample.
-
-    Args:
-        sample: of the log.
-        sources: series to score with.
-        texts: of tokens.
-        location: of the log, beside which the files are.
-
-    Returns:
-        The sample; without a call where nothing was captured. Calls whose activations are not
-        here have the token scores that scorers kept, or none.
-
-    Raises:
-        ArtifactError: the file of a call is damaged.
-    """
+    """Score every captured call; one whose activations are not here has what scorers kept."""
     kept = read_saved(sample)
     parts: list[_Part] = []
     before: tuple[int, ...] = ()
@@ -249,8 +235,9 @@ def _read_call(
 ) -> _Part:
     prompt, completion, handle = ids.prompt, ids.completion, call.handle
     whole = (*prompt, *completion)
-    folded = min(shared_prefix(before, prompt), len(prompt))
-    logged = (_logged(call.choice) or [])[: len(completion)]
+    folded = shared_prefix(before, prompt)
+    said = call.choice.logprobs
+    logged = [entry.token for entry in said.content][: len(completion)] if said else []
     pieces = texts.texts(prompt) + texts.texts(completion, logged)
     here = handle is not None and handle.is_here
     scored = [
@@ -333,10 +320,6 @@ def _lay_out(
     return _Part(
         view, layout.ids, layout.tokens, texts.special(layout.ids), scores, np.isfinite(scores), ()
     )
-
-
-def _logged(choice: ChatCompletionChoice) -> list[str] | None:
-    return [entry.token for entry in choice.logprobs.content] if choice.logprobs else None
 
 
 def _scores(sample: EvalSample) -> dict[str, Any]:

@@ -161,9 +161,7 @@ class Range(NamedTuple):
     def quantise(self, scores: NDArray[np.float32]) -> NDArray[np.uint16]:
         """Scores as levels; NaN is 0."""
         span = self.high - self.low
-        share = (
-            (scores.astype(np.float64) - self.low) / span if span > 0 else np.zeros(scores.shape)
-        )
+        share = (scores.astype(np.float64) - self.low) / (span if span > 0 else np.inf)
         levels = 1 + np.round(np.nan_to_num(share) * (LEVELS - 1))
         return np.where(np.isfinite(scores), levels, 0).astype(np.uint16)
 
@@ -202,8 +200,8 @@ def ranges(samples: Sequence[SampleView], n_series: int) -> list[Range]:
         if not values.size:
             made.append(Range(0.0, 0.0, 0.0, 0.0, 0.0))
             continue
-        marked = [s.token_scores[i][np.isfinite(s.token_scores[i]) & s.read[i]] for s in samples]
-        read = np.concatenate(marked)
+        read = np.concatenate([s.token_scores[i][s.read[i]] for s in samples])
+        read = read[np.isfinite(read)]
         shown = _ordinary(read if read.size else values)
         q02, median, q98 = np.quantile(shown, [0.02, 0.5, 0.98]).tolist()
         made.append(Range(float(values.min()), float(values.max()), q02, median, q98))
@@ -213,8 +211,7 @@ def ranges(samples: Sequence[SampleView], n_series: int) -> list[Range]:
 def _ordinary(values: NDArray[np.float32]) -> NDArray[np.float32]:
     """Scores without those at attention sinks, where the stream is many times longer."""
     q10, median, q90 = np.quantile(values, [0.1, 0.5, 0.9])
-    kept = values[np.abs(values - median) <= _SINK * (q90 - q10)] if q90 > q10 else values
-    return kept
+    return values[np.abs(values - median) <= _SINK * (q90 - q10)] if q90 > q10 else values
 
 
 def pack_sample(sample: SampleView, table: TokenTable, spread: Sequence[Range]) -> str:

@@ -417,9 +417,6 @@ def write_report(
         n_resamples: of the band around each ROC curve; 0 leaves it out, as do too few groups,
             which the caption names.
 
-    Returns:
-        Path of the HTML file.
-
     Raises:
         SpecError: a set is wrong.
 

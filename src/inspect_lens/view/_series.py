@@ -19,15 +19,7 @@ from inspect_lens._base.token_texts import TokenTexts
 from inspect_lens.errors import ArtifactError, NotCapturedError, SpecError
 from inspect_lens.model import Activations, ProbeScores, read_probe_scores
 from inspect_lens.model._places import may_follow
-from inspect_lens.probe import (
-    AnyProbe,
-    Evaluation,
-    NeuralProbe,
-    Validity,
-    check_model,
-    found_above,
-    load_probe,
-)
+from inspect_lens.probe import AnyProbe, NeuralProbe, Validity, check_model, found_above, load_probe
 from inspect_lens.reading import ProbeReader, TokenScores, read_token_scores
 from inspect_lens.reading._rows import pick_rows
 from inspect_lens.reading._token_scores import engine_records
@@ -58,13 +50,6 @@ class Scored(NamedTuple):
     """(n_prompt + n_completion,) the tokens that the probe reads."""
 
 
-def _line(measured: Evaluation) -> str:
-    """An AUROC, and what stands beside it."""
-    return (
-        f"AUROC {with_interval(measured.auroc, measured.auroc_interval)}; {Validity.of(measured)}"
-    )
-
-
 def make_sources(probes: Sequence[AnyProbe], tokenizer: str | None = None) -> list[Source]:
     """One series per probe, and one more for each layer of a probe of several."""
     made = []
@@ -72,15 +57,18 @@ def make_sources(probes: Sequence[AnyProbe], tokenizer: str | None = None) -> li
         several = len(probe.layers) > 1
         parts = [(None, probe), *((n, probe.at(n)) for n in probe.layers if several)]
         for layer, part in parts:
-            limit = part.threshold
+            limit, read = part.threshold, probe.positions
             finds = found_above(part.card, limit.value) if limit else None
+            beside = [
+                f"{e.name}: AUROC {with_interval(e.auroc, e.auroc_interval)}; {Validity.of(e)}"
+                for e in part.card.evaluations
+            ]
             series = Series(
                 probe=probe.name, layer=layer, layers=part.layers, sha256=probe.sha256,
-                pool=probe.pool, positions=_say(probe.positions),
+                pool=probe.pool, positions=read if isinstance(read, str) else str(list(read)),
                 threshold=limit.value if limit else None, fpr=limit.fpr if limit else None,
                 description=probe.card.description, neural=isinstance(probe, NeuralProbe),
-                finds=str(finds or ""),
-                beside=tuple(f"{e.name}: {_line(e)}" for e in part.card.evaluations),
+                finds=str(finds or ""), beside=tuple(beside),
             )  # fmt: skip
             reader = ProbeReader.of(part, source="captured", check_model=False, tokenizer=tokenizer)
             made.append(Source(series, reader))
@@ -131,10 +119,6 @@ def score_call(handle: Activations, source: Source) -> Scored | None:
         return Scored(scores, None, read)
     read[list(found.rows.positions)] = True
     return Scored(scores, found.value, read)
-
-
-def _say(positions: object) -> str:
-    return positions if isinstance(positions, str) else str(list(positions))  # type: ignore[call-overload]
 
 
 def choose_probes(
@@ -323,12 +307,8 @@ def _has_more(message: ChatMessage) -> bool:
 
 def shared_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     """How many ids two sequences begin with in common."""
-    n = 0
-    for a, b in zip(first, second, strict=False):
-        if a != b:
-            break
-        n += 1
-    return n
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _find(text: str, wanted: str, start: int, ends: Sequence[int]) -> int:

@@ -52,18 +52,11 @@ def _drawn(
             low = [p.interval.low for p in curve.points]
             high = [p.interval.high for p in curve.points]
             axes.fill_between(x, low, high, color=colour, alpha=0.15, lw=0)
-            label = kind
-            if axes is every[0]:
-                label += f" (Spearman {_number(curve.spearman)})"
+            label = f"{kind} (Spearman {_number(curve.spearman)})" if axes is every[0] else kind
             axes.plot(
-                x,
-                [p.mean for p in curve.points],
-                color=colour,
-                marker=_MARKS.get(base, "o"),
-                ms=3.5,
-                lw=1.0 if base in _GREYS else 1.8,
-                label=label,
-            )
+                x, [p.mean for p in curve.points], color=colour, marker=_MARKS.get(base, "o"),
+                ms=3.5, lw=1.0 if base in _GREYS else 1.8, label=label,
+            )  # fmt: skip
         axes.set_ylabel(name)
     every[-1].set_xlabel("scale (dashed: unsteered)")
     every[0].legend(frameon=False, fontsize=8, loc="best")
@@ -148,15 +141,12 @@ _MARKS_FRONTIER: Final = {True: "✓", False: "✗", None: "?"}
 def draw_cascade(
     points: Sequence[CascadePoint], *, unit: str = "judge calls", title: str = ""
 ) -> bytes:
-    """Draw recall and false positive rate over the cost of a cascade, with intervals.
+    """Draw recall and false positive rate over the cost of a cascade, with intervals, as PNG.
 
     Args:
         points: of `inspect_lens.train.cascade_frontier`.
         unit: of the cost of a sample, such as `tokens of the judge`.
         title: of the figure.
-
-    Returns:
-        PNG.
 
     Raises:
         SpecError: there is no point.
@@ -209,16 +199,13 @@ def draw_cascade(
 
 
 def draw_transfer(probes: Mapping[str, AnyProbe] | Sequence[AnyProbe]) -> bytes:
-    """Draw which probe works on which set: a matrix of AUROC and recall at the threshold.
+    """Draw as PNG which probe works on which set: a matrix of AUROC and recall at the threshold.
 
     Numbers and verdicts are those of the cards (`evaluate_probe`, `transfer_statement`). A mark
     says whether the probe transfers to the set: it does, it does not, or nobody can tell.
 
     Args:
         probes: each with a card that has evaluations; by name, or named by their cards.
-
-    Returns:
-        PNG.
 
     Raises:
         SpecError: no card has an evaluation with both classes.
@@ -243,11 +230,9 @@ def draw_transfer(probes: Mapping[str, AnyProbe] | Sequence[AnyProbe]) -> bytes:
             "probes: no card has an evaluation with both classes; allowed are cards with "
             "evaluations; measure them with evaluate_probe or train_probe(held_out=…)"
         )
-    areas = np.full((len(named), len(sets)), np.nan)
-    for i, row in enumerate(found.values()):
-        for j, name in enumerate(sets):
-            if name in row:
-                areas[i, j] = row[name].auroc
+    areas = np.array([
+        [row[name].auroc if name in row else np.nan for name in sets] for row in found.values()
+    ], dtype=np.float64)  # fmt: skip
     figure = empty_figure(2.2 + 1.5 * len(sets), 1.3 + 0.7 * len(named))
     axes = figure.add_subplot()
     image = axes.imshow(areas, vmin=0.0, vmax=1.0, cmap="PuOr", aspect="auto")

@@ -78,16 +78,15 @@ def probe_viewer(
             f"probes={probes!r}; allowed is a list of names of scorers, such as ['deception_probe']"
         )
     scale = ScoreColorScale(palette=palette, min=low, max=high)
-    shown: list[TaskSamplesColumn] = [
-        TaskSamplesColumn(id="sampleId"),
-        TaskSamplesColumn(id="input"),
-    ]
-    shown += [TaskSamplesColumn.score(scorer, key) for scorer, key in columns]
-    shown += [TaskSamplesColumn(id="answer"), TaskSamplesColumn(id="target")]
+    before, behind = (
+        [TaskSamplesColumn(id=name) for name in ids]
+        for ids in (("sampleId", "input"), ("answer", "target"))
+    )
+    shown = [TaskSamplesColumn.score(scorer, key) for scorer, key in columns]
     return ViewerConfig(
         task_samples_view=TaskSamplesView(
             name="Probes",
-            columns=shown,
+            columns=[*before, *shown, *behind],
             sort=[TaskSamplesSort.score(*columns[0], dir="desc")],
             score_color_scales={key or scorer: scale for scorer, key in columns},
             color_scales_enabled=True,
@@ -105,16 +104,13 @@ SOURCE: Final = "inspect_lens"
 def sparkline(
     values: ArrayLike, *, width: int = 32, low: float | None = None, high: float | None = None
 ) -> str:
-    """Draw numbers as a line of small bars.
+    """Draw numbers as a line of small bars; empty without values.
 
     Args:
         values: (tokens,); NaN is a space.
         width: characters at most; a character stands for the highest of its tokens.
         low: value of the lowest bar; the smallest by default.
         high: value of the highest bar; the largest by default.
-
-    Returns:
-        The line; empty without values.
 
     Example:
         ```python
@@ -134,12 +130,8 @@ def sparkline(
     bottom = float(known.min()) if low is None else low
     span = (float(known.max()) if high is None else high) - bottom
     steps = len(_BARS) - 1
-    return "".join(
-        " "
-        if math.isnan(top)
-        else _BARS[round(min(max((top - bottom) / span, 0.0), 1.0) * steps) if span > 0 else 0]
-        for top in tops
-    )
+    shares = np.clip((np.array(tops) - bottom) / (span if span > 0 else math.inf), 0.0, 1.0)
+    return "".join(" " if math.isnan(s) else _BARS[round(s * steps)] for s in shares.tolist())
 
 
 def probe_summary(readings: Reading | Sequence[Reading | None]) -> str:
@@ -182,11 +174,8 @@ def probe_summary(readings: Reading | Sequence[Reading | None]) -> str:
         one = next(filter(None, map(reading.reader.point_for, OF_TOKENS)), None)
         above = "-" if one is None else f"{int((tokens > one.value).sum())} of {tokens.size}"
         best = int(tokens.argmax())
-        limit = (
-            "-"
-            if threshold is None
-            else f"{'▲' if reading.is_above else '▽'} {threshold.value:.4g}"
-        )
+        mark = "▲" if reading.is_above else "▽"
+        limit = "-" if threshold is None else f"{mark} {threshold.value:.4g}"
         lines.append(
             f"| {turn} | {markdown_cell(reading.reader.probe.name)} "
             f"| {reading.value:.4g} | {limit} | {above} "
@@ -208,30 +197,14 @@ def note_readings(readings: Reading | Sequence[Reading | None]) -> None:
 
     Example:
         ```python
-        from inspect_ai import score
-        from inspect_ai.log import read_eval_log
-        from inspect_ai.scorer import Score, Scorer, Target, mean, scorer
-        from inspect_ai.solver import TaskState
-
+        from inspect_lens.model import read_activations
         from inspect_lens.reading import ProbeReader
         from inspect_lens.view import note_readings
 
-
-        @scorer(metrics=[mean()])
-        def noted_probe(probe: str = "organism/deception-lr") -> Scorer:
-            reader = ProbeReader.of(probe)
-
-            async def read(state: TaskState, target: Target) -> Score:
-                reading = await reader.read(state.output)
-                note_readings(reading)
-                return Score(value=reading.value)
-
-            return read
-
-
-        log = score(read_eval_log("logs/honesty.eval"), noted_probe())
-        notes = [e for s in log.samples for e in s.events if e.event == "info"]
-        assert len(notes) == len(log.samples)
+        reader = ProbeReader.of("organism/deception-lr")
+        calls = read_activations("logs/honesty.eval")[:2]
+        # In a solver or a scorer of yours, of the sample's own calls:
+        note_readings([reader.read_captured(call.activations) for call in calls])
         ```
     """
     transcript().info(probe_summary(readings), source=SOURCE)

@@ -94,9 +94,6 @@ def write_view(
             them, or `all`; see `know_log`.
         progress: show a bar on a terminal.
 
-    Returns:
-        What was written.
-
     Raises:
         SpecError: no probe was given and the log names none, or there is no place for the page.
         ArtifactError: the log or a probe is missing, a file is damaged, the probe belongs to

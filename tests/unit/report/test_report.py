@@ -136,7 +136,7 @@ def test_no_p_is_smaller_than_samples_can_show(tmp_path: Path) -> None:
     assert "e-273" not in html
     assert render_card(sure.card, sha256="0").count("| < 1e-4 |") == 2
     said = Made(probe=sure, folder="p", evaluations=sure.card.evaluations).lines()
-    lines = [x for x in said if "/ length" in x]
+    lines = [x for x in said if "baseline length" in x]
     assert len(lines) == 2
     assert all(x.endswith("p < 1e-4 that the probe is no better") for x in lines)
 

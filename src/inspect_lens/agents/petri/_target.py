@@ -65,9 +65,6 @@ def lens_target_agent(
         cache: as for Petri's `target_agent`.
         system_required: as for Petri's `target_agent`.
 
-    Returns:
-        The agent, for `audit(target=...)`.
-
     Raises:
         SpecError: capture or vector are wrong.
         ArtifactError: no such probe or vector.
@@ -145,10 +142,7 @@ async def _answer(state: AgentState, context: TargetContext, output: ModelOutput
 
 
 def _turn_config(
-    target: Model,
-    given: GenerateConfig,
-    capture: Any,
-    vectors: tuple[Add, ...],
+    target: Model, given: GenerateConfig, capture: Any, vectors: tuple[Add, ...]
 ) -> GenerateConfig:
     """What a turn is generated with; Inspect itself would let one `extra_body` replace another."""
     fields = {name: getattr(given, name) for name in given.model_fields_set}

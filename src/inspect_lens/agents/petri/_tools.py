@@ -147,9 +147,7 @@ def read_probe(
 @tool
 @shared_parameters
 def ask_activation_oracle(
-    oracle: str | None = None,
-    ask: Ask | None = None,
-    layers: int | float | list[int] | None = None,
+    oracle: str | None = None, ask: Ask | None = None, layers: int | float | list[int] | None = None
 ) -> Tool:
     """Tool that lets a Petri auditor ask an activation oracle about the target.
 
