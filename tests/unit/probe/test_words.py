@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import re
+import zlib
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -32,6 +36,15 @@ def test_words_and_pairs_in_any_case() -> None:
     )
     assert hash_words("").size == 0
     assert hash_words("a b").size == 3
+
+
+@given(st.text(st.characters(max_codepoint=0x2FF) | st.sampled_from("aA _.\u0130\u00df\ufb01")))
+def test_hashes_are_those_of_words_and_pairs(text: str) -> None:
+    words = [word.casefold() for word in re.findall(r"\w+", text)]
+    expected = {*words, *map(" ".join, pairwise(words))}
+    found = hash_words(text)
+    assert found.dtype == np.uint16
+    assert found.tolist() == sorted({zlib.crc32(one.encode()) % 65536 for one in expected})
 
 
 def test_the_classifier_is_scikit_learns() -> None:
