@@ -169,10 +169,12 @@ def _area_of_words(
     found: Labelled, names: list[str], folds: int = 5
 ) -> tuple[float, Interval, int]:
     """AUROC, its interval, and the number of texts that were taken."""
+    n = min(len(found.scores), _MOST)
+    if is_interim():
+        return math.nan, NO_BOUNDS, n
     found, names = _at_most(found, names)
-    n = len(found.scores)
     classes = [{n for n, y in zip(names, found.labels, strict=True) if y == c} for c in (0, 1)]
-    if min(map(len, classes)) < 2 or is_interim():
+    if min(map(len, classes)) < 2:
         return math.nan, NO_BOUNDS, n
     ranks = arithmetic.cross_validated_words(
         [_words(s) for s in found.scores], found.labels, groups=names, folds=folds
@@ -268,7 +270,8 @@ def _have_words(found: Labelled) -> bool:
             'that of leakage_baseline("prompt") is the baseline'
         )
         return False
-    lacking = sum(_words_or_none(one) is None for one in found.scores)
+    # The display, which shows no number of them, does without each second's look at all words.
+    lacking = 0 if is_interim() else sum(_words_or_none(one) is None for one in found.scores)
     if lacking:
         warn(
             "words_auroc is nan: %d of %d scores hold no words; those of a probe and of "

@@ -17,7 +17,7 @@ from inspect_ai.scorer import SampleScore, Score, grouped
 from inspect_lens.errors import SpecError
 from inspect_lens.model._host import is_interim
 from inspect_lens.probe import auroc, cross_validated_words, hash_words
-from inspect_lens.scorer import _baselines, leakage_baseline, length_auroc, words_auroc
+from inspect_lens.scorer import _baselines, leakage_baseline, length_auroc, validity, words_auroc
 from tests.kit.mock_evals import metric_values, run, scores
 
 N = 40
@@ -81,6 +81,22 @@ def test_words_are_learned_once_behind_the_last_sample(
     assert any(told)
     assert learned == [N]
     assert metric_values(log)["words_auroc"] > 0.6
+
+
+def test_the_display_does_without_a_look_at_the_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_baselines, "is_interim", lambda: True)
+    monkeypatch.setattr(_baselines, "_words_or_none", None)
+    facts = {"words": "", "n_tokens": 1}
+    made = [
+        SampleScore(
+            score=Score(value=1.0, metadata=facts), sample_id=i, sample_metadata={"label": i % 2}
+        )
+        for i in range(4)
+    ]
+    found = validity()(made)
+    assert isinstance(found, dict)
+    assert math.isnan(found["words_auroc"])
+    assert found["length_auroc"] == 0.5
 
 
 def test_every_epoch_is_a_text_and_no_reducer_changes_that(tmp_path: Path) -> None:
