@@ -34,7 +34,6 @@ __all__ = [
     "names_heads",
 ]
 
-
 Reduce = Literal["none", "mean", "last", "max", "norm"]
 """How the engine reduces the rows of the selected tokens before it returns them."""
 
@@ -86,26 +85,20 @@ class Reduction:
         return self.width or hidden
 
     def on_device(self, torch: Any, rows: torch.Tensor) -> torch.Tensor:
-        """Make the numbers of each row, on the worker's device.
+        """Make (…, tokens, `columns(hidden)`) numbers of rows, on the worker's device.
 
         Args:
             torch: the module, which this package does not import.
             rows: (…, tokens, hidden).
-
-        Returns:
-            (…, tokens, `columns(hidden)`).
         """
         return rows
 
     def finish(self, combined: NDArray[Any], n: int) -> NDArray[Any]:
-        """Make the result of what was combined.
+        """Make the result (width,) of what was combined.
 
         Args:
             combined: (width,), in float64 for a sum.
             n: tokens that it was combined of.
-
-        Returns:
-            (width,).
         """
         return combined
 
@@ -152,8 +145,7 @@ class _Norm(Reduction):
         return torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float32)  # type: ignore[no-any-return]
 
     def join(self, parts: NDArray[np.float32]) -> NDArray[np.float32]:
-        norms: NDArray[np.float32] = np.linalg.norm(parts, axis=1)
-        return norms
+        return np.asarray(np.linalg.norm(parts, axis=1))
 
 
 REDUCTIONS: Final = MappingProxyType({one.name: one() for one in Reduction.__subclasses__()})

@@ -183,12 +183,9 @@ def _check_width(edit: EditBase, chosen: Chosen | None, facts: EngineFacts, fiel
 
 
 def check_shares(program: Sequence[Instruction], width: SiteWidth, field: str) -> None:
-    """Refuse what needs numbers that another tensor-parallel rank has.
-
-    Each rank edits its own part of the row. So a projection has to be read and written within one
-    of these parts, and the norm of the row is not known. Rows and vectors that are written, and
-    numbers that are blended one by one, may be anywhere.
-    """
+    """Refuse what needs numbers that another tensor-parallel rank has."""
+    # A projection has to be read and written within a rank's part of the row, and the norm of the
+    # row is not known. What is only written, or blended one by one, may be anywhere.
     if width.shards == 1:
         return
     own = width.width // width.shards
@@ -229,19 +226,14 @@ def check_layers(
     for layer in layers:
         _check_layer(layer, facts, field)
         if not facts.has_tap(tap_point(site, layer)):
+            way = f"INSPECT_LENS_LAYERS={','.join(map(str, sorted({*facts.layers, layer})))}"
+            if site not in facts.sites:
+                way = f"INSPECT_LENS_SITES={','.join((*facts.sites, site))}"
             raise UnsupportedError(
                 f"{field}: {what} {layer} has no tap for {site} in this engine, which serves "
                 f"{', '.join(facts.sites)} (INSPECT_LENS_SITES) at layers {list(facts.layers)} "
-                f"(INSPECT_LENS_LAYERS); {_how_to_serve(site, layer, facts)}"
+                f"(INSPECT_LENS_LAYERS); start it with {way}"
             )
-
-
-def _how_to_serve(site: Site, layer: int, facts: EngineFacts) -> str:
-    """What to set at the engine's start, so that a site has a tap at a layer."""
-    if site not in facts.sites:
-        return f"start it with INSPECT_LENS_SITES={','.join((*facts.sites, site))}"
-    layers = sorted({*facts.layers, layer})
-    return f"start it with INSPECT_LENS_LAYERS={','.join(map(str, layers))}"
 
 
 def check_lens(lens: LogitLens, facts: EngineFacts) -> tuple[TapPoint, ...]:

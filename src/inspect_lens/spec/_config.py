@@ -63,9 +63,6 @@ def parse_edits(
         field: path of the field, for error messages.
         limits: of the engine; tensors that it has no use for are not unpacked.
 
-    Returns:
-        The edits, in order.
-
     Raises:
         SpecError: an operation that does not exist, or fields that do not fit it.
 

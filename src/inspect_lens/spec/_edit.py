@@ -33,10 +33,8 @@ from ._values import TENSORS, integers, shown
 
 __all__ = ["EDITS", "EDIT_REFERENCE", "EditBase"]
 
-
 EDIT_REFERENCE = "edit/1"
 """`$lens` of the short form in which an edit stands in logs."""
-
 
 EDITS: dict[str, type[EditBase]] = {}
 """Every operation by its name."""
@@ -327,15 +325,12 @@ class EditBase(WireModel):
         """
 
     def at(self, name: str, index: int, listed: int | None = None) -> Row:
-        """A tensor at one of the layers.
+        """A tensor at one of the layers, float32 of as many dimensions as `tensor_fields` says.
 
         Args:
             name: of the field.
             index: of the layer in `layers`.
             listed: index of the token in `positions`, where each has rows of its own.
-
-        Returns:
-            float32, with the number of dimensions that `tensor_fields` says.
         """
         tensor = cast("TensorData", getattr(self, name))
         storage, n = tensor.storage, self.tensor_fields[name]

@@ -34,7 +34,6 @@ __all__ = [
     "Zero",
 ]
 
-
 LARGEST_NORM: Final[dict[str, float]] = {
     "float32": 2.0**63,
     "bfloat16": 2.0**63,
@@ -387,7 +386,7 @@ class Swap(EditBase):
         return self
 
     def frozen(self, rows: ArrayLike, *, positions: tuple[int, ...] | list[int]) -> Add:
-        """The exchange by the coordinates of a clean run, the same in all layers.
+        """An `Add` of the exchange by the coordinates of a clean run, the same in all layers.
 
         A row `h` of the clean run has the coordinates `c1` and `c2`, and
         `strength * (c2 - c1) * (first - second)` is added at its layer and position, whatever
@@ -399,9 +398,6 @@ class Swap(EditBase):
             rows: (layers, positions, width) of the clean run, at the layers and the site of this
                 edit.
             positions: of `rows`, absolute; they take the place of the edit's own.
-
-        Returns:
-            An `Add` with a vector for each layer and position.
 
         Raises:
             SpecError: another shape, NaN or infinity, or an edit that a vector cannot be: with a
@@ -566,8 +562,7 @@ def _independent(rows: Row, name: str) -> None:
 def _orthonormal(rows: Row) -> Row:
     q, r = np.linalg.qr(rows.astype(np.float64).T)
     # The basis begins with the first direction and not with its mirror image.
-    basis: Row = (q * np.sign(np.diag(r))).T.astype(np.float32)
-    return basis
+    return np.asarray((q * np.sign(np.diag(r))).T.astype(np.float32))
 
 
 class Replace(EditBase):

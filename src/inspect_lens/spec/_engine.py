@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Final, Literal, NamedTuple, cast
 
-from pydantic import Field, ValidationInfo
+from pydantic import ValidationInfo
 
 from inspect_lens.errors import SpecError, UnsupportedError
 
@@ -35,7 +35,6 @@ __all__ = [
     "tap_point",
     "tap_points",
 ]
-
 
 Site = Literal[
     "resid_pre",
@@ -166,20 +165,16 @@ class Numerics(Value):
         ```
     """
 
-    engine: str = Field(
-        default="", description="Library that runs the model, with its version: `vllm 0.32.0`."
-    )
-    dtype: str = Field(default="", description="Data type of the residual stream: `bfloat16`.")
-    quantization: str | None = Field(
-        default=None,
-        description="Method by which the weights were quantised, as the engine names it; None: "
-        "none, or not known where `dtype` is empty.",
-    )
-    kv_cache_dtype: str | None = Field(
-        default=None,
-        description="Data type of keys and values in the engine's cache, as the engine names it: "
-        "`fp8`; None: that of the stream, or not known where `dtype` is empty.",
-    )
+    engine: str = ""
+    """Library that runs the model, with its version: `vllm 0.32.0`."""
+    dtype: str = ""
+    """Data type of the residual stream: `bfloat16`."""
+    quantization: str | None = None
+    """Method by which the weights were quantised, as the engine names it; None: none, or not known
+    where `dtype` is empty."""
+    kv_cache_dtype: str | None = None
+    """Data type of keys and values in the engine's cache, as the engine names it: `fp8`; None: that
+    of the stream, or not known where `dtype` is empty."""
 
     def differences(self, here: Numerics) -> tuple[str, ...]:
         """In what other numerics differ from these, as `dtype float16 instead of bfloat16`.
@@ -389,9 +384,3 @@ def limits_of(info: ValidationInfo) -> TensorLimits | None:
     """Limits that a model is validated under, if any."""
     context = info.context
     return context.get(_KEY) if isinstance(context, dict) else None
-
-
-def weights_judge(info: ValidationInfo, axes: str, what: str) -> JudgeShape | None:
-    """What judges the shape of a tensor of a probe or a lens; None where no engine is known."""
-    limits = limits_of(info)
-    return None if limits is None else partial(limits.judge_weights, axes=axes, what=what)

@@ -504,14 +504,11 @@ class Schedule(Value):
         return float(np.abs(self.factors).max())
 
     def instruction(self, register: int, n_prompt: int) -> Instruction:
-        """Make the instruction that puts the factor of a token into a register.
+        """Make the instruction that puts the factor of a token into a register, for each tap.
 
         Args:
             register: it goes to.
             n_prompt: tokens of the prompt, behind which the sampled ones begin.
-
-        Returns:
-            The instruction, for each tap of the edit.
         """
         params = (float(len(self.factors)), float(n_prompt), 0.0, 0.0)
         return Instruction(Kind.SCHEDULE, self.factors, None, params, True, register)

@@ -33,10 +33,8 @@ from ._values import Flag, Value, layer_numbers, read_as, several, shown
 
 __all__ = ["HOOK_REFERENCE", "FunctionCode", "Hook", "HookReceipt", "code_python", "parse_hooks"]
 
-
 HOOK_REFERENCE = "hook/1"
 """`$lens` of the short form in which a hook stands in logs."""
-
 
 _PYTHON = re.compile(r"[0-9]{1,2}\.[0-9]{1,3}")
 _PART = r"(?:[^\W\d]\w*|<(?:locals|lambda|genexpr|listcomp|setcomp|dictcomp|module)>)"

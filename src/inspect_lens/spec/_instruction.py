@@ -36,7 +36,6 @@ __all__ = [
     "token_gate_key",
 ]
 
-
 Row = NDArray[np.float32]
 
 MOST_INSTRUCTIONS = 64
@@ -162,7 +161,7 @@ def run_program(
     token_id: int | None = None,
     position: int = 0,
 ) -> NDArray[np.float64]:
-    """Edit the stream of one token: the definition of a program, in float64.
+    """Edit the stream of one token: the definition of a program, in float64 (width,).
 
     Args:
         stream: (width,); what the site holds. It is not changed.
@@ -171,9 +170,6 @@ def run_program(
             to. What others find depends on other tokens, so they write nothing here.
         token_id: of the token, for programs that ask for it; None is no token's.
         position: of the token, for schedules.
-
-    Returns:
-        (width,) float64; the stream after the program.
 
     Example:
         ```python

@@ -38,7 +38,6 @@ __all__ = [
 LatentMode = Literal["set", "add", "at_least"]
 """What becomes of an activation: a value, the value added, or the value where it is less."""
 
-
 MOST_LATENTS = MOST_INSTRUCTIONS - 1
 """Latents of one edit: one instruction is left for its gate, or for the bias of the decoder."""
 

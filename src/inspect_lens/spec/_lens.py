@@ -34,7 +34,6 @@ __all__ = [
     "check_engine_lens",
 ]
 
-
 LENS_NAME: Final = "logit_lens"
 """Name of its tensor among the activations of a result."""
 

@@ -20,7 +20,6 @@ from ._values import shown
 
 __all__ = ["POOLS", "SENTENCE_POOL", "Pool", "parse_pool"]
 
-
 SENTENCE_POOL: Final = "sentence_mean_max"
 """Name of the pooling rule that needs the ends of sentences."""
 
@@ -246,7 +245,7 @@ class Pool(NamedTuple):
 
 
 def parse_pool(value: str) -> Pool:
-    """Parse the name of a pooling rule, such as `top_k_mean:5`.
+    """Parse the name of a pooling rule, such as `top_k_mean:5`; its parameter is filled in.
 
     Args:
         value: `mean`, `last`, `max`, `top_k_mean` (k 5), `rolling_mean_max` (window 10),
@@ -254,9 +253,6 @@ def parse_pool(value: str) -> Pool:
             (exponential average, rate 0.1, its last value), `ema_max` (its largest),
             `sentence_mean_max` (largest mean of a sentence). Those with a number also take
             another one, such as `top_k_mean:3` or `ema:0.2`.
-
-    Returns:
-        The rule, its parameter filled in.
 
     Raises:
         SpecError: anything else.

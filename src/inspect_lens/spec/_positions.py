@@ -31,7 +31,6 @@ __all__ = [
     "resolve_positions",
 ]
 
-
 MOST_PATTERN: Final = 1000
 """Characters of a pattern."""
 MOST_SECONDS: Final = 0.25
@@ -204,15 +203,12 @@ class TokenMatch(Value):
         return shown(self.model_dump(exclude_defaults=True))
 
     def choose(self, found: Sequence[Sequence[int]], n_prompt: int, *, field: str) -> list[int]:
-        """The positions that are meant.
+        """The positions that are meant, ascending, each once.
 
         Args:
             found: positions of the tokens of each match, in order.
             n_prompt: tokens of the prompt.
             field: path of the field, for error messages.
-
-        Returns:
-            Positions in ascending order, each once.
 
         Raises:
             SpecError: no token is meant.

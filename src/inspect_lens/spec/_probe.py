@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass
 
 from inspect_lens.errors import SpecError
 
-from ._engine import RESID_POST, Numerics, Site, TapPoint, tap_points, weights_judge
+from ._engine import RESID_POST, Numerics, Site, TapPoint, limits_of, tap_points
 from ._pool import EnginePool, parse_pool
 from ._positions import Positions, parse_positions
 from ._tensor import Tensor, TensorData, WireModel, as_tensor_data, freeze_tensor, is_wire
@@ -74,8 +74,12 @@ class Weights(WireModel):
                 f"{shown(unknown)}, missing are {missing}"
             )
 
+        limits = limits_of(info)
+
         def read(name: str) -> TensorData:
-            judge = weights_judge(info, axes[name], cls.what)
+            judge = None
+            if limits is not None:
+                judge = partial(limits.judge_weights, axes=axes[name], what=cls.what)
             return freeze_tensor(as_tensor_data(value[name], field=name, judge=judge))
 
         return {name: read(name) for name in value}
@@ -196,10 +200,8 @@ class EngineProbe(Weights):
     """Tokens up to which the threshold holds its rate; None: not known."""
     threshold_positions: Positions | None = None
     """Tokens that it was calibrated on; None: not known, and then it acts on any."""
-    threshold_numerics: Numerics | None = Field(
-        default=None,
-        description="What computed the scores that it was calibrated on; None: not known.",
-    )
+    threshold_numerics: Numerics | None = None
+    """What computed the scores that it was calibrated on; None: not known."""
 
     @field_validator("layers")
     @classmethod

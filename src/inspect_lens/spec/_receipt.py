@@ -13,7 +13,6 @@ from ._values import Value
 
 __all__ = ["CaptureReceipt", "EnginePath", "GateReceipt", "Receipt", "SteerReceipt", "TierReceipt"]
 
-
 EnginePath = Literal["eager", "compiled", "piecewise", "graph"]
 """How the forward passes of a request ran."""
 

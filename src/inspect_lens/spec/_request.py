@@ -430,7 +430,7 @@ _DEFAULTS: Final = {name: field.default for name, field in LensRequest.model_fie
 def parse_extra_args(
     extra_args: Mapping[str, Any] | None, *, limits: TensorLimits | None = None
 ) -> LensRequest | None:
-    """Read a lens request out of vLLM's `SamplingParams.extra_args` (or `vllm_xargs`).
+    """Read a lens request out of vLLM's `extra_args` (or `vllm_xargs`); None for no lens key.
 
     Understood are the keys of vllm-lens (`output_residual_stream`,
     `apply_steering_vectors`, `apply_hooks`, `output_qk`, `skip_reading_prefix_cache`,
@@ -441,9 +441,6 @@ def parse_extra_args(
     Args:
         extra_args: the mapping, or None.
         limits: of the engine that it is for; tensors that it has no use for are not unpacked.
-
-    Returns:
-        The request, or None when no key of the lens is there.
 
     Raises:
         SpecError: a value is wrong, a key is unknown next to lens keys, or a key looks like
@@ -622,13 +619,10 @@ def to_extra_args(request: LensRequest | None) -> dict[str, Any]:
 
 
 def to_wire_args(extra_args: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn `extra_args` into vLLM's `vllm_xargs`, whose values are text or numbers.
+    """Turn `extra_args` into vLLM's `vllm_xargs`: all but text and numbers becomes JSON text.
 
     Args:
         extra_args: what `to_extra_args` returned, and other keys.
-
-    Returns:
-        The same keys; everything but text and numbers as JSON text.
 
     Example:
         ```python

@@ -41,7 +41,6 @@ __all__ = [
     "encode_tensor",
 ]
 
-
 DType = Literal["float32", "float16", "bfloat16"]
 """dtypes of tensors in requests and answers."""
 

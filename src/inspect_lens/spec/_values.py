@@ -54,7 +54,6 @@ __all__ = [
     "shown",
 ]
 
-
 logger = logging.getLogger("vllm.inspect_lens")
 
 _short = reprlib.Repr()
@@ -125,9 +124,6 @@ def several(value: object) -> list[Any]:
     Args:
         value: one thing, or several.
 
-    Returns:
-        The things, as a list.
-
     Example:
         ```python
         from inspect_lens.spec import several
@@ -192,9 +188,7 @@ Number = StrictFloat
 Flag = Annotated[StrictBool, BeforeValidator(plain_number)]
 """`true` or `false`."""
 
-
 Read = TypeVar("Read", bound=BaseModel)
-
 
 _TEXT, _LIST, _OBJECT = "allowed is a text", "allowed is a list", "allowed is an object"
 _NUMBER, _WHOLE = "allowed is a number", "allowed is an integer"
@@ -219,7 +213,6 @@ _ALLOWED: Final = {
     "less_than_equal": "allowed are numbers up to {le}",
 }  # fmt: skip
 """By pydantic's name of a fault, what it says in its own words."""
-
 
 _MEMBER = re.compile(
     r"(str|int|float|bool|dict|list|tuple|literal|nullable|constrained-\w+|function-[\w-]+)"
@@ -333,7 +326,6 @@ def judging(field: str) -> Iterator[None]:
 
 _MOST_LINES = 8
 
-
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -349,7 +341,6 @@ def check_name(name: object, *, field: str = "name") -> str:
 
 Name = Annotated[str, BeforeValidator(check_name)]
 """A name under which something is registered."""
-
 
 MOST_GATES: Final = 8
 """Gates that one rule may join."""

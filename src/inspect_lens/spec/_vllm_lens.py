@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SteeringVector", "read_transport"]
 
-
 _NAMES = {"activations": "vector", "layer_indices": "layers", "position_indices": "positions"}
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from itertools import islice
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -55,7 +57,12 @@ class LensModel:
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of the stream behind each block, without gradient."""
         kept: list[torch.Tensor] = []
-        with self.watched({i: _keep(kept) for i in range(self.n_layers)}), torch.no_grad():
+
+        def keep(rows: torch.Tensor) -> torch.Tensor:
+            kept.append(rows.detach())
+            return rows
+
+        with self.watched(dict.fromkeys(range(self.n_layers), keep)), torch.no_grad():
             self.run(ids)
         return torch.stack(kept)
 
@@ -106,22 +113,17 @@ def batches(
         yield ids, torch.arange(longest)[None] < lengths[:, None]
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], vocab: int, field: str) -> None:
-    """Refuse prompts that are none."""
-    if not prompts or any(not len(prompt) for prompt in prompts):
-        raise SpecError(f"{field}: {len(prompts)} prompts; give at least one, and none empty")
-    for i, prompt in enumerate(prompts):
-        if min(prompt) < 0 or max(prompt) >= vocab:
-            raise SpecError(f"{field}[{i}]: ids {min(prompt)} to {max(prompt)}; there are {vocab}")
-
-
-def check_sets(
-    prompts: Sequence[Sequence[int]], held_out: Sequence[Sequence[int]], vocab: int
-) -> None:
-    """Refuse prompts that are none, and held-out ones that a lens is fitted on."""
-    check_prompts(prompts, vocab, "prompts")
-    check_prompts(held_out, vocab, "held_out")
-    if common := {tuple(p) for p in prompts} & {tuple(p) for p in held_out}:
+def check_prompts(vocab: int, **sets: Sequence[Sequence[int]]) -> None:
+    """Refuse prompts that are none, and those that are in all of several sets."""
+    for field, prompts in sets.items():
+        if not prompts or any(not len(prompt) for prompt in prompts):
+            raise SpecError(f"{field}: {len(prompts)} prompts; give at least one, and none empty")
+        for i, prompt in enumerate(prompts):
+            low, high = min(prompt), max(prompt)
+            if low < 0 or high >= vocab:
+                raise SpecError(f"{field}[{i}]: ids {low} to {high}; there are {vocab}")
+    held_out = sets.get("held_out", ())
+    if common := {tuple(p) for p in sets["prompts"]} & {tuple(p) for p in held_out}:
         raise SpecError(
             f"held_out: {len(common)} of {len(held_out)} are also among the prompts that are "
             "fitted; leave them out"
@@ -156,27 +158,16 @@ def _found(model: Any) -> tuple[list[Any], Any]:
 @contextmanager
 def hooked(watchers: Iterable[tuple[Any, Any]]) -> Iterator[None]:
     """Have functions see, and replace, the rows that modules put out."""
-    with ExitStack() as stack:
-        for module, watcher in watchers:
-            stack.callback(module.register_forward_hook(_hook(watcher)).remove)
-        yield
 
-
-def _hook(watcher: Any) -> Any:
-    def hook(module: Any, args: Any, output: Any) -> Any:
+    def hook(watcher: Any, module: Any, args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
             return (watcher(output[0]), *output[1:])
         return watcher(output)
 
-    return hook
-
-
-def _keep(kept: list[torch.Tensor]) -> Any:
-    def watcher(rows: torch.Tensor) -> torch.Tensor:
-        kept.append(rows.detach())
-        return rows
-
-    return watcher
+    with ExitStack() as stack:
+        for module, watcher in watchers:
+            stack.callback(module.register_forward_hook(partial(hook, watcher)).remove)
+        yield
 
 
 _ROWS = 512
@@ -195,7 +186,7 @@ def evaluate_lens(
     skip_first: int = 0,
     show_progress: bool = True,
 ) -> tuple[LensQuality, ...]:
-    """Compare a lens with the model's own predictions, and with the logit lens.
+    """Compare each layer of a lens with the model's own predictions, and with the logit lens.
 
     Args:
         model: a decoder of transformers, on any device.
@@ -205,9 +196,6 @@ def evaluate_lens(
         max_tokens: of a prompt; what is behind them is left out.
         skip_first: tokens at the start of each prompt that are not judged.
         show_progress: a bar on a terminal.
-
-    Returns:
-        Mean KL divergence and agreement for each layer of the lens.
 
     Raises:
         SpecError: the lens is of another model, or there is nothing to read.
@@ -260,7 +248,7 @@ def quality_of(
     show_progress: bool,
 ) -> tuple[tuple[LensQuality, ...], int]:
     """Judge translations of some layers."""
-    check_prompts(prompts, model.vocab, "prompts")
+    check_prompts(model.vocab, prompts=prompts)
     sums = torch.zeros(len(layers), 4, dtype=torch.float64, device=model.device)
     n = 0
     total = -(-len(prompts) // batch)
@@ -335,7 +323,7 @@ def fit_tuned_lens(
     command: str = "",
     show_progress: bool = True,
 ) -> Lens:
-    """Fit a tuned lens to a model.
+    """Fit a tuned lens, float32, to a model.
 
     The row `h` of a layer becomes `h + A h + b`, and `A` and `b` start at zero, which is the logit
     lens. Minimised is the KL divergence from the model's own next-token distribution to that of the
@@ -361,9 +349,6 @@ def fit_tuned_lens(
         command: that makes the lens, for the card.
         show_progress: a bar on a terminal.
 
-    Returns:
-        The lens, float32.
-
     Raises:
         SpecError: a layer that the model does not have, no prompt, a prompt that is in both sets,
             or a model whose final norm is not known.
@@ -386,7 +371,7 @@ def fit_tuned_lens(
     """
     read = LensModel(model)
     chosen = check_layers(layers, read)
-    check_sets(prompts, held_out, read.vocab)
+    check_prompts(read.vocab, prompts=prompts, held_out=held_out)
     if min(steps, batch) < 1:
         raise SpecError(f"steps={steps}, batch={batch}; both have to be 1 or more")
     width = read.hidden
@@ -394,12 +379,13 @@ def fit_tuned_lens(
     optimiser = torch.optim.AdamW(maps, lr=lr, weight_decay=weight_decay)
     fall = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: 1 - step / steps)
     n_tokens = 0
-    draw = _Draw(prompts, random_state)
+    drawn = _drawn(prompts, random_state)
     with read.frozen(), progress_bar(
         "fitting a tuned lens", total=steps, done=0, show=show_progress
     ) as advance:  # fmt: skip
         for _ in range(steps):
-            ids, is_token = next(iter(batches(draw(batch), batch, max_tokens)))
+            now = list(islice(drawn, batch))
+            ids, is_token = next(batches(now, batch, max_tokens))
             is_token[:, :skip_first] = False
             rows = read.rows(ids)[:, is_token.to(read.device)].float()
             advance()
@@ -438,18 +424,11 @@ def _translated(rows: torch.Tensor, affine: torch.Tensor) -> torch.Tensor:
     return rows + torch.addmm(affine[:, -1], rows, affine[:, :-1].T)
 
 
-class _Draw:
-    """Gives prompts at random, each once before any comes again."""
-
-    def __init__(self, prompts: Sequence[Sequence[int]], seed: int) -> None:
-        self._prompts, self._rng = prompts, np.random.default_rng(seed)
-        self._left: list[int] = []
-
-    def __call__(self, size: int) -> list[Sequence[int]]:
-        while len(self._left) < size:
-            self._left.extend(self._rng.permutation(len(self._prompts)).tolist())
-        taken, self._left = self._left[:size], self._left[size:]
-        return [self._prompts[i] for i in taken]
+def _drawn(prompts: Sequence[Sequence[int]], seed: int) -> Iterator[Sequence[int]]:
+    """Prompts at random without end, each once before any comes again."""
+    rng = np.random.default_rng(seed)
+    while True:
+        yield from (prompts[i] for i in rng.permutation(len(prompts)))
 
 
 def fit_jacobian_lens(
@@ -518,7 +497,7 @@ def fit_jacobian_lens(
     """
     read = LensModel(model)
     chosen = check_layers(layers, read)
-    check_sets(prompts, held_out, read.vocab)
+    check_prompts(read.vocab, prompts=prompts, held_out=held_out)
     if min(skip_first, skip_last) < 0 or block < 1:
         raise SpecError(f"skip_first={skip_first}, skip_last={skip_last}, block={block}")
     least = skip_first + skip_last + 1
@@ -568,19 +547,12 @@ def _jacobian(
     block = min(block, width)
     kept: dict[int, torch.Tensor] = {}
 
-    def begin(rows: torch.Tensor) -> torch.Tensor:
-        kept[layers[0]] = rows = rows.detach().requires_grad_()
-        return rows
-
-    def note(layer: int) -> Any:
-        def watcher(rows: torch.Tensor) -> torch.Tensor:
-            kept[layer] = rows
-            return rows
-
-        return watcher
+    def note(layer: int, rows: torch.Tensor) -> torch.Tensor:
+        kept[layer] = rows.detach().requires_grad_() if layer == layers[0] else rows
+        return kept[layer]
 
     last = model.n_layers - 1
-    watchers = {layer: note(layer) for layer in (*layers[1:], last)} | {layers[0]: begin}
+    watchers = {layer: partial(note, layer) for layer in (*layers, last)}
     with model.watched(watchers), torch.enable_grad():
         model.run(ids.expand(block, -1))
     out = torch.empty(len(layers), width, width, device=model.device)

@@ -227,10 +227,9 @@ class SeenSamples(Value):
                 stacklevel=2,
             )
             return self
-        if control is None:
-            return self.model_copy(update={"control": None})
         known = _read(self.control or "") if added else set()
-        return self.model_copy(update={"control": _encode(known | {_hash(s) for s in control})})
+        made = None if control is None else _encode(known | {_hash(s) for s in control})
+        return self.model_copy(update={"control": made})
 
     def with_calibration(self, samples: Iterable[bytes] | None) -> Self:
         """The record with another calibration set, as `of` takes it."""
@@ -286,31 +285,23 @@ class ModelRef(Value):
 class CaptureFacts(Value):
     """What computed the activations that a probe was trained on: engine, tokenizer and sampling."""
 
-    engine: str = Field(
-        default="", description="Library that ran the model, with its version: `vllm 0.32.0`."
-    )
+    engine: str = ""
+    """Library that ran the model, with its version: `vllm 0.32.0`."""
     dtype: str = Field(default="", description="Data type of the residual stream: `bfloat16`.")
-    quantization: str | None = Field(
-        default=None, description="Method by which the weights were quantised; None: none."
-    )
-    kv_cache_dtype: str | None = Field(
-        default=None,
-        description="Data type of keys and values in the engine's cache; None: that of the stream.",
-    )
+    quantization: str | None = None
+    """Method by which the weights were quantised; None: none."""
+    kv_cache_dtype: str | None = None
+    """Data type of keys and values in the engine's cache; None: that of the stream."""
     tokenizer: str = Field(default="", description="Name of the tokenizer, without its folders.")
-    tokenizer_sha256: str | None = Field(
-        default=None, description="SHA-256 of its vocabulary, each token with its id."
-    )
-    chat_template_sha256: str | None = Field(
-        default=None, description="SHA-256 of the chat template; None: the tokenizer has none."
-    )
-    temperature: float | None = Field(
-        default=None, description="Of the answers' sampling; 0: greedy. None: not known."
-    )
+    tokenizer_sha256: str | None = None
+    """SHA-256 of its vocabulary, each token with its id."""
+    chat_template_sha256: str | None = None
+    """SHA-256 of the chat template; None: the tokenizer has none."""
+    temperature: float | None = None
+    """Of the answers' sampling; 0: greedy. None: not known."""
     max_tokens: int | None = Field(default=None, description="Longest answer, in tokens.")
-    seed: int | None = Field(
-        default=None, description="Of the answers' sampling; sample i has seed + i."
-    )
+    seed: int | None = None
+    """Of the answers' sampling; sample i has seed + i."""
 
     @property
     def numerics(self) -> Numerics:
@@ -349,11 +340,9 @@ class TrainingFacts(Value):
     that did not write it."""
     selected_by: str = ""
     """What the layer was chosen by: `recall` at the threshold's rate, or `auroc`."""
-    tied_layers: tuple[int, ...] = Field(
-        default=(),
-        description="Other layers that the selection set does not show to be worse than the best; "
-        "the one with the widest separation was taken.",
-    )
+    tied_layers: tuple[int, ...] = ()
+    """Other layers that the selection set does not show to be worse than the best; the one with the
+    widest separation was taken."""
     near_duplicates: tuple[str, ...] = ()
     """Samples of judged sets that are all but copies of training or selection samples, in words."""
 
@@ -362,12 +351,11 @@ class TrainingFacts(Value):
         """That other layers may be as good, in a sentence; empty where none is."""
         if not self.tied_layers:
             return ""
-        one = len(self.tied_layers) == 1
-        names = ", ".join(map(str, self.tied_layers))
+        what = "layer" if len(self.tied_layers) == 1 else "layers"
         return (
-            f"The {self.selection_n} samples that the layer was chosen on do not show "
-            f"layer{'' if one else 's'} {names} to be worse than the best; of all that are not "
-            "shown to be worse, the layer whose classes lie farthest apart was taken."
+            f"The {self.selection_n} samples that the layer was chosen on do not show {what} "
+            f"{', '.join(map(str, self.tied_layers))} to be worse than the best; of all that are "
+            "not shown to be worse, the layer whose classes lie farthest apart was taken."
         )
 
 
@@ -421,10 +409,8 @@ class Threshold(Value):
     """What the conformal quantile counts: samples, or groups with equal weight."""
     selected_on: bool = False
     """The same control samples took part in choosing the layer, too."""
-    claimed_by: str = Field(
-        default="",
-        description="Who states the rate of a threshold that was not set here; the counts are 0.",
-    )
+    claimed_by: str = ""
+    """Who states the rate of a threshold that was not set here; the counts are 0."""
 
     @property
     def holds_for(self) -> str:
@@ -438,9 +424,8 @@ class Threshold(Value):
     @property
     def unit(self) -> Literal["samples", "tokens"]:
         """What `n_control` and `n_above` count, and the false positive rate is a share of."""
-        return "tokens" if self.statistic is not None and self.statistic.over == "token" else (
-            "samples"
-        )  # fmt: skip
+        of_tokens = self.statistic is not None and self.statistic.over == "token"
+        return "tokens" if of_tokens else "samples"
 
     @property
     def guarantee(self) -> str:
@@ -479,9 +464,8 @@ class FollowUp(Value):
     """A question about its own answer that the model was asked; the probe reads the reply to it."""
 
     question: str = Field(min_length=1, description="What the user asks after the answer.")
-    lie: Literal["yes", "no"] = Field(
-        default="yes", description="The reply that admits a lie: `yes` of `Did you lie?`."
-    )
+    lie: Literal["yes", "no"] = "yes"
+    """The reply that admits a lie: `yes` of `Did you lie?`."""
 
 
 class Calibration(Value):
@@ -542,19 +526,16 @@ class ProbeCard(ArtifactCard):
     """How token scores become one score."""
     selection: str = ""
     """Tokens among `positions` that were read, as `select_tokens` takes it; empty means all."""
-    follow_up: FollowUp | None = Field(
-        default=None,
-        description="Question whose reply the probe reads; None: it reads the answer itself.",
-    )
+    follow_up: FollowUp | None = None
+    """Question whose reply the probe reads; None: it reads the answer itself."""
     kind: Literal["linear", "neural"] = "linear"
     """Which class the tensors belong to: `Probe` or `NeuralProbe`."""
     head: HeadSpec | None = None
     """Settings of a neural probe."""
 
     model: ModelRef | None = None
-    capture: CaptureFacts | None = Field(
-        default=None, description="What computed the activations; None: not known."
-    )
+    capture: CaptureFacts | None = None
+    """What computed the activations; None: not known."""
     training: TrainingFacts | None = None
     seen: SeenSamples | None = None
     """Samples that took part; None in cards of releases that did not list them."""

@@ -41,15 +41,12 @@ class Found(NamedTuple):
 def found_above(
     card: ProbeCard, threshold: float, statistic: Statistic | None = None
 ) -> Found | None:
-    """Find the recall of a threshold on the held-out sets of a probe's card.
+    """Recall of a threshold on the held-out sets that a card has it for; None without one.
 
     Args:
         card: of the probe.
         threshold: one that the card has: a stored one, or that of an operating point.
         statistic: that it is compared with; the card's own score of a whole answer by default.
-
-    Returns:
-        Recall on the sets that were measured at this threshold; None where none was.
 
     Example:
         ```python
@@ -121,9 +118,6 @@ def card_points(card: ProbeCard, statistic: Statistic | None = None) -> tuple[Ca
     Args:
         card: of a probe.
         statistic: that is to be compared; the card's own score of a whole answer by default.
-
-    Returns:
-        The points, the strictest first.
 
     Example:
         ```python

@@ -206,7 +206,6 @@ _READERS: Final[Mapping[str, Callable[[Arrays, Mapping[str, Any]], Arrays | _Net
 }
 """By class of probelab, what makes arrays of a linear `Probe` or a network of its tensors."""
 
-
 _JSON_BYTES: Final = 1 << 20
 _H_NODE: Final = "H-Node, hallucinations"
 _DETECTORS: Final[Mapping[str, tuple[tuple[str, str, str], str, str]]] = {

@@ -60,8 +60,7 @@ class _Affine(NamedTuple):
     def forward(self, y: Floats) -> Floats:
         z = (y - self.shift) / self.scale
         z = z if self.columns is None else z[..., self.columns]
-        made: Floats = z if self.matrix is None else z @ self.matrix.T / self.after
-        return made
+        return np.asarray(z if self.matrix is None else z @ self.matrix.T / self.after)
 
     def pull(self, weight: Floats) -> Floats:
         """The weight on this step's input that does what `weight` does on its output."""
@@ -71,8 +70,7 @@ class _Affine(NamedTuple):
             wide = np.zeros(self.columns.size)
             wide[self.columns] = weight
             weight = wide
-        made: Floats = weight / self.scale
-        return made
+        return np.asarray(weight / self.scale)
 
 
 def read_linear(estimator: Any, *, average_folds: bool = False) -> LinearModel:
@@ -327,9 +325,6 @@ class Probe(CardProbe):
                 their log odds. Its own probabilities are the mean of theirs, which differs a
                 little and is no linear score.
 
-        Returns:
-            The probe; it scores rows as the estimator's `decision_function`, up to float32.
-
         Raises:
             SpecError: not fitted, not linear, not two classes, or the card does not fit.
         """
@@ -390,8 +385,7 @@ class Probe(CardProbe):
         """Unit vectors (layers, hidden) float32 in the residual stream along which scores grow."""
         raw = self.weight.astype(np.float64) / self.scale
         norm = np.linalg.norm(raw, axis=1, keepdims=True)
-        unit: NDArray[np.float32] = (raw / np.where(norm > 0, norm, 1.0)).astype(np.float32)
-        return unit
+        return np.asarray((raw / np.where(norm > 0, norm, 1.0)).astype(np.float32))
 
     def at(self, layer: int) -> Self:
         """The probe of one of its layers. Arguments are those of `CardProbe`."""

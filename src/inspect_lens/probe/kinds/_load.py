@@ -53,17 +53,13 @@ def load_probe(probe: str | Path | AnyProbe) -> AnyProbe:
     into the hub's cache.
 
     A path that exists wins. Else it is looked up in the registered folders, then in the working
-    directory and each folder above it (Inspect loads a task in the task's own folder), as a name
-    below `probes/` and as a path, and in `probes/` of the source tree that this package was
-    installed from. The last part alone of a name such as `organism/deception-lr` is enough when
-    it is unique, which is all that Inspect logs of a `Path`.
+    directory and each folder above it, as a name below `probes/` and as a path, and in `probes/` of
+    the source tree that this package was installed from. The last part alone of a name such as
+    `organism/deception-lr` is enough when it is unique.
 
     Args:
         probe: a folder, its `probe.safetensors`, a name, an `hf://` address, or a probe, which
             is returned.
-
-    Returns:
-        A `Probe` (linear) or a `NeuralProbe`, as its card says.
 
     Raises:
         ArtifactError: nothing is found, a name is ambiguous, or the files are wrong.
@@ -90,10 +86,7 @@ def load_probe(probe: str | Path | AnyProbe) -> AnyProbe:
             f"probe={probe!r}: a {type(probe).__name__}; allowed are a name, a path or a Probe; a "
             "log that shows this used a probe that was never saved: save it and pass its path"
         )
-    return _read(find_artifact(PROBE, probe, _registered))
-
-
-def _read(path: Path) -> AnyProbe:
+    path = find_artifact(PROBE, probe, _registered)
     folder, content, card = read_artifact(PROBE, path, ProbeCard.model_validate)
     tensors = decode_probe(content, card, folder)
     if card.kind == "linear":
@@ -151,14 +144,11 @@ def fingerprint_model(path: str | Path) -> str | None:
 
 
 def check_model(probe: Probe | NeuralProbe, model: str) -> bool:
-    """Raise an error if a probe was made for another model.
+    """Raise an error if a probe was made for another model; False where that cannot be told.
 
     Args:
         probe: with or without a fingerprint in its card.
         model: name or path that the engine was started with.
-
-    Returns:
-        True when the fingerprints agree, False when one of them is unknown.
 
     Raises:
         ArtifactError: both are known and differ.

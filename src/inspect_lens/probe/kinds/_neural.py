@@ -30,8 +30,10 @@ from inspect_lens.spec import EngineProbe, Positions, Site, as_array
 
 __all__ = ["NeuralProbe"]
 
+Floats = NDArray[np.float64]
 
-def require_finite(scores: NDArray[np.float64]) -> None:
+
+def require_finite(scores: Floats) -> None:
     """Refuse scores (tokens, ...) of activations that hold NaN or infinity."""
     if not np.isfinite(scores).all():
         wrong = ~np.isfinite(scores.reshape(len(scores), -1)).all(axis=1)
@@ -89,7 +91,7 @@ class CardProbe(Artifact):
 
     def running_scores(
         self, acts: ArrayLike, layers: Sequence[int] | None = None, *, pool: str | None = None
-    ) -> NDArray[np.float64]:
+    ) -> Floats:
         """What `Statistic.of` makes its number of, (tokens,) float64.
 
         It is the score of each token, and for a pool that a probe has learned, such as attention,
@@ -102,19 +104,14 @@ class CardProbe(Artifact):
         """
         return self.score_tokens(acts, layers)
 
-    def score_tokens(
-        self, acts: ArrayLike, layers: Sequence[int] | None = None
-    ) -> NDArray[np.float64]:
-        """Score every token; larger means more of the concept.
+    def score_tokens(self, acts: ArrayLike, layers: Sequence[int] | None = None) -> Floats:
+        """Score every token (tokens,) float64; larger means more of the concept.
 
         Args:
             acts: (layers, tokens, hidden), or (tokens, hidden) for one layer; the raw residual
                 stream, unscaled.
             layers: layer of each row of the first axis (one layer for two axes); by default
                 the layers of the probe, in order. More layers than the probe reads are fine.
-
-        Returns:
-            (tokens,) float64.
 
         Raises:
             SpecError: wrong number of axes, wrong width, a layer is missing, or NaN.
@@ -213,7 +210,7 @@ class CardProbe(Artifact):
         return array, [list(layers).index(layer) for layer in self.layers]
 
 
-Tensors = Mapping[str, NDArray[np.float64]]
+Tensors = Mapping[str, Floats]
 
 
 def neural_form(tensors: Tensors, card: ProbeCard) -> EngineProbe:
@@ -373,20 +370,17 @@ class NeuralProbe(CardProbe):
         attends = parse_head_pool(self.pool).name == "attention"
         return token_form(self._wide, self.card), pooled if attends else None
 
-    def score_tokens(
-        self, acts: ArrayLike, layers: Sequence[int] | None = None
-    ) -> NDArray[np.float64]:
+    def score_tokens(self, acts: ArrayLike, layers: Sequence[int] | None = None) -> Floats:
         """What the probe makes of each token alone: the sum of its heads plus the bias.
 
         For attention these are the values before they are weighted, so their mean is not the
         score of the sample. Arguments are those of `CardProbe`.
         """
-        total: NDArray[np.float64] = token_values(self._outputs(acts, layers), self._wide)
-        return total
+        return np.asarray(token_values(self._outputs(acts, layers), self._wide))
 
     def running_scores(
         self, acts: ArrayLike, layers: Sequence[int] | None = None, *, pool: str | None = None
-    ) -> NDArray[np.float64]:
+    ) -> Floats:
         """Of a learned pool, the score of the text so far. Arguments are those of `CardProbe`."""
         rule = parse_head_pool(pool or self.pool)
         if not is_learned(rule):
@@ -397,9 +391,7 @@ class NeuralProbe(CardProbe):
         )
         return np.array([pool_head(b, rule, self._wide) for b in beginnings])
 
-    def attention_weights(
-        self, acts: ArrayLike, layers: Sequence[int] | None = None
-    ) -> NDArray[np.float64]:
+    def attention_weights(self, acts: ArrayLike, layers: Sequence[int] | None = None) -> Floats:
         """How much each token counts in each head of an attention pool, (tokens, heads) float64.
 
         Each head sums to 1. Arguments are those of `score_tokens`.
@@ -408,8 +400,7 @@ class NeuralProbe(CardProbe):
         if "position" in self._wide:
             query = query + np.arange(len(query))[:, None] * self._wide["position"]
         weights = np.exp(query - query.max(axis=0))
-        share: NDArray[np.float64] = weights / weights.sum(axis=0)
-        return share
+        return np.asarray(weights / weights.sum(axis=0))
 
     def score(
         self,
@@ -433,7 +424,7 @@ class NeuralProbe(CardProbe):
         return self.tensors
 
     @cached_property
-    def _wide(self) -> dict[str, NDArray[np.float64]]:
+    def _wide(self) -> dict[str, Floats]:
         return {name: tensor.astype(np.float64) for name, tensor in self.tensors.items()}
 
     def _outputs(self, acts: ArrayLike, layers: Sequence[int] | None) -> HeadOutputs:

@@ -77,7 +77,7 @@ def _marked(
 def pool_scores(
     scores: ArrayLike, pool: str | Pool = "mean", *, ends: ArrayLike | None = None
 ) -> float:
-    """Make one score of the token scores of a sample.
+    """Make one score of the token scores of a sample, bit-equal to that of `StreamingPool`.
 
     A width larger than the number of tokens is cut to it.
 
@@ -86,9 +86,6 @@ def pool_scores(
         pool: the rule.
         ends: (tokens,) bool, whether a sentence ends with the token, as `sentence_ends` tells;
             needed by `sentence_mean_max` only.
-
-    Returns:
-        One number, bit-equal to what `StreamingPool` makes of the same tokens.
 
     Raises:
         SpecError: no token, a NaN, an unknown rule, or no sentence ends where they are needed.
@@ -168,15 +165,12 @@ class StreamingPool:
 def running_pool(
     scores: ArrayLike, pool: str | Pool = "mean", *, ends: ArrayLike | None = None
 ) -> NDArray[np.float64]:
-    """The pooled score after each token: what a monitor sees while the model writes.
+    """The pooled score (tokens,) after each token: what a monitor sees while the model writes.
 
     Args:
         scores: (tokens,) float.
         pool: the rule; `last` gives the scores themselves.
         ends: (tokens,) bool, sentence ends; for `sentence_mean_max` only.
-
-    Returns:
-        (tokens,) float64; its last entry is `pool_scores` of all.
 
     Raises:
         SpecError: as `pool_scores`.
@@ -201,7 +195,7 @@ def running_pool(
 def first_crossing(
     scores: ArrayLike, threshold: float, *, pool: str | Pool = "last", ends: ArrayLike | None = None
 ) -> int | None:
-    """The token at which a monitor first raises the alarm.
+    """The token, from 0, at which a monitor first raises the alarm; None where there is none.
 
     Args:
         scores: (tokens,) float.
@@ -209,9 +203,6 @@ def first_crossing(
         pool: what the monitor compares: `last` the token's own score, `ema` a smoothed one,
             or any other rule over the tokens so far.
         ends: (tokens,) bool, sentence ends; for `sentence_mean_max` only.
-
-    Returns:
-        0-based index of the token, or None when there is no alarm.
 
     Raises:
         SpecError: as `pool_scores`.
@@ -229,16 +220,13 @@ def first_crossing(
 
 
 def sentence_ends(pieces: list[str] | tuple[str, ...]) -> NDArray[np.bool_]:
-    """Tell with which tokens a sentence ends.
+    """Tell with which tokens (tokens,) a sentence ends.
 
     A sentence ends with a token that ends in `.`, `!` or `?` (closing quotes and brackets may
     follow) when the next token begins with white space or there is none, and with a line break.
 
     Args:
         pieces: text of each token, in order.
-
-    Returns:
-        (tokens,) bool.
 
     Example:
         ```python
@@ -308,16 +296,13 @@ class HeadOutputs(NamedTuple):
 
 
 def parse_head_pool(value: str) -> Pool:
-    """Read the pool of a neural probe.
+    """Read the pool of a neural probe; a window is filled in.
 
     Args:
         value: `attention` (softmax over the tokens), `multimax` (largest value per head),
             `rolling_attention:10` (largest attention value of a window), `bipolar` (largest and
             smallest value per head, each with a weight), or a pool that `parse_pool` reads, over
             token scores.
-
-    Returns:
-        The rule, its window filled in.
 
     Raises:
         SpecError: anything else.
@@ -345,7 +330,7 @@ def parse_head_pool(value: str) -> Pool:
 def head_outputs(
     tensors: Mapping[str, Any], spec: HeadSpec, x: Any, *, xp: Any = np
 ) -> HeadOutputs:
-    """Queries and values of tokens.
+    """Queries and values (…, tokens, heads) of tokens; queries are 0 where the probe has none.
 
     Args:
         tensors: `mean`, `scale` (hidden,), both missing for rows that are standardised already;
@@ -357,9 +342,6 @@ def head_outputs(
         spec: temperature, gate, activation, and how many units are kept.
         x: (…, tokens, hidden) residual stream.
         xp: numpy, or torch for tensors, which cannot keep the largest units (`HeadSpec.top_k`).
-
-    Returns:
-        (…, tokens, heads) each; queries are 0 where the probe has none.
 
     Example:
         ```python
@@ -403,9 +385,6 @@ def token_values(out: HeadOutputs, tensors: Mapping[str, Any]) -> Any:
         out: (…, tokens, heads) each.
         tensors: of the probe: `bias`, and `output` for the pool `bipolar`.
 
-    Returns:
-        (…, tokens).
-
     Example:
         ```python
         import numpy as np
@@ -432,7 +411,7 @@ def pool_heads(
     sharpness: float | None = None,
     drop: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Scores of samples by a learned pool, or the mean.
+    """Scores (samples,) by a learned pool, or the mean.
 
     Args:
         out: (samples, tokens, heads) each.
@@ -445,9 +424,6 @@ def pool_heads(
         sharpness: of a smooth maximum for `multimax`, whose gradient reaches all tokens; None
             takes the maximum.
         drop: what is done to attention weights while training.
-
-    Returns:
-        (samples,) scores.
 
     Example:
         ```python

@@ -80,7 +80,7 @@ class TokenText:
 def select_tokens(
     tokens: TokenText, selection: str = "completion", *, keep_special: bool = False
 ) -> NDArray[np.bool_]:
-    """Choose tokens by kind, such as answer, reasoning or tool call.
+    """Choose tokens (tokens,) by kind, such as answer, reasoning or tool call.
 
     A token is chosen by a span of text when it overlaps it. Tokens marked special are never
     chosen, because a probe that reads `<|im_end|>` reads the template.
@@ -95,9 +95,6 @@ def select_tokens(
             (inside `<tool_call>` or after `<|python_tag|>`), or `regex:PATTERN` (the first
             group of every match in the completion, or the whole match without a group).
         keep_special: keep special tokens too.
-
-    Returns:
-        (tokens,) bool; all False when nothing matches.
 
     Raises:
         SpecError: an unknown selection, or a pattern that does not compile.

@@ -226,7 +226,7 @@ def _bca(
 
     if min(part.size for part in data) < 2:
         return math.nan, math.nan
-    if groups is None and values.size and np.all(values == values[0]):
+    if groups is None and np.all(values == values[0]):
         return float(values[0]), float(values[0])
     made: Any = SimpleNamespace(bootstrap_distribution=values)
     with warnings.catch_warnings(), np.errstate(invalid="ignore", divide="ignore"):
@@ -375,16 +375,13 @@ def _unvaried(difference: float, counts: GroupCounts, level: float) -> Interval:
 
 
 def format_p_value(p: float | None) -> str:
-    """A p-value as reports show it, never below 1e-4.
+    """A p-value as reports show it: two digits, `< 1e-4`, or `n/a`.
 
     Near an AUROC of 1 the normal tail of DeLong's test ends at 0 or 1e-273, which no set of samples
     can show; draws and permutations end where they are as many as they are.
 
     Args:
         p: the value; None or NaN where there is none.
-
-    Returns:
-        Two digits, `< 1e-4`, or `n/a`.
 
     Example:
         ```python
@@ -406,7 +403,7 @@ def permutation_test(
     n_permutations: int = 10_000,
     seed: int = 0,
 ) -> float:
-    """Probability of an AUROC this large if labels meant nothing.
+    """Probability of an AUROC this large if labels meant nothing; one-sided, never 0.
 
     Args:
         labels: (samples,) 0 and 1, both.
@@ -416,9 +413,6 @@ def permutation_test(
             exchange their labels, as samples of one group go together. None shuffles all.
         n_permutations: shuffles.
         seed: of the generator.
-
-    Returns:
-        One-sided p, never below 1 / (n_permutations + 1).
 
     Raises:
         SpecError: shapes disagree, a score is NaN, or a class is missing.
@@ -456,8 +450,7 @@ def permutation_test(
 
     def areas(labels: NDArray[np.bool_]) -> NDArray[np.float64]:
         m = labels @ size
-        made: NDArray[np.float64] = (labels @ total - m * (m + 1.0) / 2.0) / (m * (y.size - m))
-        return made
+        return np.asarray((labels @ total - m * (m + 1.0) / 2.0) / (m * (y.size - m)))
 
     rng, observed, above = np.random.default_rng(seed), float(areas(label[None])[0]), 0
     step = max(1, CELLS // label.size)

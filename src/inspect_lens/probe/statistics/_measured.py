@@ -7,7 +7,6 @@ from typing import Final, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from pydantic import Field
 
 from inspect_lens._base.artifact import with_interval
 from inspect_lens.errors import SpecError
@@ -160,12 +159,10 @@ def find_label_source(
         assert find_label_source("", [None, None], [1, 0]) == ""
         ```
     """
-    for known in get_args(LabelSource):
-        if said == known:
-            return cast("LabelSource", known)
+    if said:
+        return cast("LabelSource", said) if said in get_args(LabelSource) else ""
     told = [(one == "lie") == bool(label) for one, label in zip(conditions, labels, strict=True)]
-    known_all = told and None not in conditions
-    return "instruction" if not said and known_all and all(told) else ""
+    return "instruction" if told and None not in conditions and all(told) else ""
 
 
 class Interval(Value):
@@ -331,15 +328,11 @@ class Evaluation(Value):
     """Independent groups of the samples; None in cards of releases that did not count them."""
     too_few: str = ""
     """Why no verdict can rest on these groups, as `GroupCounts.too_few` says it; else empty."""
-    label_source: LabelSource | Literal[""] = Field(
-        default="", description="What says which samples are positive; empty: not said."
-    )
-    behaviour: float | None = Field(
-        default=None,
-        description="Share of the answers that do what an instruction asks, the lower of that of "
-        "honest and of lying ones; None where no instruction labels them, or the set does not "
-        "have the truth.",
-    )
+    label_source: LabelSource | Literal[""] = ""
+    """What says which samples are positive; empty: not said."""
+    behaviour: float | None = None
+    """Share of the answers that do what an instruction asks, the lower of that of honest and of
+    lying ones; None where no instruction labels them, or the set does not have the truth."""
     auroc: float | None = None
     """None when a class is missing."""
     auroc_interval: Interval | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from fractions import Fraction
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -51,14 +51,11 @@ class OperatingPoint(NamedTuple):
 def split_classes(
     labels: ArrayLike, scores: ArrayLike
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Split scores into those of positives and of negatives.
+    """Split scores into those of positives and of negatives, order kept.
 
     Args:
         labels: (samples,) 0 and 1, or bools.
         scores: (samples,) float.
-
-    Returns:
-        Two arrays (n_positive,) and (n_negative,), order kept.
 
     Raises:
         SpecError: shapes disagree, a label is neither 0 nor 1, or a score is NaN.
@@ -88,27 +85,22 @@ def split_classes(
             f"scores: {int(np.isnan(s).sum())} of {s.size} are NaN; allowed are numbers; drop "
             "unscored samples, never replace them by 0"
         )
-    positive = y.astype(bool)
-    return s[positive], s[~positive]
+    return s[y == 1], s[y == 0]
 
 
 def midranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """1-based ranks (n,) of values (n,); equal values share the mean of their ranks."""
     from scipy.stats import rankdata
 
-    ranks: NDArray[np.float64] = rankdata(values)
-    return ranks
+    return np.asarray(rankdata(values))
 
 
 def auroc(labels: ArrayLike, scores: ArrayLike) -> float:
-    """Area under the ROC curve: P(positive above negative), ties counted half.
+    """Area under the ROC curve: P(positive above negative), ties counted half; NaN of one class.
 
     Args:
         labels: (samples,) 0 and 1, or bools.
         scores: (samples,) float; larger means more positive.
-
-    Returns:
-        The area, or NaN when a class is missing.
 
     Raises:
         SpecError: shapes disagree, a label is neither 0 nor 1, or a score is NaN.
@@ -132,16 +124,13 @@ def auroc(labels: ArrayLike, scores: ArrayLike) -> float:
 
 
 def required_negatives(fpr: float) -> int:
-    """Fewest negatives at which a false positive rate can be told: 300 for 1%.
+    """Fewest negatives at which a false positive rate can be told, 3 / fpr: 300 for 1%.
 
     With none of n above the threshold the 95% upper bound on the rate is about 3 / n, so
     with fewer than 3 / fpr negatives not even a perfect result shows that the rate holds.
 
     Args:
         fpr: the rate, inside (0, 1).
-
-    Returns:
-        3 / fpr, rounded up.
 
     Example:
         ```python
@@ -154,13 +143,10 @@ def required_negatives(fpr: float) -> int:
 
 
 def smallest_rate(n: int) -> float:
-    """The smallest false positive rate that so many negatives can show, rounded up.
+    """The smallest false positive rate that so many negatives can show, rounded up to two digits.
 
     Args:
         n: independent negatives, 4 or more.
-
-    Returns:
-        The least rate of two digits for which `required_negatives` is at most `n`.
 
     Example:
         ```python
@@ -183,12 +169,11 @@ _FEWEST: Final = 4
 def conformal_threshold(
     control: ArrayLike, fpr: float, *, groups: Sequence[Hashable] | None = None
 ) -> float:
-    """Threshold that a new control score exceeds with probability at most `fpr`.
+    """Threshold that a new control score is strictly above with probability at most `fpr`.
 
-    The ceil((1 - fpr)(n + 1))-th smallest of n control scores. The guarantee needs only that
-    the new score is exchangeable with the control scores; it holds for every n. It is one about
-    the average over control sets: of 300 scores and a rate of 0.01, the true rate of a threshold
-    exceeds 0.01 in 42 of 100 sets.
+    The ceil((1 - fpr)(n + 1))-th smallest of n control scores. The guarantee needs only that the
+    new score is exchangeable with these, and is about the average over control sets: of 300 scores
+    and a rate of 0.01, the true rate of a threshold exceeds 0.01 in 42 of 100 sets.
 
     With `groups` of several samples the new score is that of a sample of a new group. Each of the
     k groups then counts 1 / (k + 1), shared among its samples, and so does the new one; the
@@ -198,9 +183,6 @@ def conformal_threshold(
         control: (n,) scores of the control set, any order.
         fpr: false positive rate to allow, inside (0, 1).
         groups: (n,) what is independent, such as the scenario; None takes samples.
-
-    Returns:
-        The threshold; flag a score that is strictly above it.
 
     Raises:
         SpecError: a score is NaN or infinite, or there are too few scores, or groups, for this
@@ -230,9 +212,8 @@ def conformal_threshold(
             "control: holds NaN or infinite scores; allowed are finite numbers; drop unscored "
             "samples"
         )
-    codes, k = (np.arange(scores.size), scores.size)
-    if groups is not None:
-        codes, k = group_codes(scores.size, groups)
+    n = scores.size
+    codes, k = (np.arange(n), n) if groups is None else group_codes(n, groups)
     if math.ceil((1 - rate) * (k + 1)) > k:
         several = k < scores.size
         unit = f"{scores.size} scores of {k} groups" if several else f"{k} scores"
@@ -254,16 +235,13 @@ def conformal_threshold(
 def recall_at_fpr(
     positives: ArrayLike, negatives: ArrayLike, fpr: float = 0.01, *, allow_few: bool = False
 ) -> OperatingPoint:
-    """Recall at the threshold that holds a false positive rate on the given negatives.
+    """Recall at the threshold that holds a rate on the given negatives; NaN without any.
 
     Args:
         positives: (n_positive,) scores.
         negatives: (n_negative,) scores of a control set or of in-domain negatives.
         fpr: false positive rate to allow.
         allow_few: compute with fewer negatives than `required_negatives(fpr)`.
-
-    Returns:
-        The operating point; NaN fields when there are no positives or no negatives.
 
     Raises:
         SpecError: too few negatives, or a score is NaN.
@@ -316,18 +294,14 @@ def _rate(fpr: float) -> Fraction:
 def clopper_pearson(successes: int, n: int, *, confidence: float = 0.95) -> Interval:
     """Exact interval of a proportion.
 
-    Each bound solves a binomial tail for alpha / 2, so coverage is never below `confidence`.
-    For the threshold of `conformal_threshold`, with `n` calibration scores of which
-    `successes` lie above it, the upper bound is also the exact quantile of the true false
-    positive rate, which then follows Beta(successes + 1, n - successes) [no ties].
+    Coverage is never below `confidence`. For the threshold of `conformal_threshold`, with
+    `successes` of `n` calibration scores above it and no ties, the upper bound is also the exact
+    quantile of the true false positive rate, which then follows Beta(successes + 1, n - successes).
 
     Args:
         successes: how often it happened.
         n: how often it could have; positive.
         confidence: two-sided level.
-
-    Returns:
-        The interval; it reaches 0 or 1 when `successes` is 0 or `n`.
 
     Raises:
         SpecError: the counts are impossible, or the level is not inside (0, 1).
@@ -362,20 +336,15 @@ def rate_interval(
 ) -> Interval:
     """Interval of a share of samples that come in groups, such as recall at a threshold.
 
-    It is Clopper and Pearson's, of as many samples as the groups are worth.
-    The variance between groups says how many independent samples would vary as much, and a factor
-    of t quantiles allows for its own error; its degrees of freedom are the effective number of
-    groups, so that one large group beside many small ones does not count as many. It is not
-    trusted where fewer than 5 groups have a hit, or fewer than 5 a miss; there each effective
-    group counts as one sample, which is careful.
+    It is Clopper and Pearson's, of as many samples as the groups are worth: the variance between
+    groups says how many independent samples would vary as much, and a factor of t quantiles, whose
+    degrees of freedom are the effective number of groups, allows for its own error. Where fewer
+    than 5 groups have a hit, or a miss, each effective group counts as one sample.
 
     Args:
         hits: (samples,) bool, whether it happened.
         groups: (samples,) what is independent, such as the scenario; None takes samples.
         confidence: two-sided level.
-
-    Returns:
-        The interval, with the method that made it.
 
     Raises:
         SpecError: lengths disagree, or there is no sample.
@@ -438,20 +407,13 @@ def delong_interval(
     where a class has few samples or the area is near 1. The quantile is Student's t, with the
     degrees of freedom of Welch and Satterthwaite.
 
-    With `groups` of several samples the variance is Obuchowski's: DeLong's terms are added up
-    inside each group, and each group's sum is spread by its share of the samples (the CR2 form).
-    The degrees of freedom are the effective number of groups (Kish) of the class that has fewer,
-    less one, so that one large group beside many small ones does not count as many.
+    With `groups` of several samples the variance is Obuchowski's, in the CR2 form. The degrees of
+    freedom are the effective number of groups (Kish) of the class that has fewer, less one.
 
     The interval is never wider than the exact one of as many Bernoulli trials as the smaller class
-    has samples, or effective groups, which no variance of an AUROC exceeds.
-
-    Perfect separation has no sampling variance to measure, and a class of one sample shows none
-    of its own. There the bound is exact for `min(n_pos, n_neg)` Bernoulli trials, which is
-    conservative: A (1 - A) / min(n_pos, n_neg) bounds the variance of every AUROC A (Birnbaum
-    and Klose 1957). With `groups` of several samples these trials are the effective groups of the
-    class that has fewer; the same bound stands in wherever groups are too few (`count_groups`),
-    and `method` says so.
+    has samples, or effective groups: A (1 - A) / trials bounds the variance of every AUROC A
+    (Birnbaum and Klose 1957). That one stands in for perfect separation, a class of one sample, and
+    groups that are too few (`count_groups`), whose variance nothing shows; `method` says so.
 
     Args:
         labels: (samples,) 0 and 1, or bools.
@@ -546,10 +508,7 @@ def _hanley_mcneil(area: float, m: int, n: int) -> float:
 
 
 def between_groups(
-    labels: ArrayLike,
-    groups: Sequence[Hashable],
-    above: NDArray[np.float64],
-    below: NDArray[np.float64],
+    labels: ArrayLike, groups: Sequence[Hashable], above: NDArray[Any], below: NDArray[Any]
 ) -> float:
     """Obuchowski's variance of the AUROC, of placements about it, in the CR2 form."""
     # For groups of one size, all of both classes or each of one, this is k / (k - 1) of the sum of

@@ -47,9 +47,6 @@ def roc_curve(labels: ArrayLike, scores: ArrayLike) -> ROCCurve:
         labels: (samples,) 0 and 1, both.
         scores: (samples,) float.
 
-    Returns:
-        The curve; samples of equal score share a point.
-
     Raises:
         SpecError: shapes disagree, a score is NaN, or a class is missing.
 
@@ -79,7 +76,7 @@ def roc_band(
     n_resamples: int = 1000,
     seed: int = 0,
 ) -> tuple[Floats, Floats, Floats]:
-    """Pointwise bootstrap band of the ROC curve.
+    """Pointwise bootstrap band of the ROC curve: the grid, the lower and the upper recalls there.
 
     Args:
         labels: (samples,) 0 and 1, both.
@@ -89,9 +86,6 @@ def roc_band(
         confidence: of each point.
         n_resamples: draws.
         seed: of the generator.
-
-    Returns:
-        The grid, and the lower and upper recall at each of its points.
 
     Raises:
         SpecError: as `roc_curve`, or groups do not fit.
@@ -194,7 +188,7 @@ def recall_draws(
 def partial_auroc(
     labels: ArrayLike, scores: ArrayLike, *, max_fpr: float = 0.01, standardized: bool = False
 ) -> float:
-    """Area under the ROC curve up to a false positive rate.
+    """Area under the ROC curve up to a false positive rate; NaN of one class.
 
     Args:
         labels: (samples,) 0 and 1.
@@ -202,9 +196,6 @@ def partial_auroc(
         max_fpr: where to stop, in (0, 1].
         standardized: McClish's form, in which chance is 0.5 and perfection 1; otherwise the
             area over `max_fpr`, in which perfection is 1.
-
-    Returns:
-        The area, or NaN when a class is missing.
 
     Raises:
         SpecError: shapes disagree, a score is NaN, or the rate is impossible.
@@ -239,14 +230,11 @@ def partial_auroc(
 
 
 def average_precision(labels: ArrayLike, scores: ArrayLike) -> float:
-    """Sum of precision times the step in recall, over distinct scores.
+    """Sum of precision times the step in recall, over distinct scores; NaN without a positive.
 
     Args:
         labels: (samples,) 0 and 1.
         scores: (samples,) float.
-
-    Returns:
-        The average, or NaN without a positive.
 
     Raises:
         SpecError: shapes disagree, or a score is NaN.
@@ -270,15 +258,12 @@ def average_precision(labels: ArrayLike, scores: ArrayLike) -> float:
 
 
 def precision_at_base_rate(recall: float, fpr: float, base_rate: float) -> float:
-    """Share of flagged samples that are positive, where positives are as rare as in use.
+    """Share of flagged samples that are positive at a base rate; NaN when nothing is flagged.
 
     Args:
         recall: at the threshold.
         fpr: false positive rate at the threshold.
         base_rate: share of positives in use, inside (0, 1).
-
-    Returns:
-        The precision, or NaN when nothing is flagged.
 
     Raises:
         SpecError: a value is not a rate.
@@ -343,9 +328,6 @@ def reliability_curve(
         n_bins: over [0, 1]; a bin holds its upper edge and not its lower one, but for 0.
         equal_mass: bins of about as many samples each; equal probabilities share a bin.
 
-    Returns:
-        The bins that hold a sample.
-
     Raises:
         SpecError: shapes disagree, a value is no probability, or there is no bin.
 
@@ -379,15 +361,12 @@ def reliability_curve(
 def expected_calibration_error(
     labels: ArrayLike, probabilities: ArrayLike, *, n_bins: int = 15
 ) -> float:
-    """Mean gap between probability and frequency, bins weighted by their samples.
+    """Mean gap between probability and frequency, 0 to 1, bins weighted by their samples.
 
     Args:
         labels: (samples,) 0 and 1.
         probabilities: (samples,) of the positive class.
         n_bins: over [0, 1].
-
-    Returns:
-        The error, 0 to 1.
 
     Raises:
         SpecError: shapes disagree, or a value is no probability.
@@ -409,14 +388,11 @@ def expected_calibration_error(
 
 
 def brier_score(labels: ArrayLike, probabilities: ArrayLike) -> float:
-    """Mean squared distance of probability and label.
+    """Mean squared distance of probability and label, 0 to 1; smaller is better.
 
     Args:
         labels: (samples,) 0 and 1.
         probabilities: (samples,) of the positive class.
-
-    Returns:
-        The score, 0 to 1; smaller is better.
 
     Raises:
         SpecError: shapes disagree, or a value is no probability.

@@ -136,8 +136,7 @@ def _score(
     fitted = LogisticRegression(C=1.0 / penalty, tol=1e-6, max_iter=1000).fit(
         weigh.fit_transform(_matrix(seen)[:, known]), y
     )
-    scores: Floats = fitted.decision_function(weigh.transform(_matrix(new)[:, known]))
-    return scores
+    return np.asarray(fitted.decision_function(weigh.transform(_matrix(new)[:, known])))
 
 
 def _matrix(texts: Sequence[NDArray[np.int64]]) -> Any:

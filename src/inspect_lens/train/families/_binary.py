@@ -107,14 +107,10 @@ class BinaryEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return self._decide(self._read(X))
 
     def to_probe(self, card: ProbeCard) -> AnyProbe:
-        """Freeze what was learnt.
+        """Freeze what was learnt; scores stay those of `decision_function`, up to float32 rounding.
 
-        Args:
-            card: of as many layers as a row has, and of their width. An empty `method` or `source`
-                is filled in. A family that pools by itself puts its pool in.
-
-        Returns:
-            The probe; it scores as `decision_function` does, up to float32 rounding.
+        The card is of as many layers as a row has, and of their width. An empty `method` or
+        `source` is filled in, and a family that pools by itself puts its pool in.
 
         Raises:
             SpecError: the card names other layers or another width.
@@ -164,30 +160,24 @@ class BinaryEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 f"y: {self.classes_.size} {classes} given; Only binary classification is "
                 "supported, so allowed are exactly two classes; check the labels of the set"
             )
-        positive: NDArray[np.bool_] = labels == self.classes_[1]
-        return positive
+        return np.asarray(labels == self.classes_[1])
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:
         """Class of each row or sequence: the positive one where the decision is above 0."""
         positive = self.decision_function(X) > 0
-        classes: NDArray[Any] = self.classes_[positive.astype(int)]
-        return classes
+        return np.take(self.classes_, positive)
 
     def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:
-        """Logistic function of the decision, (rows, 2).
-
-        Families that are fitted by likelihood mean it as a probability; for the others it is
-        a squashed score. `calibrate` makes a probability of either.
-        """
+        """Logistic function of the decision, (rows, 2); `calibrate` makes a probability of it."""
         decision = np.asarray(self.decision_function(X), dtype=np.float64)
         return np.stack([expit(-decision), expit(decision)], axis=1)
 
     def describe(self) -> str:
         """Method and settings, for the card."""
-        settings = ", ".join(
-            f"{k}={_short(v)}" for k, v in sorted(self.get_params(deep=False).items())
-        )
-        return f"{self.method} ({type(self).__name__}: {settings})"
+        settings = sorted(self.get_params(deep=False).items())
+        short = [f"array{v.shape}" if isinstance(v, np.ndarray) else v for _, v in settings]
+        text = ", ".join(f"{k}={v}" for (k, _), v in zip(settings, short, strict=True))
+        return f"{self.method} ({type(self).__name__}: {text})"
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -215,11 +205,6 @@ def weighted(
     x = [row for row, keep in zip(x, kept, strict=True) if keep] if isinstance(x, list) else x[kept]
     groups = None if groups is None else np.asarray(groups)[kept]
     return x, labels[kept], groups, weight[kept]
-
-
-def _short(value: object) -> str:
-    """A setting in few words: an array is its shape."""
-    return f"array{value.shape}" if isinstance(value, np.ndarray) else str(value)
 
 
 Scaling = Literal["auto", "standard", "none"]

@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.linalg import pinvh
 from sklearn.decomposition import PCA
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 
@@ -142,7 +143,7 @@ def blocks(n: int, hidden: int) -> Iterator[slice]:
 class DirectionEstimator(BinaryEstimator):
     """Base of estimators with `decision = coef · (x - mean) / scale + intercept`.
 
-    Subclasses set `coef_`, `intercept_`, `mean_` and `scale_` in `_fit_rows`.
+    Subclasses set `coef_`, `intercept_`, `mean_` and `scale_` in `_fit`.
 
     Attributes:
         coef_: (hidden,).
@@ -172,22 +173,6 @@ class DirectionEstimator(BinaryEstimator):
     mean_: NDArray[np.floating[Any]]
     scale_: NDArray[np.floating[Any]]
 
-    def _fit(self, x: NDArray[np.floating[Any]], target: Targets) -> None:
-        scale = None
-        if self.scaling != "none":
-            variance = Moments.of(x, target.positive, target.weight).within_variance()
-            scale = find_scale(variance, len(x), self.scaling, family=type(self).__name__)
-        self._fit_rows(x if scale is None else x / scale, target)
-        self.unscale(scale)
-
-    def unscale(self, scale: Floats | None) -> None:
-        """Take back that rows were divided by a scale (hidden,) before the direction was found."""
-        if scale is not None:
-            self.mean_, self.scale_ = self.mean_ * scale, self.scale_ * scale
-
-    def _fit_rows(self, x: NDArray[np.floating[Any]], target: Targets) -> None:
-        raise NotImplementedError
-
     def _decide(self, x: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
         scores: NDArray[np.floating[Any]] = ((x - self.mean_) / self.scale_) @ self.coef_
         return scores + self.intercept_
@@ -200,13 +185,9 @@ class DirectionEstimator(BinaryEstimator):
         return "; dimensions divided by their deviation within classes" if divided else "; unscaled"
 
     def _freeze(self, card: ProbeCard) -> Probe:
-        return Probe(
-            weight=np.asarray(self.coef_, dtype=np.float32)[None],
-            bias=np.array([self.intercept_], dtype=np.float32),
-            mean=np.asarray(self.mean_, dtype=np.float32)[None],
-            scale=np.asarray(self.scale_, dtype=np.float32)[None],
-            card=card,
-        )
+        arrays = {"weight": self.coef_, "mean": self.mean_, "scale": self.scale_}
+        parts: dict[str, Any] = {name: array[None] for name, array in arrays.items()}
+        return Probe(bias=np.array([self.intercept_]), **parts, card=card)
 
 
 class FormulaEstimator(DirectionEstimator):
@@ -226,10 +207,10 @@ class FormulaEstimator(DirectionEstimator):
             family = type(self).__name__
             scale = find_scale(moments.within_variance(), moments.n, self.scaling, family=family)
         found = moments.statistics(scale)
-        self._solve(found, target, lambda at: take(at).astype(np.float64) / (
-            1.0 if scale is None else scale
-        ))  # fmt: skip
-        self.unscale(scale)
+        by: Floats | float = 1.0 if scale is None else scale
+        self._solve(found, target, lambda at: take(at).astype(np.float64) / by)
+        # Take back that rows were divided before the direction was found.
+        self.mean_, self.scale_ = self.mean_ * by, self.scale_ * by
 
     def _solve(self, found: ClassStatistics, target: Targets, take: Take) -> None:
         """Find the direction, of rows that are scaled already."""
@@ -278,27 +259,6 @@ class MeanDifferenceProbe(FormulaEstimator):
         return gap / norm if self.normalize and norm > 0.0 else gap
 
 
-def inverse_times(covariance: Floats, vector: Floats, *, atol: float) -> Floats:
-    """Pseudo-inverse of a symmetric matrix times a vector; eigenvalues below `atol` count as 0.
-
-    Warns where all of them do, as in the first layers of models with small embeddings.
-    """
-    values, vectors = np.linalg.eigh(covariance)
-    kept = np.abs(values) > atol
-    if vector.any() and not kept.any():
-        warnings.warn(
-            f"atol={atol:g}: all variances lie below it (the largest is {np.abs(values).max():.2g})"
-            ", so the direction is zero and scores nothing; ask for a smaller atol, or for family "
-            "lda, which knows no scale",
-            UserWarning,
-            stacklevel=2,
-        )
-    inverse = np.zeros_like(values)
-    inverse[kept] = 1.0 / values[kept]
-    made: Floats = vectors @ (inverse * (vectors.T @ vector))
-    return made
-
-
 @dataclass(kw_only=True, eq=False, repr=False)
 class MassMeanProbe(FormulaEstimator):
     """Mass-mean probe: the difference of means, for the IID form times the inverse covariance.
@@ -337,7 +297,18 @@ class MassMeanProbe(FormulaEstimator):
         return self.iid
 
     def _direction(self, found: ClassStatistics, gap: Floats) -> Floats:
-        return inverse_times(found.within, gap, atol=self.atol) if self.iid else gap
+        if not self.iid:
+            return gap
+        inverse, rank = pinvh(found.within, atol=self.atol, rtol=0.0, return_rank=True)
+        if gap.any() and not rank:  # as in the first layers of models with small embeddings
+            warnings.warn(
+                f"atol={self.atol:g}: all variances lie below it (the largest is "
+                f"{np.linalg.norm(found.within, 2):.2g}), so the direction is zero and scores "
+                "nothing; ask for a smaller atol, or for family lda, which knows no scale",
+                UserWarning,
+                stacklevel=2,
+            )
+        return np.asarray(inverse @ gap)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -372,22 +343,15 @@ class LDAProbe(FormulaEstimator):
 
     @property
     def needs_covariance(self) -> bool:  # type: ignore[override]
-        """Whether the formula has the covariance in it."""
-        self.check_shrinkage()
-        return self.shrinkage != "ledoit-wolf"
-
-    def check_shrinkage(self) -> None:
-        """Refuse a shrinkage that is none, before rows are read."""
+        """Whether the formula has the covariance in it; asked before rows are read."""
         value = self.shrinkage
-        if isinstance(value, str):
-            known = value in ("ridge", "ledoit-wolf")
-        else:
-            known = value is None or 0.0 <= value <= 1.0
-        if not known:
+        named = value in ("ridge", "ledoit-wolf", None)
+        if not named and (isinstance(value, str) or not 0.0 <= float(value or 0.0) <= 1.0):
             raise SpecError(
                 f"shrinkage={value!r}; allowed are 'ledoit-wolf', 'ridge', a number in [0, 1] and "
                 "None; correct the value"
             )
+        return value != "ledoit-wolf"
 
     def _solve(self, found: ClassStatistics, target: Targets, take: Take) -> None:
         """Find the direction, of rows that are scaled already."""

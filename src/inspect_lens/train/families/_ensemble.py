@@ -72,9 +72,6 @@ def stack_weights(logits: ArrayLike, labels: ArrayLike, *, penalty: float = 1.0)
         labels: (samples,) 0 and 1, both.
         penalty: of the squared weights.
 
-    Returns:
-        Weights and bias of a logistic regression.
-
     Raises:
         SpecError: shapes disagree, or a class is missing.
 
@@ -109,9 +106,8 @@ def stack_weights(logits: ArrayLike, labels: ArrayLike, *, penalty: float = 1.0)
 class EnsembleProbe(BinaryEstimator):
     """One direction per layer; their calibrated logits are averaged or stacked.
 
-    Each layer's scores are turned into logits by Platt's method on scores of folds that the
-    direction was not fitted on, so that a layer with wide scores does not drown the others.
-    The result is one linear probe with several layers.
+    Each layer's scores are turned into logits by Platt's method on folds that the direction was not
+    fitted on. The result is one linear probe with several layers.
 
     Args:
         base: unfitted estimator of a direction; `LogisticProbe()` by default.

@@ -5,14 +5,16 @@ What a head computes is in `probe/pooling/_pool.py`, for numpy and torch alike; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from sklearn.model_selection import GroupShuffleSplit, StratifiedShuffleSplit
+from sklearn.preprocessing import StandardScaler
 from sklearn.utils.validation import check_X_y
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
@@ -167,22 +169,15 @@ class HeadProbe(BinaryEstimator):
         self._check_settings()
         positive, groups, weight = target
         each = np.ones(len(positive)) if weight is None else weight / weight.mean()
-        data = _Labelled(x, positive, each)
-        fixed = self._fixed(data)
-        kept, held = _hold_back(positive, groups, seed=self.random_state)
-        trained, self.losses_ = _train(
-            self, data.part(kept), data.part(held) if len(held) else None, fixed
-        )
-        self.tensors_ = trained | fixed
-
-    def _fixed(self, data: _Labelled) -> Tensors:
-        """Tensors that are not trained."""
-        width = data.sequences[0].shape[1]
+        data, width = _Labelled(x, positive, each), self.n_features_in_
         plain = {"mean": np.zeros(width, np.float32), "scale": np.ones(width, np.float32)}
-        made = plain if self.layer_norm else _scaler(data)
+        fixed = plain if self.layer_norm else _scaler(data)
         if self.activation == "square":
-            made |= {f"b{i}": np.zeros(n, np.float32) for i, n in enumerate(self.mlp_sizes)}
-        return made
+            fixed |= {f"b{i}": np.zeros(n, np.float32) for i, n in enumerate(self.mlp_sizes)}
+        kept, held = _hold_back(positive, groups, seed=self.random_state)
+        validation = data.part(held) if len(held) else None
+        trained, self.losses_ = _train(self, data.part(kept), validation, fixed)
+        self.tensors_ = trained | fixed
 
     def _check_settings(self) -> None:
         """Refuse settings that nothing would act on: the card lists them all."""
@@ -223,9 +218,8 @@ class HeadProbe(BinaryEstimator):
             # One-token sequences, all in one product; every pool of one token is its value.
             out = head_outputs(wide, spec, np.concatenate(x).astype(np.float64))
             return np.asarray(token_values(out, wide))
-        return np.array(
-            [pool_head(head_outputs(wide, spec, s.astype(np.float64)), rule, wide) for s in x]
-        )
+        outputs = (head_outputs(wide, spec, s.astype(np.float64)) for s in x)
+        return np.array([pool_head(out, rule, wide) for out in outputs])
 
     def _freeze(self, card: ProbeCard) -> NeuralProbe:
         facts = {"kind": "neural", "head": self.spec, "pool": self.pool or card.pool}
@@ -235,12 +229,8 @@ class HeadProbe(BinaryEstimator):
     def spec(self) -> HeadSpec:
         """Settings of the probe apart from weights and pool, once the width is known."""
         temperature = 1.0 / float(np.sqrt(self.n_features_in_)) if self.scaled else 1.0
-        return HeadSpec(
-            temperature=temperature,
-            gate=self.gate,
-            activation=self.activation,
-            layer_norm=self.layer_norm,
-        )
+        kept = {name: getattr(self, name) for name in ("gate", "activation", "layer_norm")}
+        return HeadSpec(temperature=temperature, **kept)
 
     def start(self) -> Tensors:
         """Weights before the first step: layers, then what heads read of the last of them."""
@@ -332,18 +322,10 @@ class _Labelled(NamedTuple):
 
 def _scaler(data: _Labelled) -> Tensors:
     """Mean and standard deviation of all tokens, (hidden,) each; 1 for a constant column."""
-    counted = list(zip(data.sequences, data.weight, strict=True))
-    mean = np.zeros(data.sequences[0].shape[1])
-    for s, w in counted:
-        mean += w * s.sum(axis=0, dtype=np.float64)
-    n = sum(w * len(s) for s, w in counted)
-    mean /= n
-    square = np.zeros(len(mean))
-    for s, w in counted:
-        square += w * ((s - mean) ** 2).sum(axis=0)
-    spread = np.sqrt(square / n)
-    scale = np.where(spread > 1e-12 * np.maximum(1.0, np.abs(mean)), spread, 1.0)
-    return {"mean": mean.astype(np.float32), "scale": scale.astype(np.float32)}
+    scaler = StandardScaler()
+    for s, w in zip(data.sequences, data.weight, strict=True):
+        scaler.partial_fit(s, sample_weight=np.full(len(s), w))
+    return {"mean": scaler.mean_.astype(np.float32), "scale": scaler.scale_.astype(np.float32)}
 
 
 def _hold_back(
@@ -364,7 +346,6 @@ def _hold_back(
 
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-Loss = Callable[[Batch, bool], Any]
 
 
 def _train(
@@ -401,7 +382,10 @@ def _train(
         return functional.binary_cross_entropy_with_logits(logits, target, weight) + extra
 
     optimiser = torch.optim.AdamW(list(weights.values()), lr=how.lr, weight_decay=how.weight_decay)
-    endless = _passes(data, how)
+    rng, n_sequences = np.random.default_rng(how.random_state), len(data.sequences)
+    # Random batches without end; each pass shows every sequence once.
+    orders = (rng.permutation(n_sequences) for _ in count())
+    endless = (b for order in orders for b in _batches(data, order, how.batch, how.device))
     look = max(1, min(how.steps // 50, 10))
     best, kept, since, losses = np.inf, {k: v.detach().clone() for k, v in weights.items()}, 0, []
     with torch.random.fork_rng():  # the caller's numbers stay the caller's
@@ -413,8 +397,12 @@ def _train(
             optimiser.step()
             if number % look and number != how.steps - 1:
                 continue
-            with torch.no_grad():
-                loss = float(_mean_loss(validation, how, loss_of) if validation else step_loss)
+            loss = float(step_loss.detach())
+            if validation:
+                n = len(validation.sequences)
+                with torch.no_grad():
+                    parts = _batches(validation, np.arange(n), how.batch, how.device)
+                    loss = float(sum(loss_of(b, False).cpu() * len(b[0]) for b in parts)) / n
             losses.append(loss)
             if loss < best - 1e-6 or validation is None:
                 best, since = loss, 0
@@ -453,13 +441,6 @@ def _coherent(
     return torch.where(n > 0, score, whole), spread
 
 
-def _passes(data: _Labelled, how: HeadProbe) -> Iterator[Batch]:
-    """Random batches without end; each pass shows every sequence once."""
-    rng = np.random.default_rng(how.random_state)
-    while True:
-        yield from _batches(data, rng.permutation(len(data.sequences)), how.batch, how.device)
-
-
 def _batches(data: _Labelled, order: NDArray[np.int64], size: int, device: str) -> Iterator[Batch]:
     """Sequences in an order: padded rows, which of them are tokens, class and weight."""
     for first in range(0, len(order), size):
@@ -471,10 +452,3 @@ def _batches(data: _Labelled, order: NDArray[np.int64], size: int, device: str) 
             torch.from_numpy(v.astype(np.float32)) for v in (part.positive, part.weight)
         )
         yield rows.to(device), mask.to(device), target.to(device), weight.to(device)
-
-
-def _mean_loss(data: _Labelled, how: HeadProbe, loss_of: Loss) -> torch.Tensor:
-    total = torch.zeros(())
-    for batch in _batches(data, np.arange(len(data.sequences)), how.batch, how.device):
-        total = total + loss_of(batch, False).cpu() * len(batch[0])
-    return total / len(data.sequences)

@@ -53,7 +53,7 @@ class LogisticProbe(DirectionEstimator):
     fit_intercept: bool = False
     max_iter: int = 1000
 
-    def _fit_rows(self, x: NDArray[np.floating[Any]], target: Targets) -> None:
+    def _fit(self, x: NDArray[np.floating[Any]], target: Targets) -> None:
         positive, _, weight = target
         if self.standardize:
             scaler = StandardScaler().fit(x, sample_weight=weight)
@@ -128,14 +128,13 @@ class SklearnProbe(BinaryEstimator):
 
     def _fit(self, x: NDArray[np.floating[Any]], target: Targets) -> None:
         # As they were given, since `class_weight` may name them.
-        made, labels, weights = (
-            clone(self.estimator),
-            self.classes_[target.positive.astype(int)],
-            {},
-        )
+        made, labels = clone(self.estimator), self.classes_[target.positive.astype(int)]
         _keep_groups(made, x, target)
-        if target.weight is not None:
-            weights[_weight_name(made)] = target.weight
+        # The last step of a pipeline takes weights, which a search hands on.
+        inner = getattr(made, "estimator", None) if hasattr(made, "cv") else made
+        steps = getattr(inner, "steps", None)
+        name = f"{steps[-1][0]}__sample_weight" if steps else "sample_weight"
+        weights = {} if target.weight is None else {name: target.weight}
         try:
             self.estimator_ = made.fit(x, labels, **weights)
         except TypeError as error:
@@ -196,13 +195,6 @@ def _keep_groups(made: Any, x: NDArray[Any], target: Targets) -> None:
     made.set_params(cv=list(splits))
 
 
-def _weight_name(made: Any) -> str:
-    """Where a classifier takes weights: the last step of a pipeline, which a search hands on."""
-    inner = getattr(made, "estimator", None) if hasattr(made, "cv") else made
-    steps = getattr(inner, "steps", None)
-    return f"{steps[-1][0]}__sample_weight" if steps else "sample_weight"
-
-
 @dataclass(kw_only=True, eq=False, repr=False)
 class TorchLogisticProbe(DirectionEstimator):
     """sigmoid(w · x) without intercept, binary cross-entropy, AdamW over all rows at once.
@@ -237,7 +229,7 @@ class TorchLogisticProbe(DirectionEstimator):
     device: str = "cpu"
     random_state: int = 0
 
-    def _fit_rows(self, x: NDArray[np.floating[Any]], target: Targets) -> None:
+    def _fit(self, x: NDArray[np.floating[Any]], target: Targets) -> None:
         positive, _, weight = target
         wide = np.asarray(x, dtype=np.float64)
         each = np.ones(len(wide)) if weight is None else weight / weight.mean()

@@ -20,15 +20,15 @@ from ._binary import BinaryEstimator, Targets
 
 __all__ = ["SAEFeatureProbe", "SparseEncoder", "read_sae"]
 
+Floats = NDArray[np.float64]
+Rows = NDArray[np.floating[Any]]
 _FEATURES: Final = 512
 
 
 def l1_settings(version: str) -> dict[str, Any]:
-    """How a `LogisticRegression` of a release of scikit-learn is asked for the L1 penalty.
-
-    Releases before 1.8 ignore `l1_ratio` unless the penalty is `elasticnet`, which liblinear does
-    not know, and use L2; later ones warn of `penalty`.
-    """
+    """How a `LogisticRegression` of a release of scikit-learn is asked for the L1 penalty."""
+    # Releases before 1.8 ignore `l1_ratio` unless the penalty is `elasticnet`, which liblinear does
+    # not know, and use L2; later ones warn of `penalty`.
     old = tuple(int(part) for part in version.split(".")[:2]) < (1, 8)
     return {"penalty": "l1"} if old else {"l1_ratio": 1.0}
 
@@ -106,14 +106,13 @@ class SAEFeatureProbe(BinaryEstimator):
         return cls(encoder=encoder, **settings)
 
     def _fit(self, x: NDArray[np.floating[Any]], target: Targets) -> None:
-        positive, _, weight = target
-        spread, gap = self._separation(x, positive, weight)
+        spread, gap = self._separation(x, target)
         apart = np.abs(gap / np.where(spread > 0, spread, np.inf))
         self.features_ = np.argsort(-apart, kind="stable")[: 1 if self.raw else self.k]
         self.scale_ = np.where(spread > 0, spread, 1.0)[self.features_]
         kept = self._activate(x, self.features_, self._cut(x))
         if self.raw:
-            low, high = _class_means(kept, positive, weight)[:, 0]
+            low, high = _class_means(kept, target)[:, 0]
             sign = 1.0 if high >= low else -1.0
             self.coef_, self.intercept_ = np.array([sign]), float(-sign * (high + low) / 2.0)
             return
@@ -123,7 +122,7 @@ class SAEFeatureProbe(BinaryEstimator):
             random_state=0,
             max_iter=10_000,
             **l1_settings(sklearn.__version__),
-        ).fit(kept / self.scale_, positive, sample_weight=weight)
+        ).fit(kept / self.scale_, target.positive, sample_weight=target.weight)
         self.coef_ = np.asarray(model.coef_[0]) / self.scale_
         self.intercept_ = float(model.intercept_[0])
 
@@ -133,44 +132,34 @@ class SAEFeatureProbe(BinaryEstimator):
 
     def _freeze(self, card: ProbeCard) -> NeuralProbe:
         sae = self._encoder()
-        tensors: dict[str, NDArray[Any]] = {
-            "mean": np.zeros(card.hidden), "scale": np.ones(card.hidden)
-        }  # fmt: skip
-        head = HeadSpec()
+        tensors: dict[str, Any] = {"mean": np.zeros(card.hidden), "scale": np.ones(card.hidden)}
+        head, bias = HeadSpec(), self.intercept_
         if self.raw:
             tensors["value"] = self.coef_[:, None] * sae.weight[self.features_]
-            offset = float(self.coef_ @ sae.bias[self.features_])
-            tensors["bias"] = np.array([self.intercept_ + offset])
+            bias += float(self.coef_ @ sae.bias[self.features_])
         else:
             # Who is among the largest shows only beside all others, so TopK keeps them all.
             kept = np.arange(len(sae.weight)) if sae.top_k else self.features_
             value = np.zeros(len(sae.weight))
             value[self.features_] = self.coef_
             tensors |= {"w0": sae.weight[kept], "b0": sae.bias[kept], "value": value[None, kept]}
-            tensors["bias"] = np.array([self.intercept_])
             if sae.threshold is not None:
                 tensors["t0"] = sae.threshold[kept]
             head = HeadSpec(top_k=sae.top_k)
-        return NeuralProbe(
-            tensors={k: v.astype(np.float32) for k, v in tensors.items()},
-            card=card.model_copy(update={"kind": "neural", "head": head}),
-        )
+        tensors["bias"] = np.array([bias])
+        facts = card.model_copy(update={"kind": "neural", "head": head})
+        return NeuralProbe(tensors=tensors, card=facts)
 
-    def _separation(
-        self,
-        x: NDArray[np.floating[Any]],
-        positive: NDArray[np.bool_],
-        weight: NDArray[np.float64] | None,
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def _separation(self, x: Rows, target: Targets) -> tuple[Floats, Floats]:
         """Standard deviation of every feature, and the difference of its class means."""
         spreads, gaps = [], []
         every, cut = np.arange(len(self._encoder().weight)), self._cut(x)
         # Some features at a time: all of them for all rows are more than memory holds.
         for first in range(0, every.size, _FEATURES):
             z = self._activate(x, every[first : first + _FEATURES], cut)
-            away = (z - np.average(z, axis=0, weights=weight)) ** 2
-            spreads.append(np.sqrt(np.average(away, axis=0, weights=weight)))
-            low, high = _class_means(z, positive, weight)
+            away = (z - np.average(z, axis=0, weights=target.weight)) ** 2
+            spreads.append(np.sqrt(np.average(away, axis=0, weights=target.weight)))
+            low, high = _class_means(z, target)
             gaps.append(high - low)
         return np.concatenate(spreads), np.concatenate(gaps)
 
@@ -178,7 +167,7 @@ class SAEFeatureProbe(BinaryEstimator):
         width = self.n_features_in_
         if self.encoder is None:
             return SparseEncoder(
-                weight=np.eye(width, dtype=np.float32), bias=np.zeros(width, dtype=np.float32)
+                weight=np.eye(width, dtype=np.float32), bias=np.zeros(width, np.float32)
             )
         if self.encoder.weight.ndim != 2 or self.encoder.weight.shape[1] != width:
             raise SpecError(
@@ -187,15 +176,10 @@ class SAEFeatureProbe(BinaryEstimator):
             )
         return self.encoder
 
-    def _cut(self, x: NDArray[np.floating[Any]]) -> NDArray[np.float64] | None:
+    def _cut(self, x: Rows) -> Floats | None:
         return None if self.raw else self._encoder().top_k_limit(x)
 
-    def _activate(
-        self,
-        x: NDArray[np.floating[Any]],
-        features: NDArray[np.int64],
-        cut: NDArray[np.float64] | None,
-    ) -> NDArray[np.float64]:
+    def _activate(self, x: Rows, features: NDArray[np.int64], cut: Floats | None) -> Floats:
         sae = self._encoder()
         if not self.raw:
             return sae.activations(x, features, smallest=cut)
@@ -203,11 +187,8 @@ class SAEFeatureProbe(BinaryEstimator):
         return np.asarray(x, dtype=np.float64) @ weight.T + bias
 
 
-def _class_means(
-    z: NDArray[np.float64], positive: NDArray[np.bool_], weight: NDArray[np.float64] | None
-) -> NDArray[np.float64]:
+def _class_means(z: Floats, target: Targets) -> Floats:
     """Means (2, columns) of the negatives and the positives."""
-    sides = (~positive, positive)
-    each = [None if weight is None else weight[side] for side in sides]
-    parts = [np.average(z[s], axis=0, weights=w) for s, w in zip(sides, each, strict=True)]
-    return np.stack(parts)
+    weight = np.ones(len(z)) if target.weight is None else target.weight
+    sides = (~target.positive, target.positive)
+    return np.stack([np.average(z[side], axis=0, weights=weight[side]) for side in sides])

@@ -62,10 +62,9 @@ def transfer_probe(
     """Translate a linear probe to another model, with texts that both models have read.
 
     An affine map from the target's stream to that of the source is fitted by ridge regression on
-    the mean of each sample's tokens, and the probe is read through it. Ridge regression fits each
-    coordinate alone, so the same comes from a regression of the probe's score on the target's
-    stream, which is what is computed. Labels take no part: any text will do, as long as it holds
-    what the probe is about.
+    the mean of each sample's tokens, and the probe is read through it, which is the same as a
+    regression of the probe's score on the target's stream. Labels take no part: any text will do,
+    as long as it holds what the probe is about.
 
     The map is one more thing that may fail. So read `r2`, set a threshold on control samples of the
     target, and judge the probe on labelled samples of the target (`evaluate_probe`).
@@ -143,9 +142,41 @@ def transfer_probe(
     r2 = float(r2_score(scores[held], ridge.predict(scaler.transform(rows[held]))))
     # All pairs make the probe; those held back have told what such a map is worth.
     scaler, ridge = _fit(rows, scores, groups, [float(ridge.alpha_)])
-    carried = _probe(probe, source, target, layer, name, (scaler, ridge), r2)
+    seen = probe.card.seen
+    note = (
+        f"Carried over from {probe.name} of {source.model} (layer {probe.layers[0]}, sha256 "
+        f"{probe.sha256[:12]}) by ridge regression on {len(source)} texts of {source.name} that "
+        f"both models read; on texts held back it explains {r2:.2f} of the score's variance."
+    )
+    own, model = probe.name.rpartition("/")[2], target.model.rstrip("/").rpartition("/")[2]
+    facts: dict[str, Any] = {
+        "name": name or f"{model}/{own}",
+        "method": f"{probe.card.method}; carried over by ridge regression",
+        "layers": (layer,),
+        "hidden": target.hidden,
+        "positions": target.positions or probe.card.positions,
+        "model": ModelRef(name=target.model, sha256=target.model_sha256),
+        "capture": target.capture,
+        # Rows of another model tell nothing about samples of this one; contents do.
+        "seen": seen if seen is not None and seen.by == "content" else None,
+        "calibration": None,
+        "notes": (*probe.card.notes, note),
+    } | dict.fromkeys(("sweep", "thresholds", "evaluations", "transfers"), ())
+    carried = Probe(
+        weight=np.asarray(ridge.coef_)[None],
+        bias=np.array([float(ridge.intercept_)]),
+        mean=np.asarray(scaler.mean_)[None],
+        scale=np.asarray(scaler.scale_)[None],
+        card=probe.card.model_copy(update=facts),
+    )
     if control is not None:
-        carried = _with_threshold(carried, target, control, fpr, allow_few)
+        require_same_origin(target, control)
+        harmless = control.negatives()
+        require_other_samples(target, harmless)
+        thresholds = calibrate_thresholds(carried, control, fpr, allow_few=allow_few)
+        if (seen := carried.card.seen) is not None:
+            seen = seen.with_control(harmless.shown(seen.by, carried.layers))
+        carried = carried.with_card(thresholds=thresholds, seen=seen)
     if r2 < _WEAK:
         warnings.warn(
             f"r2={r2:.2f}: the stream of {target.model!r} at layer {layer} explains little of the "
@@ -189,62 +220,3 @@ def _fit(
     scaler = StandardScaler().fit(rows)
     folds = list(GroupKFold(_FOLDS).split(rows, scores, groups))
     return scaler, RidgeCV(alphas=list(penalties), cv=folds).fit(scaler.transform(rows), scores)
-
-
-def _probe(
-    probe: Probe,
-    source: ActivationSet,
-    target: ActivationSet,
-    layer: int,
-    name: str,
-    fitted: tuple[StandardScaler, RidgeCV],
-    r2: float,
-) -> Probe:
-    scaler, ridge = fitted
-    seen = probe.card.seen
-    note = (
-        f"Carried over from {probe.name} of {source.model} (layer {probe.layers[0]}, sha256 "
-        f"{probe.sha256[:12]}) by ridge regression on {len(source)} texts of {source.name} that "
-        f"both models read; on texts held back it explains {r2:.2f} of the score's variance."
-    )
-    facts: dict[str, Any] = {
-        "name": name or f"{target.model.rstrip('/').rpartition('/')[2]}/{_own(probe.name)}",
-        "method": f"{probe.card.method}; carried over by ridge regression",
-        "layers": (layer,),
-        "hidden": target.hidden,
-        "positions": target.positions or probe.card.positions,
-        "model": ModelRef(name=target.model, sha256=target.model_sha256),
-        "capture": target.capture,
-        # Rows of another model tell nothing about samples of this one; contents do.
-        "seen": seen if seen is not None and seen.by == "content" else None,
-        "sweep": (),
-        "thresholds": (),
-        "evaluations": (),
-        "transfers": (),
-        "calibration": None,
-        "notes": (*probe.card.notes, note),
-    }
-    return Probe(
-        weight=np.asarray(ridge.coef_)[None],
-        bias=np.array([float(ridge.intercept_)]),
-        mean=np.asarray(scaler.mean_)[None],
-        scale=np.asarray(scaler.scale_)[None],
-        card=probe.card.model_copy(update=facts),
-    )
-
-
-def _own(name: str) -> str:
-    return name.rpartition("/")[2]
-
-
-def _with_threshold(
-    probe: Probe, target: ActivationSet, control: ActivationSet, fpr: float, allow_few: bool
-) -> Probe:
-    require_same_origin(target, control)
-    harmless = control.negatives()
-    require_other_samples(target, harmless)
-    thresholds = calibrate_thresholds(probe, control, fpr, allow_few=allow_few)
-    seen = probe.card.seen
-    if seen is not None:
-        seen = seen.with_control(harmless.shown(seen.by, probe.layers))
-    return probe.with_card(thresholds=thresholds, seen=seen)

@@ -24,10 +24,7 @@ from sklearn.exceptions import ConvergenceWarning
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import FitRows, write_atomic
 from inspect_lens.spec import check_word
-from inspect_lens.train.families._binary import (
-    BinaryEstimator,
-    Targets,
-)
+from inspect_lens.train.families._binary import BinaryEstimator, Targets
 from inspect_lens.train.families._direction import (
     DirectionEstimator,
     FormulaEstimator,
@@ -40,11 +37,7 @@ from inspect_lens.train.families._direction import (
 )
 from inspect_lens.train.families._ensemble import EnsembleProbe
 from inspect_lens.train.families._head import HeadProbe
-from inspect_lens.train.families._logistic import (
-    LogisticProbe,
-    PressureLogisticProbe,
-    SklearnProbe,
-)
+from inspect_lens.train.families._logistic import LogisticProbe, PressureLogisticProbe, SklearnProbe
 from inspect_lens.train.families._sae import SAEFeatureProbe
 from inspect_lens.train.sets._dataset import ActivationSet
 from inspect_lens.train.sets._store_set import StoreSet
@@ -97,7 +90,6 @@ def fit_logistic(made: LogisticProbe, read: Passes, hidden: int, *, whiten: bool
             ConvergenceWarning,
             stacklevel=3,
         )
-    made.classes_, made.n_features_in_ = np.array([0, 1]), hidden
     made.mean_, made.scale_ = mean, scale
     made.coef_ = _solve(root, found.x[:hidden], transposed=True)
     made.intercept_ = float(found.x[hidden]) if made.fit_intercept else 0.0
@@ -161,10 +153,7 @@ def _loss(read: Passes, weight: Floats, offset: float, mean: Floats) -> tuple[fl
     return total, slope, slope_offset
 
 
-_FORMAT: Final = 6
-_OF: Final = ":"
-_NUMBER, _TENSOR = "number", "tensor"
-"""What stands before the name of what is a number, and of one of a head's tensors."""
+_FORMAT: Final = 7
 
 
 def keep(estimator: Any, data: StoreSet, layers: Sequence[int], rows: FitRows | None) -> None:
@@ -184,14 +173,11 @@ def restore(estimator: Any, data: StoreSet, layers: Sequence[int], rows: FitRows
         learnt = load(file.read_bytes())
     except (OSError, SafetensorError):
         return False
-    for name, value in learnt.items():
-        kind, _, attribute = name.rpartition(_OF)
-        if kind == _NUMBER:
-            setattr(estimator, attribute, value[0].item())
-        elif kind == _TENSOR:
-            estimator.tensors_ = {**getattr(estimator, "tensors_", {}), attribute: value}
-        else:
-            setattr(estimator, attribute, value)
+    for name in [name for name in learnt if name.endswith("_")]:
+        value = learnt.pop(name)
+        setattr(estimator, name, value if value.ndim else value.item())
+    if learnt:  # the rest are a head's
+        estimator.tensors_ = learnt
     estimator.classes_, estimator.n_features_in_ = np.array([0, 1]), data.hidden
     return True
 
@@ -200,33 +186,22 @@ def _file(
     estimator: Any, data: StoreSet, layers: Sequence[int], rows: FitRows | None
 ) -> Path | None:
     # Of a classifier of scikit-learn nobody knows what it learnt; an ensemble learns estimators.
-    kept = isinstance(estimator, BinaryEstimator) and not isinstance(
-        estimator, SklearnProbe | EnsembleProbe
-    )
-    if data.work is None or not kept:
+    if data.work is None or isinstance(estimator, SklearnProbe | EnsembleProbe):
         return None
     encoder = getattr(estimator, "encoder", None)
-    facts = [
-        _FORMAT, estimator.describe(), data.sha256, list(layers), rows,
-        None if encoder is None else encoder.sha256,
-    ]  # fmt: skip
+    facts = [_FORMAT, estimator.describe(), data.sha256, list(layers), rows]
+    facts.append(None if encoder is None else encoder.sha256)
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
     return data.work / f"{data.name}-{layers[0]}-{digest}.safetensors"
 
 
 def _learnt(estimator: Any) -> dict[str, NDArray[Any]]:
     """What ends in an underscore, as scikit-learn names what is learnt."""
-    made: dict[str, NDArray[Any]] = {}
-    for name, value in vars(estimator).items():
-        if not name.endswith("_") or name in ("classes_", "n_features_in_"):
-            continue
-        if isinstance(value, dict):
-            made |= {_TENSOR + _OF + key: tensor for key, tensor in value.items()}
-        else:
-            array = np.asarray(value)
-            number = "" if array.ndim else _NUMBER
-            made[number + _OF + name] = np.atleast_1d(array)
-    return made
+    learnt = {name: value for name, value in vars(estimator).items() if name.endswith("_")}
+    learnt |= learnt.pop("tensors_", {})
+    del learnt["classes_"], learnt["n_features_in_"]
+    return {name: np.ascontiguousarray(value).reshape(np.shape(value))
+            for name, value in learnt.items()}  # fmt: skip
 
 
 _LATENTS: Final = 16 * 1024
@@ -240,11 +215,7 @@ _LOGISTIC: Final = (LogisticProbe, PressureLogisticProbe)
 def fits_in_memory(
     estimator: Any, data: StoreSet, layers: Sequence[int], rows: FitRows | None
 ) -> bool:
-    """Whether a fit is made in memory; False for one that reads the store piece by piece.
-
-    Raises:
-        SpecError: the memory is too small, and the family has no other way.
-    """
+    """Whether a fit is made in memory, or piece by piece; SpecError where neither is possible."""
     by_token = rows in (None, "tokens")
     n = sum(n for _, _, n in data.places) if by_token else len(data)
     layer = 4 * n * data.hidden
@@ -295,6 +266,7 @@ def _warn_of(estimator: DirectionEstimator, data: StoreSet, n: int) -> None:
 def stream(estimator: LogisticProbe | FormulaEstimator, data: StoreSet, layer: int) -> None:
     """Fit on the tokens of a layer, which are read piece by piece."""
     labels, hidden = data.row_labels, data.hidden
+    estimator.classes_, estimator.n_features_in_ = np.array([0, 1]), hidden
     if isinstance(estimator, LogisticProbe):
         whiten = 8 * _MATRICES * hidden**2 <= data.memory * 1e9
 
@@ -309,7 +281,6 @@ def stream(estimator: LogisticProbe | FormulaEstimator, data: StoreSet, layer: i
     groups = None
     if isinstance(estimator, LATProbe):
         groups = np.repeat(np.array(data.groups), [n for _, _, n in data.places])
-    estimator.classes_, estimator.n_features_in_ = np.array([0, 1]), hidden
     estimator.learn(moments, Targets(labels, groups, None), partial(_rows_at, data, layer))
 
 
@@ -350,7 +321,7 @@ def fit_on(
     *,
     rows: FitRows | None = None,
 ) -> BinaryEstimator:
-    """Fit a family on the selected tokens of a set.
+    """Fit a family on the selected tokens of a set; of a `StoreSet`, as `fit_layers` does it.
 
     Args:
         estimator: unfitted.
@@ -358,9 +329,6 @@ def fit_on(
         layer: one of its layers; several for an `EnsembleProbe`, whose rows hold them one after
             the other.
         rows: what one row is, for families that read rows; that of its source by default.
-
-    Returns:
-        The estimator, fitted. Of a `StoreSet`, as `fit_layers` does it.
 
     Raises:
         SpecError: the layer is not in the set, several are given to a family that reads
@@ -377,20 +345,20 @@ def fit_on(
         assert train.scores(probe).shape == (len(train),)
         ```
     """
-    _check_rows(rows)
-    first, *others = (layer,) if isinstance(layer, int) else tuple(layer)
-    if estimator.reads == "sequences" and others:
+    if rows is not None:
+        check_word("rows", rows, FitRows)
+    layers = (layer,) if isinstance(layer, int) else tuple(layer)
+    if estimator.reads == "sequences" and len(layers) > 1:
         raise SpecError(f"layer={layer}: this family reads one layer; name one")
-    rows, layers = rows_of(estimator, rows), (first, *others)
+    rows = rows_of(estimator, rows)
     if not isinstance(data, StoreSet):
         return _fit_held(estimator, data, layers, rows)
-    if restore(estimator, data, layers, rows):
-        return estimator
-    if fits_in_memory(estimator, data, layers, rows):
-        _fit_held(estimator, data, layers, rows)
-    else:
-        stream(cast(Any, estimator), data, first)
-    keep(estimator, data, layers, rows)
+    if not restore(estimator, data, layers, rows):
+        if fits_in_memory(estimator, data, layers, rows):
+            _fit_held(estimator, data, layers, rows)
+        else:
+            stream(cast(Any, estimator), data, layers[0])
+        keep(estimator, data, layers, rows)
     return estimator
 
 
@@ -401,7 +369,7 @@ def fit_layers(
     *,
     rows: FitRows | None = None,
 ) -> Iterator[tuple[int, BinaryEstimator]]:
-    """Fit a family at several layers, each on its own.
+    """Fit a family at several layers, each on its own; gives layer and fitted estimator.
 
     A layer of a `StoreSet` is fitted in memory where it fits, with the copies that the fit makes,
     into the memory that the set states. Where it does not, difference of means, mass-mean, LDA
@@ -417,9 +385,6 @@ def fit_layers(
         layers: of the set.
         rows: as in `fit_on`.
 
-    Yields:
-        Layer and fitted estimator.
-
     Raises:
         SpecError: as `fit_on`.
 
@@ -432,14 +397,8 @@ def fit_layers(
         assert fits[1].coef_.shape == (train.hidden,)
         ```
     """
-    _check_rows(rows)
     for layer in layers:
         yield layer, fit_on(clone(estimator), data, layer, rows=rows)
-
-
-def _check_rows(rows: str | None) -> None:
-    if rows is not None:
-        check_word("rows", rows, FitRows)
 
 
 def _fit_held(

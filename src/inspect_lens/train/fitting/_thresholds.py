@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -91,11 +92,14 @@ def fit_threshold(
     if found < need and not allow_few:
         size = f"{scores.size}"
         size += "" if found == scores.size else f", but {found} independent groups"
+        larger = ""
+        with suppress(SpecError):  # so few show none
+            larger = f"ask for fpr={smallest_rate(found):g}, the smallest rate that {found} can "
+            larger += "show, "
         raise SpecError(
             f"control_scores: {size} of {control!r} for a false positive rate of {fpr:g}; allowed "
-            f"are {need} or more, as fewer cannot show that rate; {_larger(found)}score more "
-            "control samples of other groups, or pass allow_few=True and read the "
-            "interval"
+            f"are {need} or more, as fewer cannot show that rate; {larger}score more control "
+            "samples of other groups, or pass allow_few=True and read the interval"
         )
     by_group = groups is not None and found < scores.size and found + 1 >= 1.0 / fpr - 1e-9
     value = conformal_threshold(scores, fpr, groups=groups if by_group else None)
@@ -115,15 +119,6 @@ def fit_threshold(
     )
 
 
-def _larger(found: int) -> str:
-    """The smallest rate that so many groups show, as advice; empty where they show none."""
-    try:
-        rate = smallest_rate(found)
-    except SpecError:
-        return ""
-    return f"ask for fpr={rate:g}, the smallest rate that {found} can show, "
-
-
 def calibrate_threshold(
     probe: AnyProbe,
     control: ActivationSet,
@@ -136,11 +131,10 @@ def calibrate_threshold(
     """Set a threshold of a probe for the statistic that it will act on.
 
     For `answer` it is compared with the score of a whole answer. For `alarm` it is compared with
-    the running score after every token, so each control answer counts by the largest value that
-    its running score reaches, up to token `length`. Longer answers have more chances to cross it,
-    so that the threshold also holds for the control answers of that length alone: it is the larger
-    of the two conformal quantiles. For `token`, each token of an answer counts, and answers are
-    the groups.
+    the running score after every token, so each control answer counts by the largest value that it
+    reaches up to token `length`; and as longer answers have more chances, it is the larger of the
+    conformal quantiles of all and of those of that length. For `token`, each token of an answer
+    counts, and answers are the groups.
 
     Args:
         probe: whose card gets the threshold.
@@ -153,9 +147,6 @@ def calibrate_threshold(
             their own (1 / `fpr`), else that all groups have.
         allow_few: as in `fit_threshold`, and for a `length` that fewer than 1 / `fpr` control
             groups have.
-
-    Returns:
-        The threshold, with the lengths of answers that it holds for.
 
     Raises:
         SpecError: as `fit_threshold`; too few control groups are as long as `length`, so that
@@ -202,9 +193,15 @@ def calibrate_threshold(
         span = (int(lengths.min()), int(lengths.max()))
         found = made(np.concatenate(values), groups=groups, n_tokens=span)
         return found.model_copy(update=left_out)
-    ranked = _longest_first(lengths, harmless.groups)
+    # The longest answer of each group, in tokens, the longest first.
+    of_group: dict[str, int] = {}
+    for group, n in zip(harmless.groups, lengths.tolist(), strict=True):
+        of_group[group] = max(of_group.get(group, 0), n)
+    ranked = sorted(of_group.values(), reverse=True)
     need = round(1.0 / fpr)
-    cut = _alarm_length(ranked, fpr) if length is None else length
+    # By default the longest length that enough groups have; that of all where groups are few.
+    enough = (n for n in (required_negatives(fpr), need, len(ranked)) if n <= len(ranked))
+    cut = ranked[next(enough) - 1] if length is None else length
     n_long = sum(n >= cut for n in ranked)
     if length is not None and (not n_long or (n_long < need and not allow_few)):
         most = f"{ranked[need - 1]} tokens" if len(ranked) >= need else "no length"
@@ -229,31 +226,14 @@ def calibrate_threshold(
 def calibrate_thresholds(
     probe: AnyProbe, control: ActivationSet, fpr: float, *, allow_few: bool = False
 ) -> tuple[Threshold, ...]:
-    """Those of a new probe: for whole answers, for alarms, and for one token.
-
-    The score of a learned pool is of the text up to a token, so that an alarm is all there is.
-    """
+    """Those of a new probe: for whole answers, for alarms, and for one token."""
     asked = [probe.card.answer, Statistic(over="alarm", pool=probe.pool)]
-    if not is_learned(probe.pool):
+    if not is_learned(probe.pool):  # whose scores are of the text up to a token
         asked.append(Statistic(over="token"))
     return tuple(
         calibrate_threshold(probe, control, fpr, statistic=statistic, allow_few=allow_few)
         for statistic in dict.fromkeys(asked)
     )
-
-
-def _longest_first(lengths: NDArray[np.int64], groups: Sequence[str]) -> list[int]:
-    """The longest answer of each group, in tokens, the longest first."""
-    of_group: dict[str, int] = {}
-    for group, length in zip(groups, lengths.tolist(), strict=True):
-        of_group[group] = max(of_group.get(group, 0), length)
-    return sorted(of_group.values(), reverse=True)
-
-
-def _alarm_length(ranked: Sequence[int], fpr: float) -> int:
-    """The longest length that enough control groups have; that of all where groups are few."""
-    enough = (required_negatives(fpr), round(1.0 / fpr), len(ranked))
-    return next(ranked[need - 1] for need in enough if len(ranked) >= need)
 
 
 _ISOTONIC_FROM: Final = 1000
@@ -268,7 +248,7 @@ def calibrate(
     check: tuple[ArrayLike, ArrayLike] | None = None,
     allow_few: bool = False,
 ) -> Calibration:
-    """Fit a map from scores to probabilities, for a card.
+    """Fit a map from scores to probabilities, for a card; `check` measures its error.
 
     `platt` is sigmoid(slope · score + intercept) with smoothed targets; `temperature` is
     sigmoid(score / temperature), for scores that are logits; `isotonic` is the best non-decreasing
@@ -281,9 +261,6 @@ def calibrate(
         name: of the set.
         check: scores and labels of another set, to measure the calibration error on.
         allow_few: accept fewer samples for `isotonic`.
-
-    Returns:
-        The map, with its error where `check` is given; `Calibration.probability` applies it.
 
     Raises:
         SpecError: an unknown method, a missing class, a score that is not finite, or too few

@@ -70,11 +70,10 @@ def leave_one_domain_out(
     pool: str = "mean",
     seed: int = 0,
 ) -> tuple[DomainScore, ...]:
-    """Leave each domain out of training in turn, and measure the probe on it.
+    """Leave each domain out of training in turn, by name, and measure the probe on it.
 
-    A probe trained on a mixture may know every domain by its own marks. What it is worth on a new
-    one shows on a domain that it was not trained on. Beside it stand what the domain gives alone,
-    and what the mixture gives once the domain is part of it.
+    What a probe is worth on a new domain shows on one that it was not trained on. Beside it stand
+    what the domain gives alone, and what the mixture gives once the domain is part of it.
 
     Args:
         estimator: unfitted; it is cloned for each domain.
@@ -84,9 +83,6 @@ def leave_one_domain_out(
         rows: as in `fit_on`.
         pool: how token scores become one.
         seed: of the halves of a domain.
-
-    Returns:
-        One score for each domain, in the order of their names.
 
     Raises:
         SpecError: fewer than two domains, a group in two of them, or a domain or the rest lacks a
@@ -117,7 +113,9 @@ def leave_one_domain_out(
         inside = data.subset(np.flatnonzero(names == name))
         scores = judge(data.subset(np.flatnonzero(names != name)), inside)
         within, mixed = [], []
-        for half in _halves(data, names == name, seed):
+        unique = np.random.default_rng(seed).permutation(np.unique(inside.groups))
+        first = np.isin(data.groups, unique[: len(unique) // 2])
+        for half in ((names == name) & first, (names == name) & ~first):
             fit, held = (data.subset(np.flatnonzero(s)) for s in ((names == name) & ~half, half))
             both = all(0 < d.n_positive < len(d) for d in (fit, held))
             within.append(auroc(held.labels, judge(fit, held)) if both else np.nan)
@@ -160,16 +158,6 @@ def _check(data: ActivationSet, names: NDArray[np.str_], found: Sequence[str]) -
                 )
 
 
-def _halves(
-    data: ActivationSet, inside: NDArray[np.bool_], seed: int
-) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Two masks of whole groups of a domain."""
-    groups = np.array(data.groups)
-    unique = np.random.default_rng(seed).permutation(np.unique(groups[inside]))
-    first = np.isin(groups, unique[: len(unique) // 2])
-    return inside & first, inside & ~first
-
-
 class StyleShift(NamedTuple):
     """How the AUROC of a probe changes if the same samples are written in another style."""
 
@@ -187,11 +175,10 @@ class StyleShift(NamedTuple):
     def verdict(self) -> Literal["robust", "not robust", "cannot tell"]:
         """What the comparison shows.
 
-        `not robust`: the area is significantly lower (5%; or lower without any variance, as when
-        every sample is now ordered wrongly), or negatives moved by 0.5 or more. `robust`: neither,
-        and the upper bound of the loss, of its two-sided 95% interval, lies below the margin, as in
-        a test of non-inferiority. `cannot tell`: all else, such as few samples, whose interval
-        reaches beyond the margin, and too few groups.
+        `not robust`: the area is significantly lower (5%; or lower without any variance), or
+        negatives moved by 0.5 or more. `robust`: neither, and the upper bound of the loss, of its
+        two-sided 95% interval, lies below the margin, as in a test of non-inferiority. `cannot
+        tell`: all else, such as few samples or groups.
         """
         loss = self.comparison
         # Areas that differ and do not vary have no p; too few groups have none either.
@@ -250,14 +237,14 @@ def style_shift(
     before, after = original.scores(probe), restyled.scores(probe)
     negative = ~original.labels
     spread = float(before[negative].std()) or 1.0
-    rates = None
+    fpr = None
     if probe.threshold is not None:
-        value = probe.threshold.value
-        rates = tuple(float((s[negative] > value).mean()) for s in (before, after))
+        above = [s[negative] > probe.threshold.value for s in (before, after)]
+        fpr = float(above[0].mean()), float(above[1].mean())
     return StyleShift(
         comparison=compare_auroc(original.labels, before, after, groups=original.groups),
         shift=float((after[negative] - before[negative]).mean()) / spread,
-        fpr=None if rates is None else (rates[0], rates[1]),
+        fpr=fpr,
         margin=margin,
     )
 
@@ -434,18 +421,18 @@ def cascade_frontier(
     spent = _costs(judge_cost, probe_cost, y.size)
     if len(names) != y.size:
         raise SpecError(f"groups: {len(names)} for {y.size} samples; allowed is one each")
-    order = np.argsort(_distance(cheap, probe_threshold), kind="stable")
+    # How many samples lie between each score and the threshold.
+    ranked = np.sort(cheap)
+    edge = np.searchsorted(ranked, probe_threshold, side="right")
+    away = np.abs(np.searchsorted(ranked, cheap, side="left") + 0.5 - edge)
+    order = np.argsort(away, kind="stable")
     points = []
     for share in sorted(shares):
         flagged = cheap > probe_threshold
         read = order[: math.ceil(share * y.size)]
         flagged[read] = judged[read]
         recall, fpr = float(flagged[y].mean()), float(flagged[~y].mean())
-        by_class = [
-            rate_interval(flagged[side], [names[i] for i in np.flatnonzero(side)],
-                          confidence=confidence)
-            for side in (y, ~y)
-        ]  # fmt: skip
+        groups_of = [[names[i] for i in np.flatnonzero(side)] for side in (y, ~y)]
         points.append(
             CascadePoint(
                 share=share,
@@ -453,8 +440,8 @@ def cascade_frontier(
                 recall=recall,
                 fpr=fpr,
                 balanced_accuracy=(recall + 1.0 - fpr) / 2.0,
-                recall_interval=by_class[0],
-                fpr_interval=by_class[1],
+                recall_interval=rate_interval(flagged[y], groups_of[0], confidence=confidence),
+                fpr_interval=rate_interval(flagged[~y], groups_of[1], confidence=confidence),
             )
         )
     return tuple(points)
@@ -471,12 +458,3 @@ def _costs(judge_cost: float | ArrayLike, probe_cost: float, n: int) -> NDArray[
     if not math.isfinite(probe_cost) or probe_cost < 0.0:
         raise SpecError(f"probe_cost={probe_cost!r}; allowed is a finite number, 0 or more")
     return np.broadcast_to(given, (n,))
-
-
-def _distance(scores: NDArray[np.float64], threshold: float) -> NDArray[np.float64]:
-    """How many samples lie between each score and the threshold."""
-    ranked = np.sort(scores)
-    edge = np.searchsorted(ranked, threshold, side="right")
-    rank = np.searchsorted(ranked, scores, side="left")
-    made: NDArray[np.float64] = np.abs(rank + 0.5 - edge)
-    return made

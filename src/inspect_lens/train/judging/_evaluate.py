@@ -37,12 +37,7 @@ from inspect_lens.probe import (
 )
 from inspect_lens.train.fitting._thresholds import fit_threshold
 from inspect_lens.train.sets._dataset import ActivationSet
-from inspect_lens.train.sets._splits import (
-    behaviour_share,
-    count_seen,
-    labels_from,
-    refuse_seen,
-)
+from inspect_lens.train.sets._splits import behaviour_share, count_seen, labels_from, refuse_seen
 
 __all__ = [
     "bag_of_words_scores",
@@ -58,15 +53,12 @@ Floats = NDArray[np.float64]
 def bag_of_words_scores(
     train_texts: str | Sequence[str], train_labels: ArrayLike, texts: str | Sequence[str]
 ) -> Floats:
-    """What the words of texts say by themselves: a logistic regression on one and two words.
+    """What the words of texts say: logistic regression on one and two words, with TF-IDF.
 
     Args:
         train_texts: to learn from.
         train_labels: (training samples,) 0 and 1.
         texts: one or several, to judge.
-
-    Returns:
-        (samples,) decision values of `texts`; words are weighted by TF-IDF.
 
     Raises:
         SpecError: labels do not fit the texts, a class is missing, or there is no word.
@@ -97,8 +89,7 @@ def bag_of_words_scores(
         model.fit(told, y)
     except ValueError as error:
         raise SpecError(f"train_texts: {error}; allowed are texts with words") from None
-    scores: Floats = np.asarray(model.decision_function(one_or_several(texts)), dtype=np.float64)
-    return scores
+    return np.asarray(model.decision_function(one_or_several(texts)), dtype=np.float64)
 
 
 def length_scores(train_lengths: ArrayLike, train_labels: ArrayLike, lengths: ArrayLike) -> Floats:
@@ -127,16 +118,11 @@ def length_scores(train_lengths: ArrayLike, train_labels: ArrayLike, lengths: Ar
 def random_scores(
     seeds: Sequence[int], probe: AnyProbe, train: ActivationSet, data: ActivationSet
 ) -> Floats:
-    """Scores (seeds, samples) by random directions, at the layers and with the pool of a probe.
-
-    The training set decides the sign. A learned pool has no meaning for another direction, and the
-    mean stands in.
-    """
+    """Scores (seeds, samples) by random directions like a probe; the training set has the sign."""
     others = [_random_direction(probe, seed) for seed in seeds]
     areas = [auroc(train.labels, scores) for scores in train.scores_of(others)]
     signs = np.array([1.0 if area >= 0.5 else -1.0 for area in areas])
-    made: Floats = signs[:, None] * data.scores_of(others)
-    return made
+    return np.asarray(signs[:, None] * data.scores_of(others))
 
 
 def _random_direction(probe: AnyProbe, seed: int) -> Probe:
@@ -146,16 +132,12 @@ def _random_direction(probe: AnyProbe, seed: int) -> Probe:
         mean, scale = probe.mean, probe.scale
     else:
         mean, scale = (probe.tensors[name][None] for name in ("mean", "scale"))
+        # A learned pool has no meaning for another direction.
         pool = "mean" if is_learned(card.pool) else card.pool
-        linear = {"kind": "linear", "head": None, "pool": pool}
-        card = card.model_copy(update=linear)
-    return Probe(
-        weight=(rng.normal(size=shape) / math.sqrt(probe.hidden)).astype(np.float32),
-        bias=np.zeros(shape[0], dtype=np.float32),
-        mean=mean,
-        scale=scale,
-        card=card,
-    )
+        card = card.model_copy(update={"kind": "linear", "head": None, "pool": pool})
+    weight = (rng.normal(size=shape) / math.sqrt(probe.hidden)).astype(np.float32)
+    bias = np.zeros(shape[0], dtype=np.float32)
+    return Probe(weight=weight, bias=bias, mean=mean, scale=scale, card=card)
 
 
 def judge_scores(texts: Sequence[str], judge: Callable[[str], float]) -> Floats:
@@ -170,12 +152,7 @@ def judge_scores(texts: Sequence[str], judge: Callable[[str], float]) -> Floats:
 
 
 def baseline(
-    name: str,
-    data: ActivationSet,
-    scores: ArrayLike,
-    probe_scores: ArrayLike,
-    *,
-    note: str = "",
+    name: str, data: ActivationSet, scores: ArrayLike, probe_scores: ArrayLike, *, note: str = ""
 ) -> Baseline:
     """Measure a baseline on a set, and test whether the probe is better.
 
@@ -233,7 +210,7 @@ def measure_baselines(
     n_random: int = 20,
     seed: int = 0,
 ) -> tuple[Baseline, ...]:
-    """Measure every baseline on every held-out set.
+    """Measure every baseline on every held-out set that has both classes.
 
     Args:
         probe: the probe that stands beside them.
@@ -245,9 +222,6 @@ def measure_baselines(
         judges: by name; they read the first kind of text.
         n_random: random directions; the one with the median area is reported.
         seed: of the directions.
-
-    Returns:
-        Records in a fixed order; sets of one class have none.
 
     Raises:
         SpecError: texts are missing for a set, or do not fit, or two sets have one name.
@@ -284,10 +258,9 @@ def measure_baselines(
             learn, judge_on = (_texts(texts, kind, one) for one in (train, data))
             words = bag_of_words_scores(learn, train.labels, judge_on)
             made.append(baseline(f"bag of words ({kind})", data, words, ours))
-            by_characters = length_scores(
-                [len(t) for t in learn], train.labels, [len(t) for t in judge_on]
-            )
-            made.append(baseline(f"length ({kind})", data, by_characters, ours, note="characters"))
+            sizes, new = [len(t) for t in learn], [len(t) for t in judge_on]
+            by_length = length_scores(sizes, train.labels, new)
+            made.append(baseline(f"length ({kind})", data, by_length, ours, note="characters"))
         by_length = length_scores(lengths, train.labels, [int(m.sum()) for m in data.mask])
         made.append(baseline("length", data, by_length, ours, note="tokens that are read"))
         if n_random:
@@ -296,7 +269,12 @@ def measure_baselines(
             note = f"median of {n_random}, signs by the training set"
             made.append(baseline("random direction", data, order[n_random // 2], ours, note=note))
         for name, judge in (judges or {}).items():
-            made.append(baseline(name, data, judge_scores(_read_by(texts, data), judge), ours))
+            if not texts:
+                raise SpecError(
+                    "judges: there are no texts to read; allowed is texts= with one kind"
+                )
+            read = next(iter(texts.values()))[data.name]
+            made.append(baseline(name, data, judge_scores(read, judge), ours))
     return tuple(made)
 
 
@@ -306,12 +284,8 @@ def baselines_within(
     *,
     texts: Mapping[str, Mapping[str, Sequence[str]]] | None = None,
 ) -> tuple[Baseline, ...]:
-    """How well length and words of a set tell its own labels; nothing where a class is missing.
-
-    Words are judged by cross-validation with whole groups; length counts in the direction that
-    fits the set, which flatters it. So these are upper bounds of what such a baseline can do, and
-    a set whose instructions give the label away has one of 1.0 for its prompts.
-    """
+    """How well length and words of a set tell its own labels; nothing where a class is missing."""
+    # Words are judged by cross-validation, and length counts in the direction that fits the set.
     if not data.n_positive or not data.n_negative:
         return ()
     ours, lengths = data.scores(probe), [int(m.sum()) for m in data.mask]
@@ -348,15 +322,6 @@ def _texts(
             "is one each"
         )
     return found
-
-
-def _read_by(
-    texts: Mapping[str, Mapping[str, Sequence[str]]] | None, data: ActivationSet
-) -> Sequence[str]:
-    """What a judge reads: the first kind of text."""
-    if not texts:
-        raise SpecError("judges: there are no texts to read; allowed is texts= with one kind")
-    return next(iter(texts.values()))[data.name]
 
 
 _RATES: Final = (0.01, 0.05)
@@ -449,18 +414,16 @@ def evaluate_probe(
                 facts["balanced_accuracy"] = (rate.recall + 1.0 - rate.rate) / 2.0
     if control is not None:
         facts |= _against(probe, control.negatives(), data, scores)
-    return Evaluation.model_validate(
-        {
-            "name": data.name,
-            "sha256": data.sha256,
-            "n_positive": data.n_positive,
-            "n_negative": data.n_negative,
-            "disjoint_by": disjoint_by,
-            "n_seen": count_seen(probe, data),
-            "label_source": labels_from(data),
-            "behaviour": behaviour_share(data),
-            **facts,
-        }
+    return Evaluation(
+        name=data.name,
+        sha256=data.sha256,
+        n_positive=data.n_positive,
+        n_negative=data.n_negative,
+        disjoint_by=disjoint_by,
+        n_seen=count_seen(probe, data),
+        label_source=labels_from(data),
+        behaviour=behaviour_share(data),
+        **facts,
     )
 
 
@@ -470,18 +433,16 @@ def _realised(probe: AnyProbe, data: ActivationSet, threshold: Threshold) -> Rea
     values = data.statistic(probe, statistic)
     lengths = [int(mask.sum()) for mask in data.mask]
     facts: dict[str, Any] = {}
-    for side, which in (("recall", data.labels), ("", ~data.labels)):
+    sides = {("recall", "recall_interval"): data.labels, ("rate", "interval"): ~data.labels}
+    for (share, bounds), which in sides.items():
         picks = np.flatnonzero(which)
-        if not picks.size:
-            continue
-        hits = np.concatenate([values[i] for i in picks]) > threshold.value
-        groups = [data.groups[i] for i in picks for _ in values[i]]
-        share, bounds = ("recall", "recall_interval") if side else ("rate", "interval")
-        facts |= {share: float(hits.mean()), bounds: rate_interval(hits, groups)}
-        if not side:
-            sizes = [lengths[i] for i in picks]
-            covers = [statistic.covers(n, threshold.n_tokens) for n in sizes]
-            facts |= {"n_tokens": (min(sizes), max(sizes)), "outside": 1.0 - float(np.mean(covers))}
+        if picks.size:
+            hits = np.concatenate([values[i] for i in picks]) > threshold.value
+            groups = [data.groups[i] for i in picks for _ in values[i]]
+            facts |= {share: float(hits.mean()), bounds: rate_interval(hits, groups)}
+    if sizes := [lengths[i] for i in np.flatnonzero(~data.labels)]:
+        covers = [statistic.covers(n, threshold.n_tokens) for n in sizes]
+        facts |= {"n_tokens": (min(sizes), max(sizes)), "outside": 1.0 - float(np.mean(covers))}
     return RealisedRate(
         statistic=str(statistic),
         threshold=threshold.value,
@@ -492,7 +453,7 @@ def _realised(probe: AnyProbe, data: ActivationSet, threshold: Threshold) -> Rea
 
 
 def _against(
-    probe: AnyProbe, control: ActivationSet, data: ActivationSet, scores: NDArray[np.float64]
+    probe: AnyProbe, control: ActivationSet, data: ActivationSet, scores: Floats
 ) -> dict[str, Any]:
     """The set's positives against a control set, and whether its negatives are alike."""
     harmless = control.scores(probe)
@@ -517,10 +478,7 @@ def _against(
 
 
 def _recalls(
-    control: ActivationSet,
-    harmless: NDArray[np.float64],
-    data: ActivationSet,
-    scores: NDArray[np.float64],
+    control: ActivationSet, harmless: Floats, data: ActivationSet, scores: Floats
 ) -> tuple[RecallAt, ...]:
     lengths = [int(mask.sum()) for mask in control.mask]
     span = (min(lengths), max(lengths))

@@ -79,17 +79,15 @@ def select_layer(
     """Fit one probe per layer and keep the one that does best on the selection set.
 
     By `recall`, that is the layer whose threshold, set on `control` for the rate `fpr`, lies below
-    most positives of the selection set. Both sets are drawn again and again (whole groups of them),
-    and the mean over draws counts. By `auroc`, the AUROC on the selection set counts. A layer can
-    have the larger AUROC and miss most positives at a rate of 1%, so this is not what a threshold
-    asks for.
+    most positives of the selection set, in the mean over draws of groups of both sets. By `auroc`,
+    the AUROC on the selection set counts, though a layer with a larger one can miss most positives
+    at a rate of 1%.
 
-    The best of thirty layers on some fifty samples is the best by luck, too. So layers that the
-    selection set does not show to be worse count as equal (`LayerChoice.tied` names them): recalls
-    within one standard error of the best, or one positive sample; and AUROCs whose paired
-    difference to the best has 0 in its 95% interval (`compare_auroc`). Of these the one wins
-    whose positives lie farthest from both the selection set's and the control set's negatives,
-    in pooled standard deviations; then the lowest layer.
+    Layers that the selection set does not show to be worse than the best count as equal
+    (`LayerChoice.tied` names them): recalls within one standard error of it, or one positive
+    sample; and AUROCs whose paired difference to it has 0 in its 95% interval (`compare_auroc`). Of
+    these the one wins whose positives lie farthest from both the selection set's and the control
+    set's negatives, in pooled standard deviations; then the lowest layer.
 
     An `EnsembleProbe` reads several layers at once, so nothing is chosen: it is fitted on
     `layers`, or at 20, 35, 50, 65 and 80% of the set's layers, and the sweep is that of its base.
@@ -306,14 +304,12 @@ def cross_validate_probe(
 ) -> CrossValidated:
     """Judge a family of probes on a small set, with the choice of the layer inside each fold.
 
-    With 30 layers and 200 samples, the best layer is the best by luck, too: its AUROC on the
-    samples that chose it is too high, and a held-out set leaves few to train on. Here each fold in
-    turn is put aside with whole groups; on the rest `select_layer` fits and chooses, on a quarter
-    of its own; and what is reported is the AUROC of the folds that were aside. It is of the
-    procedure and not of one probe, so train that with `train_probe` on all of the set.
+    Each fold in turn is put aside with whole groups; on the rest `select_layer` fits and chooses,
+    on a quarter of its own; and what is reported is the AUROC of the folds that were aside. It is
+    of the procedure and not of one probe, so train that with `train_probe` on all of the set.
 
-    Scores of different folds come from different probes, so what is put together is their ranks
-    within the fold, as for the words in `inspect_lens.probe.cross_validated_words`.
+    Scores of different folds come from different probes, so their ranks within the fold are put
+    together.
 
     Args:
         estimator: unfitted, one of scikit-learn too.
@@ -328,9 +324,6 @@ def cross_validate_probe(
         rows: what one row of a fit is, for families that read rows.
         folds: at least 2, and at most as many as the groups of either class.
         seed: of the folds, and of the split inside each.
-
-    Returns:
-        AUROC, interval, and each fold.
 
     Source:
         Nested cross-validation: Varma and Simon 2006, BMC Bioinformatics 7:91.

@@ -9,14 +9,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from inspect_lens.errors import SpecError
-from inspect_lens.probe import (
-    MIN_GROUPS,
-    AnyProbe,
-    Interval,
-    Statistic,
-    draws_of,
-    rate_interval,
-)
+from inspect_lens.probe import MIN_GROUPS, AnyProbe, Interval, draws_of, rate_interval
 from inspect_lens.spec import Value
 from inspect_lens.train.sets._dataset import ActivationSet
 from inspect_lens.train.sets._splits import find_seen
@@ -30,14 +23,12 @@ class RateShift(Value):
     statistic: str = Field(description="What is compared with it, in words.")
     value: float = Field(description="The threshold; a score strictly above it is flagged.")
     fpr: float = Field(description="False positive rate that it was set for.")
-    n_outside: int = Field(
-        description="Answers of a length that the threshold does not hold for; left out here."
-    )
+    n_outside: int
+    """Answers of a length that the threshold does not hold for; left out here."""
     n: int = Field(description="Control answers, or their tokens, that were compared.")
     n_before: int = Field(description="Of these, above the threshold as they were stored.")
-    before: Interval | None = Field(
-        description="Of the rate as they were stored; None where `n` is 0, as the others."
-    )
+    before: Interval | None
+    """Of the rate as they were stored; None where `n` is 0, as the others."""
     n_here: int = Field(description="Of these, above the threshold as the model computes them now.")
     here: Interval | None = Field(description="Of the rate as the model computes them now.")
     n_changed: int = Field(description="On the other side of the threshold than before.")
@@ -47,8 +38,7 @@ class RateShift(Value):
     def holds(self) -> bool | None:
         """Whether no more are flagged here than the rate that it was set for allows.
 
-        False where the whole interval of what was seen here is above that rate; None where the
-        control set is too small to tell, because its interval reaches twice that rate.
+        None where the control set is too small to tell: its interval reaches twice that rate.
         """
         return self._holds(self.here)
 
@@ -70,21 +60,18 @@ class ScoreShift(Value):
     control: str = Field(description="Name of the control set.")
     model: str = Field(description="What the tokens were fed to: the model of the new rows.")
     stored_model: str = Field(description="What computed the stored rows.")
-    n_calibrated: int | None = Field(
-        description="Of these answers, those that a threshold of the card was set on; None where "
-        "the card does not list them."
-    )
+    n_calibrated: int | None
+    """Of these answers, those that a threshold of the card was set on; None where the card does not
+    list them."""
     n: int = Field(description="Harmless answers that were compared.")
     n_groups: int = Field(description="Independent groups of these.")
-    differences: tuple[str, ...] = Field(
-        description="What is computed differently here than in the store, in words; empty where "
-        "nothing is known to differ."
-    )
+    differences: tuple[str, ...]
+    """What is computed differently here than in the store, in words; empty where nothing is known
+    to differ."""
     mean: float = Field(description="Mean of new minus stored score of an answer.")
-    interval: Interval | None = Field(
-        description="Of the mean; groups are drawn. None without draws, and where groups are fewer "
-        "than `MIN_GROUPS`."
-    )
+    interval: Interval | None
+    """Of the mean; groups are drawn. None without draws, and where groups are fewer than
+    `MIN_GROUPS`."""
     largest: float = Field(description="Largest absolute difference of one answer.")
     spread: float = Field(description="Standard deviation of the stored scores, to compare with.")
     thresholds: tuple[RateShift, ...] = ()
@@ -110,9 +97,6 @@ def score_shift(
             `dataclasses.replace(before, model=…, acts=…, capture=…)` makes it of `feed_again`.
         n_resamples: bootstrap draws for the mean difference; 0 leaves its interval out.
         seed: of the bootstrap.
-
-    Returns:
-        The shift of scores with its interval, and each threshold's rate before and now.
 
     Raises:
         SpecError: the sets have other samples, none that is harmless, other tokenizers, or other
@@ -200,7 +184,8 @@ def _rates(probe: AnyProbe, old: ActivationSet, new: ActivationSet) -> Iterator[
         # Of a longer answer, an alarm's threshold is compared with as much as it was set on.
         read = [min(int(mask.sum()), length or mask.size) for mask in old.mask]
         kept = [i for i, n in enumerate(read) if statistic.covers(n, threshold.n_tokens)]
-        sides = [_above(probe, data, statistic, length, threshold.value) for data in (old, new)]
+        values = [data.statistic(probe, statistic, length=length) for data in (old, new)]
+        sides = [[one > threshold.value for one in of_set] for of_set in values]
         groups = [old.groups[i] for i in kept for _ in sides[0][i]]
         before, here = (
             np.concatenate([np.zeros(0, dtype=bool), *(side[i] for i in kept)]) for side in sides
@@ -215,9 +200,3 @@ def _rates(probe: AnyProbe, old: ActivationSet, new: ActivationSet) -> Iterator[
             n_before=int(before.sum()), before=of_before, n_here=int(here.sum()), here=of_here,
             n_changed=int((before != here).sum()), changed=of_changed,
         )  # fmt: skip
-
-
-def _above(
-    probe: AnyProbe, data: ActivationSet, statistic: Statistic, length: int | None, cut: float
-) -> list[NDArray[np.bool_]]:
-    return [values > cut for values in data.statistic(probe, statistic, length=length)]

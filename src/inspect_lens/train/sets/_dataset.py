@@ -178,33 +178,24 @@ _KEY: Final = "inspect_lens"
 
 def encode_set(fields: Mapping[str, Any], *, origin: bool = True) -> bytes:
     """Content of the file."""
-    facts: dict[str, Any] = {
-        "format": _FORMAT,
-        "name": fields["name"],
-        "model": fields["model"],
-        "layers": fields["layers"],
-        "groups": fields["groups"],
-        "ids": fields["ids"],
-        "columns": dict(fields["columns"]),
-    }
+    names = ["name", "model", "layers", "groups", "ids"]
+    names += ["contents"] if fields["contents"] else []
+    if origin:
+        names += ["positions", "raw"] if fields["positions"] is not None else []
+        names += ["model_sha256"] if fields["model_sha256"] is not None else []
+        names += ["label_source"] if fields["label_source"] else []
+    facts: dict[str, Any] = {name: fields[name] for name in names}
+    facts |= {"format": _FORMAT, "columns": dict(fields["columns"])}
+    if origin and fields["capture"] is not None:
+        facts["capture"] = fields["capture"].model_dump(exclude_defaults=True)
     tensors = {
         "acts": np.ascontiguousarray(np.concatenate(fields["acts"], axis=1)),
         "lengths": np.array([a.shape[1] for a in fields["acts"]], dtype=np.int64),
         "labels": fields["labels"].astype(np.uint8),
         "mask": np.concatenate(fields["mask"]).astype(np.uint8),
     }
-    if fields["contents"]:
-        facts["contents"] = fields["contents"]
     if fields["ends"]:
         tensors["ends"] = np.concatenate(fields["ends"]).astype(np.uint8)
-    if origin and fields["positions"] is not None:
-        facts |= {"positions": fields["positions"], "raw": fields["raw"]}
-    if origin and fields["model_sha256"] is not None:
-        facts["model_sha256"] = fields["model_sha256"]
-    if origin and fields["label_source"]:
-        facts["label_source"] = fields["label_source"]
-    if origin and fields["capture"] is not None:
-        facts["capture"] = fields["capture"].model_dump(exclude_defaults=True)
     content: bytes = save_tensors(tensors, metadata={_KEY: json.dumps(facts, sort_keys=True)})
     return content
 
@@ -216,25 +207,17 @@ def decode_set(content: bytes) -> dict[str, Any]:
     if facts["format"] != _FORMAT:
         raise ValueError(f"format {facts['format']!r}")
     stops = np.cumsum(tensors["lengths"])[:-1]
+    needed = {name: facts[name] for name in ("name", "model", "layers", "groups", "ids", "columns")}
+    more = ("contents", "raw", "model_sha256", "label_source")
     positions = facts.get("positions")
-    return {
-        "name": facts["name"],
-        "model": facts["model"],
-        "layers": tuple(facts["layers"]),
+    return needed | {name: facts[name] for name in more if name in facts} | {
         "acts": tuple(np.split(tensors["acts"], stops, axis=1)),
-        "labels": tensors["labels"].astype(bool),
-        "groups": tuple(facts["groups"]),
-        "mask": tuple(np.split(tensors["mask"].astype(bool), stops)),
-        "ids": tuple(facts["ids"]),
-        "columns": {k: tuple(v) for k, v in facts["columns"].items()},
-        "contents": tuple(facts.get("contents", ())),
-        "ends": tuple(np.split(tensors["ends"].astype(bool), stops)) if "ends" in tensors else (),
+        "labels": tensors["labels"],
+        "mask": tuple(np.split(tensors["mask"], stops)),
+        "ends": tuple(np.split(tensors["ends"], stops)) if "ends" in tensors else (),
         "positions": None if positions is None else parse_positions(positions, field="positions"),
-        "raw": bool(facts.get("raw", False)),
-        "model_sha256": facts.get("model_sha256"),
         "capture": CaptureFacts.known(facts["capture"]) if "capture" in facts else None,
-        "label_source": str(facts.get("label_source", "")),
-    }
+    }  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -393,11 +376,7 @@ class ActivationSet:
         return (raw or self.raw) and {positions, self.positions} == {"completion", "prompt"}
 
     def key(self, name: str) -> tuple[str, ...]:
-        """Values (samples,) of `group`, `id`, one of the columns, or `content` where it is known.
-
-        Raises:
-            SpecError: there is no such key.
-        """
+        """Values (samples,) of `group`, `id`, a column, or `content`; SpecError for other keys."""
         known = {**self.columns, "group": self.groups, "id": self.ids}
         known |= {"content": self.contents} if self.contents else {}
         if name not in known:
@@ -408,13 +387,7 @@ class ActivationSet:
         return known[name]
 
     def rows(self, layer: int) -> tuple[NDArray[np.float32], NDArray[np.bool_], NDArray[np.str_]]:
-        """Selected tokens of all samples at one layer.
-
-        Args:
-            layer: one of `layers`.
-
-        Returns:
-            (tokens, hidden) float32, the label of each row, the group of each row.
+        """Selected tokens (tokens, hidden) float32 of all samples at a layer, labels and groups.
 
         Raises:
             SpecError: the layer is not in the set.
@@ -431,8 +404,7 @@ class ActivationSet:
             SpecError: layers or width do not fit, or the probe's pool is `sentence_mean_max` and
                 the set has no sentence ends.
         """
-        made: NDArray[np.float64] = self.scores_of([probe])[0]
-        return made
+        return np.asarray(self.scores_of([probe])[0])
 
     def statistic(
         self, probe: AnyProbe, statistic: Statistic, *, length: int | None = None
@@ -463,13 +435,7 @@ class ActivationSet:
         return made
 
     def selected(self, layers: Sequence[int]) -> Iterator[tuple[int, NDArray[np.float32]]]:
-        """Selected tokens of each sample at some layers.
-
-        Args:
-            layers: of `layers`.
-
-        Yields:
-            Place of the sample, and (layers, tokens, hidden) float32.
+        """Place of each sample, and its selected tokens (layers, tokens, hidden) at some layers.
 
         Raises:
             SpecError: a layer is not in the set.
@@ -479,11 +445,7 @@ class ActivationSet:
             yield i, acts[index][:, mask]
 
     def scores_of(self, probes: Sequence[AnyProbe]) -> NDArray[np.float64]:
-        """Scores (probes, samples) of several probes that read the same layers.
-
-        Args:
-            probes: one or more.
-        """
+        """Scores (probes, samples) of one or more probes that read the same layers."""
         layers = probes[0].layers
         for probe in probes:
             if probe.pool == SENTENCE_POOL and not self.ends:
@@ -551,11 +513,7 @@ class ActivationSet:
         return hashlib.sha256(self._to_bytes(origin=False)).hexdigest()
 
     def save(self, path: str | Path) -> Path:
-        """Write one safetensors file, whole or not at all.
-
-        Args:
-            path: of the file; its folder is made when missing.
-        """
+        """Write one safetensors file, whole or not at all; its folder is made when missing."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(target, self._to_bytes())
@@ -563,13 +521,7 @@ class ActivationSet:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read what `save` wrote.
-
-        Args:
-            path: of the file.
-
-        Returns:
-            The set, bit-equal.
+        """Read what `save` wrote, bit-equal.
 
         Raises:
             ArtifactError: missing, damaged, or another format.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -153,9 +153,6 @@ def from_nnsight(
         mask: (samples, tokens), 1 for tokens to read.
         **facts: as in `from_arrays`.
 
-    Returns:
-        The set, layers ascending.
-
     Raises:
         SpecError: as `from_arrays`.
 
@@ -201,9 +198,6 @@ def from_transformer_lens(
         layers: blocks, counted from 0; by default all whose output is in the cache.
         **facts: as in `from_arrays`.
 
-    Returns:
-        The set, layers ascending.
-
     Raises:
         SpecError: a layer is not in the cache, or as `from_arrays`.
 
@@ -244,8 +238,7 @@ def _tensor(value: Any) -> torch.Tensor:
 
 
 def _float32(value: Any) -> Floats:
-    array: Floats = _tensor(value).to("cpu", torch.float32).numpy()
-    return array
+    return np.asarray(_tensor(value).to("cpu", torch.float32).numpy())
 
 
 def _stack(values: Sequence[Any]) -> list[Floats]:
@@ -262,7 +255,12 @@ def _stack(values: Sequence[Any]) -> list[Floats]:
 
 def _split(acts: Any, mask: Any, *, n_layers: int) -> tuple[list[Floats], list[NDArray[np.bool_]]]:
     """Rows (layers, tokens, hidden) and bools (tokens,) of each sample, without padding."""
-    samples = [_float32(sample) for sample in _iterate(acts)]
+    if isinstance(acts, torch.Tensor | np.ndarray) and acts.ndim not in (3, 4):
+        raise SpecError(
+            f"acts: shape {tuple(acts.shape)}; allowed are (samples, layers, hidden) and (samples, "
+            "layers, tokens, hidden); add the axis that is missing"
+        )
+    samples = [_float32(sample) for sample in acts]
     keep = None if mask is None else np.asarray(_float32(mask)) > 0
     if keep is not None and (keep.ndim != 2 or len(keep) != len(samples)):
         raise SpecError(
@@ -286,12 +284,3 @@ def _split(acts: Any, mask: Any, *, n_layers: int) -> tuple[list[Floats], list[N
         rows.append(np.ascontiguousarray(full[:, first : last + 1]))
         masks.append(read[first : last + 1])
     return rows, masks
-
-
-def _iterate(acts: Any) -> Iterator[Any]:
-    if isinstance(acts, torch.Tensor | np.ndarray) and acts.ndim not in (3, 4):
-        raise SpecError(
-            f"acts: shape {tuple(acts.shape)}; allowed are (samples, layers, hidden) and (samples, "
-            "layers, tokens, hidden); add the axis that is missing"
-        )
-    yield from acts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ from scipy.stats import hypergeom
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.metrics import pairwise_distances_chunked
 from sklearn.model_selection import StratifiedGroupKFold
+from sklearn.neighbors import NearestNeighbors
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
@@ -45,11 +46,8 @@ def followed(data: ActivationSet) -> tuple[float, float] | None:
 
 
 def differing(data: ActivationSet) -> float | None:
-    """Share of the questions whose answer under an instruction to lie is not the honest one.
-
-    For sets that do not say what is true. Answers that differ in a word need not be lies, so no
-    more of them than this are.
-    """
+    """Share of the questions whose answer under an instruction to lie is not the honest one."""
+    # For sets that do not say what is true: no more of them than this are lies.
     if len(data) < _FEWEST or not {"condition", "completion"} <= set(data.columns):
         return None
     said: dict[str, dict[str, str]] = {}
@@ -164,10 +162,7 @@ def require_apart(one: ActivationSet, other: ActivationSet) -> None:
 
 
 def require_other_samples(one: ActivationSet, other: ActivationSet) -> None:
-    """Refuse two sets that share a sample, by its name or its content.
-
-    Where a set does not know its contents, samples are told apart by the rows of a layer.
-    """
+    """Refuse two sets that share a sample, by its name, and its content or the rows of a layer."""
     require_disjoint(one, other, key="id")
     by, layers = "content", sorted(set(one.layers) & set(other.layers))[-1:]
     if not (one.contents and other.contents):
@@ -189,15 +184,12 @@ def require_other_samples(one: ActivationSet, other: ActivationSet) -> None:
 def split_by_group(
     data: ActivationSet, *, fraction: float = 0.25, seed: int = 0
 ) -> tuple[ActivationSet, ActivationSet]:
-    """Split off a part with whole groups, both classes in about the same proportion.
+    """Split off a part with whole groups and about the same share of positives; the rest is first.
 
     Args:
         data: the set.
         fraction: share of samples to split off, at most 0.5; met as nearly as groups allow.
         seed: of the shuffle.
-
-    Returns:
-        The rest, and the part.
 
     Raises:
         SpecError: too few groups, or a class is missing on one side.
@@ -238,14 +230,10 @@ def split_by_group(
 def split_control(
     control: ActivationSet, fpr: float, *, seed: int = 0
 ) -> tuple[ActivationSet, ActivationSet]:
-    """Parts of a control set that choose a layer and set a threshold.
+    """Parts of a control set that choose a layer and set a threshold: a third of it, and the rest.
 
-    A layer chosen because few control samples score high there makes the threshold too low for
-    new ones, so the two take different samples: a third of the groups, and the others. Where those
-    others are too few to show the rate, the whole set does both.
-
-    Source:
-        arXiv:2104.13871 calls the two ways validity first and efficiency first.
+    A layer chosen because few control samples score high there makes the threshold too low for new
+    ones. Where the rest is too small to show the rate, the whole set does both (arXiv:2104.13871).
     """
     names = sorted(set(control.groups))
     order = np.random.default_rng(seed).permutation(len(names))
@@ -338,7 +326,6 @@ _SHARES: Final = (0.1, 0.25, 0.5)
 """Of the groups with the least ratios, which are counted."""
 _LEVEL: Final = 1e-3
 _SKETCH: Final = 32
-CELLS: Final = 4_000_000
 _FILLER: Final = re.compile(r"[\W_]+")
 Floats = NDArray[np.float64]
 Strings = NDArray[np.str_]
@@ -409,18 +396,15 @@ class _Side(NamedTuple):
     shared: list[Strings]
     """Values (samples,) of the keys that both sets share."""
 
-    def part(self, where: NDArray[np.bool_]) -> _Side:
+    def part(self, picks: NDArray[Any]) -> _Side:
         """Some samples."""
-        return self._at(np.flatnonzero(where))
+        return _Side(self.rows[picks], self.units[picks], [v[picks] for v in self.shared])
 
     def one_each(self, rng: np.random.Generator) -> _Side:
         """One sample of each group."""
         order = rng.permutation(len(self.units))
         _, first = np.unique(self.units[order], return_index=True)
-        return self._at(order[first])
-
-    def _at(self, picks: NDArray[np.intp]) -> _Side:
-        return _Side(self.rows[picks], self.units[picks], [v[picks] for v in self.shared])
+        return self.part(order[first])
 
 
 def _counterparts(known: _Side, data: _Side) -> float:
@@ -510,34 +494,23 @@ def _same_activations(probe: AnyProbe, known: ActivationSet, data: ActivationSet
     one, two = first @ look, second @ look
     lengths = [np.array([int(m.sum()) for m in part.mask]) for part in (known, data)]
     found: dict[int, int] = {}
-    for i, j in _close(one, two, 2.0 * limit):
-        same = lengths[0][i] == lengths[1][j]
-        if same and np.linalg.norm(first[i] - second[j]) < limit:
-            found[j] = i
+    near = NearestNeighbors(radius=2.0 * limit).fit(one)
+    for j, candidates in enumerate(near.radius_neighbors(two, return_distance=False)):
+        for i in sorted(candidates.tolist()):
+            same = lengths[0][i] == lengths[1][j]
+            if same and np.linalg.norm(first[i] - second[j]) < limit:
+                found[j] = i
     return found
 
 
-def _close(one: Floats, two: Floats, limit: float) -> Iterable[tuple[int, int]]:
-    step = max(1, CELLS // len(one))
-    square = (one**2).sum(axis=1)
-    for start in range(0, len(two), step):
-        part = two[start : start + step]
-        gaps = square[:, None] + (part**2).sum(axis=1) - 2.0 * one @ part.T
-        for i, j in zip(*np.nonzero(gaps < limit**2), strict=True):
-            yield int(i), start + int(j)
-
-
 def _scaled(probe: AnyProbe, known: ActivationSet, data: ActivationSet) -> tuple[Floats, Floats]:
-    """Means of each sample in units of the first set's deviations."""
-    first, second = (_means(probe, part) for part in (known, data))
+    """Means (samples, layers · hidden) of each sample in units of the first set's deviations."""
+    first, second = (
+        np.empty((len(part), len(probe.layers) * part.hidden)) for part in (known, data)
+    )
+    for made, part in ((first, known), (second, data)):
+        for i, rows in part.selected(probe.layers):
+            made[i] = rows.mean(axis=1, dtype=np.float64).ravel()
     spread = first.std(axis=0)
     spread[spread == 0.0] = 1.0
     return first / spread, second / spread
-
-
-def _means(probe: AnyProbe, data: ActivationSet) -> Floats:
-    """(samples, layers · hidden) of the selected tokens."""
-    made = np.empty((len(data), len(probe.layers) * data.hidden))
-    for i, rows in data.selected(probe.layers):
-        made[i] = rows.mean(axis=1, dtype=np.float64).ravel()
-    return made

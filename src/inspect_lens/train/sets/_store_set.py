@@ -96,12 +96,15 @@ class StoreSet(ActivationSet):
                 if record.n_rows and record.label is not None:
                     places.append((number, first, record.n_rows))
                 first += record.n_rows
-        ones = tuple(np.ones(n, dtype=bool) for _, _, n in places)
-        own = {"work": None if work is None else Path(work), "memory": memory}
-        self._begin(facts | own | {"mask": ones}, opened, places, progress)
+        facts["mask"] = tuple(np.ones(n, dtype=bool) for _, _, n in places)
+        facts |= {"work": None if work is None else Path(work), "memory": memory}
+        self._begin(facts, opened, places, progress)
 
     work: Path | None
     memory: float
+    store: ActivationStore
+    places: tuple[tuple[int, int, int], ...]
+    progress: bool
 
     def _begin(
         self,
@@ -114,10 +117,6 @@ class StoreSet(ActivationSet):
         own = {"store": store, "places": tuple(places), "progress": progress}
         for key, value in (facts | own).items():
             object.__setattr__(self, key, value)
-
-    store: ActivationStore
-    places: tuple[tuple[int, int, int], ...]
-    progress: bool
 
     @property
     def acts(self) -> tuple[Floats, ...]:
@@ -141,13 +140,9 @@ class StoreSet(ActivationSet):
         return hashlib.sha256(json.dumps(used).encode()).hexdigest()
 
     def passes(self, layer: int) -> Iterator[tuple[NDArray[np.int64], Floats]]:
-        """Rows of a layer, from one pass over the shards.
+        """Rows of a layer from one pass over the shards, 8192 float32 at most at a time.
 
-        Args:
-            layer: of `layers`.
-
-        Yields:
-            (rows,) place of each row among `rows(layer)`; at most 8192 rows, float32.
+        With them comes the place (rows,) of each among `rows(layer)`.
         """
         lengths = np.array([n for _, _, n in self.places])
         starts = np.cumsum(lengths) - lengths
@@ -156,7 +151,7 @@ class StoreSet(ActivationSet):
             end = start + len(data)
             runs: list[list[int]] = []
             index = []
-            for place in self._in_shard(number):
+            for place in self._by_shard[number]:
                 low, high = max(place[1], start), min(place[1] + place[2], end)
                 if low >= high:
                     continue
@@ -240,21 +235,14 @@ class StoreSet(ActivationSet):
         return made
 
     def samples(self, layer: int) -> Iterator[tuple[int, Floats]]:
-        """Rows of each sample at a layer, in the order of the store.
-
-        Args:
-            layer: of `layers`.
-
-        Yields:
-            Place of the sample in the set, and its rows (tokens, hidden) float32.
-        """
+        """Place of each sample in the set, and its rows (tokens, hidden), in the store's order."""
         at = {place: i for i, place in enumerate(self.places)}
         waiting: list[Floats] = []
         opened, begin = -1, 0
         for number, start, data in self._blocks(layer):
             if number != opened:
                 waiting, opened, begin = [], number, start
-                todo = list(self._in_shard(number))
+                todo = list(self._by_shard[number])
             waiting.append(data)
             end = start + len(data)
             while todo and todo[0][1] + todo[0][2] <= end:
@@ -282,12 +270,9 @@ class StoreSet(ActivationSet):
         """Of a shard, by its number."""
         return f"{self.store.uri}/{self.store.manifest['shards'][number]['file']}"
 
-    def _in_shard(self, number: int) -> list[tuple[int, int, int]]:
-        """Places of a shard's samples that are used, in order."""
-        return self._by_shard.get(number, [])
-
     @cached_property
     def _by_shard(self) -> dict[int, list[tuple[int, int, int]]]:
+        """Places of the samples that are used, in order, by shard."""
         known: dict[int, list[tuple[int, int, int]]] = {}
         for place in sorted(self.places):
             known.setdefault(place[0], []).append(place)

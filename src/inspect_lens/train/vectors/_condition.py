@@ -44,11 +44,7 @@ class Condition(NamedTuple):
         return "larger" if self.acts == "below" else "smaller"
 
     def holds(self, prompt: ArrayLike) -> bool:
-        """Whether the condition holds for a prompt, so that it is steered.
-
-        Args:
-            prompt: (tokens, hidden) rows of its tokens at `layer`.
-        """
+        """Whether it holds for a prompt, by the rows (tokens, hidden) of its tokens at `layer`."""
         rows = as_array(prompt).astype(np.float64)
         read = rows.mean(axis=0) if self.rows == "mean" else rows[-1]
         value = float(similarity(read, self.direction))
@@ -69,14 +65,11 @@ class Condition(NamedTuple):
 
 
 def similarity(rows: ArrayLike, direction: ArrayLike) -> NDArray[np.float64]:
-    """Cosine of rows and of the hyperbolic tangent of their projection on a direction.
+    """Cosine of rows and of the hyperbolic tangent of their projection on a direction, (...,).
 
     Args:
         rows: (..., hidden).
         direction: (hidden,); its length and sign do not matter.
-
-    Returns:
-        (...,) from -1 to 1; 0 where a row has nothing along the direction.
 
     Source:
         arXiv:2409.05907: sim(h, tanh(P h)) with P = c cᵀ / cᵀ c.
@@ -93,8 +86,7 @@ def similarity(rows: ArrayLike, direction: ArrayLike) -> NDArray[np.float64]:
     projected = np.tanh((x @ c)[..., None] * c / (c @ c))
     norms = np.linalg.norm(x, axis=-1) * np.linalg.norm(projected, axis=-1)
     dots = (x * projected).sum(axis=-1)
-    made: NDArray[np.float64] = np.where(norms > 0, dots / np.where(norms > 0, norms, 1.0), 0.0)
-    return made
+    return np.asarray(np.where(norms > 0, dots / np.where(norms > 0, norms, 1.0), 0.0))
 
 
 def fit_condition(
@@ -147,15 +139,9 @@ def fit_condition(
         gaps = np.diff(ordered) if ordered.size > 1 else np.zeros(1)
         for threshold, gap in zip(middles.tolist(), gaps.tolist(), strict=True):
             for acts in get_args(Side):
-                f1 = _f1(values, threshold, acts, data.labels)
+                held = values > threshold if acts == "above" else values < threshold
+                right = int((held & data.labels).sum())
+                f1 = 2.0 * right / max(int(held.sum()) + data.n_positive, 1)
                 made = Condition(layer, direction, threshold, acts, f1, rows)
                 found.append((f1, -layer, gap, made))
     return max(found, key=lambda row: row[:3])[3]
-
-
-def _f1(
-    values: NDArray[np.float64], threshold: float, acts: str, labels: NDArray[np.bool_]
-) -> float:
-    held = values > threshold if acts == "above" else values < threshold
-    right = int((held & labels).sum())
-    return 2.0 * right / max(int(held.sum()) + int(labels.sum()), 1)

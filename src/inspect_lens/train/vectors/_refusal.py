@@ -71,16 +71,13 @@ class RefusalChoice(NamedTuple):
 def refusal_candidates(
     harmful: ActivationSet, harmless: ActivationSet, *, n_positions: int = 5
 ) -> list[RefusalCandidate]:
-    """Differences of means at the last tokens of the prompt, in every layer.
+    """Differences of means at each of the last tokens of the prompt, in every layer.
 
     Args:
         harmful: prompts that the model refuses; `positions="prompt"`, labels do not matter.
         harmless: prompts that it answers, of the same layers.
         n_positions: tokens from the end: those that the chat template puts behind an
             instruction.
-
-    Returns:
-        One candidate for each position and layer.
 
     Raises:
         SpecError: the sets' layers differ, or a prompt has too few tokens.
@@ -143,9 +140,6 @@ def select_refusal(
         min_induce: refusal score; less is left out.
         drop_last: share of the blocks, from the end, whose candidates are left out.
 
-    Returns:
-        The choice; `table` has every candidate.
-
     Raises:
         SpecError: all are left out; the message counts the reasons. Or the measure has a
             `baseline`, as a `RefusalMeter` does, in which the model refuses harmful instructions
@@ -192,12 +186,10 @@ def select_refusal(
         reasons = sorted({why for *_, why in table})
         counts = ", ".join(f"{sum(w == why for *_, w in table)} {why}" for why in reasons)
         known = [scores for _, scores, _ in table if not any(map(math.isnan, scores))]
-        nearest = (
-            f"; the smallest KL is {min(s.kl for s in known):.2g}, and the most that one induces "
-            f"{max(s.induce for s in known):.2g}"
-            if known
-            else ""
-        )
+        nearest = ""
+        if known:
+            nearest = f"; the smallest KL is {min(s.kl for s in known):.2g}, and the most that one "
+            nearest += f"induces {max(s.induce for s in known):.2g}"
         raise SpecError(
             f"candidates: all {len(table)} are left out ({counts}){nearest}; allowed is one at "
             "least; collect more layers and positions, or choose other limits"
@@ -268,11 +260,7 @@ class RefusalMeter:
         """Scores without intervention: refusal of the harmful and of the harmless prompts."""
 
     def __call__(self, candidate: RefusalCandidate) -> RefusalScores:
-        """Measure a candidate.
-
-        Args:
-            candidate: its direction has the width of the model.
-        """
+        """Measure a candidate, whose direction has the width of the model."""
         device, dtype = self.model.device, self.model.dtype
         raw = torch.from_numpy(np.asarray(candidate.direction, dtype=np.float64))
         unit = (raw / raw.norm()).to(device, torch.float32)
@@ -288,16 +276,16 @@ class RefusalMeter:
 
     def _logits(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
         """(prompts, vocabulary) float64 of the first token, in the order of the prompts."""
-        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        of_length: dict[int, list[int]] = {}
+        for i, prompt in enumerate(prompts):
+            of_length.setdefault(len(prompt), []).append(i)
         made: dict[int, torch.Tensor] = {}
-        while order:
-            length = len(prompts[order[0]])
-            now = [i for i in order if len(prompts[i]) == length][: self.batch]
-            order = [i for i in order if i not in set(now)]
-            ids = torch.tensor([list(prompts[i]) for i in now], device=self.model.device)
-            with torch.no_grad():
-                logits = self.model(input_ids=ids).logits[:, -1]
-            made |= dict(zip(now, logits.double().cpu(), strict=True))
+        for same in of_length.values():
+            for now in (same[i : i + self.batch] for i in range(0, len(same), self.batch)):
+                ids = torch.tensor([list(prompts[i]) for i in now], device=self.model.device)
+                with torch.no_grad():
+                    logits = self.model(input_ids=ids).logits[:, -1]
+                made |= dict(zip(now, logits.double().cpu(), strict=True))
         return torch.stack([made[i] for i in range(len(prompts))])
 
     def _refusal(self, logits: torch.Tensor) -> float:
@@ -327,13 +315,8 @@ class RefusalMeter:
 def _writers(block: Any) -> list[Any]:
     """The attention and the MLP of a block."""
     children = dict(block.named_children())
-    found = [
-        module
-        for name, module in children.items()
-        if name in ("mlp", "feed_forward", "block_sparse_moe")
-        or name.endswith("attn")
-        or name in ("attention", "self_attention")
-    ]
+    usual = ("mlp", "feed_forward", "block_sparse_moe", "attention", "self_attention")
+    found = [m for name, m in children.items() if name in usual or name.endswith("attn")]
     if len(found) < 2:
         raise SpecError(
             f"blocks: {type(block).__name__} has {sorted(children)}; wanted are an attention and "

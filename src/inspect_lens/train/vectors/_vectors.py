@@ -57,6 +57,10 @@ class PickedRows(NamedTuple):
     positive: NDArray[np.bool_]
     groups: NDArray[np.str_]
 
+    def distance(self, along: NDArray[np.float64]) -> float:
+        """Of the class means of a projection (rows,)."""
+        return float(along[self.positive].mean() - along[~self.positive].mean())
+
 
 def pair_set(
     positive: ArrayLike,
@@ -66,7 +70,7 @@ def pair_set(
     model: str = "",
     name: str = "pairs",
 ) -> ActivationSet:
-    """Make an activation set of contrastive pairs from two arrays; row i of both is a pair.
+    """Make a set of one-token samples of two arrays, where row i of both is a pair, and a group.
 
     Args:
         positive: (pairs, layers, hidden) float; what a positive scale should move to.
@@ -74,9 +78,6 @@ def pair_set(
         layers: layer of each entry of the second axis, ascending.
         model: name or path of the model.
         name: of the set.
-
-    Returns:
-        A set of one-token samples whose groups are the pairs.
 
     Raises:
         SpecError: shapes disagree.
@@ -187,8 +188,7 @@ def extract_vector(
     for n in kept:
         found = rows_at(data, n, row)
         unit = _direction(found, method, seed)
-        along = found.x.astype(np.float64) @ unit
-        length = float(along[found.positive].mean() - along[~found.positive].mean())
+        length = found.distance(found.x.astype(np.float64) @ unit)
         if not length > 0.0:
             raise SpecError(
                 f"layer {n}: the classes do not differ along it (distance {length:.3g}); "
@@ -213,10 +213,12 @@ def extract_vector(
                 f"that chooses none of them; at layer {layer} the classes lie furthest apart. "
                 "Which layer steers best is found by a sweep of doses.",
             )
+    fingerprint = fingerprint_model(data.model) if data.model else None
+    what = f"index {row}" if isinstance(row, int) else f"rows: {row}"
     card = VectorCard(
         name=name,
         description=description,
-        method=_describe(method, row, seed),
+        method=f"{method} ({what}, seed={seed})",
         source=_SOURCES[method],
         layers=kept,
         layer=layer,
@@ -224,7 +226,7 @@ def extract_vector(
         site=site,
         positions=positions or (f"index {row}" if isinstance(row, int) else row),
         residual_norms=tuple(norms),
-        model=model or ModelRef(name=data.model or "unknown", sha256=_fingerprint(data.model)),
+        model=model or ModelRef(name=data.model or "unknown", sha256=fingerprint),
         training=VectorTraining(
             dataset=data.name,
             sha256=data.sha256,
@@ -258,41 +260,26 @@ def _direction(rows: PickedRows, method: VectorMethod, seed: int) -> NDArray[np.
     norm = float(np.linalg.norm(raw))
     if not norm > 0.0:
         raise SpecError(f"method={method!r}: the direction is zero; the classes do not differ")
-    unit: NDArray[np.float64] = raw / norm
-    return unit
+    return np.asarray(raw / norm)
 
 
 def rows_at(data: ActivationSet, layer: int, rows: VectorRows) -> PickedRows:
     """What `rows` picks of every sample at a layer."""
     if rows == "tokens":
         return PickedRows(*data.rows(layer))
-    picked = [_pick(s, rows, data.ids[i]) for i, s in enumerate(data.sequences(layer))]
-    return PickedRows(np.stack(picked), data.labels, np.array(data.groups))
-
-
-def _pick(sequence: NDArray[np.float32], rows: VectorRows, sample: str) -> NDArray[Any]:
-    if rows == "mean":
-        mean: NDArray[np.float32] = sequence.mean(axis=0)
-        return mean
-    if rows not in ("last",) and not (isinstance(rows, int) and not isinstance(rows, bool)):
+    if rows in ("mean", "last"):
+        picked = data.pooled(layer, str(rows))
+    elif isinstance(rows, int) and not isinstance(rows, bool):
+        sequences = data.sequences(layer)
+        for sample, sequence in zip(data.ids, sequences, strict=True):
+            if not -len(sequence) <= rows < len(sequence):
+                raise SpecError(
+                    f"rows={rows!r}: sample {sample} has {len(sequence)} tokens; capture more of it"
+                )
+        picked = np.stack([sequence[rows] for sequence in sequences])
+    else:
         raise SpecError(f"rows={rows!r}; allowed are tokens, mean, last and an index such as -2")
-    index = -1 if rows == "last" else int(rows)
-    try:
-        picked: NDArray[np.float32] = sequence[index]
-    except IndexError:
-        raise SpecError(
-            f"rows={rows!r}: sample {sample} has {len(sequence)} tokens; capture more of it"
-        ) from None
-    return picked
-
-
-def _describe(method: VectorMethod, rows: VectorRows, seed: int) -> str:
-    what = f"index {rows}" if isinstance(rows, int) else f"rows: {rows}"
-    return f"{method} ({what}, seed={seed})"
-
-
-def _fingerprint(model: str) -> str | None:
-    return fingerprint_model(model) if model else None
+    return PickedRows(picked, data.labels, np.array(data.groups))
 
 
 _CONTROLS: Final = 20
@@ -322,7 +309,7 @@ def evaluate_vector(
     allow_seen: bool = False,
     seed: int = 0,
 ) -> tuple[VectorScore, ...]:
-    """Measure how well the directions of a vector separate the classes of a set.
+    """Measure how well a vector separates the classes of a set, at each layer that both have.
 
     A direction that separates need not steer: see `dose_response` for what it does to a model.
 
@@ -332,9 +319,6 @@ def evaluate_vector(
         rows: what one row of a sample is.
         allow_seen: measure also on samples that the vector was found or its layer chosen on.
         seed: of the random directions.
-
-    Returns:
-        One score for each layer that both have.
 
     Raises:
         SpecError: no common layer, another width, a class is missing, or samples made the vector.
@@ -373,7 +357,7 @@ def evaluate_vector(
                 layer=layer,
                 auroc=auroc(found.positive, along),
                 separation=separation(along, found.positive),
-                length=float(along[found.positive].mean() - along[~found.positive].mean()),
+                length=found.distance(along),
                 random_auroc=max(max(a, 1.0 - a) for a in chance),
                 n_seen=n_seen,
             )
@@ -391,7 +375,7 @@ def erase(
     covariance: ArrayLike | None = None,
     mean: ArrayLike | None = None,
 ) -> Floats:
-    """Remove one direction from rows.
+    """Remove one direction from rows (rows, hidden).
 
     Args:
         x: (rows, hidden).
@@ -401,9 +385,6 @@ def erase(
         covariance: (hidden, hidden) of the rows that the concept was measured on.
         mean: (hidden,) of those rows, which a covariance needs: without it, what is taken out would
             move the mean.
-
-    Returns:
-        (rows, hidden).
 
     Raises:
         SpecError: the direction is zero, or a covariance comes without a mean.
@@ -435,8 +416,7 @@ def erase(
     if strength <= 0.0:
         raise SpecError("direction: is zero; allowed is a direction; the concept is not in x")
     centre = 0.0 if mean is None else np.asarray(mean, dtype=np.float64)
-    made: Floats = rows - np.outer((rows - centre) @ reader, w) / strength
-    return made
+    return np.asarray(rows - np.outer((rows - centre) @ reader, w) / strength)
 
 
 _SOURCE: Final = "arXiv:2507.21509"
@@ -492,9 +472,8 @@ def persona_vector(
     """Difference of mean responses with and without a trait, in every layer.
 
     A pair is the answer to one question under a system prompt for the trait and under one against
-    it. It is kept where a judge saw what the prompts asked for: the first shows the trait (at
-    least `threshold`), the second does not (below 100 - `threshold`), and both are coherent (at
-    least 50).
+    it. It is kept where a judge saw the trait in the first (at least `threshold`), not in the
+    second (below 100 - `threshold`), and both as coherent (at least 50).
 
     Rows are means over the tokens of a response (collect with `positions="completion"`; for the
     source's other two kinds, `prompt` and `last_prompt`). The source chooses the layer by how much
@@ -508,9 +487,6 @@ def persona_vector(
         coherence: column with the judge's score of coherence, 0 to 100.
         threshold: of the trait.
         **options: of `extract_vector`, such as `layer` and `description`.
-
-    Returns:
-        The vector; its card says how many pairs were kept.
 
     Raises:
         SpecError: a column is missing or no number, a group is no pair, or none is kept; or as
