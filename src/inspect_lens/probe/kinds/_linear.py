@@ -231,7 +231,7 @@ def _compare(model: LinearModel, estimator: Any) -> None:
         )
 
 
-_CHUNK_TOKENS = 1024
+_CHUNK_TOKENS = 64
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -412,7 +412,8 @@ class Probe(CardProbe):
             mean = self.mean[i].astype(dtype)
             for start in range(0, total.size, _CHUNK_TOKENS):
                 stop = start + _CHUNK_TOKENS
-                terms = (array[row, start:stop] - mean) * weight
+                terms = array[row, start:stop] - mean
+                terms *= weight
                 # Not a matrix product: BLAS sums in float32, in an order that depends on the batch.
                 total[start:stop] += terms.sum(axis=1, dtype=np.float64) + float(self.bias[i])
         total /= len(rows)
