@@ -183,8 +183,9 @@ class Parameters:
                 )
             if module is None:
                 raise AttributeError(f"{name}: {type(self._model).__name__} has no {part!r}")
-        method = type(getattr(getattr(module, "base_layer", module), "quant_method", None)).__name__
-        # Attention has one, too, for scales of its cache.
+        found = getattr(getattr(module, "base_layer", module), "quant_method", None)
+        # That of experts may be wrapped, and attention has one, too, for scales of its cache.
+        method = type(getattr(found, "old_quant_method", found)).__name__
         if not method.startswith(("Unquantized", "NoneType")) and "KVCache" not in method:
             raise UnsupportedError(
                 f"{name}: the weights of this module are quantised ({method}), packed as a kernel "

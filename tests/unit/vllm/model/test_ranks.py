@@ -203,6 +203,13 @@ class UnquantizedLinearMethod:
     """Another one."""
 
 
+class FusedMoEModularMethod:
+    """What vLLM wraps around one of experts."""
+
+    def __init__(self, old_quant_method: Any) -> None:
+        self.old_quant_method = old_quant_method
+
+
 def test_packed_weights_are_refused_by_the_name_of_the_method() -> None:
     model: Any = Model()
     model.plain, model.packed = Model(), Model()
@@ -210,11 +217,16 @@ def test_packed_weights_are_refused_by_the_name_of_the_method() -> None:
         UnquantizedLinearMethod(),
         GPTQLinearMethod(),
     )
+    model.experts = Model()
+    model.experts.quant_method = FusedMoEModularMethod(UnquantizedLinearMethod())
     of = Parameters(model)
-    assert of._find("plain.a")[1].shape == of._find("a")[1].shape == (2,)
+    for name in ("a", "plain.a", "experts.a"):
+        assert of._find(name)[1].shape == (2,)
     # Whatever the packed parameters are called; a LoRA stands around its module.
     model.lora = Model()
     model.lora.base_layer = model.packed
-    for name in ("packed.a", "packed.weight", "lora.weight"):
+    model.others = Model()
+    model.others.quant_method = FusedMoEModularMethod(GPTQLinearMethod())
+    for name in ("packed.a", "packed.weight", "lora.weight", "others.a"):
         with pytest.raises(UnsupportedError, match=rf"{name}: .* quantised \(GPTQLinearMethod\)"):
             of._find(name)
