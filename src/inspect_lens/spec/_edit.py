@@ -296,16 +296,12 @@ class EditBase(WireModel):
     def program(
         self, index: int, listed: int | None = None, chosen: Chosen | None = None
     ) -> tuple[Instruction, ...]:
-        """What the edit does at one of its layers, gates aside.
+        """What the edit does at one of its layers, gates aside: its instructions, in order.
 
         Args:
             index: of the layer in `layers`.
             listed: index of the token in `positions`, where each has rows of its own.
             chosen: the numbers of the row that it acts on; None for all of them.
-
-        Returns:
-            The instructions, in order. The first one reads the stream as the edits before it
-            left it.
         """
         program = self._program(index, listed)
         return program if chosen is None else chosen.widen(program)

@@ -286,7 +286,7 @@ def _unpacked(payload: bytes | memoryview, size: int, shape: tuple[int, ...], fi
 def as_tensor_data(
     value: object, *, field: str = "tensor", judge: JudgeShape | None = None
 ) -> TensorData:
-    """Convert an array, torch tensor, list or JSON form to `TensorData`.
+    """Convert an array, torch tensor, list or JSON form; bfloat16 and float16 are kept.
 
     Args:
         value: a torch tensor, a numpy array, nested lists of numbers, a `TensorData`, or
@@ -294,9 +294,6 @@ def as_tensor_data(
         field: path of the field, for error messages.
         judge: gets shape and bytes of one value before anything is unpacked or copied, and raises
             where they do not fit.
-
-    Returns:
-        The tensor; float64 and integers become float32, bfloat16 and float16 are kept.
 
     Raises:
         SpecError: the value is none of these, or its dtype is not supported.

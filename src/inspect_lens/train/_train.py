@@ -74,9 +74,9 @@ def train_probe(
     """Train a probe, set its threshold, and measure it on held-out sets.
 
     One direction per layer is fitted on the tokens of `train`; the layer is chosen by its recall
-    on `selection` at the rate `fpr` of `control`; the threshold is set on `control`; sets of
-    `held_out` are only measured, and baselines beside the probe on each of them. No sample of these
-    four may be in another of them.
+    on `selection` at the rate `fpr` of `control`; the threshold is set on `control`; on each set of
+    `held_out` the probe and baselines are only measured, with a verdict (`transfer_statement`). No
+    sample of these four may be in another of them.
 
     A third of the control groups chooses the layer and the others set the threshold, where these
     are enough to show the rate; else all do both, and `Threshold.selected_on` says so. What that
@@ -117,10 +117,6 @@ def train_probe(
         description: what a large score means.
         notes: for the card.
         command: that this run can be repeated with.
-
-    Returns:
-        The probe; `Probe.save` writes it. Its card has a verdict for each held-out set
-        (`transfer_statement`).
 
     Warns:
         UserWarning: what `ProbeCard.warnings` says, such as a recall below the floor, and samples

@@ -122,16 +122,12 @@ class Statistic(Value):
         return f"the maximum of the running {self.pool} of an answer"
 
     def of(self, scores: ArrayLike, *, ends: ArrayLike | None = None) -> float:
-        """The number of an answer that the threshold is compared with.
+        """The number of an answer: the last running score, or its maximum for `alarm` and `token`.
 
         Args:
             scores: (tokens,) float, the score of each token; of a pool that a probe has learned
                 (attention), the score of the text up to each token.
             ends: (tokens,) bool, sentence ends; for `sentence_mean_max` only.
-
-        Returns:
-            The last value of the running score for `answer`, and its maximum for `alarm` and
-            `token`.
 
         Raises:
             SpecError: as `running_pool`.

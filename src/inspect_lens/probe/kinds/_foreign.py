@@ -330,8 +330,7 @@ def import_probe(
     needed. The probe scores rows as theirs does, and its card lists what the files say and what
     nobody says. Of probelab are read Logistic, MassMean, MLP (ReLU), Bilinear, GatedBipolar,
     MultiMax, SoftAttention and PositionalAttention; `layer` is needed. Of lie-detectors, kinds with
-    a follow-up question read the reply to that question, which
-    `inspect_lens.scorer.follow_up_score` asks.
+    a follow-up question read the reply to it (`inspect_lens.scorer.follow_up_score`).
 
     Of IBM's vLLM-Hook, the detectors of hallucinations (H-Node) and of risky tool calls are read: a
     `.npz` file, with the `.json` file beside it. They read the last token of a prompt.
@@ -346,10 +345,6 @@ def import_probe(
             quoted in the README.
         model: whose activations it reads: name or folder; by default what the README says.
         checkpoint: file in the folder or the repository; the authors publish several.
-
-    Returns:
-        A linear `Probe` of the architectures `dim`, `lr`, `Logistic` and `MassMean` and of
-        detectors of vLLM-Hook, and a `NeuralProbe` of all others.
 
     Raises:
         ArtifactError: missing, damaged, of another format, or a pickle of code.

@@ -99,17 +99,13 @@ _BLOCKS = 64
 
 
 def fingerprint_model(path: str | Path) -> str | None:
-    """Fingerprint of a local checkpoint: cheap, and different for any fine-tune.
+    """Fingerprint (64 hex digits) of a local checkpoint, other for any fine-tune; None for none.
 
-    Hashes `config.json` and, of each safetensors file, name, size, header and 64 evenly
-    spaced blocks of 4 KiB; small files are read whole. Training changes nearly every weight,
-    so two checkpoints that differ agree in all blocks only if one was edited by hand.
+    Hashes `config.json` and, of each safetensors file, name, size, header and 64 evenly spaced
+    blocks of 4 KiB: training changes nearly every weight. Small files are read whole.
 
     Args:
         path: checkpoint folder, or the name of the shipped model, `organism`.
-
-    Returns:
-        64 hex digits, or None when there is no such folder or it has no safetensors.
 
     Example:
         ```python

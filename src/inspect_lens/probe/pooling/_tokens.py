@@ -82,8 +82,7 @@ def select_tokens(
 ) -> NDArray[np.bool_]:
     """Choose tokens (tokens,) by kind, such as answer, reasoning or tool call.
 
-    A token is chosen by a span of text when it overlaps it. Tokens marked special are never
-    chosen, because a probe that reads `<|im_end|>` reads the template.
+    A token is chosen by a span of text when it overlaps it, and never if it is marked special.
 
     Args:
         tokens: of one request.

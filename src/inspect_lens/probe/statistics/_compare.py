@@ -57,9 +57,8 @@ def bootstrap_interval(
 ) -> Interval:
     """Bootstrap interval of a statistic of labels and scores.
 
-    Without `groups`, samples are drawn with replacement inside each class. With `groups`,
-    whole groups are drawn (cluster bootstrap), because samples of one scenario are not
-    independent; draws that lost a class are drawn again.
+    Without `groups`, samples are drawn with replacement inside each class. With `groups`, whole
+    groups are drawn (cluster bootstrap); draws that lost a class are drawn again.
 
     Args:
         labels: (samples,) 0 and 1, or bools.
@@ -72,9 +71,8 @@ def bootstrap_interval(
         seed: of the generator; the same seed gives the same interval.
 
     Returns:
-        The interval. NaN bounds when a class is missing, and of `bca` where it is not defined, as
-        where one group alone holds a class. With fewer than 8 groups, or 5 with a
-        class, it is too narrow, and its method says so (`count_groups`).
+        The interval. NaN bounds when a class is missing, and of `bca` where it is not defined. With
+        too few groups (`count_groups`) it is too narrow, and its method says so.
 
     Raises:
         SpecError: shapes disagree, a score is NaN, there is one group only, or so few groups

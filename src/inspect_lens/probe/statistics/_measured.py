@@ -78,15 +78,11 @@ class GroupCounts(NamedTuple):
 
 
 def count_groups(labels: ArrayLike, groups: Sequence[Hashable] | None) -> GroupCounts:
-    """Count the groups of a labelled set.
+    """Count the groups of a labelled set; `too_few` says whether a test can be made of them.
 
     Args:
         labels: (samples,) 0 and 1, or bools.
         groups: (samples,) what is independent, such as the scenario; None takes samples.
-
-    Returns:
-        The counts; `too_few` says whether a test can be made of them. The limits, 8 groups and 5
-        with each class, are ours: a bootstrap of fewer draws the same few sets again and again.
 
     Raises:
         SpecError: lengths disagree.

@@ -401,7 +401,7 @@ def delong_interval(
     groups: Sequence[Hashable] | None = None,
     confidence: float = 0.95,
 ) -> Interval:
-    """DeLong's interval of the AUROC, on the logit scale so that it stays inside [0, 1].
+    """DeLong's interval of the AUROC, on the logit scale so as to stay in [0, 1]; NaN of one class.
 
     Its variance is DeLong's or Hanley and McNeil's, whichever is larger: DeLong's is too small
     where a class has few samples or the area is near 1. The quantile is Student's t, with the
@@ -420,9 +420,6 @@ def delong_interval(
         scores: (samples,) float; larger means more positive.
         groups: (samples,) what is independent, such as the scenario; None takes samples.
         confidence: two-sided level.
-
-    Returns:
-        The interval, with the method that made it. NaN bounds when a class is missing.
 
     Raises:
         SpecError: shapes disagree, or a score is NaN.

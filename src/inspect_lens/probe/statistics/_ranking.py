@@ -128,11 +128,10 @@ def recall_draws(
     n_draws: int = 400,
     seed: int = 0,
 ) -> Floats:
-    """Recall at a false positive rate, in bootstrap draws of the positives and of a control set.
+    """Recalls (n_draws,) at a rate, in bootstrap draws of the positives and of a control set.
 
     Each draw has the conformal threshold of its own control samples, or their largest score where
-    these are too few for the rate. The same seed draws the same samples, so that two probes that
-    are scored on the same sets are compared in pairs.
+    these are too few for the rate. The same seed draws the same samples.
 
     Args:
         positives: (samples,) scores.
@@ -142,9 +141,6 @@ def recall_draws(
         control_groups: (n,) groups to draw instead of control samples.
         n_draws: of both sets.
         seed: of the generator.
-
-    Returns:
-        (n_draws,) recalls; their mean is a smoothed estimate, their quantiles an interval.
 
     Raises:
         SpecError: a set is empty or holds NaN, or the rate is not inside (0, 1).

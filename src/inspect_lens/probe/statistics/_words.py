@@ -69,8 +69,7 @@ def cross_validated_words(
 
     Logistic regression on the presence of words, weighted by inverse document frequency, with rows
     of length 1 and an L2 penalty. Folds keep whole groups together and share out both classes.
-    Scores of different folds come from different classifiers; what is returned is their rank
-    within the fold, so that folds can be put together.
+    Scores of different folds come from different classifiers, so their ranks are returned.
 
     Args:
         words: (samples,) of `hash_words`.

@@ -62,11 +62,10 @@ class HeadProbe(BinaryEstimator):
     | `bilinear` | a quadratic form on single tokens, of rank 32 | arXiv:2509.26238 |
     | `segment-coherence` | a score per token, trained on the 8 best windows | arXiv:2604.14865 |
 
-    The last is used as the largest moving average of its token scores (`ema_max:0.1`), which an
-    engine computes too. `bilinear` has no linear part, as in the package probelab.
-
-    `fit` takes sequences, and a 2-D `X` (rows, hidden) as sequences of one token. It holds a fifth
-    of 40 or more samples back for early stopping, whole groups where groups are given.
+    The last is used as the largest moving average of its token scores (`ema_max:0.1`). `bilinear`
+    has no linear part, as in the package probelab. `fit` takes sequences, and a 2-D `X` (rows,
+    hidden) as sequences of one token. It holds a fifth of 40 or more samples back for early
+    stopping, whole groups where groups are given.
 
     Args:
         pool: `attention`, `multimax`, `bipolar`, `rolling_attention:10` or `mean`, and with

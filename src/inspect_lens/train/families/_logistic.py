@@ -88,8 +88,7 @@ class SklearnProbe(BinaryEstimator):
     """A classifier of scikit-learn, fitted on each layer in turn and frozen into a `Probe`.
 
     `train_probe` makes one by itself of a classifier that it is given. Folds of a search
-    (`GridSearchCV`) and of `CalibratedClassifierCV` that are a number, or not set, become folds
-    of whole groups: tokens of one sample are no independent rows.
+    (`GridSearchCV`) and of `CalibratedClassifierCV` become folds of whole groups if not listed.
 
     Args:
         estimator: unfitted; its score has to be linear in the end, see `Probe.from_sklearn`.

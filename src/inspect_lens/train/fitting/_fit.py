@@ -371,13 +371,13 @@ def fit_layers(
 ) -> Iterator[tuple[int, BinaryEstimator]]:
     """Fit a family at several layers, each on its own; gives layer and fitted estimator.
 
-    A layer of a `StoreSet` is fitted in memory where it fits, with the copies that the fit makes,
-    into the memory that the set states. Where it does not, difference of means, mass-mean, LDA
-    (without Ledoit and Wolf's shrinkage) and LAT read the layer once, and logistic regression about
-    ten times. They hold a few matrices of hidden² numbers. Other families refuse before they read.
+    Where a layer of a `StoreSet`, with the copies that the fit makes, is larger than the memory
+    that the set states, difference of means, mass-mean, LDA (without Ledoit and Wolf's shrinkage)
+    and LAT read the layer once, and logistic regression about ten times. They hold a few matrices
+    of hidden² numbers. Other families refuse before they read.
 
-    With a folder for fits (`StoreSet(work=)`), each layer that is done is kept, but for classifiers
-    of scikit-learn and ensembles. A run that was stopped goes on at the layer that it was in.
+    With a folder for fits (`StoreSet(work=)`), a run that was stopped goes on at the layer that it
+    was in, but for classifiers of scikit-learn and ensembles.
 
     Args:
         estimator: unfitted; it is cloned for each layer.

@@ -256,8 +256,7 @@ def transfer_statement(
 
     A probe transfers where its AUROC lies above the bar and above that of every baseline that was
     measured on the same samples: both whole intervals, that of the area and that of each paired
-    difference. To ask this of each baseline is a test of their best one (Berger 1982), so a length
-    or a word that tells the label as well is found.
+    difference. To ask this of each baseline is a test of their best one (Berger 1982).
 
     Args:
         trained_on: what the probe was trained on, in words.
@@ -267,11 +266,10 @@ def transfer_statement(
             samples.
 
     Returns:
-        The verdict with its sentence. An interval that reaches below the bar is no transfer, nor is
-        one that a baseline reaches, nor a set on whose honest answers a threshold's rate of false
-        alarms does not hold (`RealisedRate.holds`). None, and a sentence that says why, where the
-        set has too few independent groups (`inspect_lens.probe.count_groups`), groups that no
-        bootstrap drew, no baseline that was compared, or copies of training samples.
+        The verdict with its sentence. It is no transfer either where a threshold's rate of false
+        alarms does not hold on the honest answers (`RealisedRate.holds`). None, and a sentence that
+        says why, where the set has too few independent groups (`inspect_lens.probe.count_groups`),
+        no baseline that was compared, or copies of training samples.
 
     Raises:
         SpecError: the evaluation has no AUROC.
@@ -380,8 +378,7 @@ def cascade_frontier(
 
     Returns:
         One point per share, ascending; the first is the probe alone, the last the judge alone
-        where shares reach from 0 to 1. Distance to the threshold counts in ranks, so that the
-        scale of the scores does not matter.
+        where shares reach from 0 to 1. Distance to the threshold counts in ranks.
 
     Raises:
         SpecError: shapes disagree, a class is missing, a score is NaN, a share is none, or a cost

@@ -93,16 +93,12 @@ def bag_of_words_scores(
 
 
 def length_scores(train_lengths: ArrayLike, train_labels: ArrayLike, lengths: ArrayLike) -> Floats:
-    """What the length of texts says by itself.
+    """Scores (samples,) of texts by length alone, in the direction that fits the training set.
 
     Args:
         train_lengths: (training samples,) in any unit.
         train_labels: (training samples,) 0 and 1.
         lengths: (samples,) to judge.
-
-    Returns:
-        (samples,) the length or its negative, whichever is larger for positives in the training
-        set.
 
     Example:
         ```python
@@ -156,8 +152,6 @@ def baseline(
 ) -> Baseline:
     """Measure a baseline on a set, and test whether the probe is better.
 
-    Where groups of the set hold several samples, test and interval count groups.
-
     Args:
         name: of the baseline.
         data: the set.
@@ -166,8 +160,8 @@ def baseline(
         note: for the card.
 
     Returns:
-        The record; without an area where a class is missing, without a test where groups are too
-        few (`inspect_lens.probe.count_groups`), and `test` then says so.
+        The record, whose test and interval count groups that hold several samples; without an area
+        where a class is missing, without a test where groups are too few (`count_groups`).
 
     Example:
         ```python

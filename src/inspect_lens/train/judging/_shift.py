@@ -87,8 +87,7 @@ def score_shift(
 ) -> ScoreShift:
     """Compare what a probe says of the same tokens in two engines.
 
-    Answers are compared one by one, so that the difference between them is not lost in the spread
-    between answers. The rates are those of the harmless answers.
+    Answers are compared one by one. The rates are those of the harmless answers.
 
     Args:
         probe: with thresholds on its card.

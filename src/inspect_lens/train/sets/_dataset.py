@@ -409,15 +409,12 @@ class ActivationSet:
     def statistic(
         self, probe: AnyProbe, statistic: Statistic, *, length: int | None = None
     ) -> list[NDArray[np.float64]]:
-        """What a threshold for this statistic is compared with, for each sample.
+        """What a threshold for a statistic is compared with: a number a sample, or a token.
 
         Args:
             probe: that scores.
             statistic: of its thresholds.
             length: tokens of each sample that are read at most; all by default.
-
-        Returns:
-            Per sample one number, or of single tokens (tokens,) numbers.
 
         Raises:
             SpecError: as `scores`.
@@ -462,14 +459,11 @@ class ActivationSet:
         return made
 
     def shown(self, by: str, layers: Sequence[int]) -> list[bytes] | None:
-        """What tells samples apart, (samples,), for `SeenSamples`.
+        """What tells samples apart, (samples,), for `SeenSamples`; None for unknown contents.
 
         Args:
             by: `content`, or `activations` of the selected tokens.
             layers: of the activations.
-
-        Returns:
-            Bytes; None where the contents are asked for and not known.
         """
         if by == "content":
             return [c.encode() for c in self.contents] if self.contents else None

@@ -34,12 +34,9 @@ class StoreSet(ActivationSet):
     """A store that may be larger than memory, with the methods of an activation set.
 
     A layer is read from its own part of every shard, so a sweep over all layers reads the store
-    about once. In memory are, of rows of `hidden` float32 numbers:
-
-    - `scores`, `pooled`: a few pieces of one layer, 64 MB each;
-    - fits (`fit_layers`): what `memory` allows, see there;
-    - `rows`, `sequences`: those of one layer;
-    - `acts`: all.
+    about once. In memory are, of rows of `hidden` float32 numbers, for `scores` and `pooled` a few
+    pieces of one layer, 64 MB each, for fits (`fit_layers`) what `memory` allows, for `rows` and
+    `sequences` those of one layer, and for `acts` all.
 
     Args:
         store: what `collect` wrote, or its folder.

@@ -96,7 +96,7 @@ def fit_condition(
     layers: Sequence[int] | None = None,
     rows: Literal["mean", "last"] = "mean",
 ) -> Condition:
-    """Find the layer and threshold that tell when to steer, by the largest F1.
+    """Find the layer and threshold that tell when to steer, by the largest F1 and widest gap.
 
     Args:
         vector: condition vectors, such as `extract_vector(method="pca")` of prompts that the
@@ -104,9 +104,6 @@ def fit_condition(
         data: prompts with label 1 where it should hold; `positions="prompt"`.
         layers: to search; those that both have by default.
         rows: what is read of a prompt.
-
-    Returns:
-        The condition; among equals the lowest layer, and the threshold in the widest gap.
 
     Raises:
         SpecError: no common layer, or a class is missing.

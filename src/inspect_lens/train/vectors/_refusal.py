@@ -203,7 +203,6 @@ class RefusalMeter:
 
     Ablated is the direction at the input of every block and at the output of every attention and
     MLP, which is the same as removing it from all weights that write to the residual stream.
-    Prompts of one length run together, so nothing is padded.
 
     Args:
         model: a decoder of transformers, on any device, whose blocks have an attention and an

@@ -135,7 +135,8 @@ def extract_vector(
     `mean_difference` subtracts the class means. `caa` averages the differences within each group
     (rows at index -2: the letter of an answer such as "(A)" to an A/B question). `logistic` takes
     the normal of a logistic regression on standardised rows. `pca` takes the first principal
-    component of differences within groups, sign by the labels.
+    component of differences within groups, sign by the labels. The length at each layer is the
+    distance of the class means along the vector.
 
     Args:
         data: label 1 is what a positive scale moves to; groups are the pairs of `caa` and `pca`,
@@ -156,9 +157,6 @@ def extract_vector(
         description: what a positive scale does.
         notes: for the card.
         command: that this can be repeated with.
-
-    Returns:
-        The vector; at each layer its length is the distance of the class means along it.
 
     Raises:
         SpecError: an argument is wrong, a class is missing, sets share a group or a sample or are
