@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -373,20 +373,24 @@ class _Server:
 
     def _do(self, text: bytes) -> None:
         job = json.loads(text)
-        answer = self._answer(job)
-        if job.get("path") in self._unwanted:
-            remove_file(job["path"])
-        self._send({"id": job["id"], **answer})
+        self._send({"id": job["id"], **self._answer(job)})
+
+    @contextmanager
+    def _writes(self, path: str) -> Iterator[None]:
+        with self._writing:
+            yield
+            if path in self._unwanted:
+                remove_file(path)
 
     def _answer(self, job: Mapping[str, Any]) -> dict[str, Stored | str | None]:
         try:
             content = content_of(job)
             if content is not None:
-                with self._writing:
+                with self._writes(job["path"]):
                     write_file(job["path"], [content])
                 return {"stored": None}
             payload = fetch_job(job)
-            with self._writing:
+            with self._writes(job["path"]):
                 return {"stored": store(payload, job["path"])}
         except CaptureError as error:
             return {"error": str(error)}
