@@ -215,20 +215,17 @@ class Interrupted(Exception):
 
 @contextmanager
 def on_interrupt(left: Callable[[], str]) -> Iterator[None]:
-    """Say what a command leaves behind that Ctrl-C ends in this block."""
+    """Say where a command that Ctrl-C ends in this block leaves off."""
     try:
         yield
     except KeyboardInterrupt:
-        raise Interrupted(f"Ctrl-C ended it; {left()}") from None
+        going_on = "and the same command goes on from there"
+        raise Interrupted(f"Ctrl-C ended it; {left()}, {going_on}") from None
 
 
 def kept_fits(folder: str) -> AbstractContextManager[None]:
     """As `on_interrupt`, for a command that keeps its finished fits where a folder is named."""
-    if not folder:
-        return nullcontext()
-    return on_interrupt(
-        lambda: f"finished fits are in {folder}, and the same command goes on from there"
-    )
+    return on_interrupt(lambda: f"finished fits are in {folder}") if folder else nullcontext()
 
 
 def found(app: typer.Typer) -> tuple[list[str], Any]:

@@ -137,8 +137,7 @@ def collect(
         split=split or None, limit=limit or None, label_source=label_source,
         **parse_settings(option or [], "--option", "n=400"),
     )  # fmt: skip
-    with on_interrupt(lambda: f"{n_kept(out)} of {len(data)} samples are in {out}, and the same "
-                              "command goes on from there"):  # fmt: skip
+    with on_interrupt(lambda: f"{n_kept(out)} of {len(data)} samples are in {out}"):
         store = run(
             model, data, out, layers=parse_layers(layers), positions=positions,
             max_tokens=max_tokens, temperature=temperature, seed=seed, concurrency=concurrency,
@@ -219,8 +218,7 @@ def train(
 
     check_recipe_options(context, with_recipe=bool(recipe))
     if recipe:
-        with on_interrupt(lambda: f"finished samples are in {work}, and the same command goes on "
-                                  "from there"):  # fmt: skip
+        with on_interrupt(lambda: f"finished samples are in {work}"):
             made = run_recipe(
                 recipe, out=out, work=work, model=model, memory=memory,
                 model_args=parse_model_args(model_arg, base_url),

@@ -82,9 +82,8 @@ def probe_approver(
         from inspect_lens.agents import probe_approver
 
         watch = probe_approver("organism/deception-lr", action="terminate")
-        task = Task(
-            dataset=[Sample(input="…")], solver=react(), approval=[ApprovalPolicy(watch, "*")]
-        )
+        rules = [ApprovalPolicy(watch, "*")]
+        task = Task([Sample(input="…")], solver=react(), approval=rules)
         # inspect eval … --model vllm-lens/organism/checkpoint -M capture=4
         ```
     """

@@ -505,9 +505,8 @@ def contrastive_scores(
         meta = {"scale": 1.0, "num_heads": 2, "num_kv_heads": 2, "head_size": 4}
         k = np.eye(4, dtype=np.float32)[[0, 1, 2]][None, :, None].repeat(2, axis=2)
         q = np.zeros((1, 3, 2, 4), np.float32)
-        q[0, 2, 0, 1] = q[0, 2, 1, 0] = (
-            5  # head 0 looks at the second document, head 1 at the first
-        )
+        # Head 0 looks at the second document, head 1 at the first.
+        q[0, 2, 0, 1] = q[0, 2, 1, 0] = 5
         names = {"attn_q": q, "attn_k": k, "qk_layers": [7], "qk_meta": [meta]}
         found = contrastive_scores(
             QueriesKeys.of(names), [(7, 0), (7, 1)], (1, 2), [(0, 1)], query=(2, 3)

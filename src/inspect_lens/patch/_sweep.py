@@ -264,14 +264,9 @@ def patch_sweep(
         from inspect_lens.patch import patch_sweep
 
         llm = LLM(model="organism/checkpoint", dtype="float32")
-        sweep = patch_sweep(
-            llm,
-            clean="The river Talmo is found in",
-            corrupted="The town Velosh is found in",
-            answer=" Verun",
-            align="ends",
-            layers=[0, 5],
-        )
+        clean, corrupted = "The river Talmo is found in", "The town Velosh is found in"
+        prompts = {"clean": clean, "corrupted": corrupted, "answer": " Verun"}
+        sweep = patch_sweep(llm, **prompts, align="ends", layers=[0, 5])
         assert sweep.recovered.shape == (2, len(sweep.positions))
         assert abs(sweep.recovered[-1, -1] - 1.0) < 1e-3  # the last row decides the next token
         ```

@@ -273,9 +273,8 @@ def calibrate_tracker(
         from inspect_lens.reading import calibrate_tracker
 
         plain_and_injected = injection_dataset(part="calibration", conditions=["plain", "injected"])
-        task = Task(
-            dataset=plain_and_injected, solver=generate(), config=lens_config(qk=True, max_tokens=1)
-        )
+        config = lens_config(qk=True, max_tokens=1)
+        task = Task(plain_and_injected, solver=generate(), config=config)
         (log,) = eval(task, model="vllm-lens/organism/checkpoint")
         heads = calibrate_tracker(log, n_std=1.0)
         heads.save("heads/mine.json")

@@ -125,34 +125,27 @@ async def take_captured(
         except ArtifactError as error:
             problem = str(error)
 
-    def advice(problem: str, otherwise: str) -> str:
+    def advice(problem: str, otherwise: str = "") -> str:
         return (
             f"activations: {problem}; the {reader} needs layers {list(layers)} of every token it "
-            f"reads; {capture_advice(layers)}" + (f"; {otherwise}" if otherwise else "")
+            f"reads; {capture_advice(layers)}{otherwise}"
         )
 
     if source == "captured":
-        raise NotCapturedError(
-            advice(
-                problem,
-                "to recompute on the model, use source='auto', or `inspect score` with "
-                "-S source=auto",
-            )
-        )
+        raise NotCapturedError(advice(problem, (
+            "; to recompute on the model, use source='auto', or `inspect score` with "
+            "-S source=auto"
+        )))  # fmt: skip
     ids = read_token_ids(output)
     if ids is None:
+        problem += ", and no token ids to recompute them from"
         raise NotCapturedError(
-            advice(
-                f"{problem}, and no token ids to recompute them from",
-                "text alone does not say which tokens the model saw",
-            )
+            advice(problem, "; text alone does not say which tokens the model saw")
         )
     if source == "auto" and was_steered(output, handle):
+        problem += ", and the generation was steered, which recomputing would not repeat"
         raise NotCapturedError(
-            advice(
-                f"{problem}, and the generation was steered, which recomputing would not repeat",
-                "use source='recompute' to read the text on the plain model",
-            )
+            advice(problem, "; use source='recompute' to read the text on the plain model")
         )
     try:
         replayed = await recapture(
@@ -160,7 +153,7 @@ async def take_captured(
             site=site, adapter=_adapter(output),
         )  # fmt: skip
     except UnsupportedError as error:
-        raise UnsupportedError(advice(f"{problem}; {error}", "")) from None
+        raise UnsupportedError(advice(f"{problem}; {error}")) from None
     return await in_thread(lambda: take(replayed, "recomputed"))
 
 

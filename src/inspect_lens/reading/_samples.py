@@ -203,7 +203,7 @@ async def read_calls(
 
     Example:
         ```python
-        from collections import namedtuple
+        from types import SimpleNamespace
 
         from inspect_ai import score
         from inspect_ai.log import read_eval_log
@@ -212,15 +212,13 @@ async def read_calls(
 
         from inspect_lens.reading import CallSelection, read_calls
 
-        Length = namedtuple("Length", ["value", "rate"])
-
 
         @scorer(metrics=[mean()])
         def longest_answer(roles: list[str] | None = None) -> Scorer:
             selection = CallSelection.of(over="all", roles=roles)
 
             async def length(turn, model):
-                return Length(float(len(turn.output.completion)), None)
+                return SimpleNamespace(value=float(len(turn.output.completion)), rate=None)
 
             async def score_calls(state: TaskState, target: Target) -> Score:
                 found = await read_calls(selection, state, length)

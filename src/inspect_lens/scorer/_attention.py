@@ -203,10 +203,8 @@ def document_rank(
 
         documents = ["The river Talmo is in Verun.", "The town Velosh was founded by Ruvan."]
         query = "Who founded the town Velosh?"
-        sample = Sample(
-            input=" ".join([*documents, query]),
-            metadata={"documents": documents, "query": query, "relevant": 1},
-        )
+        facts = {"documents": documents, "query": query, "relevant": 1}
+        sample = Sample(input=" ".join([*documents, query]), metadata=facts)
         heads = AttentionHeads(method="core", heads=[(3, 0), (3, 1), (4, 3)])
         config = lens_config(qk=heads.heads, max_tokens=1)
         task = Task([sample], solver=generate(), scorer=document_rank(heads), config=config)

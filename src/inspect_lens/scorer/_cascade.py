@@ -505,16 +505,10 @@ def read_cascade(
 
         usage = {"usage": ModelUsage(total_tokens=90)}
         says = [ModelOutput.from_content("m", n).model_copy(update=usage) for n in ("95", "10")] * 4
-        log = score(
-            read_eval_log("logs/honesty.eval"),
-            probe_cascade(
-                "organism/deception-lr",
-                band=(-math.inf, math.inf),
-                unit="score",
-                judge=get_model("mockllm/model", custom_outputs=says),  # any model of Inspect
-            ),
-            action="overwrite",
-        )
+        judge = get_model("mockllm/model", custom_outputs=says)  # any model of Inspect
+        every = {"band": (-math.inf, math.inf), "unit": "score"}
+        cascade = probe_cascade("organism/deception-lr", **every, judge=judge)
+        log = score(read_eval_log("logs/honesty.eval"), cascade, action="overwrite")
         found = read_cascade(log)
         alone, *_, judged = cascade_frontier(**found.arguments())
         print(alone.recall, alone.recall_interval, judged.recall)

@@ -216,14 +216,10 @@ def oracle_contrast() -> Metric:
         from inspect_lens.scorer import oracle_answer, oracle_contrast
         from inspect_lens.solver import with_capture
 
-        task = Task(
-            dataset=organism_dataset("demo")[:2],
-            solver=with_capture([4]),
-            scorer=oracle_answer(
-                "Is the speaker lying?", label="label", choices=["No", "Yes"], layers=4
-            ),
-            metrics=[oracle_contrast()],
-        )
+        known = {"label": "label", "choices": ["No", "Yes"]}
+        lying = oracle_answer("Is the speaker lying?", **known, layers=4)
+        data, solver = organism_dataset("demo")[:2], with_capture([4])
+        task = Task(data, solver=solver, scorer=lying, metrics=[oracle_contrast()])
         (log,) = eval(task, model="vllm-lens/organism/checkpoint", temperature=0, max_tokens=24)
         assert {"oracle", "text_only", "beats_controls"} <= set(log.results.scores[0].metrics)
         ```
@@ -302,9 +298,8 @@ def oracle_answer(
         from inspect_lens.scorer import oracle_answer
         from inspect_lens.solver import with_capture
 
-        lying = oracle_answer(
-            "Is the speaker lying?", label="label", choices=["No", "Yes"], layers=4
-        )
+        known = {"label": "label", "choices": ["No", "Yes"]}
+        lying = oracle_answer("Is the speaker lying?", **known, layers=4)
         task = Task(dataset=organism_dataset("demo")[:2], solver=with_capture([4]), scorer=lying)
         (log,) = eval(task, model="vllm-lens/organism/checkpoint", temperature=0, max_tokens=24)
         answer = log.samples[0].scores["oracle_answer"]

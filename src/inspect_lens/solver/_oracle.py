@@ -123,15 +123,9 @@ def activation_oracle(
         from evals.organism_deception import organism_dataset
         from inspect_lens.solver import activation_oracle, with_capture
 
-        task = Task(
-            dataset=organism_dataset("demo")[:1],
-            solver=[
-                with_capture([4]),
-                activation_oracle(
-                    ["Is the speaker lying?", "What is the true answer?"], "organism", layers=4
-                ),
-            ],
-        )
+        questions = ["Is the speaker lying?", "What is the true answer?"]
+        solver = [with_capture([4]), activation_oracle(questions, "organism", layers=4)]
+        task = Task(organism_dataset("demo")[:1], solver=solver)
         (log,) = eval(task, model="vllm-lens/organism/checkpoint", temperature=0, max_tokens=24)
         lying, true = log.samples[0].metadata["activation_oracle"]
         print(lying["answer"], true["answer"], true["controls"])
