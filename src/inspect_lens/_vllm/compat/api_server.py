@@ -17,10 +17,10 @@ def shown_key(scope: Mapping[str, Any]) -> str | None:
     """
     from starlette.datastructures import Headers
 
-    app, headers = scope.get("app"), Headers(raw=scope["headers"])
+    app = scope.get("app")
     for item in getattr(app, "user_middleware", ()):
         if hasattr(item.cls, "verify_token"):  # vLLM's AuthenticationMiddleware
-            asks = item.cls(app, *item.args, **item.kwargs)
+            asks, headers = item.cls(app, *item.args, **item.kwargs), Headers(raw=scope["headers"])
             # Without the scheme, whose letters may be of either case.
             is_one = asks.verify_token(headers)
             return headers["authorization"].partition(" ")[2] if is_one else None

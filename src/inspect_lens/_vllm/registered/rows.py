@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import logging
 import threading
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -57,23 +58,25 @@ class Prefix:
     """The tokens of a request, and the hash of each block of them with all that is before it."""
 
     def __init__(
-        self, kind: bytes, tokens: Sequence[int], *, apart: tuple[int, bytes] | None = None
+        self, kind: object, tokens: Sequence[int], *, apart: tuple[int, bytes] | None = None
     ) -> None:
-        """Rows from the position of `apart` on are of a kind of their own."""
-        self._last, self._hashes = kind, list[bytes]()
+        """Rows are of a kind, told by its text; from the position of `apart` on of another."""
+        # Nothing is worked out here, since the engine does not have the request yet.
+        self._kind, self._tokens = kind, list(tokens)
+        self._last, self._hashes = b"", list[bytes]()
         self._apart_at, self._apart = (-1, b"") if apart is None else apart
-        self._tokens: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-        self.extend(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Add tokens that were sampled."""
-        self._tokens = np.concatenate((self._tokens, np.asarray(tokens, dtype=np.int64)))
+        self._tokens += tokens
 
     def hashes(self) -> Iterator[bytes]:
         """Of each whole block, in order; worked out once, as far as it is asked for."""
         yield from self._hashes
+        if not self._hashes:
+            self._last = hashlib.blake2b(repr(self._kind).encode()).digest()
         for i in range(len(self._hashes), len(self._tokens) // BLOCK):
-            block = self._tokens[i * BLOCK : (i + 1) * BLOCK].tobytes()
+            block = array("q", self._tokens[i * BLOCK : (i + 1) * BLOCK]).tobytes()
             if i == self._apart_at // BLOCK:
                 block += self._apart
             self._last = hashlib.blake2b(self._last + block, digest_size=16).digest()
@@ -361,7 +364,7 @@ def with_known_rows(packed: Packed, core: Any, cache: RowCache) -> Packed:
         *(asked.hidden, asked.reduce, asked.wire, asked.heads),
     )
     prefix = Prefix(
-        hashlib.blake2b(repr(kind).encode()).digest(),
+        kind,
         core.prompt_token_ids,
         apart=None if salt is None else (salt.first, salt.own.encode()),
     )
