@@ -358,6 +358,9 @@ def _with_fields(value: Mapping[str, Any], fields: Pieces) -> Pieces:
 
 def _written(pieces: Pieces) -> Iterator[bytes]:
     """Pieces as bytes, so many at a time that writing them takes a moment; at least once."""
+    if sum(map(len, pieces)) <= _EVENT_BYTES:
+        yield b"".join([p.encode("ascii") if isinstance(p, str) else p for p in pieces])
+        return
     parts: list[bytes] = []
     n = 0
     for piece in pieces:

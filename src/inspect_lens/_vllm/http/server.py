@@ -364,8 +364,10 @@ class _Front:
 
 
 def is_serving() -> bool:
+    if not sys.modules.keys().isdisjoint(_SERVER_MODULES):
+        return True
     main = getattr(getattr(sys.modules.get("__main__"), "__spec__", None), "name", None)
-    return any(name in sys.modules or name == main for name in _SERVER_MODULES)
+    return main in _SERVER_MODULES
 
 
 def install_when_serving(front_end: Any = None, keys: Collection[str] = LENS_KEYS) -> None:
