@@ -57,7 +57,7 @@ def check_method(
             (of or "").removeprefix("auto_") for of in (numerics.quantization, method.recorded)
         )
         assert len(set(names)) == 1
-        assert numerics.kv_cache_dtype == method.kv_cache
+        assert numerics.kv_cache_dtype == (method.kv_cache or "bfloat16")
         rows = check_rows(method, engine, note, is_eager=bool(options.get("enforce_eager")))
         check_truth(method, engine, plain, rows, note)
         check_prefix(engine, rows)

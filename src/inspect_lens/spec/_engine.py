@@ -173,21 +173,19 @@ class Numerics(Value):
     """Method by which the weights were quantised, as the engine names it; None: none, or not known
     where `dtype` is empty."""
     kv_cache_dtype: str | None = None
-    """Data type of keys and values in the engine's cache, as the engine names it: `fp8`; None: that
-    of the stream, or not known where `dtype` is empty."""
+    """Data type of keys and values in the engine's cache, as the engine names it: `fp8`; None: not
+    known."""
 
     def differences(self, here: Numerics) -> tuple[str, ...]:
         """In what other numerics differ from these, as `dtype float16 instead of bfloat16`.
 
         What one side does not tell is left out.
         """
-        pairs = [("engine", here.engine, self.engine), ("dtype", here.dtype, self.dtype)]
+        names = ("engine", "dtype", "kv_cache_dtype")
+        pairs = [(name, getattr(here, name), getattr(self, name)) for name in names]
         if here.dtype and self.dtype:
             now, then = here.quantization or "none", self.quantization or "none"
             pairs.append(("quantization", now, then))
-            if here.kv_cache_dtype or self.kv_cache_dtype:
-                now, then = (of.kv_cache_dtype or of.dtype for of in (here, self))
-                pairs.append(("kv_cache_dtype", now, then))
         told = [(name, now, then) for name, now, then in pairs if now and then]
         return tuple(f"{name} {now} instead of {then}" for name, now, then in told if now != then)
 
@@ -242,7 +240,7 @@ class EngineFacts:
     quantization: str | None = None
     """How the weights were quantised, as vLLM names it; None: not at all."""
     kv_cache_dtype: str | None = None
-    """Of keys and values in vLLM's cache, as vLLM names it; None: that of the stream."""
+    """Of keys and values in vLLM's cache, as vLLM names it; None: not known."""
     placeholders: frozenset[int] = frozenset()
     """Tokens that only stand where an image, a video or audio is put."""
 

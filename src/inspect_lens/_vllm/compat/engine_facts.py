@@ -344,12 +344,12 @@ def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
     )
 
 
-def _cache_dtype(vllm_config: Any) -> str | None:
-    """Of keys and values in the cache, where it is not the model's."""
+def _cache_dtype(vllm_config: Any) -> str:
+    """Of keys and values in the cache; `auto` is the model's."""
     found = str(getattr(vllm_config.cache_config, "cache_dtype", "auto"))
-    own = str(vllm_config.model_config.dtype).removeprefix("torch.")
-    # Two names of one.
-    return None if found in ("auto", own) else found.removesuffix("_e4m3")
+    if found == "auto":
+        return str(vllm_config.model_config.dtype).removeprefix("torch.")
+    return found.removesuffix("_e4m3")  # two names of one
 
 
 _PLACEHOLDERS: Final = tuple(

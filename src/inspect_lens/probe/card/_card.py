@@ -287,7 +287,7 @@ class CaptureFacts(Value):
     quantization: str | None = None
     """Method by which the weights were quantised; None: none."""
     kv_cache_dtype: str | None = None
-    """Data type of keys and values in the engine's cache; None: that of the stream."""
+    """Data type of keys and values in the engine's cache; None: not known."""
     tokenizer: str = Field(default="", description="Name of the tokenizer, without its folders.")
     tokenizer_sha256: str | None = None
     """SHA-256 of its vocabulary, each token with its id."""

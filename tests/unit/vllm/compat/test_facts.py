@@ -374,16 +374,14 @@ def test_a_router_is_as_wide_as_the_experts_of_an_inner_configuration() -> None:
 @pytest.mark.parametrize(
     ("found", "told"),
     [
-        ("auto", None),
-        ("float32", None),
+        ("auto", "float32"),
+        ("float32", "float32"),
         ("fp8", "fp8"),
         ("fp8_e4m3", "fp8"),
         ("bfloat16", "bfloat16"),
     ],
 )
-def test_the_dtype_of_the_cache_is_told_where_it_is_not_the_stream_s(
-    found: str, told: str | None
-) -> None:
+def test_the_dtype_of_the_cache_is_told(found: str, told: str) -> None:
     facts = facts_of(config(cache_config__cache_dtype=found), Settings())
     assert facts.numerics.kv_cache_dtype == told
     # Hosts need not agree on its name: attention that loads in a worker may change that.
