@@ -185,11 +185,13 @@ class Parameters:
                 raise AttributeError(f"{name}: {type(self._model).__name__} has no {part!r}")
         found = getattr(getattr(module, "base_layer", module), "quant_method", None)
         # That of experts may be wrapped, and attention has one, too, for scales of its cache.
-        method = type(getattr(found, "old_quant_method", found)).__name__
-        if not method.startswith(("Unquantized", "NoneType")) and "KVCache" not in method:
+        found = getattr(found, "old_quant_method", found)
+        kinds = " ".join(kind.__name__ for kind in type(found).__mro__)
+        if found is not None and "Unquantized" not in kinds and "KVCache" not in kinds:
             raise UnsupportedError(
-                f"{name}: the weights of this module are quantised ({method}), packed as a kernel "
-                "of this device takes them; read the checkpoint, or capture what the module returns"
+                f"{name}: the weights of this module are quantised ({type(found).__name__}), "
+                "packed as a kernel of this device takes them; read the checkpoint, or capture "
+                "what the module returns"
             )
         value = getattr(module, last, None)
         if not isinstance(value, torch.Tensor):

@@ -217,10 +217,12 @@ def test_packed_weights_are_refused_by_the_name_of_the_method() -> None:
         UnquantizedLinearMethod(),
         GPTQLinearMethod(),
     )
-    model.experts = Model()
+    model.experts, model.gate = Model(), Model()
     model.experts.quant_method = FusedMoEModularMethod(UnquantizedLinearMethod())
+    # Kernels for some shapes, such as those of routers, derive from it under names of their own.
+    model.gate.quant_method = type("_GateLinearMethod", (UnquantizedLinearMethod,), {})()
     of = Parameters(model)
-    for name in ("a", "plain.a", "experts.a"):
+    for name in ("a", "plain.a", "experts.a", "gate.a"):
         assert of._find(name)[1].shape == (2,)
     # Whatever the packed parameters are called; a LoRA stands around its module.
     model.lora = Model()
