@@ -130,7 +130,9 @@ def sparkline(
     bottom = float(known.min()) if low is None else low
     span = (float(known.max()) if high is None else high) - bottom
     steps = len(_BARS) - 1
-    shares = np.clip((np.array(tops) - bottom) / (span if span > 0 else math.inf), 0.0, 1.0)
+    # Cut before the division, which would make NaN of what is infinite.
+    heights = np.clip(tops, bottom, bottom + span) - bottom
+    shares = heights / (span if span > 0 else math.inf)
     return "".join(" " if math.isnan(s) else _BARS[round(s * steps)] for s in shares.tolist())
 
 

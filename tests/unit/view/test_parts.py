@@ -123,6 +123,7 @@ def test_tokens_that_are_only_together_a_character_share_it() -> None:
         ([0, float("nan"), 7], "▁ █"),
         ([], ""),
         ([0.0] * 63 + [1.0], "▁" * 31 + "█"),
+        ([2.0, float("inf")] * 32, "▁" * 32),
     ],
 )
 def test_sparkline(values: list[float], line: str) -> None:
