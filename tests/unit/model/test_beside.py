@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import fsspec
 import numpy as np
 import psutil
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from inspect_ai.log import read_eval_log
 from inspect_ai.model import GenerateConfig
 from inspect_ai.solver import Generate, TaskState, solver
@@ -190,24 +192,38 @@ async def test_a_cancelled_call_leaves_no_file(
         assert len(files_in(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("is_beside", [True, False], ids=["beside", "thread"])
+class NoDelete(MemoryFileSystem):  # type: ignore[misc]
+    """A bucket whose service has a fault of its own."""
+
+    protocol = "no-delete"
+
+    def rm_file(self, path: str) -> None:
+        raise RuntimeError("503")
+
+
+fsspec.register_implementation(NoDelete.protocol, NoDelete)
+
+
+@pytest.mark.parametrize("where", ["beside", "thread", "bucket"])
 async def test_a_call_that_fails_behind_its_capture_leaves_no_file(
     beside: Beside,
     model_of: GetModel,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    is_beside: bool,
+    where: str,
 ) -> None:
     async def full(*_: object) -> None:
         raise CaptureError("the disk is full")
 
-    if is_beside:
+    if where == "beside":
         await ready(beside)
+    # What cannot be removed changes nothing of the error.
+    folder = f"{NoDelete.protocol}://files" if where == "bucket" else str(tmp_path / "files")
     facts = ProbeCard(name="org/sum", layers=(2,), hidden=8)
     probe = Probe.from_direction(np.arange(1.0, 9.0), card=facts)
     monkeypatch.setattr(_response, "write_small", full)
     with FakeLensServer() as server:
-        model = model_of(server, activations_dir=str(tmp_path / "files"))
+        model = model_of(server, activations_dir=folder)
         config = lens_config(capture=[2], probes=[probe])
         with pytest.raises(CaptureError, match="the disk is full"):
             await model.generate("a b", config=config)
