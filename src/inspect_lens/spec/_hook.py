@@ -220,7 +220,7 @@ def _from_wire(value: Mapping[str, Any]) -> FunctionCode:
     if python is not None and not (isinstance(python, str) and _PYTHON.fullmatch(python)):
         raise ValueError(f"python={shown(python)}; allowed is a version such as '3.12'")
     name = value.get("name")
-    if name and not _is_name(name):
+    if name not in (None, "") and not _is_name(name):
         raise SpecError(
             f"name={shown(name)}; allowed is a function's name in Python, as in module.function, "
             f"of at most {_LONGEST_NAME} characters; leave it out"

@@ -120,6 +120,8 @@ def test_copies_share_the_code() -> None:
         ([{"fn": {"cloudpickle": ""}, "layer_indices": []}], "empty"),
         ([{"fn": {"cloudpickle": ""}, "layer_indices": [1], "prae": True}], "prae"),
         ([{"fn": 7, "layer_indices": [1]}], "give a function"),
+        ([{"fn": {"cloudpickle": "gAROLg==", "name": 0}, "layer_indices": [1]}], "name=0"),
+        ([{"fn": {"cloudpickle": "gAROLg==", "name": []}, "layer_indices": [1]}], r"name=\[\]"),
         ("{", "not JSON"),
     ],
 )
