@@ -526,10 +526,10 @@ def _factors(
     else:
         assert points is not None
         tokens, values = (np.asarray(x, dtype=np.float64) for x in zip(*points, strict=True))
-        # Number of the point before each token, and the share of the way to the next.
-        place = np.interp(np.arange(int(tokens[-1]) + 1), tokens, np.arange(len(tokens)))
-        before = place.astype(np.int64)
-        share = place - before
+        # The point before each token, and the share of the way to the next.
+        each = np.arange(int(tokens[-1]) + 1)
+        before = np.maximum(np.searchsorted(tokens, each, side="right") - 1, 0)
+        share = np.maximum(each - tokens[before], 0.0) / np.append(np.diff(tokens), 1.0)[before]
         if between == "step":
             share = np.zeros_like(share)
         elif between == "cosine":

@@ -210,7 +210,7 @@ def run_program(
             at = x / norm if one.kind == Kind.COSINE_GATE and norm else x
             if one.write is not None:
                 at = 0.0 if at + one.write[0] <= one.write[1] else at + float(one.write[0])
-            sigmoid = 0.5 + 0.5 * np.tanh(a * (at - b) / 2.0)
+            sigmoid = 1.0 / (1.0 + np.exp(np.clip(a * (b - at), -80.0, 80.0)))
             gates[one.gate] = float(at > b if np.isinf(a) else sigmoid)
             continue
         write = np.zeros(1) if one.write is None else one.write.astype(np.float64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from inspect_lens.spec import (
     to_extra_args,
     to_wire_args,
 )
+from inspect_lens.spec._instruction import Instruction, Kind, run_program
 from inspect_lens.spec._values import MOST_OF
 from tests.kit.facts import engine_facts
 
@@ -48,8 +50,23 @@ def test_a_schedule_is_its_closed_form() -> None:
     halving = Schedule(half_life=2.5)
     np.testing.assert_allclose([halving.at(i) for i in k], 0.5 ** (k / 2.5), rtol=1e-6)
     assert halving.at(10**6) == 0.0
+    thirds = Schedule(points=[(0, 1.0), (2, 1.0), (3, -3.0), (4, -1.0), (7, 2.0)])
+    assert thirds.at(5) == 0.0, "exactly, however many points lie before"
     assert line.at(-1) == line.at(0), "in front of the sampled tokens, as where it runs"
     assert len(Schedule(half_life=512.0).factors) <= MOST_SCHEDULED
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_gate_far_from_its_threshold_keeps_its_digits() -> None:
+    for steepness, threshold, wanted in (
+        (1.0, 20.0, 1.0 / (1.0 + math.exp(20.0))), (1.0, 60.0, math.exp(-60.0)),
+        (1e4, 1e4, 0.0), (-1e4, 1e4, 1.0), (math.inf, 0.0, 0.0),
+    ):  # fmt: skip
+        one = V.astype(np.float32)
+        opened = Instruction(Kind.GATE, one, None, (steepness, threshold, 0.0, 0.0), True, 1)
+        added = Instruction(Kind.LATENT_ADD, one, one, (0.0, 0.0, 1.0, 0.0), True, 1)
+        edited = run_program(np.zeros(4), [opened, added], np.zeros(4))
+        np.testing.assert_allclose(edited, wanted, rtol=1e-12, atol=1e-30)
 
 
 @pytest.mark.parametrize(
