@@ -11,6 +11,7 @@ from sklearn.base import clone
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import ProbeCard, auroc
 from inspect_lens.train import (
+    HeadProbe,
     LATProbe,
     LDAProbe,
     LogisticProbe,
@@ -70,6 +71,15 @@ def test_a_constant_column_is_divided_by_nothing_with_weights_too() -> None:
         made = MeanDifferenceProbe(scaling="standard").fit(x, y, sample_weight=each)
         np.testing.assert_array_equal(made.scale_[3:5], 1.0)
         assert made.scale_.min() > 0.1
+
+
+@pytest.mark.parametrize("tiny", [1e-45, 1e-38, 1e-20])
+def test_a_column_that_all_but_never_moves_is_divided_by_nothing_in_a_network(tiny: float) -> None:
+    x, y = planted(60, seed=0, huge=1.0)
+    x[:, 3], x[7, 3] = 0.0, tiny
+    made = HeadProbe(pool="attention", steps=2).fit(x, y)
+    assert made.tensors_["scale"][3] == 1.0
+    made.to_probe(ProbeCard(name="t/p", layers=(0,), hidden=128)).for_engine()
 
 
 def test_a_weight_is_so_many_rows_for_the_scale_too() -> None:

@@ -324,7 +324,10 @@ def _scaler(data: _Labelled) -> Tensors:
     scaler = StandardScaler()
     for s, w in zip(data.sequences, data.weight, strict=True):
         scaler.partial_fit(s, sample_weight=np.full(len(s), w))
-    return {"mean": scaler.mean_.astype(np.float32), "scale": scaler.scale_.astype(np.float32)}
+    # What spreads so little leaves the range of float32 when it is divided by its spread.
+    counts = np.sqrt(scaler.var_) > 1e-12 * np.maximum(1.0, np.abs(scaler.mean_))
+    scale = np.where(counts, scaler.scale_, 1.0)
+    return {"mean": scaler.mean_.astype(np.float32), "scale": scale.astype(np.float32)}
 
 
 def _hold_back(
