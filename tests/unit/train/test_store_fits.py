@@ -32,6 +32,7 @@ from inspect_lens.train import (
     SklearnProbe,
     StoreSet,
     TorchLogisticProbe,
+    extract_vector,
     fit_layers,
     fit_on,
     make_estimator,
@@ -271,6 +272,11 @@ def test_rows_that_are_not_finite_are_refused(tmp_path: Path) -> None:
         patch.setattr(StoreSet, "_blocks", broken)
         with pytest.raises(SpecError, match="holds NaN or infinity at layer 4"):
             fit_on(make_estimator("attention-lite", steps=2), large, 4)
+        for rows in ("mean", "last", -1, "tokens"):
+            with pytest.raises(SpecError, match="holds NaN or infinity at layer 4"):
+                extract_vector(large, name="v", layers=[4], rows=rows)
+        with pytest.raises(SpecError, match="holds NaN or infinity at layer 4"):
+            fit_on(MeanDifferenceProbe(), large, 4, rows="mean")
         object.__setattr__(large, "memory", 0.0)
         with pytest.raises(SpecError, match="hold NaN or infinity"):
             fit_on(MeanDifferenceProbe(), large, 4)

@@ -185,7 +185,6 @@ class StoreSet(ActivationSet):
         """As in `ActivationSet`; takes the memory of the layer."""
         made = [np.zeros((0, 0), dtype=np.float32)] * len(self)
         for i, rows in self.samples(layer):
-            self.require_finite(i, layer, rows)
             # Copied: what is next to it in its piece is not held.
             made[i] = rows.copy()
         return made
@@ -246,6 +245,7 @@ class StoreSet(ActivationSet):
                 place = todo.pop(0)
                 whole = waiting[0] if len(waiting) == 1 else np.concatenate(waiting)
                 rows = whole[place[1] - begin : place[1] - begin + place[2]]
+                self.require_finite(at[place], layer, rows)
                 yield at[place], np.ascontiguousarray(rows)
                 # What lies before the next sample is done with.
                 waiting, begin = [whole[place[1] + place[2] - begin :]], place[1] + place[2]
