@@ -344,10 +344,13 @@ def _content(value: Any) -> str | None:
     """What stands for a number or an array of NumPy or PyTorch in a key."""
     if not (hasattr(value, "dtype") and hasattr(value, "tolist")):
         return None
-    # Of what is no plain array, such as a tensor in bfloat16 or a masked one, the numbers as lists.
-    array = np.asarray(value if type(value) is np.ndarray else value.tolist())
-    data = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
-    return f"{value.dtype} {array.shape} {hashlib.sha256(data).hexdigest()}"
+    is_array = type(value) is np.ndarray and not value.dtype.hasobject
+    if is_array or str(value.dtype).startswith("torch."):  # numbers of one type: their bytes do
+        array = np.asarray(value if is_array else value.tolist())
+        data = repr(array.shape).encode() + array.tobytes()
+    else:
+        data = repr(value.tolist()).encode()
+    return f"{value.dtype} {hashlib.sha256(data).hexdigest()}"
 
 
 def tell_models_apart() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from inspect_ai import Task, eval, eval_retry, task
@@ -64,8 +65,10 @@ _EVEN = np.arange(10)[::2]
         (_EVEN, _EVEN.copy(), np.arange(5)),
         (np.float64(0.5), np.float64(0.5), np.float64(0.25)),
         (*(np.ma.masked_array([1, 2], [False, mask]) for mask in (True, True, False)),),
+        (*(pd.Series([[1], [1, last]]) for last in (2, 2, 3)),),
+        (*(pd.Series([2**53 + more, 0.5], dtype=object) for more in (1, 1, 0)),),
     ],
-    ids=["array", "tensor", "objects", "shape", "strides", "number", "mask"],
+    ids=["array", "tensor", "objects", "shape", "strides", "number", "mask", "lists", "mixed"],
 )
 def test_models_of_any_provider_with_other_arrays_are_other_models(
     server: FakeLensServer, one: Any, same: Any, other: Any
