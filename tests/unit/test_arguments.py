@@ -14,7 +14,14 @@ from inspect_ai.model import GenerateConfigArgs
 from inspect_lens import judged_arguments
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.oracle import ask_oracle
-from inspect_lens.scorer import lens_rank, monitor_alarm, probe_cascade, probe_score
+from inspect_lens.scorer import (
+    calibration_error,
+    lens_rank,
+    monitor_alarm,
+    probe_cascade,
+    probe_score,
+    recall_at_fpr_metric,
+)
 from inspect_lens.solver import causal_trace, contrastive_pairs, steering_sweep, with_capture
 
 PROBE = "organism/deception-lr"
@@ -45,6 +52,8 @@ def test_what_a_probe_is_asked_for(make: Any, given: dict[str, Any], message: st
         (lambda: causal_trace(site="resid_pos"), "site='resid_pos'.*did you mean 'resid_post'"),
         (lambda: causal_trace(window=0), "window=0; allowed are integers of 1 or more"),
         (lambda: causal_trace(seed=-1), "seed=-1; allowed are integers of 0 or more"),
+        (lambda: calibration_error(n_bins=0), "n_bins=0; allowed are integers of 1 or more"),
+        (lambda: recall_at_fpr_metric(2.0), "fpr=2.0; allowed is a number between 0 and 1"),
         (lambda: lens_rank(layers=[]), "layers=.*at least one"),
         (lambda: lens_rank(layers=[1.5]), r"layers=\[1.5\]; allowed is a list of integers"),
         (lambda: with_capture([1], inner=5), "inner=5; allowed is an Inspect Solver"),

@@ -33,8 +33,8 @@ _WORDS: Final[Mapping[Any, tuple[str, str]]] = {
 
 _LEAST: Final = {
     "control_draws": 0, "controls": 0, "draws": 1, "early": 1, "latent": 0, "layer": 0, "layers": 0,
-    "limit": 1, "max_tokens": 1, "max_turns": 1, "n_layers": 1, "n_positions": 1, "per_task": 1,
-    "seed": 0, "target": 0, "tries": 1, "window": 1,
+    "limit": 1, "max_tokens": 1, "max_turns": 1, "n_bins": 1, "n_layers": 1, "n_positions": 1,
+    "per_task": 1, "repeat": 1, "seed": 0, "target": 0, "tries": 1, "window": 1,
 }  # fmt: skip
 """Of integers, by the name that they have everywhere."""
 _NEEDED: Final = frozenset({"layers"})

@@ -74,8 +74,6 @@ class ExplainPlan:
                 f"placeholder={placeholder!r}; needed is a text of one token that stands nowhere "
                 "else in prompt and start"
             )
-        if min(repeat, max_tokens) < 1:
-            raise SpecError(f"{repeat=}, {max_tokens=}; allowed are positive numbers")
         chosen = None if layers is None else (layers,) if isinstance(layers, int) else tuple(layers)
         if chosen is not None and (not chosen or min(chosen) < 0 or len(set(chosen)) < len(chosen)):
             raise SpecError(f"layers={layers!r}; allowed are different layers from 0 on, or None")

@@ -167,6 +167,7 @@ def recall_at_fpr_metric(
         assert log.results.scores[0].metrics["recall_at_fpr"].value >= 0.5
         ```
     """
+    arithmetic.required_negatives(fpr)  # what is no rate is refused before anything is paid
 
     def compute(scores: list[SampleScore]) -> Value:
         above, below = classes(scores, label, control, cluster)

@@ -16,7 +16,6 @@ from inspect_lens._base.token_texts import TokenTexts
 from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import activations, lens_config
 from inspect_lens.oracle import answer_table, explain_rows
-from inspect_lens.oracle._explain import ExplainPlan
 from inspect_lens.oracle._send import random_rows, shuffled_rows
 from inspect_lens.solver import self_explain, with_capture
 from inspect_lens.spec import LensRequest, Replace, parse_extra_args
@@ -119,10 +118,10 @@ def test_every_token_is_explained_and_kept_in_the_log(
         ({"prompt": "no place"}, "write {} once"),
         ({"prompt": "a ? b{}"}, "stands nowhere else"),
         ({"start": "so ? it"}, "stands nowhere else"),
-        ({"repeat": 0}, "repeat=0"),
+        ({"repeat": 0}, "^repeat=0; allowed are integers of 1 or more"),
         ({"max_tokens": 0}, "max_tokens=0"),
         ({"layers": [1, 1]}, "different layers"),
-        ({"layers": []}, "different layers"),
+        ({"layers": []}, "at least one"),
         ({"into": -1}, "into=-1"),
         ({"source": "memory"}, "allowed are"),
         ({"controls": "none"}, "controls="),
@@ -131,7 +130,7 @@ def test_every_token_is_explained_and_kept_in_the_log(
 )
 def test_wrong_arguments_are_refused_before_any_sample(arguments: Any, said: str) -> None:
     with pytest.raises(SpecError, match=said):
-        ExplainPlan(**{"prompt": PROMPT, **arguments})
+        self_explain(**{"prompt": PROMPT, **arguments})
 
 
 def test_what_cannot_be_explained_says_why(model: Model) -> None:
