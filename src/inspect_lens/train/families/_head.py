@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from sklearn.model_selection import GroupShuffleSplit, StratifiedShuffleSplit
-from sklearn.preprocessing import StandardScaler
 from sklearn.utils.validation import check_X_y
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
@@ -321,13 +320,13 @@ class _Labelled(NamedTuple):
 
 def _scaler(data: _Labelled) -> Tensors:
     """Mean and standard deviation of all tokens, (hidden,) each; 1 for a constant column."""
-    scaler = StandardScaler()
-    for s, w in zip(data.sequences, data.weight, strict=True):
-        scaler.partial_fit(s, sample_weight=np.full(len(s), w))
-    # What spreads so little leaves the range of float32 when it is divided by its spread.
-    counts = np.sqrt(scaler.var_) > 1e-12 * np.maximum(1.0, np.abs(scaler.mean_))
-    scale = np.where(counts, scaler.scale_, 1.0)
-    return {"mean": scaler.mean_.astype(np.float32), "scale": scale.astype(np.float32)}
+    counted = list(zip(data.sequences, data.weight, strict=True))
+    n = sum(w * len(s) for s, w in counted)
+    mean = sum(w * s.sum(axis=0, dtype=np.float64) for s, w in counted) / n
+    spread = np.sqrt(sum(w * ((s - mean) ** 2).sum(axis=0) for s, w in counted) / n)
+    # What spreads less leaves the range of float32 when it is divided by its spread.
+    scale = np.where(spread > 1e-12 * np.maximum(1.0, np.abs(mean)), spread, 1.0)
+    return {"mean": mean.astype(np.float32), "scale": scale.astype(np.float32)}
 
 
 def _hold_back(
