@@ -82,6 +82,12 @@ def test_a_column_that_all_but_never_moves_is_divided_by_nothing_in_a_network(ti
     made.to_probe(ProbeCard(name="t/p", layers=(0,), hidden=128)).for_engine()
 
 
+def test_families_that_do_not_scale_have_no_such_setting() -> None:
+    assert [hasattr(made, "scaling") for made in (*FAMILIES, LogisticProbe())] == [True] * 4 + [
+        False
+    ]
+
+
 def test_a_weight_is_so_many_rows_for_the_scale_too() -> None:
     x, y = planted(60, seed=0, huge=300.0)
     weight = np.random.default_rng(1).integers(0, 4, len(y))
