@@ -16,7 +16,7 @@ from inspect_lens.errors import SpecError
 from inspect_lens.model import Activations
 from inspect_lens.probe import parse_pool, pool_scores
 from inspect_lens.sae import SparseEncoder, read_sae
-from inspect_lens.spec import Positions, Site, parse_positions
+from inspect_lens.spec import Positions, Site, parse_positions, several
 
 from ._calls import CallReader, CallSelection, OnMissing, Over, positions_for
 from ._reader import SAID
@@ -236,7 +236,7 @@ def _named(latents: int | Sequence[int] | Mapping[str, int], n: int) -> dict[str
     if isinstance(latents, Mapping):
         given = {str(name): number for name, number in latents.items()}
     else:
-        numbers = [latents] if isinstance(latents, int) else list(latents)
+        numbers = several(latents)
         given = {f"latent_{number}": number for number in numbers}
         if len(given) < len(numbers):
             raise SpecError(f"latents={numbers}: one is there twice; name each once")

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from inspect_lens._base.arguments import judged_arguments
+from inspect_lens._base.arguments import judged_arguments, judged_value
 from inspect_lens.errors import SpecError
 from inspect_lens.spec import (
     RESID_POST,
@@ -31,6 +31,8 @@ from inspect_lens.spec import (
     as_array,
     as_indices,
     as_tensor_data,
+    several,
+    shown,
 )
 
 __all__ = ["MatchedLatents", "SparseAutoencoder", "SparseEncoder", "matched_latents"]
@@ -310,9 +312,10 @@ class SparseAutoencoder(SparseEncoder):
         Raises:
             SpecError: no such latent, no layer is known, or a TopK without threshold.
         """
-        where = self._chosen(list(values), layers, site, threshold)
+        changed = _by_number("values", values)
+        where = self._chosen(list(changed), layers, site, threshold)
         return Latents(
-            value=np.asarray(list(values.values()), dtype=np.float32), mode=mode,
+            value=np.asarray(list(changed.values()), dtype=np.float32), mode=mode,
             only_if_active=only_if_active, positions=positions, **where,
         )  # fmt: skip
 
@@ -416,7 +419,7 @@ class SparseAutoencoder(SparseEncoder):
         Raises:
             SpecError: no such latent, or no layer is known.
         """
-        changed = dict(latents or {})
+        changed = {} if latents is None else _by_number("latents", latents)
         self._latents(list(changed))
         return Splice(
             sae=self.content_name if name is None else name, latents=changed,
@@ -469,6 +472,8 @@ class SparseAutoencoder(SparseEncoder):
     ) -> dict[str, Any]:
         """Fields of an edit of several latents."""
         at = self._latents(latents)
+        if not at.size:
+            raise SpecError("latents: none; name at least one")
         return {
             "encoder": self.weight[at], "decoder": self.decoder[at], "bias": self.bias[at],
             "threshold": [self._threshold(int(one), threshold, "threshold") for one in at],
@@ -477,7 +482,9 @@ class SparseAutoencoder(SparseEncoder):
 
     def _place(self, layers: Sequence[int] | None, site: Site | None) -> dict[str, Any]:
         """Layers and site of an edit; those of the file where nothing is said."""
-        places = [self.settle(layer, site) for layer in ([None] if layers is None else layers)]
+        places = [self.settle(layer, site) for layer in several(layers)]
+        if not places:
+            raise SpecError(f"layers={layers!r}; name at least one, or leave it out")
         return {"layers": tuple(layer for layer, _ in places), "site": places[0][1]}
 
     def _threshold(self, latent: int, given: float | None, field: str) -> float:
@@ -490,6 +497,17 @@ class SparseAutoencoder(SparseEncoder):
                 "latents have on your data"
             )
         return 0.0 if self.threshold is None else max(float(self.threshold[latent]), 0.0)
+
+
+def _by_number(name: str, given: Any) -> dict[int, float]:
+    """What becomes of each latent."""
+    if not isinstance(given, Mapping):
+        raise SpecError(
+            f"{name}={shown(given)}; allowed is a number for each latent, such as {{17: 10.0}}"
+        )
+    return {
+        latent: judged_value(f"{name}[{latent}]", value, float) for latent, value in given.items()
+    }
 
 
 class MatchedLatents(NamedTuple):

@@ -118,6 +118,28 @@ def test_several_latents_are_set_and_some_are_a_reconstruction(tmp_path: Path) -
         made.reconstruction([10**6])
 
 
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (lambda sae: sae.latents([3]), r"values=\[3\]; allowed is a number for each latent"),
+        (lambda sae: sae.latents({3: "high"}), r"values\[3\]='high'; allowed is a number"),
+        (lambda sae: sae.latents({}), "latents: none; name at least one"),
+        (lambda sae: sae.latents({3: 1.0}, layers=[]), r"layers=\[\]; name at least one"),
+        (lambda sae: sae.reconstruction([]), "latents: none; name at least one"),
+        (lambda sae: sae.splice("s", [3]), r"latents=\[3\]; allowed is a number for each latent"),
+        (lambda sae: LatentReader.of(sae, 1.5), "latents=1.5; allowed are numbers from 0"),
+    ],
+)
+def test_what_is_asked_of_latents_is_judged(ask: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=f"^{said}"):
+        ask(read_autoencoder(saved("jumprelu", tmp_path)[1]))
+
+
+def test_a_layer_may_stand_alone(tmp_path: Path) -> None:
+    made = read_autoencoder(saved("jumprelu", tmp_path)[1])
+    assert made.latents({3: 1.0}, layers=4, site="resid_post").layers == (4,)
+
+
 def test_a_top_k_edit_needs_a_threshold(tmp_path: Path) -> None:
     made = read_autoencoder(saved("topk b_dec", tmp_path)[1])
     with pytest.raises(SpecError, match=r"^threshold: .* among the 5 largest"):
