@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from inspect_lens.errors import SpecError
+from inspect_lens.probe import ModelRef
 from inspect_lens.train import ActivationSet, extract_vector, pair_set, split_by_group
 
 H, LAYERS = 24, (2, 5)
@@ -102,3 +103,10 @@ def test_wrong_arguments_are_refused() -> None:
         extract_vector(pair_set(same, same, layers=(0,)), name="m/v")
     with pytest.raises(SpecError, match="two equal"):
         pair_set(same, same[:2], layers=(0,))
+
+
+def test_a_checkpoint_that_is_named_is_not_read() -> None:
+    data, _ = planted(n=40)
+    named = ModelRef(name="org/m", sha256="a" * 64)
+    made = extract_vector(replace(data, model="m" * 5000), name="m/v", model=named)
+    assert made.card.model == named

@@ -211,7 +211,6 @@ def extract_vector(
                 f"that chooses none of them; at layer {layer} the classes lie furthest apart. "
                 "Which layer steers best is found by a sweep of doses.",
             )
-    fingerprint = fingerprint_model(data.model) if data.model else None
     what = f"index {row}" if isinstance(row, int) else f"rows: {row}"
     card = VectorCard(
         name=name,
@@ -224,7 +223,11 @@ def extract_vector(
         site=site,
         positions=positions or (f"index {row}" if isinstance(row, int) else row),
         residual_norms=tuple(norms),
-        model=model or ModelRef(name=data.model or "unknown", sha256=fingerprint),
+        model=model
+        or ModelRef(
+            name=data.model or "unknown",
+            sha256=fingerprint_model(data.model) if data.model else None,
+        ),
         training=VectorTraining(
             dataset=data.name,
             sha256=data.sha256,
