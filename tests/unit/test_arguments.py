@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +13,13 @@ import torch
 from inspect_ai.model import GenerateConfigArgs
 
 from inspect_lens import judged_arguments
+from inspect_lens.attention import load_heads
 from inspect_lens.errors import ArtifactError, SpecError
-from inspect_lens.oracle import ask_oracle
+from inspect_lens.lens import load_lens
+from inspect_lens.oracle import ask_oracle, load_oracle
+from inspect_lens.probe import load_probe
 from inspect_lens.scorer import (
+    attention_tracker,
     calibration_error,
     lens_rank,
     monitor_alarm,
@@ -23,6 +28,7 @@ from inspect_lens.scorer import (
     recall_at_fpr_metric,
 )
 from inspect_lens.solver import causal_trace, contrastive_pairs, steering_sweep, with_capture
+from inspect_lens.vector import load_vector
 
 PROBE = "organism/deception-lr"
 
@@ -46,12 +52,26 @@ def test_what_a_probe_is_asked_for(make: Any, given: dict[str, Any], message: st
         make(PROBE, **given)
 
 
+@pytest.mark.parametrize("given", [5, None, ["organism/truth"]])
+@pytest.mark.parametrize(
+    "load", [load_probe, load_vector, load_lens, load_oracle, load_heads, attention_tracker]
+)
+def test_what_is_no_name_of_an_artefact(load: Any, given: Any) -> None:
+    said = re.escape(f"={given!r}: a {type(given).__name__}; allowed are a name, a path")
+    with pytest.raises(ArtifactError, match=said):
+        load(given)
+    with pytest.raises(ArtifactError, match=r"=''|='\.' was not found"):
+        load("")
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: causal_trace(site="resid_pos"), "site='resid_pos'.*did you mean 'resid_post'"),
         (lambda: causal_trace(window=0), "window=0; allowed are integers of 1 or more"),
         (lambda: causal_trace(seed=-1), "seed=-1; allowed are integers of 0 or more"),
+        (lambda: load_vector("organism/truth").random_control(seed=-1), "seed=-1; allowed are"),
+        (lambda: load_vector("organism/truth").relative_scale(4, None), "share=None; allowed is"),
         (lambda: calibration_error(n_bins=0), "n_bins=0; allowed are integers of 1 or more"),
         (lambda: recall_at_fpr_metric(2.0), "fpr=2.0; allowed is a number between 0 and 1"),
         (lambda: lens_rank(layers=[]), "layers=.*at least one"),

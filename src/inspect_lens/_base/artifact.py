@@ -14,6 +14,7 @@ import importlib
 import json
 import os
 import re
+import reprlib
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -415,6 +416,7 @@ def find_artifact(kind: ArtifactKind, given: str | Path, registered: Sequence[Pa
     below the kind's folder and as a path, and among those that come with the organism. The last
     part alone of a name is enough when it is unique, which is all that Inspect logs of a `Path`.
     """
+    check_given(kind.name, given)
     if str(given).startswith("hf://"):
         return download(kind.name, str(given), (kind.tensors, CARD_FILE))
     path = Path(given).expanduser()
@@ -436,6 +438,16 @@ def find_artifact(kind: ArtifactKind, given: str | Path, registered: Sequence[Pa
         f"{name_below(kind.folder, roots)}; {_near(kind, str(given), roots)}check the "
         f"spelling, or train the {kind.name} first"
     )
+
+
+def check_given(what: str, given: object, more: str = "") -> None:
+    """Refuse what does not say where an artefact is."""
+    if not isinstance(given, str | Path):
+        raise ArtifactError(
+            f"{what}={reprlib.repr(given)}: a {type(given).__name__}; allowed are a name, a path, "
+            "or what was loaded; a log that shows this used one that was never saved: save it and "
+            f"pass its path{more}"
+        )
 
 
 def _near(kind: ArtifactKind, given: str, roots: Sequence[Path]) -> str:

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from inspect_lens._base.arguments import judged_arguments
-from inspect_lens._base.artifact import folders_named, name_below, write_atomic
+from inspect_lens._base.artifact import check_given, folders_named, name_below, write_atomic
 from inspect_lens._base.published import settings_of
 from inspect_lens._base.shipped import organism_advice
 from inspect_lens._base.untrusted import parse_json, parsing, read_regular
@@ -145,6 +145,7 @@ def load_heads(
         return name
     if isinstance(name, Mapping):
         return _parse(name, "heads")
+    check_given("heads", name)
     if (path := _find(name)) is None:
         return _published(str(name), method)
     stored = _read(path)
@@ -239,7 +240,7 @@ def _find(name: str | Path) -> Path | None:
     given = Path(name).expanduser()
     if given.is_file():
         return given
-    relative = given if given.suffix == ".json" else given.with_name(f"{given.name}.json")
+    relative = given if given.suffix == ".json" else Path(f"{given}.json")
     if not given.is_absolute() and ".." not in given.parts:
         for folder in folders_named(_FOLDER):
             if (folder / relative).is_file():

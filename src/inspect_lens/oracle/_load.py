@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, field_validator
 
-from inspect_lens._base.artifact import download, folders_named
+from inspect_lens._base.artifact import check_given, download, folders_named
 from inspect_lens._base.shipped import organism_advice, shipped_root
 from inspect_lens._base.untrusted import parse_json, parsing, read_regular
 from inspect_lens.errors import ArtifactError
@@ -199,11 +199,7 @@ def load_oracle(oracle: str | Path | Oracle, *, served_as: str | None = None) ->
     """
     if isinstance(oracle, Oracle):
         return oracle if served_as is None else replace(oracle, served_as=served_as)
-    if not isinstance(oracle, str | Path):
-        raise ArtifactError(
-            f"oracle={oracle!r}: a {type(oracle).__name__}; allowed are a name, a path, an hf:// "
-            "address or an Oracle"
-        )
+    check_given("oracle", oracle)
     if str(oracle).startswith("hf://"):
         folder = download("oracle", str(oracle), (CONFIG_FILE, ADAPTER, WEIGHTS))
     else:

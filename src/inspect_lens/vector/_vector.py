@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,17 +11,19 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import model_validator
 
+from inspect_lens._base.arguments import judged_arguments
 from inspect_lens._base.artifact import (
     Artifact,
     ArtifactCard,
     ArtifactKind,
+    check_given,
     decode_tensors,
     find_artifact,
     from_files,
     markdown_table,
     read_artifact,
 )
-from inspect_lens.errors import ArtifactError, SpecError
+from inspect_lens.errors import SpecError
 from inspect_lens.probe import ModelRef, SeenSamples
 from inspect_lens.spec import RESID_POST, Add, Site, Value, as_array, several
 
@@ -196,6 +197,7 @@ class Vector(Artifact):
         scaled: NDArray[np.float32] = self.direction[i] * self.norm[i]
         return scaled
 
+    @judged_arguments
     def relative_scale(self, layer: int, share: float) -> float:
         """The scale at which the vector is some share of what it is added to, for `to_steering`.
 
@@ -247,6 +249,7 @@ class Vector(Artifact):
         except SpecError as error:
             raise SpecError(f"vector {self.name!r}: {error}") from None
 
+    @judged_arguments
     def random_control(self, seed: int = 0) -> Self:
         """A random direction of the same length at each layer.
 
@@ -255,6 +258,7 @@ class Vector(Artifact):
         """
         return self._control("random", seed, self._draw(seed))
 
+    @judged_arguments
     def orthogonal_control(self, seed: int = 0) -> Self:
         """A random direction of the same length at each layer, at right angles to the vector.
 
@@ -364,12 +368,7 @@ def load_vector(vector: str | Path | Vector) -> Vector:
     """
     if isinstance(vector, Vector):
         return vector
-    if not isinstance(vector, str | Path):
-        raise ArtifactError(
-            f"vector={reprlib.repr(vector)}: a {type(vector).__name__}; allowed are a name, a path "
-            "or a Vector; a log that shows this used a vector that was never saved: save it and "
-            "pass its path. lens_config and lens_scope take a SteeringVector"
-        )
+    check_given("vector", vector, "; lens_config and lens_scope take a SteeringVector")
     return Vector.load(find_artifact(VECTOR, vector))
 
 

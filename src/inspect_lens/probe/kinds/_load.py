@@ -81,11 +81,6 @@ def load_probe(probe: str | Path | AnyProbe) -> AnyProbe:
     """
     if isinstance(probe, AnyProbe):
         return probe
-    if not isinstance(probe, str | Path):
-        raise ArtifactError(
-            f"probe={probe!r}: a {type(probe).__name__}; allowed are a name, a path or a Probe; a "
-            "log that shows this used a probe that was never saved: save it and pass its path"
-        )
     path = find_artifact(PROBE, probe, _registered)
     folder, content, card = read_artifact(PROBE, path, ProbeCard.model_validate)
     tensors = decode_probe(content, card, folder)
