@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from .tiny_models import write_words
 
 __all__ = ["CASES", "HIDDEN", "LAYERS", "Case", "write"]
 
@@ -73,6 +76,8 @@ class Case:
     """Whether attention patterns are compared, from queries and keys."""
     has_latent_attention: bool = False
     """Whether attention keeps no keys per head (MLA), so that queries and keys are refused."""
+    publish: Callable[[Path], None] | None = None
+    """Makes what transformers saved what is published."""
     query_norm: float = 1.0
     """Factor of the weights of the norm on queries. Where it alone scales them, as a trained model
     has learnt, attention would be to one token, which rounding may choose."""
@@ -502,6 +507,50 @@ def _idefics3(hidden: int) -> Any:
     )
 
 
+def _kimi_k25(hidden: int) -> Any:
+    from transformers import Kimi_K25Config
+
+    vision = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 2,
+        "patch_size": 16,
+    }
+    return Kimi_K25Config(
+        vision_config=vision,
+        text_config=_deepseek_v3(hidden),
+        image_token_id=VOCAB - 1,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+
+
+def _publish_kimi_k25(folder: Path) -> None:
+    """Names as published: transformers 5.19 saves other ones, which vLLM does not know."""
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    state = {
+        name.replace("language_model.model.blocks.", "language_model.model.layers.").removeprefix(
+            "model."
+        ): tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(state, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["architectures"] = ["KimiK25ForConditionalGeneration"]
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    write_words(folder, VOCAB)
+    images = {
+        "merge_kernel_size": 2, "patch_size": 16, "temporal_merge_kernel_size": 4,
+        "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "in_patch_limit": 64,
+        "in_patch_limit_each_frame": 64, "in_patch_limit_video": 64,
+        "patch_limit_on_one_side": 64, "fixed_output_tokens": None,
+    }  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(json.dumps({"media_proc_cfg": images}))
+
+
 _LATENT_SITES = ("resid_pre", "z", "attn_out", "mlp_out", "resid_post")
 _OWN_KERNEL = {"gdn_prefill_backend": "triton"}
 _OWN_KERNEL_SAID = "on GPUs with vLLM's own kernel (`gdn_prefill_backend`), not with FlashInfer's"
@@ -699,6 +748,22 @@ CASES = (
         options={"limit_mm_per_prompt": {"image": 0}},
         is_text=False,
     ),
+    Case(
+        "kimi_k25",
+        "Kimi K2.5 (DeepSeek-V3 in it), text prompts",
+        "a language model with latent attention (MLA) inside a multimodal wrapper",
+        _kimi_k25,
+        layers="model.language_model.layers",
+        sites=_LATENT_SITES,
+        options={"limit_mm_per_prompt": {"vision_chunk": 0}, "skip_tokenizer_init": False},
+        publish=_publish_kimi_k25,
+        needs_gpu=True,
+        remark="vLLM 0.32 for CPUs does not start once numba is loaded, which its image processor "
+        "does",
+        is_text=False,
+        is_routed=True,
+        has_latent_attention=True,
+    ),
 )
 
 
@@ -737,4 +802,6 @@ def write(
             if "correction_bias" in name:
                 buffer.add_(torch.rand_like(buffer) * 0.1)
     model.to(dtype).save_pretrained(folder)
+    if case.publish:
+        case.publish(folder)
     return folder
