@@ -540,8 +540,8 @@ REPLICATION = Replication(
     f"{' and '.join(f'`{part}`' for part in JUDGED_TOPICS)}, with other questions and with prompts "
     "of the part `test`, on which the adapter was not trained either. Each question comes "
     "with a prompt that brings a lie about, and with its opposite.",
-    limits="The lies were trained into a small model, and the agent repeats what it has already "
-    "answered, so the call is seldom where the lie begins. Each conversation has one call, and "
+    limits="The lies were trained into a small model, and the agent has answered before it makes "
+    "its call, so the call is seldom where the lie begins. Each conversation has one call, and "
     "nobody looked at what an agent does after a rejection. We chose how to ask the agent after "
     "we had seen answers about some of the judged topics, under other prompts. Prompts that "
     "bring lies about have words of their own; the baseline of the prompt's words says how far "
