@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from inspect_lens._base.arguments import judged_arguments
 from inspect_lens.errors import NotCapturedError, SpecError, UnsupportedError
-from inspect_lens.spec import TensorData, as_array, as_indices, as_tensor_data
+from inspect_lens.spec import TensorData, as_array, as_indices, as_tensor_data, shown
 
 __all__ = ["AttentionFacts", "Head", "QueriesKeys", "Span", "attention_patterns"]
 
@@ -183,9 +184,19 @@ def attention_patterns(
     return found
 
 
+def _pairs(name: str, given: Any) -> list[tuple[int, int]]:
+    """Two whole numbers of each, which may be rows of an array."""
+    try:
+        return [(index(one), index(other)) for one, other in given]
+    except (TypeError, ValueError):
+        raise SpecError(
+            f"{name}={shown(given)}; allowed are pairs of whole numbers, such as [(3, 0)]"
+        ) from None
+
+
 def check_span(span: Span, n_tokens: int) -> None:
     """Refuse a range that is empty or outside the tokens."""
-    first, stop = span
+    ((first, stop),) = _pairs("spans", [span])
     if not 0 <= first < stop <= n_tokens:
         raise SpecError(
             f"span={tuple(span)}; allowed are (first, behind the last) with 0 <= first < last <= "
@@ -429,6 +440,7 @@ class QueriesKeys:
         Raises:
             SpecError: a layer, head, position or range is not there.
         """
+        spans = _pairs("spans", spans)
         for span in spans:
             check_span(span, self.n_tokens)
 
@@ -481,6 +493,7 @@ class QueriesKeys:
         compute: Callable[[_Rows, _Rows, _Asked], _Rows],
     ) -> _Rows:
         """One computation per layer, with the results in the order of the heads."""
+        heads = _pairs("heads", heads)
         if not heads:
             raise SpecError("heads: none; name (layer, head) pairs")
         by_layer: dict[int, list[int]] = {}

@@ -237,10 +237,17 @@ def test_what_does_not_fit_is_refused() -> None:
         (lambda: found.mean_attention([(3, -1)]), r"heads: \[-1\]; allowed are 0 to 3"),
         (lambda: found.patterns(4), r"layers \[3, 7\]"),
         (lambda: found.attention_to([], [(0, 1)]), "heads: none"),
+        (lambda: found.mean_attention([7]), r"heads=\[7\]; allowed are pairs of whole numbers"),
+        (lambda: found.mean_attention([(3, 0, 1)]), "heads=.*; allowed are pairs"),
+        (lambda: found.attention_to([(3, 0)], (0, 1)), r"spans=\(0, 1\); allowed are pairs"),
+        (lambda: found.attention_to([(3, 0)], [(0.5, 1)]), "spans=.*; allowed are pairs"),
         (lambda: AttentionFacts.of({"scale": 1.0}), "no num_heads, num_kv_heads, head_size"),
         (lambda: QueriesKeys.of(captured | {"qk_layers": [1]}), "with 1 layers"),
     ):
         with pytest.raises(SpecError, match=message):
             ask()
+    np.testing.assert_array_equal(
+        found.mean_attention(np.array([[3, 0], [7, 1]])), found.mean_attention([(3, 0), (7, 1)])
+    )
     with pytest.raises(ArtifactError, match="output_qk"):
         QueriesKeys.of({"residual_stream": q})
