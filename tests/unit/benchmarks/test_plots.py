@@ -148,3 +148,20 @@ def test_the_page_tells_what_scales_took_that_share_a_prompt_and_what_others_too
         (took["default"], took["sweep-completion"], took["sweep-all"]), abs=5.1e-3
     )
     assert times == pytest.approx(took["sweep-all"] / took["sweep-completion"], abs=0.051)
+
+
+def test_the_page_tells_how_much_longer_the_event_loop_is_busy() -> None:
+    text = (ROOT / "docs/measurements.md").read_text(encoding="utf-8")
+    told = text[text.index("What is missing is work of one process") :].partition("\n\n")[0]
+    found = [float(number) for number in re.findall(r"([\d.]+\d) s\b", told)]
+    runs = result("eval")["runs"]
+    wanted = [
+        statistics.median(r[key] for r in runs if (r["load"], r["arm"]) == (load, arm))
+        - statistics.median(r[key] for r in runs if (r["load"], r["arm"]) == (load, over))
+        for key, arm, over in (
+            ("seconds", "probe-scored", "idle"), ("loop_cpu_s", "probe-scored", "idle"),
+            ("loop_cpu_s", "plain-scored", "plain"),
+        )
+        for load in ("256 connections", "32 connections", "agent of 20 turns")
+    ]  # fmt: skip
+    assert found == pytest.approx(wanted, abs=5.1e-3)
