@@ -269,3 +269,5 @@ def test_every_family_by_name_trains_on_a_set() -> None:
     assert (
         fit_on(make_estimator("attention-lite", steps=2), train, 1, rows="mean").n_features_in_ == H
     )
+    with pytest.raises(SpecError, match=r"layer=\(\): name one of the layers of the set, \["):
+        fit_on(LogisticProbe(), train, ())

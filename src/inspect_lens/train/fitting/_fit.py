@@ -348,6 +348,8 @@ def fit_on(
     if rows is not None:
         check_word("rows", rows, FitRows)
     layers = (layer,) if isinstance(layer, int) else tuple(layer)
+    if not layers:
+        raise SpecError(f"layer={layer}: name one of the layers of the set, {list(data.layers)}")
     if estimator.reads == "sequences" and len(layers) > 1:
         raise SpecError(f"layer={layer}: this family reads one layer; name one")
     rows = rows_of(estimator, rows)
