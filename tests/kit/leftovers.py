@@ -53,6 +53,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     for process in left:
         with contextlib.suppress(psutil.Error):
             process.kill()
+    # On a busy machine a killed process takes its time to end.
+    psutil.wait_procs(left, timeout=GRACE_S + 10)
     if session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     reporter = session.config.pluginmanager.getplugin("terminalreporter")
