@@ -152,7 +152,7 @@ def test_the_page_tells_what_scales_took_that_share_a_prompt_and_what_others_too
 
 def test_the_page_tells_how_much_longer_the_event_loop_is_busy() -> None:
     text = (ROOT / "docs/measurements.md").read_text(encoding="utf-8")
-    told = text[text.index("What is missing is work of one process") :].partition("\n\n")[0]
+    told = text[text.index("The difference is work of a single process") :].partition("\n\n")[0]
     found = [float(number) for number in re.findall(r"([\d.]+\d) s\b", told)]
     runs = result("eval")["runs"]
     wanted = [

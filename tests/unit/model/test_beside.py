@@ -8,6 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ import psutil
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from inspect_ai.log import read_eval_log
-from inspect_ai.model import GenerateConfig
+from inspect_ai.model import GenerateConfig, ModelOutput
 from inspect_ai.solver import Generate, TaskState, solver
 
 from inspect_lens._intake import Beside, _process, read_file
@@ -162,33 +165,36 @@ async def test_one_that_dies_again_and_again_is_given_up(
     assert mine.send(b"{") is None
 
 
+@asynccontextmanager
+async def cancelled(
+    beside: Beside, model_of: GetModel, folder: Path
+) -> AsyncIterator[tuple[Slow, Callable[[str], Awaitable[ModelOutput]]]]:
+    """A server of which one call was cancelled, and what calls it again."""
+    await ready(beside)
+    with Slow() as server:
+        model = model_of(server, activations_dir=str(folder))
+        call = partial(model.generate, config=lens_config(capture=[1]))
+        with anyio.move_on_after(0.25) as scope:
+            await call("a b")
+        assert scope.cancelled_caught
+        yield server, call
+
+
 async def test_a_cancelled_call_disturbs_no_other(
     beside: Beside, model_of: GetModel, tmp_path: Path
 ) -> None:
-    await ready(beside)
-    with Slow() as server:
-        model = model_of(server, activations_dir=str(tmp_path))
-        config = lens_config(capture=[1])
-        with anyio.move_on_after(0.25) as scope:
-            await model.generate("a b", config=config)
-        assert scope.cancelled_caught
-        check((await model.generate("c d e", config=config)).metadata["activations"])
+    async with cancelled(beside, model_of, tmp_path) as (_, call):
+        check((await call("c d e")).metadata["activations"])
 
 
 async def test_a_cancelled_call_leaves_no_file(
     beside: Beside, model_of: GetModel, tmp_path: Path
 ) -> None:
     """No log would name it."""
-    await ready(beside)
-    with Slow() as server:
-        model = model_of(server, activations_dir=str(tmp_path))
-        config = lens_config(capture=[1])
-        with anyio.move_on_after(0.25) as scope:
-            await model.generate("a b", config=config)
-        assert scope.cancelled_caught
+    async with cancelled(beside, model_of, tmp_path) as (server, call):
         await anyio.sleep(2 * server.wait_s)
         assert files_in(tmp_path) == []
-        await model.generate("c d e", config=config)
+        await call("c d e")
         assert len(files_in(tmp_path)) == 1
 
 
