@@ -154,7 +154,6 @@ class Settings:
 
     @classmethod
     def load(cls) -> Settings:
-        """Read the settings from the environment."""
         values: dict[str, object] = {}
         known = {variable(item.name) for item in fields(cls)}
         for name in os.environ:

@@ -49,7 +49,6 @@ class Partial:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def __bool__(self) -> bool:
@@ -167,7 +166,6 @@ class Joined:
         self._tensors: dict[str, list[TensorData]] = {}
 
     def add(self, part: Partial) -> None:
-        """Take the next part."""
         for name, scores in part.scores.items():
             self.scores.setdefault(name, []).extend(scores)
         for name, tensor in part.tensors.items():

@@ -88,7 +88,6 @@ class TokenTexts:
 
     @property
     def is_known(self) -> bool:
-        """Whether there is a tokenizer."""
         return self._tokenizer is not None
 
     def special(self, ids: Iterable[int]) -> list[bool]:

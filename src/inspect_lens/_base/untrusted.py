@@ -185,7 +185,6 @@ def load_torch(content: bytes, where: str, *, plain: Iterable[str] = ()) -> Any:
 
 
 def _tensors(value: Any) -> Iterator[Any]:
-    """The tensors in what a `.pt` file holds."""
     if hasattr(value, "element_size"):
         if str(value.layout) != "torch.strided":
             raise ValueError(f"a tensor of layout {value.layout}; allowed are dense ones")

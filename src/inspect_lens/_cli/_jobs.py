@@ -398,7 +398,6 @@ class Recipe(_Part):
 
 
 def load_recipe(path: str | Path) -> Recipe:
-    """Read a recipe."""
     try:
         recipe = Recipe.model_validate(parse_yaml(Path(path).read_text(encoding="utf-8")))
         make_estimator(recipe.family, **recipe.settings)

@@ -91,12 +91,10 @@ def finite(param: typer.CallbackParam, value: float | None) -> float | None:
 
 
 def number(help: str, *, min: float | None = None, max: float | None = None) -> Any:
-    """The option of a finite number."""
     return typer.Option(help=help, callback=finite, min=min, max=max)
 
 
 def out_folder(help: str) -> Any:
-    """The option of a folder that a command writes."""
     return typer.Option(help=help, callback=writable)
 
 
@@ -243,7 +241,6 @@ class CommandGroup(typer.core.TyperGroup):
     """A group whose help has the whole summary of each command, over several lines if need be."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands."""
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         rows = [
             (name, command.get_short_help_str(limit=_NO_LIMIT))

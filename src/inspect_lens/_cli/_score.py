@@ -175,7 +175,6 @@ def _numbers(metrics: dict[str, float | None]) -> list[str]:
 
 
 def same_file(one: str, other: str) -> bool:
-    """Whether two paths are one file, by any name."""
     return Path(one).exists() and Path(other).exists() and Path(one).samefile(other)
 
 

@@ -41,7 +41,6 @@ class Batch:
     """Absolute position of the request's first token of this step."""
 
     def take(self, index: NDArray[Any]) -> Batch:
-        """The requests at `index`."""
         return Batch(
             self.slots[index], self.offset[index], self.n_tokens[index], self.position[index]
         )
@@ -81,7 +80,6 @@ class RequestTable:
         self.record: Ints = np.zeros(capacity, dtype=np.int32)
         """Board record of a request that is steered."""
         self.n_prompt: Longs = np.zeros(capacity, dtype=np.int64)
-        """Prompt tokens."""
         self.owner: Longs = np.full(capacity, -1, dtype=np.int64)
         """Index of the request's front-end in `replies`, or -1."""
         self.replies: list[str] = []
@@ -192,7 +190,6 @@ def plan_step(
     ring_rows: int,
     tap_rows: Longs | None = None,
 ) -> StepPlan:
-    """Work out one step."""
     n = int((batch.offset + batch.n_tokens).max(initial=0))
     tokens = np.empty((n, 5), dtype=np.int32)
     tokens[:, 0], tokens[:, 1], tokens[:, 3:] = 0, -1, 0
@@ -315,7 +312,6 @@ class Drafts:
         """By slot: one past the last position that the running step settles."""
 
     def add(self, slot: int, n_prompt: int, until: int) -> None:
-        """Follow a request."""
         self._requests[slot] = _Request(n_prompt, until)
 
     def remove(self, slot: int) -> None:

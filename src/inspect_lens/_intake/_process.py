@@ -94,7 +94,6 @@ def fetch_from(source: Source, handle: str) -> bytes | memoryview:
 
 
 def store(payload: Payload, path: str) -> Stored:
-    """Write the file of a payload."""
     write_file(path, encode_file(payload))
     return Stored.of(payload, stamp_of(path))
 

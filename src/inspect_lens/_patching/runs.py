@@ -136,7 +136,6 @@ def choose_positions(
 def find_subject(
     subject: str | Sequence[int], texts: Sequence[str], *, where: str = ""
 ) -> tuple[int, ...]:
-    """Positions of a subject's tokens."""
     n = len(texts)
     if not isinstance(subject, str):
         parsed = parse_positions(list(subject), field="subject")
@@ -253,7 +252,6 @@ def capture_spec(layers: Sequence[int] | None, site: Site) -> CaptureSpec:
 
 
 def is_chat(prompt: Prompt) -> bool:
-    """Whether a prompt is chat messages."""
     return not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
 
 

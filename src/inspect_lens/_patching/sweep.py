@@ -63,7 +63,6 @@ class Stored(NamedTuple):
 def patches(
     stored: Stored, layers: Sequence[int], position: int, site: Site, alpha: float = 1.0
 ) -> tuple[Replace, ...]:
-    """The edit of one cell."""
     at = [stored.layers.index(layer) for layer in layers]
     values = stored.values[at, stored.positions.index(position)][:, None]
     edit = Replace(rows=values, layers=tuple(layers), positions=(position,), site=site, alpha=alpha)
@@ -207,7 +206,6 @@ class _Body(BaseModel):
 
 
 def specs_of(body: Any) -> tuple[str | None, list[SweepSpec]]:
-    """Read the body of a request."""
     if not isinstance(body, Mapping):
         raise SpecError(f"the body: a JSON object is wanted, not {type(body).__name__}")
     check_counts(dict(body))
@@ -257,7 +255,6 @@ def _check_prompt(prompt: Prompt, name: str) -> None:
 
 
 def to_body(spec: SweepSpec, model: str) -> dict[str, Any]:
-    """The body that asks a server for a sweep."""
     rows = None if spec.rows is None else encode_tensor(as_tensor_data(spec.rows))
     given = {each.name: getattr(spec, each.name) for each in fields(spec) if each.name != "site"}
     return given | {
@@ -298,7 +295,6 @@ _FACTS = [field.name for field in fields(PatchSweep) if field.name not in _FOUND
 
 
 def sweep(runs: Runs, spec: SweepSpec) -> Iterator[SweepEvent]:
-    """Run a sweep."""
     spec.check()
     ids, bad_ids = runs.tokens(spec.clean), runs.tokens(spec.corrupted)
     texts, bad_texts = runs.texts(ids), runs.texts(bad_ids)
@@ -417,7 +413,6 @@ class EventLines:
         self._cells = 0
 
     def line(self, event: SweepEvent) -> dict[str, Any]:
-        """One event as a JSON object."""
         if isinstance(event, PatchSweep):
             self._site, self._cells = event.site, 0
             facts = {name: getattr(event, name) for name in _FACTS}
@@ -441,7 +436,6 @@ class EventLines:
 
 
 def events_of(lines: Iterable[str]) -> Iterator[SweepEvent]:
-    """Read the lines of one sweep."""
     for line in lines:
         if not line.strip():
             continue

@@ -35,7 +35,6 @@ _FACTS = re.compile(r"shard-([0-9a-f]{12})-(\d{6,9})\.json")
 
 
 def shard_name(writer: str, number: int) -> str:
-    """Name of a shard without its ending."""
     return f"shard-{writer}-{number:06d}"
 
 

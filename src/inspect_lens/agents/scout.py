@@ -143,7 +143,6 @@ async def _read(
 
 
 def summarise(turns: Turns, *, combine: Combine, reader: ProbeReader) -> Result:
-    """One result for a transcript."""
     note = f" {turns.n_missing} calls captured nothing." if turns.n_missing else ""
     if not turns.read:
         return Result(value=None, explanation=f"No token that {reader.probe.name} reads.{note}")

@@ -158,7 +158,6 @@ def load_heads(
 
 
 def _published(name: str, method: str | None) -> AttentionHeads:
-    """The heads that were published for a model."""
     found = [one for one in settings_of(name) if one.heads and method in (None, one.kind)]
     if advice := organism_advice(name):
         raise ArtifactError(f"heads: {advice}")

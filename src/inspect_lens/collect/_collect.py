@@ -83,7 +83,6 @@ def request_of(
 
 
 async def capture_sample(model: Model, index: int, sample: ProbeSample, how: Request) -> Captured:
-    """Capture one sample."""
     if sample.reading == "generate":
         handle, completion = await _generate(model, index, sample, how)
         n_fed = handle.n_prompt + max(handle.n_completion - 1, 0)
@@ -220,7 +219,6 @@ def _select(positions: Positions, *, n_prompt: int, n_fed: int, raw: bool) -> tu
 
 
 def rows_at(handle: Activations, positions: Sequence[int]) -> TensorData | None:
-    """Rows of the residual stream at positions."""
     return pick_data(handle, None, RESID_POST, positions) if positions else None
 
 

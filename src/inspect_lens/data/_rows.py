@@ -162,7 +162,6 @@ _DOWNLOAD: Final = (
 def read_hub(
     repository: str, *, config: str | None, split: str, revision: str | None
 ) -> Iterator[Row]:
-    """Rows of a data set of the hub."""
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError:

@@ -150,11 +150,9 @@ class ProbeDataset:
             raise SpecError(f"{self.name}: has no samples; allowed is one at least; check filters")
 
     def __len__(self) -> int:
-        """Number of samples."""
         return len(self.samples)
 
     def __iter__(self) -> Iterator[ProbeSample]:
-        """The samples, in order."""
         return iter(self.samples)
 
     @property

@@ -330,7 +330,6 @@ def _shown(row: Row) -> str:
 
 
 def get(row: Row, key: str, index: int) -> Any:
-    """A value that has to be there."""
     if row.get(key) is None and key in row:
         raise SpecError(f"row {index}: {key!r} is empty; fill it, or leave it out; {_shown(row)}")
     if key not in row:

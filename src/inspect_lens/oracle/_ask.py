@@ -164,7 +164,6 @@ class OraclePlan:
     async def ask(
         self, about: Activations | ModelOutput | ChatMessage, model: Model | None = None
     ) -> list[OracleAnswer]:
-        """Ask about a generation as planned."""
         target = server_of(model or get_model(), "an activation oracle")
         if isinstance(about, ModelOutput) and has_nothing_to_read(about):
             return []

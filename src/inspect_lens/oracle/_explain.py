@@ -90,7 +90,6 @@ class ExplainPlan:
     async def ask(
         self, about: Activations | ModelOutput, model: Model | None = None
     ) -> list[OracleAnswer]:
-        """Explain rows of a generation as planned."""
         served = server_of(model or get_model(), "self-explanation")
         if isinstance(about, ModelOutput) and has_nothing_to_read(about):
             return []

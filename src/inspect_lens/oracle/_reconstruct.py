@@ -292,7 +292,6 @@ def complete_reconstructor(path: str | Path, out: str | Path) -> Path:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """File of each tensor of a checkpoint."""
     if (folder / _INDEX).is_file():
         return dict(parse_json(read_regular(folder / _INDEX))["weight_map"])
     found: dict[str, str] = {}

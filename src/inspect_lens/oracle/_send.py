@@ -238,7 +238,6 @@ def oracle_message(
 
 
 def placeholder_id(token_ids: Sequence[int], placeholder: str) -> int:
-    """The token of the placeholder."""
     if len(token_ids) != 1:
         raise ArtifactError(
             f"the placeholder {placeholder!r} is {len(token_ids)} tokens {list(token_ids)} of this "
@@ -250,7 +249,6 @@ def placeholder_id(token_ids: Sequence[int], placeholder: str) -> int:
 def find_placeholders(
     prompt_token_ids: Sequence[int], placeholder: int, *, n_layers: int, count: int
 ) -> tuple[int, ...]:
-    """Find the placeholders in the tokens of a rendered prompt."""
     found = [i for i, token in enumerate(prompt_token_ids) if token == placeholder]
     wanted = n_layers * count
     if len(found) != wanted:

@@ -55,7 +55,6 @@ SERVER_REQUESTS = 64
 
 
 def open_runs(model: Any) -> Runs:
-    """Find out what kind of engine this is."""
     if isinstance(model, LensClient):
         return _Served(model)
     if hasattr(model, "llm_engine"):

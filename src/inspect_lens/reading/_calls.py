@@ -61,7 +61,6 @@ def record_standing(message_ids: Iterable[str]) -> None:
 
 
 def ids_of(messages: Iterable[ChatMessage]) -> list[str]:
-    """Ids of the assistant messages among these."""
     return [m.id for m in messages if m.role == "assistant" and m.id is not None]
 
 
@@ -489,7 +488,6 @@ class CallTexts:
         self._texts: dict[str | None, TokenTexts] = {}
 
     def of(self, model_name: str | None, *, what: str) -> TokenTexts:
-        """The texts of a model's tokens."""
         if model_name not in self._texts:
             self._texts[model_name] = self._find(model_name, what)
         return self._texts[model_name]

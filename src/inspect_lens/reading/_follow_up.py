@@ -62,11 +62,9 @@ class FollowUpReply:
 
     @classmethod
     def of(cls, asked: FollowUp, output: ModelOutput) -> Self:
-        """Read what a call replied."""
         return cls(asked, output, yes_or_no(output))
 
     def facts(self) -> dict[str, Any]:
-        """Small facts for a log."""
         return {
             "question": self.asked.question,
             "reply": self.output.completion[:500],

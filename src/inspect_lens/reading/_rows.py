@@ -57,7 +57,6 @@ async def in_thread(work: Callable[[], Made]) -> Made:
 
 
 def parse_source(source: str) -> Source:
-    """Check what a user asks for."""
     check_word("source", source, Source, "'auto' is the default")
     return cast("Source", source)
 

@@ -375,7 +375,6 @@ def _at(turn: Turn, error: Exception, turns: Iterable[Turn]) -> Exception:
 def call_of(
     message: ChatMessage | str, output: ModelOutput | None = None
 ) -> ProbeScores | Activations | ModelOutput | None:
-    """Find the model call that wrote a message."""
     handle = activations_for(message)
     scores = probe_scores_for(message)
     if scores is not None:
@@ -562,7 +561,6 @@ class TurnJudge:
 
 
 def turn_of(call: ToolCall, history: Sequence[ChatMessage]) -> ChatMessageAssistant:
-    """The message that makes a tool call."""
     for message in reversed(history):
         calls = message.tool_calls if isinstance(message, ChatMessageAssistant) else None
         if isinstance(message, ChatMessageAssistant) and any(c.id == call.id for c in calls or ()):

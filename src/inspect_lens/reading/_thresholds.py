@@ -198,7 +198,6 @@ class Suspicion:
             raise SpecError(f"unit='threshold': {error}; or use unit='raw'") from None
 
     def __call__(self, score: float) -> float:
-        """The suspicion of one score."""
         if self.threshold is None:
             return score
         return 0.5 * (1.0 + math.tanh(0.5 * (score - self.threshold)))

@@ -500,7 +500,6 @@ class SparseAutoencoder(SparseEncoder):
 
 
 def _by_number(name: str, given: Any) -> dict[int, float]:
-    """What becomes of each latent."""
     if not isinstance(given, Mapping):
         raise SpecError(
             f"{name}={shown(given)}; allowed is a number for each latent, such as {{17: 10.0}}"

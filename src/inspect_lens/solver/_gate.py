@@ -136,7 +136,6 @@ class Gate(NamedTuple):
 
 
 def _again(chosen: int, outcome: Outcome) -> Outcome:
-    """The outcome of another attempt than the first."""
     return outcome if chosen else "passed"
 
 
@@ -426,7 +425,6 @@ def probe_gate(
 
 
 def _check(action: str, steer: VectorLike | Mapping[str, Any] | None, prefer: str) -> None:
-    """Refuse arguments that do not go together."""
     if prefer == "high" and action != "best":
         raise SpecError(
             f"prefer={prefer!r} with action={action!r}; allowed are 'low' and, for 'best', 'high'"
@@ -510,7 +508,6 @@ async def _generate(
 
 
 def _called(made: TaskState) -> tuple[str, ...]:
-    """Names of the tools that a turn calls."""
     message = made.output.message if made.output.choices else None
     return tuple(call.function for call in (message.tool_calls or ())) if message else ()
 
@@ -518,14 +515,12 @@ def _called(made: TaskState) -> tuple[str, ...]:
 def _finish(
     gate: Gate, state: TaskState, tried: list[_Tried], turn: int, **facts: Any
 ) -> TaskState:
-    """Make what stands the state's answer."""
     decision = gate.decide(state, [one.record for one in tried], turn, **facts)
     adopt(state, tried[decision.chosen].state)
     return withhold(state, gate.replacement) if decision.outcome == "stopped" else state
 
 
 def _in_engine(gate: Gate) -> Solver:
-    """The gate whose probe runs in the server."""
     name = gate.probe.removeprefix(ENGINE)
     alarm: Literal["stop", "flag"] = "stop" if gate.action == "stop" else "flag"
     use = ProbeUse(name=name, alarm=alarm, threshold=gate.threshold)

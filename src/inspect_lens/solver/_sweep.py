@@ -151,7 +151,6 @@ class SweepRun(NamedTuple):
     capture: Any = None
 
     async def cells(self, plans: Sequence[CellPlan]) -> list[CellDone]:
-        """Generate all of them at the same time."""
         return await together(*(self.cell(plan) for plan in plans))
 
     async def cell(self, plan: CellPlan) -> CellDone:

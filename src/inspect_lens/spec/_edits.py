@@ -88,7 +88,6 @@ class Add(EditBase):
 
     @cached_property
     def _norm(self) -> float:
-        """The largest norm of its vectors."""
         norms = (np.linalg.norm(v.astype(np.float64), axis=-1).max() for v in self.vector.blocks())
         return float(max(norms))
 

@@ -46,7 +46,6 @@ class LensModel:
         self._prove()
 
     def unembed(self, rows: torch.Tensor) -> torch.Tensor:
-        """Logits of rows of the stream."""
         dtype = self._head.weight.dtype
         logits = self._head(self._norm(rows.to(dtype))).float() * self._factor
         capped: torch.Tensor = (
@@ -104,7 +103,6 @@ class LensModel:
 def batches(
     prompts: Sequence[Sequence[int]], size: int, max_tokens: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Prompts in order, some at once."""
     for start in range(0, len(prompts), size):
         part = [list(prompt[:max_tokens]) for prompt in prompts[start : start + size]]
         longest = max(map(len, part))

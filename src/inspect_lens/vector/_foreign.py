@@ -51,7 +51,6 @@ class GGUFFile(NamedTuple):
 def encode_gguf(
     facts: Mapping[str, str | int], tensors: Mapping[str, NDArray[np.float32]]
 ) -> bytes:
-    """Content of a GGUF file."""
     head = [_MAGIC, struct.pack("<IQQ", _VERSION, len(tensors), len(facts))]
     for key, value in facts.items():
         head.append(_text(key))
@@ -74,7 +73,6 @@ def encode_gguf(
 
 
 def decode_gguf(content: bytes) -> GGUFFile:
-    """Read a GGUF file."""
     reader = _Reader(content)
     if reader.take(4) != _MAGIC:
         raise ValueError("it does not begin with GGUF")
@@ -293,7 +291,6 @@ def _tell(file: Path, value: Any) -> str:
 
 
 def _array(value: Any) -> Floats:
-    """A tensor or list as float64."""
     wide = value.detach().double().numpy() if hasattr(value, "detach") else value
     return np.asarray(wide, dtype=np.float64)
 

@@ -281,7 +281,6 @@ class Collector:
 
     @property
     def n_open(self) -> int:
-        """Requests whose results are expected."""
         return len(self._pending)
 
     def further(

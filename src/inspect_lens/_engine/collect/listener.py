@@ -73,7 +73,6 @@ class Mirror(ArenaReader):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the link to the worker is."""
         return not self.is_lost
 
     def lose(self) -> None:
@@ -118,7 +117,6 @@ class Mirror(ArenaReader):
         return np.asarray(numbers, dtype="<i8").tobytes()
 
     def write(self, offset: int, content: memoryview) -> None:
-        """Put bytes where they lie in the worker's memory."""
         if not 0 <= offset <= offset + len(content) <= self.nbytes:
             raise FrameError(f"{len(content)} bytes at {offset} lie outside of the worker's memory")
         self.view.data[offset : offset + len(content)] = np.frombuffer(content, dtype=np.uint8)

@@ -213,7 +213,6 @@ class Placing:
         return True
 
     def fail(self, block: Block, worker: Worker, error: CapacityError) -> None:
-        """Fail the requests of a block."""
         numbers = set(unpacked(block.numbers).tolist())
         with self._changed:
             for key, pending, _ in self._of(worker, numbers):

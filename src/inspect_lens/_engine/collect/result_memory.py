@@ -336,7 +336,6 @@ class Stream:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row."""
         return self.width * _DTYPES[self.dtype].itemsize
 
     def arrived(self, count: int) -> NDArray[np.bool_]:
@@ -401,7 +400,6 @@ class Stream:
         return bool(self.arrived(count).all())
 
     def open(self, memory: ResultMemory) -> None:
-        """Take memory for the rows."""
         if self.listed is None:
             self.room = max(1, min(self.most, memory.most_rows(self.row_bytes) // self.taps))
         self.slab = memory.take(self.taps * self.room, self.row_bytes, is_full=self._is_full)

@@ -108,12 +108,10 @@ class Frame:
 
 
 def packed_frame(kind: Kind, number: int = 0, content: bytes = b"") -> list[bytes]:
-    """The parts of a frame."""
     return [_HEAD.pack(kind, number), content]
 
 
 def frame_of(parts: Sequence[Any]) -> Frame:
-    """The frame in what came."""
     if len(parts) != 2 or len(parts[0]) != _HEAD.size or len(parts[1]) > CHUNK:
         raise FrameError(f"parts of {[len(part) for part in parts][:4]} bytes are no frame")
     kind, number = _HEAD.unpack(bytes(parts[0]))
@@ -215,7 +213,6 @@ class Link(Channel):
         self._room.wait(seconds)
 
     def is_alive(self) -> bool:
-        """Whether the link has not ended."""
         return not self._is_lost
 
     def is_stopped(self) -> bool:
@@ -233,7 +230,6 @@ class Link(Channel):
             os.close(self._wake)
 
     def __str__(self) -> str:
-        """For logs."""
         return f"the front-end at {self._address}"
 
     def _run(self) -> None:

@@ -88,7 +88,6 @@ class Copier:
     def apply(
         self, readout: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor
     ) -> torch.Tensor:
-        """What a readout makes of rows."""
         return readout(rows)
 
     def copy(self, rows: torch.Tensor, offset: int, seq: int, dtype: torch.dtype) -> None:
@@ -248,7 +247,6 @@ class Rows:
         covers: Longs | None = None,
         dtype: torch.dtype | None = None,
     ) -> Rows:
-        """Pack the numbers."""
         return cls(
             tensor,
             packed(numbers),
@@ -366,7 +364,6 @@ class Exporter:
         self._told.discard(reply)
 
     def close(self) -> None:
-        """Free sockets and memory."""
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()

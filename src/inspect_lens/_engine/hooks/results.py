@@ -35,7 +35,6 @@ _STORAGE["bfloat16"] = np.dtype("<u2")
 
 
 def pack_saved(value: Any, *, most: int, where: str) -> bytes:
-    """Make bytes of nested values."""
     data = msgspec.msgpack.encode(_plain(value, where, _Budget(most)))
     if len(data) > most:
         raise _too_large(where, most)

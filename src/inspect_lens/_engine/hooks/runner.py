@@ -96,7 +96,6 @@ class HookRunner:
     # -- requests ----------------------------------------------------------------
 
     def add(self, key: str, envelope: Mapping[str, Any]) -> None:
-        """Take up a request."""
         asked = envelope[EAGER_KEY]
         places = [self._places[name] for name in asked["persistent"] if name in self._places]
         places += [Place.of(item) for item in asked["own"]]
@@ -151,7 +150,6 @@ class HookRunner:
     # -- a step --------------------------------------------------------------------
 
     def begin(self, parts: Iterable[Part]) -> dict[int, Needs]:
-        """Begin a step."""
         self._spans = []
         needs: dict[int, Needs] = {}
         for part in parts:
@@ -216,7 +214,6 @@ class HookRunner:
                 request.error = CaptureError(f"hooks could not run: {error}")
 
     def end(self) -> list[tuple[str, LensError]]:
-        """End a step."""
         for part, request in self._spans:
             request.next = part.position + part.n_tokens
             if request.error is None and not all(

@@ -63,11 +63,9 @@ class EditEnvelope:
     """One edit, or a gate that later ones read."""
 
     site: Site
-    """The site asked for."""
     layers: tuple[int, ...]
     """Layer of each entry of `programs`."""
     made: Programs
-    """What it does."""
     positions: tuple[int, ...] | None
     """None: every token of the span."""
     lo: int
@@ -84,7 +82,6 @@ class EditEnvelope:
 
     @property
     def taps(self) -> tuple[TapPoint, ...]:
-        """The tap of each layer."""
         return tuple(tap_point(self.site, layer) for layer in self.layers)
 
     @property
@@ -197,7 +194,6 @@ class _Sealing:
         self.made: list[EditEnvelope] = []
 
     def add(self, edit: EditBase, field: str) -> None:
-        """Make the entries of one edit."""
         where = _where(edit.positions, edit.phase, self._n_prompt, self._n_max, field)
         width, n = self._width_of(edit.site), len(edit.layers)
         gate = _ALWAYS if edit.when is None else self._condition(edit.when, edit, where)
@@ -382,7 +378,6 @@ def _gated(program: Program, gate: int) -> Program:
 
 
 def pack_edit(edit: EditEnvelope, *, is_local: bool) -> tuple[Any, ...]:
-    """As msgpack-able data."""
     where = edit.site, edit.layers, edit.positions, edit.lo, edit.hi, edit.room
     return (
         (*where, edit.receipt_sha256, edit.key, edit.is_open),
@@ -393,7 +388,6 @@ def pack_edit(edit: EditEnvelope, *, is_local: bool) -> tuple[Any, ...]:
 
 
 def unpack_edit(value: Sequence[Any]) -> EditEnvelope:
-    """Read what `pack_edit` made."""
     (site, layers, positions, *rest), sha256, programs, parts = value
     made = unpack_programs(sha256, programs, partial(received, parts))
     positions = None if positions is None else tuple(positions)
@@ -419,7 +413,6 @@ class SealedEdits:
 
     @cached_property
     def taps(self) -> frozenset[TapPoint]:
-        """Where the stream is edited."""
         return frozenset(tap for s in self.edits for tap in s.taps)
 
     @cached_property
@@ -429,7 +422,6 @@ class SealedEdits:
 
     @cached_property
     def sites(self) -> frozenset[Site]:
-        """Sites at which it is edited."""
         return frozenset(s.site for s in self.edits)
 
     @cached_property
@@ -473,7 +465,6 @@ class SealedEdits:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes to keep it."""
         listed = sum(8 * len(s.positions or ()) for s in self.edits)
         return listed + sum(e.made.nbytes for e in self.edits)
 
@@ -488,7 +479,6 @@ class SealedEdits:
 
     @classmethod
     def unpack(cls, data: bytes) -> SealedEdits:
-        """Read what `pack` made."""
         return cls(tuple(map(unpack_edit, msgspec.msgpack.decode(data))))
 
     @cached_property

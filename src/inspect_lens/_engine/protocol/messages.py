@@ -176,7 +176,6 @@ class Channel(Process):
         raise NotImplementedError
 
     def close(self) -> None:
-        """Send nothing more."""
         raise NotImplementedError
 
 
@@ -184,24 +183,20 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def encode(message: Message) -> bytes:
-    """Encode a message."""
     return _ENCODER.encode(message)
 
 
 def decode(data: bytes) -> Message:
-    """Decode a message."""
     # A decoder per call: it is cheap, and decoders must not be shared between threads.
     decoder: Any = msgspec.msgpack.Decoder(Opened | Block | Settled | Failure | Saved)
     return decoder.decode(data)  # type: ignore[no-any-return]
 
 
 def packed(values: NDArray[np.int64]) -> bytes:
-    """Numbers as bytes."""
     return np.ascontiguousarray(values, dtype="<i8").tobytes()
 
 
 def unpacked(data: bytes) -> NDArray[np.int64]:
-    """Numbers out of bytes."""
     return np.frombuffer(data, dtype="<i8")
 
 
@@ -209,7 +204,6 @@ BOARD_SIZE = 1 << 15
 """Records; a request's is its number modulo this, so numbers of live requests must differ."""
 
 BOARD_COLUMNS = 5 + 2 * N_LATCHES
-"""Of a record."""
 
 _READERS = 256
 _CURSORS = 8
@@ -505,10 +499,8 @@ class Envelope:
     """Its process, which a worker that waits for it looks at."""
     capture: CaptureEnvelope | None
     edited: SealedEdits
-    """Everything that changes the stream."""
     probes: ProbesEnvelope | None
     n_prompt: int
-    """Prompt tokens."""
     is_speculative: bool
     """Whether a step may feed tokens that are rejected afterwards."""
     steer_hash: str | None
@@ -518,13 +510,11 @@ class Envelope:
     qk: CaptureEnvelope | None = None
     """Queries and keys, which are a capture of their own beside the other."""
     lens: LensEnvelope | None = None
-    """What rows predict."""
     is_streamed: bool = False
     """Whether the front-end sends results with their tokens; workers do not care."""
 
     @property
     def edits(self) -> tuple[EditEnvelope, ...]:
-        """What changes the stream, in order."""
         return self.edited.edits
 
     @property
@@ -610,7 +600,6 @@ class Envelope:
 
     @classmethod
     def unpack(cls, value: Mapping[str, Any]) -> Envelope:
-        """Read what `pack` made."""
         if isinstance(value, Packed):
             return value.envelope
         if value.get("v") != VERSION:

@@ -36,7 +36,6 @@ STALLED_S = 10.0
 
 
 def is_alive(pid: int) -> bool:
-    """Whether there is such a process."""
     return os.path.exists(f"/proc/{pid}")
 
 
@@ -57,15 +56,12 @@ class Process:
         self.pid = pid
 
     def is_alive(self) -> bool:
-        """Whether it is still there."""
         return self.pid is None or is_alive(self.pid)
 
     def is_stopped(self) -> bool:
-        """Whether it was told to stop."""
         return self.pid is not None and is_stopped(self.pid)
 
     def __str__(self) -> str:
-        """For logs."""
         return "a front-end" if self.pid is None else f"process {self.pid}"
 
 
@@ -108,7 +104,6 @@ class Links:
 
     @property
     def own_host(self) -> str:
-        """Of this process."""
         return self.host or host_id()
 
 
@@ -132,7 +127,6 @@ class Address:
 
     @classmethod
     def unpack(cls, text: str) -> Address:
-        """The address in a request."""
         if _SEPARATOR not in text:
             return cls(text)
         return cls(*text.rsplit(_SEPARATOR, 3))

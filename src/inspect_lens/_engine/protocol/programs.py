@@ -48,13 +48,11 @@ class Programs:
 
     @cached_property
     def autoencoders(self) -> frozenset[str]:
-        """Hashes of autoencoders that are spliced in."""
         programs = (program for at_layer in self.by_layer for program in at_layer)
         return frozenset(one.content for program in programs for one in program if one.content)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes to keep it."""
         return sum(map(len, self.data)) + _LIST_BYTES * len(self.by_layer)
 
 
@@ -148,8 +146,6 @@ def made_once(content: Hashable, make: Callable[[], Sequence[Sequence[Program]]]
 def unpack_programs(
     sha256: str, packed: Sequence[Any], data: Callable[[], tuple[bytes, ...]]
 ) -> Programs:
-    """Read what was sent."""
-
     def read() -> Programs:
         rows = data()
         return _read(sha256, packed, rows, _digests(rows))

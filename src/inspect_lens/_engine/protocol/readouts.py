@@ -187,13 +187,10 @@ class CaptureEnvelope(Readout):
     """Rows to send back."""
 
     sites: tuple[Site, ...]
-    """Sites asked for."""
     layers: tuple[int, ...]
     """Global layer numbers asked for at each site, ascending."""
     hidden: int
-    """Width of the stream."""
     dtype: DType
-    """dtype of the result."""
     transport: str
     """How the response carries the tensor; the worker does not care."""
     reduce: Reduce = "none"
@@ -209,14 +206,11 @@ class CaptureEnvelope(Readout):
     widths: tuple[tuple[int, int], ...] = ()
     """Of each site, numbers of a row and `SiteWidth.shards`; none where all are the stream's."""
     ranks: int = 1
-    """Tensor-parallel ranks."""
     heads: tuple[tuple[Site, int, int], ...] = ()
     """Heads to send, as (site, layer, head); none where whole rows are sent."""
     head_size: int = 0
-    """Width of each of them."""
 
     def width_of(self, site: Site) -> SiteWidth:
-        """How wide the rows of one of the sites are."""
         if not self.widths:
             return SiteWidth(site, self.hidden)
         return SiteWidth(site, *self.widths[self.sites.index(site)])
@@ -636,7 +630,6 @@ class LensForm(NamedTuple):
 
     @property
     def taps(self) -> tuple[TapPoint, ...]:
-        """Whose rows are read, in tap order."""
         return tap_points((RESID_POST,), self.layers)
 
 

@@ -28,7 +28,6 @@ def rows_at_once(vocab: int) -> int:
 
 
 def read_logits(logits: torch.Tensor, form: LensForm) -> torch.Tensor:
-    """Read the logits of some rows."""
     peaks, total = _scanned(logits)
     out = torch.empty(len(logits), form.columns, dtype=torch.float32, device=logits.device)
     k, n = form.top_k, len(form.tokens)
@@ -108,10 +107,8 @@ class Translator:
         tensors = {name: to_torch(tensor).to(device) for name, tensor in lens.tensors.items()}
         self._matrix, self._bias = tensors["matrix"], tensors.get("bias")
         self.nbytes = sum(tensor.nbytes for tensor in tensors.values())
-        """Of the tensors on the device."""
 
     def __call__(self, rows: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
-        """Translate rows."""
         out = torch.empty_like(rows)
         for layer, start, stop in spans:
             part = rows[start:stop]
@@ -174,14 +171,12 @@ class LensStore:
         self._known.pop(sha256, None)
 
     def get(self, sha256: str) -> Translator:
-        """A lens."""
         known = self._known.get(sha256)
         if not isinstance(known, Translator):
             raise removed("lens", [sha256[:12]])
         return known
 
     def autoencoder(self, sha256: str) -> Autoencoder:
-        """An autoencoder."""
         known = self._known.get(sha256)
         if not isinstance(known, Autoencoder):
             raise removed("edits", [sha256[:12]])

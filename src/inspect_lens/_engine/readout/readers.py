@@ -64,7 +64,6 @@ class ProbeReader:
             tuple[int, list[int], torch.Tensor, torch.Tensor, torch.Tensor, float]
         ] = []
         self.nbytes = weight.nbytes
-        """Of the weights on the device."""
 
         def on_device(name: str, probe: EngineProbe) -> torch.Tensor:
             values = probe.tensors[name].to_float32()
@@ -117,7 +116,6 @@ class ProbeReader:
         """Tokens that are read at once."""
 
     def __call__(self, rows: torch.Tensor, ranks: Sequence[int] | None = None) -> torch.Tensor:
-        """Apply the probes."""
         rows = rows if rows.dim() == 4 else rows[:, None]
         ranks = tuple(range(rows.shape[0]) if ranks is None else ranks)
         _, steps, n, _ = rows.shape
@@ -219,7 +217,6 @@ class ProbeStore:
         return sum(readout.nbytes for readout in self._used.values())
 
     def find(self, names: Sequence[str]) -> list[EngineProbe]:
-        """Some of the probes."""
         missing = [name for name in names if name not in self._probes]
         if missing:
             raise removed("probes", [name[:12] for name in missing])

@@ -37,11 +37,9 @@ class Form:
     reduction: Reduction
     combine: Combine | None
     wire: torch.dtype
-    """dtype of what is sent."""
 
     @classmethod
     def of(cls, capture: CaptureEnvelope) -> Form:
-        """The form of a capture."""
         return cls(capture.reduction, capture.combine, getattr(torch, capture.wire))
 
 
@@ -50,7 +48,6 @@ class HeadCut:
     """Cuts heads out of the ring's rows, so that no other number of these is sent."""
 
     size: int
-    """Width of a head."""
     columns: tuple[int, ...]
     """Of each head, where it begins in its first row."""
 
@@ -326,7 +323,6 @@ class SumTable:
         return len(self._sums) - sum(n for _, n in self._free)
 
     def open(self, slot: int, fold: Fold, n_taps: int) -> bool:
-        """Make room for a request."""
         k = next((k for k, (_, n) in enumerate(self._free) if n >= n_taps), None)
         if k is None:
             return False

@@ -358,7 +358,6 @@ class Groups:
         return taps[int(self._starts.searchsorted(row, side="right")) - 1]
 
     def give(self, number: int) -> None:
-        """Take note that a request has gone."""
         self._users[number] -= 1
         key = self._key[number]
         if not self._users[number] and key is not None:

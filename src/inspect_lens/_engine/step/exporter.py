@@ -105,7 +105,6 @@ class Outbox:
             self._send(min(self._steps) + _MORE)
 
     def send_all(self) -> None:
-        """Send all that waits."""
         if self._waiting:
             self._send(None)
 
@@ -563,7 +562,6 @@ class Ring:
 
     @property
     def most_rows(self) -> int:
-        """Rows of the largest span."""
         return self._half * self._part_rows
 
     def take(self, rows: int) -> Span:

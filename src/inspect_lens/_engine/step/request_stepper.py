@@ -94,7 +94,6 @@ class _Rows:
 
     @classmethod
     def joined(cls, parts: Sequence[_Rows]) -> _Rows:
-        """Those of several blocks."""
         if len(parts) == 1:
             return parts[0]
         keys: list[str] = []
@@ -243,7 +242,6 @@ class RequestStepper(Stepper):
                 logger.exception("inspect_lens: hooks of request %s, which has failed before", key)
 
     def fail(self, key: str, error: Exception) -> None:
-        """Fail one request."""
         self._fail(key, error)
 
     def _fail(self, key: str, error: Exception, reply: str = "", salt: str | None = None) -> None:
@@ -292,7 +290,6 @@ class RequestStepper(Stepper):
                 self._fail(key, missing_rows())
 
     def _read(self) -> None:
-        """Read the rows of the step."""
         head = self.head
         if head is None:
             return

@@ -67,7 +67,6 @@ class Crossing:
         return self.flat[: n * self.hidden].view(n, self.hidden)
 
     def tensors(self, ranks: int) -> dict[str, torch.Tensor]:
-        """As tensors for the engine to send."""
         told = msgspec.json.encode(self.lists)
         told += b" " * _padding(len(told), ranks)
         listed = torch.frombuffer(bytearray(told), dtype=torch.uint8)
@@ -75,7 +74,6 @@ class Crossing:
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], hidden: int) -> Crossing:
-        """What `tensors` made."""
         # Ray may have moved it to the device.
         told = tensors[LIST_KEY].cpu().numpy().tobytes()
         return cls(msgspec.json.decode(told, type=list[Lent]), tensors[ROWS_KEY], hidden)
@@ -226,7 +224,6 @@ class Stages:
 def _parts(
     groups: Groups, blocks: Iterable[GroupBlock], first_row: int, key_of: Callable[[int], str]
 ) -> Iterator[_Part]:
-    """What crosses in a step."""
     for block in blocks:
         group = groups[block.group]
         if not group.crosses:

@@ -130,7 +130,6 @@ class LiveRequests:
         self._numbers.finish(keys)
 
     def forget(self, request: Request) -> None:
-        """Take back what a request holds."""
         slot = request.slot
         self._sender.forget(slot)
         del self.by_key[request.key], self.by_slot[slot]
@@ -346,7 +345,6 @@ class Stepper:
 
     @property
     def arena(self) -> ArenaWriter:
-        """Memory that is shared with front-ends."""
         return self._exporter.arena
 
     def batch(self, keys: Sequence[str], offset: Longs, n_tokens: Longs, position: Longs) -> Batch:
@@ -372,7 +370,6 @@ class Stepper:
         self._coming[key] = envelope
 
     def take_up(self) -> None:
-        """Take up requests that were added."""
         if not self._coming:
             return
         coming, self._coming = self._coming, {}
@@ -547,7 +544,6 @@ class Stepper:
                 self._fail_slots(slots[found].tolist(), overflow())
 
     def disarm(self) -> None:
-        """Leave the taps idle."""
         self._end_repetition()
         if self.state.is_active:
             self._maps.clear()

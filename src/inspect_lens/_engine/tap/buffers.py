@@ -147,7 +147,6 @@ class TapState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
         tensors = (self.header, self.base, self.ring, self.sums, self.latest, self.scratch)
         return self.bank.nbytes + sum(t.numel() * t.element_size() for t in tensors)
 

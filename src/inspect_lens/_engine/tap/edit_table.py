@@ -86,7 +86,6 @@ class BankTensors:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device."""
         tensors = self.vectors, self.instructions, self.configs, self.registers, self.fed.ids
         return self.latches.nbytes + sum(t.numel() * t.element_size() for t in tensors)
 
@@ -127,7 +126,6 @@ class Placements:
         return self._vectors.in_use
 
     def admit(self, envelope: Envelope, tap_index: dict[TapPoint, int]) -> Steering:
-        """Place the edits of one request."""
         content = envelope.steer_hash or ""
         held, users = self._held.get(content, (None, 0))
         if held is None:
@@ -360,7 +358,6 @@ def _check_gates(envelope: Envelope, tap_index: dict[TapPoint, int]) -> None:
 
 
 def _upload(target: torch.Tensor, at: Longs, rows: NDArray[Any]) -> None:
-    """Write rows of a table in one copy."""
     order = at.argsort()
     at, first = at[order], int(at[order[0]])
     source = torch.empty(len(at), target.shape[1], dtype=target.dtype, pin_memory=target.is_cuda)
@@ -575,11 +572,9 @@ class Shared(Generic[Content]):
         return number, is_new
 
     def is_held(self, number: int) -> bool:
-        """Whether anybody uses a number."""
         return number in self._uses
 
     def give(self, number: int) -> None:
-        """Give back one use of a number."""
         self._uses[number] -= 1
         if not self._uses[number]:
             del self._uses[number]

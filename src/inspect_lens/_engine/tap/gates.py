@@ -57,7 +57,6 @@ class Latches:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device."""
         return 2 * self.first.numel() * self.first.element_size()
 
     def tell(self, noted: torch.Tensor | None) -> None:
@@ -209,7 +208,6 @@ class PromptReads:
 
     @property
     def is_decided(self) -> bool:
-        """Whether the gates have decided."""
         return self.done == self.n_prompt
 
     def read(

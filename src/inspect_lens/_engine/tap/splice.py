@@ -182,7 +182,6 @@ class Splices:
         return known
 
     def drop(self, config: int) -> None:
-        """Forget a configuration."""
         self._at.pop(config, None)
 
     def work(self, configs: NDArray[np.int32]) -> dict[int, list[Work]]:

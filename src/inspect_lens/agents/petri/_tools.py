@@ -53,7 +53,6 @@ def steering(
     metadata: Mapping[str, Any],
     limit: float,
 ) -> Steering:
-    """Read what the auditor asks for."""
     known = {**vectors, **(metadata.get(METADATA_KEY) or {})}
     if name == "none" or scale == 0:
         return Steering(None, 0.0, ())

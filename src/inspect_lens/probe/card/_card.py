@@ -112,7 +112,6 @@ class Statistic(Value):
         return cls.model_validate({"over": over, "pool": rule if colon else pool})
 
     def __str__(self) -> str:
-        """In words, as messages name it."""
         if self.over == "token":
             return ONE_TOKEN
         if self.over == "answer":

@@ -23,7 +23,6 @@ from ._card import SEEN_ROLES, CaptureFacts, ProbeCard, Threshold
 
 
 def render_card(card: ProbeCard, *, sha256: str) -> str:
-    """Render a card."""
     parts: list[str] = []
     if card.thresholds:
         parts += ["## Thresholds", *(_threshold(t) for t in card.thresholds)]

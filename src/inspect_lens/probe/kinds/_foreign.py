@@ -99,7 +99,6 @@ def _where_it_reads(layer: object, model: str | None, unknown: str) -> dict[str,
 
 
 def _arrays_of(loaded: Mapping[str, Any]) -> Arrays:
-    """The tensors of a torch file."""
     state = loaded["state_dict"]
     return {str(key): np.asarray(value.detach().double().numpy()) for key, value in state.items()}
 

@@ -43,7 +43,6 @@ _SENTENCE_END = re.compile(r"[.!?](?:[\"')\]]*)\s*$|\n\s*$")
 
 
 def _checked(scores: ArrayLike) -> NDArray[np.float64]:
-    """Token scores as float64."""
     values = np.asarray(scores, dtype=np.float64)
     if values.ndim != 1 or values.size == 0:
         raise SpecError(

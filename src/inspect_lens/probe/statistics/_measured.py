@@ -457,7 +457,6 @@ class Validity(NamedTuple):
         )
 
     def __str__(self) -> str:
-        """In one line."""
         return "; ".join(f"{name} {text}" for name, text in zip(BESIDE_AUROC, self, strict=True))
 
     def beside_baselines(self) -> str:

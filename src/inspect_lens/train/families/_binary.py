@@ -30,7 +30,6 @@ class Targets(NamedTuple):
     weight: Floats | None
 
     def part(self, picks: NDArray[np.int64]) -> Targets:
-        """Of some rows."""
         return Targets(*(None if v is None else v[picks] for v in self))  # type: ignore[arg-type]
 
 

@@ -355,7 +355,6 @@ class LDAProbe(FormulaEstimator):
         return value != "ledoit-wolf"
 
     def _solve(self, found: ClassStatistics, target: Targets, take: Take) -> None:
-        """Find the direction, of rows that are scaled already."""
         super()._solve(found, target, take)
         if self.shrinkage == "ledoit-wolf":
             if target.weight is not None:
@@ -446,7 +445,6 @@ class LATProbe(FormulaEstimator):
     scaling: Scaling = "auto"
 
     def _solve(self, found: ClassStatistics, target: Targets, take: Take) -> None:
-        """Find the direction, of rows that are scaled already."""
         if target.weight is not None:
             raise SpecError(
                 "sample_weight: LAT compares pairs of rows, which count alike; allowed with "

@@ -131,7 +131,6 @@ def _whitener(sample: Moments | None, moments: Moments, scale: Floats) -> tuple[
 
 
 def _solve(root: Floats, vector: Floats, *, transposed: bool) -> Floats:
-    """Solve with the root, or with its transpose."""
     if root.ndim == 1:
         return vector / root
     return np.asarray(solve_triangular(root, vector, lower=True, trans=int(transposed)))

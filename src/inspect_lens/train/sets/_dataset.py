@@ -43,7 +43,6 @@ def read_store(
     pieces: Pieces | None = None,
     ids: Collection[str] | None = None,
 ) -> dict[str, Any]:
-    """Fields of an `ActivationSet`."""
     wanted = _layers(store, layers)
     at = [store.layers.index(layer) for layer in wanted]
     # The records are in the headers alone, so the size is known before any row is read.
@@ -177,7 +176,6 @@ _KEY: Final = "inspect_lens"
 
 
 def encode_set(fields: Mapping[str, Any], *, origin: bool = True) -> bytes:
-    """Content of the file."""
     names = ["name", "model", "layers", "groups", "ids"]
     names += ["contents"] if fields["contents"] else []
     if origin:
@@ -346,7 +344,6 @@ class ActivationSet:
                 )
 
     def __len__(self) -> int:
-        """Number of samples."""
         return len(self.acts)
 
     @property

@@ -397,11 +397,9 @@ class _Side(NamedTuple):
     """Values (samples,) of the keys that both sets share."""
 
     def part(self, picks: NDArray[Any]) -> _Side:
-        """Some samples."""
         return _Side(self.rows[picks], self.units[picks], [v[picks] for v in self.shared])
 
     def one_each(self, rng: np.random.Generator) -> _Side:
-        """One sample of each group."""
         order = rng.permutation(len(self.units))
         _, first = np.unique(self.units[order], return_index=True)
         return self.part(order[first])

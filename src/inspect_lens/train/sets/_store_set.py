@@ -122,7 +122,6 @@ class StoreSet(ActivationSet):
         return tuple(np.stack(sample) for sample in zip(*parts, strict=True))
 
     def __len__(self) -> int:
-        """Number of samples."""
         return len(self.places)
 
     @property

@@ -54,7 +54,6 @@ def _scan(
 
 
 def launch(logits: torch.Tensor, piece: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read rows of logits."""
     rows, vocab = logits.shape
     pieces = vocab // piece
     peaks = torch.empty(rows, pieces, dtype=torch.float32, device=logits.device)
