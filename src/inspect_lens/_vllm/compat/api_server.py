@@ -105,11 +105,9 @@ def status_of(error: BaseException) -> int:
         found = getattr(error, name, None)
         if isinstance(found, int):
             return int(found)
-    import vllm.exceptions as known
+    from vllm.exceptions import VLLMClientError
 
-    # Releases without this class raise a ValueError.
-    wrong = getattr(known, "VLLMClientError", ValueError)
-    return 400 if isinstance(error, (ValueError, wrong)) else 500
+    return 400 if isinstance(error, (ValueError, VLLMClientError)) else 500
 
 
 def is_traced(vllm_config: Any) -> bool:

@@ -89,8 +89,9 @@ def hosts_refusals(vllm_config: Any, settings: Settings) -> dict[str, bool]:
     return found | {
         "data-parallel engines that span hosts themselves, or whose workers Ray places, have not "
         "been tried": may_have_remote_ranks(vllm_config) and has_many,
-        "Ray's older executor has not been tried: set VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1, with a "
-        "vLLM that knows it": has_ray and not _has_newer_ray_executor(),
+        "Ray's older executor has not been tried: set VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1": (
+            has_ray and not _has_newer_ray_executor()
+        ),
         "Ray may place its workers on several hosts, and rows need a secret to travel between "
         "them: set INSPECT_LENS_HOSTS_KEY where the API server starts, or "
         "INSPECT_LENS_HOSTS_ADDRESS=127.0.0.1 if all workers are on its host": (
@@ -106,10 +107,10 @@ def hosts_refusals(vllm_config: Any, settings: Settings) -> dict[str, bool]:
 
 def _has_newer_ray_executor() -> bool:
     """Whether vLLM's Ray executor runs the loop that workers of its own processes run."""
-    # The older one calls the model from a graph of Ray's.
+    # The older one calls the model from a graph of Ray's, and is gone in vLLM 0.33.
     import vllm.envs
 
-    return bool(getattr(vllm.envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", False))
+    return bool(getattr(vllm.envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True))
 
 
 def links_of(vllm_config: Any, settings: Settings, facts: EngineFacts) -> Links | None:

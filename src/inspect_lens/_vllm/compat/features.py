@@ -58,8 +58,6 @@ class UsedName:
     """`module:name`, or `module:Class.name` for a method or a field."""
     feature: Feature
     """What is off without it."""
-    instead: str = ""
-    """Another target, of other releases, that does as well."""
 
 
 _LAYERS = "vllm.model_executor.layers"
@@ -109,6 +107,10 @@ _USED: tuple[tuple[Feature, str, str], ...] = (
     # Of an API server that lists configurations among its models.
     ("models", "vllm.entrypoints.openai.models.serving:OpenAIServingModels.", "base_model_paths "
      "is_base_model lora_requests"),
+    ("models", "vllm.entrypoints.launchers.api_server.app_state:", "openai_serving_models"),
+    # Of one whose buffers are full, and of what its errors answer.
+    ("busy", "vllm.exceptions:", "GracefulHTTPError"),
+    ("http", "vllm.exceptions:", "VLLMClientError"),
     # Of an engine whose requests vLLM traces.
     ("traces", "vllm.config.observability:", "ObservabilityConfig.otlp_traces_endpoint"),
     # Methods of a connector that the scheduler calls.
@@ -123,18 +125,8 @@ _USED: tuple[tuple[Feature, str, str], ...] = (
 )  # fmt: skip
 """Feature, module (or class), and names in it."""
 
-USED_NAMES: tuple[UsedName, ...] = (
-    *(UsedName(place + name, of) for of, place, names in _USED for name in names.split()),
-    UsedName(
-        "vllm.entrypoints.launchers.api_server.app_state:openai_serving_models",
-        "models",
-        instead="vllm.entrypoints.openai.api_server:openai_serving_models",
-    ),
-    UsedName(
-        "vllm.exceptions:GracefulHTTPError",
-        "busy",
-        instead="vllm.entrypoints.openai.engine.protocol:GenerationError",
-    ),
+USED_NAMES: tuple[UsedName, ...] = tuple(
+    UsedName(place + name, of) for of, place, names in _USED for name in names.split()
 )
 
 _PATCHES: dict[Feature, tuple[Monkeypatch, ...]] = {
@@ -178,19 +170,11 @@ def queued(waiting: Any) -> Iterable[Any]:
 
 
 def busy(message: str) -> Exception:
-    """An error that every vLLM from 0.26 on answers with HTTP 429: "not now"."""
-    import vllm.exceptions as known
+    """An error that vLLM answers with HTTP 429: "not now"."""
+    from vllm.exceptions import GracefulHTTPError
 
-    if hasattr(known, "GracefulHTTPError"):
-        error: Exception = known.GracefulHTTPError(message, HTTPStatus.TOO_MANY_REQUESTS)
-        return error
-    # Up to 0.28: an error of the engine whose status may be chosen.
-    from vllm.entrypoints.openai.engine.protocol import GenerationError
-
-    made: Any = GenerationError(message)
-    made.status_code = HTTPStatus.TOO_MANY_REQUESTS
-    failed: Exception = made
-    return failed
+    error: Exception = GracefulHTTPError(message, HTTPStatus.TOO_MANY_REQUESTS)
+    return error
 
 
 def problems(root: Path | None = None) -> dict[Feature, str]:
@@ -205,7 +189,7 @@ def problems(root: Path | None = None) -> dict[Feature, str]:
                 wanted = ", ".join(item.parameters + item.keywords)
                 found.setdefault(feature, f"this vLLM has no {item.target}({wanted})")
     for used in USED_NAMES:
-        if not has(place, used.target) and not (used.instead and has(place, used.instead)):
+        if not has(place, used.target):
             found.setdefault(used.feature, f"this vLLM has no {used.target}")
     if "hooks" in found:
         found.setdefault("parameters", found["hooks"])

@@ -129,20 +129,7 @@ def _has_mixer(layer: nn.Module) -> bool:
     """Whether a module is or holds an attention or state-space layer."""
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-    return any(
-        isinstance(module, AttentionLayerBase) or _is_served_elsewhere(module)
-        for module in layer.modules()
-    )
-
-
-def _is_served_elsewhere(module: nn.Module) -> bool:
-    """Whether a module of transformers is attention that vLLM's own stands in for."""
-    # Up to vLLM 0.26 the layers that do its work lie in a dict beside the model.
-    return (
-        type(module).__module__.startswith("transformers.")
-        and getattr(module, "is_causal", False) is True
-        and isinstance(getattr(module, "layer_idx", None), int)
-    )
+    return any(isinstance(module, AttentionLayerBase) for module in layer.modules())
 
 
 def split_output(

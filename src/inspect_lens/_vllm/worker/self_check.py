@@ -18,9 +18,9 @@ cache. (Where vLLM gives a sequence two tokens, the second one sees a place of i
 empties it first.) So the layout of a real batch, as `RunnerV1` and `RunnerV2` read it, is not part
 of it. Rows that two eager passes do not agree on (NaN, states that dummy runs change) are not
 compared, nor those behind them, which are computed from them. Nor are those of a model with states
-of which sequences of dummy runs have no places of their own: in a small cache, or with the V2
-runner before vLLM 0.31. Of the sizes that graphs were captured for, one or two
-are run. Ranks that send nothing have no rows to compare; they take part in the passes.
+of which sequences of dummy runs have no places of their own, in a small cache. Of the sizes that
+graphs were captured for, one or two are run. Ranks that send nothing have no rows to compare; they
+take part in the passes.
 """
 
 from __future__ import annotations
@@ -69,8 +69,6 @@ _MORE_TRIES = 3
 """Of a model with experts. Which of them it chooses near a tie depends on rounding. So both ways
 are run again with other vectors, and other tokens for what lies before these, and only what
 differs each time is a fault."""
-_OWN_STATES = "valid_dummy_state_slots"
-"""Option of the V2 runner's dummy runs since vLLM 0.31."""
 _PATHS: dict[str, EnginePath] = {"FULL": "graph", "PIECEWISE": "piecewise"}
 
 
@@ -245,8 +243,7 @@ class _Check:
         cache: Any = getattr(runner, "kv_cache_config", None)
         reqs = int(runner.vllm_config.scheduler_config.max_num_seqs)
         self._has_states = cache is not None and has_states(runner.get_model())
-        has_places = self._has_states and cache.num_blocks > reqs
-        self._has_own_states = has_places and (not is_v2(runner) or _OWN_STATES in self._known)
+        self._has_own_states = self._has_states and cache.num_blocks > reqs
         """Whether sequences get places of their own for states."""
         self.shares_states = self._has_states and not self._has_own_states
         """Whether all of them share one, where it is chance what kernels return."""
@@ -346,7 +343,7 @@ class _Check:
             "skip_attn": False,
             "skip_eplb": True,
             "uniform_decode": is_decode,
-            _OWN_STATES: self._has_own_states,
+            "valid_dummy_state_slots": self._has_own_states,
         }
         return {name: value for name, value in wanted.items() if name in self._known}
 

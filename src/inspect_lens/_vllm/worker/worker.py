@@ -354,7 +354,6 @@ def _install(start: Start) -> str:
             "layers": settings.layer_path,
         },
     }
-    _count_memory(runner, state.nbytes)
     # The other ranks send failures only.
     arena = ArenaWriter(settings.shm_bytes if is_first or has_shares else 1 << 20)
     links = worker_links(settings, facts)
@@ -368,7 +367,6 @@ def _install(start: Start) -> str:
     stepper.stages = stages
     if stages is not None:
         start.step_bytes = stages.nbytes(facts.hidden * state.ring.element_size())
-        _count_memory(runner, start.step_bytes)
     widths = {facts.width_of(tap.site) for tap in here}
     # Not before the stepper has told taps where they note faults.
     warm_up(state, {w.width // w.shards for w in widths} - {facts.hidden})
@@ -473,7 +471,7 @@ def _attach_hooks(
 def _keep_start_items(
     runner: Any, stepper: RequestStepper, facts: EngineFacts, settings: Settings
 ) -> None:
-    """Keep what is registered at start, and have vLLM count its memory."""
+    """Keep what is registered at start."""
     for name, item in start_items(settings.register).items():
         try:
             if isinstance(item, EngineLens):
@@ -483,13 +481,6 @@ def _keep_start_items(
             runner.inspect_lens_kept.add(start_reference(name), item)
         except LensError as error:
             raise type(error)(f"INSPECT_LENS_REGISTER: {name}: {error}") from None
-    _count_memory(runner, stepper.lenses.nbytes)
-
-
-def _count_memory(runner: Any, nbytes: int) -> None:
-    # vLLM 0.26 counts memory by what the model loader used; newer releases measure it.
-    if hasattr(runner, "model_memory_usage"):
-        runner.model_memory_usage += nbytes
 
 
 def is_exporting_rank() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -79,6 +80,10 @@ def test_what_is_refused_with_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INSPECT_LENS_HOSTS_KEY", KEY)
     monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
     assert "VLLM_USE_RAY_V2_EXECUTOR_BACKEND" in str(refusal(config(**RAY)))
+    # In 0.33 there is no other one.
+    envs = importlib.import_module("vllm.envs")
+    monkeypatch.delitem(envs.environment_variables, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND")
+    assert refusal(config(**RAY)) is None
 
 
 def test_the_front_end_listens_where_it_is_told_to_or_at_the_address_of_its_host(

@@ -116,28 +116,6 @@ def test_one_module_for_two_layers_is_refused() -> None:
         decoder_layers(model, 2, "layers.{i}")
 
 
-def test_layers_of_transformers_whose_kernels_lie_beside_the_model_are_found() -> None:
-    class Attention(nn.Module):
-        __module__ = "transformers.models.some.modeling_some"
-
-        def __init__(self, index: int | None, *, is_causal: bool) -> None:
-            super().__init__()
-            self.layer_idx, self.is_causal = index, is_causal
-
-    def layers(*, is_text: bool) -> nn.ModuleList:
-        return nn.ModuleList(
-            nn.Sequential(Attention(i if is_text else None, is_causal=is_text), nn.Linear(2, 2))
-            for i in range(3)
-        )
-
-    model = nn.Module()
-    model.vision, model.text = layers(is_text=False), layers(is_text=True)
-    assert decoder_layers(model, 3) == list(model.text)
-    del model.text
-    with pytest.raises(UnsupportedError, match="0 lists of 3 layers"):
-        decoder_layers(model, 3)
-
-
 H, R = torch.ones(2, HIDDEN), torch.zeros(2, HIDDEN)
 
 
