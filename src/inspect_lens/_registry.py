@@ -9,7 +9,7 @@ from inspect_ai.model import ModelAPI, modelapi
 
 from . import agents, scorer, solver  # noqa: F401 - their decorators register what they hold
 from .agents._extras import is_installed, register_evals, register_lazily
-from .model._host import RegistryType
+from .model._host import RegistryType, end_in_a_line
 from .model._request import explain_none
 
 __all__ = ["lens", "vllm_lens"]
@@ -33,6 +33,7 @@ if is_installed("inspect_sentinel"):
     from .agents import sentinel as _sentinel  # noqa: F401
 register_evals()
 explain_none()
+end_in_a_line()
 
 if importlib.util.find_spec("vllm_lens") is not None:
     logging.getLogger(__name__).warning(

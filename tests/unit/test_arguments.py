@@ -134,3 +134,26 @@ def test_one_alone_may_stand_where_several_may() -> None:
     for wrong in ({3: 1}, b"3", "all"):
         with pytest.raises(SpecError, match=r"layers=.*; allowed is a list of integers"):
             taken(wrong)
+
+
+def test_an_argument_that_is_not_there_is_a_type_error_with_the_nearest_name() -> None:
+    @judged_arguments
+    def typed(probe: str, *, layers: list[int] | None = None, **others: Any) -> Any:
+        return probe, layers, others
+
+    @judged_arguments
+    def strict(probe: str, layer: int | None = None) -> Any:
+        return len(probe, 1) if layer else probe  # type: ignore[call-arg]
+
+    wrong: Any = strict
+    for error in (TypeError, SpecError):
+        with pytest.raises(error, match=r"^strict: takes no prob=…; did you mean 'probe'\?$"):
+            wrong(prob="x")
+    with pytest.raises(SpecError, match="missing a required argument: 'probe'; it takes probe, la"):
+        wrong()
+    with pytest.raises(SpecError, match="too many positional arguments"):
+        wrong("x", 1, 2)
+    assert typed("x", lay=1) == ("x", None, {"lay": 1})
+    with pytest.raises(TypeError, match=r"len\(\) takes") as error:
+        strict("x", 1)
+    assert not isinstance(error.value, SpecError), "a fault inside is none of the call"

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FunctionType, NoneType, UnionType
 from typing import Any, Final, Literal, TypeVar, Union, cast, get_args, get_origin
 
-from inspect_lens.errors import SpecError
+from inspect_lens.errors import SpecError, did_you_mean
 from inspect_lens.spec import check_word, plain_number, several, shown
 
 
@@ -60,7 +60,8 @@ def judged_arguments(function: F) -> F:
     Returns:
         The function with its name, docstring and signature. Called with an argument of another
             kind, it raises `SpecError`, which names the argument and what is allowed; so it does
-            for an integer such as `layer`, `limit` or `seed` that is too small to mean anything.
+            for an integer such as `layer`, `limit` or `seed` that is too small to mean anything,
+            and, as a `TypeError` too, for an argument that it does not have.
 
     Example:
         ```python
@@ -106,7 +107,11 @@ def judged_arguments(function: F) -> F:
     def call(args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         given = [read(name, value) for name, value in zip(names, args, strict=False)]
         options = {name: read(name, value) for name, value in options.items()}
-        return function(*given, *args[len(given) :], **options)
+        try:
+            return function(*given, *args[len(given) :], **options)
+        except TypeError:
+            check_call(function, args, options)
+            raise
 
     def now(*args: Any, **options: Any) -> Any:
         return call(args, options)
@@ -118,6 +123,28 @@ def judged_arguments(function: F) -> F:
     # Inspect and Scout look annotations up in the globals of what they decorate.
     made = FunctionType(made.__code__, function.__globals__, None, None, made.__closure__)
     return cast("F", wraps(function)(made))
+
+
+class _CallError(SpecError, TypeError):
+    """A TypeError, as Python has it of such a call, that names the nearest argument."""
+
+
+def check_call(function: Callable[..., Any], args: Sequence[Any], options: Iterable[str]) -> None:
+    """Refuse a call with an argument that a function does not take, or without one it needs."""
+    signature = inspect.signature(function)
+    names = [p.name for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    takes_any = len(names) < len(signature.parameters)
+    said = ""
+    if unknown := [] if takes_any else [name for name in options if name not in names]:
+        hint = did_you_mean(unknown[0], names) if names else "it takes no argument"
+        said = f"takes no {unknown[0]}=…; {hint}"
+    else:
+        try:
+            signature.bind(*args, **dict.fromkeys(options))
+        except TypeError as error:
+            said = f"{error}; it takes {', '.join(names) or 'no argument'}"
+    if said:
+        raise _CallError(f"{function.__name__}: {said}")
 
 
 def _is_known(kind: Any) -> bool:
@@ -147,7 +174,7 @@ def judged_value(name: str, value: Any, *members: Any) -> Any:
             continue
     if get_origin(members[0]) is Literal and set(members[1:]) <= {NoneType}:
         check_word(name, value, members[0])
-    *most, last = dict.fromkeys(map(_said, members))
+    *most, last = dict.fromkeys(_said(one, members) for one in members)
     allowed = f"{', '.join(most)} or {last}" if most else last
     if str in members and isinstance(value, list):
         allowed += "; a command line splits a text at its commas, and --task-config reads a file"
@@ -199,12 +226,12 @@ def _list(name: str, value: Any, kind: Any) -> Any:
     return tuple(found) if isinstance(value, tuple) else found
 
 
-def _said(kind: Any) -> str:
+def _said(kind: Any, beside: tuple[Any, ...] = ()) -> str:
     origin, of = get_origin(kind), get_args(kind)
     if origin is Literal:
         return ", ".join(map(repr, of))
     if origin is not None:
         n = f"{len(of)} " if origin is tuple and Ellipsis not in of else ""
-        each = _WORDS[of[0]][1] if of[0] in _WORDS else _said(of[0])
-        return f"a list of {n}{each}"
+        other = "these" if of[0] in beside else _said(of[0])
+        return f"a list of {n}{_WORDS[of[0]][1] if of[0] in _WORDS else other}"
     return _WORDS[kind][0] if kind in _WORDS else f"an Inspect {kind.__name__}"

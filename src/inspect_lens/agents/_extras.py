@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
+from inspect_lens._base.arguments import check_call
 from inspect_lens._base.installed import install_extra
 from inspect_lens._base.shipped import EVALS, from_eval
-from inspect_lens.errors import LensError, did_you_mean
+from inspect_lens.errors import LensError
 from inspect_lens.model._host import (
     PrerequisiteError,
     RegistryInfo,
@@ -58,18 +58,8 @@ def _register(kind: RegistryType, name: str, find: Callable[[], Callable[..., An
 
     def create(*args: Any, **params: Any) -> Any:
         factory = find()
-        signature = inspect.signature(factory)
-        flag = "-T " if kind == "task" else ""
-        for name in params:
-            if name not in signature.parameters:
-                hint = did_you_mean(name, signature.parameters)
-                raise PrerequisiteError(f"{full}: takes no {flag}{name}=…; {hint}")
         try:
-            signature.bind(*args, **params)
-        except TypeError as error:
-            takes = ", ".join(f"{flag}{name}=…" for name in signature.parameters)
-            raise PrerequisiteError(f"{full}: {error}; it takes {takes}") from None
-        try:
+            check_call(factory, args, params)
             return factory(*args, **params)
         except (LensError, ValueError) as error:
             if kind != "task":

@@ -9,9 +9,17 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
+import os
+import sys
+import sysconfig
+import traceback
 from collections.abc import Callable
+from itertools import dropwhile
+from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import inspect_ai
 import numpy as np
 from inspect_ai._util.error import PrerequisiteError as _PrerequisiteError
 from inspect_ai._util.registry import (
@@ -34,6 +42,7 @@ from inspect_ai.solver._task_state import sample_state
 from rich.markup import escape
 
 from inspect_lens._base.artifact import BY_CONTENT
+from inspect_lens.errors import LensError
 
 if TYPE_CHECKING:
     from inspect_ai._util.local_server import (
@@ -67,6 +76,7 @@ __all__ = [
     "active_model",
     "apis_of_task",
     "configure_devices",
+    "end_in_a_line",
     "ensure_adapter_loaded",
     "get_adapter_rank",
     "init_model_roles",
@@ -117,6 +127,41 @@ class PrerequisiteError(_PrerequisiteError):
 
     def __init__(self, message: str) -> None:
         super().__init__(escape(message))
+
+
+def end_in_a_line() -> None:
+    """Have a command of Inspect's end an error of ours as it ends its own: in a line.
+
+    A script keeps its traceback: Inspect has its hook there only after it has loaded us.
+    """
+    theirs = sys.excepthook
+    if getattr(theirs, "__module__", None) != _PrerequisiteError.__module__:
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        # Inspect takes a ValueError of a scorer for one that is not there, and says only that.
+        hidden = None if error.__suppress_context__ else error.__context__
+        ours = hidden if isinstance(error, _PrerequisiteError) else error
+        if isinstance(ours, LensError):
+            sys.stderr.write(f"\n{_asked_at(ours.__traceback__)}{ours}\n\n")
+        else:
+            theirs(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def _asked_at(trace: TracebackType | None) -> str:
+    """The line of a user's own file that led to an error, as `honesty.py:12: `; "" for none."""
+    inspects, ours = f"{Path(inspect_ai.__file__).parent}{os.sep}", str(Path(__file__).parents[1])
+    libraries = (inspects, f"{ours}{os.sep}", sysconfig.get_path("stdlib"))
+    frames = traceback.extract_tb(trace)  # the first ones are of what has started Inspect
+    inside = dropwhile(lambda frame: not frame.filename.startswith(inspects), frames)
+    files = [
+        f"{os.path.relpath(frame.filename)}:{frame.lineno}: "
+        for frame in inside
+        if not frame.filename.startswith(libraries) and "site-packages" not in frame.filename
+    ]
+    return files[-1] if files else ""
 
 
 def role_of(api: object) -> str:

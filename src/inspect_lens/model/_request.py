@@ -327,9 +327,10 @@ def parse_capture(value: Any, *, field: str = "capture") -> CaptureSpec | None:
     if isinstance(value, list | tuple):
         # `-M capture=3,5` reaches us as ["3", "5"].
         value = [int(v) if isinstance(v, str) and v.strip().isdigit() else v for v in value]
-    fields = value if isinstance(value, Mapping) else {"layers": value}
+    if isinstance(value, Mapping):
+        return read_as(CaptureSpec, value, at=field)
     try:
-        return read_as(CaptureSpec, fields, at="capture")
+        return read_as(CaptureSpec, {"layers": value}, at="capture")
     except SpecError as error:
         raise SpecError(f"{field}={value!r}: {error}; {_ALLOWED}") from None
 
