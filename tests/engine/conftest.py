@@ -117,6 +117,15 @@ def start(folder: Path, *, in_process: bool = False, **overrides: Any) -> Engine
         return Engine(LLM(**(options | overrides)))
 
 
+def stand_in(model: str) -> dict[str, Any]:
+    """Options of an engine that runs a class of the kit, `module:Class`, in the place of Llama."""
+    name = model.partition(":")[2]
+    return {
+        "hf_overrides": {"architectures": [name]},
+        "model_class_overrides": {name: f"tests.kit.{model}"},
+    }
+
+
 @dataclass
 class Fresh:
     """What a fresh engine answered to its first request."""

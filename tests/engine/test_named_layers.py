@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.conftest import start
+from tests.engine.conftest import Engine, stand_in, start
 from tests.engine.test_architectures import Judge, check_rows, check_steering
 from tests.engine.test_start import check
 from tests.kit.architectures import CASES
@@ -18,24 +18,24 @@ pytestmark = pytest.mark.engine
 LLAMA = CASES[0]
 
 
-@pytest.fixture
-def unclear(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The kit's models, known to vLLM in this process, in which engines then run."""
-    from tests.kit import unclear_layers
-
-    unclear_layers.register()
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("INSPECT_LENS_SITES", ",".join(LLAMA.sites))
     monkeypatch.delenv("INSPECT_LENS_REQUIRED", raising=False)
-    return unclear_layers
+
+
+def start_as(name: str, folder: Path, **options: Any) -> Engine:
+    """An engine that runs a model of the kit in the place of Llama."""
+    model = stand_in(f"unclear_layers:{name}LlamaForCausalLM")
+    return start(folder, enforce_eager=True, **model, **options)
 
 
 def test_layers_that_are_not_found_are_served_by_their_path(
-    unclear: Any, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("INSPECT_LENS_LAYER_PATH", "model.layers.{i}")
-    folder = unclear.write_as(unclear.UnclearLlamaForCausalLM, tiny_folder, tmp_path / "model")
-    engine = start(folder, enable_prefix_caching=False, enforce_eager=True)
+    engine = start_as("Unclear", tiny_folder, enable_prefix_caching=False)
     judge = Judge(LLAMA, tiny_folder, torch.float32)
     try:
         check_rows(LLAMA, engine, judge)
@@ -55,16 +55,8 @@ def test_layers_that_are_not_found_are_served_by_their_path(
     ],
 )
 def test_what_is_not_the_stream_is_not_served(
-    model: str,
-    path: str,
-    reason: str,
-    unclear: Any,
-    tiny_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    model: str, path: str, reason: str, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("INSPECT_LENS_LAYER_PATH", path)
     monkeypatch.setenv("INSPECT_LENS_SITES", "resid_post")
-    named = getattr(unclear, f"{model}LlamaForCausalLM")
-    folder = unclear.write_as(named, tiny_folder, tmp_path / "model")
-    check(start(folder, max_model_len=64, enforce_eager=True), reason)
+    check(start_as(model, tiny_folder, max_model_len=64), reason)

@@ -284,6 +284,36 @@ def _deepseek_v3(hidden: int) -> Any:
     )
 
 
+def _sparse(hidden: int) -> dict[str, Any]:
+    # Of published checkpoints: vLLM reads the last two, for which Hugging Face has no fields.
+    return _latent(hidden) | {
+        # Kernels are for the published numbers of heads, or half of them.
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "index_n_heads": 64,
+        "index_topk": 512,
+        "q_lora_rank": 64,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }
+
+
+def _deepseek_v32(hidden: int) -> Any:
+    from transformers import DeepseekV32Config
+
+    return DeepseekV32Config(**_sparse(hidden))
+
+
+def _glm_moe_dsa(hidden: int) -> Any:
+    from transformers import GlmMoeDsaConfig
+
+    plain = {"rope_type": "default", "rope_theta": 1e6}
+    given = _sparse(hidden) | {"n_group": 1, "topk_group": 1, "rope_parameters": plain}
+    # From the third layer on, every second one takes the choice of the layer before it.
+    given |= {"index_topk_freq": 2, "index_n_heads": 32, "indexer_rope_interleave": True}
+    return GlmMoeDsaConfig(**given)
+
+
 def _minimax_m2(hidden: int) -> Any:
     from transformers import MiniMaxM2Config
 
@@ -551,6 +581,10 @@ def _publish_kimi_k25(folder: Path) -> None:
     (folder / "preprocessor_config.json").write_text(json.dumps({"media_proc_cfg": images}))
 
 
+_CHOSEN = (
+    "compared on texts of at most 100 tokens, of which all are chosen: vLLM chooses in FP8, and "
+    "Hugging Face does not; vLLM serves it on GPUs only, with DeepGEMM"
+)
 _LATENT_SITES = ("resid_pre", "z", "attn_out", "mlp_out", "resid_post")
 _OWN_KERNEL = {"gdn_prefill_backend": "triton"}
 _OWN_KERNEL_SAID = "on GPUs with vLLM's own kernel (`gdn_prefill_backend`), not with FlashInfer's"
@@ -680,6 +714,28 @@ CASES = (
         cpu_options={"attention_backend": "CPU_MLA"},
         remark=_SCALED,
         is_routed=True,
+        has_latent_attention=True,
+    ),
+    Case(
+        "deepseek_v32",
+        "DeepSeek-V3.2",
+        "latent attention (MLA) to tokens that an indexer chooses, experts by group",
+        _deepseek_v32,
+        sites=_LATENT_SITES,
+        remark=_CHOSEN,
+        is_routed=True,
+        needs_gpu=True,
+        has_latent_attention=True,
+    ),
+    Case(
+        "glm_moe_dsa",
+        "GLM-5",
+        "latent attention (MLA) to tokens that an indexer chooses, for two layers at once",
+        _glm_moe_dsa,
+        sites=_LATENT_SITES,
+        remark=_CHOSEN,
+        is_routed=True,
+        needs_gpu=True,
         has_latent_attention=True,
     ),
     Case(

@@ -24,12 +24,21 @@ def read_release(packages: Path) -> dict[str, dict[str, Layout]]:
         packages: the folder that holds the package `vllm`.
 
     Returns:
-        Layout by class, by family (file of `models/`).
+        Layout by class, by family: a file of `model_executor/models/`, or a folder of `models/`,
+        of which that for NVIDIA's cards counts.
     """
-    found = {}
-    for path in sorted((packages / "vllm" / "model_executor" / "models").rglob("*.py")):
+    found: dict[str, dict[str, Layout]] = {}
+    vllm = packages / "vllm"
+    old, new = vllm / "model_executor" / "models", vllm / "models"
+    named = [(path.stem, path) for path in sorted(old.rglob("*.py"))]
+    named += [
+        (path.relative_to(new).parts[0], path)
+        for path in sorted(new.rglob("*.py"))
+        if not {"amd", "cpu", "xpu"} & set(path.parts)
+    ]
+    for family, path in named:
         if layouts := layouts_of(path.read_text(encoding="utf-8")):
-            found[path.stem] = layouts
+            found.setdefault(family, {}).update(layouts)
     return found
 
 

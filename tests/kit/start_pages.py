@@ -16,6 +16,7 @@ __all__ = ["findings_markdown", "layouts_markdown", "walks_markdown"]
 _NEWEST = "tests/contracts/vllm/layouts/0.33.0.json"
 # Draft models, encoders and speech: no taps, or no generation.
 _OTHER_KINDS = re.compile("eagle|dflash|_mtp|bert|whisper|_asr")
+_DRAFTS = re.compile("DFlash|DSpark")
 _LAYOUTS = {
     "fused": "two tensors whose sum is the stream",
     "plain": "the stream",
@@ -83,7 +84,8 @@ def layouts_markdown() -> str:
     families = [family for family in record if not _OTHER_KINDS.search(family)]
     for family in families:
         layers = record[family]
-        for layout in set(layers.values()) - {"unknown"}:
+        target = {layout for name, layout in layers.items() if not _DRAFTS.search(name)}
+        for layout in target - {"unknown"}:
             if family not in found[_LAYOUTS[layout]]:
                 found[_LAYOUTS[layout]].append(family)
     rows = ["| a decoder layer returns | families, by their file in vLLM 0.33 |", "|---|---|"]

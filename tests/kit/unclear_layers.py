@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,22 +54,3 @@ class LyingLlamaForCausalLM(UnclearLlamaForCausalLM):
     """A pair of two tensors that is no sum."""
 
     layer = LyingLayer
-
-
-def register() -> None:
-    """Make both classes known to vLLM in this process."""
-    from vllm import ModelRegistry
-
-    for model in (UnclearLlamaForCausalLM, LyingLlamaForCausalLM):
-        ModelRegistry.register_model(model.__name__, model)
-
-
-def write_as(model: type[nn.Module], llama: Path, folder: Path) -> Path:
-    """A checkpoint of Llama whose configuration names another class."""
-    folder.mkdir()
-    for file in llama.iterdir():
-        if file.name != "config.json":
-            (folder / file.name).symlink_to(file)
-    config = json.loads((llama / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"architectures": [model.__name__]}))
-    return folder

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from inspect_lens import SteeringVector
 from inspect_lens.client import LensClient
 from inspect_lens.spec import BLOCK_SITES, Add, result_name
 from tests.engine.conftest import Engine, start, tokens
+from tests.engine.test_architectures import check_case
 from tests.kit.architectures import CASES, LAYERS, Case, write
 from tests.kit.engine_probes import check_probes
 from tests.kit.reference import HuggingFace
@@ -273,6 +274,14 @@ def server(model: str, arguments: Sequence[str], log: Path) -> Iterator[str]:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait(timeout=30)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_a_sum_that_the_next_norm_completes_is_whole(name: str, tmp_path: Path) -> None:
+    # Attention and feed-forward modules return shares, which are refused.
+    case = replace(case_of(name), sites=("resid_pre", "resid_post"))
+    options = OPTIONS | {"dtype": torch.bfloat16, "tensor_parallel_size": 2}
+    check_case(case, tmp_path, **options)
 
 
 @pytest.mark.parametrize("name", SERVERS)

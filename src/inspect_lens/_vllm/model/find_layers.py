@@ -323,7 +323,8 @@ def _is_kernel(module: nn.Module) -> bool:
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.layers.mamba.abstract import MambaBase
 
-    return isinstance(module, AttentionLayerBase) and not isinstance(module, MambaBase)
+    is_attention = isinstance(module, AttentionLayerBase) and not isinstance(module, MambaBase)
+    return is_attention and not any(map(_is_row_parallel, module.modules()))
 
 
 def has_states(model: nn.Module) -> bool:

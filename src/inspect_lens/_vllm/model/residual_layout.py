@@ -118,6 +118,8 @@ def _paths(body: list[ast.stmt], names: dict[str, Value]) -> Iterator[dict[str, 
         return
     first, rest = body[0], body[1:]
     if isinstance(first, ast.Return):
+        if _may_be_a_pair(first.value, names):
+            raise _UnknownError
         yield _Returned(None if first.value is None else _evaluate(first.value, names))
         return
     if isinstance(first, ast.Raise):
@@ -129,6 +131,14 @@ def _paths(body: list[ast.stmt], names: dict[str, Value]) -> Iterator[dict[str, 
         return
     _execute(first, names)
     yield from _paths(rest, names)
+
+
+def _may_be_a_pair(value: ast.expr | None, names: dict[str, Value]) -> bool:
+    """Whether what is returned comes from a method of the layer, or from what a variable holds."""
+    function = value.func if isinstance(value, ast.Call) else None
+    if isinstance(function, ast.Attribute):
+        return function.attr.startswith("_")
+    return isinstance(function, ast.Name) and function.id in names
 
 
 def _branches(node: ast.If, names: dict[str, Value]) -> list[list[ast.stmt]]:

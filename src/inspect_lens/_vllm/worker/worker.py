@@ -29,6 +29,7 @@ from inspect_lens._engine.tap.op import tap, warm_up
 from inspect_lens._settings import Settings
 from inspect_lens._vllm.compat.engine_facts import facts_mark, facts_of, refusal, worker_links
 from inspect_lens._vllm.compat.features import is_required, off, reason_of, turn_off_engine
+from inspect_lens._vllm.compat.fused_norms import undo_fusion
 from inspect_lens._vllm.model.find_layers import (
     LOCATORS,
     attention_facts,
@@ -334,6 +335,7 @@ def _install(start: Start) -> str:
     lag = max(LAG, config.parallel_config.pipeline_parallel_size + 1)
     is_first = is_exporting_rank()
     has_shares = any(facts.width_of(tap.site).shards > 1 for tap in here)
+    undo_fusion(blocks, start.undo, ranks=tp_size(), is_first_stage=blocks[0] is not None)
     first = next(i for i, block in enumerate(blocks) if block is not None)
     before = (tap for tap in facts.taps if tap.layer < first and SITE_TABLE[tap.site].is_wide)
     state = _allocate(worker, facts, settings, here, lag, remote=tuple(before))

@@ -1,0 +1,103 @@
+"""Models that fuse a norm with what comes before it: taps get the stream all the same.
+
+DeepSeek V3.2 and GLM-5 on a GPU (`vllm.models`), seen in 0.33. With tensor parallelism a block
+leaves its last sum over ranks to the norm in front of the next one. So what it returns is a share,
+which here is summed up where the block ends, and the norm that follows then adds only. That is what
+vLLM does by itself where it has no FlashInfer, at another place. Without tensor parallelism the
+first norm is computed together with the embedding, from a stream that no edit has reached; the
+block then computes it again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from inspect_lens.errors import UnsupportedError
+
+__all__ = ["undo_fusion"]
+
+_SUMMING_NORM = "fused_allreduce_rms_norm"
+"""Function that sums a tensor over ranks, adds it to the residual, and applies a norm."""
+_FIRST_NORM = "attn_in"
+"""Argument of a block: its first norm of the embedding, or None."""
+_SPLITS_TOKENS = "use_sequence_parallel"
+"""Attribute of a block whose stream has other tokens on each rank."""
+
+
+class _Sum:
+    """Whether the share that the next norm gets has been summed up."""
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self._original = original
+        self._is_whole = False
+
+    def norm(self, hidden: Any, residual: Any, norm: nn.Module) -> Any:
+        """Stands in for vLLM's function."""
+        if self._is_whole:
+            self._is_whole = False
+            return norm(hidden, residual)
+        return self._original(hidden, residual, norm)
+
+    def begin(self, *, is_first_stage: bool) -> None:
+        """Stages of a pipeline send the whole sum to the next one."""
+        self._is_whole = not is_first_stage
+
+    def complete(self, output: tuple[Any, ...]) -> tuple[Any, ...]:
+        from vllm.distributed import tensor_model_parallel_all_reduce
+
+        self._is_whole = True
+        return (tensor_model_parallel_all_reduce(output[0]), *output[1:])
+
+
+def undo_fusion(
+    blocks: Sequence[nn.Module | None], undo: ExitStack, *, ranks: int, is_first_stage: bool
+) -> None:
+    """Make blocks get and return the whole stream, before taps are put into them.
+
+    Args:
+        blocks: decoder layers of a model; None for those of other stages.
+        undo: gets what takes it back.
+        ranks: of tensor parallelism.
+        is_first_stage: of a pipeline.
+    """
+    here = [block for block in blocks if block is not None]
+    if not here:
+        return
+    if any(getattr(block, _SPLITS_TOKENS, False) for block in here):
+        raise UnsupportedError(
+            f"sequence parallelism: {type(here[0]).__name__} splits tokens over ranks; leave "
+            "--enable-expert-parallel out, or use one of tensor and data parallelism"
+        )
+    if _FIRST_NORM in inspect.signature(here[0].forward).parameters:
+        undo.callback(here[0].register_forward_pre_hook(_drop, with_kwargs=True).remove)
+    original = inspect.unwrap(type(here[0]).forward).__globals__.get(_SUMMING_NORM)
+    if ranks == 1 or original is None:
+        return
+    total = _Sum(original)
+    # The model in front of the last norm has it from another import than its blocks may have.
+    for module in [*sys.modules.values()]:
+        if vars(module).get(_SUMMING_NORM) is original:
+            undo.callback(setattr, module, _SUMMING_NORM, original)
+            setattr(module, _SUMMING_NORM, total.norm)
+
+    def begin(*_: Any) -> None:
+        total.begin(is_first_stage=is_first_stage)
+
+    def complete(_block: Any, _args: Any, output: Any) -> Any:
+        return total.complete(output)
+
+    undo.callback(here[0].register_forward_pre_hook(begin).remove)
+    for block in here:
+        undo.callback(block.register_forward_hook(complete).remove)
+
+
+def _drop(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a block without its first norm, which it computes itself then."""
+    index = list(inspect.signature(block.forward).parameters).index(_FIRST_NORM)
+    return args[:index], {**kwargs, _FIRST_NORM: None}

@@ -1,0 +1,79 @@
+"""Llama with the fusions of DeepSeek V3.2 on a GPU, which no wheel for CPUs can run.
+
+With tensor parallelism a block returns a share of a sum over ranks, and the next norm completes it;
+without, the first norm is computed where the embedding is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_world_size
+from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
+from vllm.models.common.ops.fused_allreduce_rms_norm import fused_allreduce_rms_norm
+from vllm.sequence import IntermediateTensors
+
+
+class FusedLayer(LlamaDecoderLayer):  # type: ignore[misc]
+    """Leaves both of its sums over ranks to the norm behind them."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.self_attn.o_proj.reduce_results = False
+        self.mlp.down_proj.reduce_results = False
+
+    def forward(
+        self,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None,
+        attn_in: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            residual = hidden_states
+            hidden_states = attn_in if attn_in is not None else self.input_layernorm(hidden_states)
+        else:
+            hidden_states, residual = fused_allreduce_rms_norm(
+                hidden_states, residual, self.input_layernorm
+            )
+        hidden_states = self.self_attn(positions=positions, hidden_states=hidden_states)
+        hidden_states, residual = fused_allreduce_rms_norm(
+            hidden_states, residual, self.post_attention_layernorm
+        )
+        return self.mlp(hidden_states), residual
+
+
+class FusedLlamaModel(LlamaModel):  # type: ignore[misc]
+    """Calls the function in front of the last norm, too."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor | IntermediateTensors:
+        residual = attn_in = None
+        if get_pp_group().is_first_rank:
+            hidden_states = self.embed_input_ids(input_ids)
+            if get_tensor_model_parallel_world_size() == 1:
+                attn_in = self.layers[0].input_layernorm(hidden_states)
+        else:
+            assert intermediate_tensors is not None
+            hidden_states = intermediate_tensors["hidden_states"]
+            residual = intermediate_tensors["residual"]
+        for layer in self.layers[self.start_layer : self.end_layer]:
+            hidden_states, residual = layer(positions, hidden_states, residual, attn_in)
+            attn_in = None
+        if not get_pp_group().is_last_rank:
+            return IntermediateTensors({"hidden_states": hidden_states, "residual": residual})
+        return fused_allreduce_rms_norm(hidden_states, residual, self.norm)[0]
+
+
+class FusedLlamaForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
+    """Llama with these layers."""
+
+    def _init_model(self, vllm_config: Any, prefix: str = "", **_: Any) -> nn.Module:
+        return FusedLlamaModel(vllm_config=vllm_config, prefix=prefix, layer_type=FusedLayer)
