@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 __all__ = ["SHAPES", "Shape"]
 
@@ -83,6 +83,13 @@ def _moe(base: dict[str, Any], middle: int, experts: int, chosen: int) -> dict[s
     }
 
 
+_FP8: Final = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "weight_block_size": [128, 128],
+}
+
 SHAPES = {
     "llama-8b": Shape(_llama(4096, 14336, 32, 32, 128256), "bfloat16", kv_gib=24),
     "llama-70b-48": Shape(
@@ -139,17 +146,45 @@ SHAPES = {
         "bfloat16",
         kv_gib=4,
     ),
+    "glm-5-10": Shape(
+        {
+            **_llama(6144, 12288, 10, 64, 154880),
+            "architectures": ["GlmMoeDsaForCausalLM"],
+            "model_type": "glm_moe_dsa",
+            "num_key_value_heads": 64,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 2048,
+            "qk_nope_head_dim": 192,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 256,
+            "index_head_dim": 128,
+            "index_n_heads": 32,
+            "index_topk": 2048,
+            "indexer_rope_interleave": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000},
+            "first_k_dense_replace": 3,
+            "moe_intermediate_size": 2048,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "n_group": 1,
+            "topk_group": 1,
+            "num_nextn_predict_layers": 0,
+            "quantization_config": _FP8,
+        },
+        "bfloat16",
+        kv_gib=4,
+    ),
     "qwen3-235b-40": Shape(
         {
             **_moe(_llama(4096, 12288, 40, 64, 151936), 1536, 128, 8),
             "num_key_value_heads": 4,
             "head_dim": 128,
-            "quantization_config": {
-                "quant_method": "fp8",
-                "activation_scheme": "dynamic",
-                "fmt": "e4m3",
-                "weight_block_size": [128, 128],
-            },
+            "quantization_config": _FP8,
         },
         "bfloat16",
         kv_gib=4,
@@ -181,6 +216,6 @@ SHAPES = {
     "tiny": Shape(_llama(256, 512, 4, 4, 512), "float32", kv_gib=0.0625, max_model_len=256),
 }
 """Llama-8B, Qwen3-0.6B and gpt-oss-120b (MXFP4) are whole. Others have fewer layers, so that two
-engines fit on two cards: Llama-70B 48 of its 80, GLM-4.5-Air 23 of its 46, Qwen3-235B-A22B (FP8) 40
-of its 94, and Qwen3-30B-A3B 12 of its 48. The two tiny ones, one of them with experts, are run on a
-CPU in a second."""
+engines fit on two cards: Llama-70B 48 of its 80, GLM-4.5-Air 23 of its 46, GLM-5 (FP8) 10 of its
+78, Qwen3-235B-A22B (FP8) 40 of its 94, and Qwen3-30B-A3B 12 of its 48. The two tiny ones, one of
+them with experts, are run on a CPU in a second."""
