@@ -27,6 +27,7 @@ INSIDE = (
     "_vllm.results.attach:faults_told",
     "_vllm.frontend.wrappers:carry_now",
     "_vllm.http.bodies:LensBodies.__call__",
+    "_vllm.http.bodies:LensBodies._serve",
     "_vllm.http.bodies:Answer._send_whole",
     "_vllm.worker.runners:_Runner._ask",
     "_vllm.worker.runners:_Runner._prepared",

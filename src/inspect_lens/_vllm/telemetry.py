@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
 
 import inspect_lens
@@ -31,15 +34,40 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.inspect_lens")
 
-CLIENT: ContextVar[str] = ContextVar("inspect_lens_client", default="")
-"""An address, and the key of the server that it shows: made-up ones are one client together."""
-
-TENANT: ContextVar[str] = ContextVar("inspect_lens_tenant", default="")
-"""The hash of the key; empty without one, and in an engine of one's own process."""
+_TRACE = (b"traceparent", b"tracestate")
 
 
-TRACE: ContextVar[Mapping[str, str] | None] = ContextVar("inspect_lens_trace", default=None)
-"""Trace headers of a request, as W3C Trace Context has them."""
+class Caller:
+    """Whose request is served; worked out when somebody asks, as few requests need it."""
+
+    def __init__(
+        self,
+        scope: Mapping[str, Any] = MappingProxyType({"headers": ()}),
+        shown_key: Callable[[Mapping[str, Any]], str | None] = lambda scope: "",
+    ) -> None:
+        """By the scope of ASGI; `shown_key` finds the key of the server that it shows."""
+        self._scope, self._shown_key = scope, shown_key
+
+    @cached_property
+    def client(self) -> str:
+        """An address, and the key of the server: made-up ones are one client together."""
+        address = (self._scope.get("client") or ("",))[0]
+        return f"{address} {self._shown_key(self._scope) or ''}"
+
+    @cached_property
+    def tenant(self) -> str:
+        """The hash of the key; empty without one, and in an engine of one's own process."""
+        key = next((v for k, v in self._scope["headers"] if k == b"authorization"), b"")
+        return hashlib.sha256(key).hexdigest()[:16] if key else ""
+
+    @property
+    def trace(self) -> dict[str, str]:
+        """Trace headers, as W3C Trace Context has them."""
+        headers = self._scope["headers"]
+        return {k.decode(): v.decode("latin-1") for k, v in headers if k in _TRACE}
+
+
+CALLER: ContextVar[Caller] = ContextVar("inspect_lens_caller", default=Caller())  # noqa: B039
 
 KINDS = ("capture", "edit", "probe", "lens", "qk", "hook")
 """What a request may ask for, each the value of a label."""
@@ -162,7 +190,7 @@ class Asked:
 def _begin(spans: _Spans, asked: Asked) -> None:
     from opentelemetry.trace.propagation import set_span_in_context
 
-    span = spans.tracer.start_span(REQUEST, context=spans.propagator.extract(TRACE.get() or {}))
+    span = spans.tracer.start_span(REQUEST, context=spans.propagator.extract(CALLER.get().trace))
     if not span.is_recording():
         return  # not sampled: vLLM's is not either, and has the parent that it would have had
     told: dict[str, str] = {}
@@ -237,8 +265,8 @@ def fetched(spans: _Spans, handle: str, began: int, status: int, n_bytes: int) -
     from opentelemetry.trace import Link, NonRecordingSpan
     from opentelemetry.trace.propagation import set_span_in_context
 
-    headers, request = TRACE.get(), spans.handles.get(handle)
-    parent = spans.propagator.extract(headers or {})
+    headers, request = CALLER.get().trace, spans.handles.get(handle)
+    parent = spans.propagator.extract(headers)
     if not headers and request is not None:
         parent = set_span_in_context(NonRecordingSpan(request))
     span = spans.tracer.start_span(

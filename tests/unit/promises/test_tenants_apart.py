@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 from inspect_lens._vllm.frontend import state
 from inspect_lens._vllm.frontend.admission import compiled_of, seal_core
 from inspect_lens._vllm.frontend.state import FrontEnd
-from inspect_lens._vllm.http.server import NotesClient
+from inspect_lens._vllm.http.bodies import LensBodies
 from inspect_lens._vllm.registered.rows import BLOCK, RowCache, reuse_of
 from inspect_lens.spec import ENVELOPE_KEY, Receipt, TensorData
 from tests.kit.promises import Promise
@@ -54,11 +54,15 @@ def _served(key: str, run: Callable[[], Any]) -> Any:
     """Run something as the server does for whoever shows a key."""
     found: list[Any] = []
 
+    async def never(*message: Any) -> Any:
+        raise AssertionError
+
     async def app(scope: Any, receive: Any, send: Any) -> None:
         found.append(run())
 
     headers = [(b"authorization", key.encode())] if key else []
-    serving = NotesClient(app)({"type": "http", "headers": headers}, None, None)
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": headers}
+    serving = LensBodies(app, lambda: None)(scope, never, never)
     with pytest.raises(StopIteration):
         contextvars.copy_context().run(serving.send, None)
     return found[0]

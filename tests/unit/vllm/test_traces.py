@@ -20,7 +20,7 @@ from vllm.tracing import extract_trace_context, instrument_manual
 from inspect_lens._vllm import telemetry
 from inspect_lens._vllm.http.bodies import SERVED, LensBodies
 from inspect_lens._vllm.http.payloads import PayloadStore
-from inspect_lens._vllm.http.server import NotesClient, add_routes
+from inspect_lens._vllm.http.server import add_routes
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import CaptureReceipt, ProbeReceipt, Receipt, SteerReceipt
 
@@ -95,7 +95,6 @@ class Server:
         add_routes(self.app, lambda: None, self.store)
         self.app.add_route("/v1/completions", self.answer, methods=["POST"])
         self.app.add_middleware(LensBodies, front_end=lambda: None)
-        self.app.add_middleware(NotesClient)
         self.client = TestClient(self.app)
 
     async def answer(self, request: Any) -> Any:

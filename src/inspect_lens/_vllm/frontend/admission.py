@@ -29,7 +29,7 @@ from inspect_lens._vllm.registered.probe_scores import Reading
 from inspect_lens._vllm.registered.rows import RowCache, with_known_rows
 from inspect_lens._vllm.sinks.process import SINK_KEY, Rule
 from inspect_lens._vllm.sinks.sink import Exchange
-from inspect_lens._vllm.telemetry import TENANT, requested, tiers_acted
+from inspect_lens._vllm.telemetry import CALLER, requested, tiers_acted
 from inspect_lens.errors import LensError, SpecError, UnsupportedError
 from inspect_lens.spec import (
     ENVELOPE_KEY,
@@ -218,8 +218,10 @@ def compiled_of(processor: Any, params: Any) -> Compiled | None:
     if adapters is not None:
         adapters.check(params)
     facts: EngineFacts | None = processor.inspect_lens_facts
-    limits = None if facts is None else TensorLimits(facts)
-    request = parse_extra_args(getattr(params, "extra_args", None), limits=limits)
+    request = None
+    if extra := getattr(params, "extra_args", None):
+        limits = None if facts is None else TensorLimits(facts)
+        request = parse_extra_args(extra, limits=limits)
     if request is None and acts_on_all(processor) and hasattr(params, "n"):
         # It may fail now, and is kept apart.
         request = NO_REQUEST
@@ -285,6 +287,15 @@ def acts_on_all(processor: Any) -> bool:
     return has_hooks(processor) or front_end().registry.server is not None
 
 
+def is_plain(processor: Any, params: Any) -> bool:
+    """Whether a request asks for nothing of ours, and nothing acts on it: most of a server's."""
+    return (
+        not getattr(params, "extra_args", None)
+        and getattr(processor, "inspect_lens_adapters", None) is None
+        and not acts_on_all(processor)
+    )
+
+
 def judge_early(processor: Any, prompt: Any, params: Any) -> int:
     """Judge all that can be judged before the engine is asked, where the prompt is known.
 
@@ -335,7 +346,7 @@ def seal_core(
     if envelope.steer_hash is not None:
         # Equal steering of one tenant shares blocks, and its receipt tells of how many tokens;
         # nobody else reads them, from the first edited token on.
-        own = f"{TENANT.get()}:{envelope.steer_hash}"
+        own = f"{CALLER.get().tenant}:{envelope.steer_hash}"
         core.cache_salt = salted(core.cache_salt, envelope.edited_from, own)
     if request.skip_reading_prefix_cache:
         sampling.skip_reading_prefix_cache = True

@@ -52,6 +52,7 @@ from .admission import (
     compiled_of,
     expect,
     has_lens_keys,
+    is_plain,
     judge_early,
     resumable,
     rule_of,
@@ -181,10 +182,10 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         found = rule = None
         try:
-            found = compiled_of(self, params)
-            adapters = getattr(self, "inspect_lens_adapters", None)
-            if adapters is not None:
-                adapters.note(kwargs.get("lora_request"), uses_lens=found is not None)
+            if not is_plain(self, params):
+                found = compiled_of(self, params)
+                if (adapters := getattr(self, "inspect_lens_adapters", None)) is not None:
+                    adapters.note(kwargs.get("lora_request"), uses_lens=found is not None)
             # Hooks without a tier run as they are, and are not recorded.
             if found is None or (found.asked is NO_REQUEST and found.tiers.acts):
                 rule = rule_of(self, request_id, params, kwargs.get("resumable"))
@@ -215,6 +216,8 @@ def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         params = getattr(request, "sampling_params", None)
         extra = params.extra_args if params is not None else None
+        if params is None or not extra:
+            return original(self, request, prompt, parent_req, *args, **kwargs)
         if has_lens_keys(params, LENS_KEYS):
             raise refused(
                 UnsupportedError(
@@ -222,7 +225,7 @@ def _add_request(original: Callable[..., Any]) -> Callable[..., Any]:
                     "has judged it; give the engine the prompt with its sampling parameters"
                 )
             )
-        if params is None or not extra or ENVELOPE_KEY not in extra:
+        if ENVELOPE_KEY not in extra:
             return original(self, request, prompt, parent_req, *args, **kwargs)
         results, key = front_end().results, request.request_id
         is_recorded = is_by_rule(extra[ENVELOPE_KEY])
@@ -458,13 +461,13 @@ async def _with_results(
                 _all_added(added)
                 if (fault := getattr(output, "inspect_lens_fault", None)) is not None:
                     raise fault
-                ours = told_of(output)
-                running = [c.index for c in filter(is_running, ours)] if takes_parts else []
-                if running:
-                    with faults_told():
-                        await _carry_at_pace(output, body, pace, running)
-                if ours and has_tickets(output):
-                    missing -= await attached_for_http(output, body)
+                if ours := told_of(output):
+                    running = [c.index for c in filter(is_running, ours)] if takes_parts else []
+                    if running:
+                        with faults_told():
+                            await _carry_at_pace(output, body, pace, running)
+                    if has_tickets(output):
+                        missing -= await attached_for_http(output, body)
                 if missing > 0 and output.finished:
                     raise CaptureError(
                         f"{missing} choices of this request finished without their results; "
@@ -498,9 +501,10 @@ def _async_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             if body is not None:
                 first = body.begin(params)
-            prompt = kwargs.get("prompt", args[0] if args else None)
-            missing = judge_early(self.input_processor, prompt, params)
-            front_end().results.running.routes = routes_of(self)
+            if not is_plain(self.input_processor, params):
+                prompt = kwargs.get("prompt", args[0] if args else None)
+                missing = judge_early(self.input_processor, prompt, params)
+                front_end().results.running.routes = routes_of(self)
         except CapacityError as error:
             raise busy(str(refused(error))) from error
         except BaseException as error:  # noqa: BLE001 - the loop is everybody's

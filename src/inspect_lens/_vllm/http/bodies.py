@@ -22,7 +22,7 @@ from pydantic_core import from_json
 
 from inspect_lens._base.http import json_bytes
 from inspect_lens._base.partial import PARTIAL_KEY, Partial, listed
-from inspect_lens._engine.protocol.processes import ends_process
+from inspect_lens._engine.protocol.processes import contained, ends_process
 from inspect_lens._vllm.compat.api_server import list_models, sampling_fields, shown_key
 from inspect_lens._vllm.compat.features import (
     FEATURES,
@@ -32,7 +32,15 @@ from inspect_lens._vllm.compat.features import (
     pass_over,
     require,
 )
-from inspect_lens._vllm.telemetry import Asked, delivered, failed, remember, stored
+from inspect_lens._vllm.telemetry import (
+    CALLER,
+    Asked,
+    Caller,
+    delivered,
+    failed,
+    remember,
+    stored,
+)
 from inspect_lens.errors import CapacityError, LensError, SpecError, UnsupportedError
 from inspect_lens.spec import (
     ENVELOPE_KEY,
@@ -429,6 +437,7 @@ def as_json(completion: Any, handles: list[str]) -> dict[str, Any]:
 
 Receive = Callable[[], Awaitable[Message]]
 
+FETCH_PATH = "/v1/activations/"
 TOKENS_PATH = "/inference/v1/generate"
 _SERVED = (
     "/v1/chat/completions",
@@ -462,7 +471,7 @@ _NO_KEY = (
     "this server asks for a key (--api-key) where something is asked of the lens; send "
     "'Authorization: Bearer KEY'"
 )
-_KEYS = tuple(key.encode() for key in LENS_KEYS)
+_KEYS = re.compile("|".join(LENS_KEYS).encode())
 _WORDS = (
     *(f'"{word}"'.encode() for word in (ENVELOPE_KEY, *OWN_WORDS)),
     *(b"inspect", b"lens", b"residual", b"steer", b"vectors", b"hooks", b"_qk", b"activations"),
@@ -489,11 +498,23 @@ class LensBodies:
         app: Callable[..., Awaitable[None]],
         front_end: Callable[[], Any],
         keys: Collection[str] = LENS_KEYS,
+        *,
+        fetch: Callable[[Any], Awaitable[Any]] | None = None,
+        begin: Callable[[Any], None] = lambda app: None,
     ) -> None:
-        """Wrap an application; `keys` are those that are refused while the lens is off."""
+        """Wrap an application.
+
+        Args:
+            app: the application.
+            front_end: gives the front-end, once there is one.
+            keys: those that are refused while the lens is off.
+            fetch: answers who asks for results by handle. FastAPI's own way to a route, and vLLM's
+                metrics, take several times as long, as often as there are results.
+            begin: called with the whole application before its first request.
+        """
         self._app = app
         self._front_end = front_end
-        self._keys = keys
+        self._keys, self._fetch, self._begin = keys, fetch, begin
         self._n_bytes = 0
         """Of vectors of requests under way."""
         self._configs: tuple[str, ...] = ()
@@ -502,40 +523,62 @@ class LensBodies:
         """Each by the model's name."""
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._pass_on(scope, receive, send)
+            return
+        CALLER.set(Caller(scope, shown_key))
+        path, is_post = scope["path"], scope["method"] == "POST"
+        if self._fetch is not None and not is_post and (handle := _handle_in(scope)):
+            from starlette.requests import Request
+
+            found = await self._fetch(Request({**scope, "path_params": {"handle": handle}}))
+            await found(scope, receive, send)
+            return
         server, configs = "", self._listed
-        try:
-            server, configs = await self._tiers(scope)
-        except Exception:
-            # Every request comes here; those on which something acts are judged again.
-            logger.exception("inspect_lens: what acts on requests is not known")
-        path: str = scope.get("path", "")
-        acting = with_header(send, server) if server and _generates(scope) else send
+        # Whether a server lives, and its metrics, depend on no name.
+        if is_post or "/v1/" in path:
+            try:
+                server, configs = await self._tiers(scope)
+            except BaseException as error:
+                if ends_process(error):
+                    raise
+                # Every request comes here; those on which something acts are judged again.
+                logger.exception("inspect_lens: what acts on requests is not known")
         _READS_MODEL.set(path.endswith(_FINE))
-        if not _may_ask(scope):
+        acts = bool(server) and is_post and path.endswith(_ACTED_ON)
+        acting = with_header(send, server) if acts else send
+        if not (is_post and _may_ask(scope)):
             await self._app(scope, receive, acting)
             return
         body, again = await whole_body(receive)
-        has_keys = any(key in body for key in _KEYS)
-        is_hidden = _ESCAPED.search(body) is not None
-        has_words = path.endswith(_GENERATE) and any(word in body for word in _WORDS)
-        has_model = bool(configs) and b"@" in body
-        if not (has_keys or is_hidden or has_words or has_model) and not (
-            server or _runs_hooks(scope)
-        ):
+        if _may_say(body, path, configs) or server or _runs_hooks(scope):
+            read = partial(read_body, path, body, configs=configs, has_server=bool(server))
+            await self._serve(scope, again, send, acting, body, read)
+        else:
             await self._app(scope, again, send)
-            return
+
+    async def _serve(
+        self,
+        scope: Mapping[str, Any],
+        again: Receive,
+        send: Send,
+        acting: Send,
+        body: bytes,
+        read: Callable[..., Body | None],
+    ) -> None:
+        """Serve a request that may ask for something, or on which something acts."""
         asked: Body | None = None
         n_bytes, span = 0, Asked(scope)
         try:
             front = self._front_end()
             facts: EngineFacts | None = getattr(front, "facts", None)
             off = self._off(front)
-            if path.endswith(_UNGUARDED) and shown_key(scope) is None and _is_ours(off):
+            if scope["path"].endswith(_UNGUARDED) and shown_key(scope) is None and _is_ours(off):
                 await refuse(error := SpecError(_NO_KEY), send, status=401)
                 span.end(401, error=error)
                 return
-            read = partial(read_body, path, body, facts, off, configs, bool(server))
-            if len(body) <= _SMALL and b"zstd" not in body and not is_hidden:
+            read = partial(read, facts=facts, off=off)
+            if len(body) <= _SMALL and b"zstd" not in body and not _ESCAPED.search(body):
                 asked = read()
             else:
                 asked = await asyncio.get_running_loop().run_in_executor(self._threads, read)
@@ -547,7 +590,7 @@ class LensBodies:
             await refuse(error, send)
             return
         except BaseException as error:  # noqa: BLE001 - the loop is everybody's
-            pass_over(error, uses_lens=has_keys)
+            pass_over(error, uses_lens=_KEYS.search(body) is not None)
         if asked is None:
             await self._app(scope, again, acting)
             return
@@ -568,16 +611,20 @@ class LensBodies:
             asked.forget()
             self._n_bytes -= n_bytes
 
+    async def _pass_on(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        """Serve what is no request; a server's life is told of before its first one."""
+        if scope["type"] == "lifespan":
+            with contained(lambda _: logger.exception("inspect_lens: its routes come first")):
+                self._begin(scope["app"])
+        await self._app(scope, receive, send)
+
     async def _tiers(self, scope: Mapping[str, Any]) -> tuple[str, Mapping[str, str]]:
         """Hash of what acts on all requests, and configurations by the names of their models."""
         registry = getattr(self._front_end(), "registry", None)
-        # Whether a server lives, and its metrics, depend on no name.
-        uses_names = scope["type"] == "http" and (
-            scope["method"] == "POST" or "/v1/" in scope["path"]
-        )
-        if registry is None or not uses_names:
+        if registry is None:
             return "", {}
-        await registry.catch_up()
+        if registry.is_behind:
+            await registry.catch_up()
         configs: tuple[str, ...] = registry.configs
         if configs != self._configs and is_off("models") is None:
             listed = list_models(scope, configs, _check_model)
@@ -614,16 +661,16 @@ def _runs_hooks(scope: Mapping[str, Any]) -> bool:
     return bool(getattr(book, "hooks", ())) and scope["path"].endswith(_SERVED)
 
 
-def _generates(scope: Mapping[str, Any]) -> bool:
-    """Whether a request is one of those on which something may act."""
-    path: str = scope.get("path", "")
-    return scope["type"] == "http" and scope["method"] == "POST" and path.endswith(_ACTED_ON)
+def _handle_in(scope: Mapping[str, Any]) -> str:
+    """The handle of a request for a result; empty where it is none."""
+    # As the router finds it, and as vLLM looks for a path's key.
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    before, _, handle = path.partition(FETCH_PATH)
+    return "" if before or "/" in handle or scope["method"] != "GET" else handle
 
 
 def _may_ask(scope: Mapping[str, Any]) -> bool:
     """Whether the body of a request has to be looked at."""
-    if scope["type"] != "http" or scope["method"] != "POST":
-        return False
     path: str = scope["path"]
     if path.endswith(_SERVED):
         return True
@@ -633,12 +680,24 @@ def _may_ask(scope: Mapping[str, Any]) -> bool:
     return any(b"json" in kind.lower() for kind in kinds)
 
 
+def _may_say(body: bytes, path: str, configs: Collection[str]) -> bool:
+    """Whether a body may ask for something of ours, or nearly does."""
+    return bool(
+        _KEYS.search(body)
+        or _ESCAPED.search(body)
+        or (configs and b"@" in body)
+        or (path.endswith(_GENERATE) and any(word in body for word in _WORDS))
+    )
+
+
 async def whole_body(receive: Receive) -> tuple[bytes, Receive]:
     """Read a body; returns it, and what gives its messages to the application."""
     messages = [await receive()]
-    while messages[-1]["type"] == "http.request" and messages[-1].get("more_body"):
-        messages.append(await receive())
-    body = b"".join(message.get("body", b"") for message in messages)
+    body: bytes = messages[0].get("body", b"")
+    if messages[0].get("more_body"):
+        while messages[-1]["type"] == "http.request" and messages[-1].get("more_body"):
+            messages.append(await receive())
+        body = b"".join([message.get("body", b"") for message in messages])
     if messages[-1]["type"] == "http.request" and (read := as_utf8(body)) is not body:
         body, messages = read, [{"type": "http.request", "body": read, "more_body": False}]
     waiting = iter(messages)
@@ -797,17 +856,16 @@ def check_unread(request: Any, keys: Collection[str] = LENS_KEYS) -> None:
     vLLM passes over fields that it does not know: what is meant for the lens there must not be
     lost in silence, nor what almost is.
     """
-    if SERVED.get() is not None:
+    unknown: dict[str, Any] = request.model_extra or {}
+    xargs: dict[str, Any] = getattr(request, "vllm_xargs", None) or {}
+    if not (unknown or xargs) or SERVED.get() is not None:
         return
     found = has_lens_words(request, keys)
     if found:
         require("lens")
     elif is_off("lens") is not None:
         return  # the other keys may be another plug-in's
-    unknown: dict[str, Any] = request.model_extra or {}
-    xargs: dict[str, Any] = getattr(request, "vllm_xargs", None) or {}
-    if unknown or xargs:
-        split_body({**unknown, **({"vllm_xargs": xargs} if xargs else {})}, where="the body")
+    split_body({**unknown, **({"vllm_xargs": xargs} if xargs else {})}, where="the body")
     if found:
         raise UnsupportedError(
             f"{type(request).__name__}: nothing here returns what {found} asks for; send it to "

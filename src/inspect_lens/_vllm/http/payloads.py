@@ -29,7 +29,7 @@ from inspect_lens._settings import Settings
 from inspect_lens._vllm import telemetry
 from inspect_lens._vllm.sinks.sink import own_memory
 from inspect_lens._vllm.sinks.threads import Threads
-from inspect_lens._vllm.telemetry import CLIENT
+from inspect_lens._vllm.telemetry import CALLER
 from inspect_lens.errors import CapacityError, LensError, UnsupportedError
 from inspect_lens.spec import TensorData, encode_frame, encode_tensor
 
@@ -90,14 +90,14 @@ class PayloadStore:
 
     def admit(self, size: int) -> None:
         """Judge a payload of the client that is served, before it costs anything."""
-        size, client = size + self._each_bytes, CLIENT.get()
+        size, client = size + self._each_bytes, CALLER.get().client
         with self._lock:
             self._drop(time.monotonic())
             self._check(size, client)
 
     def put(self, data: bytes | memoryview) -> str:
         """Keep a payload of the client that is served; returns its handle, which none can guess."""
-        size, client = len(data) + self._each_bytes, CLIENT.get()
+        size, client = len(data) + self._each_bytes, CALLER.get().client
         handle = self._new_handle()
         now = time.monotonic()
         with self._lock:

@@ -15,7 +15,6 @@ from typing import Any
 from inspect_lens import _settings
 from inspect_lens._base.http import json_bytes
 from inspect_lens._vllm import telemetry
-from inspect_lens._vllm.compat.api_server import shown_key
 from inspect_lens._vllm.compat.engine_facts import computing_facts
 from inspect_lens._vllm.compat.features import (
     FEATURES,
@@ -35,7 +34,7 @@ from inspect_lens._vllm.registered.contents import (
     take_name,
 )
 from inspect_lens._vllm.registered.persistent_hooks import HOOK_ACTIONS, HookBook
-from inspect_lens._vllm.telemetry import CLIENT, TENANT, TRACE, refused_as
+from inspect_lens._vllm.telemetry import refused_as
 from inspect_lens.errors import CaptureError, LensError, SpecError
 from inspect_lens.spec import (
     LENS_KEYS,
@@ -48,7 +47,7 @@ from inspect_lens.spec import (
     shown,
 )
 
-from .bodies import LensBodies, check_unread, has_lens_words, payloads
+from .bodies import FETCH_PATH, LensBodies, check_unread, has_lens_words, payloads
 from .payloads import TTL_S, PayloadStore, fetch_payload, takes_any_buffer
 from .refusals import json_body, refusal
 from .sweep_route import SWEEP_PATH, Sweeps
@@ -59,7 +58,8 @@ FrontEnd = Callable[[], Any]
 Handler = Callable[[Any], Awaitable[Any]]
 
 SERVER_PATH = "/v1/inspect_lens/server"
-_FETCH = "/v1/activations/"
+_OURS = "inspect_lens "
+"""How names of our routes begin."""
 
 
 def unauthorized(setting: str) -> dict[str, dict[str, Any]]:
@@ -77,7 +77,7 @@ def unauthorized(setting: str) -> dict[str, dict[str, Any]]:
 def add_routes(app: Any, front_end: FrontEnd, payloads: PayloadStore) -> None:
     registry, hooks = "/v1/inspect_lens/registry", "/v1/hooks"
     _add(app, "GET", "/v1/inspect_lens", _about(front_end, payloads))
-    _add(app, "GET", f"{_FETCH}{{handle}}", _fetch(payloads))
+    _add(app, "GET", f"{FETCH_PATH}{{handle}}", _fetch(payloads))
     names = _Registry(front_end)
     changes, rules = "registry_key", "admin_key"
     _add(app, "GET", registry, names.listed)
@@ -108,7 +108,7 @@ def _add(app: Any, method: str, path: str, handler: Handler, *, key: str = "") -
 
     # FastAPI reads annotations at run time, and those of this module are text.
     endpoint.__annotations__ = {"request": Request}
-    app.add_api_route(path, endpoint, methods=[method], name=f"inspect_lens {method} {path}")
+    app.add_api_route(path, endpoint, methods=[method], name=f"{_OURS}{method} {path}")
 
 
 def shows_key(request: Any, setting: str) -> bool:
@@ -150,47 +150,20 @@ def _about(front_end: FrontEnd, payloads: PayloadStore) -> Handler:
     return about
 
 
-_TRACE = (b"traceparent", b"tracestate")
+def put_last(app: Any) -> None:
+    """Have our routes looked at behind vLLM's: each request passes over those before its own."""
+    from starlette.routing import Match
 
+    routes = app.router.routes
+    ours = [one for one in routes if str(getattr(one, "name", "")).startswith(_OURS)]
+    others = [one for one in routes if one not in ours]
+    asked = [{"type": "http", "method": next(iter(o.methods)), "path": o.path} for o in ours]
 
-class NotesClient:
-    """ASGI middleware that notes whose request is served, and of which trace it is a part."""
+    def takes_ours(route: Any) -> bool:
+        return any(route.matches(scope)[0] is not Match.NONE for scope in asked)
 
-    def __init__(self, app: Any) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            key = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
-            tenant = hashlib.sha256(key).hexdigest()[:16] if key else ""
-            TENANT.set(tenant)
-            CLIENT.set(f"{(scope.get('client') or ('',))[0]} {shown_key(scope) or ''}")
-            found = {k.decode(): v.decode("latin-1") for k, v in scope["headers"] if k in _TRACE}
-            TRACE.set(found or None)
-        await self._app(scope, receive, send)
-
-
-class GivesResults:
-    """ASGI middleware that gives results away.
-
-    FastAPI's own way to a route, and vLLM's metrics, take several times as long as this one does,
-    which is asked for as often as there are results.
-    """
-
-    def __init__(self, app: Any, fetch: Handler) -> None:
-        self._app, self._fetch = app, fetch
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        # As the router finds it, and as vLLM looks for a path's key.
-        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
-        before, _, handle = path.partition(_FETCH)
-        if before or not handle or "/" in handle or scope.get("method") != "GET":
-            await self._app(scope, receive, send)
-            return
-        from starlette.requests import Request
-
-        response = await self._fetch(Request({**scope, "path_params": {"handle": handle}}))
-        await response(scope, receive, send)
+    at = next((i for i, route in enumerate(others) if takes_ours(route)), len(others))
+    routes[:] = [*others[:at], *ours, *others[at:]]
 
 
 def _fetch(payloads: PayloadStore) -> Handler:
@@ -415,21 +388,13 @@ def _routers(keys: Collection[str], original: Callable[..., Any]) -> Callable[..
                 add_routes(app, lambda: _Front.end, payloads)
         except Exception as error:  # noqa: BLE001 - vLLM's start must not end here
             turn_off("http", reason_of(error))
-        fetch, front_end = _fetch(payloads), lambda: _Front.end
-        without = "bodies with lens keys are passed over"
-        _enclose(app, without, LensBodies, front_end=front_end, keys=keys)
-        if is_off("http") is None:
-            _enclose(app, "results are given away in a slower way", GivesResults, fetch=fetch)
-        # The outer one: the others refuse.
-        _enclose(app, "clients are not told apart, and share what one may have", NotesClient)
+        fetch = None if is_off("http") is not None else _fetch(payloads)
+        try:
+            app.add_middleware(
+                LensBodies, front_end=lambda: _Front.end, keys=keys, fetch=fetch, begin=put_last
+            )
+        except Exception as error:  # noqa: BLE001 - nor here
+            logger.error("inspect_lens: bodies with lens keys are passed over: %s", error)
         return made
 
     return register
-
-
-def _enclose(app: Any, without: str, kind: Any, **options: Any) -> None:
-    """Add a middleware, or say what is so without it."""
-    try:
-        app.add_middleware(kind, **options)
-    except Exception as error:  # noqa: BLE001 - nor here
-        logger.error("inspect_lens: %s: %s", without, error)

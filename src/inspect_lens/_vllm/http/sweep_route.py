@@ -28,7 +28,7 @@ from inspect_lens._patching.runs import (
 from inspect_lens._patching.sweep import EventLines, SweepSpec, specs_of, sweep
 from inspect_lens._vllm.compat.api_server import one_token
 from inspect_lens._vllm.compat.features import require
-from inspect_lens._vllm.telemetry import CLIENT
+from inspect_lens._vllm.telemetry import CALLER
 from inspect_lens.errors import CapacityError, CaptureError, SpecError, UnsupportedError
 from inspect_lens.spec import (
     NATIVE_KEY,
@@ -193,7 +193,7 @@ class Sweeps:
     async def run(self, request: Any) -> Any:
         from fastapi.responses import JSONResponse, StreamingResponse
 
-        client = CLIENT.get()  # requests to the server's own routes have another
+        client = CALLER.get().client  # requests to the server's own routes have another
         try:
             require("http")
             require("sweeps")

@@ -94,13 +94,14 @@ class Registry:
     @property
     def version(self) -> int:
         """Another one after each change, by whomever."""
-        if self._is_behind:
+        if self.is_behind:
             with self._changing():
                 pass
         return self._version
 
     @property
-    def _is_behind(self) -> bool:
+    def is_behind(self) -> bool:
+        """Whether others have changed what is not known yet."""
         return self._shared is not None and self._shared.has_changed
 
     async def catch_up(self) -> None:
@@ -108,7 +109,7 @@ class Registry:
 
         Without this `version` reads them.
         """
-        if self._is_behind:
+        if self.is_behind:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._reader, lambda: self.version)
 
@@ -317,8 +318,7 @@ class Registry:
     def server(self) -> ServerConfig | None:
         """What acts on all requests; None where nothing does."""
         self.version  # noqa: B018 - hears of others' changes
-        found = self._items.get(SERVER_NAME)
-        return found if isinstance(found, ServerConfig) else None
+        return self._server
 
     @property
     def configs(self) -> tuple[str, ...]:
@@ -383,6 +383,8 @@ class Registry:
             n for n, i in sorted(self._items.items())
             if isinstance(i, EngineConfig) and n != SERVER_NAME
         )  # fmt: skip
+        server = self._items.get(SERVER_NAME)
+        self._server = server if isinstance(server, ServerConfig) else None
         self._version += 1
 
     def _unknown(self, name: str, kind: type[Item] | None = None) -> str:

@@ -38,7 +38,7 @@ from inspect_lens._vllm.cache_salt import salt_of
 from inspect_lens._vllm.compat.connectors import transfers_by_request
 from inspect_lens._vllm.compat.monkeypatches import is_engine_apart
 from inspect_lens._vllm.sinks.sink import own_memory
-from inspect_lens._vllm.telemetry import TENANT, add
+from inspect_lens._vllm.telemetry import CALLER, add
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import LENS_NAME, Site, TensorData, result_name, rows_for, tap_point
 
@@ -360,7 +360,7 @@ def with_known_rows(packed: Packed, core: Any, cache: RowCache) -> Packed:
     callers = core.cache_salt if salt is None else salt.callers
     kind = (
         # What a tenant has captured, and that it has, is nobody else's to know.
-        *(TENANT.get(), callers, asked.sites, asked.layers, asked.widths, asked.ranks),
+        *(CALLER.get().tenant, callers, asked.sites, asked.layers, asked.widths, asked.ranks),
         *(asked.hidden, asked.reduce, asked.wire, asked.heads),
     )
     prefix = Prefix(

@@ -203,9 +203,9 @@ def test_the_loop_goes_on_while_a_large_body_is_unpacked(monkeypatch: pytest.Mon
     real = bodies.read_body
     goes_on = threading.Event()
 
-    def slow(*args: Any) -> Any:
+    def slow(*args: Any, **kwargs: Any) -> Any:
         assert goes_on.wait(60)
-        return real(*args)
+        return real(*args, **kwargs)
 
     monkeypatch.setattr(bodies, "read_body", slow)
     server = Server()

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from inspect_lens._vllm.http import payloads
+from inspect_lens._vllm.http.bodies import LensBodies
 from inspect_lens._vllm.http.payloads import PayloadStore
-from inspect_lens._vllm.http.server import NotesClient
-from inspect_lens._vllm.telemetry import CLIENT
+from inspect_lens._vllm.telemetry import CALLER, Caller
 from inspect_lens.errors import CapacityError, UnsupportedError
 from tests.kit.waiting import until
 
@@ -47,7 +47,7 @@ def test_of_many_who_fetch_at_once_one_gets_it() -> None:
 def put(store: PayloadStore, client: str, data: bytes) -> str:
     """Of a client's request."""
     context = contextvars.copy_context()
-    context.run(CLIENT.set, client)
+    context.run(CALLER.set, Caller({"client": (client, 1)}))
     return context.run(store.put, data)
 
 
@@ -118,7 +118,7 @@ def test_clients_are_told_apart_by_their_address_and_key() -> None:
     routes = pytest.importorskip("inspect_lens._vllm.http.server")
     app, store = fastapi.FastAPI(), PayloadStore(max_bytes=40, each_bytes=0)
     routes.add_routes(app, lambda: None, store)
-    app.add_middleware(NotesClient)
+    app.add_middleware(LensBodies, front_end=lambda: None)
 
     @app.post("/capture")
     async def capture() -> str:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
+from starlette.routing import Mount, Route
 
 from inspect_lens._base.partial import PARTIAL_KEY, Partial
 from inspect_lens._vllm.frontend import wrappers
@@ -31,6 +32,7 @@ from inspect_lens._vllm.http.bodies import (
     read_body,
 )
 from inspect_lens._vllm.http.payloads import handle_entries
+from inspect_lens._vllm.http.server import add_routes, put_last
 from inspect_lens.errors import SpecError, UnsupportedError
 from inspect_lens.spec import CaptureSpec, LensRequest, TensorData
 
@@ -87,6 +89,28 @@ def test_other_bodies_reach_their_routes_whole(client: TestClient, path: str, bo
     answer = client.post(path, json=body)
     assert answer.status_code == 200
     assert answer.json() == {"got": body}
+
+
+@pytest.mark.parametrize("takes_all", ["/{path:path}", ""])
+def test_requests_for_vllms_routes_do_not_pass_over_ours(takes_all: str) -> None:
+    """But what takes all paths, as the files of a page do, comes behind ours."""
+    app = FastAPI()
+
+    def vllms() -> str:
+        return "vLLM's"
+
+    add_routes(app, lambda: None, payloads)
+    app.add_api_route("/v1/completions", vllms, methods=["POST"])
+    if takes_all:
+        app.add_api_route(takes_all, vllms, methods=["GET"])
+    app.router.routes.append(Mount("/metrics", vllms))
+    app.add_middleware(LensBodies, front_end=lambda: None, begin=put_last)
+    ours = {"/v1/inspect_lens/registry", "/v1/activations/{handle}", "/v1/hooks/collect"}
+    with TestClient(app) as client:
+        paths = [route.path for route in app.routes if isinstance(route, Route)]
+        assert paths.index("/v1/completions") < min(map(paths.index, ours))
+        assert client.get("/v1/activations/none").status_code == 404
+        assert ours <= set(client.get("/openapi.json").json()["paths"])
 
 
 def unread(xargs: Any, **beside: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 from inspect_lens._patching.runs import Run
 from inspect_lens._vllm.http import sweep_route
 from inspect_lens._vllm.http.sweep_route import _check_ran
-from inspect_lens._vllm.telemetry import TENANT
+from inspect_lens._vllm.telemetry import CALLER, Caller
 from inspect_lens.errors import CaptureError
 from inspect_lens.spec import CaptureSpec, LensRequest, Receipt, Zero
 from tests.kit.waiting import soon
@@ -41,23 +41,25 @@ def test_runs_are_those_of_the_tenant_who_sweeps() -> None:
     """vLLM prepares a prompt of a raw form in a thread, which does not know whose it is."""
     pytest.importorskip("vllm")
     tenants: list[str] = []
+    mine = Caller({"headers": [(b"authorization", b"Bearer mine")]})
 
     async def generate(prompt: Any, params: Any, name: str) -> Any:
         loop = asyncio.get_running_loop()
         is_raw = "type" not in prompt
-        tenants.append(await loop.run_in_executor(None, TENANT.get) if is_raw else TENANT.get())
+        caller = await loop.run_in_executor(None, CALLER.get) if is_raw else CALLER.get()
+        tenants.append(caller.tenant)
         found = SimpleNamespace(logprobs=[{5: SimpleNamespace(logprob=-1.0)}])
         yield SimpleNamespace(outputs=[found])
 
     async def run() -> Any:
-        TENANT.set("mine")
+        CALLER.set(mine)
         processor = SimpleNamespace(tokenizer=None)
         engine: Any = SimpleNamespace(input_processor=processor, generate=generate)
         runs = sweep_route.ServerRuns(engine, cast("Any", None), asyncio.get_running_loop())
         return await asyncio.to_thread(lambda: list(runs.logprobs([Run((1, 2))], (5,), 1)))
 
     assert asyncio.run(run()) == [(0, (-1.0,))]
-    assert tenants == ["mine"]
+    assert tenants == [mine.tenant]
 
 
 def test_a_sweep_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,7 @@ def test_nobody_waits_while_rows_of_a_prompt_are_written(
     """
     from inspect_lens._vllm.frontend import wrappers
     from inspect_lens._vllm.http.bodies import Body, part_as_json
-    from inspect_lens._vllm.telemetry import CLIENT
+    from inspect_lens._vllm.telemetry import CALLER, Caller
 
     key = engine.start(ROWS)
     engine.step([key], 0, N_PROMPT)
@@ -116,7 +116,7 @@ def test_nobody_waits_while_rows_of_a_prompt_are_written(
 
     def noted(part: Partial, handles: list[str]) -> list[list[bytes]]:
         free = lock.acquire(blocking=False)
-        written.append((free, threading.current_thread().name, CLIENT.get()))
+        written.append((free, threading.current_thread().name, CALLER.get().client))
         if free:
             lock.release()
         return part_as_json(part, handles)
@@ -131,7 +131,7 @@ def test_nobody_waits_while_rows_of_a_prompt_are_written(
     monkeypatch.setattr(wrappers, "_LARGE_PART", engine.results.n_bytes(one, is_kept=False))
 
     async def carry() -> None:
-        CLIENT.set("10.0.0.1 key")
+        CALLER.set(Caller({"client": ("10.0.0.1", 1)}, lambda scope: "key"))
         await wrappers._carry(one, Body(), may_wait=True)
 
     with Front.waiting:
