@@ -20,7 +20,7 @@ if typing.TYPE_CHECKING:
     from .client import LensClient
     from .probe import load_probe
     from .scorer import deception_probe, probe_score
-    from .solver import with_capture, with_steering
+    from .solver import with_capture, with_lens, with_steering
     from .train import train_probe
     from .vector import load_vector
 
@@ -44,6 +44,7 @@ __all__ = [
     "published_settings",
     "train_probe",
     "with_capture",
+    "with_lens",
     "with_steering",
 ]
 
@@ -55,6 +56,7 @@ _MODULES = {
     "probe_score": "scorer",
     "train_probe": "train",
     "with_capture": "solver",
+    "with_lens": "solver",
     "with_steering": "solver",
 }
 

@@ -21,7 +21,7 @@ import typer.core
 
 from inspect_lens._base.artifact import with_interval
 from inspect_lens.errors import ArtifactError, SpecError
-from inspect_lens.probe import AnyProbe, Baseline, Evaluation, Transfer, Validity, format_p_value
+from inspect_lens.probe import AnyProbe, Evaluation, Transfer, Validity, format_p_value
 from inspect_lens.vector import Vector
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -391,11 +391,6 @@ class Made:
     report: str = ""
 
     @property
-    def baselines(self) -> tuple[Baseline, ...]:
-        """On the samples of `evaluations`; those of the card may be of other sets."""
-        return tuple(b for e in self.evaluations for b in e.baselines)
-
-    @property
     def warnings(self) -> tuple[str, ...]:
         """Those of the card, with `evaluations` in the place of its own."""
         shown = self.probe.card
@@ -422,7 +417,6 @@ class Made:
             "thresholds": [t.model_dump(mode="json") for t in card.thresholds],
             "calibration": card.calibration.model_dump(mode="json") if card.calibration else None,
             "evaluations": [e.model_dump(mode="json") for e in self.evaluations],
-            "baselines": [b.model_dump(mode="json") for b in self.baselines],
             "transfers": [t.model_dump(mode="json") for t in self.transfers],
             "warnings": list(self.warnings),
             "report": self.report,

@@ -16,7 +16,7 @@ from pydantic import (
 
 from inspect_lens.errors import SpecError
 
-from ._values import Value, integers, judge_patterns, plain_number, read_as, shown
+from ._values import Value, integer, integers, judge_patterns, plain_number, read_as, shown
 
 __all__ = [
     "PatternBudget",
@@ -266,7 +266,7 @@ def parse_positions(value: object, *, field: str, may_match: bool = False) -> Po
             "a list of integers, or a list of booleans over the prompt"
         )
     if isinstance(value, int) and not isinstance(value, bool):
-        return (value,)
+        return (integer(value),)
     if isinstance(value, TokenMatch | Mapping):
         if not may_match:
             raise SpecError(
@@ -281,10 +281,11 @@ def parse_positions(value: object, *, field: str, may_match: bool = False) -> Po
             if not any(items):
                 raise SpecError(f"{field}: the mask of {len(items)} tokens selects none of them")
             return items
-        if kinds == {int}:
-            if len(set(items)) != len(items):
-                raise SpecError(f"{field}: a position is named twice in {shown(items)}")
-            return items
+        if kinds and all(issubclass(kind, int) and kind is not bool for kind in kinds):
+            numbers = items if kinds == {int} else tuple(map(integer, items))
+            if len(set(numbers)) != len(numbers):
+                raise SpecError(f"{field}: a position is named twice in {shown(numbers)}")
+            return numbers
     raise SpecError(
         f"{field}={shown(value)}; allowed are {', '.join(get_args(PositionName))}, "
         "a non-empty list of integers, or one of booleans over the prompt"

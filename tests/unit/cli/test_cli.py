@@ -66,7 +66,8 @@ def test_from_a_data_set_to_a_report(run: Run, tmp_path: Path) -> None:
     probe = run.json(*train, "--out", "p/lr", "--name", "tiny/lr", "--layers", "1-2")
     assert probe["layers"][0] in (1, 2)
     assert [e["name"] for e in probe["evaluations"]] == ["hidden_reason"]
-    names = {b["name"] for b in probe["baselines"]}
+    assert "baselines" not in probe, "they are in what was measured, once"
+    names = {b["name"] for b in probe["evaluations"][0]["baselines"]}
     assert names == {
         "bag of words (prompt)", "bag of words (answer)", "length", "length (prompt)",
         "length (answer)", "random direction",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -104,6 +105,19 @@ def test_numbers_of_numpy_are_numbers() -> None:
     )
     assert (vector.layers, vector.positions) == ((0, 1), (-1,))
     assert (vector.scale, vector.norm_match) == (2.0, True)
+
+
+def test_members_of_an_enumeration_are_numbers() -> None:
+    class At(IntEnum):
+        FIRST, THIRD = 0, 2
+
+    plain = CaptureSpec(layers=[0, 2], positions=[0, 2])
+    assert CaptureSpec(layers=list(At), positions=list(At)) == plain
+    assert type(CaptureSpec(positions=At.THIRD).positions[0]) is int
+    with pytest.raises(SpecError, match="a position is named twice"):
+        CaptureSpec(positions=[At.THIRD, 2])
+    with pytest.raises(SpecError, match="allowed are all, prompt"):
+        CaptureSpec(positions=[At.THIRD, True])
 
 
 @pytest.mark.parametrize("value", [0, 1, True, False])

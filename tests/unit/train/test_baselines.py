@@ -26,6 +26,7 @@ from inspect_lens.train import (
     MeanDifferenceProbe,
     cascade_frontier,
     evaluate_probe,
+    fit_layers,
     fit_on,
     make_estimator,
     measure_baselines,
@@ -271,3 +272,9 @@ def test_every_family_by_name_trains_on_a_set() -> None:
     )
     with pytest.raises(SpecError, match=r"layer=\(\): name one of the layers of the set, \["):
         fit_on(LogisticProbe(), train, ())
+    with pytest.raises(SpecError, match=r"layers=\[\]: name one"):
+        fit_layers(LogisticProbe(), train, [])
+    with pytest.raises(SpecError, match=r"layers=\[1, 99\]: name one"):
+        fit_layers(LogisticProbe(), train, [1, 99])
+    with pytest.raises(SpecError, match="rows='foo'"):
+        fit_layers(LogisticProbe(), train, [], rows="foo")  # type: ignore[arg-type]

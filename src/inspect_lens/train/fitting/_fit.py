@@ -23,7 +23,7 @@ from sklearn.exceptions import ConvergenceWarning
 
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import FitRows, write_atomic
-from inspect_lens.spec import check_word
+from inspect_lens.spec import check_word, plain_number, several, shown
 from inspect_lens.train.families._binary import BinaryEstimator, Targets
 from inspect_lens.train.families._direction import (
     DirectionEstimator,
@@ -344,11 +344,7 @@ def fit_on(
         assert train.scores(probe).shape == (len(train),)
         ```
     """
-    if rows is not None:
-        check_word("rows", rows, FitRows)
-    layers = (layer,) if isinstance(layer, int) else tuple(layer)
-    if not layers:
-        raise SpecError(f"layer={layer}: name one of the layers of the set, {list(data.layers)}")
+    layers = _judged("layer", layer, data, rows)
     if estimator.reads == "sequences" and len(layers) > 1:
         raise SpecError(f"layer={layer}: this family reads one layer; name one")
     rows = rows_of(estimator, rows)
@@ -398,8 +394,21 @@ def fit_layers(
         assert fits[1].coef_.shape == (train.hidden,)
         ```
     """
-    for layer in layers:
-        yield layer, fit_on(clone(estimator), data, layer, rows=rows)
+    chosen = _judged("layers", layers, data, rows)  # all, before the first is fitted
+    return ((layer, fit_on(clone(estimator), data, layer, rows=rows)) for layer in chosen)
+
+
+def _judged(
+    name: str, layers: int | Sequence[int], data: ActivationSet, rows: FitRows | None
+) -> tuple[int, ...]:
+    if rows is not None:
+        check_word("rows", rows, FitRows)
+    chosen = tuple(map(plain_number, several(layers)))
+    if not chosen or not set(chosen) <= set(data.layers):
+        raise SpecError(
+            f"{name}={shown(layers)}: name one of the layers of the set, {list(data.layers)}"
+        )
+    return chosen
 
 
 def _fit_held(
