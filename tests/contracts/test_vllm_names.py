@@ -1,38 +1,128 @@
-"""Every name of vLLM that `_vllm/` imports stands in the table, with the feature that needs it."""
+"""Every name of vLLM that `_vllm/` uses stands in the table, with the feature that needs it."""
 
 from __future__ import annotations
 
 import ast
+import builtins
+import importlib
+import types
+from collections.abc import Iterator
+from pathlib import Path
 
-from inspect_lens._vllm.compat.features import USED_NAMES
+import numpy as np
+import pytest
+import torch
+
+from inspect_lens._vllm.compat.features import USED_NAMES, has
 from inspect_lens._vllm.compat.monkeypatches import EAGER_PATCHES, PATCHES, SERVER_PATCHES
+from inspect_lens._vllm.compat.quantisation import PLAIN_IN_ONE_MODEL
 from tests.kit.repository import ROOT
 
 FINE = {
     "vllm": "its version",
-    "vllm.envs": "read with a default, but for VLLM_PLUGINS",
+    "vllm.envs": "what is read of it is in the table",
 }
+OF_OTHERS = {
+    "VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "of vLLM 0.32 alone, and read with a default",
+    **dict.fromkeys(("chat_template", "get_vocab", "is_fast"), "a tokenizer's"),
+    **dict.fromkeys(
+        ("num_hidden_layers", "to_dict", "v_head_dim", "vocab_size"),
+        "a configuration's, of Hugging Face",
+    ),
+    "compute_logits": "a model's, and refused where it lacks it",
+    "get_node_ip_address": "Ray's",
+    **dict.fromkeys(("cls", "user_middleware"), "starlette's"),
+    **dict.fromkeys(("col_offset", "threadName"), "the standard library's"),
+    **dict.fromkeys(("_get_default_store", "set_stance"), "torch's"),
+}
+"""Attributes of classes that the test does not look at, and why they are not in the table."""
+
+
+def nodes(folder: str) -> Iterator[tuple[str, ast.AST]]:
+    for path in sorted((ROOT / "src/inspect_lens" / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            yield path.name, node
 
 
 def imported() -> set[str]:
     found = set()
-    for path in sorted((ROOT / "src/inspect_lens/_vllm").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm"):
-                found |= {f"{node.module}:{alias.name}" for alias in node.names}
-            elif isinstance(node, ast.Import):
-                found |= {alias.name for alias in node.names if alias.name.startswith("vllm")}
-            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-                name = node.args[0]
-                if isinstance(name, ast.Constant) and str(name.value).startswith("vllm"):
-                    found.add(str(name.value))
+    for _, node in nodes("_vllm"):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm"):
+            found |= {f"{node.module}:{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.startswith("vllm")}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            name = node.args[0]
+            if isinstance(name, ast.Constant) and str(name.value).startswith("vllm"):
+                found.add(str(name.value))
     return found
+
+
+def own_names() -> Iterator[str]:
+    """What this package calls functions, classes, fields and attributes."""
+    for _, node in nodes(""):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        if isinstance(node, ast.ClassDef):
+            for part in node.body:
+                targets = part.targets if isinstance(part, ast.Assign) else []
+                targets = [part.target] if isinstance(part, ast.AnnAssign) else targets
+                yield from (one.id for one in targets if isinstance(one, ast.Name))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield from [node.attr] if ast.unparse(node.value) == "self" else []
+
+
+def names_of_libraries() -> Iterator[str]:
+    """What modules have that `_vllm/` imports, and their classes."""
+    modules = {"torch.nn", "numpy.random", "numpy", "torch"}
+    for _, node in nodes("_vllm"):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            modules.add(str(node.module))
+    kinds = [*vars(builtins).values(), *vars(types).values(), np.ndarray, torch.Tensor]
+    for name in modules:
+        if name.partition(".")[0] not in ("vllm", "inspect_lens"):
+            module = importlib.import_module(name)
+            yield from dir(module)
+            kinds += vars(module).values()
+    for kind in kinds:
+        if isinstance(kind, type):
+            yield from (*dir(kind), *getattr(kind, "_fields", ()))
 
 
 def test_every_import_is_in_the_table() -> None:
     known = {used.target for used in USED_NAMES}
     assert len(imported()) > 12
     assert imported() - known - FINE.keys() == set()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_attribute_that_is_nobody_elses_is_in_the_table() -> None:
+    """What neither this package has nor a library that it uses is vLLM's."""
+    known = {*own_names(), *names_of_libraries(), *OF_OTHERS}
+    for item in (*USED_NAMES, *PATCHES, *SERVER_PATCHES, *EAGER_PATCHES):
+        known |= set(item.target.replace(":", ".").split("."))
+    read: dict[str, str] = {}
+    for file, node in nodes("_vllm"):
+        if isinstance(node, ast.Attribute):
+            read[node.attr] = f"{file}:{node.lineno}"
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) in ("getattr", "hasattr")
+            and isinstance(name := node.args[1], ast.Constant)
+        ):
+            read[str(name.value)] = f"{file}:{node.lineno}"
+    assert {"quant_method", "stream_interval", "_heap"} <= read.keys()
+    assert not OF_OTHERS.keys() - read.keys(), "what is not read any more"
+    ours = ("inspect_lens", "__")
+    assert {n: at for n, at in read.items() if n not in known and not n.startswith(ours)} == {}
+
+
+def test_methods_that_pack_nothing_are_in_the_installed_release() -> None:
+    """The table has those that every release needs."""
+    place = Path(str(importlib.import_module("vllm").__file__)).parents[1]
+    assert all(has(place, target) for target in PLAIN_IN_ONE_MODEL)
 
 
 def test_every_attribute_that_is_wrapped_is_in_the_table() -> None:

@@ -1,6 +1,7 @@
-"""Reads a vLLM release's source for the names that inspect_lens wraps, without importing it.
+"""Reads a vLLM release's source for the names that inspect_lens uses, without importing it.
 
-`python -m tests.kit.vllm_names WHEEL_OR_FOLDER > tests/contracts/vllm/VERSION.json` records one.
+`python -m tests.kit.vllm_names WHEEL_OR_FOLDER > tests/contracts/vllm/VERSION.json` records one:
+parameters of what is wrapped, and which other names the release has.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from inspect_lens._vllm.compat.features import USED_NAMES, has
 from inspect_lens._vllm.compat.monkeypatches import EAGER_PATCHES, PATCHES, SERVER_PATCHES
 
-__all__ = ["read_names", "reader_of"]
+__all__ = ["read_names", "read_used", "reader_of", "record_of"]
 
 Read = Callable[[str], str | None]
 """Source of a path inside site-packages, or None."""
@@ -38,6 +41,22 @@ def read_names(read: Read) -> dict[str, list[str] | None]:
     """Parameters of every monkeypatch's target; None where the release does not have it."""
     patches = PATCHES + SERVER_PATCHES + EAGER_PATCHES
     return {patch.name: _parameters(read, patch.target) for patch in patches}
+
+
+def read_used(place: Path) -> dict[str, str]:
+    """Names that are used without being wrapped and that a release has, by module."""
+    root: Any = zipfile.Path(str(place)) if place.suffix == ".whl" else place
+    found: dict[str, list[str]] = {}
+    for used in USED_NAMES:
+        if has(root, used.target):
+            module, _, name = used.target.partition(":")
+            found.setdefault(module, []).append(name)
+    return {module: " ".join(sorted(set(names))) for module, names in sorted(found.items())}
+
+
+def record_of(place: Path) -> dict[str, Any]:
+    """What is recorded of a release."""
+    return {"wrapped": read_names(reader_of(place)), "used": read_used(place)}
 
 
 def _parameters(read: Read, target: str) -> list[str] | None:
@@ -103,4 +122,4 @@ def _home(tree: ast.Module, module: str, name: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(read_names(reader_of(Path(sys.argv[1]))), indent=1) + "\n")
+    sys.stdout.write(json.dumps(record_of(Path(sys.argv[1])), indent=1) + "\n")

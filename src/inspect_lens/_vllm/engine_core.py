@@ -482,7 +482,7 @@ class ConnectorGuard:
         if self._loads_again:
             return 0
         known: int | None = sealed.get(CACHED_KEY)
-        if known is None and getattr(request.sampling_params, "skip_reading_prefix_cache", False):
+        if known is None and request.sampling_params.skip_reading_prefix_cache:
             return 0
         return known
 
@@ -537,7 +537,7 @@ class GuardedConnector:
         )
         self._finish = connector.request_finished
         self._finish_all = getattr(connector, "request_finished_all_groups", None)
-        self._finish_tail = getattr(connector, "register_finished_partial_tail", None)
+        self._finish_tail = connector.register_finished_partial_tail
         connector.on_new_request = self.on_new_request
         connector.get_num_new_matched_tokens = self.get_num_new_matched_tokens
         connector.update_state_after_alloc = self.update_state_after_alloc
@@ -545,8 +545,7 @@ class GuardedConnector:
         connector.request_finished = self.request_finished
         if self._finish_all is not None:
             connector.request_finished_all_groups = self.request_finished_all_groups
-        if self._finish_tail is not None:
-            connector.register_finished_partial_tail = self.register_finished_partial_tail
+        connector.register_finished_partial_tail = self.register_finished_partial_tail
 
     def on_new_request(self, request: Any) -> None:
         """Decide whether the connector is told of a request."""
@@ -609,7 +608,7 @@ class GuardedConnector:
 
     def register_finished_partial_tail(self, request: Any, *args: Any, **kwargs: Any) -> bool:
         """Whether the connector keeps a request's last block for itself."""
-        if request.request_id in self._guard.apart or self._finish_tail is None:
+        if request.request_id in self._guard.apart:
             return False
         return bool(self._finish_tail(request, *args, **kwargs))
 
@@ -619,7 +618,7 @@ def _scheduler_init(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self, vllm_config, *args, **kwargs)
         try:
             end_engine_with_parent()
-            if refusal(vllm_config) is None and getattr(self, "connector", None) is not None:
+            if refusal(vllm_config) is None and self.connector is not None:
                 _guard(self.connector, vllm_config)
         except Exception as error:  # noqa: BLE001 - front-ends come to the same, and steer nothing
             turn_off_engine(vllm_config, reason_of(error))

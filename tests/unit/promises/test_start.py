@@ -152,6 +152,7 @@ class Runner:
 
     def __init__(self, engine: Any) -> None:
         self.vllm_config = engine
+        self.device = torch.device("cuda")
         self.input_ids = SimpleNamespace(gpu=torch.zeros(16, dtype=torch.int32))
         self.model = nn.ModuleDict({"layers": nn.ModuleList(Layer() for _ in range(4))})
         self.model.requires_grad_(requires_grad=False)
@@ -218,6 +219,7 @@ def configured() -> Any:
     made = config(model_config__dtype=torch.float32)
     made.additional_config, made.compilation_config.mode = {}, None
     made.compilation_config.cudagraph_mode = SimpleNamespace(name="NONE")
+    made.compilation_config.cudagraph_capture_sizes = []
     return made
 
 

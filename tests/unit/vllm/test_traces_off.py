@@ -54,7 +54,10 @@ def test_a_process_that_serves_begins_metrics_and_spans_where_its_engine_is_trac
     monkeypatch.setattr(state, "links_of", lambda *args: None)
     monkeypatch.setattr(state, "keeps_rows", lambda config, settings: False)
     config = SimpleNamespace(
+        lora_config=None,
         parallel_config=SimpleNamespace(
+            nnodes=1,
+            distributed_executor_backend=None,
             _api_process_count=1,
             data_parallel_external_lb=False,
             data_parallel_hybrid_lb=False,

@@ -112,6 +112,6 @@ def status_of(error: BaseException) -> int:
 
 def is_traced(vllm_config: Any) -> bool:
     """Whether an engine was started with `--otlp-traces-endpoint`."""
-    observability = getattr(vllm_config, "observability_config", None)
-    endpoint = getattr(observability, "otlp_traces_endpoint", None)
-    return endpoint is not None and is_off("traces") is None
+    if is_off("traces") is not None:
+        return False
+    return vllm_config.observability_config.otlp_traces_endpoint is not None

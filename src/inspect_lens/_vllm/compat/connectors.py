@@ -43,7 +43,7 @@ _HOMES = ("vllm.", "lmcache.")
 
 
 def has_connector(vllm_config: Any) -> bool:
-    return getattr(vllm_config, "kv_transfer_config", None) is not None
+    return vllm_config.kv_transfer_config is not None
 
 
 def behaviours_of(vllm_config: Any, settings: Settings) -> dict[str, Behaviour | None]:
@@ -107,12 +107,11 @@ def connector_refusals(vllm_config: Any) -> dict[str, bool]:
     """Why an engine with a connector is not served, as far as it is not."""
     if not has_connector(vllm_config):
         return {}
-    scheduler = getattr(vllm_config.scheduler_config, "scheduler_cls", None)
     off = is_off("connectors")
     return {
         f"KV connectors: off in this server: {off}": off is not None,
         "a KV connector beside a scheduler that is not vLLM's own has not been tried": (
-            not is_vllms_own(scheduler)
+            not is_vllms_own(vllm_config.scheduler_config.scheduler_cls)
         ),
     }
 

@@ -30,9 +30,8 @@ class CpuAdapters:
     @classmethod
     def of(cls, vllm_config: Any) -> CpuAdapters | None:
         """Those of an engine; None where it runs elsewhere, or without LoRA."""
-        lora = getattr(vllm_config, "lora_config", None)
-        device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
-        if lora is None or device != "cpu":
+        lora = vllm_config.lora_config
+        if lora is None or vllm_config.device_config.device_type != "cpu":
             return None
         found = next((made for config, made in _made if config is vllm_config), None)
         if found is None:

@@ -13,7 +13,7 @@ from typing import Any
 
 def rewind_seeds(runner: Any) -> None:
     """Have a runner on a CPU take back what was drawn for nobody by the generator's state."""
-    if not hasattr(runner, "discard_request_mask") or runner.device.type != "cpu":
+    if runner.device.type != "cpu":
         return
     prepare, keep_books = runner._prepare_inputs, runner._bookkeeping_sync
     states: list[tuple[Any, Any]] = []

@@ -43,7 +43,7 @@ _MESSAGE_ROOM = 64 << 20
 def may_have_remote_ranks(vllm_config: Any) -> bool:
     """Whether workers of one engine run, or may run, on several hosts."""
     parallel = vllm_config.parallel_config
-    return bool(getattr(parallel, "nnodes", 1) > 1) or _has_ray_workers(parallel)
+    return bool(parallel.nnodes > 1) or _has_ray_workers(parallel)
 
 
 def has_remote_engines(vllm_config: Any) -> bool:
@@ -67,7 +67,7 @@ def _may_span_hosts(vllm_config: Any) -> bool:
 
 def _has_ray_workers(parallel: Any) -> bool:
     """Whether Ray starts the workers: vLLM's executor, or one that is made from it."""
-    executor = getattr(parallel, "distributed_executor_backend", None)
+    executor = parallel.distributed_executor_backend
     return executor == "ray" or bool(getattr(executor, "uses_ray", False))
 
 
@@ -75,7 +75,7 @@ def hosts_refusals(vllm_config: Any, settings: Settings) -> dict[str, bool]:
     """Why an engine that spans hosts, or may, is not served, as far as it is not."""
     parallel = vllm_config.parallel_config
     has_many = parallel.data_parallel_size > 1
-    has_ray_engines = has_many and getattr(parallel, "data_parallel_backend", "mp") == "ray"
+    has_ray_engines = has_many and parallel.data_parallel_backend == "ray"
     found = {
         "data-parallel engines that Ray starts have not been tried; use --data-parallel-backend "
         "mp": has_ray_engines
@@ -138,8 +138,8 @@ def routes_of(engine: Any) -> Mapping[str, Any]:
 
     Empty where there is one engine, or nobody knows.
     """
-    client = getattr(engine, "engine_core", None)
-    found: Mapping[str, Any] = getattr(client, "reqs_in_flight", {})
+    # Of one that balances requests over several engines.
+    found: Mapping[str, Any] = getattr(engine.engine_core, "reqs_in_flight", {})
     return found
 
 
@@ -156,13 +156,13 @@ def _address(parallel: Any, settings: Settings) -> str:
         return settings.hosts_address
     import vllm.envs
 
-    host = str(getattr(vllm.envs, "VLLM_HOST_IP", ""))
+    host = str(vllm.envs.VLLM_HOST_IP)
     if not host and _has_ray_workers(parallel):
         # No flag of vLLM's names one: hosts of a Ray cluster find each other through Ray.
         host = str(importlib.import_module("ray.util").get_node_ip_address())
     elif not host:
-        told = "master_addr" if getattr(parallel, "nnodes", 1) > 1 else "data_parallel_master_ip"
-        host = str(getattr(parallel, told, ""))
+        is_spread = parallel.nnodes > 1
+        host = str(parallel.master_addr if is_spread else parallel.data_parallel_master_ip)
     # IPv6 is written in brackets where a port may follow.
     return f"[{host}]" if ":" in host else host
 
@@ -177,7 +177,7 @@ _NEURONS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
 
 def width_of(site: Site, model: Any, parallel: Any, ranks: int) -> SiteWidth:
     config = model.hf_text_config
-    is_latent = bool(getattr(model, "use_mla", False))
+    is_latent = bool(model.use_mla)
     if site in ("q", "k", "v") and is_latent:
         raise _missing(site, "its attention keeps no keys per head (MLA)")
     if site == "router_logits":
@@ -239,20 +239,14 @@ def refusal(vllm_config: Any) -> str | None:
         "encoder-decoder models are not served": vllm_config.model_config.is_encoder_decoder,
         **_speculation(vllm_config),
         **connector_refusals(vllm_config),
-        "dual-batch overlap moves tokens": getattr(parallel, "enable_dbo", False),
-        "prefill context parallelism splits prompts": getattr(
-            parallel, "prefill_context_parallel_size", 1
-        )
-        > 1,
-        "fast prefill runs the later layers on a part of the tokens": getattr(
-            vllm_config.cache_config, "kv_sharing_fast_prefill", False
+        "dual-batch overlap moves tokens": parallel.enable_dbo,
+        "prefill context parallelism splits prompts": parallel.prefill_context_parallel_size > 1,
+        "fast prefill runs the later layers on a part of the tokens": (
+            vllm_config.cache_config.kv_sharing_fast_prefill
         ),
         **hosts_refusals(vllm_config, settings),
         "with an external launcher each rank has a front-end of its own, and one rank sends rows": (
-            getattr(parallel, "distributed_executor_backend", None) == "external_launcher"
-        ),
-        "sequence parallelism splits tokens over ranks": getattr(
-            vllm_config.compilation_config.pass_config, "enable_sp", False
+            parallel.distributed_executor_backend == "external_launcher"
         ),
     }
     return next((reason for reason, applies in found.items() if applies), None)
@@ -271,13 +265,19 @@ def _speculation(vllm_config: Any) -> dict[str, bool]:
         "speculative decoding over a pipeline is not served": is_on
         and vllm_config.parallel_config.pipeline_parallel_size > 1,
         "speculative decoding with stream_interval > 1 hides where the last step began": is_on
-        and getattr(scheduler, "stream_interval", 1) > 1,
+        and scheduler.stream_interval > 1,
     }
+
+
+def draft_tokens(vllm_config: Any) -> int:
+    """Tokens that are drafted for each sequence in a step; 0 without speculative decoding."""
+    speculative = vllm_config.speculative_config
+    return 0 if speculative is None else int(speculative.num_speculative_tokens or 0)
 
 
 def is_compiled(vllm_config: Any) -> bool:
     mode = vllm_config.compilation_config.mode
-    return mode is not None and getattr(mode, "name", "NONE") != "NONE"
+    return mode is not None and mode.name != "NONE"
 
 
 def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
@@ -288,7 +288,7 @@ def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
     layers = _layers(settings.layers, n_layers)
     sites = _sites(settings.sites)
     taps = tap_points(sites, layers)
-    ranks = int(getattr(vllm_config.parallel_config, "tensor_parallel_size", 1))
+    ranks = int(vllm_config.parallel_config.tensor_parallel_size)
     widths = tuple(
         [
             width_of(site, model, vllm_config.parallel_config, ranks)
@@ -299,7 +299,7 @@ def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
     step = int(vllm_config.scheduler_config.max_num_batched_tokens)
     # On a GPU a step fills up to one half of the buffer while the other is copied out.
     halves = 1 if vllm_config.device_config.device_type == "cpu" else 2
-    last = min(int(getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1)), 3) - 1
+    last = min(int(vllm_config.parallel_config.pipeline_parallel_size), 3) - 1
     item_bytes = hidden * _ITEM_BYTES.get(dtype, 4)
 
     def held(rows: int) -> int:
@@ -334,12 +334,12 @@ def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
         vllm_version=vllm_version(),
         is_speculative=vllm_config.speculative_config is not None,
         allows_code=settings.allow_code,
-        has_latent_attention=bool(getattr(model, "use_mla", False)),
+        has_latent_attention=bool(model.use_mla),
         widths=widths,
         ranks=ranks,
         vocab=int(getattr(model.hf_text_config, "vocab_size", 0)),
         no_steering=no_steering(vllm_config, settings),
-        quantization=getattr(model, "quantization", None),
+        quantization=model.quantization,
         kv_cache_dtype=_cache_dtype(vllm_config),
         placeholders=frozenset(_placeholders(model.hf_config)),
     )
@@ -347,7 +347,7 @@ def facts_of(vllm_config: Any, settings: Settings) -> EngineFacts:
 
 def _cache_dtype(vllm_config: Any) -> str:
     """Of keys and values in the cache; `auto` is the model's."""
-    found = str(getattr(vllm_config.cache_config, "cache_dtype", "auto"))
+    found = str(vllm_config.cache_config.cache_dtype)
     if found == "auto":
         return str(vllm_config.model_config.dtype).removeprefix("torch.")
     return found.removesuffix("_e4m3")  # two names of one
@@ -401,18 +401,16 @@ def _least_step_tokens(vllm_config: Any, step: int) -> int:
     # prompts where they are not chunked, images that are not, blocks of recurrent states.
     scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
     is_whole = (
-        not getattr(scheduler, "enable_chunked_prefill", True)
-        or getattr(scheduler, "disable_chunked_mm_input", False)
+        not scheduler.enable_chunked_prefill
+        or scheduler.disable_chunked_mm_input
         # Of somebody else, whose steps are not known to follow the limit.
-        or not is_vllms_own(getattr(scheduler, "scheduler_cls", None))
+        or not is_vllms_own(scheduler.scheduler_cls)
     )
     if is_whole:
         return step
-    speculative = vllm_config.speculative_config
-    drafts = int(getattr(speculative, "num_speculative_tokens", 0) or 0)
-    least = int(scheduler.max_num_seqs) * (1 + drafts)
-    if getattr(cache, "mamba_cache_mode", "none") == "align":
-        least = max(least, int(getattr(cache, "block_size", 0) or 0))
+    least = int(scheduler.max_num_seqs) * (1 + draft_tokens(vllm_config))
+    if cache.mamba_cache_mode == "align":
+        least = max(least, int(cache.block_size or 0))
     return min(step, least)
 
 

@@ -23,6 +23,7 @@ from inspect_lens._vllm.telemetry import refused
 from inspect_lens.errors import CaptureError, CompatError, LensError, UnsupportedError
 
 from .monkeypatches import EAGER_PATCHES, PATCHES, SERVER_PATCHES, Monkeypatch
+from .quantisation import PLAIN
 
 if TYPE_CHECKING:
     from inspect_lens._engine.step.stepper import Stepper
@@ -65,43 +66,127 @@ _USED: tuple[tuple[Feature, str, str], ...] = (
     # Methods of a runner object that `RunnerV1`, `RunnerV2` and the start-up check wrap or call.
     ("lens", "vllm.v1.worker.gpu_model_runner:GPUModelRunner.", "_update_states _prepare_inputs "
      "_model_forward execute_model _dummy_run get_model intermediate_tensors input_ids kv_caches "
-     "input_batch kv_cache_config"),
+     "input_batch kv_cache_config _bookkeeping_sync discard_request_mask vllm_config"),
     ("lens", "vllm.v1.worker.gpu.model_runner:GPUModelRunner.", "execute_model _dummy_run "
-     "model_state intermediate_tensors input_buffers kv_caches cudagraph_manager"),
-    ("lens", "vllm.v1.worker.gpu_worker:Worker.", "compile_or_warm_up_model"),
-    # Fields of a batch.
+     "get_model model_state intermediate_tensors input_buffers kv_caches cudagraph_manager "
+     "kv_cache_config vllm_config"),
+    ("lens", "vllm.v1.worker.gpu.model_states.interface:ModelState.", "add_request remove_request "
+     "preprocess_state prepare_inputs"),
+    ("lens", "vllm.v1.worker.gpu.cudagraph_utils:", "ModelCudaGraphManager.run_fullgraph "
+     "ModelCudaGraphManager.run_pw_graph BatchExecutionDescriptor.cg_mode"),
+    ("lens", "vllm.v1.worker.gpu_worker:Worker.", "compile_or_warm_up_model "
+     "determine_available_memory model_runner vllm_config device"),
+    ("lens", "vllm.v1.utils:", "CpuGpuBuffer.gpu CpuGpuBuffer.np"),
+    # Fields of a batch, and of a step.
     ("lens", "vllm.v1.worker.gpu_input_batch:InputBatch.", "req_ids num_computed_tokens_cpu "
-     "block_table"),
-    ("lens", "vllm.v1.worker.gpu.input_batch:InputBatch.", "req_ids query_start_loc_np "
-     "num_scheduled_tokens num_computed_tokens_np input_ids"),
+     "block_table generators"),
+    ("lens", "vllm.v1.worker.gpu.input_batch:", "InputBatch.req_ids InputBatch.query_start_loc_np "
+     "InputBatch.num_scheduled_tokens InputBatch.num_computed_tokens_np InputBatch.input_ids "
+     "InputBatch.is_padding InputBuffers.input_ids"),
+    ("lens", "vllm.v1.core.sched.output:", "SchedulerOutput.scheduled_new_reqs "
+     "SchedulerOutput.num_scheduled_tokens SchedulerOutput.finished_req_ids "
+     "SchedulerOutput.scheduled_spec_decode_tokens NewRequestData.req_id "
+     "NewRequestData.sampling_params"),
+    ("lens", "vllm.forward_context:", "get_forward_context ForwardContext.cudagraph_runtime_mode "
+     "ForwardContext.skip_compiled ForwardContext.is_padding"),
     # Of a request's output.
     ("lens", "vllm.v1.engine.detokenizer:IncrementalDetokenizer.", "update num_output_tokens "
      "get_next_output_text"),
+    ("lens", "vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer.", "output_token_ids"),
     ("lens", "vllm.v1.engine.output_processor:", "OutputProcessor.request_states "
-     "RequestState.queue RequestState.num_cached_tokens"),
+     "RequestState.queue RequestState.num_cached_tokens RequestState.detokenizer "
+     "RequestState.stream_interval"),
     # Of a request on its way to an engine, and of who sends it.
-    ("lens", "vllm.v1.engine:EngineCoreRequest.", "cache_salt lora_request mm_features"),
-    ("lens", "vllm.v1.engine.core_client:", "DPLBAsyncMPClient.reqs_in_flight"),
-    ("lens", "vllm.v1.engine.async_llm:", "AsyncLLM.output_processor AsyncLLM.abort"),
-    ("lens", "vllm.v1.engine.llm_engine:", "LLMEngine.abort_request"),
-    ("logits", "vllm.v1.engine.input_processor:", "InputProcessor.tokenizer"),
+    ("lens", "vllm.v1.engine:EngineCoreRequest.", "request_id external_req_id sampling_params "
+     "prompt_token_ids cache_salt lora_request mm_features"),
+    ("lens", "vllm.sampling_params:", "SamplingParams.extra_args SamplingParams.output_kind "
+     "SamplingParams.skip_clone SamplingParams.min_tokens SamplingParams.max_tokens "
+     "SamplingParams.ignore_eos SamplingParams.stop SamplingParams.stop_token_ids "
+     "SamplingParams.stream_interval SamplingParams.prompt_logprobs "
+     "SamplingParams.skip_reading_prefix_cache SamplingParams.trace_decode_token_ids "
+     "RequestOutputKind.FINAL_ONLY"),
+    ("lens", "vllm.lora.request:", "LoRARequest.lora_int_id"),
+    ("lens", "vllm.v1.engine.core_client:", "DPLBAsyncMPClient.reqs_in_flight "
+     "MPClient.vllm_config"),
+    ("lens", "vllm.v1.engine.async_llm:AsyncLLM.", "output_processor abort engine_core "
+     "input_processor"),
+    ("lens", "vllm.v1.engine.llm_engine:LLMEngine.", "abort_request engine_core input_processor "
+     "model_executor"),
+    ("lens", "vllm.v1.engine.input_processor:InputProcessor.", "model_config"),
+    ("logits", "vllm.v1.engine.input_processor:InputProcessor.", "tokenizer"),
+    # Of a scheduler, and of its queues and requests.
+    ("lens", "vllm.v1.core.sched.scheduler:Scheduler.", "waiting running connector vllm_config "
+     "finished_req_ids max_num_running_reqs max_num_scheduled_tokens"),
+    ("lens", "vllm.v1.core.sched.request_queue:", "PriorityRequestQueue._heap "
+     "RequestQueue.remove_requests RequestQueue.prepend_requests"),
+    ("lens", "vllm.v1.request:Request.", "request_id sampling_params num_tokens is_finished "
+     "num_computed_tokens"),
+    ("lens", "vllm.v1.core.kv_cache_coordinator:", "KVCacheCoordinator.find_longest_cache_hit"),
+    # Of an engine's configuration.
+    ("lens", "vllm.config.vllm:VllmConfig.", "model_config parallel_config scheduler_config "
+     "cache_config compilation_config device_config speculative_config kv_transfer_config "
+     "lora_config additional_config shutdown_timeout"),
+    ("lens", "vllm.config.model:ModelConfig.", "model tokenizer dtype quantization hf_config "
+     "hf_text_config max_model_len runner_type is_encoder_decoder is_hybrid use_mla "
+     "get_hidden_size get_head_size get_num_attention_heads get_total_num_kv_heads"),
+    ("lens", "vllm.config.parallel:ParallelConfig.", "nnodes master_addr tensor_parallel_size "
+     "pipeline_parallel_size prefill_context_parallel_size distributed_executor_backend enable_dbo "
+     "data_parallel_size data_parallel_size_local data_parallel_rank_local data_parallel_backend "
+     "data_parallel_external_lb data_parallel_hybrid_lb data_parallel_master_ip "
+     "_api_process_count"),
+    ("lens", "vllm.config.scheduler:SchedulerConfig.", "max_num_batched_tokens max_num_seqs "
+     "async_scheduling enable_chunked_prefill disable_chunked_mm_input scheduler_cls "
+     "stream_interval"),
+    ("lens", "vllm.config.cache:CacheConfig.", "cache_dtype block_size enable_prefix_caching "
+     "kv_sharing_fast_prefill mamba_cache_mode"),
+    ("lens", "vllm.config.compilation:", "CompilationConfig.mode "
+     "CompilationConfig.cudagraph_mode CompilationConfig.cudagraph_capture_sizes"),
+    ("lens", "vllm.config.speculative:", "SpeculativeConfig.num_speculative_tokens"),
+    ("lens", "vllm.config.device:", "DeviceConfig.device_type"),
+    ("lens", "vllm.config.lora:", "LoRAConfig.max_loras"),
+    ("connectors", "vllm.config.kv_transfer:KVTransferConfig.", "kv_connector "
+     "kv_connector_module_path kv_connector_extra_config kv_load_failure_policy"),
+    ("lens", "vllm.v1.executor.abstract:", "Executor.uses_ray"),
     # Of an API server's engine, which a sweep asks itself.
     ("sweeps", "vllm.sampling_params:", "SamplingParams SamplingParams.logprob_token_ids"),
     # Imports.
-    ("lens", "vllm.envs:", "VLLM_PLUGINS VLLM_ENABLE_V1_MULTIPROCESSING"),
+    ("lens", "vllm.envs:", "VLLM_PLUGINS VLLM_ENABLE_V1_MULTIPROCESSING VLLM_USE_RUST_FRONTEND "
+     "VLLM_HOST_IP"),
     ("lens", "vllm.v1.core.kv_cache_manager:", "KVCacheManager.coordinator"),
-    ("lens", "vllm.forward_context:", "get_forward_context"),
-    ("lens", "vllm.distributed.parallel_state:", "get_tp_group get_pp_group"),
+    ("lens", "vllm.distributed.parallel_state:", "get_tp_group get_pp_group "
+     "GroupCoordinator.world_size GroupCoordinator.rank_in_group GroupCoordinator.cpu_group "
+     "GroupCoordinator.is_first_rank GroupCoordinator.is_last_rank GroupCoordinator.all_gather "
+     "GroupCoordinator.broadcast_tensor_dict"),
     ("lens", "vllm.sequence:", "IntermediateTensors.tensors"),
     ("lens", "vllm.model_executor.models.utils:", "PPMissingLayer"),
     ("lens", f"{_LAYERS}.attention_layer_base:", "AttentionLayerBase"),
     ("lens", f"{_LAYERS}.mamba.abstract:", "MambaBase"),
-    ("lens", "vllm.v1.kv_cache_interface:", "MambaSpec KVCacheConfig.kv_cache_groups"),
+    ("lens", f"{_LAYERS}.mamba.mamba_mixer2:", "MambaMixer2.use_replayssm"),
+    ("lens", "vllm.v1.kv_cache_interface:", "MambaSpec KVCacheConfig.kv_cache_groups "
+     "KVCacheConfig.num_blocks KVCacheGroupSpec.kv_cache_spec"),
     ("lens", "vllm.v1.worker.block_table:BlockTable.", "block_table commit_block_table clear"),
-    ("lens", f"{_LAYERS}.linear:", "LinearBase RowParallelLinear"),
-    ("parameters", f"{_LAYERS}.linear:", "ColumnParallelLinear QKVParallelLinear"),
-    ("parameters", f"{_LAYERS}.vocab_parallel_embedding:", "VocabParallelEmbedding"),
+    ("lens", f"{_LAYERS}.linear:", "LinearBase RowParallelLinear LinearBase.quant_method "
+     "LinearBase.output_size RowParallelLinear.reduce_results"),
+    ("lens", f"{_LAYERS}.fused_moe.routed_experts:", "RoutedExperts.quant_method"),
+    ("lens", "vllm.lora.layers.base_linear:", "BaseLinearLayerWithLoRA.base_layer"),
+    ("parameters", f"{_LAYERS}.linear:", "ColumnParallelLinear LinearBase.tp_size "
+     "MergedColumnParallelLinear.output_sizes QKVParallelLinear QKVParallelLinear.head_size "
+     "QKVParallelLinear.v_head_size QKVParallelLinear.num_heads QKVParallelLinear.num_kv_heads "
+     "QKVParallelLinear.num_kv_head_replicas"),
+    ("parameters", f"{_LAYERS}.vocab_parallel_embedding:", "VocabParallelEmbedding "
+     "VocabParallelEmbedding.shard_indices VocabParallelEmbedding.org_vocab_size "
+     "VocabParallelEmbedding.num_added_embeddings "
+     "VocabParallelEmbeddingShardIndices.num_org_elements_padded"),
+    ("parameters", f"{_LAYERS}.fused_moe.fused_moe_modular_method:",
+     "FusedMoEModularMethod.old_quant_method"),
     ("qk", f"{_LAYERS}.attention:", "Attention"),
+    ("qk", f"{_LAYERS}.attention.attention:Attention.", "attn_type layer_name head_size "
+     "sliding_window use_alibi_sqrt"),
+    ("qk", f"{_LAYERS}.attention:", "MLAAttention"),
+    ("qk", f"{_LAYERS}.attention.mla_attention:", "MLAAttention.kv_lora_rank"),
+    ("qk", f"{_LAYERS}.attention.chunked_local_attention:", "ChunkedLocalAttention "
+     "ChunkedLocalAttention.attention_chunk_size"),
+    ("qk", "vllm.v1.attention.backend:AttentionImpl.", "scale alibi_slopes logits_soft_cap"),
     ("logits", f"{_LAYERS}.logits_processor:", "LogitsProcessor LogitsProcessor._gather_logits "
      "LogitsProcessor._get_logits LogitsProcessor.org_vocab_size"),
     # Of an API server that lists configurations among its models.
@@ -111,22 +196,31 @@ _USED: tuple[tuple[Feature, str, str], ...] = (
     # Of one whose buffers are full, and of what its errors answer.
     ("busy", "vllm.exceptions:", "GracefulHTTPError"),
     ("http", "vllm.exceptions:", "VLLMClientError"),
+    # Of one with keys, and of what it is made of.
+    ("http", "vllm.entrypoints.serve.middleware.authenticate:",
+     "AuthenticationMiddleware.verify_token"),
+    ("http", "vllm.entrypoints.launchers.api_server.app_state:", "engine_client"),
+    ("http", "vllm.entrypoints.generate.api_router:", "openai_serving_chat"),
+    ("http", "vllm.entrypoints.openai.chat_completion.protocol:",
+     "ChatCompletionRequest.vllm_xargs"),
     # Of an engine whose requests vLLM traces.
+    ("traces", "vllm.config.vllm:", "VllmConfig.observability_config"),
     ("traces", "vllm.config.observability:", "ObservabilityConfig.otlp_traces_endpoint"),
     # Methods of a connector that the scheduler calls.
     ("connectors", "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.",
      "on_new_request get_num_new_matched_tokens update_state_after_alloc build_connector_meta "
-     "request_finished"),
-    ("connectors", "vllm.v1.core.sched.output:", "SchedulerOutput.scheduled_new_reqs "
-     "SchedulerOutput.scheduled_cached_reqs SchedulerOutput.num_scheduled_tokens "
-     "SchedulerOutput.total_num_scheduled_tokens SchedulerOutput.finished_req_ids "
-     "CachedRequestData.req_ids NewRequestData.req_id"),
+     "request_finished register_finished_partial_tail"),
+    ("connectors", "vllm.distributed.kv_transfer.kv_connector.v1.base:SupportsHMA.",
+     "request_finished_all_groups"),
+    ("connectors", "vllm.v1.core.sched.output:", "SchedulerOutput.scheduled_cached_reqs "
+     "SchedulerOutput.total_num_scheduled_tokens CachedRequestData.req_ids"),
     ("connectors", "vllm.v1.request:", "Request.kv_transfer_params"),
 )  # fmt: skip
 """Feature, module (or class), and names in it."""
 
-USED_NAMES: tuple[UsedName, ...] = tuple(
-    UsedName(place + name, of) for of, place, names in _USED for name in names.split()
+USED_NAMES: tuple[UsedName, ...] = (
+    *(UsedName(place + name, of) for of, place, names in _USED for name in names.split()),
+    *(UsedName(target, "parameters") for target in PLAIN),
 )
 
 _PATCHES: dict[Feature, tuple[Monkeypatch, ...]] = {
@@ -208,10 +302,10 @@ def _root() -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin).parents[1]
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=256)
 def _source(place: Path, module: str) -> str:
-    base = place / module.replace(".", "/")
-    for path in (base.with_suffix(".py"), base / "__init__.py"):
+    base = module.replace(".", "/")
+    for path in (place / f"{base}.py", place / f"{base}/__init__.py"):
         if path.is_file():
             return path.read_text(encoding="utf-8")
     return ""

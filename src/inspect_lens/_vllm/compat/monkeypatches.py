@@ -250,7 +250,7 @@ def vllm_version() -> str:
 
 def has_rust_front_end() -> bool:
     """Whether requests come by vLLM's front-end in Rust, which loads no plug-ins."""
-    return bool(getattr(importlib.import_module("vllm.envs"), "VLLM_USE_RUST_FRONTEND", False))
+    return bool(importlib.import_module("vllm.envs").VLLM_USE_RUST_FRONTEND)
 
 
 def is_engine_apart() -> bool:

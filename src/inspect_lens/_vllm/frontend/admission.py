@@ -388,8 +388,8 @@ def _make_own(params: Any) -> None:
     # A deep copy is made anew, and so checked and put in order, which a caller who has set a field
     # of the parameters after he made them relies on. That is done here.
     kind: Any = type(params)
-    if getattr(params, "skip_clone", True):
-        return  # or vLLM knows nothing of it
+    if params.skip_clone:
+        return
     values = _values_of(kind)(params)
     odd = set(map(type, values)) - _PLAIN - _CONTAINERS
     if not all(issubclass(one, Enum) for one in odd):
@@ -436,6 +436,11 @@ def _placed(compiled: Compiled, params: Any, *, n_prompt: int | None, max_tokens
     if n_prompt is None:
         raise UnsupportedError("prompt embeddings: the lens needs a prompt of tokens")
     front, request, reads = front_end(), compiled.request, compiled.reads
+    if compiled.facts.is_speculative and (params.stream_interval or 1) > 1:
+        raise UnsupportedError(
+            "stream_interval: with speculative decoding it hides where the last step began; leave "
+            "it out"
+        )
     if request.stream_results:
         _check_streamed(params)
     # The front-end finds stop strings and alarms, while the engine goes on.
@@ -547,7 +552,7 @@ def _most_tokens(params: Any, n_prompt: int, max_model_len: int) -> int:
     """Tokens that may be sampled, worked out as vLLM does when it processes the request."""
     room = max_model_len - n_prompt
     most = room if params.max_tokens is None else int(params.max_tokens)
-    trace = getattr(params, "trace_decode_token_ids", None)
+    trace = params.trace_decode_token_ids
     return most if not trace else min(len(trace[: max(room, 1)]), most)
 
 
@@ -585,7 +590,7 @@ def expect(
 
 def _asked_by(request: Any, prompt: Any) -> Exchange:
     # Choices of one request have ids of their own, made of its.
-    key = getattr(request, "external_req_id", None) or request.request_id
+    key = request.external_req_id or request.request_id
     choice, _, rest = str(request.request_id).partition("_")
     key = f"{key}-{choice}" if rest and choice.isdigit() else key
     text = prompt if isinstance(prompt, str) else ""

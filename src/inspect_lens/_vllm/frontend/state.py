@@ -159,14 +159,14 @@ class FrontEnd:
         install_when_serving(self)
 
     def _share(self, vllm_config: Any) -> None:
-        self.n_processes = getattr(vllm_config.parallel_config, "_api_process_count", 1)
+        self.n_processes = vllm_config.parallel_config._api_process_count
         self.results.n_processes = self.n_processes
         if self.n_processes > 1 and not self.registry.is_shared:
             try:
                 self.registry.share(SharedNames(folder_of_siblings(), parse_shared))
             except OSError as error:
                 logger.warning("inspect_lens: API servers cannot share what they have: %s", error)
-        ends_at_once = self.n_processes > 1 and not getattr(vllm_config, "shutdown_timeout", 1)
+        ends_at_once = self.n_processes > 1 and not vllm_config.shutdown_timeout
         if ends_at_once and (self.settings.sinks or alerts.describe() is not None):
             logger.warning(
                 "inspect_lens: vLLM kills several API servers at once when it is told to end, and "
@@ -394,10 +394,7 @@ def front_end() -> FrontEnd:
 @contextmanager
 def _forgetting(client: Any, method: str, args: Sequence[Any]) -> Iterator[None]:
     """Forget before, for requests that come meanwhile, and after, for what these captured."""
-    if (
-        method in _ADAPTERS
-        and (adapters := CpuAdapters.of(getattr(client, "vllm_config", None))) is not None
-    ):
+    if method in _ADAPTERS and (adapters := CpuAdapters.of(client.vllm_config)) is not None:
         adapters.loaded(method, args)
     is_fine, keeps_weights = is_harmless(method, args), method in KEEPS_WEIGHTS
     if not is_fine:

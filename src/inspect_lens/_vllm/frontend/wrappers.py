@@ -304,7 +304,7 @@ def _new_completion_output(original: Callable[..., Any]) -> Callable[..., Any]:
                     key,
                     n_completion=self.detokenizer.num_output_tokens(),
                     # Where an output is of several steps it is not known what the last one fed.
-                    n_last=len(token_ids) if getattr(self, "stream_interval", 1) == 1 else 1,
+                    n_last=len(token_ids) if self.stream_interval == 1 else 1,
                 )
         except BaseException as error:
             if ends_process(error):

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from inspect_lens._engine.protocol.processes import contained, ends_process
+from inspect_lens._vllm.compat.quantisation import packed_by
 from inspect_lens.errors import LensError, UnsupportedError
 
 logger = logging.getLogger("vllm.inspect_lens")
@@ -183,13 +184,9 @@ class Parameters:
                 )
             if module is None:
                 raise AttributeError(f"{name}: {type(self._model).__name__} has no {part!r}")
-        found = getattr(getattr(module, "base_layer", module), "quant_method", None)
-        # That of experts may be wrapped, and attention has one, too, for scales of its cache.
-        found = getattr(found, "old_quant_method", found)
-        kinds = " ".join(kind.__name__ for kind in type(found).__mro__)
-        if found is not None and "Unquantized" not in kinds and "KVCache" not in kinds:
+        if (packed := packed_by(module)) is not None:
             raise UnsupportedError(
-                f"{name}: the weights of this module are quantised ({type(found).__name__}), "
+                f"{name}: the weights of this module are quantised ({packed}), "
                 "packed as a kernel of this device takes them; read the checkpoint, or capture "
                 "what the module returns"
             )

@@ -301,7 +301,7 @@ them back."""
 def keeps_rows(vllm_config: Any, settings: Settings) -> bool:
     """Whether rows of an engine's prompts are kept: it has a prefix cache, of its own process."""
     has_cache = bool(vllm_config.cache_config.enable_prefix_caching)
-    if transfers_by_request(vllm_config) and getattr(vllm_config.model_config, "is_hybrid", False):
+    if transfers_by_request(vllm_config) and vllm_config.model_config.is_hybrid:
         # There the scheduler looks its cache up by a method of its own, which knows no limit.
         return False
     return has_cache and settings.cached_rows_bytes > 0 and is_engine_apart()

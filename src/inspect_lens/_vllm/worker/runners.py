@@ -362,7 +362,7 @@ class _Runner:
             self._stepper.add(new.req_id, extra[ENVELOPE_KEY])
 
     def _note_drafts(self, scheduler_output: Any) -> None:
-        self._stepper.drafted = getattr(scheduler_output, "scheduled_spec_decode_tokens", None)
+        self._stepper.drafted = scheduler_output.scheduled_spec_decode_tokens
 
     def _prepared(self, batch: Any) -> None:
         """Get ready for a step of requests that vLLM has laid out, and is about to run."""

@@ -39,7 +39,7 @@ import torch
 
 from inspect_lens._engine.export.transport import Exporter
 from inspect_lens._engine.step.stepper import Stepper
-from inspect_lens._vllm.compat.engine_facts import is_compiled, n_experts
+from inspect_lens._vllm.compat.engine_facts import draft_tokens, is_compiled, n_experts
 from inspect_lens._vllm.model.find_layers import has_states
 from inspect_lens.errors import CompatError, UnsupportedError
 from inspect_lens.spec import SITE_TABLE, Edit, EngineFacts, EnginePath
@@ -235,8 +235,7 @@ class _Check:
         steered = steered_row(state)
         self.steered_at = self.rows.index(steered) if steered in self.rows else None
         """Where the row of the steered tap is among them."""
-        model = getattr(runner.vllm_config, "model_config", None)
-        is_routed = n_experts(getattr(model, "hf_text_config", None)) > 1
+        is_routed = n_experts(runner.vllm_config.model_config.hf_text_config) > 1
         self.more_tries = _MORE_TRIES if is_routed and self.can_steer else 0
         self._n_runs = 0
         self._used: list[tuple[int, int]] = []
@@ -373,8 +372,7 @@ def _empty_cache(runner: Any) -> None:
 
 def _is_all_eager(config: Any) -> bool:
     """Whether an engine has neither compiled code nor graphs, so that all steps run alike."""
-    mode = getattr(config.compilation_config, "cudagraph_mode", None)
-    return getattr(mode, "name", "") == "NONE" and not is_compiled(config)
+    return config.compilation_config.cudagraph_mode.name == "NONE" and not is_compiled(config)
 
 
 def _shapes(runner: Any, stepper: Stepper, facts: EngineFacts) -> list[_Shape]:
@@ -382,8 +380,7 @@ def _shapes(runner: Any, stepper: Stepper, facts: EngineFacts) -> list[_Shape]:
     config, state = runner.vllm_config, stepper.state
     most = min(facts.max_step_tokens, state.step_rows // len(state.row_taps))
     sequences = int(config.scheduler_config.max_num_seqs)
-    drafts = getattr(getattr(config, "speculative_config", None), "num_speculative_tokens", 0) or 0
-    each = 1 + int(drafts)
+    each = 1 + draft_tokens(config)
     shapes = []
     if (n := min(_MIXED, most)) >= 2:
         # The V2 runner takes what has one token of each sequence for decodes. So that another
@@ -402,7 +399,7 @@ def _wide(config: Any, sequences: int, each: int, most: int) -> int:
     """More tokens than sequences, as many as graphs were captured for, and no decodes."""
     # Were they padded, sequences would have more of them than in an eager pass, and with states the
     # later tokens of one depend on those before.
-    sizes = sorted(getattr(config.compilation_config, "cudagraph_capture_sizes", None) or ())
+    sizes = sorted(config.compilation_config.cudagraph_capture_sizes or ())
     fit = (n for n in sizes if sequences < n <= most and n != sequences * each)
     beyond = max([sequences, *sizes]) + 1  # as many as no graph takes
     return next(fit, beyond if beyond <= most else sequences + 1)

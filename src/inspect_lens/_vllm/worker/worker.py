@@ -551,7 +551,7 @@ def sums_that_fit(settings: Settings, hidden: int, dtype: torch.dtype, lag: int)
 
 def _max_tokens(config: Any, facts: EngineFacts) -> int:
     """Tokens of the largest forward pass, padding included."""
-    sizes: list[int] = getattr(config.compilation_config, "cudagraph_capture_sizes", None) or []
+    sizes: list[int] = config.compilation_config.cudagraph_capture_sizes or []
     return max([facts.max_step_tokens, *sizes])
 
 

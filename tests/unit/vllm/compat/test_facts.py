@@ -36,25 +36,52 @@ def config(**changes: Any) -> Any:
             "dtype": "torch.float32",
             "model": "org/model",
             "max_model_len": 64,
+            "quantization": None,
+            "use_mla": False,
+            "is_hybrid": False,
         },
         "parallel_config": {
+            "nnodes": 1,
+            "master_addr": "10.0.0.1",
+            "tensor_parallel_size": 1,
             "pipeline_parallel_size": 1,
+            "prefill_context_parallel_size": 1,
+            "distributed_executor_backend": None,
+            "enable_dbo": False,
+            "data_parallel_backend": "mp",
+            "data_parallel_master_ip": "10.0.0.1",
             "data_parallel_size": 1,
             "data_parallel_size_local": 1,
             "data_parallel_external_lb": False,
             "data_parallel_hybrid_lb": False,
             "data_parallel_rank_local": None,
+            "_api_process_count": 1,
         },
         "scheduler_config": {
             "max_num_batched_tokens": 16,
             "max_num_seqs": 4,
             "async_scheduling": True,
+            "enable_chunked_prefill": True,
+            "disable_chunked_mm_input": False,
+            "scheduler_cls": None,
+            "stream_interval": 1,
         },
-        "cache_config": {"enable_prefix_caching": True},
-        "compilation_config": {"pass_config": SimpleNamespace(enable_sp=False)},
+        "cache_config": {
+            "enable_prefix_caching": True,
+            "cache_dtype": "auto",
+            "block_size": 16,
+            "kv_sharing_fast_prefill": False,
+            "mamba_cache_mode": "none",
+        },
+        "compilation_config": {},
         "device_config": {"device_type": "cpu"},
+        "observability_config": {"otlp_traces_endpoint": None},
     }
-    top: dict[str, Any] = {"speculative_config": None, "kv_transfer_config": None}
+    top: dict[str, Any] = {
+        "speculative_config": None,
+        "kv_transfer_config": None,
+        "lora_config": None,
+    }
     for name, value in changes.items():
         part, _, field = name.partition("__")
         if field:
@@ -104,7 +131,6 @@ def test_served(changes: dict[str, Any]) -> None:
         ({"parallel_config__data_parallel_size": 2}, "several"),
         ({"parallel_config__nnodes": 2}, "several"),
         ({"parallel_config__distributed_executor_backend": "external_launcher"}, "launcher"),
-        ({"compilation_config__pass_config": SimpleNamespace(enable_sp=True)}, "sequence"),
         ({"model_config__runner_type": "pooling"}, "generate"),
     ],
 )

@@ -100,11 +100,12 @@ def test_rows_are_forgotten_before_and_after_what_may_change_them(
         return call(self, method, *args)
 
     expected = [method] if what is None else [what, method, what]
-    assert state.RESET_WRAPPERS["call_utility"](call)(None, method, *args) == "done"
+    client = SimpleNamespace(vllm_config=SimpleNamespace(lora_config=None))
+    assert state.RESET_WRAPPERS["call_utility"](call)(client, method, *args) == "done"
     assert told == expected
     told.clear()
     wrapped = state.RESET_WRAPPERS["call_utility_async"](call_async)
-    assert asyncio.run(wrapped(None, method, *args, engine=b"0")) == "done"
+    assert asyncio.run(wrapped(client, method, *args, engine=b"0")) == "done"
     assert told == expected
 
 

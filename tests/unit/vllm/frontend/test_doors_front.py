@@ -53,7 +53,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
 
 def state_of(key: str) -> Any:
     detokenizer = SimpleNamespace(num_output_tokens=lambda: N_COMPLETION, update=lambda: None)
-    return SimpleNamespace(request_id=key, detokenizer=detokenizer, num_cached_tokens=0)
+    return SimpleNamespace(
+        request_id=key, detokenizer=detokenizer, num_cached_tokens=0, stream_interval=1
+    )
 
 
 def outputs_of(keys: list[str], *, finished: bool = True) -> list[Any]:

@@ -114,6 +114,9 @@ def parameters(extra_args: dict[str, Any], changes: dict[str, Any]) -> Any:
         "stop_token_ids": [],
         "ignore_eos": False,
         "min_tokens": 0,
+        "skip_clone": True,
+        "stream_interval": None,
+        "trace_decode_token_ids": None,
     }
     return SimpleNamespace(**{**plain, **changes}, extra_args=extra_args)
 
@@ -136,7 +139,7 @@ def process(processor: Any, prompt: Any, params: Any) -> Any:
 
     def original(self: Any, request_id: str, prompt: Any, params: Any) -> Any:
         most = 61 if params.max_tokens is None else params.max_tokens
-        trace = getattr(params, "trace_decode_token_ids", None)
+        trace = params.trace_decode_token_ids
         params.max_tokens = min(len(trace), most) if trace else most
         ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
         return SimpleNamespace(
@@ -167,6 +170,18 @@ def test_what_is_wrong_is_said_at_both_edges(
 ) -> None:
     with pytest.raises((SpecError, UnsupportedError), match=message):
         edge(processor, prompt, parameters(asked, changes))
+
+
+@pytest.mark.parametrize("edge", [call, process])
+def test_outputs_of_several_steps_are_refused_where_drafts_may_be_rejected(
+    processor: Any, edge: Callable[..., Any]
+) -> None:
+    for interval in (None, 1, 3):
+        edge(processor, IDS, parameters(extra(capture={}), {"stream_interval": interval}))
+    processor.inspect_lens_facts = replace(facts(8), is_speculative=True)
+    edge(processor, IDS, parameters(extra(capture={}), {"stream_interval": 1}))
+    with pytest.raises(UnsupportedError, match="stream_interval"):
+        edge(processor, IDS, parameters(extra(capture={}), {"stream_interval": 3}))
 
 
 def test_a_sealed_request_has_the_probe_that_its_name_stands_for(processor: Any) -> None:

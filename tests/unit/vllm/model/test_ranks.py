@@ -202,6 +202,8 @@ class GPTQLinearMethod:
 class UnquantizedLinearMethod:
     """Another one."""
 
+    __module__ = "vllm.model_executor.layers.linear"
+
 
 class FusedMoEModularMethod:
     """What vLLM wraps around one of experts."""

@@ -272,8 +272,9 @@ def test_a_refusal_for_a_prompt_says_whose_edits_count(
     serve(front, edits=[zero, zero | {"layers": [2]}])
     args = {"inspect_lens": asked} if asked else None
     params = SimpleNamespace(
-        extra_args=args, n=1, max_tokens=2, stop=[], skip_reading_prefix_cache=None
-    )
+        extra_args=args, n=1, max_tokens=2, stop=[], skip_reading_prefix_cache=None,
+        stream_interval=None,
+    )  # fmt: skip
     compiled = compiled_of(processor(front), params)
     assert compiled is not None
     message = rf"{said}.*set for all requests count, too: edits\[2\] is the first of the request"
@@ -294,8 +295,9 @@ def test_edits_that_meet_are_numbered_as_they_act_and_whose_they_are_is_told(
         serve(front, edits=[{"op": "zero", "layers": [2]}])
     args = {"inspect_lens": {"edits": [add(6)], "edits_named": ["v"], "edits_meet": "error"}}
     params = SimpleNamespace(
-        extra_args=args, n=1, max_tokens=2, stop=[], skip_reading_prefix_cache=None
-    )
+        extra_args=args, n=1, max_tokens=2, stop=[], skip_reading_prefix_cache=None,
+        stream_interval=None,
+    )  # fmt: skip
     compiled = compiled_of(processor(front), params)
     assert compiled is not None
     n = int(is_set)

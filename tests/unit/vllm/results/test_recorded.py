@@ -39,8 +39,9 @@ def front(monkeypatch: pytest.MonkeyPatch) -> Iterator[FrontEnd]:
 
 def core_of(prompt: list[int] | None) -> Any:
     params = SimpleNamespace(
-        max_tokens=4, stop=None, extra_args=None, skip_reading_prefix_cache=None, n=1
-    )
+        max_tokens=4, stop=None, extra_args=None, skip_reading_prefix_cache=None, n=1,
+        skip_clone=True, stream_interval=None,
+    )  # fmt: skip
     return SimpleNamespace(
         prompt_token_ids=prompt, sampling_params=params, cache_salt=None, lora_request=None,
         mm_features=None, request_id="r-1", external_req_id="r",

@@ -426,7 +426,9 @@ def goes_on(key: str, n_completion: int) -> Any:
     """A choice of an output as vLLM makes it, with what is ours."""
     make = FRONT_END_WRAPPERS["new_completion_output"](lambda self, *args: completion(0))
     detokenizer = SimpleNamespace(num_output_tokens=lambda: n_completion)
-    return make(SimpleNamespace(request_id=key, detokenizer=detokenizer), [1], None, None)
+    return make(
+        SimpleNamespace(request_id=key, detokenizer=detokenizer, stream_interval=1), [1], None, None
+    )
 
 
 def served(

@@ -46,6 +46,7 @@ class Runner:
         self._determine = runners._dispatch_v1(lambda _, force_eager=False: force_eager)
         self._context = runners._forward_context(lambda: SimpleNamespace(skip_compiled=False))
         self.input_batch: Any = None
+        self.device = torch.device("cuda")
 
     def forward(self, no_graph: bool, n: int) -> None:
         if self.fails:
@@ -84,7 +85,9 @@ class Runner:
 
     def step(self, steps: Steps, *, is_v2: bool, dummy_run: bool = False) -> None:
         scheduled = SimpleNamespace(
-            steps=steps, num_scheduled_tokens={key: n for key, (_, n) in steps.items()}
+            steps=steps,
+            num_scheduled_tokens={key: n for key, (_, n) in steps.items()},
+            scheduled_spec_decode_tokens={},
         )
         if is_v2:
             self.execute_model(scheduled, dummy_run=dummy_run)

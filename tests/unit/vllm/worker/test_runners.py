@@ -58,7 +58,8 @@ class FakeV2:
 
     def step(self, layout: dict[str, tuple[int, int]]) -> None:
         gone, self._gone = self._gone, set()
-        self.execute_model(SimpleNamespace(finished_req_ids=gone, layout=layout))
+        scheduled: Any = {"finished_req_ids": gone, "scheduled_spec_decode_tokens": {}}
+        self.execute_model(SimpleNamespace(**scheduled, layout=layout))
 
     def execute_model(
         self, scheduler_output: Any, intermediate_tensors: Any = None, dummy_run: bool = False
@@ -90,6 +91,7 @@ class FakeV1:
     def __init__(self, model: Model) -> None:
         self.model = model
         self.vllm_config: Any = None
+        self.device = torch.device("cuda")
         self.input_ids = SimpleNamespace(gpu=model.ids)
         self.input_batch = SimpleNamespace(req_ids=[], num_computed_tokens_cpu=np.zeros(8, int))
         self._waiting: list[Any] = []
@@ -118,11 +120,14 @@ class FakeV1:
         self, step: dict[str, tuple[int, int]], intermediate_tensors: Any = None
     ) -> None:
         new, self._waiting, gone, self._gone = self._waiting, [], self._gone, set()
-        self._update_states(SimpleNamespace(finished_req_ids=gone, scheduled_new_reqs=new))
+        scheduled = SimpleNamespace(
+            finished_req_ids=gone, scheduled_new_reqs=new, scheduled_spec_decode_tokens={}
+        )
+        self._update_states(scheduled)
         counts = np.asarray([n for _, n in step.values()])
         self.input_batch.req_ids = list(step)
         self.input_batch.num_computed_tokens_cpu[: len(step)] = [p for p, _ in step.values()]
-        self._prepare_inputs(None, counts)
+        self._prepare_inputs(scheduled, counts)
         self._model_forward(int(counts.sum()))
 
     def _dummy_run(self, n: int) -> None:

@@ -39,7 +39,9 @@ class Runner:
         self.vllm_config = SimpleNamespace(
             scheduler_config=SimpleNamespace(max_num_seqs=4),
             speculative_config=None,
+            model_config=SimpleNamespace(hf_text_config=None),
             compilation_config=SimpleNamespace(
+                cudagraph_capture_sizes=[],
                 mode=SimpleNamespace(name="VLLM_COMPILE"),
                 cudagraph_mode=SimpleNamespace(name="FULL_AND_PIECEWISE"),
             ),
