@@ -101,8 +101,9 @@ def test_every_import_is_in_the_table() -> None:
 def test_every_attribute_that_is_nobody_elses_is_in_the_table() -> None:
     """What neither this package has nor a library that it uses is vLLM's."""
     known = {*own_names(), *names_of_libraries(), *OF_OTHERS}
-    for item in (*USED_NAMES, *PATCHES, *SERVER_PATCHES, *EAGER_PATCHES):
-        known |= set(item.target.replace(":", ".").split("."))
+    patches = (*PATCHES, *SERVER_PATCHES, *EAGER_PATCHES)
+    for target in (*(u.target for u in USED_NAMES), *(p.target for p in patches)):
+        known |= set(target.replace(":", ".").split("."))
     read: dict[str, str] = {}
     for file, node in nodes("_vllm"):
         if isinstance(node, ast.Attribute):
@@ -117,6 +118,17 @@ def test_every_attribute_that_is_nobody_elses_is_in_the_table() -> None:
     assert not OF_OTHERS.keys() - read.keys(), "what is not read any more"
     ours = ("inspect_lens", "__")
     assert {n: at for n, at in read.items() if n not in known and not n.startswith(ours)} == {}
+
+
+def test_names_of_quantisation_that_count_as_one_are_one_in_vllm() -> None:
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    from inspect_lens.spec._engine import _METHODS
+
+    for name, same in _METHODS.items():
+        # Of a checkpoint; the other makes the same of one that is not quantised.
+        if name != "fp8_per_tensor":
+            assert get_quantization_config(name) is get_quantization_config(same), name
 
 
 def test_methods_that_pack_nothing_are_in_the_installed_release() -> None:

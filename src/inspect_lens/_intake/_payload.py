@@ -6,9 +6,9 @@ is imported where a path is not a local one: the process beside an eval does wit
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -65,6 +65,8 @@ __all__ = [
     "write_file",
 ]
 
+logger = logging.getLogger(__name__)
+
 _PARTS = 16
 """Of a file that go into one system call: the least that POSIX promises."""
 
@@ -111,9 +113,14 @@ def read_file(uri: str, *, most: int | None = None) -> bytes | None:
     return data
 
 
+class _Left:
+    is_told = False
+    """Whether this process has said that a file stays."""
+
+
 def remove_file(uri: str) -> None:
-    """Remove a file that nobody knows of, as far as that can be done."""
-    with contextlib.suppress(Exception):  # each kind of bucket has errors of its own
+    """Remove a file that nobody knows of, if it is there; that one stays is said once."""
+    try:
         if is_local(uri):
             os.unlink(uri)
         else:
@@ -121,6 +128,16 @@ def remove_file(uri: str) -> None:
 
             filesystem, path = fsspec.core.url_to_fs(uri)
             filesystem.rm_file(path)
+    except FileNotFoundError:
+        return
+    except Exception as error:  # noqa: BLE001 - each kind of bucket has errors of its own
+        level, _Left.is_told = logging.DEBUG if _Left.is_told else logging.WARNING, True
+        logger.log(
+            level,
+            "%s: activations of a call that failed or was cancelled stay, and no log names them: "
+            "the file could not be removed (%s: %s); later ones are logged as DEBUG",
+            uri, type(error).__name__, error,
+        )  # fmt: skip
 
 
 def has_file(uri: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,6 +47,7 @@ from inspect_lens.spec import (
     RESID_POST,
     CaptureSpec,
     Layers,
+    Numerics,
     Positions,
     TensorData,
     read_as,
@@ -331,6 +332,7 @@ async def collect_async(
             done = total - sum(len(_span(k, plan)) for k in todo)
             async with opened(model, concurrency, model_args) as live:
                 facts = await reached(live)
+                refuse_other_weights(f"out={uri!r}: its runs", [*_told_of(uri, plan), facts])
                 with progress_bar(
                     dataset.name, total=total, done=done, show=progress, at_once=concurrency
                 ) as tick:
@@ -508,6 +510,21 @@ def _facts(uri: str, k: int, plan: dict[str, Any]) -> dict[str, Any] | None:
 def _finished(uri: str, plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Facts of the shards of a plan that are finished."""
     return (made for k in _shards(plan) if (made := _facts(uri, k, plan)) is not None)
+
+
+def _told_of(uri: str, plan: dict[str, Any]) -> Iterator[CaptureFacts]:
+    """What computed the shards that are finished."""
+    return (CaptureFacts.known(s.get("computed_with", {})) for s in _finished(uri, plan))
+
+
+def refuse_other_weights(what: str, told: Iterable[Numerics]) -> None:
+    """Refuse to put rows of two dtypes, or of weights that were quantised differently, together."""
+    kinds = {(one.dtype, one.quantization or "none") for one in told if one.dtype}
+    if len(kinds) > 1:
+        raise SpecError(
+            f"{what} had {sorted(kinds)} as dtype and quantisation; allowed is one of each, as "
+            "others have other rows; start the server alike, or put them apart"
+        )
 
 
 def n_kept(uri: str) -> int:

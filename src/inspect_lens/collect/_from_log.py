@@ -23,7 +23,16 @@ from inspect_lens.reading._rows import select_positions
 from inspect_lens.reading._shared import shared_parameters
 from inspect_lens.spec import Positions, parse_positions
 
-from ._collect import Request, claimed, finish, plan_of, record_of, rows_at, write_shard
+from ._collect import (
+    Request,
+    claimed,
+    finish,
+    plan_of,
+    record_of,
+    refuse_other_weights,
+    rows_at,
+    write_shard,
+)
 
 __all__ = ["log_to_store"]
 
@@ -153,6 +162,7 @@ def _computed_with(turns: Sequence[Turn]) -> CaptureFacts:
     """What the eval's server computed with, where all calls say the same."""
     handles = [activations(turn.output) for turn in turns]
     told = {handle.numerics for handle in handles if handle is not None}
+    refuse_other_weights("log: its calls", filter(None, told))
     only = told.pop() if len(told) == 1 else None
     return CaptureFacts() if only is None else CaptureFacts.known(only.model_dump())
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Final, Literal, NamedTuple, cast
+from typing import Annotated, Any, Final, Literal, NamedTuple, cast
 
-from pydantic import ValidationInfo
+from pydantic import BeforeValidator, ValidationInfo
 
 from inspect_lens.errors import SpecError, UnsupportedError
 
@@ -148,12 +148,33 @@ def result_name(site: Site) -> str:
     return "residual_stream" if site == RESID_POST else site
 
 
+_METHODS: Final = {
+    **dict.fromkeys(("awq", "awq_marlin"), "auto_awq"),
+    **dict.fromkeys(("gptq", "gptq_marlin"), "auto_gptq"),
+    "fp8_per_tensor": "fp8",
+}
+"""vLLM's other names of the same weights."""
+_DTYPES: Final = {"half": "float16", "float": "float32", "fp8_e4m3": "fp8"}
+"""vLLM's other names of the same dtypes."""
+
+
+def _dtype(name: Any) -> Any:
+    """One name for each dtype; what is no text is for the field to refuse."""
+    plain = name.removeprefix("torch.") if isinstance(name, str) else name
+    return _DTYPES.get(plain, plain) if isinstance(plain, str) else plain
+
+
+def _method(name: Any) -> Any:
+    return _METHODS.get(name, name) if isinstance(name, str) else name
+
+
 class Numerics(Value):
     """What decides a model's activations beside its weights and its tokens.
 
     A threshold keeps its rate only for scores with the same numerics, because bfloat16 rounds
     differently from float32, quantised weights are other weights, a quantised cache has other keys
-    and values, and kernels change from release to release.
+    and values, and kernels change from release to release. Where vLLM has several names for one
+    thing, as `awq` and `auto_awq`, they become one here.
 
     Example:
         ```python
@@ -167,12 +188,12 @@ class Numerics(Value):
 
     engine: str = ""
     """Library that runs the model, with its version: `vllm 0.32.0`."""
-    dtype: str = ""
+    dtype: Annotated[str, BeforeValidator(_dtype)] = ""
     """Data type of the residual stream: `bfloat16`."""
-    quantization: str | None = None
+    quantization: Annotated[str | None, BeforeValidator(_method)] = None
     """Method by which the weights were quantised, as the engine names it; None: none, or not known
     where `dtype` is empty."""
-    kv_cache_dtype: str | None = None
+    kv_cache_dtype: Annotated[str | None, BeforeValidator(_dtype)] = None
     """Data type of keys and values in the engine's cache, as the engine names it: `fp8`; None: not
     known."""
 

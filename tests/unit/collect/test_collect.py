@@ -361,6 +361,26 @@ def test_a_run_that_wrote_nothing_keeps_no_folder_from_the_next(
     assert content(out) == whole
 
 
+def test_a_run_goes_on_with_weights_that_were_quantised_alike_only(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    told = {"engine": "vllm 0.32.0", "dtype": "bfloat16"}
+    with FakeLensServer() as server:
+        server.computes_with = told | {"quantization": "awq"}
+        run(server, dataset(4), out, layers=[1], shard_samples=2)
+        for name in ("manifest.json", "shard-00001.json"):
+            (out / name).unlink()
+        asked = len(server.requests)
+        for other in (told | {"quantization": "fp8"}, told, told | {"dtype": "half"}):
+            server.computes_with = other
+            with pytest.raises(SpecError, match=r"runs had .*'auto_awq'.* as dtype and quantis"):
+                run(server, dataset(4), out, layers=[1], shard_samples=2)
+        assert len(server.requests) == asked, "no sample was sent"
+        # Another name of the same, and one that does not say.
+        server.computes_with = told | {"quantization": "auto_awq"}
+        store = run(server, dataset(4), out, layers=[1], shard_samples=2)
+    assert store.manifest["computed_with"] == told | {"quantization": "auto_awq"}
+
+
 def test_a_server_that_does_not_start_is_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

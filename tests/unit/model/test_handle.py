@@ -20,7 +20,16 @@ from hypothesis import strategies as st
 from inspect_ai.model import ModelOutput
 from pydantic_core import to_jsonable_python
 
-from inspect_lens._intake import Payload, Stored, decode_file, encode_file, read_file, write_file
+from inspect_lens._intake import (
+    Payload,
+    Stored,
+    decode_file,
+    encode_file,
+    read_file,
+    remove_file,
+    write_file,
+)
+from inspect_lens._intake import _payload as _payload_module
 from inspect_lens.errors import ArtifactError, CaptureError
 from inspect_lens.model import Activations, activations, lens_config
 from inspect_lens.model._handle import MEMORY
@@ -229,3 +238,22 @@ def test_something_else_is_refused(bad: dict[str, Any]) -> None:
         Activations.from_reference(bad)
     assert activations({}) is None
     assert activations(None) is None
+
+
+def test_that_a_file_stays_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_payload_module._Left, "is_told", False)
+    caplog.set_level("WARNING")
+    for name in ("gone", "memory://lens/gone"):
+        remove_file(str(tmp_path / name) if name == "gone" else name)
+    (tmp_path / "x").write_bytes(b"x")
+    remove_file(str(tmp_path / "x"))
+    assert not (tmp_path / "x").exists()
+    assert not caplog.records
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()  # as little as a file that may not be removed
+        remove_file(str(tmp_path / name))
+    (said,) = caplog.messages
+    assert said.startswith(str(tmp_path / "a"))
+    assert "could not be removed (IsADirectoryError" in said

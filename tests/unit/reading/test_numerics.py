@@ -52,6 +52,28 @@ def test_a_quantised_cache_is_told_from_another_where_both_are_known() -> None:
     assert card.numerics == quantised
 
 
+@pytest.mark.parametrize(
+    ("field", "names"),
+    [
+        ("quantization", ("awq", "awq_marlin", "auto_awq")),
+        ("quantization", ("gptq", "gptq_marlin", "auto_gptq")),
+        ("quantization", ("fp8", "fp8_per_tensor")),
+        ("dtype", ("float16", "half", "torch.float16")),
+        ("dtype", ("float32", "float")),
+        ("kv_cache_dtype", ("fp8", "fp8_e4m3")),
+    ],
+)
+@pytest.mark.parametrize("kind", [Numerics, CaptureFacts])
+def test_two_names_of_one_thing_do_not_differ(
+    kind: type[Numerics], field: str, names: tuple[str, ...]
+) -> None:
+    first, *others = (kind(**{"dtype": "bfloat16", field: name}) for name in names)
+    for other in others:
+        assert other == first
+        assert first.differences(other) == ()
+    assert first.differences(kind(**{"dtype": "bfloat16", field: "int8"})) != ()
+
+
 @pytest.mark.parametrize("here", [SAME, OTHER, None])
 @pytest.mark.parametrize("how", ["score", "deception", "alarm", "column"])
 def test_every_reader_warns_once_by_name(

@@ -350,7 +350,7 @@ def _cache_dtype(vllm_config: Any) -> str:
     found = str(vllm_config.cache_config.cache_dtype)
     if found == "auto":
         return str(vllm_config.model_config.dtype).removeprefix("torch.")
-    return found.removesuffix("_e4m3")  # two names of one
+    return found
 
 
 _PLACEHOLDERS: Final = tuple(

@@ -277,16 +277,9 @@ class ModelRef(Value):
     """Revision of a model from a hub."""
 
 
-class CaptureFacts(Value):
+class CaptureFacts(Numerics):
     """What computed the activations that a probe was trained on: engine, tokenizer and sampling."""
 
-    engine: str = ""
-    """Library that ran the model, with its version: `vllm 0.32.0`."""
-    dtype: str = Field(default="", description="Data type of the residual stream: `bfloat16`.")
-    quantization: str | None = None
-    """Method by which the weights were quantised; None: none."""
-    kv_cache_dtype: str | None = None
-    """Data type of keys and values in the engine's cache; None: not known."""
     tokenizer: str = Field(default="", description="Name of the tokenizer, without its folders.")
     tokenizer_sha256: str | None = None
     """SHA-256 of its vocabulary, each token with its id."""
