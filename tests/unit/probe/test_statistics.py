@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import bootstrap
+from scipy.stats import binomtest, bootstrap
 from scipy.stats import t as student
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import (
@@ -287,3 +287,12 @@ def test_groups_may_be_an_array_and_many() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2.5e8, "grows with groups times scores"
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 150, 20_000])
+def test_the_exact_interval_of_a_proportion_is_that_of_scipy(n: int) -> None:
+    for hits in {0, 1, n // 3, n - 1, n}:
+        for confidence in (0.5, 0.95, 0.999):
+            expected = binomtest(hits, n).proportion_ci(confidence, method="exact")
+            found = clopper_pearson(hits, n, confidence=confidence)
+            assert (found.low, found.high) == pytest.approx(expected, abs=1e-10)
