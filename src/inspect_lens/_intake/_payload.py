@@ -7,7 +7,6 @@ is imported where a path is not a local one: the process beside an eval does wit
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import math
 import os
@@ -20,6 +19,7 @@ from uuid import uuid4
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
+from pydantic_core import to_json
 
 from inspect_lens._base.untrusted import judge_total, parse_json, parsing, read_regular
 from inspect_lens.errors import ArtifactError, CaptureError, SpecError
@@ -229,9 +229,15 @@ def _write_all(file: int, parts: Iterable[bytes | memoryview]) -> None:
             left[0] = left[0][done:]
 
 
-DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32"}
+DTYPES: Final = {
+    "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "F64": "float64",
+    "I64": "int64",
+}  # fmt: skip
 """As the format names them, and as we do."""
-STORAGE: Final = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<i4"}
+_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+STORAGE: Final = {
+    "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<i4", "F64": "<f8", "I64": "<i8",
+}  # fmt: skip
 """As numpy reads them; bfloat16 comes as 16 bits."""
 
 
@@ -239,14 +245,13 @@ def encode_tensors(
     tensors: Mapping[str, tuple[str, NDArray[Any]]], metadata: Mapping[str, str]
 ) -> list[bytes | memoryview]:
     """The parts of a file, of tensors with their dtypes; large ones are not copied."""
-    names = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
     for name, (dtype, array) in tensors.items():
         span = [offset, offset + array.nbytes]
-        header[name] = {"dtype": names[dtype], "shape": list(array.shape), "data_offsets": span}
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(array.shape), "data_offsets": span}
         offset = span[1]
-    text = json.dumps(header).encode()
+    text = to_json(header)
     # The data have to begin at a multiple of 8.
     text += b" " * (-len(text) % 8)
     parts = [np.ascontiguousarray(array).data for _, array in tensors.values() if array.size]
@@ -327,7 +332,7 @@ def encode_file(payload: Payload) -> list[bytes | memoryview]:
         "receipt": None if receipt is None else receipt.model_dump(mode="json", exclude_none=True),
         "origin": dict(payload.origin),
     }
-    return encode_tensors(tensors, {"inspect_lens": json.dumps(meta)})
+    return encode_tensors(tensors, {"inspect_lens": to_json(meta).decode()})
 
 
 def decode_file(data: bytes, *, where: str) -> Payload:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,9 +14,11 @@ import numpy as np
 from inspect_ai.log import transcript
 from numpy.typing import NDArray
 from pydantic import PrivateAttr
-from safetensors.numpy import load, save
+from pydantic_core import to_json
+from safetensors.numpy import load
 
 from inspect_lens._base.untrusted import metadata_of, parse_json, parsing
+from inspect_lens._intake import encode_tensors
 from inspect_lens.errors import ArtifactError, CaptureError, SpecError, UnsupportedError
 from inspect_lens.probe import AnyProbe, load_probe
 from inspect_lens.spec import (
@@ -175,9 +176,13 @@ def encode_scores(
     records: Sequence[Mapping[str, Any]], arrays: Mapping[str, NDArray[Any]], **facts: Any
 ) -> bytes:
     """A file of token scores: facts of each record, and its arrays, such as `0.scores`."""
-    text = json.dumps({"format": SCORES_REFERENCE, "records": records, **facts})
-    content: bytes = save(dict(arrays), metadata={"inspect_lens": text})
-    return content
+    text = to_json({"format": SCORES_REFERENCE, "records": records, **facts}).decode()
+    named = {name: (_DTYPES[array.dtype], array) for name, array in arrays.items()}
+    return b"".join(encode_tensors(named, {"inspect_lens": text}))
+
+
+_DTYPES = {np.dtype(name): name for name in ("float32", "float64", "int32", "int64")}
+"""The name of an array's type, which NumPy makes anew each time that it is asked."""
 
 
 @contextmanager
@@ -240,7 +245,7 @@ class ScoreData:
         arrays: dict[str, NDArray[Any]] = {"token_ids": np.asarray(ids, dtype=np.int32)}
         for i, column in enumerate(self.columns):
             arrays[f"{i}.scores"] = column.scores
-            arrays[f"{i}.positions"] = np.asarray(column.positions, dtype=np.int64)
+            arrays[f"{i}.positions"] = as_array(column.positions)
         records = [column.by._asdict() for column in self.columns]
         n_prompt = len(self.prompt_token_ids)
         return encode_scores(records, arrays, n_prompt=n_prompt, origin=dict(self.origin))
@@ -258,6 +263,13 @@ class ScoreData:
                 columns=columns, prompt_token_ids=tuple(ids[:n_prompt]),
                 token_ids=tuple(ids[n_prompt:]), origin=facts["origin"],
             )  # fmt: skip
+
+
+def as_array(positions: range | tuple[int, ...]) -> NDArray[np.int64]:
+    """Positions as an array; of a range without a look at each."""
+    if isinstance(positions, range):
+        return np.arange(positions.start, positions.stop, dtype=np.int64)
+    return np.asarray(positions, dtype=np.int64)
 
 
 def _run(positions: NDArray[np.int64]) -> range | tuple[int, ...]:

@@ -17,6 +17,7 @@ from inspect_lens._base.concurrency import MadeOnce
 from inspect_lens.errors import ArtifactError, UnsupportedError
 from inspect_lens.model import Activations, ProbeScores, activations, probe_scores
 from inspect_lens.model._scope import served_path
+from inspect_lens.model._scores import as_array
 from inspect_lens.probe import (
     SENTENCE_POOL,
     AnyProbe,
@@ -39,8 +40,10 @@ from ._rows import (
     Source,
     captured_rows,
     has_nothing_to_read,
+    ids_at,
     in_thread,
     parse_source,
+    places,
     read_rows,
     select_positions,
 )
@@ -96,7 +99,11 @@ def pick_scores(
     column = found.get(form)
     if column is None:
         raise ArtifactError(f"the engine ran {', '.join(handle.probes)}, and not this probe")
-    at = _places(column.positions, wanted)
+    try:
+        at = places(column.positions, wanted)
+    except KeyError as error:
+        what = f"token position {error.args[0]} was not scored by the engine"
+        raise ArtifactError(what) from None
     text = None
     if of_text is not None:
         running = found.get(of_text)
@@ -105,19 +112,8 @@ def pick_scores(
             raise ArtifactError("the engine's attention was over other tokens")
         text = float(running.scores[len(wanted) - 1])
     ids = (*handle.prompt_token_ids, *handle.token_ids)
-    chosen, scores = tuple(ids[p] for p in wanted), column.scores[at].astype(np.float64)
+    chosen, scores = ids_at(ids, wanted), column.scores[at].astype(np.float64)
     return ScoredTokens(scores, layers, wanted, "engine", handle.n_prompt, chosen, handle, text)
-
-
-def _places(have: range | tuple[int, ...], wanted: range | tuple[int, ...]) -> slice | list[int]:
-    runs = isinstance(have, range) and isinstance(wanted, range)
-    if runs and len(have) and wanted[0] >= have[0] and wanted[-1] <= have[-1]:
-        return slice(wanted[0] - have[0], wanted[-1] + 1 - have[0])
-    at = {position: i for i, position in enumerate(have)}
-    absent = [position for position in wanted if position not in at]
-    if absent:
-        raise ArtifactError(f"token position {absent[0]} was not scored by the engine")
-    return [at[position] for position in wanted]
 
 
 @dataclass(frozen=True)
@@ -251,7 +247,7 @@ class Reading:
             turn=turn,
             source=rows.source,
             n_prompt=rows.n_prompt,
-            positions=np.asarray(rows.positions, dtype=np.int64),
+            positions=as_array(rows.positions),
             token_ids=np.asarray(rows.token_ids, dtype=np.int64),
             scores=self.token_scores(),
             # A file of its own where other tokens are read than the engine scored.

@@ -202,9 +202,34 @@ def pick_rows(
         positions,
         source,
         n_prompt=handle.n_prompt,
-        token_ids=tuple(ids[p] for p in positions) if ids else (),
+        token_ids=ids_at(ids, positions),
         handle=handle,
     )
+
+
+def ids_at(ids: tuple[int, ...], positions: range | tuple[int, ...]) -> tuple[int, ...]:
+    """The ids at positions; none where ids are not known."""
+    if isinstance(positions, range):
+        return ids[positions.start : positions.stop]
+    return tuple(ids[p] for p in positions) if ids else ()
+
+
+def places(have: Sequence[int], wanted: Sequence[int]) -> slice | list[int]:
+    """Where positions stand among those that there are; KeyError with one that is not there."""
+    have, wanted = _run(have), _run(wanted)
+    are_runs = isinstance(have, range) and isinstance(wanted, range) and len(wanted) > 0
+    if are_runs and wanted[0] in have and wanted[-1] in have:
+        return slice(wanted[0] - have[0], wanted[-1] + 1 - have[0])
+    at = {position: i for i, position in enumerate(have)}
+    return [at[position] for position in wanted]
+
+
+def _run(positions: Sequence[int]) -> Sequence[int]:
+    """Positions as a range, if they are one."""
+    if isinstance(positions, range) or not positions:
+        return positions
+    run = range(positions[0], positions[-1] + 1)
+    return run if tuple(positions) == tuple(run) else positions
 
 
 def pick_data(
@@ -220,14 +245,13 @@ def pick_data(
     chosen = there if layers is None else layers
     if missing := [layer for layer in chosen if layer not in there]:
         raise NotCapturedError(f"layer {missing[0]} was not captured, only {list(there)}")
-    row = {position: i for i, position in enumerate(handle.positions)}
-    if absent := [position for position in positions if position not in row]:
-        raise NotCapturedError(f"token position {absent[0]} was not captured")
-    data, places = handle.data(name), [row[p] for p in positions]
-    at: Any = np.ix_([there.index(n) for n in chosen], places)
-    if places and places == list(range(places[0], places[-1] + 1)):
-        # A run of tokens is not gathered one by one.
-        at = [there.index(n) for n in chosen], slice(places[0], places[-1] + 1)
+    try:
+        tokens = places(handle.positions, positions)
+    except KeyError as error:
+        raise NotCapturedError(f"token position {error.args[0]} was not captured") from None
+    data, rows = handle.data(name), [there.index(n) for n in chosen]
+    # A run of tokens is not gathered one by one.
+    at: Any = (rows, tokens) if isinstance(tokens, slice) else np.ix_(rows, tokens)
     return TensorData(data.storage[at], data.dtype)
 
 

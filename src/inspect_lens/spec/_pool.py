@@ -10,6 +10,7 @@ import math
 import re
 from bisect import insort
 from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Annotated, ClassVar, Final, NamedTuple
 
 from pydantic import AfterValidator
@@ -29,7 +30,7 @@ _RULES: dict[str, type[PoolRule]] = {}
 
 
 class PoolRule:
-    """State of one rule; `add` takes a token, `value` needs one at least.
+    """State of one rule; `add` takes a token, `add_all` several, and `value` needs one at least.
 
     To add one, write a subclass here; its name is then one of `POOLS`.
     """
@@ -53,6 +54,11 @@ class PoolRule:
     def add(self, score: float, end: bool) -> None:
         """Take a token's score, and whether a sentence ends with it."""
         raise NotImplementedError
+
+    def add_all(self, scores: Sequence[float], ends: Iterable[bool]) -> None:
+        """Take tokens one by one, or at once with the same bits."""
+        for score, end in zip(scores, ends, strict=False):
+            self.add(score, end)
 
     @property
     def value(self) -> float:
@@ -97,6 +103,9 @@ class _Max(_Last):
 
     def add(self, score: float, end: bool) -> None:
         self.state = max(self.state, score)
+
+    def add_all(self, scores: Sequence[float], ends: Iterable[bool]) -> None:
+        self.state = max(self.state, *scores)  # the first of equal ones, as above
 
 
 class _TopK(PoolRule):

@@ -233,7 +233,7 @@ def to_vllm_lens(request: LensRequest) -> dict[str, Any] | None:
         or (capture is not None and not capture.is_plain)
         or (qk is not None and qk.heads is not None)
         or request.skip_reading_prefix_cache is False
-        or not request.asked <= _THEIRS
+        or not _THEIRS.issuperset(request.asked)
     ):
         return None
     args: dict[str, Any] = {}

@@ -42,6 +42,17 @@ def test_wide_pools_equal_brute_force(scores: list[float], k: int) -> None:
     assert pool_scores(scores, f"top_k_mean:{k}") == pytest.approx(np.mean(sorted(scores)[-w:]))
 
 
+@given(st.lists(st.floats(-2, 2) | st.sampled_from([0.0, -0.0]), min_size=1, max_size=9))
+@pytest.mark.parametrize("pool", POOLS)
+def test_tokens_at_once_give_the_bits_of_tokens_one_by_one(pool: str, scores: list[float]) -> None:
+    at_once, one_by_one = parse_pool(pool).begin(), parse_pool(pool).begin()
+    ends = [i % 3 == 2 for i in range(len(scores))]
+    at_once.add_all(scores, ends)
+    for score, end in zip(scores, ends, strict=True):
+        one_by_one.add(score, end)
+    assert np.float64(at_once.value).tobytes() == np.float64(one_by_one.value).tobytes()
+
+
 @pytest.mark.parametrize("pool", POOLS)
 def test_no_token_and_nan_are_refused(pool: str) -> None:
     with pytest.raises(SpecError, match="at least one token"):

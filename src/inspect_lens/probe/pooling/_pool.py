@@ -8,7 +8,8 @@ used here, under the same names.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import repeat
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -57,12 +58,10 @@ def _checked(scores: ArrayLike) -> NDArray[np.float64]:
     return values
 
 
-def _marked(
-    values: NDArray[np.float64], pool: Pool, ends: ArrayLike | None
-) -> list[tuple[float, bool]]:
-    """Each score, and whether a sentence ends with its token."""
+def _marks(values: NDArray[np.float64], pool: Pool, ends: ArrayLike | None) -> Iterable[bool]:
+    """Of each score, whether a sentence ends with its token."""
     if pool.name != SENTENCE_POOL:
-        return [(score, False) for score in values.tolist()]
+        return repeat(False)
     marks = None if ends is None else np.asarray(ends, dtype=bool)
     if marks is None or marks.shape != values.shape:
         raise SpecError(
@@ -70,7 +69,8 @@ def _marked(
             f"tokens; {SENTENCE_POOL} allows one bool per token; make them with "
             "sentence_ends(pieces)"
         )
-    return list(zip(values.tolist(), marks.tolist(), strict=True))
+    found: list[bool] = marks.tolist()
+    return found
 
 
 def pool_scores(
@@ -145,8 +145,7 @@ class StreamingPool:
         if np.size(scores) == 0:
             return self
         values = _checked(scores)
-        for score, end in _marked(values, self.pool, ends):
-            self._rule.add(score, end)
+        self._rule.add_all(values.tolist(), _marks(values, self.pool, ends))
         self.n += values.size
         return self
 
@@ -185,7 +184,8 @@ def running_pool(
     values = _checked(scores)
     rule = pool if isinstance(pool, Pool) else parse_pool(pool)
     state, made = rule.begin(), np.empty(values.size)
-    for i, (score, end) in enumerate(_marked(values, rule, ends)):
+    marks = _marks(values, rule, ends)
+    for i, (score, end) in enumerate(zip(values.tolist(), marks, strict=False)):
         state.add(score, end)
         made[i] = state.value
     return made
