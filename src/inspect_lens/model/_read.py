@@ -422,7 +422,7 @@ def activations_df(logs: EvalLog | str | Path | Sequence[EvalLog | str | Path]) 
         file, relative to the folder of the log, None for what was only in memory; `sha256`.
 
     Raises:
-        ArtifactError: a log was read without its samples.
+        ArtifactError: a log was read without its samples, or a folder holds none.
         ImportError: there is no pandas.
 
     Example:
@@ -447,7 +447,10 @@ def _each(log: EvalLog | str | Path) -> Iterator[EvalLog | str]:
     if isinstance(log, EvalLog) or str(log).endswith((".eval", ".json")):
         yield log if isinstance(log, EvalLog) else str(log)
         return
-    for info in list_eval_logs(str(log), descending=False):
+    infos = list_eval_logs(str(log), descending=False)
+    if not infos:
+        raise ArtifactError(f"{log}: holds no log; allowed are logs, and folders that hold some")
+    for info in infos:
         yield info.name
 
 

@@ -258,7 +258,7 @@ class LensRequest(RequestPart):
     is refused. Gates count as open, and `Renormalise` belongs to the edits in front of it."""
 
     capture: CaptureSpec | None = None
-    """Activations to return."""
+    """Activations to return; layers alone will do."""
 
     hooks: tuple[Hook, ...] = ()
     """Functions of the client to run on rows of this request, where the engine allows it."""
@@ -300,7 +300,7 @@ class LensRequest(RequestPart):
     def _hooks(cls, value: Any) -> Any:
         return parse_hooks(value, where="hooks")
 
-    @field_validator("qk", "lens", mode="before")
+    @field_validator("capture", "qk", "lens", mode="before")
     @classmethod
     def _of_layers(cls, value: Any, info: ValidationInfo) -> Any:
         if value is None or isinstance(value, Mapping | Value):

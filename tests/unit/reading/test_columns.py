@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from inspect_ai.analysis import SampleSummary, samples_df
 
-from inspect_lens.errors import SpecError
+from inspect_lens.errors import ArtifactError, SpecError
 from inspect_lens.model import activations_df
 from inspect_lens.reading import captured_calls_column, lens_column
 from inspect_lens.reading._shared import complete_arguments
@@ -60,6 +60,8 @@ def test_a_path_a_folder_and_several_logs_list_the_same_calls(tmp_path: Path) ->
     for logs in (log.location, tmp_path, [log], [log.location]):
         frame = activations_df(logs)  # type: ignore[arg-type]
         assert frame["sha256"].tolist() == activations_df(log)["sha256"].tolist()
+    with pytest.raises(ArtifactError, match="nowhere: holds no log"):
+        activations_df([log, str(tmp_path / "nowhere")])
     assert activations_df([]).columns.tolist()[:4] == ["log", "sample_id", "epoch", "message_id"]
 
 

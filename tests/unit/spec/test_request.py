@@ -65,6 +65,16 @@ def test_steering_as_objects_json_text_and_one_alone() -> None:
     assert len(hashes) == 1
 
 
+@pytest.mark.parametrize("name", ["capture", "qk", "lens"])
+@pytest.mark.parametrize("layers", [[4], 4, (4,)])
+def test_layers_alone_will_do_for_all_that_reads_layers(name: str, layers: Any) -> None:
+    request = parse_extra_args({"inspect_lens": {name: layers}})
+    assert getattr(request, name).layers == (4,)
+    assert LensRequest(**{name: layers}) == request
+    with pytest.raises(SpecError, match=rf"{name}\.layers='x'; allowed are 'all'"):
+        parse_extra_args({"inspect_lens": {name: "x"}})
+
+
 def test_the_native_key_takes_objects_and_json() -> None:
     native = {"capture": {"layers": [1], "positions": "prompt"}, "edits": [vector()]}
     request = parse_extra_args({"inspect_lens": native})
