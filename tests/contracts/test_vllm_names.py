@@ -31,7 +31,7 @@ OF_OTHERS = {
     ),
     "compute_logits": "a model's, and refused where it lacks it",
     "get_node_ip_address": "Ray's",
-    **dict.fromkeys(("cls", "user_middleware"), "starlette's"),
+    **dict.fromkeys(("cls", "methods", "router", "user_middleware"), "starlette's"),
     **dict.fromkeys(("col_offset", "threadName"), "the standard library's"),
     **dict.fromkeys(("_get_default_store", "set_stance"), "torch's"),
 }

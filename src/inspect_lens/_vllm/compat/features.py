@@ -140,7 +140,8 @@ _USED: tuple[tuple[Feature, str, str], ...] = (
     ("lens", "vllm.config.cache:CacheConfig.", "cache_dtype block_size enable_prefix_caching "
      "kv_sharing_fast_prefill mamba_cache_mode"),
     ("lens", "vllm.config.compilation:", "CompilationConfig.mode "
-     "CompilationConfig.cudagraph_mode CompilationConfig.cudagraph_capture_sizes"),
+     "CompilationConfig.cudagraph_mode CompilationConfig.cudagraph_capture_sizes "
+     "CompilationMode.NONE CUDAGraphMode.NONE CUDAGraphMode.FULL CUDAGraphMode.PIECEWISE"),
     ("lens", "vllm.config.speculative:", "SpeculativeConfig.num_speculative_tokens"),
     ("lens", "vllm.config.device:", "DeviceConfig.device_type"),
     ("lens", "vllm.config.lora:", "LoRAConfig.max_loras"),
@@ -153,6 +154,7 @@ _USED: tuple[tuple[Feature, str, str], ...] = (
     ("lens", "vllm.envs:", "VLLM_PLUGINS VLLM_ENABLE_V1_MULTIPROCESSING VLLM_USE_RUST_FRONTEND "
      "VLLM_HOST_IP"),
     ("lens", "vllm.v1.core.kv_cache_manager:", "KVCacheManager.coordinator"),
+    ("lens", "vllm.distributed.communication_op:", "tensor_model_parallel_all_reduce"),
     ("lens", "vllm.distributed.parallel_state:", "get_tp_group get_pp_group "
      "GroupCoordinator.world_size GroupCoordinator.rank_in_group GroupCoordinator.cpu_group "
      "GroupCoordinator.is_first_rank GroupCoordinator.is_last_rank GroupCoordinator.all_gather "

@@ -49,7 +49,7 @@ class _Sum:
         self._is_whole = not is_first_stage
 
     def complete(self, output: tuple[Any, ...]) -> tuple[Any, ...]:
-        from vllm.distributed import tensor_model_parallel_all_reduce
+        from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
 
         self._is_whole = True
         return (tensor_model_parallel_all_reduce(output[0]), *output[1:])

@@ -589,7 +589,7 @@ class RunnerV2(_Runner):
     def _watch_graphs(self) -> None:
         """Learn which kind of graph a step replays; the manager is made after loading."""
         self._graph = None
-        manager = getattr(self._runner, "cudagraph_manager", None)
+        manager = self._runner.cudagraph_manager
         if manager is None or manager is self._watched:
             return
         self._watched = manager

@@ -349,9 +349,8 @@ class _Check:
     def _uncompiled(self, *, is_eager: bool) -> AbstractContextManager[Any]:
         """Have single operators not compiled either, which takes seconds on a CPU."""
         # On a GPU attention may be one of them, which then takes memory for the whole cache.
-        stance: Any = getattr(torch.compiler, "set_stance", None)
-        is_wanted = is_eager and stance is not None and not self.stepper.state.ring.is_cuda
-        return stance("force_eager") if is_wanted else nullcontext()
+        is_wanted = is_eager and not self.stepper.state.ring.is_cuda
+        return torch.compiler.set_stance("force_eager") if is_wanted else nullcontext()
 
     def _path(self, modes: Sequence[str], *, is_eager: bool) -> EnginePath:
         if is_eager:

@@ -42,6 +42,7 @@ class FakeV2:
     def __init__(self, model: Model) -> None:
         self.model = model
         self.vllm_config: Any = None
+        self.cudagraph_manager: Any = None
         self.input_buffers = SimpleNamespace(input_ids=model.ids)
         self._gone: set[str] = set()
         nothing = lambda *args, **kwargs: None  # noqa: E731
