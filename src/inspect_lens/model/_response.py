@@ -9,6 +9,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 from uuid import uuid4
 
@@ -600,10 +601,11 @@ def origin_of(
             "sample_id": call.sample_id,
             "epoch": call.epoch,
         }
-    return origin | numerics_in(numerics)
+    return {**origin, **numerics_in(numerics)}
 
 
-def numerics_in(numerics: Numerics | None) -> dict[str, Any]:
+@lru_cache(maxsize=8)
+def numerics_in(numerics: Numerics | None) -> Mapping[str, Any]:
     """The part of an origin that says what the engine computed with."""
     return {} if numerics is None else {NUMERICS: numerics.model_dump(mode="json")}
 

@@ -256,7 +256,11 @@ class ScoreData:
         with decoded_scores(data, where=where) as (facts, arrays):
             ids, n_prompt = arrays["token_ids"].tolist(), facts["n_prompt"]
             columns = tuple(
-                Column(_scored_by(record), _run(arrays[f"{i}.positions"]), arrays[f"{i}.scores"])
+                Column(
+                    _scored_by(record),
+                    as_positions(arrays[f"{i}.positions"]),
+                    arrays[f"{i}.scores"],
+                )
                 for i, record in enumerate(facts["records"])
             )
             return cls(
@@ -272,7 +276,7 @@ def as_array(positions: range | tuple[int, ...]) -> NDArray[np.int64]:
     return np.asarray(positions, dtype=np.int64)
 
 
-def _run(positions: NDArray[np.int64]) -> range | tuple[int, ...]:
+def as_positions(positions: NDArray[np.int64]) -> range | tuple[int, ...]:
     """Positions as a range, if they are one."""
     if len(positions) and (np.diff(positions) == 1).all():
         return range(int(positions[0]), int(positions[-1]) + 1)

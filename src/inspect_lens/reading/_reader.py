@@ -414,7 +414,7 @@ class ProbeReader(CallReader):
             calls=CallSelection.of(over=over, roles=roles, on_missing=on_missing),
         )
 
-    @property
+    @cached_property
     def statistic(self) -> Statistic:
         """What the reader says of a whole answer."""
         return Statistic(over="answer", pool=self.pool)

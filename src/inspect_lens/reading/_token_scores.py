@@ -11,18 +11,29 @@ import numpy as np
 from inspect_ai.log import EvalLog, EvalSample
 from inspect_ai.scorer import Score
 from numpy.typing import NDArray
+from pydantic_core import to_json
 
+from inspect_lens._base.untrusted import parse_json
 from inspect_lens.errors import ArtifactError
 from inspect_lens.model import Activations, ProbeScores, read_activations
 from inspect_lens.model._places import read_log
 from inspect_lens.model._read import read_sidecar, write_sidecar
-from inspect_lens.model._scores import SCORES_REFERENCE, decoded_scores, encode_scores
+from inspect_lens.model._scores import (
+    SCORES_REFERENCE,
+    as_array,
+    as_positions,
+    decoded_scores,
+    encode_scores,
+)
+
+from ._rows import places
 
 __all__ = ["TokenScores", "read_token_scores"]
 
 REFERENCE = SCORES_REFERENCE
 """`$lens` of the reference in `Score.metadata["token_scores"]`. With `records` it is one into the
-file that the provider wrote, and these are what a reader made of the scores there."""
+file that the provider wrote, and these are what a reader made of the scores there: as JSON text,
+which Inspect takes for one value where it copies, walks and summarises all values of a score."""
 
 KEY = "token_scores"
 
@@ -161,13 +172,13 @@ def _reference_to(handle: ProbeScores, records: Sequence[TokenScores]) -> dict[s
     """What stands in the log of scores that are in a file already."""
     made = []
     for record in records:
-        read: list[int] = record.positions.tolist()
-        is_run = bool(read) and read == list(range(read[0], read[-1] + 1))
-        span = {"range": [read[0], read[-1] + 1]} if is_run else {"positions": read}
+        read = as_positions(record.positions)
+        is_run = isinstance(read, range)
+        span = {"range": [read.start, read.stop]} if is_run else {"positions": read}
         facts = {name: getattr(record, name) for name in _FACTS if name not in _OF_FILE}
         made.append({**facts, **span})
     places = {"uri": handle.uri, "root": handle.root, "sha256": handle.sha256}
-    return {"$lens": REFERENCE, **places, "records": made}
+    return {"$lens": REFERENCE, **places, "records": to_json(made).decode()}
 
 
 def _read_in_engine(reference: Mapping[str, Any]) -> list[TokenScores]:
@@ -176,12 +187,11 @@ def _read_in_engine(reference: Mapping[str, Any]) -> list[TokenScores]:
     columns, made = handle.columns, []
     ids = np.asarray((*handle.prompt_token_ids, *handle.token_ids), dtype=np.int64)
     try:
-        for facts in reference["records"]:
+        for facts in parse_json(reference["records"]):
             own = (c for c in columns if c.by.probe_sha256 == facts["probe_sha256"])
             column = next(c for c in own if c.by.role == "tokens")
-            places = range(*facts["range"]) if "range" in facts else facts["positions"]
-            read = np.asarray(places, dtype=np.int64)
-            at = {position: i for i, position in enumerate(column.positions)}
+            read = range(*facts["range"]) if "range" in facts else tuple(facts["positions"])
+            at = places(column.positions, read)
             known = {name: facts[name] for name in _FACTS if name not in _OF_FILE}
             made.append(
                 TokenScores(
@@ -190,9 +200,9 @@ def _read_in_engine(reference: Mapping[str, Any]) -> list[TokenScores]:
                     site=str(column.by.site),
                     source="engine",
                     n_prompt=len(handle.prompt_token_ids),
-                    positions=read,
-                    token_ids=ids[read],
-                    scores=column.scores[[at[p] for p in read.tolist()]].astype(np.float64),
+                    positions=as_array(read),
+                    token_ids=ids[as_array(read)],
+                    scores=column.scores[at].astype(np.float64),
                 )
             )
     except (KeyError, TypeError, ValueError, StopIteration, IndexError) as error:
