@@ -355,10 +355,11 @@ def leakage_baseline(text: Text = "completion") -> Scorer:
     return score
 
 
-def words_of(text: str) -> dict[str, str]:
+def words_of(text: str) -> dict[str, dict[str, str]]:
     """The words of a text, for a score's metadata."""
     hashes = arithmetic.hash_words(text).astype("<u2").tobytes()
-    return {"words": base64.b64encode(hashes).decode()}
+    # In a mapping, as Inspect wraps the lines of a long text twice a sample, for its summary.
+    return {"words": {"hashes": base64.b64encode(hashes).decode()}}
 
 
 def _words(score: SampleScore) -> NDArray[np.uint16]:
@@ -375,6 +376,6 @@ def _words_or_none(score: SampleScore) -> NDArray[np.uint16] | None:
     """What `words_of` wrote; None where there is nothing, or something else."""
     found = (score.score.metadata or {}).get("words")
     try:
-        return np.frombuffer(base64.b64decode(found), dtype="<u2") if found is not None else None
-    except (ValueError, TypeError):
+        return None if found is None else np.frombuffer(base64.b64decode(found["hashes"]), "<u2")
+    except (KeyError, ValueError, TypeError):
         return None

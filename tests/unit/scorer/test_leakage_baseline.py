@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import base64
 import math
 from functools import partial
 from pathlib import Path
@@ -86,7 +85,7 @@ def test_words_are_learned_once_behind_the_last_sample(
 def test_the_display_does_without_a_look_at_the_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_baselines, "is_interim", lambda: True)
     monkeypatch.setattr(_baselines, "_words_or_none", None)
-    facts = {"words": "", "n_tokens": 1}
+    facts = {"words": {"hashes": ""}, "n_tokens": 1}
     made = [
         SampleScore(
             score=Score(value=1.0, metadata=facts), sample_id=i, sample_metadata={"label": i % 2}
@@ -156,13 +155,10 @@ def test_epochs_of_one_sample_are_no_more_samples_for_the_words() -> None:
     rng = np.random.default_rng(0)
     texts = [("yes " if rng.random() < 0.3 + 0.4 * (k % 2) else "no ") * 3 for k in range(40)]
 
-    def packed(text: str) -> str:
-        return base64.b64encode(hash_words(text).astype("<u2").tobytes()).decode()
-
     def width(epochs: int) -> float:
         made = [
             SampleScore(
-                score=Score(value=3.0, metadata={"words": packed(text)}),
+                score=Score(value=3.0, metadata=_baselines.words_of(text)),
                 sample_id=k, sample_metadata={"label": k % 2},
             )
             for _ in range(epochs)
