@@ -9,41 +9,20 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Literal
 
-
-class Family(StrEnum):
-    """Families of probes; typer takes no list of literals."""
-
-    LR = "lr"
-    LR_PRESSURE = "lr-pressure"
-    LR_GOT = "lr-got"
-    MEAN_DIFFERENCE = "mean-difference"
-    MASS_MEAN = "mass-mean"
-    MASS_MEAN_IID = "mass-mean-iid"
-    LDA = "lda"
-    LDA_RIDGE = "lda-ridge"
-    LAT = "lat"
-    MLP = "mlp"
-    ATTENTION = "attention"
-    ATTENTION_LITE = "attention-lite"
-    ATTENTION_GDM = "attention-gdm"
-    MULTIMAX = "multimax"
-    ROLLING_ATTENTION = "rolling-attention"
-    GATED_BIPOLAR = "gated-bipolar"
-    BILINEAR = "bilinear"
-    SEGMENT_COHERENCE = "segment-coherence"
-    SAE = "sae"
-    ENSEMBLE = "ensemble"
-
-
-class VectorMethod(StrEnum):
-    """How a steering vector is found."""
-
-    MEAN_DIFFERENCE = "mean_difference"
-    CAA = "caa"
-    LOGISTIC = "logistic"
-    PCA = "pca"
-
-
+# typer takes no list of literals
+Family = StrEnum("Family", {
+    "LR": "lr", "LR_PRESSURE": "lr-pressure", "LR_GOT": "lr-got",
+    "MEAN_DIFFERENCE": "mean-difference", "MASS_MEAN": "mass-mean",
+    "MASS_MEAN_IID": "mass-mean-iid", "LDA": "lda", "LDA_RIDGE": "lda-ridge", "LAT": "lat",
+    "MLP": "mlp", "ATTENTION": "attention", "ATTENTION_LITE": "attention-lite",
+    "ATTENTION_GDM": "attention-gdm", "MULTIMAX": "multimax",
+    "ROLLING_ATTENTION": "rolling-attention", "GATED_BIPOLAR": "gated-bipolar",
+    "BILINEAR": "bilinear", "SEGMENT_COHERENCE": "segment-coherence", "SAE": "sae",
+    "ENSEMBLE": "ensemble",
+})  # fmt: skip
+VectorMethod = StrEnum("VectorMethod", {
+    "MEAN_DIFFERENCE": "mean_difference", "CAA": "caa", "LOGISTIC": "logistic", "PCA": "pca",
+})  # fmt: skip
 SelectBy = Literal["recall", "auroc"]
 ExportFormat = Literal["repeng", "steering-vectors", "persona", "ibm", "safetensors"]
 LieDetector = Literal[

@@ -9,9 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -336,8 +344,17 @@ async def collect_async(
                 with progress_bar(
                     dataset.name, total=total, done=done, show=progress, at_once=concurrency
                 ) as tick:
-                    work = _Work(live, dataset, how, uri, plan, concurrency, on_error, tick, facts)
-                    await work.run(todo)
+
+                    async def capture(index: int) -> Captured:
+                        sample = dataset.samples[index]
+                        captured = await capture_or_skip(live, index, sample, how, on_error)
+                        tick()
+                        return captured
+
+                    def write(k: int, samples: list[Captured]) -> None:
+                        write_shard(uri, k, plan, samples, facts)
+
+                    await _fill_shards(todo, plan, concurrency, capture, write)
     return finish(uri, plan)
 
 
@@ -360,55 +377,39 @@ async def opened(
         yield live
 
 
-@dataclass
-class _Work:
-    """One run: requests in the order of the data set, shards as they fill up."""
+async def _fill_shards(
+    todo: Sequence[int],
+    plan: Mapping[str, Any],
+    concurrency: int,
+    capture: Callable[[int], Awaitable[Captured]],
+    write: Callable[[int, list[Captured]], None],
+) -> None:
+    """Capture samples in the order of the data set, and write shards as they fill up."""
+    open_shards = anyio.Semaphore(_AHEAD + -(-concurrency // plan["shard_samples"]))
+    requests = anyio.Semaphore(concurrency)
+    done: dict[int, dict[int, Captured]] = {}
 
-    model: Model
-    dataset: ProbeDataset
-    how: Request
-    uri: str
-    plan: dict[str, Any]
-    concurrency: int
-    on_error: str
-    tick: Callable[[], None]
-    capture: CaptureFacts
-    done: dict[int, dict[int, Captured]] = field(default_factory=dict)
-
-    async def run(self, todo: list[int]) -> None:
-        """Capture and write the given shards."""
-        of_requests = -(-self.concurrency // self.plan["shard_samples"])
-        open_shards = anyio.Semaphore(_AHEAD + of_requests)
-        requests = anyio.Semaphore(self.concurrency)
+    async def one(k: int, index: int) -> None:
         try:
-            async with anyio.create_task_group() as tasks:
-                for k in todo:
-                    await open_shards.acquire()
-                    self.done[k] = {}
-                    for index in _span(k, self.plan):
-                        await requests.acquire()
-                        tasks.start_soon(self._one, k, index, requests, open_shards)
-        except BaseExceptionGroup as group:
-            raise first_error(group) from None
-
-    async def _one(
-        self, k: int, index: int, requests: anyio.Semaphore, open_shards: anyio.Semaphore
-    ) -> None:
-        sample = self.dataset.samples[index]
-        try:
-            captured = await capture_or_skip(self.model, index, sample, self.how, self.on_error)
+            captured = await capture(index)
         finally:
             requests.release()
-        samples = self.done[k]
-        samples[index] = captured
-        self.tick()
-        if len(samples) == len(_span(k, self.plan)):
-            del self.done[k]
-            ordered = [samples[i] for i in sorted(samples)]
-            await anyio.to_thread.run_sync(
-                write_shard, self.uri, k, self.plan, ordered, self.capture
-            )
+        done[k][index] = captured
+        if len(done[k]) == len(_span(k, plan)):
+            ordered = [sample for _, sample in sorted(done.pop(k).items())]
+            await anyio.to_thread.run_sync(write, k, ordered)
             open_shards.release()
+
+    try:
+        async with anyio.create_task_group() as tasks:
+            for k in todo:
+                await open_shards.acquire()
+                done[k] = {}
+                for index in _span(k, plan):
+                    await requests.acquire()
+                    tasks.start_soon(one, k, index)
+    except BaseExceptionGroup as group:
+        raise first_error(group) from None
 
 
 async def capture_or_skip(
@@ -486,7 +487,7 @@ def _shards(plan: dict[str, Any]) -> range:
     return range(-(-plan["dataset"]["n_samples"] // plan["shard_samples"]))
 
 
-def _span(k: int, plan: dict[str, Any]) -> range:
+def _span(k: int, plan: Mapping[str, Any]) -> range:
     size = plan["shard_samples"]
     return range(k * size, min((k + 1) * size, plan["dataset"]["n_samples"]))
 
