@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -176,22 +176,18 @@ _Where = tuple[tuple[int, ...] | None, int, int]
 """Listed positions or None, and the span."""
 
 
+@dataclass(eq=False)
 class _Sealing:
     """The entries of one request, as they are made, and the registers that its gates have."""
 
-    def __init__(
-        self,
-        n_prompt: int,
-        n_max: int,
-        width_of: Callable[[Site], SiteWidth],
-        opened: frozenset[str],
-    ) -> None:
-        self._n_prompt, self._n_max = n_prompt, n_max
-        self._width_of, self._opened = width_of, opened
-        self._registers: dict[tuple[object, ...], int] = {}
-        """By content: what a step computes for a token."""
-        self._latches: dict[tuple[object, ...], int] = {}
-        self.made: list[EditEnvelope] = []
+    _n_prompt: int
+    _n_max: int
+    _width_of: Callable[[Site], SiteWidth]
+    _opened: frozenset[str]
+    _registers: dict[tuple[object, ...], int] = field(default_factory=dict)
+    """By content: what a step computes for a token."""
+    _latches: dict[tuple[object, ...], int] = field(default_factory=dict)
+    made: list[EditEnvelope] = field(default_factory=list)
 
     def add(self, edit: EditBase, field: str) -> None:
         where = _where(edit.positions, edit.phase, self._n_prompt, self._n_max, field)
@@ -298,10 +294,10 @@ _FIRST, _PRODUCT, _LARGEST = 0.0, 1.0, 2.0
 
 def _programs(edit: EditBase, chosen: Chosen | None, gate: int) -> list[list[Program]]:
     listed: Sequence[int | None] = [None] if edit.n_listed is None else range(edit.n_listed)
-    return [
-        [_gated(edit.program(index, k, chosen), gate) for k in listed]
-        for index in range(len(edit.layers))
-    ]
+    made = [[edit.program(i, k, chosen) for k in listed] for i in range(len(edit.layers))]
+    if gate < 0:
+        return made
+    return [[tuple([replace(one, gate=gate) for one in p]) for p in at] for at in made]
 
 
 def _repeated(one: Instruction, n_layers: int) -> list[list[Program]]:
@@ -369,29 +365,6 @@ def _read_at(gate: Gate, n_prompt: int) -> tuple[tuple[int, ...] | None, int, in
         # The mean is known when the last token has been computed.
         return (n_prompt - 1,), n_prompt - 1, n_prompt
     return None, n_prompt, EVERY
-
-
-def _gated(program: Program, gate: int) -> Program:
-    if gate < 0:
-        return program
-    return tuple(replace(one, gate=gate) for one in program)
-
-
-def pack_edit(edit: EditEnvelope, *, is_local: bool) -> tuple[Any, ...]:
-    where = edit.site, edit.layers, edit.positions, edit.lo, edit.hi, edit.room
-    return (
-        (*where, edit.receipt_sha256, edit.key, edit.is_open),
-        edit.sha256,
-        edit.made.packed,
-        sent(edit.made.data, edit.made, is_local=is_local),
-    )
-
-
-def unpack_edit(value: Sequence[Any]) -> EditEnvelope:
-    (site, layers, positions, *rest), sha256, programs, parts = value
-    made = unpack_programs(sha256, programs, partial(received, parts))
-    positions = None if positions is None else tuple(positions)
-    return EditEnvelope(site, tuple(layers), made, positions, *rest)
 
 
 Span = tuple[int, int]
@@ -473,13 +446,26 @@ class SealedEdits:
         if not self.edits:
             return None
         if is_local not in self._packed:
-            packed = [pack_edit(edit, is_local=is_local) for edit in self.edits]
+            packed = [
+                (
+                    (e.site, e.layers, e.positions, e.lo, e.hi, e.room,
+                     e.receipt_sha256, e.key, e.is_open),
+                    e.sha256, e.made.packed, sent(e.made.data, e.made, is_local=is_local),
+                )
+                for e in self.edits
+            ]  # fmt: skip
             self._packed[is_local] = msgspec.msgpack.encode(packed)
         return self._packed[is_local]
 
     @classmethod
     def unpack(cls, data: bytes) -> SealedEdits:
-        return cls(tuple(map(unpack_edit, msgspec.msgpack.decode(data))))
+        edits = []
+        for one, sha256, packed, parts in msgspec.msgpack.decode(data):
+            site, layers, positions, *rest = one
+            programs = unpack_programs(sha256, packed, partial(received, parts))
+            listed = None if positions is None else tuple(positions)
+            edits.append(EditEnvelope(site, tuple(layers), programs, listed, *rest))
+        return cls(tuple(edits))
 
     @cached_property
     def content(self) -> str:
@@ -512,7 +498,10 @@ def seal_request_edits(
         _refuse_meeting(request.edits, n_prompt, n_max)
     numbers = most_numbers(edits, facts.hidden), own_rows(edits, facts.hidden)
     sealed = SealedEdits(edits, numbers)
-    if _suits_any_prompt(request.edits):
+    if all(  # every token is edited, and no gate is told by where its token lies
+        e.positions == "all" and e.phase == "both" and not any(g.is_lasting for g in e.gates)
+        for e in request.edits
+    ):
         _SEALED.keep(key, (request, facts, sealed), request.tensor_bytes)
     return sealed
 
@@ -557,11 +546,3 @@ def _are_apart(a: EditBase, b: EditBase) -> bool:
     if len(taken) == 2:
         return taken[0].isdisjoint(taken[1])
     return len(taken) == len(left) == 1 and taken[0] <= left[0]
-
-
-def _suits_any_prompt(edits: Sequence[EditBase]) -> bool:
-    """Whether every token is edited, and no gate is told by where its token lies."""
-    return all(
-        e.positions == "all" and e.phase == "both" and not any(g.is_lasting for g in e.gates)
-        for e in edits
-    )

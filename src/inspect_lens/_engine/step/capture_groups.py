@@ -332,11 +332,13 @@ class Groups:
     def _result(self, stream: int, read: _Read, rank: Mapping[int, int]) -> Result:
         """What a group does for one result; `rank` says which of its rows a row is."""
         ranks = tuple(rank[row] for row in read.rows)
+        lent = self._starts.searchsorted(read.lent, side="right") - 1
+        taps = list(self._tap_index) if read.lent else []
         made: Any = read.made
         result = Result(
             ranks,
             lent=tuple(rank[row] for row in read.lent),
-            lent_taps=tuple(self._tap_of(row) for row in read.lent),
+            lent_taps=tuple(taps[int(i)] for i in lent),
             borrowed_taps=read.borrowed,
             borrowed=tuple(rank[int(self._starts[self._tap_index[tap]])] for tap in read.borrowed),
             is_live=read.is_live,
@@ -351,11 +353,6 @@ class Groups:
         if stream == GATES:
             return replace(result, gates=made)
         return replace(result, form=made)
-
-    def _tap_of(self, row: int) -> TapPoint:
-        """Whose row one of a token's is."""
-        taps = list(self._tap_index)
-        return taps[int(self._starts.searchsorted(row, side="right")) - 1]
 
     def give(self, number: int) -> None:
         self._users[number] -= 1

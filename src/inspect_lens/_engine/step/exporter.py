@@ -53,23 +53,17 @@ class _Piece:
     nbytes: int
 
 
+@dataclass(eq=False)
 class Outbox:
     """Sends rows at once, or lets them wait for their turn."""
 
-    def __init__(
-        self,
-        exporter: Exporter,
-        ring: torch.Tensor,
-        *,
-        is_wanted: Callable[[bytes], bool],
-        drop: Callable[[str], None],
-        fail: Callable[[bytes, Exception], None],
-    ) -> None:
-        self._exporter = exporter
-        self._ring = ring
-        self._is_wanted = is_wanted
-        self._drop = drop
-        self._fail = fail
+    _exporter: Exporter
+    _ring: torch.Tensor
+    _is_wanted: Callable[[bytes], bool]
+    _drop: Callable[[str], None]
+    _fail: Callable[[bytes, Exception], None]
+
+    def __post_init__(self) -> None:
         self._waiting: deque[_Piece | Callable[[], None]] = deque()
         self._came = 0
         """Bytes that had to wait since the last step began."""
@@ -81,7 +75,9 @@ class Outbox:
         tensor = rows.tensor
         taps = tensor.shape[0]
         per_tap = tensor[0].numel() * rows.dtype.itemsize
-        if taps * per_tap <= _AT_ONCE or not self._is_in_ring(tensor):
+        if taps * per_tap <= _AT_ONCE or (
+            tensor.untyped_storage().data_ptr() != self._ring.untyped_storage().data_ptr()
+        ):
             return self._exporter.send(reply, rows, path)
         at_once = max(1, _PIECE // per_tap)
         for tap in range(0, taps, at_once):
@@ -129,35 +125,24 @@ class Outbox:
             except Exception as error:  # noqa: BLE001 - a fault fails its own requests
                 self._fail(piece.rows.numbers, error)
 
-    def _is_in_ring(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() == self._ring.untyped_storage().data_ptr()
 
-
+@dataclass(eq=False)
 class Sender:
     """Sends blocks, and how far drafts are settled."""
 
-    def __init__(
-        self,
-        ring: torch.Tensor,
-        exporter: Exporter,
-        groups: Groups,
-        numbers: Numbers,
-        sum_table: SumTable,
-        table: RequestTable,
-        *,
-        drop: Callable[[str], None],
-        fail: Callable[[bytes, Exception], None],
-    ) -> None:
-        self._ring = ring
-        self._exporter = exporter
-        self._copier = exporter.copier
-        self._groups = groups
-        self._numbers = numbers
-        self._table = table
-        self._drop, self._fail = drop, fail
-        self.sum_table = sum_table
-        self.outbox = Outbox(exporter, ring, is_wanted=numbers.has_live, drop=drop, fail=fail)
-        self.reducer = Reducer(exporter.copier, numbers, table)
+    _ring: torch.Tensor
+    _exporter: Exporter
+    _groups: Groups
+    _numbers: Numbers
+    sum_table: SumTable
+    _table: RequestTable
+    _drop: Callable[[str], None]
+    _fail: Callable[[bytes, Exception], None]
+
+    def __post_init__(self) -> None:
+        self._copier, numbers = self._exporter.copier, self._numbers
+        self.outbox = Outbox(self._exporter, self._ring, numbers.has_live, self._drop, self._fail)
+        self.reducer = Reducer(self._copier, numbers, self._table)
         self.seen: list[Part] = []
         """What a logit lens made of the running step, which is sent with the rest."""
         self.read: Callable[[Sequence[GroupBlock], int, int, int], list[Part]] | None = None
@@ -166,7 +151,6 @@ class Sender:
         """Rows of which it makes that at once."""
         self._forms: dict[int, Form] = {}
         """By slot: what requests want whose sampled tokens are kept."""
-
         self._unannounced: dict[str, tuple[int, list[Opening]]] = {}
         self._failed: list[tuple[bytes, Exception]] = []
         """Packed numbers of requests whose rows found no room; they fail as late."""

@@ -62,27 +62,19 @@ class Request:
     """Whether it will not come back; else it may have been pre-empted."""
 
 
+@dataclass(eq=False)
 class LiveRequests:
     """Takes requests up and forgets them."""
 
-    def __init__(
-        self,
-        tap_index: dict[TapPoint, int],
-        bank: Bank,
-        groups: Groups,
-        numbers: Numbers,
-        table: RequestTable,
-        sender: Sender,
-        *,
-        is_first: bool = True,
-    ) -> None:
-        self._tap_index = tap_index
-        self._bank = bank
-        self._groups = groups
-        self._numbers = numbers
-        self._sender = sender
-        self._is_first = is_first
-        self.table = table
+    _tap_index: dict[TapPoint, int]
+    _bank: Bank
+    _groups: Groups
+    _numbers: Numbers
+    table: RequestTable
+    _sender: Sender
+    _is_first: bool
+
+    def __post_init__(self) -> None:
         self.drafts = Drafts()
         self.by_key: dict[str, Request] = {}
         self.by_slot: dict[int, Request] = {}
@@ -289,19 +281,13 @@ class Stepper:
             self._numbers,
             SumTable(state.sums, state.latest, lag),
             table,
-            drop=self._drop,
-            fail=self._fail_numbers,
+            self._drop,
+            self._fail_numbers,
         )
         self._coming: dict[str, Mapping[str, Any]] = {}
         """Requests that are taken up before the next step, as they came."""
         self._live = LiveRequests(
-            tap_index,
-            self._bank,
-            self._groups,
-            self._numbers,
-            table,
-            self._sender,
-            is_first=not rank,
+            tap_index, self._bank, self._groups, self._numbers, table, self._sender, not rank
         )
         self._maps = maps_for(state)
         self._outbox = self._sender.outbox
