@@ -35,41 +35,6 @@ Pieces: TypeAlias = Callable[[Sequence[int]], Sequence[str]]
 """From token ids to the text of each of them."""
 
 
-def read_store(
-    store: ActivationStore,
-    *,
-    name: str | None = None,
-    layers: Sequence[int] | None = None,
-    pieces: Pieces | None = None,
-    ids: Collection[str] | None = None,
-) -> dict[str, Any]:
-    wanted = _layers(store, layers)
-    at = [store.layers.index(layer) for layer in wanted]
-    # The records are in the headers alone, so the size is known before any row is read.
-    records = _records(store, name, ids)
-    stops = np.cumsum([r.n_rows for r in records])
-    rows = np.empty((len(wanted), int(stops[-1]), store.hidden), dtype=np.float32)
-    ends: list[NDArray[np.bool_]] = []
-    raw = True
-    for sample, record, stop in zip(_kept(store, ids), records, stops.tolist(), strict=True):
-        assert sample.acts is not None
-        # Nothing was said: the prompt, a text as it stands, is all there is.
-        raw = raw and len(sample.token_ids) == record.n_prompt
-        acts = (
-            sample.acts
-            if layers is None
-            else TensorData(sample.acts.storage[at], sample.acts.dtype)
-        )
-        rows[:, stop - record.n_rows : stop] = acts.to_float32()
-        if pieces is not None:
-            ends.append(_ends(sample, pieces))
-    facts = _facts(store, records, name)
-    return facts | {
-        "layers": wanted, "acts": tuple(np.split(rows, stops[:-1], axis=1)), "ends": tuple(ends),
-        "raw": raw,
-    }  # fmt: skip
-
-
 def read_facts(
     store: ActivationStore,
     *,
@@ -77,7 +42,7 @@ def read_facts(
     layers: Sequence[int] | None = None,
     pieces: Pieces | None = None,
 ) -> dict[str, Any]:
-    """What `read_store` gives, but for the activations, which stay on disk."""
+    """Fields of an `ActivationSet` but the activations, which stay on disk."""
     wanted, records = _layers(store, layers), _records(store, name)
     if list(wanted) != sorted(set(wanted)):
         raise SpecError(f"layers={list(wanted)}: allowed are unique layers in ascending order")
@@ -173,49 +138,8 @@ def _capture(store: ActivationStore) -> CaptureFacts | None:
 
 _FORMAT: Final = "inspect_lens.activations/1"
 _KEY: Final = "inspect_lens"
-
-
-def encode_set(fields: Mapping[str, Any], *, origin: bool = True) -> bytes:
-    names = ["name", "model", "layers", "groups", "ids"]
-    names += ["contents"] if fields["contents"] else []
-    if origin:
-        names += ["positions", "raw"] if fields["positions"] is not None else []
-        names += ["model_sha256"] if fields["model_sha256"] is not None else []
-        names += ["label_source"] if fields["label_source"] else []
-    facts: dict[str, Any] = {name: fields[name] for name in names}
-    facts |= {"format": _FORMAT, "columns": dict(fields["columns"])}
-    if origin and fields["capture"] is not None:
-        facts["capture"] = fields["capture"].model_dump(exclude_defaults=True)
-    tensors = {
-        "acts": np.ascontiguousarray(np.concatenate(fields["acts"], axis=1)),
-        "lengths": np.array([a.shape[1] for a in fields["acts"]], dtype=np.int64),
-        "labels": fields["labels"].astype(np.uint8),
-        "mask": np.concatenate(fields["mask"]).astype(np.uint8),
-    }
-    if fields["ends"]:
-        tensors["ends"] = np.concatenate(fields["ends"]).astype(np.uint8)
-    content: bytes = save_tensors(tensors, metadata={_KEY: json.dumps(facts, sort_keys=True)})
-    return content
-
-
-def decode_set(content: bytes) -> dict[str, Any]:
-    """Fields of an `ActivationSet`, from the content of its file."""
-    tensors = load_tensors(content)
-    facts: dict[str, Any] = parse_json(metadata_of(content)[_KEY])
-    if facts["format"] != _FORMAT:
-        raise ValueError(f"format {facts['format']!r}")
-    stops = np.cumsum(tensors["lengths"])[:-1]
-    needed = {name: facts[name] for name in ("name", "model", "layers", "groups", "ids", "columns")}
-    more = ("contents", "raw", "model_sha256", "label_source")
-    positions = facts.get("positions")
-    return needed | {name: facts[name] for name in more if name in facts} | {
-        "acts": tuple(np.split(tensors["acts"], stops, axis=1)),
-        "labels": tensors["labels"],
-        "mask": tuple(np.split(tensors["mask"], stops)),
-        "ends": tuple(np.split(tensors["ends"], stops)) if "ends" in tensors else (),
-        "positions": None if positions is None else parse_positions(positions, field="positions"),
-        "capture": CaptureFacts.known(facts["capture"]) if "capture" in facts else None,
-    }  # fmt: skip
+_FACTS: Final = ("name", "model", "layers", "groups", "ids", "columns")
+_MORE: Final = ("contents", "raw", "model_sha256", "label_source")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -519,7 +443,22 @@ class ActivationSet:
         """
         allowed = "allowed is what ActivationSet.save writes; collect the activations again"
         with parsing(path, "an activation set", allowed):
-            return cls(**decode_set(read_regular(path)))
+            content = read_regular(path)
+            tensors, facts = load_tensors(content), parse_json(metadata_of(content)[_KEY])
+            if facts["format"] != _FORMAT:
+                raise ValueError(f"format {facts['format']!r}")
+            stops = np.cumsum(tensors["lengths"])[:-1]
+            made = {name: facts[name] for name in _FACTS}
+            made |= {name: facts[name] for name in _MORE if name in facts}
+            made |= {"acts": tuple(np.split(tensors["acts"], stops, axis=1))}
+            made |= {"labels": tensors["labels"], "mask": tuple(np.split(tensors["mask"], stops))}
+            if "ends" in tensors:
+                made["ends"] = tuple(np.split(tensors["ends"], stops))
+            if (positions := facts.get("positions")) is not None:
+                made["positions"] = parse_positions(positions, field="positions")
+            if "capture" in facts:
+                made["capture"] = CaptureFacts.known(facts["capture"])
+            return cls(**made)
 
     @classmethod
     def from_store(
@@ -553,7 +492,26 @@ class ActivationSet:
             SpecError: a layer is not in the store, or no sample has both rows and a label.
         """
         opened = store if isinstance(store, ActivationStore) else ActivationStore.open(store)
-        return cls(**read_store(opened, name=name, layers=layers, pieces=pieces, ids=ids))
+        wanted = _layers(opened, layers)
+        at = [opened.layers.index(layer) for layer in wanted]
+        # The records are in the headers alone, so the size is known before any row is read.
+        records = _records(opened, name, ids)
+        stops = np.cumsum([r.n_rows for r in records])
+        rows = np.empty((len(wanted), int(stops[-1]), opened.hidden), dtype=np.float32)
+        ends: list[NDArray[np.bool_]] = []
+        raw = True
+        for sample, record, stop in zip(_kept(opened, ids), records, stops.tolist(), strict=True):
+            assert sample.acts is not None
+            # Nothing was said: the prompt, a text as it stands, is all there is.
+            raw = raw and len(sample.token_ids) == record.n_prompt
+            acts = sample.acts
+            if layers is not None:
+                acts = TensorData(acts.storage[at], acts.dtype)
+            rows[:, stop - record.n_rows : stop] = acts.to_float32()
+            if pieces is not None:
+                ends.append(_ends(sample, pieces))
+        facts = _facts(opened, records, name) | {"layers": wanted, "ends": tuple(ends), "raw": raw}
+        return cls(acts=tuple(np.split(rows, stops[:-1], axis=1)), **facts)
 
     def sequences(self, layer: int) -> list[NDArray[np.float32]]:
         """Selected tokens (tokens, hidden) of each sample at one layer."""
@@ -573,9 +531,28 @@ class ActivationSet:
         return made
 
     def _to_bytes(self, *, origin: bool = True) -> bytes:
-        if not self.acts:
+        acts = self.acts  # of a store read from disk
+        if not acts:
             raise SpecError(f"{self.name}: is empty; allowed is one sample or more; check filters")
-        return encode_set({f.name: getattr(self, f.name) for f in fields(self)}, origin=origin)
+        names = [*_FACTS, *(["contents"] if self.contents else [])]
+        if origin:
+            names += ["positions", "raw"] if self.positions is not None else []
+            names += ["model_sha256"] if self.model_sha256 is not None else []
+            names += ["label_source"] if self.label_source else []
+        facts: dict[str, Any] = {name: getattr(self, name) for name in names}
+        facts |= {"format": _FORMAT, "columns": dict(self.columns)}
+        if origin and self.capture is not None:
+            facts["capture"] = self.capture.model_dump(exclude_defaults=True)
+        tensors = {
+            "acts": np.ascontiguousarray(np.concatenate(acts, axis=1)),
+            "lengths": np.array([a.shape[1] for a in acts], dtype=np.int64),
+            "labels": self.labels.astype(np.uint8),
+            "mask": np.concatenate(self.mask).astype(np.uint8),
+        }
+        if self.ends:
+            tensors["ends"] = np.concatenate(self.ends).astype(np.uint8)
+        content: bytes = save_tensors(tensors, metadata={_KEY: json.dumps(facts, sort_keys=True)})
+        return content
 
     def _index(self, layer: int) -> int:
         if layer not in self.layers:
