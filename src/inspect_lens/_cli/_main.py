@@ -157,7 +157,8 @@ def main() -> None:
     except Exception as error:
         if type(error).__name__ == "Abort":  # of an input that ended
             fail(Interrupted("the command was ended while it asked for input"), _INTERRUPTED)
-        if _is_usage(error):
+        # Newer typers have the parser of options under a name of their own.
+        if any(base.__name__ == "ClickException" for base in type(error).__mro__):
             _fail_usage(error)
         told = _told(error)
         code = _exit_code(told)
@@ -177,11 +178,6 @@ def _leave_closed() -> NoReturn:
 
 _INTERRUPTED: Final = 130
 _CLOSED: Final = 141
-
-
-def _is_usage(error: Exception) -> bool:
-    """Whether it is of the parser of options, which newer typers have under a name of their own."""
-    return any(base.__name__ == "ClickException" for base in type(error).__mro__)
 
 
 def _fail_usage(error: Any) -> NoReturn:

@@ -397,14 +397,11 @@ class Made:
         if self.evaluations:
             shown = shown.model_copy(update={"evaluations": self.evaluations})
         copies = shown.training.near_duplicates if shown.training else ()
-        return (*shown.warnings, *copies, *self._unmeasured())
-
-    def _unmeasured(self) -> Iterator[str]:
-        if not self.evaluations and not self.probe.card.evaluations:
-            yield (
-                "Nothing was measured: there is no held-out set, so what the probe finds in new "
-                "samples is not known; name one with --held-out, or run probe evaluate."
-            )
+        unmeasured = (
+            "Nothing was measured: there is no held-out set, so what the probe finds in new "
+            "samples is not known; name one with --held-out, or run probe evaluate."
+        )
+        return (*shown.warnings, *copies, *(() if shown.evaluations else (unmeasured,)))
 
     def result(self) -> dict[str, Any]:
         """The facts as a dict for JSON."""

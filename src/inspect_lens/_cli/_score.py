@@ -111,7 +111,7 @@ def score(
         raise SpecError(f"--out: {log} is not on this machine; say where the scored log goes")
     if Path(target).suffix not in (".eval", ".json"):
         raise SpecError(f"out={target}: a log ends in .eval or .json; give it such a name")
-    if same_file(target, log):
+    if Path(target).exists() and Path(log).exists() and Path(target).samefile(log):
         raise SpecError(f"out={target}: is the log that is scored; give another file")
     if there_already(target) and not overwrite:
         raise SpecError(f"out={target}: is there already; give another file, or pass --overwrite")
@@ -172,10 +172,6 @@ def _numbers(metrics: dict[str, float | None]) -> list[str]:
             said[name] += f" [{low:.4f}, {high:.4f}]"
     ends = {f"{name}{end}" for name in metrics for end in ("_low", "_high")}
     return [text for name, text in said.items() if name not in ends]
-
-
-def same_file(one: str, other: str) -> bool:
-    return Path(one).exists() and Path(other).exists() and Path(one).samefile(other)
 
 
 def _write(log: EvalLog, target: str) -> None:

@@ -14,15 +14,7 @@ __all__ = ["CardPoint", "Found", "card_points", "choose_point", "found_above"]
 
 
 class Found(NamedTuple):
-    """Share of positives that a threshold finds on the held-out sets of a card.
-
-    Example:
-        ```python
-        from inspect_lens.probe import Found
-
-        assert "finds 40% of the positives" in str(Found(0.4, 0.4, ("insider",)))
-        ```
-    """
+    """Share of positives that a threshold finds on the held-out sets of a card."""
 
     lowest: float
     """On the set on which it finds least."""
@@ -79,17 +71,7 @@ _NAME = re.compile(r"fpr=([0-9.eE+-]+)")
 
 
 class CardPoint(NamedTuple):
-    """One threshold of a card, with its false positive rate and control set.
-
-    Example:
-        ```python
-        from inspect_lens.probe import card_points, load_probe
-
-        strict, lax = card_points(load_probe("organism/deception-lr").card)
-        assert (strict.name, lax.name) == ("fpr=0.01", "fpr=0.05")
-        assert strict.value > lax.value
-        ```
-    """
+    """One threshold of a card, with its false positive rate and control set."""
 
     value: float
     """A score strictly above it is flagged."""
@@ -124,8 +106,9 @@ def card_points(card: ProbeCard, statistic: Statistic | None = None) -> tuple[Ca
         from inspect_lens.probe import card_points, found_above, load_probe
 
         card = load_probe("organism/deception-lr").card
-        for point in card_points(card):
-            print(point.name, point.value, found_above(card, point.value))
+        strict, lax = card_points(card)
+        assert (strict.name, lax.name) == ("fpr=0.01", "fpr=0.05") and strict.value > lax.value
+        print(found_above(card, lax.value))
         ```
     """
     own = card.answer

@@ -160,7 +160,13 @@ def keep(estimator: Any, data: StoreSet, layers: Sequence[int], rows: FitRows | 
     file = _file(estimator, data, layers, rows)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(file, save(_learnt(estimator)))
+        # What ends in an underscore, as scikit-learn names what is learnt.
+        learnt = {name: value for name, value in vars(estimator).items() if name.endswith("_")}
+        learnt |= learnt.pop("tensors_", {})
+        del learnt["classes_"], learnt["n_features_in_"]
+        # Of a number, numpy's contiguous array would have an axis.
+        arrays = {k: np.ascontiguousarray(v).reshape(np.shape(v)) for k, v in learnt.items()}
+        write_atomic(file, save(arrays))
 
 
 def restore(estimator: Any, data: StoreSet, layers: Sequence[int], rows: FitRows | None) -> bool:
@@ -192,15 +198,6 @@ def _file(
     facts.append(None if encoder is None else encoder.sha256)
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
     return data.work / f"{data.name}-{layers[0]}-{digest}.safetensors"
-
-
-def _learnt(estimator: Any) -> dict[str, NDArray[Any]]:
-    """What ends in an underscore, as scikit-learn names what is learnt."""
-    learnt = {name: value for name, value in vars(estimator).items() if name.endswith("_")}
-    learnt |= learnt.pop("tensors_", {})
-    del learnt["classes_"], learnt["n_features_in_"]
-    return {name: np.ascontiguousarray(value).reshape(np.shape(value))
-            for name, value in learnt.items()}  # fmt: skip
 
 
 _LATENTS: Final = 16 * 1024
