@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from tests.kit.example_files import write_logs, write_nla, write_published, write_sets
+from tests.kit.example_files import (
+    LOG,
+    write_logs,
+    write_nla,
+    write_published,
+    write_sets,
+    write_store,
+)
 from tests.kit.repository import ROOT
 
 
@@ -46,5 +53,6 @@ def example_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _written(folder: Path) -> Path:
     write_logs(folder / "logs")
     write_sets(folder / "acts")
+    write_store(folder / "acts", folder / LOG)
     write_nla(folder / "nla")
     return folder

@@ -1,4 +1,4 @@
-"""What examples in docstrings find in the working directory: a log, activation sets, checkpoints.
+"""What examples in docstrings find in the working directory: logs, activations, checkpoints.
 
 `logs/honesty.eval` is `evals/organism_deception` on eight samples, run by transformers in this
 process in the place of a server: the organism's own answers and activations, layers 3 to 5.
@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 
 from evals.organism_deception import organism_deception
 from inspect_lens._intake import Payload, encode_file, join, write_file
+from inspect_lens.collect import log_to_store
 from inspect_lens.data import planted_activations
 from inspect_lens.model import Activations
 from inspect_lens.spec import CaptureReceipt, Receipt, TensorData
@@ -40,6 +41,7 @@ __all__ = [
     "write_nla",
     "write_published",
     "write_sets",
+    "write_store",
 ]
 
 LOG = "logs/honesty.eval"
@@ -66,6 +68,16 @@ def write_sets(folder: Path) -> None:
         if name == "control":
             data = data.subset(np.flatnonzero(~data.labels), name=name)
         data.save(folder / f"{name}.safetensors")
+
+
+def write_store(folder: Path, log: Path) -> None:
+    """Write what the log captured as the store `eight`.
+
+    Args:
+        folder: gets the store.
+        log: of `write_logs`.
+    """
+    log_to_store(log, folder / "eight", group="group")
 
 
 def write_nla(folder: Path) -> None:

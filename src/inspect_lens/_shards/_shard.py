@@ -217,16 +217,11 @@ def read_records(uri: str) -> list[SampleRecord]:
         ArtifactError: missing, damaged, or another format.
 
     Example:
-        <!-- test: server -->
         ```python
-        from inspect_lens.collect import collect
-        from inspect_lens.data import load_dataset, read_records
+        from inspect_lens.data import read_records
 
-        data = load_dataset("organism", path="organism/data/probe_train.jsonl", limit=4)
-        model = "vllm-lens/organism/checkpoint"
-        store = collect(model, data, "acts/four", layers=[2, 4], max_tokens=8, progress=False)
-        records = read_records(f"{store.uri}/shard-00000.safetensors")
-        assert len(records) == 4
+        records = read_records("acts/eight/shard-00000.safetensors")
+        assert len(records) == 8
         ```
     """
     _, header = _read_header(uri)
@@ -269,16 +264,11 @@ def read_layer(uri: str, layer: int, *, size: int) -> Iterator[tuple[int, int, T
         ArtifactError: missing, damaged, another format, or without that layer.
 
     Example:
-        <!-- test: server -->
         ```python
-        from inspect_lens.collect import collect
-        from inspect_lens.data import load_dataset, read_layer
+        from inspect_lens.data import read_layer
 
-        data = load_dataset("organism", path="organism/data/probe_train.jsonl", limit=4)
-        model = "vllm-lens/organism/checkpoint"
-        store = collect(model, data, "acts/four", layers=[2, 4], max_tokens=8, progress=False)
-        for first, end, rows in read_layer(f"{store.uri}/shard-00000.safetensors", 4, size=100):
-            assert rows.to_float32().shape == (end - first, store.hidden)
+        for first, end, rows in read_layer("acts/eight/shard-00000.safetensors", 4, size=100):
+            assert rows.to_float32().shape == (end - first, 256)
         ```
     """
     start, header = _read_header(uri)

@@ -123,16 +123,10 @@ class ActivationStore:
         manifest: its content.
 
     Example:
-        <!-- test: server -->
         ```python
-        from inspect_lens.collect import collect
-        from inspect_lens.data import ActivationStore, load_dataset
+        from inspect_lens.data import ActivationStore
 
-        data = load_dataset("organism", path="organism/data/probe_train.jsonl", limit=4)
-        model = "vllm-lens/organism/checkpoint"
-        collect(model, data, "acts/four", layers=[2, 4], max_tokens=8, progress=False)
-
-        store = ActivationStore.open("acts/four")
+        store = ActivationStore.open("acts/eight")
         for rows, labels in store.rows(layer=4):
             assert rows.shape == (len(labels), store.hidden)
         ```

@@ -55,15 +55,8 @@ class StoreSet(ActivationSet):
             negative.
 
     Example:
-        <!-- test: server -->
         ```python
-        from inspect_lens.collect import collect
-        from inspect_lens.data import load_dataset
         from inspect_lens.train import LogisticProbe, StoreSet, fit_on
-
-        data = load_dataset("organism", path="organism/data/probe_train.jsonl", limit=8)
-        model = "vllm-lens/organism/checkpoint"
-        collect(model, data, "acts/eight", layers=[2, 4], max_tokens=8, progress=False)
 
         large = StoreSet("acts/eight", work="fits")
         assert fit_on(LogisticProbe(), large, 4).coef_.shape == (large.hidden,)
