@@ -118,19 +118,7 @@ def pick_scores(
 
 @dataclass(frozen=True)
 class Reading:
-    """Score, token scores and threshold of a probe on one model call.
-
-    Example:
-        ```python
-        from inspect_lens.model import read_activations
-        from inspect_lens.reading import ProbeReader
-
-        reader = ProbeReader.of("organism/deception-lr")
-        reading = reader.read_captured(read_activations("logs/honesty.eval")[1].activations)
-        print(reading.value, reading.verdict, reading.probability)
-        print(reading.first_crossing(0.5))  # the first token above 0.5, or None
-        ```
-    """
+    """Score, token scores and threshold of a probe on one model call."""
 
     value: float
     """The pooled score; larger means more of what the probe finds."""
@@ -338,7 +326,8 @@ class ProbeReader(CallReader):
         reader = ProbeReader.of("organism/deception-lr", source="captured")
         sample = read_eval_log("logs/honesty.eval").samples[1]
         reading = anyio.run(reader.read, sample.output)
-        print(reading.explain())
+        print(reading.value, reading.verdict, reading.probability, reading.explain())
+        print(reading.first_crossing(0.5))  # the first token above 0.5, or None
         assert reading.token_scores().shape == (len(reading.rows.positions),)
         ```
     """
