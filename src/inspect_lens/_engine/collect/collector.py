@@ -67,19 +67,14 @@ class _Queue:
     looks: int = 0
 
 
+@dataclass
 class Inbox:
     """Hands messages on, when their turn has come."""
 
-    def __init__(
-        self,
-        handle: Callable[[Message], None],
-        *,
-        has_landed: Callable[[Block], bool],
-        is_alive: Callable[[str], bool],
-    ) -> None:
-        self._handle = handle
-        self._has_landed, self._is_alive = has_landed, is_alive
-        self._queues: dict[str, _Queue] = {}
+    handle: Callable[[Message], None]
+    has_landed: Callable[[Block], bool]
+    is_alive: Callable[[str], bool]
+    _queues: dict[str, _Queue] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         """Whether any message waits."""
@@ -91,10 +86,10 @@ class Inbox:
         queue = self._queues.get(worker) if worker is not None else None
         if queue is not None:
             queue.messages.append(message)
-        elif isinstance(message, Block) and not self._has_landed(message):
+        elif isinstance(message, Block) and not self.has_landed(message):
             self._queues[message.worker] = _Queue(deque((message,)), time.monotonic())
         else:
-            self._handle(message)
+            self.handle(message)
 
     def turn(self) -> bool:
         """Hand on what has come of each worker; whether that was anything."""
@@ -110,7 +105,7 @@ class Inbox:
                 queue.since, queue.looks = time.monotonic(), 0
             else:
                 del self._queues[worker]
-            self._handle(first)
+            self.handle(first)
         return any_came
 
     def pause(self, hurry: threading.Event) -> None:
@@ -129,10 +124,10 @@ class Inbox:
             hurry.wait(pause)
 
     def _is_due(self, block: Block, queue: _Queue) -> bool:
-        if self._has_landed(block):
+        if self.has_landed(block):
             return True
         queue.looks += 1
-        is_gone = not queue.looks % _LOOKS and not self._is_alive(block.worker)
+        is_gone = not queue.looks % _LOOKS and not self.is_alive(block.worker)
         return is_gone or time.monotonic() - queue.since > _WAIT_S
 
 

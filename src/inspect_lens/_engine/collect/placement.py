@@ -150,27 +150,23 @@ def paths_of(bits: int) -> tuple[str, ...]:
     return tuple(sorted(path for i, path in enumerate(PATHS) if bits >> i & 1))
 
 
+@dataclass
 class Placing:
     """Memory of this process's results. One thread calls it."""
 
-    def __init__(
-        self,
-        memory: ResultMemory,
-        pending: Mapping[str, Pending],
-        changed: Condition,
-        threads: ThreadPoolExecutor,
-        n_threads: int,
-    ) -> None:
-        self._memory, self._pending, self._changed = memory, pending, changed
-        self._threads, self._n_threads = threads, n_threads
+    memory: ResultMemory
+    pending: Mapping[str, Pending]
+    changed: Condition
+    threads: ThreadPoolExecutor
+    n_threads: int
 
     def enter(self, pending: Pending, opening: Opening, worker: Worker) -> None:
         """Make room for a request's rows, or fail it; `changed` is held."""
-        self._memory.take_back()
+        self.memory.take_back()
         try:
             for stream in pending.streams.values():
                 if stream.slab is None and stream.most:
-                    stream.open(self._memory)
+                    stream.open(self.memory)
         except CapacityError as error:
             pending.fail(opening.key, error)
             return
@@ -185,10 +181,7 @@ class Placing:
         taps, tokens, width = block.shape
         record, is_open, targets, shift = worker.places(block)
         covers = np.tile(unpacked(block.covers), taps)
-        content, all_rows = (
-            self._memory.content,
-            self._memory.rows(width * np.dtype(STORAGE[block.dtype]).itemsize),
-        )
+        all_rows = self.memory.rows(width * np.dtype(STORAGE[block.dtype]).itemsize)
         nbytes = taps * tokens * all_rows.itemsize
         rows = worker.reader.view.data[block.offset : block.offset + nbytes].view(all_rows.dtype)
         where: NDArray[np.int64] = targets.reshape(-1)
@@ -208,13 +201,13 @@ class Placing:
             others = covers - 1
             ends = np.cumsum(others)
             behind = np.repeat(flags - others - (ends - others), others) + np.arange(ends[-1])
-            content[behind] = COVERED
-        content[flags] = ARRIVED
+            self.memory.content[behind] = COVERED
+        self.memory.content[flags] = ARRIVED
         return True
 
     def fail(self, block: Block, worker: Worker, error: CapacityError) -> None:
         numbers = set(unpacked(block.numbers).tolist())
-        with self._changed:
+        with self.changed:
             for key, pending, _ in self._of(worker, numbers):
                 pending.fail(key, error)
 
@@ -226,11 +219,11 @@ class Placing:
                 # Only this thread writes rows; whoever reads them holds the lock.
                 larger = stream.larger(until[opening.number])
             except CapacityError as error:
-                with self._changed:
+                with self.changed:
                     pending.fail(key, error)
                     worker.leave(opening)
                 continue
-            with self._changed:
+            with self.changed:
                 stream.slab, stream.room = larger
                 for other, where in pending.shares:
                     where.locate(other, pending.streams)
@@ -239,14 +232,14 @@ class Placing:
         """Requests of a worker, by number; asked for where something went wrong, or rarely."""
         return [
             (key, pending, opening)
-            for key, pending in list(self._pending.items())
+            for key, pending in list(self.pending.items())
             for opening, where in pending.shares
             if where is worker and opening.number in numbers
         ]
 
     def _write(self, to: NDArray[Any], where: NDArray[np.int64], rows: NDArray[Any]) -> None:
         n = len(where)
-        parts = min(self._n_threads, n) if rows.nbytes > SHARE_BYTES else 1
+        parts = min(self.n_threads, n) if rows.nbytes > SHARE_BYTES else 1
         ends = [n * k // parts for k in range(parts + 1)]
 
         def copy(a: int, b: int) -> None:
@@ -255,7 +248,7 @@ class Placing:
         if parts == 1:
             copy(0, n)
         else:
-            list(self._threads.map(copy, ends[:-1], ends[1:]))
+            list(self.threads.map(copy, ends[:-1], ends[1:]))
 
 
 @dataclass(frozen=True)

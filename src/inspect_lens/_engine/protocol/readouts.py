@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from typing import Any, Final, Literal, NamedTuple, cast
+from typing import Any, ClassVar, Final, Literal, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,6 +87,11 @@ class Readout:
     """Whether it is looked at while the request runs, so that no row may wait for the next. What a
     lens makes of rows never does."""
 
+    is_read_by_all_ranks: ClassVar[bool] = False
+    """Whether all ranks read the rows together, and the first one sends."""
+    is_summed: ClassVar[bool] = False
+    """Whether a worker sends one row for those that it has at all its taps."""
+
     @property
     def taps(self) -> tuple[TapPoint, ...]:
         """The taps whose rows are read, in tap order."""
@@ -101,16 +106,6 @@ class Readout:
     def head_size(self) -> int:
         """Width of each row where rows are heads; else 0."""
         return 0
-
-    @property
-    def is_read_by_all_ranks(self) -> bool:
-        """Whether all ranks read the rows together, and the first one sends."""
-        return False
-
-    @property
-    def is_summed(self) -> bool:
-        """Whether a worker sends one row for those that it has at all its taps."""
-        return False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -169,13 +164,11 @@ class PromptRead(Readout):
     read: tuple[TapPoint, ...]
     """The taps, each once, in tap order."""
 
+    is_read_by_all_ranks: ClassVar[bool] = True
+
     @property
     def taps(self) -> tuple[TapPoint, ...]:
         return self.read
-
-    @property
-    def is_read_by_all_ranks(self) -> bool:
-        return True
 
     @cached_property
     def alike(self) -> bytes:
@@ -523,13 +516,11 @@ class ProbesEnvelope(Readout):
     columns: int
     """Numbers per token that come back."""
 
+    is_summed: ClassVar[bool] = True
+
     @property
     def taps(self) -> tuple[TapPoint, ...]:
         return self.points
-
-    @property
-    def is_summed(self) -> bool:
-        return True
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -649,6 +640,8 @@ class LensEnvelope(Readout):
     name: str | None = None
     """Under which it is registered, for the receipt."""
 
+    is_read_by_all_ranks: ClassVar[bool] = True
+
     @property
     def form(self) -> LensForm:
         """What is made of each row."""
@@ -657,10 +650,6 @@ class LensEnvelope(Readout):
     @property
     def taps(self) -> tuple[TapPoint, ...]:
         return self.form.taps
-
-    @property
-    def is_read_by_all_ranks(self) -> bool:
-        return True
 
     @property
     def shape(self) -> tuple[int, int]:
