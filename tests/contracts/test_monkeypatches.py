@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from inspect_lens._vllm.compat.features import USED_NAMES
+from inspect_lens._vllm.compat.features import OF_SOME_MODELS, USED_NAMES
 from inspect_lens._vllm.compat.monkeypatches import EAGER_PATCHES, PATCHES, SERVER_PATCHES
 from tests.kit.vllm_names import record_of
 
@@ -32,9 +32,9 @@ def test_a_release_has_each_name(record: Path) -> None:
         assert found is not None, f"{record.stem} has no {patch.target}"
         assert tuple(found[: len(patch.parameters)]) == patch.parameters, patch.target
         assert set(patch.keywords) <= set(found), patch.target
-    for used in USED_NAMES:
-        module, _, name = used.target.partition(":")
-        assert name in recorded["used"].get(module, "").split(), f"{record.stem}: {used.target}"
+    for target in (*(used.target for used in USED_NAMES), *OF_SOME_MODELS):
+        module, _, name = target.partition(":")
+        assert name in recorded["used"].get(module, "").split(), f"{record.stem}: {target}"
 
 
 def test_the_installed_release_is_what_its_record_says() -> None:

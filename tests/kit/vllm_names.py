@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from inspect_lens._vllm.compat.features import USED_NAMES, has
+from inspect_lens._vllm.compat.features import OF_SOME_MODELS, USED_NAMES, has
 from inspect_lens._vllm.compat.monkeypatches import EAGER_PATCHES, PATCHES, SERVER_PATCHES
 
 __all__ = ["read_names", "read_used", "reader_of", "record_of"]
@@ -47,9 +47,9 @@ def read_used(place: Path) -> dict[str, str]:
     """Names that are used without being wrapped and that a release has, by module."""
     root: Any = zipfile.Path(str(place)) if place.suffix == ".whl" else place
     found: dict[str, list[str]] = {}
-    for used in USED_NAMES:
-        if has(root, used.target):
-            module, _, name = used.target.partition(":")
+    for target in (*(used.target for used in USED_NAMES), *OF_SOME_MODELS):
+        if has(root, target):
+            module, _, name = target.partition(":")
             found.setdefault(module, []).append(name)
     return {module: " ".join(sorted(set(names))) for module, names in sorted(found.items())}
 

@@ -23,7 +23,7 @@ from inspect_lens._vllm.telemetry import refused
 from inspect_lens.errors import CaptureError, CompatError, LensError, UnsupportedError
 
 from .monkeypatches import EAGER_PATCHES, PATCHES, SERVER_PATCHES, Monkeypatch
-from .quantisation import PLAIN
+from .quantisation import PLAIN, PLAIN_IN_ONE_MODEL
 
 if TYPE_CHECKING:
     from inspect_lens._engine.step.stepper import Stepper
@@ -224,6 +224,15 @@ USED_NAMES: tuple[UsedName, ...] = (
     *(UsedName(place + name, of) for of, place, names in _USED for name in names.split()),
     *(UsedName(target, "parameters") for target in PLAIN),
 )
+
+OF_SOME_MODELS: tuple[str, ...] = (
+    *PLAIN_IN_ONE_MODEL,
+    # Of `fused_norms.py`.
+    "vllm.models.common.ops.fused_allreduce_rms_norm:fused_allreduce_rms_norm",
+    "vllm.models.deepseek_v32.nvidia.model:DeepseekV32DecoderLayer.attn_in",
+    "vllm.models.deepseek_v32.nvidia.model:DeepseekV32DecoderLayer.use_sequence_parallel",
+)
+"""Names that a release may lack with the models that they are of; a test finds what has moved."""
 
 _PATCHES: dict[Feature, tuple[Monkeypatch, ...]] = {
     "lens": PATCHES,
