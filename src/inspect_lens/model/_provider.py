@@ -365,6 +365,7 @@ class LensAPI(ServerCalls, LensProvider):
         body, request = self.read(config, input)
         refused: dict[str, str] = {}
         if request is not None:
+            self.judge_before_start(request)
             request, refused = await self.names.serve(request)
             if refused:
                 body = Settled(respelled(body, request))

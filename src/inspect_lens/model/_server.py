@@ -50,7 +50,7 @@ from inspect_lens._settings import variable
 from inspect_lens.client import LensClient
 from inspect_lens.errors import CaptureError, SpecError
 from inspect_lens.sae._encoder import BY_CONTENT_NAME
-from inspect_lens.spec import WEIGHTS, LensRequest, Numerics, ProbeUse, Splice
+from inspect_lens.spec import WEIGHTS, LensRequest, Numerics, ProbeUse, Splice, check_layers_of
 
 from ._host import (
     VLLMAPI,
@@ -216,8 +216,7 @@ LEAST_CACHE = 64 << 20
 def _context_bytes(model: str, options: Mapping[str, Any]) -> int | None:
     """Keys and values of one sequence of the longest length; None where the folder is not here."""
     try:
-        whole = parse_json(read_regular(Path(model_path(model)) / "config.json"))
-        config = whole.get("text_config", whole)
+        config = _config_of(model)
         heads = int(config["num_attention_heads"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
         width = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
@@ -225,9 +224,19 @@ def _context_bytes(model: str, options: Mapping[str, Any]) -> int | None:
         # With -1 vLLM chooses, and takes the longest that fits.
         length = given if given > 0 else int(config["max_position_embeddings"])
         per_token = 2 * int(config["num_hidden_layers"]) * kv_heads * width
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError):
+    except _UNREADABLE:
         return None
     return 4 * per_token * length  # of float32, the widest
+
+
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError)
+"""What a folder that is not here, or a config that says other things, is told by."""
+
+
+def _config_of(model: str) -> Mapping[str, Any]:
+    whole = parse_json(read_regular(Path(model_path(model)) / "config.json"))
+    config: Mapping[str, Any] = whole.get("text_config", whole)
+    return config
 
 
 def children_of(process: Popen[str] | None) -> list[psutil.Process]:
@@ -505,10 +514,25 @@ class ServerCalls(VLLMAPI):
     responses_store: bool | None = None
     """Inspect's bridge of the Responses API reads it before a server is there to set it."""
 
+    @property
+    def _is_there(self) -> bool:
+        return self._init_base_url is not None or self._server.process is not None
+
+    def judge_before_start(self, request: LensRequest) -> None:
+        """Refuse layers that the model's folder does not have; a start takes minutes."""
+        if self._is_there or any(name.startswith("hf") for name in self.server_args):
+            return
+        model = weights_of(self.base_model)
+        try:
+            n_layers = int(_config_of(model)["num_hidden_layers"])
+        except _UNREADABLE:
+            return  # no folder of this machine: the server tells
+        check_layers_of(request, n_layers, self.base_model)
+
     @override
     async def _ensure_server_started(self) -> None:
         start = super()._ensure_server_started
-        if self._init_base_url is not None or self._server.process is not None:
+        if self._is_there:
             await start()
         else:
             refuse_start(weights_of(self.base_model))

@@ -43,7 +43,9 @@ from ._lens import LogitLens
 from ._probe import EngineProbe
 from ._request import LensRequest
 
-__all__ = ["check_edits", "check_hooks", "check_lens", "check_probe", "check_request"]
+__all__ = [
+    "check_edits", "check_hooks", "check_layers_of", "check_lens", "check_probe", "check_request",
+]  # fmt: skip
 
 
 def check_edits(edits: Sequence[EditBase], facts: EngineFacts) -> int:
@@ -224,7 +226,7 @@ def check_layers(
 ) -> None:
     """Refuse layers that a model does not have, or that have no tap for a site."""
     for layer in layers:
-        _check_layer(layer, facts, field)
+        _check_layer(layer, facts.n_layers, facts.model, field)
         if not facts.has_tap(tap_point(site, layer)):
             way = f"INSPECT_LENS_LAYERS={','.join(map(str, sorted({*facts.layers, layer})))}"
             if site not in facts.sites:
@@ -315,7 +317,7 @@ def check_hooks(hooks: tuple[Hook, ...], facts: EngineFacts, field: str) -> None
 def _check_served(layers: tuple[int, ...], facts: EngineFacts, field: str) -> None:
     """Refuse layers that a model does not have, or that are not served."""
     for layer in layers:
-        _check_layer(layer, facts, field)
+        _check_layer(layer, facts.n_layers, facts.model, field)
         if layer not in facts.layers:
             raise UnsupportedError(
                 f"{field}: layer {layer} is not served by this engine, which serves "
@@ -323,11 +325,26 @@ def _check_served(layers: tuple[int, ...], facts: EngineFacts, field: str) -> No
             )
 
 
-def _check_layer(layer: int, facts: EngineFacts, field: str) -> None:
-    if not 0 <= layer < facts.n_layers:
-        raise SpecError(
-            f"{field}: layer {layer}; {facts.model} has layers 0 to {facts.n_layers - 1}"
-        )
+def _check_layer(layer: int, n_layers: int, model: str, field: str) -> None:
+    if not 0 <= layer < n_layers:
+        raise SpecError(f"{field}: layer {layer}; {model} has layers 0 to {n_layers - 1}")
+
+
+def check_layers_of(request: LensRequest, n_layers: int, model: str) -> None:
+    """Refuse layers that a model does not have, where no engine is there to ask yet."""
+    named = [(f"edits[{i}].layers", edit.layers) for i, edit in enumerate(request.edits)]
+    named += [
+        (f"apply_hooks[{i}].layer_indices", hook.layer_indices)
+        for i, hook in enumerate(request.hooks)
+    ]
+    if request.qk is not None:
+        named.append(("output_qk", request.qk.layers_of(())))
+    for field, one in (("capture.layers", request.capture), ("lens.layers", request.lens)):
+        if one is not None and one.layers != "all":
+            named.append((field, one.layers))
+    for field, layers in named:
+        for layer in layers:
+            _check_layer(layer, n_layers, model, field)
 
 
 def check_request(

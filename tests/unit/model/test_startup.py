@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -8,8 +10,10 @@ import pytest
 from inspect_ai._display.textual.display import TextualDisplay
 from inspect_ai.model import get_model
 
-from inspect_lens.model import _server
+from inspect_lens.errors import CaptureError, SpecError
+from inspect_lens.model import _server, lens_config
 from inspect_lens.model._host import VLLMServer
+from inspect_lens.spec import Zero
 from tests.kit.fake_server import FakeLensServer
 from tests.kit.waiting import soon
 
@@ -143,3 +147,39 @@ async def test_arguments_that_come_after_the_start_are_told(
         "max_num_seqs; give",
     ):
         assert caplog.text.count(said) == 1
+
+
+ASKED: list[tuple[dict[str, Any], str]] = [
+    ({"capture": [2, 99]}, "capture.layers: layer 99; .*tiny has layers 0 to 5"),
+    ({"lens": [6]}, "lens.layers: layer 6"),
+    ({"qk": [6]}, "output_qk: layer 6"),
+    ({"qk": [(7, 0)]}, "output_qk: layer 7"),
+    ({"edits": Zero(layers=[6])}, r"edits\[0\].layers: layer 6"),
+]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("asked", "said"), ASKED)
+async def test_layers_that_the_model_lacks_are_refused_before_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], said: str
+) -> None:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    monkeypatch.setattr(_server, "start_local_server", no_start)
+    for config in ({"num_hidden_layers": 6}, {"text_config": {"num_hidden_layers": 6}}):
+        (folder / "config.json").write_text(json.dumps(config))
+        model = get_model(f"vllm-lens/{folder}", memoize=False)
+        with pytest.raises(SpecError, match=said):
+            await model.generate("x", config=lens_config(**asked))
+    # What the folder does not tell, or what a server is told otherwise, the server judges.
+    (folder / "config.json").write_text("{}")
+    args: dict[str, Any]
+    for args in ({}, {"hf_overrides": {"num_hidden_layers": 200}}):
+        model = get_model(f"vllm-lens/{folder}", memoize=False, **args)
+        with pytest.raises(CaptureError, match="would start"):
+            await model.generate("x", config=lens_config(**asked))
+        (folder / "config.json").write_text('{"num_hidden_layers": 6}')
+
+
+def no_start(*args: object, **options: object) -> None:
+    raise RuntimeError("would start")
