@@ -48,6 +48,7 @@ _SHARED = frozenset(
         "check_engine_autoencoder",
         "check_engine_lens",
         "check_hooks",
+        "check_layers_of",
         "check_lens",
         "check_name",
         "check_probe",
