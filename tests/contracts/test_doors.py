@@ -20,7 +20,6 @@ INSIDE = (
     "_vllm.compat.features:guarded",
     "_vllm.compat.features:idle.run",
     "_vllm.engine_core:GuardedConnector._marked",
-    "_engine.protocol.processes:contained",
     "_vllm.engine_core:_faults_logged",
     "_vllm.engine_core:_within",
     "_vllm.engine_core:_with_room",

@@ -76,7 +76,7 @@ _SHARED = frozenset(
         "read_as",
         "read_transport",
         "refuse_misspelled",
-        "refuse_own_word",
+        "refuse_own_words",
         "resolve_positions",
         "result_name",
         "rows_for",

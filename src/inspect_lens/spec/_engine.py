@@ -325,10 +325,14 @@ class TensorLimits:
     """
 
     def __init__(self, facts: EngineFacts) -> None:
-        self._widths = {width.site: width.width for width in facts.widths}
+        self._facts = facts
         self._model, self._hidden = facts.model, facts.hidden
         self._n_layers, self._rows = facts.n_layers, facts.bank_rows
         self._n_asked = 0
+
+    @cached_property
+    def _widths(self) -> dict[Site, int]:
+        return {width.site: width.width for width in self._facts.widths}
 
     @property
     def context(self) -> dict[str, TensorLimits]:

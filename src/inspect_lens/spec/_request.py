@@ -58,7 +58,7 @@ from ._values import (
     listed,
     read_as,
     refuse_misspelled,
-    refuse_own_word,
+    refuse_own_words,
     shown,
 )
 from ._vllm_lens import from_vllm_lens, is_plain, load_json, to_vllm_lens, vector_form
@@ -511,8 +511,7 @@ NO_REQUEST = LensRequest()
 
 def _check_keys(extra_args: Mapping[str, Any], *, has_lens: bool) -> None:
     others = [key for key in extra_args if key not in LENS_KEYS and key not in VLLM_KEYS]
-    for key in others:
-        refuse_own_word(key, "extra_args")
+    refuse_own_words(others, "extra_args")
     refuse_misspelled(others, "extra_args", known=LENS_KEYS, cutoff=0.75)
     if has_lens and others:
         raise SpecError(
@@ -536,6 +535,7 @@ def split_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
     return asked, rest
 
 
+_NO_MAPPINGS = _PLAIN | {float, list}
 _DEPTH = 3
 """Of mappings inside a body that are looked through for lens keys."""
 
@@ -557,10 +557,9 @@ def split_body(body: Mapping[str, Any] | None, *, where: str = "extra_body") -> 
     args = lens_args(body, where=where)
     taken = (*PLACES, *LENS_KEYS)
     rest = {key: value for key, value in (body or {}).items() if key not in taken}
-    for key in rest:
-        refuse_own_word(key, where)
+    refuse_own_words(rest, where)
     refuse_misspelled(rest, where)
-    for key, value in rest.items():
+    for key, value in [one for one in rest.items() if type(one[1]) not in _NO_MAPPINGS]:
         if isinstance(value, Mapping) and (inside := _found(value)) is not None:
             key_inside = inside.rpartition(".")[2]
             raise SpecError(

@@ -18,7 +18,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -152,15 +152,21 @@ def ends_process(error: BaseException, *, in_user_code: bool = False) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def contained(tell: Callable[[BaseException], object]) -> Iterator[None]:
+class contained:
     """Tell of a fault of ours, which does not end the loop that all requests share."""
-    try:
-        yield
-    except BaseException as error:
-        if ends_process(error):
-            raise
-        tell(error)
+
+    # No generator, which takes five times as long: each request enters several.
+    def __init__(self, tell: Callable[[BaseException], object]) -> None:
+        self._tell = tell
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if error is None or ends_process(error):
+            return False
+        self._tell(error)
+        return True
 
 
 def as_exception(error: BaseException) -> Exception:

@@ -7,7 +7,7 @@ has its status to choose. What was compiled then is known where the request is s
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import cache, partial
@@ -21,7 +21,7 @@ from inspect_lens._vllm.cache_salt import salted
 from inspect_lens._vllm.compat.cpu_lora import CpuAdapters
 from inspect_lens._vllm.compat.features import not_served, require
 from inspect_lens._vllm.compat.monkeypatches import monkeypatch, wrap
-from inspect_lens._vllm.http.bodies import pattern_budget, payloads
+from inspect_lens._vllm.http.bodies import SERVED, pattern_budget, payloads
 from inspect_lens._vllm.http.server import install_when_serving, is_serving
 from inspect_lens._vllm.registered.contents import TIERS_KEY
 from inspect_lens._vllm.registered.persistent_hooks import HookBook, seal_eager
@@ -220,6 +220,10 @@ def compiled_of(processor: Any, params: Any) -> Compiled | None:
     facts: EngineFacts | None = processor.inspect_lens_facts
     request = None
     if extra := getattr(params, "extra_args", None):
+        asked = extra.get(NATIVE_KEY) if len(extra) == 1 and facts is not None else None
+        # Each request is compiled twice, and a batch asks for one thing a thousand times.
+        if (known := front_end().compiled(asked, facts)) is not None:
+            return known
         limits = None if facts is None else TensorLimits(facts)
         request = parse_extra_args(extra, limits=limits)
     if request is None and acts_on_all(processor) and hasattr(params, "n"):
@@ -533,12 +537,12 @@ def check_media(processor: Any, compiled: Compiled, ids: Sequence[int] | None, p
 
 
 def _field(prompt: Any, name: str) -> Any:
-    return prompt.get(name) if isinstance(prompt, Mapping) else getattr(prompt, name, None)
+    return prompt.get(name) if isinstance(prompt, dict) else getattr(prompt, name, None)
 
 
 def prompt_tokens(prompt: Any) -> tuple[bool, Sequence[int] | None]:
     """Whether it is known what a prompt is, and its tokens; None where some of it is no token."""
-    if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
+    if isinstance(prompt, dict) and prompt.get("multi_modal_data"):
         return False, None  # their places are not made yet
     if _field(prompt, "prompt_embeds") is not None:
         # The parts of a chat may be embeddings, for each row of which some token stands.
@@ -584,6 +588,7 @@ def expect(
         request=None if parent is None else parent.request_id,
         asked_by=_asked_by(request, prompt) if SINK_KEY in packed or TIERS_KEY in packed else None,
         let_go=front.registry.hold(hashes) if hashes else None,
+        is_served=SERVED.get() is not None,
     )
     return reading
 

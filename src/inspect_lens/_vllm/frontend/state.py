@@ -341,6 +341,16 @@ class FrontEnd:
                 "INSPECT_LENS_REGISTER, which all processes read"
             )
 
+    def compiled(self, request: object, facts: EngineFacts | None) -> Compiled | None:
+        """What `compile` made of a request that is served as it is; None where that is not known.
+
+        A request with texts of tokens, whose ids are looked up, is not.
+        """
+        known: Compiled | None = self.known.get((id(request), id(facts)))
+        if known is None or known.asked is NO_REQUEST or known.version != self.registry.version:
+            return None
+        return None if known.request.lens is not None and known.request.lens.texts else known
+
     def compile(self, request: LensRequest, facts: EngineFacts) -> Compiled:
         """Judge a request against its engine, and resolve what it names; once by content."""
         version = self.registry.version

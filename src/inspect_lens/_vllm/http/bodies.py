@@ -61,7 +61,7 @@ from inspect_lens.spec import (
     judging,
     parse_extra_args,
     refuse_misspelled,
-    refuse_own_word,
+    refuse_own_words,
     split_body,
 )
 
@@ -241,7 +241,9 @@ class Answer:
 
     async def _send_pieces(self, pieces: Pieces, message: Message) -> None:
         """Send a body, in so many messages that other responses have their turn in between."""
-        left = sum(map(len, pieces))
+        if (left := sum(map(len, pieces))) <= _EVENT_BYTES:
+            await self._send({**message, "body": b"".join(map(_as_bytes, pieces))})
+            return
         for part in _written(pieces):
             left -= len(part)
             more = {"more_body": True} if left else {}
@@ -342,6 +344,8 @@ def with_results(data: bytes, found: dict[int, dict[str, Any]], n_choices: int) 
 
 def _fields_of(result: Mapping[str, Any]) -> Pieces:
     """A result as fields of a JSON object."""
+    if not any(map(_is_large, result.get("activations", {}).values())):
+        return [json_bytes(result)[1:-1]] if result else []
     fields: list[Pieces] = []
     for key, value in result.items():
         if key != "activations":
@@ -352,8 +356,13 @@ def _fields_of(result: Mapping[str, Any]) -> Pieces:
     return list(listed(fields))
 
 
+def _is_large(entry: Any) -> bool:
+    """Whether an entry has its rows in it, as base64."""
+    return isinstance(entry, dict) and "data" in entry
+
+
 def _entry(entry: Any) -> Pieces:
-    if not isinstance(entry, dict) or "data" not in entry:
+    if not _is_large(entry):
         return [json_bytes(entry)]
     others = {key: value for key, value in entry.items() if key != "data"}
     return _with_fields(others, [b'"data":"', entry["data"], b'"'])
@@ -365,10 +374,7 @@ def _with_fields(value: Mapping[str, Any], fields: Pieces) -> Pieces:
 
 
 def _written(pieces: Pieces) -> Iterator[bytes]:
-    """Pieces as bytes, so many at a time that writing them takes a moment; at least once."""
-    if sum(map(len, pieces)) <= _EVENT_BYTES:
-        yield b"".join([p.encode("ascii") if isinstance(p, str) else p for p in pieces])
-        return
+    """Pieces as bytes, so many at a time that writing them takes a moment."""
     parts: list[bytes] = []
     n = 0
     for piece in pieces:
@@ -377,9 +383,13 @@ def _written(pieces: Pieces) -> Iterator[bytes]:
             if n + len(part) > _EVENT_BYTES:
                 yield b"".join(parts)
                 parts, n = [], 0
-            parts.append(part.encode("ascii") if isinstance(part, str) else part)
+            parts.append(_as_bytes(part))
             n += len(part)
     yield b"".join(parts)
+
+
+def _as_bytes(piece: bytes | str) -> bytes:
+    return piece.encode("ascii") if isinstance(piece, str) else piece
 
 
 def _event(*texts: bytes) -> list[bytes]:
@@ -708,7 +718,6 @@ async def whole_body(receive: Receive) -> tuple[bytes, Receive]:
     return body, again
 
 
-@judging("the body")
 def read_body(
     path: str,
     body: bytes,
@@ -718,36 +727,37 @@ def read_body(
     has_server: bool = False,
 ) -> Body | None:
     """Parse what a body asks of the lens; None where its route serves no results."""
-    if (fields := _fields(body)) is None:
-        return None  # vLLM has words for it
-    is_tokens = path.endswith(TOKENS_PATH)
-    params = fields.get("sampling_params") if is_tokens else fields
-    params = cast("dict[str, Any]", params) if isinstance(params, dict) else {}
-    if off is not None:
-        reason, keys = off
-        if _keys_in(fields, keys) or _keys_in(params, keys):
-            raise UnsupportedError(reason)
-        if not _is_ours(off):
-            return None  # the other keys are another plug-in's
-    if is_tokens or not path.endswith((*_SERVED, *_TIERED)):
-        _refuse_lost(path, fields)
-    if not path.endswith((*_SERVED, *_TIERED)):
-        return None
-    args = params.get("extra_args") if is_tokens else split_body(fields, where="the body").args
-    if args is not None and not isinstance(args, dict):
-        return None
-    args = args or {}
-    request = parse_extra_args(args, limits=None if facts is None else TensorLimits(facts))
-    request = with_config_of(fields.get("model"), request, configs)
-    _refuse_together(path, fields, request, has_server=has_server)
-    for edit in () if request is None else request.edits:
-        for tensor in edit.tensors.values():
-            tensor.sha256  # noqa: B018 - worked out here, and not on the event loop
-    chunks = "chat.completion.chunk" if "messages" in fields else "text_completion"
-    kind = "inference.generate.chunk" if is_tokens else chunks
-    others = {k: v for k, v in args.items() if k not in LENS_KEYS}
-    takes_parts = bool(fields.get("stream")) and not path.endswith(_TIERED)
-    return Body(request, kind, takes_parts, others)
+    with judging("the body"):
+        if (fields := _fields(body)) is None:
+            return None  # vLLM has words for it
+        is_tokens = path.endswith(TOKENS_PATH)
+        params = fields.get("sampling_params") if is_tokens else fields
+        params = cast("dict[str, Any]", params) if isinstance(params, dict) else {}
+        if off is not None:
+            reason, keys = off
+            if _keys_in(fields, keys) or _keys_in(params, keys):
+                raise UnsupportedError(reason)
+            if not _is_ours(off):
+                return None  # the other keys are another plug-in's
+        if is_tokens or not path.endswith((*_SERVED, *_TIERED)):
+            _refuse_lost(path, fields)
+        if not path.endswith((*_SERVED, *_TIERED)):
+            return None
+        args = params.get("extra_args") if is_tokens else split_body(fields, where="the body").args
+        if args is not None and not isinstance(args, dict):
+            return None
+        args = args or {}
+        request = parse_extra_args(args, limits=None if facts is None else TensorLimits(facts))
+        request = with_config_of(fields.get("model"), request, configs)
+        _refuse_together(path, fields, request, has_server=has_server)
+        for edit in () if request is None else request.edits:
+            for tensor in edit.tensors.values():
+                tensor.sha256  # noqa: B018 - worked out here, and not on the event loop
+        chunks = "chat.completion.chunk" if "messages" in fields else "text_completion"
+        kind = "inference.generate.chunk" if is_tokens else chunks
+        others = {k: v for k, v in args.items() if k not in LENS_KEYS}
+        takes_parts = bool(fields.get("stream")) and not path.endswith(_TIERED)
+        return Body(request, kind, takes_parts, others)
 
 
 def _fields(body: bytes) -> dict[str, Any] | None:
@@ -839,8 +849,7 @@ def _refuse_lost(path: str, fields: dict[str, Any]) -> None:
         raise UnsupportedError(f"{path} would pass over {', '.join(found)}; {where}")
     if path.endswith(_GENERATE):
         for where, keys in (("the body", [*fields]), ("sampling_params", beside)):
-            for key in keys:
-                refuse_own_word(key, where)
+            refuse_own_words(keys, where)
             refuse_misspelled([key for key in keys if key not in PLACES], where)
 
 

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inspect_lens._base.to_torch import to_torch
 from inspect_lens._engine.collect.placement import Collected
 from inspect_lens._engine.protocol.messages import CACHED_KEY, LENS, QK, Envelope, Packed
 from inspect_lens._engine.protocol.readouts import (
@@ -379,8 +378,8 @@ def with_known_rows(packed: Packed, core: Any, cache: RowCache) -> Packed:
         n_known = known.n_tokens
         envelope = replace(envelope, capture=replace(asked, lo=n_known))
     add("inspect_lens_row_cache_queries_total", end - asked.lo)
-    add("inspect_lens_row_cache_hits_total", max(n_known - asked.lo, 0))
     if n_known:
+        add("inspect_lens_row_cache_hits_total", n_known - asked.lo)
         packed = packed.of(envelope)
     made = packed.beside(CACHED_KEY, n_known)
     made.reuse = Reuse(cache, prefix, epoch, weights, asked, known)
@@ -465,7 +464,6 @@ def put_qk(completion: Any, qk: CaptureEnvelope, collected: Collected) -> None:
         plain[name] = [[layer, head] for at, layer, head in qk.heads if at == site]
     completion.inspect_lens_plain = plain
     _put(completion, tensors, qk.transport)
-    completion.activations |= plain
 
 
 def put_lens(completion: Any, lens: LensEnvelope, collected: Collected) -> None:
@@ -475,11 +473,9 @@ def put_lens(completion: Any, lens: LensEnvelope, collected: Collected) -> None:
 
 def _put(completion: Any, tensors: dict[str, TensorData], transport: str) -> None:
     """Put further tensors on a choice, which travel as those that it has."""
-    completion.inspect_lens_tensors = completion.inspect_lens_tensors | tensors
-    if not hasattr(completion, "activations"):
-        completion.activations = {}
+    if not completion.inspect_lens_tensors:
         completion.inspect_lens_transport = transport
-    completion.activations |= {n: to_torch(t, copy=False) for n, t in tensors.items()}
+    completion.inspect_lens_tensors = completion.inspect_lens_tensors | tensors
 
 
 def _of_site(

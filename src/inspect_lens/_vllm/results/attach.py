@@ -292,6 +292,7 @@ class Results:
         request: str | None = None,
         asked_by: Exchange | None = None,
         let_go: Callable[[], None] | None = None,
+        is_served: bool = False,
     ) -> None:
         """Take note of a choice before the engine sees it."""
         envelope, owner = Envelope.unpack(packed), request or key
@@ -299,6 +300,7 @@ class Results:
             self._choices.setdefault(owner, set()).add(key)
             expected = Expected(envelope, n_prompt, reading, packed, owner, n_max)
             expected.asked_by, expected.let_go = asked_by, let_go
+            expected.is_served = is_served
             self._expected[key] = expected
             note("inspect_lens_running", len(self._expected))
         n_hook_layers = packed[EAGER_KEY]["n_layers"] if EAGER_KEY in packed else 0

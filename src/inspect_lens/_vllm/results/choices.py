@@ -52,7 +52,7 @@ class Prepared:
     coming: dict[int, TensorData] = field(default_factory=dict)
     """Results by kind, whose rows are still to come; none where they are made at the end."""
     named: tuple[dict[str, TensorData], dict[str, Any]] | None = None
-    """The captured ones by name, and the same for torch, where they are of one site."""
+    """The captured ones by name, and for torch if anybody reads it, where they are of one site."""
     whole: Whole | None = None
     """What probes read."""
 
@@ -78,6 +78,8 @@ class Expected:
     """Of a request with a sink or with a tier."""
     let_go: Callable[[], None] | None = None
     """See `Registry.hold`."""
+    is_served: bool = False
+    """Whether a body has asked for it, in whose answer nobody reads tensors of torch."""
     said: Callable[[], tuple[tuple[int, ...], str]] | None = None
     """Gives what was sampled so far, where somebody hears of an answer that is broken off."""
     has_told: bool = False
@@ -409,7 +411,7 @@ def prepare(key: str, expected: Expected, collector: Collector) -> bool:
         expected.reading.prepare()
     if coming:
         if envelope.capture is not None and envelope.capture.is_simple:
-            prepared.named = _named(coming[ROWS], envelope.capture)
+            prepared.named = _named(coming[ROWS], envelope.capture, expected)
         if expected.reading is not None:
             prepared.whole = expected.reading.whole(coming[SCORES].storage)
     expected.prepared = prepared
@@ -526,7 +528,7 @@ class Choice:
         completion.inspect_lens = receipt
         completion.inspect_lens_transport = capture.transport if capture else "inline"
         completion.inspect_lens_tensors = {}
-        captured: dict[str, TensorData] = {}
+        captured, for_torch = dict[str, TensorData](), dict[str, Any]()
         if capture is not None:
             # What was prepared lies where rows are, also where the last of them were waited for.
             named = None if prepared is None else prepared.named
@@ -539,12 +541,16 @@ class Choice:
             if capture.transport == HIDDEN:
                 captured = tensors_by_name(rows, capture)
             else:
-                captured, completion.activations = named or _named(rows, capture)
+                captured, for_torch = named or _named(rows, capture, expected)
                 completion.inspect_lens_tensors = captured
         if expected.envelope.qk is not None:
             put_qk(completion, expected.envelope.qk, collected)
         if expected.envelope.lens is not None:
             put_lens(completion, expected.envelope.lens, collected)
+        if not expected.is_served and (tensors := completion.inspect_lens_tensors):
+            others = {n: to_torch(t, copy=False) for n, t in tensors.items() if n not in for_torch}
+            plain = getattr(completion, "inspect_lens_plain", {})
+            completion.activations = {**for_torch, **others, **plain}
         if self.eager is not None:
             put_eager(completion, self.eager)
         if expected.streaming is not None:
@@ -616,8 +622,9 @@ def _take_together(choices: Iterable[Choice], collector: Collector) -> None:
 
 
 def _named(
-    rows: TensorData, capture: CaptureEnvelope
+    rows: TensorData, capture: CaptureEnvelope, expected: Expected
 ) -> tuple[dict[str, TensorData], dict[str, Any]]:
-    """Captured rows by the names users know, and the same for torch."""
+    """Captured rows by the names users know, and the same for torch if anybody reads it."""
     tensors = tensors_by_name(rows, capture)
-    return tensors, {name: to_torch(t, copy=False) for name, t in tensors.items()}
+    read = {} if expected.is_served else tensors
+    return tensors, {name: to_torch(t, copy=False) for name, t in read.items()}
