@@ -214,7 +214,7 @@ class CaptureEnvelope(Readout):
         is_one = len(self.sites) == 1 and not self.heads
         return is_one and self.width_of(self.sites[0])[1:3] == (self.hidden, 1)
 
-    @property
+    @cached_property
     def rows(self) -> tuple[RowPart, ...]:
         return self._of_heads[0] if self.heads else self.whole_rows
 
@@ -233,11 +233,11 @@ class CaptureEnvelope(Readout):
         widths = tuple([self.width_of(site) for site in self.sites])
         return _rows_of_heads(self.heads, self.head_size, widths, self.hidden, self.ranks)
 
-    @property
+    @cached_property
     def taps(self) -> tuple[TapPoint, ...]:
         return _taps_of(self.sites, self.layers)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int]:
         return len(self.rows), self.reduction.columns(self.row_width)
 
@@ -246,13 +246,13 @@ class CaptureEnvelope(Readout):
         """Numbers of a row of which a worker makes what it sends."""
         return self.head_size or self.hidden
 
-    @property
+    @cached_property
     def reduction(self) -> Reduction:
         """What is made of the rows."""
         made = REDUCTIONS[self.reduce]
         return REDUCTIONS["last"] if self.is_last and not made.makes_numbers else made
 
-    @property
+    @cached_property
     def combine(self) -> Combine | None:
         """How rows of several tokens become one; None where they do not."""
         return None if self.is_last else self.reduction.combine
@@ -264,7 +264,7 @@ class CaptureEnvelope(Readout):
             return None
         return "last" if self.is_last else self.combine
 
-    @property
+    @cached_property
     def wire(self) -> DType:
         # Sums are rounded when they are complete.
         return "float32" if self.reduction.combine == "sum" else self.dtype
@@ -273,7 +273,7 @@ class CaptureEnvelope(Readout):
     def is_plain(self) -> bool:
         return super().is_plain and not self.token
 
-    @property
+    @cached_property
     def is_merged(self) -> bool:
         return self.is_last or self.combine is not None
 

@@ -57,9 +57,10 @@ from .state import Compiled, FrontEnd, front_end
 def needs_prompt(request: LensRequest) -> bool:
     """Whether a request names tokens of its prompt by what they are."""
     capture = request.capture
-    return (capture is not None and isinstance(capture.positions, TokenMatch)) or any(
-        _in_prompt(edit.positions) is not None for edit in request.edits
-    )
+    if capture is not None and isinstance(capture.positions, TokenMatch):
+        return True
+    edits = request.edits
+    return bool(edits) and any(_in_prompt(edit.positions) is not None for edit in edits)
 
 
 def _in_prompt(positions: Positions) -> TokenMatch | None:

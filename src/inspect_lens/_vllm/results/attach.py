@@ -496,16 +496,15 @@ class Results:
     def is_light(self, output: Any, *, encodes: bool) -> bool:
         """Whether attaching results takes little time once `is_ready`."""
         open_ = self._open_choices(output)
-        return all(is_light(ticket, expected, encodes=encodes) for ticket, expected in open_)
+        return all([is_light(ticket, expected, encodes=encodes) for ticket, expected in open_])
 
     def is_ready(self, output: Any) -> bool:
         """Whether all results have come that are to be put on an output, or one has failed."""
         collector = self.the_collector()
-        open_ = self._open_choices(output)
-        return all(
-            ticket.key in self._spoiled or is_ready(ticket, expected, collector)
-            for ticket, expected in open_
-        )
+        for ticket, expected in self._open_choices(output):
+            if not (ticket.key in self._spoiled or is_ready(ticket, expected, collector)):
+                return False
+        return True
 
     def tells_all(self, output: Any) -> bool:
         """Whether `Notifier` tells when `is_ready` becomes true; else it has to be asked again."""
@@ -516,14 +515,16 @@ class Results:
     def notifier(self) -> Notifier:
         return self.the_collector().notifier
 
-    def _open_choices(self, output: Any) -> Iterator[tuple[Ticket, Expected]]:
+    def _open_choices(self, output: Any) -> list[tuple[Ticket, Expected]]:
         """Finished choices of an output that wait for results, and have not been aborted."""
+        found: list[tuple[Ticket, Expected]] = []
         for completion in output.outputs:
             ticket: Ticket | None = getattr(completion, "inspect_lens_ticket", None)
             if ticket is not None and not hasattr(completion, "inspect_lens"):
                 expected = self._expected.get(ticket.key)
                 if expected is not None:
-                    yield ticket, expected
+                    found.append((ticket, expected))
+        return found
 
     def _has_done(self, work: Callable[[Job], None], job: Job) -> bool:
         """Do something for an output; where that fails, none of its choices has anything."""
