@@ -67,6 +67,8 @@ def no_samples(log: EvalLog, location: str) -> ArtifactError:
     only = "" if asked is None else f" (sample_id={asked!r} was asked)"
     of = f" over a dataset of {log.eval.dataset.samples or 0} samples"
     why = f" ({log.error.message})" if log.error else ""
+    if log.eval.config.log_samples is False:
+        why += " and ran with --no-log-samples, so its log has nothing to score or show"
     return ArtifactError(
         f"{location}: has no sample. Its eval{of}{only} has the status {log.status!r}{why}; "
         "allowed is a log in which at least one sample has ended"
@@ -172,8 +174,9 @@ def find(uri: str, root: str | None, *, most: int | None = None) -> tuple[str, b
     if not may_follow(named):
         raise ArtifactError(
             f"{named}: the log names this file, which does not lie next to it, and looked for were "
-            f"{_list(tried)}; if you trust the log, allow the place with "
-            f"--follow {parent(named)} or INSPECT_LENS_FOLLOW"
+            f"{_list(tried)}; put the .lens folder beside the log or, if you trust the log, allow "
+            f"the place: INSPECT_LENS_FOLLOW={parent(named)}, or --follow {parent(named)} of "
+            "inspect-lens"
         )
     missing = f"{uri}: the file of these activations is missing"
     if absolute(uri) == uri:

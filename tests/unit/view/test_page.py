@@ -212,6 +212,9 @@ def test_refusals_name_what_to_do(tmp_path: Path) -> None:
     bare.samples = []
     with pytest.raises(ArtifactError, match=r"has no sample.* has the status 'success'; allowed"):
         write_view(bare, tmp_path / "p.html")
+    bare.eval.config.log_samples = False
+    with pytest.raises(ArtifactError, match="and ran with --no-log-samples"):
+        write_view(bare, tmp_path / "p.html")
     shutil.rmtree(tmp_path / "logs/planted.lens")
     shutil.rmtree(next((tmp_path / "logs").glob("*.lens")))
     with pytest.raises(ArtifactError, match="are not here, and the file of token scores"):
