@@ -23,9 +23,11 @@ from inspect_lens.probe import (
     AnyProbe,
     Calibration,
     CardPoint,
+    Found,
     NeuralProbe,
     Statistic,
     check_model,
+    found_above,
     load_probe,
     parse_head_pool,
     parse_pool,
@@ -345,6 +347,10 @@ class ProbeReader(CallReader):
     """Whether a model is known to be the card's, by name."""
     _others: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
     """Models that are not known to be the card's, with the reason, by name."""
+    _found: dict[tuple[float, str], Found | None] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    """What the card says of thresholds, by value and statistic: each sample asks for the same."""
 
     @classmethod
     @shared_parameters
@@ -427,6 +433,21 @@ class ProbeReader(CallReader):
         if statistic == self.statistic:
             return self.threshold
         return acting_point(self.probe, threshold, statistic, same_tokens=self.same_tokens)
+
+    def found_above(self, cut: float, statistic: Statistic) -> Found | None:
+        """Recall of a threshold on the held-out sets that the card has it for.
+
+        Args:
+            cut: a threshold that the card has.
+            statistic: that it is compared with.
+
+        Returns:
+            As `inspect_lens.probe.found_above` says it; None without one.
+        """
+        key = (cut, str(statistic))
+        if key not in self._found:
+            self._found[key] = found_above(self.probe.card, cut, statistic)
+        return self._found[key]
 
     async def read(
         self,

@@ -14,7 +14,6 @@ from inspect_lens.probe import (
     Statistic,
     card_points,
     choose_point,
-    found_above,
 )
 from inspect_lens.spec import check_word
 
@@ -126,7 +125,7 @@ def promise(
         span = f"up to {high}" if own.statistic.over == "alarm" else f"{low} to {high}"
         return Promise({}, f"It was set for answers of {span} tokens, and this one has {n_tokens}, "
                        "so no rate is known for it.")  # fmt: skip
-    found = found_above(card, cut, own.statistic)
+    found = reader.found_above(cut, own.statistic)
     said = found or "Its card does not say how many positives it finds."
     by = next((t.claimed_by for t in card.thresholds if t.claimed_by and t.value == cut), "")
     stated = f", as {by} states; that was not measured here" if by else ""
