@@ -151,8 +151,8 @@ class LoggedHandle(BaseModel):
         """What the engine computed them with; None where its server did not tell."""
         found = self.origin.get(NUMERICS)
         try:
-            return None if found is None else Numerics.model_validate(found)
-        except ValidationError:
+            return None if found is None else _numerics(tuple(found.items()))
+        except (AttributeError, TypeError, ValidationError):
             return None  # of a release that tells more
 
     def _load(self) -> Any:
@@ -229,6 +229,12 @@ def _unpickle(
     if data is not None:
         handle.remember(handle._decoded(data, "Inspect's cache"))  # noqa: SLF001 - of this module
     return handle
+
+
+@lru_cache(maxsize=64)
+def _numerics(told: tuple[tuple[str, Any], ...]) -> Numerics:
+    """All calls to a server are told the same."""
+    return Numerics.model_validate(dict(told))
 
 
 _HEADER = 64 << 20

@@ -34,7 +34,7 @@ from inspect_lens.probe import (
     pool_scores,
     running_pool,
 )
-from inspect_lens.spec import Positions, parse_positions
+from inspect_lens.spec import Numerics, Positions, parse_positions
 
 from ._calls import CallReader, CallSelection, OnMissing, Over, positions_for
 from ._rows import (
@@ -560,11 +560,10 @@ class ProbeReader(CallReader):
         self, call: Activations | ProbeScores | None, model_name: str | None
     ) -> tuple[str, ...]:
         """How the numerics of a call differ from the thresholds' own; warns once of each."""
-        card = self.probe.card
-        if card.capture is None or not card.thresholds or call is None or not self.same_tokens:
+        if call is None or self._set_with is None:
             return ()
-        here = call.numerics
-        found = () if here is None else card.capture.numerics.differences(here)
+        card, here = self.probe.card, call.numerics
+        found = () if here is None else self._set_with.differences(here)
         if found and (told := (card.name, model_name, found)) not in _TOLD:
             _TOLD.add(told)
             logger.warning(
@@ -652,6 +651,14 @@ class ProbeReader(CallReader):
         except UnsupportedError:
             return None
         return tokens.sha256, None if text is None else text.sha256
+
+    @cached_property
+    def _set_with(self) -> Numerics | None:
+        """What the card's thresholds were set with; None where none holds, or it does not say."""
+        card = self.probe.card
+        if card.capture is None or not card.thresholds or not self.same_tokens:
+            return None
+        return card.capture.numerics
 
     @cached_property
     def _pools_at_once(self) -> bool:
