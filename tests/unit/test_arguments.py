@@ -153,6 +153,15 @@ def test_an_argument_that_is_not_there_is_a_type_error_with_the_nearest_name() -
         wrong()
     with pytest.raises(SpecError, match="too many positional arguments"):
         wrong("x", 1, 2)
+
+    class Made:
+        @judged_arguments
+        def __init__(self, probe: str) -> None:
+            self.probe = probe
+
+    made: Any = Made
+    with pytest.raises(SpecError, match=r"^Made: takes no prob=…; did you mean 'probe'\?$"):
+        made(prob="x")
     assert typed("x", lay=1) == ("x", None, {"lay": 1})
     with pytest.raises(TypeError, match=r"len\(\) takes") as error:
         strict("x", 1)

@@ -125,7 +125,7 @@ def judged_arguments(function: F) -> F:
     return cast("F", wraps(function)(made))
 
 
-class _CallError(SpecError, TypeError):
+class ArgumentError(SpecError, TypeError):
     """A TypeError, as Python has it of such a call, that names the nearest argument."""
 
 
@@ -134,7 +134,7 @@ def check_call(function: Callable[..., Any], args: Sequence[Any], options: Itera
     signature = inspect.signature(function)
     names = [p.name for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     takes_any = len(names) < len(signature.parameters)
-    said = ""
+    names = [name for name in names if name not in ("self", "cls")]
     if unknown := [] if takes_any else [name for name in options if name not in names]:
         hint = did_you_mean(unknown[0], names) if names else "it takes no argument"
         said = f"takes no {unknown[0]}=…; {hint}"
@@ -143,8 +143,10 @@ def check_call(function: Callable[..., Any], args: Sequence[Any], options: Itera
             signature.bind(*args, **dict.fromkeys(options))
         except TypeError as error:
             said = f"{error}; it takes {', '.join(names) or 'no argument'}"
-    if said:
-        raise _CallError(f"{function.__name__}: {said}")
+        else:
+            return
+    name = function.__qualname__.rpartition("<locals>.")[2].removesuffix(".__init__")
+    raise ArgumentError(f"{name}: {said}")
 
 
 def _is_known(kind: Any) -> bool:

@@ -444,8 +444,9 @@ def check_given(what: str, given: object, more: str = "") -> None:
     """Refuse what does not say where an artefact is."""
     if not isinstance(given, str | Path):
         raise ArtifactError(
-            f"{what}={reprlib.repr(given)}; allowed are a name, a path, or what was loaded; a log "
-            f"that shows this used one that was never saved: save it and pass its path{more}"
+            f"{what}={reprlib.repr(given)}: a {type(given).__name__}; allowed are a name, a path, "
+            "or what was loaded; a log that shows this used one that was never saved: save it and "
+            f"pass its path{more}"
         )
 
 

@@ -60,6 +60,7 @@ from inspect_lens.spec import (
     TensorData,
     read_as,
     resolve_positions,
+    shown,
 )
 
 __all__ = ["collect", "collect_async", "computing_facts"]
@@ -428,6 +429,11 @@ async def capture_or_skip(
 
 def plan_of(model: str, dataset: ProbeDataset, how: Request, shard_samples: int) -> dict[str, Any]:
     """What makes the store what it is; compared when a run goes on."""
+    if not isinstance(dataset, ProbeDataset):
+        raise SpecError(
+            f"dataset={shown(dataset)}; allowed is a ProbeDataset, such as load_dataset(…) gives; "
+            "of samples of your own ProbeDataset(…, samples=…) makes one"
+        )
     path = model.partition("/")[2]
     return {
         "format": STORE_FORMAT,

@@ -14,7 +14,7 @@ from inspect_ai.log import EvalLog, EvalSample
 from inspect_lens._base.labels import LABELS, label_of
 from inspect_lens.data import ActivationStore, Captured, Message, ProbeDataset, ProbeSample
 from inspect_lens.data._sample import check_label_source
-from inspect_lens.errors import NotCapturedError, SpecError
+from inspect_lens.errors import NotCapturedError, SpecError, did_you_mean
 from inspect_lens.model import activations, know_log
 from inspect_lens.model._places import read_log
 from inspect_lens.probe import CaptureFacts
@@ -110,6 +110,11 @@ def log_to_store(
         labelled.append(sample)
         for turn in selection.of_sample(sample, read.eval.model).turns:
             kept.append((_sample(sample, turn, mark, group), turn))
+    if not labelled and not callable(label):
+        facts = sorted({key for one in read.samples for key in one.metadata or {}})
+        names = sorted({f"{_SCORE}{name}" for one in read.samples for name in one.scores or {}})
+        hint = did_you_mean(label, facts + names)
+        raise SpecError(f"log: 0 labelled calls, since no sample has label={label!r}; {hint}")
     models = sorted({turn.model for _, turn in kept})
     if len(models) != 1:
         raise SpecError(

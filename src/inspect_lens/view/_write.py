@@ -19,6 +19,7 @@ from inspect_lens.model import know_log
 from inspect_lens.model._places import no_samples
 from inspect_lens.model._request import capture_advice
 from inspect_lens.probe import AnyProbe, write_atomic
+from inspect_lens.spec import several
 
 from ._log import OpenLog, open_log, read_sample
 from ._page import LEVELS, Range, SampleView, TokenTable, pack_sample, ranges, render
@@ -66,7 +67,7 @@ def write_view(
     log: EvalLog | str | Path,
     out: str | Path | None = None,
     *,
-    probes: Sequence[str | Path | AnyProbe] = (),
+    probes: str | Path | AnyProbe | Sequence[str | Path | AnyProbe] = (),
     tokenizer: str | None = None,
     limit: int | None = None,
     max_bytes: int = MAX_PAGE_BYTES,
@@ -85,7 +86,7 @@ def write_view(
     Args:
         log: with its samples, or its address.
         out: the file; beside the log, with the ending `.html`, by default.
-        probes: names, paths or probes; those that scored the log by default.
+        probes: a name, a path or a probe, or several; those that scored the log by default.
         tokenizer: folder or name of the tokenizer; that of the log's model by default.
         limit: samples at most, the first ones.
         max_bytes: of the page; samples that would go over it are left out, which the page says.
@@ -110,6 +111,7 @@ def write_view(
     """
     if limit is not None and limit < 1:
         raise SpecError(f"limit={limit}; allowed is a positive number of samples, or none for all")
+    probes = several(probes)
     opened = _open(log)
     target = _target(opened, out)
     stream = islice(opened.samples(), limit)

@@ -57,6 +57,12 @@ def test_no_request_at_a_time_is_refused() -> None:
         anyio.run(partial(feed_again, "lens/none", [], layers=[1], concurrency=0))
 
 
+@pytest.mark.parametrize("given", ["instructed_pairs", []])
+def test_what_is_no_data_set_is_refused(tmp_path: Path, given: Any) -> None:
+    with pytest.raises(SpecError, match=r"^dataset=.*; allowed is a ProbeDataset, such as load_d"):
+        collect("lens/tiny", given, tmp_path / "out")
+
+
 def test_what_computed_the_rows_reaches_the_set_and_the_card(tmp_path: Path) -> None:
     told = {"engine": "vllm 9.9", "dtype": "bfloat16", "tokenizer": "tok", "newer": "unknown here"}
     with FakeLensServer() as server:

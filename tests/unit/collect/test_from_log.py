@@ -80,6 +80,14 @@ def test_what_no_card_has_a_word_for_is_refused(tmp_path: Path) -> None:
         log_to_store(log, tmp_path / "acts")
 
 
+def test_a_label_that_no_sample_has_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
+    outputs = [call([1.0, 2.0], folder=tmp_path)]
+    log = run(outputs, probe_score(planted_probe()), folder=tmp_path, metadata=[{"lies": 1}])
+    for wrong, near in (("lie", "lies"), ("score:probe_scores", "score:probe_score")):
+        with pytest.raises(SpecError, match=rf"label='{wrong}'; did you mean '{near}'\?"):
+            log_to_store(log, tmp_path / "acts", label=wrong)
+
+
 def test_the_metadata_of_all_samples_are_columns(tmp_path: Path) -> None:
     outputs = [call([1.0, 2.0], folder=tmp_path) for _ in range(2)]
     facts: list[dict[str, Any]] = [

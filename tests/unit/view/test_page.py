@@ -181,6 +181,8 @@ def test_refusals_name_what_to_do(tmp_path: Path) -> None:
     log = planted.log.location
     with pytest.raises(ArtifactError, match="not found"):
         write_view(log, probes=["t/none"])
+    with pytest.raises(ArtifactError, match="probe='t/none' was not found"):
+        write_view(log, probes="t/none")  # one alone is no list of letters
     other = planted_probe(tmp_path, layers=(3,), name="t/other")
     with pytest.raises(ArtifactError, match=r"-M capture=\[3\]"):
         write_view(log, probes=[other])
