@@ -207,7 +207,7 @@ def test_a_request_under_way_keeps_what_it_names(
         client, _ = served(engine, registries[0])
         await client.post(PATH, json=body(kind, 0))
         asks.version  # noqa: B018 - hears of it
-        let_go = asks.hold([sha256])
+        let_go = asks.hold((sha256,))
         gone = (
             await client.delete(f"{PATH}/one")
             if how == "delete"
@@ -219,7 +219,7 @@ def test_a_request_under_way_keeps_what_it_names(
         let_go()
         assert await soon(lambda: not engine.knows(sha256))
         with pytest.raises(SpecError, match="removed or replaced"):
-            asks.hold([sha256])
+            asks.hold((sha256,))
 
     asyncio.run(run())
 

@@ -271,13 +271,15 @@ class Registry:
         self.pause_s = min(2 * self.pause_s or 0.2, _LONGEST_S)
         self._not_before = time.monotonic() + self.pause_s
 
-    def hold(self, hashes: Sequence[str]) -> Callable[[], None]:
+    def hold(self, hashes: tuple[str, ...]) -> Callable[[], None]:
         """Keep what a request uses at the workers until it is over."""
         self._uses.change(hashes, 1)
         # Counted first: whoever removes a name in another process sees it, or is seen here.
         self.version  # noqa: B018
-        gone = set(hashes) - self._at_workers
-        if gone and (gone := gone - {sha256 for _, sha256 in tuple(self._left)}):
+        gone = set[str]()
+        if not self._at_workers.issuperset(hashes):
+            gone = set(hashes) - self._at_workers - {sha256 for _, sha256 in tuple(self._left)}
+        if gone:
             self._uses.change(hashes, -1)
             raise removed("the request", [sha256[:12] for sha256 in sorted(gone)])
         return partial(self._uses.change, hashes, -1)
