@@ -13,7 +13,7 @@ import hashlib
 import logging
 import threading
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -127,7 +127,8 @@ class RowCache:
         self._lock = threading.Lock()
         self._rows: OrderedDict[bytes, tuple[NDArray[Any], _Memory]] = OrderedDict()
         self._seen: OrderedDict[bytes, None] = OrderedDict()
-        self._epoch = self._n_bytes = self._n_waiting = 0
+        self._epoch = self._n_bytes = 0
+        self._waiting: deque[tuple[Prefix, NDArray[Any], int, int, bool]] = deque()
         self.weights = 0
         """Changes where the weights may be others, of which rows that were found are not."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="inspect-lens-rows")
@@ -188,16 +189,26 @@ class RowCache:
         self, prefix: Prefix, rows: NDArray[Any], lo: int, epoch: int, *, copies: bool = False
     ) -> None:
         """`keep`, in a thread of its own; nothing is kept while that is far behind."""
-        with self._lock:
-            if self._n_waiting >= _WAITING_MOST:
-                return
-            self._n_waiting += 1
         if copies or not self._is_served:  # before anybody has them, who may change them at once
             self._keep_one(prefix, rows, lo, epoch, copies)
             return
+        with self._lock:
+            if len(self._waiting) >= _WAITING_MOST:
+                return
+            self._waiting.append((prefix, rows, lo, epoch, copies))
+            is_first = len(self._waiting) == 1
         # A process that ends takes no work any more, and its last requests have their rows.
         with contextlib.suppress(RuntimeError):
-            self._thread.submit(self._keep_one, prefix, rows, lo, epoch, copies)
+            if is_first:  # once for those that end together: each call wakes the thread
+                self._thread.submit(self._keep_waiting)
+
+    def _keep_waiting(self) -> None:
+        while True:
+            self._keep_one(*self._waiting[0])
+            with self._lock:
+                self._waiting.popleft()
+                if not self._waiting:
+                    return
 
     def _keep_one(
         self, prefix: Prefix, rows: NDArray[Any], lo: int, epoch: int, copies: bool
@@ -206,9 +217,6 @@ class RowCache:
             self.keep(prefix, rows, lo, epoch, copies=copies)
         except Exception:
             logger.exception("inspect_lens: rows of a request could not be kept")
-        finally:
-            with self._lock:
-                self._n_waiting -= 1
 
     def settle(self) -> None:
         """Wait until all rows are kept that were to be kept later."""

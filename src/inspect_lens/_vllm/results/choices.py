@@ -312,7 +312,7 @@ def attached(output: Any) -> int:
 
 def told_of(output: Any) -> list[Any]:
     """Choices of an output of which something of ours is known: most of a stream have nothing."""
-    return [c for c in choices_of(output) if not c.__dict__.keys().isdisjoint(_TICKETS)]
+    return [c for c in output.outputs if not c.__dict__.keys().isdisjoint(_TICKETS)]
 
 
 def has_tickets(output: Any) -> bool:
