@@ -13,6 +13,7 @@ from inspect_lens import SteeringVector
 from tests.engine.conftest import HIDDEN, Engine, stand_in, start, tokens
 from tests.engine.test_architectures import Judge, check_rows, check_steering
 from tests.engine.test_capture import fed
+from tests.engine.test_start import check
 from tests.kit.architectures import CASES
 
 pytestmark = pytest.mark.engine
@@ -41,6 +42,17 @@ def test_rows_and_steering_equal_hugging_face(
         check_first(engine, judge)
     finally:
         engine.close()
+
+
+def test_a_share_that_nobody_completes_is_refused_without_the_check_as_well(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INSPECT_LENS_SITES", "resid_post")
+    monkeypatch.setenv("INSPECT_LENS_SELF_CHECK", "0")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    model = stand_in("fused_layers:OtherLlamaForCausalLM")
+    reason = r"resid_post\.0.*each tensor-parallel rank has its own share of a sum"
+    check(start(tiny_folder, max_model_len=64, enforce_eager=True, **model, **TWO), reason)
 
 
 def check_first(engine: Engine, judge: Judge) -> None:

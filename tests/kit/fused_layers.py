@@ -10,7 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.distributed import get_pp_group, get_tensor_model_parallel_world_size
+from vllm.distributed import (
+    get_pp_group,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
 from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
 from vllm.models.common.ops.fused_allreduce_rms_norm import fused_allreduce_rms_norm
 from vllm.sequence import IntermediateTensors
@@ -42,6 +46,23 @@ class FusedLayer(LlamaDecoderLayer):  # type: ignore[misc]
         hidden_states, residual = fused_allreduce_rms_norm(
             hidden_states, residual, self.post_attention_layernorm
         )
+        return self.mlp(hidden_states), residual
+
+
+class OtherLayer(FusedLayer):
+    """Another way to complete a sum, which nobody knows."""
+
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is not None:
+            hidden_states = tensor_model_parallel_all_reduce(hidden_states)
+            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        else:
+            hidden_states, residual = self.input_layernorm(hidden_states), hidden_states
+        hidden_states = self.self_attn(positions=positions, hidden_states=hidden_states)
+        hidden_states = tensor_model_parallel_all_reduce(hidden_states)
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
         return self.mlp(hidden_states), residual
 
 
@@ -77,3 +98,10 @@ class FusedLlamaForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
 
     def _init_model(self, vllm_config: Any, prefix: str = "", **_: Any) -> nn.Module:
         return FusedLlamaModel(vllm_config=vllm_config, prefix=prefix, layer_type=FusedLayer)
+
+
+class OtherLlamaForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
+    """Llama whose blocks return shares; the last of them is never completed."""
+
+    def _init_model(self, vllm_config: Any, prefix: str = "", **_: Any) -> nn.Module:
+        return LlamaModel(vllm_config=vllm_config, prefix=prefix, layer_type=OtherLayer)

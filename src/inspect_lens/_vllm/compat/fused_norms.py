@@ -76,9 +76,10 @@ def undo_fusion(
         )
     if _FIRST_NORM in inspect.signature(here[0].forward).parameters:
         undo.callback(here[0].register_forward_pre_hook(_drop, with_kwargs=True).remove)
-    original = inspect.unwrap(type(here[0]).forward).__globals__.get(_SUMMING_NORM)
-    if ranks == 1 or original is None:
+    forward = inspect.unwrap(type(here[0]).forward)
+    if ranks == 1 or _SUMMING_NORM not in forward.__code__.co_names:
         return
+    original = forward.__globals__[_SUMMING_NORM]
     total = _Sum(original)
     # The model in front of the last norm has it from another import than its blocks may have.
     for module in [*sys.modules.values()]:

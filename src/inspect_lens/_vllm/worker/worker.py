@@ -383,8 +383,8 @@ def _install(start: Start) -> str:
     sent = exporter if is_first else None
     _attach_hooks(runner, adapter, stepper, sent, blocks, facts, settings)
     _keep_start_items(runner, stepper, facts, settings)
-    # Whether a feed-forward module leaves a sum to others shows only in its values.
-    if here and (settings.self_check or (tp_size() > 1 and "mlp_out" in facts.sites)):
+    # Whether a block or its feed-forward module leaves a sum to others shows only in its values.
+    if here and (settings.self_check or tp_size() > 1):
         start.check = functools.partial(
             _check,
             worker,
