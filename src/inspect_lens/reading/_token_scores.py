@@ -174,11 +174,11 @@ def _reference_to(handle: ProbeScores, records: Sequence[TokenScores]) -> dict[s
     for record in records:
         read = as_positions(record.positions)
         is_run = isinstance(read, range)
-        span = {"range": [read.start, read.stop]} if is_run else {"positions": read}
+        span = {"range": [read[0], read[-1] + 1]} if is_run else {"positions": read}
         facts = {name: getattr(record, name) for name in _FACTS if name not in _OF_FILE}
         made.append({**facts, **span})
-    places = {"uri": handle.uri, "root": handle.root, "sha256": handle.sha256}
-    return {"$lens": REFERENCE, **places, "records": to_json(made).decode()}
+    file = {"uri": handle.uri, "root": handle.root, "sha256": handle.sha256}
+    return {"$lens": REFERENCE, **file, "records": to_json(made).decode()}
 
 
 def _read_in_engine(reference: Mapping[str, Any]) -> list[TokenScores]:
