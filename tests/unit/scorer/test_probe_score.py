@@ -127,6 +127,9 @@ def test_it_scores_what_the_generation_captured(tmp_path: Path) -> None:
     log = run(captured(), probe_score(made), folder=tmp_path)
     got = scores(log)
     assert [s.value for s in got] == pytest.approx([0.0, 2.0, 0.0, 2.0], abs=1e-5)
+    # Inspect wraps the lines of each text of a score twice, for its summary.
+    texts = [value for value in got[1].metadata.values() if isinstance(value, str)]
+    assert max(map(len, texts)) <= 64
     assert got[1].metadata.pop("token_scores")["$lens"] == "scores/1"
     assert log.samples is not None
     assert got[1].metadata.pop("words") == words_of(log.samples[1].output.completion)["words"]
