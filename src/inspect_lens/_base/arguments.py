@@ -129,7 +129,9 @@ class ArgumentError(SpecError, TypeError):
     """A TypeError, as Python has it of such a call, that names the nearest argument."""
 
 
-def check_call(function: Callable[..., Any], args: Sequence[Any], options: Iterable[str]) -> None:
+def check_call(
+    function: Callable[..., Any], args: Sequence[Any], options: Iterable[str], *, flag: str = ""
+) -> None:
     """Refuse a call with an argument that a function does not take, or without one it needs."""
     signature = inspect.signature(function)
     names = [p.name for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -137,7 +139,7 @@ def check_call(function: Callable[..., Any], args: Sequence[Any], options: Itera
     names = [name for name in names if name not in ("self", "cls")]
     if unknown := [] if takes_any else [name for name in options if name not in names]:
         hint = did_you_mean(unknown[0], names) if names else "it takes no argument"
-        said = f"takes no {unknown[0]}=…; {hint}"
+        said = f"takes no {flag}{unknown[0]}=…; {hint}"
     else:
         try:
             signature.bind(*args, **dict.fromkeys(options))

@@ -59,13 +59,14 @@ def _register(kind: RegistryType, name: str, find: Callable[[], Callable[..., An
     def create(*args: Any, **params: Any) -> Any:
         factory = find()
         try:
-            check_call(factory, args, params)
+            check_call(factory, args, params, flag="-T " if kind == "task" else "")
             return factory(*args, **params)
         except (LensError, ValueError) as error:
             if kind != "task":
                 raise
             # Of a task's arguments, which a command line has: a line, and no traceback.
-            raise PrerequisiteError(f"{full}: {error}") from error
+            said = str(error).removeprefix(f"{name}: ")
+            raise PrerequisiteError(f"{full}: {said}") from error
 
     # Inspect asks a task for its parameters; this one takes any and hands them on.
     metadata: dict[str, Any] = {"attribs": {}, "params": []} if kind == "task" else {}

@@ -141,7 +141,7 @@ def test_baselines_read_the_words_of_their_own_set() -> None:
     plant("s/r1/acts", HALF, seed=1, say=lambda i: ("truth", "lie")[i % 2])
     plant("s/r2/test", HALF, seed=2, say=lambda i: ("banana", "kiwi")[i % 2])
     made = train(train="s/r1/acts", held_out=["s/r2/test"])
-    assert {b.name: b.auroc for b in made.baselines}["bag of words (answer)"] == 0.5
+    assert {b.name: b.auroc for b in made.evaluations[0].baselines}["bag of words (answer)"] == 0.5
     fit, held = (ActivationSet.from_store(s, name="acts") for s in ("s/r1/acts", "s/r2/test"))
     texts = {"answer": {"acts": held.columns["completion"]}}
     with pytest.raises(SpecError, match="allowed are unique names"):
