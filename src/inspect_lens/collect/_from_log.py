@@ -111,9 +111,9 @@ def log_to_store(
         for turn in selection.of_sample(sample, read.eval.model).turns:
             kept.append((_sample(sample, turn, mark, group), turn))
     if not labelled and not callable(label):
-        facts = sorted({key for one in read.samples for key in one.metadata or {}})
+        keys = sorted({key for one in read.samples for key in one.metadata or {}})
         names = sorted({f"{_SCORE}{name}" for one in read.samples for name in one.scores or {}})
-        hint = did_you_mean(label, facts + names)
+        hint = did_you_mean(label, keys + names)
         raise SpecError(f"log: 0 labelled calls, since no sample has label={label!r}; {hint}")
     models = sorted({turn.model for _, turn in kept})
     if len(models) != 1:
