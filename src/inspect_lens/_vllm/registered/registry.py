@@ -319,13 +319,15 @@ class Registry:
     @property
     def server(self) -> ServerConfig | None:
         """What acts on all requests; None where nothing does."""
-        self.version  # noqa: B018 - hears of others' changes
+        if self._shared is not None:
+            self.version  # noqa: B018 - hears of others' changes
         return self._server
 
     @property
     def configs(self) -> tuple[str, ...]:
         """Names of configurations, which are models of their own to clients."""
-        self.version  # noqa: B018 - hears of others' changes
+        if self._shared is not None:
+            self.version  # noqa: B018 - hears of others' changes
         return self._configs
 
     def config(self, name: str) -> EngineConfig:
