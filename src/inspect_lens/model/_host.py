@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PRIVATE_NAMES",
     "VLLMAPI",
+    "WORDED",
     "ActiveCall",
     "HostName",
     "LoRAAdapter",
@@ -129,6 +130,10 @@ class PrerequisiteError(_PrerequisiteError):
         super().__init__(escape(message))
 
 
+WORDED = "worded_by_inspect_lens"
+"""Mark of an error of another package whose words are ours, as it has to keep its type."""
+
+
 def end_in_a_line() -> None:
     """Have a command of Inspect's end an error of ours as it ends its own: in a line.
 
@@ -141,8 +146,8 @@ def end_in_a_line() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         # Inspect takes a ValueError of a scorer for one that is not there, and says only that.
         hidden = None if error.__suppress_context__ else error.__context__
-        ours = hidden if isinstance(error, _PrerequisiteError) else error
-        if isinstance(ours, LensError):
+        ours = (hidden or error) if isinstance(error, _PrerequisiteError) else error
+        if isinstance(ours, LensError) or hasattr(ours, WORDED):
             sys.stderr.write(f"\n{_asked_at(ours.__traceback__)}{ours}\n\n")
         else:
             theirs(kind, error, trace)

@@ -49,7 +49,7 @@ from inspect_lens.spec import (
 )
 
 from ._handle import KEEPS_FILES
-from ._host import VLLMAPI, PrerequisiteError, VLLMServer, _vllm_servers, apis_of_task
+from ._host import VLLMAPI, WORDED, PrerequisiteError, VLLMServer, _vllm_servers, apis_of_task
 from ._places import place_for
 from ._request import (
     NOT_STREAMED,
@@ -462,6 +462,7 @@ class LensAPI(ServerCalls, LensProvider):
             cause = error.__cause__ or error
             error.message = str(no_answer(self._server_root(), cause, self.told()))
             error.args = (error.message,)  # logs show the one, and tracebacks the other
+            setattr(error, WORDED, True)
             raise
 
     @override

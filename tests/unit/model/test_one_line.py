@@ -60,6 +60,17 @@ def test_a_scorer_that_is_asked_wrongly_is_not_called_missing(folder: Path, opti
     assert line.startswith(("probe='nobody' was not found", "probe_score: takes no prob=…"))
 
 
+def test_so_is_a_server_that_does_not_answer(folder: Path) -> None:
+    task = Task([Sample(input="x")], name="own")
+    (log,) = eval(task, model="mockllm/model", log_dir=str(folder), display="none")
+    words = [log.location, "--scorer", "inspect_lens/coherence", "--model", "lens/a"]
+    options = ["--model-base-url", "http://localhost:9", "--action", "append", "--overwrite"]
+    done = run_python("-m", "inspect_ai", "score", *words, *options, cwd=folder)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stdout
+    assert "no server answers at http://localhost:9" in done.stdout
+
+
 def test_a_script_keeps_its_traceback(folder: Path) -> None:
     (folder / "script.py").write_text(
         "from inspect_ai import eval\nfrom own import own\n"
