@@ -53,7 +53,9 @@ _EVAL_ARMS: Final = {
     "idle": "nothing asked", "capture": "capture", "capture-scored": "capture and score",
     "probe-scored": "probe in the engine",
 }  # fmt: skip
-_INCLUDES: Final = "Inspect's own `includes()`, without the lens"
+_INCLUDES: Final = {
+    "plain-scored": "Inspect's provider with `includes()`", "idle-scored": "ours with `includes()`",
+}  # fmt: skip
 _START: Final = "start"
 """What labels of starts end with."""
 _ASKS: Final = "vLLM 0.30"
@@ -376,16 +378,19 @@ def evals_markdown(read: Read = read_result) -> str:
     """
     summary = read("eval")["summary"]
     lines = [
-        "| eval | rounds | what it does | over Inspect's `vllm` provider | over ours, idle |",
-        "|---|---|---|---|---|",
+        "| eval | rounds | what it does | over Inspect's `vllm` provider | over ours, idle | "
+        "event loop, s |",
+        "|---|---|---|---|---|---|",
     ]
     for load, said in _EVALS.items():
-        for arm, what in {"plain-scored": _INCLUDES, **_EVAL_ARMS}.items():
-            ratios = (
+        for arm, what in {**_INCLUDES, **_EVAL_ARMS}.items():
+            numbers = [
                 f"{statistics.median(_eval_ratios(read, load, arm, over)):.2f}"
                 for over in ("plain", "idle")
-            )
-            lines.append(f"| {said} | {summary[load][arm]['n']} | {what} | {' | '.join(ratios)} |")
+            ]
+            facts = summary[load][arm]
+            numbers.append(f"{facts['loop_cpu_s']:.1f}")
+            lines.append(f"| {said} | {facts['n']} | {what} | {' | '.join(numbers)} |")
     return "\n".join(lines)
 
 
