@@ -55,7 +55,7 @@ class SampleRecord:
     error: str = ""
     """Why there is nothing, when a failed sample was skipped."""
     content: str = ""
-    """`ProbeSample.content_id`; empty in stores of releases that did not write it."""
+    """`ProbeSample.content_id`; empty where the store does not have it."""
 
 
 @dataclass(frozen=True, kw_only=True)

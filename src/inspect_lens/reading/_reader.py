@@ -343,6 +343,8 @@ class ProbeReader(CallReader):
     """From scores to probabilities; None when it does not hold for these settings."""
     same_tokens: bool = True
     """Whether layer, positions and selection are those that the card's thresholds hold for."""
+    acts: CardPoint | None = None
+    """The card's threshold that acts, where that is not `threshold`."""
     _verified: MadeOnce[bool] = field(default_factory=MadeOnce, repr=False, compare=False)
     """Whether a model is known to be the card's, by name."""
     _others: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
@@ -654,11 +656,11 @@ class ProbeReader(CallReader):
 
     @cached_property
     def _set_with(self) -> Numerics | None:
-        """What the card's thresholds were set with; None where none holds, or it does not say."""
-        card = self.probe.card
-        if card.capture is None or not card.thresholds or not self.same_tokens:
+        """What the threshold that acts was set with; None where none holds, or it is not known."""
+        point, card = self.acts or self.threshold, self.probe.card
+        if not card.thresholds or not self.same_tokens:
             return None
-        return card.capture.numerics
+        return point.numerics if point else card.numerics_of(card.thresholds[0])
 
     @cached_property
     def _pools_at_once(self) -> bool:

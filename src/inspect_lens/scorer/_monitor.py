@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -106,6 +107,7 @@ def monitor_alarm(
     rule = str(parse_pool(watch))
     statistic = reader.statistic if level == "turn" else Statistic(over="alarm", pool=rule)
     cut = acting_value(reader, threshold, statistic)
+    reader = replace(reader, acts=reader.point_for(statistic, threshold))
 
     async def score(state: TaskState, target: Target) -> Score:
         found = await read_sample(reader, state)

@@ -164,6 +164,25 @@ def test_a_page_of_a_proxy_in_the_place_of_facts_fails_no_call(
     assert "computed_with" not in (scores(log)[0].metadata or {})
 
 
+@pytest.mark.parametrize("level", ["turn", "token"])
+def test_a_threshold_has_what_its_own_control_set_was_computed_with(
+    tmp_path: Path, level: Any
+) -> None:
+    """Trained elsewhere and set here: nothing differs; each threshold has its own."""
+    (held,) = planted_probe().card.thresholds
+    alarm = {"statistic": Statistic(over="alarm", pool="last"), "numerics": SAME}
+    here, there = held.model_copy(update={"numerics": OTHER}), held.model_copy(update=alarm)
+    probe = probe_of(f"own-{level}", thresholds=(here, there), model=None)
+    made = call([3.0], folder=tmp_path, origin={"numerics": OTHER.model_dump(mode="json")})
+    reading = ProbeReader.of(probe).read_captured(activations(made))  # type: ignore[arg-type]
+    assert reading is not None
+    assert reading.differences == ()
+    (score,) = scores(run([made], monitor_alarm(probe, level=level), folder=tmp_path))
+    assert ("measured elsewhere" in (score.explanation or "")) == (level == "token")
+    engine = probe.with_card(pool="last").for_engine()
+    assert engine.threshold_numerics == SAME
+
+
 def test_an_alarm_in_the_engine_says_so_in_its_receipt() -> None:
     from inspect_lens._vllm.registered.probe_scores import Reading, Reads
     from inspect_lens.spec import LensRequest

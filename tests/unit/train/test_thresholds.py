@@ -12,6 +12,7 @@ from sklearn.base import clone
 from inspect_lens.errors import SpecError
 from inspect_lens.probe import (
     AnyProbe,
+    CaptureFacts,
     Probe,
     ProbeCard,
     Statistic,
@@ -22,6 +23,7 @@ from inspect_lens.probe import (
 )
 from inspect_lens.probe.card._files import render_card
 from inspect_lens.reading import ProbeReader
+from inspect_lens.spec import Numerics
 from inspect_lens.train import (
     ActivationSet,
     calibrate_threshold,
@@ -127,6 +129,20 @@ def test_an_alarm_is_for_no_length_that_too_few_groups_have() -> None:
         some = replace(some, labels=[0] * len(some))
         found = calibrate_threshold(made, some, 0.1, statistic="alarm:last", allow_few=True)
         assert found.n_tokens == (1, expected), n
+
+
+@pytest.mark.parametrize("over", ["answer", "alarm", "token"])
+def test_a_threshold_records_what_its_own_control_set_was_computed_with(over: str) -> None:
+    here, there = (CaptureFacts(engine="e", dtype=dtype) for dtype in ("float16", "bfloat16"))
+    made, control = probe(capture=there), answers(100, 5, name="control")
+    for capture, known in ((here, here.numerics), (None, Numerics())):
+        found = calibrate_threshold(
+            made, replace(control, capture=capture), 0.05, statistic=over, allow_few=True
+        )
+        assert found.numerics == known
+        card = made.card.model_copy(update={"thresholds": (found,)})
+        said = "It was set with dtype float16 instead of bfloat16." in render_card(card, sha256="0")
+        assert said == (capture is here)
 
 
 def test_tokens_of_an_answer_are_one_group() -> None:

@@ -324,8 +324,7 @@ class TrainingFacts(Value):
     on_policy: bool = True
     """Whether the model itself wrote the completions that were read."""
     rows: FitRows | None = None
-    """What one row of the fit was; None where whole samples were read, and in cards of releases
-    that did not write it."""
+    """What one row of the fit was; None where whole samples were read."""
     selected_by: str = ""
     """What the layer was chosen by: `recall` at the threshold's rate, or `auroc`."""
     tied_layers: tuple[int, ...] = ()
@@ -352,7 +351,7 @@ class LayerScore(Value):
 
     layer: int
     pool: str = ""
-    """How token scores became one; empty in cards of releases that tried one pool."""
+    """How token scores became one."""
     auroc: float
     separation: float
     """Distance of the class means over their pooled standard deviation; breaks ties."""
@@ -397,6 +396,8 @@ class Threshold(Value):
     """What the conformal quantile counts: samples, or groups with equal weight."""
     selected_on: bool = False
     """The same control samples took part in choosing the layer, too."""
+    numerics: Numerics | None = None
+    """What computed the control scores; None: as `ProbeCard.capture` says."""
     claimed_by: str = ""
     """Who states the rate of a threshold that was not set here; the counts are 0."""
 
@@ -526,7 +527,7 @@ class ProbeCard(ArtifactCard):
     """What computed the activations; None: not known."""
     training: TrainingFacts | None = None
     seen: SeenSamples | None = None
-    """Samples that took part; None in cards of releases that did not list them."""
+    """Samples that took part; None: not known."""
     sweep: tuple[LayerScore, ...] = ()
     thresholds: tuple[Threshold, ...] = ()
     evaluations: tuple[Evaluation, ...] = ()
@@ -554,6 +555,11 @@ class ProbeCard(ArtifactCard):
     def thresholds_for(self, statistic: Statistic) -> tuple[Threshold, ...]:
         """The stored thresholds that may act on a statistic, in their order."""
         return tuple(t for t in self.thresholds if (t.statistic or self.answer) == statistic)
+
+    def numerics_of(self, threshold: Threshold | None = None) -> Numerics | None:
+        """What a threshold was set with; None where that is not known."""
+        own = None if threshold is None else threshold.numerics
+        return self.capture.numerics if own is None and self.capture else own
 
     @property
     def baselines(self) -> tuple[Baseline, ...]:

@@ -25,7 +25,7 @@ from ._card import SEEN_ROLES, CaptureFacts, ProbeCard, Threshold
 def render_card(card: ProbeCard, *, sha256: str) -> str:
     parts: list[str] = []
     if card.thresholds:
-        parts += ["## Thresholds", *(_threshold(t) for t in card.thresholds)]
+        parts += ["## Thresholds", *(_threshold(t, card) for t in card.thresholds)]
     if card.evaluations:
         beside = [
             [e.name, with_interval(e.auroc, e.auroc_interval), *Validity.of(e)]
@@ -110,15 +110,18 @@ def _capture(c: CaptureFacts) -> list[tuple[str, str]]:
     ]
 
 
-def _threshold(t: Threshold) -> str:
+def _threshold(t: Threshold, card: ProbeCard) -> str:
     left_out = f" ({t.n_left_out} positive ones left out)" if t.n_left_out else ""
     counted = t.claim or (
         f"{t.n_above} of {t.n_control} {t.unit} of `{t.control}`{left_out} lie above it "
         f"({with_interval(t.n_above / t.n_control, t.interval)}, {t.interval.method})"
     )
+    usual, own = card.numerics_of(), card.numerics_of(t)
+    differs = " and ".join(usual.differences(own) if usual and own else ())
     return (
         f"- **{t.value:.6g}** for {t.holds_for}, at a false positive rate of {t.fpr:g}: {counted}."
         + (f" There are {t.few_groups}." if t.few_groups else "")
+        + (f" It was set with {differs}." if differs else "")
         + f" {t.guarantee}"
     )
 

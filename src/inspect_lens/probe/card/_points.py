@@ -7,6 +7,7 @@ import re
 from typing import NamedTuple
 
 from inspect_lens.errors import SpecError
+from inspect_lens.spec import Numerics
 
 from ._card import ProbeCard, Statistic
 
@@ -83,6 +84,8 @@ class CardPoint(NamedTuple):
     """What it was calibrated for."""
     n_tokens: tuple[int, int] | None = None
     """Tokens of the shortest and the longest answer that it holds for; None: not known."""
+    numerics: Numerics | None = None
+    """What it was set with; None: not known."""
 
     @property
     def name(self) -> str:
@@ -113,16 +116,18 @@ def card_points(card: ProbeCard, statistic: Statistic | None = None) -> tuple[Ca
     """
     own = card.answer
     asked = own if statistic is None else statistic
+    known = card.numerics_of()
     measured: dict[float, set[CardPoint]] = {}
     for at in (r for e in card.evaluations if asked == own for r in e.recalls):
         if math.isfinite(at.threshold):
-            point = CardPoint(at.threshold, at.fpr, at.control, own, at.n_tokens)
+            point = CardPoint(at.threshold, at.fpr, at.control, own, at.n_tokens, known)
             measured.setdefault(at.fpr, set()).add(point)
     found = {fpr: next(iter(same)) for fpr, same in measured.items() if len(same) == 1}
     for stored in reversed(card.thresholds_for(asked)):
         found[stored.fpr] = CardPoint(
-            stored.value, stored.fpr, stored.control, asked, stored.n_tokens
-        )
+            stored.value, stored.fpr, stored.control, asked, stored.n_tokens,
+            card.numerics_of(stored),
+        )  # fmt: skip
     return tuple(found[fpr] for fpr in sorted(found))
 
 

@@ -236,7 +236,7 @@ def alarm_fields(card: ProbeCard) -> dict[str, Any]:
         "threshold": held.value,
         "threshold_tokens": held.n_tokens[1] if held.n_tokens else None,
         "threshold_positions": card.positions,
-        "threshold_numerics": card.capture and card.capture.numerics,
+        "threshold_numerics": card.numerics_of(held),
     }
 
 

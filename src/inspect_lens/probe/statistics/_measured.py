@@ -296,7 +296,7 @@ class Baseline(Value):
     """One-sided, of the null hypothesis that the probe's AUROC is no larger; paired."""
     test: str = ""
     """Where `p_value` comes from: `delong`, or `obuchowski` where groups have several samples; why
-    there is none where these are too few; empty in cards of releases that knew DeLong's only."""
+    there is none where these are too few."""
     note: str = ""
     difference: Interval | None = None
     """Of the probe's AUROC minus this one, paired, two-sided."""
@@ -321,7 +321,7 @@ class Evaluation(Value):
     """Samples that took part in making the probe, which count for nothing here; None where its
     card does not list its samples."""
     n_groups: int | None = None
-    """Independent groups of the samples; None in cards of releases that did not count them."""
+    """Independent groups of the samples; None where they were not counted."""
     too_few: str = ""
     """Why no verdict can rest on these groups, as `GroupCounts.too_few` says it; else empty."""
     label_source: LabelSource | Literal[""] = ""

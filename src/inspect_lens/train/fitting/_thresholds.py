@@ -30,7 +30,7 @@ from inspect_lens.probe import (
     smallest_rate,
     split_classes,
 )
-from inspect_lens.spec import check_word
+from inspect_lens.spec import Numerics, check_word
 from inspect_lens.train.families._ensemble import fit_platt
 from inspect_lens.train.sets._dataset import ActivationSet
 
@@ -184,7 +184,10 @@ def calibrate_threshold(
         # Enough samples of too few groups are used, and the threshold says so.
         allow_few=allow_few or len(harmless) >= required_negatives(fpr),
     )  # fmt: skip
-    left_out = {"n_left_out": len(control) - len(harmless)}
+    facts = {
+        "n_left_out": len(control) - len(harmless),
+        "numerics": control.capture.numerics if control.capture else Numerics(),
+    }
     if asked.over != "alarm":
         values = harmless.statistic(probe, asked)
         groups = harmless.groups
@@ -192,7 +195,7 @@ def calibrate_threshold(
             groups = tuple(np.repeat(np.array(groups), lengths).tolist())
         span = (int(lengths.min()), int(lengths.max()))
         found = made(np.concatenate(values), groups=groups, n_tokens=span)
-        return found.model_copy(update=left_out)
+        return found.model_copy(update=facts)
     # The longest answer of each group, in tokens, the longest first.
     of_group: dict[str, int] = {}
     for group, n in zip(harmless.groups, lengths.tolist(), strict=True):
@@ -220,7 +223,7 @@ def calibrate_threshold(
             groups=[harmless.groups[i] for i in full],
         )  # fmt: skip
         every = max(every, longest, key=lambda threshold: threshold.value)
-    return every.model_copy(update=left_out)
+    return every.model_copy(update=facts)
 
 
 def calibrate_thresholds(
