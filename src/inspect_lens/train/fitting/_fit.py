@@ -401,7 +401,8 @@ def _judged(
     if rows is not None:
         check_word("rows", rows, FitRows)
     chosen = tuple(map(plain_number, several(layers)))
-    if not chosen or not set(chosen) <= set(data.layers):
+    # True and 1.0 are equal to a layer, and are none.
+    if not chosen or any(isinstance(one, bool | float) or one not in data.layers for one in chosen):
         raise SpecError(
             f"{name}={shown(layers)}: name one of the layers of the set, {list(data.layers)}"
         )
