@@ -349,10 +349,6 @@ class ProbeReader(CallReader):
     """Whether a model is known to be the card's, by name."""
     _others: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
     """Models that are not known to be the card's, with the reason, by name."""
-    _found: dict[tuple[float, str], Found | None] = field(
-        default_factory=dict, repr=False, compare=False
-    )
-    """What the card says of thresholds, by value and statistic: each sample asks for the same."""
 
     @classmethod
     @shared_parameters
@@ -653,6 +649,11 @@ class ProbeReader(CallReader):
         except UnsupportedError:
             return None
         return tokens.sha256, None if text is None else text.sha256
+
+    @cached_property
+    def _found(self) -> dict[tuple[float, str], Found | None]:
+        """What the card says of thresholds, by value and statistic: each sample asks the same."""
+        return {}
 
     @cached_property
     def _set_with(self) -> Numerics | None:

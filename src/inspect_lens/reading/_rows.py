@@ -217,7 +217,7 @@ def ids_at(ids: tuple[int, ...], positions: range | tuple[int, ...]) -> tuple[in
 def places(have: Sequence[int], wanted: Sequence[int]) -> slice | list[int]:
     """Where positions stand among those that there are; KeyError with one that is not there."""
     have, wanted = _run(have), _run(wanted)
-    are_runs = isinstance(have, range) and isinstance(wanted, range) and len(wanted) > 0
+    are_runs = isinstance(have, range) and isinstance(wanted, range) and wanted
     if are_runs and wanted[0] in have and wanted[-1] in have:
         return slice(wanted[0] - have[0], wanted[-1] + 1 - have[0])
     at = {position: i for i, position in enumerate(have)}
@@ -229,7 +229,9 @@ def _run(positions: Sequence[int]) -> Sequence[int]:
     if isinstance(positions, range) or not positions:
         return positions
     run = range(positions[0], positions[-1] + 1)
-    return run if tuple(positions) == tuple(run) else positions
+    # As many first: a log says what they are, and the last one may be any number.
+    is_run = run.stop - run.start == len(positions) and tuple(positions) == tuple(run)
+    return run if is_run else positions
 
 
 def pick_data(

@@ -190,7 +190,7 @@ def _read_in_engine(reference: Mapping[str, Any]) -> list[TokenScores]:
         for facts in parse_json(reference["records"]):
             own = (c for c in columns if c.by.probe_sha256 == facts["probe_sha256"])
             column = next(c for c in own if c.by.role == "tokens")
-            read = range(*facts["range"]) if "range" in facts else tuple(facts["positions"])
+            read = _span(*facts["range"]) if "range" in facts else tuple(facts["positions"])
             at = places(column.positions, read)
             known = {name: facts[name] for name in _FACTS if name not in _OF_FILE}
             made.append(
@@ -211,6 +211,11 @@ def _read_in_engine(reference: Mapping[str, Any]) -> list[TokenScores]:
             f"({type(error).__name__}: {error}); restore the file that was written with this log"
         ) from None
     return made
+
+
+def _span(first: int, end: int) -> range:
+    """A range without steps, which a file of ours never has."""
+    return range(first, end)
 
 
 def _read(reference: Mapping[str, Any]) -> list[TokenScores]:

@@ -25,6 +25,8 @@ from weakref import ref
 
 from pydantic import (
     BaseModel,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
     ValidationInfo,
     field_validator,
     model_serializer,
@@ -313,10 +315,15 @@ class LensRequest(RequestPart):
     def _sink(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
 
-    @model_serializer(mode="plain")
-    def _what_is_asked(self) -> dict[str, Any]:
+    @model_serializer(mode="wrap")
+    def _what_is_asked(
+        self, whole: SerializerFunctionWrapHandler, info: SerializationInfo
+    ) -> dict[str, Any]:
         # It is on the wire and twice in the log of each call, and Inspect asks for it eight times.
-        return {name: getattr(self, name) for name in self.asked}
+        if info.include is None and info.exclude is None:
+            return {name: getattr(self, name) for name in self.asked}
+        chosen = whole(self)
+        return {name: chosen[name] for name in self.asked if name in chosen}
 
     @property
     def asked(self) -> list[str]:

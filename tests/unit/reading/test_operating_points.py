@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,6 +41,15 @@ def test_a_point_acts_at_its_own_value_with_its_own_rate_and_recall(fpr: float) 
     assert Suspicion.of(reader, unit="threshold", threshold=name)(cut) == 0.5
     # The number alone is as good as the name.
     assert promise(ProbeReader.of(PROBE, threshold=cut), cut).rates == promise(reader, cut).rates
+
+
+def test_a_reader_of_another_probe_says_what_that_ones_card_says() -> None:
+    reader = ProbeReader.of(PROBE)
+    assert reader.threshold is not None
+    asked = reader.threshold.value, reader.threshold.statistic
+    assert reader.found_above(*asked) is not None
+    bare = replace(load_probe(PROBE), card=CARD.model_copy(update={"evaluations": ()}))
+    assert replace(reader, probe=bare).found_above(*asked) is None
 
 
 def test_the_stricter_point_finds_less() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ from hypothesis import strategies as st
 from inspect_ai.log import read_eval_log
 
 from inspect_lens.errors import ArtifactError
-from inspect_lens.model import Activations
+from inspect_lens.model import Activations, ProbeScores
 from inspect_lens.model._places import know_root
+from inspect_lens.model._scores import Column, ScoreData, ScoredBy
 from inspect_lens.reading import TokenScores, read_token_scores
-from inspect_lens.reading._token_scores import save_token_scores
+from inspect_lens.reading._token_scores import engine_records, save_token_scores
 from inspect_lens.scorer import probe_score
 from tests.kit.mock_evals import call, planted_probe, run, scores
 
@@ -121,3 +123,29 @@ def test_a_moved_folder_is_found_and_a_missing_or_other_file_is_named(tmp_path: 
         read_token_scores(log)
     with pytest.raises(ArtifactError, match="not a reference"):
         read_token_scores({"$lens": "activations/1", "uri": "x"})
+
+
+@pytest.mark.parametrize(
+    "where",
+    [{"positions": [2, 10**13]}, {"positions": [2, 10**40]}, {"range": [2, 10**40]},
+     {"range": [2, 6, 2]}],
+)  # fmt: skip
+def test_a_log_may_refer_to_any_positions_of_the_engines_scores(
+    tmp_path: Path, where: dict[str, list[int]]
+) -> None:
+    by = ScoredBy("p", "a" * 64, "b" * 64, "tokens", (1,), "resid_post", "completion")
+    column = Column(by, range(2, 6), np.arange(4, dtype=np.float32))
+    data = ScoreData(columns=(column,), prompt_token_ids=(7, 8), token_ids=(1, 2, 3, 4))
+    file = tmp_path / "mine.scores"
+    handle, content = ProbeScores.keep(data, uri=str(file), root=None)
+    file.write_bytes(content)
+    know_root(str(tmp_path))
+    reference = save_token_scores(engine_records(handle))
+    assert reference is not None
+    (found,) = read_token_scores(reference)
+    assert found.positions.tolist() == [2, 3, 4, 5]
+    assert (found.scores.tolist(), found.token_ids.tolist()) == ([0, 1, 2, 3], [1, 2, 3, 4])
+    (said,) = json.loads(reference["records"])
+    other = {k: v for k, v in said.items() if k != "range"} | where
+    with pytest.raises(ArtifactError, match="does not hold the scores that the log refers to"):
+        read_token_scores(reference | {"records": json.dumps([other])})

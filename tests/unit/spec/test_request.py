@@ -239,6 +239,16 @@ def test_a_site_is_served_where_its_tap_is() -> None:
     assert str(e.value).endswith(f"start it with INSPECT_LENS_SITES={wanted}")
 
 
+def test_a_dump_has_the_fields_that_are_chosen() -> None:
+    request = LensRequest(capture=CaptureSpec(layers=(1,)), edits=(vector(),), probes=["p"])
+    whole = request.model_dump()
+    assert list(whole) == ["edits", "probes", "capture"]
+    assert request.model_dump(exclude={"edits"}) == {k: whole[k] for k in ("probes", "capture")}
+    assert request.model_dump(include={"probes"}) == {"probes": whole["probes"]}
+    inner = request.model_dump(include={"capture": {"layers"}})
+    assert inner == {"capture": {"layers": (1,)}}
+
+
 def test_a_mask_stays_a_mask_on_the_wire() -> None:
     capture = CaptureSpec(positions=[True, False, True])
     assert capture.positions == (True, False, True)

@@ -83,7 +83,8 @@ def undo_fusion(
     total = _Sum(original)
     # The model in front of the last norm has it from another import than its blocks may have.
     for module in [*sys.modules.values()]:
-        if vars(module).get(_SUMMING_NORM) is original:
+        # None stands for a module that nobody is to import.
+        if getattr(module, "__dict__", {}).get(_SUMMING_NORM) is original:
             undo.callback(setattr, module, _SUMMING_NORM, original)
             setattr(module, _SUMMING_NORM, total.norm)
 

@@ -40,6 +40,7 @@ def test_every_module_that_has_the_function_gets_it_back(monkeypatch: pytest.Mon
     other = ModuleType("other")
     other.fused_allreduce_rms_norm = fused_allreduce_rms_norm  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "other", other)
+    monkeypatch.setitem(sys.modules, "not_to_be_imported", None)
     here = sys.modules[__name__]
     original = fused_allreduce_rms_norm
     with ExitStack() as undo:
