@@ -52,7 +52,7 @@ class FusedLayer(LlamaDecoderLayer):  # type: ignore[misc]
 class OtherLayer(FusedLayer):
     """Another way to complete a sum, which nobody knows."""
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if residual is not None:
@@ -103,5 +103,5 @@ class FusedLlamaForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
 class OtherLlamaForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
     """Llama whose blocks return shares; the last of them is never completed."""
 
-    def _init_model(self, vllm_config: Any, prefix: str = "", **_: Any) -> nn.Module:
+    def _init_model(self, vllm_config: Any, prefix: str = "", **_: Any) -> LlamaModel:
         return LlamaModel(vllm_config=vllm_config, prefix=prefix, layer_type=OtherLayer)
