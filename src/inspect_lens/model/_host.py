@@ -137,10 +137,12 @@ WORDED = "worded_by_inspect_lens"
 def end_in_a_line() -> None:
     """Have a command of Inspect's end an error of ours as it ends its own: in a line.
 
-    A script keeps its traceback: Inspect has its hook there only after it has loaded us.
+    A script keeps its traceback: Inspect has its hook there only after it has loaded us. So does
+    who asks to debug errors.
     """
     theirs = sys.excepthook
-    if getattr(theirs, "__module__", None) != _PrerequisiteError.__module__:
+    is_inspects = getattr(theirs, "__module__", None) == _PrerequisiteError.__module__
+    if "--debug-errors" in sys.argv or not is_inspects:
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -148,7 +150,8 @@ def end_in_a_line() -> None:
         hidden = None if error.__suppress_context__ else error.__context__
         ours = (hidden or error) if isinstance(error, _PrerequisiteError) else error
         if isinstance(ours, LensError) or hasattr(ours, WORDED):
-            sys.stderr.write(f"\n{_asked_at(ours.__traceback__)}{ours}\n\n")
+            said = "\n".join([str(ours), *getattr(ours, "__notes__", ())])
+            sys.stderr.write(f"\n{_asked_at(ours.__traceback__)}{said}\n\n")
         else:
             theirs(kind, error, trace)
 

@@ -9,6 +9,7 @@ import pytest
 from inspect_ai import Task, eval
 from inspect_ai.dataset import Sample
 
+from inspect_lens.errors import SpecError
 from inspect_lens.model._host import end_in_a_line
 from tests.kit.forks import run_python
 
@@ -69,6 +70,36 @@ def test_so_is_a_server_that_does_not_answer(folder: Path) -> None:
     assert done.returncode == 1
     assert "Traceback" not in done.stdout
     assert "no server answers at http://localhost:9" in done.stdout
+
+
+def test_who_debugs_errors_gets_the_traceback(folder: Path) -> None:
+    words = [
+        "eval",
+        "own.py",
+        "--model",
+        "mockllm/model",
+        "--display",
+        "plain",
+        "-T",
+        "probe=nobody",
+    ]
+    done = run_python("-m", "inspect_ai", *words, "--debug-errors", cwd=folder)
+    assert "Traceback" in done.stdout
+    assert "probe='nobody' was not found" in done.stdout
+
+
+def test_what_an_error_says_beside_its_line_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def theirs(kind: type[BaseException], error: BaseException, trace: object) -> None: ...
+
+    theirs.__module__ = "inspect_ai._util.error"
+    monkeypatch.setattr("sys.excepthook", theirs)
+    end_in_a_line()
+    error = SpecError("wrong")
+    error.add_note("the file has no end")
+    sys.excepthook(SpecError, error, None)
+    assert capsys.readouterr().err == "\nwrong\nthe file has no end\n\n"
 
 
 def test_a_script_keeps_its_traceback(folder: Path) -> None:
