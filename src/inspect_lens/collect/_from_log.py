@@ -113,7 +113,9 @@ def log_to_store(
     if not labelled and not callable(label):
         keys = sorted({key for one in read.samples for key in one.metadata or {}})
         names = sorted({f"{_SCORE}{name}" for one in read.samples for name in one.scores or {}})
-        hint = did_you_mean(label, keys + names)
+        known = keys + names
+        hint = "there is nothing that could be one" if not known else did_you_mean(label, known)
+        hint = "it is None or unscored in each" if label in known else hint
         raise SpecError(f"log: 0 labelled calls, since no sample has label={label!r}; {hint}")
     models = sorted({turn.model for _, turn in kept})
     if len(models) != 1:

@@ -88,6 +88,18 @@ def test_a_label_that_no_sample_has_is_refused_with_the_nearest_one(tmp_path: Pa
             log_to_store(log, tmp_path / "acts", label=wrong)
 
 
+def test_a_label_that_is_none_in_each_sample_is_not_proposed(log: EvalLog, tmp_path: Path) -> None:
+    assert log.samples is not None
+    for sample in log.samples:
+        sample.metadata = {"lied": None}
+    with pytest.raises(SpecError, match=r"has label='lied'; it is None or unscored in each$"):
+        log_to_store(log, str(tmp_path / "store"), label="lied")
+    for sample in log.samples:
+        sample.metadata, sample.scores = {}, {}
+    with pytest.raises(SpecError, match=r"has label='lied'; there is nothing that could be one$"):
+        log_to_store(log, str(tmp_path / "store"), label="lied")
+
+
 def test_the_metadata_of_all_samples_are_columns(tmp_path: Path) -> None:
     outputs = [call([1.0, 2.0], folder=tmp_path) for _ in range(2)]
     facts: list[dict[str, Any]] = [
