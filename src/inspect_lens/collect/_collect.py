@@ -341,7 +341,8 @@ async def collect_async(
             done = total - sum(len(_span(k, plan)) for k in todo)
             async with opened(model, concurrency, model_args) as live:
                 facts = await reached(live)
-                refuse_other_weights(f"out={uri!r}: its runs", [*_told_of(uri, plan), facts])
+                way = "start the server as it was for the first run, or choose another out="
+                refuse_other_weights(f"out={uri!r}: its runs", [*_told_of(uri, plan), facts], way)
                 with progress_bar(
                     dataset.name, total=total, done=done, show=progress, at_once=concurrency
                 ) as tick:
@@ -524,13 +525,13 @@ def _told_of(uri: str, plan: dict[str, Any]) -> Iterator[CaptureFacts]:
     return (CaptureFacts.known(s.get("computed_with", {})) for s in _finished(uri, plan))
 
 
-def refuse_other_weights(what: str, told: Iterable[Numerics]) -> None:
+def refuse_other_weights(what: str, told: Iterable[Numerics], way: str) -> None:
     """Refuse to put rows of two dtypes, or of weights that were quantised differently, together."""
     kinds = {(one.dtype, one.quantization or "none") for one in told if one.dtype}
     if len(kinds) > 1:
         raise SpecError(
-            f"{what} had {sorted(kinds)} as dtype and quantisation; allowed is one of each, as "
-            "others have other rows; start the server alike, or put them apart"
+            f"{what} had {sorted(kinds)} as dtype and quantisation; allowed is one of each, "
+            f"because others have other rows; {way}"
         )
 
 

@@ -113,9 +113,9 @@ def log_to_store(
     if not labelled and not callable(label):
         keys = sorted({key for one in read.samples for key in one.metadata or {}})
         names = sorted({f"{_SCORE}{name}" for one in read.samples for name in one.scores or {}})
-        known = keys + names
-        hint = "there is nothing that could be one" if not known else did_you_mean(label, known)
-        hint = "it is None or unscored in each" if label in known else hint
+        there = keys + names
+        hint = did_you_mean(label, there) if there else "there is nothing that could be one"
+        hint = "it is None or unscored in each" if label in there else hint
         raise SpecError(f"log: 0 labelled calls, since no sample has label={label!r}; {hint}")
     models = sorted({turn.model for _, turn in kept})
     if len(models) != 1:
@@ -169,7 +169,8 @@ def _computed_with(turns: Sequence[Turn]) -> CaptureFacts:
     """What the eval's server computed with, where all calls say the same."""
     handles = [activations(turn.output) for turn in turns]
     told = {handle.numerics for handle in handles if handle is not None}
-    refuse_other_weights("log: its calls", filter(None, told))
+    way = "pass a label= that is None for the samples of all servers but one"
+    refuse_other_weights("log: its calls", filter(None, told), way)
     only = told.pop() if len(told) == 1 else None
     return CaptureFacts() if only is None else CaptureFacts.known(only.model_dump())
 

@@ -14,7 +14,7 @@ from inspect_ai.dataset import Sample
 from inspect_ai.model import get_model
 
 from inspect_lens.model import activations
-from inspect_lens.probe import CaptureFacts, Probe, Statistic
+from inspect_lens.probe import CaptureFacts, Evaluation, Probe, RecallAt, Statistic, choose_point
 from inspect_lens.reading import ProbeReader, lens_column
 from inspect_lens.scorer import deception_probe, monitor_alarm, probe_score
 from inspect_lens.spec import Numerics
@@ -170,7 +170,9 @@ def test_a_threshold_has_what_its_own_control_set_was_computed_with(
 ) -> None:
     """Trained elsewhere and set here: nothing differs; each threshold has its own."""
     (held,) = planted_probe().card.thresholds
-    alarm = {"statistic": Statistic(over="alarm", pool="last"), "numerics": SAME}
+    alarm: dict[str, Any] = {
+        "statistic": Statistic(over="alarm", pool="last"), "numerics": SAME,
+    }  # fmt: skip
     here, there = held.model_copy(update={"numerics": OTHER}), held.model_copy(update=alarm)
     probe = probe_of(f"own-{level}", thresholds=(here, there), model=None)
     made = call([3.0], folder=tmp_path, origin={"numerics": OTHER.model_dump(mode="json")})
@@ -181,6 +183,14 @@ def test_a_threshold_has_what_its_own_control_set_was_computed_with(
     assert ("measured elsewhere" in (score.explanation or "")) == (level == "token")
     engine = probe.with_card(pool="last").for_engine()
     assert engine.threshold_numerics == SAME
+    # Rates that an evaluation measured against the same control set are of what computed that.
+    recalls = [RecallAt(fpr=0.05, control=c, threshold=1.0, recall=0.5, interval=held.interval)
+               for c in (held.control, "another")]  # fmt: skip
+    for at, known in zip(recalls, (OTHER, SAME), strict=True):
+        one = Evaluation(name="e", sha256="", n_positive=1, n_negative=1, disjoint_by="group",
+                         recalls=(at,))  # fmt: skip
+        card = probe.with_card(evaluations=(one,), thresholds=(here,)).card
+        assert choose_point(card, "fpr=0.05").numerics == known
 
 
 def test_an_alarm_in_the_engine_says_so_in_its_receipt() -> None:

@@ -116,10 +116,11 @@ def card_points(card: ProbeCard, statistic: Statistic | None = None) -> tuple[Ca
     """
     own = card.answer
     asked = own if statistic is None else statistic
-    known = card.numerics_of()
+    set_with = {t.control: card.numerics_of(t) for t in card.thresholds}
     measured: dict[float, set[CardPoint]] = {}
     for at in (r for e in card.evaluations if asked == own for r in e.recalls):
         if math.isfinite(at.threshold):
+            known = set_with.get(at.control, card.numerics_of())
             point = CardPoint(at.threshold, at.fpr, at.control, own, at.n_tokens, known)
             measured.setdefault(at.fpr, set()).add(point)
     found = {fpr: next(iter(same)) for fpr, same in measured.items() if len(same) == 1}
