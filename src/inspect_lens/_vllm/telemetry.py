@@ -47,12 +47,15 @@ class Caller:
     ) -> None:
         """By the scope of ASGI; `shown_key` finds the key of the server that it shows."""
         self._scope, self._shown_key = scope, shown_key
+        # A mounted application puts itself there, and has no keys.
+        self._app = scope.get("app")
 
     @cached_property
     def client(self) -> str:
         """An address, and the key of the server: made-up ones are one client together."""
-        address = (self._scope.get("client") or ("",))[0]
-        return f"{address} {self._shown_key(self._scope) or ''}"
+        scope = {**self._scope, "app": self._app}
+        address = (scope.get("client") or ("",))[0]
+        return f"{address} {self._shown_key(scope) or ''}"
 
     @cached_property
     def tenant(self) -> str:

@@ -154,6 +154,24 @@ def test_clients_are_told_apart_by_their_address_and_key() -> None:
         assert ask(client) != "busy"
 
 
+def test_a_mounted_application_knows_its_clients_too() -> None:
+    fastapi = pytest.importorskip("fastapi")
+    testclient = pytest.importorskip("fastapi.testclient")
+    authenticate = pytest.importorskip("vllm.entrypoints.serve.middleware.authenticate")
+    app, mounted = fastapi.FastAPI(), fastapi.FastAPI()
+    app.mount("/mounted", mounted)
+
+    @mounted.get("/who")
+    async def who() -> str:
+        return CALLER.get().client
+
+    app.add_middleware(LensBodies, front_end=lambda: None)
+    app.add_middleware(authenticate.AuthenticationMiddleware, tokens=["a"])
+    with testclient.TestClient(app, client=("10.0.0.1", 1)) as client:
+        answer = client.get("/mounted/who", headers={"Authorization": "Bearer a"})
+        assert answer.json() == "10.0.0.1 a"
+
+
 def test_what_a_small_payload_takes_beside_its_bytes_counts_too() -> None:
     """A stream has a handle for each token, whose row may be shorter than what holds it."""
     store = PayloadStore(max_bytes=1 << 20)
