@@ -195,6 +195,12 @@ def is_lens_required() -> bool:
     return flag("required", wrong=True) or bool(text("server"))
 
 
+def debugs_errors() -> bool:
+    """Whether Inspect's variable asks for tracebacks, as `--debug-errors` does."""
+    value = os.environ.get("INSPECT_DEBUG_ERRORS", "").lower()
+    return value in ("1", "true", "t", "yes", "y", "on")
+
+
 def vllm_plugins() -> list[str] | None:
     """Plug-ins that vLLM is told to load, as it reads them; None where it loads all."""
     raw = os.environ.get("VLLM_PLUGINS")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -593,6 +593,19 @@ _SCALED = (
     "rotates wrongly on CPUs"
 )
 
+_INDEXED = Case(
+    "deepseek_v32",
+    "DeepSeek-V3.2",
+    "latent attention (MLA) to tokens that an indexer chooses, experts by group",
+    _deepseek_v32,
+    sites=_LATENT_SITES,
+    options={"block_size": 64},
+    remark=_CHOSEN,
+    is_routed=True,
+    needs_gpu=True,
+    has_latent_attention=True,
+)
+
 CASES = (
     Case("llama", "Llama", "fused residual", _llama),
     Case("qwen3", "Qwen3", "fused residual, norms on queries and keys", _qwen3),
@@ -716,29 +729,13 @@ CASES = (
         is_routed=True,
         has_latent_attention=True,
     ),
-    Case(
-        "deepseek_v32",
-        "DeepSeek-V3.2",
-        "latent attention (MLA) to tokens that an indexer chooses, experts by group",
-        _deepseek_v32,
-        sites=_LATENT_SITES,
-        options={"block_size": 64},
-        remark=_CHOSEN,
-        is_routed=True,
-        needs_gpu=True,
-        has_latent_attention=True,
-    ),
-    Case(
-        "glm_moe_dsa",
-        "GLM-5",
-        "latent attention (MLA) to tokens that an indexer chooses, for two layers at once",
-        _glm_moe_dsa,
-        sites=_LATENT_SITES,
-        options={"block_size": 64},
-        remark=_CHOSEN,
-        is_routed=True,
-        needs_gpu=True,
-        has_latent_attention=True,
+    _INDEXED,
+    replace(
+        _INDEXED,
+        name="glm_moe_dsa",
+        title="GLM-5",
+        layout="latent attention (MLA) to tokens that an indexer chooses, for two layers at once",
+        config=_glm_moe_dsa,
     ),
     Case(
         "minimax_m2",

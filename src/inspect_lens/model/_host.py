@@ -42,6 +42,7 @@ from inspect_ai.solver._task_state import sample_state
 from rich.markup import escape
 
 from inspect_lens._base.artifact import BY_CONTENT
+from inspect_lens._settings import debugs_errors
 from inspect_lens.errors import LensError
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ def end_in_a_line() -> None:
     """
     theirs = sys.excepthook
     is_inspects = getattr(theirs, "__module__", None) == _PrerequisiteError.__module__
-    if "--debug-errors" in sys.argv or not is_inspects:
+    if "--debug-errors" in sys.argv or debugs_errors() or not is_inspects:
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -88,6 +88,16 @@ def test_who_debugs_errors_gets_the_traceback(folder: Path) -> None:
     assert "probe='nobody' was not found" in done.stdout
 
 
+def test_so_does_who_says_it_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    def theirs(kind: type[BaseException], error: BaseException, trace: object) -> None: ...
+
+    theirs.__module__ = "inspect_ai._util.error"
+    monkeypatch.setattr("sys.excepthook", theirs)
+    monkeypatch.setenv("INSPECT_DEBUG_ERRORS", "true")
+    end_in_a_line()
+    assert sys.excepthook is theirs
+
+
 def test_what_an_error_says_beside_its_line_is_not_lost(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,8 +74,14 @@ def undo_fusion(
             f"sequence parallelism: {type(here[0]).__name__} splits tokens over ranks; leave "
             "--enable-expert-parallel out, or use one of tensor and data parallelism"
         )
-    if _FIRST_NORM in inspect.signature(here[0].forward).parameters:
-        undo.callback(here[0].register_forward_pre_hook(_drop, with_kwargs=True).remove)
+    names = list(inspect.signature(here[0].forward).parameters)
+    if _FIRST_NORM in names:
+        before = names.index(_FIRST_NORM)
+
+        def drop(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return args[:before], {**kwargs, _FIRST_NORM: None}
+
+        undo.callback(here[0].register_forward_pre_hook(drop, with_kwargs=True).remove)
     forward = inspect.unwrap(type(here[0]).forward)
     if ranks == 1 or _SUMMING_NORM not in forward.__code__.co_names:
         return
@@ -97,9 +103,3 @@ def undo_fusion(
     undo.callback(here[0].register_forward_pre_hook(begin).remove)
     for block in here:
         undo.callback(block.register_forward_hook(complete).remove)
-
-
-def _drop(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a block without its first norm, which it computes itself then."""
-    index = list(inspect.signature(block.forward).parameters).index(_FIRST_NORM)
-    return args[:index], {**kwargs, _FIRST_NORM: None}
