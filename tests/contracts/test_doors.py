@@ -44,7 +44,7 @@ FINE = {
     "_vllm.worker.worker:wrap_load_model.load_model": "start: refuses what it cannot serve",
     "_vllm.worker.worker:add_tap.before": "traced by the compiler, which takes no handler",
     "_vllm.worker.worker:add_tap.after": "as above",
-    "_vllm.compat.fused_norms:_drop": "as above",
+    "_vllm.compat.fused_norms:undo_fusion.drop": "as above",
     "_vllm.compat.fused_norms:undo_fusion.begin": "as above",
     "_vllm.compat.fused_norms:undo_fusion.complete": "as above",
     "_vllm.worker.runners:_forward_context.create_forward_context": "sets one attribute",
