@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,6 +39,13 @@ class Shape:
     def layer(self) -> int:
         """The layer that arms of one layer use: a third of the way up."""
         return self.layers // 3
+
+    def first(self, layers: int) -> Shape:
+        """The same with its first layers alone."""
+        cut: dict[str, Any] = {"num_hidden_layers": layers}
+        if "layer_types" in self.config:
+            cut["layer_types"] = self.config["layer_types"][:layers]
+        return replace(self, config={**self.config, **cut})
 
     def write(self, folder: Path) -> Path:
         """Write the folder that engines load."""
@@ -215,7 +222,10 @@ SHAPES = {
     ),
     "tiny": Shape(_llama(256, 512, 4, 4, 512), "float32", kv_gib=0.0625, max_model_len=256),
 }
+SHAPES["gpt-oss-120b-24"] = SHAPES["gpt-oss-120b"].first(24)
+SHAPES["qwen3-235b-20"] = SHAPES["qwen3-235b-40"].first(20)
 """Llama-8B, Qwen3-0.6B and gpt-oss-120b (MXFP4) are whole. Others have fewer layers, so that two
 engines fit on two cards: Llama-70B 48 of its 80, GLM-4.5-Air 23 of its 46, GLM-5 (FP8) 10 of its
-78, Qwen3-235B-A22B (FP8) 40 of its 94, and Qwen3-30B-A3B 12 of its 48. The two tiny ones, one of
-them with experts, are run on a CPU in a second."""
+78, Qwen3-235B-A22B (FP8) 40 of its 94, and Qwen3-30B-A3B 12 of its 48; of gpt-oss-120b 24 of 36
+layers, and of Qwen3-235B-A22B 20, fit twice on one card. The two tiny ones, one of them with
+experts, are run on a CPU in a second."""
